@@ -1,0 +1,22 @@
+"""Draft models for speculative decoding on megatron-core.
+
+The names below are the library API; they are resolved on first use, so that importing the package
+(and therefore `--help` of every script) costs no import of torch or megatron-core.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_EXPORTS: dict[str, str] = {}
+
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,56 @@
+"""The two small dataclasses that travel through the house: `Batch` (tokens) and `Features` (what the base says of them).
+
+S sequence, B micro-batch, H base hidden size, K captured layers, C = K * H.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Batch:
+    """One micro-batch of token sequences, the same on every tensor parallel rank.
+
+    Attributes:
+        tokens_BS: int64 token ids; padding may hold any id inside the vocabulary.
+        positions_BS: int64 rotary positions, restarting at 0 in every document.
+        turns_BS: int32 supervision: 0 for tokens that are not supervised (system, user, padding), and a number
+            greater than 0 that is unique in the row for the tokens of each assistant turn (its end-of-turn token
+            included). `m[j]` of ALGORITHMS is `turns[j] > 0`.
+        documents_BS: int32 document number inside the row, from 0; -1 for padding.
+    """
+
+    tokens_BS: Tensor
+    positions_BS: Tensor
+    turns_BS: Tensor
+    documents_BS: Tensor
+
+    @property
+    def single_document(self) -> bool:
+        """True when every row holds one document that starts at 0 (padding only behind it)."""
+        return int(self.documents_BS.max()) <= 0
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Copy on another device."""
+        return Batch(**{f.name: getattr(self, f.name).to(device) for f in dataclasses.fields(self)})
+
+
+@dataclass
+class Features:
+    """One micro-batch with what the frozen base computed for it: all that a draft is trained from.
+
+    Attributes:
+        batch: the tokens (full sequence on every tensor parallel rank).
+        captures_SBC: [S, B, K*H] outputs of the captured base layers, ascending, before any norm. Under sequence
+            parallelism the first axis holds this rank's S / TP rows.
+        state_SBH: [S, B, H] base state after its final norm: what the base head reads. Sharded as captures.
+    """
+
+    batch: Batch
+    captures_SBC: Tensor
+    state_SBH: Tensor

@@ -1,0 +1,322 @@
+"""Every dataclass a user can set, and the rules that make one valid. Standard library only.
+
+All of them read from and write to plain dictionaries (`from_dict`, `to_dict`); an unknown key is an
+error with a suggestion, a value of the wrong type an error with the type that was expected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T", bound="Config")
+
+RopeType = Literal["default", "linear", "llama3"]
+EagleAlgorithm = Literal["eagle1", "eagle3", "eagle3.1", "eagle-mtp"]
+LossKind = Literal["soft_ce", "kl", "reverse_kl", "tv", "lk", "hard_ce"]
+Alignment = Literal["serving", "paper", "target"]
+QuantFormat = Literal["none", "fp8"]
+
+
+class UserError(ValueError):
+    """A mistake the user can mend: scripts print its message and exit with code 2, without traceback."""
+
+
+def suggest(name: str, known: typing.Iterable[str]) -> str:
+    """' (did you mean X?)' for the closest known name, or ''."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, h) for h in typing.get_args(hint))
+    if origin is Literal:
+        return value in typing.get_args(hint)
+    if origin in (tuple, list):
+        inner = typing.get_args(hint)[0]
+        return isinstance(value, (list, tuple)) and all(_fits(v, inner) for v in value)
+    if origin is dict or hint is dict:
+        return isinstance(value, dict)
+    if hint is Any:
+        return True
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(hint, type):
+        return isinstance(value, hint)
+    return True
+
+
+def _readable(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
+    return getattr(hint, "__name__", None) if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Common behaviour of all configurations: typed reading, writing, validation on construction."""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if not _fits(value, hints[f.name]):
+                raise UserError(
+                    f"{type(self).__name__}.{f.name}: found {value!r}, expected {_readable(hints[f.name])}"
+                )
+            if isinstance(value, list):
+                object.__setattr__(self, f.name, tuple(value))
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise UserError when the fields contradict one another."""
+
+    @classmethod
+    def from_dict(cls: type[T], values: dict[str, Any]) -> T:
+        """Build from a dictionary (nested configurations as dictionaries). Raises UserError on unknown keys."""
+        hints = typing.get_type_hints(cls)
+        kwargs: dict[str, Any] = {}
+        for key, value in values.items():
+            if key not in hints:
+                raise UserError(f"{cls.__name__}: unknown key {key!r}{suggest(key, hints)}; known: {', '.join(hints)}")
+            nested = [h for h in (hints[key], *typing.get_args(hints[key])) if isinstance(h, type)]
+            nested = [h for h in nested if issubclass(h, Config)]
+            kwargs[key] = nested[0].from_dict(value) if nested and isinstance(value, dict) else value
+        missing = [
+            f.name
+            for f in dataclasses.fields(cls)
+            if f.name not in kwargs
+            and f.default is dataclasses.MISSING
+            and f.default_factory is dataclasses.MISSING
+        ]
+        if missing:
+            raise UserError(f"{cls.__name__}: missing {', '.join(missing)}")
+        return cls(**kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionary, ready for json."""
+        return dataclasses.asdict(self)
+
+    def replace(self: T, **changes: Any) -> T:
+        """A copy with some fields changed, validated again."""
+        return dataclasses.replace(self, **changes)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+@dataclass(frozen=True)
+class RopeConfig(Config):
+    """Rotary embedding, in the terms of a Hugging Face config.json."""
+
+    theta: float = 10000.0
+    type: RopeType = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True)
+class BaseConfig(Config):
+    """Architecture of the frozen base, derived from its config.json and never written by hand."""
+
+    family: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    """True vocabulary V: never the padded one."""
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    torch_dtype: str = "bfloat16"
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+    def validate(self) -> None:
+        _require(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads {self.num_key_value_heads}",
+        )
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Config):
+    """Sizes of the process groups, under Megatron's names."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+
+    def validate(self) -> None:
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, found {getattr(self, name)}")
+        for name in ("context_parallel_size", "expert_model_parallel_size"):
+            _require(getattr(self, name) == 1, f"{name}={getattr(self, name)} is not supported yet: use 1")
+        _require(
+            not (self.sequence_parallel and self.tensor_model_parallel_size == 1),
+            "--sequence-parallel needs --tensor-model-parallel-size greater than 1",
+        )
+
+
+@dataclass(frozen=True)
+class EagleConfig(Config):
+    """Architecture of an EAGLE draft. Names follow the exported config.json where it has one.
+
+    Built by `presets.eagle_config(base, overrides)`, which fills every field from the base.
+    """
+
+    algorithm: EagleAlgorithm
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    """Target vocabulary V."""
+    draft_vocab_size: int
+    """Draft vocabulary D <= V; D = V needs no d2t."""
+    target_hidden_size: int
+    max_position_embeddings: int
+    capture_layer_ids: tuple[int, ...] = ()
+    """Base layers whose *outputs* are captured, from 0, ascending, global (EAGLE-3)."""
+    num_hidden_layers: int = 1
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    hidden_act: str = "silu"
+    initializer_range: float = 0.02
+    init_from_base_layer: bool = False
+    """Copy MLP and norms of the first draft layer from the base's last layer where shapes agree."""
+
+    def validate(self) -> None:
+        ids = self.capture_layer_ids
+        _require(
+            all(a < b for a, b in zip(ids, ids[1:], strict=False)),
+            f"capture_layer_ids must be distinct and ascending, found {list(ids)}",
+        )
+        _require(
+            0 < self.draft_vocab_size <= self.vocab_size,
+            f"draft_vocab_size {self.draft_vocab_size} must be between 1 and the base's vocabulary "
+            f"{self.vocab_size}",
+        )
+        _require(self.num_hidden_layers >= 1, f"num_hidden_layers must be at least 1, found {self.num_hidden_layers}")
+        _require(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            f"draft num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
+            f"{self.num_key_value_heads}",
+        )
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig(Config):
+    """What a draft is trained for (ALGORITHMS: training-time test, alignment, losses)."""
+
+    ttt_steps: int = 7
+    """Draft steps T in training."""
+    step_decay: float = 0.8
+    """Weight of step k is step_decay ** k."""
+    loss: LossKind = "soft_ce"
+    temperature: float = 1.0
+    """Teacher and draft logits are divided by it before the softmax."""
+    alignment: Alignment = "serving"
+    in_vocab_only: bool = True
+    """Rows whose teacher argmax is outside the draft vocabulary add nothing to the loss."""
+    detach: bool = False
+    """Stop gradients between draft steps (fed-back hidden states, keys and values of earlier steps)."""
+
+    def validate(self) -> None:
+        _require(self.ttt_steps >= 1, f"ttt_steps must be at least 1, found {self.ttt_steps}")
+        _require(self.temperature > 0, f"temperature must be positive, found {self.temperature}")
+        _require(0 < self.step_decay <= 1, f"step_decay must be in (0, 1], found {self.step_decay}")
+
+
+@dataclass(frozen=True)
+class DataConfig(Config):
+    """Where the conversations are and how they are cut."""
+
+    path: str
+    seq_length: int = 2048
+    seed: int = 1234
+    shuffle: bool = True
+
+
+@dataclass(frozen=True)
+class TrainConfig(Config):
+    """The training loop, under Megatron's names."""
+
+    train_iters: int
+    micro_batch_size: int = 1
+    global_batch_size: int = 8
+    lr: float = 1e-4
+    min_lr: float = 0.0
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
+    lr_warmup_iters: int = 0
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    bf16: bool = False
+    use_distributed_optimizer: bool = False
+    save_interval: int = 0
+    """0: only at the end."""
+    ckpt_keep: int = 2
+    log_interval: int = 1
+    seed: int = 1234
+
+    def validate(self) -> None:
+        for name in ("train_iters", "micro_batch_size", "global_batch_size", "log_interval", "ckpt_keep"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, found {getattr(self, name)}")
+        _require(self.lr > 0, f"lr must be positive, found {self.lr}")
+
+
+@dataclass(frozen=True)
+class QuantConfig(Config):
+    """Fake quantisation: per-tensor E4M3 of weights and inputs of linears (ALGORITHMS 6)."""
+
+    base: QuantFormat = "fp8"
+    draft: QuantFormat = "fp8"
+    exclude: tuple[str, ...] = ("*lm_head*", "*output_layer*", "*embed*", "*fc.*", "*fc", "*router*")
+    """Patterns (fnmatch) of module names that stay in high precision."""
+    kv_cache: QuantFormat = "none"
+    clipped_ste: bool = False
+    """Gradient is zero outside +-amax (default: plain straight-through)."""
+
+
+@dataclass(frozen=True)
+class DecodeConfig(Config):
+    """Decoding with the base verifying, in TensorRT-LLM's option names."""
+
+    max_draft_len: int = 3
+    max_new_tokens: int = 128
+    batch_size: int = 8
+    temperature: float = 0.0
+    seed: int = 0
+
+    def validate(self) -> None:
+        _require(self.max_draft_len >= 0, f"max_draft_len must be at least 0, found {self.max_draft_len}")
+        _require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, found {self.max_new_tokens}")

@@ -1,0 +1,171 @@
+"""Start-up of torch.distributed and the process groups of one run.
+
+The base lives on megatron-core's own groups (tensor, pipeline, data). The draft is data parallel over *every* rank
+that has the same tensor parallel coordinate, so it gets a `ProcessGroupCollection` of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_spec import platform
+from megatron_spec.config import ParallelConfig, UserError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class World:
+    """This rank's place, and every process group the package uses."""
+
+    parallel: ParallelConfig
+    rank: int
+    size: int
+    device: torch.device
+    tp: dist.ProcessGroup
+    """Ranks that share one layer's shards."""
+    pp: dist.ProcessGroup
+    """Ranks that hold the stages of one copy of the base, in order."""
+    dp: dist.ProcessGroup
+    """Ranks that hold the same shard of the base."""
+    draft_dp: dist.ProcessGroup
+    """Ranks that hold the same shard of the draft: same tensor parallel coordinate, any stage, any data rank."""
+    base_groups: ProcessGroupCollection
+    draft_groups: ProcessGroupCollection
+
+    @property
+    def tp_rank(self) -> int:
+        return self.tp.rank()
+
+    @property
+    def tp_size(self) -> int:
+        return self.tp.size()
+
+    @property
+    def pp_rank(self) -> int:
+        return self.pp.rank()
+
+    @property
+    def pp_size(self) -> int:
+        return self.pp.size()
+
+    @property
+    def dp_rank(self) -> int:
+        return self.dp.rank()
+
+    @property
+    def dp_size(self) -> int:
+        return self.dp.size()
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _start_process_group(timeout_minutes: float) -> None:
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:  # plain python: a world of one
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    if platform.has_cuda():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(platform.backend(), timeout=timedelta(minutes=timeout_minutes))
+
+
+def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
+    """Raise UserError when the sizes do not divide the number of processes."""
+    model = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    if world_size % model:
+        raise UserError(
+            f"{world_size} processes cannot hold copies of TP {parallel.tensor_model_parallel_size} x "
+            f"PP {parallel.pipeline_model_parallel_size}: start a multiple of {model} (torchrun --nproc-per-node)"
+        )
+
+
+def initialize(parallel: ParallelConfig | None = None, seed: int = 1234, timeout_minutes: float = 30) -> World:
+    """Start torch.distributed (torchrun's environment, or a world of one), the groups and the seeds.
+
+    Raises UserError when the world size does not fit the parallel sizes.
+    """
+    parallel = parallel or ParallelConfig()
+    check_world_size(parallel, int(os.environ.get("WORLD_SIZE", "1")))
+    platform.activate()
+    _start_process_group(timeout_minutes)
+    check_world_size(parallel, dist.get_world_size())
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            context_parallel_size=parallel.context_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+        )
+    seed_everything(seed)
+    return _build_world(parallel)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch and megatron-core's dropout tracker (the CPU needs the inference tracker: no CUDA generator)."""
+    torch.manual_seed(seed)
+    if platform.has_cuda():
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    else:
+        tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
+
+
+def _draft_groups(tp: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ProcessGroupCollection]:
+    tp_size, world = tp.size(), dist.get_world_size()
+    # megatron-core orders ranks with tensor parallelism innermost: coordinate = rank % TP.
+    same_shard, _ = dist.new_subgroups_by_enumeration([list(range(t, world, tp_size)) for t in range(tp_size)])
+    alone = parallel_state.get_context_parallel_group()  # of size 1: config.py refuses anything else
+    groups = dict(
+        tp=tp, mp=tp, pp=alone, cp=alone, embd=None, pos_embd=None, dp=same_shard, dp_cp=same_shard,
+        intra_dp_cp=same_shard, expt_dp=same_shard, intra_expt_dp=same_shard, ep=alone, expt_tp=tp, tp_ep=tp,
+        tp_ep_pp=tp, tp_cp=tp, intra_dist_opt=None, inter_dist_opt=None, tp_dp_cp=dist.group.WORLD,
+    )  # fmt: skip
+    known: Any = ProcessGroupCollection.__dataclass_fields__
+    return same_shard, ProcessGroupCollection(**{k: v for k, v in groups.items() if k in known})
+
+
+def _build_world(parallel: ParallelConfig) -> World:
+    tp = parallel_state.get_tensor_model_parallel_group()
+    draft_dp, draft_groups = _draft_groups(tp)
+    return World(
+        parallel=parallel,
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        device=platform.device(),
+        tp=tp,
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(),
+        draft_dp=draft_dp,
+        base_groups=ProcessGroupCollection.use_mpu_process_groups(),
+        draft_groups=draft_groups,
+    )
+
+
+def shutdown() -> None:
+    """Tear down groups; safe to call twice."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,96 @@
+"""The contract every draft fulfils, and what it may ask of the frozen base.
+
+T draft steps, S sequence, B micro-batch, H target hidden size, V target vocabulary padded, TP tensor parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron_spec.batch import Features
+from megatron_spec.config import ObjectiveConfig
+
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [S,B,N,D], k [S,B,G,D], v [S,B,G,D]), all rotated -> [S, B, N*D]. The draft does not know whether it
+trains (training-time test) or decodes (cache)."""
+
+
+class BaseEnds(Protocol):
+    """Embedding and head of the base, on every rank: sharded over the vocabulary, frozen."""
+
+    vocab_size: int
+    """True vocabulary."""
+    head_weight: Tensor
+    """[V / TP, H] rows [tp_rank * V/TP, ...) of the base's head; rows >= vocab_size are padding."""
+
+    def embed(self, tokens_BS: Tensor) -> Tensor:
+        """[S, B, H] token embeddings; scattered to [S / TP, B, H] under sequence parallelism."""
+        ...
+
+    def logits(self, state_SBH: Tensor) -> Tensor:
+        """[S, B, V / TP] logits of this rank's vocabulary shard (full sequence); padding rows are -inf."""
+        ...
+
+
+@dataclass
+class DraftLosses:
+    """Sums over the supervised rows of one micro-batch, on this rank; nothing is divided or reduced yet.
+
+    Attributes:
+        total: scalar with gradient, sum over steps of step weight * loss sum. Already complete over tensor
+            parallel ranks (each rank holds the same value).
+        loss_T: detached loss sum per step.
+        correct_T: rows whose draft argmax is the base's argmax.
+        overlap_T: sum over rows of sum_v min(p, q), the expected acceptance under sampling.
+        rows_T: supervised rows per step (the denominator of loss and accuracy; in_vocab_only does not change it).
+    """
+
+    total: Tensor
+    loss_T: Tensor
+    correct_T: Tensor
+    overlap_T: Tensor
+    rows_T: Tensor
+
+
+class Draft(nn.Module):
+    """A draft model: trained from `Features`, decoded step by step, sharded over the tensor parallel group.
+
+    Every parameter carries megatron-core's attributes: `tensor_model_parallel` and `partition_dim` when it is a
+    shard, `sequence_parallel` when its gradient must be summed over tensor parallel ranks. Parameter names are
+    those of the export format where one exists, so that checkpoint, quantisation and export share one naming.
+    """
+
+    def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
+        """Unroll over the micro-batch and return the loss sums."""
+        raise NotImplementedError
+
+
+def mark_sharded(parameter: nn.Parameter, dim: int) -> nn.Parameter:
+    """Mark a parameter as this rank's shard along `dim` (megatron-core's optimizer and our checkpoint read it)."""
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    parameter.partition_dim = dim  # type: ignore[attr-defined]
+    parameter.partition_stride = 1  # type: ignore[attr-defined]
+    return parameter
+
+
+def mark_replicated(parameter: nn.Parameter, sequence_parallel: bool) -> nn.Parameter:
+    """Mark a parameter as replicated; under sequence parallelism its gradient is partial on each rank."""
+    parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
+    parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+    return parameter
+
+
+def shift(x: Tensor, k: int, dim: int, fill: float | int = 0) -> Tensor:
+    """x[j + k] at row j along `dim`; rows past the end hold `fill`. Those rows are never supervised."""
+    if k == 0:
+        return x
+    size = x.shape[dim]
+    tail_shape = list(x.shape)
+    tail_shape[dim] = min(k, size)
+    tail = torch.full(tail_shape, fill, dtype=x.dtype, device=x.device)
+    return torch.cat([x.narrow(dim, min(k, size), max(size - k, 0)), tail], dim=dim)

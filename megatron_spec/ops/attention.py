@@ -1,0 +1,92 @@
+"""Attention over a causal, packed, or cached context: one plan, made once per forward, read by every layer.
+
+S query rows, B batch, N query heads, G key/value heads (N a multiple of G), D head size, L key length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values of every layer for a batch of sequences of different lengths.
+
+    Rolling back costs nothing: rows behind the accepted length are never visible to a later query, because
+    `AttentionPlan.cached` masks by slot, and they are overwritten by the next tokens.
+    """
+
+    def __init__(
+        self, num_layers: int, batch: int, max_length: int, kv_heads: int, head_dim: int,
+        dtype: torch.dtype, device: torch.device | str,
+    ) -> None:
+        shape = (num_layers, batch, max_length, kv_heads, head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    def update(self, layer: int, k_SBGD: Tensor, v_SBGD: Tensor, slots_BS: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Write rows at `slots_BS` and return keys and values [B, length, G, D] of the layer."""
+        rows = torch.arange(slots_BS.shape[0], device=slots_BS.device)[:, None]
+        self.keys[layer, rows, slots_BS] = k_SBGD.transpose(0, 1)
+        self.values[layer, rows, slots_BS] = v_SBGD.transpose(0, 1)
+        return self.keys[layer, :, :length], self.values[layer, :, :length]
+
+
+@dataclass
+class AttentionPlan:
+    """Who may look at whom in one forward pass.
+
+    Attributes:
+        mask_B1SL: bool, True where query row s may look at key l; None means plain causal over S = L.
+        cache: where keys and values live while decoding; None in training.
+        slots_BS: int64 cache slots that the S new rows are written to (decoding only).
+        length: number of cache slots in use after this forward (decoding only).
+    """
+
+    mask_B1SL: Tensor | None = None
+    cache: KVCache | None = None
+    slots_BS: Tensor | None = None
+    length: int = 0
+
+    @staticmethod
+    def causal() -> AttentionPlan:
+        """Every row sees itself and all earlier rows."""
+        return AttentionPlan()
+
+    @staticmethod
+    def packed(documents_BS: Tensor) -> AttentionPlan:
+        """Causal inside each document; rows of different documents never see each other."""
+        S = documents_BS.shape[1]
+        same = documents_BS[:, :, None] == documents_BS[:, None, :]
+        causal = torch.ones(S, S, dtype=torch.bool, device=documents_BS.device).tril()
+        return AttentionPlan(mask_B1SL=(same & causal)[:, None])
+
+    @staticmethod
+    def cached(cache: KVCache, slots_BS: Tensor, visible_BSL: Tensor | None = None) -> AttentionPlan:
+        """New rows are written to `slots_BS` and see every slot up to their own, or `visible_BSL` when given (trees)."""
+        length = int(slots_BS.max()) + 1
+        if visible_BSL is None:
+            visible_BSL = torch.arange(length, device=slots_BS.device) <= slots_BS[:, :, None]
+        return AttentionPlan(visible_BSL[:, None], cache, slots_BS, length)
+
+
+def attend(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
+    """Softmax attention of `layer` under `plan`; scores are scaled by 1/sqrt(D).
+
+    Returns [S, B, N*D], in the layout and dtype of the query.
+    """
+    S, B, N, D = q_SBND.shape
+    if plan.cache is not None:
+        assert plan.slots_BS is not None
+        k, v = plan.cache.update(layer, k_SBGD, v_SBGD, plan.slots_BS, plan.length)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    else:
+        k, v = k_SBGD.permute(1, 2, 0, 3), v_SBGD.permute(1, 2, 0, 3)
+    out = F.scaled_dot_product_attention(
+        q_SBND.permute(1, 2, 0, 3), k, v, attn_mask=plan.mask_B1SL, is_causal=plan.mask_B1SL is None,
+        enable_gqa=N != k.shape[1],
+    )
+    return out.permute(2, 0, 1, 3).reshape(S, B, N * D)

@@ -1,0 +1,84 @@
+"""CUDA or CPU: the one place that lets megatron-core run without a GPU.
+
+megatron-core writes `device="cuda"`, calls `torch.cuda.current_device()` and compares `tensor.type()` with
+'torch.cuda.FloatTensor'. On a machine without a GPU, `activate()` enters a torch function mode that answers all
+of these for the CPU, once, at start-up. With a GPU it does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CUDA_TYPES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+}
+
+
+def has_cuda() -> bool:
+    """True when a GPU is there to compute on."""
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """The device this process computes on."""
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
+
+
+def backend() -> str:
+    """torch.distributed backend for the device."""
+    return "nccl" if has_cuda() else "gloo"
+
+
+def _is_cuda(dev: Any) -> bool:
+    if isinstance(dev, torch.device):
+        return dev.type == "cuda"
+    return isinstance(dev, str) and dev.startswith("cuda")
+
+
+class _CpuMode(TorchFunctionMode):
+    """Rewrites requests for CUDA into requests for the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs = {**kwargs, "device": "cpu"}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], "cpu", *args[2:])
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # The optimizer and gradient clipping accept only CUDA type names.
+            return _CUDA_TYPES.get(args[0].dtype) or func(*args)
+        return func(*args, **kwargs)
+
+
+class _NoNvtx:
+    """Stands in for torch.cuda.nvtx."""
+
+    def range_push(self, *_: Any) -> None: ...
+    def range_pop(self, *_: Any) -> None: ...
+    def mark(self, *_: Any) -> None: ...
+
+
+_active: _CpuMode | None = None
+
+
+def activate() -> None:
+    """Make megatron-core usable on this machine. Idempotent; call before building any megatron-core object."""
+    global _active
+    if _active is not None or has_cuda():
+        return
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: "cpu"
+    cuda.synchronize = lambda *_, **__: None
+    cuda.empty_cache = lambda: None
+    cuda.nvtx = _NoNvtx()
+    cuda.current_stream = lambda *_, **__: contextlib.nullcontext()
+    _active = _CpuMode()
+    _active.__enter__()

@@ -1,0 +1,61 @@
+"""Run a function on several gloo ranks of this machine, and get each rank's result back.
+
+Start-up costs seconds, so one spawned world should run many cases: `fn` may loop over them and return a dictionary.
+`fn` must be a module-level function; results travel as pickles through a temporary folder.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing as mp
+
+
+def _entry(rank: int, size: int, port: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    try:
+        result = fn(*args)
+        Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(result))
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # rank 0 hosts the store: it must not leave first
+    except BaseException:
+        Path(folder, f"{rank}.err").write_text(traceback.format_exc())
+        os._exit(1)  # the others may wait in a collective: the parent ends them
+    os._exit(0)  # skip interpreter teardown of process groups
+
+
+def run_world(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Results of `fn(*args)` on ranks 0..size-1. A failing rank ends the world and shows its traceback."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("spawn")
+        ranks = [context.Process(target=_entry, args=(r, size, port, folder, fn, args)) for r in range(size)]
+        for p in ranks:
+            p.start()
+        pending = list(ranks)
+        while pending:
+            for p in list(pending):
+                p.join(timeout=0.05)
+                if p.exitcode is not None:
+                    pending.remove(p)
+                    if p.exitcode != 0:
+                        for other in pending:
+                            other.kill()
+        errors = [e.read_text() for e in sorted(Path(folder).glob("*.err"))]
+        if errors:
+            raise RuntimeError("a rank failed:\n" + "\n".join(errors))
+        return [pickle.loads(Path(folder, f"{r}.pkl").read_bytes()) for r in range(size)]
