@@ -1,0 +1,132 @@
+"""Draft checkpoints through megatron-core's `dist_checkpointing`: any tensor, pipeline or data parallel layout loads any other."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch import nn
+
+from megatron_spec.checkpoint.spec import POINTER, CheckpointSpec, iteration_folder, latest_iteration
+from megatron_spec.config import UserError
+from megatron_spec.distributed import World
+from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.files import write_json, write_text
+from megatron_spec.provenance import write_run_json
+
+
+def sharded_state(draft: nn.Module, world: World) -> dict[str, ShardedTensor]:
+    """Every parameter and buffer of a draft as a `ShardedTensor`, under its own name prefixed with 'draft.'.
+
+    Parameters split over the tensor parallel group carry `partition_dim`; everything else is replicated.
+    """
+    state: dict[str, ShardedTensor] = {}
+    for name, tensor in draft.state_dict(keep_vars=True).items():
+        key = f"draft.{name}"
+        if getattr(tensor, "tensor_model_parallel", False):
+            offset = (tensor.partition_dim, world.tp_rank, world.tp_size)
+            replica = (0, 0, world.draft_dp.rank())
+            state[name] = ShardedTensor.from_rank_offsets(key, tensor, offset, replica_id=replica)
+        else:
+            replica = (0, world.tp_rank, world.draft_dp.rank())
+            state[name] = ShardedTensor.from_rank_offsets(key, tensor, replica_id=replica)
+    return state
+
+
+def _optimizer_metadata() -> dict[str, str]:
+    # The one sharding of the distributed optimizer's state that loads under another layout.
+    return {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}  # type: ignore[dict-item]
+
+
+def save(
+    checkpoint: Path | str, spec: CheckpointSpec, draft: nn.Module, vocab: DraftVocab, world: World, *,
+    optimizer: Any = None, extra: dict[str, Any] | None = None, base_amax: dict[str, float] | None = None,
+    run_config: dict[str, Any] | None = None, keep: int = 0,
+) -> Path:
+    """Save one iteration; it becomes visible, and `latest`, only when it is complete.
+
+    Args:
+        optimizer: megatron-core optimizer whose state is saved with the draft.
+        extra: small picklable state (samples consumed, scheduler), equal on all ranks.
+        base_amax: activation ranges of a fake-quantised base, by layer name.
+        keep: iterations to keep, older ones are removed; 0 keeps all.
+    """
+    final = iteration_folder(checkpoint, spec.iteration)
+    temporary = final.with_name(f".{final.name}.tmp")
+    if world.rank == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / "dist").mkdir(parents=True)
+    dist.barrier()
+    state: dict[str, Any] = {"model": sharded_state(draft, world), "extra": extra or {}}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(state["model"], metadata=_optimizer_metadata())
+    dist_checkpointing.save(state, str(temporary / "dist"))
+    if world.rank == 0:
+        vocab.save(temporary / "vocab.safetensors")
+        if base_amax is not None:
+            write_json(temporary / "base_amax.json", base_amax)
+        write_run_json(temporary, run_config or {})
+        write_json(temporary / "spec.json", spec.to_dict())
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(temporary, final)
+        write_text(Path(checkpoint) / POINTER, f"{spec.iteration}\n")
+        if keep:
+            _remove_old(Path(checkpoint), keep)
+    dist.barrier()
+    return final
+
+
+def _remove_old(checkpoint: Path, keep: int) -> None:
+    latest = latest_iteration(checkpoint)
+    saved = sorted(p for p in checkpoint.iterdir() if re.fullmatch(r"iter_\d{7,}", p.name))
+    for old in saved[:-keep]:
+        if latest is not None and old != iteration_folder(checkpoint, latest):
+            shutil.rmtree(old)
+
+
+def load(folder: Path | str, draft: nn.Module, world: World, *, optimizer: Any = None) -> dict[str, Any]:
+    """Load an iteration folder (see `spec.resolve`) into a draft and, when given, its optimizer.
+
+    Strict: every missing and unexpected tensor is named. Returns the `extra` state that was saved.
+    Raises UserError when the checkpoint does not fit or still holds values that were never set.
+    """
+    wanted: dict[str, Any] = {"model": sharded_state(draft, world)}
+    if optimizer is not None:
+        wanted["optimizer"] = optimizer.sharded_state_dict(
+            wanted["model"], is_loading=True, metadata=_optimizer_metadata()
+        )
+    _check_names(Path(folder), wanted["model"])
+    try:
+        loaded = dist_checkpointing.load(wanted, str(Path(folder) / "dist"), strict=StrictHandling.RAISE_UNEXPECTED)
+    except Exception as e:
+        raise UserError(f"checkpoint {folder} does not load: {type(e).__name__}: {e}") from e
+    draft.load_state_dict(loaded["model"])
+    if optimizer is not None:
+        optimizer.load_state_dict(loaded["optimizer"])
+    unset = [n for n, p in draft.named_parameters() if not torch.isfinite(p).all()]
+    if unset:
+        raise UserError(f"checkpoint {folder} holds values that are not finite in: {', '.join(unset)}")
+    return dict(loaded.get("extra") or {})
+
+
+def _check_names(folder: Path, wanted: dict[str, ShardedTensor]) -> None:
+    metadata = dist_checkpointing.load_tensors_metadata(str(folder / "dist"))
+    found = {k: tuple(v.global_shape) for k, v in metadata.items() if k.startswith("draft.")}
+    expected = {v.key: tuple(v.global_shape) for v in wanted.values()}
+    problems = [f"missing {k}" for k in sorted(expected.keys() - found.keys())]
+    problems += [f"unexpected {k}" for k in sorted(found.keys() - expected.keys())]
+    problems += [
+        f"{k} has shape {found[k]}, expected {expected[k]}"
+        for k in sorted(expected.keys() & found.keys())
+        if found[k] != expected[k]
+    ]
+    if problems:
+        raise UserError(f"checkpoint {folder} does not fit its spec.json: " + "; ".join(problems[:12]))

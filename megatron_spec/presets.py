@@ -1,0 +1,81 @@
+"""Defaults derived from the base: the architecture of a draft, and named training settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_spec.config import BaseConfig, EagleConfig, UserError, suggest
+
+_HUGGING_FACE_NAMES = {"rope_theta", "rope_scaling"}
+
+
+def default_capture_ids(num_layers: int) -> tuple[int, int, int]:
+    """Base layers whose outputs EAGLE-3 reads: 1, L//2-1, L-4 counted from 0 (arXiv 2503.01840; ALGORITHMS 1).
+
+    Raises UserError when a base is so small that they are not three distinct layers in ascending order.
+    """
+    ids = (1, num_layers // 2 - 1, num_layers - 4)
+    if not 0 <= ids[0] < ids[1] < ids[2]:
+        raise UserError(
+            f"a base of {num_layers} layers has no three distinct default capture layers (1, L//2-1, L-4 gives "
+            f"{list(ids)}): name them with \"capture_layer_ids\" in --eagle-config"
+        )
+    return ids
+
+
+def _rope_overrides(base: BaseConfig, overrides: dict[str, Any]) -> dict[str, Any]:
+    rope = base.rope.to_dict()
+    if "rope_theta" in overrides:
+        rope["theta"] = float(overrides["rope_theta"])
+    scaling = overrides.get("rope_scaling")
+    if scaling:
+        rope.update({("type" if k == "rope_type" else k): v for k, v in scaling.items()})
+    elif "rope_scaling" in overrides:
+        rope.update(type="default", factor=1.0)
+    return rope
+
+
+def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[str, Any] | None = None) -> EagleConfig:
+    """EAGLE draft for `base`: its shapes and rope, one dense Llama-style layer, then the user's overrides.
+
+    Args:
+        overrides: fields of `EagleConfig`; `rope_theta` and `rope_scaling` are accepted in Hugging Face spelling.
+
+    Raises:
+        UserError: unknown key (with a suggestion), wrong type, or contradicting values.
+    """
+    overrides = dict(overrides or {})
+    known = [*EagleConfig.__dataclass_fields__, *_HUGGING_FACE_NAMES]
+    for key in overrides:
+        if key not in known:
+            raise UserError(f"--eagle-config: unknown key {key!r}{suggest(key, known)}; known: {', '.join(known)}")
+    values: dict[str, Any] = dict(
+        algorithm=algorithm,
+        hidden_size=base.hidden_size,
+        intermediate_size=base.intermediate_size,
+        num_attention_heads=base.num_attention_heads,
+        num_key_value_heads=base.num_key_value_heads,
+        head_dim=base.head_dim,
+        vocab_size=base.vocab_size,
+        draft_vocab_size=base.vocab_size,
+        target_hidden_size=base.hidden_size,
+        max_position_embeddings=base.max_position_embeddings,
+        rms_norm_eps=base.rms_norm_eps,
+        hidden_act=base.hidden_act,
+    )
+    if algorithm.startswith("eagle3") and "capture_layer_ids" not in overrides:
+        values["capture_layer_ids"] = default_capture_ids(base.num_layers)
+    if not (_HUGGING_FACE_NAMES & overrides.keys() and "rope" in overrides):
+        values["rope"] = _rope_overrides(base, overrides)
+    values.update({k: v for k, v in overrides.items() if k not in _HUGGING_FACE_NAMES})
+    config = EagleConfig.from_dict(values)
+    for name in ("vocab_size", "target_hidden_size"):
+        expected = base.vocab_size if name == "vocab_size" else base.hidden_size
+        if getattr(config, name) != expected:
+            raise UserError(f"--eagle-config: {name} is {getattr(config, name)}, but the base has {expected}")
+    for layer in config.capture_layer_ids:
+        if not 0 <= layer < base.num_layers:
+            raise UserError(
+                f"--eagle-config: capture layer {layer} is out of range: the base has layers 0..{base.num_layers - 1}"
+            )
+    return config
