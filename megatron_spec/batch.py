@@ -23,12 +23,15 @@ class Batch:
             greater than 0 that is unique in the row for the tokens of each assistant turn (its end-of-turn token
             included). `m[j]` of ALGORITHMS is `turns[j] > 0`.
         documents_BS: int32 document number inside the row, from 0; -1 for padding.
+        sample_ids: index in the dataset of the sample in each row, when one row is one sample (features on disk are
+            found by it).
     """
 
     tokens_BS: Tensor
     positions_BS: Tensor
     turns_BS: Tensor
     documents_BS: Tensor
+    sample_ids: tuple[int, ...] | None = None
 
     @property
     def single_document(self) -> bool:
@@ -37,7 +40,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Copy on another device."""
-        return Batch(**{f.name: getattr(self, f.name).to(device) for f in dataclasses.fields(self)})
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return Batch(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
 
 
 @dataclass
