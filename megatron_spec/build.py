@@ -1,0 +1,91 @@
+"""Configuration -> model on this rank: base, draft and vocabulary of a checkpoint, ready to train, decode or export."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_spec.checkpoint import sharded
+from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
+from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec, read_spec, resolve
+from megatron_spec.config import UserError
+from megatron_spec.distributed import World
+from megatron_spec.drafts import build_draft
+from megatron_spec.drafts.base import Draft
+from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.files import read_json
+from megatron_spec.pipeline.model import FrozenBase
+from megatron_spec.quantization.attach import attach_quantizers, load_base_amax
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Loaded:
+    """A checkpoint on this rank."""
+
+    folder: Path
+    spec: CheckpointSpec
+    base_ref: BaseReference
+    base: FrozenBase
+    draft: Draft
+    vocab: DraftVocab
+    base_amax: dict[str, float] | None
+
+
+def link(ref: BaseReference) -> BaseLink:
+    """What spec.json records of a base."""
+    return BaseLink(path=str(ref.path), kind=ref.kind, fingerprint=ref.fingerprint, config=ref.config)
+
+
+def check_base(spec: CheckpointSpec, base_path: str | None) -> BaseReference:
+    """Find the base of a checkpoint and make sure it is the one the draft was made for.
+
+    Raises UserError when it is gone, or its content is another.
+    """
+    path = Path(base_path or spec.base.path)
+    if not path.exists():
+        raise UserError(f"the base of this checkpoint is not at {path}: give its new place with --base")
+    ref = inspect_base(path)
+    if ref.fingerprint != spec.base.fingerprint:
+        raise UserError(
+            f"{path} is not the base this draft was made for: its content has fingerprint {ref.fingerprint[:16]}, "
+            f"the checkpoint expects {spec.base.fingerprint[:16]}"
+        )
+    return ref
+
+
+def load_checkpoint(
+    path: str | Path, world: World, *, dtype: torch.dtype = torch.float32, base_path: str | None = None
+) -> Loaded:
+    """Base and draft of a checkpoint folder, fake-quantised when the checkpoint is.
+
+    Raises UserError for a missing, half-written or unfitting checkpoint, before any weight of the base is read.
+    """
+    folder = resolve(path)
+    spec = read_spec(folder)
+    ref = check_base(spec, base_path)
+    vocab = DraftVocab.load(folder / "vocab.safetensors")
+    draft = build_draft(spec.draft, vocab, world, dtype)
+    base_amax = None
+    if spec.quant is not None:
+        attach_quantizers(draft, spec.quant, role="draft")
+        amax_file = folder / "base_amax.json"
+        base_amax = read_json(amax_file) if amax_file.is_file() else None
+    sharded.load(folder, draft, world)
+    base = load_base(ref, world, capture_layer_ids=spec.draft.capture_layer_ids, dtype=dtype)
+    if spec.quant is not None and spec.quant.base != "none":
+        if base_amax is None:
+            raise UserError(f"checkpoint {folder} is quantised but its base_amax.json is missing: run quantize.py again")
+        attach_quantizers(base, spec.quant, role="base")
+        load_base_amax(base, base_amax)
+    return Loaded(folder, spec, ref, base, draft, vocab, base_amax)
+
+
+def respec(spec: CheckpointSpec, **changes: object) -> CheckpointSpec:
+    """A changed copy of a spec."""
+    return dataclasses.replace(spec, **changes)  # type: ignore[arg-type]

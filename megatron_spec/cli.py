@@ -1,0 +1,143 @@
+"""The shared start of all scripts: flags made from the configuration classes, logging, and how errors end a run.
+
+The parsing half imports neither torch nor megatron-core: `--help` and a misspelt flag answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import logging
+import os
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NoReturn, TypeVar
+
+from megatron_spec.config import Config, UserError, suggest
+
+C = TypeVar("C", bound=Config)
+log = logging.getLogger(__name__)
+
+_ALIASES = {"tensor_model_parallel_size": ["--tp"], "pipeline_model_parallel_size": ["--pp"]}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with exact flags only, exit code 2, and a suggestion for an unknown flag."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__(
+            description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].split("=")[0]
+            self.error(f"unknown argument {name}{suggest(name, self._option_string_actions)}; see --help")
+        return found
+
+    def add_config(self, cls: type[Config], skip: Sequence[str] = (), **defaults: Any) -> None:
+        """One flag per field of a configuration class: `train_iters` becomes --train-iters.
+
+        Args:
+            skip: fields that get no flag.
+            defaults: other defaults than those of the class.
+        """
+        group = self.add_argument_group(cls.__name__)
+        hints, docs = typing.get_type_hints(cls), field_docs(cls)
+        for field in dataclasses.fields(cls):
+            if field.name in skip:
+                continue
+            default = defaults.get(field.name, field.default)
+            required = default is dataclasses.MISSING
+            flags = ["--" + field.name.replace("_", "-"), *_ALIASES.get(field.name, [])]
+            kwargs: dict[str, Any] = _argument(hints[field.name])
+            kwargs.update(dest=field.name, help=docs.get(field.name, " ") + ("" if required else f" (default: {default})"))
+            kwargs.update({"required": True} if required else {"default": default})
+            group.add_argument(*flags, **kwargs)
+
+
+def _argument(hint: Any) -> dict[str, Any]:
+    options = [h for h in typing.get_args(hint) if h is not type(None)]
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        hint = options[0]
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(hint) is Literal:
+        return {"choices": typing.get_args(hint)}
+    return {"type": hint, "metavar": getattr(hint, "__name__", "VALUE").upper()}
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The strings written below the fields of a dataclass, by field name."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for node, after in zip(body.body, body.body[1:], strict=False):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(after, ast.Expr):
+            if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+                docs[node.target.id] = " ".join(after.value.value.split()).replace("%", "%%")
+    return docs
+
+
+def config_from(cls: type[C], args: argparse.Namespace, **fixed: Any) -> C:
+    """The configuration that parsed flags describe."""
+    names = {f.name for f in dataclasses.fields(cls)}
+    values = {k: v for k, v in vars(args).items() if k in names}
+    return cls(**{**values, **fixed})
+
+
+def rank() -> int:
+    """Rank of this process as torchrun set it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def setup_logging() -> None:
+    """Progress on rank 0 to stderr; warnings and errors from every rank, with their rank."""
+    level = logging.INFO if rank() == 0 else logging.WARNING
+    prefix = "" if int(os.environ.get("WORLD_SIZE", "1")) == 1 else f"[rank {rank()}] "
+    logging.basicConfig(level=logging.WARNING, format=f"{prefix}%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("megatron_spec").setLevel(level)
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    import warnings
+
+    warnings.filterwarnings("ignore", module=r"megatron\.core.*")
+    warnings.filterwarnings("ignore", message=r"(?s).*(Transformer Engine|Apex|apex).*not installed.*")
+
+
+def run(parser: Parser, main: Callable[[argparse.Namespace], None], argv: Sequence[str] | None = None) -> NoReturn:
+    """Parse, run and leave. Exit code 0: done; 2: the user can mend it (message, no traceback); 1: a bug (traceback)."""
+    args = parser.parse_args(argv)
+    setup_logging()
+    try:
+        main(args)
+    except UserError as e:
+        _leave(2, f"{parser.prog}: error: {e}")
+    except KeyboardInterrupt:
+        _leave(130, f"{parser.prog}: interrupted")
+    except Exception:
+        log.exception("rank %d failed", rank())
+        _leave(1, "")
+    _leave(0, "")
+
+
+def _leave(code: int, message: str) -> NoReturn:
+    if message and (rank() == 0 or "torch" in sys.modules):
+        print(message if rank() == 0 else f"[rank {rank()}] {message}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        os._exit(code)  # do not wait in destructors for ranks that wait for us: torchrun ends them
+    if "torch" in sys.modules:
+        from megatron_spec import distributed
+
+        distributed.shutdown()
+    sys.exit(code)

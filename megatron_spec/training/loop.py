@@ -1,0 +1,129 @@
+"""The training loop: order of data is a pure function of samples consumed, so a killed run continues as if it had not been.
+
+All randomness of a step is derived from (seed, iteration), which makes the random state a part of the position.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_spec.config import TrainConfig, UserError
+from megatron_spec.data.loader import BatchLoader
+from megatron_spec.distributed import World
+from megatron_spec.features.base import FeatureSource
+from megatron_spec.training.metrics import name_metrics
+from megatron_spec.training.step import StepResult, Trainer
+from megatron_spec.training.tracking import Progress, Tracker
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Position:
+    """Where a run stands: all that is needed, with draft and optimizer, to continue it exactly."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+
+    def state(self) -> dict[str, int]:
+        """For the checkpoint."""
+        return {"iteration": self.iteration, "consumed_samples": self.consumed_samples}
+
+
+@dataclass
+class StopSignal:
+    """SIGTERM or SIGUSR1 (SLURM preemption): finish the step, save, leave. Seen by every rank in the same step."""
+
+    received: bool = False
+    _old: dict[int, Any] = field(default_factory=dict)
+
+    def __enter__(self) -> StopSignal:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            self._old[number] = signal.signal(number, self._set)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _set(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+
+    def agreed(self, device: torch.device) -> bool:
+        """True on every rank when any rank got the signal."""
+        flag = torch.tensor(float(self.received), device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+
+def train(
+    trainer: Trainer, loader: BatchLoader, source: FeatureSource, train: TrainConfig, tracker: Tracker,
+    position: Position, save: Callable[[Position], Path],
+) -> bool:  # fmt: skip
+    """Run from `position` to train.train_iters, saving on the way and at the end.
+
+    Returns True when the run is complete, False when a signal ended it early (after a save).
+    Raises NonFiniteLossError, with the iteration and the samples of the batch, when the loss is not a number.
+    """
+    progress = Progress(train.train_iters, position.iteration)
+    with StopSignal() as stop:
+        while position.iteration < train.train_iters:
+            begin = time.monotonic()
+            torch.manual_seed(train.seed * 1_000_003 + position.iteration)
+            batches = loader.step(position.consumed_samples)
+            describe = f"iteration {position.iteration + 1}, samples {[b.sample_ids for b in batches]}"
+            result = trainer.step(source.features(batches), describe)
+            position.iteration += 1
+            position.consumed_samples += train.global_batch_size
+            tokens = sum(int((b.documents_BS >= 0).sum()) for b in batches) * trainer.world.dp_size
+            _report(result, trainer, position, tokens / (time.monotonic() - begin), train, tracker, progress)
+            ended = position.iteration == train.train_iters
+            stopping = stop.agreed(trainer.world.device)
+            if ended or stopping or (train.save_interval and position.iteration % train.save_interval == 0):
+                folder = save(position)
+                log.info("saved %s", folder)
+            if stopping and not ended:
+                log.warning("stopped by a signal at iteration %d: start again to continue", position.iteration)
+                return False
+    return True
+
+
+def _report(
+    result: StepResult, trainer: Trainer, position: Position, tokens_per_second: float, train: TrainConfig,
+    tracker: Tracker, progress: Progress,
+) -> None:  # fmt: skip
+    metrics: dict[str, Any] = {
+        "iteration": position.iteration,
+        "consumed_samples": position.consumed_samples,
+        "loss": float(result.loss),
+        **name_metrics(result.sums),
+        "grad_norm": result.grad_norm,
+        "lr": float(trainer.optimizer.param_groups[0]["lr"]),
+        "tokens_per_second": tokens_per_second,
+    }
+    if torch.cuda.is_available():
+        metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    tracker.write(metrics)
+    if position.iteration % train.log_interval == 0 or position.iteration == train.train_iters:
+        log.info(progress.line(metrics))
+
+
+def check_world(world: World, train: TrainConfig) -> None:
+    """Raise UserError when the global batch does not fill every rank equally."""
+    unit = train.micro_batch_size * world.dp_size * world.pp_size
+    if train.global_batch_size % unit:
+        raise UserError(
+            f"--global-batch-size {train.global_batch_size} must be a multiple of micro-batch size {train.micro_batch_size}"
+            f" x data parallel {world.dp_size} x pipeline parallel {world.pp_size} = {unit}, so that every rank "
+            "trains the draft on as many micro-batches as the others"
+        )

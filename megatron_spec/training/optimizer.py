@@ -1,0 +1,96 @@
+"""megatron-core's DDP, optimizer and schedule around the draft alone, on process groups of its own.
+
+Gradients are summed over all ranks that hold the same shard of the draft and divided once by the number of supervised
+rows of the whole global batch; means of per-micro-batch means would be wrong (ALGORITHMS 1, Loss).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from megatron_spec.config import TrainConfig
+from megatron_spec.distributed import World
+
+
+def wrap_ddp(draft: nn.Module, world: World, train: TrainConfig) -> DistributedDataParallel:
+    """Contiguous gradient buffers (fp32) and one reduction per step over `world.draft_dp`."""
+    parallel = world.parallel
+    # Only what DDP reads matters here; the shapes describe no layer of the draft.
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=parallel.tensor_model_parallel_size,
+        num_attention_heads=parallel.tensor_model_parallel_size,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        calculate_per_token_loss=True,  # before DDP wraps: gradients are summed, not averaged
+        bf16=train.bf16,
+        params_dtype=torch.bfloat16 if train.bf16 else torch.float32,
+        gradient_accumulation_fusion=False,
+    )
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=train.use_distributed_optimizer,
+    )
+    return DistributedDataParallel(config, ddp_config, draft, pg_collection=world.draft_groups)
+
+
+def build_optimizer(
+    ddp: DistributedDataParallel, world: World, train: TrainConfig
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """AdamW with fp32 master weights under bf16, global gradient clipping, and the learning rate schedule."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=train.lr,
+        min_lr=train.min_lr,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.adam_beta1,
+        adam_beta2=train.adam_beta2,
+        adam_eps=train.adam_eps,
+        bf16=train.bf16,
+        params_dtype=torch.bfloat16 if train.bf16 else torch.float32,
+        use_distributed_optimizer=train.use_distributed_optimizer,
+        clip_grad=train.clip_grad,
+    )
+    optimizer = get_megatron_optimizer(
+        config, [ddp], use_gloo_process_groups=False, pg_collection=world.draft_groups
+    )
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=train.lr,
+        min_lr=train.min_lr,
+        lr_warmup_steps=train.lr_warmup_iters,
+        lr_decay_steps=max(train.train_iters, train.lr_warmup_iters + 1),
+        lr_decay_style=train.lr_decay_style,
+        start_wd=train.weight_decay,
+        end_wd=train.weight_decay,
+        wd_incr_steps=train.train_iters,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+    return optimizer, scheduler
+
+
+def finish_gradients(ddp: DistributedDataParallel, world: World, supervised_rows: torch.Tensor) -> None:
+    """Sum gradients over ranks, add the partial ones of sequence parallelism, divide by the global row count.
+
+    Args:
+        supervised_rows: scalar, rows supervised at step 0 in the whole global batch.
+    """
+    ddp.finish_grad_sync()
+    if world.parallel.sequence_parallel and world.tp_size > 1:
+        partial = [p.main_grad for p in ddp.parameters() if getattr(p, "sequence_parallel", False)]
+        if partial:
+            flat = torch.cat([g.reshape(-1) for g in partial])
+            dist.all_reduce(flat, group=world.tp)
+            for g, summed in zip(partial, flat.split([g.numel() for g in partial]), strict=True):
+                g.copy_(summed.view_as(g))
+    ddp.scale_gradients(1.0 / supervised_rows)

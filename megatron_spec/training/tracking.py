@@ -1,0 +1,100 @@
+"""Where metrics go: metrics.jsonl always, TensorBoard and Weights & Biases when asked, progress lines on rank 0."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_spec.config import UserError
+from megatron_spec.training.metrics import truncate_log
+
+log = logging.getLogger(__name__)
+
+
+class Tracker:
+    """Writes the metrics of one run. Only rank 0 owns one that writes; the others hold a silent one."""
+
+    def __init__(
+        self, folder: Path, active: bool, *, resumed_at: int = 0, tensorboard_dir: str | None = None,
+        wandb_project: str | None = None, config: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.active, self.path = active, folder / "metrics.jsonl"
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        if not active:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        truncate_log(self.path, resumed_at)
+        if tensorboard_dir:
+            self._tensorboard = _tensorboard_writer(tensorboard_dir)
+        if wandb_project:
+            self._wandb = _wandb_run(wandb_project, folder, config or {})
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        """Append one step. Lists become one series per draft step."""
+        if not self.active:
+            return
+        with self.path.open("a", encoding="utf-8") as f:
+            f.write(json.dumps(metrics) + "\n")
+        flat = flatten(metrics)
+        if self._tensorboard is not None:
+            for name, value in flat.items():
+                self._tensorboard.add_scalar(name, value, metrics["iteration"])
+        if self._wandb is not None:
+            self._wandb.log(flat, step=metrics["iteration"])
+
+    def close(self) -> None:
+        """Flush what is buffered."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def flatten(metrics: dict[str, Any]) -> dict[str, float]:
+    """{'loss_per_step': [a, b]} -> {'loss_per_step/0': a, 'loss_per_step/1': b}."""
+    flat: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, list):
+            flat.update({f"{name}/{i}": v for i, v in enumerate(value)})
+        elif isinstance(value, (int, float)):
+            flat[name] = value
+    return flat
+
+
+def _tensorboard_writer(folder: str) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as e:
+        raise UserError(f"--tensorboard-dir needs TensorBoard: pip install megatron-spec[tracking] ({e})") from None
+    return SummaryWriter(folder)
+
+
+def _wandb_run(project: str, folder: Path, config: dict[str, Any]) -> Any:
+    try:
+        import wandb
+    except ImportError as e:
+        raise UserError(f"--wandb-project needs wandb: pip install megatron-spec[tracking] ({e})") from None
+    return wandb.init(project=project, dir=str(folder), config=config, resume="allow")
+
+
+class Progress:
+    """One line per logged step: where the run is, how well it does, how fast, and when it ends."""
+
+    def __init__(self, total: int, first: int) -> None:
+        self.total, self.first, self.start = total, first, time.monotonic()
+
+    def line(self, metrics: dict[str, Any]) -> str:
+        """The progress line of a step."""
+        done = metrics["iteration"] - self.first
+        left = (self.total - metrics["iteration"]) * (time.monotonic() - self.start) / max(done, 1)
+        accuracy = " ".join(f"{100 * a:.0f}" for a in metrics["accuracy_per_step"])
+        return (
+            f"step {metrics['iteration']}/{self.total}  loss {metrics['loss']:.4f}  accuracy % [{accuracy}]  "
+            f"predicted AL {metrics['predicted_acceptance_length']:.2f}  lr {metrics['lr']:.2e}  "
+            f"grad {metrics['grad_norm']:.2f}  {metrics['tokens_per_second']:.0f} tok/s  "
+            f"left {int(left // 60)}:{int(left % 60):02d}"
+        )
