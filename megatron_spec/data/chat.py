@@ -1,0 +1,291 @@
+"""Conversations in JSON lines -> token ids and the assistant turn each token belongs to.
+
+A line is `{"conversations": [{"role": "user", "content": "..."}, ...]}`; the key may be `messages`, and ShareGPT's
+`from`/`value` with `human`/`gpt` are understood. The tokenizer's own chat template renders it, so that training sees
+what serving sends. Which tokens the assistant wrote comes from the template's `{% generation %}` marks when it has
+them, and otherwise from rendering the conversation up to each assistant turn (`_incremental_spans`).
+
+The header that opens a turn is never supervised; the token that ends it always is.
+"""
+
+from __future__ import annotations
+
+import json
+import os.path
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_spec.config import UserError, suggest
+
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+"""Role names that are understood -> the role a chat template knows."""
+
+_GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_PLACEHOLDER = "placeholder"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One line of a file, checked.
+
+    Attributes:
+        messages: dictionaries with `role` (system, user, assistant, tool), `content`, and whatever else the line gave
+            (`tool_calls`, `name`): templates read it.
+        where: 'FILE line N', for messages.
+        tools: tool schemas for the template, or None.
+    """
+
+    messages: list[dict[str, Any]]
+    where: str
+    identifier: str = ""
+    tools: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One tokenised conversation.
+
+    Attributes:
+        tokens: int64 [N].
+        turns: int32 [N], 0 where not supervised, n on the tokens of the n-th assistant turn (its end token included).
+        where: 'FILE line N', for messages.
+    """
+
+    tokens: Tensor
+    turns: Tensor
+    where: str = field(default="", compare=False)
+
+    def __len__(self) -> int:
+        return int(self.tokens.numel())
+
+
+def _content(message: dict[str, Any], where: str, calls_tools: bool) -> str:
+    value = message.get("content", message.get("value"))
+    if isinstance(value, list):  # OpenAI's list of parts
+        bad = [part for part in value if not (isinstance(part, dict) and isinstance(part.get("text"), str))]
+        if bad:
+            raise UserError(f"{where}: content part {str(bad[0])[:80]!r} is not text: only text is supported")
+        value = "".join(part["text"] for part in value)
+    if value is None and calls_tools:
+        return ""
+    if not isinstance(value, str):
+        raise UserError(f"{where}: found content {str(value)[:80]!r}, expected text")
+    if not value.strip() and not calls_tools:
+        raise UserError(f"{where}: empty content: remove the message or the conversation")
+    return value
+
+
+def parse_message(message: Any, where: str) -> dict[str, Any]:
+    """A message with `role` and `content` under the names templates know. Raises UserError with `where`."""
+    if not isinstance(message, dict):
+        raise UserError(f"{where}: found {str(message)[:80]!r}, expected an object with role and content")
+    name = message.get("role", message.get("from"))
+    if name is None or ("content" not in message and "value" not in message and not message.get("tool_calls")):
+        raise UserError(f"{where}: found keys {', '.join(message) or 'none'}, expected role and content (or from, value)")
+    if not isinstance(name, str) or name not in ROLES:
+        raise UserError(f"{where}: unknown role {name!r}{suggest(str(name), ROLES)}; known: {', '.join(ROLES)}")
+    role = ROLES[name]
+    calls_tools = role == "assistant" and bool(message.get("tool_calls"))
+    rest = {key: value for key, value in message.items() if key not in ("role", "from", "content", "value")}
+    return {"role": role, "content": _content(message, where, calls_tools), **rest}
+
+
+def parse_conversation(record: Any, where: str) -> Conversation:
+    """A checked conversation from one JSON value. Raises UserError with `where`."""
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: found a JSON {type(record).__name__}, expected an object")
+    keys = [key for key in ("conversations", "messages") if key in record]
+    if len(keys) != 1:
+        found = " and ".join(keys) or f"keys {', '.join(record) or 'none'}"
+        raise UserError(f"{where}: found {found}, expected exactly one of conversations, messages")
+    raw = record[keys[0]]
+    if not isinstance(raw, list) or not raw:
+        raise UserError(f"{where}: {keys[0]} must be a list of at least one message")
+    messages = [parse_message(message, f"{where}, message {i}") for i, message in enumerate(raw)]
+    identifier = record.get("conversation_id", record.get("id", ""))
+    return Conversation(messages, where, str(identifier), record.get("tools") or None)
+
+
+def read_conversations(path: Path | str, require_assistant: bool = True) -> Iterator[Conversation]:
+    """Every conversation of a JSON lines file, in order.
+
+    Raises UserError with file and line number: missing file, malformed JSON, empty line inside, missing keys, unknown
+    role, empty content and (unless `require_assistant` is False: prompt files) no assistant turn; also for an empty
+    file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path} does not exist or is not a file: expected conversations in JSON lines")
+    blank = found = 0
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            where = f"{path} line {number}"
+            line = _decode(raw, where, first=number == 1)
+            if not line.strip():
+                blank = blank or number
+                continue
+            if blank:
+                raise UserError(f"{path} line {blank}: empty line inside the file: remove it")
+            conversation = parse_conversation(_parse_json(line, where), where)
+            if require_assistant and not any(m["role"] == "assistant" for m in conversation.messages):
+                raise UserError(f"{where}: no assistant turn, so nothing to learn from: answer the prompts first")
+            found += 1
+            yield conversation
+    if not found:
+        raise UserError(f"{path} holds no conversation")
+
+
+def _decode(raw: bytes, where: str, first: bool) -> str:
+    try:
+        return raw.decode("utf-8-sig" if first else "utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 ({error.reason}): convert the file to UTF-8") from None
+
+
+def _parse_json(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: malformed JSON ({error}): expected one JSON object a line") from None
+
+
+class ChatEncoder:
+    """Turns conversations into samples with one tokenizer.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer with a chat template.
+        stop_token_ids: further ids that end a turn (generation_config.json), beside the tokenizer's special tokens.
+        use_generation_marks: None takes the template's marks when it has them; True requires, False ignores them.
+
+    Raises UserError when the tokenizer has no chat template or no offsets.
+    """
+
+    def __init__(
+        self, tokenizer: Any, stop_token_ids: Collection[int] = (), use_generation_marks: bool | None = None
+    ) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise UserError("the tokenizer has no chat template: add chat_template to its tokenizer_config.json")
+        if not getattr(tokenizer, "is_fast", False):
+            raise UserError("the tokenizer reports no character offsets: a tokenizer.json (fast tokenizer) is needed")
+        self.tokenizer = tokenizer
+        marked = has_generation_marks(tokenizer)
+        if use_generation_marks and not marked:
+            raise UserError("the chat template has no {% generation %} marks")
+        self.uses_marks = marked if use_generation_marks is None else use_generation_marks
+        eos = tokenizer.eos_token_id
+        self._stop_ids = set(stop_token_ids) | (set() if eos is None else {eos})
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._end_ids = self._stop_ids | special | set(tokenizer.all_special_ids)
+
+    def encode(self, conversation: Conversation) -> Sample:
+        """Tokens and turns. Raises UserError when the template refuses the conversation or the mask makes no sense."""
+        ids, turns = self._marked(conversation) if self.uses_marks else self._incremental(conversation)
+        supervised = sum(turn > 0 for turn in turns)
+        if supervised == 0:
+            raise UserError(f"{conversation.where}: the chat template marks no token as the assistant's")
+        if supervised == len(turns):
+            raise UserError(f"{conversation.where}: every token counts as the assistant's: the chat template is unusable")
+        return Sample(torch.tensor(ids), torch.tensor(turns, dtype=torch.int32), conversation.where)
+
+    def prompt_ids(self, conversation: Conversation) -> list[int]:
+        """Token ids of a conversation that waits for an answer, the assistant's header included."""
+        text = self._render(conversation, conversation.messages, add_generation_prompt=True)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _render(self, conversation: Conversation, messages: list[dict[str, Any]], **options: Any) -> Any:
+        options = {"tokenize": False, **options}
+        try:
+            return self.tokenizer.apply_chat_template(messages, tools=conversation.tools, **options)
+        except Exception as error:  # templates raise what they like
+            message = f"{conversation.where}: the chat template refuses this conversation: {error}"
+            raise UserError(message) from error
+
+    def _marked(self, conversation: Conversation) -> tuple[list[int], list[int]]:
+        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        encoded = self._render(conversation, conversation.messages, **options)
+        ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
+        turns, turn = [0] * len(ids), 0
+        for i, token in enumerate(ids):
+            if mask[i]:
+                turn += 0 if i and mask[i - 1] else 1
+                turns[i] = turn
+            elif i and mask[i - 1] and ids[i - 1] not in self._end_ids and token in self._end_ids:
+                turns[i] = turn  # marks around the content only: the end of the turn is learnt too
+        return ids, turns
+
+    def _incremental(self, conversation: Conversation) -> tuple[list[int], list[int]]:
+        text = self._render(conversation, conversation.messages)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+        spans = self._incremental_spans(conversation, text, ids, offsets)
+        turns, turn = [0] * len(ids), 0
+        for i, (begin, end) in enumerate(offsets):
+            while turn < len(spans) and begin >= spans[turn][1]:
+                turn += 1
+            if turn < len(spans) and end > spans[turn][0] and end > begin:
+                turns[i] = turn + 1
+        return ids, turns
+
+    def _incremental_spans(
+        self, conversation: Conversation, text: str, ids: list[int], offsets: list[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
+        """Character span of each assistant turn in `text`, the rendering of the whole conversation.
+
+        A turn begins where the rendering of everything before it (with the header that asks for an answer) ends,
+        and ends with the first special token behind its content.
+        """
+        messages = conversation.messages
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        begins = [len(os.path.commonprefix([self._before(conversation, i), text])) for i in turns]
+        ends = [(end, ids[k]) for k, (_, end) in enumerate(offsets) if ids[k] in self._end_ids]
+        spans = []
+        for i, begin, bound in zip(turns, begins, [*begins[1:], len(text)], strict=True):
+            content = messages[i]["content"].strip()
+            at = text.find(content, begin, bound) if content else -1
+            if at >= 0:
+                # A template that ignores add_generation_prompt leaves the header here: it is not the assistant's text.
+                begin = at if any(begin < end <= at for end, _ in ends) else begin
+                behind = [end for end, _ in ends if at + len(content) < end <= bound]
+            else:  # the template rewrote the content (removed its reasoning, added tool calls)
+                behind = [end for end, token in ends if begin < end <= bound and token in self._stop_ids]
+            after = self._render(conversation, messages[: i + 1])
+            end = behind[0] if behind else len(os.path.commonprefix([after, text]).rstrip())
+            if not begin < end <= bound:
+                raise UserError(
+                    f"{conversation.where}, message {i}: cannot find this assistant turn in the rendered conversation "
+                    "(the chat template rewrites earlier turns): use a template with {% generation %} marks"
+                )
+            spans.append((begin, end))
+        return spans
+
+    def _before(self, conversation: Conversation, i: int) -> str:
+        """What is rendered in front of message i's text."""
+        if i > 0:
+            return str(self._render(conversation, conversation.messages[:i], add_generation_prompt=True))
+        # Without messages a template adds no default system prompt, so look at what stands before a first answer.
+        first = {"role": "assistant", "content": _PLACEHOLDER}
+        return str(self._render(conversation, [first])).split(_PLACEHOLDER)[0]
+
+
+def has_generation_marks(tokenizer: Any) -> bool:
+    """True when the tokenizer's chat template marks what the assistant writes."""
+    template = tokenizer.chat_template
+    if not isinstance(template, str):
+        template = tokenizer.get_chat_template()
+    return bool(_GENERATION_MARK.search(template))
