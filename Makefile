@@ -1,0 +1,30 @@
+# make setup | test | quality | demo. PYTHON chooses the interpreter (3.10-3.12); without make see tools/*.sh.
+BIN := .venv/bin
+PYTEST_ARGS ?=
+
+.PHONY: setup test test-gpu quality format demo clean
+
+setup:
+	@bash tools/setup_venv.sh
+
+test:
+	@bash tools/test.sh $(PYTEST_ARGS)
+
+test-gpu:
+	python3 -m pytest -q -m gpu tests
+
+quality: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+demo:
+	bash examples/post_training/train_eagle3_and_export.sh
+
+clean:
+	rm -rf .venv .cache runs build *.egg-info

@@ -1,0 +1,46 @@
+"""Give a base model a fresh draft model.
+
+    python convert_model.py --export-algorithm eagle --export-eagle-algorithm eagle3 --load BASE --save DIR
+    torchrun --nproc-per-node 4 convert_model.py --tensor-model-parallel-size 4 --load BASE --save DIR ...
+
+BASE is a Hugging Face folder or a Megatron dist_checkpointing checkpoint. A reduced draft vocabulary comes from
+tools/calibrate_draft_vocab.py. The base is referred to by path and content hash, not copied.
+"""
+
+import argparse
+
+from megatron_spec import cli
+from megatron_spec.config import ParallelConfig
+
+
+def parser() -> cli.Parser:
+    p = cli.Parser(__doc__)
+    p.add_argument("--load", required=True, metavar="BASE", help="Hugging Face folder or Megatron checkpoint")
+    p.add_argument("--save", required=True, metavar="DIR", help="new or empty folder for the draft checkpoint")
+    p.add_argument("--export-algorithm", choices=["eagle"], default="eagle", help="kind of draft")
+    p.add_argument("--export-eagle-algorithm", choices=["eagle3"], default="eagle3", help="EAGLE variant")
+    p.add_argument("--eagle-config", metavar="JSON", help="overrides of the draft's architecture")
+    p.add_argument("--draft-vocab", metavar="DIR", help="calibrated draft vocabulary (default: the whole vocabulary)")
+    p.add_argument("--bf16", action="store_true", help="bfloat16 weights (default: float32)")
+    p.add_argument("--seed", type=int, default=1234, help="seed of the draft's initial values (default: 1234)")
+    p.add_config(ParallelConfig)
+    return p
+
+
+def main(args: argparse.Namespace) -> None:
+    from megatron_spec.chain.convert import convert
+
+    convert(
+        args.load,
+        args.save,
+        eagle_algorithm=args.export_eagle_algorithm,
+        eagle_config=args.eagle_config,
+        draft_vocab=args.draft_vocab,
+        parallel=cli.config_from(ParallelConfig, args),
+        bf16=args.bf16,
+        seed=args.seed,
+    )
+
+
+if __name__ == "__main__":
+    cli.run(parser(), main)

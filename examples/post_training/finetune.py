@@ -1,0 +1,49 @@
+"""Train the draft of a checkpoint on conversations; on a quantised checkpoint this is quantisation-aware training.
+
+    python finetune.py --load DIR --save DIR2 --data train.jsonl --train-iters 1000 --lr 1e-4
+    torchrun --nproc-per-node 8 finetune.py --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 ...
+
+Started again with the same --save it continues where it was. metrics.jsonl is written beside the checkpoints; draw it with
+tools/plot_run.py.
+"""
+
+import argparse
+import sys
+
+from megatron_spec import cli
+from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
+
+
+def parser() -> cli.Parser:
+    p = cli.Parser(__doc__)
+    p.add_argument("--load", required=True, metavar="DIR", help="draft checkpoint to start from")
+    p.add_argument("--save", required=True, metavar="DIR", help="folder of this run: checkpoints and metrics.jsonl")
+    p.add_argument("--data", required=True, metavar="JSONL", help="conversations, one JSON object a line")
+    p.add_argument("--seq-length", type=int, default=2048, help="tokens a conversation is cut to (default: 2048)")
+    p.add_argument("--base", metavar="DIR", help="the base's place, when it moved since convert_model.py")
+    p.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
+    p.add_argument("--feature-cache", metavar="DIR", help="compute the base's features once, into this folder")
+    p.add_argument("--tensorboard-dir", metavar="DIR", help="write TensorBoard events")
+    p.add_argument("--wandb-project", metavar="NAME", help="log to Weights & Biases")
+    p.add_config(TrainConfig)
+    p.add_config(ObjectiveConfig)
+    p.add_config(ParallelConfig)
+    return p
+
+
+def main(args: argparse.Namespace) -> None:
+    from megatron_spec.chain.finetune import FinetuneRun, finetune
+
+    configs = {
+        "train": cli.config_from(TrainConfig, args),
+        "objective": cli.config_from(ObjectiveConfig, args),
+        "parallel": cli.config_from(ParallelConfig, args),
+    }
+    plain = ("load", "save", "data", "seq_length", "base", "tokenizer", "feature_cache", "tensorboard_dir")
+    run = FinetuneRun(**configs, **{k: getattr(args, k) for k in plain}, wandb_project=args.wandb_project)
+    if not finetune(run):
+        sys.exit(3)  # stopped by a signal after saving: a scheduler starts it again
+
+
+if __name__ == "__main__":
+    cli.run(parser(), main)

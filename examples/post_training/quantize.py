@@ -1,0 +1,57 @@
+"""Fake-quantise base and draft of a checkpoint: attach fp8 quantisers and calibrate their ranges on conversations.
+
+    python quantize.py --export-quant-cfg fp8 --load DIR --save DIR2 --data train.jsonl
+
+Calibration runs every draft step, so that the draft's ranges hold for its own fed-back features. Follow with finetune.py
+for quantisation-aware training, or with export.py.
+"""
+
+import argparse
+
+from megatron_spec import cli
+from megatron_spec.config import ObjectiveConfig, ParallelConfig
+
+
+def parser() -> cli.Parser:
+    p = cli.Parser(__doc__)
+    p.add_argument("--load", required=True, metavar="DIR", help="draft checkpoint to quantise")
+    p.add_argument("--save", required=True, metavar="DIR", help="new or empty folder for the quantised checkpoint")
+    p.add_argument("--data", required=True, metavar="JSONL", help="conversations to calibrate on")
+    p.add_argument(
+        "--export-quant-cfg",
+        default="fp8",
+        choices=["fp8", "fp8_draft_only", "fp8_base_only"],
+        help="what is quantised (default: fp8, base and draft)",
+    )
+    p.add_argument("--calib-samples", type=int, default=256, help="conversations used (default: 256)")
+    p.add_argument("--seq-length", type=int, default=2048, help="tokens a conversation is cut to (default: 2048)")
+    p.add_argument("--micro-batch-size", type=int, default=4, help="conversations per forward (default: 4)")
+    p.add_argument("--base", metavar="DIR", help="the base's place, when it moved")
+    p.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
+    p.add_argument("--bf16", action="store_true", help="bfloat16 weights (default: float32)")
+    p.add_config(ObjectiveConfig)
+    p.add_config(ParallelConfig)
+    return p
+
+
+def main(args: argparse.Namespace) -> None:
+    from megatron_spec.chain.quantize import quantize
+
+    quantize(
+        args.load,
+        args.save,
+        args.data,
+        preset=args.export_quant_cfg,
+        samples=args.calib_samples,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        base=args.base,
+        tokenizer=args.tokenizer,
+        bf16=args.bf16,
+        objective=cli.config_from(ObjectiveConfig, args),
+        parallel=cli.config_from(ParallelConfig, args),
+    )
+
+
+if __name__ == "__main__":
+    cli.run(parser(), main)

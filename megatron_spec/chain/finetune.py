@@ -1,0 +1,152 @@
+"""Train the draft of a checkpoint; on a quantised checkpoint the same run is quantisation-aware training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_spec import distributed
+from megatron_spec.build import Loaded, load_checkpoint, respec
+from megatron_spec.checkpoint import sharded
+from megatron_spec.checkpoint.spec import iteration_folder, latest_iteration, read_spec, resolve
+from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig, UserError
+from megatron_spec.data.chat import load_tokenizer
+from megatron_spec.data.loader import BatchLoader, ConversationDataset
+from megatron_spec.distributed import World
+from megatron_spec.features.base import FeatureSource
+from megatron_spec.features.online import OnlineFeatures
+from megatron_spec.files import require_empty
+from megatron_spec.pipeline.placement import check_parallel
+from megatron_spec.training.loop import Position, check_world, train
+from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
+from megatron_spec.training.step import Trainer
+from megatron_spec.training.tracking import Tracker
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class FinetuneRun:
+    """What finetune.py is asked to do."""
+
+    load: str
+    save: str
+    data: str
+    train: TrainConfig
+    objective: ObjectiveConfig
+    parallel: ParallelConfig
+    seq_length: int = 2048
+    base: str | None = None
+    tokenizer: str | None = None
+    feature_cache: str | None = None
+    tensorboard_dir: str | None = None
+    wandb_project: str | None = None
+
+
+def starting_point(run: FinetuneRun) -> tuple[Path, bool]:
+    """The folder to start from, and whether that continues an earlier run: --save wins over --load when it has one.
+
+    Raises UserError when --save holds something that is not a run of this draft.
+    """
+    latest = latest_iteration(run.save)
+    if latest is None:
+        require_empty(run.save, "it is not a run that could be continued; give another --save folder")
+        return resolve(run.load), False
+    folder = resolve(run.save)
+    found, expected = read_spec(folder), read_spec(resolve(run.load))
+    if found.draft != expected.draft or found.base.fingerprint != expected.base.fingerprint:
+        raise UserError(f"--save {run.save} holds a run of another draft than --load {run.load}: give another folder")
+    if (found.quant is None) != (expected.quant is None):
+        raise UserError(f"--save {run.save} and --load {run.load} are not both quantised: give another --save folder")
+    return folder, True
+
+
+def check_before_loading(run: FinetuneRun) -> tuple[Path, bool]:
+    """All that can be refused without reading weights."""
+    folder, resumed = starting_point(run)
+    spec = read_spec(folder)
+    check_parallel(spec.base.config, run.parallel)
+    if run.seq_length > spec.base.config.max_position_embeddings:
+        raise UserError(
+            f"--seq-length {run.seq_length} is beyond the base's max_position_embeddings "
+            f"{spec.base.config.max_position_embeddings}"
+        )
+    if not Path(run.data).is_file():
+        raise UserError(f"--data {run.data}: no such file")
+    return folder, resumed
+
+
+def make_loader(run: FinetuneRun, loaded: Loaded, world: World) -> BatchLoader:
+    """Tokenised conversations in micro-batches for this rank's pipeline group."""
+    tokenizer = load_tokenizer(run.tokenizer or str(loaded.base_ref.path))
+    dataset = ConversationDataset(run.data, tokenizer, run.seq_length)
+    return BatchLoader(
+        dataset,
+        micro_batch_size=run.train.micro_batch_size,
+        global_batch_size=run.train.global_batch_size,
+        dp_rank=world.dp_rank,
+        dp_size=world.dp_size,
+        seed=run.train.seed,
+        pad_multiple=world.tp_size if run.parallel.sequence_parallel else 1,
+        device=world.device,
+    )
+
+
+def feature_source(run: FinetuneRun, loaded: Loaded, loader: BatchLoader) -> FeatureSource:
+    """Features computed by the base every time, or computed once into --feature-cache and read from there."""
+    if run.feature_cache is None:
+        return OnlineFeatures(loaded.base)
+    from megatron_spec.features.offline import cached_features
+
+    return cached_features(run.feature_cache, loaded.base, loaded.base_ref.fingerprint, loader, loaded.spec.quant)
+
+
+def finetune(run: FinetuneRun) -> bool:
+    """Train (or continue to train) a draft. Returns False when a signal ended the run early, after saving it.
+
+    Raises UserError for input that does not fit, before any weight is read where that is possible.
+    """
+    folder, resumed = check_before_loading(run)
+    world = distributed.initialize(run.parallel, run.train.seed)
+    check_world(world, run.train)
+    dtype = torch.bfloat16 if run.train.bf16 else torch.float32
+    loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base)
+    loader = make_loader(run, loaded, world)
+    ddp = wrap_ddp(loaded.draft, world, run.train)
+    optimizer, scheduler = build_optimizer(ddp, world, run.train)
+    position = Position()
+    if resumed:
+        extra = sharded.load(folder, loaded.draft, world, optimizer=optimizer)
+        position = Position(extra["iteration"], extra["consumed_samples"])
+        scheduler.step(increment=position.iteration)
+        log.info("continuing %s at iteration %d", run.save, position.iteration)
+    trainer = Trainer(world, ddp, optimizer, scheduler, loaded.base, run.objective)
+    config = {k: v.to_dict() if hasattr(v, "to_dict") else v for k, v in vars(run).items()}
+    tracker = Tracker(
+        Path(run.save), world.rank == 0, resumed_at=position.iteration, tensorboard_dir=run.tensorboard_dir,
+        wandb_project=run.wandb_project, config=config,
+    )  # fmt: skip
+    source = feature_source(run, loaded, loader)
+    complete = train(trainer, loader, source, run.train, tracker, position, _saver(run, loaded, trainer, config))
+    tracker.close()
+    return complete
+
+
+def _saver(
+    run: FinetuneRun, loaded: Loaded, trainer: Trainer, config: dict[str, object]
+) -> Callable[[Position], Path]:
+    def save(position: Position) -> Path:
+        folder = iteration_folder(run.save, position.iteration)
+        if position.iteration == latest_iteration(run.save):
+            return folder
+        return sharded.save(
+            run.save, respec(loaded.spec, iteration=position.iteration), loaded.draft, loaded.vocab, trainer.world,
+            optimizer=trainer.optimizer, extra=dict(position.state()), base_amax=loaded.base_amax,
+            run_config=config, keep=run.train.ckpt_keep,
+        )  # fmt: skip
+
+    return save

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Make the virtual environment that scripts and tests run in, once: tools/setup_venv.sh [FOLDER]  (default .venv)
+# PYTHON chooses the interpreter; otherwise the first of python3.11, python3.12, python3.10, python3 that fits.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${1:-.venv}
+stamp=$(cat setup.py constraints.txt | cksum)
+if [ -f "$venv/.ready" ] && [ "$(cat "$venv/.ready")" = "$stamp" ]; then exit 0; fi
+
+fits() { "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1; }
+python=${PYTHON:-}
+if [ -z "$python" ]; then
+  for candidate in python3.11 python3.12 python3.10 python3; do
+    if command -v "$candidate" >/dev/null 2>&1 && fits "$candidate"; then python=$candidate; break; fi
+  done
+fi
+if [ -z "$python" ] || ! fits "$python"; then
+  echo "error: found no Python 3.10-3.12 with the venv module: on Debian 'apt-get install python3 python3-venv', or set PYTHON=..." >&2
+  exit 2
+fi
+echo "setting up $venv with $("$python" --version) (once; a few minutes)" >&2
+rm -f "$venv/.ready"
+"$python" -m venv "$venv"
+"$venv/bin/python" -m pip install --quiet --upgrade pip
+"$venv/bin/python" -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+printf '%s\n' "$stamp" > "$venv/.ready"
