@@ -1,0 +1,115 @@
+"""Acceptance figures of a speculative run.
+
+Acceptance length (AL) = tokens emitted per base forward after the prefill = accepted draft tokens + 1, averaged over
+verification steps, not over requests (a mean over requests favours short answers). The base's own token of each step
+is counted, so a useless draft has AL 1 and a perfect one max_draft_len + 1. The confidence interval resamples prompts,
+because steps of one answer are not independent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+class HasSteps(Protocol):
+    """What is read of a Generation."""
+
+    accepted_lengths: list[int]
+    drafted_lengths: list[int]
+
+
+@dataclass(frozen=True)
+class AcceptanceStats:
+    """Acceptance of a set of answers; all None or empty when no verification step took place.
+
+    Attributes:
+        prompts: answers.
+        steps: verification steps of all answers.
+        acceptance_length: see the module's text.
+        acceptance_length_ci95: bounds of the percentile bootstrap interval over prompts.
+        acceptance_per_position: for draft position i = 1.., the share of the steps that proposed a token there in
+            which it (and so all before it) was accepted.
+        conditional_acceptance_per_position: the same among steps in which all positions before it were accepted; None
+            for a position that was never reached.
+        full_acceptance_share: of the steps that proposed anything, the share in which all of it was accepted.
+        draft_tokens_accepted_share: accepted over proposed draft tokens.
+    """
+
+    prompts: int
+    steps: int
+    acceptance_length: float | None
+    acceptance_length_ci95: tuple[float, float] | None
+    acceptance_per_position: tuple[float, ...]
+    conditional_acceptance_per_position: tuple[float | None, ...]
+    full_acceptance_share: float | None
+    draft_tokens_accepted_share: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for json."""
+        return dataclasses.asdict(self)
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def bootstrap_ci95(
+    tokens: Sequence[int], steps: Sequence[int], resamples: int = 2000, seed: int = 0
+) -> tuple[float, float]:
+    """2.5 % and 97.5 % quantiles of sum(tokens) / sum(steps) over resampled prompts.
+
+    Args:
+        tokens: tokens emitted by the verification steps of each prompt.
+        steps: verification steps of each prompt, each at least 1.
+    """
+    pairs_P2 = torch.tensor([list(tokens), list(steps)], dtype=torch.float64).t()
+    generator = torch.Generator().manual_seed(seed)
+    weights_RP = torch.ones(len(steps), dtype=torch.float64).expand(resamples, -1)
+    drawn_RP = torch.multinomial(weights_RP, len(steps), replacement=True, generator=generator)
+    sums_R2 = pairs_P2[drawn_RP].sum(dim=1)
+    low, high = torch.quantile(sums_R2[:, 0] / sums_R2[:, 1], torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def acceptance_stats(generations: Sequence[HasSteps], seed: int = 0) -> AcceptanceStats:
+    """Figures of the given answers; `seed` makes the confidence interval reproducible."""
+    stepped = [g for g in generations if g.accepted_lengths]
+    accepted = [a for g in stepped for a in g.accepted_lengths]
+    drafted = [d for g in stepped for d in g.drafted_lengths]
+    steps = len(accepted)
+    proposed = [sum(d >= i for d in drafted) for i in range(1, max(drafted, default=0) + 1)]
+    taken = [sum(a >= i for a in accepted) for i in range(1, len(proposed) + 1)]
+    reached = [sum(d >= i and a >= i - 1 for a, d in zip(accepted, drafted, strict=True)) for i in range(1, len(proposed) + 1)]
+    return AcceptanceStats(
+        prompts=len(generations),
+        steps=steps,
+        acceptance_length=_share(sum(accepted) + steps, steps),
+        acceptance_length_ci95=bootstrap_ci95(
+            [sum(g.accepted_lengths) + len(g.accepted_lengths) for g in stepped],
+            [len(g.accepted_lengths) for g in stepped],
+            seed=seed,
+        )
+        if stepped
+        else None,
+        acceptance_per_position=tuple(t / p for t, p in zip(taken, proposed, strict=True)),
+        conditional_acceptance_per_position=tuple(_share(t, r) for t, r in zip(taken, reached, strict=True)),
+        full_acceptance_share=_share(
+            sum(a == d > 0 for a, d in zip(accepted, drafted, strict=True)), sum(d > 0 for d in drafted)
+        ),
+        draft_tokens_accepted_share=_share(sum(accepted), sum(drafted)),
+    )
+
+
+def by_category(
+    generations: Sequence[HasSteps], categories: Sequence[str], seed: int = 0
+) -> dict[str, AcceptanceStats]:
+    """Figures per category, in alphabetical order. `categories[i]` belongs to `generations[i]`."""
+    return {
+        name: acceptance_stats([g for g, c in zip(generations, categories, strict=True) if c == name], seed)
+        for name in sorted(set(categories))
+    }

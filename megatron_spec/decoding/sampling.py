@@ -1,0 +1,65 @@
+"""Choosing tokens from vocab-parallel logits, without gathering the vocabulary over tensor parallel ranks.
+
+N rows, V vocabulary (this rank holds V / TP consecutive entries of every row), TP tensor parallel size.
+Every function returns the same values on all ranks of the group.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[TP, *x.shape], in rank order."""
+    if group.size() == 1:
+        return x[None]
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.stack(parts)
+
+
+def argmax(logits_NV: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """int64 [N] ids of the largest logit over the whole vocabulary; of equal logits, the lowest id.
+
+    Each rank sends one (value, id) pair per row. float64 holds both exactly.
+    """
+    value_N, id_N = logits_NV.max(dim=-1)
+    if group.size() == 1:
+        return id_N
+    id_N = id_N + group.rank() * logits_NV.shape[-1]
+    pairs_TN2 = _gather(torch.stack([value_N.double(), id_N.double()], dim=-1), group)
+    best_N = pairs_TN2[..., 0].argmax(dim=0)  # first of equals: the lowest rank
+    return pairs_TN2[best_N, torch.arange(best_N.numel(), device=best_N.device), 1].long()
+
+
+def topk(logits_NV: Tensor, k: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Values [N, k] (descending) and int64 ids [N, k] of the k largest logits over the whole vocabulary."""
+    value_Nk, id_Nk = logits_NV.float().topk(k, dim=-1)
+    id_Nk = id_Nk + group.rank() * logits_NV.shape[-1]
+    values = torch.cat(list(_gather(value_Nk, group)), dim=-1)
+    ids = torch.cat(list(_gather(id_Nk, group)), dim=-1)
+    top_Nk, where_Nk = values.topk(k, dim=-1)
+    return top_Nk, ids.gather(-1, where_Nk)
+
+
+def sample(logits_NV: Tensor, uniform_N: Tensor, temperature: float, group: dist.ProcessGroup) -> Tensor:
+    """int64 [N] ids drawn from softmax(logits / temperature) by inverting the cumulative distribution.
+
+    The token is a function of the logits and of one uniform number in [0, 1) per row, so the same numbers give the
+    same text whatever the batch, the draft or the tensor parallel size (up to rounding at an interval's edge).
+    """
+    scaled_NV = logits_NV.float() / temperature
+    top_N = _gather(scaled_NV.amax(dim=-1), group).amax(dim=0)
+    cumulative_NV = (scaled_NV - top_N[:, None]).exp().double().cumsum(dim=-1)
+    mass_TN = _gather(cumulative_NV[:, -1], group)
+    edges_TN = mass_TN.cumsum(dim=0)
+    target_N = uniform_N.double() * edges_TN[-1]
+    owner_N = (target_N >= edges_TN[:-1]).sum(dim=0)
+    below_N = (edges_TN - mass_TN).gather(0, owner_N[None])[0]
+    inside_N1 = torch.searchsorted(cumulative_NV, (target_N - below_N)[:, None], right=True)
+    # Rounding may put the target behind the last entry that has any mass: step back to that entry.
+    last_N1 = (cumulative_NV < cumulative_NV[:, -1:]).sum(dim=-1, keepdim=True)
+    id_N = torch.minimum(inside_N1, last_N1)[:, 0] + group.rank() * logits_NV.shape[-1]
+    return _gather(id_N, group).gather(0, owner_N[None])[0]
