@@ -1,0 +1,84 @@
+"""A base on disk -> this rank's frozen stage. Hugging Face folders and megatron-core checkpoints.
+
+`inspect_base` reads no weights: it says what is there, so that everything unsupported is refused early.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from megatron_spec.base_models import read_base_config
+from megatron_spec.checkpoint.fingerprint import fingerprint
+from megatron_spec.checkpoint.huggingface import load_huggingface, weight_files
+from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.distributed import World
+from megatron_spec.pipeline.model import FrozenBase
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BaseReference:
+    """A base by place and content.
+
+    Attributes:
+        path: folder.
+        kind: 'hf' (Hugging Face) or 'megatron' (torch distributed checkpoint of megatron-core).
+        fingerprint: content hash, see `checkpoint.fingerprint`.
+        config: architecture.
+    """
+
+    path: str
+    kind: Literal["hf", "megatron"]
+    fingerprint: str
+    config: BaseConfig
+
+
+def inspect_base(path: str | Path) -> BaseReference:
+    """What base lies at `path`. Reads configuration and samples of the weight files.
+
+    Raises:
+        UserError: no such folder, neither format, an unsupported architecture, or missing files.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; expected a base in Hugging Face or Megatron format")
+    config = read_base_config(folder)
+    content = fingerprint((folder / "config.json").read_bytes(), weight_files(folder))
+    return BaseReference(str(folder), "hf", content, config)
+
+
+def load_base(
+    reference: BaseReference,
+    world: World,
+    capture_layer_ids: Sequence[int] = (),
+    dtype: torch.dtype = torch.float32,
+) -> FrozenBase:
+    """Build this rank's stage of the base and load its shards; every rank calls it.
+
+    Returns:
+        The stage in eval mode, without gradients.
+
+    Raises:
+        UserError: parallel sizes or capture ids that do not fit; missing, unexpected or misshapen tensors; a weight
+            that is not finite.
+    """
+    base = FrozenBase.build(reference.config, world, capture_layer_ids, dtype)
+    load_huggingface(base, Path(reference.path))
+    _check_finite(base, reference.path)
+    return base
+
+
+def _check_finite(base: FrozenBase, where: str) -> None:
+    bad = [name for name, parameter in base.named_parameters() if not bool(torch.isfinite(parameter).all())]
+    if bad:
+        raise UserError(
+            f"{where}: {len(bad)} weights are not finite after loading as {base.dtype}: {', '.join(bad[:10])}; "
+            "the checkpoint is damaged, or its values do not fit the dtype"
+        )

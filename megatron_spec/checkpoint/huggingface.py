@@ -1,0 +1,110 @@
+"""Read a base from a Hugging Face folder: safetensors in one file or several, each rank only its slices."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_spec.base_models import is_ignorable, name_rules
+from megatron_spec.base_models.names import NameRule, hf_shapes, read_shard
+from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.pipeline.model import FrozenBase
+
+log = logging.getLogger(__name__)
+
+_INDEX = "model.safetensors.index.json"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of the folder. Raises UserError when there are none or one of the index is missing."""
+    if (folder / _INDEX).is_file():
+        weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+        bad = [name for name in names if Path(name).name != name]
+        if bad:
+            raise UserError(f"{folder / _INDEX}: names files outside of its folder: {bad}")
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise UserError(f"{folder}: missing {', '.join(missing)}, named in {_INDEX}; copy the folder again")
+        return [folder / name for name in names]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    others = sorted(p.name for p in folder.glob("*.bin"))
+    hint = f" (found {others[0]}: convert it to safetensors first)" if others else ""
+    raise UserError(f"{folder}: expected model.safetensors or {_INDEX}{hint}")
+
+
+class HuggingFaceWeights:
+    """Lazy view of all tensors of a folder; a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = ExitStack()
+        self._handle_of: dict[str, Any] = {}
+        for path in weight_files(folder):
+            try:
+                handle = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as e:
+                raise UserError(f"{path}: cannot be read as safetensors ({e}); copy the file again") from e
+            self._handle_of.update(dict.fromkeys(handle.keys(), handle))
+
+    def __enter__(self) -> HuggingFaceWeights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def check(self, rules: list[NameRule], config: BaseConfig) -> None:
+        """Raise UserError naming every missing tensor, unexpected tensor and wrong shape."""
+        expected = {name: shape for rule in rules for name, shape in hf_shapes(rule, config).items()}
+        problems = [f"missing {name}" for name in expected if name not in self._handle_of]
+        extra = [n for n in self._handle_of if n not in expected and not is_ignorable(n, config)]
+        problems += [f"unexpected {name}" for name in extra]
+        for name in expected.keys() & self._handle_of.keys():
+            found = tuple(self._handle_of[name].get_slice(name).get_shape())
+            if found != expected[name]:
+                problems.append(f"{name}: found shape {list(found)}, expected {list(expected[name])}")
+        if problems:
+            shown = "; ".join(sorted(problems)[:20]) + ("; ..." if len(problems) > 20 else "")
+            raise UserError(f"{self.folder}: {len(problems)} tensors do not fit its config.json: {shown}")
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """Rows (dim 0) or columns (dim 1) [start, stop) of a tensor."""
+        part = self._handle_of[name].get_slice(name)
+        tensor: Tensor = part[start:stop] if dim == 0 else part[:, start:stop]
+        return tensor
+
+
+@torch.no_grad()
+def load_huggingface(base: FrozenBase, folder: Path) -> None:
+    """Fill this rank's parameters. Strict: raises UserError as `HuggingFaceWeights.check` does."""
+    config, world, stage = base.config, base.world, base.stage
+    rules = name_rules(config)
+    parameters = dict(base.gpt.named_parameters())
+    with HuggingFaceWeights(folder) as weights:
+        weights.check(rules, config)
+        for rule in rules:
+            parameter = parameters.pop(local_name(rule.core, stage.first), None)
+            if parameter is None:
+                continue  # another stage's
+            rows = base.embedding_weight.shape[0]
+            shard = read_shard(rule, config, world.tp_rank, world.tp_size, weights.read, rows)
+            assert shard.shape == parameter.shape, (rule.core, shard.shape, parameter.shape)
+            parameter.copy_(shard)
+    base.share_ends()
+
+
+def local_name(core: str, first_layer: int) -> str:
+    """Name inside the stage that starts at `first_layer` ('' when the layer is in an earlier stage)."""
+    parts = core.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        index = int(parts[2]) - first_layer
+        return ".".join([*parts[:2], str(index), *parts[3:]]) if index >= 0 else ""
+    return core

@@ -1,0 +1,35 @@
+"""The contract of a source of features: what a training step asks, whether the base runs now or ran long ago."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from megatron_spec.batch import Batch, Features
+from megatron_spec.config import UserError
+
+
+class FeatureSource(Protocol):
+    """Gives each pipeline rank the features of the micro-batches it owns: micro-batch i belongs to rank i % PP."""
+
+    def features(self, batches: list[Batch]) -> list[Features]:
+        """Features of this rank's micro-batches.
+
+        Args:
+            batches: all micro-batches of this pipeline group for one step, the same list on each of its ranks.
+
+        Returns:
+            One Features per owned micro-batch, in order.
+
+        Raises:
+            UserError: the number of micro-batches is not a multiple of the pipeline parallel size.
+        """
+        ...
+
+
+def check_count(count: int, pp_size: int) -> None:
+    """Every pipeline rank must own equally many micro-batches: raise UserError otherwise."""
+    if count == 0 or count % pp_size:
+        raise UserError(
+            f"found {count} micro-batches per data parallel rank and step, expected a multiple of "
+            f"pipeline_model_parallel_size {pp_size}: change global_batch_size or micro_batch_size"
+        )

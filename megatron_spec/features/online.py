@@ -1,0 +1,60 @@
+"""Features from the base as it runs: forward-only pipeline, then each micro-batch goes to the rank that trains on it.
+
+S sequence (this rank's part under sequence parallelism), B micro-batch, H hidden, C = captures * H.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_spec.batch import Batch, Features
+from megatron_spec.features.base import check_count
+from megatron_spec.pipeline.model import FrozenBase
+from megatron_spec.pipeline.schedule import Result, run_base
+
+
+class OnlineFeatures:
+    """A FeatureSource that runs the frozen base. No gradient ever reaches it."""
+
+    def __init__(self, base: FrozenBase) -> None:
+        self.base = base
+
+    def features(self, batches: list[Batch]) -> list[Features]:
+        """See `FeatureSource.features`. Every pipeline rank of the group must call it together."""
+        world = self.base.world
+        check_count(len(batches), world.pp_size)
+        results = run_base(self.base, batches)
+        if world.pp_size > 1:
+            results = self._scatter(results, batches)
+        owned = batches[world.pp_rank :: world.pp_size]
+        return [Features(b, captures, state) for b, (captures, state) in zip(owned, results, strict=True)]
+
+    def _scatter(self, results: list[Result], batches: list[Batch]) -> list[Result]:
+        """Micro-batch i from the last stage to pipeline rank i % PP (ranks of one pipeline share the tp coordinate)."""
+        world, H = self.base.world, self.base.config.hidden_size
+        ranks = dist.get_process_group_ranks(world.pp)
+        joined: list[Tensor] = []
+        operations = []
+        for i, batch in enumerate(batches):
+            owner = i % world.pp_size
+            if world.is_last_stage:
+                tensor = torch.cat([results[i][1], results[i][0]], dim=-1)
+                if owner != world.pp_rank:
+                    operations.append(dist.P2POp(dist.isend, tensor, ranks[owner], world.pp))
+            elif owner == world.pp_rank:
+                tensor = self._empty(batch)
+                operations.append(dist.P2POp(dist.irecv, tensor, ranks[-1], world.pp))
+            if owner == world.pp_rank:
+                joined.append(tensor)
+        for request in dist.batch_isend_irecv(operations) if operations else []:
+            request.wait()
+        return [(tensor[..., H:], tensor[..., :H]) for tensor in joined]
+
+    def _empty(self, batch: Batch) -> Tensor:
+        world = self.base.world
+        B, S = batch.tokens_BS.shape
+        rows = S // world.tp_size if world.parallel.sequence_parallel else S
+        width = self.base.config.hidden_size * (1 + len(self.base.capture_layer_ids))
+        return torch.empty(rows, B, width, dtype=self.base.dtype, device=world.device)

@@ -1,0 +1,36 @@
+"""What travels between two stages: the hidden state with the captures behind it, as one tensor.
+
+S sequence (this rank's part under sequence parallelism), B micro-batch, H hidden, k captures so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Shapes = list[tuple[int, ...]]
+
+
+def join(hidden_SBH: Tensor, captures: Sequence[Tensor]) -> Tensor:
+    """[S, B, H * (1 + k)]: hidden state, then the captures in ascending layer order."""
+    return torch.cat([hidden_SBH, *captures], dim=-1) if captures else hidden_SBH
+
+
+def split(relayed: Tensor, hidden_size: int) -> tuple[Tensor, list[Tensor]]:
+    """Inverse of `join`: hidden state [S, B, H] and k captures [S, B, H]."""
+    hidden, *captures = relayed.split(hidden_size, dim=-1)
+    return hidden.contiguous(), captures
+
+
+def shapes_adjuster(captures_in: int, captures_out: int) -> Callable[[Shapes, Shapes], tuple[Shapes, Shapes]]:
+    """megatron-core's `adjust_tensor_shapes_fn`: widen what is received and sent by the captures on board."""
+
+    def adjust(receive: Shapes, send: Shapes) -> tuple[Shapes, Shapes]:
+        def widen(shapes: Shapes, captures: int) -> Shapes:
+            return [(*shape[:-1], shape[-1] * (1 + captures)) for shape in shapes]
+
+        return widen(receive, captures_in), widen(send, captures_out)
+
+    return adjust
