@@ -12,7 +12,7 @@ import torch
 from megatron_spec import distributed
 from megatron_spec.build import Loaded, load_checkpoint, respec
 from megatron_spec.checkpoint import sharded
-from megatron_spec.checkpoint.spec import iteration_folder, latest_iteration, read_spec, resolve
+from megatron_spec.checkpoint.spec import CheckpointSpec, iteration_folder, latest_iteration, read_spec, resolve
 from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig, UserError
 from megatron_spec.data.chat import load_tokenizer
 from megatron_spec.data.loader import BatchLoader, ConversationDataset
@@ -70,14 +70,17 @@ def check_before_loading(run: FinetuneRun) -> tuple[Path, bool]:
     folder, resumed = starting_point(run)
     spec = read_spec(folder)
     check_parallel(spec.base.config, run.parallel)
-    if run.seq_length > spec.base.config.max_position_embeddings:
-        raise UserError(
-            f"--seq-length {run.seq_length} is beyond the base's max_position_embeddings "
-            f"{spec.base.config.max_position_embeddings}"
-        )
+    check_seq_length(run.seq_length, spec)
     if not Path(run.data).is_file():
         raise UserError(f"--data {run.data}: no such file")
     return folder, resumed
+
+
+def check_seq_length(seq_length: int, spec: CheckpointSpec) -> None:
+    """Raise UserError when the base never saw positions that far."""
+    longest = spec.base.config.max_position_embeddings
+    if not 0 < seq_length <= longest:
+        raise UserError(f"--seq-length {seq_length} must be between 1 and the base's max_position_embeddings {longest}")
 
 
 def make_loader(run: FinetuneRun, loaded: Loaded, world: World) -> BatchLoader:

