@@ -1,0 +1,88 @@
+"""First values of a draft's parameters, independent of how it is sharded.
+
+Every parameter is drawn whole from a generator seeded by the seed and its name, then sliced.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_spec.config import UserError
+from megatron_spec.drafts.base import BaseEnds
+from megatron_spec.drafts.teacher import restricted_head
+
+if TYPE_CHECKING:
+    from megatron_spec.drafts.eagle import EagleDraft
+
+FC_NOISE = 0.05
+"""Size of the noise on `fc`, relative to the average it starts from."""
+
+_LAYER_NORMS = {
+    "hidden_norm.weight": "input_layernorm.weight",  # of the first draft layer: the norm of the residual stream
+    "post_attention_layernorm.weight": "post_attention_layernorm.weight",
+}
+
+
+def whole_shape(parameter: nn.Parameter, group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Shape of the parameter before it was split."""
+    shape = list(parameter.shape)
+    if getattr(parameter, "tensor_model_parallel", False):
+        shape[parameter.partition_dim] *= group.size()  # type: ignore[attr-defined]
+    return tuple(shape)
+
+
+def draw_normal(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
+    """fp32 normal(0, std) on the CPU, determined by (seed, name, shape)."""
+    generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+    return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+
+
+def _average_of_captures(hidden: int, captures: int, name: str, seed: int) -> Tensor:
+    average = torch.eye(hidden).repeat(1, captures) / captures
+    return average + draw_normal(name, (hidden, captures * hidden), FC_NOISE / math.sqrt(captures * hidden), seed)
+
+
+def initial_values(
+    draft: EagleDraft, ends: BaseEnds, base: Mapping[str, Tensor], seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of every parameter but the head, which comes as (name, this rank's shard)."""
+    config, group = draft.config, draft.tp_group
+    for name, parameter in draft.named_parameters():
+        shape = whole_shape(parameter, group)
+        leaf = name.split(".", 1 if name.startswith("midlayer.") else 2)[-1]
+        first_layer = name.startswith(("midlayer.", "layers.0."))
+        source = base.get(_LAYER_NORMS.get(leaf, leaf if leaf.startswith("mlp.") else ""))
+        if name == "lm_head.weight" and config.hidden_size == config.target_hidden_size:
+            yield name, restricted_head(ends, draft.vocab, group)
+        elif name == "fc.weight" and config.hidden_size == config.target_hidden_size:
+            yield name, _average_of_captures(config.hidden_size, len(config.capture_layer_ids), name, seed)
+        elif name == "norm.weight" and "norm.weight" in base and tuple(base["norm.weight"].shape) == shape:
+            yield name, base["norm.weight"]
+        elif config.init_from_base_layer and first_layer and source is not None and tuple(source.shape) == shape:
+            yield name, source
+        elif len(shape) == 1:
+            yield name, torch.ones(shape)
+        else:
+            yield name, draw_normal(name, shape, config.initializer_range, seed)
+
+
+@torch.no_grad()
+def set_parameters(draft: nn.Module, values: Iterator[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
+    """Copy each value, whole or already this rank's shard, into the parameter of its name."""
+    parameters = dict(draft.named_parameters())
+    for name, value in values:
+        parameter = parameters.pop(name)
+        if value.shape != parameter.shape:
+            dim = parameter.partition_dim  # type: ignore[attr-defined]
+            value = value.chunk(group.size(), dim)[group.rank()]
+        if value.shape != parameter.shape:
+            raise UserError(f"initial value of {name}: found {list(value.shape)}, expected {list(parameter.shape)}")
+        parameter.copy_(value.to(parameter.dtype))
+    assert not parameters, f"left uninitialised: {sorted(parameters)}"

@@ -1,0 +1,135 @@
+"""The decoder layer of a draft: a Llama layer whose first instance also reads the token embedding (EAGLE-3).
+
+S sequence, B batch, H draft hidden size, N query heads and G key/value heads of this rank, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import mappings
+from torch import Tensor, nn
+
+from megatron_spec.config import EagleConfig, UserError
+from megatron_spec.drafts.base import Attention
+from megatron_spec.drafts.linear import ColumnLinear, RMSNorm, RowLinear, divide, enter
+from megatron_spec.ops.rope import apply_rotary
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+
+
+def local_kv_heads(num_heads: int, num_kv_heads: int, tp_size: int, tp_rank: int) -> list[int]:
+    """Global key/value heads that the query heads of one rank read, in order.
+
+    Where the rank's query heads spread unevenly over them, one entry per query head.
+    """
+    per_rank, group = num_heads // tp_size, num_heads // num_kv_heads
+    needed = [n // group for n in range(tp_rank * per_rank, (tp_rank + 1) * per_rank)]
+    distinct = sorted(set(needed))
+    even = all(needed.count(g) * len(distinct) == per_rank for g in distinct)
+    return distinct if even else needed
+
+
+class SelfAttention(nn.Module):
+    """q, k, v projections, rotary embedding, the attention it is given, output projection."""
+
+    def __init__(
+        self, config: EagleConfig, inputs: int, group: dist.ProcessGroup, sequence_parallel: bool, dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        heads, kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        divide(heads, group.size(), "draft num_attention_heads")
+        self.group, self.sequence_parallel = group, sequence_parallel
+        what = "draft num_key_value_heads * head_dim"
+        self.q_proj = ColumnLinear(inputs, heads * self.head_dim, group, "draft query size", dtype, device)
+        self.k_proj = ColumnLinear(inputs, kv_heads * self.head_dim, group, what, dtype, device)
+        self.v_proj = ColumnLinear(inputs, kv_heads * self.head_dim, group, what, dtype, device)
+        self.o_proj = RowLinear(
+            heads * self.head_dim, config.hidden_size, group, sequence_parallel, "draft query size", dtype, device
+        )
+        # Fewer key/value heads than ranks: projected in slices, gathered, and each rank picks what it reads.
+        self.picked = None
+        if kv_heads % group.size():
+            self.picked = local_kv_heads(heads, kv_heads, group.size(), group.rank())
+        self.num_kv_heads = len(self.picked) if self.picked else kv_heads // group.size()
+
+    def _heads(self, x_SBX: Tensor) -> Tensor:
+        return x_SBX.unflatten(-1, (-1, self.head_dim))
+
+    def _kv_heads(self, x_SBX: Tensor) -> Tensor:
+        if self.picked is None:
+            return self._heads(x_SBX)
+        everyone = self._heads(mappings.all_gather_last_dim_from_tensor_parallel_region(x_SBX, group=self.group))
+        return everyone.index_select(2, torch.tensor(self.picked, device=x_SBX.device))
+
+    def forward(
+        self, x_SBH: Tensor, cos_SB1D: Tensor, sin_SB1D: Tensor, attention: Attention, layer: int
+    ) -> Tensor:
+        """[S, B, inputs] -> [S, B, H]; both [S / TP, ...] under sequence parallelism."""
+        x = enter(x_SBH, self.group, self.sequence_parallel)
+        q = apply_rotary(self._heads(self.q_proj(x)), cos_SB1D, sin_SB1D)
+        k = apply_rotary(self._kv_heads(self.k_proj(x)), cos_SB1D, sin_SB1D)
+        out: Tensor = self.o_proj(attention(layer, q, k, self._kv_heads(self.v_proj(x))))
+        return out
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(
+        self, config: EagleConfig, group: dist.ProcessGroup, sequence_parallel: bool, dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        if config.hidden_act not in ACTIVATIONS:
+            raise UserError(f"draft hidden_act: found {config.hidden_act!r}, expected one of {sorted(ACTIVATIONS)}")
+        H, M, what = config.hidden_size, config.intermediate_size, "draft intermediate_size"
+        self.act = ACTIVATIONS[config.hidden_act]
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.gate_proj = ColumnLinear(H, M, group, what, dtype, device)
+        self.up_proj = ColumnLinear(H, M, group, what, dtype, device)
+        self.down_proj = RowLinear(M, H, group, sequence_parallel, what, dtype, device)
+
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        """[S, B, H] -> [S, B, H]; [S / TP, B, H] under sequence parallelism."""
+        x = enter(x_SBH, self.group, self.sequence_parallel)
+        out: Tensor = self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm decoder layer. With `reads_embedding`, attention reads [norm(embedding) ; norm(hidden)] (EAGLE-3).
+
+    The residual stream is the un-normed hidden state alone.
+    """
+
+    def __init__(
+        self, config: EagleConfig, reads_embedding: bool, group: dist.ProcessGroup, sequence_parallel: bool,
+        dtype: torch.dtype, device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        H = config.hidden_size
+        norm = (config.rms_norm_eps, sequence_parallel, dtype, device)
+        self.reads_embedding = reads_embedding
+        embedding_size = config.target_hidden_size if reads_embedding else 0
+        # FORMATS: in the first layer `input_layernorm` is the norm of the token embedding.
+        self.input_layernorm = RMSNorm(embedding_size or H, *norm)
+        if reads_embedding:
+            self.hidden_norm = RMSNorm(H, *norm)
+        self.self_attn = SelfAttention(config, embedding_size + H, group, sequence_parallel, dtype, device)
+        self.post_attention_layernorm = RMSNorm(H, *norm)
+        self.mlp = GatedMLP(config, group, sequence_parallel, dtype, device)
+
+    def forward(
+        self, hidden_SBH: Tensor, embedding_SBH: Tensor, cos_SB1D: Tensor, sin_SB1D: Tensor, attention: Attention,
+        layer: int,
+    ) -> Tensor:
+        """The next hidden state, same shape as the first argument."""
+        if self.reads_embedding:
+            x = torch.cat([self.input_layernorm(embedding_SBH), self.hidden_norm(hidden_SBH)], dim=-1)
+        else:
+            x = self.input_layernorm(hidden_SBH)
+        hidden_SBH = hidden_SBH + self.self_attn(x, cos_SB1D, sin_SB1D, attention, layer)
+        return hidden_SBH + self.mlp(self.post_attention_layernorm(hidden_SBH))

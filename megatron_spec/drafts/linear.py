@@ -1,0 +1,147 @@
+"""Linear layers and norms of a draft, sharded over the tensor parallel group (Megatron-LM, arXiv 1909.08053).
+
+Communication is explicit: `enter` before the column-sharded linears of a block, which all read the same input,
+`RowLinear` at its end. Both know sequence parallelism (arXiv 2205.05198), where activations between blocks hold
+this rank's S / TP rows.
+
+S sequence, B batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import mappings
+from torch import Tensor, nn
+
+from megatron_spec.config import UserError
+from megatron_spec.drafts.base import mark_replicated, mark_sharded
+
+
+class _CopyToRanks(torch.autograd.Function):
+    """Identity whose gradient is summed over the group.
+
+    megatron-core's version reduces in place, which leaves a non-contiguous gradient unreduced.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The same tensor on every rank; its gradient is the sum of the ranks' gradients."""
+    if group.size() == 1:
+        return x
+    out: Tensor = _CopyToRanks.apply(x, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def enter(x_SBH: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """Input of column-sharded linears: the full sequence on every rank, gradients summed over ranks."""
+    if sequence_parallel:
+        return mappings.gather_from_sequence_parallel_region(x_SBH, tensor_parallel_output_grad=True, group=group)
+    return copy_to_ranks(x_SBH, group)
+
+
+def divide(total: int, parts: int, what: str) -> int:
+    """total / parts, or UserError saying that `what` cannot be split."""
+    if total % parts:
+        raise UserError(
+            f"{what} {total} is not a multiple of --tensor-model-parallel-size {parts}: choose a size that divides it"
+        )
+    return total // parts
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+    # NaN until initialised or loaded: a forgotten parameter must never look trained.
+    return nn.Parameter(torch.full(shape, float("nan"), dtype=dtype, device=device))
+
+
+class _Linear(nn.Module):
+    """y = x W^T, with optional fake quantisation of both factors."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self.input_quantizer: Callable[[Tensor], Tensor] | None = None
+        self.weight_quantizer: Callable[[Tensor], Tensor] | None = None
+
+    def quantized_input(self, x: Tensor) -> Tensor:
+        """x as this layer sees it."""
+        return x if self.input_quantizer is None else self.input_quantizer(x)
+
+    def quantized_weight(self) -> Tensor:
+        """The weight as this layer uses it."""
+        return self.weight if self.weight_quantizer is None else self.weight_quantizer(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Linear map of the last axis."""
+        return F.linear(self.quantized_input(x), self.quantized_weight())
+
+
+class Linear(_Linear):
+    """Replicated: the same weight [out, in] on every rank; under sequence parallelism each sees its own rows."""
+
+    def __init__(
+        self, inputs: int, outputs: int, sequence_parallel: bool, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__(mark_replicated(_empty((outputs, inputs), dtype, device), sequence_parallel))
+
+
+class ColumnLinear(_Linear):
+    """Rows of the weight are split: [out / TP, in]. The input comes from `enter`, the output stays split."""
+
+    def __init__(
+        self, inputs: int, outputs: int, group: dist.ProcessGroup, what: str, dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(mark_sharded(_empty((divide(outputs, group.size(), what), inputs), dtype, device), dim=0))
+
+
+class RowLinear(_Linear):
+    """Columns of the weight are split: [out, in / TP]. Partial products are summed over ranks.
+
+    Under sequence parallelism the sum is scattered over the sequence.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, group: dist.ProcessGroup, sequence_parallel: bool, what: str,
+        dtype: torch.dtype, device: torch.device | str,
+    ) -> None:
+        super().__init__(mark_sharded(_empty((outputs, divide(inputs, group.size(), what)), dtype, device), dim=1))
+        self.group = group
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, B, in / TP] -> [S, B, out], or [S / TP, B, out] under sequence parallelism."""
+        partial = super().forward(x)
+        if self.sequence_parallel:
+            return mappings.reduce_scatter_to_sequence_parallel_region(partial, group=self.group)
+        return mappings.reduce_from_tensor_model_parallel_region(partial, group=self.group)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm of the last axis (arXiv 1910.07467)."""
+
+    def __init__(
+        self, size: int, eps: float, sequence_parallel: bool, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.weight = mark_replicated(_empty((size,), dtype, device), sequence_parallel)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x / rms(x) * weight, same shape and dtype."""
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)

@@ -1,0 +1,106 @@
+"""The base as teacher: its head on its final state, restricted to the draft vocabulary, once per micro-batch.
+
+U rows that some draft step is compared with, H base hidden size, D / TP this rank's shard of the draft vocabulary,
+V / TP this rank's shard of the (padded) target vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_spec.drafts.base import BaseEnds
+from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.losses.vocab_parallel import Teacher, argmax_and_lse, argmax_over_ranks
+
+CHUNK_BYTES = 256 << 20
+"""Size of one chunk of whole-vocabulary logits."""
+
+
+@torch.no_grad()
+def gather_rows(shard_VH: Tensor, ids: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Rows `ids` (the same on every rank) of a matrix whose rows are split over the group: [len(ids), H] everywhere."""
+    local = ids.to(shard_VH.device) - group.rank() * shard_VH.shape[0]
+    mine = (local >= 0) & (local < shard_VH.shape[0])
+    rows = shard_VH[local.clamp(0, shard_VH.shape[0] - 1)] * mine[:, None]
+    if group.size() > 1:
+        dist.all_reduce(rows, group=group)
+    return rows
+
+
+@torch.no_grad()
+def restricted_head(ends: BaseEnds, vocab: DraftVocab, group: dist.ProcessGroup) -> Tensor:
+    """[D / TP, H] rows of the base head that this rank's shard of the draft vocabulary stands for. A collective."""
+    if group.size() == 1:
+        return ends.head_weight[vocab.target_ids.to(ends.head_weight.device)]
+    mine = torch.empty(0)
+    for rank, ids in enumerate(vocab.target_ids.chunk(group.size())):  # one shard at a time, never all D rows
+        rows = gather_rows(ends.head_weight, ids, group)
+        if rank == group.rank():
+            mine = rows
+    return mine
+
+
+class TeacherHead:
+    """Turns base states into a `Teacher`. Built once; holds the frozen rows that the draft shard needs.
+
+    Draft and target vocabulary are split at different tokens, so with several tensor parallel ranks the restricted
+    logits come from rows of their own; whole-vocabulary logits are reduced to an argmax, chunk by chunk. On one rank
+    the restricted logits are picked from the whole ones.
+    """
+
+    def __init__(self, ends: BaseEnds, vocab: DraftVocab, group: dist.ProcessGroup) -> None:
+        self.ends, self.vocab, self.group = ends, vocab, group
+        device = ends.head_weight.device
+        self.source = (ends.head_weight.data_ptr(), ends.head_weight.dtype, device)
+        shard, first = ends.head_weight.shape[0], group.rank() * ends.head_weight.shape[0]
+        self.first = first
+        self.valid = min(max(ends.vocab_size - first, 0), shard)
+        self.draft_ids = vocab.draft_ids.to(device)
+        self.target_ids = vocab.target_ids.to(device)
+        self.aligned = vocab.is_full and (group.size() == 1 or shard * group.size() == len(vocab))
+        self.rows = None if self.aligned or group.size() == 1 else restricted_head(ends, vocab, group)
+
+    def fits(self, ends: BaseEnds) -> bool:
+        """True when built from this very head."""
+        weight = ends.head_weight
+        return self.source == (weight.data_ptr(), weight.dtype, weight.device)
+
+    def _restricted(self, state_UH: Tensor, whole_UV: Tensor) -> Tensor:
+        if self.aligned:
+            return whole_UV
+        if self.rows is not None:
+            return F.linear(state_UH, self.rows)
+        return whole_UV.index_select(-1, self.target_ids)
+
+    @torch.no_grad()
+    def __call__(self, state_UH: Tensor, temperature: float) -> Teacher:
+        """Teacher rows for final base states [U, H] (complete on every tensor parallel rank)."""
+        weight = self.ends.head_weight[: self.valid]
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        chunk = max(1, CHUNK_BYTES // (self.ends.head_weight.shape[0] * weight.element_size()))
+        parts: list[tuple[Tensor, ...]] = []
+        for state in state_UH.to(weight.dtype).split(chunk):
+            whole = F.linear(state, weight)
+            if self.valid:
+                top, argmax = whole.max(-1)
+            else:  # a shard of nothing but padding
+                top, argmax = whole.new_full((len(state),), -torch.inf), torch.zeros_like(state[:, 0], dtype=torch.int64)
+            argmax = argmax_over_ranks(top, argmax + self.first, self.group)
+            logits = self._restricted(state, whole)
+            best, lse = argmax_and_lse(logits.to(wide) / temperature, self.group)
+            parts.append((logits, lse, argmax, best))
+        if not parts:
+            return self._nothing(wide)
+        logits, lse, argmax, best = (torch.cat(x) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True))
+        draft_id = self.draft_ids[argmax]
+        inside = draft_id >= 0
+        return Teacher(logits, lse, argmax, torch.where(inside, draft_id, best), inside)
+
+    def _nothing(self, wide: torch.dtype) -> Teacher:
+        weight = self.ends.head_weight
+        ids = torch.zeros(0, dtype=torch.int64, device=weight.device)
+        logits = weight.new_zeros(0, len(self.vocab) // self.group.size())
+        return Teacher(logits, logits.new_zeros(0, dtype=wide), ids, ids, ids.bool())

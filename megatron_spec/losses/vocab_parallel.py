@@ -1,0 +1,186 @@
+"""Row losses and their gradients on one shard of the draft vocabulary; logits are never gathered.
+
+Ranks of the tensor parallel group exchange a few numbers per row: maxima, sums of exponentials, partial sums.
+`reference.py` has the same losses in one line each.
+
+R rows, D this rank's shard of the draft vocabulary, U rows the teacher was computed for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_spec.config import LossKind
+
+
+@dataclass
+class Teacher:
+    """What the base says at U rows, computed once per micro-batch and indexed by every draft step.
+
+    Attributes:
+        logits_UD: this rank's shard of the base logits restricted to the draft vocabulary, in the compute dtype.
+        lse_U: log-sum-exp of logits / temperature over the whole draft vocabulary, fp32.
+        argmax_U: target id of the base's argmax over its whole vocabulary.
+        label_U: draft id of that argmax; where it is outside the draft vocabulary, of the best draft token instead.
+        in_vocab_U: bool, the argmax is inside the draft vocabulary.
+    """
+
+    logits_UD: Tensor
+    lse_U: Tensor
+    argmax_U: Tensor
+    label_U: Tensor
+    in_vocab_U: Tensor
+
+
+@dataclass
+class RowLosses:
+    """Outcome for R rows, equal on every tensor parallel rank except the gradient.
+
+    Attributes:
+        loss_R: loss of the row.
+        overlap_R: sum_v min(p, q).
+        argmax_R: draft id with the largest draft logit.
+        grad_RD: derivative of loss_R with respect to this rank's draft logits.
+    """
+
+    loss_R: Tensor
+    overlap_R: Tensor
+    argmax_R: Tensor
+    grad_RD: Tensor
+
+
+def all_reduce_sum(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum over the group, in place."""
+    if group is not None and group.size() > 1:
+        dist.all_reduce(x, group=group)
+    return x
+
+
+def _gather_ranks(group: dist.ProcessGroup, *rows_R: Tensor) -> Tensor:
+    """[TP, n, R] of every rank's n row vectors; float64 carries a token id and a float32 without loss."""
+    mine = torch.stack([x.double() for x in rows_R])
+    everyone = mine.new_empty((group.size(), *mine.shape))
+    dist.all_gather_into_tensor(everyone, mine, group=group)
+    return everyone
+
+
+def argmax_over_ranks(top_R: Tensor, index_R: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Index of the largest value over ranks, from each rank's largest and its global index; first rank wins a tie."""
+    if group is None or group.size() == 1:
+        return index_R
+    everyone = _gather_ranks(group, top_R, index_R)
+    return everyone[:, 1].gather(0, everyone[:, 0].argmax(0)[None])[0].long()
+
+
+def argmax_and_lse(x_RD: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Over the whole vocabulary: (index of the largest value [R], log-sum-exp [R]). Shards have one width."""
+    top_R, index_R = x_RD.max(-1)
+    lse_R = (x_RD - top_R[:, None]).exp_().sum(-1).log_().add_(top_R)
+    if group is None or group.size() == 1:
+        return index_R, lse_R
+    everyone = _gather_ranks(group, top_R, index_R + group.rank() * x_RD.shape[-1], lse_R)
+    index_R = everyone[:, 1].gather(0, everyone[:, 0].argmax(0)[None])[0].long()
+    return index_R, everyone[:, 2].logsumexp(0).to(x_RD.dtype)
+
+
+def row_losses(
+    draft_RD: Tensor, teacher: Teacher, rows_R: Tensor, kind: LossKind, temperature: float,
+    group: dist.ProcessGroup | None,
+) -> RowLosses:
+    """Losses of R rows against rows `rows_R` of the teacher.
+
+    Args:
+        draft_RD: fp32 (or fp64) draft logits of this rank's shard; the buffer is overwritten.
+    """
+    u_RD = draft_RD.div_(temperature) if temperature != 1 else draft_RD
+    argmax_R, lse_R = argmax_and_lse(u_RD, group)
+    logq_RD = u_RD.sub_(lse_R[:, None])
+    logp_RD = teacher.logits_UD[rows_R].to(u_RD.dtype)
+    if temperature != 1:
+        logp_RD.div_(temperature)
+    logp_RD.sub_(teacher.lse_U[rows_R, None])
+    p_RD, q_RD = logp_RD.exp(), logq_RD.exp()
+    overlap_R = p_RD.minimum(q_RD).sum(-1)
+    loss_R, grad_RD = _KINDS[kind](logp_RD, logq_RD, p_RD, q_RD, overlap_R, teacher.label_U[rows_R], group)
+    if temperature != 1:
+        grad_RD.div_(temperature)
+    return RowLosses(loss_R, overlap_R, argmax_R, grad_RD)
+
+
+# Each kind: (logp, logq, p, q, overlap summed over this shard, label, group) -> (loss, gradient). It may overwrite
+# its inputs, and must leave `overlap` summed over the group.
+
+
+def _soft_ce(
+    logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, label: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    loss = -torch.linalg.vecdot(p, logq)
+    _reduce_together(group, loss, overlap)
+    return loss, q.sub_(p)
+
+
+def _kl(
+    logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, label: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    loss = torch.linalg.vecdot(p, logp.sub_(logq))
+    _reduce_together(group, loss, overlap)
+    return loss, q.sub_(p)
+
+
+def _reverse_kl(
+    logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, label: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    ratio = logq.sub_(logp)
+    loss = torch.linalg.vecdot(q, ratio)
+    _reduce_together(group, loss, overlap)
+    return loss, q.mul_(ratio.sub_(loss[:, None]))
+
+
+def _tv(
+    logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, label: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    below = (q < p).to(q.dtype)  # d min(p, q) / dq
+    mass = torch.linalg.vecdot(q, below)
+    _reduce_together(group, mass, overlap)
+    return 1 - overlap, q.mul_(mass[:, None] - below)
+
+
+def _lk(
+    logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, label: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    # in log space: where draft and teacher are far apart every min(p, q) underflows
+    below = logq < logp
+    lower = torch.minimum(logp, logq)
+    _, log_overlap = argmax_and_lse(lower, group)
+    share = lower.sub_(log_overlap[:, None]).exp_().mul_(below)
+    mass = share.sum(-1)
+    _reduce_together(group, mass, overlap)
+    return -log_overlap, q.mul_(mass[:, None]).sub_(share)
+
+
+def _hard_ce(
+    logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, label: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    width = logq.shape[-1]
+    local = label - (group.rank() * width if group is not None else 0)
+    mine = (local >= 0) & (local < width)
+    index = local.clamp(0, width - 1)[:, None]
+    loss = -logq.gather(-1, index)[:, 0] * mine
+    _reduce_together(group, loss, overlap)
+    return loss, q.scatter_add_(-1, index, -mine[:, None].to(q.dtype))
+
+
+_KINDS = {"soft_ce": _soft_ce, "kl": _kl, "reverse_kl": _reverse_kl, "tv": _tv, "lk": _lk, "hard_ce": _hard_ce}
+
+
+def _reduce_together(group: dist.ProcessGroup | None, *sums_R: Tensor) -> None:
+    """Sum several row vectors over the group in one message, in place."""
+    if group is None or group.size() == 1:
+        return
+    together = all_reduce_sum(torch.stack(sums_R), group)
+    for mine, total in zip(sums_R, together, strict=True):
+        mine.copy_(total)

@@ -1,0 +1,259 @@
+"""Exact attention of the training-time test in memory linear in the sequence (EAGLE-3, arXiv 2503.01840).
+
+At step k, row j looks at the trunk (keys of step 0 of rows <= j in its document) and at k branches (the keys of
+steps 1..k of row j itself). Flash attention over the trunk gives (o0, lse0); a branch is one score per row, so
+merging is arithmetic on rows:
+
+    s_i = q . k_i / sqrt(D)      lse = logaddexp(lse0, s_1..s_k)      o = e^(lse0 - lse) o0 + sum_i e^(s_i - lse) v_i
+
+Backward: the trunk's own flash backward, given the *merged* o and lse, yields exactly the trunk's part of dq and
+dk_0, dv_0 (as in ring attention, arXiv 2310.01889); branches are again row-local.
+
+S rows, B batch, N query heads, G key/value heads, n = N / G, D head size, k number of branches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_flash_cuda = torch.ops.aten._flash_attention_forward
+_flash_cuda_backward = torch.ops.aten._flash_attention_backward
+_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass
+class TrunkLayout:
+    """Which trunk keys a row sees; made once per micro-batch and read by every step and layer.
+
+    Attributes:
+        bias_B1SS: 0 / -inf scores to add where several documents share a row (CPU path only); None means causal.
+        starts: int32 [documents + 1] first row of every document in the flattened [B * S] rows, and B * S
+            (CUDA path only, when several documents share a row).
+        longest: number of rows of the longest document (CUDA path only).
+    """
+
+    bias_B1SS: Tensor | None = None
+    starts: Tensor | None = None
+    longest: int = 0
+
+
+def trunk_layout(documents_BS: Tensor, dtype: torch.dtype) -> TrunkLayout:
+    """Layout for rows of several documents; causal when each row holds one (padding behind it is harmless).
+
+    Args:
+        documents_BS: int document number of every row, -1 for padding; documents are contiguous.
+        dtype: dtype of queries and keys.
+    """
+    if int(documents_BS.max()) <= 0:
+        return TrunkLayout()
+    B, S = documents_BS.shape
+    if not _flash_can_run(documents_BS.device, dtype, 64):
+        same = documents_BS[:, :, None] == documents_BS[:, None, :]
+        causal = torch.ones(S, S, dtype=torch.bool, device=documents_BS.device).tril()
+        bias = torch.zeros(B, S, S, dtype=dtype, device=documents_BS.device)
+        return TrunkLayout(bias_B1SS=bias.masked_fill_(~(same & causal), -math.inf)[:, None])
+    first = torch.ones_like(documents_BS, dtype=torch.bool)
+    first[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+    starts = first.flatten().nonzero().flatten()
+    starts = torch.cat([starts, starts.new_tensor([B * S])])
+    return TrunkLayout(starts=starts.int(), longest=int(starts.diff().max()))
+
+
+def _flash_can_run(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """dtype of row-local arithmetic: fp32, or fp64 when the input is fp64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# The trunk. All tensors here are [B, S, heads, D]; lse is [B, S, N] in fp32.
+
+
+def _trunk(q: Tensor, k: Tensor, v: Tensor, layout: TrunkLayout) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """(o, lse, rng state of the kernel) of the causal trunk."""
+    if q.device.type == "cpu":
+        o, lse = _flash_cpu(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, layout.bias_B1SS is None,
+            attn_mask=layout.bias_B1SS,
+        )
+        return o.transpose(1, 2), lse.transpose(1, 2), ()
+    if not _flash_can_run(q.device, q.dtype, q.shape[-1]):
+        return (*_plain_trunk(q, k, v, layout), ())
+    B, S, N, D = q.shape
+    if layout.starts is None:
+        o, lse, *rng, _ = _flash_cuda(q, k, v, None, None, S, S, 0.0, True, False)
+        return o, lse.transpose(1, 2), tuple(rng)
+    flat = (x.reshape(B * S, -1, D) for x in (q, k, v))
+    o, lse, *rng, _ = _flash_cuda(*flat, layout.starts, layout.starts, layout.longest, layout.longest, 0.0, True, False)
+    return o.view(B, S, N, D), lse.view(N, B, S).permute(1, 2, 0), tuple(rng)
+
+
+def _trunk_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, rng: tuple[Tensor, ...], layout: TrunkLayout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of the trunk's part, where o and lse are those of the merged attention."""
+    if q.device.type == "cpu":
+        heads_first = (x.transpose(1, 2) for x in (do, q, k, v, o, lse))
+        grads = _flash_cpu_backward(*heads_first, 0.0, layout.bias_B1SS is None, attn_mask=layout.bias_B1SS)
+        dq, dk, dv = (x.transpose(1, 2) for x in grads)
+        return dq, dk, dv
+    if not _flash_can_run(q.device, q.dtype, q.shape[-1]):
+        return _plain_trunk_backward(do, q, k, v, o, lse, layout)
+    B, S, N, D = q.shape
+    if layout.starts is None:
+        lse_BNS = lse.transpose(1, 2).contiguous()
+        return _flash_cuda_backward(do, q, k, v, o, lse_BNS, None, None, S, S, 0.0, True, *rng)
+    flat = (x.reshape(B * S, -1, D) for x in (do, q, k, v, o))
+    lse_NT = lse.permute(2, 0, 1).reshape(N, B * S).contiguous()
+    L = layout.longest
+    grads = _flash_cuda_backward(*flat, lse_NT, layout.starts, layout.starts, L, L, 0.0, True, *rng)
+    dq, dk, dv = (x.view(B, S, -1, D) for x in grads)
+    return dq, dk, dv
+
+
+def _scores(q: Tensor, k: Tensor, layout: TrunkLayout) -> Tensor:
+    """[B, N, S, S] masked scores: the fallback for GPUs in fp32 or odd head sizes, never used in real training."""
+    n = q.shape[2] // k.shape[2]
+    s = torch.einsum("bsnd,btnd->bnst", q, k.repeat_interleave(n, 2)).to(_wide(q)) / math.sqrt(q.shape[-1])
+    if layout.starts is None and layout.bias_B1SS is None:
+        causal = torch.ones(s.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        return s.masked_fill(~causal, -math.inf)
+    assert layout.bias_B1SS is not None, "layout was made for another dtype or head size"
+    return s + layout.bias_B1SS
+
+
+def _plain_trunk(q: Tensor, k: Tensor, v: Tensor, layout: TrunkLayout) -> tuple[Tensor, Tensor]:
+    s = _scores(q, k, layout)
+    lse = s.logsumexp(-1)
+    p = (s - lse[..., None]).exp().to(v.dtype)
+    return torch.einsum("bnst,btnd->bsnd", p, v.repeat_interleave(q.shape[2] // v.shape[2], 2)), lse.transpose(1, 2)
+
+
+def _plain_trunk_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, layout: TrunkLayout
+) -> tuple[Tensor, Tensor, Tensor]:
+    B, S, N, D = q.shape
+    G = k.shape[2]
+    p = (_scores(q, k, layout) - lse.transpose(1, 2)[..., None]).exp()
+    dp = torch.einsum("bsnd,btnd->bnst", do, v.repeat_interleave(N // G, 2)).to(p.dtype)
+    delta = (do * o).sum(-1, dtype=p.dtype).transpose(1, 2)
+    ds = (p * (dp - delta[..., None]) / math.sqrt(D)).to(q.dtype)
+    dq = torch.einsum("bnst,btnd->bsnd", ds, k.repeat_interleave(N // G, 2))
+    dk = torch.einsum("bnst,bsnd->btnd", ds, q).view(B, S, G, -1, D).sum(3)
+    dv = torch.einsum("bnst,bsnd->btnd", p.to(do.dtype), do).view(B, S, G, -1, D).sum(3)
+    return dq, dk, dv
+
+
+# The branches. Queries are seen as [B, S, G, n, D], branch keys and values as [B, S, G, 1, D].
+
+
+def _grouped(x: Tensor, G: int) -> Tensor:
+    return x.unflatten(2, (G, -1))
+
+
+def _merge(q: Tensor, o0: Tensor, lse0: Tensor, branches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Merged (o [B,S,N,D], lse [B,S,N]) and the branch scores [B,S,N]."""
+    wide, scale, G = _wide(q), 1 / math.sqrt(q.shape[-1]), branches[0][0].shape[2]
+    q_wide = _grouped(q, G).to(wide)
+    scores = [(q_wide * k[:, :, :, None].to(wide)).sum(-1).flatten(2) * scale for k, _ in branches]
+    lse = torch.stack([lse0.to(wide), *scores]).logsumexp(0)
+    o = o0.to(wide) * (lse0 - lse).exp()[..., None]
+    o_grouped = _grouped(o, G)
+    for s, (_, v) in zip(scores, branches, strict=True):
+        o_grouped.addcmul_(_grouped((s - lse).exp(), G)[..., None], v[:, :, :, None].to(wide))
+    return o.to(q.dtype), lse, scores
+
+
+def _branch_backward(
+    do: Tensor, q: Tensor, o: Tensor, lse: Tensor, scores: list[Tensor], branches: list[tuple[Tensor, Tensor]], dq: Tensor
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """dq with the branches' part added, and (dk_i, dv_i) of every branch."""
+    wide, scale, G = _wide(q), 1 / math.sqrt(q.shape[-1]), branches[0][0].shape[2]
+    do_wide, q_wide = _grouped(do, G).to(wide), _grouped(q, G).to(wide)
+    delta = (do_wide * _grouped(o, G)).sum(-1)
+    dq_wide = _grouped(dq, G).to(wide)
+    grads = []
+    for s, (k, v) in zip(scores, branches, strict=True):
+        p = _grouped((s - lse).exp(), G)
+        ds = (p * ((do_wide * v[:, :, :, None]).sum(-1) - delta) * scale)[..., None]
+        dq_wide.addcmul_(ds, k[:, :, :, None].to(wide))  # dq is ours: fresh from the trunk
+        grads.append(((ds * q_wide).sum(3).to(k.dtype), (p[..., None] * do_wide).sum(3).to(v.dtype)))
+    return dq_wide.flatten(2, 3).to(q.dtype), grads
+
+
+class _MergedAttention(torch.autograd.Function):
+    """Trunk and branches together; saves O(S k) numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: TrunkLayout, q: Tensor, k0: Tensor, v0: Tensor, *branches: Tensor) -> Tensor:
+        pairs = list(zip(branches[::2], branches[1::2], strict=True))
+        o, lse, rng = _trunk(q, k0, v0, layout)
+        scores: list[Tensor] = []
+        if pairs:
+            o, lse, scores = _merge(q, o, lse, pairs)
+        ctx.layout, ctx.num_branches, ctx.num_rng = layout, len(pairs), len(rng)
+        ctx.save_for_backward(q, k0, v0, o, lse, *rng, *scores, *branches)
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k0, v0, o, lse, *rest = ctx.saved_tensors
+        rng, scores = tuple(rest[: ctx.num_rng]), rest[ctx.num_rng : ctx.num_rng + ctx.num_branches]
+        branches = rest[ctx.num_rng + ctx.num_branches :]
+        do = do.contiguous() if do.stride(-1) != 1 else do
+        dq, dk0, dv0 = _trunk_backward(do, q, k0, v0, o, lse, rng, ctx.layout)
+        if not scores:
+            return None, dq, dk0, dv0
+        pairs = list(zip(branches[::2], branches[1::2], strict=True))
+        dq, grads = _branch_backward(do, q, o, lse, scores, pairs, dq)
+        return None, dq, dk0, dv0, *(g for pair in grads for g in pair)
+
+
+def merged_attention(
+    q_SBND: Tensor, trunk: tuple[Tensor, Tensor], branches: list[tuple[Tensor, Tensor]], layout: TrunkLayout
+) -> Tensor:
+    """Attention of one draft step.
+
+    Args:
+        q_SBND: rotated queries of this step.
+        trunk: (k, v) [S, B, G, D] of step 0, keys rotated.
+        branches: (k, v) [S, B, G, D] of steps 1..k.
+        layout: from `trunk_layout`.
+
+    Returns:
+        [S, B, N * D], differentiable in every tensor.
+    """
+    rows_second = [x.transpose(0, 1) for x in (q_SBND, *trunk, *(x for pair in branches for x in pair))]
+    out: Tensor = _MergedAttention.apply(layout, *rows_second)  # type: ignore[no-untyped-call]
+    return out.transpose(0, 1).flatten(2)
+
+
+class TrainingTimeTest:
+    """The `Attention` a draft is given in training: remembers keys and values of earlier steps, per layer.
+
+    Call it once per layer and step; the first call of a layer is the trunk, every later one adds a branch.
+    With `detach`, gradients do not flow into keys and values of earlier steps.
+    """
+
+    def __init__(self, layout: TrunkLayout, detach: bool = False) -> None:
+        self.layout = layout
+        self.detach = detach
+        self.seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def __call__(self, layer: int, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor) -> Tensor:
+        """Attention of the next step of `layer`: [S, B, N * D]."""
+        earlier = self.seen.setdefault(layer, [])
+        if self.detach:
+            earlier[:] = [(k.detach(), v.detach()) for k, v in earlier]
+        earlier.append((k_SBGD, v_SBGD))
+        return merged_attention(q_SBND, earlier[0], earlier[1:], self.layout)
