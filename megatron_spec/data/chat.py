@@ -22,6 +22,19 @@ import torch
 from torch import Tensor
 
 from megatron_spec.config import UserError, suggest
+from megatron_spec.data.tokenizer import load_tokenizer
+
+__all__ = [
+    "ROLES",
+    "ChatEncoder",
+    "Conversation",
+    "Sample",
+    "has_generation_marks",
+    "load_tokenizer",
+    "parse_conversation",
+    "parse_message",
+    "read_conversations",
+]
 
 ROLES = {
     "system": "system",

@@ -1,0 +1,44 @@
+"""The tokenizer of a model folder, and the ids a turn can end with. Local files only: nothing is fetched."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron_spec import files
+from megatron_spec.config import UserError
+
+
+def load_tokenizer(folder: Path | str) -> Any:
+    """The fast Hugging Face tokenizer in `folder`. Raises UserError when there is none or it does not load."""
+    folder = Path(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(f"{folder}: found no tokenizer.json; expected a folder with a fast Hugging Face tokenizer")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise UserError(f"{folder}: the tokenizer does not load: {error}") from error
+
+
+def stop_token_ids(folder: Path | str, tokenizer: Any | None = None) -> tuple[int, ...]:
+    """Ascending ids that end a turn: eos of generation_config.json, config.json and the tokenizer, those that exist.
+
+    Raises UserError when an id in the files is not a number.
+    """
+    found: set[int] = set()
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        found.add(int(tokenizer.eos_token_id))
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder, name)
+        if not path.is_file():
+            continue
+        value = files.read_json(path).get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) for i in ids):
+            raise UserError(f"{path}: found eos_token_id {value!r}, expected a number or a list of numbers")
+        found.update(ids)
+    return tuple(sorted(found))

@@ -1,0 +1,114 @@
+"""Draw the metrics of a run: loss and accuracy of each draft step, and the predicted acceptance length.
+
+    python tools/plot_run.py RUN_DIR                       # -> RUN_DIR/metrics.png
+    python tools/plot_run.py RUN_DIR --output run.png --smooth 20
+
+RUN_DIR is what finetune.py was given as --save (or a metrics.jsonl). Needs matplotlib (megatron-spec[demo]).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from megatron_spec import cli
+from megatron_spec.config import UserError
+
+REQUIRED = ("iteration", "loss_per_step", "accuracy_per_step", "predicted_acceptance_length")
+
+
+def make_parser() -> cli.Parser:
+    """The flags."""
+    p = cli.Parser(__doc__)
+    p.add_argument("run", metavar="RUN_DIR", help="folder with metrics.jsonl, or that file")
+    p.add_argument("--output", metavar="FILE.png", help="default: metrics.png beside metrics.jsonl")
+    p.add_argument("--smooth", type=int, default=1, metavar="N", help="mean over the last N points (default: 1)")
+    return p
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; a half-written last line is skipped. Raises UserError when nothing can be drawn."""
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: expected the folder that finetune.py was given as --save")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            if number == len(lines):
+                continue  # the run is being written, or was killed while it wrote
+            raise UserError(f"{path} line {number}: malformed JSON") from None
+        missing = [key for key in REQUIRED if not isinstance(row, dict) or key not in row]
+        if missing:
+            raise UserError(f"{path} line {number}: missing {', '.join(missing)}")
+        rows.append(row)
+    if not rows:
+        raise UserError(f"{path} holds no metrics yet")
+    return rows
+
+
+def smooth(values: list[float], window: int) -> list[float]:
+    """Mean over the last `window` values at every point."""
+    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i + 1 - window) : i + 1])]
+
+
+def draw(rows: list[dict[str, Any]], output: Path, window: int = 1) -> None:
+    """Three panels side by side, one line per draft step in the first two."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise UserError("matplotlib is not installed: pip install 'megatron-spec[demo]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    steps = len(rows[0]["loss_per_step"])
+    x = [row["iteration"] for row in rows]
+    marker = "o" if len(rows) == 1 else None
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    for axis, key, title in zip(axes, REQUIRED[1:3], ("loss per draft step", "accuracy per draft step"), strict=False):
+        for k in range(steps):
+            colour = plt.get_cmap("viridis")(0.9 * k / max(steps - 1, 1))
+            y = smooth([row[key][k] for row in rows], window)
+            axis.plot(x, y, color=colour, label=f"step {k}", linewidth=1.5, marker=marker)
+        axis.set_title(title)
+    axes[1].set_ylim(0, 1)
+    axes[0].legend(fontsize="small", title="draft step" if steps > 1 else None)
+    length = smooth([row["predicted_acceptance_length"] for row in rows], window)
+    axes[2].plot(x, length, color="tab:red", linewidth=1.8, marker=marker)
+    axes[2].set_title(f"predicted acceptance length (last: {length[-1]:.2f})")
+    axes[2].set_ylim(bottom=1)
+    for axis in axes:
+        axis.set_xlabel("iteration")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.grid(alpha=0.3)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(f".{output.name}.tmp-{os.getpid()}")
+    try:
+        figure.savefig(temporary, format="png", dpi=120)
+        os.replace(temporary, output)
+    finally:
+        temporary.unlink(missing_ok=True)
+        plt.close(figure)
+
+
+def main(args: Namespace) -> None:
+    """Read, draw, say where."""
+    path = Path(args.run)
+    path = path / "metrics.jsonl" if path.is_dir() or path.suffix != ".jsonl" else path
+    if args.smooth < 1:
+        raise UserError(f"--smooth {args.smooth}: expected at least 1")
+    output = Path(args.output) if args.output else path.with_name("metrics.png")
+    if output.suffix != ".png":
+        raise UserError(f"--output {output}: expected a name that ends in .png")
+    draw(read_metrics(path), output, args.smooth)
+    sys.stdout.write(f"{output}\n")
+
+
+if __name__ == "__main__":
+    cli.run(make_parser(), main)
