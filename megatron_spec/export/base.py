@@ -1,0 +1,281 @@
+"""Exports the frozen base as a Hugging Face folder, in high precision or fp8, from any tensor and pipeline layout.
+
+Tensor by tensor: the tensor parallel ranks of the stage that owns a parameter join their shards, the stage's first rank
+splits it into Hugging Face tensors and sends them to rank 0, which writes files of bounded size. Weights of a quantised
+base were rounded in memory already; dividing by the same scale recovers their E4M3 codes exactly.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from megatron_spec.base_models import name_rules
+from megatron_spec.base_models.names import NameRule, hf_shapes, join_shards, to_hf
+from megatron_spec.config import QuantConfig, UserError
+from megatron_spec.distributed import World
+from megatron_spec.export.common import VerificationError, parse_dtype, shards_of, shared_folder, together
+from megatron_spec.export.eagle import BaseLike
+from megatron_spec.export.quant_metadata import BASE_EXCLUDES, hf_quant_config, quantization_config
+from megatron_spec.fake_quant import quantize, scale_of
+from megatron_spec.files import read_json, write_json
+from megatron_spec.provenance import write_run_json
+
+log = logging.getLogger(__name__)
+
+_COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
+_NOT_COPIED = {"config.json", "hf_quant_config.json", "run.json"}
+
+
+@dataclass
+class _Scales:
+    """Scales of the whole base by global module name ("layers.0.mlp.linear_fc1"), equal on all pipeline ranks."""
+
+    linears: dict[str, tuple[float, float]]
+    """(amax of the weight, amax of the input)."""
+    kv: dict[str, tuple[float, float]]
+    """(amax of keys, amax of values) by "layers.N"."""
+
+
+def export_base(
+    base: nn.Module, reference: BaseLike, out_dir: Path | str, quant: QuantConfig | None, world: World, *,
+    dtype: str = "bfloat16", overwrite: bool = False, max_shard_bytes: int = 5 * 2**30,
+    run_config: dict[str, Any] | None = None,
+) -> Path:
+    """Write the base to `out_dir` (tensors, config, tokenizer, generation config) and verify it. Collective.
+
+    Args:
+        base: a `FrozenBase`, quantised when `quant.base` is 'fp8'.
+        reference: where it came from: its config.json and tokenizer are copied.
+        max_shard_bytes: size of one file of tensors.
+
+    Raises:
+        UserError: policy and model do not agree, or the output folder is not empty. Nothing is written.
+        VerificationError: what was written is not what is in memory. Nothing is published.
+    """
+    parse_dtype(dtype)
+    source = Path(reference.path)
+    scales = _gather_scales(base)
+    _check(scales, quant, source)
+    exclude = _excludes(quant) if scales.linears else None
+    with shared_folder(out_dir, world, overwrite) as folder:
+        writer = _ShardWriter(folder, max_shard_bytes) if world.rank == 0 else None
+        for name, tensor in _tensors(base, scales, dtype):
+            if writer is not None:
+                writer.add(name, tensor)
+        together(lambda: _finish(writer, folder, source, exclude, bool(scales.kv), dtype, run_config))
+        _verify(folder, base, scales, dtype, world)
+    log.info("exported base to %s (%s)", out_dir, "fp8" if scales.linears else dtype)
+    return Path(out_dir)
+
+
+def _gather_scales(base: Any) -> _Scales:
+    mine = _Scales({}, {})
+    for number, layer in enumerate(base.gpt.decoder.layers, base.stage.first):
+        for name, module in layer.named_modules():
+            if getattr(module, "weight_quantizer", None) is not None:
+                module.input_quantizer.check()
+                amax = (float(module.weight_quantizer.amax), float(module.input_quantizer.amax))
+                mine.linears[f"layers.{number}.{name}"] = amax
+            if getattr(module, "k_quantizer", None) is not None:
+                module.k_quantizer.check()
+                module.v_quantizer.check()
+                mine.kv[f"layers.{number}"] = (float(module.k_quantizer.amax), float(module.v_quantizer.amax))
+    stages: list[Any] = [None] * base.world.pp_size
+    dist.all_gather_object(stages, mine, group=base.world.pp)
+    linears = {name: amax for stage in stages for name, amax in stage.linears.items()}
+    return _Scales(linears, {name: amax for stage in stages for name, amax in stage.kv.items()})
+
+
+def _check(scales: _Scales, quant: QuantConfig | None, source: Path) -> None:
+    wanted = quant is not None and quant.base == "fp8"
+    if wanted and not scales.linears:
+        raise UserError("fp8 export of a base that was never quantised: run quantize.py first, or export without fp8")
+    if scales.linears and not wanted:
+        raise UserError(
+            "the base is fake-quantised in memory, but the export is not fp8: load the base without quantisers, or "
+            "export it with the QuantConfig of its checkpoint"
+        )
+    if not (source / "config.json").is_file():
+        raise UserError(f"the base's folder {source} holds no config.json: give its Hugging Face folder")
+
+
+def _excludes(quant: QuantConfig | None) -> list[str]:
+    """lm_head and embedding always; the user's patterns as far as an engine's module names can match them."""
+    assert quant is not None
+    defaults = set(QuantConfig().exclude)
+    return BASE_EXCLUDES + [p for p in quant.exclude if p not in defaults and p not in BASE_EXCLUDES]
+
+
+# ---- tensors, one at a time, to rank 0
+
+
+def _local(rule: NameRule, base: Any, parameters: dict[str, Tensor]) -> Tensor:
+    if rule.kind == "vocab":
+        return base.embedding_weight if rule.core.startswith("embedding.") else base.head_weight  # type: ignore[no-any-return]
+    parts = rule.core.split(".")
+    if parts[1] == "layers":
+        parts[2] = str(int(parts[2]) - base.stage.first)
+    return parameters[".".join(parts)]
+
+
+def _stage_of_layers(base: Any) -> dict[int, int]:
+    counts: list[Any] = [None] * base.world.pp_size
+    dist.all_gather_object(counts, (base.stage.first, len(base.gpt.decoder.layers)), group=base.world.pp)
+    return {first + i: stage for stage, (first, count) in enumerate(counts) for i in range(count)}
+
+
+def _owner(rule: NameRule, owners: dict[int, int], world: World) -> int:
+    """Pipeline rank that sends the parameter. Embedding and head are on every stage, so rank 0 has them."""
+    if rule.kind == "vocab":
+        return 0
+    parts = rule.core.split(".")
+    return owners[int(parts[2])] if parts[1] == "layers" else world.pp_size - 1
+
+
+def _high_precision(base: Any) -> Iterator[tuple[NameRule, dict[str, Tensor]]]:
+    """(rule, its Hugging Face tensors in the base's dtype on rank 0; {} elsewhere) for every parameter."""
+    world: World = base.world
+    if world.dp_rank != 0:
+        return
+    parameters = dict(base.gpt.named_parameters())
+    owners = _stage_of_layers(base)
+    for rule in name_rules(base.config):
+        owner = _owner(rule, owners, world)
+        tensors: dict[str, Tensor] = {}
+        if world.pp_rank == owner:
+            shards = [_local(rule, base, parameters).detach()]
+            if rule.kind != "replicated":
+                shards = shards_of(shards[0], world.tp)
+            if world.tp_rank == 0:
+                tensors = to_hf(rule, join_shards(rule, shards), base.config)
+        if owner != 0 and world.tp_rank == 0:
+            tensors = _to_first_stage(rule, tensors, owner, base)
+        yield rule, tensors if world.rank == 0 else {}
+
+
+def _to_first_stage(rule: NameRule, tensors: dict[str, Tensor], owner: int, base: Any) -> dict[str, Tensor]:
+    world: World = base.world
+    ranks = dist.get_process_group_ranks(world.pp)
+    received = {}
+    for name, shape in hf_shapes(rule, base.config).items():
+        if world.pp_rank == owner:
+            dist.send(tensors[name], ranks[0], group=world.pp)
+        elif world.pp_rank == 0:
+            received[name] = torch.empty(shape, dtype=base.dtype, device=world.device)
+            dist.recv(received[name], ranks[owner], group=world.pp)
+    return received
+
+
+@torch.no_grad()
+def _tensors(base: Any, scales: _Scales, dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the export as it goes into the file, on rank 0; other ranks only take part."""
+    for rule, tensors in _high_precision(base):
+        module = rule.core.removeprefix("decoder.").removesuffix(".weight")
+        amax = scales.linears.get(module)
+        for name, tensor in tensors.items():
+            if amax is None:
+                yield name, tensor.to("cpu", parse_dtype(dtype), copy=True)
+                continue
+            weight_scale, input_scale = (scale_of(torch.tensor(value)) for value in amax)
+            stem = name.removesuffix(".weight")
+            yield name, quantize(tensor, weight_scale.to(tensor.device)).cpu()
+            yield f"{stem}.weight_scale", weight_scale
+            yield f"{stem}.input_scale", input_scale
+    if base.world.rank == 0:
+        for layer, (k, v) in scales.kv.items():
+            yield f"model.{layer}.self_attn.k_proj.k_scale", scale_of(torch.tensor(k))
+            yield f"model.{layer}.self_attn.v_proj.v_scale", scale_of(torch.tensor(v))
+
+
+# ---- files
+
+
+class _ShardWriter:
+    """Collects tensors and writes a file whenever the limit is reached."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self.pending: dict[str, Tensor] = {}
+        self.size = self.total = 0
+        self.files: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self.pending and self.size + size > self.limit:
+            self._flush()
+        self.pending[name] = tensor.contiguous()
+        self.size += size
+        self.total += size
+
+    def _flush(self) -> None:
+        if self.pending:
+            save_file(self.pending, str(self.folder / f"part-{len(self.files)}"), metadata={"format": "pt"})
+            self.files.append(list(self.pending))
+            self.pending, self.size = {}, 0
+
+    def close(self) -> None:
+        """Give the files their names, and write the index when there are several."""
+        self._flush()
+        count = len(self.files)
+        names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        if count == 1:
+            names = ["model.safetensors"]
+        for i, name in enumerate(names):
+            (self.folder / f"part-{i}").rename(self.folder / name)
+        if count > 1:
+            weight_map = {t: name for name, tensors in zip(names, self.files, strict=True) for t in tensors}
+            index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(weight_map.items()))}
+            write_json(self.folder / "model.safetensors.index.json", index)
+
+
+def _finish(
+    writer: _ShardWriter | None, folder: Path, source: Path, exclude: list[str] | None, kv_cache: bool, dtype: str,
+    run_config: dict[str, Any] | None,
+) -> None:
+    if writer is None:
+        return
+    writer.close()
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix in _COPIED and path.name not in _NOT_COPIED and ".index." not in path.name:
+            shutil.copyfile(path, folder / path.name)
+    config = read_json(source / "config.json")
+    config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    if exclude is not None:
+        config["quantization_config"] = quantization_config(exclude, kv_cache)
+        write_json(folder / "hf_quant_config.json", hf_quant_config(exclude, kv_cache))
+    write_json(folder / "config.json", config)
+    write_run_json(folder, {"base": str(source), **(run_config or {})})
+
+
+def _verify(folder: Path, base: Any, scales: _Scales, dtype: str, world: World) -> None:
+    """Read every tensor back and compare it, bit for bit, with a second pass over the model."""
+    problems: list[str] = []
+    handles: dict[str, Any] = {}
+    if world.rank == 0:
+        for path in sorted(folder.glob("*.safetensors")):
+            handle = safe_open(str(path), framework="pt")
+            handles |= dict.fromkeys(handle.keys(), handle)
+    unseen = set(handles)
+    for name, expected in _tensors(base, scales, dtype):
+        found = handles[name].get_tensor(name) if name in handles else None
+        unseen.discard(name)
+        if found is None or found.dtype != expected.dtype or not torch.equal(found.float(), expected.float()):
+            problems.append(f"{name} {'is missing' if found is None else 'differs'}")
+    problems += [f"unexpected {name}" for name in sorted(unseen)]
+
+    def report() -> None:
+        if problems:
+            raise VerificationError(f"{folder} is not the base in memory: " + "; ".join(problems[:12]))
+
+    together(report)

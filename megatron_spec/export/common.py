@@ -1,0 +1,116 @@
+"""Writing one folder from many ranks: gather shards, agree on errors, publish all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_spec.config import UserError
+from megatron_spec.distributed import World
+from megatron_spec.files import published_folder
+
+T = TypeVar("T")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class VerificationError(RuntimeError):
+    """A written folder does not hold what was in memory: nothing is published."""
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """torch dtype of a name in an export option. Raises UserError."""
+    if name not in DTYPES:
+        raise UserError(f"export dtype {name!r} is not known: use one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def together(action: Callable[[], T]) -> T:
+    """Run `action` on every rank of the world; when it fails anywhere, every rank raises.
+
+    The rank that failed raises its own error, the others name it. Without this, they would wait for ever.
+    """
+    result, error = None, None
+    try:
+        result = action()
+    except Exception as e:
+        error = e
+    found: list[tuple[type[Exception], str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (type(error), str(error)) if error is not None else None)
+    if error is not None:
+        raise error
+    for rank, other in enumerate(found):
+        if other is not None:
+            kind = UserError if other[0] is UserError else VerificationError
+            raise kind(f"rank {rank} failed: {other[1]}")
+    return result  # type: ignore[return-value]
+
+
+@contextmanager
+def shared_folder(folder: Path | str, world: World, overwrite: bool) -> Iterator[Path]:
+    """`files.published_folder` for all ranks: rank 0 creates it, and publishes it when the block ended well everywhere.
+
+    The block must fail on all ranks or on none (`together`).
+    """
+    publishing = published_folder(folder, overwrite) if world.rank == 0 else None
+    path = together(lambda: str(publishing.__enter__()) if publishing else "")
+    names = [path]
+    dist.broadcast_object_list(names, src=0)
+    try:
+        yield Path(names[0])
+    except BaseException as e:
+        if publishing is not None:
+            try:
+                publishing.__exit__(type(e), e, e.__traceback__)
+            except BaseException as again:  # it raises the same error again after cleaning up
+                if again is not e:
+                    raise
+        raise
+    together(lambda: publishing.__exit__(None, None, None) if publishing else None)
+
+
+def shards_of(tensor: Tensor, tp: dist.ProcessGroup) -> list[Tensor]:
+    """The same-shaped tensors of all tensor parallel ranks, in rank order, on every one of them."""
+    if tp.size() == 1:
+        return [tensor]
+    shards = [torch.empty_like(tensor) for _ in range(tp.size())]
+    dist.all_gather(shards, tensor.contiguous(), group=tp)
+    return shards
+
+
+def whole(parameter: Tensor, tp: dist.ProcessGroup) -> Tensor:
+    """A parameter as it is on one rank: shards joined along `partition_dim`, a replicated one as it is."""
+    tensor = parameter.detach()
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return tensor
+    return torch.cat(shards_of(tensor, tp), dim=parameter.partition_dim)  # type: ignore[attr-defined]
+
+
+def shard(tensor: Tensor, like: Tensor, tp: dist.ProcessGroup) -> Tensor:
+    """This rank's part of a whole tensor, cut as the parameter `like` is. Missing rows (padding) are zero."""
+    if not getattr(like, "tensor_model_parallel", False):
+        return tensor
+    dim: int = like.partition_dim  # type: ignore[attr-defined]
+    size = like.shape[dim]
+    lacking = size * tp.size() - tensor.shape[dim]
+    if lacking > 0:
+        shape = list(tensor.shape)
+        shape[dim] = lacking
+        tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
+    return tensor.narrow(dim, tp.rank() * size, size)
+
+
+def parameters_by_file_name(draft: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name in the file, parameter). Layers after the first write their one input norm under both names in use."""
+    names = dict(draft.named_parameters())
+    for name, parameter in names.items():
+        yield name, parameter
+        twin = name.replace(".input_layernorm.", ".hidden_norm.")
+        if twin not in names:
+            yield twin, parameter

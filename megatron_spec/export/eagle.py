@@ -1,0 +1,196 @@
+"""Exports an EAGLE-3 draft as the folder that TensorRT-LLM, vLLM and SGLang load.
+
+From any tensor parallel layout: shards are joined tensor by tensor, rank 0 writes into a temporary folder, the folder
+is read back and compared with the draft in memory, and only then it takes its name.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from megatron_spec.batch import Features
+from megatron_spec.config import BaseConfig, EagleConfig, QuantConfig, UserError
+from megatron_spec.distributed import World
+from megatron_spec.drafts.base import BaseEnds
+from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.export import layout
+from megatron_spec.export.common import parameters_by_file_name, parse_dtype, shards_of, shared_folder, together, whole
+from megatron_spec.export.quant_metadata import DRAFT_EXCLUDES, hf_quant_config, quantization_config
+from megatron_spec.export.verify import verify_draft
+from megatron_spec.fake_quant import quantize, scale_of
+from megatron_spec.files import write_json
+from megatron_spec.provenance import write_run_json
+
+log = logging.getLogger(__name__)
+
+
+class BaseLike(Protocol):
+    """What is needed of the base a draft belongs to (a checkpoint's `BaseReference` or `BaseLink`)."""
+
+    @property
+    def path(self) -> Any:
+        """Where it is."""
+        ...
+
+    @property
+    def config(self) -> BaseConfig:
+        """What it is."""
+        ...
+
+
+class EagleLike(Protocol):
+    """What is needed of an EAGLE draft."""
+
+    config: EagleConfig
+    vocab: DraftVocab
+
+
+def export_draft(
+    draft: nn.Module, base: BaseLike, out_dir: Path | str, quant: QuantConfig | None, world: World, *,
+    dtype: str = "bfloat16", features: Features | None = None, ends: BaseEnds | None = None,
+    export_embeddings: bool = False, overwrite: bool = False, run_config: dict[str, Any] | None = None,
+) -> Path:
+    """Write the draft to `out_dir` and verify it. Collective over all ranks.
+
+    Args:
+        draft: an `EagleDraft` with its `config` and `vocab`; with quantisers when `quant.draft` is 'fp8'.
+        quant: the policy it was calibrated with; None or draft 'none' writes high precision.
+        dtype: of everything that is not fp8: 'bfloat16', 'float16' or 'float32'.
+        features: real captures to compare logits on (each rank its own); random ones when None.
+        ends: the base's embedding, for `features` and for `export_embeddings`.
+        export_embeddings: write the target's `embed_tokens.weight` too (engines take the target's own otherwise).
+        overwrite: replace a folder that is not empty.
+        run_config: goes to run.json.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: an algorithm, policy or output folder that does not work. Nothing is written.
+        VerificationError: what was written is not what is in memory. Nothing is published.
+    """
+    config: EagleConfig = draft.config  # type: ignore[assignment]
+    vocab: DraftVocab = draft.vocab  # type: ignore[assignment]
+    parse_dtype(dtype)
+    fp8 = _fp8_linears(draft, quant)
+    _check(config, vocab, export_embeddings, ends)
+    exclude = _exclude_modules(config, fp8, quant)
+    with shared_folder(out_dir, world, overwrite) as folder:
+        tensors = _collect(draft, config, vocab, dtype, world)
+        if export_embeddings and world.draft_dp.rank() == 0:
+            _add_embeddings(tensors, ends, config, dtype, world)
+        together(lambda: _write(folder, tensors, config, base, dtype, exclude, run_config) if world.rank == 0 else None)
+        tensors.clear()
+        together(lambda: verify_draft(folder, draft, base.config, world, dtype=dtype, features=features, ends=ends))
+    log.info("exported %s draft to %s (%s)", config.algorithm, out_dir, "fp8" if fp8 else dtype)
+    return Path(out_dir)
+
+
+def _check(config: EagleConfig, vocab: DraftVocab, export_embeddings: bool, ends: BaseEnds | None) -> None:
+    if config.algorithm != "eagle3":
+        raise UserError(f"export of algorithm {config.algorithm!r} is not supported yet; supported: eagle3")
+    if config.target_hidden_size != config.hidden_size:
+        raise UserError(
+            f"the draft's hidden size {config.hidden_size} differs from its base's {config.target_hidden_size}: such a "
+            "draft needs an embedding of its own, which is not supported by the export"
+        )
+    if (len(vocab), vocab.vocab_size) != (config.draft_vocab_size, config.vocab_size):
+        raise UserError(
+            f"draft vocabulary has {len(vocab)} of {vocab.vocab_size} tokens, the configuration says "
+            f"{config.draft_vocab_size} of {config.vocab_size}"
+        )
+    if export_embeddings and not hasattr(ends, "embedding_weight"):
+        raise UserError("--export-embeddings needs the base to be loaded")
+
+
+def quantised_linears(draft: nn.Module) -> dict[str, Any]:
+    """Linears with quantisers, by name."""
+    return {n: m for n, m in draft.named_modules() if getattr(m, "weight_quantizer", None) is not None}
+
+
+def _fp8_linears(draft: nn.Module, quant: QuantConfig | None) -> set[str]:
+    found = quantised_linears(draft)
+    wanted = quant is not None and quant.draft == "fp8"
+    if wanted and not found:
+        raise UserError("fp8 export of a draft that was never quantised: run quantize.py first, or export without fp8")
+    if found and not wanted:
+        raise UserError(
+            "the draft is fake-quantised, but the export is not fp8: export it with the QuantConfig of its checkpoint"
+        )
+    for linear in found.values():
+        linear.weight_quantizer.check()
+        linear.input_quantizer.check()
+    return set(found)
+
+
+def _exclude_modules(config: EagleConfig, fp8: set[str], quant: QuantConfig | None) -> list[str] | None:
+    """Modules that stay in high precision, as patterns an engine can match; None without fp8."""
+    if not fp8:
+        return None
+    assert quant is not None
+    kept = [n for n in layout.linear_names(config) if n not in fp8]
+    patterns = [p for p in quant.exclude if p not in DRAFT_EXCLUDES] if kept else []
+    for pattern in patterns:
+        if layout.has_layer_number(pattern):
+            raise UserError(
+                f"exclude pattern {pattern!r} holds a layer number: engines number the layers of a draft "
+                "differently, so it would match nothing there. Exclude by the kind of layer, for example '*down_proj'"
+            )
+    return DRAFT_EXCLUDES + patterns
+
+
+def _collect(draft: nn.Module, config: EagleConfig, vocab: DraftVocab, dtype: str, world: World) -> dict[str, Tensor]:
+    """Every tensor of the file, on the CPU of rank 0; other ranks only help."""
+    if world.draft_dp.rank() != 0:
+        return {}
+    quantised = quantised_linears(draft)
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in parameters_by_file_name(draft):
+        tensor = whole(parameter, world.tp)
+        if world.rank != 0:
+            continue
+        if name == "lm_head.weight":
+            tensor = tensor[: config.draft_vocab_size]  # the rest pads to the tensor parallel size
+        linear = quantised.get(name.removesuffix(".weight"))
+        tensors |= _encode(name, tensor, linear, parse_dtype(dtype))
+    if world.rank == 0 and not vocab.is_full:
+        tensors |= {"d2t": vocab.d2t, "t2d": vocab.t2d}
+    return tensors
+
+
+def _encode(name: str, tensor: Tensor, linear: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    if linear is None:
+        return {name: tensor.to("cpu", dtype, copy=True).contiguous()}
+    stem = name.removesuffix(".weight")
+    scale = scale_of(linear.weight_quantizer.amax)
+    return {
+        name: quantize(tensor, scale).cpu().contiguous(),
+        f"{stem}.weight_scale": scale.cpu(),
+        f"{stem}.input_scale": scale_of(linear.input_quantizer.amax).cpu(),
+    }
+
+
+def _add_embeddings(tensors: dict[str, Tensor], ends: Any, config: EagleConfig, dtype: str, world: World) -> None:
+    table = torch.cat(shards_of(ends.embedding_weight.detach(), world.tp))
+    if world.rank == 0:
+        rows = table[: config.vocab_size]
+        tensors["embed_tokens.weight"] = rows.to("cpu", parse_dtype(dtype), copy=True).contiguous()
+
+
+def _write(
+    folder: Path, tensors: dict[str, Tensor], config: EagleConfig, base: BaseLike, dtype: str,
+    exclude: list[str] | None, run_config: dict[str, Any] | None,
+) -> None:
+    save_file(tensors, str(folder / layout.WEIGHTS), metadata={"format": "pt"})
+    values = layout.config_json(config, base.config, dtype)
+    if exclude is not None:
+        values["quantization_config"] = quantization_config(exclude)
+        write_json(folder / "hf_quant_config.json", hf_quant_config(exclude))
+    write_json(folder / "config.json", values)
+    write_run_json(folder, {"base": str(base.path), **(run_config or {})})

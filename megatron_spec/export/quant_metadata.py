@@ -1,0 +1,42 @@
+"""How an fp8 folder says that it is one: hf_quant_config.json and the same inside config.json. No torch here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_spec import __version__
+
+PRODUCER = {"name": "megatron_spec", "version": __version__}
+DRAFT_EXCLUDES = ["lm_head", "fc", "model.fc", "*fc*", "*embed_tokens*"]
+"""Modules of a draft that stay in high precision, under the names different engines give them."""
+BASE_EXCLUDES = ["lm_head", "*embed_tokens*"]
+
+_FLOAT8 = {"dynamic": False, "num_bits": 8, "type": "float"}
+
+
+def hf_quant_config(exclude: list[str], kv_cache: bool = False) -> dict[str, Any]:
+    """Content of hf_quant_config.json for per-tensor static fp8."""
+    return {
+        "producer": dict(PRODUCER),
+        "quantization": {
+            "quant_algo": "FP8",
+            "kv_cache_quant_algo": "FP8" if kv_cache else None,
+            "exclude_modules": list(exclude),
+        },
+    }
+
+
+def quantization_config(exclude: list[str], kv_cache: bool = False) -> dict[str, Any]:
+    """Value of `quantization_config` in config.json; says the same as `hf_quant_config`."""
+    values: dict[str, Any] = {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "ignore": list(exclude),
+        "config_groups": {
+            "group_0": {"input_activations": dict(_FLOAT8), "weights": dict(_FLOAT8), "targets": ["Linear"]}
+        },
+        "producer": dict(PRODUCER),
+    }
+    if kv_cache:
+        values["kv_cache_scheme"] = dict(_FLOAT8)
+    return values

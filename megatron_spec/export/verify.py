@@ -1,0 +1,207 @@
+"""Reads an exported draft back and compares it with the draft in memory: engines would not tell.
+
+Most engines load a draft with a missing norm, head or vocabulary map silently, and it then merely accepts badly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_spec.batch import Features
+from megatron_spec.config import BaseConfig, EagleConfig, UserError
+from megatron_spec.distributed import World
+from megatron_spec.drafts.base import BaseEnds, shift
+from megatron_spec.export import layout
+from megatron_spec.export.common import VerificationError, parameters_by_file_name, parse_dtype, shard
+from megatron_spec.export.load import ExportedFolder, load_exported_draft
+from megatron_spec.fake_quant import round_trip
+from megatron_spec.files import read_json
+from megatron_spec.ops.attention import AttentionPlan, attend
+
+_NOT_EXPORTED = {"initializer_range", "init_from_base_layer", "max_position_embeddings"}
+"""Fields of EagleConfig that need not come back: two matter before training only, one may grow to the base's."""
+
+
+def verify_draft(
+    folder: Path | str, draft: nn.Module, base: BaseConfig, world: World, *, dtype: str = "bfloat16",
+    features: Features | None = None, ends: BaseEnds | None = None,
+) -> None:
+    """Compare an exported folder with `draft`: names, shapes, dtypes, vocabulary, scales, config, values, logits.
+
+    Every rank checks its own shard; ranks outside the first copy of the draft only check the files.
+
+    Raises:
+        VerificationError: with everything that differs.
+    """
+    try:
+        exported = ExportedFolder(folder, base.num_layers)
+        problems = check_config(exported, draft.config, base)  # type: ignore[arg-type]
+        problems += check_tensors(exported, dtype, fp8_names(draft))
+        problems += _check_vocab(exported, draft)
+    except UserError as e:
+        raise VerificationError(f"{folder}: {e}") from e
+    if not problems and world.draft_dp.rank() == 0:
+        problems = check_values(exported, draft, world, parse_dtype(dtype))
+    if problems:
+        raise VerificationError(f"{folder} is not what is in memory: " + "; ".join(problems[:12]))
+    if world.draft_dp.rank() == 0:
+        check_logits(Path(folder), draft, base, world, parse_dtype(dtype), features, ends)
+
+
+def fp8_names(draft: nn.Module) -> set[str]:
+    """Names of the linears with quantisers."""
+    return {n for n, m in draft.named_modules() if getattr(m, "weight_quantizer", None) is not None}
+
+
+def check_config(exported: ExportedFolder, trained: EagleConfig, base: BaseConfig) -> list[str]:
+    """What config.json says otherwise than the trained configuration."""
+    problems = [
+        f"config.json gives {f.name} {getattr(exported.config, f.name)!r}, trained with {getattr(trained, f.name)!r}"
+        for f in dataclasses.fields(trained)
+        if f.name not in _NOT_EXPORTED and getattr(exported.config, f.name) != getattr(trained, f.name)
+    ]
+    if exported.config.max_position_embeddings < base.max_position_embeddings:
+        problems.append(
+            f"max_position_embeddings {exported.config.max_position_embeddings} is less than the base's "
+            f"{base.max_position_embeddings}"
+        )
+    if nulls := [k for k, v in exported.json.items() if v is None]:
+        problems.append(f"config.json holds null for {', '.join(nulls)}")
+    return problems
+
+
+def check_tensors(exported: ExportedFolder, dtype: str, fp8: set[str]) -> list[str]:
+    """Names, shapes and dtypes that are not exactly those of the format; scales that are not usable."""
+    embeddings = "embed_tokens.weight" in exported.names
+    expected = layout.expected_tensors(exported.config, dtype, fp8, embeddings)
+    problems = [f"missing {n}" for n in sorted(expected.keys() - exported.names)]
+    problems += [f"unexpected {n}" for n in sorted(exported.names - expected.keys())]
+    for name in sorted(expected.keys() & exported.names):
+        tensor = exported.tensor(name)
+        found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        if found != expected[name]:
+            kind, shape = expected[name]
+            problems.append(f"{name} is {found[0]} {list(found[1])}, expected {kind} {list(shape)}")
+        elif name.endswith("_scale") and not 0 < float(tensor) < float("inf"):
+            problems.append(f"{name} is {float(tensor)}")
+        elif tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
+            problems.append(f"{name} holds values that are not finite")
+    return problems or _check_metadata(exported, fp8) + _check_shared_scales(exported, fp8)
+
+
+def _check_metadata(exported: ExportedFolder, fp8: set[str]) -> list[str]:
+    sidecar = exported.folder / "hf_quant_config.json"
+    inside = exported.json.get("quantization_config")
+    if not fp8:
+        return ["fp8 metadata beside a draft that is not fp8"] if inside or sidecar.exists() else []
+    if not inside or not sidecar.is_file():
+        return ["fp8 tensors without hf_quant_config.json and quantization_config"]
+    outside = read_json(sidecar)["quantization"]
+    if outside["quant_algo"] != inside["quant_algo"] or outside["exclude_modules"] != inside["ignore"]:
+        return ["hf_quant_config.json and quantization_config in config.json disagree"]
+    return []
+
+
+def _check_shared_scales(exported: ExportedFolder, fp8: set[str]) -> list[str]:
+    problems = []
+    for layer in layout.layer_names(exported.config):
+        for group in layout.SHARED_SCALE:
+            members = [f"{layer}.{name}" for name in group if f"{layer}.{name}" in fp8]
+            for kind in ("weight_scale", "input_scale"):
+                if len({float(exported.tensor(f"{m}.{kind}")) for m in members}) > 1:
+                    problems.append(f"{kind} differs between {', '.join(members)}, which engines fuse")
+    return problems
+
+
+def _check_vocab(exported: ExportedFolder, draft: Any) -> list[str]:
+    same = exported.vocab() == draft.vocab  # reading it checks that it is injective and in range
+    return [] if same else ["d2t lists other tokens than the draft was trained with"]
+
+
+def check_values(exported: ExportedFolder, draft: nn.Module, world: World, dtype: torch.dtype) -> list[str]:
+    """Parameters of this rank that are not, bit for bit, what the file gives it."""
+    modules: dict[str, Any] = dict(draft.named_modules())
+    problems = []
+    for name, parameter in parameters_by_file_name(draft):
+        quantizer = getattr(modules.get(name.rpartition(".")[0]), "weight_quantizer", None)
+        if quantizer is None:
+            expected = parameter.detach().to(dtype)
+            found = exported.tensor(name)
+        else:
+            expected = round_trip(parameter.detach(), quantizer.amax)
+            found = exported.weight(name, parameter.dtype)
+        if not torch.equal(_without_padding(name, shard(found, parameter, world.tp), exported, world),
+                           _without_padding(name, expected.cpu(), exported, world)):  # fmt: skip
+            problems.append(f"{name} differs from the draft in memory")
+    return problems
+
+
+def _without_padding(name: str, rows: Tensor, exported: ExportedFolder, world: World) -> Tensor:
+    if name != "lm_head.weight":
+        return rows
+    return rows[: max(0, exported.config.draft_vocab_size - world.tp.rank() * rows.shape[0])]
+
+
+@torch.no_grad()
+def check_logits(
+    folder: Path, draft: nn.Module, base: BaseConfig, world: World, dtype: torch.dtype, features: Features | None,
+    ends: BaseEnds | None,
+) -> None:
+    """Two draft steps of the re-read draft against those of the draft in memory, on the same captures.
+
+    Raises VerificationError when they differ by more than the rounding to the export's dtype explains.
+    """
+    memory: torch.dtype = next(draft.parameters()).dtype
+    fresh = load_exported_draft(folder, base.num_layers, world, memory)
+    inputs = _inputs(draft, world, memory, features, ends)
+    lossless = dtype in (memory, torch.float32)
+    tolerance = 1e-4 if lossless else 0.05
+    for step, (found, expected) in enumerate(zip(two_steps(fresh, *inputs), two_steps(draft, *inputs), strict=True)):
+        error = _relative_error(found, expected)
+        if not error <= tolerance:
+            raise VerificationError(
+                f"{folder}: logits of the re-read draft differ at step {step} by {error:.2e} (relative), "
+                f"allowed {tolerance:.0e}"
+            )
+
+
+def _relative_error(found: Tensor, expected: Tensor) -> float:
+    padding = torch.isneginf(expected) & torch.isneginf(found)
+    found, expected = (x.float().masked_fill(padding, 0.0) for x in (found, expected))
+    norm = float(expected.norm())
+    return float((found - expected).norm()) / norm if norm else float(found.norm())
+
+
+def _inputs(
+    draft: Any, world: World, dtype: torch.dtype, features: Features | None, ends: BaseEnds | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(captures, embeddings, positions) of a micro-batch; random ones when there is none."""
+    if features is not None and ends is not None:
+        batch = features.batch
+        embedding = ends.embed(shift(batch.tokens_BS, 1, dim=1))
+        return features.captures_SBC.to(dtype), embedding.to(dtype), batch.positions_BS
+    config: EagleConfig = draft.config
+    rows, split = 8 * world.tp_size, world.tp_size if world.parallel.sequence_parallel else 1
+    random = torch.Generator().manual_seed(0)
+    width = len(config.capture_layer_ids) * config.target_hidden_size
+    captures = torch.randn(rows // split, 1, width, generator=random).to(world.device, dtype)
+    embedding = torch.randn(rows // split, 1, config.target_hidden_size, generator=random).to(world.device, dtype)
+    return captures, embedding, torch.arange(rows, device=world.device)[None]
+
+
+def two_steps(draft: Any, captures_SBC: Tensor, embedding_SBH: Tensor, positions_BS: Tensor) -> list[Tensor]:
+    """Logits of a first draft step and of one that reads the state fed back."""
+    plan = AttentionPlan.causal()
+    logits = []
+    hidden = draft.project(captures_SBC)
+    for step in range(2):
+        hidden, normed = draft.layer_step(
+            hidden, embedding_SBH, positions_BS + step, lambda layer, q, k, v: attend(q, k, v, plan, layer)
+        )
+        logits.append(draft.logits(normed))
+    return logits

@@ -1,0 +1,267 @@
+"""Puts quantisers on the linears of a draft and of the frozen base, by one policy each.
+
+Draft linears call `input_quantizer` and `weight_quantizer` themselves, so attaching is an assignment. The base is made
+of megatron-core's linears: its frozen weights are rounded once, in place, and its inputs by a forward pre-hook. The
+place of a quantiser in the whole base ("layers.3.self_attention.linear_qkv") does not depend on the parallel layout.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+
+from megatron_spec.config import QuantConfig, UserError
+from megatron_spec.fake_quant import round_trip
+from megatron_spec.quantization.quantizer import Mode, TensorQuantizer
+
+log = logging.getLogger(__name__)
+
+Role = Literal["base", "draft"]
+
+SHARED_SCALE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linears that engines fuse into one matrix, and that therefore need one scale."""
+
+HF_NAMES = {
+    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attention.linear_proj": ("self_attn.o_proj",),
+    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.linear_fc2": ("mlp.down_proj",),
+}
+"""megatron-core's names inside a layer -> the names exclude patterns are written in."""
+
+KV_PLACE = "self_attention.core_attention"
+
+
+def excluded(names: Iterable[str], patterns: Iterable[str]) -> bool:
+    """True when a pattern (fnmatch) matches one of the names of a module."""
+    patterns = list(patterns)
+    return any(fnmatch.fnmatchcase(n, p) for n in names for p in patterns)
+
+
+def attach_quantizers(module: nn.Module, quant: QuantConfig, role: Role) -> int:
+    """Give every linear that `quant` does not exclude its quantisers, enabled. Linears that have them keep them.
+
+    Args:
+        module: a draft, or a `FrozenBase` whose weights are loaded.
+        role: which policy of `quant` applies.
+
+    Returns:
+        The number of linears with quantisers; 0 when the policy is 'none'.
+
+    Raises:
+        UserError: unknown format; fused linears of which only some are excluded; a linear that no engine loads as fp8.
+    """
+    fmt = quant.base if role == "base" else quant.draft
+    if fmt not in ("none", "fp8"):
+        raise UserError(f"quantisation format {fmt!r} of the {role} is not known: use 'fp8' or 'none'")
+    if role == "base" and quant.kv_cache != "none" and fmt == "none":
+        raise UserError("kv_cache 'fp8' quantises keys and values of the base: set base to 'fp8' too")
+    if fmt == "none":
+        return 0
+    count = _attach_base(module, quant) if role == "base" else _attach_draft(module, quant)
+    if count == 0:
+        raise UserError(f"fp8 for the {role}: the exclude patterns {list(quant.exclude)} leave no linear to quantise")
+    log.info("fp8: %d linears of the %s quantised", count, role)
+    return count
+
+
+# ---- draft
+
+
+def draft_linears(draft: nn.Module) -> dict[str, nn.Module]:
+    """Linears of a draft that can hold quantisers, by name."""
+    return {n: m for n, m in draft.named_modules() if hasattr(m, "input_quantizer") and hasattr(m, "weight_quantizer")}
+
+
+def shared_scale_groups(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """Groups of the given linear names that must share a scale; only groups that are present in part or whole."""
+    names = list(names)
+    parents = dict.fromkeys(n.rpartition(".")[0] for n in names)
+    found = []
+    for parent in parents:
+        for group in SHARED_SCALE:
+            members = tuple(f"{parent}.{g}" for g in group if f"{parent}.{g}" in names)
+            if members:
+                found.append(members)
+    return found
+
+
+def _attach_draft(draft: nn.Module, quant: QuantConfig) -> int:
+    linears = draft_linears(draft)
+    chosen = [n for n in linears if not excluded([n], quant.exclude)]
+    for name in chosen:
+        if name.rpartition(".")[2] in ("fc", "lm_head"):
+            raise UserError(
+                f"the draft's {name} must stay in high precision: no engine loads it as fp8. "
+                f"Add {'*' + name!r} to the exclude patterns"
+            )
+    for group in shared_scale_groups(linears):
+        inside = [n for n in group if n in chosen]
+        if inside and len(inside) != len(group):
+            raise UserError(
+                f"engines fuse {', '.join(group)} into one matrix: quantise all of them or none "
+                f"(now only {', '.join(inside)})"
+            )
+    for name in chosen:
+        linear: Any = linears[name]
+        if linear.input_quantizer is None:
+            device = linear.weight.device
+            linear.input_quantizer = TensorQuantizer(f"{name}.input", quant.clipped_ste, device)
+            linear.weight_quantizer = TensorQuantizer(f"{name}.weight", quant.clipped_ste, device)
+    return len(chosen)
+
+
+# ---- base
+
+
+def base_linears(base: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+    """(global name, name inside the layer, linear) of every decoder linear of this pipeline stage."""
+    model: Any = base
+    for number, layer in enumerate(model.gpt.decoder.layers, model.stage.first):
+        for name, module in layer.named_modules():
+            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                yield f"layers.{number}.{name}", name, module
+
+
+def _attach_base(base: nn.Module, quant: QuantConfig) -> int:
+    model: Any = base
+    chosen: list[tuple[str, Any]] = []
+    found = list(base_linears(base))
+    if not found:
+        raise UserError(
+            "fp8 for the base: found no ColumnParallelLinear or RowParallelLinear in its layers; a base built with "
+            "other layers (Transformer Engine) is not supported: load it with load_base"
+        )
+    for name, inner, linear in found:
+        prefix = "model.layers." + name.split(".")[1]
+        names = [f"{prefix}.{hf}" for hf in HF_NAMES.get(inner, (inner,))]
+        if not excluded(names, quant.exclude):
+            chosen.append((name, linear))
+    fresh = [(n, m) for n, m in chosen if getattr(m, "input_quantizer", None) is None]
+    for name, linear in fresh:
+        device = linear.weight.device
+        linear.input_quantizer = TensorQuantizer(f"{name}.input", device=device)
+        linear.weight_quantizer = TensorQuantizer(f"{name}.weight", device=device)
+        linear.weight_quantizer.mode = Mode.DISABLED  # the weight itself is rounded
+        linear.register_forward_pre_hook(_quantize_input)
+    quantize_weights_(fresh, model.world.tp)
+    if quant.kv_cache == "fp8":
+        _attach_kv(model)
+    return len(chosen)
+
+
+def _quantize_input(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (module.input_quantizer(args[0]), *args[1:])
+
+
+def quantize_weights_(linears: list[tuple[str, Any]], tp: dist.ProcessGroup) -> None:
+    """Round frozen weights in place under the largest magnitude over the tensor parallel ranks.
+
+    Each weight quantiser keeps the range, and the relative error |w - q(w)| / |w| of the whole weight.
+    """
+    if not linears:
+        return
+    amax = torch.stack([m.weight.detach().abs().amax().float() for _, m in linears])
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group=tp)
+    sums = []
+    for (_, linear), value in zip(linears, amax, strict=True):
+        linear.weight_quantizer.set_amax(value)
+        linear.weight_quantizer.check()
+        sums.append(_error_sums(linear.weight.detach(), value))
+        linear.weight.data.copy_(round_trip(linear.weight.data, value))
+    _keep_errors(linears, torch.stack(sums), tp)
+
+
+def _error_sums(weight: Tensor, amax: Tensor) -> Tensor:
+    error = weight.float() - round_trip(weight, amax).float()
+    return torch.stack([error.square().sum(), weight.float().square().sum()])
+
+
+def _keep_errors(linears: list[tuple[str, Any]], sums: Tensor, tp: dist.ProcessGroup) -> None:
+    dist.all_reduce(sums, group=tp)
+    for (_, linear), (error, norm) in zip(linears, sums.tolist(), strict=True):
+        linear.weight_quantizer.relative_error = (error / norm) ** 0.5 if norm else 0.0
+
+
+def measure_weight_errors(linears: list[tuple[str, Any]], tp: dist.ProcessGroup) -> None:
+    """Set `relative_error` of the weight quantisers from the weights as they are (draft)."""
+    if linears:
+        sums = [_error_sums(m.weight.detach(), m.weight_quantizer.amax) for _, m in linears]
+        _keep_errors(linears, torch.stack(sums), tp)
+
+
+def _attach_kv(base: Any) -> None:
+    for number, layer in enumerate(base.gpt.decoder.layers, base.stage.first):
+        core = layer.self_attention.core_attention
+        if getattr(core, "k_quantizer", None) is not None:
+            continue
+        device = next(layer.parameters()).device
+        for which in ("k", "v"):
+            place = f"layers.{number}.{KV_PLACE}.{which}"
+            core.add_module(f"{which}_quantizer", TensorQuantizer(place, device=device))
+        core.register_forward_pre_hook(_quantize_kv)
+
+
+def _quantize_kv(core: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    # megatron-core calls core attention with (query, key, value, mask, ...), keys already rotated.
+    query, key, value, *rest = args
+    return (query, core.k_quantizer(key), core.v_quantizer(value), *rest)
+
+
+# ---- all of them
+
+
+def quantizers(module: nn.Module) -> dict[str, TensorQuantizer]:
+    """Every quantiser under `module`, by its own name (global for a base, whatever the pipeline split)."""
+    return {m.name: m for m in module.modules() if isinstance(m, TensorQuantizer)}
+
+
+def base_amax_state(base: nn.Module) -> dict[str, float]:
+    """Ranges of the whole base, gathered over its pipeline ranks: {"layers.0.mlp.linear_fc1.input": amax, ...}.
+
+    Equal on every rank and for every layout. Raises UserError when one was never calibrated.
+    """
+    model: Any = base
+    mine: dict[str, float] = {}
+    for name, quantizer in quantizers(base).items():
+        quantizer.check()
+        mine[name] = float(quantizer.amax)
+    stages: list[Any] = [None] * model.world.pp_size
+    dist.all_gather_object(stages, mine, group=model.world.pp)
+    return {name: value for stage in stages for name, value in stage.items()}
+
+
+def load_base_amax(base: nn.Module, state: dict[str, float]) -> None:
+    """Give the quantisers of a base (attached before) the ranges of `base_amax_state`.
+
+    Raises:
+        UserError: a quantiser of this stage is missing in `state`, `state` knows one that this base lacks, or the range
+            of a weight says that another base was calibrated.
+    """
+    model: Any = base
+    mine = quantizers(base)
+    layers = {f"layers.{model.stage.first + i}" for i in range(len(model.gpt.decoder.layers))}
+    missing = sorted(mine.keys() - state.keys())
+    unexpected = sorted(n for n in state.keys() - mine.keys() if ".".join(n.split(".")[:2]) in layers)
+    if missing or unexpected:
+        raise UserError(
+            f"ranges of the base do not fit its quantisers: missing {missing[:4]} ({len(missing)}), unexpected "
+            f"{unexpected[:4]} ({len(unexpected)}); the checkpoint was quantised with other exclude patterns"
+        )
+    for name, quantizer in mine.items():
+        if quantizer.mode is Mode.DISABLED:  # a weight: rounded under its own range already
+            if abs(state[name] - float(quantizer.amax)) > 0.01 * float(quantizer.amax):
+                raise UserError(
+                    f"{name}: the checkpoint was quantised with a base whose largest weight is {state[name]:.6g}, this "
+                    f"one has {float(quantizer.amax):.6g}: give the base of the checkpoint"
+                )
+        else:
+            quantizer.set_amax(state[name])
+            quantizer.check()

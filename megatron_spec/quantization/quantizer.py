@@ -1,0 +1,107 @@
+"""One per-tensor E4M3 quantiser: an amax buffer and what to do with it."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_spec.config import UserError
+from megatron_spec.fake_quant import fake_quant
+
+
+class Mode(Enum):
+    """What a quantiser does with a tensor."""
+
+    DISABLED = "disabled"
+    """Nothing."""
+    CALIBRATING = "calibrating"
+    """Remember the largest magnitude, pass the tensor through."""
+    ENABLED = "enabled"
+    """Round to E4M3 under the remembered range."""
+
+
+class TensorQuantizer(nn.Module):
+    """Fake-quantises the tensors of one place in the model under one range.
+
+    `amax` is an fp32 scalar buffer, so checkpoints carry it. NaN: never calibrated. -inf: calibrating, nothing seen
+    yet. Using either is an error, and so is a range that became infinite or NaN because the data did.
+
+    Args:
+        name: where it sits, for messages.
+        clipped: zero gradient outside +-amax.
+    """
+
+    amax: Tensor
+    relative_error: float = float("nan")
+    """|w - q(w)| / |w|, set by calibration on quantisers of weights."""
+
+    def __init__(self, name: str, clipped: bool = False, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        self.name = name
+        self.clipped = clipped
+        self.mode = Mode.ENABLED
+        self._checked = False
+        self.register_buffer("amax", torch.full((), torch.nan, dtype=torch.float32, device=device))
+
+    def start_calibration(self) -> None:
+        """Forget the range and collect a new one."""
+        self.amax.fill_(-torch.inf)
+        self.mode = Mode.CALIBRATING
+
+    def observe(self, x: Tensor) -> None:
+        """Widen the range to hold x. A NaN in x stays in the range, and is reported when it is used."""
+        self.amax.copy_(torch.maximum(self.amax, x.detach().abs().amax().float()))
+
+    def enable(self) -> None:
+        """Use the range. Raises UserError when there is none."""
+        self.mode = Mode.ENABLED
+        self.check()
+
+    def check(self) -> None:
+        """Raise UserError unless the range is a finite number. Waits for the device once, then remembers the answer."""
+        value = float(self.amax)
+        if not (0 <= value < float("inf")):
+            state = {
+                "nan": "was never calibrated, or saw NaN",
+                "-inf": "saw no data while calibrating",
+                "inf": "saw an infinite value",
+            }
+            raise UserError(
+                f"quantiser {self.name}: its range {state.get(str(value), f'is {value}')}; calibrate it "
+                "(quantize.py), or load a checkpoint that was quantised"
+            )
+        self._checked = True
+
+    def set_amax(self, value: float | Tensor) -> None:
+        """Give the range directly."""
+        self.amax.copy_(torch.as_tensor(value, dtype=torch.float32))
+        self._checked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x fake-quantised (enabled) or unchanged, in its shape and dtype."""
+        if self.mode is Mode.DISABLED:
+            return x
+        if self.mode is Mode.CALIBRATING:
+            self.observe(x)
+            return x
+        if not self._checked:
+            self.check()
+        return fake_quant(x, self.amax, self.clipped)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._checked = False
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> TensorQuantizer:
+        """Move with the model, but stay fp32 when it is cast to half precision: scales are exported as fp32."""
+        kept = self.amax
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.amax.dtype != torch.float32:
+            self.amax = kept.to(self.amax.device)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"mode={self.mode.value}, clipped={self.clipped}"
