@@ -72,7 +72,8 @@ def bootstrap_ci95(
     weights_RP = torch.ones(len(steps), dtype=torch.float64).expand(resamples, -1)
     drawn_RP = torch.multinomial(weights_RP, len(steps), replacement=True, generator=generator)
     sums_R2 = pairs_P2[drawn_RP].sum(dim=1)
-    low, high = torch.quantile(sums_R2[:, 0] / sums_R2[:, 1], torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    bounds = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    low, high = torch.quantile(sums_R2[:, 0] / sums_R2[:, 1], bounds).tolist()
     return low, high
 
 
@@ -81,10 +82,11 @@ def acceptance_stats(generations: Sequence[HasSteps], seed: int = 0) -> Acceptan
     stepped = [g for g in generations if g.accepted_lengths]
     accepted = [a for g in stepped for a in g.accepted_lengths]
     drafted = [d for g in stepped for d in g.drafted_lengths]
-    steps = len(accepted)
-    proposed = [sum(d >= i for d in drafted) for i in range(1, max(drafted, default=0) + 1)]
-    taken = [sum(a >= i for a in accepted) for i in range(1, len(proposed) + 1)]
-    reached = [sum(d >= i and a >= i - 1 for a, d in zip(accepted, drafted, strict=True)) for i in range(1, len(proposed) + 1)]
+    steps, pairs = len(accepted), list(zip(accepted, drafted, strict=True))
+    positions = range(1, max(drafted, default=0) + 1)
+    proposed = [sum(d >= i for d in drafted) for i in positions]
+    taken = [sum(a >= i for a in accepted) for i in positions]
+    reached = [sum(d >= i and a >= i - 1 for a, d in pairs) for i in positions]
     return AcceptanceStats(
         prompts=len(generations),
         steps=steps,
@@ -98,9 +100,7 @@ def acceptance_stats(generations: Sequence[HasSteps], seed: int = 0) -> Acceptan
         else None,
         acceptance_per_position=tuple(t / p for t, p in zip(taken, proposed, strict=True)),
         conditional_acceptance_per_position=tuple(_share(t, r) for t, r in zip(taken, reached, strict=True)),
-        full_acceptance_share=_share(
-            sum(a == d > 0 for a, d in zip(accepted, drafted, strict=True)), sum(d > 0 for d in drafted)
-        ),
+        full_acceptance_share=_share(sum(a == d > 0 for a, d in pairs), sum(d > 0 for d in drafted)),
         draft_tokens_accepted_share=_share(sum(accepted), sum(drafted)),
     )
 

@@ -19,7 +19,7 @@ B rows, S rows of one forward, K drafts, L token buffer, C captures width, H hid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,9 @@ from megatron_spec.pipeline.schedule import run_base_everywhere
 
 PREFILL_TOKENS = 16384
 """Most prompt tokens (padding included) that one prefill forward reads: bounds its memory."""
+
+SHORT_PROMPT = 256
+"""Prompts up to this many tokens share one cache with each other."""
 
 
 @dataclass
@@ -62,7 +65,6 @@ class Generation:
     drafted_lengths: list[int] = field(default_factory=list)
 
 
-@torch.inference_mode()
 def decode(
     base: FrozenBase,
     prompts: Sequence[Sequence[int]],
@@ -78,17 +80,47 @@ def decode(
         prompts: token ids, not empty, shorter than the base's max_position_embeddings.
         stop_ids: tokens that end an answer.
         draft: a draft model or a Drafter; None decodes with the base alone.
-        progress: called with (answers done, answers in all) whenever answers are done.
+        progress: called with (answers done, answers in all) for every answer.
         seeds: one per prompt for temperature > 0; config.seed + the prompt's index otherwise.
 
     Raises:
         UserError: an empty or too long prompt, or a base under sequence parallelism.
     """
+    answers: dict[int, Generation] = {}
+    for index, generation in decode_stream(base, prompts, config, stop_ids, draft, seeds):
+        answers[index] = generation
+        if progress:
+            progress(len(answers), len(prompts))
+    return [answers[i] for i in range(len(prompts))]
+
+
+@torch.inference_mode()
+def decode_stream(
+    base: FrozenBase,
+    prompts: Sequence[Sequence[int]],
+    config: DecodeConfig,
+    stop_ids: Iterable[int],
+    draft: Any = None,
+    seeds: Sequence[int] | None = None,
+) -> Iterator[tuple[int, Generation]]:
+    """`decode`, yielding (index of the prompt, answer) as answers end."""
     _check(base, prompts)
-    if not prompts:
-        return []
+    drafter, stop_ids = build_drafter(draft, base), set(stop_ids)
     seeds = seeds if seeds is not None else [config.seed + i for i in range(len(prompts))]
-    return _Engine(base, prompts, config, stop_ids, build_drafter(draft, base), seeds).run(progress)
+    for group in _groups(prompts):
+        yield from _Engine(base, prompts, group, config, stop_ids, drafter, seeds).run()
+
+
+def _groups(prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Indices, longest prompts first, cut where prompts are less than half as long: caches are sized by the longest."""
+    group: list[int] = []
+    for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
+        if group and 2 * max(len(prompts[i]), SHORT_PROMPT) < len(prompts[group[0]]):
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
 
 
 def _check(base: FrozenBase, prompts: Sequence[Sequence[int]]) -> None:
@@ -103,49 +135,61 @@ def _check(base: FrozenBase, prompts: Sequence[Sequence[int]]) -> None:
             )
 
 
+@torch.inference_mode()
+def two_best(base: FrozenBase, tokens: Sequence[int]) -> tuple[list[float], list[int]]:
+    """Values and ids of the two largest logits that follow `tokens`, read in one forward without a cache.
+
+    Collective over the model parallel ranks.
+    """
+    tokens_BS = torch.tensor([list(tokens)], dtype=torch.int64, device=base.world.device)
+    slots_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
+    zeros_BS = torch.zeros_like(tokens_BS, dtype=torch.int32)
+    batch = Batch(tokens_BS, slots_BS, zeros_BS, zeros_BS)
+    _, state_SBH = run_base_everywhere(base, batch, AttentionPlan.causal())
+    values, ids = sampling.topk(base.logits(state_SBH[-1:])[0], 2, base.world.tp)
+    return values[0].tolist(), ids[0].tolist()
+
+
 class _Engine:
     """State of one call of `decode`. Tensors have one row per cache row; rows 0..running-1 are in use."""
 
     def __init__(
-        self, base: FrozenBase, prompts: Sequence[Sequence[int]], config: DecodeConfig, stop_ids: Iterable[int],
-        drafter: Drafter | None, seeds: Sequence[int],
+        self, base: FrozenBase, prompts: Sequence[Sequence[int]], group: list[int], config: DecodeConfig,
+        stop_ids: set[int], drafter: Drafter | None, seeds: Sequence[int],
     ) -> None:  # fmt: skip
         self.base, self.prompts, self.config, self.drafter, self.seeds = base, prompts, config, drafter, seeds
         device = base.world.device
-        self.generations = [Generation() for _ in prompts]
-        # Longest first: neighbours in a batch have similar lengths.
-        self.waiting = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        self.waiting = group  # longest first: neighbours in a batch have similar lengths
+        self.running: list[tuple[int, Generation]] = []  # prompt and answer of each row in use
+        self.ended: list[tuple[int, Generation]] = []
         self.draft_len = config.max_draft_len if drafter else 0
-        rows = min(config.batch_size, len(prompts))
-        longest = max(self._limit(i) for i in range(len(prompts))) + self.draft_len + 1
+        rows = min(config.batch_size, len(group))
+        longest = max(self._limit(i) for i in group) + self.draft_len + 1
         self.cache: KVCache = base.new_cache(rows, longest)
         if drafter:
             drafter.open(rows, longest)
-        self.index: list[int] = []  # which prompt each running row works on
         self.tokens_BL = torch.zeros(rows, longest + 1, dtype=torch.int64, device=device)
         self.length_B = torch.zeros(rows, dtype=torch.int64, device=device)  # known tokens
         self.prompt_B = torch.zeros_like(self.length_B)  # tokens of the prompt
         self.limit_B = torch.zeros_like(self.length_B)  # most tokens, prompt included
         self.uniform_BN = torch.zeros(rows, config.max_new_tokens, device=device)
-        self.stop_ids = torch.tensor(sorted(set(stop_ids)), dtype=torch.int64, device=device)
+        self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
 
     def _limit(self, i: int) -> int:
         return min(len(self.prompts[i]) + self.config.max_new_tokens, self.base.config.max_position_embeddings)
 
-    def run(self, progress: Callable[[int, int], None] | None) -> list[Generation]:
-        total, done = len(self.prompts), 0
+    def run(self) -> Iterator[tuple[int, Generation]]:
+        """Yield answers as they end."""
         rows = self.tokens_BL.shape[0]
-        while self.index or self.waiting:
-            free = rows - len(self.index)
+        while self.running or self.waiting:
+            free = rows - len(self.running)
             # A prefill of few prompts costs nearly as much as a step: wait for a quarter of the rows.
-            if self.waiting and (not self.index or free * 4 >= rows):
+            if self.waiting and (not self.running or free * 4 >= rows):
                 self._prefill(free)
             else:
                 self._verify()
-            if progress and total - len(self.waiting) - len(self.index) > done:
-                done = total - len(self.waiting) - len(self.index)
-                progress(done, total)
-        return self.generations
+            yield from self.ended
+            self.ended = []
 
     # --- one base forward ---------------------------------------------------------------------------------------
 
@@ -177,7 +221,7 @@ class _Engine:
         widest = len(self.prompts[self.waiting[0]])
         count = max(1, min(free, PREFILL_TOKENS // widest, len(self.waiting)))
         taken, self.waiting = self.waiting[:count], self.waiting[count:]
-        first = len(self.index)
+        first = len(self.running)
         self._place(first, taken)
         tokens_BS = self.tokens_BL[first : first + count, :widest]
         slots_BS = torch.arange(widest, device=tokens_BS.device).repeat(count, 1)
@@ -189,7 +233,7 @@ class _Engine:
         if self.drafter:
             next_BS = self.tokens_BL[here, 1 : widest + 1]
             self.drafter.observe(Observation(first, slots_BS, next_BS, prompt_B.clone(), captures_SBC, state_SBH))
-        self.index += taken
+        self.running += [(i, Generation()) for i in taken]
         self._finish(first, chosen_B[:, None], torch.ones_like(prompt_B))
 
     def _place(self, first: int, taken: list[int]) -> None:
@@ -219,7 +263,7 @@ class _Engine:
 
     def _verify(self) -> None:
         """One step of every running sequence."""
-        batch = len(self.index)
+        batch = len(self.running)
         drafts_BK, proposed_B = self._draft(batch)
         length_B = self.length_B[:batch]
         tokens_BS = torch.cat([self.tokens_BL[:batch].gather(1, length_B[:, None] - 1), drafts_BK], dim=1)
@@ -258,7 +302,7 @@ class _Engine:
         for row, ((emitted, stopped, over, *proposed), chosen) in enumerate(
             zip(table, chosen_BS.tolist(), strict=True), start=first
         ):
-            generation = self.generations[self.index[row]]
+            generation = self.running[row][1]
             generation.tokens += chosen[:emitted]
             generation.stopped = bool(stopped)
             generation.num_base_forwards += 1
@@ -272,14 +316,16 @@ class _Engine:
 
     def _free(self, ended: list[int]) -> None:
         """Move the last running rows into the places of the ended ones."""
-        left = len(self.index) - len(ended)
+        self.ended += [self.running[row] for row in ended]
+        left = len(self.running) - len(ended)
         target = [r for r in ended if r < left]
-        source = [r for r in range(left, len(self.index)) if r not in set(ended)]
-        move_rows(self.cache, source, target)
-        for state in (self.tokens_BL, self.length_B, self.prompt_B, self.limit_B, self.uniform_BN) if source else ():
-            state[target] = state[source]
-        if self.drafter and source:
-            self.drafter.move_rows(source, target)
+        source = [r for r in range(left, len(self.running)) if r not in set(ended)]
+        if source:
+            move_rows(self.cache, source, target)
+            for state in (self.tokens_BL, self.length_B, self.prompt_B, self.limit_B, self.uniform_BN):
+                state[target] = state[source]
+            if self.drafter:
+                self.drafter.move_rows(source, target)
         for s, t in zip(source, target, strict=True):
-            self.index[t] = self.index[s]
-        del self.index[left:]
+            self.running[t] = self.running[s]
+        del self.running[left:]

@@ -1,0 +1,192 @@
+"""The base answers prompts: on-policy training conversations, on disk as soon as they are finished.
+
+`synthesize` yields conversations; `synthesize_to_file` writes them. While it runs, every data-parallel rank appends
+lines to a part file of its own beside the output; a killed run loses only what was in flight, because a rerun reads
+the parts, leaves out what they hold (a half-written last line does not count) and appends. In the end rank 0 merges the
+parts into the output in the order of the prompts, and removes them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_spec.config import DecodeConfig
+from megatron_spec.data.chat import ChatEncoder
+from megatron_spec.decoding.engine import decode_stream
+from megatron_spec.decoding.prompts import Dialogue, Prompt, stop_token_ids
+from megatron_spec.distributed import World
+from megatron_spec.files import write_text
+from megatron_spec.pipeline.model import FrozenBase
+
+log = logging.getLogger(__name__)
+
+
+def synthesize(
+    base: FrozenBase,
+    tokenizer: Any,
+    prompts: Iterable[Prompt],
+    config: DecodeConfig,
+    *,
+    draft: Any = None,
+    stop_ids: set[int] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Answer the prompts; collective over the model parallel ranks.
+
+    Args:
+        draft: decode with it (at temperature 0 the same text, sooner).
+        stop_ids: default: those of the base's configuration and the tokenizer.
+
+    Yields:
+        Records `conversation_id`, `category`, `conversations` (messages), `truncated` (the last answer met no stop
+        token before max_new_tokens or the context's end) and, when a round could not be held, `problem`. In the order
+        in which they end. `conversations` is empty when not even the first round was answered.
+    """
+    encoder, limit = ChatEncoder(tokenizer), base.config.max_position_embeddings
+    stop_ids = stop_ids if stop_ids is not None else stop_token_ids(base.config, tokenizer)
+    for window in _windows([Dialogue(p) for p in prompts], config.batch_size):
+        while asking := [(d, ids) for d in window if d.waits and (ids := d.ask(encoder, limit)) is not None]:
+            seeds = [d.seed(config.seed) for d, _ in asking]
+            stream = decode_stream(base, [ids for _, ids in asking], config, stop_ids, draft, seeds)
+            for i, answer in stream:
+                dialogue = asking[i][0]
+                dialogue.take(answer.tokens, answer.stopped, tokenizer)
+                if not dialogue.waits:
+                    yield _record(dialogue)
+        yield from (_record(d) for d in window if d.unasked)
+
+
+def _windows(dialogues: list[Dialogue], batch_size: int) -> Iterator[list[Dialogue]]:
+    """Dialogues that are held side by side, round by round.
+
+    Those of one round end as soon as they are answered, so all share one window, in which free rows are always filled.
+    Longer ones end after their last round: a few batches at a time, or a killed run would lose them all.
+    """
+    single = [d for d in dialogues if len(d.prompt.rounds) == 1]
+    several = sorted((d for d in dialogues if len(d.prompt.rounds) > 1), key=lambda d: len(d.prompt.rounds))
+    yield from ([single] if single else [])
+    for start in range(0, len(several), 4 * batch_size):
+        yield several[start : start + 4 * batch_size]
+
+
+def _record(dialogue: Dialogue) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "conversation_id": dialogue.prompt.identifier,
+        "category": dialogue.prompt.category,
+        "conversations": dialogue.messages,
+        "truncated": dialogue.truncated,
+    }
+    return {**record, "problem": dialogue.problem} if dialogue.problem else record
+
+
+def read_records(path: Path) -> dict[str, dict[str, Any]]:
+    """Records of a file by conversation_id; {} without a file. A half-written last line is passed over.
+
+    Lines that are no records before the last one are passed over too, with a warning: the prompt is answered anew.
+    """
+    records: dict[str, dict[str, Any]] = {}
+    lines = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last line end is half-written, or nothing
+        try:
+            record = json.loads(line)
+            records[record["conversation_id"]] = record
+        except (ValueError, KeyError, TypeError):
+            log.warning("%s line %d is not a conversation record: it is left out", path, number)
+    return records
+
+
+def _drop_half_line(path: Path) -> None:
+    """Cut what a killed run left behind the last line end."""
+    if not path.is_file():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+
+
+def _parts(output: Path) -> list[Path]:
+    return sorted(output.parent.glob(f"{output.name}.part*"))
+
+
+def _known(output: Path) -> dict[str, dict[str, Any]]:
+    known: dict[str, dict[str, Any]] = {}
+    for path in (output, *_parts(output)):
+        known.update(read_records(path))
+    return known
+
+
+def _from_rank_0(value: Any, world: World) -> Any:
+    if world.size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=world.device)
+    return box[0]
+
+
+def synthesize_to_file(
+    base: FrozenBase,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    config: DecodeConfig,
+    output: Path | str,
+    *,
+    draft: Any = None,
+    stop_ids: set[int] | None = None,
+) -> int:
+    """Answer the prompts that `output` does not hold yet, split over data-parallel ranks; every rank calls it.
+
+    All ranks of one run, and a rerun, must see the same folder. Lines whose dialogue did not get a single answer are
+    kept out of the output.
+
+    Returns:
+        Conversations answered by this run, all ranks together.
+    """
+    output, world = Path(output), base.world
+    known = set(_from_rank_0(list(_known(output)) if world.rank == 0 else None, world))
+    todo = [p for p in prompts if p.identifier not in known]
+    if len(todo) < len(prompts):
+        log.info("%s: %d of %d conversations are there already", output, len(prompts) - len(todo), len(prompts))
+    mine = todo[world.dp_rank :: world.dp_size]
+    writes = world.tp_rank == 0 and world.pp_rank == 0
+    part = output.with_name(f"{output.name}.part{world.dp_rank}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if writes:
+        _drop_half_line(part)
+    done = 0
+    with open(part if writes else os.devnull, "a", encoding="utf-8") as file:
+        for record in synthesize(base, tokenizer, mine, config, draft=draft, stop_ids=stop_ids):
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            file.flush()
+            done += 1
+            if done % config.batch_size == 0 or done == len(mine):
+                log.info("answered %d of %d conversations", done, len(mine))
+    if world.size > 1:
+        dist.barrier()
+    if world.rank == 0:
+        _merge(output, prompts)
+    if world.size > 1:
+        dist.barrier()
+    return len(todo)
+
+
+def _merge(output: Path, prompts: Sequence[Prompt]) -> None:
+    known = _known(output)
+    order = [p.identifier for p in prompts]
+    order += [i for i in known if i not in set(order)]  # of an earlier run over other prompts
+    records = [known[i] for i in order if i in known]
+    kept = [r for r in records if r["conversations"]]
+    for record in records:
+        if record.get("problem"):
+            log.warning("%s: %s", record["conversation_id"], record["problem"])
+    write_text(output, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
+    for path in _parts(output):
+        path.unlink()
+    log.info("%s: %d conversations, %d of them truncated", output, len(kept), sum(r["truncated"] for r in kept))
