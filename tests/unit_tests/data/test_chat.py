@@ -1,0 +1,169 @@
+import json
+
+import pytest
+
+from megatron_spec.config import UserError
+from megatron_spec.data.chat import ChatEncoder, Conversation, parse_conversation, read_conversations
+from tests.unit_tests.data import chat_fixtures as chats
+from tests.unit_tests.data.chat_fixtures import make_tokenizer, talk
+
+ONE = talk(("user", "hi"), ("assistant", "yo"))
+TWO = talk(("user", "hi"), ("assistant", "yo"), ("user", "ö?"), ("assistant", "né 12\n\nok "))
+SYSTEM = [{"role": "system", "content": "S"}, *TWO]
+THINK = talk(("user", "a"), ("assistant", "<think>x</think>b"), ("user", "c"), ("assistant", "<think>y</think>d"))
+QUOTES_END = talk(("user", "say <|end|>"), ("assistant", "it is <|end|> here"), ("user", "x"), ("assistant", "y"))
+
+
+def turn_texts(tokenizer, sample):
+    """Decoded tokens of each turn; checks that a turn is one piece."""
+    texts = []
+    for n in range(1, int(sample.turns.max()) + 1):
+        where = (sample.turns == n).nonzero().flatten()
+        assert where[-1] - where[0] + 1 == len(where), "a turn is contiguous"
+        texts.append(tokenizer.decode(sample.tokens[where], skip_special_tokens=False))
+    return texts
+
+
+def encode(template, messages, **options):
+    tokenizer = make_tokenizer(template)
+    sample = ChatEncoder(tokenizer, **options).encode(Conversation(messages, "here"))
+    return tokenizer, sample
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (chats.CHATML, ONE, ["yo<|end|>"]),
+        (chats.CHATML, TWO, ["yo<|end|>", "né 12\n\nok <|end|>"]),
+        (chats.CHATML, SYSTEM, ["yo<|end|>", "né 12\n\nok <|end|>"]),
+        (chats.CHATML, TWO[1:], ["yo<|end|>", "né 12\n\nok <|end|>"]),
+        (chats.CHATML, [*ONE, ONE[1]], ["yo<|end|>", "yo<|end|>"]),
+        (chats.CHATML, QUOTES_END, ["it is <|end|> here<|end|>", "y<|end|>"]),
+        (chats.CHATML_MARKED, SYSTEM, ["yo<|end|>", "né 12\n\nok <|end|>"]),
+        (chats.CHATML_MARKED_WITHOUT_END, SYSTEM, ["yo<|end|>", "né 12\n\nok <|end|>"]),
+        (chats.BRACKETS, TWO, [" yo<eos>", " né 12\n\nok<eos>"]),
+        (chats.HEADER_ALWAYS, TWO, ["yo<eos>", "né 12\n\nok <eos>"]),
+        (chats.TURN_AND_DOCUMENT_END, TWO, ["yo<|end|>", "né 12\n\nok <|end|>"]),
+        (chats.FORGETS_THINKING, THINK, ["b<eos>", "<think>y</think>d<eos>"]),
+        (chats.PLAIN_WORDS, TWO, ["yo", "né 12\n\nok"]),
+    ],
+)
+def test_supervised_text_is_the_answer_and_its_end(template, messages, expected):
+    tokenizer, sample = encode(template, messages)
+    assert turn_texts(tokenizer, sample) == expected
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokenizer.decode(sample.tokens, skip_special_tokens=False) == whole
+
+
+def test_golden_mask_of_one_short_conversation():
+    _, sample = encode(chats.CHATML, [{"role": "system", "content": "S"}, *ONE])
+    # <|start|> s y s t e m \n S <|end|> \n | <|start|> u s e r \n h i <|end|> \n | <|start|> assistant \n | y o end | \n
+    assert sample.turns.tolist() == [0] * 11 + [0] * 10 + [0] * 11 + [1, 1, 1] + [0]
+    assert sample.tokens.dtype.itemsize == 8 and sample.turns.dtype.itemsize == 4
+
+
+@pytest.mark.parametrize("messages", [ONE, TWO, SYSTEM, TWO[1:], [*ONE, ONE[1]], QUOTES_END, THINK])
+def test_generation_marks_and_incremental_rendering_agree(messages):
+    tokenizer = make_tokenizer(chats.CHATML_MARKED)
+    marked, plain = ChatEncoder(tokenizer), ChatEncoder(tokenizer, use_generation_marks=False)
+    assert marked.uses_marks and not plain.uses_marks
+    conversation = Conversation(messages, "here")
+    one, other = marked.encode(conversation), plain.encode(conversation)
+    assert one.turns.tolist() == other.turns.tolist() and one.tokens.tolist() == other.tokens.tolist()
+    assert int(one.turns.max()) == sum(m["role"] == "assistant" for m in messages)
+
+
+def test_prompt_ids_end_with_the_assistants_header():
+    tokenizer = make_tokenizer(chats.CHATML)
+    ids = ChatEncoder(tokenizer).prompt_ids(Conversation(ONE[:1], "here"))
+    expected = "<|start|>system\nBe kind.<|end|>\n<|start|>user\nhi<|end|>\n<|start|>assistant\n"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == expected
+
+
+def test_names_of_other_formats_and_parts_are_understood():
+    record = {
+        "id": 7,
+        "messages": [
+            {"from": "human", "value": "hi"},
+            {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]},
+            {"from": "observation", "value": "3", "name": "f"},
+            {"from": "gpt", "value": "yo"},
+        ],
+    }
+    conversation = parse_conversation(record, "here")
+    assert [(m["role"], m["content"]) for m in conversation.messages] == [
+        ("user", "hi"), ("assistant", "ab"), ("assistant", ""), ("tool", "3"), ("assistant", "yo"),
+    ]  # fmt: skip
+    assert conversation.messages[3]["name"] == "f" and conversation.identifier == "7"
+
+
+def line(*messages, key="conversations"):
+    return json.dumps({key: list(messages)})
+
+
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "number", "words"),
+    [
+        ([line(USER, ANSWER), "{not json"], 2, "malformed JSON"),
+        ([line(USER, ANSWER), "", line(USER, ANSWER)], 2, "empty line"),
+        ([line(USER, ANSWER), '["a"]'], 2, "expected an object"),
+        ([line(USER, ANSWER), '{"turns": []}'], 2, "conversations, messages"),
+        ([line(USER, ANSWER), '{"conversations": [], "messages": []}'], 2, "exactly one"),
+        ([line()], 1, "at least one message"),
+        ([line(USER, ANSWER), line(USER)], 2, "no assistant turn"),
+        ([line(USER, {"role": "assistent", "content": "x"})], 1, "did you mean 'assistant'"),
+        ([line(USER, {"role": "assistant"})], 1, "message 1: found keys role"),
+        ([line(USER, {"content": "x"})], 1, "expected role and content"),
+        ([line(USER, {"role": "assistant", "content": " \n"})], 1, "empty content"),
+        ([line(USER, {"role": "assistant", "content": 3})], 1, "expected text"),
+        ([line({"role": "user", "content": [{"type": "image"}]}, ANSWER)], 1, "only text"),
+        ([line("hi", ANSWER)], 1, "expected an object with role"),
+    ],
+)
+def test_bad_lines_are_refused_with_file_and_line(tmp_path, lines, number, words):
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with pytest.raises(UserError) as error:
+        list(read_conversations(path))
+    assert f"data.jsonl line {number}" in str(error.value) and words in str(error.value)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    path = tmp_path / "data.jsonl"
+    with pytest.raises(UserError, match="does not exist"):
+        list(read_conversations(path))
+    path.write_text("\n\n")
+    with pytest.raises(UserError, match="holds no conversation"):
+        list(read_conversations(path))
+    path.write_bytes(b'{"conversations": "\xff"}')
+    with pytest.raises(UserError, match="line 1: not UTF-8"):
+        list(read_conversations(path))
+
+
+def test_byte_order_mark_trailing_lines_and_prompt_files(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + line(USER).encode() + b"\n\n\n")
+    (only,) = read_conversations(path, require_assistant=False)
+    assert only.messages == [USER] and only.where.endswith("line 1")
+
+
+def test_unusable_tokenizers_and_templates_are_refused():
+    with pytest.raises(UserError, match="no chat template"):
+        ChatEncoder(make_tokenizer(None))
+    with pytest.raises(UserError, match="no {% generation %} marks"):
+        ChatEncoder(make_tokenizer(chats.CHATML), use_generation_marks=True)
+    with pytest.raises(UserError, match="here: the chat template refuses .*alternate"):
+        encode(chats.BRACKETS, SYSTEM)
+    everything = "{% generation %}{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}{% endgeneration %}"
+    with pytest.raises(UserError, match="here: every token counts"):
+        encode(everything, ONE)
+    nothing = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% generation %}{% endgeneration %}"
+    with pytest.raises(UserError, match="here: the chat template marks no token"):
+        encode(nothing, ONE)
+    only_the_last = "{{ messages[-1]['role'] }}: {{ messages[-1]['content'] }}"
+    with pytest.raises(UserError, match="here, message 1: cannot find this assistant turn"):
+        encode(only_the_last, TWO)

@@ -1,0 +1,43 @@
+import random
+
+import pytest
+import torch
+
+from megatron_spec.data.chat import Sample
+from megatron_spec.data.packing import build_batch, pack
+
+
+def sample(tokens, turns):
+    return Sample(torch.tensor(tokens), torch.tensor(turns, dtype=torch.int32))
+
+
+def test_rows_hold_every_sample_once_within_capacity_and_no_two_rows_could_be_one():
+    numbers = random.Random(0)
+    for _ in range(30):
+        lengths = [numbers.randint(1, 40) for _ in range(numbers.randint(0, 60))]
+        rows = pack(lengths, 40)
+        assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+        filled = sorted(sum(lengths[i] for i in row) for row in rows)
+        assert not filled or filled[-1] <= 40
+        assert len(filled) < 2 or filled[0] + filled[1] > 40
+        assert rows == pack(lengths, 40)
+
+
+def test_first_fit_decreasing():
+    # 9 | 7 3 | 5 4 | 2: the 2 fits nowhere, since first rows are full to 9, 10 and 9
+    assert pack([3, 9, 4, 7, 5, 2], 10) == [[0, 3], [1], [2, 4], [5]]
+    assert pack([6, 5, 4, 5], 10) == [[0, 2], [1, 3]]
+    with pytest.raises(ValueError, match="11 tokens does not fit a row of 10"):
+        pack([3, 11], 10)
+
+
+def test_packed_row_restarts_positions_and_keeps_turns_apart():
+    rows = [[sample([5, 6, 7], [0, 1, 1]), sample([8, 9, 8, 9], [1, 0, 2, 2])], [sample([4], [1])]]
+    batch = build_batch(rows, 9, "cpu", pad_token_id=3)
+    assert batch.tokens_BS.tolist() == [[5, 6, 7, 8, 9, 8, 9, 3, 3], [4] + [3] * 8]
+    assert batch.documents_BS.tolist() == [[0, 0, 0, 1, 1, 1, 1, -1, -1], [0] + [-1] * 8]
+    assert batch.turns_BS.tolist() == [[0, 1, 1, 2, 0, 3, 3, 0, 0], [1] + [0] * 8]
+    assert batch.positions_BS.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5], list(range(9))]
+    assert not batch.single_document
+    with pytest.raises(ValueError, match="row 0 holds more than 6 tokens"):
+        build_batch(rows, 6, "cpu")
