@@ -19,8 +19,11 @@ import torch.multiprocessing as mp
 
 
 def _entry(rank: int, size: int, port: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    import warnings
+
     import torch
 
+    warnings.simplefilter("ignore")  # megatron-core warns once per rank about every optional package
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)

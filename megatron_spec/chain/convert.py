@@ -19,6 +19,7 @@ from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.base import Draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.files import read_json, require_empty
+from megatron_spec.pipeline.last_layer import last_layer_tensors
 from megatron_spec.pipeline.model import FrozenBase
 from megatron_spec.pipeline.placement import check_parallel
 
@@ -42,8 +43,8 @@ def draft_vocabulary(path: str | None, overrides: dict[str, Any], vocab_size: in
     vocab = DraftVocab.load(file / "draft_vocab.safetensors" if file.is_dir() else file)
     if vocab.vocab_size != vocab_size:
         raise UserError(f"{path} was made for a vocabulary of {vocab.vocab_size} tokens, the base has {vocab_size}")
-    if wanted not in (None, vocab.size):
-        raise UserError(f"--eagle-config says draft_vocab_size {wanted}, {path} holds {vocab.size} tokens")
+    if wanted not in (None, len(vocab)):
+        raise UserError(f"--eagle-config says draft_vocab_size {wanted}, {path} holds {len(vocab)} tokens")
     return vocab
 
 
@@ -55,7 +56,7 @@ def plan(
     if not isinstance(overrides, dict):
         raise UserError(f"{eagle_config} must hold a JSON object")
     vocab = draft_vocabulary(draft_vocab, overrides, ref.config.vocab_size)
-    config = presets.eagle_config(ref.config, eagle_algorithm, {**overrides, "draft_vocab_size": vocab.size})
+    config = presets.eagle_config(ref.config, eagle_algorithm, {**overrides, "draft_vocab_size": len(vocab)})
     return config, vocab
 
 
@@ -64,7 +65,7 @@ def new_draft(
 ) -> Draft:
     """A draft initialised from the base; the values do not depend on the parallel layout."""
     draft = build_draft(config, vocab, world, dtype)
-    draft.initialize(base, base.last_layer_tensors(), seed)
+    draft.initialize(base, last_layer_tensors(base), seed)
     return draft
 
 
@@ -89,7 +90,7 @@ def convert(
     spec = CheckpointSpec(base=link(ref), draft=config)
     folder = sharded.save(save, spec, draft, vocab, world, run_config={"seed": seed, "bf16": bf16})
     parameters = sum(p.numel() for p in draft.parameters()) * 1e-6
-    log.info("draft %s, %.1f M parameters on this rank, D = %d: %s", config.algorithm, parameters, vocab.size, folder)
+    log.info("draft %s, %.1f M parameters on this rank, D = %d: %s", config.algorithm, parameters, len(vocab), folder)
     return folder
 
 

@@ -14,8 +14,8 @@ from megatron_spec.build import Loaded, load_checkpoint, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.spec import CheckpointSpec, iteration_folder, latest_iteration, read_spec, resolve
 from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig, UserError
-from megatron_spec.data.chat import load_tokenizer
 from megatron_spec.data.loader import BatchLoader, ConversationDataset
+from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.distributed import World
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
@@ -83,10 +83,15 @@ def check_seq_length(seq_length: int, spec: CheckpointSpec) -> None:
         raise UserError(f"--seq-length {seq_length} must be between 1 and the base's max_position_embeddings {longest}")
 
 
+def open_dataset(data: str, tokenizer_folder: str, seq_length: int) -> ConversationDataset:
+    """Conversations with the tokenizer of a folder and the stop tokens its files name."""
+    tokenizer = load_tokenizer(tokenizer_folder)
+    return ConversationDataset(data, tokenizer, seq_length, stop_token_ids(tokenizer_folder, tokenizer))
+
+
 def make_loader(run: FinetuneRun, loaded: Loaded, world: World) -> BatchLoader:
     """Tokenised conversations in micro-batches for this rank's pipeline group."""
-    tokenizer = load_tokenizer(run.tokenizer or str(loaded.base_ref.path))
-    dataset = ConversationDataset(run.data, tokenizer, run.seq_length)
+    dataset = open_dataset(run.data, run.tokenizer or str(loaded.base_ref.path), run.seq_length)
     return BatchLoader(
         dataset,
         micro_batch_size=run.train.micro_batch_size,

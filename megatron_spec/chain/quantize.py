@@ -9,11 +9,10 @@ import torch
 
 from megatron_spec import distributed
 from megatron_spec.build import load_checkpoint, respec
-from megatron_spec.chain.finetune import check_seq_length
+from megatron_spec.chain.finetune import check_seq_length, open_dataset
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.spec import read_spec, resolve
 from megatron_spec.config import ObjectiveConfig, ParallelConfig, QuantConfig, UserError, suggest
-from megatron_spec.data.chat import load_tokenizer
 from megatron_spec.data.loader import BatchLoader, ConversationDataset
 from megatron_spec.distributed import World
 from megatron_spec.features.online import OnlineFeatures
@@ -76,7 +75,7 @@ def quantize(
     check_seq_length(seq_length, spec)
     world = distributed.initialize(parallel)
     loaded = load_checkpoint(folder, world, dtype=torch.bfloat16 if bf16 else torch.float32, base_path=base)
-    dataset = ConversationDataset(data, load_tokenizer(tokenizer or str(loaded.base_ref.path)), seq_length)
+    dataset = open_dataset(data, tokenizer or str(loaded.base_ref.path), seq_length)
     loader, steps = calibration_loader(dataset, world, samples, micro_batch_size, parallel.sequence_parallel)
     batches = [loader.step(i * loader.global_batch_size) for i in range(steps)]
     source = OnlineFeatures(loaded.base)

@@ -1,0 +1,138 @@
+"""Every parallel layout trains the same draft: losses, gradients, gradient norm and parameters equal one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import make_batch, save_llama
+from tests.worlds import run_world
+
+D, ROWS, LENGTH, MICRO_BATCHES = 40, 2, 24, 12
+CAPTURES = (1, 3, 6)  # on different stages for PP = 2 and PP = 3
+
+Case = dict[str, Any]
+CASES: dict[int, list[Case]] = {
+    1: [dict(name="one"), dict(name="one, 1 kv head", model="kv1")],
+    2: [
+        dict(tp=2),
+        dict(tp=2, sequence_parallel=True),
+        dict(tp=2, model="kv1"),
+        dict(pp=2),
+        dict(pp=2, first=3),
+        dict(),
+        dict(distributed_optimizer=True),
+    ],
+    3: [dict(pp=3), dict(pp=3, first=4, last=1)],
+    4: [
+        dict(tp=2, pp=2),
+        dict(tp=2, pp=2, sequence_parallel=True, distributed_optimizer=True),
+        dict(tp=2),
+        dict(pp=2),
+        dict(tp=4, model="kv1"),
+    ],
+}
+
+
+def whole(tensor: torch.Tensor, like: Any, tp: Any) -> torch.Tensor:
+    """A shard's whole tensor, on every rank."""
+    if not getattr(like, "tensor_model_parallel", False) or tp.size() == 1:
+        return tensor.detach().clone()
+    parts = [torch.empty_like(tensor) for _ in range(tp.size())]
+    torch.distributed.all_gather(parts, tensor.detach().contiguous(), group=tp)
+    return torch.cat(parts, dim=like.partition_dim)
+
+
+def run_case(folders: dict[str, str], case: Case) -> dict[str, Any]:
+    """One optimizer step in the layout of `case`."""
+    from megatron.core import parallel_state
+
+    from megatron_spec import distributed, presets
+    from megatron_spec.chain.convert import new_draft
+    from megatron_spec.checkpoint.base_import import inspect_base, load_base
+    from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
+    from megatron_spec.drafts.vocab import DraftVocab
+    from megatron_spec.features.online import OnlineFeatures
+    from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
+    from megatron_spec.training.step import Trainer
+
+    parallel_state.destroy_model_parallel()
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=case.get("tp", 1),
+        pipeline_model_parallel_size=case.get("pp", 1),
+        sequence_parallel=case.get("sequence_parallel", False),
+        decoder_first_pipeline_num_layers=case.get("first"),
+        decoder_last_pipeline_num_layers=case.get("last"),
+    )
+    world = distributed.initialize(parallel)
+    ref = inspect_base(folders[case.get("model", "gqa")])
+    vocab = DraftVocab(torch.arange(0, 2 * D, 2) + torch.arange(D) % 2, 96)
+    overrides = {"capture_layer_ids": list(CAPTURES), "draft_vocab_size": D, "init_from_base_layer": True}
+    config = presets.eagle_config(ref.config, "eagle3", overrides)
+    base = load_base(ref, world, CAPTURES)
+    draft = new_draft(base, config, vocab, world, torch.float32, seed=5)
+    train = TrainConfig(
+        train_iters=4, lr=1e-2, weight_decay=0.1, clip_grad=0.5,
+        use_distributed_optimizer=case.get("distributed_optimizer", False),
+    )  # fmt: skip
+    ddp = wrap_ddp(draft, world, train)
+    optimizer, scheduler = build_optimizer(ddp, world, train)
+    trainer = Trainer(world, ddp, optimizer, scheduler, base, ObjectiveConfig(ttt_steps=3))
+    batches = [make_batch(ROWS, LENGTH, seed=m) for m in range(MICRO_BATCHES)][world.dp_rank :: world.dp_size]
+    result: dict[str, Any] = {"layout": f"world {world.size} {case}"}
+    features = OnlineFeatures(base).features(batches)
+    sums, loss = trainer.backward(features)
+    result["sums"], result["loss"] = sums.clone(), float(loss)
+    if not train.use_distributed_optimizer:  # there, a rank holds only its part of the reduced gradient
+        result["grads"] = {n: whole(p.main_grad, p, world.tp) for n, p in draft.named_parameters()}
+    step = trainer.step(OnlineFeatures(base).features(batches))
+    result["grad_norm"] = step.grad_norm
+    result["parameters"] = {n: whole(p.data, p, world.tp) for n, p in draft.named_parameters()}
+    return result
+
+
+def run_cases(folders: dict[str, str], cases: list[Case]) -> list[dict[str, Any]]:
+    return [run_case(folders, case) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root: Path = tmp_path_factory.mktemp("bases")
+    scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 64
+    return {
+        "gqa": str(save_llama(root / "gqa", rope_scaling=scaling)),
+        "kv1": str(save_llama(root / "kv1", num_key_value_heads=1, head_dim=16, tie_word_embeddings=True)),
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(folders: dict[str, str]) -> dict[str, dict[str, Any]]:
+    gqa, kv1 = run_world(1, run_cases, folders, CASES[1])[0]
+    return {"gqa": gqa, "kv1": kv1}
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-12))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_layouts_equal_one_process(size: int, folders: dict[str, str], reference: dict[str, dict[str, Any]]) -> None:
+    for rank, results in enumerate(run_world(size, run_cases, folders, CASES[size])):
+        for case, found in zip(CASES[size], results, strict=True):
+            expected = reference[case.get("model", "gqa")]
+            where = f"{found['layout']}, rank {rank}"
+            assert expected["sums"][3].min() > 20, "the batch must supervise rows at every step"
+            assert torch.equal(found["sums"][3], expected["sums"][3]), where
+            assert torch.equal(found["sums"][1], expected["sums"][1]), where
+            assert relative(found["sums"], expected["sums"]) < 1e-5, where
+            assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5), where
+            assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5), where
+            for name, gradient in found.get("grads", {}).items():
+                assert expected["grads"][name].abs().max() > 0, name
+                assert relative(gradient, expected["grads"][name]) < 2e-5, f"gradient of {name}, {where}"
+            for name, value in found["parameters"].items():
+                assert relative(value, expected["parameters"][name]) < 2e-5, f"{name} after a step, {where}"
