@@ -23,29 +23,29 @@ def transformer_config(
     base: BaseConfig, parallel: ParallelConfig, layers_per_stage: list[int], dtype: torch.dtype
 ) -> TransformerConfig:
     """Configuration of a frozen base: no dropout, no biases, no weight initialisation."""
-    values: dict[str, Any] = dict(
-        num_layers=base.num_layers,
-        hidden_size=base.hidden_size,
-        ffn_hidden_size=base.intermediate_size,
-        num_attention_heads=base.num_attention_heads,
-        num_query_groups=base.num_key_value_heads,
-        kv_channels=base.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=base.rms_norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        perform_initialization=False,
-        params_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        fp16=dtype is torch.float16,
-        pipeline_dtype=dtype,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        sequence_parallel=parallel.sequence_parallel,
-    )
+    values: dict[str, Any] = {
+        "num_layers": base.num_layers,
+        "hidden_size": base.hidden_size,
+        "ffn_hidden_size": base.intermediate_size,
+        "num_attention_heads": base.num_attention_heads,
+        "num_query_groups": base.num_key_value_heads,
+        "kv_channels": base.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": base.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "perform_initialization": False,
+        "params_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "pipeline_dtype": dtype,
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "sequence_parallel": parallel.sequence_parallel,
+    }
     if parallel.pipeline_model_parallel_size > 1:
         values["pipeline_model_parallel_layout"] = pipeline_layout(layers_per_stage)
     return TransformerConfig(**values)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import logging
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +14,11 @@ from typing import Literal
 import torch
 
 from megatron_spec.base_models import read_base_config
+from megatron_spec.checkpoint import huggingface, megatron
 from megatron_spec.checkpoint.fingerprint import fingerprint
-from megatron_spec.checkpoint.huggingface import load_huggingface, weight_files
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.distributed import World
 from megatron_spec.pipeline.model import FrozenBase
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,13 @@ def inspect_base(path: str | Path) -> BaseReference:
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; expected a base in Hugging Face or Megatron format")
+    shards = megatron.checkpoint_folder(folder)
+    if shards is not None:
+        config = megatron.read_config(folder, shards)
+        text = json.dumps(config.to_dict(), sort_keys=True).encode()
+        return BaseReference(str(folder), "megatron", fingerprint(text, megatron.weight_files(shards)), config)
     config = read_base_config(folder)
-    content = fingerprint((folder / "config.json").read_bytes(), weight_files(folder))
+    content = fingerprint((folder / "config.json").read_bytes(), huggingface.weight_files(folder))
     return BaseReference(str(folder), "hf", content, config)
 
 
@@ -69,8 +72,17 @@ def load_base(
         UserError: parallel sizes or capture ids that do not fit; missing, unexpected or misshapen tensors; a weight
             that is not finite.
     """
-    base = FrozenBase.build(reference.config, world, capture_layer_ids, dtype)
-    load_huggingface(base, Path(reference.path))
+    config, path = reference.config, Path(reference.path)
+    if reference.kind == "hf":
+        base = FrozenBase.build(config, world, capture_layer_ids, dtype)
+        huggingface.load_huggingface(base, path)
+    else:
+        folder = megatron.checkpoint_folder(path)
+        if folder is None:
+            raise UserError(f"{path}: expected a Megatron checkpoint, and it is not there any more")
+        rows = megatron.padded_vocab_size(folder, config, world)
+        base = FrozenBase.build(config, world, capture_layer_ids, dtype, rows)
+        megatron.load_megatron(base, folder)
     _check_finite(base, reference.path)
     return base
 

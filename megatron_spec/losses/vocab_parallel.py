@@ -64,7 +64,7 @@ def _gather_ranks(group: dist.ProcessGroup, *rows_R: Tensor) -> Tensor:
     """[TP, n, R] of every rank's n row vectors; float64 carries a token id and a float32 without loss."""
     mine = torch.stack([x.double() for x in rows_R])
     everyone = mine.new_empty((group.size(), *mine.shape))
-    dist.all_gather_into_tensor(everyone, mine, group=group)
+    dist.all_gather(list(everyone), mine, group=group)
     return everyone
 
 

@@ -6,6 +6,7 @@ of layer j.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,7 +77,7 @@ def check_captures(num_layers: int, capture_layer_ids: Sequence[int]) -> None:
             f"capture_layer_ids {ids}: {outside} outside of the base's layers 0..{num_layers - 1}; give ids inside"
             + (" (the default {1, L//2-1, L-4} needs a base with more layers)" if num_layers < 8 else "")
         )
-    if any(a >= b for a, b in zip(ids, ids[1:], strict=False)):
+    if any(a >= b for a, b in itertools.pairwise(ids)):
         raise UserError(f"capture_layer_ids {ids}: expected distinct ids in ascending order")
 
 

@@ -39,9 +39,6 @@ class EagleDrafter:
         config, base = self.draft.config, self.base
         weight = self.draft.fc.weight
         kv_heads = max(1, config.num_key_value_heads // base.world.tp_size)
-        self.cache = KVCache(
-            config.num_hidden_layers, rows, max_length, kv_heads, config.head_dim, weight.dtype, weight.device
-        )
         self.fed_back_BH = torch.zeros(rows, config.hidden_size, dtype=weight.dtype, device=weight.device)
         self.normed_BH = torch.zeros_like(self.fed_back_BH)
         self.position_B = torch.zeros(rows, dtype=torch.int64, device=weight.device)

@@ -1,0 +1,77 @@
+"""Arguments stored in a Megatron-LM checkpoint -> BaseConfig, refusing what the frozen base cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_spec.config import BaseConfig, RopeConfig, UserError
+
+_LLAMA3_ORIGINAL_POSITIONS = 8192
+"""megatron-core's --use-rope-scaling fixes these constants of Llama 3.1 (RotaryEmbedding._apply_scaling)."""
+
+# What the arguments must say for the model to be a Llama. Absent arguments of older versions count as fitting.
+_EXPECTED: dict[str, tuple[Any, ...]] = {
+    "position_embedding_type": ("rope",),
+    "normalization": ("RMSNorm",),
+    "swiglu": (True,),
+    "add_bias_linear": (False,),
+    "add_qkv_bias": (False,),
+    "qk_layernorm": (False,),
+    "multi_latent_attention": (False,),
+    "num_experts": (None, 0),
+    "rotary_percent": (1.0,),
+    "rotary_interleaved": (False,),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "apply_layernorm_1p": (False,),
+    "mtp_num_layers": (None, 0),
+    "attention_output_gate": (False,),
+}
+
+
+def _rope(args: dict[str, Any]) -> RopeConfig:
+    theta = float(args.get("rotary_base") or 10000.0)
+    if not args.get("use_rope_scaling"):
+        return RopeConfig(theta=theta)
+    return RopeConfig(
+        theta=theta,
+        type="llama3",
+        factor=float(args.get("rope_scaling_factor") or 8.0),
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=_LLAMA3_ORIGINAL_POSITIONS,
+    )
+
+
+def config_from_args(args: dict[str, Any], where: str) -> BaseConfig:
+    """BaseConfig from Megatron-LM's arguments. Raises UserError naming every argument that does not fit."""
+    needed = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+    missing = [name for name in needed if args.get(name) is None]
+    if missing:
+        raise UserError(
+            f"{where}: the stored arguments lack {', '.join(missing)}; put the base's config.json beside it"
+        )
+    wrong = [f"{name}={args[name]!r}" for name, fit in _EXPECTED.items() if name in args and args[name] not in fit]
+    if wrong:
+        raise UserError(f"{where}: not a Llama as supported here: {', '.join(wrong)}")
+    if args.get("vocab_size") is None:
+        raise UserError(
+            f"{where}: the stored arguments hold only the padded vocabulary ({args.get('padded_vocab_size')}), not the "
+            "true vocab_size: put the base's config.json beside it"
+        )
+    heads = args["num_attention_heads"]
+    groups = args.get("num_query_groups") if args.get("group_query_attention") else heads
+    return BaseConfig(
+        family="llama",
+        hidden_size=args["hidden_size"],
+        intermediate_size=args["ffn_hidden_size"],
+        num_layers=args["num_layers"],
+        num_attention_heads=heads,
+        num_key_value_heads=groups or heads,
+        head_dim=args.get("kv_channels") or args["hidden_size"] // heads,
+        vocab_size=args["vocab_size"],
+        max_position_embeddings=args["max_position_embeddings"],
+        rms_norm_eps=float(args.get("norm_epsilon", 1e-5)),
+        rope=_rope(args),
+        tie_word_embeddings=not args.get("untie_embeddings_and_output_weights", False),
+        torch_dtype="bfloat16" if args.get("bf16") else "float16" if args.get("fp16") else "float32",
+    )

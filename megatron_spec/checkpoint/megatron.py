@@ -1,0 +1,154 @@
+"""Read a base from a megatron-core distributed checkpoint of any layout, from local or Transformer Engine layers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.safe_globals import SAFE_GLOBALS
+
+from megatron_spec.base_models import name_rules, parse_base_config
+from megatron_spec.base_models.megatron_args import config_from_args
+from megatron_spec.base_models.names import NameRule
+from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.distributed import World
+from megatron_spec.files import read_json
+from megatron_spec.pipeline.model import FrozenBase
+
+_POINTER = "latest_checkpointed_iteration.txt"
+_PREFIXES = ("", "module.", "model.")
+_PARTS = ("decoder.", "embedding.", "output_layer.", "mtp.")
+_FUSED_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+def checkpoint_folder(path: Path) -> Path | None:
+    """The folder with the shards that `path` means (itself, or its latest iteration); None when it is neither.
+
+    Raises UserError when the iteration that the pointer names is missing.
+    """
+    if (path / "metadata.json").is_file() and (path / ".metadata").is_file():
+        return path
+    if not (path / _POINTER).is_file():
+        return None
+    name = (path / _POINTER).read_text(encoding="utf-8").strip()
+    folder = path / (name if not name.isdigit() else f"iter_{int(name):07d}")
+    if not re.fullmatch(r"\d+|release", name) or not (folder / "metadata.json").is_file():
+        raise UserError(
+            f"{path / _POINTER} names {name[:40]!r}, but {folder} is no distributed checkpoint (metadata.json is "
+            "missing): expected one saved with --ckpt-format torch_dist"
+        )
+    return folder
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files whose content identifies the base. Raises UserError when there are no shards."""
+    shards = sorted(folder.glob("*.distcp"))
+    if not shards:
+        raise UserError(f"{folder}: found no *.distcp files; copy the checkpoint again")
+    return [folder / ".metadata", *shards]
+
+
+def read_config(path: Path, folder: Path) -> BaseConfig:
+    """Architecture: from a config.json beside or inside the checkpoint, else from the stored arguments."""
+    for place in (folder, path):
+        if (place / "config.json").is_file():
+            raw = read_json(place / "config.json")
+            return parse_base_config(raw, str(place / "config.json"))
+    try:
+        with torch.serialization.safe_globals(SAFE_GLOBALS):
+            common = dist_checkpointing.load_common_state_dict(str(folder))
+    except Exception as e:
+        raise UserError(
+            f"{folder}: the stored arguments cannot be read safely ({type(e).__name__}: {str(e)[:200]}); put the "
+            "base's config.json (Hugging Face format) beside the checkpoint"
+        ) from e
+    args: Any = common.get("args")
+    if args is None:
+        raise UserError(f"{folder}: holds no model arguments; put the base's config.json beside the checkpoint")
+    return config_from_args(dict(args) if isinstance(args, dict) else vars(args), str(folder))
+
+
+def _stored_key(rule: NameRule, prefix: str, numbered: bool) -> str:
+    key = rule.core if numbered else re.sub(r"^(decoder\.layers)\.\d+\.", r"\1.", rule.core)
+    for norm, fused in _FUSED_NORMS.items():
+        key = key.replace(norm, fused)
+    return prefix + key
+
+
+class _Stored:
+    """Names and shapes in a checkpoint."""
+
+    def __init__(self, folder: Path, config: BaseConfig) -> None:
+        self.folder, self.config = folder, config
+        metadata = dist_checkpointing.load_tensors_metadata(str(folder))
+        self.shapes = {value.key: tuple(value.global_shape) for value in metadata.values()}
+        embedding = "embedding.word_embeddings.weight"
+        found = [prefix for prefix in _PREFIXES if prefix + embedding in self.shapes]
+        if not found:
+            raise UserError(
+                f"{folder}: found no {embedding}, expected a GPTModel's checkpoint (it holds "
+                f"{', '.join(sorted(self.shapes)[:5])}, ...)"
+            )
+        self.prefix = found[0]
+        self.vocab_rows = self.shapes[self.prefix + embedding][0]
+        self.numbered = any(re.match(re.escape(self.prefix) + r"decoder\.layers\.\d+\.", key) for key in self.shapes)
+
+    def check(self) -> None:
+        """Raise UserError naming every tensor of the model that is missing or unexpected, and a wrong depth."""
+        keys = {_stored_key(rule, self.prefix, self.numbered) for rule in name_rules(self.config)}
+        ours = tuple(self.prefix + part for part in _PARTS)
+        problems = [f"missing {key}" for key in sorted(keys - self.shapes.keys())]
+        problems += [f"unexpected {key}" for key in sorted(self.shapes) if key.startswith(ours) and key not in keys]
+        norm = self.prefix + "decoder.layers." + _FUSED_NORMS["input_layernorm."] + "weight"
+        wanted = (self.config.num_layers, self.config.hidden_size)
+        if norm in self.shapes and self.shapes[norm] != wanted:
+            problems.append(f"{norm}: found [layers, hidden] {list(self.shapes[norm])}, expected {list(wanted)}")
+        if self.vocab_rows < self.config.vocab_size:
+            problems.append(f"the embedding has {self.vocab_rows} rows, expected at least {self.config.vocab_size}")
+        if problems:
+            raise UserError(f"{self.folder} does not fit its configuration: " + "; ".join(problems[:20]))
+
+
+def padded_vocab_size(folder: Path, config: BaseConfig, world: World) -> int:
+    """Vocabulary rows to build with: those of the checkpoint, rounded up to the tensor parallel size.
+
+    Raises UserError when the checkpoint's tensors do not fit the configuration.
+    """
+    stored = _Stored(folder, config)
+    stored.check()
+    return -(-stored.vocab_rows // world.tp_size) * world.tp_size
+
+
+@torch.no_grad()
+def load_megatron(base: FrozenBase, folder: Path) -> None:
+    """Fill this rank's parameters. Raises UserError when tensors do not fit."""
+    stored = _Stored(folder, base.config)
+    metadata = {"non_homogeneous_layers": True} if stored.numbered else None
+    state = base.gpt.sharded_state_dict(prefix=stored.prefix, metadata=metadata)
+    state = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+    try:
+        with torch.serialization.safe_globals(SAFE_GLOBALS):
+            loaded = dist_checkpointing.load(state, str(folder))
+    except Exception as e:
+        raise UserError(f"{folder} does not load: {type(e).__name__}: {str(e)[:500]}") from e
+    wanted = {stored.prefix + name: parameter for name, parameter in base.gpt.named_parameters()}
+    missing = [name for name in wanted if name not in loaded]
+    assert not missing, missing
+    for name, parameter in wanted.items():
+        parameter.copy_(loaded[name])
+    _clear_padding(base)
+    base.share_ends()
+
+
+def _clear_padding(base: FrozenBase) -> None:
+    """Rows behind the true vocabulary mean nothing, whatever the checkpoint holds there."""
+    ends = [p for n, p in base.gpt.named_parameters() if "word_embeddings" in n or n.startswith("output_layer")]
+    for weight in ends:
+        real = min(max(base.vocab_size - base.world.tp_rank * weight.shape[0], 0), weight.shape[0])
+        weight[real:].zero_()

@@ -1,0 +1,135 @@
+"""Features from disk: computed once, read in every epoch. The draft cannot tell them from those of `online`.
+
+S sequence, B micro-batch, H hidden, C = captures * H, n tokens of one sample.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from megatron_spec.batch import Batch, Features
+from megatron_spec.config import UserError
+from megatron_spec.data.loader import Dataset
+from megatron_spec.data.packing import build_batch
+from megatron_spec.distributed import World
+from megatron_spec.features.base import check_count
+from megatron_spec.features.store import FeatureStore, FeatureWriter, SampleFeatures, StoreManifest
+from megatron_spec.pipeline.model import FrozenBase
+from megatron_spec.pipeline.schedule import run_base
+
+log = logging.getLogger(__name__)
+
+
+class OfflineFeatures:
+    """A FeatureSource that reads a store. The base does not run."""
+
+    def __init__(self, store: FeatureStore, world: World, dtype: torch.dtype = torch.float32) -> None:
+        self.store, self.world, self.dtype = store, world, dtype
+
+    def features(self, batches: list[Batch]) -> list[Features]:
+        """See `FeatureSource.features`. Raises UserError when a row is not the stored sample of its number."""
+        check_count(len(batches), self.world.pp_size)
+        return [self._read(batch) for batch in batches[self.world.pp_rank :: self.world.pp_size]]
+
+    def _read(self, batch: Batch) -> Features:
+        if batch.sample_ids is None:
+            raise UserError("features on disk are found by sample number, which packed rows lack: turn packing off")
+        B, S = batch.tokens_BS.shape
+        manifest = self.store.manifest
+        H = manifest.hidden_size
+        captures_SBC = torch.zeros(S, B, len(manifest.capture_layer_ids) * H, dtype=manifest.torch_dtype)
+        state_SBH = torch.zeros(S, B, H, dtype=manifest.torch_dtype)
+        tokens_BS, lengths = batch.tokens_BS.cpu(), (batch.documents_BS >= 0).sum(1).tolist()
+        for row, index in enumerate(batch.sample_ids):
+            sample = self.store.features_of(index)
+            n = len(sample.tokens)
+            if n != lengths[row] or not torch.equal(sample.tokens, tokens_BS[row, :n]):
+                raise UserError(
+                    f"sample {index} of the data is not the one in {self.store.folder}: the features were extracted "
+                    "from other conversations, another template or another seq_length; extract them again"
+                )
+            captures_SBC[:n, row], state_SBH[:n, row] = sample.captures, sample.state
+        return Features(batch, self._place(captures_SBC), self._place(state_SBH))
+
+    def _place(self, x_SBX: Tensor) -> Tensor:
+        """This rank's rows, on its device."""
+        if self.world.parallel.sequence_parallel:
+            x_SBX = x_SBX.chunk(self.world.tp_size)[self.world.tp_rank]
+        return x_SBX.to(self.world.device, self.dtype)
+
+
+def extract(
+    base: FrozenBase, dataset: Dataset, folder: str | Path, manifest: StoreManifest, micro_batch_size: int = 1
+) -> int:
+    """Compute the features of every sample of `dataset` and write them to `folder`; every rank calls it.
+
+    Data parallel ranks take turns over the shards. A run that was killed continues with the shards that are missing.
+
+    Returns:
+        The number of shards that were written by all ranks together.
+
+    Raises:
+        UserError: the folder was begun with other settings.
+    """
+    world = base.world
+    todo = _agree_on_pending(folder, manifest, world)
+    writer = FeatureWriter(folder, manifest)
+    mine = todo[world.dp_rank :: world.dp_size]
+    for done, shard in enumerate(mine):
+        samples = _run_shard(base, dataset, manifest.samples_of(shard), micro_batch_size)
+        if world.is_last_stage and world.tp_rank == 0:
+            writer.write(shard, samples)
+        log.info("features: shard %d of %d on data rank %d", done + 1, len(mine), world.dp_rank)
+    dist.barrier()
+    return len(todo)
+
+
+def _agree_on_pending(folder: str | Path, manifest: StoreManifest, world: World) -> list[int]:
+    """Rank 0 alone looks, before anybody writes, and tells the others; its UserError is raised everywhere."""
+    answer: list[list[int] | str] = [[]]
+    if world.rank == 0:
+        try:
+            answer = [FeatureWriter(folder, manifest).pending()]
+        except UserError as e:
+            answer = [str(e)]
+    dist.broadcast_object_list(answer, src=0, device=world.device)
+    if isinstance(answer[0], str):
+        raise UserError(answer[0])
+    return answer[0]
+
+
+def _run_shard(base: FrozenBase, dataset: Dataset, numbers: range, micro_batch_size: int) -> list[SampleFeatures]:
+    """Features of the samples in order, on the last stage ([] elsewhere); similar lengths run together."""
+    world = base.world
+    order = sorted(numbers, key=lambda i: len(dataset[i]))
+    multiple = world.tp_size if world.parallel.sequence_parallel else 1
+    found: dict[int, SampleFeatures] = {}
+    step = micro_batch_size * world.pp_size
+    for start in range(0, len(order), step):
+        chosen = order[start : start + step]
+        length = -(-max(len(dataset[i]) for i in chosen) // multiple) * multiple
+        chunks = [chosen[i : i + micro_batch_size] for i in range(0, len(chosen), micro_batch_size)]
+        # One shape per step: a short last chunk repeats its first sample.
+        full = [chunk + chunk[:1] * (micro_batch_size - len(chunk)) for chunk in chunks]
+        batches = [build_batch([[dataset[i]] for i in chunk], length, world.device) for chunk in full]
+        for chunk, (captures_SBC, state_SBH) in zip(chunks, run_base(base, batches), strict=False):
+            whole = [_whole(world, captures_SBC), _whole(world, state_SBH)]
+            for row, i in enumerate(chunk):
+                n = len(dataset[i])
+                # Copies: a view would keep the padded batch alive.
+                captures, state = (x[:n, row].to("cpu", copy=True) for x in whole)
+                found[i] = SampleFeatures(dataset[i].tokens, dataset[i].turns, captures, state)
+    return [found[i] for i in numbers] if found else []
+
+
+def _whole(world: World, x_SBX: Tensor) -> Tensor:
+    if not world.parallel.sequence_parallel:
+        return x_SBX
+    gathered: Tensor = gather_from_sequence_parallel_region(x_SBX.contiguous(), group=world.tp)
+    return gathered

@@ -1,0 +1,195 @@
+"""Features on disk: one manifest, and shards of a fixed number of samples as safetensors.
+
+    FOLDER/manifest.json               what was computed, by which base, for how many samples
+    FOLDER/features-00000.safetensors  samples 0 .. samples_per_shard-1, and so on
+
+A shard holds four tensors per sample i, without padding: "i.tokens" int64 [n], "i.turns" int32 [n], "i.captures"
+[n, C], "i.state" [n, H]. Shards appear only when they are complete, so a killed run continues with what is missing.
+
+n tokens of a sample, C = captures * H, H hidden.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_spec.config import Config, UserError
+from megatron_spec.data.chat import Sample
+from megatron_spec.files import read_json, write_json
+
+FORMAT_VERSION = 1
+CONVENTION = "captures: layer outputs before any norm; state: after the base's final norm"
+_MANIFEST = "manifest.json"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class StoreManifest(Config):
+    """Contents of manifest.json: all that must agree between the run that wrote and the run that reads."""
+
+    base_fingerprint: str
+    capture_layer_ids: tuple[int, ...]
+    hidden_size: int
+    dtype: str
+    """Of captures and state: float32, bfloat16 or float16."""
+    template_hash: str
+    """Identity of tokenizer and chat template; '' when unknown."""
+    num_samples: int
+    seq_length: int
+    """Longest sample allowed."""
+    samples_per_shard: int = 16
+    convention: str = CONVENTION
+    format_version: int = FORMAT_VERSION
+
+    def validate(self) -> None:
+        if self.format_version != FORMAT_VERSION:
+            raise UserError(f"feature store format {self.format_version}: this version reads {FORMAT_VERSION}")
+        if self.dtype not in _DTYPES:
+            raise UserError(f"feature store dtype {self.dtype!r}: expected one of {', '.join(_DTYPES)}")
+        if self.num_samples < 1 or self.samples_per_shard < 1:
+            raise UserError(
+                f"a feature store needs samples: found num_samples={self.num_samples}, "
+                f"samples_per_shard={self.samples_per_shard}"
+            )
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shard files of a complete store."""
+        return -(-self.num_samples // self.samples_per_shard)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of captures and state."""
+        return _DTYPES[self.dtype]
+
+    def samples_of(self, shard: int) -> range:
+        """Samples in a shard."""
+        first = shard * self.samples_per_shard
+        return range(first, min(first + self.samples_per_shard, self.num_samples))
+
+
+@dataclass
+class SampleFeatures:
+    """One sample with its features: tokens [n], turns [n], captures [n, C], state [n, H]."""
+
+    tokens: Tensor
+    turns: Tensor
+    captures: Tensor
+    state: Tensor
+
+
+def shard_path(folder: Path, shard: int) -> Path:
+    """File of a shard."""
+    return folder / f"features-{shard:05d}.safetensors"
+
+
+def differences(found: StoreManifest, expected: dict[str, Any]) -> list[str]:
+    """'name: found X, expected Y' for every field of `expected` that disagrees."""
+    values = found.to_dict()
+    return [
+        f"{name}: found {values[name]!r}, expected {value!r}" for name, value in expected.items() if values[name] != value
+    ]
+
+
+class FeatureWriter:
+    """Writes shards into a folder that may hold some already.
+
+    Raises UserError when the folder was begun with other settings.
+    """
+
+    def __init__(self, folder: str | Path, manifest: StoreManifest) -> None:
+        self.folder, self.manifest = Path(folder), manifest
+        path = self.folder / _MANIFEST
+        if not path.is_file():
+            write_json(path, manifest.to_dict())
+            return
+        wrong = differences(StoreManifest.from_dict(read_json(path)), manifest.to_dict())
+        if wrong:
+            raise UserError(
+                f"{self.folder} was begun with other settings ({'; '.join(wrong)}): use another folder, or remove it"
+            )
+
+    def pending(self) -> list[int]:
+        """Shards that are not there yet."""
+        return [s for s in range(self.manifest.num_shards) if not shard_path(self.folder, s).is_file()]
+
+    def write(self, shard: int, samples: Sequence[SampleFeatures]) -> None:
+        """Write a shard; it appears when it is complete. `samples` are those of `manifest.samples_of(shard)`."""
+        numbers = self.manifest.samples_of(shard)
+        assert len(samples) == len(numbers), (len(samples), numbers)
+        dtype = self.manifest.torch_dtype
+        tensors: dict[str, Tensor] = {}
+        for i, sample in zip(numbers, samples, strict=True):
+            tensors[f"{i}.tokens"] = sample.tokens.to("cpu", torch.int64).contiguous()
+            tensors[f"{i}.turns"] = sample.turns.to("cpu", torch.int32).contiguous()
+            tensors[f"{i}.captures"] = sample.captures.to("cpu", dtype).contiguous()
+            tensors[f"{i}.state"] = sample.state.to("cpu", dtype).contiguous()
+        final = shard_path(self.folder, shard)
+        temporary = final.with_name(f".{final.name}.tmp-{os.getpid()}")
+        try:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+            os.replace(temporary, final)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+class FeatureStore:
+    """A complete store, read lazily. Also a dataset of its samples, so that training needs no conversations.
+
+    Args:
+        expected: fields of `StoreManifest` that must agree, for example base_fingerprint and capture_layer_ids.
+
+    Raises:
+        UserError: no store, a manifest that disagrees, or missing shards.
+    """
+
+    def __init__(self, folder: str | Path, expected: dict[str, Any] | None = None) -> None:
+        self.folder = Path(folder)
+        self.manifest = StoreManifest.from_dict(read_json(self.folder / _MANIFEST))
+        self.seq_length = self.manifest.seq_length
+        wrong = differences(self.manifest, {"convention": CONVENTION, **(expected or {})})
+        if wrong:
+            raise UserError(
+                f"the features in {self.folder} were computed for something else ({'; '.join(wrong)}): extract them again"
+            )
+        shards = range(self.manifest.num_shards)
+        missing = [shard_path(self.folder, s).name for s in shards if not shard_path(self.folder, s).is_file()]
+        if missing:
+            raise UserError(
+                f"{self.folder}: {len(missing)} of {len(shards)} shards are missing ({', '.join(missing[:5])}): run the "
+                "extraction again, it continues where it stopped"
+            )
+        self._open: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return self.manifest.num_samples
+
+    def _read(self, index: int, names: Sequence[str]) -> list[Tensor]:
+        if not 0 <= index < len(self):
+            raise UserError(f"{self.folder}: sample {index} was asked for, the store holds 0..{len(self) - 1}")
+        shard = index // self.manifest.samples_per_shard
+        path = shard_path(self.folder, shard)
+        try:
+            if shard not in self._open:
+                self._open[shard] = safe_open(path, framework="pt")
+            return [self._open[shard].get_tensor(f"{index}.{name}") for name in names]
+        except (SafetensorError, OSError) as e:
+            raise UserError(f"{path} is damaged ({e}): remove it and run the extraction again") from e
+
+    def __getitem__(self, index: int) -> Sample:
+        """Sample `index` without its features."""
+        tokens, turns = self._read(index, ("tokens", "turns"))
+        return Sample(tokens, turns, f"{self.folder} sample {index}")
+
+    def features_of(self, index: int) -> SampleFeatures:
+        """Sample `index` with its features."""
+        return SampleFeatures(*self._read(index, ("tokens", "turns", "captures", "state")))

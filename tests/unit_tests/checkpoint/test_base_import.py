@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_spec import distributed
+from megatron_spec.checkpoint.base_import import inspect_base, load_base
+from megatron_spec.checkpoint.fingerprint import fingerprint
+from megatron_spec.config import ParallelConfig, UserError
+from megatron_spec.distributed import World
+from tests.unit_tests.pipeline.tiny import save_tiny
+from tests.worlds import run_world
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    yield distributed.initialize(ParallelConfig())
+    distributed.shutdown()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_tiny(tmp_path / "base", num_hidden_layers=2)
+    return tmp_path / "base"
+
+
+def edit(folder: Path, **changes: Tensor | None) -> None:
+    """Replace (or with None remove) tensors of a single-file checkpoint; '__' stands for '.' in names."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, value in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if value is not None:
+            tensors[name.replace("__", ".")] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_every_misfit_is_named(folder: Path, world: World) -> None:
+    edit(
+        folder, model__norm__weight=None, model__extra__weight=torch.ones(2),
+        model__layers__1__mlp__up_proj__weight=torch.ones(3, 32),
+    )  # fmt: skip
+    with pytest.raises(UserError) as error:
+        load_base(inspect_base(folder), world)
+    text = str(error.value)
+    assert "3 tensors" in text and "missing model.norm.weight" in text and "unexpected model.extra.weight" in text
+    assert "model.layers.1.mlp.up_proj.weight: found shape [3, 32], expected [48, 32]" in text
+
+
+def test_weights_that_are_not_finite(folder: Path, world: World) -> None:
+    edit(folder, model__norm__weight=torch.full((32,), float("nan")))
+    with pytest.raises(UserError, match=r"1 weights are not finite.*decoder\.final_layernorm\.weight"):
+        load_base(inspect_base(folder), world)
+
+
+def test_rotary_buffers_of_old_files_are_ignored(folder: Path, world: World) -> None:
+    edit(folder, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(6))
+    base = load_base(inspect_base(folder), world, (1,), torch.bfloat16)
+    assert not any(p.requires_grad for p in base.parameters()) and not base.training
+    assert {p.dtype for p in base.parameters()} == {torch.bfloat16}
+
+
+def test_folders_that_are_no_base(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        inspect_base(tmp_path / "nowhere")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"found pytorch_model\.bin: convert it to safetensors"):
+        inspect_base(folder)
+
+
+def test_missing_and_truncated_files(tmp_path: Path, world: World) -> None:
+    sharded = tmp_path / "sharded"
+    save_tiny(sharded, num_hidden_layers=2, max_shard_size="20KB")
+    files = sorted(sharded.glob("model-*.safetensors"))
+    assert len(files) > 1
+    whole = inspect_base(sharded)
+    content = files[1].read_bytes()
+    files[1].write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=f"{files[1].name}: cannot be read"):
+        load_base(whole, world)
+    files[1].unlink()
+    with pytest.raises(UserError, match=f"missing {files[1].name}"):
+        inspect_base(sharded)
+    index = sharded / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    values["weight_map"] = dict.fromkeys(values["weight_map"], "../elsewhere.safetensors")
+    index.write_text(json.dumps(values))
+    with pytest.raises(UserError, match="outside of its folder"):
+        inspect_base(sharded)
+
+
+def test_fingerprint_depends_on_content_only(tmp_path: Path, folder: Path) -> None:
+    first = inspect_base(folder).fingerprint
+    moved = folder.rename(tmp_path / "moved")
+    assert inspect_base(moved).fingerprint == first
+    tensors = load_file(moved / "model.safetensors")
+    edit(moved, model__norm__weight=tensors["model.norm.weight"] + 1e-3)
+    assert inspect_base(moved).fingerprint != first
+
+
+def test_fingerprint_samples_large_files(tmp_path: Path) -> None:
+    big = tmp_path / "big.bin"
+    big.write_bytes(bytes(16 << 20))
+    zero = fingerprint(b"", [big])
+    for position in (0, (16 << 20) - 1):
+        content = bytearray(16 << 20)
+        content[position] = 1
+        big.write_bytes(content)
+        assert fingerprint(b"", [big]) != zero
+    big.write_bytes(bytes((16 << 20) + 1))
+    assert fingerprint(b"", [big]) != zero
+    assert fingerprint(b"{}", []) != fingerprint(b"", [])
+
+
+# Megatron checkpoints: saved at TP=2 from megatron-core's own local layers, loaded at PP=2.
+
+ARGS: dict[str, Any] = {
+    "num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,
+    "group_query_attention": True, "kv_channels": 12, "max_position_embeddings": 64, "norm_epsilon": 1e-5,
+    "rotary_base": 10000, "vocab_size": 83, "position_embedding_type": "rope", "normalization": "RMSNorm",
+    "swiglu": True, "add_bias_linear": False,
+}  # fmt: skip
+PADDED = 128
+
+
+def _gpt(tied: bool, world: World) -> Any:
+    import torch.nn.functional as F
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=3, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2, kv_channels=12,
+        normalization="RMSNorm", layernorm_epsilon=1e-5, gated_linear_unit=True, activation_func=F.silu,
+        add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True,
+        tensor_model_parallel_size=world.tp_size, pipeline_model_parallel_size=1, pipeline_dtype=torch.float32,
+    )  # fmt: skip
+    gpt = GPTModel(
+        config, get_gpt_layer_local_spec(normalization="RMSNorm"), PADDED, 64, position_embedding_type="rope",
+        share_embeddings_and_output_weights=tied,
+    ).eval()  # fmt: skip
+    torch.manual_seed(world.tp_rank)
+    for name, p in gpt.named_parameters():
+        if "norm" in name:
+            p.data.fill_(1.0).add_(torch.linspace(-0.3, 0.3, p.numel()))  # equal on every rank
+        else:
+            p.data.normal_(0, 0.2)
+    return gpt
+
+
+def _gathered(logits: Tensor, world: World) -> Tensor:
+    shards = [torch.empty_like(logits) for _ in range(world.tp_size)]
+    torch.distributed.all_gather(shards, logits.contiguous(), group=world.tp)
+    return torch.cat(shards, dim=-1)[..., :83]
+
+
+def _save_megatron(folder: Path, gpt: Any, args: Any, world: World) -> None:
+    from megatron.core import dist_checkpointing
+
+    if world.rank == 0:
+        (folder / "iter_0000007").mkdir(parents=True)
+        (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    torch.distributed.barrier()
+    state = {"model": gpt.sharded_state_dict(), "args": args, "iteration": 7}
+    dist_checkpointing.save(state, str(folder / "iter_0000007"))
+
+
+def _message(path: Path, world: World) -> str:
+    try:
+        load_base(inspect_base(path), world)
+    except UserError as e:
+        return str(e)
+    return ""
+
+
+def _batch() -> Any:
+    from megatron_spec.batch import Batch
+
+    tokens = torch.randint(83, (2, 10), generator=torch.Generator().manual_seed(3))
+    zeros = torch.zeros(2, 10, dtype=torch.int32)
+    return Batch(tokens, torch.arange(10).expand(2, 10), zeros, zeros)
+
+
+@torch.no_grad()
+def _megatron_cases(root: str) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    from megatron_spec.ops.attention import AttentionPlan
+    from megatron_spec.pipeline.model import FrozenBase
+    from megatron_spec.pipeline.schedule import run_base, run_base_everywhere
+
+    found: dict[str, Any] = {}
+    expected: dict[bool, Tensor] = {}
+    batch = _batch()
+    world = distributed.initialize(ParallelConfig(tensor_model_parallel_size=2))
+    for tied in (False, True):
+        gpt = _gpt(tied, world)
+        args = argparse.Namespace(**ARGS, untie_embeddings_and_output_weights=not tied)
+        folder = Path(root, f"tied{tied}")
+        _save_megatron(folder, gpt, args, world)
+        logits = gpt(batch.tokens_BS, batch.positions_BS, None)  # megatron-core's own forward
+        expected[tied] = _gathered(logits, world).transpose(0, 1) if logits.shape[0] == 10 else _gathered(logits, world)
+        base = FrozenBase.from_gpt_model([gpt], inspect_base(folder).config, world, (0, 2))
+        captures, state = run_base(base, [batch])[0]
+        found[f"wrapped {tied}"] = float(
+            (_gathered(base.logits(state), world).transpose(0, 1) - expected[tied]).abs().max()
+        )
+        found[f"wrapped captures {tied}"] = tuple(captures.shape)
+    try:
+        base.new_cache(1, 8)
+    except UserError as e:
+        found["wrapped cache"] = str(e)
+    extra = argparse.Namespace(**{**ARGS, "num_layers": 2}, untie_embeddings_and_output_weights=True)
+    _save_megatron(Path(root, "depth"), _gpt(False, world), extra, world)
+    found["wrong depth"] = _message(Path(root, "depth"), world)
+    parallel_state.destroy_model_parallel()
+
+    world = distributed.initialize(ParallelConfig(pipeline_model_parallel_size=2))
+    for tied in (False, True):
+        reference = inspect_base(Path(root, f"tied{tied}"))
+        base = load_base(reference, world, (0, 2))
+        _, state = run_base_everywhere(base, batch, AttentionPlan.causal())
+        logits = base.logits(state)
+        found[f"pp2 {tied}"] = float((logits[..., :83].transpose(0, 1) - expected[tied]).abs().max())
+        found[f"pp2 padding {tied}"] = bool((logits[..., 83:] == float("-inf")).all()) and logits.shape[-1] == PADDED
+        half = load_base(reference, world, (), torch.bfloat16)
+        whole = dict(base.named_parameters())
+        found[f"bf16 {tied}"] = max(float((p - whole[n]).abs().max()) for n, p in half.named_parameters())
+    return found
+
+
+@pytest.fixture(scope="module")
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_world(2, _megatron_cases, str(tmp_path_factory.mktemp("megatron")))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_megatron_checkpoint_in_another_layout(megatron: list[dict[str, Any]], tied: bool) -> None:
+    for rank in megatron:
+        assert rank[f"pp2 {tied}"] < 1e-5
+        assert rank[f"pp2 padding {tied}"]
+        assert 0 < rank[f"bf16 {tied}"] < 0.02
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_wrapped_gpt_model(megatron: list[dict[str, Any]], tied: bool) -> None:
+    for rank in megatron:
+        assert rank[f"wrapped {tied}"] < 1e-5
+        assert rank[f"wrapped captures {tied}"] == (10, 2, 64)
+    assert "cannot decode with a cache" in megatron[0]["wrapped cache"]
+
+
+def test_megatron_checkpoint_of_another_depth(megatron: list[dict[str, Any]]) -> None:
+    assert "found [layers, hidden] [3, 32], expected [2, 32]" in megatron[0]["wrong depth"]

@@ -1,0 +1,187 @@
+"""A base reduced to what a draft sees of it, example batches, and a plain EAGLE-3 to compare with."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_spec.batch import Batch, Features
+from megatron_spec.config import EagleConfig, ObjectiveConfig
+from megatron_spec.drafts.vocab import DraftVocab
+
+V = 31
+SMALL_VOCAB = [0, 2, 3, 5, 8, 9, 11, 14, 17, 20, 24, 30]
+
+
+class StandInEnds:
+    """Embedding and head as plain matrices, the head split over the group and padded with rows of garbage."""
+
+    def __init__(self, hidden: int, dtype: torch.dtype, group: Any = None, sequence_parallel: bool = False) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.vocab_size = V
+        self.table = torch.randn(V, hidden, generator=generator).to(dtype)
+        self.head = torch.randn(V, hidden, generator=generator).to(dtype)
+        self.size, self.rank = (group.size(), group.rank()) if group is not None else (1, 0)
+        self.sequence_parallel = sequence_parallel
+        padded = torch.cat([self.head, torch.full((12 - V % 12, hidden), 50.0, dtype=dtype)])
+        self.head_weight = padded.chunk(self.size)[self.rank]
+
+    def embed(self, tokens_BS: Tensor) -> Tensor:
+        rows = F.embedding(tokens_BS, self.table).transpose(0, 1)
+        return rows.chunk(self.size)[self.rank] if self.sequence_parallel else rows
+
+    def logits(self, state_SBH: Tensor) -> Tensor:
+        raise AssertionError("a draft reads head_weight in chunks")
+
+
+def eagle_config(**changes: Any) -> EagleConfig:
+    values: dict[str, Any] = dict(
+        algorithm="eagle3", hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=4, vocab_size=V, draft_vocab_size=len(SMALL_VOCAB), target_hidden_size=16,
+        max_position_embeddings=64, capture_layer_ids=(0, 1, 2),
+    )  # fmt: skip
+    values.update(changes)
+    return EagleConfig(**values)
+
+
+def draft_vocab(config: EagleConfig) -> DraftVocab:
+    if config.draft_vocab_size == V:
+        return DraftVocab.full(V)
+    return DraftVocab(torch.tensor(SMALL_VOCAB), V)
+
+
+def conversations(length: int = 18) -> Batch:
+    """Row 0: two assistant turns, then padding. Row 1: two packed documents, the second without padding."""
+    tokens = torch.randint(0, V, (2, length), generator=torch.Generator().manual_seed(5))
+    turns = torch.zeros(2, length, dtype=torch.int32)
+    turns[0, 2:8], turns[0, 9:15] = 1, 2
+    turns[1, 1:7], turns[1, 8:13], turns[1, 14:] = 1, 2, 3
+    documents = torch.zeros(2, length, dtype=torch.int32)
+    documents[0, 15:] = -1
+    documents[1, 8:] = 1
+    positions = torch.arange(length).repeat(2, 1)
+    positions[1, 8:] -= 8
+    return Batch(tokens, positions, turns, documents)
+
+
+def features(batch: Batch, config: EagleConfig, dtype: torch.dtype) -> Features:
+    """Random captures and states for the batch."""
+    generator = torch.Generator().manual_seed(7)
+    B, S = batch.tokens_BS.shape
+    H = config.target_hidden_size
+    captures = torch.randn(S, B, len(config.capture_layer_ids) * H, generator=generator)
+    state = torch.randn(S, B, H, generator=generator)
+    return Features(batch, captures.to(dtype), state.to(dtype))
+
+
+# The plain version: one conversation at a time, S x (k+1)S masks, whole logits, loops over rows.
+
+
+def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def _rotate(x_SND: Tensor, positions_S: Tensor, theta: float) -> Tensor:
+    D = x_SND.shape[-1]
+    frequency = 1.0 / theta ** (torch.arange(0, D, 2).float() / D)
+    angle = positions_S[:, None].float() * frequency
+    cos, sin = (torch.cat([f(angle)] * 2, -1)[:, None].to(x_SND.dtype) for f in (torch.cos, torch.sin))
+    a, b = x_SND[..., : D // 2], x_SND[..., D // 2 :]
+    return x_SND * cos + torch.cat([-b, a], -1) * sin
+
+
+def plain_supervised(turns: list[int], documents: list[int], j: int, k: int, alignment: str) -> bool:
+    last = j + 2 + k
+    if last >= len(turns) or documents[j] < 0 or any(documents[i] != documents[j] for i in range(j, last + 1)):
+        return False
+    if alignment == "serving":
+        return turns[j + 1] > 0 and all(turns[i] == turns[j + 1] for i in range(j + 1, last + 1))
+    return turns[j + k] > 0 if alignment == "paper" else turns[last] > 0
+
+
+def plain_row_loss(kind: str, p: Tensor, q: Tensor, label: int) -> Tensor:
+    if kind == "soft_ce":
+        return -(p * q.log()).sum()
+    if kind == "kl":
+        return (p * (p / q).log()).sum()
+    if kind == "reverse_kl":
+        return (q * (q / p).log()).sum()
+    if kind == "tv":
+        return (p - q).abs().sum() / 2
+    if kind == "lk":
+        return -torch.minimum(p, q).sum().log()
+    return -q[label].log()
+
+
+class PlainEagle:
+    """EAGLE-3 as the paper writes it, from a dictionary of parameters."""
+
+    def __init__(self, config: EagleConfig, parameters: dict[str, Tensor], ends: StandInEnds, vocab: DraftVocab) -> None:
+        self.config, self.p, self.ends, self.ids = config, parameters, ends, vocab.target_ids
+        count = config.num_hidden_layers
+        self.prefixes = ["midlayer."] if count == 1 else [f"layers.{i}." for i in range(count)]
+
+    def layer(self, i: int, h: Tensor, e: Tensor, pos: Tensor, mask: Tensor, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
+        config, eps = self.config, self.config.rms_norm_eps
+        w = {name[len(self.prefixes[i]) :]: p for name, p in self.p.items() if name.startswith(self.prefixes[i])}
+        S, N, G, D = len(h), config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        if i == 0:
+            x = torch.cat([_rms(e, w["input_layernorm.weight"], eps), _rms(h, w["hidden_norm.weight"], eps)], -1)
+        else:
+            x = _rms(h, w["input_layernorm.weight"], eps)
+        q = _rotate((x @ w["self_attn.q_proj.weight"].T).view(S, N, D), pos, config.rope.theta)
+        k = _rotate((x @ w["self_attn.k_proj.weight"].T).view(S, G, D), pos, config.rope.theta)
+        v = (x @ w["self_attn.v_proj.weight"].T).view(S, G, D)
+        seen.append((k, v))
+        keys, values = torch.cat([k for k, _ in seen]), torch.cat([v for _, v in seen])
+        out = []
+        for n in range(N):
+            g = n // (N // G)
+            score = (q[:, n] @ keys[:, g].T / math.sqrt(D)).masked_fill(~mask, -math.inf)
+            out.append(score.softmax(-1) @ values[:, g])
+        h = h + torch.cat(out, -1) @ w["self_attn.o_proj.weight"].T
+        x = _rms(h, w["post_attention_layernorm.weight"], eps)
+        gated = F.silu(x @ w["mlp.gate_proj.weight"].T) * (x @ w["mlp.up_proj.weight"].T)
+        return h + gated @ w["mlp.down_proj.weight"].T
+
+    def conversation(self, f: Features, b: int, objective: ObjectiveConfig, stats: Tensor) -> Tensor:
+        """Weighted loss of row b of the batch; adds to stats [T, (loss, correct, overlap, rows)]."""
+        batch, S, temperature = f.batch, f.batch.tokens_BS.shape[1], objective.temperature
+        tokens, turns, documents = (x[b].tolist() for x in (batch.tokens_BS, batch.turns_BS, batch.documents_BS))
+        z = f.state_SBH[:, b] @ self.ends.head.T
+        h = f.captures_SBC[:, b] @ self.p["fc.weight"].T
+        trunk = torch.tensor([[i <= j and documents[i] == documents[j] for i in range(S)] for j in range(S)])
+        seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.prefixes]
+        total = torch.zeros((), dtype=h.dtype)
+        for k in range(objective.ttt_steps):
+            e = self.ends.table[[tokens[j + 1 + k] if j + 1 + k < S else 0 for j in range(S)]]
+            mask = torch.cat([trunk] + [torch.eye(S, dtype=torch.bool)] * k, 1)
+            for i in range(len(self.prefixes)):
+                if objective.detach:
+                    seen[i] = [(key.detach(), value.detach()) for key, value in seen[i]]
+                h = self.layer(i, h, e, batch.positions_BS[b] + k, mask, seen[i])
+            logits = _rms(h, self.p["norm.weight"], self.config.rms_norm_eps) @ self.p["lm_head.weight"].T
+            for j in range(S):
+                if not plain_supervised(turns, documents, j, k, objective.alignment):
+                    continue
+                teacher, best = z[j + 1 + k], int(z[j + 1 + k].argmax())
+                p, q = (teacher[self.ids] / temperature).softmax(-1), (logits[j] / temperature).softmax(-1)
+                stats[k, 1] += int(self.ids[q.argmax()]) == best
+                stats[k, 2] += torch.minimum(p, q).sum().detach()
+                stats[k, 3] += 1
+                if best in self.ids.tolist() or not objective.in_vocab_only:
+                    loss = plain_row_loss(objective.loss, p, q, int(p.argmax()))
+                    stats[k, 0] += loss.detach()
+                    total = total + objective.step_decay**k * loss
+            h = h.detach() if objective.detach else h
+        return total
+
+    def __call__(self, f: Features, objective: ObjectiveConfig) -> tuple[Tensor, Tensor]:
+        """(total, stats [T, (loss, correct, overlap, rows)]) of the whole micro-batch."""
+        stats = torch.zeros(objective.ttt_steps, 4, dtype=f.state_SBH.dtype)
+        rows = range(f.batch.tokens_BS.shape[0])
+        return torch.stack([self.conversation(f, b, objective, stats) for b in rows]).sum(), stats

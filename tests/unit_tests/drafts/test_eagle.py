@@ -1,0 +1,179 @@
+"""EAGLE-3 against a plain version written from the paper: losses of every step, every gradient."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_spec import distributed
+from megatron_spec.batch import Batch, Features
+from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
+from megatron_spec.drafts import build_draft
+from megatron_spec.drafts.eagle import EagleDraft
+from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.ops.attention import AttentionPlan, attend
+from megatron_spec.ops.ttt_attention import TrainingTimeTest, trunk_layout
+from tests.unit_tests.drafts.stand_in import (
+    V, PlainEagle, StandInEnds, conversations, draft_vocab, eagle_config, features,
+)  # fmt: skip
+
+CASES = list(itertools.product(("serving", "paper", "target"), (True, False), (True, False), (12, V)))
+
+
+def make(config: EagleConfig, dtype: torch.dtype = torch.float64) -> tuple[EagleDraft, StandInEnds]:
+    world = distributed.initialize()
+    ends = StandInEnds(config.target_hidden_size, dtype)
+    draft = build_draft(config, draft_vocab(config), world, dtype)
+    draft.initialize(ends, seed=11)
+    with torch.no_grad():  # larger than usual, so that attention and MLP matter; norms that are not 1
+        for i, (_, p) in enumerate(sorted(draft.named_parameters())):
+            p += torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(dtype) * (0.3 if p.dim() == 2 else 0.1)
+    return draft, ends
+
+
+def compare(config: EagleConfig, objective: ObjectiveConfig, f: Features | None = None) -> None:
+    draft, ends = make(config)
+    f = f or features(conversations(), config, torch.float64)
+    parameters = {n: p.detach().clone().requires_grad_() for n, p in draft.named_parameters()}
+    total, stats = PlainEagle(config, parameters, ends, draft.vocab)(f, objective)
+    losses = draft(f, ends, objective)
+    assert stats[:, 3].min() > 0, "the example must supervise every step"
+    close: dict[str, Any] = dict(rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(losses.total, total, **close)
+    found = torch.stack([losses.loss_T, losses.correct_T, losses.overlap_T, losses.rows_T], 1)
+    torch.testing.assert_close(found, stats, **close)
+    losses.total.backward()
+    total.backward()
+    for name, p in draft.named_parameters():
+        assert p.grad is not None and p.grad.abs().max() > 0, f"{name} receives no gradient"
+        torch.testing.assert_close(p.grad, parameters[name].grad, msg=lambda m, name=name: f"{name}: {m}", **close)
+
+
+@pytest.mark.parametrize(("alignment", "in_vocab_only", "detach", "draft_vocab_size"), CASES)
+def test_losses_and_gradients(alignment: Any, in_vocab_only: bool, detach: bool, draft_vocab_size: int) -> None:
+    objective = ObjectiveConfig(ttt_steps=3, alignment=alignment, in_vocab_only=in_vocab_only, detach=detach)
+    compare(eagle_config(draft_vocab_size=draft_vocab_size), objective)
+
+
+@pytest.mark.parametrize("loss", ["kl", "reverse_kl", "tv", "lk", "hard_ce"])
+def test_loss_kinds(loss: Any) -> None:
+    compare(eagle_config(), ObjectiveConfig(ttt_steps=2, loss=loss, temperature=0.7, step_decay=0.5))
+
+
+def test_two_layers_and_other_sizes() -> None:
+    """Two layers; a draft narrower than the base; four draft steps."""
+    compare(eagle_config(num_hidden_layers=2), ObjectiveConfig(ttt_steps=4))
+    compare(eagle_config(hidden_size=8, num_key_value_heads=1), ObjectiveConfig(ttt_steps=2))
+
+
+def test_a_row_on_its_own_document_ignores_its_neighbours() -> None:
+    """A packed document has the loss it has alone."""
+    config = eagle_config()
+    draft, ends = make(config)
+    f, objective = features(conversations(), config, torch.float64), ObjectiveConfig(ttt_steps=3)
+    b = f.batch
+
+    def part(rows: slice, row: int) -> torch.Tensor:
+        batch = Batch(*(x[row : row + 1, rows] for x in (b.tokens_BS, b.positions_BS, b.turns_BS)),
+                      torch.zeros_like(b.documents_BS[row : row + 1, rows]))  # fmt: skip
+        alone = Features(batch, f.captures_SBC[rows, row : row + 1], f.state_SBH[rows, row : row + 1])
+        return draft(alone, ends, objective).loss_T
+
+    parts = part(slice(0, 15), 0) + part(slice(0, 8), 1) + part(slice(8, None), 1)
+    torch.testing.assert_close(draft(f, ends, objective).loss_T, parts)
+
+
+def test_nothing_supervised_gives_zero_and_zero_gradients() -> None:
+    config = eagle_config()
+    draft, ends = make(config)
+    f = features(conversations(), config, torch.float64)
+    f.batch.turns_BS.zero_()
+    losses = draft(f, ends, ObjectiveConfig(ttt_steps=3))
+    losses.total.backward()
+    assert float(losses.total) == 0 and losses.rows_T.tolist() == [0, 0, 0]
+    assert all(p.grad is not None and not p.grad.any() for p in draft.parameters())
+
+
+def test_serving_repeats_training() -> None:
+    """Decoding step by step with a cache gives the hidden states that training saw, also after rolling back."""
+    config, steps = eagle_config(num_hidden_layers=2), 3
+    draft, ends = make(config)
+    S = 12
+    tokens = torch.randint(0, V, (1, S), generator=torch.Generator().manual_seed(1))
+    positions, documents = torch.arange(S)[None], torch.zeros(1, S, dtype=torch.int32)
+    captures = features(conversations(S + 6), config, torch.float64).captures_SBC[:S, :1]
+
+    hidden = draft.project(captures)
+    training, trained = TrainingTimeTest(trunk_layout(documents, hidden.dtype)), []
+    for k in range(steps):
+        shifted = torch.cat([tokens[:, 1 + k :], tokens[:, : 1 + k]], 1)
+        hidden, normed = draft.layer_step(hidden, ends.embed(shifted), positions + k, training)
+        trained.append((hidden, normed))
+
+    cache = draft.new_cache(1, S + steps)
+    for j in range(S - steps - 1):  # row j enters the cache, then the draft runs ahead and is rolled back
+        hidden = draft.project(captures[j : j + 1])
+        for k in range(steps):
+            slot = torch.tensor([[j + k]])
+            plan = AttentionPlan.cached(cache, slot)
+            hidden, normed = draft.layer_step(
+                hidden, ends.embed(tokens[:, j + 1 + k, None]), slot, lambda i, q, key, v, p=plan: attend(q, key, v, p, i)
+            )
+            torch.testing.assert_close(hidden, trained[k][0][j : j + 1], rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(normed, trained[k][1][j : j + 1], rtol=1e-9, atol=1e-9)
+
+
+def test_overfits_a_fixed_batch() -> None:
+    """Rows whose teacher is inside the draft vocabulary are learned: loss to the teacher's entropy, argmax equal."""
+    config = eagle_config(draft_vocab_size=V)
+    draft, ends = make(config, torch.float32)
+    f, objective = features(conversations(), config, torch.float32), ObjectiveConfig(ttt_steps=2, loss="kl")
+    optimizer = torch.optim.Adam(draft.parameters(), lr=5e-3)
+    first = draft(f, ends, objective).loss_T
+    for _ in range(200):
+        optimizer.zero_grad()
+        draft(f, ends, objective).total.backward()
+        optimizer.step()
+    last = draft(f, ends, objective)
+    assert (last.loss_T < 0.1 * first).all(), (first, last.loss_T)
+    assert (last.correct_T >= 0.9 * last.rows_T).all()
+
+
+def test_initial_values() -> None:
+    config = eagle_config(init_from_base_layer=True)
+    world = distributed.initialize()
+    ends = StandInEnds(16, torch.float32)
+    draft = EagleDraft(config, draft_vocab(config), world.tp)
+    assert all(p.isnan().all() for p in draft.parameters())
+    base = {
+        "mlp.gate_proj.weight": torch.rand(24, 16), "mlp.up_proj.weight": torch.rand(24, 16),
+        "mlp.down_proj.weight": torch.rand(16, 24), "input_layernorm.weight": torch.rand(16),
+        "post_attention_layernorm.weight": torch.rand(16), "norm.weight": torch.rand(16),
+    }  # fmt: skip
+    draft.initialize(ends, base, seed=1)
+    found = dict(draft.named_parameters())
+    assert all(p.isfinite().all() for p in found.values())
+    assert torch.equal(found["lm_head.weight"], ends.head[draft.vocab.target_ids])
+    assert torch.equal(found["norm.weight"], base["norm.weight"])
+    assert torch.equal(found["midlayer.hidden_norm.weight"], base["input_layernorm.weight"])
+    assert torch.equal(found["midlayer.input_layernorm.weight"], torch.ones(16))
+    assert torch.equal(found["midlayer.mlp.down_proj.weight"], base["mlp.down_proj.weight"])
+    average = torch.randn(5, 48)
+    projected, expected = average @ found["fc.weight"].T, average.view(5, 3, 16).mean(1)
+    assert 0 < (projected - expected).norm() / expected.norm() < 0.2
+    again = EagleDraft(config, draft_vocab(config), world.tp)
+    again.initialize(ends, base, seed=1)
+    assert all(torch.equal(p, found[n]) for n, p in again.named_parameters())
+
+
+def test_refusals() -> None:
+    world = distributed.initialize()
+    with pytest.raises(UserError, match="12 of 31.*31 of 31"):
+        EagleDraft(eagle_config(draft_vocab_size=V), draft_vocab(eagle_config()), world.tp)
+    with pytest.raises(UserError, match="capture_layer_ids"):
+        EagleDraft(eagle_config(capture_layer_ids=()), draft_vocab(eagle_config()), world.tp)
+    with pytest.raises(UserError, match="hidden_act"):
+        EagleDraft(eagle_config(hidden_act="swish7"), DraftVocab(torch.tensor([1] + list(range(3, 14))), V), world.tp)

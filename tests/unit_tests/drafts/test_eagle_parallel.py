@@ -1,0 +1,130 @@
+"""Tensor and sequence parallel drafts equal the draft on one rank: initial values, losses, every gradient, logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_spec import platform
+from megatron_spec.batch import Features
+from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
+from megatron_spec.drafts.eagle import EagleDraft
+from megatron_spec.drafts.layer import local_kv_heads
+from megatron_spec.ops.attention import AttentionPlan, attend
+from tests.unit_tests.drafts.stand_in import V, StandInEnds, conversations, draft_vocab, eagle_config, features
+from tests.worlds import run_world
+
+HEADS_9_3 = dict(hidden_size=18, num_attention_heads=9, num_key_value_heads=3, head_dim=2)
+CASES: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
+    "tp2": (2, False, {}, {}),
+    "tp2 sp": (2, True, {}, {}),
+    "tp2 one kv head": (2, False, dict(num_key_value_heads=1), {}),
+    "tp2 sp one kv head": (2, True, dict(num_key_value_heads=1), dict(detach=True)),
+    "tp2 uneven kv heads": (2, False, dict(num_attention_heads=12, num_key_value_heads=3, head_dim=2), {}),
+    "tp2 two layers": (2, True, dict(num_hidden_layers=2), dict(loss="lk", in_vocab_only=False)),
+    "tp2 reverse_kl": (2, False, {}, dict(loss="reverse_kl", temperature=0.7)),
+    "tp2 tv": (2, False, {}, dict(loss="tv")),
+    "tp2 hard_ce": (2, False, {}, dict(loss="hard_ce", in_vocab_only=False)),
+    "tp3": (3, False, HEADS_9_3, {}),
+    "tp3 sp": (3, True, HEADS_9_3, {}),
+    "tp3 one kv head": (3, True, {**HEADS_9_3, "num_key_value_heads": 1, "head_dim": 6}, {}),
+}
+
+
+def decoded(draft: EagleDraft, ends: StandInEnds, captures_SBC: Tensor, full_length: int) -> Tensor:
+    """Logits of one pass through the cache; under tensor parallelism this rank's shard."""
+    cache = draft.new_cache(2, full_length)
+    slots = torch.arange(full_length).repeat(2, 1)
+    plan = AttentionPlan.cached(cache, slots)
+    tokens = torch.arange(2 * full_length).view(2, -1) % V
+    with torch.no_grad():
+        _, normed = draft.layer_step(
+            draft.project(captures_SBC), ends.embed(tokens), slots, lambda i, q, k, v: attend(q, k, v, plan, i)
+        )
+        return draft.logits(normed)
+
+
+def outcome(config: EagleConfig, objective: ObjectiveConfig, group: Any, sequence_parallel: bool) -> dict[str, Tensor]:
+    """Initial values, losses, logits and gradients on this rank; replicated gradients summed as the trainer does."""
+    whole = features(conversations(), config, torch.float32)
+    ends = StandInEnds(config.target_hidden_size, torch.float32, group, sequence_parallel)
+    f = whole
+    if sequence_parallel:
+        parts = [x.chunk(group.size())[group.rank()].contiguous() for x in (whole.captures_SBC, whole.state_SBH)]
+        f = Features(whole.batch, *parts)
+    draft = EagleDraft(config, draft_vocab(config), group, sequence_parallel)
+    draft.initialize(ends, seed=5)
+    losses = draft(f, ends, objective)
+    losses.total.backward()
+    out = {"total": losses.total.detach(), "loss": losses.loss_T, "correct": losses.correct_T}
+    out.update(overlap=losses.overlap_T, rows=losses.rows_T, logits=decoded(draft, ends, f.captures_SBC, 18))
+    for name, p in draft.named_parameters():
+        assert p.grad is not None
+        if getattr(p, "sequence_parallel", False):
+            dist.all_reduce(p.grad, group=group)
+        out["value " + name], out["grad " + name] = p.detach(), p.grad
+    return out
+
+
+def ranks() -> dict[str, Any]:
+    platform.activate()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    alone = [dist.new_group([r]) for r in range(3)][rank]
+    groups = {2: dist.new_group([0, 1]), 3: dist.new_group([0, 1, 2])}
+    found: dict[str, Any] = {}
+    for name, (size, sequence_parallel, sizes, objective) in CASES.items():
+        if rank < size:
+            # D = 12 of V = 31: draft and target shards do not line up, and V is padded to 36
+            changes = {"target_hidden_size": 18 if size == 3 else 16, **sizes}
+            config, goal = eagle_config(**changes), ObjectiveConfig(ttt_steps=3, **objective)
+            found[name] = outcome(config, goal, groups[size], sequence_parallel)
+            if rank == 0:
+                found[name + " alone"] = outcome(config, goal, alone, False)
+    if rank < 2:
+        try:
+            EagleDraft(eagle_config(num_attention_heads=3, num_key_value_heads=3), draft_vocab(eagle_config()), groups[2])
+        except UserError as error:
+            found["refused"] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def world() -> list[dict[str, Any]]:
+    return run_world(3, ranks)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_equals_one_rank(world: list[dict[str, Any]], name: str) -> None:
+    size = CASES[name][0]
+    whole = world[0][name + " alone"]
+    assert all(float(whole["rows"][k]) > 0 for k in range(3))
+    for key, expected in whole.items():
+        shards = [world[r][name][key] for r in range(size)]
+        if shards[0].shape == expected.shape:
+            for shard in shards:
+                close(shard, expected, f"{name}: {key}", exact=key.startswith("value"))
+        else:
+            split = [d for d in range(expected.dim()) if shards[0].shape[d] != expected.shape[d]]
+            close(torch.cat(shards, split[0]), expected, f"{name}: {key}", exact=key.startswith("value"))
+
+
+def close(found: Tensor, expected: Tensor, what: str, exact: bool) -> None:
+    assert found.shape == expected.shape, what
+    error = float((found - expected).norm() / expected.norm().clamp_min(1e-12))
+    assert error <= (0 if exact else 1e-5), f"{what}: relative error {error}"
+
+
+def test_refuses_heads_that_cannot_be_split(world: list[dict[str, Any]]) -> None:
+    assert "num_attention_heads 3" in world[0]["refused"]
+
+
+def test_local_kv_heads() -> None:
+    assert [local_kv_heads(9, 3, 9, r) for r in range(9)] == [[r // 3] for r in range(9)]
+    assert [local_kv_heads(4, 1, 2, r) for r in range(2)] == [[0], [0]]
+    assert [local_kv_heads(6, 2, 3, r) for r in range(3)] == [[0], [0, 1], [1]]
+    assert local_kv_heads(12, 3, 2, 0) == [0, 0, 0, 0, 1, 1]

@@ -1,0 +1,262 @@
+"""Quantisers on a draft and a base in one process: modes, exclusion, calibration, state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_spec.checkpoint.base_import import load_base
+from megatron_spec.config import QuantConfig, UserError
+from megatron_spec.fake_quant import round_trip
+from megatron_spec.quantization.attach import (
+    attach_quantizers,
+    base_amax_state,
+    draft_linears,
+    load_base_amax,
+    quantizers,
+    shared_scale_groups,
+)
+from megatron_spec.quantization.calibrate import calibrate
+from megatron_spec.quantization.quantizer import Mode, TensorQuantizer
+from tests.unit_tests.pipeline.tiny import save_tiny
+from tests.unit_tests.quantization.tiny import OBJECTIVE, Tiny, make, world_of
+
+FP8 = QuantConfig()
+DRAFT_ONLY = QuantConfig(base="none")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base")
+    save_tiny(path, num_hidden_layers=8)
+    return path
+
+
+@pytest.fixture
+def tiny(folder: Path) -> Tiny:
+    return make(folder, world_of())
+
+
+def run(tiny: Tiny, quant: QuantConfig = FP8, steps: int = 3) -> dict[str, float]:
+    report = calibrate(
+        tiny.base, tiny.draft, tiny.source, tiny.batches, OBJECTIVE.replace(ttt_steps=steps), quant, tiny.world
+    )
+    return {line.name: line.amax_input for line in report}
+
+
+# ---- one quantiser
+
+
+def test_modes() -> None:
+    quantizer = TensorQuantizer("place")
+    x = torch.tensor([0.1, -3.0, 1.07])
+    with pytest.raises(UserError, match="place.*never calibrated"):
+        quantizer(x)
+    quantizer.start_calibration()
+    with pytest.raises(UserError, match="saw no data"):
+        quantizer.check()
+    assert torch.equal(quantizer(x), x)
+    quantizer(torch.tensor([2.0]))
+    assert float(quantizer.amax) == 3.0
+    quantizer.enable()
+    assert torch.equal(quantizer(x), round_trip(x, torch.tensor(3.0)))
+    assert not torch.equal(quantizer(x), x)
+    quantizer.mode = Mode.DISABLED
+    assert torch.equal(quantizer(x), x)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_broken_data_is_reported(bad: float) -> None:
+    quantizer = TensorQuantizer("place")
+    quantizer.start_calibration()
+    quantizer(torch.tensor([1.0, bad]))
+    quantizer(torch.tensor([1.0]))
+    with pytest.raises(UserError, match="place"):
+        quantizer.enable()
+
+
+def test_state_dict_carries_amax_and_loading_nan_is_noticed() -> None:
+    quantizer, other = TensorQuantizer("a"), TensorQuantizer("b")
+    quantizer.set_amax(2.5)
+    other.load_state_dict(quantizer.state_dict())
+    assert float(other.amax) == 2.5
+    other(torch.ones(1))
+    other.load_state_dict({"amax": torch.tensor(float("nan"))})
+    with pytest.raises(UserError):
+        other(torch.ones(1))
+
+
+def test_amax_stays_fp32_when_the_model_is_cast() -> None:
+    quantizer = TensorQuantizer("a")
+    quantizer.set_amax(1.2345678)
+    before = quantizer.amax.clone()
+    quantizer.bfloat16()
+    assert torch.equal(quantizer.amax, before)
+
+
+# ---- attaching
+
+
+def test_excludes_head_fc_and_embedding_by_default(tiny: Tiny) -> None:
+    assert attach_quantizers(tiny.draft, FP8, "draft") == 7
+    chosen = {n for n, m in draft_linears(tiny.draft).items() if m.weight_quantizer is not None}
+    inside = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"}
+    assert chosen == {f"midlayer.{n}" for n in inside | {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}}
+    assert attach_quantizers(tiny.base, FP8, "base") == 8 * 4
+    assert attach_quantizers(tiny.base, QuantConfig(base="none"), "base") == 0
+
+
+@pytest.mark.parametrize(
+    ("exclude", "message"),
+    [
+        (("*k_proj*", "*fc", "*lm_head*"), "fuse"),
+        (("*lm_head*",), "fc must stay"),
+        (("*fc",), "lm_head must stay"),
+        (("*",), "leave no linear"),
+    ],
+)
+def test_refuses_what_no_engine_loads(tiny: Tiny, exclude: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        attach_quantizers(tiny.draft, QuantConfig(exclude=exclude), "draft")
+
+
+def test_unknown_formats_are_refused(tiny: Tiny) -> None:
+    with pytest.raises(UserError, match="expected one of 'none', 'fp8'"):
+        QuantConfig(draft="int4")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="kv_cache"):
+        attach_quantizers(tiny.base, QuantConfig(base="none", kv_cache="fp8"), "base")
+
+
+def test_base_exclusion_uses_hugging_face_names(tiny: Tiny) -> None:
+    exclude = (*FP8.exclude, "*down_proj", "model.layers.3.self_attn.q_proj")
+    assert attach_quantizers(tiny.base, FP8.replace(exclude=exclude), "base") == 8 * 3 - 1
+    assert "layers.3.self_attention.linear_qkv.weight" not in quantizers(tiny.base)
+    assert "layers.2.mlp.linear_fc2.weight" not in quantizers(tiny.base)
+
+
+def test_frozen_weights_are_rounded_once(tiny: Tiny, folder: Path) -> None:
+    raw = load_base(tiny.reference, tiny.world, dtype=torch.float32)
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    original = dict(raw.gpt.named_parameters())[name]
+    attach_quantizers(tiny.base, FP8, "base")
+    weight = dict(tiny.base.gpt.named_parameters())[name]
+    assert torch.equal(weight, round_trip(original, original.abs().max()))
+    before = weight.clone()
+    attach_quantizers(tiny.base, FP8, "base")
+    assert torch.equal(weight, before) and not torch.equal(weight, original)
+    assert len(tiny.base.gpt.decoder.layers[1].mlp.linear_fc1._forward_pre_hooks) == 1
+
+
+# ---- calibration
+
+
+def test_shared_scale_groups_are_found() -> None:
+    groups = shared_scale_groups(["a.q_proj", "a.k_proj", "a.v_proj", "a.o_proj", "b.gate_proj", "b.up_proj"])
+    assert groups == [("a.q_proj", "a.k_proj", "a.v_proj"), ("b.gate_proj", "b.up_proj")]
+
+
+def test_calibration_enables_everything_and_shares_scales(tiny: Tiny) -> None:
+    run(tiny)
+    linears = draft_linears(tiny.draft)
+    attention = [linears[f"midlayer.self_attn.{n}_proj"] for n in "qkv"]
+    largest = max(float(m.weight.abs().max()) for m in attention)
+    assert {float(m.weight_quantizer.amax) for m in attention} == {largest}
+    assert len({float(m.input_quantizer.amax) for m in attention}) == 1
+    assert all(q.mode is Mode.ENABLED for n, q in quantizers(tiny.draft).items())
+    report = calibrate(tiny.base, tiny.draft, tiny.source, tiny.batches, OBJECTIVE, FP8, tiny.world)
+    assert len(report) == 8 * 4 + 7
+    assert all(0.01 < line.weight_error < 0.05 for line in report)
+
+
+def test_ranges_are_those_of_an_independent_hook(tiny: Tiny) -> None:
+    """Base: plain hooks on the rounded base, without input rounding, see the largest inputs that calibration found."""
+    seen: dict[str, float] = {}
+    attach_quantizers(tiny.base, FP8, "base")
+    for quantizer in quantizers(tiny.base).values():
+        quantizer.mode = Mode.DISABLED
+    linear = tiny.base.gpt.decoder.layers[5].mlp.linear_fc2
+    handle = linear.register_forward_pre_hook(
+        lambda _m, args: seen.update(amax=max(seen.get("amax", 0.0), float(args[0].abs().max())))
+    )
+    for step in tiny.batches:
+        tiny.source.features(step)
+    handle.remove()
+    for quantizer in quantizers(tiny.base).values():
+        quantizer.mode = Mode.DISABLED if quantizer.name.endswith(".weight") else Mode.ENABLED
+    assert run(tiny)["base.layers.5.mlp.linear_fc2"] == seen["amax"]
+
+
+def test_calibration_sees_fed_back_features(tiny: Tiny, folder: Path) -> None:
+    """Deeper unrolling widens ranges; with step 0 only they must be narrower somewhere, and never wider."""
+    deep = run(tiny, DRAFT_ONLY, steps=3)
+    shallow = run(make(folder, tiny.world), DRAFT_ONLY, steps=1)
+    assert deep.keys() == shallow.keys()
+    assert all(deep[n] >= shallow[n] for n in deep)
+    assert any(deep[n] > shallow[n] for n in deep)
+
+
+def test_draft_is_calibrated_on_the_quantised_base(tiny: Tiny, folder: Path) -> None:
+    both = run(tiny, FP8)
+    alone = run(make(folder, tiny.world), DRAFT_ONLY)
+    assert any(both[n] != alone[n] for n in alone)
+
+
+def test_offline_features_cannot_calibrate_the_base(tiny: Tiny) -> None:
+    class Stored:
+        def __init__(self, features: list) -> None:  # type: ignore[type-arg]
+            self.stored = features
+
+        def features(self, batches: list) -> list:  # type: ignore[type-arg]
+            return self.stored
+
+    source = Stored(tiny.source.features(tiny.batches[0]))
+    with pytest.raises(UserError, match="saw no data"):
+        calibrate(tiny.base, tiny.draft, source, tiny.batches, OBJECTIVE, FP8, tiny.world)
+    with pytest.raises(UserError, match="at least one"):
+        calibrate(tiny.base, tiny.draft, source, [], OBJECTIVE, FP8, tiny.world)
+
+
+def test_every_draft_parameter_still_receives_gradient(tiny: Tiny) -> None:
+    run(tiny)
+    (features,) = tiny.source.features(tiny.batches[0])
+    tiny.draft(features, tiny.base, OBJECTIVE).total.backward()
+    assert [n for n, p in tiny.draft.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
+
+
+# ---- state of the base
+
+
+def test_base_state_round_trip(tiny: Tiny, folder: Path) -> None:
+    run(tiny, QuantConfig(kv_cache="fp8"))
+    state = base_amax_state(tiny.base)
+    assert len(state) == 8 * (4 * 2 + 2)
+    assert state["layers.7.self_attention.core_attention.k"] > 0
+    other = make(folder, tiny.world)
+    attach_quantizers(other.base, QuantConfig(kv_cache="fp8"), "base")
+    load_base_amax(other.base, state)
+    (a,), (b,) = (t.source.features(tiny.batches[0]) for t in (tiny, other))
+    assert torch.equal(a.state_SBH, b.state_SBH)
+
+
+def test_kv_cache_quantisation_changes_the_base(tiny: Tiny, folder: Path) -> None:
+    run(tiny, QuantConfig(kv_cache="fp8"))
+    (with_kv,) = tiny.source.features(tiny.batches[0])
+    for name, quantizer in quantizers(tiny.base).items():
+        if "core_attention" in name:
+            quantizer.mode = Mode.DISABLED
+    (without,) = tiny.source.features(tiny.batches[0])
+    assert not torch.equal(with_kv.state_SBH, without.state_SBH)
+
+
+def test_base_state_is_strict(tiny: Tiny, folder: Path) -> None:
+    run(tiny)
+    state = base_amax_state(tiny.base)
+    less = {k: v for k, v in state.items() if k != "layers.2.mlp.linear_fc1.input"}
+    with pytest.raises(UserError, match=r"missing \['layers.2.mlp.linear_fc1.input'\]"):
+        load_base_amax(tiny.base, less)
+    with pytest.raises(UserError, match="unexpected"):
+        load_base_amax(tiny.base, {**state, "layers.2.other.input": 1.0})
+    with pytest.raises(UserError, match="another|give the base"):
+        load_base_amax(tiny.base, {k: v * 1.5 for k, v in state.items()})
