@@ -1,0 +1,224 @@
+"""Features online and offline, over layouts, in one spawned world of two ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_spec.config import ParallelConfig, UserError
+from megatron_spec.data.chat import Sample
+from megatron_spec.features.store import FeatureStore, FeatureWriter, SampleFeatures, StoreManifest
+from tests.unit_tests.pipeline.tiny import save_tiny
+from tests.worlds import run_world
+
+CAPTURES = (0, 2)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+}
+
+
+class Samples:
+    """Seven random samples of different lengths."""
+
+    seq_length = 16
+
+    def __init__(self) -> None:
+        g = torch.Generator().manual_seed(5)
+        tokens = [torch.randint(83, (n,), generator=g) for n in (9, 4, 16, 7, 11, 5, 6)]
+        self.samples = [Sample(t, (torch.arange(len(t)) >= 2).int()) for t in tokens]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.samples[index]
+
+
+def manifest(fingerprint: str = "sha256:0", **changes: Any) -> StoreManifest:
+    return StoreManifest(
+        **{
+            "base_fingerprint": fingerprint, "capture_layer_ids": CAPTURES, "hidden_size": 32, "dtype": "float32",
+            "template_hash": "t", "num_samples": 7, "seq_length": 16, "samples_per_shard": 3, **changes,
+        }  # fmt: skip
+    )
+
+
+def _own_cases(root: Path, layout: str, world: Any) -> dict[str, Any]:
+    from megatron_spec.checkpoint.base_import import inspect_base, load_base
+    from megatron_spec.data.packing import build_batch
+    from megatron_spec.features.offline import OfflineFeatures, extract
+    from megatron_spec.features.online import OnlineFeatures
+
+    dataset = Samples()
+    reference = inspect_base(root / "base")
+    base = load_base(reference, world, CAPTURES)
+    # Rank 0 alone would overtake: a shard of an earlier, killed run lies in the folder of pp2.
+    store_folder, m = root / layout, manifest(reference.fingerprint)
+    written = [extract(base, dataset, store_folder, m, micro_batch_size=2)]
+    if layout == "pp2" and world.rank == 0:
+        (store_folder / "features-00001.safetensors").unlink()
+    torch.distributed.barrier()
+    written.append(extract(base, dataset, store_folder, m, micro_batch_size=2))
+    ids = [(0, 1), (2, 6), (3, 4), (5, 0)]
+    batches = [build_batch([[dataset[i]] for i in chosen], 16, "cpu", sample_ids=chosen) for chosen in ids]
+    online = OnlineFeatures(base).features(batches)
+    store = FeatureStore(store_folder, {"base_fingerprint": reference.fingerprint, "capture_layer_ids": CAPTURES})
+    offline = OfflineFeatures(store, world).features(batches)
+    rows = 16 // world.tp_size
+    gap = 0.0
+    for a, b in zip(online, offline, strict=True):
+        first = rows * world.tp_rank
+        real = (a.batch.documents_BS >= 0).t()[first : first + rows, :, None]
+        gap = max(
+            gap,
+            float(((a.captures_SBC - b.captures_SBC) * real).abs().max()),
+            float(((a.state_SBH - b.state_SBH) * real).abs().max()),
+        )
+    found: dict[str, Any] = {
+        "gap": gap, "written": written, "owned": [f.batch.sample_ids for f in online],
+        "owned offline": [f.batch.sample_ids for f in offline], "shape": tuple(online[0].captures_SBC.shape),
+    }  # fmt: skip
+    for name, source in (("online", OnlineFeatures(base)), ("offline", OfflineFeatures(store, world))):
+        try:
+            source.features(batches[:3])
+        except UserError as e:
+            found[f"three batches {name}"] = str(e)
+    try:
+        extract(base, dataset, store_folder, manifest("sha256:other"), 2)
+    except UserError as e:
+        found["other base"] = str(e)
+    return found
+
+
+def _cases(root: str) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    from megatron_spec import distributed
+
+    found: dict[str, Any] = {}
+    for layout, values in LAYOUTS.items():
+        world = distributed.initialize(ParallelConfig(**values))
+        found[layout] = _own_cases(Path(root), layout, world)
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("features")
+    save_tiny(folder / "base", num_hidden_layers=4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(root: Path) -> list[dict[str, Any]]:
+    return run_world(2, _cases, str(root))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_offline_equals_online(found: list[dict[str, Any]], layout: str) -> None:
+    for rank in found:
+        assert rank[layout]["gap"] < 1e-4
+        assert rank[layout]["shape"] == ((8 if layout == "tp2sp" else 16), 2, 64)
+
+
+def test_pipeline_ranks_own_every_other_micro_batch(found: list[dict[str, Any]]) -> None:
+    assert found[0]["pp2"]["owned"] == found[0]["pp2"]["owned offline"] == [(0, 1), (3, 4)]
+    assert found[1]["pp2"]["owned"] == found[1]["pp2"]["owned offline"] == [(2, 6), (5, 0)]
+    for source in ("online", "offline"):
+        assert "3 micro-batches" in found[0]["pp2"][f"three batches {source}"]
+        assert f"three batches {source}" not in found[0]["dp2"]
+
+
+def test_extraction_continues_where_it_stopped(found: list[dict[str, Any]]) -> None:
+    assert [rank["pp2"]["written"] for rank in found] == [[3, 1], [3, 1]]
+    assert [rank["dp2"]["written"] for rank in found] == [[3, 0], [3, 0]]
+    assert "base_fingerprint" in found[0]["dp2"]["other base"] and "base_fingerprint" in found[1]["dp2"]["other base"]
+
+
+def test_layouts_write_the_same(found: list[dict[str, Any]], root: Path) -> None:
+    assert found
+    stores = [FeatureStore(root / layout) for layout in LAYOUTS]
+    for i, sample in enumerate(Samples().samples):
+        first, *others = [store.features_of(i) for store in stores]
+        assert first.tokens.tolist() == sample.tokens.tolist() and first.turns.tolist() == sample.turns.tolist()
+        assert first.captures.shape == (len(sample), 64) and first.state.shape == (len(sample), 32)
+        for other in others:
+            torch.testing.assert_close(other.captures, first.captures, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(other.state, first.state, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    writer = FeatureWriter(tmp_path / "store", manifest())
+    for shard in writer.pending():
+        samples = [Samples()[i] for i in writer.manifest.samples_of(shard)]
+        values = [SampleFeatures(s.tokens, s.turns, torch.ones(len(s), 64), torch.zeros(len(s), 32)) for s in samples]
+        writer.write(shard, values)
+    return tmp_path / "store"
+
+
+def test_store_reads_back_as_a_dataset(store: Path) -> None:
+    dataset, read = Samples(), FeatureStore(store)
+    assert len(read) == 7 and read.seq_length == 16
+    assert all(torch.equal(read[i].tokens, dataset[i].tokens) for i in range(7))
+    assert sorted(p.name for p in store.iterdir()) == [
+        "features-00000.safetensors", "features-00001.safetensors", "features-00002.safetensors", "manifest.json",
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="sample 7"):
+        read[7]
+
+
+@pytest.mark.parametrize(
+    ("expected", "message"),
+    [
+        ({"base_fingerprint": "sha256:1"}, "base_fingerprint: found 'sha256:0', expected 'sha256:1'"),
+        ({"capture_layer_ids": (1, 2)}, "capture_layer_ids"),
+        ({"template_hash": "u"}, "template_hash"),
+    ],
+)
+def test_store_of_something_else_is_refused(store: Path, expected: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        FeatureStore(store, expected)
+    raw = json.loads((store / "manifest.json").read_text())
+    (store / "manifest.json").write_text(json.dumps({**raw, "convention": "post-norm"}))
+    with pytest.raises(UserError, match="convention"):
+        FeatureStore(store)
+
+
+def test_incomplete_and_damaged_stores_are_refused(store: Path) -> None:
+    shard = store / "features-00001.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-100])
+    with pytest.raises(UserError, match=r"features-00001\.safetensors is damaged"):
+        FeatureStore(store).features_of(4)
+    shard.unlink()
+    with pytest.raises(UserError, match=r"1 of 3 shards are missing \(features-00001"):
+        FeatureStore(store)
+    with pytest.raises(UserError, match="begun with other settings"):
+        FeatureWriter(store, manifest(dtype="bfloat16"))
+
+
+def test_rows_that_are_not_the_stored_sample_are_refused(store: Path) -> None:
+    from types import SimpleNamespace
+
+    from megatron_spec.data.packing import build_batch
+    from megatron_spec.features.offline import OfflineFeatures
+
+    dataset = Samples()
+    alone = SimpleNamespace(pp_size=1, pp_rank=0, parallel=ParallelConfig(), device="cpu")
+    source = OfflineFeatures(FeatureStore(store), alone)  # type: ignore[arg-type]
+    good = build_batch([[dataset[3]]], 8, "cpu", sample_ids=(3,))
+    assert source.features([good])[0].captures_SBC[:, 0, 0].tolist() == [1.0] * 7 + [0.0]
+    for index, length in ((2, 16), (1, 8)):
+        bad = build_batch([[dataset[3]]], length, "cpu", sample_ids=(index,))
+        with pytest.raises(UserError, match=f"sample {index} of the data is not the one"):
+            source.features([bad])
+    with pytest.raises(UserError, match="turn packing off"):
+        source.features([build_batch([[dataset[3]]], 8, "cpu")])
