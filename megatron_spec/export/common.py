@@ -93,16 +93,11 @@ def whole(parameter: Tensor, tp: dist.ProcessGroup) -> Tensor:
 
 
 def shard(tensor: Tensor, like: Tensor, tp: dist.ProcessGroup) -> Tensor:
-    """This rank's part of a whole tensor, cut as the parameter `like` is. Missing rows (padding) are zero."""
+    """This rank's part of a whole tensor, cut as the parameter `like` is."""
     if not getattr(like, "tensor_model_parallel", False):
         return tensor
     dim: int = like.partition_dim  # type: ignore[attr-defined]
     size = like.shape[dim]
-    lacking = size * tp.size() - tensor.shape[dim]
-    if lacking > 0:
-        shape = list(tensor.shape)
-        shape[dim] = lacking
-        tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
     return tensor.narrow(dim, tp.rank() * size, size)
 
 

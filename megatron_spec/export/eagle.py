@@ -155,8 +155,6 @@ def _collect(draft: nn.Module, config: EagleConfig, vocab: DraftVocab, dtype: st
         tensor = whole(parameter, world.tp)
         if world.rank != 0:
             continue
-        if name == "lm_head.weight":
-            tensor = tensor[: config.draft_vocab_size]  # the rest pads to the tensor parallel size
         linear = quantised.get(name.removesuffix(".weight"))
         tensors |= _encode(name, tensor, linear, parse_dtype(dtype))
     if world.rank == 0 and not vocab.is_full:

@@ -19,7 +19,7 @@ from megatron_spec.drafts.base import BaseEnds, shift
 from megatron_spec.export import layout
 from megatron_spec.export.common import VerificationError, parameters_by_file_name, parse_dtype, shard
 from megatron_spec.export.load import ExportedFolder, load_exported_draft
-from megatron_spec.fake_quant import round_trip
+from megatron_spec.fake_quant import round_trip, scale_of
 from megatron_spec.files import read_json
 from megatron_spec.ops.attention import AttentionPlan, attend
 
@@ -42,7 +42,7 @@ def verify_draft(
         exported = ExportedFolder(folder, base.num_layers)
         problems = check_config(exported, draft.config, base)  # type: ignore[arg-type]
         problems += check_tensors(exported, dtype, fp8_names(draft))
-        problems += _check_vocab(exported, draft)
+        problems = problems or _check_vocab(exported, draft)
     except UserError as e:
         raise VerificationError(f"{folder}: {e}") from e
     if not problems and world.draft_dp.rank() == 0:
@@ -135,16 +135,21 @@ def check_values(exported: ExportedFolder, draft: nn.Module, world: World, dtype
         else:
             expected = round_trip(parameter.detach(), quantizer.amax)
             found = exported.weight(name, parameter.dtype)
-        if not torch.equal(_without_padding(name, shard(found, parameter, world.tp), exported, world),
-                           _without_padding(name, expected.cpu(), exported, world)):  # fmt: skip
+        if not torch.equal(shard(found, parameter, world.tp), expected.cpu()):
             problems.append(f"{name} differs from the draft in memory")
-    return problems
+    return problems + _check_scale_values(exported, modules)
 
 
-def _without_padding(name: str, rows: Tensor, exported: ExportedFolder, world: World) -> Tensor:
-    if name != "lm_head.weight":
-        return rows
-    return rows[: max(0, exported.config.draft_vocab_size - world.tp.rank() * rows.shape[0])]
+def _check_scale_values(exported: ExportedFolder, modules: dict[str, Any]) -> list[str]:
+    return [
+        f"{name}.{kind}_scale differs from the draft in memory"
+        for name, module in modules.items()
+        if getattr(module, "weight_quantizer", None) is not None
+        for kind in ("weight", "input")
+        if not torch.equal(
+            exported.tensor(f"{name}.{kind}_scale"), scale_of(getattr(module, f"{kind}_quantizer").amax).cpu()
+        )
+    ]
 
 
 @torch.no_grad()
@@ -171,10 +176,8 @@ def check_logits(
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:
-    padding = torch.isneginf(expected) & torch.isneginf(found)
-    found, expected = (x.float().masked_fill(padding, 0.0) for x in (found, expected))
-    norm = float(expected.norm())
-    return float((found - expected).norm()) / norm if norm else float(found.norm())
+    norm = float(expected.float().norm())
+    return float((found.float() - expected.float()).norm()) / norm if norm else float(found.norm())
 
 
 def _inputs(
