@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Copy on another device."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return Batch(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
 
 

@@ -62,8 +62,8 @@ def calibrate(args: argparse.Namespace) -> None:
         torch.save(vocab.d2t, temporary / "d2t.pt")
         files.write_json(temporary / "coverage.json", report)
     sys.stdout.write(
-        f"{len(vocab)} of {vocab_size} tokens cover {report['coverage']:.2%} of {report['supervised_tokens']} assistant "
-        f"tokens ({report['distinct_tokens']} distinct); written to {folder}\n"
+        f"{len(vocab)} of {vocab_size} tokens cover {report['coverage']:.2%} of {report['supervised_tokens']} "
+        f"assistant tokens ({report['distinct_tokens']} distinct); written to {folder}\n"
     )
     if report["draft_tokens_never_seen"]:
         sys.stdout.write(

@@ -110,7 +110,8 @@ def parse_message(message: Any, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: found {str(message)[:80]!r}, expected an object with role and content")
     name = message.get("role", message.get("from"))
     if name is None or ("content" not in message and "value" not in message and not message.get("tool_calls")):
-        raise UserError(f"{where}: found keys {', '.join(message) or 'none'}, expected role and content (or from, value)")
+        found = ", ".join(message) or "none"
+        raise UserError(f"{where}: found keys {found}, expected role and content (or from, value)")
     if not isinstance(name, str) or name not in ROLES:
         raise UserError(f"{where}: unknown role {name!r}{suggest(str(name), ROLES)}; known: {', '.join(ROLES)}")
     role = ROLES[name]
@@ -213,7 +214,7 @@ class ChatEncoder:
         if supervised == 0:
             raise UserError(f"{conversation.where}: the chat template marks no token as the assistant's")
         if supervised == len(turns):
-            raise UserError(f"{conversation.where}: every token counts as the assistant's: the chat template is unusable")
+            raise UserError(f"{conversation.where}: every token counts as the assistant's: the chat template is wrong")
         return Sample(torch.tensor(ids), torch.tensor(turns, dtype=torch.int32), conversation.where)
 
     def prompt_ids(self, conversation: Conversation) -> list[int]:

@@ -92,8 +92,8 @@ class ConversationDataset:
         example = f"{first.where}, whose first answer begins at token {begins} of {len(first)}"
         if not self._samples:
             raise UserError(
-                f"{self.path}: no supervised tokens are left with seq_length {self.seq_length} (for example {example}): "
-                "use a larger seq_length"
+                f"{self.path}: no supervised tokens are left with seq_length {self.seq_length} (for example "
+                f"{example}): use a larger seq_length"
             )
         reasons = ", ".join(f"{count} x {reason}" for reason, count in self.dropped.items())
         log.warning("%s: dropped %s; the first is %s", self.path, reasons, example)

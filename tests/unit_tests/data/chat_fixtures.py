@@ -1,4 +1,4 @@
-"""A tokenizer made on the spot (bytes are tokens, digits and special tokens stand alone) and chat templates of families."""
+"""A tokenizer made on the spot (bytes are tokens, special tokens stand alone), and chat templates of families."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_supervised_text_is_the_answer_and_its_end(template, messages, expected)
 
 def test_golden_mask_of_one_short_conversation():
     _, sample = encode(chats.CHATML, [{"role": "system", "content": "S"}, *ONE])
-    # <|start|> s y s t e m \n S <|end|> \n | <|start|> u s e r \n h i <|end|> \n | <|start|> assistant \n | y o end | \n
+    # <|start|> system \n S <|end|> \n   <|start|> user \n hi <|end|> \n   <|start|> assistant \n   yo <|end|>   \n
     assert sample.turns.tolist() == [0] * 11 + [0] * 10 + [0] * 11 + [1, 1, 1] + [0]
     assert sample.tokens.dtype.itemsize == 8 and sample.turns.dtype.itemsize == 4
 

@@ -1,0 +1,58 @@
+import json
+
+import pytest
+import torch
+
+from megatron_spec.config import UserError
+from megatron_spec.drafts.vocab import DraftVocab
+from tests.unit_tests.data.chat_fixtures import CHATML, make_tokenizer, talk, write_lines
+from tools import calibrate_draft_vocab
+
+DATA = [talk(("user", "zzzzzz"), ("assistant", "aaab")), talk(("user", "q"), ("assistant", "acb"))]
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "base"
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"vocab_size": len(tokenizer) + 3, "eos_token_id": 1}))
+    return folder, tokenizer
+
+
+def run(model, data, size, out):
+    flags = ["--model", str(model), "--data", str(data), "--draft-vocab-size", str(size), "--save-dir", str(out)]
+    calibrate_draft_vocab.calibrate(calibrate_draft_vocab.make_parser().parse_args(flags))
+
+
+def test_writes_the_vocabulary_and_its_coverage(model, tmp_path, capsys):
+    folder, tokenizer = model
+    data, out = write_lines(tmp_path / "d.jsonl", DATA), tmp_path / "vocab"
+    run(folder, data, 4, out)
+    # supervised: 4 x a, 2 x b, 1 x c, 2 x <|end|>; <eos> is always in
+    a, b, end = (tokenizer.convert_tokens_to_ids(t) for t in ("a", "b", "<|end|>"))
+    vocab = DraftVocab.load(out / "draft_vocab.safetensors")
+    assert vocab.target_ids.tolist() == sorted([a, b, end, tokenizer.eos_token_id])
+    assert vocab.vocab_size == len(tokenizer) + 3
+    d2t = torch.load(out / "d2t.pt", weights_only=True)
+    assert (d2t + torch.arange(4)).tolist() == vocab.target_ids.tolist() and d2t.dtype == torch.int64
+    report = json.loads((out / "coverage.json").read_text())
+    assert (report["supervised_tokens"], report["covered_tokens"]) == (9, 8)
+    assert report["coverage"] == pytest.approx(8 / 9) and report["always_included"] == [1]
+    assert "88.89%" in capsys.readouterr().out
+    run(folder, data, 3, out)
+    assert len(DraftVocab.load(out / "draft_vocab.safetensors")) == 3, "an earlier result is replaced"
+
+
+def test_mistakes_are_refused_before_work(model, tmp_path):
+    folder, tokenizer = model
+    data = write_lines(tmp_path / "d.jsonl", DATA)
+    with pytest.raises(UserError, match=f"expected 1 to the base's vocab_size {len(tokenizer) + 3}"):
+        run(folder, data, len(tokenizer) + 4, tmp_path / "vocab")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    with pytest.raises(UserError, match="is not empty"):
+        run(folder, data, 4, tmp_path / "mine")
+    with pytest.raises(UserError, match="absent.jsonl does not exist"):
+        run(folder, tmp_path / "absent.jsonl", 4, tmp_path / "vocab")
+    assert not (tmp_path / "vocab").exists()
