@@ -58,7 +58,9 @@ class EagleDraft(Draft):
         layers = [self.midlayer] if self.config.num_hidden_layers == 1 else list(self.layers)
         return layers  # type: ignore[return-value]
 
-    def initialize(self, ends: BaseEnds, base_layer_tensors: Mapping[str, Tensor] | None = None, seed: int = 1234) -> None:
+    def initialize(
+        self, ends: BaseEnds, base_layer_tensors: Mapping[str, Tensor] | None = None, seed: int = 1234
+    ) -> None:
         """Set every parameter; values do not depend on the number of tensor parallel ranks. A collective.
 
         Args:

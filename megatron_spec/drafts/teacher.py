@@ -87,7 +87,8 @@ class TeacherHead:
             if self.valid:
                 top, argmax = whole.max(-1)
             else:  # a shard of nothing but padding
-                top, argmax = whole.new_full((len(state),), -torch.inf), torch.zeros_like(state[:, 0], dtype=torch.int64)
+                top = whole.new_full((len(state),), -torch.inf)
+                argmax = torch.zeros_like(top, dtype=torch.int64)
             argmax = argmax_over_ranks(top, argmax + self.first, self.group)
             logits = self._restricted(state, whole)
             best, lse = argmax_and_lse(logits.to(wide) / temperature, self.group)

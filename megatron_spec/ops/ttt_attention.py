@@ -160,7 +160,9 @@ def _grouped(x: Tensor, G: int) -> Tensor:
     return x.unflatten(2, (G, -1))
 
 
-def _merge(q: Tensor, o0: Tensor, lse0: Tensor, branches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _merge(
+    q: Tensor, o0: Tensor, lse0: Tensor, branches: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Merged (o [B,S,N,D], lse [B,S,N]) and the branch scores [B,S,N]."""
     wide, scale, G = _wide(q), 1 / math.sqrt(q.shape[-1]), branches[0][0].shape[2]
     q_wide = _grouped(q, G).to(wide)
@@ -174,7 +176,8 @@ def _merge(q: Tensor, o0: Tensor, lse0: Tensor, branches: list[tuple[Tensor, Ten
 
 
 def _branch_backward(
-    do: Tensor, q: Tensor, o: Tensor, lse: Tensor, scores: list[Tensor], branches: list[tuple[Tensor, Tensor]], dq: Tensor
+    do: Tensor, q: Tensor, o: Tensor, lse: Tensor, scores: list[Tensor], branches: list[tuple[Tensor, Tensor]],
+    dq: Tensor,
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """dq with the branches' part added, and (dk_i, dv_i) of every branch."""
     wide, scale, G = _wide(q), 1 / math.sqrt(q.shape[-1]), branches[0][0].shape[2]
