@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,8 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """Copy on another device."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return dataclasses.replace(self, **{k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)})
+        moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)}
+        return dataclasses.replace(self, **moved)
 
 
 @dataclass
