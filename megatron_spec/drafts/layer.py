@@ -5,6 +5,8 @@ S sequence, B batch, H draft hidden size, N query heads and G key/value heads of
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,7 +18,7 @@ from megatron_spec.drafts.base import Attention
 from megatron_spec.drafts.linear import ColumnLinear, RMSNorm, RowLinear, divide, enter
 from megatron_spec.ops.rope import apply_rotary
 
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
 
 def local_kv_heads(num_heads: int, num_kv_heads: int, tp_size: int, tp_rank: int) -> list[int]:

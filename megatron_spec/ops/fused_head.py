@@ -59,7 +59,7 @@ class _FusedHead(torch.autograd.Function):
         wide = torch.float64 if weight_DH.dtype == torch.float64 else torch.float32
         train = any(ctx.needs_input_grad)
         grad_weight = torch.zeros_like(weight_DH, dtype=wide) if train and ctx.needs_input_grad[2] else None
-        grads = [torch.empty_like(h) if train else None for h in hidden_RH]
+        grads = [torch.empty_like(h) for h in hidden_RH] if train else []
         total = torch.zeros((), dtype=wide, device=weight_DH.device)
         stats = torch.zeros(len(steps), 3, dtype=wide, device=weight_DH.device)
         rows = max(1, CHUNK_BYTES.get(weight_DH.device.type, 64 << 20) // (weight_DH.shape[0] * 4))

@@ -39,11 +39,11 @@ class StandInEnds:
 
 
 def eagle_config(**changes: Any) -> EagleConfig:
-    values: dict[str, Any] = dict(
-        algorithm="eagle3", hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=4, vocab_size=V, draft_vocab_size=len(SMALL_VOCAB), target_hidden_size=16,
-        max_position_embeddings=64, capture_layer_ids=(0, 1, 2),
-    )  # fmt: skip
+    values: dict[str, Any] = {
+        "algorithm": "eagle3", "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 4, "vocab_size": V, "draft_vocab_size": len(SMALL_VOCAB), "target_hidden_size": 16,
+        "max_position_embeddings": 64, "capture_layer_ids": (0, 1, 2),
+    }  # fmt: skip
     values.update(changes)
     return EagleConfig(**values)
 

@@ -17,7 +17,13 @@ from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.ops.attention import AttentionPlan, attend
 from megatron_spec.ops.ttt_attention import TrainingTimeTest, trunk_layout
 from tests.unit_tests.drafts.stand_in import (
-    V, PlainEagle, StandInEnds, conversations, draft_vocab, eagle_config, features,
+    PlainEagle,
+    StandInEnds,
+    V,
+    conversations,
+    draft_vocab,
+    eagle_config,
+    features,
 )  # fmt: skip
 
 CASES = list(itertools.product(("serving", "paper", "target"), (True, False), (True, False), (12, V)))
@@ -41,7 +47,7 @@ def compare(config: EagleConfig, objective: ObjectiveConfig, f: Features | None 
     total, stats = PlainEagle(config, parameters, ends, draft.vocab)(f, objective)
     losses = draft(f, ends, objective)
     assert stats[:, 3].min() > 0, "the example must supervise every step"
-    close: dict[str, Any] = dict(rtol=1e-9, atol=1e-9)
+    close: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
     torch.testing.assert_close(losses.total, total, **close)
     found = torch.stack([losses.loss_T, losses.correct_T, losses.overlap_T, losses.rows_T], 1)
     torch.testing.assert_close(found, stats, **close)
@@ -176,4 +182,4 @@ def test_refusals() -> None:
     with pytest.raises(UserError, match="capture_layer_ids"):
         EagleDraft(eagle_config(capture_layer_ids=()), draft_vocab(eagle_config()), world.tp)
     with pytest.raises(UserError, match="hidden_act"):
-        EagleDraft(eagle_config(hidden_act="swish7"), DraftVocab(torch.tensor([1] + list(range(3, 14))), V), world.tp)
+        EagleDraft(eagle_config(hidden_act="swish7"), DraftVocab(torch.tensor([1, *list(range(3, 14))]), V), world.tp)

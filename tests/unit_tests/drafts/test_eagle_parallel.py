@@ -15,20 +15,20 @@ from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
 from megatron_spec.drafts.eagle import EagleDraft
 from megatron_spec.drafts.layer import local_kv_heads
 from megatron_spec.ops.attention import AttentionPlan, attend
-from tests.unit_tests.drafts.stand_in import V, StandInEnds, conversations, draft_vocab, eagle_config, features
+from tests.unit_tests.drafts.stand_in import StandInEnds, V, conversations, draft_vocab, eagle_config, features
 from tests.worlds import run_world
 
-HEADS_9_3 = dict(hidden_size=18, num_attention_heads=9, num_key_value_heads=3, head_dim=2)
+HEADS_9_3 = {"hidden_size": 18, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 2}
 CASES: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
     "tp2": (2, False, {}, {}),
     "tp2 sp": (2, True, {}, {}),
-    "tp2 one kv head": (2, False, dict(num_key_value_heads=1), {}),
-    "tp2 sp one kv head": (2, True, dict(num_key_value_heads=1), dict(detach=True)),
-    "tp2 uneven kv heads": (2, False, dict(num_attention_heads=12, num_key_value_heads=3, head_dim=2), {}),
-    "tp2 two layers": (2, True, dict(num_hidden_layers=2), dict(loss="lk", in_vocab_only=False)),
-    "tp2 reverse_kl": (2, False, {}, dict(loss="reverse_kl", temperature=0.7)),
-    "tp2 tv": (2, False, {}, dict(loss="tv")),
-    "tp2 hard_ce": (2, False, {}, dict(loss="hard_ce", in_vocab_only=False)),
+    "tp2 one kv head": (2, False, {"num_key_value_heads": 1}, {}),
+    "tp2 sp one kv head": (2, True, {"num_key_value_heads": 1}, {"detach": True}),
+    "tp2 uneven kv heads": (2, False, {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 2}, {}),
+    "tp2 two layers": (2, True, {"num_hidden_layers": 2}, {"loss": "lk", "in_vocab_only": False}),
+    "tp2 reverse_kl": (2, False, {}, {"loss": "reverse_kl", "temperature": 0.7}),
+    "tp2 tv": (2, False, {}, {"loss": "tv"}),
+    "tp2 hard_ce": (2, False, {}, {"loss": "hard_ce", "in_vocab_only": False}),
     "tp3": (3, False, HEADS_9_3, {}),
     "tp3 sp": (3, True, HEADS_9_3, {}),
     "tp3 one kv head": (3, True, {**HEADS_9_3, "num_key_value_heads": 1, "head_dim": 6}, {}),
@@ -87,7 +87,8 @@ def ranks() -> dict[str, Any]:
                 found[name + " alone"] = outcome(config, goal, alone, False)
     if rank < 2:
         try:
-            EagleDraft(eagle_config(num_attention_heads=3, num_key_value_heads=3), draft_vocab(eagle_config()), groups[2])
+            config = eagle_config(num_attention_heads=3, num_key_value_heads=3)
+            EagleDraft(config, draft_vocab(config), groups[2])
         except UserError as error:
             found["refused"] = str(error)
     return found

@@ -85,7 +85,7 @@ def test_a_row_of_weight_zero_may_have_an_infinite_loss() -> None:
 
 def test_low_precision_sums_the_head_gradient_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """bf16: the gradient over many small chunks is as good as over one."""
-    hidden, weight, teacher, steps = example()
+    _hidden, weight, teacher, _steps = example()
     rows = torch.arange(8).repeat(64)
     step = StepRows(rows, torch.ones(512), teacher.label_U[rows])
     teacher.logits_UD = teacher.logits_UD.bfloat16()
