@@ -28,7 +28,8 @@ class PlainEagle:
         return x @ weight.T
 
     def norm(self, name: str, x: Tensor) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt() * self.t[name + ".weight"].float()
+        scale = (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()
+        return x * scale * self.t[f"{name}.weight"].float()
 
     def frequencies(self) -> Tensor:
         d = self.config["head_dim"]

@@ -1,4 +1,4 @@
-"""Exported EAGLE-3 folders: what is in them, whether a plain reader computes the same, and what verification catches."""
+"""Exported EAGLE-3 folders: their content, a plain reader that computes the same, and what verification catches."""
 
 from __future__ import annotations
 
@@ -281,10 +281,15 @@ def test_verification_catches(fp8: tuple[Tiny, Path], tmp_path: Path, name: str)
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("rope_theta", 5e5, "rope"), ("rms_norm_eps", 1e-6, "rms_norm_eps"), ("max_position_embeddings", 2, "less than"),
-        ("target_hidden_size", None, "target_hidden_size|null"), ("num_key_value_heads", 4, "num_key_value_heads"),
-        ("eagle_aux_hidden_state_layer_ids", [2, 4, 6], "capture_layer_ids"), ("draft_vocab_size", 41, "draft_vocab_size 41"),
-        ("rope_theta", ..., "missing rope_theta"), ("quantization_config", ..., "without hf_quant_config"),
+        ("rope_theta", 5e5, "rope"),
+        ("rms_norm_eps", 1e-6, "rms_norm_eps"),
+        ("max_position_embeddings", 2, "less than"),
+        ("target_hidden_size", None, "target_hidden_size"),
+        ("num_key_value_heads", 4, "num_key_value_heads"),
+        ("eagle_aux_hidden_state_layer_ids", [2, 4, 6], "capture_layer_ids"),
+        ("draft_vocab_size", 41, "draft_vocab_size 41"),
+        ("rope_theta", ..., "missing rope_theta"),
+        ("quantization_config", ..., "without hf_quant_config"),
     ],
 )  # fmt: skip
 def test_verification_catches_config(

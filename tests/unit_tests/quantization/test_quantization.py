@@ -52,7 +52,7 @@ def run(tiny: Tiny, quant: QuantConfig = FP8, steps: int = 3) -> dict[str, float
 def test_modes() -> None:
     quantizer = TensorQuantizer("place")
     x = torch.tensor([0.1, -3.0, 1.07])
-    with pytest.raises(UserError, match="place.*never calibrated"):
+    with pytest.raises(UserError, match=r"place.*never calibrated"):
         quantizer(x)
     quantizer.start_calibration()
     with pytest.raises(UserError, match="saw no data"):
@@ -258,5 +258,5 @@ def test_base_state_is_strict(tiny: Tiny, folder: Path) -> None:
         load_base_amax(tiny.base, less)
     with pytest.raises(UserError, match="unexpected"):
         load_base_amax(tiny.base, {**state, "layers.2.other.input": 1.0})
-    with pytest.raises(UserError, match="another|give the base"):
+    with pytest.raises(UserError, match="give the base of the checkpoint"):
         load_base_amax(tiny.base, {k: v * 1.5 for k, v in state.items()})

@@ -1,0 +1,121 @@
+"""Calibration and export on two ranks, in every layout of two, against one process. One spawned world."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from megatron_spec.config import QuantConfig
+from megatron_spec.export.base import export_base
+from megatron_spec.export.common import VerificationError
+from megatron_spec.export.eagle import export_draft
+from megatron_spec.quantization.attach import attach_quantizers, base_amax_state, load_base_amax, quantizers
+from megatron_spec.quantization.calibrate import calibrate
+from tests.unit_tests.pipeline.tiny import save_tiny
+from tests.unit_tests.quantization.tiny import OBJECTIVE, Tiny, batch, make, world_of
+from tests.worlds import run_world
+
+QUANT = QuantConfig(kv_cache="fp8")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": dict(tensor_model_parallel_size=2),
+    "tp2sp": dict(tensor_model_parallel_size=2, sequence_parallel=True),
+    "pp2": dict(pipeline_model_parallel_size=2),
+    "dp2": {},
+}
+
+
+def calibrated(folder: str | Path, **parallel: Any) -> Tiny:
+    tiny = make(folder, world_of(**parallel))
+    if tiny.world.dp_size > 1:  # every data rank reads other samples
+        tiny.batches = [[batch(100 * tiny.world.dp_rank + step)] for step in range(2)]
+    calibrate(tiny.base, tiny.draft, tiny.source, tiny.batches, OBJECTIVE, QUANT, tiny.world)
+    return tiny
+
+
+def draft_amax(tiny: Tiny) -> dict[str, float]:
+    return {name: float(q.amax) for name, q in quantizers(tiny.draft).items()}
+
+
+def export(tiny: Tiny, out: Path) -> None:
+    features = tiny.source.features(tiny.batches[0])[0]
+    export_draft(tiny.draft, tiny.reference, out / "draft", QUANT, tiny.world, features=features, ends=tiny.base)
+    export_base(tiny.base, tiny.reference, out / "base", QUANT, tiny.world)
+
+
+def with_ranges(folder: str, parallel: dict[str, Any], base: dict[str, float], draft: dict[str, float]) -> Tiny:
+    tiny = make(folder, world_of(**parallel))
+    attach_quantizers(tiny.base, QUANT, "base")
+    load_base_amax(tiny.base, base)
+    attach_quantizers(tiny.draft, QUANT, "draft")
+    for name, quantizer in quantizers(tiny.draft).items():
+        quantizer.set_amax(draft[name])
+    return tiny
+
+
+def failing_export(tiny: Tiny, out: Path) -> tuple[str, bool]:
+    """Verification fails on rank 1 only."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        if tiny.world.rank == 1:
+            raise VerificationError("shard of rank 1 is bad")
+
+    with mock.patch("megatron_spec.export.eagle.verify_draft", fail), pytest.raises(VerificationError) as caught:
+        export_draft(tiny.draft, tiny.reference, out / "draft", QUANT, tiny.world)
+    dist.barrier()  # rank 0 has removed its temporary folder
+    return str(caught.value), any(out.iterdir())
+
+
+def cases(folder: str, out: str, base: dict[str, float], draft: dict[str, float]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for layout, parallel in LAYOUTS.items():
+        tiny = calibrated(folder, **parallel)
+        found[layout] = (base_amax_state(tiny.base), draft_amax(tiny))
+        export(with_ranges(folder, parallel, base, draft), Path(out, layout))
+    Path(out, "failing").mkdir(exist_ok=True)
+    found["failing"] = failing_export(with_ranges(folder, LAYOUTS["tp2"], base, draft), Path(out, "failing"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tiny, Path, list[dict[str, Any]]]:
+    folder, out = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("out")
+    save_tiny(folder, num_hidden_layers=8, vocab_size=83)
+    tiny = calibrated(folder)
+    export(tiny, out / "one")
+    ranks = run_world(2, cases, str(folder), str(out), base_amax_state(tiny.base), draft_amax(tiny))
+    return tiny, out, ranks
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranges_are_equal_on_all_ranks(results: tuple[Tiny, Path, list[dict[str, Any]]], layout: str) -> None:
+    tiny, _, ranks = results
+    assert ranks[0][layout] == ranks[1][layout]
+    base, draft = ranks[0][layout]
+    expected = base_amax_state(tiny.base)
+    assert base.keys() == expected.keys() and draft.keys() == draft_amax(tiny).keys()
+    if layout.startswith("tp"):  # the others read more micro-batches
+        assert base == pytest.approx(expected, rel=0.03) and draft == pytest.approx(draft_amax(tiny), rel=0.03)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("part", ["draft", "base"])
+def test_folder_is_bit_equal_to_one_process(
+    results: tuple[Tiny, Path, list[dict[str, Any]]], layout: str, part: str
+) -> None:
+    _, out, _ = results
+    one, two = out / "one" / part, out / layout / part
+    names = sorted(p.name for p in one.iterdir())
+    assert names == sorted(p.name for p in two.iterdir())
+    assert {"model.safetensors", "config.json", "hf_quant_config.json"} <= set(names)
+    for name in set(names) - {"run.json"}:
+        assert (one / name).read_bytes() == (two / name).read_bytes(), name
+
+
+def test_a_failure_on_one_rank_is_everyones(results: tuple[Tiny, Path, list[dict[str, Any]]]) -> None:
+    _, _, ranks = results
+    assert ranks[0]["failing"] == ("rank 1 failed: shard of rank 1 is bad", False)
+    assert ranks[1]["failing"] == ("shard of rank 1 is bad", False)
