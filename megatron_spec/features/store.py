@@ -95,9 +95,8 @@ def shard_path(folder: Path, shard: int) -> Path:
 def differences(found: StoreManifest, expected: dict[str, Any]) -> list[str]:
     """'name: found X, expected Y' for every field of `expected` that disagrees."""
     values = found.to_dict()
-    return [
-        f"{name}: found {values[name]!r}, expected {value!r}" for name, value in expected.items() if values[name] != value
-    ]
+    wrong = {name: value for name, value in expected.items() if values[name] != value}
+    return [f"{name}: found {values[name]!r}, expected {value!r}" for name, value in wrong.items()]
 
 
 class FeatureWriter:
@@ -159,14 +158,15 @@ class FeatureStore:
         wrong = differences(self.manifest, {"convention": CONVENTION, **(expected or {})})
         if wrong:
             raise UserError(
-                f"the features in {self.folder} were computed for something else ({'; '.join(wrong)}): extract them again"
+                f"the features in {self.folder} were computed for something else ({'; '.join(wrong)}): extract them "
+                "again"
             )
         shards = range(self.manifest.num_shards)
         missing = [shard_path(self.folder, s).name for s in shards if not shard_path(self.folder, s).is_file()]
         if missing:
             raise UserError(
-                f"{self.folder}: {len(missing)} of {len(shards)} shards are missing ({', '.join(missing[:5])}): run the "
-                "extraction again, it continues where it stopped"
+                f"{self.folder}: {len(missing)} of {len(shards)} shards are missing ({', '.join(missing[:5])}): run "
+                "the extraction again, it continues where it stopped"
             )
         self._open: dict[int, Any] = {}
 

@@ -28,9 +28,7 @@ def embed(tokens_BS: Tensor, weight: Tensor, tp: ProcessGroup, sequence_parallel
     return reduce_from_tensor_model_parallel_region(out_SBH, group=tp)
 
 
-def logits(
-    state_SBH: Tensor, weight: Tensor, vocab_size: int, tp: ProcessGroup, sequence_parallel: bool
-) -> Tensor:
+def logits(state_SBH: Tensor, weight: Tensor, vocab_size: int, tp: ProcessGroup, sequence_parallel: bool) -> Tensor:
     """[S, B, V / TP] logits of this rank's rows of the head; padding rows are -inf.
 
     Differentiable in the state (the gradient is summed over tensor parallel ranks), as drafts that train through

@@ -101,9 +101,7 @@ class FrozenBase(nn.Module):
         return base
 
     @classmethod
-    def from_gpt_model(
-        cls, gpt: Any, config: BaseConfig, world: World, capture_layer_ids: Sequence[int]
-    ) -> FrozenBase:
+    def from_gpt_model(cls, gpt: Any, config: BaseConfig, world: World, capture_layer_ids: Sequence[int]) -> FrozenBase:
         """Wrap a GPTModel (or a list of one chunk) that is built and loaded already, on every rank of `world`.
 
         It keeps its own attention, so it serves causal training batches only: no packed documents, no KV cache.
@@ -186,9 +184,7 @@ class FrozenBase(nn.Module):
         if len(self.attentions) != self.stage.count:
             raise UserError("a wrapped GPTModel keeps its own attention and cannot decode with a cache: use load_base")
         heads = max(1, self.config.num_key_value_heads // self.world.tp_size)
-        return KVCache(
-            self.stage.count, batch, max_length, heads, self.config.head_dim, self.dtype, self.world.device
-        )
+        return KVCache(self.stage.count, batch, max_length, heads, self.config.head_dim, self.dtype, self.world.device)
 
     @contextmanager
     def _under(self, plan: AttentionPlan) -> Iterator[None]:
@@ -224,8 +220,9 @@ class FrozenBase(nn.Module):
             hidden [S, B, H] (after the final norm on the last stage) and the captures so far, each [S, B, H]
             (S / TP rows under sequence parallelism).
         """
+        captures: list[Tensor] = []
         if relayed is None:
-            hidden, captures = self.embed(batch.tokens_BS), []
+            hidden = self.embed(batch.tokens_BS)
         else:
             hidden, captures = relay.split(relayed, self.config.hidden_size)
         decoder = self.gpt.decoder
@@ -233,8 +230,6 @@ class FrozenBase(nn.Module):
         if not self.gpt.pre_process:
             decoder.set_input_tensor(hidden)
         with self._under(plan), record_outputs(captured) as recorded:
-            hidden = decoder(
-                hidden_states=hidden, attention_mask=None, rotary_pos_emb=self._angles(batch, plan)
-            )
+            hidden = decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=self._angles(batch, plan))
         decoder.set_input_tensor(None)
         return hidden, captures + recorded

@@ -152,7 +152,7 @@ def _gpt(tied: bool, world: World) -> Any:
             p.data.fill_(1.0).add_(torch.linspace(-0.3, 0.3, p.numel()))  # equal on every rank
         else:
             p.data.normal_(0, 0.2)
-    return gpt
+    return gpt.to(world.device)
 
 
 def _gathered(logits: Tensor, world: World) -> Tensor:
@@ -198,8 +198,8 @@ def _megatron_cases(root: str) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     expected: dict[bool, Tensor] = {}
-    batch = _batch()
     world = distributed.initialize(ParallelConfig(tensor_model_parallel_size=2))
+    batch = _batch().to(world.device)
     for tied in (False, True):
         gpt = _gpt(tied, world)
         args = argparse.Namespace(**ARGS, untie_embeddings_and_output_weights=not tied)

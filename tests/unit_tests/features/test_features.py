@@ -43,9 +43,16 @@ class Samples:
 def manifest(fingerprint: str = "sha256:0", **changes: Any) -> StoreManifest:
     return StoreManifest(
         **{
-            "base_fingerprint": fingerprint, "capture_layer_ids": CAPTURES, "hidden_size": 32, "dtype": "float32",
-            "template_hash": "t", "num_samples": 7, "seq_length": 16, "samples_per_shard": 3, **changes,
-        }  # fmt: skip
+            "base_fingerprint": fingerprint,
+            "capture_layer_ids": CAPTURES,
+            "hidden_size": 32,
+            "dtype": "float32",
+            "template_hash": "t",
+            "num_samples": 7,
+            "seq_length": 16,
+            "samples_per_shard": 3,
+            **changes,
+        }
     )
 
 
@@ -66,7 +73,7 @@ def _own_cases(root: Path, layout: str, world: Any) -> dict[str, Any]:
     torch.distributed.barrier()
     written.append(extract(base, dataset, store_folder, m, micro_batch_size=2))
     ids = [(0, 1), (2, 6), (3, 4), (5, 0)]
-    batches = [build_batch([[dataset[i]] for i in chosen], 16, "cpu", sample_ids=chosen) for chosen in ids]
+    batches = [build_batch([[dataset[i]] for i in chosen], 16, world.device, sample_ids=chosen) for chosen in ids]
     online = OnlineFeatures(base).features(batches)
     store = FeatureStore(store_folder, {"base_fingerprint": reference.fingerprint, "capture_layer_ids": CAPTURES})
     offline = OfflineFeatures(store, world).features(batches)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from megatron_spec.config import ParallelConfig, UserError
+from megatron_spec.config import ParallelConfig
 from tests.unit_tests.pipeline.tiny import LLAMA3, save_tiny
 from tests.worlds import run_world
 
@@ -22,18 +22,19 @@ TOLERANCE = 1e-4
 
 MODELS: dict[str, dict[str, Any]] = {
     "gqa": {},
-    "tied": dict(tie_word_embeddings=True, vocab_size=80, head_dim=8),
-    "llama3": dict(rope_parameters=dict(LLAMA3, rope_theta=500.0)),
+    "tied": {"tie_word_embeddings": True, "vocab_size": 80, "head_dim": 8},
+    "llama3": {"rope_parameters": dict(LLAMA3, rope_theta=500.0)},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1": {},
-    "tp2": dict(tensor_model_parallel_size=2),
-    "tp2sp": dict(tensor_model_parallel_size=2, sequence_parallel=True),
-    "pp2": dict(pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=4),
-    "tp2pp2sp": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True),
-    "pp4": dict(pipeline_model_parallel_size=4),  # 6 layers: 2, 2, 1, 1
-    "tp4": dict(tensor_model_parallel_size=4),  # more ranks than key/value heads; 83 rows do not divide
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 4},
+    "tp2pp2sp": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
+    "pp4": {"pipeline_model_parallel_size": 4},  # 6 layers: 2, 2, 1, 1
+    "tp4": {"tensor_model_parallel_size": 4},  # more ranks than key/value heads; 83 rows do not divide
 }
+ONLY = {"tied": ("tp2", "pp2", "tp2pp2sp", "pp4", "tp4"), "llama3": ("tp2sp",)}
 
 
 def _tokens(vocab: int) -> Tensor:
@@ -46,9 +47,7 @@ def _reference(model: LlamaForCausalLM) -> dict[str, Tensor]:
     final: list[Tensor] = []
     handle = model.model.norm.register_forward_hook(lambda _m, _i, out: final.append(out))
     outputs = [model(batch, output_hidden_states=True) for batch in tokens]
-    packed = [
-        torch.cat([model(batch[:, :5]).logits, model(batch[:, 5:]).logits], dim=1) for batch in tokens
-    ]
+    packed = [torch.cat([model(batch[:, :5]).logits, model(batch[:, 5:]).logits], dim=1) for batch in tokens]
     handle.remove()
     # hidden_states[-1] is after the final norm, so the last layer's own output is taken from a hook of its own.
     last: list[Tensor] = []
@@ -62,12 +61,12 @@ def _reference(model: LlamaForCausalLM) -> dict[str, Tensor]:
         torch.cat([*(out.hidden_states[i + 1] for i in CAPTURES[:-1]), last[m]], dim=-1)
         for m, out in enumerate(outputs)
     ]
-    return dict(
-        logits=torch.stack([out.logits for out in outputs]),
-        state=torch.stack(final[: len(outputs)]),
-        captures=torch.stack(captures),
-        packed=torch.stack(packed),
-    )
+    return {
+        "logits": torch.stack([out.logits for out in outputs]),
+        "state": torch.stack(final[: len(outputs)]),
+        "captures": torch.stack(captures),
+        "packed": torch.stack(packed),
+    }
 
 
 def _gather(x: Tensor, world: Any, dim: int) -> Tensor:
@@ -88,9 +87,9 @@ def _forward_gaps(base: Any, world: Any, ref: dict[str, Tensor]) -> dict[str, fl
     from megatron_spec.pipeline.schedule import run_base, run_base_everywhere
 
     sp = world.parallel.sequence_parallel
-    tokens = _tokens(base.vocab_size)
-    positions = torch.arange(tokens.shape[-1]).expand(tokens.shape[1:])
-    zeros = torch.zeros(tokens.shape[1:], dtype=torch.int32)
+    tokens = _tokens(base.vocab_size).to(world.device)
+    positions = torch.arange(tokens.shape[-1], device=world.device).expand(tokens.shape[1:])
+    zeros = torch.zeros_like(positions, dtype=torch.int32)
     split = zeros + (positions >= 5).int()
     batches = [Batch(t, positions, zeros, zeros) for t in tokens]
     packed = [Batch(t, torch.where(split > 0, positions - 5, positions), zeros, split) for t in tokens]
@@ -119,15 +118,15 @@ def _decode_gap(base: Any, world: Any, ref: dict[str, Tensor]) -> float:
     from megatron_spec.ops.attention import AttentionPlan
     from megatron_spec.pipeline.schedule import run_base_everywhere
 
-    tokens = _tokens(base.vocab_size)[0]
+    tokens = _tokens(base.vocab_size)[0].to(world.device)
     cache = base.new_cache(tokens.shape[0], 12)
-    starts = torch.tensor([7, 4, 5])
-    worst, done = 0.0, torch.zeros(3, dtype=torch.int64)
+    starts = torch.tensor([7, 4, 5], device=world.device)
+    worst, done = 0.0, torch.zeros_like(starts)
     for count in (0, 2, 1, 2):
-        new = starts if count == 0 else torch.full((3,), count)
+        new = starts if count == 0 else torch.full_like(starts, count)
         width = int(new.max())
         # Rows shorter than the widest are right-padded; the padding is overwritten by the next step.
-        slots = done[:, None] + torch.arange(width)
+        slots = done[:, None] + torch.arange(width, device=world.device)
         ids = tokens.gather(1, slots.clamp(max=11))
         zeros = torch.zeros_like(ids, dtype=torch.int32)
         batch = Batch(ids, slots, zeros, zeros)
@@ -151,13 +150,14 @@ def _world_cases(folder: str, references: dict[str, dict[str, Tensor]]) -> dict[
     for layout, values in LAYOUTS.items():
         world = distributed.initialize(ParallelConfig(**values))
         for name in MODELS:
-            if name == "tied" and layout in ("tp1", "tp2sp") or name == "llama3" and layout != "tp2sp":
+            if layout not in ONLY.get(name, LAYOUTS):
                 continue
             reference = inspect_base(Path(folder, name))
             base = load_base(reference, world, CAPTURES)
-            gaps = _forward_gaps(base, world, references[name])
+            expected = {key: value.to(world.device) for key, value in references[name].items()}
+            gaps = _forward_gaps(base, world, expected)
             if not world.parallel.sequence_parallel:
-                gaps["decode"] = _decode_gap(base, world, references[name])
+                gaps["decode"] = _decode_gap(base, world, expected)
             found[f"{layout} {name}"] = gaps
         parallel_state.destroy_model_parallel()
     return found

@@ -70,9 +70,17 @@ def test_relayed_shapes_grow_with_the_captures_on_board() -> None:
 def base(**values: int) -> BaseConfig:
     return BaseConfig(
         **{
-            "family": "llama", "hidden_size": 32, "intermediate_size": 48, "num_layers": 4, "num_attention_heads": 6,
-            "num_key_value_heads": 3, "head_dim": 8, "vocab_size": 83, "max_position_embeddings": 64, **values,
-        }  # fmt: skip
+            "family": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_layers": 4,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 8,
+            "vocab_size": 83,
+            "max_position_embeddings": 64,
+            **values,
+        }
     )  # type: ignore[arg-type]
 
 
