@@ -88,7 +88,7 @@ train=${data:-$output/train.jsonl}
 stage calibrate_vocab "$python" "$root/tools/calibrate_draft_vocab.py" --model "$base" --data "$train" \
   --draft-vocab-size "$draft_vocab" --save-dir "$output/vocab"
 stage convert launch convert_model.py --export-algorithm eagle --export-eagle-algorithm eagle3 \
-  --eagle-config "$scripts/data/eagle_config.json" --draft-vocab "$output/vocab" --load "$base" --save "$output/draft"
+  --eagle-config "$scripts/eagle_config_demo.json" --draft-vocab "$output/vocab" --load "$base" --save "$output/draft"
 common=(--data "$train" --seq-length "$seq_length" --ttt-steps "$ttt_steps")
 stage finetune launch finetune.py --load "$output/draft" --save "$output/finetuned" "${common[@]}" \
   --train-iters "$train_iters" --micro-batch-size "$batch" --global-batch-size "$((batch * (num_gpu > 1 ? num_gpu / tp : 1)))" --lr "$lr" --lr-warmup-iters 5 \

@@ -11,11 +11,12 @@ import torch
 
 from megatron_spec import distributed
 from megatron_spec.build import Loaded, load_checkpoint, respec
+from megatron_spec.chain.data import check_file, check_seq_length, open_dataset
+from megatron_spec.chain.features import cached_features
 from megatron_spec.checkpoint import sharded
-from megatron_spec.checkpoint.spec import CheckpointSpec, iteration_folder, latest_iteration, read_spec, resolve
+from megatron_spec.checkpoint.spec import iteration_folder, latest_iteration, read_spec, resolve
 from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig, UserError
-from megatron_spec.data.loader import BatchLoader, ConversationDataset
-from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
+from megatron_spec.data.loader import BatchLoader
 from megatron_spec.distributed import World
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
@@ -71,22 +72,8 @@ def check_before_loading(run: FinetuneRun) -> tuple[Path, bool]:
     spec = read_spec(folder)
     check_parallel(spec.base.config, run.parallel)
     check_seq_length(run.seq_length, spec)
-    if not Path(run.data).is_file():
-        raise UserError(f"--data {run.data}: no such file")
+    check_file(run.data)
     return folder, resumed
-
-
-def check_seq_length(seq_length: int, spec: CheckpointSpec) -> None:
-    """Raise UserError when the base never saw positions that far."""
-    longest = spec.base.config.max_position_embeddings
-    if not 0 < seq_length <= longest:
-        raise UserError(f"--seq-length {seq_length} must be between 1 and the base's max_position_embeddings {longest}")
-
-
-def open_dataset(data: str, tokenizer_folder: str, seq_length: int) -> ConversationDataset:
-    """Conversations with the tokenizer of a folder and the stop tokens its files name."""
-    tokenizer = load_tokenizer(tokenizer_folder)
-    return ConversationDataset(data, tokenizer, seq_length, stop_token_ids(tokenizer_folder, tokenizer))
 
 
 def make_loader(run: FinetuneRun, loaded: Loaded, world: World) -> BatchLoader:
@@ -104,13 +91,12 @@ def make_loader(run: FinetuneRun, loaded: Loaded, world: World) -> BatchLoader:
     )
 
 
-def feature_source(run: FinetuneRun, loaded: Loaded, loader: BatchLoader) -> FeatureSource:
+def feature_source(run: FinetuneRun, loaded: Loaded, loader: BatchLoader, world: World) -> FeatureSource:
     """Features computed by the base every time, or computed once into --feature-cache and read from there."""
     if run.feature_cache is None:
         return OnlineFeatures(loaded.base)
-    from megatron_spec.features.offline import cached_features
-
-    return cached_features(run.feature_cache, loaded.base, loaded.base_ref.fingerprint, loader, loaded.spec.quant)
+    folder = run.tokenizer or str(loaded.base_ref.path)
+    return cached_features(run.feature_cache, loaded, loader.dataset, folder, world, run.train.micro_batch_size)
 
 
 def finetune(run: FinetuneRun) -> bool:
@@ -138,7 +124,7 @@ def finetune(run: FinetuneRun) -> bool:
         Path(run.save), world.rank == 0, resumed_at=position.iteration, tensorboard_dir=run.tensorboard_dir,
         wandb_project=run.wandb_project, config=config,
     )  # fmt: skip
-    source = feature_source(run, loaded, loader)
+    source = feature_source(run, loaded, loader, world)
     complete = train(trainer, loader, source, run.train, tracker, position, _saver(run, loaded, trainer, config))
     tracker.close()
     return complete

@@ -9,7 +9,7 @@ import torch
 
 from megatron_spec import distributed
 from megatron_spec.build import load_checkpoint, respec
-from megatron_spec.chain.finetune import check_seq_length, open_dataset
+from megatron_spec.chain.data import check_file, check_seq_length, open_dataset
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.spec import read_spec, resolve
 from megatron_spec.config import ObjectiveConfig, ParallelConfig, QuantConfig, UserError, suggest
@@ -70,6 +70,7 @@ def quantize(
     spec = read_spec(folder)
     if spec.quant is not None:
         raise UserError(f"--load {load} is quantised already: quantise the checkpoint it was made from")
+    check_file(data)
     require_empty(save, "give another --save folder, or remove it to quantise again")
     check_parallel(spec.base.config, parallel)
     check_seq_length(seq_length, spec)

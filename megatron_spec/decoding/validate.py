@@ -95,8 +95,14 @@ class Report:
     decode: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for json."""
-        return dataclasses.asdict(self)
+        """Ready for json; the figures most readers want stand at the top."""
+        found = self.acceptance
+        top = {
+            "acceptance_length": found.acceptance_length,
+            "ci95": found.acceptance_length_ci95,
+            "acceptance_per_position": found.acceptance_per_position,
+        }
+        return {**top, **dataclasses.asdict(self)}
 
 
 @dataclass

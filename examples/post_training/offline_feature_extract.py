@@ -1,0 +1,39 @@
+"""Run the base once over the conversations and store what a draft is trained from.
+
+    python offline_feature_extract.py --load DIR --data train.jsonl --output-dir FEATURES
+    python finetune.py --load DIR --save DIR2 --data train.jsonl --feature-cache FEATURES ...
+
+A killed run continues with the shards that are missing. Features of another base, template or length are refused.
+"""
+
+import argparse
+
+from megatron_spec import cli
+from megatron_spec.config import ParallelConfig
+
+
+def parser() -> cli.Parser:
+    p = cli.Parser(__doc__)
+    p.add_argument("--load", required=True, metavar="DIR", help="draft checkpoint: says which base and captures")
+    p.add_argument("--data", required=True, metavar="JSONL", help="conversations")
+    p.add_argument("--output-dir", required=True, metavar="DIR", help="folder of the features")
+    p.add_argument("--seq-length", type=int, default=2048, help="tokens a conversation is cut to (default: 2048)")
+    p.add_argument("--micro-batch-size", type=int, default=4, help="conversations per forward (default: 4)")
+    p.add_argument("--base", metavar="DIR", help="the base's place, when it moved")
+    p.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
+    p.add_argument("--bf16", action="store_true", help="bfloat16 weights and features (default: float32)")
+    p.add_config(ParallelConfig)
+    return p
+
+
+def main(args: argparse.Namespace) -> None:
+    from megatron_spec.chain.features import extract_features
+
+    names = ("seq_length", "micro_batch_size", "base", "tokenizer", "bf16")
+    options = {name: getattr(args, name) for name in names}
+    parallel = cli.config_from(ParallelConfig, args)
+    extract_features(args.load, args.output_dir, args.data, parallel=parallel, **options)
+
+
+if __name__ == "__main__":
+    cli.run(parser(), main)

@@ -1,0 +1,29 @@
+"""How scripts open conversations: tokenizer and stop tokens of a folder, length checked against the base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_spec.checkpoint.spec import CheckpointSpec
+from megatron_spec.config import UserError
+from megatron_spec.data.loader import ConversationDataset
+from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
+
+
+def check_seq_length(seq_length: int, spec: CheckpointSpec) -> None:
+    """Raise UserError when the base never saw positions that far."""
+    longest = spec.base.config.max_position_embeddings
+    if not 0 < seq_length <= longest:
+        raise UserError(f"--seq-length {seq_length} must be between 1 and the base's max_position_embeddings {longest}")
+
+
+def check_file(path: str, flag: str = "--data") -> None:
+    """Raise UserError when an input file is not there."""
+    if not Path(path).is_file():
+        raise UserError(f"{flag} {path}: no such file")
+
+
+def open_dataset(data: str, tokenizer_folder: str, seq_length: int) -> ConversationDataset:
+    """Conversations of a JSON lines file, tokenised with the tokenizer of a folder."""
+    tokenizer = load_tokenizer(tokenizer_folder)
+    return ConversationDataset(data, tokenizer, seq_length, stop_token_ids(tokenizer_folder, tokenizer))

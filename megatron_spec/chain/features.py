@@ -1,0 +1,101 @@
+"""Features of the base on disk: extracted by a script of their own, or by the first finetune run that wants them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import torch
+
+from megatron_spec import distributed
+from megatron_spec.build import Loaded, load_checkpoint
+from megatron_spec.chain.data import check_seq_length, open_dataset
+from megatron_spec.checkpoint.spec import read_spec, resolve
+from megatron_spec.config import ParallelConfig, UserError
+from megatron_spec.data.loader import Dataset
+from megatron_spec.distributed import World
+from megatron_spec.features.offline import OfflineFeatures, extract
+from megatron_spec.features.store import FeatureStore, StoreManifest
+from megatron_spec.pipeline.placement import check_parallel
+
+log = logging.getLogger(__name__)
+
+
+def teacher_fingerprint(loaded: Loaded) -> str:
+    """Identity of the base as it computes: its content and, when fake-quantised, its ranges."""
+    if loaded.base_amax is None:
+        return loaded.base_ref.fingerprint
+    ranges = json.dumps(loaded.base_amax, sort_keys=True).encode()
+    return f"{loaded.base_ref.fingerprint}+{hashlib.sha256(ranges).hexdigest()[:16]}"
+
+
+def template_hash(tokenizer_folder: str) -> str:
+    """Identity of tokenizer and chat template."""
+    digest = hashlib.sha256()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        path = Path(tokenizer_folder, name)
+        digest.update(path.read_bytes() if path.is_file() else b"")
+    return digest.hexdigest()[:16]
+
+
+def manifest_of(loaded: Loaded, dataset: Dataset, tokenizer_folder: str) -> StoreManifest:
+    """What a store of `dataset`'s features must say."""
+    return StoreManifest(
+        base_fingerprint=teacher_fingerprint(loaded),
+        capture_layer_ids=loaded.spec.draft.capture_layer_ids,
+        hidden_size=loaded.spec.base.config.hidden_size,
+        dtype=str(loaded.base.dtype).removeprefix("torch."),
+        template_hash=template_hash(tokenizer_folder),
+        num_samples=len(dataset),
+        seq_length=dataset.seq_length,
+    )
+
+
+def check_disk(folder: str, manifest: StoreManifest, dataset: Dataset) -> None:
+    """Log the size of a store, and raise UserError when the disk cannot hold it."""
+    width = (len(manifest.capture_layer_ids) + 1) * manifest.hidden_size * manifest.torch_dtype.itemsize + 12
+    need = sum(len(dataset[i]) for i in range(len(dataset))) * width
+    place = Path(folder).absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    log.info("features of %d samples take %.2f GiB in %s", len(dataset), need / 2**30, folder)
+    if need > free:
+        raise UserError(f"{folder}: features need {need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
+
+
+def cached_features(
+    folder: str, loaded: Loaded, dataset: Dataset, tokenizer_folder: str, world: World, micro_batch_size: int
+) -> OfflineFeatures:
+    """Features of `dataset` from `folder`, computed now where they are missing. Collective.
+
+    Raises UserError when the folder holds features of something else.
+    """
+    manifest = manifest_of(loaded, dataset, tokenizer_folder)
+    check_disk(folder, manifest, dataset)
+    written = extract(loaded.base, dataset, folder, manifest, micro_batch_size)
+    log.info("features: %d shards computed, the others were there", written)
+    return OfflineFeatures(FeatureStore(folder, manifest.to_dict()), world, loaded.base.dtype)
+
+
+def extract_features(
+    load: str, output_dir: str, data: str, *, seq_length: int = 2048, micro_batch_size: int = 1,
+    base: str | None = None, tokenizer: str | None = None, bf16: bool = False, parallel: ParallelConfig | None = None,
+) -> Path:  # fmt: skip
+    """Run the base of a checkpoint over conversations and write what a draft is trained from. Resumable.
+
+    Raises UserError for input that does not fit, before any weight is read where that is possible.
+    """
+    parallel = parallel or ParallelConfig()
+    spec = read_spec(resolve(load))
+    check_parallel(spec.base.config, parallel)
+    check_seq_length(seq_length, spec)
+    world = distributed.initialize(parallel)
+    loaded = load_checkpoint(load, world, dtype=torch.bfloat16 if bf16 else torch.float32, base_path=base)
+    tokenizer_folder = tokenizer or str(loaded.base_ref.path)
+    dataset = open_dataset(data, tokenizer_folder, seq_length)
+    cached_features(output_dir, loaded, dataset, tokenizer_folder, world, micro_batch_size)
+    return Path(output_dir)
