@@ -293,7 +293,7 @@ class ChatEncoder:
             return str(self._render(conversation, conversation.messages[:i], add_generation_prompt=True))
         # Without messages a template adds no default system prompt, so look at what stands before a first answer.
         first = {"role": "assistant", "content": _PLACEHOLDER}
-        return str(self._render(conversation, [first])).split(_PLACEHOLDER)[0]
+        return str(self._render(conversation, [first])).rsplit(_PLACEHOLDER, 1)[0]
 
 
 def _shared(one: str, other: str) -> int:

@@ -46,6 +46,7 @@ def encode(template, messages, **options):
         (chats.TURN_AND_DOCUMENT_END, TWO, ["yo<|end|>", "né 12\n\nok <|end|>"]),
         (chats.FORGETS_THINKING, THINK, ["b<eos>", "<think>y</think>d<eos>"]),
         (chats.PLAIN_WORDS, TWO, ["yo", "né 12\n\nok"]),
+        (chats.PLAIN_WORDS, TWO[1:], ["yo", "né 12\n\nok"]),
     ],
 )
 def test_supervised_text_is_the_answer_and_its_end(template, messages, expected):
