@@ -23,6 +23,7 @@ from megatron_spec.drafts.linear import copy_to_ranks, enter
 from megatron_spec.drafts.teacher import TeacherHead
 from megatron_spec.losses.vocab_parallel import Teacher, row_losses
 from megatron_spec.ops.fused_head import StepRows, fused_head
+from megatron_spec.ops.rows import pick_rows
 from megatron_spec.ops.ttt_attention import TrainingTimeTest, trunk_layout
 
 Step = Callable[[Tensor, Tensor, Tensor, Attention], tuple[Tensor, Tensor]]
@@ -49,17 +50,25 @@ def supervised_rows(batch: Batch, steps: int, alignment: Alignment) -> Tensor:
     return torch.stack(steps_TBS)
 
 
+def _places_of(mask_TN: Tensor) -> list[Tensor]:
+    """Per row of the mask, the indices where it is True; one synchronisation with the device for all of them."""
+    counts = mask_TN.sum(1).tolist()
+    return list(mask_TN.nonzero()[:, 1].split(counts))
+
+
 @dataclass
 class Supervision:
     """Supervised rows as indices into the flattened [S * B] rows.
 
     Attributes:
-        rows: per step int64 [R], row of the draft.
+        rows: per step int64 [R], row of the draft, ascending.
+        active: per step, the rows some step from this one on is supervised at: all that has to be computed.
         teacher_rows: per step int64 [R], position of its teacher row inside `teacher_U`.
         teacher_U: int64 [U], rows of the base that some step is compared with.
     """
 
     rows: list[Tensor]
+    active: list[Tensor]
     teacher_rows: list[Tensor]
     teacher_U: Tensor
 
@@ -67,13 +76,15 @@ class Supervision:
     def of(batch: Batch, steps: int, alignment: Alignment) -> Supervision:
         """From the turns and documents of a micro-batch."""
         B = batch.tokens_BS.shape[0]
-        flat = [mask.t().flatten().nonzero()[:, 0] for mask in supervised_rows(batch, steps, alignment)]
-        wanted = [rows + (1 + k) * B for k, rows in enumerate(flat)]  # row j is compared with z_{j+1+k}
-        needed = torch.zeros(batch.tokens_BS.numel(), dtype=torch.bool, device=batch.tokens_BS.device)
-        for rows in wanted:
-            needed[rows] = True
+        mask_TN = supervised_rows(batch, steps, alignment).transpose(1, 2).flatten(1)
+        rows = _places_of(mask_TN)
+        active = _places_of(mask_TN.flip(0).cumsum(0).flip(0) > 0)
+        wanted = [r + (1 + k) * B for k, r in enumerate(rows)]  # row j is compared with z_{j+1+k}
+        needed = torch.zeros_like(mask_TN[0])
+        for r in wanted:
+            needed[r] = True
         place = needed.cumsum(0) - 1
-        return Supervision(flat, [place[rows] for rows in wanted], needed.nonzero()[:, 0])
+        return Supervision(rows, active, [place[r] for r in wanted], needed.nonzero()[:, 0])
 
 
 def teach(
@@ -86,11 +97,11 @@ def teach(
         return head(state.flatten(0, 1)[supervision.teacher_U], temperature)
 
 
-def pick_rows(x_SBH: Tensor, rows_R: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
+def head_rows(x_SBH: Tensor, rows_R: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
     """[R, H] rows of a state, as input of the vocab-parallel head: gradients are summed over tensor parallel ranks."""
     if sequence_parallel:
-        return enter(x_SBH, group, True).flatten(0, 1).index_select(0, rows_R)
-    return copy_to_ranks(x_SBH.flatten(0, 1).index_select(0, rows_R), group)
+        return pick_rows(enter(x_SBH, group, True).flatten(0, 1), rows_R)
+    return copy_to_ranks(pick_rows(x_SBH.flatten(0, 1), rows_R), group)
 
 
 def head_losses(
@@ -120,17 +131,41 @@ def unroll(
 ) -> list[Tensor]:
     """Run the draft T times on its own output; returns the supervised rows [R, H] of every step, for the head.
 
+    A row reads the trunk and its own branches, so from step 1 on rows that no later loss looks at are dropped
+    (not under sequence parallelism, where every rank must hold as many rows as the others).
+
     Args:
         step: the draft's `layer_step`.
         hidden_SBH: state of step 0 ([S / TP, B, H] under sequence parallelism).
     """
     batch = features.batch
     attention = TrainingTimeTest(trunk_layout(batch.documents_BS, hidden_SBH.dtype), objective.detach)
-    states = []
+    tokens_N, positions_N = batch.tokens_BS.t().flatten(), batch.positions_BS.t().flatten()
+    B, states = batch.tokens_BS.shape[0], []
     for k, rows in enumerate(supervision.rows):
+        if k == 0 or sequence_parallel:
+            tokens, positions = shift(batch.tokens_BS, 1 + k, 1), batch.positions_BS + k
+        else:
+            active = supervision.active[k]
+            hidden_SBH = _keep_active(hidden_SBH, attention, supervision, k)
+            tokens, positions = tokens_N[active + (1 + k) * B][None], positions_N[active][None] + k
+            rows = torch.searchsorted(active, rows)
         with torch.no_grad():
-            embedding = ends.embed(shift(batch.tokens_BS, 1 + k, 1)).to(hidden_SBH.dtype)
-        fed_back, normed = step(hidden_SBH, embedding, batch.positions_BS + k, attention)
-        states.append(pick_rows(normed, rows, group, sequence_parallel))
+            embedding = ends.embed(tokens)
+        fed_back, normed = step(hidden_SBH, embedding, positions, attention)
+        states.append(head_rows(normed, rows, group, sequence_parallel))
         hidden_SBH = fed_back.detach() if objective.detach else fed_back
     return states
+
+
+def _keep_active(hidden_SBH: Tensor, attention: TrainingTimeTest, supervision: Supervision, k: int) -> Tensor:
+    """[R, 1, H]: the rows of the step before that step k goes on with; the branches are reduced to the same rows."""
+    active = supervision.active[k]
+    if k == 1:  # the step before had all rows, and there is no branch yet
+        attention.compact(active, None)
+        return pick_rows(hidden_SBH.flatten(0, 1), active)[:, None]
+    if len(active) == len(supervision.active[k - 1]):
+        return hidden_SBH
+    kept = torch.searchsorted(supervision.active[k - 1], active)
+    attention.compact(active, kept)
+    return pick_rows(hidden_SBH, kept)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_spec.ops.products import GradientSums, add_product
+
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
 """Size of one chunk's fp32 logits: the cache on a CPU, a matmul large enough on a GPU."""
 
@@ -32,6 +34,11 @@ class RowResult(Protocol):
 
 RowLoss = Callable[[Tensor, Tensor], RowResult]
 """(draft logits [R, D] in fp32, which it may overwrite; teacher rows [R]) -> losses and gradient of the rows."""
+
+
+RowLossInPlace = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(draft logits [R, D] in the compute dtype, replaced by the gradient of weight * loss; teacher rows [R]; weight [R]
+fp32) -> loss, overlap, argmax of the rows."""
 
 
 @dataclass
@@ -54,11 +61,12 @@ class _FusedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, row_loss: RowLoss, steps: list[StepRows], weight_DH: Tensor, *hidden_RH: Tensor
+        ctx: Any, row_loss: RowLoss, in_place: RowLossInPlace | None, steps: list[StepRows], weight_DH: Tensor,
+        *hidden_RH: Tensor,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if weight_DH.dtype == torch.float64 else torch.float32
         train = any(ctx.needs_input_grad)
-        grad_weight = torch.zeros_like(weight_DH, dtype=wide) if train and ctx.needs_input_grad[2] else None
+        grad_weight = torch.zeros_like(weight_DH, dtype=wide) if train and ctx.needs_input_grad[3] else None
         grads = [torch.empty_like(h) for h in hidden_RH] if train else []
         total = torch.zeros((), dtype=wide, device=weight_DH.device)
         stats = torch.zeros(len(steps), 3, dtype=wide, device=weight_DH.device)
@@ -67,19 +75,24 @@ class _FusedHead(torch.autograd.Function):
             for start in range(0, hidden.shape[0], rows):
                 part = slice(start, start + rows)
                 x, scale = hidden[part], step.weight_R[part].to(wide)
-                result = row_loss((x @ weight_DH.t()).to(wide), step.teacher_R[part])
-                # where a weight is 0 the loss may be infinite (a label outside): 0, not NaN
-                loss = torch.where(scale > 0, result.loss_R, 0)
-                total += (loss * scale).sum()
-                correct = (result.argmax_R == step.target_R[part]).sum()
-                stats[k] += torch.stack([(loss * (scale > 0)).sum(), correct, result.overlap_R.sum()])
-                if train:
+                grad_logits = x @ weight_DH.t()
+                if in_place is not None:
+                    loss, overlap, argmax = in_place(grad_logits, step.teacher_R[part], scale)
+                else:
+                    result = row_loss(grad_logits.to(wide), step.teacher_R[part])
+                    loss, overlap, argmax = result.loss_R, result.overlap_R, result.argmax_R
                     grad_logits = result.grad_RD.mul_(scale[:, None]).to(x.dtype)
+                # where a weight is 0 the loss may be infinite (a label outside): 0, not NaN
+                loss = torch.where(scale > 0, loss, 0)
+                total += (loss * scale).sum()
+                correct = (argmax == step.target_R[part]).sum()
+                stats[k] += torch.stack([(loss * (scale > 0)).sum(), correct, overlap.sum()])
+                if train:
                     torch.mm(grad_logits, weight_DH, out=grads[k][part])
                     if grad_weight is not None:
-                        _accumulate(grad_weight, grad_logits, x)
+                        add_product(grad_weight, grad_logits.t(), x)
         ctx.save_for_backward(grad_weight, *grads)
-        ctx.weight_dtype = weight_DH.dtype
+        ctx.weight = weight_DH
         ctx.mark_non_differentiable(stats)
         return total, stats
 
@@ -87,21 +100,17 @@ class _FusedHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_weight, *grads = ctx.saved_tensors
+        told = None
         if grad_weight is not None:
-            out = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
-            grad_weight = torch.mul(grad_weight, grad_total, out=out)
-        return None, None, grad_weight, *(g * grad_total.to(g.dtype) for g in grads)
-
-
-def _accumulate(sum_DH: Tensor, grad_RD: Tensor, x_RH: Tensor) -> None:
-    if sum_DH.dtype == x_RH.dtype:
-        sum_DH.addmm_(grad_RD.t(), x_RH)
-    else:
-        sum_DH += grad_RD.t() @ x_RH
+            sums = GradientSums()
+            sums.of(ctx.weight).addcmul_(grad_weight, grad_total)
+            told = sums.result(ctx.weight)
+        return None, None, None, told, *(g.mul_(grad_total) for g in grads)
 
 
 def fused_head(
-    hidden_RH: list[Tensor], weight_DH: Tensor, steps: list[StepRows], row_loss: RowLoss
+    hidden_RH: list[Tensor], weight_DH: Tensor, steps: list[StepRows], row_loss: RowLoss,
+    in_place: RowLossInPlace | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Head, loss and metrics of the supervised rows of all draft steps.
 
@@ -109,10 +118,11 @@ def fused_head(
         hidden_RH: normed rows of each step, complete on every tensor parallel rank. Their gradient is that of this
             rank's vocabulary shard alone: the caller brings them in through a region whose backward sums over ranks.
         weight_DH: this rank's rows of the draft head.
+        in_place: used instead of `row_loss` when given.
 
     Returns:
         (total, stats [T, 3]): the weighted loss sum with gradient, and per step the loss sum over rows of weight > 0,
         the number of correct rows and the overlap sum; fp32, equal on every tensor parallel rank.
     """
-    out: tuple[Tensor, Tensor] = _FusedHead.apply(row_loss, steps, weight_DH, *hidden_RH)  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, Tensor] = _FusedHead.apply(row_loss, in_place, steps, weight_DH, *hidden_RH)  # type: ignore[no-untyped-call]
     return out

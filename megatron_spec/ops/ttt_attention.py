@@ -6,10 +6,13 @@ merging is arithmetic on rows:
 
     s_i = q . k_i / sqrt(D)      lse = logaddexp(lse0, s_1..s_k)      o = e^(lse0 - lse) o0 + sum_i e^(s_i - lse) v_i
 
+From step 1 on only some rows are of interest (those still supervised), so queries and branches may come as a
+compacted list of rows; they take their places among all rows for the trunk alone.
+
 Backward: the trunk's own flash backward, given the *merged* o and lse, yields exactly the trunk's part of dq and
 dk_0, dv_0 (as in ring attention, arXiv 2310.01889); branches are again row-local.
 
-S rows, B batch, N query heads, G key/value heads, n = N / G, D head size, k number of branches.
+S rows, B batch, R compacted rows out of S * B, N query heads, G key/value heads, D head size, k branches.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron_spec.ops.rows import pick_rows
 
 _flash_cuda = torch.ops.aten._flash_attention_forward
 _flash_cuda_backward = torch.ops.aten._flash_attention_backward
@@ -120,6 +125,19 @@ def _trunk_backward(
     return dq, dk, dv
 
 
+def trunk_forward(q: Tensor, k: Tensor, v: Tensor, layout: TrunkLayout) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """(o [B, S, N, D], lse [B, N, S], state of the kernel) of the trunk alone; all heads are [B, S, heads, D]."""
+    o, lse, rng = _trunk(q, k, v, layout)
+    return o, lse.transpose(1, 2).contiguous(), rng
+
+
+def trunk_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse_BNS: Tensor, rng: tuple[Tensor, ...], layout: TrunkLayout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of the trunk's part; o and lse [B, N, S] are those of the merged attention."""
+    return _trunk_backward(do, q, k, v, o, lse_BNS.transpose(1, 2), rng, layout)
+
+
 def _scores(q: Tensor, k: Tensor, layout: TrunkLayout) -> Tensor:
     """[B, N, S, S] masked scores: the fallback for GPUs in fp32 or odd head sizes, never used in real training."""
     n = q.shape[2] // k.shape[2]
@@ -153,25 +171,26 @@ def _plain_trunk_backward(
     return dq, dk, dv
 
 
-# The branches. Queries are seen as [B, S, G, n, D], branch keys and values as [B, S, G, 1, D].
+# The branches. Row-local: [..., N, D] queries and [..., G, D] keys and values, the leading axes being any rows.
 
 
 def _grouped(x: Tensor, G: int) -> Tensor:
-    return x.unflatten(2, (G, -1))
+    """[..., N, D] -> [..., G, N / G, D]: query heads beside the key/value head they read."""
+    return x.unflatten(-2, (G, -1))
 
 
 def _merge(
     q: Tensor, o0: Tensor, lse0: Tensor, branches: list[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Merged (o [B,S,N,D], lse [B,S,N]) and the branch scores [B,S,N]."""
-    wide, scale, G = _wide(q), 1 / math.sqrt(q.shape[-1]), branches[0][0].shape[2]
+    """Merged (o [..., N, D], lse [..., N]) and the branch scores [..., N]."""
+    wide, scale, G = _wide(q), 1 / math.sqrt(q.shape[-1]), branches[0][0].shape[-2]
     q_wide = _grouped(q, G).to(wide)
-    scores = [(q_wide * k[:, :, :, None].to(wide)).sum(-1).flatten(2) * scale for k, _ in branches]
+    scores = [(q_wide * k.unsqueeze(-2).to(wide)).sum(-1).flatten(-2) * scale for k, _ in branches]
     lse = torch.stack([lse0.to(wide), *scores]).logsumexp(0)
     o = o0.to(wide) * (lse0 - lse).exp()[..., None]
     o_grouped = _grouped(o, G)
     for s, (_, v) in zip(scores, branches, strict=True):
-        o_grouped.addcmul_(_grouped((s - lse).exp(), G)[..., None], v[:, :, :, None].to(wide))
+        o_grouped.addcmul_(_grouped((s - lse).exp()[..., None], G), v.unsqueeze(-2).to(wide))
     return o.to(q.dtype), lse, scores
 
 
@@ -180,30 +199,51 @@ def _branch_backward(
     dq: Tensor,
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """dq with the branches' part added, and (dk_i, dv_i) of every branch."""
-    wide, scale, G = _wide(q), 1 / math.sqrt(q.shape[-1]), branches[0][0].shape[2]
+    wide, scale, G = _wide(q), 1 / math.sqrt(q.shape[-1]), branches[0][0].shape[-2]
     do_wide, q_wide = _grouped(do, G).to(wide), _grouped(q, G).to(wide)
-    delta = (do_wide * _grouped(o, G)).sum(-1)
+    delta = (do_wide * _grouped(o, G)).sum(-1, keepdim=True)
     dq_wide = _grouped(dq, G).to(wide)
     grads = []
     for s, (k, v) in zip(scores, branches, strict=True):
-        p = _grouped((s - lse).exp(), G)
-        ds = (p * ((do_wide * v[:, :, :, None]).sum(-1) - delta) * scale)[..., None]
-        dq_wide.addcmul_(ds, k[:, :, :, None].to(wide))  # dq is ours: fresh from the trunk
-        grads.append(((ds * q_wide).sum(3).to(k.dtype), (p[..., None] * do_wide).sum(3).to(v.dtype)))
-    return dq_wide.flatten(2, 3).to(q.dtype), grads
+        p = _grouped((s - lse).exp()[..., None], G)
+        ds = p * ((do_wide * v.unsqueeze(-2)).sum(-1, keepdim=True) - delta) * scale
+        dq_wide.addcmul_(ds, k.unsqueeze(-2).to(wide))  # dq is ours: fresh from the trunk
+        grads.append(((ds * q_wide).sum(-2).to(k.dtype), (p * do_wide).sum(-2).to(v.dtype)))
+    return dq_wide.flatten(-3, -2).to(q.dtype), grads
+
+
+class _Places:
+    """Moves compacted rows [R, ...] to their places among [B, S, ...] and back; with no rows given, the identity."""
+
+    def __init__(self, rows_R: Tensor | None, shape_BS: torch.Size) -> None:
+        self.shape = shape_BS
+        # rows count through [S, B], as activations are laid out
+        self.index = None if rows_R is None else (rows_R % shape_BS[0], rows_R // shape_BS[0])
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Zero elsewhere: such a query sees keys, but nobody reads the outcome and its gradient is zero."""
+        if self.index is None:
+            return x
+        return x.new_zeros(*self.shape, *x.shape[1:]).index_put_(self.index, x)
+
+    def collect(self, x: Tensor) -> Tensor:
+        return x if self.index is None else x[self.index]
 
 
 class _MergedAttention(torch.autograd.Function):
     """Trunk and branches together; saves O(S k) numbers."""
 
     @staticmethod
-    def forward(ctx: Any, layout: TrunkLayout, q: Tensor, k0: Tensor, v0: Tensor, *branches: Tensor) -> Tensor:
-        pairs = list(zip(branches[::2], branches[1::2], strict=True))
-        o, lse, rng = _trunk(q, k0, v0, layout)
+    def forward(
+        ctx: Any, layout: TrunkLayout, rows_R: Tensor | None, q: Tensor, k0: Tensor, v0: Tensor, *branches: Tensor
+    ) -> Tensor:
+        pairs, places = list(zip(branches[::2], branches[1::2], strict=True)), _Places(rows_R, k0.shape[:2])
+        o, lse, rng = _trunk(places.spread(q), k0, v0, layout)
+        o, lse = places.collect(o), places.collect(lse)
         scores: list[Tensor] = []
         if pairs:
             o, lse, scores = _merge(q, o, lse, pairs)
-        ctx.layout, ctx.num_branches, ctx.num_rng = layout, len(pairs), len(rng)
+        ctx.layout, ctx.places, ctx.num_branches, ctx.num_rng = layout, places, len(pairs), len(rng)
         ctx.save_for_backward(q, k0, v0, o, lse, *rng, *scores, *branches)
         return o
 
@@ -214,30 +254,41 @@ class _MergedAttention(torch.autograd.Function):
         rng, scores = tuple(rest[: ctx.num_rng]), rest[ctx.num_rng : ctx.num_rng + ctx.num_branches]
         branches = rest[ctx.num_rng + ctx.num_branches :]
         do = do.contiguous() if do.stride(-1) != 1 else do
-        dq, dk0, dv0 = _trunk_backward(do, q, k0, v0, o, lse, rng, ctx.layout)
+        spread = ctx.places.spread
+        dq, dk0, dv0 = _trunk_backward(spread(do), spread(q), k0, v0, spread(o), spread(lse), rng, ctx.layout)
+        dq = ctx.places.collect(dq)
         if not scores:
-            return None, dq, dk0, dv0
+            return None, None, dq, dk0, dv0
         pairs = list(zip(branches[::2], branches[1::2], strict=True))
         dq, grads = _branch_backward(do, q, o, lse, scores, pairs, dq)
-        return None, dq, dk0, dv0, *(g for pair in grads for g in pair)
+        return None, None, dq, dk0, dv0, *(g for pair in grads for g in pair)
 
 
 def merged_attention(
-    q_SBND: Tensor, trunk: tuple[Tensor, Tensor], branches: list[tuple[Tensor, Tensor]], layout: TrunkLayout
+    q_SBND: Tensor, trunk: tuple[Tensor, Tensor], branches: list[tuple[Tensor, Tensor]], layout: TrunkLayout,
+    rows_R: Tensor | None = None,
 ) -> Tensor:
     """Attention of one draft step.
 
     Args:
-        q_SBND: rotated queries of this step.
+        q_SBND: rotated queries of this step; [R, 1, N, D] when rows are given.
         trunk: (k, v) [S, B, G, D] of step 0, keys rotated.
-        branches: (k, v) [S, B, G, D] of steps 1..k.
+        branches: (k, v) [S, B, G, D] of steps 1..k; [R, 1, G, D] when rows are given.
         layout: from `trunk_layout`.
+        rows_R: places of compacted queries and branches in the flattened [S * B] rows of the trunk, distinct.
 
     Returns:
-        [S, B, N * D], differentiable in every tensor.
+        [S, B, N * D] ([R, 1, N * D]), differentiable in every tensor.
     """
-    rows_second = [x.transpose(0, 1) for x in (q_SBND, *trunk, *(x for pair in branches for x in pair))]
-    out: Tensor = _MergedAttention.apply(layout, *rows_second)  # type: ignore[no-untyped-call]
+    flat = [x for pair in branches for x in pair]
+    if rows_R is not None:
+        flat = [x[:, 0] for x in (q_SBND, *flat)]
+        out = _MergedAttention.apply(  # type: ignore[no-untyped-call]
+            layout, rows_R, flat[0], *(x.transpose(0, 1) for x in trunk), *flat[1:]
+        )
+        return out.flatten(1)[:, None]
+    rows_second = [x.transpose(0, 1) for x in (q_SBND, *trunk, *flat)]
+    out = _MergedAttention.apply(layout, None, *rows_second)  # type: ignore[no-untyped-call]
     return out.transpose(0, 1).flatten(2)
 
 
@@ -251,12 +302,30 @@ class TrainingTimeTest:
     def __init__(self, layout: TrunkLayout, detach: bool = False) -> None:
         self.layout = layout
         self.detach = detach
-        self.seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self.rows_R: Tensor | None = None
+        self.trunks: dict[int, tuple[Tensor, Tensor]] = {}
+        self.branches: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def compact(self, rows_R: Tensor, kept_R: Tensor | None) -> None:
+        """From the next step on, only `rows_R` of the flattened [S * B] rows come.
+
+        Args:
+            kept_R: their places among the rows of the step before; None when these are the same, or when no
+                branch has been seen yet.
+        """
+        self.rows_R = rows_R
+        if kept_R is not None:
+            for seen in self.branches.values():
+                seen[:] = [(pick_rows(k, kept_R), pick_rows(v, kept_R)) for k, v in seen]
 
     def __call__(self, layer: int, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor) -> Tensor:
-        """Attention of the next step of `layer`: [S, B, N * D]."""
-        earlier = self.seen.setdefault(layer, [])
+        """Attention of the next step of `layer`: [S, B, N * D] ([R, 1, N * D] once compacted)."""
+        if layer not in self.trunks:
+            self.trunks[layer], self.branches[layer] = (k_SBGD, v_SBGD), []
+            return merged_attention(q_SBND, (k_SBGD, v_SBGD), [], self.layout)
+        trunk, branches = self.trunks[layer], self.branches[layer]
         if self.detach:
-            earlier[:] = [(k.detach(), v.detach()) for k, v in earlier]
-        earlier.append((k_SBGD, v_SBGD))
-        return merged_attention(q_SBND, earlier[0], earlier[1:], self.layout)
+            trunk = self.trunks[layer] = (trunk[0].detach(), trunk[1].detach())
+            branches[:] = [(k.detach(), v.detach()) for k, v in branches]
+        branches.append((k_SBGD, v_SBGD))
+        return merged_attention(q_SBND, trunk, branches, self.layout, self.rows_R)
