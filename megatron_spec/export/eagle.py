@@ -62,8 +62,8 @@ def export_draft(
         draft: an `EagleDraft` with its `config` and `vocab`; with quantisers when `quant.draft` is 'fp8'.
         quant: the policy it was calibrated with; None or draft 'none' writes high precision.
         dtype: of everything that is not fp8: 'bfloat16', 'float16' or 'float32'.
-        features: real captures to compare logits on (each rank its own); random ones when None.
-        ends: the base's embedding, for `features` and for `export_embeddings`.
+        features: real captures to compare logits on (each rank its own); when None, `ends` makes some.
+        ends: the loaded base; without it logits are compared on random captures.
         export_embeddings: write the target's `embed_tokens.weight` too (engines take the target's own otherwise).
         overwrite: replace a folder that is not empty.
         run_config: goes to run.json.
@@ -87,7 +87,7 @@ def export_draft(
             _add_embeddings(tensors, ends, config, dtype, world)
         together(lambda: _write(folder, tensors, config, base, dtype, exclude, run_config) if world.rank == 0 else None)
         tensors.clear()
-        together(lambda: verify_draft(folder, draft, base.config, world, dtype=dtype, features=features, ends=ends))
+        verify_draft(folder, draft, base.config, world, dtype=dtype, features=features, ends=ends)
     log.info("exported %s draft to %s (%s)", config.algorithm, out_dir, "fp8" if fp8 else dtype)
     return Path(out_dir)
 

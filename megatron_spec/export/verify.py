@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_spec.batch import Features
+from megatron_spec.batch import Batch, Features
 from megatron_spec.config import BaseConfig, EagleConfig, UserError
 from megatron_spec.distributed import World
 from megatron_spec.drafts.base import BaseEnds, shift
 from megatron_spec.export import layout
-from megatron_spec.export.common import VerificationError, parameters_by_file_name, parse_dtype, shard
+from megatron_spec.export.common import VerificationError, parameters_by_file_name, parse_dtype, shard, together
 from megatron_spec.export.load import ExportedFolder, load_exported_draft
 from megatron_spec.fake_quant import round_trip, scale_of
 from megatron_spec.files import read_json
 from megatron_spec.ops.attention import AttentionPlan, attend
+from megatron_spec.pipeline.model import FrozenBase
+from megatron_spec.pipeline.schedule import run_base_everywhere
 
 _NOT_EXPORTED = {"initializer_range", "init_from_base_layer", "max_position_embeddings"}
 """Fields of EagleConfig that need not come back: two matter before training only, one may grow to the base's."""
@@ -33,11 +35,24 @@ def verify_draft(
 ) -> None:
     """Compare an exported folder with `draft`: names, shapes, dtypes, vocabulary, scales, config, values, logits.
 
-    Every rank checks its own shard; ranks outside the first copy of the draft only check the files.
+    A collective over all ranks. Every rank checks its own shard; ranks outside the first copy of the draft only check
+    the files. Without `features`, captures of random tokens are made by the base in `ends`, or are random themselves.
 
     Raises:
         VerificationError: with everything that differs.
     """
+    if features is None and isinstance(ends, FrozenBase):
+        features = own_features(ends)
+    together(lambda: _check_folder(folder, draft, base, world, dtype))
+
+    def logits() -> None:
+        if world.draft_dp.rank() == 0:
+            check_logits(Path(folder), draft, base, world, parse_dtype(dtype), features, ends)
+
+    together(logits)
+
+
+def _check_folder(folder: Path | str, draft: nn.Module, base: BaseConfig, world: World, dtype: str) -> None:
     try:
         exported = ExportedFolder(folder, base.num_layers)
         problems = check_config(exported, draft.config, base)  # type: ignore[arg-type]
@@ -49,8 +64,6 @@ def verify_draft(
         problems = check_values(exported, draft, world, parse_dtype(dtype))
     if problems:
         raise VerificationError(f"{folder} is not what is in memory: " + "; ".join(problems[:12]))
-    if world.draft_dp.rank() == 0:
-        check_logits(Path(folder), draft, base, world, parse_dtype(dtype), features, ends)
 
 
 def fp8_names(draft: nn.Module) -> set[str]:
@@ -173,6 +186,17 @@ def check_logits(
                 f"{folder}: logits of the re-read draft differ at step {step} by {error:.2e} (relative), "
                 f"allowed {tolerance:.0e}"
             )
+
+
+def own_features(base: FrozenBase, length: int = 16) -> Features:
+    """Real captures of random tokens, on every rank. A collective over tensor and pipeline ranks."""
+    world = base.world
+    rows = length * world.tp_size
+    tokens = torch.randint(base.vocab_size, (1, rows), generator=torch.Generator().manual_seed(0)).to(world.device)
+    zeros = torch.zeros_like(tokens, dtype=torch.int32)
+    batch = Batch(tokens, torch.arange(rows, device=world.device)[None], zeros, zeros)
+    captures, state = run_base_everywhere(base, batch, AttentionPlan.causal())
+    return Features(batch, captures, state)
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:

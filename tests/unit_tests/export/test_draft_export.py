@@ -17,6 +17,7 @@ from megatron_spec.drafts.base import shift
 from megatron_spec.export.common import VerificationError
 from megatron_spec.export.eagle import export_draft
 from megatron_spec.export.load import load_exported_draft
+from megatron_spec.export.rules import check_folder
 from megatron_spec.export.verify import two_steps, verify_draft
 from megatron_spec.fake_quant import dequantize
 from megatron_spec.quantization.calibrate import calibrate
@@ -150,6 +151,23 @@ def test_embeddings_on_request(base_folder: Path, tmp_path: Path) -> None:
     out = export(build(base_folder), tmp_path / "draft", export_embeddings=True, dtype="float32")
     target = load_file(str(base_folder / "model.safetensors"))["model.embed_tokens.weight"]
     assert torch.equal(load_file(str(out / "model.safetensors"))["embed_tokens.weight"], target)
+
+
+@pytest.mark.parametrize(
+    ("quant", "overrides"),
+    [
+        (None, {}),
+        (FP8, {}),
+        (None, {"num_hidden_layers": 2}),
+        (None, {"capture_layer_ids": [0, 6]}),
+        (None, {"size": V}),
+    ],
+)
+def test_rule_checker_agrees(
+    base_folder: Path, tmp_path: Path, quant: QuantConfig | None, overrides: dict[str, Any]
+) -> None:
+    out = export(build(base_folder, quant, **overrides), tmp_path / "draft", quant)
+    assert [f for f in check_folder(out, base=base_folder) if not f.warning] == []
 
 
 # ---- a plain reader computes the same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,18 +22,21 @@ from tests.worlds import run_world
 
 QUANT = QuantConfig(kv_cache="fp8")
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": dict(tensor_model_parallel_size=2),
-    "tp2sp": dict(tensor_model_parallel_size=2, sequence_parallel=True),
-    "pp2": dict(pipeline_model_parallel_size=2),
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
     "dp2": {},
 }
 
 
-def calibrated(folder: str | Path, **parallel: Any) -> Tiny:
+DRAFT_ONLY = QuantConfig(base="none")
+
+
+def calibrated(folder: str | Path, quant: QuantConfig = QUANT, **parallel: Any) -> Tiny:
     tiny = make(folder, world_of(**parallel))
     if tiny.world.dp_size > 1:  # every data rank reads other samples
         tiny.batches = [[batch(100 * tiny.world.dp_rank + step)] for step in range(2)]
-    calibrate(tiny.base, tiny.draft, tiny.source, tiny.batches, OBJECTIVE, QUANT, tiny.world)
+    calibrate(tiny.base, tiny.draft, tiny.source, tiny.batches, OBJECTIVE, quant, tiny.world)
     return tiny
 
 
@@ -41,8 +45,7 @@ def draft_amax(tiny: Tiny) -> dict[str, float]:
 
 
 def export(tiny: Tiny, out: Path) -> None:
-    features = tiny.source.features(tiny.batches[0])[0]
-    export_draft(tiny.draft, tiny.reference, out / "draft", QUANT, tiny.world, features=features, ends=tiny.base)
+    export_draft(tiny.draft, tiny.reference, out / "draft", QUANT, tiny.world, ends=tiny.base)
     export_base(tiny.base, tiny.reference, out / "base", QUANT, tiny.world)
 
 
@@ -59,11 +62,10 @@ def with_ranges(folder: str, parallel: dict[str, Any], base: dict[str, float], d
 def failing_export(tiny: Tiny, out: Path) -> tuple[str, bool]:
     """Verification fails on rank 1 only."""
 
-    def fail(*_: Any, **__: Any) -> None:
-        if tiny.world.rank == 1:
-            raise VerificationError("shard of rank 1 is bad")
+    def fail(*_: Any, **__: Any) -> list[str]:
+        return ["a shard is bad"] if tiny.world.rank == 1 else []
 
-    with mock.patch("megatron_spec.export.eagle.verify_draft", fail), pytest.raises(VerificationError) as caught:
+    with mock.patch("megatron_spec.export.verify.check_values", fail), pytest.raises(VerificationError) as caught:
         export_draft(tiny.draft, tiny.reference, out / "draft", QUANT, tiny.world)
     dist.barrier()  # rank 0 has removed its temporary folder
     return str(caught.value), any(out.iterdir())
@@ -73,41 +75,49 @@ def cases(folder: str, out: str, base: dict[str, float], draft: dict[str, float]
     found: dict[str, Any] = {}
     for layout, parallel in LAYOUTS.items():
         tiny = calibrated(folder, **parallel)
-        found[layout] = (base_amax_state(tiny.base), draft_amax(tiny))
+        alone = calibrated(folder, DRAFT_ONLY, **parallel)
+        found[layout] = (base_amax_state(tiny.base), draft_amax(tiny), draft_amax(alone))
         export(with_ranges(folder, parallel, base, draft), Path(out, layout))
     Path(out, "failing").mkdir(exist_ok=True)
     found["failing"] = failing_export(with_ranges(folder, LAYOUTS["tp2"], base, draft), Path(out, "failing"))
     return found
 
 
+@dataclass
+class Results:
+    out: Path
+    one_process: tuple[dict[str, float], ...]
+    """Ranges of the base, of the draft, and of a draft on the base without fp8."""
+    ranks: list[dict[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tiny, Path, list[dict[str, Any]]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder, out = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("out")
     save_tiny(folder, num_hidden_layers=8, vocab_size=83)
-    tiny = calibrated(folder)
+    tiny, alone = calibrated(folder), calibrated(folder, DRAFT_ONLY)
     export(tiny, out / "one")
-    ranks = run_world(2, cases, str(folder), str(out), base_amax_state(tiny.base), draft_amax(tiny))
-    return tiny, out, ranks
+    base, draft = base_amax_state(tiny.base), draft_amax(tiny)
+    ranks = run_world(2, cases, str(folder), str(out), base, draft)
+    return Results(out, (base, draft, draft_amax(alone)), ranks)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranges_are_equal_on_all_ranks(results: tuple[Tiny, Path, list[dict[str, Any]]], layout: str) -> None:
-    tiny, _, ranks = results
-    assert ranks[0][layout] == ranks[1][layout]
-    base, draft = ranks[0][layout]
-    expected = base_amax_state(tiny.base)
-    assert base.keys() == expected.keys() and draft.keys() == draft_amax(tiny).keys()
+def test_ranges_are_equal_on_all_ranks(results: Results, layout: str) -> None:
+    assert results.ranks[0][layout] == results.ranks[1][layout]
+    base, draft, alone = results.ranks[0][layout]
+    expected = results.one_process
+    assert base.keys() == expected[0].keys() and draft.keys() == alone.keys() == expected[1].keys()
     if layout.startswith("tp"):  # the others read more micro-batches
-        assert base == pytest.approx(expected, rel=0.03) and draft == pytest.approx(draft_amax(tiny), rel=0.03)
+        # `draft` is left out: features of an fp8 base may differ by a rounding step where sums are ordered otherwise.
+        assert base == pytest.approx(expected[0], rel=1e-4)
+        assert alone == pytest.approx(expected[2], rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("part", ["draft", "base"])
-def test_folder_is_bit_equal_to_one_process(
-    results: tuple[Tiny, Path, list[dict[str, Any]]], layout: str, part: str
-) -> None:
-    _, out, _ = results
-    one, two = out / "one" / part, out / layout / part
+def test_folder_is_bit_equal_to_one_process(results: Results, layout: str, part: str) -> None:
+    one, two = results.out / "one" / part, results.out / layout / part
     names = sorted(p.name for p in one.iterdir())
     assert names == sorted(p.name for p in two.iterdir())
     assert {"model.safetensors", "config.json", "hf_quant_config.json"} <= set(names)
@@ -115,7 +125,7 @@ def test_folder_is_bit_equal_to_one_process(
         assert (one / name).read_bytes() == (two / name).read_bytes(), name
 
 
-def test_a_failure_on_one_rank_is_everyones(results: tuple[Tiny, Path, list[dict[str, Any]]]) -> None:
-    _, _, ranks = results
-    assert ranks[0]["failing"] == ("rank 1 failed: shard of rank 1 is bad", False)
-    assert ranks[1]["failing"] == ("shard of rank 1 is bad", False)
+def test_a_failure_on_one_rank_is_everyones(results: Results) -> None:
+    for rank, (message, left_behind) in enumerate(r["failing"] for r in results.ranks):
+        assert message.endswith("a shard is bad") and not left_behind
+        assert message.startswith("rank 1 failed: ") == (rank == 0)

@@ -1,0 +1,83 @@
+"""Names, dtypes, shapes and raw bytes of the tensors in a folder, without torch (safetensors' published layout).
+
+A safetensors file is: 8 bytes little-endian header length N; N bytes of JSON {name: {dtype, shape, data_offsets}};
+data.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import struct
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_spec.config import UserError
+
+_HEADER_LIMIT = 100_000_000
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor on disk. `dtype` in safetensors' spelling: BF16, F32, F8_E4M3, I64, BOOL, ..."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    start: int
+    stop: int
+
+    def raw(self) -> bytes:
+        """Its bytes."""
+        with self.path.open("rb") as f:
+            f.seek(self.start)
+            return f.read(self.stop - self.start)
+
+    def integers(self) -> list[int]:
+        """Values of an I64, I32 or BOOL tensor."""
+        values = array.array({"I64": "q", "I32": "i", "BOOL": "b"}[self.dtype])
+        values.frombytes(self.raw())
+        if sys.byteorder == "big":
+            values.byteswap()
+        return list(values)
+
+    def number(self) -> float:
+        """Value of an F32 tensor of one element."""
+        return float(struct.unpack("<f", self.raw())[0])
+
+
+def _entry(path: Path, data: int, values: dict[str, Any]) -> Entry:
+    start, stop = values["data_offsets"]
+    return Entry(values["dtype"], tuple(values["shape"]), path, data + start, data + stop)
+
+
+def _read_header(path: Path) -> dict[str, Entry]:
+    size = path.stat().st_size
+    with path.open("rb") as f:
+        head = f.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 0 < length <= min(_HEADER_LIMIT, size - 8):
+            raise UserError(f"{path} is not a safetensors file (or is cut off): found a header of {length} bytes")
+        try:
+            header = json.loads(f.read(length))
+            found = {name: _entry(path, 8 + length, v) for name, v in header.items() if name != "__metadata__"}
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise UserError(f"{path} is not a safetensors file: its header does not parse ({e})") from None
+    if any(entry.stop > size for entry in found.values()):
+        raise UserError(f"{path} is cut off: its header announces more data than the file holds; copy it again")
+    return found
+
+
+def read_entries(folder: Path) -> dict[str, Entry]:
+    """Every tensor of the safetensors files of a folder, by name.
+
+    Raises UserError when there are none, or a file is damaged.
+    """
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        others = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt")))
+        hint = f"; found {', '.join(others)}: save its tensors as model.safetensors first" if others else ""
+        raise UserError(f"{folder} holds no .safetensors file{hint}")
+    return {name: entry for path in paths for name, entry in _read_header(path).items()}

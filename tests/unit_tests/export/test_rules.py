@@ -1,0 +1,189 @@
+"""The rule checker and its script, on folders that break one rule each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_spec.config import EagleConfig, UserError
+from megatron_spec.export import layout
+from megatron_spec.export.quant_metadata import DRAFT_EXCLUDES, hf_quant_config, quantization_config
+from megatron_spec.export.rules import check_folder
+
+ROOT = Path(__file__).parents[3]
+V, D, H = 50, 20, 8
+CONFIG = EagleConfig(
+    algorithm="eagle3", hidden_size=H, intermediate_size=12, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
+    vocab_size=V, draft_vocab_size=D, target_hidden_size=H, max_position_embeddings=64, capture_layer_ids=(1, 3, 4),
+)  # fmt: skip
+
+Tensors = dict[str, Tensor]
+Json = dict[str, Any]
+
+
+def good(fp8: bool = False) -> tuple[Tensors, Json]:
+    """A folder's content that breaks no rule, made without the exporter."""
+    linears = set(layout.linear_names(CONFIG)) if fp8 else set()
+    tensors = {
+        name: torch.ones(shape, dtype=getattr(torch, dtype)) if dtype.startswith("float8") is False
+        else torch.ones(shape).to(torch.float8_e4m3fn)
+        for name, (dtype, shape) in layout.expected_tensors(CONFIG, "bfloat16", linears).items()
+    }  # fmt: skip
+    ids = torch.arange(D) * 2 + 1
+    tensors["d2t"], tensors["t2d"] = ids - torch.arange(D), torch.isin(torch.arange(V), ids)
+    config: Json = {
+        "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": H, "intermediate_size": 12, "vocab_size": V,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_hidden_layers": 1, "rms_norm_eps": 1e-5,
+        "draft_vocab_size": D, "rope_theta": 1e4, "max_position_embeddings": 64,
+    }  # fmt: skip
+    if fp8:
+        config["quantization_config"] = quantization_config(DRAFT_EXCLUDES)
+    return tensors, config
+
+
+def write(folder: Path, tensors: Tensors, config: Json) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, str(folder / "model.safetensors"))
+    (folder / "config.json").write_text(json.dumps(config))
+    if "quantization_config" in config:
+        (folder / "hf_quant_config.json").write_text(json.dumps(hf_quant_config(DRAFT_EXCLUDES)))
+    return folder
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    folder = tmp_path / "target"
+    folder.mkdir()
+    values = {"hidden_size": H, "vocab_size": V, "max_position_embeddings": 64, "num_hidden_layers": 8}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_good_folder_breaks_no_rule(tmp_path: Path, base: Path, fp8: bool) -> None:
+    assert check_folder(write(tmp_path / "d", *good(fp8)), base=base) == []
+
+
+def rename(t: Tensors, old: str, new: str) -> Tensors:
+    return {n.replace(old, new): x for n, x in t.items()}
+
+
+def without(values: dict[str, Any], *names: str) -> Any:
+    return {n: x for n, x in values.items() if not any(name in n for name in names)}
+
+
+Break = Callable[[Tensors, Json], tuple[Tensors, Json]]
+NESTED = "eagle_config"
+TOP = "eagle_aux_hidden_state_layer_ids"
+BROKEN: dict[str, tuple[Break, str, str, bool]] = {
+    # name: (change, rule, part of the message, fp8)
+    "no d2t": (lambda t, c: (without(t, "d2t", "t2d"), c), "d2t", "d2t is missing", False),
+    "zero d2t": (lambda t, c: ({**t, "d2t": t["d2t"] * 0}, c), "d2t", "all zeros", False),
+    "absolute d2t": (
+        lambda t, c: ({**t, "d2t": t["d2t"] + torch.arange(D)}, c), "d2t", "target ids instead of offsets", False
+    ),
+    "repeated d2t": (lambda t, c: ({**t, "d2t": -torch.arange(D)}, c), "d2t", "not distinct", False),
+    "other t2d": (lambda t, c: ({**t, "t2d": ~t["t2d"]}, c), "t2d", "other tokens", False),
+    "d2t with D = V": (
+        lambda t, c: ({**t, "lm_head.weight": torch.ones(V, H)}, {**c, "draft_vocab_size": V}), "d2t", "raises", False
+    ),
+    "prefix": (lambda t, c: ({f"model.{n}": x for n, x in t.items()}, c), "prefix", "model.", False),
+    "no draft_vocab_size": (lambda t, c: (t, without(c, "draft_vocab_size")), "draft_vocab_size", "lacks", False),
+    "rope_parameters": (
+        lambda t, c: (t, {**without(c, "rope_theta"), "rope_parameters": {"rope_theta": 5e5}}), "rope", "10000", False
+    ),
+    "no rope": (lambda t, c: (t, without(c, "rope_theta")), "rope", "missing", False),
+    "short context": (lambda t, c: (t, {**c, "max_position_embeddings": 32}), "max_position_embeddings", "64", False),
+    "null": (lambda t, c: (t, {**c, "target_hidden_size": None}), "null", "target_hidden_size", False),
+    "null eagle_config": (lambda t, c: (t, {**c, "eagle_config": None}), "null", "eagle_config", False),
+    "architecture": (lambda t, c: (t, {**c, "architectures": ["LlamaForCausalLM"]}), "architectures", "Llama", False),
+    "missing norm": (lambda t, c: (without(t, "hidden_norm"), c), "missing", "midlayer.hidden_norm", False),
+    "missing head": (lambda t, c: (without(t, "lm_head"), c), "missing", "lm_head", False),
+    "bias": (lambda t, c: ({**t, "fc.bias": torch.ones(H)}, c), "bias", "fc.bias", False),
+    "unknown": (lambda t, c: ({**t, "hello": torch.ones(H)}, c), "unknown", "hello", False),
+    "padded head": (lambda t, c: ({**t, "lm_head.weight": torch.ones(24, H)}, c), "shape", "lm_head", False),
+    "heads": (lambda t, c: (t, {**c, "num_key_value_heads": 2}), "shape", "k_proj", False),
+    "vocabulary": (lambda t, c: (t, {**c, "vocab_size": 64}), "vocab_size", "50", False),
+    "ids disagree": (lambda t, c: (t, {**c, TOP: [1, 3, 4], NESTED: {TOP: [1, 3, 4]}}), "capture_ids", "plus", False),
+    "ids top only": (lambda t, c: (t, {**c, TOP: [1, 3, 4]}), "capture_ids", "only at the top", False),
+    "ids nested only": (lambda t, c: (t, {**c, NESTED: {TOP: [1, 3, 4]}}), "capture_ids", "only in eagle", False),
+    "ids out of range": (
+        lambda t, c: (t, {**c, TOP: [1, 3, 9], NESTED: {TOP: [0, 2, 8]}}), "capture_ids", "do not all exist", False
+    ),
+    "ids and fc": (lambda t, c: (t, {**c, TOP: [1, 3], NESTED: {TOP: [0, 2]}}), "capture_ids", "2 layer ids", False),
+    "fp8 fc": (
+        lambda t, c: ({**t, "fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)}, c), "fp8", "fc.weight is fp8", True
+    ),
+    "no input scale": (lambda t, c: (without(t, "o_proj.input_scale"), c), "fp8", "o_proj.input_scale", True),
+    "scales differ": (
+        lambda t, c: ({**t, "midlayer.self_attn.k_proj.weight_scale": torch.tensor(2.0)}, c), "fp8", "differs", True
+    ),
+    "no metadata": (lambda t, c: (t, without(c, "quantization_config")), "fp8", "without", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_rule_is_found(tmp_path: Path, base: Path, name: str) -> None:
+    change, rule, message, fp8 = BROKEN[name]
+    findings = check_folder(write(tmp_path / "d", *change(*good(fp8))), base=base)
+    assert [f for f in findings if f.rule == rule and message in f.found and not f.warning], findings
+    assert all(f.mend for f in findings)
+
+
+def test_rules_are_those_of_the_engine(tmp_path: Path) -> None:
+    tensors, config = good()
+    folder = write(tmp_path / "d", {f"model.{n}": x for n, x in tensors.items()}, config)
+    assert [f.rule for f in check_folder(folder, "vllm")] == ["prefix"]
+    assert check_folder(folder, "sglang") == []
+
+
+def test_numbered_single_layer_is_a_warning(tmp_path: Path) -> None:
+    tensors, config = good()
+    (finding,) = check_folder(write(tmp_path / "d", rename(tensors, "midlayer", "layers.0"), config))
+    assert finding.warning and finding.rule == "midlayer"
+
+
+def test_unreadable_folders(tmp_path: Path) -> None:
+    folder = write(tmp_path / "d", *good())
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-10])
+    with pytest.raises(UserError, match="cut off"):
+        check_folder(folder)
+    (folder / "model.safetensors").write_bytes(b"not a file")
+    with pytest.raises(UserError, match="not a safetensors file"):
+        check_folder(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin"):
+        check_folder(folder)
+    with pytest.raises(UserError, match="not a folder"):
+        check_folder(tmp_path / "nowhere")
+
+
+def script(*args: str) -> subprocess.CompletedProcess[str]:
+    code = (
+        "import sys, runpy; sys.argv = ['check_export.py', *sys.argv[1:]];"
+        "\ntry: runpy.run_path('tools/check_export.py', run_name='__main__')"
+        "\nfinally: assert not {'torch', 'megatron.core'} & set(sys.modules)"
+    )
+    return subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_script_exit_codes_without_torch(tmp_path: Path) -> None:
+    folder = write(tmp_path / "d", *good())
+    done = script(str(folder))
+    assert done.returncode == 0 and "ok" in done.stdout, done.stderr
+    write(folder, without(good()[0], "d2t"), good()[1])
+    done = script(str(folder))
+    assert done.returncode == 1 and "mend: write d2t" in done.stdout
+    assert script(str(tmp_path / "nowhere")).returncode == 2
+    assert script(str(folder), "--engine", "other").returncode == 2
