@@ -56,7 +56,10 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens of the answers over wall-clock seconds, prefill included; of all data-parallel ranks together."""
+    """Tokens of the answers over wall-clock seconds, prefill included; of all data-parallel ranks together.
+
+    `seconds` are the slowest data-parallel rank's.
+    """
 
     tokens: int
     seconds: float

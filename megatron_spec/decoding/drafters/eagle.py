@@ -20,7 +20,7 @@ from megatron_spec.decoding import cache as cache_rows
 from megatron_spec.decoding import sampling
 from megatron_spec.decoding.drafters.base import Context, Observation
 from megatron_spec.drafts.eagle import EagleDraft
-from megatron_spec.ops.attention import AttentionPlan, KVCache, attend
+from megatron_spec.ops.attention import AttentionPlan, attend
 
 if TYPE_CHECKING:
     from megatron_spec.pipeline.model import FrozenBase
@@ -36,10 +36,10 @@ class EagleDrafter:
 
     def open(self, rows: int, max_length: int) -> None:
         """See Drafter."""
-        config, base = self.draft.config, self.base
+        self.cache = self.draft.new_cache(rows, max_length)
         weight = self.draft.fc.weight
-        kv_heads = max(1, config.num_key_value_heads // base.world.tp_size)
-        self.fed_back_BH = torch.zeros(rows, config.hidden_size, dtype=weight.dtype, device=weight.device)
+        hidden = self.draft.config.hidden_size
+        self.fed_back_BH = torch.zeros(rows, hidden, dtype=weight.dtype, device=weight.device)
         self.normed_BH = torch.zeros_like(self.fed_back_BH)
         self.position_B = torch.zeros(rows, dtype=torch.int64, device=weight.device)
 

@@ -1,0 +1,68 @@
+"""Acceptance figures on hand-made steps."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_spec.decoding.acceptance import acceptance_stats, bootstrap_ci95, by_category
+from megatron_spec.decoding.engine import Generation
+
+
+def answer(*steps: tuple[int, int]) -> Generation:
+    """An answer from (accepted, drafted) per verification step."""
+    return Generation(accepted_lengths=[a for a, _ in steps], drafted_lengths=[d for _, d in steps])
+
+
+LONG = answer((3, 3), (3, 3), (0, 3), (1, 3), (2, 3), (3, 3))
+SHORT = answer((0, 3), (0, 1))
+
+
+def test_length_is_averaged_over_steps_not_over_answers() -> None:
+    stats = acceptance_stats([LONG, SHORT])
+    assert stats.steps == 8 and stats.prompts == 2
+    assert stats.acceptance_length == pytest.approx((12 + 8) / 8)  # a mean over answers would be (3 + 1) / 2
+
+
+def test_positions_count_only_steps_that_proposed_there() -> None:
+    stats = acceptance_stats([LONG, SHORT])
+    assert stats.acceptance_per_position == pytest.approx((5 / 8, 4 / 7, 3 / 7))
+    assert stats.conditional_acceptance_per_position == pytest.approx((5 / 8, 4 / 5, 3 / 4))
+    assert stats.full_acceptance_share == pytest.approx(3 / 8)
+    assert stats.draft_tokens_accepted_share == pytest.approx(12 / 22)
+
+
+def test_nothing_drafted_is_not_a_full_acceptance() -> None:
+    stats = acceptance_stats([answer((0, 0), (2, 2))])
+    assert stats.full_acceptance_share == 1.0 and stats.acceptance_length == 2.0
+    assert acceptance_stats([answer((0, 2))]).conditional_acceptance_per_position == (0.0, None)
+
+
+def test_answers_without_steps_are_no_error() -> None:
+    stats = acceptance_stats([Generation()])
+    assert stats.prompts == 1 and stats.steps == 0
+    assert stats.acceptance_length is None and stats.acceptance_length_ci95 is None
+    json.dumps(stats.to_dict())
+
+
+def test_interval_holds_the_mean_is_seeded_and_shrinks() -> None:
+    few = [answer(*[(i % 4, 3)] * 5) for i in range(8)]
+    low, high = acceptance_stats(few, seed=1).acceptance_length_ci95 or (0, 0)
+    assert 1 < low < 2.5 < high < 4
+    assert acceptance_stats(few, seed=1).acceptance_length_ci95 == (low, high)
+    uneven = ([3, 7, 20, 11, 5, 9], [2, 3, 7, 6, 5, 4])
+    assert len({bootstrap_ci95(*uneven, resamples=100, seed=s) for s in range(4)}) > 1
+    many_low, many_high = acceptance_stats(few * 16).acceptance_length_ci95 or (0, 0)
+    assert (many_high - many_low) * 2 < high - low
+    # Prompts are resampled, not steps: with one prompt there is nothing to resample.
+    assert bootstrap_ci95([20], [8]) == (2.5, 2.5)
+    # Normal approximation for equal steps: mean +- 1.96 * sd / sqrt(n), sd of (1, 2, 3, 4) is 1.118.
+    assert many_high - many_low == pytest.approx(2 * 1.96 * 1.118 / 128**0.5, rel=0.1)
+
+
+def test_categories_are_apart() -> None:
+    found = by_category([LONG, SHORT, LONG], ["math", "code", "math"])
+    assert list(found) == ["code", "math"]
+    assert found["code"].acceptance_length == 1.0 and found["math"].acceptance_length == 3.0
+    assert found["math"].prompts == 2

@@ -1,0 +1,123 @@
+"""Greedy, sampled and speculative decoding against transformers and against each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_spec.config import UserError
+from megatron_spec.decoding.drafters.ngram import NGramDrafter
+from megatron_spec.decoding.engine import decode, two_best
+from tests.unit_tests.decoding import setting
+from tests.unit_tests.decoding.setting import CONFIG
+
+
+def _consistent(generation: Any) -> bool:
+    accepted, drafted = generation.accepted_lengths, generation.drafted_lengths
+    return (
+        len(generation.tokens) == 1 + sum(accepted) + len(accepted)
+        and len(accepted) == len(drafted) == generation.num_base_forwards - 1
+        and all(0 <= a <= d <= CONFIG.max_draft_len for a, d in zip(accepted, drafted, strict=True))
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+def test_base_alone_equals_transformers(tiny: Any, batch_size: int) -> None:
+    done: list[tuple[int, int]] = []
+    config = CONFIG.replace(batch_size=batch_size)
+    found = decode(tiny.base, tiny.prompts, config, set(), progress=lambda n, total: done.append((n, total)))
+    assert [g.tokens for g in found] == tiny.answers
+    assert [len(g.tokens) for g in found] == [25] * 6 + [5]  # the last one meets the context limit
+    assert not any(g.stopped for g in found) and found[0].num_base_forwards == 25
+    assert found[0].accepted_lengths == []
+    assert done == [(i, 7) for i in range(1, 8)]
+
+
+def test_stop_tokens_end_answers_as_in_transformers(tiny: Any) -> None:
+    stop = {tiny.answers[0][7], tiny.answers[1][0], tiny.answers[3][-1]}
+    expected = [setting.reference_greedy(tiny.model, p, CONFIG.max_new_tokens, stop) for p in tiny.prompts]
+    for draft in (None, tiny.draft, NGramDrafter(2)):
+        found = decode(tiny.base, tiny.prompts, CONFIG, stop, draft=draft)
+        assert [g.tokens for g in found] == expected
+        assert [g.stopped for g in found] == [e[-1] in stop for e in expected]
+    lengths = {len(e) for e in expected}
+    assert 1 in lengths and len(lengths) > 2  # one answer ends with the prefill, others at different steps
+
+
+def test_untrained_draft_changes_nothing_but_the_count(tiny: Any) -> None:
+    draft = setting.new_draft(tiny.base, None)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in draft.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+    found = decode(tiny.base, tiny.prompts, CONFIG, set(), draft=draft)
+    assert [g.tokens for g in found] == tiny.answers
+    assert all(map(_consistent, found))
+    accepted = [a for g in found for a in g.accepted_lengths]
+    assert sum(accepted) / len(accepted) < 0.3
+
+
+def test_overfitted_draft_is_accepted_to_the_last_token(tiny: Any) -> None:
+    assert tiny.worst_accuracy == 1.0
+    assert len(tiny.draft.vocab) < setting.VOCAB  # drafts go through d2t
+    [found] = decode(tiny.base, tiny.prompts[:1], CONFIG, set(), draft=tiny.draft)
+    assert found.tokens == tiny.answers[0]
+    assert found.accepted_lengths == [3] * 6 and found.drafted_lengths == [3] * 6  # 1 + 6 * 4 = 25
+    assert found.num_base_forwards == 7
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 7])
+@pytest.mark.parametrize("draft_len", [1, 3, 5])
+def test_partly_accepted_drafts_leave_the_text_alone(tiny: Any, batch_size: int, draft_len: int) -> None:
+    config = CONFIG.replace(batch_size=batch_size, max_draft_len=draft_len)
+    # Beside its own prompt the draft meets prefixes of its conversation, where it errs sometimes.
+    prompts = [*tiny.prompts, tiny.prompts[0][2:] + tiny.answers[0][:3], tiny.prompts[0] + tiny.answers[0][:9]]
+    expected = decode(tiny.base, prompts, config, set())
+    found = decode(tiny.base, prompts, config, set(), draft=tiny.draft)
+    assert [g.tokens for g in found] == [g.tokens for g in expected]
+    accepted = {a for g in found for a in g.accepted_lengths}
+    assert 0 in accepted and draft_len in accepted
+
+
+def test_ngram_draft_finds_repetitions(tiny: Any) -> None:
+    prompt = tiny.prompts[0] + tiny.answers[0] + tiny.prompts[0]
+    [alone] = decode(tiny.base, [prompt], CONFIG, set())
+    [found] = decode(tiny.base, [prompt], CONFIG, set(), draft=NGramDrafter(3))
+    assert found.tokens == alone.tokens and _consistent(found)
+    assert any(d < CONFIG.max_draft_len for d in found.drafted_lengths) or sum(found.accepted_lengths) > 0
+
+
+def test_sampling_is_seeded_and_drafts_do_not_change_it(tiny: Any) -> None:
+    config = CONFIG.replace(temperature=1.5)
+    seeds = list(range(len(tiny.prompts)))
+    first = decode(tiny.base, tiny.prompts, config, set(), seeds=seeds)
+    alone = decode(tiny.base, tiny.prompts[2:3], config, set(), seeds=seeds[2:3])
+    assert alone[0].tokens == first[2].tokens  # whatever is decoded beside it
+    assert first[0].tokens != tiny.answers[0]
+    assert decode(tiny.base, tiny.prompts[:1], config, set(), seeds=[99])[0].tokens != first[0].tokens
+    spoken = decode(tiny.base, tiny.prompts, config, set(), draft=tiny.draft, seeds=seeds)
+    assert [g.tokens for g in spoken] == [g.tokens for g in first]
+
+
+def test_bad_prompts_and_sequence_parallelism_are_refused(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="prompt 1 has 0 tokens"):
+        decode(tiny.base, [[1], []], CONFIG, set())
+    with pytest.raises(UserError, match="prompt 0 has 64 tokens, expected 1 to 63"):
+        decode(tiny.base, [[1] * setting.LIMIT], CONFIG, set())
+    with pytest.raises(UserError, match="expected an EagleDraft or a Drafter"):
+        decode(tiny.base, [[1]], CONFIG, set(), draft=torch.nn.Linear(1, 1))
+    parallel = dataclasses.replace(tiny.base.world.parallel, tensor_model_parallel_size=2, sequence_parallel=True)
+    monkeypatch.setattr(tiny.base.world, "parallel", parallel)
+    with pytest.raises(UserError, match="--sequence-parallel"):
+        decode(tiny.base, [[1]], CONFIG, set())
+
+
+def test_two_best_logits_equal_transformers(tiny: Any) -> None:
+    with torch.no_grad():
+        expected = tiny.model(torch.tensor([tiny.prompts[1]])).logits[0, -1].topk(2)
+    values, ids = two_best(tiny.base, tiny.prompts[1])
+    assert ids == expected.indices.tolist()
+    assert torch.allclose(torch.tensor(values), expected.values, atol=1e-4)

@@ -1,0 +1,97 @@
+"""The same tokens under tensor, pipeline and data parallelism: one world of four ranks over several layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megatron_spec.config import ParallelConfig
+from megatron_spec.decoding.drafters.ngram import NGramDrafter
+from megatron_spec.decoding.engine import decode, two_best
+from megatron_spec.decoding.prompts import read_prompts
+from megatron_spec.decoding.synthesize import read_records, synthesize_to_file
+from megatron_spec.decoding.validate import validate
+from tests.unit_tests.decoding import setting
+from tests.unit_tests.decoding.setting import CHAT_CONFIG, CONFIG
+from tests.worlds import run_world
+
+LAYOUTS = {
+    "tp2pp2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+    "pp2": dict(pipeline_model_parallel_size=2),
+}
+
+
+def _answers(base: Any, draft: Any, prompts: list[list[int]]) -> dict[str, Any]:
+    prompts = [*prompts[:3], prompts[-1]]
+    hot, seeds = CONFIG.replace(temperature=1.5, max_new_tokens=6), list(range(4))
+    spoken = decode(base, prompts, CONFIG, set(), draft=draft)
+    return dict(
+        alone=[g.tokens for g in decode(base, prompts, CONFIG, set())],
+        spoken=[g.tokens for g in spoken],
+        accepted=[g.accepted_lengths for g in spoken],
+        sampled=[g.tokens for g in decode(base, prompts, hot, set(), draft=draft, seeds=seeds)],
+        best=two_best(base, prompts[1])[1],
+    )
+
+
+def _world_cases(
+    folder: str, chat_folder: str, weights: dict[str, Tensor], draft_tokens: list[int], stop_ids: set[int]
+) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    from megatron_spec import distributed
+
+    found: dict[str, Any] = {}
+    for layout, sizes in LAYOUTS.items():
+        world = distributed.initialize(ParallelConfig(**sizes))
+        base = setting.load(folder, world)
+        draft = setting.new_draft(base, draft_tokens)
+        setting.set_weights(draft, weights)
+        found[layout] = _answers(base, draft, setting.prompts())
+        if layout == "pp2":  # and two data-parallel ranks
+            chat = setting.load(chat_folder, world, captures=())
+            prompts, tokenizer = read_prompts(Path(chat_folder, "questions.jsonl")), setting.chat_tokenizer()
+            output = Path(chat_folder, "parallel.jsonl")
+            found["count"] = synthesize_to_file(chat, tokenizer, prompts, CHAT_CONFIG, output, stop_ids=stop_ids)
+            report = validate(chat, NGramDrafter(), prompts, tokenizer, CHAT_CONFIG, stop_ids=stop_ids)
+            found["report"] = dataclasses.asdict(report)
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tiny: Any, chat: Any) -> list[dict[str, Any]]:
+    weights = setting.whole_weights(tiny.draft)
+    return run_world(4, _world_cases, str(tiny.folder), str(chat.folder), weights, tiny.draft_tokens, chat.stop_ids)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_of_every_layout_decodes_as_one_process(found: list[dict[str, Any]], tiny: Any, layout: str) -> None:
+    expected = _answers(tiny.base, tiny.draft, tiny.prompts)
+    assert expected["alone"] == [*tiny.answers[:3], tiny.answers[-1]]
+    assert expected["accepted"][0] == [3] * 6
+    for rank, cases in enumerate(found):
+        assert cases[layout] == expected, f"rank {rank}"
+
+
+def test_data_parallel_ranks_write_one_file(found: list[dict[str, Any]], chat: Any, tmp_path: Path) -> None:
+    alone = tmp_path / "alone.jsonl"
+    synthesize_to_file(chat.base, chat.tokenizer, chat.prompts, CHAT_CONFIG, alone, stop_ids=chat.stop_ids)
+    together = read_records(chat.folder / "parallel.jsonl")
+    assert list(together.items()) == list(read_records(alone).items()) and len(together) == 5
+    assert [cases["count"] for cases in found] == [5] * 4
+    assert not list(chat.folder.glob("*.part*"))
+
+
+def test_data_parallel_ranks_report_together(found: list[dict[str, Any]], chat: Any) -> None:
+    expected = validate(chat.base, NGramDrafter(), chat.prompts, chat.tokenizer, CHAT_CONFIG, stop_ids=chat.stop_ids)
+    for cases in found:
+        report = cases["report"]
+        assert report["text_identical"] and report["answers"] == expected.answers
+        assert report["base"]["tokens"] == expected.base.tokens
+        assert report["acceptance"]["acceptance_length"] == expected.acceptance.acceptance_length
+        assert report["acceptance"]["steps"] == expected.acceptance.steps
