@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron_spec.batch import Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
 from megatron_spec.drafts.base import Attention, BaseEnds, Draft, DraftLosses
+from megatron_spec.drafts.fused_unroll import can_fuse, fused_unroll
 from megatron_spec.drafts.initial import initial_values, set_parameters
 from megatron_spec.drafts.layer import DraftLayer
 from megatron_spec.drafts.linear import ColumnLinear, Linear, RMSNorm, enter
@@ -77,6 +78,11 @@ class EagleDraft(Draft):
         out: Tensor = self.fc(captures_SBC.to(self.fc.weight.dtype))
         return out
 
+    def inv_freq_on(self, device: torch.device) -> Tensor:
+        """fp32 [D / 2] rotary frequencies."""
+        self._inv_freq = self._inv_freq.to(device)
+        return self._inv_freq
+
     def layer_step(
         self, hidden_SBH: Tensor, embedding_SBH: Tensor, positions_BS: Tensor, attention: Attention
     ) -> tuple[Tensor, Tensor]:
@@ -87,8 +93,7 @@ class EagleDraft(Draft):
             embedding_SBH: base embedding of the token after each row.
             positions_BS: rotary position of each row, for the whole sequence.
         """
-        self._inv_freq = self._inv_freq.to(hidden_SBH.device)
-        angles = rotary_angles(positions_BS, self._inv_freq)
+        angles = rotary_angles(positions_BS, self.inv_freq_on(hidden_SBH.device))
         cos, sin = angles.cos().to(hidden_SBH.dtype), angles.sin().to(hidden_SBH.dtype)
         embedding_SBH = embedding_SBH.to(hidden_SBH.dtype)
         for i, layer in enumerate(self.decoder_layers):
@@ -120,7 +125,10 @@ class EagleDraft(Draft):
         plan = Supervision.of(features.batch, objective.ttt_steps, objective.alignment)
         teacher = teach(features, plan, self.teacher_head(ends), objective.temperature, group, scattered)
         hidden = self.project(features.captures_SBC)
-        states = unroll(self.layer_step, hidden, features, ends, plan, objective, group, scattered)
+        if can_fuse(self, hidden, objective.detach):
+            states = fused_unroll(self, hidden, features.batch, plan.rows, ends)
+        else:
+            states = unroll(self.layer_step, hidden, features, ends, plan, objective, group, scattered)
         states = [self.lm_head.quantized_input(x) for x in states]
         return head_losses(states, self.lm_head.quantized_weight(), plan, teacher, objective, group)
 

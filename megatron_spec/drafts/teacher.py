@@ -13,10 +13,12 @@ from torch import Tensor
 
 from megatron_spec.drafts.base import BaseEnds
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.losses.vocab_parallel import Teacher, argmax_and_lse, argmax_over_ranks
+from megatron_spec.losses.vocab_parallel import Teacher, argmax_and_lse, argmax_over_ranks, kernels_run
 
 CHUNK_BYTES = 256 << 20
 """Size of one chunk of whole-vocabulary logits."""
+KERNEL_CHUNK_BYTES = 1100 << 20
+"""The same on a GPU: large enough for full speed of the matrix product."""
 
 
 @torch.no_grad()
@@ -80,6 +82,8 @@ class TeacherHead:
         """Teacher rows for final base states [U, H] (complete on every tensor parallel rank)."""
         weight = self.ends.head_weight[: self.valid]
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        if kernels_run(weight, self.group):
+            return self._with_kernel(state_UH.to(weight.dtype), weight, temperature)
         chunk = max(1, CHUNK_BYTES // (self.ends.head_weight.shape[0] * weight.element_size()))
         parts: list[tuple[Tensor, ...]] = []
         for state in state_UH.to(weight.dtype).split(chunk):
@@ -99,6 +103,17 @@ class TeacherHead:
         draft_id = self.draft_ids[argmax]
         inside = draft_id >= 0
         return Teacher(logits, lse, argmax, torch.where(inside, draft_id, best), inside)
+
+    def _with_kernel(self, state_UH: Tensor, weight_VH: Tensor, temperature: float) -> Teacher:
+        from megatron_spec.losses.kernels import teacher_rows
+
+        logits = torch.empty(len(state_UH), len(self.vocab), dtype=weight_VH.dtype, device=weight_VH.device)
+        chunk = max(1, KERNEL_CHUNK_BYTES // (weight_VH.shape[0] * weight_VH.element_size()))
+        parts = [
+            teacher_rows(F.linear(state, weight_VH), self.target_ids, self.draft_ids, temperature, out)
+            for state, out in zip(state_UH.split(chunk), logits.split(chunk), strict=True)
+        ]
+        return Teacher(logits, *(torch.cat(x) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True)))
 
     def _nothing(self, wide: torch.dtype) -> Teacher:
         weight = self.ends.head_weight

@@ -21,7 +21,7 @@ from megatron_spec.config import Alignment, ObjectiveConfig
 from megatron_spec.drafts.base import Attention, BaseEnds, DraftLosses, shift
 from megatron_spec.drafts.linear import copy_to_ranks, enter
 from megatron_spec.drafts.teacher import TeacherHead
-from megatron_spec.losses.vocab_parallel import Teacher, row_losses
+from megatron_spec.losses.vocab_parallel import Teacher, kernel_row_loss, row_losses
 from megatron_spec.ops.fused_head import StepRows, fused_head
 from megatron_spec.ops.rows import pick_rows
 from megatron_spec.ops.ttt_attention import TrainingTimeTest, trunk_layout
@@ -120,7 +120,8 @@ def head_losses(
     def row_loss(logits_RD: Tensor, rows_R: Tensor):  # type: ignore[no-untyped-def]
         return row_losses(logits_RD, teacher, rows_R, objective.loss, objective.temperature, group)
 
-    total, stats = fused_head(states, weight_DH, steps, row_loss)
+    in_place = kernel_row_loss(teacher, objective.loss, objective.temperature, group)
+    total, stats = fused_head(states, weight_DH, steps, row_loss, in_place)
     rows_T = torch.tensor([len(rows) for rows in supervision.rows], dtype=stats.dtype, device=stats.device)
     return DraftLosses(total, stats[:, 0], stats[:, 1], stats[:, 2], rows_T)
 

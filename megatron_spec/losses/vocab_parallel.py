@@ -8,6 +8,7 @@ R rows, D this rank's shard of the draft vocabulary, U rows the teacher was comp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -109,6 +110,33 @@ def row_losses(
     if temperature != 1:
         grad_RD.div_(temperature)
     return RowLosses(loss_R, overlap_R, argmax_R, grad_RD)
+
+
+def kernels_run(x: Tensor, group: dist.ProcessGroup | None) -> bool:
+    """True where `losses.kernels` can replace the plain code: half precision on a GPU, whole vocabulary on one rank."""
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or (group is not None and group.size() > 1):
+        return False
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def kernel_row_loss(
+    teacher: Teacher, kind: LossKind, temperature: float, group: dist.ProcessGroup | None
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None:
+    """`row_losses` as one kernel that turns logits into weighted gradients in place; None where there is none."""
+    if kind not in ("soft_ce", "kl") or not kernels_run(teacher.logits_UD, group):
+        return None
+    from megatron_spec.losses import kernels
+
+    def in_place(logits_RD: Tensor, rows_R: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return kernels.soft_rows(
+            logits_RD, teacher.logits_UD, teacher.lse_U, rows_R, weight_R, temperature, kind == "kl"
+        )
+
+    return in_place
 
 
 # Each kind: (logp, logq, p, q, overlap summed over this shard, label, group) -> (loss, gradient). It may overwrite

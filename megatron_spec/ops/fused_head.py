@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_spec.ops.products import GradientSums, add_product
 
-CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
-"""Size of one chunk's fp32 logits: the cache on a CPU, a matmul large enough on a GPU."""
+CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 536 << 20}
+"""Size of one chunk's logits: the cache on a CPU, a matmul large enough on a GPU."""
 
 
 class RowResult(Protocol):
@@ -70,7 +70,8 @@ class _FusedHead(torch.autograd.Function):
         grads = [torch.empty_like(h) for h in hidden_RH] if train else []
         total = torch.zeros((), dtype=wide, device=weight_DH.device)
         stats = torch.zeros(len(steps), 3, dtype=wide, device=weight_DH.device)
-        rows = max(1, CHUNK_BYTES.get(weight_DH.device.type, 64 << 20) // (weight_DH.shape[0] * 4))
+        width = weight_DH.element_size() if in_place is not None else 4
+        rows = max(1, CHUNK_BYTES.get(weight_DH.device.type, 64 << 20) // (weight_DH.shape[0] * width))
         for k, (step, hidden) in enumerate(zip(steps, hidden_RH, strict=True)):
             for start in range(0, hidden.shape[0], rows):
                 part = slice(start, start + rows)
@@ -105,7 +106,8 @@ class _FusedHead(torch.autograd.Function):
             sums = GradientSums()
             sums.of(ctx.weight).addcmul_(grad_weight, grad_total)
             told = sums.result(ctx.weight)
-        return None, None, None, told, *(g.mul_(grad_total) for g in grads)
+        # in place on a GPU, where these are large; elsewhere a second backward through the same graph stays possible
+        return None, None, None, told, *(g.mul_(grad_total) if g.is_cuda else g * grad_total.to(g.dtype) for g in grads)
 
 
 def fused_head(

@@ -1,0 +1,149 @@
+"""Triton kernels over vocabulary rows: the teacher from whole logits, and soft cross-entropy with its gradient.
+
+A row is read twice (the second time from the L2 cache) and written once; nothing in fp32 ever reaches memory.
+`vocab_parallel.py` and `drafts/teacher.py` hold the plain versions.
+
+R rows, D draft vocabulary, V target vocabulary, U teacher rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+WARPS = 8
+_LOW = tl.constexpr(-1.0e30)  # finite, so that a lane without any value adds exp(-inf) = 0 and not NaN
+
+
+@triton.jit
+def _row_kernel(
+    z_ptr, z_stride, t_ptr, t_stride, rows_ptr, lse_t_ptr, weight_ptr, loss_ptr, overlap_ptr, best_ptr, D, inverse_temperature,
+    IS_KL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * z_stride
+    lanes = tl.arange(0, BLOCK)
+    top = tl.full((BLOCK,), _LOW, tl.float32)
+    mass = tl.zeros((BLOCK,), tl.float32)
+    where = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, D, BLOCK):
+        cols = start + lanes
+        z = tl.load(z_ptr + cols, mask=cols < D, other=float("-inf")).to(tl.float32) * inverse_temperature
+        where = tl.where(z > top, cols, where)
+        new_top = tl.maximum(top, z)
+        mass = mass * tl.exp(top - new_top) + tl.exp(z - new_top)
+        top = new_top
+    best = tl.max(top, axis=0)
+    lse = best + tl.log(tl.sum(mass * tl.exp(top - best), axis=0))
+    tl.store(best_ptr + row, tl.min(tl.where(top == best, where, 2147483647), axis=0).to(tl.int64))
+    teacher = tl.load(rows_ptr + row).to(tl.int64)
+    t_ptr += teacher * t_stride
+    lse_t = tl.load(lse_t_ptr + teacher)
+    scale = tl.load(weight_ptr + row) * inverse_temperature
+    loss = tl.zeros((BLOCK,), tl.float32)
+    overlap = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, D, BLOCK):
+        cols = start + lanes
+        mask = cols < D
+        logq = tl.load(z_ptr + cols, mask=mask, other=float("-inf")).to(tl.float32) * inverse_temperature - lse
+        logp = tl.load(t_ptr + cols, mask=mask, other=float("-inf")).to(tl.float32) * inverse_temperature - lse_t
+        p = tl.exp(logp)
+        q = tl.exp(logq)
+        overlap += tl.minimum(p, q)
+        if IS_KL:
+            loss += tl.where(mask & (p > 0), p * (logp - logq), 0.0)
+        else:
+            loss -= tl.where(mask, p * logq, 0.0)
+        tl.store(z_ptr + cols, ((q - p) * scale).to(z_ptr.dtype.element_ty), mask=mask)
+    tl.store(loss_ptr + row, tl.sum(loss, axis=0))
+    tl.store(overlap_ptr + row, tl.sum(overlap, axis=0))
+
+
+def soft_rows(
+    logits_RD: Tensor, teacher_UD: Tensor, teacher_lse_U: Tensor, rows_R: Tensor, weight_R: Tensor, temperature: float,
+    kl: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Soft cross-entropy (or KL) of R rows; `logits_RD` is replaced by the gradient of weight * loss.
+
+    Returns:
+        loss [R], overlap sum_v min(p, q) [R], argmax of the draft [R].
+    """
+    R, D = logits_RD.shape
+    loss, overlap = torch.empty(2, R, dtype=torch.float32, device=logits_RD.device)
+    best = torch.empty(R, dtype=torch.int64, device=logits_RD.device)
+    if R:
+        _row_kernel[(R,)](
+            logits_RD, logits_RD.stride(0), teacher_UD, teacher_UD.stride(0), rows_R, teacher_lse_U, weight_R, loss,
+            overlap, best, D, 1.0 / temperature, kl, BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return loss, overlap, best
+
+
+@triton.jit
+def _teacher_kernel(
+    whole_ptr, whole_stride, ids_ptr, draft_ids_ptr, out_ptr, lse_ptr, argmax_ptr, label_ptr, inside_ptr, V, D,
+    inverse_temperature, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    whole_ptr += row * whole_stride
+    out_ptr += row * D
+    lanes = tl.arange(0, BLOCK)
+    top = tl.full((BLOCK,), _LOW, tl.float32)
+    where = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, V, BLOCK):
+        cols = start + lanes
+        z = tl.load(whole_ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
+        where = tl.where(z > top, cols, where)
+        top = tl.maximum(top, z)
+    best = tl.max(top, axis=0)
+    argmax = tl.min(tl.where(top == best, where, 2147483647), axis=0)
+    top = tl.full((BLOCK,), _LOW, tl.float32)
+    mass = tl.zeros((BLOCK,), tl.float32)
+    where = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, D, BLOCK):
+        cols = start + lanes
+        mask = cols < D
+        token = tl.load(ids_ptr + cols, mask=mask, other=0)
+        raw = tl.load(whole_ptr + token, mask=mask, other=float("-inf"))
+        tl.store(out_ptr + cols, raw, mask=mask)
+        z = raw.to(tl.float32) * inverse_temperature
+        where = tl.where(z > top, cols, where)
+        new_top = tl.maximum(top, z)
+        mass = mass * tl.exp(top - new_top) + tl.exp(z - new_top)
+        top = new_top
+    best = tl.max(top, axis=0)
+    tl.store(lse_ptr + row, best + tl.log(tl.sum(mass * tl.exp(top - best), axis=0)))
+    best_id = tl.min(tl.where(top == best, where, 2147483647), axis=0).to(tl.int64)
+    draft_id = tl.load(draft_ids_ptr + argmax).to(tl.int64)
+    tl.store(argmax_ptr + row, argmax.to(tl.int64))
+    tl.store(label_ptr + row, tl.where(draft_id >= 0, draft_id, best_id))
+    tl.store(inside_ptr + row, draft_id >= 0)
+
+
+def teacher_rows(
+    whole_RV: Tensor, target_ids_D: Tensor, draft_ids_V: Tensor, temperature: float, logits_RD: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The teacher of R rows from whole-vocabulary logits; the restricted logits are written to `logits_RD`.
+
+    Args:
+        target_ids_D: target id of every draft id.
+        draft_ids_V: draft id of every target id, -1 outside the draft vocabulary.
+
+    Returns:
+        log-sum-exp over the draft vocabulary [R] fp32, argmax over the whole vocabulary [R], label [R], inside [R]
+        (see `vocab_parallel.Teacher`).
+    """
+    R, device = whole_RV.shape[0], whole_RV.device
+    lse = torch.empty(R, dtype=torch.float32, device=device)
+    argmax, label = torch.empty(2, R, dtype=torch.int64, device=device)
+    inside = torch.empty(R, dtype=torch.bool, device=device)
+    if R:
+        assert logits_RD.is_contiguous()
+        _teacher_kernel[(R,)](
+            whole_RV, whole_RV.stride(0), target_ids_D, draft_ids_V, logits_RD, lse, argmax, label, inside,
+            whole_RV.shape[1], len(target_ids_D), 1.0 / temperature, BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return lse, argmax, label, inside

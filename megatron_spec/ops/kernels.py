@@ -1,0 +1,435 @@
+"""Triton kernels for one pass over rows: norms, rotary embedding, gated activation, branch attention, shifted sums.
+
+Everything here is limited by memory traffic, so each function reads its inputs once and writes its outputs once.
+Plain versions of the same arithmetic are in the drafts (`drafts/layer.py`) and in `ttt_attention.py`; tests compare.
+Every kernel works for any number of rows without being compiled again.
+
+Rows are flattened [S * B] (row = s * B + b). R rows, H hidden, M intermediate, N query heads, G key/value heads,
+n = N / G, D head size, T draft steps, E = R + (T - 1) * B rows that carry an embedding.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WIDE_WARPS = 8
+PARTIALS = 264
+"""Programs of a norm's backward: each sums the weight gradient of its rows before it writes anything."""
+
+
+def _block(width: int) -> int:
+    return int(triton.next_power_of_2(width))
+
+
+@triton.jit
+def _norm_kernel(
+    a_ptr, b_ptr, sum_ptr, w1_ptr, out1_ptr, w2_ptr, out2_ptr, place_ptr, rstd_ptr, H, eps,
+    HAS_B: tl.constexpr, HAS_1: tl.constexpr, HAS_2: tl.constexpr, HAS_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < H
+    x = tl.load(a_ptr + row * H + cols, mask=mask, other=0.0)
+    if HAS_B:
+        b = tl.load(b_ptr + row * H + cols, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + b.to(tl.float32)).to(x.dtype)  # rounded as the plain sum is
+        tl.store(sum_ptr + row * H + cols, x, mask=mask)
+    wide = x.to(tl.float32)
+    rstd = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / H + eps)
+    tl.store(rstd_ptr + row, rstd)
+    normed = wide * rstd
+    if HAS_1:
+        w = tl.load(w1_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out1_ptr + row * H + cols, (normed * w).to(x.dtype), mask=mask)
+    if HAS_2:
+        place = row
+        if HAS_PLACE:
+            place = tl.load(place_ptr + row).to(tl.int64)
+        if place >= 0:
+            w = tl.load(w2_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+            tl.store(out2_ptr + place * H + cols, (normed * w).to(x.dtype), mask=mask)
+
+
+def norm_forward(
+    a_RH: Tensor, eps: float, b_RH: Tensor | None = None, sum_RH: Tensor | None = None,
+    first: tuple[Tensor, Tensor] | None = None, second: tuple[Tensor, Tensor] | None = None,
+    place_R: Tensor | None = None,
+) -> Tensor:
+    """RMS norm of a (+ b, the sum goes to `sum_RH`), under one or two weights at once.
+
+    Args:
+        first: (weight [H], output [R, H]).
+        second: another weight and output, whose row is `place_R[row]` (int32; -1: not written) when given.
+
+    Returns:
+        fp32 [R], reciprocal of the root mean square: what the backward needs.
+    """
+    R, H = a_RH.shape
+    rstd = torch.empty(R, dtype=torch.float32, device=a_RH.device)
+    w1, out1 = first or (a_RH, a_RH)
+    w2, out2 = second or (a_RH, a_RH)
+    _norm_kernel[(R,)](
+        a_RH, a_RH if b_RH is None else b_RH, a_RH if sum_RH is None else sum_RH, w1, out1, w2, out2,
+        a_RH if place_R is None else place_R, rstd, H, eps, b_RH is not None, first is not None, second is not None,
+        place_R is not None, _block(H), num_warps=WIDE_WARPS,
+    )  # fmt: skip
+    return rstd
+
+
+@triton.jit
+def _norm_backward_kernel(
+    x_ptr, rstd_ptr, dy1_ptr, w1_ptr, dw1_ptr, dy2_ptr, w2_ptr, dw2_ptr, place_ptr, add_ptr, dx_ptr, R, H,
+    HAS_1: tl.constexpr, HAS_2: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_ADD: tl.constexpr, HAS_DX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64)
+    step = tl.num_programs(0)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < H
+    dw1 = tl.zeros((BLOCK,), tl.float32)
+    dw2 = tl.zeros((BLOCK,), tl.float32)
+    w1 = tl.zeros((BLOCK,), tl.float32)
+    w2 = tl.zeros((BLOCK,), tl.float32)
+    if HAS_1:
+        w1 = tl.load(w1_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    if HAS_2:
+        w2 = tl.load(w2_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    for i in range(0, tl.cdiv(R - start, step)):
+        row = start + i * step
+        rstd = tl.load(rstd_ptr + row)
+        normed = tl.load(x_ptr + row * H + cols, mask=mask, other=0.0).to(tl.float32) * rstd
+        g = tl.zeros((BLOCK,), tl.float32)
+        if HAS_1:
+            dy = tl.load(dy1_ptr + row * H + cols, mask=mask, other=0.0).to(tl.float32)
+            dw1 += dy * normed
+            g += dy * w1
+        if HAS_2:
+            place = row
+            if HAS_PLACE:
+                place = tl.load(place_ptr + row).to(tl.int64)
+            dy = tl.load(dy2_ptr + place * H + cols, mask=mask & (place >= 0), other=0.0).to(tl.float32)
+            dw2 += dy * normed
+            g += dy * w2
+        if HAS_DX:
+            dx = rstd * (g - normed * (tl.sum(g * normed, axis=0) / H))
+            if HAS_ADD:
+                dx += tl.load(add_ptr + row * H + cols, mask=mask, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + row * H + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if HAS_1:
+        at = dw1_ptr + start * H + cols
+        tl.store(at, tl.load(at, mask=mask, other=0.0) + dw1, mask=mask)
+    if HAS_2:
+        at = dw2_ptr + start * H + cols
+        tl.store(at, tl.load(at, mask=mask, other=0.0) + dw2, mask=mask)
+
+
+def norm_partials(H: int, device: torch.device) -> Tensor:
+    """fp32 [programs, H] zeros: the weight gradient of a norm is their sum over the first axis."""
+    return torch.zeros(PARTIALS, H, dtype=torch.float32, device=device)
+
+
+def norm_backward(
+    x_RH: Tensor, rstd_R: Tensor, dx_RH: Tensor | None, first: tuple[Tensor, Tensor, Tensor] | None = None,
+    second: tuple[Tensor, Tensor, Tensor] | None = None, place_R: Tensor | None = None, add_RH: Tensor | None = None,
+) -> None:
+    """Backward of `norm_forward`.
+
+    Args:
+        dx_RH: where the gradient of x goes (+ `add_RH`, which may be the same tensor); None: not wanted.
+        first: (gradient of the output [R, H], weight [H], partial sums from `norm_partials`, added to).
+        second: the same of the second output; its row is `place_R[row]`, absent rows count as zero.
+    """
+    R, H = x_RH.shape
+    dy1, w1, dw1 = first or (x_RH, x_RH, x_RH)
+    dy2, w2, dw2 = second or (x_RH, x_RH, x_RH)
+    _norm_backward_kernel[(PARTIALS,)](
+        x_RH, rstd_R, dy1, w1, dw1, dy2, w2, dw2, x_RH if place_R is None else place_R,
+        x_RH if add_RH is None else add_RH, x_RH if dx_RH is None else dx_RH, R, H, first is not None,
+        second is not None, place_R is not None, add_RH is not None, dx_RH is not None, _block(H),
+        num_warps=WIDE_WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rotary_kernel(
+    x_ptr, e_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr,
+    N: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, SLOTS: tl.constexpr, GROUPED: tl.constexpr,
+    HAS_E: tl.constexpr, BACKWARD: tl.constexpr, STORE_V: tl.constexpr,
+):  # fmt: skip
+    """x [R, (N + 2G) * D] <-> q [R, N*D], k [R, G*D], v [R, G*D]; BACKWARD rotates back and writes x."""
+    row = tl.program_id(0).to(tl.int64)
+    D: tl.constexpr = 2 * HALF
+    n: tl.constexpr = N // G
+    slot = tl.arange(0, SLOTS)[:, None]
+    d = tl.arange(0, HALF)[None, :]
+    used = slot < N + 2 * G
+    if GROUPED:  # megatron-core: per key/value head its n query heads, then k, then v
+        group = slot // (n + 2)
+        inside = slot % (n + 2)
+        is_q = used & (inside < n)
+        is_k = used & (inside == n)
+        is_v = used & (inside == n + 1)
+        q_head = group * n + inside
+        kv_head = group
+    else:
+        is_q = slot < N
+        is_k = (slot >= N) & (slot < N + G)
+        is_v = (slot >= N + G) & used
+        q_head = slot
+        kv_head = (slot - N) % G
+    cos = tl.load(cos_ptr + row * HALF + d)
+    sin = tl.load(sin_ptr + row * HALF + d)
+    turns = is_q | is_k
+    cos = tl.where(turns, cos, 1.0)
+    sin = tl.where(turns, sin, 0.0)
+    x_at = row * (N + 2 * G) * D + slot * D + d
+    q_at = q_ptr + row * N * D + q_head * D + d
+    k_at = k_ptr + row * G * D + kv_head * D + d
+    v_at = v_ptr + row * G * D + kv_head * D + d
+    full_q = is_q & (d >= 0)
+    full_k = is_k & (d >= 0)
+    full_v = is_v & (d >= 0)
+    if BACKWARD:
+        a = tl.load(q_at, mask=full_q, other=0.0).to(tl.float32)
+        b = tl.load(q_at + HALF, mask=full_q, other=0.0).to(tl.float32)
+        a += tl.load(k_at, mask=full_k, other=0.0).to(tl.float32)
+        b += tl.load(k_at + HALF, mask=full_k, other=0.0).to(tl.float32)
+        a += tl.load(v_at, mask=full_v, other=0.0).to(tl.float32)
+        b += tl.load(v_at + HALF, mask=full_v, other=0.0).to(tl.float32)
+        out = x_ptr.dtype.element_ty
+        tl.store(x_ptr + x_at, (a * cos + b * sin).to(out), mask=used & (d >= 0))
+        tl.store(x_ptr + x_at + HALF, (b * cos - a * sin).to(out), mask=used & (d >= 0))
+    else:
+        a = tl.load(x_ptr + x_at, mask=used & (d >= 0), other=0.0).to(tl.float32)
+        b = tl.load(x_ptr + x_at + HALF, mask=used & (d >= 0), other=0.0).to(tl.float32)
+        if HAS_E:
+            a += tl.load(e_ptr + x_at, mask=used & (d >= 0), other=0.0).to(tl.float32)
+            b += tl.load(e_ptr + x_at + HALF, mask=used & (d >= 0), other=0.0).to(tl.float32)
+        out = q_ptr.dtype.element_ty
+        left = (a * cos - b * sin).to(out)
+        right = (b * cos + a * sin).to(out)
+        tl.store(q_at, left, mask=full_q)
+        tl.store(q_at + HALF, right, mask=full_q)
+        tl.store(k_at, left, mask=full_k)
+        tl.store(k_at + HALF, right, mask=full_k)
+        if STORE_V:
+            tl.store(v_at, left, mask=full_v)
+            tl.store(v_at + HALF, right, mask=full_v)
+
+
+def _launch_rotary(
+    x: Tensor, e: Tensor | None, tables: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor | None, heads: int,
+    kv_heads: int, grouped: bool, backward: bool,
+) -> None:
+    half = tables[0].shape[-1]
+    _rotary_kernel[(q.shape[0],)](
+        x, x if e is None else e, *tables, q, k, x if v is None else v, heads, kv_heads, half,
+        _block(heads + 2 * kv_heads), grouped, e is not None, backward, v is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def rotary_forward(
+    x_RX: Tensor, tables: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor | None, heads: int, kv_heads: int,
+    e_RX: Tensor | None = None, grouped: bool = False,
+) -> None:
+    """Split a fused projection into q, k (both rotated) and v.
+
+    Args:
+        x_RX: [R, (N + 2G) * D] projection; `e_RX`, contiguous rows of the same width, is added to it when given.
+        tables: fp32 (cos, sin) [R, D / 2] of the rows' positions.
+        q, k, v: outputs [R, N*D], [R, G*D], [R, G*D]; v may be None when only rotation is wanted.
+        grouped: columns are ordered as in megatron-core's linear_qkv (per group: q..., k, v), else q, k, v.
+    """
+    _launch_rotary(x_RX, e_RX, tables, q, k, v, heads, kv_heads, grouped, False)
+
+
+def rotary_backward(
+    q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, Tensor], x_RX: Tensor, heads: int, kv_heads: int
+) -> None:
+    """Gradients of q, k, v (k and v may be fp32) -> gradient of the fused projection, written to x."""
+    _launch_rotary(x_RX, None, tables, q, k, v, heads, kv_heads, False, True)
+
+
+@triton.jit
+def _gated_kernel(x_ptr, h_ptr, dh_ptr, M, BACKWARD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < M
+    gate_at = x_ptr + row * 2 * M + cols
+    gate = tl.load(gate_at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_at + M, mask=mask, other=0.0).to(tl.float32)
+    sig = 1.0 / (1.0 + tl.exp(-gate))
+    act = gate * sig
+    out = h_ptr.dtype.element_ty
+    tl.store(h_ptr + row * M + cols, (act * up).to(out), mask=mask)
+    if BACKWARD:
+        dh = tl.load(dh_ptr + row * M + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(gate_at, (dh * up * (sig + act * (1.0 - sig))).to(out), mask=mask)
+        tl.store(gate_at + M, (dh * act).to(out), mask=mask)
+
+
+def gated_forward(x_RX: Tensor, h_RM: Tensor) -> None:
+    """h = silu(gate) * up of x = [gate | up] [R, 2M]."""
+    R, M = h_RM.shape
+    block = min(2048, _block(M))
+    _gated_kernel[(R, triton.cdiv(M, block))](x_RX, h_RM, x_RX, M, False, block, num_warps=4)
+
+
+def gated_backward(x_RX: Tensor, dh_RM: Tensor, h_RM: Tensor) -> None:
+    """Recompute h and replace x by its own gradient, in place."""
+    R, M = h_RM.shape
+    block = min(2048, _block(M))
+    _gated_kernel[(R, triton.cdiv(M, block))](x_RX, h_RM, dh_RM, M, True, block, num_warps=4)
+
+
+@triton.jit
+def _merge_kernel(
+    q_ptr, o0_ptr, lse0_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, branches, branch_stride, o_s, o_b, S, B, scale,
+    G: tl.constexpr, n: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    s = row // B
+    b = row % B
+    g = tl.arange(0, G)[:, None, None]
+    h = g * n + tl.arange(0, n)[None, :, None]
+    d = tl.arange(0, D)[None, None, :]
+    lse_at = b * (G * n * S) + tl.arange(0, G)[:, None] * n * S + tl.arange(0, n)[None, :] * S + s
+    q = tl.load(q_ptr + row * (G * n * D) + h * D + d).to(tl.float32)
+    acc = tl.load(o0_ptr + s * o_s + b * o_b + h * D + d).to(tl.float32)
+    top = tl.load(lse0_ptr + lse_at)
+    mass = tl.full((G, n), 1.0, tl.float32)
+    kv_at = row * (G * D) + g * D + d
+    for i in range(branches):
+        k = tl.load(k_ptr + i * branch_stride + kv_at).to(tl.float32)
+        v = tl.load(v_ptr + i * branch_stride + kv_at).to(tl.float32)
+        score = tl.sum(q * k, axis=2) * scale
+        new_top = tl.maximum(top, score)
+        old = tl.exp(top - new_top)
+        p = tl.exp(score - new_top)
+        mass = mass * old + p
+        acc = acc * old[:, :, None] + p[:, :, None] * v
+        top = new_top
+    acc = acc / mass[:, :, None]
+    tl.store(out_ptr + row * (G * n * D) + h * D + d, acc.to(out_ptr.dtype.element_ty))
+    tl.store(lse_ptr + lse_at, top + tl.log(mass))
+
+
+def merge_forward(
+    q_RX: Tensor, o0_BSND: Tensor, lse0_BNS: Tensor, k_TRY: Tensor, v_TRY: Tensor, out_RX: Tensor, lse_BNS: Tensor
+) -> None:
+    """Add branches (rows' own keys of later steps) to the attention over the trunk: see `ttt_attention`.
+
+    Args:
+        q_RX: rotated queries [R, N*D].
+        o0_BSND: output over the trunk, any strides over B and S, heads dense.
+        k_TRY, v_TRY: branches [k, R, G*D] (k may be 0).
+        out_RX, lse_BNS: merged output and log-sum-exp (fp32, contiguous).
+    """
+    B, S, N, D = o0_BSND.shape
+    G = k_TRY.shape[-1] // D
+    o0_BSND = _dense_heads(o0_BSND)
+    assert lse0_BNS.is_contiguous()
+    _merge_kernel[(B * S,)](
+        q_RX, o0_BSND, lse0_BNS, k_TRY, v_TRY, out_RX, lse_BNS, k_TRY.shape[0], k_TRY.stride(0), o0_BSND.stride(1),
+        o0_BSND.stride(0), S, B, D**-0.5, G, N // G, D, num_warps=WIDE_WARPS,
+    )  # fmt: skip
+
+
+def _dense_heads(x_BSND: Tensor) -> Tensor:
+    dense = x_BSND.stride(2) == x_BSND.shape[3] and x_BSND.stride(3) == 1
+    return x_BSND if dense else x_BSND.contiguous()
+
+
+@triton.jit
+def _merge_backward_kernel(
+    q_ptr, o_ptr, do_ptr, lse_ptr, k_ptr, v_ptr, dq0_ptr, dk0_ptr, dv0_ptr, dq_ptr, dk_ptr, dv_ptr,
+    branches, branch_stride, dq_s, dq_b, dk_s, dk_b, S, B, scale,
+    G: tl.constexpr, n: tl.constexpr, D: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    s = row // B
+    b = row % B
+    g = tl.arange(0, G)[:, None, None]
+    h = g * n + tl.arange(0, n)[None, :, None]
+    d = tl.arange(0, D)[None, None, :]
+    g2 = tl.arange(0, G)[:, None]
+    d2 = tl.arange(0, D)[None, :]
+    lse = tl.load(lse_ptr + b * (G * n * S) + g2 * n * S + tl.arange(0, n)[None, :] * S + s)
+    q_at = row * (G * n * D) + h * D + d
+    q = tl.load(q_ptr + q_at).to(tl.float32)
+    do = tl.load(do_ptr + q_at).to(tl.float32)
+    delta = tl.sum(do * tl.load(o_ptr + q_at).to(tl.float32), axis=2)
+    dq = tl.load(dq0_ptr + s * dq_s + b * dq_b + h * D + d).to(tl.float32)
+    kv_at = row * (G * D) + g * D + d
+    acc_at = row * (G * D) + g2 * D + d2
+    dk = tl.load(dk0_ptr + s * dk_s + b * dk_b + g2 * D + d2).to(tl.float32)
+    dv = tl.load(dv0_ptr + s * dk_s + b * dk_b + g2 * D + d2).to(tl.float32)
+    if not FIRST:
+        dk += tl.load(dk_ptr + acc_at)
+        dv += tl.load(dv_ptr + acc_at)
+    tl.store(dk_ptr + acc_at, dk)
+    tl.store(dv_ptr + acc_at, dv)
+    for i in range(branches):
+        k = tl.load(k_ptr + i * branch_stride + kv_at).to(tl.float32)
+        v = tl.load(v_ptr + i * branch_stride + kv_at).to(tl.float32)
+        p = tl.exp(tl.sum(q * k, axis=2) * scale - lse)
+        ds = p * (tl.sum(do * v, axis=2) - delta) * scale
+        dq += ds[:, :, None] * k
+        dk = tl.sum(ds[:, :, None] * q, axis=1)
+        dv = tl.sum(p[:, :, None] * do, axis=1)
+        at = (i + 1) * branch_stride + acc_at
+        if not FIRST:
+            dk += tl.load(dk_ptr + at)
+            dv += tl.load(dv_ptr + at)
+        tl.store(dk_ptr + at, dk)
+        tl.store(dv_ptr + at, dv)
+    tl.store(dq_ptr + q_at, dq.to(dq_ptr.dtype.element_ty))
+
+
+def merge_backward(
+    q_RX: Tensor, o_RX: Tensor, do_RX: Tensor, lse_BNS: Tensor, k_TRY: Tensor, v_TRY: Tensor,
+    trunk: tuple[Tensor, Tensor, Tensor], dq_RX: Tensor, dk_TRY: Tensor, dv_TRY: Tensor, first: bool,
+) -> None:
+    """Backward of `merge_forward`, with the trunk's own gradients added.
+
+    Args:
+        trunk: (dq [B,S,N,D], dk, dv [B,S,G,D]) of the flash backward, any strides over B and S.
+        dq_RX: complete gradient of q.
+        dk_TRY, dv_TRY: fp32 [T, R, G*D] sums over draft steps, slot 0 the trunk; `first` overwrites, else adds.
+    """
+    dq0, dk0, dv0 = (_dense_heads(x) for x in trunk)
+    if dk0.stride() != dv0.stride():
+        dk0, dv0 = dk0.contiguous(), dv0.contiguous()
+    B, S, N, D = dq0.shape
+    G = dk0.shape[2]
+    assert dk_TRY.stride() == k_TRY.stride() or k_TRY.shape[0] == 0
+    _merge_backward_kernel[(B * S,)](
+        q_RX, o_RX, do_RX, lse_BNS, k_TRY, v_TRY, dq0, dk0, dv0, dq_RX, dk_TRY, dv_TRY, k_TRY.shape[0],
+        dk_TRY.stride(0), dq0.stride(1), dq0.stride(0), dk0.stride(1), dk0.stride(0), S, B, D**-0.5, G, N // G, D,
+        first, num_warps=WIDE_WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _shifted_sum_kernel(x_ptr, out_ptr, R, W, B, steps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < W
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for k in range(steps):
+        source = row - k * B
+        if (source >= 0) & (source < R):
+            acc += tl.load(x_ptr + (k * R + source) * W + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * W + cols, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def shifted_sum(x_TRW: Tensor, B: int) -> Tensor:
+    """[R + (T - 1) * B, W]: row e is the sum over k of x[k, e - k * B], where that row exists."""
+    T, R, W = x_TRW.shape
+    out = torch.empty(R + (T - 1) * B, W, dtype=x_TRW.dtype, device=x_TRW.device)
+    block = min(1024, _block(W))
+    _shifted_sum_kernel[(out.shape[0], triton.cdiv(W, block))](x_TRW, out, R, W, B, T, block, num_warps=4)
+    return out
