@@ -111,6 +111,7 @@ def test_ranges_are_equal_on_all_ranks(results: Results, layout: str) -> None:
     if layout.startswith("tp"):  # the others read more micro-batches
         # `draft` is left out: features of an fp8 base may differ by a rounding step where sums are ordered otherwise.
         assert base == pytest.approx(expected[0], rel=1e-4)
+    if layout == "tp2":  # sequence parallelism also runs the rows that no loss looks at
         assert alone == pytest.approx(expected[2], rel=1e-4)
 
 
