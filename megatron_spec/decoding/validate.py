@@ -154,11 +154,11 @@ def validate(
     encoder, seconds = ChatEncoder(tokenizer), [0.0, 0.0]
     _warm_up(base, drafter, dialogues, encoder, config)
     while asking := [(d, ids) for d in dialogues if d.waits and (ids := _ask(d, encoder, base)) is not None]:
-        ids, seeds = [i for _, i in asking], [d.seed(config.seed) for d, _ in asking]
+        questions, seeds = [ids for _, ids in asking], [d.seed(config.seed) for d, _ in asking]
         results = []
         for way, with_draft in enumerate((None, drafter)):
             start = _now()
-            results.append(decode(base, ids, config, stop_ids, draft=with_draft, seeds=seeds))
+            results.append(decode(base, questions, config, stop_ids, draft=with_draft, seeds=seeds))
             seconds[way] += _now() - start
         for (d, i), alone, speculative in zip(asking, *results, strict=True):
             cases.append(_Case(d.prompt, len(d.answers), i, alone, speculative))

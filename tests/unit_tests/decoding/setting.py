@@ -54,7 +54,7 @@ def new_draft(base: Any, draft_tokens: list[int] | None) -> Any:
     from megatron_spec.drafts.vocab import DraftVocab
 
     vocab = DraftVocab.full(VOCAB) if draft_tokens is None else DraftVocab(torch.tensor(draft_tokens), VOCAB)
-    config = eagle_config(base.config, overrides=dict(capture_layer_ids=CAPTURES, draft_vocab_size=len(vocab)))
+    config = eagle_config(base.config, overrides={"capture_layer_ids": CAPTURES, "draft_vocab_size": len(vocab)})
     draft = build_draft(config, vocab, base.world, torch.float32)
     draft.initialize(base, None, seed=3)
     return draft
@@ -69,7 +69,8 @@ def overfit(base: Any, prompt: list[int], answer: list[int], draft: Any, steps: 
     positions_BS = torch.arange(tokens_BS.shape[1])[None]
     batch = Batch(tokens_BS, positions_BS, turns_BS, torch.zeros_like(turns_BS))
     [(captures, state)] = run_base(base, [batch])
-    features, objective = Features(batch, captures, state), ObjectiveConfig(ttt_steps=CONFIG.max_draft_len, loss="hard_ce")
+    features = Features(batch, captures, state)
+    objective = ObjectiveConfig(ttt_steps=CONFIG.max_draft_len, loss="hard_ce")
     optimizer = torch.optim.Adam(draft.parameters(), lr=5e-3)
     for _ in range(steps):
         losses = draft(features, base, objective)

@@ -20,8 +20,8 @@ from tests.unit_tests.decoding.setting import CHAT_CONFIG, CONFIG
 from tests.worlds import run_world
 
 LAYOUTS = {
-    "tp2pp2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
-    "pp2": dict(pipeline_model_parallel_size=2),
+    "tp2pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
 }
 
 
@@ -29,13 +29,13 @@ def _answers(base: Any, draft: Any, prompts: list[list[int]]) -> dict[str, Any]:
     prompts = [*prompts[:3], prompts[-1]]
     hot, seeds = CONFIG.replace(temperature=1.5, max_new_tokens=6), list(range(4))
     spoken = decode(base, prompts, CONFIG, set(), draft=draft)
-    return dict(
-        alone=[g.tokens for g in decode(base, prompts, CONFIG, set())],
-        spoken=[g.tokens for g in spoken],
-        accepted=[g.accepted_lengths for g in spoken],
-        sampled=[g.tokens for g in decode(base, prompts, hot, set(), draft=draft, seeds=seeds)],
-        best=two_best(base, prompts[1])[1],
-    )
+    return {
+        "alone": [g.tokens for g in decode(base, prompts, CONFIG, set())],
+        "spoken": [g.tokens for g in spoken],
+        "accepted": [g.accepted_lengths for g in spoken],
+        "sampled": [g.tokens for g in decode(base, prompts, hot, set(), draft=draft, seeds=seeds)],
+        "best": two_best(base, prompts[1])[1],
+    }
 
 
 def _world_cases(
