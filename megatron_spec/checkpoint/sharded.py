@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import nn
 
 from megatron_spec.checkpoint.spec import POINTER, CheckpointSpec, iteration_folder, latest_iteration
@@ -100,6 +102,7 @@ def load(folder: Path | str, draft: nn.Module, world: World, *, optimizer: Any =
     """
     wanted: dict[str, Any] = {"model": sharded_state(draft, world)}
     if optimizer is not None:
+        _allocate_state(optimizer)
         wanted["optimizer"] = optimizer.sharded_state_dict(
             wanted["model"], is_loading=True, metadata=_optimizer_metadata()
         )
@@ -115,6 +118,33 @@ def load(folder: Path | str, draft: nn.Module, world: World, *, optimizer: Any =
     if unset:
         raise UserError(f"checkpoint {folder} holds values that are not finite in: {', '.join(unset)}")
     return dict(loaded.get("extra") or {})
+
+
+def _allocate_state(optimizer: Any) -> None:
+    """Let the distributed optimizer load over torch's AdamW (no Transformer Engine or apex).
+
+    There it cannot describe a state before its first step, so the moments are made first; and it looks for the step
+    count among the loaded tensors, although it has just read it from the parameter groups.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part.optimizer
+        if not isinstance(part, DistributedOptimizer) or not isinstance(inner, torch.optim.AdamW):
+            continue
+        for group in inner.param_groups:
+            for p in group["params"]:
+                if not inner.state.get(p):
+                    moments = {"exp_avg": torch.zeros_like(p.data), "exp_avg_sq": torch.zeros_like(p.data)}
+                    inner.state[p] = {"step": torch.tensor(0.0), **moments}
+        part._set_main_param_and_optimizer_states = partial(_set_states, part)
+
+
+def _set_states(part: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+    group, order = part.model_param_group_index_map[model_param]
+    main = part.optimizer.param_groups[group]["params"][order]
+    state = part.optimizer.state[main]
+    state["step"] = state["step"].clone()  # megatron-core gives all parameters one tensor, which each would count up
+    known = {"step": state["step"], **tensors}
+    DistributedOptimizer._set_main_param_and_optimizer_states(part, model_param, known)
 
 
 def _check_names(folder: Path, wanted: dict[str, ShardedTensor]) -> None:

@@ -1,0 +1,121 @@
+"""A run that is stopped continues exactly: bit for bit in the same layout, to rounding in another one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.functional_tests.workshop import make_base, write_conversations
+from tests.worlds import run_world
+
+TOTAL, HALF = 6, 3
+
+
+def convert(root: str) -> None:
+    from megatron_spec.chain.convert import convert as run
+
+    run(f"{root}/base", f"{root}/draft", eagle_config=f"{root}/eagle.json")
+
+
+def tune(root: str, save: str, iterations: int, tp: int = 1, pp: int = 1, distributed_optimizer: bool = False) -> bool:
+    """One finetune run of `iterations` out of TOTAL, in this process's world."""
+    from megatron.core import parallel_state
+
+    from megatron_spec.chain.finetune import FinetuneRun, finetune
+    from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
+
+    parallel_state.destroy_model_parallel()
+    # constant learning rate: a shorter run must not decay sooner
+    train = TrainConfig(
+        train_iters=iterations, global_batch_size=4, micro_batch_size=1, lr=3e-3, lr_decay_style="constant",
+        weight_decay=0.1, use_distributed_optimizer=distributed_optimizer,
+    )  # fmt: skip
+    parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    return finetune(
+        FinetuneRun(
+            load=f"{root}/draft", save=f"{root}/{save}", data=f"{root}/train.jsonl", train=train,
+            objective=ObjectiveConfig(ttt_steps=2), parallel=parallel, seq_length=64,
+        )  # fmt: skip
+    )
+
+
+def one_rank(root: str) -> dict[str, Any]:
+    """The draft, the uninterrupted run, and a run in two halves."""
+    convert(root)
+    tune(root, "whole", TOTAL)
+    tune(root, "halves", HALF)
+    shutil.copytree(f"{root}/halves", f"{root}/elsewhere")
+    shutil.copytree(f"{root}/halves", f"{root}/killed")
+    leftover = Path(root, "killed", ".iter_0000004.tmp", "dist")  # what a kill in the middle of a save leaves behind
+    leftover.mkdir(parents=True)
+    (leftover / "__0_0.distcp").write_bytes(b"half")
+    tune(root, "halves", TOTAL)
+    tune(root, "killed", TOTAL)
+    return {name: parameters(f"{root}/{name}") for name in ("whole", "halves", "killed")}
+
+
+def four_ranks(root: str) -> dict[str, Any]:
+    """The second half in another layout; a run begun in that layout with the distributed optimizer, halved too."""
+    tune(root, "elsewhere", TOTAL, tp=2, pp=2)
+    tune(root, "distributed", HALF, tp=2, distributed_optimizer=True)
+    tune(root, "distributed", TOTAL, pp=2, distributed_optimizer=True)
+    return {}
+
+
+def parameters(checkpoint: str) -> dict[str, torch.Tensor]:
+    """The draft of the latest iteration, in one process."""
+    from megatron.core import parallel_state
+
+    from megatron_spec import distributed
+    from megatron_spec.build import load_checkpoint
+
+    parallel_state.destroy_model_parallel()
+    draft = load_checkpoint(checkpoint, distributed.initialize()).draft
+    return {name: p.detach().clone() for name, p in draft.named_parameters()}
+
+
+def read_back(root: str) -> dict[str, Any]:
+    return {name: parameters(f"{root}/{name}") for name in ("elsewhere", "distributed")}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    root = tmp_path_factory.mktemp("resume")
+    make_base(root / "base")
+    write_conversations(root / "train.jsonl", 10)
+    (root / "eagle.json").write_text(json.dumps({"capture_layer_ids": [0, 3, 6]}))
+    found = run_world(1, one_rank, str(root))[0]
+    run_world(4, four_ranks, str(root))
+    return root, {**found, **run_world(1, read_back, str(root))[0]}
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["halves", "killed"])
+def test_resume_is_exact(runs: tuple[Path, dict[str, Any]], name: str) -> None:
+    root, found = runs
+    assert losses(root / name) == losses(root / "whole")
+    for parameter, value in found["whole"].items():
+        assert torch.equal(found[name][parameter], value), parameter
+
+
+@pytest.mark.parametrize("name", ["elsewhere", "distributed"])
+def test_resume_in_another_layout_is_equal(runs: tuple[Path, dict[str, Any]], name: str) -> None:
+    root, found = runs
+    assert losses(root / name) == pytest.approx(losses(root / "whole"), rel=1e-5)
+    for parameter, value in found["whole"].items():
+        error = float((found[name][parameter] - value).norm() / value.norm())
+        assert error < 1e-4, f"{parameter}: {error}"
+
+
+def test_training_moved_the_parameters(runs: tuple[Path, dict[str, Any]]) -> None:
+    root, _ = runs
+    first, last = losses(root / "whole")[0], losses(root / "whole")[-1]
+    assert last < first

@@ -1,0 +1,70 @@
+"""A tiny base with a tokenizer, conversations, and a way to run the scripts as users do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.tiny import save_llama
+from tests.unit_tests.data.chat_fixtures import CHATML_MARKED, make_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "examples" / "post_training"
+WORDS = "red green blue one two three four five six seven north south east west rain snow wind".split()
+
+
+def make_base(folder: Path) -> Path:
+    """A random Llama whose vocabulary is that of a byte-level tokenizer, with a chat template."""
+    tokenizer = make_tokenizer(CHATML_MARKED)
+    size = -(-len(tokenizer) // 8) * 8  # the whole vocabulary as draft vocabulary must divide by TP
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    save_llama(folder, vocab_size=size, eos_token_id=end, bos_token_id=0)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def conversation(number: int) -> dict[str, object]:
+    """Two turns of words, different for every number."""
+    word = [WORDS[(number * 7 + i * 3) % len(WORDS)] for i in range(8)]
+    turns = [("user", " ".join(word[:2])), ("assistant", " ".join(word[2:5])), ("user", word[5]), ("assistant", word[6])]
+    return {
+        "conversation_id": f"c{number}",
+        "conversations": [{"role": role, "content": text} for role, text in turns],
+    }
+
+
+def write_conversations(path: Path, count: int) -> Path:
+    """A JSON lines file."""
+    path.write_text("".join(json.dumps(conversation(i)) + "\n" for i in range(count)), encoding="utf-8")
+    return path
+
+
+def run_script(name: str, *arguments: object, processes: int = 0, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run a script of the chain: with plain python, or under torchrun with `processes` ranks."""
+    start = [sys.executable]
+    if processes:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    path = name if "/" in name else str(SCRIPTS / f"{name}.py")
+    return subprocess.run(
+        [*start, path, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT
+    )
+
+
+def succeed(name: str, *arguments: object, processes: int = 0) -> str:
+    """Run a script that must work; its output."""
+    done = run_script(name, *arguments, processes=processes)
+    assert done.returncode == 0, f"{name} {arguments}\n{done.stdout}\n{done.stderr[-4000:]}"
+    return done.stdout + done.stderr
+
+
+def refuse(name: str, *arguments: object) -> str:
+    """Run a script that must refuse its input: exit code 2, one message, no traceback."""
+    done = run_script(name, *arguments)
+    assert done.returncode == 2, f"{name} {arguments}: exit code {done.returncode}\n{done.stderr[-3000:]}"
+    assert "Traceback" not in done.stderr, done.stderr
+    assert "error:" in done.stderr
+    return done.stderr
