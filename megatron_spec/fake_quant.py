@@ -26,7 +26,9 @@ def scale_of(amax: Tensor) -> Tensor:
     """
     amax = amax.detach().float()
     tiny = torch.finfo(torch.float32).tiny  # a smaller scale would be denormal, and flushed to zero on some devices
-    return torch.where(amax == 0, torch.ones_like(amax), (amax / E4M3_MAX).clamp_min(tiny))
+    # Divided by a tensor: CUDA multiplies by the rounded reciprocal of a number, and the scale would differ by a bit.
+    scale = (amax / torch.full_like(amax, E4M3_MAX)).clamp_min(tiny)
+    return torch.where(amax == 0, torch.ones_like(amax), scale)
 
 
 def amax_of(scale: Tensor) -> Tensor:
@@ -40,7 +42,7 @@ def amax_of(scale: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale as float8_e4m3fn, round to nearest even, saturating at +-448. NaN stays NaN."""
+    """x / scale (both on one device) as float8_e4m3fn, round to nearest even, saturating at +-448. NaN stays NaN."""
     return (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 

@@ -79,8 +79,9 @@ def shards_of(tensor: Tensor, tp: dist.ProcessGroup) -> list[Tensor]:
     """The same-shaped tensors of all tensor parallel ranks, in rank order, on every one of them."""
     if tp.size() == 1:
         return [tensor]
+    tensor = tensor.contiguous()
     shards = [torch.empty_like(tensor) for _ in range(tp.size())]
-    dist.all_gather(shards, tensor.contiguous(), group=tp)
+    dist.all_gather(shards, tensor, group=tp)
     return shards
 
 

@@ -86,3 +86,13 @@ def test_amax_of_inverts_scale_of() -> None:
     for amax in torch.rand(500) * 10:
         scale = scale_of(amax)
         assert torch.equal(scale_of(amax_of(scale)), scale)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with the CPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gpu_equals_cpu_bit_for_bit(dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    amax = torch.rand(1000) * 10
+    assert torch.equal(scale_of(amax.cuda()).cpu(), scale_of(amax))
+    x = torch.randn(1000, 64).to(dtype)
+    assert torch.equal(round_trip(x.cuda(), amax.cuda()[:, None]).cpu(), round_trip(x, amax[:, None]))
