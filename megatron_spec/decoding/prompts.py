@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.config import UserError
 from megatron_spec.data.chat import ChatEncoder, Conversation, parse_conversation
 
 Message = dict[str, Any]
@@ -111,21 +111,12 @@ def _chat(record: dict[str, Any], where: str, stem: str, number: int) -> Prompt:
     return Prompt(identifier, str(record.get("category") or "none"), tuple(rounds), where)
 
 
-def stop_token_ids(config: BaseConfig, tokenizer: Any, base_folder: Path | str | None = None) -> set[int]:
-    """Tokens that end an answer: of config.json, of the tokenizer, and of generation_config.json in `base_folder`.
-
-    Raises UserError when there is none: every answer would run to max_new_tokens.
-    """
-    ids = set(config.eos_token_ids)
-    if getattr(tokenizer, "eos_token_id", None) is not None:
-        ids.add(int(tokenizer.eos_token_id))
-    file = Path(base_folder, "generation_config.json") if base_folder is not None else None
-    if file is not None and file.is_file():
-        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        ids |= set(found if isinstance(found, list) else [] if found is None else [found])
-    if not ids:
-        raise UserError("no stop token: found no eos_token_id in config.json, generation_config.json or the tokenizer")
-    return ids
+def check_stop_ids(stop_ids: set[int]) -> None:
+    """Raise UserError when there is none: every answer would be cut at max_new_tokens."""
+    if not stop_ids:
+        raise UserError(
+            "no stop token: found no eos_token_id in config.json, generation_config.json or the tokenizer; add one"
+        )
 
 
 @dataclass

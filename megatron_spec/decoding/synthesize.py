@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron_spec.config import DecodeConfig
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.decoding.engine import decode_stream
-from megatron_spec.decoding.prompts import Dialogue, Prompt, stop_token_ids
+from megatron_spec.decoding.prompts import Dialogue, Prompt, check_stop_ids
 from megatron_spec.distributed import World
 from megatron_spec.files import write_text
 from megatron_spec.pipeline.model import FrozenBase
@@ -34,14 +34,14 @@ def synthesize(
     prompts: Iterable[Prompt],
     config: DecodeConfig,
     *,
+    stop_ids: set[int],
     draft: Any = None,
-    stop_ids: set[int] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Answer the prompts; collective over the model parallel ranks.
 
     Args:
-        draft: decode with it (at temperature 0 the same text, sooner).
-        stop_ids: default: those of the base's configuration and the tokenizer.
+        stop_ids: tokens that end an answer (data.tokenizer.stop_token_ids).
+        draft: decode with it (the same text, sooner).
 
     Yields:
         Records `conversation_id`, `category`, `conversations` (messages), `truncated` (the last answer met no stop
@@ -49,7 +49,7 @@ def synthesize(
         in which they end. `conversations` is empty when not even the first round was answered.
     """
     encoder, limit = ChatEncoder(tokenizer), base.config.max_position_embeddings
-    stop_ids = stop_ids if stop_ids is not None else stop_token_ids(base.config, tokenizer)
+    check_stop_ids(stop_ids)
     for window in _windows([Dialogue(p) for p in prompts], config.batch_size):
         while asking := [(d, ids) for d in window if d.waits and (ids := d.ask(encoder, limit)) is not None]:
             seeds = [d.seed(config.seed) for d, _ in asking]
@@ -138,8 +138,8 @@ def synthesize_to_file(
     config: DecodeConfig,
     output: Path | str,
     *,
+    stop_ids: set[int],
     draft: Any = None,
-    stop_ids: set[int] | None = None,
 ) -> int:
     """Answer the prompts that `output` does not hold yet, split over data-parallel ranks; every rank calls it.
 

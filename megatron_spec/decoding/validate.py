@@ -24,7 +24,7 @@ from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.decoding.acceptance import AcceptanceStats, acceptance_stats, by_category
 from megatron_spec.decoding.drafters import build_drafter
 from megatron_spec.decoding.engine import Generation, decode, two_best
-from megatron_spec.decoding.prompts import Dialogue, Prompt, stop_token_ids
+from megatron_spec.decoding.prompts import Dialogue, Prompt, check_stop_ids
 from megatron_spec.files import write_json
 from megatron_spec.pipeline.model import FrozenBase
 
@@ -132,22 +132,22 @@ def validate(
     tokenizer: Any,
     config: DecodeConfig,
     *,
+    stop_ids: set[int],
     output: Path | str | None = None,
-    stop_ids: set[int] | None = None,
 ) -> Report:
     """Answer all prompts with the base alone and with the draft; every rank calls it and gets the report.
 
     Args:
         draft: a draft model or a Drafter.
+        stop_ids: tokens that end an answer (data.tokenizer.stop_token_ids).
         output: file for the report, written by rank 0.
-        stop_ids: default: those of the base's configuration and the tokenizer.
 
     Raises:
-        UserError: no prompts, no draft, or max_draft_len 0.
+        UserError: no prompts, no draft, max_draft_len 0, or no stop token.
     """
     if not prompts or draft is None or config.max_draft_len == 0:
         raise UserError("validate: expected prompts, a draft and --max-draft-len of at least 1")
-    stop_ids = stop_ids if stop_ids is not None else stop_token_ids(base.config, tokenizer)
+    check_stop_ids(stop_ids)
     drafter, world = build_drafter(draft, base), base.world
     cases: list[_Case] = []
     dialogues = [Dialogue(p) for p in prompts[world.dp_rank :: world.dp_size]]

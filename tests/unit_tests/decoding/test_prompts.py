@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.config import UserError
 from megatron_spec.data.chat import ChatEncoder
-from megatron_spec.decoding.prompts import Dialogue, Prompt, read_prompts, stop_token_ids
+from megatron_spec.decoding.prompts import Dialogue, Prompt, check_stop_ids, read_prompts
 from tests.unit_tests.decoding import setting
 
 
@@ -73,19 +73,10 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
         read_prompts(tmp_path / "nothing.jsonl")
 
 
-def test_stop_tokens_of_all_three_places(tmp_path: Path) -> None:
-    tokenizer = setting.chat_tokenizer()  # eos 1
-    shape: dict[str, Any] = {
-        "family": "llama", "hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "num_attention_heads": 1,
-        "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 300, "max_position_embeddings": 8,
-    }  # fmt: skip
-    config = BaseConfig(**shape, eos_token_ids=(5, 6))
-    assert stop_token_ids(config, tokenizer) == {1, 5, 6}
-    for eos in (9, [9, 5]):
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}), encoding="utf-8")
-        assert stop_token_ids(config, tokenizer, tmp_path) == {1, 5, 6, 9}
+def test_no_stop_token_is_refused() -> None:
+    check_stop_ids({3})
     with pytest.raises(UserError, match="no stop token"):
-        stop_token_ids(BaseConfig(**shape), object())
+        check_stop_ids(set())
 
 
 def test_dialogue_renders_history_with_the_tokenizers_template() -> None:

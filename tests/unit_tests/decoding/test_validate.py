@@ -62,7 +62,7 @@ def test_nothing_to_validate_is_refused(chat: Any) -> None:
         (NGramDrafter(), chat.prompts, CHAT_CONFIG.replace(max_draft_len=0)),
     ):
         with pytest.raises(UserError, match="max-draft-len"):
-            validate(chat.base, draft, prompts, chat.tokenizer, config)
+            validate(chat.base, draft, prompts, chat.tokenizer, config, stop_ids={1})
 
 
 def test_tie_tolerance_grows_with_coarser_numbers() -> None:
