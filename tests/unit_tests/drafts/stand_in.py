@@ -40,9 +40,9 @@ class StandInEnds:
 
 def eagle_config(**changes: Any) -> EagleConfig:
     values: dict[str, Any] = {
-        "algorithm": "eagle3", "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 4, "vocab_size": V, "draft_vocab_size": len(SMALL_VOCAB), "target_hidden_size": 16,
-        "max_position_embeddings": 64, "capture_layer_ids": (0, 1, 2),
+        "algorithm": "eagle3", "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 4, "vocab_size": V, "draft_vocab_size": len(SMALL_VOCAB),
+        "target_hidden_size": 16, "max_position_embeddings": 64, "capture_layer_ids": (0, 1, 2),
     }  # fmt: skip
     values.update(changes)
     return EagleConfig(**values)
@@ -120,12 +120,16 @@ def plain_row_loss(kind: str, p: Tensor, q: Tensor, label: int) -> Tensor:
 class PlainEagle:
     """EAGLE-3 as the paper writes it, from a dictionary of parameters."""
 
-    def __init__(self, config: EagleConfig, parameters: dict[str, Tensor], ends: StandInEnds, vocab: DraftVocab) -> None:
+    def __init__(
+        self, config: EagleConfig, parameters: dict[str, Tensor], ends: StandInEnds, vocab: DraftVocab
+    ) -> None:
         self.config, self.p, self.ends, self.ids = config, parameters, ends, vocab.target_ids
         count = config.num_hidden_layers
         self.prefixes = ["midlayer."] if count == 1 else [f"layers.{i}." for i in range(count)]
 
-    def layer(self, i: int, h: Tensor, e: Tensor, pos: Tensor, mask: Tensor, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def layer(
+        self, i: int, h: Tensor, e: Tensor, pos: Tensor, mask: Tensor, seen: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
         config, eps = self.config, self.config.rms_norm_eps
         w = {name[len(self.prefixes[i]) :]: p for name, p in self.p.items() if name.startswith(self.prefixes[i])}
         S, N, G, D = len(h), config.num_attention_heads, config.num_key_value_heads, config.head_dim

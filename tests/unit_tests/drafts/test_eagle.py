@@ -36,7 +36,8 @@ def make(config: EagleConfig, dtype: torch.dtype = torch.float64) -> tuple[Eagle
     draft.initialize(ends, seed=11)
     with torch.no_grad():  # larger than usual, so that attention and MLP matter; norms that are not 1
         for i, (_, p) in enumerate(sorted(draft.named_parameters())):
-            p += torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(dtype) * (0.3 if p.dim() == 2 else 0.1)
+            noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(dtype)
+            p += noise * (0.3 if p.dim() == 2 else 0.1)
     return draft, ends
 
 
@@ -125,8 +126,9 @@ def test_serving_repeats_training() -> None:
         for k in range(steps):
             slot = torch.tensor([[j + k]])
             plan = AttentionPlan.cached(cache, slot)
+            embedding = ends.embed(tokens[:, j + 1 + k, None])
             hidden, normed = draft.layer_step(
-                hidden, ends.embed(tokens[:, j + 1 + k, None]), slot, lambda i, q, key, v, p=plan: attend(q, key, v, p, i)
+                hidden, embedding, slot, lambda i, q, key, v, p=plan: attend(q, key, v, p, i)
             )
             torch.testing.assert_close(hidden, trained[k][0][j : j + 1], rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(normed, trained[k][1][j : j + 1], rtol=1e-9, atol=1e-9)
@@ -177,7 +179,7 @@ def test_initial_values() -> None:
 
 def test_refusals() -> None:
     world = distributed.initialize()
-    with pytest.raises(UserError, match="12 of 31.*31 of 31"):
+    with pytest.raises(UserError, match=r"12 of 31.*31 of 31"):
         EagleDraft(eagle_config(draft_vocab_size=V), draft_vocab(eagle_config()), world.tp)
     with pytest.raises(UserError, match="capture_layer_ids"):
         EagleDraft(eagle_config(capture_layer_ids=()), draft_vocab(eagle_config()), world.tp)
