@@ -1,4 +1,4 @@
-"""Names, dtypes, shapes and raw bytes of the tensors in a folder, without torch (safetensors' published layout).
+"""Names, dtypes, shapes and raw bytes of the tensors in a folder; torch only for an old pytorch_model.bin.
 
 A safetensors file is: 8 bytes little-endian header length N; N bytes of JSON {name: {dtype, shape, data_offsets}};
 data.
@@ -28,9 +28,13 @@ class Entry:
     path: Path
     start: int
     stop: int
+    data: bytes | None = None
+    """Its bytes when they are in memory already."""
 
     def raw(self) -> bytes:
         """Its bytes."""
+        if self.data is not None:
+            return self.data
         with self.path.open("rb") as f:
             f.seek(self.start)
             return f.read(self.stop - self.start)
@@ -70,12 +74,37 @@ def _read_header(path: Path) -> dict[str, Entry]:
     return found
 
 
+_TORCH_DTYPES = {
+    "torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32", "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.int64": "I64", "torch.int32": "I32", "torch.bool": "BOOL",
+}  # fmt: skip
+
+
+def _read_pickle(path: Path) -> dict[str, Entry]:
+    """A pytorch_model.bin, as older drafts have it. Needs torch; keeps the bytes of whole numbers and scalars only."""
+    import torch
+
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        found = {}
+        for name, tensor in tensors.items():
+            small = not tensor.is_floating_point() or tensor.numel() == 1
+            data = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist()) if small else None
+            dtype = _TORCH_DTYPES.get(str(tensor.dtype), str(tensor.dtype))
+            found[name] = Entry(dtype, tuple(tensor.shape), path, 0, 0, data)
+        return found
+    except Exception as e:
+        raise UserError(f"{path} does not load as a dictionary of tensors ({type(e).__name__}: {e})") from None
+
+
 def read_entries(folder: Path) -> dict[str, Entry]:
-    """Every tensor of the safetensors files of a folder, by name.
+    """Every tensor of the safetensors files of a folder (else of pytorch_model.bin), by name.
 
     Raises UserError when there are none, or a file is damaged.
     """
     paths = sorted(folder.glob("*.safetensors"))
+    if not paths and (folder / "pytorch_model.bin").is_file():
+        return _read_pickle(folder / "pytorch_model.bin")
     if not paths:
         others = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt")))
         hint = f"; found {', '.join(others)}: save its tensors as model.safetensors first" if others else ""

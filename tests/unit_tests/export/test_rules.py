@@ -163,10 +163,23 @@ def test_unreadable_folders(tmp_path: Path) -> None:
         check_folder(folder)
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(UserError, match=r"pytorch_model\.bin"):
+    with pytest.raises(UserError, match=r"pytorch_model\.bin does not load"):
+        check_folder(folder)
+    (folder / "pytorch_model.bin").rename(folder / "weights.pt")
+    with pytest.raises(UserError, match=r"found weights\.pt"):
         check_folder(folder)
     with pytest.raises(UserError, match="not a folder"):
         check_folder(tmp_path / "nowhere")
+
+
+def test_old_pickled_folders_are_read(tmp_path: Path) -> None:
+    tensors, config = good()
+    folder = write(tmp_path / "d", tensors, config)
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    assert check_folder(folder) == []
+    torch.save({**tensors, "t2d": ~tensors["t2d"]}, folder / "pytorch_model.bin")
+    assert [f.rule for f in check_folder(folder)] == ["t2d"]
 
 
 def script(*args: str) -> subprocess.CompletedProcess[str]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ from megatron_spec.config import UserError
 from megatron_spec.serving.sglang import sglang_command
 from megatron_spec.serving.trtllm import trtllm_config, write_trtllm_yaml
 from megatron_spec.serving.vllm import vllm_command, write_triton_repository
+
+ROOT = Path(__file__).parents[3]
 
 
 def draft(folder: Path, **keys: Any) -> Path:
@@ -86,3 +91,25 @@ def test_refuses_what_is_no_draft(tmp_path: Path) -> None:
         trtllm_config(tmp_path / "nowhere", 3)
     with pytest.raises(UserError, match="at least 1"):
         trtllm_config(draft(tmp_path / "draft"), 0)
+
+
+def script(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "tools/make_serving_config.py", *args]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_script(tmp_path: Path) -> None:
+    draft(tmp_path / "out" / "draft")
+    export = str(tmp_path / "out")
+    done = script(export, "--engine", "trtllm", "--output", str(tmp_path / "t.yaml"))
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load((tmp_path / "t.yaml").read_text())["speculative_config"]["max_draft_len"] == 3
+    done = script(export, "--engine", "vllm")
+    assert done.returncode == 2 and "give --base" in done.stderr
+    base = tmp_path / "out" / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    done = script(export, "--engine", "vllm", "--max-draft-len", "5")
+    words = shlex.split(done.stdout)
+    assert words[2] == str(base.resolve()) and json.loads(words[4])["num_speculative_tokens"] == 5
+    assert script(export, "--engine", "triton").returncode == 2
