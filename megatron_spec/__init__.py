@@ -11,7 +11,15 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_EXPORTS: dict[str, str] = {}
+_EXPORTS = {
+    "convert": "megatron_spec.api",
+    "save": "megatron_spec.api",
+    "load": "megatron_spec.api",
+    "quantize": "megatron_spec.api",
+    "export_draft": "megatron_spec.api",
+    "initialize": "megatron_spec.api",
+    "SpecModel": "megatron_spec.api",
+}
 
 __all__ = ["__version__", *_EXPORTS]
 

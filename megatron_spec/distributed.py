@@ -102,6 +102,18 @@ def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
         )
 
 
+def existing_parallel() -> ParallelConfig:
+    """The sizes megatron-core was initialised with in this process; all 1 when it was not."""
+    if not parallel_state.model_parallel_is_initialized():
+        return ParallelConfig()
+    return ParallelConfig(
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+    )
+
+
 def initialize(parallel: ParallelConfig | None = None, seed: int = 1234, timeout_minutes: float = 30) -> World:
     """Start torch.distributed (torchrun's environment, or a world of one), the groups and the seeds.
 

@@ -1,0 +1,162 @@
+"""The library for people who own a megatron-core training loop: convert, save, load, quantise, export.
+
+    model = megatron_spec.convert(gpt_model, [("eagle", {"draft_vocab_size": 32000})], vocab=ids, base_path=...)
+    losses = model(batch)           # sums over supervised rows; losses.total carries the gradient
+    megatron_spec.save(model, "ckpt")
+    megatron_spec.quantize(model, batches)
+    megatron_spec.export_draft(model, "out")
+
+megatron-core's process groups must be initialised, as they are in any training script; `megatron_spec.initialize` does it
+for a process that has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_spec import distributed, presets
+from megatron_spec.batch import Batch
+from megatron_spec.build import link, load_checkpoint
+from megatron_spec.chain.convert import new_draft
+from megatron_spec.checkpoint import sharded
+from megatron_spec.checkpoint.base_import import BaseReference, inspect_base
+from megatron_spec.checkpoint.spec import CheckpointSpec
+from megatron_spec.config import BaseConfig, EagleConfig, ObjectiveConfig, ParallelConfig, QuantConfig, UserError
+from megatron_spec.distributed import World
+from megatron_spec.drafts.base import Draft, DraftLosses
+from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.export import eagle
+from megatron_spec.features.base import FeatureSource
+from megatron_spec.features.online import OnlineFeatures
+from megatron_spec.pipeline.model import FrozenBase
+from megatron_spec.quantization.attach import base_amax_state
+from megatron_spec.quantization.calibrate import LayerReport, calibrate
+
+
+@dataclass
+class SpecModel:
+    """A frozen base with its draft on this rank.
+
+    Attributes:
+        base: the frozen base; `features` come from it.
+        draft: the trainable module: give its parameters to your optimizer.
+        objective: draft steps, loss and alignment.
+        reference: the base on disk, needed to save and export.
+        quant: the policy when quantised.
+    """
+
+    base: FrozenBase
+    draft: Draft
+    vocab: DraftVocab
+    reference: BaseReference
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    quant: QuantConfig | None = None
+
+    @property
+    def world(self) -> World:
+        """Process groups."""
+        return self.base.world
+
+    @property
+    def source(self) -> FeatureSource:
+        """Features of micro-batches, computed by the base."""
+        return OnlineFeatures(self.base)
+
+    def __call__(self, batches: Batch | list[Batch]) -> list[DraftLosses]:
+        """Losses of this rank's micro-batches. Sums: divide gradients by the supervised rows of the global batch.
+
+        Args:
+            batches: all micro-batches of this pipeline group; every rank of it passes the same list.
+        """
+        given = [batches] if isinstance(batches, Batch) else batches
+        return [self.draft(f, self.base, self.objective) for f in self.source.features(given)]
+
+
+def initialize(parallel: ParallelConfig | None = None, seed: int = 1234) -> World:
+    """Start torch.distributed and megatron-core's groups, or take over those that exist already."""
+    return distributed.initialize(parallel or distributed.existing_parallel(), seed)
+
+
+def _world_of(model: Any) -> World:
+    """The groups the model was built on; sequence parallelism is a property of the model, not of the groups."""
+    if isinstance(model, FrozenBase):
+        return model.world
+    chunk = model[0] if isinstance(model, list) and model else model
+    sequence_parallel = bool(getattr(getattr(chunk, "config", None), "sequence_parallel", False))
+    return initialize(distributed.existing_parallel().replace(sequence_parallel=sequence_parallel))
+
+
+def _eagle(drafts: Sequence[tuple[str, Any]], base: BaseConfig, vocab: DraftVocab) -> EagleConfig:
+    if len(drafts) != 1 or drafts[0][0] != "eagle":
+        found = [name for name, _ in drafts]
+        raise UserError(f"convert: found drafts {found}, expected exactly one of kind 'eagle'")
+    config = drafts[0][1]
+    if isinstance(config, EagleConfig):
+        return config
+    overrides = dict(config or {})
+    algorithm = overrides.pop("algorithm", "eagle3")
+    return presets.eagle_config(base, algorithm, {"draft_vocab_size": len(vocab), **overrides})
+
+
+def convert(
+    model: Any, drafts: Sequence[tuple[str, Any]], *, base_path: str | Path, vocab: DraftVocab | None = None,
+    objective: ObjectiveConfig | None = None, seed: int = 1234,
+) -> SpecModel:  # fmt: skip
+    """Freeze a loaded megatron-core GPTModel and give it a fresh draft.
+
+    Args:
+        model: GPTModel, or the list of model chunks Megatron passes around (of length one), or a `FrozenBase`.
+        drafts: one pair (kind, configuration); kind 'eagle', configuration an `EagleConfig`, a dictionary of overrides
+            or None.
+        base_path: the base on disk; describes the architecture and is what a saved draft refers to.
+        vocab: calibrated draft vocabulary; default: the whole one.
+
+    Raises:
+        UserError: models, configurations or layouts that do not fit.
+    """
+    world = _world_of(model)
+    reference = inspect_base(base_path)
+    vocab = vocab or DraftVocab.full(reference.config.vocab_size)
+    config = _eagle(drafts, reference.config, vocab)
+    if isinstance(model, FrozenBase):
+        base = model
+    else:
+        base = FrozenBase.from_gpt_model(model, reference.config, world, config.capture_layer_ids)
+    draft = new_draft(base, config, vocab, world, base.dtype, seed)
+    return SpecModel(base, draft, vocab, reference, objective or ObjectiveConfig())
+
+
+def save(model: SpecModel, folder: str | Path, *, iteration: int = 0, optimizer: Any = None, keep: int = 0) -> Path:
+    """Save the draft (and optimizer) as a checkpoint that scripts and `load` read. Collective."""
+    spec = CheckpointSpec(link(model.reference), model.draft.config, model.quant, iteration)  # type: ignore[arg-type]
+    amax = base_amax_state(model.base) if model.quant is not None and model.quant.base != "none" else None
+    extra = {"iteration": iteration, "consumed_samples": 0}
+    return sharded.save(
+        folder, spec, model.draft, model.vocab, model.world, optimizer=optimizer, extra=extra, base_amax=amax, keep=keep
+    )
+
+
+def load(folder: str | Path, *, dtype: torch.dtype = torch.float32, base_path: str | None = None) -> SpecModel:
+    """Base and draft of a checkpoint in the current layout. Collective. Raises UserError when it does not fit."""
+    loaded = load_checkpoint(folder, initialize(), dtype=dtype, base_path=base_path)
+    return SpecModel(loaded.base, loaded.draft, loaded.vocab, loaded.base_ref, quant=loaded.spec.quant)
+
+
+def quantize(model: SpecModel, batches: Sequence[list[Batch]], quant: QuantConfig | None = None) -> list[LayerReport]:
+    """Attach fp8 fake quantisers and calibrate them on micro-batches, through all draft steps. Collective."""
+    quant = quant or QuantConfig()
+    report = calibrate(model.base, model.draft, model.source, batches, model.objective, quant, model.world)
+    model.quant = quant
+    return report
+
+
+def export_draft(model: SpecModel, folder: str | Path, **options: Any) -> Path:
+    """Write the draft as engines load it, verified; options as `export.eagle.export_draft`. Collective."""
+    draft: nn.Module = model.draft
+    return eagle.export_draft(draft, model.reference, folder, model.quant, model.world, ends=model.base, **options)

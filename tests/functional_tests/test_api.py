@@ -1,0 +1,75 @@
+"""The README's library example, run as it stands, and its result equal to the scripts' own path."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.functional_tests.workshop import ROOT, make_base, write_conversations
+from tests.worlds import run_world
+
+
+def readme_example() -> str:
+    """The Python block below the README's heading 'Library'."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.split("\n## Library\n", 1)[1].split("\n## ", 1)[0]
+    return re.search(r"```python\n(.*?)```", section, re.S).group(1)  # type: ignore[union-attr]
+
+
+def run_example(code: str, root: str) -> dict[str, Any]:
+    """Execute the example in a folder that has what it names: a base and conversations."""
+    import os
+
+    os.chdir(root)
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    reloaded = names["megatron_spec"].load("my_draft")
+    original = dict(names["model"].draft.named_parameters())
+    same = all(bool((p == original[n]).all()) for n, p in reloaded.draft.named_parameters())
+    return {"losses": names["history"], "same": same, "quantised": reloaded.quant is not None}
+
+
+def test_readme_example(tmp_path: Path) -> None:
+    make_base(tmp_path / "base")
+    write_conversations(tmp_path / "train.jsonl", 6)
+    result = run_world(1, run_example, readme_example(), str(tmp_path))[0]
+    assert result["losses"][-1] < result["losses"][0]
+    assert result["same"] and result["quantised"]
+    assert (tmp_path / "exported" / "model.safetensors").is_file()
+
+
+def tp2_wrapped(root: str) -> list[float]:
+    """Losses of the wrapped GPTModel and of the base loaded from disk, in one layout."""
+    import torch
+
+    import megatron_spec
+    from megatron_spec.checkpoint.base_import import inspect_base, load_base
+    from megatron_spec.config import ObjectiveConfig, ParallelConfig
+    from tests.tiny import make_batch
+
+    world = megatron_spec.initialize(ParallelConfig(tensor_model_parallel_size=2))
+    overrides = {"capture_layer_ids": [0, 3, 6]}
+    plain = load_base(inspect_base(f"{root}/base"), world, (0, 3, 6))
+    chunks = [load_base(inspect_base(f"{root}/base"), world).gpt]  # a GPTModel of the user's own, weights loaded
+    for layer in chunks[0].decoder.layers:
+        from megatron_spec.ops.attention import AttentionPlan
+
+        layer.self_attention.core_attention.plan = AttentionPlan.causal()
+    losses = []
+    for model in (plain, chunks):
+        spec = megatron_spec.convert(
+            model, [("eagle", overrides)], base_path=f"{root}/base", objective=ObjectiveConfig(ttt_steps=2)
+        )
+        found = spec(make_batch(2, 24, seed=1))[0]
+        losses.append(float(found.total))
+        torch.testing.assert_close(found.rows_T[0] > 0, torch.tensor(True))
+    return losses
+
+
+def test_a_wrapped_model_gives_the_same_loss(tmp_path: Path) -> None:
+    make_base(tmp_path / "base")
+    for own, wrapped in run_world(2, tp2_wrapped, str(tmp_path)):
+        assert wrapped == pytest.approx(own, rel=1e-6)

@@ -1,0 +1,194 @@
+"""Every mistake of a user ends in one clear line and exit code 2: nothing loaded, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.functional_tests.workshop import make_base, refuse, run_script, write_conversations
+from tests.worlds import run_world
+
+
+def make_draft(root: str) -> None:
+    from megatron_spec.chain.convert import convert
+
+    convert(f"{root}/base", f"{root}/draft", eagle_config=f"{root}/eagle.json")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, conversations and a fresh draft."""
+    root = tmp_path_factory.mktemp("bad")
+    make_base(root / "base")
+    write_conversations(root / "train.jsonl", 4)
+    (root / "eagle.json").write_text(json.dumps({"capture_layer_ids": [0, 3, 6]}))
+    run_world(1, make_draft, str(root))
+    return root
+
+
+def test_an_unknown_flag_is_named_with_a_suggestion(place: Path) -> None:
+    message = refuse("finetune", "--load", place, "--save", place, "--data", place, "--train-iters", 1, "--ttt-step", 3)
+    assert "--ttt-step" in message and "--ttt-steps" in message
+
+
+def test_half_written_checkpoint(place: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(place / "draft", broken)
+    (broken / "iter_0000000" / "dist" / "metadata.json").unlink()
+    message = refuse("finetune", "--load", broken, "--save", tmp_path / "s", "--data", place / "train.jsonl", "--train-iters", 1)
+    assert "incomplete" in message and "metadata.json" in message
+    assert not (tmp_path / "s").exists()
+
+
+def in_process(action: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Message of the UserError that a chain function raises before anything is loaded."""
+    from megatron_spec.config import UserError
+
+    with pytest.raises(UserError) as caught:
+        action(*args, **kwargs)
+    return str(caught.value)
+
+
+def convert(place: Path, save: Path, eagle: dict[str, Any], **kwargs: Any) -> str:
+    from megatron_spec.chain.convert import convert as run
+
+    config = save.parent / "eagle.json"
+    config.write_text(json.dumps(eagle))
+    message = in_process(run, str(place / "base"), str(save), eagle_config=str(config), **kwargs)
+    assert not save.exists()
+    return message
+
+
+@pytest.mark.parametrize(
+    ("eagle", "expected"),
+    [
+        ({"capture_layer_id": [0, 1, 2]}, "did you mean 'capture_layer_ids'"),
+        ({"capture_layer_ids": [0, 3, 8]}, "0..7"),
+        ({"capture_layer_ids": [3, 3, 6]}, "distinct and ascending"),
+        ({"hidden_size": "big"}, "expected int"),
+        ({"draft_vocab_size": 100_000}, "draft_vocab_size"),
+        ({"draft_vocab_size": 32}, "calibrate_draft_vocab"),
+        ({"vocab_size": 7}, "the base has"),
+    ],
+)
+def test_wrong_draft_configuration(place: Path, tmp_path: Path, eagle: dict[str, Any], expected: str) -> None:
+    assert expected in convert(place, tmp_path / "out", eagle)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"tensor_model_parallel_size": 3}, "3"),
+        ({"pipeline_model_parallel_size": 9}, "9"),
+    ],
+)
+def test_layouts_that_do_not_fit(place: Path, tmp_path: Path, sizes: dict[str, int], expected: str) -> None:
+    from megatron_spec.config import ParallelConfig
+
+    message = convert(place, tmp_path / "out", {"capture_layer_ids": [0, 3, 6]}, parallel=ParallelConfig(**sizes))
+    assert expected in message
+
+
+def finetune(place: Path, tmp_path: Path, **changes: Any) -> str:
+    from megatron_spec.chain.finetune import FinetuneRun
+    from megatron_spec.chain.finetune import finetune as run
+    from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
+
+    values: dict[str, Any] = dict(
+        load=str(place / "draft"), save=str(tmp_path / "run"), data=str(place / "train.jsonl"),
+        train=TrainConfig(train_iters=1), objective=ObjectiveConfig(), parallel=ParallelConfig(), seq_length=64,
+    )  # fmt: skip
+    return in_process(run, FinetuneRun(**{**values, **changes}))
+
+
+def test_missing_checkpoint_and_data(place: Path, tmp_path: Path) -> None:
+    assert "no such folder" in finetune(place, tmp_path, load=str(tmp_path / "nothing"))
+    assert "no such file" in finetune(place, tmp_path, data=str(tmp_path / "nothing.jsonl"))
+
+
+def test_sequence_beyond_the_base(place: Path, tmp_path: Path) -> None:
+    assert "max_position_embeddings 256" in finetune(place, tmp_path, seq_length=512)
+
+
+def test_another_base_is_refused(place: Path, tmp_path: Path) -> None:
+    from tests.tiny import save_llama
+
+    shutil.copytree(place / "base", tmp_path / "other")
+    config = json.loads((place / "base" / "config.json").read_text())
+    save_llama(tmp_path / "other", vocab_size=config["vocab_size"], initializer_range=0.05)
+    message = run_world(1, finetune_message, str(place), str(tmp_path))[0]
+    assert "is not the base this draft was made for" in message
+
+
+def finetune_message(place: str, tmp_path: str) -> str:
+    return finetune(Path(place), Path(tmp_path), base=f"{tmp_path}/other")
+
+
+def test_output_of_another_run_is_not_overwritten(place: Path, tmp_path: Path) -> None:
+    from megatron_spec.chain.convert import convert as run
+
+    assert "not empty" in in_process(run, str(place / "base"), str(place / "draft"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("do not lose me")
+    assert "not empty" in finetune(place, tmp_path)
+    assert (tmp_path / "run" / "thesis.tex").read_text() == "do not lose me"
+
+
+def test_quantising_twice_is_refused(place: Path, tmp_path: Path) -> None:
+    from megatron_spec.chain.quantize import quantize
+
+    shutil.copytree(place / "draft", tmp_path / "quantised")
+    path = tmp_path / "quantised" / "iter_0000000" / "spec.json"
+    spec = json.loads(path.read_text())
+    spec["quant"] = {"base": "fp8", "draft": "fp8"}
+    path.write_text(json.dumps(spec))
+    message = in_process(quantize, str(tmp_path / "quantised"), str(tmp_path / "q"), str(place / "train.jsonl"))
+    assert "quantised already" in message
+    assert "did you mean 'fp8'" in in_process(
+        quantize, str(place / "draft"), str(tmp_path / "q"), str(place / "train.jsonl"), preset="fp88"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", "2"),
+        ('{"conversations": [{"role": "user", "content": "hi"}', "JSON"),
+        ('{"conversations": [{"role": "user", "content": "hi"}]}', "assistant"),
+        ('{"conversations": [{"role": "usr", "content": "hi"}]}', "usr"),
+        ('{"chat": []}', "conversations"),
+    ],
+)
+def test_bad_data_names_file_and_line(place: Path, tmp_path: Path, line: str, expected: str) -> None:
+    from megatron_spec.chain.data import open_dataset
+
+    good = (place / "train.jsonl").read_text().splitlines()
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join([good[0], line, good[1]]) + "\n")
+    message = in_process(open_dataset, str(data), str(place / "base"), 64)
+    assert str(data) in message and "2" in message and expected in message
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys, runpy; sys.argv=['finetune.py','--help']\n"
+    code += "try: runpy.run_path('examples/post_training/finetune.py', run_name='__main__')\n"
+    code += "except SystemExit as e: print('torch' in sys.modules, e.code)"
+    import subprocess
+    import sys
+
+    from tests.functional_tests.workshop import ROOT
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stdout.splitlines()[-1] == "False 0"
+
+
+def test_a_failing_rank_is_an_error_not_a_hang(place: Path, tmp_path: Path) -> None:
+    flags = ("--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2)
+    done = run_script("convert_model", "--load", place / "base", "--save", tmp_path / "x", *flags, processes=2, timeout=120)
+    assert done.returncode != 0
+    assert "2 processes cannot hold" in done.stderr
