@@ -95,7 +95,8 @@ def shard_path(folder: Path, shard: int) -> Path:
 def differences(found: StoreManifest, expected: dict[str, Any]) -> list[str]:
     """'name: found X, expected Y' for every field of `expected` that disagrees."""
     values = found.to_dict()
-    wrong = {name: value for name, value in expected.items() if values[name] != value}
+    lists = {name: tuple(value) if isinstance(value, list) else value for name, value in expected.items()}
+    wrong = {name: value for name, value in lists.items() if values[name] != value}
     return [f"{name}: found {values[name]!r}, expected {value!r}" for name, value in wrong.items()]
 
 

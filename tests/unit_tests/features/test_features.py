@@ -187,6 +187,10 @@ def test_store_reads_back_as_a_dataset(store: Path) -> None:
     [
         ({"base_fingerprint": "sha256:1"}, "base_fingerprint: found 'sha256:0', expected 'sha256:1'"),
         ({"capture_layer_ids": (1, 2)}, "capture_layer_ids"),
+        (
+            {"capture_layer_ids": [0, 2], "dtype": "bfloat16"},
+            r"something else \(dtype: found 'float32', expected 'bfloat16'\)",
+        ),
         ({"template_hash": "u"}, "template_hash"),
     ],
 )
