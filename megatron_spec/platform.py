@@ -82,3 +82,8 @@ def activate() -> None:
     cuda.current_stream = lambda *_, **__: contextlib.nullcontext()
     _active = _CpuMode()
     _active.__enter__()
+
+
+def direct() -> contextlib.AbstractContextManager[Any]:
+    """Inside, torch functions are called directly: for code that never names CUDA, where rewriting costs 8 % of the time."""
+    return torch._C.DisableTorchFunction() if _active is not None else contextlib.nullcontext()
