@@ -18,7 +18,7 @@ def default_capture_ids(num_layers: int) -> tuple[int, int, int]:
     if not 0 <= ids[0] < ids[1] < ids[2]:
         raise UserError(
             f"a base of {num_layers} layers has no three distinct default capture layers (1, L//2-1, L-4 gives "
-            f"{list(ids)}): name them with \"capture_layer_ids\" in --eagle-config"
+            f'{list(ids)}): name them with "capture_layer_ids" in --eagle-config'
         )
     return ids
 
@@ -49,6 +49,9 @@ def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[st
     for key in overrides:
         if key not in known:
             raise UserError(f"--eagle-config: unknown key {key!r}{suggest(key, known)}; known: {', '.join(known)}")
+    for name, expected in (("vocab_size", base.vocab_size), ("target_hidden_size", base.hidden_size)):
+        if overrides.get(name, expected) != expected:
+            raise UserError(f"--eagle-config: {name} is {overrides[name]}, but the base has {expected}")
     values: dict[str, Any] = dict(
         algorithm=algorithm,
         hidden_size=base.hidden_size,
@@ -69,10 +72,6 @@ def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[st
         values["rope"] = _rope_overrides(base, overrides)
     values.update({k: v for k, v in overrides.items() if k not in _HUGGING_FACE_NAMES})
     config = EagleConfig.from_dict(values)
-    for name in ("vocab_size", "target_hidden_size"):
-        expected = base.vocab_size if name == "vocab_size" else base.hidden_size
-        if getattr(config, name) != expected:
-            raise UserError(f"--eagle-config: {name} is {getattr(config, name)}, but the base has {expected}")
     for layer in config.capture_layer_ids:
         if not 0 <= layer < base.num_layers:
             raise UserError(

@@ -40,7 +40,9 @@ def test_half_written_checkpoint(place: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(place / "draft", broken)
     (broken / "iter_0000000" / "dist" / "metadata.json").unlink()
-    message = refuse("finetune", "--load", broken, "--save", tmp_path / "s", "--data", place / "train.jsonl", "--train-iters", 1)
+    message = refuse(
+        "finetune", "--load", broken, "--save", tmp_path / "s", "--data", place / "train.jsonl", "--train-iters", 1
+    )
     assert "incomplete" in message and "metadata.json" in message
     assert not (tmp_path / "s").exists()
 
@@ -189,6 +191,8 @@ def test_help_needs_no_torch() -> None:
 
 def test_a_failing_rank_is_an_error_not_a_hang(place: Path, tmp_path: Path) -> None:
     flags = ("--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2)
-    done = run_script("convert_model", "--load", place / "base", "--save", tmp_path / "x", *flags, processes=2, timeout=120)
+    done = run_script(
+        "convert_model", "--load", place / "base", "--save", tmp_path / "x", *flags, processes=2, timeout=120
+    )
     assert done.returncode != 0
     assert "2 processes cannot hold" in done.stderr

@@ -38,9 +38,14 @@ def tune(root: str, save: str, iterations: int, tp: int = 1, pp: int = 1, distri
     parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     return finetune(
         FinetuneRun(
-            load=f"{root}/draft", save=f"{root}/{save}", data=f"{root}/train.jsonl", train=train,
-            objective=ObjectiveConfig(ttt_steps=2), parallel=parallel, seq_length=64,
-        )  # fmt: skip
+            load=f"{root}/draft",
+            save=f"{root}/{save}",
+            data=f"{root}/train.jsonl",
+            train=train,
+            objective=ObjectiveConfig(ttt_steps=2),
+            parallel=parallel,
+            seq_length=64,
+        )
     )
 
 

@@ -13,7 +13,11 @@ from tests.unit_tests.data.chat_fixtures import CHATML_MARKED, make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "post_training"
-WORDS = "red green blue one two three four five six seven north south east west rain snow wind".split()
+WORDS = [
+    f"{colour} {thing}"
+    for colour in ("red", "green", "blue")
+    for thing in ("sky", "sea", "rain", "snow", "wind", "sun")
+]
 
 
 def make_base(folder: Path) -> Path:
@@ -29,7 +33,12 @@ def make_base(folder: Path) -> Path:
 def conversation(number: int) -> dict[str, object]:
     """Two turns of words, different for every number."""
     word = [WORDS[(number * 7 + i * 3) % len(WORDS)] for i in range(8)]
-    turns = [("user", " ".join(word[:2])), ("assistant", " ".join(word[2:5])), ("user", word[5]), ("assistant", word[6])]
+    turns = [
+        ("user", " ".join(word[:2])),
+        ("assistant", " ".join(word[2:5])),
+        ("user", word[5]),
+        ("assistant", word[6]),
+    ]
     return {
         "conversation_id": f"c{number}",
         "conversations": [{"role": role, "content": text} for role, text in turns],
@@ -42,7 +51,9 @@ def write_conversations(path: Path, count: int) -> Path:
     return path
 
 
-def run_script(name: str, *arguments: object, processes: int = 0, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def run_script(
+    name: str, *arguments: object, processes: int = 0, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
     """Run a script of the chain: with plain python, or under torchrun with `processes` ranks."""
     start = [sys.executable]
     if processes:
