@@ -1,5 +1,7 @@
 """Packaging of megatron_spec. `pip install -e .[dev]` for development, `.[te]` on GPU machines."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 DEV = ["pytest>=8", "pytest-timeout", "ruff>=0.6", "mypy>=1.11", "import-linter>=2.1", "pre-commit>=3.5"]
@@ -8,7 +10,7 @@ setup(
     name="megatron-spec",
     version="0.1.0",
     description="Draft models for speculative decoding on megatron-core: convert, finetune, fp8 QAT, export",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10,<3.13",
@@ -30,6 +32,6 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.4"],
         "demo": ["gguf>=0.17", "matplotlib>=3.8"],
         "tracking": ["tensorboard", "wandb"],
-        "dev": DEV + ["gguf>=0.17", "matplotlib>=3.8", "tensorboard"],
+        "dev": [*DEV, "gguf>=0.17", "matplotlib>=3.8", "tensorboard"],
     },
 )

@@ -6,8 +6,8 @@
     megatron_spec.quantize(model, batches)
     megatron_spec.export_draft(model, "out")
 
-megatron-core's process groups must be initialised, as they are in any training script; `megatron_spec.initialize` does it
-for a process that has none.
+megatron-core's process groups must be initialised, as they are in any training script; `megatron_spec.initialize` does
+it for a process that has none.
 """
 
 from __future__ import annotations

@@ -80,7 +80,9 @@ def load_checkpoint(
     base = load_base(ref, world, capture_layer_ids=spec.draft.capture_layer_ids, dtype=dtype)
     if spec.quant is not None and spec.quant.base != "none":
         if base_amax is None:
-            raise UserError(f"checkpoint {folder} is quantised but its base_amax.json is missing: run quantize.py again")
+            raise UserError(
+                f"checkpoint {folder} is quantised but its base_amax.json is missing: run quantize.py again"
+            )
         attach_quantizers(base, spec.quant, role="base")
         load_base_amax(base, base_amax)
     return Loaded(folder, spec, ref, base, draft, vocab, base_amax)

@@ -60,7 +60,9 @@ class Parser(argparse.ArgumentParser):
             required = default is dataclasses.MISSING
             flags = ["--" + field.name.replace("_", "-"), *_ALIASES.get(field.name, [])]
             kwargs: dict[str, Any] = _argument(hints[field.name])
-            kwargs.update(dest=field.name, help=docs.get(field.name, " ") + ("" if required else f" (default: {default})"))
+            kwargs.update(
+                dest=field.name, help=docs.get(field.name, " ") + ("" if required else f" (default: {default})")
+            )
             kwargs.update({"required": True} if required else {"default": default})
             group.add_argument(*flags, **kwargs)
 
@@ -82,9 +84,9 @@ def field_docs(cls: type) -> dict[str, str]:
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}
     for node, after in zip(body.body, body.body[1:], strict=False):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(after, ast.Expr):
-            if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-                docs[node.target.id] = " ".join(after.value.value.split()).replace("%", "%%")
+        text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(text, str):
+            docs[node.target.id] = " ".join(text.split()).replace("%", "%%")
     return docs
 
 
@@ -114,7 +116,7 @@ def setup_logging() -> None:
 
 
 def run(parser: Parser, main: Callable[[argparse.Namespace], None], argv: Sequence[str] | None = None) -> NoReturn:
-    """Parse, run and leave. Exit code 0: done; 2: the user can mend it (message, no traceback); 1: a bug (traceback)."""
+    """Parse, run and leave. Exit code 0: done; 2: the user can mend it (no traceback); 1: a bug (traceback)."""
     args = parser.parse_args(argv)
     setup_logging()
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import types
 import typing
 from dataclasses import dataclass, field
@@ -57,7 +58,7 @@ def _fits(value: Any, hint: Any) -> bool:
 def _readable(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(hint)))
-    return getattr(hint, "__name__", None) if isinstance(hint, type) else str(hint).replace("typing.", "")
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,7 @@ class Config:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if not _fits(value, hints[f.name]):
-                raise UserError(
-                    f"{type(self).__name__}.{f.name}: found {value!r}, expected {_readable(hints[f.name])}"
-                )
+                raise UserError(f"{type(self).__name__}.{f.name}: found {value!r}, expected {_readable(hints[f.name])}")
             if isinstance(value, list):
                 object.__setattr__(self, f.name, tuple(value))
         self.validate()
@@ -87,15 +86,14 @@ class Config:
         for key, value in values.items():
             if key not in hints:
                 raise UserError(f"{cls.__name__}: unknown key {key!r}{suggest(key, hints)}; known: {', '.join(hints)}")
-            nested = [h for h in (hints[key], *typing.get_args(hints[key])) if isinstance(h, type)]
-            nested = [h for h in nested if issubclass(h, Config)]
+            nested: list[type[Config]] = [
+                h for h in (hints[key], *typing.get_args(hints[key])) if isinstance(h, type) and issubclass(h, Config)
+            ]
             kwargs[key] = nested[0].from_dict(value) if nested and isinstance(value, dict) else value
         missing = [
             f.name
             for f in dataclasses.fields(cls)
-            if f.name not in kwargs
-            and f.default is dataclasses.MISSING
-            and f.default_factory is dataclasses.MISSING
+            if f.name not in kwargs and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         ]
         if missing:
             raise UserError(f"{cls.__name__}: missing {', '.join(missing)}")
@@ -215,13 +213,12 @@ class EagleConfig(Config):
     def validate(self) -> None:
         ids = self.capture_layer_ids
         _require(
-            all(a < b for a, b in zip(ids, ids[1:], strict=False)),
+            all(a < b for a, b in itertools.pairwise(ids)),
             f"capture_layer_ids must be distinct and ascending, found {list(ids)}",
         )
         _require(
             0 < self.draft_vocab_size <= self.vocab_size,
-            f"draft_vocab_size {self.draft_vocab_size} must be between 1 and the base's vocabulary "
-            f"{self.vocab_size}",
+            f"draft_vocab_size {self.draft_vocab_size} must be between 1 and the base's vocabulary {self.vocab_size}",
         )
         _require(self.num_hidden_layers >= 1, f"num_hidden_layers must be at least 1, found {self.num_hidden_layers}")
         _require(

@@ -1,4 +1,4 @@
-"""Writing so that nothing half-written is ever found: a temporary name first, then one rename. Standard library only."""
+"""Writing so that nothing half-written is ever found: a temporary name first, then one rename."""
 
 from __future__ import annotations
 

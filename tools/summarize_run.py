@@ -63,9 +63,15 @@ def table(s: dict[str, Any]) -> str:
     """The summary as text."""
     lines = ["draft step      loss bf16  accuracy bf16   loss fp8   accuracy fp8"]
     columns = zip(
-        s["loss_per_step_bf16"], s["accuracy_per_step_bf16"], s["loss_per_step_fp8"], s["accuracy_per_step_fp8"], strict=True
+        s["loss_per_step_bf16"],
+        s["accuracy_per_step_bf16"],
+        s["loss_per_step_fp8"],
+        s["accuracy_per_step_fp8"],
+        strict=True,
     )
-    lines += [f"{i:>10}   {a:>12.3f} {100 * b:>13.1f}% {c:>10.3f} {100 * d:>13.1f}%" for i, (a, b, c, d) in enumerate(columns)]
+    lines += [
+        f"{i:>10}   {a:>12.3f} {100 * b:>13.1f}% {c:>10.3f} {100 * d:>13.1f}%" for i, (a, b, c, d) in enumerate(columns)
+    ]
     for kind in ("bf16", "fp8"):
         low, high = s[f"acceptance_length_{kind}_ci95"]
         positions = " ".join(f"{100 * p:.0f}%" for p in s[f"acceptance_per_position_{kind}"])
@@ -76,7 +82,9 @@ def table(s: dict[str, Any]) -> str:
     lines.append(f"text identical to the base's greedy text: {'yes' if s['text_identical'] else 'NO'}")
     lines.append("seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in s["seconds_per_stage"].items()))
     lines.append(f"total {s['seconds_total']:.0f} s")
-    lines.append(f"exported draft and fp8 base: {s['export_dir']}\nexported bf16 draft: {s['export_dir_bf16']}\nplot: {s['plot']}")
+    lines.append(f"exported draft and base, fp8: {s['export_dir']}")
+    lines.append(f"exported draft, bf16: {s['export_dir_bf16']}")
+    lines.append(f"plot: {s['plot']}")
     return "\n".join(lines)
 
 

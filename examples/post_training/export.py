@@ -21,9 +21,13 @@ def parser() -> cli.Parser:
         action="store_true",
         help="write the draft; without it only the base is written",
     )
-    p.add_argument("--export-base", action="store_true", help="write the base beside the draft also when it is not quantised")
+    p.add_argument(
+        "--export-base", action="store_true", help="write the base beside the draft also when it is not quantised"
+    )
     p.add_argument("--base", metavar="DIR", help="the base's place, when it moved")
-    p.add_argument("--max-draft-len", type=int, default=3, help="draft length in the serving configuration (default: 3)")
+    p.add_argument(
+        "--max-draft-len", type=int, default=3, help="draft length in the serving configuration (default: 3)"
+    )
     p.add_config(ParallelConfig)
     return p
 

@@ -3,8 +3,8 @@
     python finetune.py --load DIR --save DIR2 --data train.jsonl --train-iters 1000 --lr 1e-4
     torchrun --nproc-per-node 8 finetune.py --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 ...
 
-Started again with the same --save it continues where it was. metrics.jsonl is written beside the checkpoints; draw it with
-tools/plot_run.py.
+Started again with the same --save it continues where it was. metrics.jsonl is written beside the checkpoints; draw it
+with tools/plot_run.py.
 """
 
 import argparse

@@ -130,9 +130,7 @@ def finetune(run: FinetuneRun) -> bool:
     return complete
 
 
-def _saver(
-    run: FinetuneRun, loaded: Loaded, trainer: Trainer, config: dict[str, object]
-) -> Callable[[Position], Path]:
+def _saver(run: FinetuneRun, loaded: Loaded, trainer: Trainer, config: dict[str, object]) -> Callable[[Position], Path]:
     def save(position: Position) -> Path:
         folder = iteration_folder(run.save, position.iteration)
         if position.iteration == latest_iteration(run.save):

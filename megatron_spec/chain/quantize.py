@@ -33,7 +33,9 @@ PRESETS = {
 def quant_config(name: str) -> QuantConfig:
     """The configuration of that name. Raises UserError with a suggestion for an unknown one."""
     if name not in PRESETS:
-        raise UserError(f"--export-quant-cfg {name!r} is not known{suggest(name, PRESETS)}; known: {', '.join(PRESETS)}")
+        raise UserError(
+            f"--export-quant-cfg {name!r} is not known{suggest(name, PRESETS)}; known: {', '.join(PRESETS)}"
+        )
     return PRESETS[name]
 
 

@@ -1,4 +1,4 @@
-"""Draft checkpoints through megatron-core's `dist_checkpointing`: any tensor, pipeline or data parallel layout loads any other."""
+"""Draft checkpoints through megatron-core's `dist_checkpointing`: any parallel layout loads any other."""
 
 from __future__ import annotations
 
@@ -49,9 +49,17 @@ def _optimizer_metadata() -> dict[str, str]:
 
 
 def save(
-    checkpoint: Path | str, spec: CheckpointSpec, draft: nn.Module, vocab: DraftVocab, world: World, *,
-    optimizer: Any = None, extra: dict[str, Any] | None = None, base_amax: dict[str, float] | None = None,
-    run_config: dict[str, Any] | None = None, keep: int = 0,
+    checkpoint: Path | str,
+    spec: CheckpointSpec,
+    draft: nn.Module,
+    vocab: DraftVocab,
+    world: World,
+    *,
+    optimizer: Any = None,
+    extra: dict[str, Any] | None = None,
+    base_amax: dict[str, float] | None = None,
+    run_config: dict[str, Any] | None = None,
+    keep: int = 0,
 ) -> Path:
     """Save one iteration; it becomes visible, and `latest`, only when it is complete.
 

@@ -1,7 +1,7 @@
 """spec.json: what a draft checkpoint is, apart from its tensors. No torch here.
 
-A checkpoint folder holds `latest_checkpointed_iteration.txt` (Megatron's pointer) and `iter_NNNNNNN/` folders, each with
-spec.json, run.json, vocab.safetensors and the sharded tensors of `dist_checkpointing` in dist/.
+A checkpoint folder holds `latest_checkpointed_iteration.txt` (Megatron's pointer) and `iter_NNNNNNN/` folders, each
+with spec.json, run.json, vocab.safetensors and the sharded tensors of `dist_checkpointing` in dist/.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class CheckpointSpec(Config):
 
     def validate(self) -> None:
         if self.format_version != FORMAT_VERSION:
-            raise UserError(f"checkpoint format {self.format_version} is not known here (this version reads {FORMAT_VERSION})")
+            raise UserError(
+                f"checkpoint format {self.format_version} is not known here (this version reads {FORMAT_VERSION})"
+            )
 
 
 def iteration_folder(checkpoint: Path | str, iteration: int) -> Path:

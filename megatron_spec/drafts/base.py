@@ -25,8 +25,11 @@ class BaseEnds(Protocol):
 
     vocab_size: int
     """True vocabulary."""
-    head_weight: Tensor
-    """[V / TP, H] rows [tp_rank * V/TP, ...) of the base's head; rows >= vocab_size are padding."""
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V / TP, H] rows [tp_rank * V/TP, ...) of the base's head; rows >= vocab_size are padding."""
+        ...
 
     def embed(self, tokens_BS: Tensor) -> Tensor:
         """[S, B, H] token embeddings; scattered to [S / TP, B, H] under sequence parallelism."""

@@ -1,4 +1,4 @@
-"""The training loop: order of data is a pure function of samples consumed, so a killed run continues as if it had not been.
+"""The training loop: data order is a pure function of samples consumed, so a killed run continues as if untouched.
 
 All randomness of a step is derived from (seed, iteration), which makes the random state a part of the position.
 """
@@ -123,7 +123,8 @@ def check_world(world: World, train: TrainConfig) -> None:
     unit = train.micro_batch_size * world.dp_size * world.pp_size
     if train.global_batch_size % unit:
         raise UserError(
-            f"--global-batch-size {train.global_batch_size} must be a multiple of micro-batch size {train.micro_batch_size}"
-            f" x data parallel {world.dp_size} x pipeline parallel {world.pp_size} = {unit}, so that every rank "
+            f"--global-batch-size {train.global_batch_size} must be a multiple of micro-batch size "
+            f"{train.micro_batch_size} x data parallel {world.dp_size} x pipeline parallel {world.pp_size} = {unit}, "
+            "so that every rank "
             "trains the draft on as many micro-batches as the others"
         )
