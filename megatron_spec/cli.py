@@ -120,6 +120,9 @@ def run(parser: Parser, main: Callable[[argparse.Namespace], None], argv: Sequen
     args = parser.parse_args(argv)
     setup_logging()
     try:
+        from megatron_spec.platform import check_optional_packages
+
+        check_optional_packages()
         main(args)
     except UserError as e:
         _leave(2, f"{parser.prog}: error: {e}")

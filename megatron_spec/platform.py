@@ -8,16 +8,47 @@ of these for the CPU, once, at start-up. With a GPU it does nothing.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from megatron_spec.config import UserError
 
 _CUDA_TYPES = {
     torch.float32: "torch.cuda.FloatTensor",
     torch.float16: "torch.cuda.HalfTensor",
     torch.bfloat16: "torch.cuda.BFloat16Tensor",
 }
+
+
+_OPTIONAL = {
+    "transformer_engine": ("transformer_engine.pytorch", "pip install 'transformer-engine[pytorch]'"),
+    "apex": ("apex.optimizers", "build apex from source with its CUDA extensions"),
+}
+
+
+def check_optional_packages() -> None:
+    """Make sure that Transformer Engine and apex are either absent or whole.
+
+    megatron-core picks them up when they import; a half-installed one (a core without its torch extension, a library
+    for another CUDA) makes it fail later with an unrelated message, or silently lose the fused path.
+
+    Raises:
+        UserError: a package is installed but does not import; says what failed and what to do.
+    """
+    for name, (module, remedy) in _OPTIONAL.items():
+        if importlib.util.find_spec(name) is None:
+            continue
+        try:
+            importlib.import_module(module)
+        except Exception as e:
+            raise UserError(
+                f"{name} is installed, but {module} does not import ({type(e).__name__}: {e}): complete it ({remedy}) or "
+                f"remove it (pip uninstall {name.replace('_', '-')}); it is optional"
+            ) from e
 
 
 def has_cuda() -> bool:

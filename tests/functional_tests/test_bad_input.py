@@ -196,3 +196,14 @@ def test_a_failing_rank_is_an_error_not_a_hang(place: Path, tmp_path: Path) -> N
     )
     assert done.returncode != 0
     assert "2 processes cannot hold" in done.stderr
+
+
+@pytest.mark.parametrize("package", ["transformer_engine", "apex"])
+def test_a_half_installed_optional_package_is_explained(place: Path, tmp_path: Path, package: str) -> None:
+    inner = {"transformer_engine": "pytorch", "apex": "optimizers"}[package]
+    (tmp_path / package / inner).mkdir(parents=True)
+    (tmp_path / package / "__init__.py").write_text("")
+    (tmp_path / package / inner / "__init__.py").write_text("raise OSError('libcudart.so.99: cannot open')")
+    done = run_script("generate", "--base", place / "base", "--data", "x", "--output", "y", search_path=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert package in done.stderr and "libcudart.so.99" in done.stderr and "pip" in done.stderr

@@ -52,13 +52,18 @@ def write_conversations(path: Path, count: int) -> Path:
 
 
 def run_script(
-    name: str, *arguments: object, processes: int = 0, timeout: float = 300
+    name: str, *arguments: object, processes: int = 0, timeout: float = 300, search_path: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
     """Run a script of the chain: with plain python, or under torchrun with `processes` ranks."""
     start = [sys.executable]
     if processes:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{search_path}",
+        "PYTHONWARNINGS": "ignore",
+    }
     path = name if "/" in name else str(SCRIPTS / f"{name}.py")
     return subprocess.run(
         [*start, path, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT
