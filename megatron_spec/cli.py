@@ -141,8 +141,7 @@ def _leave(code: int, message: str) -> NoReturn:
     sys.stderr.flush()
     if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         os._exit(code)  # do not wait in destructors for ranks that wait for us: torchrun ends them
-    if "torch" in sys.modules:
-        from megatron_spec import distributed
-
-        distributed.shutdown()
+    started = sys.modules.get("megatron_spec.distributed")
+    if started is not None:
+        started.shutdown()
     sys.exit(code)
