@@ -116,5 +116,5 @@ def activate() -> None:
 
 
 def direct() -> contextlib.AbstractContextManager[Any]:
-    """Inside, torch functions are called directly: for code that never names CUDA, where rewriting costs 8 % of the time."""
+    """Inside, torch functions are called directly: for code that never names CUDA, where rewriting calls costs 8 %."""
     return torch._C.DisableTorchFunction() if _active is not None else contextlib.nullcontext()
