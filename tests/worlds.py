@@ -6,6 +6,7 @@ Start-up costs seconds, so one spawned world should run many cases: `fn` may loo
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import socket
@@ -33,10 +34,13 @@ def _entry(rank: int, size: int, port: int, folder: str, fn: Callable[..., Any],
         Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(result))
         if torch.distributed.is_initialized():
             torch.distributed.barrier()  # rank 0 hosts the store: it must not leave first
+        code = 0
     except BaseException:
         Path(folder, f"{rank}.err").write_text(traceback.format_exc())
-        os._exit(1)  # the others may wait in a collective: the parent ends them
-    os._exit(0)  # skip interpreter teardown of process groups
+        code = 1  # the others may wait in a collective: the parent ends them
+    for child in multiprocessing.active_children():  # writers of dist_checkpointing outlive an os._exit
+        child.kill()
+    os._exit(code)  # skip interpreter teardown of process groups
 
 
 def run_world(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
