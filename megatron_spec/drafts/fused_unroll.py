@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_spec.batch import Batch
 from megatron_spec.drafts.base import BaseEnds
-from megatron_spec.ops.products import GradientSums, add_product
+from megatron_spec.ops.products import GradientSums, add_product, kernels_available
 from megatron_spec.ops.rope import rotary_angles
 from megatron_spec.ops.ttt_attention import TrunkLayout, trunk_backward, trunk_forward, trunk_layout
 
@@ -47,6 +47,7 @@ def can_fuse(draft: EagleDraft, hidden_SBH: Tensor, detach: bool) -> bool:
     linears = [m for m in draft.modules() if hasattr(m, "input_quantizer")]
     return (
         hidden_SBH.is_cuda
+        and kernels_available()
         and hidden_SBH.dtype in (torch.bfloat16, torch.float16)
         and torch.is_grad_enabled()
         and not detach
@@ -55,9 +56,7 @@ def can_fuse(draft: EagleDraft, hidden_SBH: Tensor, detach: bool) -> bool:
         and config.hidden_act == "silu"
         and all(m.input_quantizer is None and m.weight_quantizer is None for m in linears)
         and config.num_attention_heads % config.num_key_value_heads == 0
-        and all(
-            map(_power_of_two, (config.head_dim, config.num_key_value_heads, config.num_attention_heads))
-        )
+        and all(map(_power_of_two, (config.head_dim, config.num_key_value_heads, config.num_attention_heads)))
         and config.head_dim >= 16
     )
 
@@ -142,14 +141,16 @@ class _Unroll:
     def forward(self) -> list[Tensor]:
         """The normed states of the supervised rows of every step."""
         w, kernels = self.w, self.kernels
-        embedding_half, state_half = self._fused_qkv()
-        gate_up = torch.cat([w.gate, w.up])
+        embedding_half, state_half = self.fused_qkv = self._fused_qkv()
+        gate_up = self.fused_gate_up = torch.cat([w.gate, w.up])
         self.normed_embedding = torch.empty_like(self.embedding)
         self.rstd_embedding = kernels.norm_forward(
             self.embedding, self.eps, first=(w.input_norm, self.normed_embedding)
         )
         projected = self.normed_embedding @ embedding_half.t()
-        states = [torch.empty(len(r), self.H, dtype=w.q.dtype, device=w.q.device) for r in self.rows]
+        counts = [len(r) for r in self.rows]
+        # one buffer, which the head then reads as a whole
+        states = list(torch.empty(sum(counts), self.H, dtype=w.q.dtype, device=w.q.device).split(counts))
         self.rstd_hidden.append(
             kernels.norm_forward(self.hidden[0], self.eps, first=(w.hidden_norm, self.normed[0]))
         )
@@ -193,8 +194,7 @@ class _Unroll:
         self.used = True
         w, kernels, like = self.w, self.kernels, {"dtype": self.q.dtype, "device": self.q.device}
         R, T = self.R, self.T
-        _, state_half = self._fused_qkv()
-        gate_up = torch.cat([w.gate, w.up])
+        state_half, gate_up = self.fused_qkv[1], self.fused_gate_up
         group = max(1, min(T, ROWS_AT_ONCE // R))
         d_hidden, d_inner = (torch.empty(group, R, self.H, **like) for _ in range(2))
         gated = torch.empty(group, R, self.M, **like)
@@ -274,7 +274,7 @@ class _Unroll:
         d_projected = self.kernels.shifted_sum(dx_TRX, self.B)
         for parameter, columns in self._qkv_columns():
             add_product(sums.of(parameter)[:, : self.E], d_projected[:, columns].t(), self.normed_embedding)
-        embedding_half, _ = self._fused_qkv()
+        embedding_half = self.fused_qkv[0]
         partial = self.kernels.norm_partials(self.E, dx_TRX.device)
         self.kernels.norm_backward(
             self.embedding, self.rstd_embedding, None, (d_projected @ embedding_half, self.w.input_norm, partial)

@@ -8,6 +8,7 @@ R rows, D this rank's shard of the draft vocabulary, U rows the teacher was comp
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -116,11 +117,7 @@ def kernels_run(x: Tensor, group: dist.ProcessGroup | None) -> bool:
     """True where `losses.kernels` can replace the plain code: half precision on a GPU, whole vocabulary on one rank."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or (group is not None and group.size() > 1):
         return False
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec("triton") is not None
 
 
 def kernel_row_loss(

@@ -5,11 +5,15 @@ S query rows, B batch, N query heads, G key/value heads (N a multiple of G), D h
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 
 class KVCache:
@@ -20,19 +24,49 @@ class KVCache:
     """
 
     def __init__(
-        self, num_layers: int, batch: int, max_length: int, kv_heads: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device | str,
+        self,
+        num_layers: int,
+        batch: int,
+        max_length: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         shape = (num_layers, batch, max_length, kv_heads, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 
-    def update(self, layer: int, k_SBGD: Tensor, v_SBGD: Tensor, slots_BS: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    def update(
+        self, layer: int, k_SBGD: Tensor, v_SBGD: Tensor, slots_BS: Tensor, length: int
+    ) -> tuple[Tensor, Tensor]:
         """Write rows at `slots_BS` and return keys and values [B, length, G, D] of the layer."""
         rows = torch.arange(slots_BS.shape[0], device=slots_BS.device)[:, None]
         self.keys[layer, rows, slots_BS] = k_SBGD.transpose(0, 1)
         self.values[layer, rows, slots_BS] = v_SBGD.transpose(0, 1)
         return self.keys[layer, :, :length], self.values[layer, :, :length]
+
+
+@dataclass
+class Documents:
+    """Packed documents for variable-length attention over the flattened [B * S] rows.
+
+    Attributes:
+        starts: int32 [documents + 1], first row of every document, and B * S.
+        longest: rows of the longest document.
+    """
+
+    starts: Tensor
+    longest: int
+
+    @staticmethod
+    def of(documents_BS: Tensor) -> Documents:
+        """From the document number of every row (padding: -1); documents are contiguous."""
+        first = torch.ones_like(documents_BS, dtype=torch.bool)
+        first[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+        starts = first.flatten().nonzero().flatten()
+        starts = torch.cat([starts, starts.new_tensor([documents_BS.numel()])])
+        return Documents(starts.int(), int(starts.diff().max()))
 
 
 @dataclass
@@ -44,12 +78,14 @@ class AttentionPlan:
         cache: where keys and values live while decoding; None in training.
         slots_BS: int64 cache slots that the S new rows are written to (decoding only).
         length: number of cache slots in use after this forward (decoding only).
+        documents: packed documents, instead of a mask (half precision on a GPU).
     """
 
     mask_B1SL: Tensor | None = None
     cache: KVCache | None = None
     slots_BS: Tensor | None = None
     length: int = 0
+    documents: Documents | None = None
 
     @staticmethod
     def causal() -> AttentionPlan:
@@ -57,8 +93,13 @@ class AttentionPlan:
         return AttentionPlan()
 
     @staticmethod
-    def packed(documents_BS: Tensor) -> AttentionPlan:
-        """Causal inside each document; rows of different documents never see each other."""
+    def packed(documents_BS: Tensor, dtype: torch.dtype = torch.float32) -> AttentionPlan:
+        """Causal inside each document; rows of different documents never see each other.
+
+        Memory is linear in S where variable-length attention runs for `dtype`, else a mask [B, 1, S, S] is made.
+        """
+        if documents_BS.is_cuda and dtype in (torch.bfloat16, torch.float16):
+            return AttentionPlan(documents=Documents.of(documents_BS))
         S = documents_BS.shape[1]
         same = documents_BS[:, :, None] == documents_BS[:, None, :]
         causal = torch.ones(S, S, dtype=torch.bool, device=documents_BS.device).tril()
@@ -66,7 +107,7 @@ class AttentionPlan:
 
     @staticmethod
     def cached(cache: KVCache, slots_BS: Tensor, visible_BSL: Tensor | None = None) -> AttentionPlan:
-        """New rows are written to `slots_BS` and see every slot up to their own, or `visible_BSL` when given (trees)."""
+        """New rows are written to `slots_BS` and see every slot up to their own, or `visible_BSL` (trees)."""
         length = int(slots_BS.max()) + 1
         if visible_BSL is None:
             visible_BSL = torch.arange(length, device=slots_BS.device) <= slots_BS[:, :, None]
@@ -79,6 +120,8 @@ def attend(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, plan: AttentionPlan, 
     Returns [S, B, N*D], in the layout and dtype of the query.
     """
     S, B, N, D = q_SBND.shape
+    if plan.documents is not None:
+        return causal_attention(q_SBND, k_SBGD, v_SBGD, plan.documents).reshape(S, B, N * D)
     if plan.cache is not None:
         assert plan.slots_BS is not None
         k, v = plan.cache.update(layer, k_SBGD, v_SBGD, plan.slots_BS, plan.length)
@@ -86,7 +129,51 @@ def attend(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, plan: AttentionPlan, 
     else:
         k, v = k_SBGD.permute(1, 2, 0, 3), v_SBGD.permute(1, 2, 0, 3)
     out = F.scaled_dot_product_attention(
-        q_SBND.permute(1, 2, 0, 3), k, v, attn_mask=plan.mask_B1SL, is_causal=plan.mask_B1SL is None,
-        enable_gqa=N != k.shape[1],
+        q_SBND.permute(1, 2, 0, 3),
+        k,
+        v,
+        attn_mask=plan.mask_B1SL,
+        is_causal=plan.mask_B1SL is None,
+        enable_gqa=k.shape[1] != N,
     )
     return out.permute(2, 0, 1, 3).reshape(S, B, N * D)
+
+
+@functools.cache
+def _cudnn_version() -> int:
+    try:
+        return torch.backends.cudnn.version() or 0
+    except RuntimeError as error:  # another library loaded an older cuDNN first
+        log.warning("attention falls back from cuDNN to flash attention 2: %s", error)
+        return 0
+
+
+def cudnn_runs(q: Tensor) -> bool:
+    """True where cuDNN's attention is there and faster than flash attention 2: Hopper, half precision.
+
+    Users turn it off with `torch.backends.cuda.enable_cudnn_sdp(False)`.
+    """
+    return (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] in (64, 128)
+        and torch.backends.cuda.cudnn_sdp_enabled()
+        and _cudnn_version() >= 91000
+        and torch.cuda.get_device_capability(q.device) >= (9, 0)
+    )
+
+
+def causal_attention(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, documents: Documents | None = None) -> Tensor:
+    """Causal attention without gradients, inside documents if given, scores scaled by 1/sqrt(D): [S, B, N, D]."""
+    if documents is not None:
+        S, B, N, D = q_SBND.shape
+        flat = (x.transpose(0, 1).reshape(B * S, -1, D) for x in (q_SBND, k_SBGD, v_SBGD))
+        starts, longest = documents.starts, documents.longest
+        out = torch.ops.aten._flash_attention_forward(*flat, starts, starts, longest, longest, 0.0, True, False)[0]
+        return out.view(B, S, N, D).transpose(0, 1)
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGD))
+    if cudnn_runs(q):
+        out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, False, 0.0, True, False)[0]
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return out.permute(2, 0, 1, 3)

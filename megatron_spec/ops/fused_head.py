@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_spec.ops.products import GradientSums, add_product
+from megatron_spec.ops.products import GradientSums, add_product, kernels_available
 
-CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 536 << 20}
+CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1050 << 20}
 """Size of one chunk's logits: the cache on a CPU, a matmul large enough on a GPU."""
 
 
@@ -67,47 +67,81 @@ class _FusedHead(torch.autograd.Function):
         wide = torch.float64 if weight_DH.dtype == torch.float64 else torch.float32
         train = any(ctx.needs_input_grad)
         grad_weight = torch.zeros_like(weight_DH, dtype=wide) if train and ctx.needs_input_grad[3] else None
-        grads = [torch.empty_like(h) for h in hidden_RH] if train else []
-        total = torch.zeros((), dtype=wide, device=weight_DH.device)
-        stats = torch.zeros(len(steps), 3, dtype=wide, device=weight_DH.device)
-        width = weight_DH.element_size() if in_place is not None else 4
-        rows = max(1, CHUNK_BYTES.get(weight_DH.device.type, 64 << 20) // (weight_DH.shape[0] * width))
-        for k, (step, hidden) in enumerate(zip(steps, hidden_RH, strict=True)):
-            for start in range(0, hidden.shape[0], rows):
-                part = slice(start, start + rows)
-                x, scale = hidden[part], step.weight_R[part].to(wide)
-                grad_logits = x @ weight_DH.t()
-                if in_place is not None:
-                    loss, overlap, argmax = in_place(grad_logits, step.teacher_R[part], scale)
-                else:
-                    result = row_loss(grad_logits.to(wide), step.teacher_R[part])
-                    loss, overlap, argmax = result.loss_R, result.overlap_R, result.argmax_R
-                    grad_logits = result.grad_RD.mul_(scale[:, None]).to(x.dtype)
-                # where a weight is 0 the loss may be infinite (a label outside): 0, not NaN
-                loss = torch.where(scale > 0, loss, 0)
-                total += (loss * scale).sum()
-                correct = (argmax == step.target_R[part]).sum()
-                stats[k] += torch.stack([(loss * (scale > 0)).sum(), correct, overlap.sum()])
-                if train:
-                    torch.mm(grad_logits, weight_DH, out=grads[k][part])
-                    if grad_weight is not None:
-                        add_product(grad_weight, grad_logits.t(), x)
-        ctx.save_for_backward(grad_weight, *grads)
-        ctx.weight = weight_DH
+        x_NH, counts = _joined(list(hidden_RH)), [len(h) for h in hidden_RH]
+        grad_NH = torch.empty_like(x_NH) if train else None
+        teacher, weight, target = (
+            torch.cat([getattr(step, name) for step in steps]) for name in ("teacher_R", "weight_R", "target_R")
+        )
+        weight = weight.to(wide)
+        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        for start in range(0, len(x_NH), _chunk_rows(weight_DH, in_place is not None)):
+            part = slice(start, start + _chunk_rows(weight_DH, in_place is not None))
+            x, grad_logits = x_NH[part], x_NH[part] @ weight_DH.t()
+            if in_place is not None:
+                found.append(in_place(grad_logits, teacher[part], weight[part]))
+            else:
+                result = row_loss(grad_logits.to(wide), teacher[part])
+                found.append((result.loss_R, result.overlap_R, result.argmax_R))
+                grad_logits = result.grad_RD.mul_(weight[part, None]).to(x.dtype)
+            if grad_NH is not None:
+                torch.mm(grad_logits, weight_DH, out=grad_NH[part])
+            if grad_weight is not None:
+                add_product(grad_weight, grad_logits.t(), x)
+        total, stats = _sums(found, weight, target, counts)
+        ctx.save_for_backward(grad_weight, grad_NH)
+        ctx.weight, ctx.counts = weight_DH, counts
         ctx.mark_non_differentiable(stats)
         return total, stats
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        grad_weight, *grads = ctx.saved_tensors
+        grad_weight, grad_NH = ctx.saved_tensors
         told = None
         if grad_weight is not None:
             sums = GradientSums()
             sums.of(ctx.weight).addcmul_(grad_weight, grad_total)
             told = sums.result(ctx.weight)
-        # in place on a GPU, where these are large; elsewhere a second backward through the same graph stays possible
-        return None, None, None, told, *(g.mul_(grad_total) if g.is_cuda else g * grad_total.to(g.dtype) for g in grads)
+        return None, None, None, told, *_scaled(grad_NH, grad_total).split(ctx.counts)
+
+
+def _chunk_rows(weight_DH: Tensor, in_place: bool) -> int:
+    row = weight_DH.shape[0] * (weight_DH.element_size() if in_place else 4)
+    return max(1, CHUNK_BYTES.get(weight_DH.device.type, 64 << 20) // row)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The rows of all parts; without a copy where they lie behind one another in one buffer."""
+    first, end = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or (part.numel() and part.data_ptr() != end):
+            return torch.cat(parts)
+        end += part.numel() * part.element_size()
+    if first.untyped_storage().nbytes() < end - first.untyped_storage().data_ptr():
+        return torch.cat(parts)  # neighbours by chance, in different buffers
+    return first.as_strided((sum(map(len, parts)), first.shape[1]), (first.shape[1], 1))
+
+
+def _sums(
+    found: list[tuple[Tensor, Tensor, Tensor]], weight_N: Tensor, target_N: Tensor, counts: list[int]
+) -> tuple[Tensor, Tensor]:
+    """(weighted total, [T, 3]) from (loss, overlap, argmax) of the chunks."""
+    if not found:
+        return weight_N.new_zeros(()), weight_N.new_zeros(len(counts), 3)
+    loss, overlap, argmax = (torch.cat(x) if len(found) > 1 else x[0] for x in zip(*found, strict=True))
+    # where a weight is 0 the loss may be infinite (a label outside): 0, not NaN
+    loss = torch.where(weight_N > 0, loss, 0)
+    columns = torch.stack([loss, (argmax == target_N).to(loss.dtype), overlap], 1)
+    return (loss * weight_N).sum(), torch.stack([part.sum(0) for part in columns.split(counts)])
+
+
+def _scaled(grad: Tensor, scale: Tensor) -> Tensor:
+    """grad * scale; in place on a GPU, where it is large and the scale is nearly always 1."""
+    if grad.is_cuda and kernels_available():
+        from megatron_spec.ops.kernels import scale_
+
+        return scale_(grad, scale)
+    return grad * scale.to(grad.dtype)
 
 
 def fused_head(

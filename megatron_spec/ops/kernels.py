@@ -433,3 +433,19 @@ def shifted_sum(x_TRW: Tensor, B: int) -> Tensor:
     block = min(1024, _block(W))
     _shifted_sum_kernel[(out.shape[0], triton.cdiv(W, block))](x_TRW, out, R, W, B, T, block, num_warps=4)
     return out
+
+
+@triton.jit
+def _scale_kernel(x_ptr, scale_ptr, count, BLOCK: tl.constexpr):
+    scale = tl.load(scale_ptr).to(tl.float32)
+    if scale != 1.0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + at, mask=at < count, other=0.0)
+        tl.store(x_ptr + at, (x.to(tl.float32) * scale).to(x.dtype), mask=at < count)
+
+
+def scale_(x: Tensor, scale: Tensor) -> Tensor:
+    """x (contiguous) times a scalar on the device, in place; reads nothing when the scalar is 1."""
+    if x.numel():
+        _scale_kernel[(triton.cdiv(x.numel(), 8192),)](x, scale, x.numel(), 8192, num_warps=8)
+    return x

@@ -6,8 +6,17 @@ saves the intermediate gradient and the pass that adds it (what megatron-core ca
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+
 import torch
 from torch import Tensor, nn
+
+
+@functools.cache
+def kernels_available() -> bool:
+    """True when Triton is there (it comes with torch for CUDA)."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def add_product(target: Tensor, a: Tensor, b: Tensor) -> None:
@@ -23,9 +32,8 @@ def add_product(target: Tensor, a: Tensor, b: Tensor) -> None:
 class GradientSums:
     """Where the weight gradients of one backward pass go: `main_grad` where there is one, else new fp32 tensors."""
 
-    def __init__(self, scale: Tensor | None = None) -> None:
+    def __init__(self) -> None:
         self._own: dict[int, Tensor] = {}
-        self._scale = scale
 
     def of(self, parameter: nn.Parameter) -> Tensor:
         """The matrix to add to."""

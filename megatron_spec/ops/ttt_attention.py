@@ -25,10 +25,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_spec.ops.attention import Documents, cudnn_runs
 from megatron_spec.ops.rows import pick_rows
 
 _flash_cuda = torch.ops.aten._flash_attention_forward
 _flash_cuda_backward = torch.ops.aten._flash_attention_backward
+_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+_cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -64,11 +67,8 @@ def trunk_layout(documents_BS: Tensor, dtype: torch.dtype) -> TrunkLayout:
         causal = torch.ones(S, S, dtype=torch.bool, device=documents_BS.device).tril()
         bias = torch.zeros(B, S, S, dtype=dtype, device=documents_BS.device)
         return TrunkLayout(bias_B1SS=bias.masked_fill_(~(same & causal), -math.inf)[:, None])
-    first = torch.ones_like(documents_BS, dtype=torch.bool)
-    first[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
-    starts = first.flatten().nonzero().flatten()
-    starts = torch.cat([starts, starts.new_tensor([B * S])])
-    return TrunkLayout(starts=starts.int(), longest=int(starts.diff().max()))
+    documents = Documents.of(documents_BS)
+    return TrunkLayout(starts=documents.starts, longest=documents.longest)
 
 
 def _flash_can_run(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -94,6 +94,10 @@ def _trunk(q: Tensor, k: Tensor, v: Tensor, layout: TrunkLayout) -> tuple[Tensor
     if not _flash_can_run(q.device, q.dtype, q.shape[-1]):
         return (*_plain_trunk(q, k, v, layout), ())
     B, S, N, D = q.shape
+    if layout.starts is None and cudnn_runs(q):
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        o, lse, _, _, _, _, *rng, _ = _cudnn(*heads_first, None, True, 0.0, True, False)
+        return o.transpose(1, 2), lse.view(B, N, S).transpose(1, 2), tuple(rng)
     if layout.starts is None:
         o, lse, *rng, _ = _flash_cuda(q, k, v, None, None, S, S, 0.0, True, False)
         return o, lse.transpose(1, 2), tuple(rng)
@@ -114,6 +118,12 @@ def _trunk_backward(
     if not _flash_can_run(q.device, q.dtype, q.shape[-1]):
         return _plain_trunk_backward(do, q, k, v, o, lse, layout)
     B, S, N, D = q.shape
+    if layout.starts is None and cudnn_runs(q):
+        heads_first = (x.transpose(1, 2) for x in (do, q, k, v, o))
+        lse_BNS1 = lse.transpose(1, 2).contiguous()[..., None]
+        grads = _cudnn_backward(*heads_first, lse_BNS1, *rng, None, None, None, S, S, 0.0, True)
+        dq, dk, dv = (x.transpose(1, 2) for x in grads)
+        return dq, dk, dv
     if layout.starts is None:
         lse_BNS = lse.transpose(1, 2).contiguous()
         return _flash_cuda_backward(do, q, k, v, o, lse_BNS, None, None, S, S, 0.0, True, *rng)

@@ -18,6 +18,8 @@ from torch.distributed import ProcessGroup
 
 def embed(tokens_BS: Tensor, weight: Tensor, tp: ProcessGroup, sequence_parallel: bool) -> Tensor:
     """[S, B, H] (or [S / TP, B, H] under sequence parallelism) embeddings from the shard `weight` [V / TP, H]."""
+    if tp.size() == 1:
+        return F.embedding(tokens_BS.t(), weight)
     rows = weight.shape[0]
     local_SB = tokens_BS.t() - tp.rank() * rows
     outside_SB = (local_SB < 0) | (local_SB >= rows)

@@ -8,7 +8,7 @@ S sequence, B micro-batch, H hidden, K captures, V padded vocabulary, TP tensor 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
+from megatron_spec import platform
 from megatron_spec.base_models.names import padded_vocab
 from megatron_spec.base_models.transformer_config import transformer_config
 from megatron_spec.batch import Batch
@@ -25,12 +26,13 @@ from megatron_spec.ops.attention import AttentionPlan, KVCache
 from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
 from megatron_spec.pipeline import ends, placement, relay
 from megatron_spec.pipeline.capture import record_outputs
+from megatron_spec.pipeline.fast_forward import FastForward
 from megatron_spec.pipeline.spec import PlannedAttention, block_spec
 
 
-def plan_for(batch: Batch) -> AttentionPlan:
+def plan_for(batch: Batch, dtype: torch.dtype = torch.float32) -> AttentionPlan:
     """Causal attention for one document per row, block-causal when documents are packed."""
-    return AttentionPlan.causal() if batch.single_document else AttentionPlan.packed(batch.documents_BS)
+    return AttentionPlan.causal() if batch.single_document else AttentionPlan.packed(batch.documents_BS, dtype)
 
 
 class FrozenBase(nn.Module):
@@ -43,6 +45,7 @@ class FrozenBase(nn.Module):
         dtype: of the weights.
         gpt: megatron-core's GPTModel of this stage.
         stage: what this stage holds, receives and sends.
+        fast: runs the layers without their modules where that gives the same result; None: not on this device.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class FrozenBase(nn.Module):
             "inv_freq", inverse_frequencies(config.rope, config.head_dim, world.device), persistent=False
         )
         self.attentions = self._own_attentions()
+        self.fast = self._fast_forward()
         self._add_missing_ends()
         self.requires_grad_(False)
         self.eval()
@@ -135,6 +139,13 @@ class FrozenBase(nn.Module):
             core.cache_layer = index
         return own
 
+    def _fast_forward(self) -> FastForward | None:
+        if len(self.attentions) != self.stage.count or not FastForward.applies(self.config, self.dtype, self.world):
+            return None
+        decoder = self.gpt.decoder
+        final_norm = decoder.final_layernorm.weight if self.world.is_last_stage else None
+        return FastForward(self.config, list(decoder.layers), final_norm, self.world.tp)
+
     def _add_missing_ends(self) -> None:
         """Stages without embedding or head get a copy of its shard; a tied head is the embedding itself."""
         shape = (self.gpt.vocab_size // self.world.tp_size, self.config.hidden_size)
@@ -199,7 +210,7 @@ class FrozenBase(nn.Module):
     def _angles(self, batch: Batch, plan: AttentionPlan) -> Tensor:
         if len(self.attentions) == self.stage.count:
             return rotary_angles(batch.positions_BS, self.inv_freq)
-        if plan.mask_B1SL is not None:
+        if plan.mask_B1SL is not None or plan.documents is not None:
             raise UserError(
                 "a wrapped GPTModel keeps its own causal attention and cannot run packed documents or a cache: load "
                 "the base with load_base, or give one document per row"
@@ -226,10 +237,18 @@ class FrozenBase(nn.Module):
         else:
             hidden, captures = relay.split(relayed, self.config.hidden_size)
         decoder = self.gpt.decoder
+        if self.fast is not None and self.fast.can_run(plan):
+            wanted = [i - self.stage.first for i in self.stage.captures_own]
+            hidden, recorded = self.fast(hidden, batch.positions_BS, self.inv_freq, wanted, plan.documents)
+            return hidden, captures + recorded
+        if self.fast is not None and self.fast.only:
+            raise UserError("a base in fp8 serves training batches only: it keeps no weights for decoding or quantisers")
         captured = [decoder.layers[i - self.stage.first] for i in self.stage.captures_own]
         if not self.gpt.pre_process:
             decoder.set_input_tensor(hidden)
-        with self._under(plan), record_outputs(captured) as recorded:
+        own_layers = len(self.attentions) == self.stage.count  # known never to ask for CUDA by name
+        calls = platform.direct() if own_layers else nullcontext()
+        with self._under(plan), record_outputs(captured) as recorded, calls:
             hidden = decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=self._angles(batch, plan))
         decoder.set_input_tensor(None)
         return hidden, captures + recorded

@@ -95,7 +95,7 @@ def run_base(base: FrozenBase, batches: list[Batch], plans: list[AttentionPlan] 
     if not batches:
         return []
     B, S = _common_shape(base, batches)
-    plans = plans if plans is not None else [plan_for(batch) for batch in batches]
+    plans = plans if plans is not None else [plan_for(batch, base.dtype) for batch in batches]
     stage, world = _ScheduledStage(base), base.world
     adjust = relay.shapes_adjuster(len(base.stage.captures_in), len(base.stage.captures_out))
     results: list[Result] = get_forward_backward_func()(

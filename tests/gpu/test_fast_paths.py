@@ -1,0 +1,206 @@
+"""The fast paths of a GPU against the plain code: kernels, fused unroll, base forward, fp8. Needs a CUDA GPU.
+
+The yardstick is the plain code in fp32: in bf16 the fast path may be at most a little further from it than the plain
+bf16 code is (it is usually nearer).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_spec import distributed, presets
+from megatron_spec.batch import Batch, Features
+from megatron_spec.config import BaseConfig, ObjectiveConfig, UserError
+from megatron_spec.drafts import build_draft, eagle
+from megatron_spec.drafts.base import DraftLosses
+from megatron_spec.drafts.eagle import EagleDraft
+from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.losses import vocab_parallel
+from megatron_spec.ops import attention, reference
+from megatron_spec.ops.ttt_attention import merged_attention, trunk_layout
+from megatron_spec.pipeline.fast_forward import run_in_fp8
+from megatron_spec.pipeline.model import FrozenBase
+from megatron_spec.pipeline.schedule import run_base
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+CONFIG = BaseConfig.from_dict(
+    dict(
+        family="llama", hidden_size=512, intermediate_size=1408, num_layers=8, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, vocab_size=2000, max_position_embeddings=4096,
+    )  # fmt: skip
+)
+CAPTURES, DRAFT_VOCAB, ROWS, LENGTH = (1, 3, 4), 700, 2, 333
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def random_weights(module: torch.nn.Module, std: float) -> None:
+    """The same bf16-representable values in every dtype."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in sorted(module.named_parameters()):
+            value = torch.randn(parameter.shape, generator=generator)
+            value = value * std if parameter.dim() > 1 else 1 + 0.1 * value
+            assert "weight" in name
+            parameter.copy_(value.bfloat16())
+
+
+def make_base(dtype: torch.dtype) -> FrozenBase:
+    base = FrozenBase.build(CONFIG, distributed.initialize(), CAPTURES, dtype)
+    random_weights(base, 0.04)
+    return base
+
+
+def make_batch(packed: bool) -> Batch:
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, CONFIG.vocab_size, (ROWS, LENGTH), generator=generator)
+    turns, documents = torch.ones(ROWS, LENGTH).int(), torch.zeros(ROWS, LENGTH).int()
+    turns[0, :40], turns[1, 200:260] = 0, 0
+    positions = torch.arange(LENGTH).repeat(ROWS, 1)
+    if packed:
+        documents[:, 150:], documents[1, 300:] = 1, 2
+        positions[:, 150:] -= 150
+        positions[1, 300:] -= 150
+    documents[0, 320:] = -1
+    return Batch(tokens, positions, turns, documents).to("cuda")
+
+
+def make_draft(dtype: torch.dtype) -> EagleDraft:
+    overrides = {"draft_vocab_size": DRAFT_VOCAB, "capture_layer_ids": list(CAPTURES)}
+    config = presets.eagle_config(CONFIG, overrides=overrides)
+    vocab = DraftVocab(torch.arange(DRAFT_VOCAB) * 2, CONFIG.vocab_size)
+    draft = build_draft(config, vocab, distributed.initialize(), dtype)
+    random_weights(draft, 0.05)
+    return draft
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_base_forward(packed: bool) -> None:
+    batch, exact, base = make_batch(packed), make_base(torch.float32), make_base(torch.bfloat16)
+    assert exact.fast is None and base.fast is not None and base.fast.can_run(attention.AttentionPlan.causal())
+    wanted = run_base(exact, [batch])[0]
+    fast = run_base(base, [batch])[0]
+    base.fast = None
+    plain = run_base(base, [batch])[0]
+    for f, p, w in zip(fast, plain, wanted, strict=True):
+        assert distance(p, w) < 2e-2, "the example is too wild for bf16"
+        assert distance(f, w) < 1.3 * distance(p, w)
+
+
+def test_hooks_are_not_bypassed() -> None:
+    """A base whose linears carry quantisers runs its modules."""
+    base = make_base(torch.bfloat16)
+    assert base.fast is not None
+    base.gpt.decoder.layers[3].mlp.linear_fc1.register_forward_pre_hook(lambda *_: None)
+    assert not base.fast.can_run(attention.AttentionPlan.causal())
+
+
+def train_once(
+    draft: EagleDraft, features: Features, ends: FrozenBase, objective: ObjectiveConfig
+) -> tuple[DraftLosses, dict[str, Tensor]]:
+    losses = draft(features, ends, objective)
+    losses.total.backward()
+    return losses, {n: p.grad for n, p in draft.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "objective",
+    [
+        ObjectiveConfig(ttt_steps=4),
+        ObjectiveConfig(ttt_steps=3, loss="kl", temperature=1.5, in_vocab_only=False, alignment="paper"),
+    ],
+)
+def test_fused_unroll(objective: ObjectiveConfig, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses, metrics and every gradient."""
+    batch, ends, ends_fp32 = make_batch(packed), make_base(torch.bfloat16), make_base(torch.float32)
+    captures, state = run_base(ends, [batch])[0]
+    features = Features(batch, captures, state)
+    fused, fused_grads = train_once(make_draft(torch.bfloat16), features, ends, objective)
+    monkeypatch.setattr(eagle, "can_fuse", lambda *_: False)
+    monkeypatch.setattr(vocab_parallel, "kernels_run", lambda *_: False)
+    _, plain_grads = train_once(make_draft(torch.bfloat16), features, ends, objective)
+    wide = Features(batch, captures.float(), state.float())
+    exact, exact_grads = train_once(make_draft(torch.float32), wide, ends_fp32, objective)
+    assert torch.equal(fused.rows_T.double(), exact.rows_T.double())
+    assert distance(fused.total, exact.total) < 1e-2 and distance(fused.loss_T, exact.loss_T) < 1e-2
+    assert distance(fused.overlap_T, exact.overlap_T) < 1e-2
+    assert fused_grads.keys() == exact_grads.keys()
+    for name, wanted in exact_grads.items():
+        error, usual = distance(fused_grads[name], wanted), distance(plain_grads[name], wanted)
+        assert error < max(1.3 * usual, 5e-3), f"{name}: {error:.1e}, plain {usual:.1e}"
+
+
+def test_gradients_go_straight_to_main_grad() -> None:
+    """With megatron-core's fp32 buffers: added to what is there, and nothing is left in .grad."""
+    ends, batch = make_base(torch.bfloat16), make_batch(False)
+    features = Features(batch, *run_base(ends, [batch])[0])
+    draft, objective = make_draft(torch.bfloat16), ObjectiveConfig(ttt_steps=3)
+    _, expected = train_once(draft, features, ends, objective)
+    for parameter in draft.parameters():
+        parameter.grad, parameter.main_grad = None, torch.full_like(parameter, 0.5, dtype=torch.float32)
+    draft(features, ends, objective).total.backward()
+    for name, parameter in draft.named_parameters():
+        if name == "fc.weight":  # by autograd: the wrapper's hook adds it
+            continue
+        assert parameter.grad is None
+        assert distance(parameter.main_grad - 0.5, expected[name]) < 1e-2, name
+
+
+@pytest.mark.parametrize("cudnn", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_merged_attention(cudnn: bool, head_dim: int) -> None:
+    """cuDNN and flash attention against plain attention in fp32, gradients included."""
+    generator = torch.Generator().manual_seed(0)
+    shape = {"q": 8, "k": 2, "v": 2}
+    S, B, branches = 150, 2, 3
+    x = {
+        f"{n}{i}": torch.randn(S, B, heads, head_dim, generator=generator).bfloat16().cuda().requires_grad_()
+        for n, heads in shape.items()
+        for i in range(1 if n == "q" else branches + 1)
+    }
+    documents = torch.zeros(B, S, dtype=torch.int32, device="cuda")
+    wide = {n: t.detach().float().requires_grad_() for n, t in x.items()}
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    try:
+        pairs = [(x[f"k{i}"], x[f"v{i}"]) for i in range(branches + 1)]
+        out = merged_attention(x["q0"], pairs[0], pairs[1:], trunk_layout(documents, torch.bfloat16))
+        grad = torch.randn(out.shape, generator=generator).bfloat16().cuda()
+        out.backward(grad)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+    pairs = [(wide[f"k{i}"], wide[f"v{i}"]) for i in range(branches + 1)]
+    expected = reference.merged_attention(wide["q0"], pairs[0], pairs[1:], documents)
+    expected.backward(grad.float())
+    assert distance(out, expected) < 1e-2
+    for name, tensor in x.items():
+        assert tensor.grad is not None and wide[name].grad is not None
+        assert distance(tensor.grad, wide[name].grad) < 2e-2, name  # type: ignore[arg-type]
+
+
+def test_fp8_base() -> None:
+    """Near the bf16 base, with its linears' bf16 weights released; nothing else may use it."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs fp8 tensor cores")
+    batch, base = make_batch(False), make_base(torch.bfloat16)
+    captures, state = run_base(base, [batch])[0]
+    run_in_fp8(base)
+    captures_fp8, state_fp8 = run_base(base, [batch])[0]
+    assert 1e-3 < distance(captures_fp8, captures) < 0.1
+    assert 1e-3 < distance(state_fp8, state) < 0.1
+    assert base.gpt.decoder.layers[0].mlp.linear_fc1.weight.numel() == 0
+    cache = base.new_cache(ROWS, LENGTH)
+    slots = torch.arange(LENGTH, device="cuda").repeat(ROWS, 1)
+    with pytest.raises(UserError, match="fp8"):
+        run_base(base, [batch], [attention.AttentionPlan.cached(cache, slots)])
+
+
+def test_fp8_refuses_what_it_cannot_run() -> None:
+    with pytest.raises(UserError, match="bf16"):
+        run_in_fp8(make_base(torch.float32))
