@@ -89,7 +89,7 @@ class Config:
             nested: list[type[Config]] = [
                 h for h in (hints[key], *typing.get_args(hints[key])) if isinstance(h, type) and issubclass(h, Config)
             ]
-            kwargs[key] = nested[0].from_dict(value) if nested and isinstance(value, dict) else value
+            kwargs[key] = _tagged(nested, value).from_dict(value) if nested and isinstance(value, dict) else value
         missing = [
             f.name
             for f in dataclasses.fields(cls)
@@ -106,6 +106,14 @@ class Config:
     def replace(self: T, **changes: Any) -> T:
         """A copy with some fields changed, validated again."""
         return dataclasses.replace(self, **changes)
+
+
+def _tagged(kinds: list[type[Config]], value: dict[str, Any]) -> type[Config]:
+    """Of several configurations a key may hold, the one whose `algorithm` is that of the value."""
+    for kind in kinds:
+        if value.get("algorithm") in typing.get_args(typing.get_type_hints(kind).get("algorithm")):
+            return kind
+    return kinds[0]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -209,8 +217,41 @@ class EagleConfig(Config):
     initializer_range: float = 0.02
     init_from_base_layer: bool = False
     """Copy MLP and norms of the first draft layer from the base's last layer where shapes agree."""
+    norm_before_fc: bool = False
+    """EAGLE-3.1: one norm over all captures together, before `fc`."""
+    fc_norm: bool = False
+    """EAGLE-3.1: a norm of its own for every capture, before `fc`."""
+    norm_output: bool = False
+    """EAGLE-3.1 and eagle-mtp: a draft step feeds back its state after the final norm, not before it."""
 
     def validate(self) -> None:
+        self._validate_sizes()
+        options = [n for n in ("norm_before_fc", "fc_norm", "norm_output") if getattr(self, n)]
+        if self.algorithm == "eagle3.1":
+            _require(bool(options), "eagle3.1 without norm_before_fc, fc_norm and norm_output is eagle3: ask for that")
+        else:
+            allowed = ["norm_output"] if self.algorithm == "eagle-mtp" else []
+            wrong = [n for n in options if n not in allowed]
+            _require(not wrong, f"{', '.join(wrong)}: options of eagle3.1, found with algorithm {self.algorithm}")
+        if not self.algorithm.startswith("eagle3"):
+            self._validate_shared_head()
+
+    def _validate_shared_head(self) -> None:
+        """Drafts that read the base's final state and speak through its head."""
+        for name, expected in (("hidden_size", self.target_hidden_size), ("draft_vocab_size", self.vocab_size)):
+            _require(
+                getattr(self, name) == expected,
+                f"{self.algorithm} uses the base's own head: {name} must be the base's {expected}, found "
+                f"{getattr(self, name)}",
+            )
+        _require(not self.capture_layer_ids, f"{self.algorithm} reads the base's final state: no capture_layer_ids")
+        _require(
+            self.algorithm != "eagle-mtp" or self.num_hidden_layers == 1,
+            f"eagle-mtp is one module applied at every step: num_hidden_layers must be 1, found "
+            f"{self.num_hidden_layers}",
+        )
+
+    def _validate_sizes(self) -> None:
         ids = self.capture_layer_ids
         _require(
             all(a < b for a, b in itertools.pairwise(ids)),
@@ -229,6 +270,40 @@ class EagleConfig(Config):
 
 
 @dataclass(frozen=True)
+class MedusaConfig(Config):
+    """Architecture of Medusa heads (arXiv 2401.10774). Built by `presets.medusa_config(base, ...)`."""
+
+    num_heads: int
+    """Head i (from 0) predicts the token 2 + i places ahead."""
+    hidden_size: int
+    """Of the base."""
+    vocab_size: int
+    """Of the base, and of every head."""
+    num_layers: int = 1
+    """Residual blocks per head."""
+    share_base_head: bool = False
+    """Use the base's frozen head behind the blocks, instead of a trained head each."""
+    algorithm: Literal["medusa"] = "medusa"
+
+    def validate(self) -> None:
+        for name in ("num_heads", "num_layers", "hidden_size", "vocab_size"):
+            _require(getattr(self, name) >= 1, f"Medusa {name} must be at least 1, found {getattr(self, name)}")
+
+    @property
+    def capture_layer_ids(self) -> tuple[int, ...]:
+        """None: heads read the base's final state."""
+        return ()
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Heads speak the whole vocabulary."""
+        return self.vocab_size
+
+
+DraftConfig = EagleConfig | MedusaConfig
+
+
+@dataclass(frozen=True)
 class ObjectiveConfig(Config):
     """What a draft is trained for (ALGORITHMS: training-time test, alignment, losses)."""
 
@@ -244,8 +319,16 @@ class ObjectiveConfig(Config):
     """Rows whose teacher argmax is outside the draft vocabulary add nothing to the loss."""
     detach: bool = False
     """Stop gradients between draft steps (fed-back hidden states, keys and values of earlier steps)."""
+    feature_noise: float = 0.1
+    """EAGLE-1: noise on the input feature, uniform in +- this."""
+    feature_weight: float = 1.0
+    """EAGLE-1: weight of the feature regression."""
+    token_weight: float = 0.1
+    """EAGLE-1: weight of the token loss."""
 
     def validate(self) -> None:
+        for name in ("feature_noise", "feature_weight", "token_weight"):
+            _require(getattr(self, name) >= 0, f"{name} must not be negative, found {getattr(self, name)}")
         _require(self.ttt_steps >= 1, f"ttt_steps must be at least 1, found {self.ttt_steps}")
         _require(self.temperature > 0, f"temperature must be positive, found {self.temperature}")
         _require(0 < self.step_decay <= 1, f"step_decay must be in (0, 1], found {self.step_decay}")
@@ -297,7 +380,7 @@ class QuantConfig(Config):
 
     base: QuantFormat = "fp8"
     draft: QuantFormat = "fp8"
-    exclude: tuple[str, ...] = ("*lm_head*", "*output_layer*", "*embed*", "*fc.*", "*fc", "*router*")
+    exclude: tuple[str, ...] = ("*lm_head*", "*output_layer*", "*embed*", "*fc.*", "*fc", "*eh_proj*", "*router*")
     """Patterns (fnmatch) of module names that stay in high precision."""
     kv_cache: QuantFormat = "none"
     clipped_ste: bool = False

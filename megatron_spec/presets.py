@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_spec.config import BaseConfig, EagleConfig, UserError, suggest
+from megatron_spec.config import (
+    BaseConfig,
+    DraftConfig,
+    EagleConfig,
+    MedusaConfig,
+    ObjectiveConfig,
+    UserError,
+    suggest,
+)
 
 _HUGGING_FACE_NAMES = {"rope_theta", "rope_scaling"}
 
@@ -66,6 +74,8 @@ def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[st
         rms_norm_eps=base.rms_norm_eps,
         hidden_act=base.hidden_act,
     )
+    if algorithm == "eagle3.1":
+        values.update(fc_norm=True, norm_output=True)
     if algorithm.startswith("eagle3") and "capture_layer_ids" not in overrides:
         values["capture_layer_ids"] = default_capture_ids(base.num_layers)
     if not (_HUGGING_FACE_NAMES & overrides.keys() and "rope" in overrides):
@@ -78,3 +88,36 @@ def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[st
                 f"--eagle-config: capture layer {layer} is out of range: the base has layers 0..{base.num_layers - 1}"
             )
     return config
+
+
+def medusa_config(
+    base: BaseConfig, num_heads: int = 4, num_layers: int = 1, share_base_head: bool = False
+) -> MedusaConfig:
+    """Medusa heads for `base`. Raises UserError for sizes below 1."""
+    return MedusaConfig(
+        num_heads=num_heads, num_layers=num_layers, hidden_size=base.hidden_size, vocab_size=base.vocab_size,
+        share_base_head=share_base_head,
+    )  # fmt: skip
+
+
+def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveConfig:
+    """The objective as it applies to a draft: Medusa has as many steps as heads.
+
+    Raises UserError for settings that this draft cannot follow.
+    """
+    default = ObjectiveConfig()
+    if config.algorithm != "eagle1":
+        for name in ("feature_noise", "feature_weight", "token_weight"):
+            if getattr(objective, name) != getattr(default, name):
+                flag = "--" + name.replace("_", "-")
+                raise UserError(f"{flag} belongs to eagle1, the draft is {config.algorithm}: leave it out")
+    if not isinstance(config, MedusaConfig):
+        return objective
+    if objective.ttt_steps not in (default.ttt_steps, config.num_heads):
+        raise UserError(
+            f"--ttt-steps {objective.ttt_steps}, but the draft has {config.num_heads} Medusa heads and no other steps: "
+            "leave it out"
+        )
+    if objective.detach:
+        raise UserError("--detach: Medusa heads do not read one another, so there is nothing to detach: leave it out")
+    return objective.replace(ttt_steps=config.num_heads)

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megatron_spec.config import EagleConfig, UserError
+from megatron_spec.config import DraftConfig
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_spec.distributed import World
-    from megatron_spec.drafts.eagle import EagleDraft
     from megatron_spec.drafts.vocab import DraftVocab
 
-ALGORITHMS = ("eagle3",)
+ALGORITHMS = ("eagle1", "eagle3", "eagle3.1", "eagle-mtp", "medusa")
 
 
-def build_draft(config: EagleConfig, vocab: DraftVocab, world: World, dtype: torch.dtype) -> EagleDraft:
+def build_draft(config: DraftConfig, vocab: DraftVocab, world: World, dtype: torch.dtype) -> Any:
     """The draft of `config.algorithm` on this rank; parameters are NaN until initialised or loaded.
 
-    Raises UserError for an algorithm that cannot be built, or sizes that do not fit the parallel layout.
+    Raises UserError for sizes that do not fit the parallel layout.
     """
     from megatron_spec.drafts.eagle import EagleDraft
+    from megatron_spec.drafts.eagle1 import Eagle1Draft
+    from megatron_spec.drafts.medusa import MedusaDraft
+    from megatron_spec.drafts.mtp import MtpDraft
 
-    if config.algorithm not in ALGORITHMS:
-        raise UserError(f"algorithm {config.algorithm!r} is not supported yet: use one of {', '.join(ALGORITHMS)}")
-    return EagleDraft(config, vocab, world.tp, world.parallel.sequence_parallel, dtype, world.device)
+    kinds: dict[str, Any] = dict(
+        zip(ALGORITHMS, (Eagle1Draft, EagleDraft, EagleDraft, MtpDraft, MedusaDraft), strict=True)
+    )
+    kind = kinds[config.algorithm]
+    return kind(config, vocab, world.tp, world.parallel.sequence_parallel, dtype, world.device)

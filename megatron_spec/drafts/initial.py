@@ -19,7 +19,7 @@ from megatron_spec.drafts.base import BaseEnds
 from megatron_spec.drafts.teacher import restricted_head
 
 if TYPE_CHECKING:
-    from megatron_spec.drafts.eagle import EagleDraft
+    from megatron_spec.drafts.recurrent import RecurrentDraft
 
 FC_NOISE = 0.05
 """Size of the noise on `fc`, relative to the average it starts from."""
@@ -28,6 +28,7 @@ _LAYER_NORMS = {
     "hidden_norm.weight": "input_layernorm.weight",  # of the first draft layer: the norm of the residual stream
     "post_attention_layernorm.weight": "post_attention_layernorm.weight",
 }
+_FINAL_NORMS = ("norm.weight", "layers.0.shared_head.norm.weight")
 
 
 def whole_shape(parameter: nn.Parameter, group: dist.ProcessGroup) -> tuple[int, ...]:
@@ -49,8 +50,15 @@ def _average_of_captures(hidden: int, captures: int, name: str, seed: int) -> Te
     return average + draw_normal(name, (hidden, captures * hidden), FC_NOISE / math.sqrt(captures * hidden), seed)
 
 
+def _feature_alone(shape: tuple[int, ...], name: str, seed: int) -> Tensor:
+    """[embedding ; feature] -> the feature, and little noise."""
+    hidden = shape[0]
+    passed = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1)
+    return passed + draw_normal(name, shape, FC_NOISE / math.sqrt(2 * hidden), seed)
+
+
 def initial_values(
-    draft: EagleDraft, ends: BaseEnds, base: Mapping[str, Tensor], seed: int
+    draft: RecurrentDraft, ends: BaseEnds, base: Mapping[str, Tensor], seed: int
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) of every parameter but the head, which comes as (name, this rank's shard)."""
     config, group = draft.config, draft.tp_group
@@ -58,12 +66,15 @@ def initial_values(
         shape = whole_shape(parameter, group)
         leaf = name.split(".", 1 if name.startswith("midlayer.") else 2)[-1]
         first_layer = name.startswith(("midlayer.", "layers.0."))
-        source = base.get(_LAYER_NORMS.get(leaf, leaf if leaf.startswith("mlp.") else ""))
+        same = leaf.startswith("mlp.") or (config.algorithm == "eagle-mtp" and leaf == "input_layernorm.weight")
+        source = base.get(_LAYER_NORMS.get(leaf, leaf if same else ""))
         if name == "lm_head.weight" and config.hidden_size == config.target_hidden_size:
             yield name, restricted_head(ends, draft.vocab, group)
+        elif name.endswith("eh_proj.weight") or (name == "fc.weight" and config.algorithm == "eagle1"):
+            yield name, _feature_alone(shape, name, seed)
         elif name == "fc.weight" and config.hidden_size == config.target_hidden_size:
             yield name, _average_of_captures(config.hidden_size, len(config.capture_layer_ids), name, seed)
-        elif name == "norm.weight" and "norm.weight" in base and tuple(base["norm.weight"].shape) == shape:
+        elif name in _FINAL_NORMS and "norm.weight" in base and tuple(base["norm.weight"].shape) == shape:
             yield name, base["norm.weight"]
         elif config.init_from_base_layer and first_layer and source is not None and tuple(source.shape) == shape:
             yield name, source

@@ -6,6 +6,7 @@ S sequence, B batch, H draft hidden size, N query heads and G key/value heads of
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,12 @@ class SelfAttention(nn.Module):
     """q, k, v projections, rotary embedding, the attention it is given, output projection."""
 
     def __init__(
-        self, config: EagleConfig, inputs: int, group: dist.ProcessGroup, sequence_parallel: bool, dtype: torch.dtype,
+        self,
+        config: EagleConfig,
+        inputs: int,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
@@ -66,9 +72,7 @@ class SelfAttention(nn.Module):
         everyone = self._heads(mappings.all_gather_last_dim_from_tensor_parallel_region(x_SBX, group=self.group))
         return everyone.index_select(2, torch.tensor(self.picked, device=x_SBX.device))
 
-    def forward(
-        self, x_SBH: Tensor, cos_SB1D: Tensor, sin_SB1D: Tensor, attention: Attention, layer: int
-    ) -> Tensor:
+    def forward(self, x_SBH: Tensor, cos_SB1D: Tensor, sin_SB1D: Tensor, attention: Attention, layer: int) -> Tensor:
         """[S, B, inputs] -> [S, B, H]; both [S / TP, ...] under sequence parallelism."""
         x = enter(x_SBH, self.group, self.sequence_parallel)
         q = apply_rotary(self._heads(self.q_proj(x)), cos_SB1D, sin_SB1D)
@@ -81,7 +85,11 @@ class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x))."""
 
     def __init__(
-        self, config: EagleConfig, group: dist.ProcessGroup, sequence_parallel: bool, dtype: torch.dtype,
+        self,
+        config: EagleConfig,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
@@ -104,12 +112,18 @@ class GatedMLP(nn.Module):
 class DraftLayer(nn.Module):
     """Pre-norm decoder layer. With `reads_embedding`, attention reads [norm(embedding) ; norm(hidden)] (EAGLE-3).
 
-    The residual stream is the un-normed hidden state alone.
+    The residual stream is the un-normed hidden state alone. Without `input_norm`, attention reads it as it is (EAGLE-1).
     """
 
     def __init__(
-        self, config: EagleConfig, reads_embedding: bool, group: dist.ProcessGroup, sequence_parallel: bool,
-        dtype: torch.dtype, device: torch.device | str,
+        self,
+        config: EagleConfig,
+        reads_embedding: bool,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        input_norm: bool = True,
     ) -> None:
         super().__init__()
         H = config.hidden_size
@@ -117,7 +131,7 @@ class DraftLayer(nn.Module):
         self.reads_embedding = reads_embedding
         embedding_size = config.target_hidden_size if reads_embedding else 0
         # FORMATS: in the first layer `input_layernorm` is the norm of the token embedding.
-        self.input_layernorm = RMSNorm(embedding_size or H, *norm)
+        self.input_layernorm: Any = RMSNorm(embedding_size or H, *norm) if input_norm else None
         if reads_embedding:
             self.hidden_norm = RMSNorm(H, *norm)
         self.self_attn = SelfAttention(config, embedding_size + H, group, sequence_parallel, dtype, device)
@@ -125,13 +139,18 @@ class DraftLayer(nn.Module):
         self.mlp = GatedMLP(config, group, sequence_parallel, dtype, device)
 
     def forward(
-        self, hidden_SBH: Tensor, embedding_SBH: Tensor, cos_SB1D: Tensor, sin_SB1D: Tensor, attention: Attention,
+        self,
+        hidden_SBH: Tensor,
+        embedding_SBH: Tensor,
+        cos_SB1D: Tensor,
+        sin_SB1D: Tensor,
+        attention: Attention,
         layer: int,
     ) -> Tensor:
         """The next hidden state, same shape as the first argument."""
         if self.reads_embedding:
             x = torch.cat([self.input_layernorm(embedding_SBH), self.hidden_norm(hidden_SBH)], dim=-1)
         else:
-            x = self.input_layernorm(hidden_SBH)
+            x = hidden_SBH if self.input_layernorm is None else self.input_layernorm(hidden_SBH)
         hidden_SBH = hidden_SBH + self.self_attn(x, cos_SB1D, sin_SB1D, attention, layer)
         return hidden_SBH + self.mlp(self.post_attention_layernorm(hidden_SBH))

@@ -70,6 +70,13 @@ class TeacherHead:
         weight = ends.head_weight
         return self.source == (weight.data_ptr(), weight.dtype, weight.device)
 
+    def draft_rows(self) -> Tensor:
+        """[D / TP, H] frozen rows of the base's head for this rank's shard of the draft vocabulary."""
+        if self.rows is not None:
+            return self.rows
+        assert self.vocab.is_full, "on one rank, a reduced vocabulary is picked from whole logits"
+        return self.ends.head_weight[: self.valid]
+
     def _restricted(self, state_UH: Tensor, whole_UV: Tensor) -> Tensor:
         if self.aligned:
             return whole_UV

@@ -9,6 +9,7 @@ T draft steps, S sequence, B micro-batch, H draft hidden size, R supervised rows
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -88,7 +89,11 @@ class Supervision:
 
 
 def teach(
-    features: Features, supervision: Supervision, head: TeacherHead, temperature: float, group: dist.ProcessGroup,
+    features: Features,
+    supervision: Supervision,
+    head: TeacherHead,
+    temperature: float,
+    group: dist.ProcessGroup,
     sequence_parallel: bool,
 ) -> Teacher:
     """The base's opinion at every row that some step needs."""
@@ -105,10 +110,20 @@ def head_rows(x_SBH: Tensor, rows_R: Tensor, group: dist.ProcessGroup, sequence_
 
 
 def head_losses(
-    states: list[Tensor], weight_DH: Tensor, supervision: Supervision, teacher: Teacher, objective: ObjectiveConfig,
+    states: list[Tensor],
+    weight_DH: Tensor,
+    supervision: Supervision,
+    teacher: Teacher,
+    objective: ObjectiveConfig,
     group: dist.ProcessGroup,
+    labels_U: Tensor | None = None,
 ) -> DraftLosses:
-    """Losses of all steps from the supervised rows [R, H] of each."""
+    """Losses of all steps from the supervised rows [R, H] of each.
+
+    Args:
+        labels_U: draft ids that `hard_ce` compares with; default: the base's argmax. Accuracy is always by the latter.
+    """
+    told = teacher if labels_U is None else dataclasses.replace(teacher, label_U=labels_U)
     steps = []
     for k, rows in enumerate(supervision.teacher_rows):
         inside = teacher.in_vocab_U[rows]
@@ -118,7 +133,7 @@ def head_losses(
         steps.append(StepRows(rows, weight, torch.where(inside, teacher.label_U[rows], -1)))
 
     def row_loss(logits_RD: Tensor, rows_R: Tensor):  # type: ignore[no-untyped-def]
-        return row_losses(logits_RD, teacher, rows_R, objective.loss, objective.temperature, group)
+        return row_losses(logits_RD, told, rows_R, objective.loss, objective.temperature, group)
 
     in_place = kernel_row_loss(teacher, objective.loss, objective.temperature, group)
     total, stats = fused_head(states, weight_DH, steps, row_loss, in_place)
@@ -127,8 +142,14 @@ def head_losses(
 
 
 def unroll(
-    step: Step, hidden_SBH: Tensor, features: Features, ends: BaseEnds, supervision: Supervision,
-    objective: ObjectiveConfig, group: dist.ProcessGroup, sequence_parallel: bool,
+    step: Step,
+    hidden_SBH: Tensor,
+    features: Features,
+    ends: BaseEnds,
+    supervision: Supervision,
+    objective: ObjectiveConfig,
+    group: dist.ProcessGroup,
+    sequence_parallel: bool,
 ) -> list[Tensor]:
     """Run the draft T times on its own output; returns the supervised rows [R, H] of every step, for the head.
 

@@ -20,14 +20,23 @@ SMALL_VOCAB = [0, 2, 3, 5, 8, 9, 11, 14, 17, 20, 24, 30]
 class StandInEnds:
     """Embedding and head as plain matrices, the head split over the group and padded with rows of garbage."""
 
-    def __init__(self, hidden: int, dtype: torch.dtype, group: Any = None, sequence_parallel: bool = False) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        dtype: torch.dtype,
+        group: Any = None,
+        sequence_parallel: bool = False,
+        vocab_size: int = V,
+        padding: int | None = None,
+    ) -> None:
         generator = torch.Generator().manual_seed(3)
-        self.vocab_size = V
-        self.table = torch.randn(V, hidden, generator=generator).to(dtype)
-        self.head = torch.randn(V, hidden, generator=generator).to(dtype)
+        self.vocab_size = vocab_size
+        self.table = torch.randn(vocab_size, hidden, generator=generator).to(dtype)
+        self.head = torch.randn(vocab_size, hidden, generator=generator).to(dtype)
         self.size, self.rank = (group.size(), group.rank()) if group is not None else (1, 0)
         self.sequence_parallel = sequence_parallel
-        padded = torch.cat([self.head, torch.full((12 - V % 12, hidden), 50.0, dtype=dtype)])
+        extra = 12 - vocab_size % 12 if padding is None else padding
+        padded = torch.cat([self.head, torch.full((extra, hidden), 50.0, dtype=dtype)])
         self.head_weight = padded.chunk(self.size)[self.rank]
 
     def embed(self, tokens_BS: Tensor) -> Tensor:

@@ -1,0 +1,120 @@
+"""EAGLE-1 (arXiv 2401.15077): predict the base's next final state from its last one and the next token.
+
+Row j reads [embedding(t_{j+1}) ; f_j], f the base's state after its final norm, and gives an estimate of f_{j+1}, which
+the base's own head turns into logits. Trained by regression on f_{j+1} and by the base's distribution; with several
+draft steps on its own estimates too (arXiv 2408.15766). EAGLE-2 is the same weights, decoded with another tree.
+
+S sequence, B micro-batch, H hidden size, T draft steps, R supervised rows of a step, U rows of the teacher.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_spec.batch import Batch, Features
+from megatron_spec.config import EagleConfig, ObjectiveConfig
+from megatron_spec.drafts.base import Attention, BaseEnds, DraftLosses
+from megatron_spec.drafts.layer import DraftLayer
+from megatron_spec.drafts.linear import Linear, enter
+from megatron_spec.drafts.recurrent import SharedHeadDraft
+from megatron_spec.drafts.unroll import Supervision
+from megatron_spec.drafts.vocab import DraftVocab
+
+
+class Eagle1Draft(SharedHeadDraft):
+    """fc, layers.{i}; the first layer has no input norm, there is no final norm, the head is the base's."""
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        vocab: DraftVocab,
+        tp_group: dist.ProcessGroup,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(config, vocab, tp_group, sequence_parallel)
+        H, place = config.hidden_size, (dtype, device)
+        self.fc = Linear(2 * H, H, sequence_parallel, *place)
+        self.layers = nn.ModuleList(
+            DraftLayer(config, False, tp_group, sequence_parallel, *place, input_norm=i > 0)
+            for i in range(config.num_hidden_layers)
+        )
+
+    @property
+    def decoder_layers(self) -> list[DraftLayer]:
+        """See RecurrentDraft."""
+        return list(self.layers)  # type: ignore[arg-type]
+
+    def layer_step(
+        self, hidden_SBH: Tensor, embedding_SBH: Tensor, positions_BS: Tensor, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """See RecurrentDraft: the estimated state is both fed back and read by the head."""
+        cos, sin = self.rotary(positions_BS, hidden_SBH)
+        embedding_SBH = embedding_SBH.to(hidden_SBH.dtype)
+        hidden_SBH = self.fc(torch.cat([embedding_SBH, hidden_SBH], dim=-1))
+        for i, layer in enumerate(self.decoder_layers):
+            hidden_SBH = layer(hidden_SBH, embedding_SBH, cos, sin, attention, i)
+        return hidden_SBH, hidden_SBH
+
+    def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
+        """feature_weight * SmoothL1 (mean over H) + token_weight * token loss, summed over supervised rows.
+
+        `DraftLosses.loss_T` is this sum per step, too.
+        """
+        hidden = self.start(features.captures_SBC, features.state_SBH)
+        if self.training and torch.is_grad_enabled() and objective.feature_noise > 0:
+            first = self.tp_group.rank() * len(hidden) if self.sequence_parallel else 0
+            hidden = hidden + feature_noise(features.batch, hidden, objective.feature_noise, first)
+        token, states, plan, _ = self._token_losses(hidden, features, ends, objective)
+        regression_T = self._regression(states, features, plan)
+        regression = torch.stack([objective.step_decay**k * x for k, x in enumerate(regression_T)]).sum()
+        # Every rank holds the same states, and their gradients are summed over tensor parallel ranks: each gives its
+        # part of the regression's gradient, while the value stays whole.
+        part = regression / self.tp_group.size()
+        regression = part + (regression - part).detach()
+        token.total = objective.token_weight * token.total + objective.feature_weight * regression
+        token.loss_T = objective.token_weight * token.loss_T + objective.feature_weight * regression_T.detach()
+        return token
+
+    def _regression(self, states: list[Tensor], features: Features, plan: Supervision) -> Tensor:
+        """[T] SmoothL1 between estimated and true states, mean over H, sum over the supervised rows."""
+        with torch.no_grad():
+            true_UH = enter(features.state_SBH, self.tp_group, self.sequence_parallel).flatten(0, 1)[plan.teacher_U]
+        wide = torch.float64 if true_UH.dtype == torch.float64 else torch.float32
+        return torch.stack([
+            F.smooth_l1_loss(state.to(wide), true_UH[rows].to(wide), reduction="none").mean(-1).sum()
+            for state, rows in zip(states, plan.teacher_rows, strict=True)
+        ])  # fmt: skip
+
+
+def feature_noise(batch: Batch, like_SBH: Tensor, scale: float, first_row: int = 0) -> Tensor:
+    """Noise [S, B, H], uniform in +-scale: a function of torch's seed, the tokens of the row, position and channel.
+
+    It does not depend on the device, on padding, or on how rows, batches and sequences are spread over ranks.
+
+    Args:
+        like_SBH: shape, dtype and device of the noise.
+        first_row: sequence position of its first row (sequence parallelism).
+    """
+    S, _, H = like_SBH.shape
+    device = like_SBH.device
+    place_S = torch.arange(batch.tokens_BS.shape[1], device=device)
+    real_BS = batch.documents_BS >= 0
+    content_B = (_mix((batch.tokens_BS + 1) * 0x9E3779B1 + place_S) * real_BS).sum(1)
+    seed_B = _mix(content_B + _mix(torch.tensor(torch.initial_seed() & 0x7FFFFFFF, device=device)))
+    row_SB = _mix(seed_B + place_S[first_row : first_row + S, None] * 0x85EBCA6B)
+    bits_SBH = _mix(row_SB[..., None] + torch.arange(H, device=device) * 0xC2B2AE35)
+    unit_SBH = (bits_SBH >> 8).to(torch.float32) / (1 << 24)  # 24 bits: exact in fp32, [0, 1)
+    return ((2 * unit_SBH - 1) * scale).to(like_SBH.dtype)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """32 well-mixed bits of an int64 (a multiply-xorshift hash)."""
+    x = x & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)

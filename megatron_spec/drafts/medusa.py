@@ -1,0 +1,151 @@
+"""Medusa-1 (arXiv 2401.10774): heads on the base's final state, each of which predicts one token further ahead.
+
+Head i (from 0) predicts t_{j+2+i} from the state x of row j: logits_i = W2_i(x + SiLU(W1_i x + b_i)), with one or
+several such residual blocks. W1 and b start at zero, W2 as the base head, so that every head starts as the base. Steps
+of `DraftLosses` are heads here.
+
+The blocks are replicated. They run on the supervised rows alone, gathered under sequence parallelism, so their
+gradients are whole on every tensor parallel rank; W2 is split over the vocabulary.
+
+S sequence, B micro-batch, H base hidden size, V vocabulary, R supervised rows of a head, TP tensor parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_spec.batch import Batch, Features
+from megatron_spec.config import MedusaConfig, ObjectiveConfig, UserError
+from megatron_spec.drafts.base import BaseEnds, Draft, DraftLosses, mark_replicated, shift
+from megatron_spec.drafts.initial import set_parameters
+from megatron_spec.drafts.linear import ColumnLinear, Linear, copy_to_ranks, enter
+from megatron_spec.drafts.teacher import TeacherHead, restricted_head
+from megatron_spec.drafts.unroll import Supervision, head_losses
+from megatron_spec.drafts.vocab import DraftVocab
+
+
+class _BiasedLinear(Linear):
+    """Replicated, with a bias."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__(size, size, False, dtype, device)
+        nan = torch.full((size,), float("nan"), dtype=dtype, device=device)
+        self.bias = mark_replicated(nn.Parameter(nan), sequence_parallel=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x W^T + b."""
+        return F.linear(self.quantized_input(x), self.quantized_weight(), self.bias)
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x + b)."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.linear = _BiasedLinear(size, dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape."""
+        return x + F.silu(self.linear(x))
+
+
+class MedusaHead(nn.Module):
+    """The blocks of one head, and its rows of the vocabulary unless the base's head is shared."""
+
+    def __init__(
+        self, config: MedusaConfig, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        H = config.hidden_size
+        self.blocks = nn.Sequential(*(ResidualBlock(H, dtype, device) for _ in range(config.num_layers)))
+        self.lm_head: ColumnLinear | None = None
+        if not config.share_base_head:
+            self.lm_head = ColumnLinear(H, config.vocab_size, group, "vocab_size", dtype, device)
+
+
+class MedusaDraft(Draft):
+    """The Medusa heads of one rank. Every parameter is NaN until `initialize` or a checkpoint sets it."""
+
+    def __init__(
+        self,
+        config: MedusaConfig,
+        vocab: DraftVocab,
+        tp_group: dist.ProcessGroup,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        if not vocab.is_full or len(vocab) != config.vocab_size:
+            raise UserError(
+                f"Medusa heads speak the whole vocabulary of {config.vocab_size} tokens, found a draft vocabulary of "
+                f"{len(vocab)} of {vocab.vocab_size}: convert without --draft-vocab"
+            )
+        self.config, self.vocab, self.tp_group, self.sequence_parallel = config, vocab, tp_group, sequence_parallel
+        self.heads = nn.ModuleList(MedusaHead(config, tp_group, dtype, device) for _ in range(config.num_heads))
+        self._teacher: TeacherHead | None = None
+
+    def initialize(
+        self, ends: BaseEnds, base_layer_tensors: Mapping[str, Tensor] | None = None, seed: int = 1234
+    ) -> None:
+        """Set every parameter so that each head is the base's head. Nothing is random. A collective."""
+        set_parameters(self, self._initial_values(ends), self.tp_group)
+
+    def _initial_values(self, ends: BaseEnds) -> Iterator[tuple[str, Tensor]]:
+        rows: Tensor | None = None
+        for name, parameter in self.named_parameters():
+            if name.endswith("lm_head.weight"):
+                rows = restricted_head(ends, self.vocab, self.tp_group) if rows is None else rows
+                yield name, rows
+            else:
+                yield name, torch.zeros(parameter.shape)
+
+    def teacher_head(self, ends: BaseEnds) -> TeacherHead:
+        """The base's head, prepared on first use. A collective when it has to be built."""
+        if self._teacher is None or not self._teacher.fits(ends):
+            self._teacher = TeacherHead(ends, self.vocab, self.tp_group)
+        return self._teacher
+
+    def logits(self, state_SBH: Tensor, head: int, ends: BaseEnds) -> Tensor:
+        """[S, B, V / TP] logits of one head from base states (complete on every tensor parallel rank)."""
+        module: MedusaHead = self.heads[head]  # type: ignore[assignment]
+        x = module.blocks(state_SBH.to(next(self.parameters()).dtype))
+        out: Tensor = x @ self.teacher_head(ends).draft_rows().t() if module.lm_head is None else module.lm_head(x)
+        return out
+
+    def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
+        """Losses of every head. `hard_ce` compares with the tokens of the data, every other loss with the base.
+
+        Raises UserError when objective.ttt_steps is not the number of heads (`presets.objective_for` makes it so).
+        """
+        heads, group, teacher_head = self.config.num_heads, self.tp_group, self.teacher_head(ends)
+        if objective.ttt_steps != heads:
+            raise UserError(f"ttt_steps is {objective.ttt_steps}, but the draft has {heads} Medusa heads: use {heads}")
+        plan = Supervision.of(features.batch, heads, objective.alignment)
+        with torch.no_grad():
+            state_NH = enter(features.state_SBH, group, self.sequence_parallel).flatten(0, 1)
+            teacher = teacher_head(state_NH[plan.teacher_U], objective.temperature)
+        labels = following_tokens(features.batch)[plan.teacher_U] if objective.loss == "hard_ce" else None
+        plain = objective.replace(step_decay=1.0)
+        found = []
+        for i, head in enumerate(self.heads):
+            x = state_NH[plan.rows[i]].to(head.blocks[0].linear.weight.dtype)  # type: ignore[index,union-attr]
+            x = copy_to_ranks(head.blocks(x), group)  # type: ignore[operator]
+            weight = teacher_head.draft_rows()
+            if head.lm_head is not None:
+                x, weight = head.lm_head.quantized_input(x), head.lm_head.quantized_weight()  # type: ignore[union-attr,operator]
+            mine = Supervision([plan.rows[i]], [plan.active[i]], [plan.teacher_rows[i]], plan.teacher_U)
+            found.append(head_losses([x], weight, mine, teacher, plain, group, labels))
+        total = torch.stack([objective.step_decay**i * losses.total for i, losses in enumerate(found)]).sum()
+        sums = (torch.cat([getattr(x, n) for x in found]) for n in ("loss_T", "correct_T", "overlap_T", "rows_T"))
+        return DraftLosses(total, *sums)
+
+
+def following_tokens(batch: Batch) -> Tensor:
+    """int64 [S * B]: the token after each row."""
+    return shift(batch.tokens_BS, 1, 1).t().flatten()

@@ -1,0 +1,85 @@
+"""Multi-token prediction as a draft (DeepSeek-V3, arXiv 2412.19437): one module, applied at every draft step.
+
+Row j reads [norm(embedding(t_{j+1})) ; norm(h_j)], h_0 the base state after its final norm, projects it to H, runs one
+decoder layer of the base's kind, and speaks through a final norm and the base's own head. The state before that norm is
+fed back (after it with `norm_output`). Trained with the same steps, rows and losses as EAGLE-3.
+
+Parameters are named as inside a layer of DeepSeek-V3, the layer being counted from 0 here:
+layers.0.{enorm, hnorm, eh_proj, input_layernorm, self_attn, post_attention_layernorm, mlp, shared_head.norm}.
+
+S sequence, B micro-batch, H hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_spec.batch import Features
+from megatron_spec.config import EagleConfig, ObjectiveConfig
+from megatron_spec.drafts.base import Attention, BaseEnds, DraftLosses
+from megatron_spec.drafts.layer import DraftLayer
+from megatron_spec.drafts.linear import Linear, RMSNorm
+from megatron_spec.drafts.recurrent import SharedHeadDraft
+from megatron_spec.drafts.vocab import DraftVocab
+
+
+class MtpModule(DraftLayer):
+    """A decoder layer with what stands before and behind it."""
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(config, False, group, sequence_parallel, dtype, device)
+        H, norm = config.hidden_size, (config.rms_norm_eps, sequence_parallel, dtype, device)
+        self.enorm, self.hnorm = RMSNorm(H, *norm), RMSNorm(H, *norm)
+        self.eh_proj = Linear(2 * H, H, sequence_parallel, dtype, device)
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(H, *norm)})
+
+    def combine(self, hidden_SBH: Tensor, embedding_SBH: Tensor) -> Tensor:
+        """[S, B, H] input of the decoder layer."""
+        out: Tensor = self.eh_proj(torch.cat([self.enorm(embedding_SBH), self.hnorm(hidden_SBH)], dim=-1))
+        return out
+
+
+class MtpDraft(SharedHeadDraft):
+    """The MTP draft of one rank."""
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        vocab: DraftVocab,
+        tp_group: dist.ProcessGroup,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(config, vocab, tp_group, sequence_parallel)
+        self.layers = nn.ModuleList([MtpModule(config, tp_group, sequence_parallel, dtype, device)])
+
+    @property
+    def decoder_layers(self) -> list[MtpModule]:
+        """See RecurrentDraft."""
+        return list(self.layers)  # type: ignore[arg-type]
+
+    def layer_step(
+        self, hidden_SBH: Tensor, embedding_SBH: Tensor, positions_BS: Tensor, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """See RecurrentDraft."""
+        module = self.decoder_layers[0]
+        cos, sin = self.rotary(positions_BS, hidden_SBH)
+        hidden_SBH = module.combine(hidden_SBH, embedding_SBH.to(hidden_SBH.dtype))
+        hidden_SBH = module(hidden_SBH, embedding_SBH, cos, sin, attention, 0)
+        normed_SBH = module.shared_head["norm"](hidden_SBH)
+        return (normed_SBH if self.config.norm_output else hidden_SBH), normed_SBH
+
+    def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
+        """Unroll over the micro-batch and return the loss sums."""
+        hidden = self.start(features.captures_SBC, features.state_SBH)
+        return self._token_losses(hidden, features, ends, objective)[0]
