@@ -8,10 +8,11 @@ What is gained:
 - Weight gradients are one product over the rows of many steps, summed in fp32 straight into `main_grad`.
 - Norms, rotary embedding, gate and branch attention are one pass over memory each (`ops/kernels.py`); the gate's
   output is recomputed, and its input replaced by its gradient in place.
-- Only rows that some step supervises are written for the head.
+- Only rows that some step supervises are written for the head, and steps after the first run on those rows alone
+  where that saves enough.
 
-S sequence, B micro-batch, R = S * B rows (row = s * B + b), T draft steps, H draft hidden size, E embedding size,
-X = (N + 2G) * D width of the fused projection, M intermediate size.
+S sequence, B micro-batch, R rows (s * B + b), T draft steps, H draft hidden size, E embedding size, N query and G
+key/value heads, D head size, X = (N + 2G) * D width of the fused projection, M intermediate size.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from torch.autograd.function import once_differentiable
 from megatron_spec.batch import Batch
 from megatron_spec.drafts.base import BaseEnds
 from megatron_spec.ops.products import GradientSums, add_product, kernels_available
-from megatron_spec.ops.rope import rotary_angles
 from megatron_spec.ops.ttt_attention import TrunkLayout, trunk_backward, trunk_forward, trunk_layout
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 65536
 """Rows whose weight gradient is one product: bounds the memory of the backward at long sequences."""
+COMPACT_BELOW = 0.9
+"""From step 1 on, unsupervised rows are dropped when less than this share is left: moving rows costs something too."""
 
 
 def _power_of_two(x: int) -> bool:
@@ -91,202 +93,293 @@ class _Weights:
         return list(vars(self).values())
 
 
+class _Steps:
+    """Rows of every step: all R of them at step 0, `later` ones from step 1 on (those some later loss looks at).
+
+    Buffers over all steps hold the rows of step 0, then those of each later step.
+    """
+
+    def __init__(self, rows: list[Tensor], active: list[Tensor], R: int) -> None:
+        self.T, self.R = len(rows), R
+        compact = self.T > 1 and len(active[1]) < COMPACT_BELOW * R
+        self.index: Tensor | None = active[1] if compact else None
+        self.later = R if self.index is None else len(self.index)
+        self.inverse = None if self.index is None else self.place(self.index, R)
+        """Row of a later step that stands for a row of step 0, or -1."""
+        self.places = [self.place(self.inside(k, r), self.count(k)) for k, r in enumerate(rows)]
+        """Per step: place of a row among those the head reads, or -1."""
+
+    @staticmethod
+    def place(rows_R: Tensor, total: int) -> Tensor:
+        """int32 [total]: i at rows_R[i], -1 elsewhere."""
+        place = torch.full((total,), -1, dtype=torch.int32, device=rows_R.device)
+        place[rows_R] = torch.arange(len(rows_R), dtype=torch.int32, device=rows_R.device)
+        return place
+
+    def compacted(self, k: int) -> Tensor | None:
+        """Places of the rows of step k among those of step 0; None when they are the same."""
+        return None if k == 0 else self.index
+
+    def inside(self, k: int, rows_R: Tensor) -> Tensor:
+        """Rows of step 0 -> rows of step k."""
+        index = self.compacted(k)
+        return rows_R if index is None else torch.searchsorted(index, rows_R)
+
+    def count(self, k: int) -> int:
+        return self.R if k == 0 else self.later
+
+    def span(self, start: int, end: int) -> slice:
+        """Rows of steps start..end-1 in a buffer over all steps."""
+        first = [0, *(self.R + i * self.later for i in range(self.T))]
+        return slice(first[start], first[end])
+
+    def groups(self) -> list[tuple[int, int]]:
+        """(start, end) of the steps whose weight gradients are one product, last steps first."""
+        found, end = [], self.T
+        while end:
+            start = end - 1
+            while start and self.span(start - 1, end).stop - self.span(start - 1, end).start <= ROWS_AT_ONCE:
+                start -= 1
+            found.append((start, end))
+            end = start
+        return found
+
+
 class _Unroll:
-    """Buffers and both directions of one micro-batch. Leading axis T: one slot per draft step."""
+    """Buffers and both directions of one micro-batch."""
 
     def __init__(
-        self, draft: EagleDraft, weights: _Weights, hidden_RH: Tensor, batch: Batch, rows: list[Tensor], ends: BaseEnds,
+        self, draft: EagleDraft, weights: _Weights, hidden_RH: Tensor, batch: Batch, steps: _Steps, ends: BaseEnds,
         layout: TrunkLayout, k: Any,
     ) -> None:
         config = draft.config
         self.kernels: kernels = k  # type: ignore[valid-type]
-        self.w, self.layout, self.eps = weights, layout, config.rms_norm_eps
-        self.T, (self.B, self.S) = len(rows), batch.tokens_BS.shape
+        self.w, self.layout, self.eps, self.steps = weights, layout, config.rms_norm_eps, steps
+        self.B, self.S = batch.tokens_BS.shape
         self.N, self.G, self.D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.E = config.target_hidden_size
-        like = {"dtype": hidden_RH.dtype, "device": hidden_RH.device}
-        T, (R, H), M = self.T, hidden_RH.shape, config.intermediate_size
-        self.R, self.H, self.M, self.X = R, H, M, (self.N + 2 * self.G) * self.D
-        self.hidden = [hidden_RH] + [torch.empty(R, H, **like) for _ in range(T)]
-        self.normed, self.inner, self.post = (torch.empty(T, R, H, **like) for _ in range(3))
-        self.q, self.out = (torch.empty(T, R, self.N * self.D, **like) for _ in range(2))
-        self.keys, self.values = (torch.empty(T, R, self.G * self.D, **like) for _ in range(2))
-        self.gate_up = torch.empty(T, R, 2 * M, **like)
-        self.lse = torch.empty(T, self.B, self.N, self.S, dtype=torch.float32, device=hidden_RH.device)
-        self.rng: list[tuple[Tensor, ...]] = []
-        self.rstd_hidden: list[Tensor] = []
+        self.E, self.H, self.M = config.target_hidden_size, config.hidden_size, config.intermediate_size
+        self.R, self.T, self.X = steps.R, steps.T, (self.N + 2 * self.G) * self.D
+        self.like = {"dtype": hidden_RH.dtype, "device": hidden_RH.device}
+        total, kv = steps.span(0, self.T).stop, self.G * self.D
+        self.normed, self.inner, self.post = (torch.empty(total, self.H, **self.like) for _ in range(3))
+        self.q, self.out = (torch.empty(total, self.N * self.D, **self.like) for _ in range(2))
+        self.gate_up = torch.empty(total, 2 * self.M, **self.like)
+        self.trunk = [torch.empty(self.R, kv, **self.like) for _ in range(2)]
+        self.branches = [torch.empty(self.T - 1, steps.later, kv, **self.like) for _ in range(2)]
+        self.before: list[Tensor] = [hidden_RH]
+        """State each step reads, and `after`: state it ends with. The same but for dropped rows."""
+        self.after: list[Tensor] = []
+        self.rstd_before: list[Tensor] = []
         self.rstd_inner: list[Tensor] = []
-        self.rows, self.places = rows, [self._place(r) for r in rows]
-        angles = [rotary_angles(batch.positions_BS + i, draft.inv_freq_on(hidden_RH.device)) for i in range(T)]
-        half = self.D // 2
-        self.tables = [(a.cos().view(R, -1)[:, :half].contiguous(), a.sin().view(R, -1)[:, :half].contiguous()) for a in angles]
-        ahead = torch.nn.functional.pad(batch.tokens_BS[:, 1:], (0, T))  # token of row j at step k: place j + k
+        self.rstd_after: list[Tensor] = []
+        self.lse: list[Tensor] = []
+        self.rng: list[tuple[Tensor, ...]] = []
+        self.tables = [self._tables(draft, batch, k) for k in range(self.T)]
+        ahead = torch.nn.functional.pad(batch.tokens_BS[:, 1:], (0, self.T))  # token of row j at step k: place j + k
         self.embedding = ends.embed(ahead).to(hidden_RH.dtype).reshape(-1, self.E)
         self.used = False
 
-    def _place(self, rows_R: Tensor) -> Tensor:
-        place = torch.full((self.R,), -1, dtype=torch.int32, device=rows_R.device)
-        place[rows_R] = torch.arange(len(rows_R), dtype=torch.int32, device=rows_R.device)
-        return place
+    def _tables(self, draft: EagleDraft, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+        """fp32 (cos, sin) [rows, D / 2] of step k."""
+        positions, index = batch.positions_BS.t().flatten(), self.steps.compacted(k)
+        positions = positions if index is None else positions[index]
+        angles = (positions + k)[:, None].float() * draft.inv_freq_on(positions.device)
+        return angles.cos(), angles.sin()
 
-    def _views(self, x_RX: Tensor) -> Tensor:
-        """[B, S, heads, D] of rows."""
+    def _at(self, x: Tensor, k: int) -> Tensor:
+        """Rows of step k in a buffer over all steps."""
+        return x[self.steps.span(k, k + 1)]
+
+    def _kv(self, trunk: list[Tensor], branches: list[Tensor], k: int) -> tuple[Tensor, Tensor]:
+        return (trunk[0], trunk[1]) if k == 0 else (branches[0][k - 1], branches[1][k - 1])
+
+    def _heads(self, x_RX: Tensor) -> Tensor:
+        """[B, S, heads, D] of all rows."""
         return x_RX.view(self.S, self.B, -1, self.D).transpose(0, 1)
+
+    def _spread(self, x: Tensor, k: int) -> Tensor:
+        """[B, S, heads, D] of the rows of step k, zero where it has none."""
+        index = self.steps.compacted(k)
+        if index is None:
+            return self._heads(x)
+        return self._heads(x.new_zeros(self.R, x.shape[1]).index_copy_(0, index, x))
 
     def _fused_qkv(self) -> tuple[Tensor, Tensor]:
         """Rows of q, k and v together: the half that reads the embedding, and the half that reads the state."""
         parts = (self.w.q, self.w.k, self.w.v)
         return torch.cat([p[:, : self.E] for p in parts]), torch.cat([p[:, self.E :] for p in parts])
 
-    def forward(self) -> list[Tensor]:
-        """The normed states of the supervised rows of every step."""
+    def forward(self, counts: list[int]) -> list[Tensor]:
+        """The normed states of the supervised rows of every step (`counts` of them)."""
         w, kernels = self.w, self.kernels
-        embedding_half, state_half = self.fused_qkv = self._fused_qkv()
-        gate_up = self.fused_gate_up = torch.cat([w.gate, w.up])
+        self.fused_qkv, self.fused_gate_up = self._fused_qkv(), torch.cat([w.gate, w.up])
         self.normed_embedding = torch.empty_like(self.embedding)
         self.rstd_embedding = kernels.norm_forward(
             self.embedding, self.eps, first=(w.input_norm, self.normed_embedding)
         )
-        projected = self.normed_embedding @ embedding_half.t()
-        counts = [len(r) for r in self.rows]
+        projected = self.normed_embedding @ self.fused_qkv[0].t()
         # one buffer, which the head then reads as a whole
-        states = list(torch.empty(sum(counts), self.H, dtype=w.q.dtype, device=w.q.device).split(counts))
-        self.rstd_hidden.append(
-            kernels.norm_forward(self.hidden[0], self.eps, first=(w.hidden_norm, self.normed[0]))
-        )
-        gated = torch.empty(self.R, self.M, dtype=w.q.dtype, device=w.q.device)
+        states = list(torch.empty(sum(counts), self.H, **self.like).split(counts))
+        first = (w.hidden_norm, self._at(self.normed, 0))
+        self.rstd_before.append(kernels.norm_forward(self.before[0], self.eps, first=first))
+        scratch = torch.empty(self.R, self.M, **self.like)
         for k in range(self.T):
-            x = self.normed[k] @ state_half.t()
-            first = k * self.B
-            kernels.rotary_forward(
-                x, self.tables[k], self.q[k], self.keys[k], self.values[k], self.N, self.G,
-                projected[first : first + self.R],
-            )
-            self._attend(k)
-            delta = self.out[k] @ w.o.t()
-            self.rstd_inner.append(
-                kernels.norm_forward(self.hidden[k], self.eps, delta, self.inner[k], (w.post_norm, self.post[k]))
-            )
-            torch.mm(self.post[k], gate_up.t(), out=self.gate_up[k])
-            kernels.gated_forward(self.gate_up[k], gated)
+            self._attend(k, projected)
+            delta = self._at(self.out, k) @ w.o.t()
+            inner, gated = self._at(self.inner, k), scratch[: len(delta)]
+            first = (w.post_norm, self._at(self.post, k))
+            self.rstd_inner.append(kernels.norm_forward(self.before[k], self.eps, delta, inner, first))
+            torch.mm(self._at(self.post, k), self.fused_gate_up.t(), out=self._at(self.gate_up, k))
+            kernels.gated_forward(self._at(self.gate_up, k), gated)
             torch.mm(gated, w.down.t(), out=delta)
-            following = (w.hidden_norm, self.normed[k + 1]) if k + 1 < self.T else None
-            self.rstd_hidden.append(
-                kernels.norm_forward(
-                    self.inner[k], self.eps, delta, self.hidden[k + 1], following, (w.final_norm, states[k]),
-                    self.places[k],
-                )
-            )
+            self._finish(k, inner, delta, states[k])
         return states
 
-    def _attend(self, k: int) -> None:
+    def _attend(self, k: int, projected: Tensor) -> None:
+        index, q = self.steps.compacted(k), self._at(self.q, k)
+        key, value = self._kv(self.trunk, self.branches, k)
+        x = self._at(self.normed, k) @ self.fused_qkv[1].t()
+        self.kernels.rotary_forward(
+            x, self.tables[k], q, key, value, self.N, self.G, projected[k * self.B :], index
+        )
         o, lse, rng = trunk_forward(
-            self._views(self.q[k]), self._views(self.keys[0]), self._views(self.values[0]), self.layout
+            self._spread(q, k), self._heads(self.trunk[0]), self._heads(self.trunk[1]), self.layout
         )
         self.rng.append(rng)
+        self.lse.append(lse)
         self.kernels.merge_forward(
-            self.q[k], o, lse, self.keys[1 : k + 1], self.values[1 : k + 1], self.out[k], self.lse[k]
+            q, o, lse, self.branches[0][:k], self.branches[1][:k], self._at(self.out, k), index
         )
+
+    def _finish(self, k: int, inner: Tensor, delta: Tensor, state: Tensor) -> None:
+        """Sum and norms behind step k: what the head reads, and what the next step starts from."""
+        w, after = self.w, torch.empty_like(inner)
+        last, dropping = k + 1 == self.T, k == 0 and self.steps.index is not None
+        following = None if last or dropping else (w.hidden_norm, self._at(self.normed, k + 1))
+        rstd = self.kernels.norm_forward(
+            inner, self.eps, delta, after, following, (w.final_norm, state), self.steps.places[k]
+        )
+        self.after.append(after)
+        self.rstd_after.append(rstd)
+        if last:
+            return
+        if dropping:
+            after = after[self.steps.index]
+            rstd = self.kernels.norm_forward(after, self.eps, first=(w.hidden_norm, self._at(self.normed, k + 1)))
+        self.before.append(after)
+        self.rstd_before.append(rstd)
 
     def backward(self, grad_states: tuple[Tensor, ...], sums: GradientSums) -> Tensor:
         """Gradient of the first hidden state; weight gradients go to `sums`."""
         assert not self.used, "the buffers of this unroll were overwritten by its first backward"
         self.used = True
-        w, kernels, like = self.w, self.kernels, {"dtype": self.q.dtype, "device": self.q.device}
-        R, T = self.R, self.T
-        state_half, gate_up = self.fused_qkv[1], self.fused_gate_up
-        group = max(1, min(T, ROWS_AT_ONCE // R))
-        d_hidden, d_inner = (torch.empty(group, R, self.H, **like) for _ in range(2))
-        gated = torch.empty(group, R, self.M, **like)
-        dx = torch.empty(T, R, self.X, **like)
-        dk, dv = (torch.empty(T, R, self.G * self.D, dtype=torch.float32, device=dx.device) for _ in range(2))
-        norms = {p: kernels.norm_partials(self.H, dx.device) for p in (w.hidden_norm, w.post_norm, w.final_norm)}
-        scratch = torch.empty(R, self.M, **like)
-        d_normed = torch.empty(R, self.H, **like)
-        d_post, dq = torch.empty_like(d_normed), torch.empty(R, self.N * self.D, **like)
-        above: Tensor | None = None
-        end = T
-        for k in reversed(range(T)):
-            start = max(0, end - group)
-            i = k - start
-            kernels.norm_backward(
-                self.hidden[k + 1], self.rstd_hidden[k + 1], d_hidden[i],
-                (d_normed, w.hidden_norm, norms[w.hidden_norm]) if above is not None else None,
-                (grad_states[k], w.final_norm, norms[w.final_norm]), self.places[k], above,
-            )
-            torch.mm(d_hidden[i], w.down, out=scratch)
-            kernels.gated_backward(self.gate_up[k], scratch, gated[i])
-            torch.mm(self.gate_up[k], gate_up, out=d_post)
-            kernels.norm_backward(
-                self.inner[k], self.rstd_inner[k], d_inner[i], (d_post, w.post_norm, norms[w.post_norm]),
-                add_RH=d_hidden[i],
-            )
-            self._attend_backward(k, d_inner[i], dq, dk, dv)
-            kernels.rotary_backward(dq, dk[k], dv[k], self.tables[k], dx[k], self.N, self.G)
-            torch.mm(dx[k], state_half, out=d_normed)
-            above = d_inner[i]
-            if k == start:
-                self._weight_gradients(start, end, d_hidden, gated, d_inner, dx, sums)
-                end = start
+        w, kernels, steps, device = self.w, self.kernels, self.steps, self.q.device
+        groups = steps.groups()
+        most = max(steps.span(*g).stop - steps.span(*g).start for g in groups)
+        d_after, d_inner = (torch.empty(most, self.H, **self.like) for _ in range(2))
+        gated = torch.empty(most, self.M, **self.like)
+        self.dx = torch.empty(steps.span(0, self.T).stop, self.X, **self.like)
+        self.d_trunk = [torch.empty_like(x, dtype=torch.float32) for x in self.trunk]
+        self.d_branches = [torch.empty_like(x, dtype=torch.float32) for x in self.branches]
+        self.norms = {p: kernels.norm_partials(self.H, device) for p in (w.hidden_norm, w.post_norm, w.final_norm)}
+        scratch = torch.empty(self.R, self.M, **self.like)
+        above: tuple[Tensor, Tensor] | None = None
+        for start, end in groups:
+            for k in reversed(range(start, end)):
+                part = slice(steps.span(start, k).stop - steps.span(start, k).start, None)
+                part = slice(part.start, part.start + steps.count(k))
+                self._into_after(k, grad_states[k], above, d_after[part])
+                d_gated, gate_up = scratch[: steps.count(k)], self._at(self.gate_up, k)
+                torch.mm(d_after[part], w.down, out=d_gated)
+                kernels.gated_backward(gate_up, d_gated, gated[part])
+                first = (gate_up @ self.fused_gate_up, w.post_norm, self.norms[w.post_norm])
+                kernels.norm_backward(
+                    self._at(self.inner, k), self.rstd_inner[k], d_inner[part], first, add_RH=d_after[part]
+                )
+                self._attend_backward(k, d_inner[part])
+                above = (d_inner[part], self._at(self.dx, k) @ self.fused_qkv[1])
+            self._weight_gradients(start, end, d_after, gated, d_inner, sums)
         assert above is not None
-        first = torch.empty_like(d_normed)
-        kernels.norm_backward(
-            self.hidden[0], self.rstd_hidden[0], first, (d_normed, w.hidden_norm, norms[w.hidden_norm]), add_RH=above
-        )
-        self._embedding_gradients(dx, sums)
-        for parameter, partial in norms.items():
+        out = torch.empty_like(self.before[0])
+        self._into_before(0, above, out)
+        self._embedding_gradients(sums)
+        for parameter, partial in self.norms.items():
             sums.of(parameter).add_(partial.sum(0))
-        return first
+        return out
 
-    def _attend_backward(self, k: int, d_inner_RH: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        d_out = d_inner_RH @ self.w.o
-        trunk = trunk_backward(
-            self._views(d_out), self._views(self.q[k]), self._views(self.keys[0]), self._views(self.values[0]),
-            self._views(self.out[k]), self.lse[k], self.rng[k], self.layout,
+    def _into_before(self, k: int, above: tuple[Tensor, Tensor], out: Tensor) -> None:
+        """Gradient of the state step k reads: past its residual, and through its norm."""
+        residual, d_normed = above
+        first = (d_normed, self.w.hidden_norm, self.norms[self.w.hidden_norm])
+        self.kernels.norm_backward(self.before[k], self.rstd_before[k], out, first, add_RH=residual)
+
+    def _into_after(self, k: int, d_state: Tensor, above: tuple[Tensor, Tensor] | None, out: Tensor) -> None:
+        """Gradient of the state step k ends with: from the head and from the step above."""
+        w, first, residual = self.w, None, None
+        if above is not None and k == 0 and self.steps.index is not None:
+            kept = torch.empty_like(above[0])
+            self._into_before(1, above, kept)
+            residual = torch.zeros_like(out).index_copy_(0, self.steps.index, kept)
+        elif above is not None:
+            residual, first = above[0], (above[1], w.hidden_norm, self.norms[w.hidden_norm])
+        second = (d_state, w.final_norm, self.norms[w.final_norm])
+        self.kernels.norm_backward(
+            self.after[k], self.rstd_after[k], out, first, second, self.steps.places[k], residual
         )
+
+    def _attend_backward(self, k: int, d_inner: Tensor) -> None:
+        index, q, out, d_out = self.steps.compacted(k), self._at(self.q, k), self._at(self.out, k), d_inner @ self.w.o
+        dq0, *trunk = trunk_backward(
+            self._spread(d_out, k), self._spread(q, k), self._heads(self.trunk[0]), self._heads(self.trunk[1]),
+            self._spread(out, k), self.lse[k], self.rng[k], self.layout,
+        )
+        for total, part in zip(self.d_trunk, trunk, strict=True):
+            if k == self.T - 1:
+                self._heads(total).copy_(part)
+            else:
+                self._heads(total).add_(part)
+        dq = torch.empty_like(q)
         self.kernels.merge_backward(
-            self.q[k], self.out[k], d_out, self.lse[k], self.keys[1 : k + 1], self.values[1 : k + 1], trunk, dq, dk, dv,
-            k == self.T - 1,
+            q, out, d_out, self.lse[k], self.branches[0][:k], self.branches[1][:k], dq0, dq, self.d_branches[0],
+            self.d_branches[1], k == self.T - 1, index,
         )
+        dk, dv = self._kv(self.d_trunk, self.d_branches, k)
+        self.kernels.rotary_backward(dq, dk, dv, self.tables[k], self._at(self.dx, k), self.N, self.G)
 
     def _weight_gradients(
-        self, start: int, end: int, d_hidden: Tensor, gated: Tensor, d_inner: Tensor, dx: Tensor, sums: GradientSums
+        self, start: int, end: int, d_after: Tensor, gated: Tensor, d_inner: Tensor, sums: GradientSums
     ) -> None:
         """Of steps start..end-1, in one product each."""
-        w, count = self.w, end - start
-
-        def flat(x: Tensor) -> Tensor:
-            return x.flatten(0, 1)
-
-        add_product(sums.of(w.down), flat(d_hidden[:count]).t(), flat(gated[:count]))
-        d_gate_up, post = flat(self.gate_up[start:end]).t(), flat(self.post[start:end])
-        add_product(sums.of(w.gate), d_gate_up[: self.M], post)
-        add_product(sums.of(w.up), d_gate_up[self.M :], post)
-        add_product(sums.of(w.o), flat(d_inner[:count]).t(), flat(self.out[start:end]))
+        w, span = self.w, self.steps.span(start, end)
+        rows = slice(0, span.stop - span.start)
+        add_product(sums.of(w.down), d_after[rows].t(), gated[rows])
+        d_gate_up = self.gate_up[span].t()
+        add_product(sums.of(w.gate), d_gate_up[: self.M], self.post[span])
+        add_product(sums.of(w.up), d_gate_up[self.M :], self.post[span])
+        add_product(sums.of(w.o), d_inner[rows].t(), self.out[span])
         for parameter, columns in self._qkv_columns():
-            add_product(sums.of(parameter)[:, self.E :], flat(dx[start:end])[:, columns].t(), flat(self.normed[start:end]))
+            add_product(sums.of(parameter)[:, self.E :], self.dx[span][:, columns].t(), self.normed[span])
 
     def _qkv_columns(self) -> list[tuple[nn.Parameter, slice]]:
         q, kv = self.N * self.D, self.G * self.D
         return [(self.w.q, slice(0, q)), (self.w.k, slice(q, q + kv)), (self.w.v, slice(q + kv, q + 2 * kv))]
 
-    def _embedding_gradients(self, dx_TRX: Tensor, sums: GradientSums) -> None:
-        d_projected = self.kernels.shifted_sum(dx_TRX, self.B)
+    def _embedding_gradients(self, sums: GradientSums) -> None:
+        steps = self.steps
+        d_projected = self.kernels.shifted_sum(self.dx, self.R, steps.later, self.T, self.B, steps.inverse)
         for parameter, columns in self._qkv_columns():
             add_product(sums.of(parameter)[:, : self.E], d_projected[:, columns].t(), self.normed_embedding)
-        embedding_half = self.fused_qkv[0]
-        partial = self.kernels.norm_partials(self.E, dx_TRX.device)
-        self.kernels.norm_backward(
-            self.embedding, self.rstd_embedding, None, (d_projected @ embedding_half, self.w.input_norm, partial)
-        )
+        partial = self.kernels.norm_partials(self.E, d_projected.device)
+        first = (d_projected @ self.fused_qkv[0], self.w.input_norm, partial)
+        self.kernels.norm_backward(self.embedding, self.rstd_embedding, None, first)
         sums.of(self.w.input_norm).add_(partial.sum(0))
 
 
 class _FusedUnroll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, work: _Unroll, hidden_RH: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, work: _Unroll, counts: list[int], hidden_RH: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         ctx.work = work
-        return tuple(work.forward())
+        return tuple(work.forward(counts))
 
     @staticmethod
     @once_differentiable
@@ -294,23 +387,24 @@ class _FusedUnroll(torch.autograd.Function):
         work, sums = ctx.work, GradientSums()
         ctx.work = None  # its buffers are the bulk of the memory
         first = work.backward(tuple(g.contiguous() for g in grads), sums)
-        return None, first, *(sums.result(p) for p in work.w.all())
+        return None, None, first, *(sums.result(p) for p in work.w.all())
 
 
 def fused_unroll(
-    draft: EagleDraft, hidden_SBH: Tensor, batch: Batch, rows: list[Tensor], ends: BaseEnds
+    draft: EagleDraft, hidden_SBH: Tensor, batch: Batch, rows: list[Tensor], active: list[Tensor], ends: BaseEnds
 ) -> list[Tensor]:
     """Supervised rows [R_k, H] of the state that the head reads, for every step; differentiable.
 
     Args:
         hidden_SBH: state of step 0.
-        rows: int64 rows (s * B + b) that step k supervises.
+        rows: int64 rows (s * B + b) that step k supervises, ascending.
+        active: per step, ascending, the rows that some step from it on supervises.
     """
     from megatron_spec.ops import kernels
 
     weights = _Weights.of(draft)
     hidden = hidden_SBH.flatten(0, 1).contiguous()
-    layout = trunk_layout(batch.documents_BS, hidden.dtype)
-    work = _Unroll(draft, weights, hidden.detach(), batch, rows, ends, layout, kernels)
-    states = _FusedUnroll.apply(work, hidden, *weights.all())  # type: ignore[no-untyped-call]
+    layout, steps = trunk_layout(batch.documents_BS, hidden.dtype), _Steps(rows, active, len(hidden))
+    work = _Unroll(draft, weights, hidden.detach(), batch, steps, ends, layout, kernels)
+    states = _FusedUnroll.apply(work, [len(r) for r in rows], hidden, *weights.all())  # type: ignore[no-untyped-call]
     return list(states)

@@ -155,9 +155,9 @@ def norm_backward(
 
 @triton.jit
 def _rotary_kernel(
-    x_ptr, e_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr,
+    x_ptr, e_ptr, place_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr,
     N: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, SLOTS: tl.constexpr, GROUPED: tl.constexpr,
-    HAS_E: tl.constexpr, BACKWARD: tl.constexpr, STORE_V: tl.constexpr,
+    HAS_E: tl.constexpr, HAS_PLACE: tl.constexpr, BACKWARD: tl.constexpr, STORE_V: tl.constexpr,
 ):  # fmt: skip
     """x [R, (N + 2G) * D] <-> q [R, N*D], k [R, G*D], v [R, G*D]; BACKWARD rotates back and writes x."""
     row = tl.program_id(0).to(tl.int64)
@@ -206,8 +206,11 @@ def _rotary_kernel(
         a = tl.load(x_ptr + x_at, mask=used & (d >= 0), other=0.0).to(tl.float32)
         b = tl.load(x_ptr + x_at + HALF, mask=used & (d >= 0), other=0.0).to(tl.float32)
         if HAS_E:
-            a += tl.load(e_ptr + x_at, mask=used & (d >= 0), other=0.0).to(tl.float32)
-            b += tl.load(e_ptr + x_at + HALF, mask=used & (d >= 0), other=0.0).to(tl.float32)
+            e_at = x_at
+            if HAS_PLACE:
+                e_at += (tl.load(place_ptr + row).to(tl.int64) - row) * (N + 2 * G) * D
+            a += tl.load(e_ptr + e_at, mask=used & (d >= 0), other=0.0).to(tl.float32)
+            b += tl.load(e_ptr + e_at + HALF, mask=used & (d >= 0), other=0.0).to(tl.float32)
         out = q_ptr.dtype.element_ty
         left = (a * cos - b * sin).to(out)
         right = (b * cos + a * sin).to(out)
@@ -221,36 +224,38 @@ def _rotary_kernel(
 
 
 def _launch_rotary(
-    x: Tensor, e: Tensor | None, tables: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor | None, heads: int,
-    kv_heads: int, grouped: bool, backward: bool,
+    x: Tensor, e: Tensor | None, place: Tensor | None, tables: tuple[Tensor, Tensor], q: Tensor, k: Tensor,
+    v: Tensor | None, heads: int, kv_heads: int, grouped: bool, backward: bool,
 ) -> None:
     half = tables[0].shape[-1]
     _rotary_kernel[(q.shape[0],)](
-        x, x if e is None else e, *tables, q, k, x if v is None else v, heads, kv_heads, half,
-        _block(heads + 2 * kv_heads), grouped, e is not None, backward, v is not None, num_warps=4,
+        x, x if e is None else e, x if place is None else place, *tables, q, k, x if v is None else v, heads, kv_heads,
+        half, _block(heads + 2 * kv_heads), grouped, e is not None, place is not None, backward, v is not None,
+        num_warps=4,
     )  # fmt: skip
 
 
 def rotary_forward(
     x_RX: Tensor, tables: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor | None, heads: int, kv_heads: int,
-    e_RX: Tensor | None = None, grouped: bool = False,
+    e_EX: Tensor | None = None, place_R: Tensor | None = None, grouped: bool = False,
 ) -> None:
     """Split a fused projection into q, k (both rotated) and v.
 
     Args:
-        x_RX: [R, (N + 2G) * D] projection; `e_RX`, contiguous rows of the same width, is added to it when given.
+        x_RX: [R, (N + 2G) * D] projection; `e_EX`, contiguous rows of the same width, is added to it when given:
+            row `place_R[row]` of it (default: the same row).
         tables: fp32 (cos, sin) [R, D / 2] of the rows' positions.
         q, k, v: outputs [R, N*D], [R, G*D], [R, G*D]; v may be None when only rotation is wanted.
         grouped: columns are ordered as in megatron-core's linear_qkv (per group: q..., k, v), else q, k, v.
     """
-    _launch_rotary(x_RX, e_RX, tables, q, k, v, heads, kv_heads, grouped, False)
+    _launch_rotary(x_RX, e_EX, place_R, tables, q, k, v, heads, kv_heads, grouped, False)
 
 
 def rotary_backward(
     q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, Tensor], x_RX: Tensor, heads: int, kv_heads: int
 ) -> None:
     """Gradients of q, k, v (k and v may be fp32) -> gradient of the fused projection, written to x."""
-    _launch_rotary(x_RX, None, tables, q, k, v, heads, kv_heads, False, True)
+    _launch_rotary(x_RX, None, None, tables, q, k, v, heads, kv_heads, False, True)
 
 
 @triton.jit
@@ -287,19 +292,22 @@ def gated_backward(x_RX: Tensor, dh_RM: Tensor, h_RM: Tensor) -> None:
 
 @triton.jit
 def _merge_kernel(
-    q_ptr, o0_ptr, lse0_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, branches, branch_stride, o_s, o_b, S, B, scale,
-    G: tl.constexpr, n: tl.constexpr, D: tl.constexpr,
+    q_ptr, o0_ptr, lse_ptr, k_ptr, v_ptr, out_ptr, place_ptr, branches, branch_stride, o_s, o_b, S, B, scale,
+    G: tl.constexpr, n: tl.constexpr, D: tl.constexpr, HAS_PLACE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    s = row // B
-    b = row % B
+    place = row
+    if HAS_PLACE:
+        place = tl.load(place_ptr + row).to(tl.int64)
+    s = place // B
+    b = place % B
     g = tl.arange(0, G)[:, None, None]
     h = g * n + tl.arange(0, n)[None, :, None]
     d = tl.arange(0, D)[None, None, :]
     lse_at = b * (G * n * S) + tl.arange(0, G)[:, None] * n * S + tl.arange(0, n)[None, :] * S + s
     q = tl.load(q_ptr + row * (G * n * D) + h * D + d).to(tl.float32)
     acc = tl.load(o0_ptr + s * o_s + b * o_b + h * D + d).to(tl.float32)
-    top = tl.load(lse0_ptr + lse_at)
+    top = tl.load(lse_ptr + lse_at)
     mass = tl.full((G, n), 1.0, tl.float32)
     kv_at = row * (G * D) + g * D + d
     for i in range(branches):
@@ -318,23 +326,27 @@ def _merge_kernel(
 
 
 def merge_forward(
-    q_RX: Tensor, o0_BSND: Tensor, lse0_BNS: Tensor, k_TRY: Tensor, v_TRY: Tensor, out_RX: Tensor, lse_BNS: Tensor
+    q_RX: Tensor, o0_BSND: Tensor, lse_BNS: Tensor, k_TRY: Tensor, v_TRY: Tensor, out_RX: Tensor,
+    place_R: Tensor | None = None,
 ) -> None:
     """Add branches (rows' own keys of later steps) to the attention over the trunk: see `ttt_attention`.
 
     Args:
         q_RX: rotated queries [R, N*D].
         o0_BSND: output over the trunk, any strides over B and S, heads dense.
+        lse_BNS: its log-sum-exp (fp32, contiguous), replaced by the merged one.
         k_TRY, v_TRY: branches [k, R, G*D] (k may be 0).
-        out_RX, lse_BNS: merged output and log-sum-exp (fp32, contiguous).
+        out_RX: merged output.
+        place_R: places of the rows among s * B + b, when they are not all of them.
     """
     B, S, N, D = o0_BSND.shape
     G = k_TRY.shape[-1] // D
     o0_BSND = _dense_heads(o0_BSND)
-    assert lse0_BNS.is_contiguous()
-    _merge_kernel[(B * S,)](
-        q_RX, o0_BSND, lse0_BNS, k_TRY, v_TRY, out_RX, lse_BNS, k_TRY.shape[0], k_TRY.stride(0), o0_BSND.stride(1),
-        o0_BSND.stride(0), S, B, D**-0.5, G, N // G, D, num_warps=WIDE_WARPS,
+    assert lse_BNS.is_contiguous()
+    _merge_kernel[(len(q_RX),)](
+        q_RX, o0_BSND, lse_BNS, k_TRY, v_TRY, out_RX, q_RX if place_R is None else place_R, k_TRY.shape[0],
+        k_TRY.stride(0), o0_BSND.stride(1), o0_BSND.stride(0), S, B, D**-0.5, G, N // G, D, place_R is not None,
+        num_warps=WIDE_WARPS,
     )  # fmt: skip
 
 
@@ -345,18 +357,20 @@ def _dense_heads(x_BSND: Tensor) -> Tensor:
 
 @triton.jit
 def _merge_backward_kernel(
-    q_ptr, o_ptr, do_ptr, lse_ptr, k_ptr, v_ptr, dq0_ptr, dk0_ptr, dv0_ptr, dq_ptr, dk_ptr, dv_ptr,
-    branches, branch_stride, dq_s, dq_b, dk_s, dk_b, S, B, scale,
-    G: tl.constexpr, n: tl.constexpr, D: tl.constexpr, FIRST: tl.constexpr,
+    q_ptr, o_ptr, do_ptr, lse_ptr, k_ptr, v_ptr, place_ptr, dq0_ptr, dq_ptr, dk_ptr, dv_ptr, branches, branch_stride,
+    dq_s, dq_b, S, B, scale,
+    G: tl.constexpr, n: tl.constexpr, D: tl.constexpr, HAS_PLACE: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    s = row // B
-    b = row % B
+    place = row
+    if HAS_PLACE:
+        place = tl.load(place_ptr + row).to(tl.int64)
+    s = place // B
+    b = place % B
     g = tl.arange(0, G)[:, None, None]
     h = g * n + tl.arange(0, n)[None, :, None]
     d = tl.arange(0, D)[None, None, :]
     g2 = tl.arange(0, G)[:, None]
-    d2 = tl.arange(0, D)[None, :]
     lse = tl.load(lse_ptr + b * (G * n * S) + g2 * n * S + tl.arange(0, n)[None, :] * S + s)
     q_at = row * (G * n * D) + h * D + d
     q = tl.load(q_ptr + q_at).to(tl.float32)
@@ -364,14 +378,7 @@ def _merge_backward_kernel(
     delta = tl.sum(do * tl.load(o_ptr + q_at).to(tl.float32), axis=2)
     dq = tl.load(dq0_ptr + s * dq_s + b * dq_b + h * D + d).to(tl.float32)
     kv_at = row * (G * D) + g * D + d
-    acc_at = row * (G * D) + g2 * D + d2
-    dk = tl.load(dk0_ptr + s * dk_s + b * dk_b + g2 * D + d2).to(tl.float32)
-    dv = tl.load(dv0_ptr + s * dk_s + b * dk_b + g2 * D + d2).to(tl.float32)
-    if not FIRST:
-        dk += tl.load(dk_ptr + acc_at)
-        dv += tl.load(dv_ptr + acc_at)
-    tl.store(dk_ptr + acc_at, dk)
-    tl.store(dv_ptr + acc_at, dv)
+    acc_at = row * (G * D) + g2 * D + tl.arange(0, D)[None, :]
     for i in range(branches):
         k = tl.load(k_ptr + i * branch_stride + kv_at).to(tl.float32)
         v = tl.load(v_ptr + i * branch_stride + kv_at).to(tl.float32)
@@ -380,7 +387,7 @@ def _merge_backward_kernel(
         dq += ds[:, :, None] * k
         dk = tl.sum(ds[:, :, None] * q, axis=1)
         dv = tl.sum(p[:, :, None] * do, axis=1)
-        at = (i + 1) * branch_stride + acc_at
+        at = i * branch_stride + acc_at
         if not FIRST:
             dk += tl.load(dk_ptr + at)
             dv += tl.load(dv_ptr + at)
@@ -390,48 +397,60 @@ def _merge_backward_kernel(
 
 
 def merge_backward(
-    q_RX: Tensor, o_RX: Tensor, do_RX: Tensor, lse_BNS: Tensor, k_TRY: Tensor, v_TRY: Tensor,
-    trunk: tuple[Tensor, Tensor, Tensor], dq_RX: Tensor, dk_TRY: Tensor, dv_TRY: Tensor, first: bool,
+    q_RX: Tensor, o_RX: Tensor, do_RX: Tensor, lse_BNS: Tensor, k_TRY: Tensor, v_TRY: Tensor, dq0_BSND: Tensor,
+    dq_RX: Tensor, dk_TRY: Tensor, dv_TRY: Tensor, first: bool, place_R: Tensor | None = None,
 ) -> None:
-    """Backward of `merge_forward`, with the trunk's own gradients added.
+    """Backward of `merge_forward`: the branches' gradients, and the trunk's part of dq completed.
 
     Args:
-        trunk: (dq [B,S,N,D], dk, dv [B,S,G,D]) of the flash backward, any strides over B and S.
+        dq0_BSND: the trunk's dq from the flash backward, any strides over B and S.
         dq_RX: complete gradient of q.
-        dk_TRY, dv_TRY: fp32 [T, R, G*D] sums over draft steps, slot 0 the trunk; `first` overwrites, else adds.
+        dk_TRY, dv_TRY: fp32 sums over draft steps, like k and v; `first` overwrites, else adds.
     """
-    dq0, dk0, dv0 = (_dense_heads(x) for x in trunk)
-    if dk0.stride() != dv0.stride():
-        dk0, dv0 = dk0.contiguous(), dv0.contiguous()
-    B, S, N, D = dq0.shape
-    G = dk0.shape[2]
-    assert dk_TRY.stride() == k_TRY.stride() or k_TRY.shape[0] == 0
-    _merge_backward_kernel[(B * S,)](
-        q_RX, o_RX, do_RX, lse_BNS, k_TRY, v_TRY, dq0, dk0, dv0, dq_RX, dk_TRY, dv_TRY, k_TRY.shape[0],
-        dk_TRY.stride(0), dq0.stride(1), dq0.stride(0), dk0.stride(1), dk0.stride(0), S, B, D**-0.5, G, N // G, D,
-        first, num_warps=WIDE_WARPS,
+    dq0_BSND = _dense_heads(dq0_BSND)
+    B, S, N, D = dq0_BSND.shape
+    G = k_TRY.shape[-1] // D
+    assert k_TRY.shape[0] == 0 or dk_TRY.stride() == k_TRY.stride()
+    _merge_backward_kernel[(len(q_RX),)](
+        q_RX, o_RX, do_RX, lse_BNS, k_TRY, v_TRY, q_RX if place_R is None else place_R, dq0_BSND, dq_RX, dk_TRY, dv_TRY,
+        k_TRY.shape[0], k_TRY.stride(0), dq0_BSND.stride(1), dq0_BSND.stride(0), S, B, D**-0.5, G, N // G, D,
+        place_R is not None, first, num_warps=WIDE_WARPS,
     )  # fmt: skip
 
 
 @triton.jit
-def _shifted_sum_kernel(x_ptr, out_ptr, R, W, B, steps, BLOCK: tl.constexpr):
+def _shifted_sum_kernel(x_ptr, place_ptr, out_ptr, R, later, W, B, steps, HAS_PLACE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < W
     acc = tl.zeros((BLOCK,), tl.float32)
-    for k in range(steps):
+    if row < R:
+        acc += tl.load(x_ptr + row * W + cols, mask=mask, other=0.0).to(tl.float32)
+    for k in range(1, steps):
         source = row - k * B
-        if (source >= 0) & (source < R):
-            acc += tl.load(x_ptr + (k * R + source) * W + cols, mask=mask, other=0.0).to(tl.float32)
+        inside = (source >= 0) & (source < R)
+        if HAS_PLACE:
+            source = tl.load(place_ptr + source, mask=inside, other=-1).to(tl.int64)
+            inside = inside & (source >= 0)
+        if inside:
+            at = R + (k - 1) * later + source
+            acc += tl.load(x_ptr + at * W + cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * W + cols, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def shifted_sum(x_TRW: Tensor, B: int) -> Tensor:
-    """[R + (T - 1) * B, W]: row e is the sum over k of x[k, e - k * B], where that row exists."""
-    T, R, W = x_TRW.shape
-    out = torch.empty(R + (T - 1) * B, W, dtype=x_TRW.dtype, device=x_TRW.device)
+def shifted_sum(x_NW: Tensor, R: int, later: int, steps: int, B: int, place_R: Tensor | None = None) -> Tensor:
+    """[R + (T - 1) * B, W]: row e is the sum over steps k of the row that stands for e - k * B, where there is one.
+
+    Args:
+        x_NW: R rows of step 0, then `later` rows of each later step.
+        place_R: row of a later step that stands for a row of step 0, -1 for none; default: they are the same.
+    """
+    W = x_NW.shape[1]
+    out = torch.empty(R + (steps - 1) * B, W, dtype=x_NW.dtype, device=x_NW.device)
     block = min(1024, _block(W))
-    _shifted_sum_kernel[(out.shape[0], triton.cdiv(W, block))](x_TRW, out, R, W, B, T, block, num_warps=4)
+    _shifted_sum_kernel[(out.shape[0], triton.cdiv(W, block))](
+        x_NW, x_NW if place_R is None else place_R, out, R, later, W, B, steps, place_R is not None, block, num_warps=4
+    )
     return out
 
 

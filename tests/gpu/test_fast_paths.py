@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_spec import distributed, presets
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import BaseConfig, ObjectiveConfig, UserError
-from megatron_spec.drafts import build_draft, eagle
+from megatron_spec.drafts import build_draft, eagle, fused_unroll
 from megatron_spec.drafts.base import DraftLosses
 from megatron_spec.drafts.eagle import EagleDraft
 from megatron_spec.drafts.vocab import DraftVocab
@@ -112,12 +112,16 @@ def train_once(
 @pytest.mark.parametrize(
     "objective",
     [
-        ObjectiveConfig(ttt_steps=4),
+        ObjectiveConfig(ttt_steps=4, in_vocab_only=False),  # near ties of the teacher differ between bf16 and fp32
         ObjectiveConfig(ttt_steps=3, loss="kl", temperature=1.5, in_vocab_only=False, alignment="paper"),
     ],
 )
-def test_fused_unroll(objective: ObjectiveConfig, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses, metrics and every gradient."""
+@pytest.mark.parametrize("compact", [False, True])
+def test_fused_unroll(
+    objective: ObjectiveConfig, packed: bool, compact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses, metrics and every gradient, with and without dropping unsupervised rows after the first step."""
+    monkeypatch.setattr(fused_unroll, "COMPACT_BELOW", 1.0 if compact else 0.0)
     batch, ends, ends_fp32 = make_batch(packed), make_base(torch.bfloat16), make_base(torch.float32)
     captures, state = run_base(ends, [batch])[0]
     features = Features(batch, captures, state)
@@ -134,6 +138,24 @@ def test_fused_unroll(objective: ObjectiveConfig, packed: bool, monkeypatch: pyt
     for name, wanted in exact_grads.items():
         error, usual = distance(fused_grads[name], wanted), distance(plain_grads[name], wanted)
         assert error < max(1.3 * usual, 5e-3), f"{name}: {error:.1e}, plain {usual:.1e}"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.5])
+def test_teacher_kernel(temperature: float) -> None:
+    """Restricted logits, log-sum-exp, argmax, label and membership against the plain teacher on the same logits."""
+    ends, draft = make_base(torch.bfloat16), make_draft(torch.bfloat16)
+    state = torch.randn(101, CONFIG.hidden_size, generator=torch.Generator().manual_seed(4)).bfloat16().cuda()
+    found = draft.teacher_head(ends)(state, temperature)
+    whole = torch.nn.functional.linear(state, ends.head_weight)
+    ids, inside = draft.vocab.target_ids.cuda(), draft.vocab.draft_ids.cuda()
+    assert torch.equal(found.logits_UD, whole[:, ids])
+    torch.testing.assert_close(found.lse_U, (whole[:, ids].float() / temperature).logsumexp(-1))
+    assert torch.equal(whole.gather(1, found.argmax_U[:, None])[:, 0], whole.amax(1))  # a tie may fall either way
+    assert torch.equal(found.in_vocab_U, inside[found.argmax_U] >= 0) and found.in_vocab_U.any()
+    outside = ~found.in_vocab_U
+    assert outside.any() and torch.equal(found.label_U[~outside], inside[found.argmax_U][~outside])
+    best = found.logits_UD.gather(1, found.label_U[:, None])[:, 0]
+    assert torch.equal(best[outside], found.logits_UD.amax(1)[outside])
 
 
 def test_gradients_go_straight_to_main_grad() -> None:
