@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_spec import distributed
+from megatron_spec import distributed, presets
 from megatron_spec.build import Loaded, load_checkpoint, respec
 from megatron_spec.chain.data import check_file, check_seq_length, open_dataset
 from megatron_spec.chain.features import cached_features
@@ -21,6 +21,7 @@ from megatron_spec.distributed import World
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.files import require_empty
+from megatron_spec.pipeline.fast_forward import run_in_fp8
 from megatron_spec.pipeline.placement import check_parallel
 from megatron_spec.training.loop import Position, check_world, train
 from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
@@ -44,6 +45,7 @@ class FinetuneRun:
     base: str | None = None
     tokenizer: str | None = None
     feature_cache: str | None = None
+    base_fp8: bool = False
     tensorboard_dir: str | None = None
     wandb_project: str | None = None
 
@@ -72,7 +74,10 @@ def check_before_loading(run: FinetuneRun) -> tuple[Path, bool]:
     spec = read_spec(folder)
     check_parallel(spec.base.config, run.parallel)
     check_seq_length(run.seq_length, spec)
+    presets.objective_for(spec.draft, run.objective)
     check_file(run.data)
+    if run.base_fp8 and run.feature_cache is not None:
+        raise UserError("--base-fp8 is for features computed as training goes: leave it out with --feature-cache")
     return folder, resumed
 
 
@@ -94,6 +99,8 @@ def make_loader(run: FinetuneRun, loaded: Loaded, world: World) -> BatchLoader:
 def feature_source(run: FinetuneRun, loaded: Loaded, loader: BatchLoader, world: World) -> FeatureSource:
     """Features computed by the base every time, or computed once into --feature-cache and read from there."""
     if run.feature_cache is None:
+        if run.base_fp8:
+            run_in_fp8(loaded.base)
         return OnlineFeatures(loaded.base)
     folder = run.tokenizer or str(loaded.base_ref.path)
     return cached_features(run.feature_cache, loaded, loader.dataset, folder, world, run.train.micro_batch_size)
@@ -118,7 +125,8 @@ def finetune(run: FinetuneRun) -> bool:
         position = Position(extra["iteration"], extra["consumed_samples"])
         scheduler.step(increment=position.iteration)
         log.info("continuing %s at iteration %d", run.save, position.iteration)
-    trainer = Trainer(world, ddp, optimizer, scheduler, loaded.base, run.objective)
+    objective = presets.objective_for(loaded.spec.draft, run.objective)
+    trainer = Trainer(world, ddp, optimizer, scheduler, loaded.base, objective)
     config = {k: v.to_dict() if hasattr(v, "to_dict") else v for k, v in vars(run).items()}
     tracker = Tracker(
         Path(run.save), world.rank == 0, resumed_at=position.iteration, tensorboard_dir=run.tensorboard_dir,
