@@ -31,7 +31,6 @@ from megatron_spec.ops.ttt_attention import TrunkLayout, trunk_backward, trunk_f
 
 if TYPE_CHECKING:
     from megatron_spec.drafts.eagle import EagleDraft
-    from megatron_spec.ops import kernels
 
 ROWS_AT_ONCE = 65536
 """Rows whose weight gradient is one product: bounds the memory of the backward at long sequences."""
@@ -150,16 +149,16 @@ class _Unroll:
 
     def __init__(
         self, draft: EagleDraft, weights: _Weights, hidden_RH: Tensor, batch: Batch, steps: _Steps, ends: BaseEnds,
-        layout: TrunkLayout, k: Any,
+        layout: TrunkLayout, kernels: Any,
     ) -> None:
         config = draft.config
-        self.kernels: kernels = k  # type: ignore[valid-type]
+        self.kernels = kernels  # ops.kernels, which imports Triton
         self.w, self.layout, self.eps, self.steps = weights, layout, config.rms_norm_eps, steps
         self.B, self.S = batch.tokens_BS.shape
         self.N, self.G, self.D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.E, self.H, self.M = config.target_hidden_size, config.hidden_size, config.intermediate_size
         self.R, self.T, self.X = steps.R, steps.T, (self.N + 2 * self.G) * self.D
-        self.like = {"dtype": hidden_RH.dtype, "device": hidden_RH.device}
+        self.like: dict[str, Any] = {"dtype": hidden_RH.dtype, "device": hidden_RH.device}
         total, kv = steps.span(0, self.T).stop, self.G * self.D
         self.normed, self.inner, self.post = (torch.empty(total, self.H, **self.like) for _ in range(3))
         self.q, self.out = (torch.empty(total, self.N * self.D, **self.like) for _ in range(2))

@@ -20,8 +20,8 @@ _LOW = tl.constexpr(-1.0e30)  # finite, so that a lane without any value adds ex
 
 @triton.jit
 def _row_kernel(
-    z_ptr, z_stride, t_ptr, t_stride, rows_ptr, lse_t_ptr, weight_ptr, loss_ptr, overlap_ptr, best_ptr, D, inverse_temperature,
-    IS_KL: tl.constexpr, BLOCK: tl.constexpr,
+    z_ptr, z_stride, t_ptr, t_stride, rows_ptr, lse_t_ptr, weight_ptr, loss_ptr, overlap_ptr, best_ptr, D,
+    inverse_temperature, IS_KL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
@@ -31,7 +31,9 @@ def _row_kernel(
     where = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, D, BLOCK):
         cols = start + lanes
-        z = tl.load(z_ptr + cols, mask=cols < D, other=float("-inf")).to(tl.float32) * inverse_temperature
+        # kept in the L2 cache for the second pass; everything else passes through
+        z = tl.load(z_ptr + cols, mask=cols < D, other=float("-inf"), eviction_policy="evict_last")
+        z = z.to(tl.float32) * inverse_temperature
         where = tl.where(z > top, cols, where)
         new_top = tl.maximum(top, z)
         mass = mass * tl.exp(top - new_top) + tl.exp(z - new_top)
@@ -48,8 +50,10 @@ def _row_kernel(
     for start in range(0, D, BLOCK):
         cols = start + lanes
         mask = cols < D
-        logq = tl.load(z_ptr + cols, mask=mask, other=float("-inf")).to(tl.float32) * inverse_temperature - lse
-        logp = tl.load(t_ptr + cols, mask=mask, other=float("-inf")).to(tl.float32) * inverse_temperature - lse_t
+        z = tl.load(z_ptr + cols, mask=mask, other=float("-inf"), eviction_policy="evict_first")
+        t = tl.load(t_ptr + cols, mask=mask, other=float("-inf"), eviction_policy="evict_first")
+        logq = z.to(tl.float32) * inverse_temperature - lse
+        logp = t.to(tl.float32) * inverse_temperature - lse_t
         p = tl.exp(logp)
         q = tl.exp(logq)
         overlap += tl.minimum(p, q)

@@ -142,7 +142,8 @@ def trunk_forward(q: Tensor, k: Tensor, v: Tensor, layout: TrunkLayout) -> tuple
 
 
 def trunk_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse_BNS: Tensor, rng: tuple[Tensor, ...], layout: TrunkLayout
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse_BNS: Tensor, rng: tuple[Tensor, ...],
+    layout: TrunkLayout,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the trunk's part; o and lse [B, N, S] are those of the merged attention."""
     return _trunk_backward(do, q, k, v, o, lse_BNS.transpose(1, 2), rng, layout)

@@ -242,7 +242,7 @@ class FrozenBase(nn.Module):
             hidden, recorded = self.fast(hidden, batch.positions_BS, self.inv_freq, wanted, plan.documents)
             return hidden, captures + recorded
         if self.fast is not None and self.fast.only:
-            raise UserError("a base in fp8 serves training batches only: it keeps no weights for decoding or quantisers")
+            raise UserError("a base in fp8 serves training batches only: it has no weights for decoding or quantisers")
         captured = [decoder.layers[i - self.stage.first] for i in self.stage.captures_own]
         if not self.gpt.pre_process:
             decoder.set_input_tensor(hidden)

@@ -30,8 +30,8 @@ CONFIG = BaseConfig.from_dict(
     dict(
         family="llama", hidden_size=512, intermediate_size=1408, num_layers=8, num_attention_heads=8,
         num_key_value_heads=2, head_dim=64, vocab_size=2000, max_position_embeddings=4096,
-    )  # fmt: skip
-)
+    )
+)  # fmt: skip
 CAPTURES, DRAFT_VOCAB, ROWS, LENGTH = (1, 3, 4), 700, 2, 333
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import statistics
 import sys
@@ -72,11 +73,12 @@ def random_base(config: BaseConfig, world: World, captures: tuple[int, ...], dty
     return base
 
 
-def supervised_batch(config: BaseConfig, B: int, S: int, device: torch.device) -> Batch:
-    """Random tokens, one assistant turn per row."""
-    ones = torch.ones(B, S, dtype=torch.int32, device=device)
+def supervised_batch(config: BaseConfig, B: int, S: int, device: torch.device, share: float = 1.0) -> Batch:
+    """Random tokens; the last `share` of every row is one assistant turn."""
     positions = torch.arange(S, device=device).expand(B, S).contiguous()
-    return Batch(torch.randint(0, config.vocab_size, (B, S), device=device), positions, ones, torch.zeros_like(ones))
+    turns = (positions >= round((1 - share) * S)).int()
+    tokens = torch.randint(0, config.vocab_size, (B, S), device=device)
+    return Batch(tokens, positions, turns, torch.zeros_like(turns))
 
 
 def build_trainer(base: FrozenBase, world: World, draft_vocab: int, T: int, dtype: torch.dtype) -> Trainer:
@@ -134,7 +136,9 @@ class Stopwatch:
         return out
 
 
-def shares(step: Callable[[], Any], trainer: Trainer, source: OnlineFeatures, cuda: bool, repeats: int = 3) -> dict[str, float]:
+def shares(
+    step: Callable[[], Any], trainer: Trainer, source: OnlineFeatures, cuda: bool, repeats: int = 3
+) -> dict[str, float]:
     """Parts of a step in milliseconds; `draft_layer` is what is left. `head` holds teacher, head, loss and gradient."""
     clock = Stopwatch(cuda)
     undo = [
@@ -151,8 +155,9 @@ def shares(step: Callable[[], Any], trainer: Trainer, source: OnlineFeatures, cu
     return {**parts, "draft_layer": total - sum(parts.values())}
 
 
-def count_events(step: Callable[[], Any], table: Path | None) -> dict[str, int]:
-    """Kernel launches and synchronisations of one step, from the profiler; `table` gets the time per kernel."""
+def count_events(step: Callable[[], Any], table: Path | None) -> dict[str, float]:
+    """Launches, synchronisations and idle device time of one step, profiled; `table` gets the time per kernel."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
@@ -165,7 +170,12 @@ def count_events(step: Callable[[], Any], table: Path | None) -> dict[str, int]:
     def total(*names: str) -> int:
         return sum(e.count for e in averages if any(n in e.key for n in names))
 
+    spans = sorted((e.time_range.start, e.time_range.end) for e in found.events() if e.device_type == DeviceType.CUDA)
+    idle, end = 0.0, spans[0][0]
+    for begin, stop in spans:
+        idle, end = idle + max(0.0, begin - end), max(end, stop)
     return {
+        "idle_ms": idle / 1e3,
         "launches": total("LaunchKernel"),
         "synchronisations": total("StreamSynchronize", "DeviceSynchronize", "EventSynchronize") - 1,  # ours
     }
@@ -192,7 +202,7 @@ def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Names
     cuda, B = world.device.type == "cuda", args.micro_batch_size
     D = args.draft_vocab_size
     trainer, source = build_trainer(base, world, D, T, base.dtype), OnlineFeatures(base)
-    batches = [supervised_batch(base.config, B, S, world.device) for _ in range(2)]
+    batches = [supervised_batch(base.config, B, S, world.device, args.supervised_share) for _ in range(2)]
     order = iter(range(10**9))
 
     def step() -> Any:
@@ -233,11 +243,11 @@ def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Names
         "compiled_after_warmup": after - before, "loss": float(result.loss),
     }  # fmt: skip
     if cuda:
-        entry.update(count_events(step, args.profile and Path(f"{args.profile}_{S}_{T}.txt")))
+        entry.update(count_events(step, Path(f"{args.profile}_{S}_{T}.txt") if args.profile else None))
     return entry
 
 
-def versions(base_fp8: bool) -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Of everything that decides the speed."""
     import importlib.metadata as metadata
 
@@ -261,6 +271,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3, help="the median of this many timings is reported")
     parser.add_argument("--base-fp8", action="store_true", help="run the base in fp8 through Transformer Engine")
+    parser.add_argument("--supervised-share", type=float, default=1.0, help="share of the tokens that is supervised")
     parser.add_argument("--only", nargs="+", default=None, metavar="SxT", help="pairs such as 4096x7, instead of all")
     parser.add_argument("--tiny", action="store_true", help="a tiny model: works on a CPU")
     parser.add_argument("--profile", default=None, metavar="PREFIX", help="write the time per kernel to PREFIX_S_T.txt")
@@ -297,11 +308,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             f"{entry['tokens_per_second']:.0f} tokens/s, MFU {100 * entry['mfu']:.1f} %, peak {memory}; ms: {parts}",
             flush=True,
         )
+        gc.collect()  # the wrapper of the draft holds cycles
         if cuda:
             torch.cuda.empty_cache()
     report = {
         **entries[0], "card": torch.cuda.get_device_name() if cuda else "CPU", "base_fp8": args.base_fp8,
-        "versions": versions(args.base_fp8), "command": [Path(sys.argv[0]).name, *(argv or sys.argv[1:])], "runs": entries,
+        "supervised_share": args.supervised_share, "versions": versions(),
+        "command": [Path(sys.argv[0]).name, *(argv or sys.argv[1:])], "runs": entries,
     }  # fmt: skip
     if args.output is not None:
         args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -17,8 +17,8 @@ def test_a_cpu_base_runs_its_modules_and_refuses_fp8() -> None:
         dict(
             family="llama", hidden_size=32, intermediate_size=48, num_layers=2, num_attention_heads=4,
             num_key_value_heads=2, head_dim=8, vocab_size=40, max_position_embeddings=64,
-        )  # fmt: skip
-    )
+        )
+    )  # fmt: skip
     base = FrozenBase.build(config, distributed.initialize(), ())
     assert base.fast is None
     with pytest.raises(UserError, match="fp8 tensor cores"):
