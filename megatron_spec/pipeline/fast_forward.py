@@ -208,6 +208,13 @@ def run_in_fp8(base: Any) -> None:
             f"--base-fp8 cannot run this base (dtype {base.dtype}, sequence parallel "
             f"{base.world.parallel.sequence_parallel}): use --bf16, without sequence parallelism"
         )
+    config = base.config
+    sizes = (config.hidden_size, config.intermediate_size // base.world.tp_size, config.head_dim)
+    if any(size % 16 for size in sizes):
+        raise UserError(
+            f"--base-fp8 needs sizes that are multiples of 16; hidden size, intermediate size per rank and head size "
+            f"are {sizes}"
+        )
     if not base.fast.can_run(AttentionPlan.causal()):
         raise UserError("--base-fp8: this base carries fake quantisers; leave --base-fp8 out")
     base.fast = Fp8Forward(base.fast)

@@ -158,6 +158,29 @@ def test_teacher_kernel(temperature: float) -> None:
     assert torch.equal(best[outside], found.logits_UD.amax(1)[outside])
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_nothing_supervised(steps: int) -> None:
+    """A micro-batch of padding and prompts trains nothing, and breaks nothing."""
+    ends, batch = make_base(torch.bfloat16), make_batch(False)
+    batch.turns_BS.zero_()
+    features = Features(batch, *run_base(ends, [batch])[0])
+    losses, grads = train_once(make_draft(torch.bfloat16), features, ends, ObjectiveConfig(ttt_steps=steps))
+    assert float(losses.total) == 0 and not losses.rows_T.any()
+    assert grads and all(not g.any() for g in grads.values())
+
+
+def test_one_step() -> None:
+    """Without training-time test there are no branches."""
+    ends, batch = make_base(torch.bfloat16), make_batch(True)
+    features = Features(batch, *run_base(ends, [batch])[0])
+    objective = ObjectiveConfig(ttt_steps=1, in_vocab_only=False)
+    _, found = train_once(make_draft(torch.bfloat16), features, ends, objective)
+    wide = Features(batch, features.captures_SBC.float(), features.state_SBH.float())
+    _, exact = train_once(make_draft(torch.float32), wide, make_base(torch.float32), objective)
+    for name, wanted in exact.items():
+        assert distance(found[name], wanted) < 5e-2, name
+
+
 def test_gradients_go_straight_to_main_grad() -> None:
     """With megatron-core's fp32 buffers: added to what is there, and nothing is left in .grad."""
     ends, batch = make_base(torch.bfloat16), make_batch(False)
