@@ -27,11 +27,20 @@ from megatron_spec.chain.convert import new_draft
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference, inspect_base
 from megatron_spec.checkpoint.spec import CheckpointSpec
-from megatron_spec.config import BaseConfig, EagleConfig, ObjectiveConfig, ParallelConfig, QuantConfig, UserError
+from megatron_spec.config import (
+    BaseConfig,
+    DraftConfig,
+    EagleConfig,
+    MedusaConfig,
+    ObjectiveConfig,
+    ParallelConfig,
+    QuantConfig,
+    UserError,
+)
 from megatron_spec.distributed import World
 from megatron_spec.drafts.base import Draft, DraftLosses
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.export import eagle
+from megatron_spec.export import draft as export
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.pipeline.model import FrozenBase
@@ -57,6 +66,9 @@ class SpecModel:
     reference: BaseReference
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     quant: QuantConfig | None = None
+
+    def __post_init__(self) -> None:
+        self.objective = presets.objective_for(self.draft.config, self.objective)  # type: ignore[arg-type]
 
     @property
     def world(self) -> World:
@@ -92,14 +104,18 @@ def _world_of(model: Any) -> World:
     return initialize(distributed.existing_parallel().replace(sequence_parallel=sequence_parallel))
 
 
-def _eagle(drafts: Sequence[tuple[str, Any]], base: BaseConfig, vocab: DraftVocab) -> EagleConfig:
-    if len(drafts) != 1 or drafts[0][0] != "eagle":
+def _draft_config(drafts: Sequence[tuple[str, Any]], base: BaseConfig, vocab: DraftVocab) -> DraftConfig:
+    kinds: dict[str, Any] = {"eagle": EagleConfig, "medusa": MedusaConfig}
+    if len(drafts) != 1 or drafts[0][0] not in kinds:
         found = [name for name, _ in drafts]
-        raise UserError(f"convert: found drafts {found}, expected exactly one of kind 'eagle'")
-    config = drafts[0][1]
-    if isinstance(config, EagleConfig):
-        return config
+        raise UserError(f"convert: found drafts {found}, expected exactly one of kind 'eagle' or 'medusa'")
+    kind, config = drafts[0]
+    if isinstance(config, kinds[kind]):
+        return config  # type: ignore[no-any-return]
     overrides = dict(config or {})
+    if kind == "medusa":
+        sizes = {"num_heads": 4, "hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
+        return MedusaConfig.from_dict({**sizes, **overrides})
     algorithm = overrides.pop("algorithm", "eagle3")
     return presets.eagle_config(base, algorithm, {"draft_vocab_size": len(vocab), **overrides})
 
@@ -112,8 +128,8 @@ def convert(
 
     Args:
         model: GPTModel, or the list of model chunks Megatron passes around (of length one), or a `FrozenBase`.
-        drafts: one pair (kind, configuration); kind 'eagle', configuration an `EagleConfig`, a dictionary of overrides
-            or None.
+        drafts: one pair (kind, configuration); kind 'eagle' or 'medusa', configuration an `EagleConfig` or
+            `MedusaConfig`, a dictionary of overrides or None.
         base_path: the base on disk; describes the architecture and is what a saved draft refers to.
         vocab: calibrated draft vocabulary; default: the whole one.
 
@@ -123,7 +139,7 @@ def convert(
     world = _world_of(model)
     reference = inspect_base(base_path)
     vocab = vocab or DraftVocab.full(reference.config.vocab_size)
-    config = _eagle(drafts, reference.config, vocab)
+    config = _draft_config(drafts, reference.config, vocab)
     if isinstance(model, FrozenBase):
         base = model
     else:
@@ -157,6 +173,6 @@ def quantize(model: SpecModel, batches: Sequence[list[Batch]], quant: QuantConfi
 
 
 def export_draft(model: SpecModel, folder: str | Path, **options: Any) -> Path:
-    """Write the draft as engines load it, verified; options as `export.eagle.export_draft`. Collective."""
+    """Write the draft as engines load it, verified; options as `export.draft.export_draft`. Collective."""
     draft: nn.Module = model.draft
-    return eagle.export_draft(draft, model.reference, folder, model.quant, model.world, ends=model.base, **options)
+    return export.export_draft(draft, model.reference, folder, model.quant, model.world, ends=model.base, **options)

@@ -26,6 +26,18 @@ log = logging.getLogger(__name__)
 _ALIASES = {"tensor_model_parallel_size": ["--tp"], "pipeline_model_parallel_size": ["--pp"]}
 
 
+class Once(argparse.Action):
+    """Stores a value, and refuses to be given twice (argparse would forget the first)."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Called by argparse for each occurrence."""
+        given = namespace.__dict__.setdefault("_given", set())
+        if self.dest in given:
+            raise argparse.ArgumentError(self, "given twice: one run makes one draft, start another for the other")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with exact flags only, exit code 2, and a suggestion for an unknown flag."""
 

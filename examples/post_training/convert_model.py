@@ -1,6 +1,7 @@
 """Give a base model a fresh draft model.
 
     python convert_model.py --export-algorithm eagle --export-eagle-algorithm eagle3 --load BASE --save DIR
+    python convert_model.py --export-algorithm medusa --export-num-medusa-heads 4 --load BASE --save DIR
     torchrun --nproc-per-node 4 convert_model.py --tensor-model-parallel-size 4 --load BASE --save DIR ...
 
 BASE is a Hugging Face folder or a Megatron dist_checkpointing checkpoint. A reduced draft vocabulary comes from
@@ -8,17 +9,29 @@ tools/calibrate_draft_vocab.py. The base is referred to by path and content hash
 """
 
 import argparse
+import typing
 
 from megatron_spec import cli
-from megatron_spec.config import ParallelConfig
+from megatron_spec.config import EagleAlgorithm, ParallelConfig
 
 
 def parser() -> cli.Parser:
     p = cli.Parser(__doc__)
     p.add_argument("--load", required=True, metavar="BASE", help="Hugging Face folder or Megatron checkpoint")
     p.add_argument("--save", required=True, metavar="DIR", help="new or empty folder for the draft checkpoint")
-    p.add_argument("--export-algorithm", choices=["eagle"], default="eagle", help="kind of draft")
-    p.add_argument("--export-eagle-algorithm", choices=["eagle3"], default="eagle3", help="EAGLE variant")
+    p.add_argument(
+        "--export-algorithm", action=cli.Once, choices=["eagle", "medusa"], default="eagle", help="kind of draft"
+    )
+    p.add_argument(
+        "--export-eagle-algorithm", action=cli.Once, choices=typing.get_args(EagleAlgorithm),
+        help="EAGLE variant; eagle-mtp is multi-token prediction (default: eagle3)",
+    )  # fmt: skip
+    p.add_argument("--export-num-medusa-heads", type=int, metavar="N", help="Medusa heads (default: 4)")
+    p.add_argument("--export-num-medusa-layers", type=int, metavar="N", help="blocks per Medusa head (default: 1)")
+    p.add_argument(
+        "--medusa-share-base-head", action="store_const", const=True,
+        help="the base's frozen head behind the Medusa blocks, instead of a trained one each",
+    )  # fmt: skip
     p.add_argument("--eagle-config", metavar="JSON", help="overrides of the draft's architecture")
     p.add_argument("--draft-vocab", metavar="DIR", help="calibrated draft vocabulary (default: the whole vocabulary)")
     p.add_argument("--bf16", action="store_true", help="bfloat16 weights (default: float32)")
@@ -33,9 +46,13 @@ def main(args: argparse.Namespace) -> None:
     convert(
         args.load,
         args.save,
+        algorithm=args.export_algorithm,
         eagle_algorithm=args.export_eagle_algorithm,
         eagle_config=args.eagle_config,
         draft_vocab=args.draft_vocab,
+        num_medusa_heads=args.export_num_medusa_heads,
+        num_medusa_layers=args.export_num_medusa_layers,
+        share_base_head=args.medusa_share_base_head,
         parallel=cli.config_from(ParallelConfig, args),
         bf16=args.bf16,
         seed=args.seed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron_spec.build import link
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
 from megatron_spec.checkpoint.spec import CheckpointSpec
-from megatron_spec.config import EagleConfig, ParallelConfig, UserError
+from megatron_spec.config import DraftConfig, EagleConfig, ParallelConfig, UserError
 from megatron_spec.distributed import World
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.base import Draft
@@ -48,10 +49,54 @@ def draft_vocabulary(path: str | None, overrides: dict[str, Any], vocab_size: in
     return vocab
 
 
-def plan(
+@dataclass(frozen=True)
+class DraftRequest:
+    """The draft that convert_model.py is asked for; None where its flag was not given.
+
+    Raises UserError when flags of one kind of draft are given for another.
+    """
+
+    algorithm: str = "eagle"
+    eagle_algorithm: str | None = None
+    eagle_config: str | None = None
+    draft_vocab: str | None = None
+    num_medusa_heads: int | None = None
+    num_medusa_layers: int | None = None
+    share_base_head: bool | None = None
+
+    def __post_init__(self) -> None:
+        eagle = {
+            "--export-eagle-algorithm": self.eagle_algorithm, "--eagle-config": self.eagle_config,
+            "--draft-vocab": self.draft_vocab,
+        }  # fmt: skip
+        medusa = {
+            "--export-num-medusa-heads": self.num_medusa_heads, "--export-num-medusa-layers": self.num_medusa_layers,
+            "--medusa-share-base-head": self.share_base_head,
+        }  # fmt: skip
+        if self.algorithm not in ("eagle", "medusa"):
+            raise UserError(f"--export-algorithm {self.algorithm!r} is not known: use eagle or medusa")
+        other, owner = (eagle, "eagle") if self.algorithm == "medusa" else (medusa, "medusa")
+        given = [flag for flag, value in other.items() if value is not None]
+        if given:
+            raise UserError(
+                f"--export-algorithm {self.algorithm} and {', '.join(given)} contradict each other: "
+                f"{'they belong' if len(given) > 1 else 'it belongs'} to --export-algorithm {owner}"
+            )
+
+
+def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftVocab]:
+    """Architecture and vocabulary of the draft, checked before any weight is read."""
+    if request.algorithm == "medusa":
+        sizes = {"num_heads": request.num_medusa_heads, "num_layers": request.num_medusa_layers}
+        given: dict[str, Any] = {k: v for k, v in sizes.items() if v is not None}
+        config = presets.medusa_config(ref.config, share_base_head=bool(request.share_base_head), **given)
+        return config, DraftVocab.full(ref.config.vocab_size)
+    return _plan_eagle(ref, request.eagle_algorithm or "eagle3", request.eagle_config, request.draft_vocab)
+
+
+def _plan_eagle(
     ref: BaseReference, eagle_algorithm: str, eagle_config: str | None, draft_vocab: str | None
 ) -> tuple[EagleConfig, DraftVocab]:
-    """Architecture and vocabulary of the draft, checked before any weight is read."""
     overrides = read_json(eagle_config) if eagle_config else {}
     if not isinstance(overrides, dict):
         raise UserError(f"{eagle_config} must hold a JSON object")
@@ -61,7 +106,7 @@ def plan(
 
 
 def new_draft(
-    base: FrozenBase, config: EagleConfig, vocab: DraftVocab, world: World, dtype: torch.dtype, seed: int
+    base: FrozenBase, config: DraftConfig, vocab: DraftVocab, world: World, dtype: torch.dtype, seed: int
 ) -> Draft:
     """A draft initialised from the base; the values do not depend on the parallel layout."""
     draft = build_draft(config, vocab, world, dtype)
@@ -70,17 +115,20 @@ def new_draft(
 
 
 def convert(
-    load: str, save: str, *, eagle_algorithm: str = "eagle3", eagle_config: str | None = None,
-    draft_vocab: str | None = None, parallel: ParallelConfig | None = None, bf16: bool = False, seed: int = 1234,
+    load: str, save: str, *, parallel: ParallelConfig | None = None, bf16: bool = False, seed: int = 1234,
+    **request: Any,
 ) -> Path:  # fmt: skip
     """Give a base (Hugging Face folder or Megatron checkpoint) a new draft and save it. Returns the iteration folder.
 
+    Args:
+        request: fields of `DraftRequest`.
+
     Raises UserError for bases, configurations and layouts that do not fit, before any weight is read.
     """
-    parallel = parallel or ParallelConfig()
+    parallel, wanted = parallel or ParallelConfig(), DraftRequest(**request)
     require_empty(save, "give another --save folder, or remove it to convert again")
     ref = inspect_base(load)
-    config, vocab = plan(ref, eagle_algorithm, eagle_config, draft_vocab)
+    config, vocab = plan(ref, wanted)
     check_parallel(ref.config, parallel)
     check_draft_parallel(config, parallel)
     world = distributed.initialize(parallel, seed)
@@ -94,10 +142,12 @@ def convert(
     return folder
 
 
-def check_draft_parallel(config: EagleConfig, parallel: ParallelConfig) -> None:
+def check_draft_parallel(config: DraftConfig, parallel: ParallelConfig) -> None:
     """Raise UserError when tensor parallelism does not divide the draft's shapes."""
     tp = parallel.tensor_model_parallel_size
     for name in ("num_attention_heads", "intermediate_size", "draft_vocab_size"):
+        if not hasattr(config, name):  # Medusa heads have a vocabulary alone
+            continue
         if getattr(config, name) % tp:
             raise UserError(
                 f"--tensor-model-parallel-size {tp} does not divide the draft's {name} {getattr(config, name)}: "

@@ -10,7 +10,7 @@ from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint.spec import read_spec, resolve
 from megatron_spec.config import ParallelConfig, UserError
 from megatron_spec.export.base import export_base
-from megatron_spec.export.eagle import export_draft
+from megatron_spec.export.draft import export_draft
 from megatron_spec.files import require_empty
 from megatron_spec.pipeline.placement import check_parallel
 from megatron_spec.serving.trtllm import write_trtllm_yaml
@@ -53,7 +53,9 @@ def export(
         export_draft(
             loaded.draft, loaded.base_ref, out / "draft", spec.quant, world, ends=loaded.base, run_config=run_config
         )
-        if world.rank == 0:
+        if world.rank == 0 and spec.draft.algorithm.startswith("eagle3"):  # the one kind its PyTorch backend loads
             write_trtllm_yaml(out / "trtllm.yaml", out / "draft", max_draft_len)
+        if spec.draft.algorithm == "eagle-mtp":
+            log.warning("no engine loads an MTP draft of this base: the folder is in a format of this package")
     log.info("exported %s", out)
     return out

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_spec import distributed
+from megatron_spec import distributed, presets
 from megatron_spec.build import load_checkpoint, respec
 from megatron_spec.chain.data import check_file, check_seq_length, open_dataset
 from megatron_spec.checkpoint import sharded
@@ -72,6 +72,7 @@ def quantize(
     spec = read_spec(folder)
     if spec.quant is not None:
         raise UserError(f"--load {load} is quantised already: quantise the checkpoint it was made from")
+    objective = presets.objective_for(spec.draft, objective)
     check_file(data)
     require_empty(save, "give another --save folder, or remove it to quantise again")
     check_parallel(spec.base.config, parallel)

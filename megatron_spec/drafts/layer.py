@@ -112,7 +112,7 @@ class GatedMLP(nn.Module):
 class DraftLayer(nn.Module):
     """Pre-norm decoder layer. With `reads_embedding`, attention reads [norm(embedding) ; norm(hidden)] (EAGLE-3).
 
-    The residual stream is the un-normed hidden state alone. Without `input_norm`, attention reads it as it is (EAGLE-1).
+    The residual stream is the un-normed hidden state alone. Without `input_norm`, attention reads it bare (EAGLE-1).
     """
 
     def __init__(

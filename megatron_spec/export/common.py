@@ -103,10 +103,13 @@ def shard(tensor: Tensor, like: Tensor, tp: dist.ProcessGroup) -> Tensor:
 
 
 def parameters_by_file_name(draft: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name in the file, parameter). Layers after the first write their one input norm under both names in use."""
+    """(name in the file, parameter). Later layers of EAGLE-3 write their one input norm under both names in use."""
     names = dict(draft.named_parameters())
+    twins = draft.config.algorithm.startswith("eagle3")  # type: ignore[union-attr,operator]
     for name, parameter in names.items():
         yield name, parameter
+        if not twins:
+            continue
         twin = name.replace(".input_layernorm.", ".hidden_norm.")
         if twin not in names:
             yield twin, parameter

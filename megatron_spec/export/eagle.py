@@ -1,4 +1,4 @@
-"""Exports an EAGLE-3 draft as the folder that TensorRT-LLM, vLLM and SGLang load.
+"""Exports an EAGLE or MTP draft: EAGLE-3 as TensorRT-LLM, vLLM and SGLang load it, EAGLE-1 as vLLM and SGLang do.
 
 From any tensor parallel layout: shards are joined tensor by tensor, rank 0 writes into a temporary folder, the folder
 is read back and compared with the draft in memory, and only then it takes its name.
@@ -59,7 +59,7 @@ def export_draft(
     """Write the draft to `out_dir` and verify it. Collective over all ranks.
 
     Args:
-        draft: an `EagleDraft` with its `config` and `vocab`; with quantisers when `quant.draft` is 'fp8'.
+        draft: a `RecurrentDraft` with its `config` and `vocab`; with quantisers when `quant.draft` is 'fp8'.
         quant: the policy it was calibrated with; None or draft 'none' writes high precision.
         dtype: of everything that is not fp8: 'bfloat16', 'float16' or 'float32'.
         features: real captures to compare logits on (each rank its own); when None, `ends` makes some.
@@ -93,8 +93,6 @@ def export_draft(
 
 
 def _check(config: EagleConfig, vocab: DraftVocab, export_embeddings: bool, ends: BaseEnds | None) -> None:
-    if config.algorithm != "eagle3":
-        raise UserError(f"export of algorithm {config.algorithm!r} is not supported yet; supported: eagle3")
     if config.target_hidden_size != config.hidden_size:
         raise UserError(
             f"the draft's hidden size {config.hidden_size} differs from its base's {config.target_hidden_size}: such a "
@@ -157,6 +155,9 @@ def _collect(draft: nn.Module, config: EagleConfig, vocab: DraftVocab, dtype: st
             continue
         linear = quantised.get(name.removesuffix(".weight"))
         tensors |= _encode(name, tensor, linear, parse_dtype(dtype))
+    if world.rank == 0:
+        zeros = layout.zero_shapes(config)
+        tensors |= {name: torch.zeros(shape, dtype=parse_dtype(dtype)) for name, shape in zeros.items()}
     if world.rank == 0 and not vocab.is_full:
         tensors |= {"d2t": vocab.d2t, "t2d": vocab.t2d}
     return tensors

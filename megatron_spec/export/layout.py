@@ -1,6 +1,9 @@
-"""What an exported EAGLE-3 folder contains, derived from its configuration alone: names, shapes, config.json.
+"""What an exported EAGLE or MTP folder contains, derived from its configuration alone: names, shapes, config.json.
 
 No torch here: the exporter writes by this layout, the verifier and `tools/check_export.py` read by it.
+
+MTP has no format that engines share: tensors are named as inside a layer of DeepSeek-V3, the layer counted from 0 here,
+and the architecture has a name of its own, so that no engine takes it for something else.
 
 H draft hidden, Ht target hidden, K captured layers, V target vocabulary, D draft vocabulary.
 """
@@ -13,7 +16,14 @@ from typing import Any
 from megatron_spec.config import BaseConfig, EagleConfig, RopeConfig, UserError
 from megatron_spec.presets import default_capture_ids
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
+ARCHITECTURES: dict[str, list[str]] = {
+    "eagle1": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
+    "eagle3": ["LlamaForCausalLMEagle3"],
+    "eagle3.1": ["LlamaForCausalLMEagle3"],
+    "eagle-mtp": ["LlamaForCausalLMMTP"],
+}
+OPTIONS = ("norm_before_fc", "fc_norm", "norm_output")
+"""Keys of config.json that make EAGLE-3.1 of EAGLE-3; the last one is also an option of MTP."""
 WEIGHTS = "model.safetensors"
 LINEARS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -28,7 +38,7 @@ SHARED_SCALE = (
 
 def layer_names(config: EagleConfig) -> list[str]:
     """Prefix of every decoder layer: 'midlayer' loads everywhere; more layers need the numbered form."""
-    if config.num_hidden_layers == 1:
+    if config.algorithm.startswith("eagle3") and config.num_hidden_layers == 1:
         return ["midlayer"]
     return [f"layers.{i}" for i in range(config.num_hidden_layers)]
 
@@ -42,10 +52,14 @@ def _layer_shapes(config: EagleConfig, first: bool) -> dict[str, tuple[int, ...]
     H, F = config.hidden_size, config.intermediate_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
-    width = 2 * H if first else H
+    is_eagle3 = config.algorithm.startswith("eagle3")
+    width = 2 * H if is_eagle3 and first else H
+    norms = {
+        "input_layernorm.weight": not (config.algorithm == "eagle1" and first),
+        "hidden_norm.weight": is_eagle3,  # in later layers a copy of input_layernorm: engines differ in what they read
+    }
     return {
-        "input_layernorm.weight": (H,),
-        "hidden_norm.weight": (H,),  # in later layers a copy of input_layernorm: engines differ in the name they read
+        **{name: (H,) for name, there in norms.items() if there},
         "self_attn.q_proj.weight": (queries, width),
         "self_attn.k_proj.weight": (keys, width),
         "self_attn.v_proj.weight": (keys, width),
@@ -57,15 +71,33 @@ def _layer_shapes(config: EagleConfig, first: bool) -> dict[str, tuple[int, ...]
     }
 
 
+def _outer_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+    """Everything that is not in a decoder layer."""
+    H, captures = config.hidden_size, len(config.capture_layer_ids)
+    if config.algorithm == "eagle1":
+        return {"fc.weight": (H, 2 * H)}
+    if config.algorithm == "eagle-mtp":
+        norms = {f"layers.0.{n}.weight": (H,) for n in ("enorm", "hnorm", "shared_head.norm")}
+        return {"layers.0.eh_proj.weight": (H, 2 * H), **norms}
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, captures * config.target_hidden_size)}
+    if config.norm_before_fc:
+        shapes["input_norm.weight"] = (captures * config.target_hidden_size,)
+    if config.fc_norm:
+        shapes |= {f"fc_norm.{i}.weight": (config.target_hidden_size,) for i in range(captures)}
+    return {**shapes, "norm.weight": (H,), "lm_head.weight": (config.draft_vocab_size, H)}
+
+
 def weight_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     """Every floating point tensor that is a parameter of the draft, with its shape in the file."""
-    captures = len(config.capture_layer_ids)
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (config.hidden_size, captures * config.target_hidden_size)}
+    shapes = _outer_shapes(config)
     for i, layer in enumerate(layer_names(config)):
         shapes |= {f"{layer}.{name}": shape for name, shape in _layer_shapes(config, i == 0).items()}
-    shapes["norm.weight"] = (config.hidden_size,)
-    shapes["lm_head.weight"] = (config.draft_vocab_size, config.hidden_size)
     return shapes
+
+
+def zero_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+    """Tensors of zeros that only loaders want: one leaves EAGLE-1's bias random when it is missing."""
+    return {"fc.bias": (config.hidden_size,)} if config.algorithm == "eagle1" else {}
 
 
 def expected_tensors(
@@ -86,6 +118,7 @@ def expected_tensors(
         if linear in fp8:
             tensors[f"{linear}.weight_scale"] = ("float32", ())
             tensors[f"{linear}.input_scale"] = ("float32", ())
+    tensors |= {name: (dtype, shape) for name, shape in zero_shapes(config).items()}
     if config.draft_vocab_size < config.vocab_size:  # vLLM raises when they are there without need
         tensors["d2t"] = ("int64", (config.draft_vocab_size,))
         tensors["t2d"] = ("bool", (config.vocab_size,))
@@ -114,13 +147,18 @@ def _rope_keys(rope: RopeConfig) -> dict[str, Any]:
 
 
 def _capture_keys(config: EagleConfig, num_base_layers: int) -> dict[str, Any]:
-    """Both conventions: top-level 'state after k layers', nested 'output of layer j', k = j + 1."""
-    if is_default_captures(config, num_base_layers):
-        return {}
+    """Capture ids in both conventions: top-level 'state after k layers', nested 'output of layer j', k = j + 1.
+
+    Options of EAGLE-3.1 stand in both places too; where something is nested, the ids always are.
+    """
+    options = {name: True for name in OPTIONS if getattr(config, name)}
+    if not config.algorithm.startswith("eagle3") or (not options and is_default_captures(config, num_base_layers)):
+        return options
     ids = list(config.capture_layer_ids)
     return {
         "eagle_aux_hidden_state_layer_ids": [j + 1 for j in ids],
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids},
+        **options,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, **options},
     }
 
 
@@ -128,7 +166,7 @@ def config_json(config: EagleConfig, base: BaseConfig, dtype: str) -> dict[str, 
     """Content of config.json, without a `quantization_config`. Holds no null."""
     eos = list(base.eos_token_ids)
     values: dict[str, Any] = {
-        "architectures": [ARCHITECTURE],
+        "architectures": ARCHITECTURES[config.algorithm],
         "model_type": "llama",
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -150,6 +188,7 @@ def config_json(config: EagleConfig, base: BaseConfig, dtype: str) -> dict[str, 
         "bos_token_id": base.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": base.pad_token_id,
+        **({"num_nextn_predict_layers": 1} if config.algorithm == "eagle-mtp" else {}),
         **_capture_keys(config, base.num_layers),
     }
     return {key: value for key, value in values.items() if value is not None}
@@ -161,13 +200,21 @@ def _read_rope(raw: dict[str, Any]) -> RopeConfig:
     return RopeConfig.from_dict({"theta": float(raw["rope_theta"]), "type": kind, **scaling})
 
 
+def _algorithm(raw: dict[str, Any], has_options: bool) -> str:
+    found = raw.get("architectures")
+    for algorithm, architectures in ARCHITECTURES.items():
+        if found == architectures:
+            return "eagle3.1" if algorithm == "eagle3" and has_options else algorithm
+    raise UserError(f"config.json: architectures {found!r}, expected one of {list(ARCHITECTURES.values())}")
+
+
 def read_config_json(raw: dict[str, Any], num_base_layers: int) -> EagleConfig:
     """The EagleConfig an engine would build from an exported config.json. Raises UserError on a missing key.
 
     Fields that only matter before training (initialisation) keep their defaults.
     """
-    if raw.get("architectures") != [ARCHITECTURE]:
-        raise UserError(f"config.json: architectures {raw.get('architectures')!r}, expected [{ARCHITECTURE!r}]")
+    options = {name: bool(raw.get(name, False)) for name in OPTIONS}
+    algorithm = _algorithm(raw, any(options.values()))
     same = (
         "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
         "draft_vocab_size", "max_position_embeddings", "num_hidden_layers", "rms_norm_eps", "hidden_act",
@@ -175,16 +222,21 @@ def read_config_json(raw: dict[str, Any], num_base_layers: int) -> EagleConfig:
     missing = [key for key in (*same, "rope_theta") if key not in raw]
     if missing:
         raise UserError(f"config.json: missing {', '.join(missing)}")
-    nested = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    inside = raw.get("eagle_config") or {}
+    differing = [name for name in OPTIONS if name in inside and bool(inside[name]) != options[name]]
+    if differing:
+        raise UserError(f"config.json: top level and eagle_config disagree about {', '.join(differing)}")
+    nested = inside.get("eagle_aux_hidden_state_layer_ids")
     top = raw.get("eagle_aux_hidden_state_layer_ids")
     if top is not None and nested is not None and [j + 1 for j in nested] != list(top):
         raise UserError(f"config.json: capture ids disagree: top level {top} (state after k layers), nested {nested}")
     if nested is None and top is not None:
         nested = [k - 1 for k in top]
     values = {key: raw[key] for key in same}
-    values["algorithm"] = "eagle3"
+    values |= {"algorithm": algorithm, **options}
     values["target_hidden_size"] = raw.get("target_hidden_size", raw["hidden_size"])
-    values["capture_layer_ids"] = list(nested) if nested is not None else list(default_capture_ids(num_base_layers))
+    if algorithm.startswith("eagle3"):
+        values["capture_layer_ids"] = list(nested if nested is not None else default_capture_ids(num_base_layers))
     values["rope"] = _read_rope(raw)
     return EagleConfig.from_dict(values)
 

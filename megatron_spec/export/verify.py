@@ -16,6 +16,7 @@ from megatron_spec.batch import Batch, Features
 from megatron_spec.config import BaseConfig, EagleConfig, UserError
 from megatron_spec.distributed import World
 from megatron_spec.drafts.base import BaseEnds, shift
+from megatron_spec.drafts.recurrent import SharedHeadDraft
 from megatron_spec.export import layout
 from megatron_spec.export.common import VerificationError, parameters_by_file_name, parse_dtype, shard, together
 from megatron_spec.export.load import ExportedFolder, load_exported_draft
@@ -150,6 +151,9 @@ def check_values(exported: ExportedFolder, draft: nn.Module, world: World, dtype
             found = exported.weight(name, parameter.dtype)
         if not torch.equal(shard(found, parameter, world.tp), expected.cpu()):
             problems.append(f"{name} differs from the draft in memory")
+    for name in layout.zero_shapes(exported.config):
+        if exported.tensor(name).any():
+            problems.append(f"{name} is not zero")
     return problems + _check_scale_values(exported, modules)
 
 
@@ -176,10 +180,10 @@ def check_logits(
     """
     memory: torch.dtype = next(draft.parameters()).dtype
     fresh = load_exported_draft(folder, base.num_layers, world, memory)
-    inputs = _inputs(draft, world, memory, features, ends)
+    inputs = _Inputs.of(draft, world, memory, features, ends)
     lossless = dtype in (memory, torch.float32)
     tolerance = 1e-4 if lossless else 0.05
-    for step, (found, expected) in enumerate(zip(two_steps(fresh, *inputs), two_steps(draft, *inputs), strict=True)):
+    for step, (found, expected) in enumerate(zip(inputs.run(fresh), inputs.run(draft), strict=True)):
         error = _relative_error(found, expected)
         if not error <= tolerance:
             raise VerificationError(
@@ -204,31 +208,52 @@ def _relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).norm()) / norm if norm else float(found.norm())
 
 
-def _inputs(
-    draft: Any, world: World, dtype: torch.dtype, features: Features | None, ends: BaseEnds | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(captures, embeddings, positions) of a micro-batch; random ones when there is none."""
-    if features is not None and ends is not None:
-        batch = features.batch
-        embedding = ends.embed(shift(batch.tokens_BS, 1, dim=1))
-        return features.captures_SBC.to(dtype), embedding.to(dtype), batch.positions_BS
-    config: EagleConfig = draft.config
-    rows, split = 8 * world.tp_size, world.tp_size if world.parallel.sequence_parallel else 1
-    random = torch.Generator().manual_seed(0)
-    width = len(config.capture_layer_ids) * config.target_hidden_size
-    captures = torch.randn(rows // split, 1, width, generator=random).to(world.device, dtype)
-    embedding = torch.randn(rows // split, 1, config.target_hidden_size, generator=random).to(world.device, dtype)
-    return captures, embedding, torch.arange(rows, device=world.device)[None]
+@dataclasses.dataclass
+class _Inputs:
+    """What two draft steps read: a micro-batch's captures, state, embeddings and positions, and the base's ends."""
+
+    captures_SBC: Tensor
+    state_SBH: Tensor
+    embedding_SBH: Tensor
+    positions_BS: Tensor
+    ends: BaseEnds | None
+
+    @staticmethod
+    def of(draft: Any, world: World, dtype: torch.dtype, features: Features | None, ends: BaseEnds | None) -> _Inputs:
+        """Of a micro-batch; random ones when there is none."""
+        if features is not None and ends is not None:
+            batch = features.batch
+            embedding = ends.embed(shift(batch.tokens_BS, 1, dim=1)).to(dtype)
+            tensors = (features.captures_SBC.to(dtype), features.state_SBH.to(dtype), embedding, batch.positions_BS)
+            return _Inputs(*tensors, ends)
+        config: EagleConfig = draft.config
+        rows, split = 8 * world.tp_size, world.tp_size if world.parallel.sequence_parallel else 1
+        random = torch.Generator().manual_seed(0)
+        H = config.target_hidden_size
+        widths = (len(config.capture_layer_ids) * H, H, H)
+        drawn = [torch.randn(rows // split, 1, n, generator=random).to(world.device, dtype) for n in widths]
+        return _Inputs(drawn[0], drawn[1], drawn[2], torch.arange(rows, device=world.device)[None], ends)
+
+    def run(self, draft: Any) -> list[Tensor]:
+        """`two_steps` of a draft."""
+        return two_steps(draft, self.captures_SBC, self.embedding_SBH, self.positions_BS, self.state_SBH, self.ends)
 
 
-def two_steps(draft: Any, captures_SBC: Tensor, embedding_SBH: Tensor, positions_BS: Tensor) -> list[Tensor]:
-    """Logits of a first draft step and of one that reads the state fed back."""
+def two_steps(
+    draft: Any, captures_SBC: Tensor, embedding_SBH: Tensor, positions_BS: Tensor, state_SBH: Tensor | None = None,
+    ends: BaseEnds | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Logits of a first draft step and of one that reads the state fed back.
+
+    Without the base, a draft that speaks through its head gives the states that the head would read.
+    """
     plan = AttentionPlan.causal()
     logits = []
-    hidden = draft.project(captures_SBC)
+    hidden = draft.start(captures_SBC, captures_SBC if state_SBH is None else state_SBH)
     for step in range(2):
         hidden, normed = draft.layer_step(
             hidden, embedding_SBH, positions_BS + step, lambda layer, q, k, v: attend(q, k, v, plan, layer)
         )
-        logits.append(draft.logits(normed))
+        silent = ends is None and isinstance(draft, SharedHeadDraft)
+        logits.append(normed if silent else draft.logits(normed, ends))
     return logits

@@ -97,7 +97,7 @@ def _attach_draft(draft: nn.Module, quant: QuantConfig) -> int:
     linears = draft_linears(draft)
     chosen = [n for n in linears if not excluded([n], quant.exclude)]
     for name in chosen:
-        if name.rpartition(".")[2] in ("fc", "lm_head"):
+        if name.rpartition(".")[2] in ("fc", "lm_head", "eh_proj"):
             raise UserError(
                 f"the draft's {name} must stay in high precision: no engine loads it as fp8. "
                 f"Add {'*' + name!r} to the exclude patterns"

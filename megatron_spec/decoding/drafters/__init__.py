@@ -21,8 +21,12 @@ def build_drafter(draft: Any, base: FrozenBase) -> Drafter | None:
     if draft is None or hasattr(draft, "prepare_draft_tokens"):
         return draft
     from megatron_spec.decoding.drafters.eagle import EagleDrafter
-    from megatron_spec.drafts.eagle import EagleDraft
+    from megatron_spec.decoding.drafters.medusa import MedusaDrafter
+    from megatron_spec.drafts.medusa import MedusaDraft
+    from megatron_spec.drafts.recurrent import RecurrentDraft
 
-    if isinstance(draft, EagleDraft):
+    if isinstance(draft, RecurrentDraft):
         return EagleDrafter(draft, base)
-    raise UserError(f"decoding: found a draft of type {type(draft).__name__}, expected an EagleDraft or a Drafter")
+    if isinstance(draft, MedusaDraft):
+        return MedusaDrafter(draft, base)
+    raise UserError(f"decoding: found a draft of type {type(draft).__name__}, expected a draft of drafts/ or a Drafter")

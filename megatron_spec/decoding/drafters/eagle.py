@@ -1,4 +1,4 @@
-"""EAGLE-3 chain drafting with a draft KV cache (arXiv 2503.01840; ALGORITHMS: training-time test).
+"""EAGLE and MTP chain drafting with a draft KV cache (arXiv 2503.01840; ALGORITHMS: training-time test).
 
 Draft row j holds the base features of position j and the token of position j + 1; it predicts the token of position
 j + 2. Rows of verified tokens are run with their true base features. The last of them gives the first draft token;
@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_spec.decoding import cache as cache_rows
 from megatron_spec.decoding import sampling
 from megatron_spec.decoding.drafters.base import Context, Observation
-from megatron_spec.drafts.eagle import EagleDraft
+from megatron_spec.drafts.recurrent import RecurrentDraft
 from megatron_spec.ops.attention import AttentionPlan, attend
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class EagleDrafter:
-    """Greedy chain of an EagleDraft; sharded over the base's tensor parallel group."""
+    """Greedy chain of a draft that runs on its own output; sharded over the base's tensor parallel group."""
 
-    def __init__(self, draft: EagleDraft, base: FrozenBase) -> None:
+    def __init__(self, draft: RecurrentDraft, base: FrozenBase) -> None:
         self.draft, self.base = draft, base
         self.group = base.world.tp
         self.d2t_D = None if draft.vocab.is_full else draft.vocab.d2t.to(base.world.device)
@@ -37,7 +37,7 @@ class EagleDrafter:
     def open(self, rows: int, max_length: int) -> None:
         """See Drafter."""
         self.cache = self.draft.new_cache(rows, max_length)
-        weight = self.draft.fc.weight
+        weight = next(self.draft.parameters())
         hidden = self.draft.config.hidden_size
         self.fed_back_BH = torch.zeros(rows, hidden, dtype=weight.dtype, device=weight.device)
         self.normed_BH = torch.zeros_like(self.fed_back_BH)
@@ -52,7 +52,7 @@ class EagleDrafter:
 
     def observe(self, seen: Observation) -> None:
         """Run the verified rows with their true features; keep the last one of each sequence."""
-        hidden_SBH = self.draft.project(seen.captures_SBC)
+        hidden_SBH = self.draft.start(seen.captures_SBC, seen.state_SBH)
         fed_back_SBH, normed_SBH = self._step(hidden_SBH, seen.next_tokens_BS, seen.slots_BS, seen.first)
         batch = seen.counts_B.shape[0]
         row_B = torch.arange(batch, device=seen.counts_B.device)
@@ -74,7 +74,7 @@ class EagleDrafter:
         return torch.stack(drafts, dim=1), None
 
     def _token(self, normed_SBH: Tensor) -> Tensor:
-        id_B = sampling.argmax(self.draft.logits(normed_SBH)[0], self.group)
+        id_B = sampling.argmax(self.draft.logits(normed_SBH, self.base)[0], self.group)
         return id_B if self.d2t_D is None else id_B + self.d2t_D[id_B]
 
     def move_rows(self, source: list[int], target: list[int]) -> None:

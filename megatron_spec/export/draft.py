@@ -1,0 +1,25 @@
+"""Exports any draft: the one entry of scripts and library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from megatron_spec.config import MedusaConfig, QuantConfig
+from megatron_spec.distributed import World
+from megatron_spec.export import eagle, medusa
+
+
+def export_draft(
+    draft: nn.Module, base: eagle.BaseLike, out_dir: Path | str, quant: QuantConfig | None, world: World,
+    **options: Any,
+) -> Path:  # fmt: skip
+    """Write the draft to `out_dir` and verify it, in the format of its algorithm. Collective over all ranks.
+
+    Arguments, options and errors as `export.eagle.export_draft`; Medusa knows no `features` and `export_embeddings`.
+    """
+    if isinstance(draft.config, MedusaConfig):
+        return medusa.export_draft(draft, base, out_dir, quant, world, **options)
+    return eagle.export_draft(draft, base, out_dir, quant, world, **options)

@@ -1,0 +1,137 @@
+"""Every algorithm through the whole chain, in one process: convert, finetune, quantise, QAT, export, validate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.functional_tests.workshop import make_base, refuse, write_conversations
+from tests.worlds import run_world
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "eagle1": {"eagle_algorithm": "eagle1"},
+    "medusa": {"algorithm": "medusa", "num_medusa_heads": 3, "num_medusa_layers": 2},
+    "medusa-shared": {"algorithm": "medusa", "num_medusa_heads": 2, "share_base_head": True},
+    "mtp": {"eagle_algorithm": "eagle-mtp"},
+    "eagle3.1": {"eagle_algorithm": "eagle3.1"},
+}
+
+
+def chain(root: str, name: str) -> dict[str, Any]:
+    """All steps for one algorithm; what was reported on the way."""
+    from megatron_spec.chain.convert import convert
+    from megatron_spec.chain.decode import validate
+    from megatron_spec.chain.export import export
+    from megatron_spec.chain.finetune import FinetuneRun, finetune
+    from megatron_spec.chain.quantize import quantize
+    from megatron_spec.config import DecodeConfig, ObjectiveConfig, ParallelConfig, TrainConfig
+
+    here, data = f"{root}/{name}", f"{root}/train.jsonl"
+    convert(f"{root}/base", f"{here}/draft", **{**REQUESTS[name], **({"eagle_config": f"{root}/31.json"}
+            if name == "eagle3.1" else {})})  # fmt: skip
+    goal = ObjectiveConfig() if name.startswith("medusa") else ObjectiveConfig(ttt_steps=2)
+
+    def train(load: str, save: str, iterations: int, cache: str | None = None) -> list[Any]:
+        settings = TrainConfig(iterations, micro_batch_size=2, global_batch_size=4, lr=3e-3)
+        run = FinetuneRun(f"{here}/{load}", f"{here}/{save}", data, settings, goal, ParallelConfig(), 96)
+        run.feature_cache = cache
+        assert finetune(run)
+        lines = Path(here, save, "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    found: dict[str, Any] = {"tuned": train("draft", "tuned", 10, f"{here}/features")}
+    report = validate(
+        f"{here}/tuned", data, num_prompts=3, decode=DecodeConfig(max_draft_len=3, max_new_tokens=10, batch_size=2)
+    )
+    found["identical"], found["accepted"] = report.text_identical, report.acceptance.acceptance_length
+    export(f"{here}/tuned", f"{here}/bf16")
+    quantize(f"{here}/tuned", f"{here}/quantized", data, samples=4, seq_length=96, micro_batch_size=2, objective=goal)
+    found["qat"] = train("quantized", "qat", 2)
+    export(f"{here}/qat", f"{here}/fp8")
+    return found
+
+
+def chains(root: str) -> dict[str, Any]:
+    return {name: chain(root, name) for name in REQUESTS}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    root = tmp_path_factory.mktemp("algorithms")
+    make_base(root / "base")
+    (root / "31.json").write_text(json.dumps({"capture_layer_ids": [0, 3, 6], "norm_before_fc": True}))
+    write_conversations(root / "train.jsonl", 8)
+    return root, run_world(1, chains, str(root))[0]
+
+
+@pytest.mark.parametrize("name", list(REQUESTS))
+def test_trains_decodes_and_continues_quantised(done: tuple[Path, dict[str, Any]], name: str) -> None:
+    found = done[1][name]
+    tuned, qat = found["tuned"], found["qat"]
+    losses = [line["loss"] for line in tuned]  # two steps read all conversations once
+    assert sum(losses[-2:]) < sum(losses[:2]), losses
+    assert len(tuned[0]["accuracy_per_step"]) == REQUESTS[name].get("num_medusa_heads", 2)
+    assert abs(qat[0]["loss"] - tuned[-1]["loss"]) < 0.5 * tuned[0]["loss"]
+    assert found["identical"] and found["accepted"] >= 1.0
+
+
+def test_exported_eagle1(done: tuple[Path, dict[str, Any]]) -> None:
+    folder = done[0] / "eagle1" / "bf16" / "draft"
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle", "LlamaForCausalLM"]
+    assert not tensors["fc.bias"].any() and tensors["fc.weight"].shape == (32, 64)
+    assert not {"layers.0.input_layernorm.weight", "norm.weight", "lm_head.weight", "d2t"} & tensors.keys()
+    assert len(tensors) == 10
+    assert not (done[0] / "eagle1" / "bf16" / "trtllm.yaml").exists()
+    quantised = load_file(done[0] / "eagle1" / "fp8" / "draft" / "model.safetensors")
+    assert quantised["layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
+    assert quantised["fc.weight"].dtype == torch.bfloat16
+
+
+def test_exported_medusa(done: tuple[Path, dict[str, Any]]) -> None:
+    folder = done[0] / "medusa" / "bf16" / "draft"
+    tensors, config = load_file(folder / "medusa_lm_head.safetensors"), json.loads((folder / "config.json").read_text())
+    names = {f"{h}.{i}.linear.{kind}" for h in range(3) for i in range(2) for kind in ("weight", "bias")}
+    assert tensors.keys() == names | {f"{h}.2.weight" for h in range(3)}
+    assert (config["medusa_num_heads"], config["medusa_num_layers"], config["medusa_fc_bias"]) == (3, 2, True)
+    assert tensors["2.1.linear.bias"].abs().max() > 0
+    base = load_file(done[0] / "base" / "model.safetensors")["lm_head.weight"].bfloat16()
+    shared = load_file(done[0] / "medusa-shared" / "bf16" / "draft" / "medusa_lm_head.safetensors")
+    assert torch.equal(shared["0.1.weight"], base) and torch.equal(shared["1.1.weight"], base)
+    assert not torch.equal(tensors["0.2.weight"], base)
+    quantised = load_file(done[0] / "medusa" / "fp8" / "draft" / "medusa_lm_head.safetensors")
+    assert all(x.dtype == torch.bfloat16 for x in quantised.values())
+    assert not (folder / "hf_quant_config.json").exists()
+
+
+def test_exported_mtp(done: tuple[Path, dict[str, Any]]) -> None:
+    folder = done[0] / "mtp" / "bf16" / "draft"
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    assert {f"layers.0.{n}.weight" for n in ("enorm", "hnorm", "eh_proj", "shared_head.norm")} <= tensors.keys()
+    assert config["architectures"] == ["LlamaForCausalLMMTP"] and config["num_nextn_predict_layers"] == 1
+    assert not {"lm_head.weight", "norm.weight", "fc.weight"} & tensors.keys()
+
+
+def test_exported_eagle31(done: tuple[Path, dict[str, Any]]) -> None:
+    folder = done[0] / "eagle3.1" / "bf16" / "draft"
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    assert tensors["fc_norm.2.weight"].shape == (32,) and tensors["input_norm.weight"].shape == (96,)
+    for place in (config, config["eagle_config"]):
+        assert place["norm_before_fc"] and place["fc_norm"] and place["norm_output"]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 3, 6]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 4, 7]
+
+
+def test_contradicting_flags_are_refused(tmp_path: Path) -> None:
+    where = ("--load", tmp_path / "base", "--save", tmp_path / "out")
+    for flags, message in (
+        (("--export-algorithm", "eagle", "--export-algorithm", "medusa"), "twice"),
+        (("--export-algorithm", "medusa", "--export-eagle-algorithm", "eagle3"), "--export-eagle-algorithm contradict"),
+        (("--export-num-medusa-heads", 3), "belongs to --export-algorithm medusa"),
+    ):
+        assert message in refuse("convert_model", *where, *flags)
