@@ -215,6 +215,8 @@ class EagleConfig(Config):
     rope: RopeConfig = field(default_factory=RopeConfig)
     hidden_act: str = "silu"
     initializer_range: float = 0.02
+    fc_init: Literal["last_capture", "average"] = "last_capture"
+    """What the feature is at the start: the last capture learns faster than the average of all (docs/performance.md)."""
     init_from_base_layer: bool = False
     """Copy MLP and norms of the first draft layer from the base's last layer where shapes agree."""
     norm_before_fc: bool = False

@@ -45,9 +45,12 @@ def draw_normal(name: str, shape: tuple[int, ...], std: float, seed: int) -> Ten
     return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
 
 
-def _average_of_captures(hidden: int, captures: int, name: str, seed: int) -> Tensor:
-    average = torch.eye(hidden).repeat(1, captures) / captures
-    return average + draw_normal(name, (hidden, captures * hidden), FC_NOISE / math.sqrt(captures * hidden), seed)
+def _captures_to_feature(hidden: int, captures: int, start: str, name: str, seed: int) -> Tensor:
+    """K captures -> their average, or the last one (the nearest to what the base head reads), and little noise."""
+    passed = torch.eye(hidden).repeat(1, captures) / captures
+    if start == "last_capture":
+        passed = torch.cat([torch.zeros(hidden, (captures - 1) * hidden), torch.eye(hidden)], dim=1)
+    return passed + draw_normal(name, (hidden, captures * hidden), FC_NOISE / math.sqrt(captures * hidden), seed)
 
 
 def _feature_alone(shape: tuple[int, ...], name: str, seed: int) -> Tensor:
@@ -73,7 +76,10 @@ def initial_values(
         elif name.endswith("eh_proj.weight") or (name == "fc.weight" and config.algorithm == "eagle1"):
             yield name, _feature_alone(shape, name, seed)
         elif name == "fc.weight" and config.hidden_size == config.target_hidden_size:
-            yield name, _average_of_captures(config.hidden_size, len(config.capture_layer_ids), name, seed)
+            yield (
+                name,
+                _captures_to_feature(config.hidden_size, len(config.capture_layer_ids), config.fc_init, name, seed),
+            )
         elif name in _FINAL_NORMS and "norm.weight" in base and tuple(base["norm.weight"].shape) == shape:
             yield name, base["norm.weight"]
         elif config.init_from_base_layer and first_layer and source is not None and tuple(source.shape) == shape:
