@@ -25,6 +25,7 @@ def parser() -> cli.Parser:
         "--export-base", action="store_true", help="write the base beside the draft also when it is not quantised"
     )
     p.add_argument("--base", metavar="DIR", help="the base's place, when it moved")
+    p.add_argument("--bf16", action="store_true", help="load bfloat16 weights (default: float32)")
     p.add_argument(
         "--max-draft-len", type=int, default=3, help="draft length in the serving configuration (default: 3)"
     )
@@ -42,6 +43,7 @@ def main(args: argparse.Namespace) -> None:
         with_base=args.export_base,
         base=args.base,
         max_draft_len=args.max_draft_len,
+        bf16=args.bf16,
         parallel=cli.config_from(ParallelConfig, args),
     )
 

@@ -18,7 +18,8 @@ options (defaults in brackets):
   --heldout FILE      prompts to validate on [examples/post_training/data/heldout_prompts.jsonl]
   --output DIR        where everything goes [runs/eagle3]
   --draft_vocab N     draft vocabulary size [4096; 32000 with --base_model]
-  --train_iters N, --qat_iters N, --batch N, --seq_length N, --lr X, --ttt_steps N, --max_new_tokens N
+  --train_iters N, --qat_iters N, --batch N, --seq_length N, --lr X, --ttt_steps N, --max_new_tokens N, --loss KIND,
+  --num_prompts N     of the training and of the decoding; see the head of this script for the defaults
 EOF
 }
 
@@ -26,14 +27,14 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 scripts=$root/examples/post_training
 base_model="" num_gpu=0 tp=1 pp=1 data="" output=$root/runs/eagle3
 prompts=$scripts/data/prompts.jsonl heldout=$scripts/data/heldout_prompts.jsonl
-draft_vocab="" train_iters="" qat_iters="" batch=8 seq_length="" lr="" ttt_steps="" max_new_tokens=""
+draft_vocab="" train_iters="" qat_iters="" batch="" seq_length="" lr="" ttt_steps="" max_new_tokens="" loss="" num_prompts=""
 fail() { echo "error: $1" >&2; exit 2; }
 
 while [ $# -gt 0 ]; do
   case $1 in
     -h|--help) sed -n '2,8s/^# \{0,1\}//p' "$0"; usage; exit 0 ;;
     --base_model|--num_gpu|--tp|--pp|--data|--prompts|--heldout|--output|--draft_vocab|--train_iters|--qat_iters|--batch|\
-    --seq_length|--lr|--ttt_steps|--max_new_tokens)
+    --seq_length|--lr|--ttt_steps|--max_new_tokens|--loss|--num_prompts)
       [ $# -ge 2 ] || fail "$1 needs a value"
       printf -v "${1#--}" '%s' "$2"; shift 2 ;;
     *) usage >&2; fail "unknown option $1" ;;
@@ -45,10 +46,15 @@ for f in "$prompts" "$heldout" ${data:+"$data"}; do [ -f "$f" ] || fail "$f: no 
 
 # Small settings fit a two-core machine; with a model of the user's own the usual ones of the EAGLE-3 paper.
 if [ -z "$base_model" ]; then
-  : "${draft_vocab:=4096}" "${train_iters:=160}" "${qat_iters:=12}" "${seq_length:=256}" "${lr:=1e-3}" "${ttt_steps:=4}" "${max_new_tokens:=128}"
+  : "${draft_vocab:=4096}" "${train_iters:=320}" "${qat_iters:=12}" "${batch:=4}" "${seq_length:=256}" "${lr:=2e-3}"
+  : "${ttt_steps:=3}" "${max_new_tokens:=128}" "${loss:=lk}" "${num_prompts:=240}"
 else
-  : "${draft_vocab:=32000}" "${train_iters:=1000}" "${qat_iters:=100}" "${seq_length:=2048}" "${lr:=1e-4}" "${ttt_steps:=7}" "${max_new_tokens:=512}"
+  : "${draft_vocab:=32000}" "${train_iters:=1000}" "${qat_iters:=100}" "${batch:=8}" "${seq_length:=2048}" "${lr:=1e-4}"
+  : "${ttt_steps:=7}" "${max_new_tokens:=512}" "${loss:=soft_ce}" "${num_prompts:=1000000}"
 fi
+qat_lr=$(awk "BEGIN {print $lr / 10}")
+ranks=$((num_gpu > 1 ? num_gpu : 1))
+global_batch=$((batch * ranks / tp))
 
 # The interpreter: on GPU machines one that already has torch with CUDA, otherwise our own virtual environment.
 python=python3
@@ -84,19 +90,20 @@ base=${base_model:-$root/.cache/smollm2-135m-instruct}
 [ -n "$base_model" ] || stage fetch_base "$python" "$root/tools/get_smollm2.py" --output "$base"
 train=${data:-$output/train.jsonl}
 [ -n "$data" ] || stage synthesize launch generate.py --base "$base" --data "$prompts" --output "$train" \
-  --max-new-tokens "$max_new_tokens" --batch-size 32
+  --max-new-tokens "$max_new_tokens" --batch-size 64 --num-prompts "$num_prompts"
 stage calibrate_vocab "$python" "$root/tools/calibrate_draft_vocab.py" --model "$base" --data "$train" \
   --draft-vocab-size "$draft_vocab" --save-dir "$output/vocab"
 stage convert launch convert_model.py --export-algorithm eagle --export-eagle-algorithm eagle3 \
   --eagle-config "$scripts/eagle_config_demo.json" --draft-vocab "$output/vocab" --load "$base" --save "$output/draft"
-common=(--data "$train" --seq-length "$seq_length" --ttt-steps "$ttt_steps")
+calibration=(--data "$train" --seq-length "$seq_length" --ttt-steps "$ttt_steps")
+common=("${calibration[@]}" --loss "$loss")
 stage finetune launch finetune.py --load "$output/draft" --save "$output/finetuned" "${common[@]}" \
-  --train-iters "$train_iters" --micro-batch-size "$batch" --global-batch-size "$((batch * (num_gpu > 1 ? num_gpu / tp : 1)))" --lr "$lr" --lr-warmup-iters 5 \
+  --train-iters "$train_iters" --micro-batch-size "$batch" --global-batch-size "$global_batch" --lr "$lr" --lr-warmup-iters 5 \
   --feature-cache "$output/features" --log-interval 10
 stage quantize launch quantize.py --export-quant-cfg fp8 --load "$output/finetuned" --save "$output/quantized" \
-  "${common[@]}" --calib-samples 32
+  "${calibration[@]}" --calib-samples 32
 stage qat launch finetune.py --load "$output/quantized" --save "$output/qat" "${common[@]}" \
-  --train-iters "$qat_iters" --micro-batch-size "$batch" --global-batch-size "$((batch * (num_gpu > 1 ? num_gpu / tp : 1)))" --lr "$lr" --min-lr 0
+  --train-iters "$qat_iters" --micro-batch-size "$batch" --global-batch-size "$global_batch" --lr "$qat_lr"
 stage export_bf16 launch export.py --load "$output/finetuned" --export-dir "$output/export_bf16" --export-extra-modules
 stage export launch export.py --load "$output/qat" --export-dir "$output/export" --export-extra-modules
 measure=(--data "$heldout" --max-draft-len 3 --max-new-tokens "$max_new_tokens" --batch-size 20)

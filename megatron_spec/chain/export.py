@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import torch
+
 from megatron_spec import distributed
 from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint.spec import read_spec, resolve
@@ -20,7 +22,7 @@ log = logging.getLogger(__name__)
 
 def export(
     load: str, export_dir: str, *, extra_modules: bool = True, with_base: bool = False, base: str | None = None,
-    max_draft_len: int = 3, parallel: ParallelConfig | None = None,
+    max_draft_len: int = 3, bf16: bool = False, parallel: ParallelConfig | None = None,
 ) -> Path:  # fmt: skip
     """Write EXPORT_DIR/draft and, for a fake-quantised base or on request, EXPORT_DIR/base.
 
@@ -44,7 +46,7 @@ def export(
     require_empty(export_dir, "give another --export-dir, or remove it to export again")
     check_parallel(spec.base.config, parallel)
     world = distributed.initialize(parallel)
-    loaded = load_checkpoint(folder, world, base_path=base)
+    loaded = load_checkpoint(folder, world, dtype=torch.bfloat16 if bf16 else torch.float32, base_path=base)
     out = Path(export_dir)
     run_config = {"checkpoint": str(folder), "quant": spec.quant.to_dict() if spec.quant else None}
     if quantised_base or with_base:

@@ -169,9 +169,12 @@ def test_initial_values() -> None:
     assert torch.equal(found["midlayer.hidden_norm.weight"], base["input_layernorm.weight"])
     assert torch.equal(found["midlayer.input_layernorm.weight"], torch.ones(16))
     assert torch.equal(found["midlayer.mlp.down_proj.weight"], base["mlp.down_proj.weight"])
-    average = torch.randn(5, 48)
-    projected, expected = average @ found["fc.weight"].T, average.view(5, 3, 16).mean(1)
-    assert 0 < (projected - expected).norm() / expected.norm() < 0.2
+    captures = torch.randn(5, 48)
+    for start, expected in (("last_capture", captures[:, 32:]), ("average", captures.view(5, 3, 16).mean(1))):
+        other = EagleDraft(config.replace(fc_init=start), draft_vocab(config), world.tp)
+        other.initialize(ends, base, seed=1)
+        projected = captures @ other.fc.weight.T
+        assert 0 < (projected - expected).norm() / expected.norm() < 0.2
     again = EagleDraft(config, draft_vocab(config), world.tp)
     again.initialize(ends, base, seed=1)
     assert all(torch.equal(p, found[n]) for n, p in again.named_parameters())
