@@ -1,0 +1,147 @@
+"""Drafts of every algorithm decode as they were trained: text as without, each draft the draft from scratch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_spec import presets
+from megatron_spec.batch import Batch, Features
+from megatron_spec.config import DraftConfig, ObjectiveConfig
+from megatron_spec.decoding.drafters import build_drafter
+from megatron_spec.decoding.engine import decode
+from megatron_spec.drafts import build_draft
+from megatron_spec.drafts.vocab import DraftVocab
+from tests.unit_tests.decoding import setting
+from tests.unit_tests.decoding.setting import CONFIG, VOCAB
+from tests.unit_tests.decoding.test_eagle import Recorder
+from tests.worlds import run_world
+
+KINDS = ("eagle1", "eagle3.1", "eagle-mtp", "medusa")
+LENGTH = CONFIG.max_draft_len
+
+
+def config_of(kind: str, base: Any) -> DraftConfig:
+    if kind == "medusa":
+        return presets.medusa_config(base.config, num_heads=LENGTH)
+    overrides = {"capture_layer_ids": setting.CAPTURES} if kind == "eagle3.1" else {}
+    return presets.eagle_config(base.config, kind, overrides)
+
+
+def new_draft(base: Any, kind: str) -> Any:
+    draft = build_draft(config_of(kind, base), DraftVocab.full(base.config.vocab_size), base.world, torch.float32)
+    draft.initialize(base, None, seed=3)
+    return draft
+
+
+def text_features(base: Any, text: list[int], prompt: int) -> Features:
+    from megatron_spec.pipeline.schedule import run_base
+
+    tokens_BS = torch.tensor([text])
+    turns_BS = (torch.arange(len(text)) >= prompt).int()[None]
+    batch = Batch(tokens_BS, torch.arange(len(text))[None], turns_BS, torch.zeros_like(turns_BS))
+    [(captures, state)] = run_base(base, [batch])
+    return Features(batch, captures, state)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny: Any) -> dict[str, Any]:
+    """A draft of every kind, overfitted on the answer to the first prompt."""
+    drafts = {}
+    more = decode(tiny.base, tiny.prompts[:1], CONFIG.replace(max_new_tokens=30), set())[0].tokens
+    f = text_features(tiny.base, tiny.prompts[0] + more, len(tiny.prompts[0]))
+    for kind in KINDS:
+        draft = drafts[kind] = new_draft(tiny.base, kind)
+        noise = {"feature_noise": 0.0, "token_weight": 1.0} if kind == "eagle1" else {}
+        goal = ObjectiveConfig(ttt_steps=LENGTH, loss="hard_ce", **noise)
+        optimizer = torch.optim.Adam(draft.parameters(), lr=5e-3)
+        for _ in range(120):
+            losses = draft(f, tiny.base, goal)
+            optimizer.zero_grad()
+            (losses.total / losses.rows_T[0]).backward()
+            optimizer.step()
+        assert float((losses.correct_T / losses.rows_T).min()) == 1.0, kind
+    return drafts
+
+
+@torch.no_grad()
+def drafts_from_scratch(base: Any, draft: Any, text: list[int]) -> list[int]:
+    """All draft tokens of the last row, by training's own forward: each draft is appended and everything run again."""
+    if hasattr(draft, "heads"):
+        f = text_features(base, text, 0)
+        return [int(draft.logits(f.state_SBH[-2:-1], i, base).argmax()) for i in range(LENGTH)]
+    from megatron_spec.drafts.base import shift
+    from megatron_spec.ops.ttt_attention import TrainingTimeTest, trunk_layout
+
+    f = text_features(base, text[:-1], 0)
+    drafted: list[int] = []
+    attention = TrainingTimeTest(trunk_layout(f.batch.documents_BS, torch.float32))
+    hidden: Tensor = draft.start(f.captures_SBC, f.state_SBH)
+    S = len(text) - 1
+    for k in range(LENGTH):
+        tokens = torch.tensor([text + drafted + [0] * LENGTH])
+        embedding = base.embed(shift(tokens, 1 + k, 1)[:, :S])
+        hidden, normed = draft.layer_step(hidden, embedding, f.batch.positions_BS + k, attention)
+        drafted.append(int(draft.logits(normed, base)[-1, 0].argmax()))
+    return drafted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_is_the_bases_and_drafts_are_those_of_training(tiny: Any, trained: dict[str, Any], kind: str) -> None:
+    recorder = Recorder(build_drafter(trained[kind], tiny.base))
+    found = decode(tiny.base, tiny.prompts, CONFIG, set(), draft=recorder)
+    assert [g.tokens for g in found] == tiny.answers
+    full = [g for g in found[0].accepted_lengths[:-1]]
+    assert all(a == LENGTH for a in full), full  # every drafted token of the learned answer
+    assert any(a < LENGTH for g in found[1:] for a in g.accepted_lengths)
+    for text, drafts in recorder.notes[::5]:
+        count = len(drafts)
+        assert drafts == drafts_from_scratch(tiny.base, trained[kind], text)[:count], f"after {len(text)} tokens"
+
+
+def test_medusa_proposes_no_more_than_its_heads(tiny: Any, trained: dict[str, Any]) -> None:
+    longer = CONFIG.replace(max_draft_len=LENGTH + 2)
+    found = decode(tiny.base, tiny.prompts[:2], longer, set(), draft=trained["medusa"])
+    assert [g.tokens for g in found] == tiny.answers[:2]
+    assert max(n for g in found for n in g.drafted_lengths) == LENGTH
+
+
+def parallel(folder: str, weights: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+    """Answers and accepted lengths of every kind under tensor parallelism of two."""
+    from megatron_spec import distributed
+    from megatron_spec.config import ParallelConfig
+
+    world = distributed.initialize(ParallelConfig(tensor_model_parallel_size=2))
+    found = {}
+    for kind, values in weights.items():
+        base = setting.load(folder, world, setting.CAPTURES if kind == "eagle3.1" else ())
+        draft = new_draft(base, kind)
+        setting.set_weights(draft, values)
+        found[kind] = [
+            (g.tokens, g.accepted_lengths) for g in decode(base, setting.prompts()[:3], CONFIG, set(), draft=draft)
+        ]
+    return found
+
+
+def test_tensor_parallel_drafts_are_the_same(tmp_path: Path) -> None:
+    setting.save_tiny(tmp_path, vocab_size=VOCAB + 1)
+    weights = {}
+    alone = {}
+    from megatron_spec import distributed
+
+    for kind in KINDS:
+        base = setting.load(tmp_path, distributed.initialize(), setting.CAPTURES if kind == "eagle3.1" else ())
+        draft = new_draft(base, kind)
+        with torch.no_grad():
+            for n, p in draft.named_parameters():
+                if "linear" in n:
+                    p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n))) * 0.05)
+        weights[kind] = setting.whole_weights(draft)
+        prompts = setting.prompts()[:3]
+        alone[kind] = [(g.tokens, g.accepted_lengths) for g in decode(base, prompts, CONFIG, set(), draft=draft)]
+    for found in run_world(2, parallel, str(tmp_path), weights):
+        assert found == alone
