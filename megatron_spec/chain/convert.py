@@ -151,5 +151,5 @@ def check_draft_parallel(config: DraftConfig, parallel: ParallelConfig) -> None:
         if getattr(config, name) % tp:
             raise UserError(
                 f"--tensor-model-parallel-size {tp} does not divide the draft's {name} {getattr(config, name)}: "
-                "choose another size or change it in --eagle-config"
+                "choose another size or, for EAGLE-3, change it in --eagle-config"
             )

@@ -157,8 +157,17 @@ def _layer_tensors(folder: Folder) -> list[str]:
     return [f"{layer}.{kind}.weight" for layer in folder.layers for kind in kinds]
 
 
+def _option_norms(folder: Folder) -> list[str]:
+    """Norms before `fc` that EAGLE-3.1's options in config.json announce."""
+    inside = folder.config.get("eagle_config") or {}
+    fc = folder.tensors.get("fc.weight")
+    captures = fc.shape[1] // folder.target_hidden if fc is not None and len(fc.shape) == 2 else 3
+    norms = ["input_norm.weight"] if folder.config.get("norm_before_fc") or inside.get("norm_before_fc") else []
+    return norms + [f"fc_norm.{i}.weight" for i in range(captures) if folder.config.get("fc_norm")]
+
+
 def _expected_names(folder: Folder) -> list[str]:
-    names = ["fc.weight", *_layer_tensors(folder), "norm.weight", "lm_head.weight"]
+    names = ["fc.weight", *_option_norms(folder), *_layer_tensors(folder), "norm.weight", "lm_head.weight"]
     return names + (["d2t", "t2d"] if folder.draft_vocab < folder.config["vocab_size"] else [])
 
 
@@ -192,7 +201,7 @@ def _is_known(name: str, folder: Folder) -> bool:
     stem, _, last = name.rpartition(".")
     if last in ("weight_scale", "input_scale", "k_scale", "v_scale"):
         return f"{stem}.weight" in folder.tensors
-    return name in _layer_tensors(folder) or name in {
+    return name in _layer_tensors(folder) + _option_norms(folder) or name in {
         "fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "embed_tokens.weight",
     }  # fmt: skip
 

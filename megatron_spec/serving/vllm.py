@@ -14,11 +14,14 @@ from megatron_spec.serving.draft import check_draft_len, read_draft
 def speculative_config(draft: Path | str, max_draft_len: int) -> dict[str, Any]:
     """vLLM's speculative_config. The method is always named: guessing it from the folder's name fails silently."""
     check_draft_len(max_draft_len)
-    return {"method": "eagle3", "model": str(read_draft(draft).path), "num_speculative_tokens": max_draft_len}
+    served = read_draft(draft, ("eagle3", "eagle", "medusa"))
+    if served.num_heads is not None and max_draft_len > served.num_heads:
+        raise UserError(f"--max-draft-len {max_draft_len}, but the draft has {served.num_heads} Medusa heads")
+    return {"method": served.method, "model": str(served.path), "num_speculative_tokens": max_draft_len}
 
 
 def vllm_command(draft: Path | str, base: Path | str, max_draft_len: int) -> list[str]:
-    """Arguments that start an OpenAI-compatible server. Raises UserError when there is no EAGLE-3 draft."""
+    """Arguments that start an OpenAI-compatible server. Raises UserError when there is no draft that vLLM loads."""
     return ["vllm", "serve", str(base), "--speculative-config", json.dumps(speculative_config(draft, max_draft_len))]
 
 

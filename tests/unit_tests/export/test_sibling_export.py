@@ -24,6 +24,7 @@ from megatron_spec.export import medusa
 from megatron_spec.export.common import VerificationError
 from megatron_spec.export.draft import export_draft
 from megatron_spec.export.layout import read_config_json
+from megatron_spec.export.rules import check_folder
 from megatron_spec.export.verify import verify_draft
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.quantization.calibrate import calibrate
@@ -157,6 +158,16 @@ def test_options_that_disagree_are_caught(folders: tuple[Path, Path]) -> None:
     raw["eagle_config"]["fc_norm"] = False
     with pytest.raises(UserError, match="disagree about fc_norm"):
         read_config_json(raw, 8)
+
+
+def test_rules_know_the_options(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    one = folders[1] / "one" / "eagle3.1"
+    assert [f for f in check_folder(one, base=folders[0]) if not f.warning] == []
+    shutil.copytree(one, tmp_path / "draft")
+    tensors = load_file(one / "model.safetensors")
+    del tensors["fc_norm.2.weight"]
+    save_file(tensors, tmp_path / "draft" / "model.safetensors")
+    assert any("fc_norm.2" in f.found for f in check_folder(tmp_path / "draft"))
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle-mtp", "medusa"])

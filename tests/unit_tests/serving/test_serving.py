@@ -53,6 +53,23 @@ def test_trtllm_gets_other_capture_layers(tmp_path: Path, keys: dict[str, Any]) 
     assert config["speculative_config"]["eagle3_layers_to_capture"] == [0, 6]
 
 
+def test_every_engine_gets_the_kinds_it_loads(tmp_path: Path) -> None:
+    kinds = {"eagle": ["LlamaForCausalLMEagle", "LlamaForCausalLM"], "medusa": ["MedusaModel"]}
+    for method, architectures in kinds.items():
+        path = draft(tmp_path / method, architectures=architectures, medusa_num_heads=3)
+        assert json.loads(vllm_command(path, "/base", 3)[4])["method"] == method
+        with pytest.raises(UserError, match=r"found architectures.*expected an exported EAGLE-3 draft"):
+            trtllm_config(path, 3)
+    assert "EAGLE" in sglang_command(tmp_path / "eagle", "/base", 3)
+    with pytest.raises(UserError, match="EAGLE-3 or EAGLE-1"):
+        sglang_command(tmp_path / "medusa", "/base", 3)
+    with pytest.raises(UserError, match="has 3 Medusa heads"):
+        vllm_command(tmp_path / "medusa", "/base", 4)
+    mtp = draft(tmp_path / "mtp", architectures=["LlamaForCausalLMMTP"])
+    with pytest.raises(UserError, match="expected an exported EAGLE-3 or EAGLE-1 or Medusa draft"):
+        vllm_command(mtp, "/base", 3)
+
+
 def test_vllm_names_the_method(tmp_path: Path) -> None:
     draft(tmp_path / "out" / "draft")
     command = vllm_command(tmp_path / "out", "/base", 3)  # the export folder holds draft/
