@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.functional_tests.workshop import make_base, refuse, run_script, write_conversations
+from tests.functional_tests.workshop import ROOT, SCRIPTS, make_base, refuse, run_script, write_conversations
 from tests.worlds import run_world
 
 
@@ -180,11 +182,6 @@ def test_help_needs_no_torch() -> None:
     code = "import sys, runpy; sys.argv=['finetune.py','--help']\n"
     code += "try: runpy.run_path('examples/post_training/finetune.py', run_name='__main__')\n"
     code += "except SystemExit as e: print('torch' in sys.modules, e.code)"
-    import subprocess
-    import sys
-
-    from tests.functional_tests.workshop import ROOT
-
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stdout.splitlines()[-1] == "False 0"
 
@@ -207,3 +204,19 @@ def test_a_half_installed_optional_package_is_explained(place: Path, tmp_path: P
     done = run_script("generate", "--base", place / "base", "--data", "x", "--output", "y", search_path=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert package in done.stderr and "libcudart.so.99" in done.stderr and "pip" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--basemodel", "x"], "unknown option --basemodel"),
+        (["--base_model"], "needs a value"),
+        (["--base_model", "nowhere"], "no such folder"),
+        (["--data", "nowhere.jsonl"], "no such file"),
+        (["--tp", "2"], "needs at least 2 GPUs"),
+    ],
+)
+def test_the_one_command_chain_refuses_before_it_sets_up(arguments: list[str], expected: str) -> None:
+    script = SCRIPTS / "train_eagle3_and_export.sh"
+    done = subprocess.run(["bash", str(script), *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and expected in done.stderr
