@@ -216,7 +216,7 @@ class EagleConfig(Config):
     hidden_act: str = "silu"
     initializer_range: float = 0.02
     fc_init: Literal["last_capture", "average"] = "last_capture"
-    """What the feature is at the start: the last capture learns faster than the average of all (docs/performance.md)."""
+    """What the feature is at the start. The last capture learned faster than the average in a sweep on SmolLM2."""
     init_from_base_layer: bool = False
     """Copy MLP and norms of the first draft layer from the base's last layer where shapes agree."""
     norm_before_fc: bool = False

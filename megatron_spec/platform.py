@@ -46,8 +46,8 @@ def check_optional_packages() -> None:
             importlib.import_module(module)
         except Exception as e:
             raise UserError(
-                f"{name} is installed, but {module} does not import ({type(e).__name__}: {e}): complete it ({remedy}) or "
-                f"remove it (pip uninstall {name.replace('_', '-')}); it is optional"
+                f"{name} is installed, but {module} does not import ({type(e).__name__}: {e}): complete it ({remedy}) "
+                f"or remove it (pip uninstall {name.replace('_', '-')}); it is optional"
             ) from e
 
 

@@ -23,7 +23,7 @@ def parser() -> cli.Parser:
     p.add_argument("--base", metavar="DIR", help="the base's place, when it moved since convert_model.py")
     p.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
     p.add_argument("--feature-cache", metavar="DIR", help="compute the base's features once, into this folder")
-    p.add_argument("--base-fp8", action="store_true", help="run the base's linears in real fp8 (Hopper or newer, --bf16)")
+    p.add_argument("--base-fp8", action="store_true", help="run the base in real fp8 (Hopper or newer, with --bf16)")
     p.add_argument("--tensorboard-dir", metavar="DIR", help="write TensorBoard events")
     p.add_argument("--wandb-project", metavar="NAME", help="log to Weights & Biases")
     p.add_config(TrainConfig)
