@@ -9,6 +9,8 @@ S sequence, B micro-batch, H hidden size, T draft steps, R supervised rows of a 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -105,15 +107,15 @@ def feature_noise(batch: Batch, like_SBH: Tensor, scale: float, first_row: int =
     place_S = torch.arange(batch.tokens_BS.shape[1], device=device)
     real_BS = batch.documents_BS >= 0
     content_B = (_mix((batch.tokens_BS + 1) * 0x9E3779B1 + place_S) * real_BS).sum(1)
-    seed_B = _mix(content_B + _mix(torch.tensor(torch.initial_seed() & 0x7FFFFFFF, device=device)))
+    seed_B = _mix(content_B + _mix(torch.initial_seed()))
     row_SB = _mix(seed_B + place_S[first_row : first_row + S, None] * 0x85EBCA6B)
     bits_SBH = _mix(row_SB[..., None] + torch.arange(H, device=device) * 0xC2B2AE35)
     unit_SBH = (bits_SBH >> 8).to(torch.float32) / (1 << 24)  # 24 bits: exact in fp32, [0, 1)
     return ((2 * unit_SBH - 1) * scale).to(like_SBH.dtype)
 
 
-def _mix(x: Tensor) -> Tensor:
-    """32 well-mixed bits of an int64 (a multiply-xorshift hash)."""
+def _mix(x: Any) -> Any:
+    """32 well-mixed bits of an integer or of an int64 tensor (a multiply-xorshift hash)."""
     x = x & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF

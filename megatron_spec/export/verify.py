@@ -26,8 +26,8 @@ from megatron_spec.ops.attention import AttentionPlan, attend
 from megatron_spec.pipeline.model import FrozenBase
 from megatron_spec.pipeline.schedule import run_base_everywhere
 
-_NOT_EXPORTED = {"initializer_range", "init_from_base_layer", "max_position_embeddings"}
-"""Fields of EagleConfig that need not come back: two matter before training only, one may grow to the base's."""
+_NOT_EXPORTED = {"initializer_range", "init_from_base_layer", "fc_init", "max_position_embeddings"}
+"""Fields of EagleConfig that need not come back: three matter before training only, one may grow to the base's."""
 
 
 def verify_draft(

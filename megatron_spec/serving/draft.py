@@ -47,7 +47,7 @@ def read_draft(folder: Path | str, methods: tuple[str, ...] = ("eagle3",)) -> Se
     if method not in methods:
         wanted = " or ".join(_NAMES[m] for m in methods)
         raise UserError(
-            f"{path}: found architectures {architectures}, expected an exported {wanted} draft: this engine loads no other"
+            f"{path}: found architectures {architectures}, expected an exported {wanted} draft, as this engine loads"
         )
     nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     top = config.get("eagle_aux_hidden_state_layer_ids")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.functional_tests.workshop import make_base, refuse, write_conversations
+from megatron_spec.chain.convert import DraftRequest
+from megatron_spec.config import UserError
+from tests.functional_tests.workshop import SCRIPTS, make_base, refuse, write_conversations
 from tests.worlds import run_world
 
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -57,7 +60,7 @@ def chain(root: str, name: str) -> dict[str, Any]:
 
 
 def chains(root: str) -> dict[str, Any]:
-    return {name: chain(root, name) for name in REQUESTS}
+    return {**{name: chain(root, name) for name in REQUESTS}, "one process": trained_in(root, ({},))}
 
 
 @pytest.fixture(scope="module")
@@ -127,11 +130,47 @@ def test_exported_eagle31(done: tuple[Path, dict[str, Any]]) -> None:
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 4, 7]
 
 
-def test_contradicting_flags_are_refused(tmp_path: Path) -> None:
-    where = ("--load", tmp_path / "base", "--save", tmp_path / "out")
-    for flags, message in (
-        (("--export-algorithm", "eagle", "--export-algorithm", "medusa"), "twice"),
-        (("--export-algorithm", "medusa", "--export-eagle-algorithm", "eagle3"), "--export-eagle-algorithm contradict"),
-        (("--export-num-medusa-heads", 3), "belongs to --export-algorithm medusa"),
-    ):
-        assert message in refuse("convert_model", *where, *flags)
+LAYOUTS: tuple[dict[str, Any], ...] = ({"tensor_model_parallel_size": 2, "sequence_parallel": True},)
+
+
+def trained_in(root: str, layouts: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
+    """Losses and gradient norms of short runs of the drafts that have something of their own: noise, other heads."""
+    from megatron.core import parallel_state
+
+    from megatron_spec.chain.convert import convert
+    from megatron_spec.chain.finetune import FinetuneRun, finetune
+    from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
+
+    found = []
+    for layout in layouts:
+        for name in ("eagle1", "medusa"):
+            if parallel_state.model_parallel_is_initialized():
+                parallel_state.destroy_model_parallel()
+            here, parallel = f"{root}/{len(layout)}-{name}", ParallelConfig(**layout)
+            convert(f"{root}/base", f"{here}/draft", parallel=parallel, **REQUESTS[name])
+            settings = TrainConfig(2, micro_batch_size=1, global_batch_size=4, lr=1e-3)
+            goal = ObjectiveConfig() if name == "medusa" else ObjectiveConfig(ttt_steps=2)
+            data = f"{root}/train.jsonl"
+            assert finetune(FinetuneRun(f"{here}/draft", f"{here}/tuned", data, settings, goal, parallel, 96))
+            lines = [json.loads(line) for line in Path(here, "tuned", "metrics.jsonl").read_text().splitlines()]
+            found.append({"name": name, "values": [[line["loss"], line["grad_norm"]] for line in lines]})
+    return found
+
+
+def test_layouts_train_the_same(done: tuple[Path, dict[str, Any]]) -> None:
+    one = {x["name"]: x["values"] for x in done[1]["one process"]}
+    for found in run_world(2, trained_in, str(done[0]), LAYOUTS)[0]:
+        assert torch.tensor(found["values"]).allclose(torch.tensor(one[found["name"]]), rtol=1e-5), found
+
+
+def test_contradicting_flags_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--load", str(tmp_path / "base"), "--save", str(tmp_path / "out")]
+    assert "it belongs to --export-algorithm medusa" in refuse(
+        "convert_model", *where, "--export-num-medusa-heads", 3
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"--export-eagle-algorithm, --draft-vocab contradict.*algorithm eagle"):
+        DraftRequest("medusa", eagle_algorithm="eagle3", draft_vocab="vocab")
+    script = runpy.run_path(str(SCRIPTS / "convert_model.py"))
+    with pytest.raises(SystemExit):
+        script["parser"]().parse_args([*where, "--export-algorithm", "eagle", "--export-algorithm", "medusa"])
+    assert "given twice" in capsys.readouterr().err
