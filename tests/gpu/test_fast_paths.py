@@ -237,13 +237,42 @@ def test_fp8_base() -> None:
     captures, state = run_base(base, [batch])[0]
     run_in_fp8(base)
     captures_fp8, state_fp8 = run_base(base, [batch])[0]
-    assert 1e-3 < distance(captures_fp8, captures) < 0.1
-    assert 1e-3 < distance(state_fp8, state) < 0.1
+    # E4M3 rounds 22 times as coarsely as bf16, whose own error here is near 1 % (test_base_forward)
+    assert 1e-2 < distance(captures_fp8, captures) < 0.3
+    assert 1e-2 < distance(state_fp8, state) < 0.3
     assert base.gpt.decoder.layers[0].mlp.linear_fc1.weight.numel() == 0
     cache = base.new_cache(ROWS, LENGTH)
     slots = torch.arange(LENGTH, device="cuda").repeat(ROWS, 1)
     with pytest.raises(UserError, match="fp8"):
         run_base(base, [batch], [attention.AttentionPlan.cached(cache, slots)])
+
+
+def test_fp8_kernels() -> None:
+    """Rows are rounded to the nearest E4M3 value under their own scale, and products are those of the rounded rows."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs fp8 tensor cores")
+    from megatron_spec.ops import fp8
+
+    generator = torch.Generator().manual_seed(0)
+    x, delta, gate_up, weight = (
+        torch.randn(shape, generator=generator).bfloat16().cuda() for shape in ((33, 96), (33, 96), (33, 192), (64, 96))
+    )
+    norm_weight, total = torch.rand(96, generator=generator).bfloat16().cuda() + 0.5, torch.empty_like(x)
+    normed = fp8.norm(x, delta, total, norm_weight, 1e-5)
+    assert torch.equal(total, x + delta)
+    gate, up = gate_up.float().chunk(2, 1)
+    expected = {
+        "norm": (normed, torch.nn.functional.rms_norm((x + delta).float(), (96,), norm_weight.float(), 1e-5)),
+        "gated": (fp8.gated(gate_up), torch.nn.functional.silu(gate) * up),
+        "rows": (fp8.quantize(x), x.float()),
+        "weight": (fp8.Fp8Matrix.of_weight(weight), weight.float()),
+    }
+    for name, (found, exact) in expected.items():
+        assert distance(found.dequantized(), exact) < 0.03, name
+        scale = exact.abs().amax(1) / 448
+        torch.testing.assert_close(found.scale, scale, rtol=1e-2, atol=0.0, msg=name)
+    a, b = fp8.quantize(x), fp8.Fp8Matrix.of_weight(weight)
+    assert distance(fp8.product(a, b, torch.bfloat16), a.dequantized() @ b.dequantized().t()) < 5e-3
 
 
 def test_fp8_refuses_what_it_cannot_run() -> None:
