@@ -59,8 +59,29 @@ def chain(root: str, name: str) -> dict[str, Any]:
     return found
 
 
+def library(root: str) -> dict[str, Any]:
+    """The library's way for heads: convert, losses, quantise, save, load, export."""
+    import megatron_spec
+    from megatron_spec.checkpoint.base_import import inspect_base, load_base
+    from tests.tiny import make_batch
+
+    base = load_base(inspect_base(f"{root}/base"), megatron_spec.initialize())
+    model = megatron_spec.convert(base, [("medusa", {"num_heads": 2})], base_path=f"{root}/base")
+    before = model(make_batch(2, 24, seed=1))[0].loss_T.tolist()
+    megatron_spec.quantize(model, [[make_batch(2, 24, seed=2)]])
+    megatron_spec.save(model, f"{root}/library")
+    megatron_spec.export_draft(model, f"{root}/library-export")
+    again = megatron_spec.load(f"{root}/library")
+    losses = [m(make_batch(2, 24, seed=1))[0].loss_T.tolist() for m in (model, again)]
+    return {"heads": len(before), "same": losses[0] == losses[1], "quantised": losses[0] != before}
+
+
 def chains(root: str) -> dict[str, Any]:
-    return {**{name: chain(root, name) for name in REQUESTS}, "one process": trained_in(root, ({},))}
+    return {
+        **{name: chain(root, name) for name in REQUESTS},
+        "one process": trained_in(root, ({},)),
+        "library": library(root),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +102,10 @@ def test_trains_decodes_and_continues_quantised(done: tuple[Path, dict[str, Any]
     assert len(tuned[0]["accuracy_per_step"]) == REQUESTS[name].get("num_medusa_heads", 2)
     assert abs(qat[0]["loss"] - tuned[-1]["loss"]) < 0.5 * tuned[0]["loss"]
     assert found["identical"] and found["accepted"] >= 1.0
+
+
+def test_library(done: tuple[Path, dict[str, Any]]) -> None:
+    assert done[1]["library"] == {"heads": 2, "same": True, "quantised": True}
 
 
 def test_exported_eagle1(done: tuple[Path, dict[str, Any]]) -> None:
