@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import textwrap
+import time
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -22,6 +23,9 @@ from megatron_spec.config import Config, UserError, suggest
 
 C = TypeVar("C", bound=Config)
 log = logging.getLogger(__name__)
+
+OTHERS_WAIT = 3.0
+"""Seconds for which a rank keeps a message back that the first rank of its machine is likely to print."""
 
 _ALIASES = {"tensor_model_parallel_size": ["--tp"], "pipeline_model_parallel_size": ["--pp"]}
 
@@ -47,7 +51,8 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        # Every rank parses the same words: one of each machine says it.
+        self.exit(2, f"{self.prog}: error: {message}\n" if local_rank() == 0 else None)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         found, unknown = self.parse_known_args(args, namespace)
@@ -102,6 +107,14 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
+def at_least_one(text: str) -> int:
+    """An argparse type: a whole number from 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, found {value}")
+    return value
+
+
 def config_from(cls: type[C], args: argparse.Namespace, **fixed: Any) -> C:
     """The configuration that parsed flags describe."""
     names = {f.name for f in dataclasses.fields(cls)}
@@ -112,6 +125,11 @@ def config_from(cls: type[C], args: argparse.Namespace, **fixed: Any) -> C:
 def rank() -> int:
     """Rank of this process as torchrun set it."""
     return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """Rank of this process among those of its machine, as torchrun set it."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def setup_logging() -> None:
@@ -147,7 +165,11 @@ def run(parser: Parser, main: Callable[[argparse.Namespace], None], argv: Sequen
 
 
 def _leave(code: int, message: str) -> NoReturn:
-    if message and (rank() == 0 or "torch" in sys.modules):
+    if message:
+        if code == 2 and local_rank() != 0:
+            # Most mistakes are seen by every rank. The first of a machine says it, and its exit makes torchrun end the
+            # others while they wait here; who is still here then knows something that the first does not.
+            time.sleep(OTHERS_WAIT)
         print(message if rank() == 0 else f"[rank {rank()}] {message}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     sys.stderr.flush()

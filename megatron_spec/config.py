@@ -337,16 +337,6 @@ class ObjectiveConfig(Config):
 
 
 @dataclass(frozen=True)
-class DataConfig(Config):
-    """Where the conversations are and how they are cut."""
-
-    path: str
-    seq_length: int = 2048
-    seed: int = 1234
-    shuffle: bool = True
-
-
-@dataclass(frozen=True)
 class TrainConfig(Config):
     """The training loop, under Megatron's names."""
 
@@ -362,6 +352,7 @@ class TrainConfig(Config):
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
+    """Gradients are scaled down to this norm; 0: never."""
     bf16: bool = False
     use_distributed_optimizer: bool = False
     save_interval: int = 0
@@ -373,7 +364,13 @@ class TrainConfig(Config):
     def validate(self) -> None:
         for name in ("train_iters", "micro_batch_size", "global_batch_size", "log_interval", "ckpt_keep"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, found {getattr(self, name)}")
-        _require(self.lr > 0, f"lr must be positive, found {self.lr}")
+        for name in ("lr_warmup_iters", "save_interval", "min_lr", "weight_decay", "clip_grad"):
+            _require(getattr(self, name) >= 0, f"{name} must not be negative, found {getattr(self, name)}")
+        for name in ("lr", "adam_eps"):
+            _require(getattr(self, name) > 0, f"{name} must be positive, found {getattr(self, name)}")
+        for name in ("adam_beta1", "adam_beta2"):
+            _require(0 <= getattr(self, name) < 1, f"{name} must be in [0, 1), found {getattr(self, name)}")
+        _require(self.min_lr <= self.lr, f"min_lr {self.min_lr} must not be greater than lr {self.lr}")
 
 
 @dataclass(frozen=True)
@@ -401,4 +398,6 @@ class DecodeConfig(Config):
 
     def validate(self) -> None:
         _require(self.max_draft_len >= 0, f"max_draft_len must be at least 0, found {self.max_draft_len}")
-        _require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, found {self.max_new_tokens}")
+        for name in ("max_new_tokens", "batch_size"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, found {getattr(self, name)}")
+        _require(self.temperature >= 0, f"temperature must not be negative, found {self.temperature}")

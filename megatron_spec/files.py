@@ -47,6 +47,12 @@ def require_empty(folder: Path | str, hint: str = "choose another folder or remo
         raise UserError(f"{folder} is not empty: {hint}")
 
 
+def _leftovers(folder: Path) -> list[Path]:
+    """Temporary folders that killed runs left beside `folder`."""
+    prefix = f".{folder.name}.tmp-"
+    return [p for p in folder.parent.iterdir() if p.name.startswith(prefix) and p.name[len(prefix) :].isdecimal()]
+
+
 @contextmanager
 def published_folder(folder: Path | str, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder beside `folder` that takes its place when the block ends well, and is removed otherwise."""
@@ -55,7 +61,8 @@ def published_folder(folder: Path | str, overwrite: bool = False) -> Iterator[Pa
         require_empty(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.parent / f".{folder.name}.tmp-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    for leftover in _leftovers(folder):
+        shutil.rmtree(leftover, ignore_errors=True)
     temporary.mkdir()
     try:
         yield temporary

@@ -10,6 +10,7 @@ from megatron_spec.config import (
     EagleConfig,
     MedusaConfig,
     ObjectiveConfig,
+    RopeConfig,
     UserError,
     suggest,
 )
@@ -32,15 +33,34 @@ def default_capture_ids(num_layers: int) -> tuple[int, int, int]:
 
 
 def _rope_overrides(base: BaseConfig, overrides: dict[str, Any]) -> dict[str, Any]:
-    rope = base.rope.to_dict()
-    if "rope_theta" in overrides:
-        rope["theta"] = float(overrides["rope_theta"])
-    scaling = overrides.get("rope_scaling")
-    if scaling:
-        rope.update({("type" if k == "rope_type" else k): v for k, v in scaling.items()})
-    elif "rope_scaling" in overrides:
-        rope.update(type="default", factor=1.0)
-    return rope
+    for name, kinds in (("rope_theta", (int, float)), ("rope_scaling", (dict, type(None)))):
+        if name in overrides and not isinstance(overrides[name], kinds):
+            expected = "a number" if name == "rope_theta" else "an object or null"
+            raise UserError(f"--eagle-config: {name} is {overrides[name]!r}, expected {expected}")
+    theta = float(overrides.get("rope_theta", base.rope.theta))
+    rope = base.rope.replace(theta=theta)
+    if "rope_scaling" in overrides:
+        scaling = {("type" if k == "rope_type" else k): v for k, v in (overrides["rope_scaling"] or {}).items()}
+        if scaling.get("type", rope.type if scaling else "default") != rope.type:
+            rope = RopeConfig(theta=theta)  # numbers of the base's kind of scaling mean nothing to another kind
+        return {**rope.to_dict(), **scaling}
+    return rope.to_dict()
+
+
+def _check_trainable(config: EagleConfig) -> None:
+    """What the configuration class can say and no draft can be: refused before a base is loaded."""
+    if config.hidden_act != "silu":
+        raise UserError(f"--eagle-config: hidden_act {config.hidden_act!r} is not supported: use 'silu'")
+    if config.algorithm.startswith("eagle3") and not config.capture_layer_ids:
+        raise UserError(
+            f"--eagle-config: capture_layer_ids is empty, but {config.algorithm} reads layers of the base: name at "
+            "least one, or leave it out for the default"
+        )
+    if config.hidden_size != config.target_hidden_size:
+        raise UserError(
+            f"--eagle-config: hidden_size {config.hidden_size} differs from the base's {config.target_hidden_size}: "
+            "such a draft needs an embedding of its own, which no export writes: leave it out"
+        )
 
 
 def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[str, Any] | None = None) -> EagleConfig:
@@ -82,6 +102,7 @@ def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[st
         values["rope"] = _rope_overrides(base, overrides)
     values.update({k: v for k, v in overrides.items() if k not in _HUGGING_FACE_NAMES})
     config = EagleConfig.from_dict(values)
+    _check_trainable(config)
     for layer in config.capture_layer_ids:
         if not 0 <= layer < base.num_layers:
             raise UserError(

@@ -9,7 +9,7 @@ Every finished conversation is on disk at once; a second run with the same --out
 import argparse
 
 from megatron_spec import cli
-from megatron_spec.config import DecodeConfig, ParallelConfig
+from megatron_spec.config import DecodeConfig, ParallelConfig, UserError
 
 
 def parser() -> cli.Parser:
@@ -18,15 +18,22 @@ def parser() -> cli.Parser:
     p.add_argument("--load", metavar="DIR", help="draft checkpoint to speculate with")
     p.add_argument("--data", required=True, metavar="JSONL", help="prompts")
     p.add_argument("--output", required=True, metavar="JSONL", help="conversations with answers")
-    p.add_argument("--num-prompts", type=int, metavar="N", help="use the first N prompts (default: all)")
+    p.add_argument("--num-prompts", type=cli.at_least_one, metavar="N", help="use the first N prompts (default: all)")
     p.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
     p.add_argument("--bf16", action="store_true", help="bfloat16 weights (default: float32)")
-    p.add_config(DecodeConfig)
+    default = DecodeConfig().max_draft_len
+    p.add_argument("--max-draft-len", type=int, metavar="INT", help=f"draft tokens, with --load (default: {default})")
+    p.add_config(DecodeConfig, skip=["max_draft_len"])
     p.add_config(ParallelConfig)
     return p
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.max_draft_len is not None and args.load is None:
+        raise UserError("--max-draft-len is for a draft, and without --load there is none: leave it out, or give --load")
+    given = {} if args.max_draft_len is None else {"max_draft_len": args.max_draft_len}
+    del args.max_draft_len
+    decode = cli.config_from(DecodeConfig, args, **given)
     from megatron_spec.chain.decode import generate
 
     generate(
@@ -37,7 +44,7 @@ def main(args: argparse.Namespace) -> None:
         num_prompts=args.num_prompts,
         tokenizer=args.tokenizer,
         bf16=args.bf16,
-        decode=cli.config_from(DecodeConfig, args),
+        decode=decode,
         parallel=cli.config_from(ParallelConfig, args),
     )
 

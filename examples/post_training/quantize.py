@@ -7,6 +7,7 @@ finetune.py for quantisation-aware training, or with export.py.
 """
 
 import argparse
+import dataclasses
 
 from megatron_spec import cli
 from megatron_spec.config import ObjectiveConfig, ParallelConfig
@@ -23,13 +24,19 @@ def parser() -> cli.Parser:
         choices=["fp8", "fp8_draft_only", "fp8_base_only"],
         help="what is quantised (default: fp8, base and draft)",
     )
-    p.add_argument("--calib-samples", type=int, default=256, help="conversations used (default: 256)")
+    p.add_argument(
+        "--quant-config",
+        metavar="JSON",
+        help="file with fields of QuantConfig that replace those of --export-quant-cfg: exclude, clipped_ste, ...",
+    )
+    p.add_argument("--calib-samples", type=cli.at_least_one, default=256, help="conversations used (default: 256)")
     p.add_argument("--seq-length", type=int, default=2048, help="tokens a conversation is cut to (default: 2048)")
-    p.add_argument("--micro-batch-size", type=int, default=4, help="conversations per forward (default: 4)")
+    p.add_argument("--micro-batch-size", type=cli.at_least_one, default=4, help="conversations per forward (default: 4)")
     p.add_argument("--base", metavar="DIR", help="the base's place, when it moved")
     p.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
     p.add_argument("--bf16", action="store_true", help="bfloat16 weights (default: float32)")
-    p.add_config(ObjectiveConfig)
+    names = {field.name for field in dataclasses.fields(ObjectiveConfig)}
+    p.add_config(ObjectiveConfig, skip=sorted(names - {"ttt_steps", "alignment"}))  # the loss decides no range
     p.add_config(ParallelConfig)
     return p
 
@@ -42,6 +49,7 @@ def main(args: argparse.Namespace) -> None:
         args.save,
         args.data,
         preset=args.export_quant_cfg,
+        quant_config=args.quant_config,
         samples=args.calib_samples,
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,

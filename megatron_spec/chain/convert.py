@@ -153,3 +153,9 @@ def check_draft_parallel(config: DraftConfig, parallel: ParallelConfig) -> None:
                 f"--tensor-model-parallel-size {tp} does not divide the draft's {name} {getattr(config, name)}: "
                 "choose another size or, for EAGLE-3, change it in --eagle-config"
             )
+    if isinstance(config, EagleConfig) and config.num_key_value_heads * config.head_dim % tp:
+        raise UserError(
+            f"--tensor-model-parallel-size {tp} does not divide the draft's keys: num_key_value_heads "
+            f"{config.num_key_value_heads} x head_dim {config.head_dim}: choose another size or change them in "
+            "--eagle-config"
+        )

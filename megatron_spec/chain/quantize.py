@@ -16,7 +16,7 @@ from megatron_spec.config import ObjectiveConfig, ParallelConfig, QuantConfig, U
 from megatron_spec.data.loader import BatchLoader, ConversationDataset
 from megatron_spec.distributed import World
 from megatron_spec.features.online import OnlineFeatures
-from megatron_spec.files import require_empty, write_json
+from megatron_spec.files import read_json, require_empty, write_json
 from megatron_spec.pipeline.placement import check_parallel
 from megatron_spec.quantization.attach import base_amax_state
 from megatron_spec.quantization.calibrate import calibrate
@@ -30,13 +30,27 @@ PRESETS = {
 }
 
 
-def quant_config(name: str) -> QuantConfig:
-    """The configuration of that name. Raises UserError with a suggestion for an unknown one."""
+def quant_policy(name: str, file: str | None = None) -> QuantConfig:
+    """The preset of that name, with the fields that a JSON file gives.
+
+    Raises UserError with a suggestion for an unknown preset or field, and for a policy that quantises nothing.
+    """
     if name not in PRESETS:
         raise UserError(
             f"--export-quant-cfg {name!r} is not known{suggest(name, PRESETS)}; known: {', '.join(PRESETS)}"
         )
-    return PRESETS[name]
+    if file is None:
+        return PRESETS[name]
+    changes = read_json(file)
+    if not isinstance(changes, dict):
+        raise UserError(f"--quant-config {file} must hold a JSON object")
+    try:
+        policy = QuantConfig.from_dict({**PRESETS[name].to_dict(), **changes})
+    except UserError as e:
+        raise UserError(f"--quant-config {file}: {e}") from None
+    if policy.base == policy.draft == "none":
+        raise UserError(f"--quant-config {file} with {name} quantises neither base nor draft: set one to 'fp8'")
+    return policy
 
 
 def calibration_loader(
@@ -58,16 +72,23 @@ def calibration_loader(
 
 
 def quantize(
-    load: str, save: str, data: str, *, preset: str = "fp8", samples: int = 256, seq_length: int = 2048,
-    micro_batch_size: int = 4, base: str | None = None, tokenizer: str | None = None, bf16: bool = False,
+    load: str, save: str, data: str, *, preset: str = "fp8", quant_config: str | None = None, samples: int = 256,
+    seq_length: int = 2048, micro_batch_size: int = 4, base: str | None = None, tokenizer: str | None = None, bf16: bool = False,
     objective: ObjectiveConfig | None = None, parallel: ParallelConfig | None = None,
 ) -> Path:  # fmt: skip
     """Quantise a checkpoint. Returns the iteration folder; calibration.json beside it lists every linear.
 
+    Args:
+        preset: name in `PRESETS`.
+        quant_config: JSON file with fields of `QuantConfig` that replace those of the preset.
+
     Raises UserError for input that does not fit, before any weight is read where that is possible.
     """
     parallel, objective = parallel or ParallelConfig(), objective or ObjectiveConfig()
-    quant = quant_config(preset)
+    quant = quant_policy(preset, quant_config)
+    for flag, number in (("--calib-samples", samples), ("--micro-batch-size", micro_batch_size)):
+        if number < 1:
+            raise UserError(f"{flag} must be at least 1, found {number}")
     folder = resolve(load)
     spec = read_spec(folder)
     if spec.quant is not None:

@@ -1,0 +1,61 @@
+"""Flags made from configurations, and who says what when several ranks fail alike."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_spec import cli
+from megatron_spec.config import DecodeConfig, UserError
+
+
+def parser() -> cli.Parser:
+    p = cli.Parser("test")
+    p.add_argument("--count", type=cli.at_least_one, default=1)
+    p.add_config(DecodeConfig, skip=["seed"])
+    return p
+
+
+def leave(argv: list[str], error: str | None = None) -> int:
+    def main(_: object) -> None:
+        if error:
+            raise UserError(error)
+
+    with pytest.raises(SystemExit) as left:
+        cli.run(parser(), main, argv)
+    return int(left.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--count", "0"], "must be at least 1, found 0"),
+        (["--count", "-5"], "must be at least 1, found -5"),
+        (["--seed", "3"], "unknown argument --seed"),
+        (["--batch-siz", "3"], "did you mean '--batch-size'"),
+    ],
+)
+def test_refused_flags(argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert leave(argv) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_one_rank_of_a_machine_names_a_wrong_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert leave(["--nonsense"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_other_ranks_keep_a_message_back_and_then_say_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(cli.time, "sleep", waited.append)
+    assert leave([], "sky is down") == 2
+    assert waited == [] and capsys.readouterr().err == f"{parser().prog}: error: sky is down\n"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "1")
+    assert leave([], "sky is down") == 2
+    assert waited == [cli.OTHERS_WAIT]
+    assert capsys.readouterr().err.startswith("[rank 1] ")

@@ -1,0 +1,77 @@
+"""Values that no run can follow are refused where they are given, with the name of the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_spec import presets
+from megatron_spec.config import BaseConfig, DecodeConfig, EagleConfig, RopeConfig, TrainConfig, UserError
+
+LLAMA3 = RopeConfig(
+    theta=5e5, type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)  # fmt: skip
+BASE = BaseConfig(
+    family="llama", hidden_size=32, intermediate_size=48, num_layers=12, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=8, vocab_size=96, max_position_embeddings=256, rope=LLAMA3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("save_interval", -1), ("clip_grad", -1.0), ("lr_warmup_iters", -1), ("weight_decay", -0.1), ("min_lr", -1e-5),
+        ("lr", 0.0), ("adam_eps", 0.0), ("adam_beta1", 1.0), ("adam_beta2", -0.1), ("train_iters", 0),
+    ],
+)  # fmt: skip
+def test_training_values_out_of_range(field: str, value: float) -> None:
+    with pytest.raises(UserError, match=field):
+        TrainConfig(**{"train_iters": 1, field: value})
+
+
+def test_learning_rate_must_not_rise_to_its_minimum() -> None:
+    with pytest.raises(UserError, match="min_lr 0.01 must not be greater than lr 0.001"):
+        TrainConfig(train_iters=1, lr=1e-3, min_lr=1e-2)
+    assert TrainConfig(train_iters=1, lr=1e-3, min_lr=1e-3, clip_grad=0.0, save_interval=0).min_lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("batch_size", 0), ("temperature", -1.0), ("max_new_tokens", 0), ("max_draft_len", -1)]
+)
+def test_decoding_values_out_of_range(field: str, value: float) -> None:
+    with pytest.raises(UserError, match=field):
+        DecodeConfig(**{field: value})
+
+
+def eagle(**overrides: Any) -> EagleConfig:
+    return presets.eagle_config(BASE, overrides=overrides)
+
+
+def test_the_draft_turns_as_its_base_does() -> None:
+    assert eagle().rope == LLAMA3
+    assert eagle(rope_theta=1000).rope == LLAMA3.replace(theta=1000.0)
+    assert eagle(rope_scaling={"rope_type": "llama3", "factor": 2.0}).rope == LLAMA3.replace(factor=2.0)
+
+
+def test_another_kind_of_rope_starts_afresh() -> None:
+    assert eagle(rope_scaling=None).rope == RopeConfig(theta=5e5)
+    assert eagle(rope_scaling={"type": "linear", "factor": 2.0}).rope == RopeConfig(
+        theta=5e5, type="linear", factor=2.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"capture_layer_ids": []}, "capture_layer_ids is empty"),
+        ({"hidden_size": 16}, "hidden_size 16 differs from the base's 32"),
+        ({"rope_theta": "many"}, "rope_theta is 'many'"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
+    ],
+)
+def test_drafts_that_cannot_be_made(overrides: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        eagle(**overrides)
