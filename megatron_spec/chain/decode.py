@@ -11,6 +11,7 @@ import torch
 from megatron_spec import distributed
 from megatron_spec.build import load_checkpoint
 from megatron_spec.chain.data import check_file
+from megatron_spec.chain.features import teacher_fingerprint, template_hash
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
 from megatron_spec.checkpoint.spec import read_spec, resolve
 from megatron_spec.config import DecodeConfig, ParallelConfig, UserError
@@ -81,24 +82,28 @@ def generate(
     prompts = read_prompts(data, num_prompts)
     if load is not None:
         check_parallel(read_spec(resolve(load)).base.config, parallel)
-    model, draft, source = _models(load, base, bf16, decode, parallel)
-    opened = load_tokenizer(tokenizer or source)
-    stops = set(stop_token_ids(tokenizer or source, opened))
-    done = synthesize_to_file(model, opened, prompts, decode, output, draft=draft, stop_ids=stops)
+    model, draft, source, fingerprint = _models(load, base, bf16, decode, parallel)
+    source = tokenizer or source
+    opened = load_tokenizer(source)
+    done = synthesize_to_file(
+        model, opened, prompts, decode, output, draft=draft, stop_ids=set(stop_token_ids(source, opened)),
+        about={"base_fingerprint": fingerprint, "template_hash": template_hash(source)},
+    )  # fmt: skip
     log.info("%d new conversations in %s", done, output)
     return done
 
 
 def _models(
     load: str | None, base: str | None, bf16: bool, decode: DecodeConfig, parallel: ParallelConfig
-) -> tuple[FrozenBase, Any, str]:
+) -> tuple[FrozenBase, Any, str, str]:
+    """(base, draft or None, the base's folder, identity of the base)."""
     dtype = torch.bfloat16 if bf16 else torch.float32
     if load is not None:
         world = distributed.initialize(parallel, decode.seed)
         loaded = load_checkpoint(load, world, dtype=dtype, base_path=base)
-        return loaded.base, loaded.draft, str(loaded.base_ref.path)
+        return loaded.base, loaded.draft, str(loaded.base_ref.path), teacher_fingerprint(loaded)
     assert base is not None
     ref = inspect_base(base)
     check_parallel(ref.config, parallel)
     world = distributed.initialize(parallel, decode.seed)
-    return load_base(ref, world, dtype=dtype), None, str(ref.path)
+    return load_base(ref, world, dtype=dtype), None, str(ref.path), ref.fingerprint

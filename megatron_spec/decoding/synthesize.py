@@ -4,6 +4,9 @@
 lines to a part file of its own beside the output; a killed run loses only what was in flight, because a rerun reads
 the parts, leaves out what they hold (a half-written last line does not count) and appends. In the end rank 0 merges the
 parts into the output in the order of the prompts, and removes them.
+
+Beside the output lies OUTPUT.meta.json: what the answers depend on (base, decoding settings, stop tokens). A rerun
+that would answer otherwise, or that asks other questions under the same identifiers, is refused.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_spec.config import DecodeConfig
+from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.decoding.engine import decode_stream
 from megatron_spec.decoding.prompts import Dialogue, Prompt, check_stop_ids
 from megatron_spec.distributed import World
-from megatron_spec.files import write_text
+from megatron_spec.files import read_json, write_json, write_text
 from megatron_spec.pipeline.model import FrozenBase
 
 log = logging.getLogger(__name__)
@@ -131,6 +134,62 @@ def _from_rank_0(value: Any, world: World) -> Any:
     return box[0]
 
 
+def _meta(config: DecodeConfig, stop_ids: set[int], about: dict[str, Any]) -> dict[str, Any]:
+    """All that the text of an answer depends on, beside its prompt. Batch size and draft change only the speed."""
+    seed = config.seed if config.temperature > 0 else None
+    values = {"max_new_tokens": config.max_new_tokens, "temperature": config.temperature, "seed": seed}
+    return {**about, **values, "stop_ids": sorted(stop_ids)}
+
+
+def _asked(messages: Iterable[Any]) -> list[tuple[Any, Any]]:
+    return [(m["role"], m["content"]) for m in messages if m["role"] != "assistant"]
+
+
+def _answers_prompt(record: dict[str, Any], prompt: Prompt) -> bool:
+    """True when the record holds the questions of `prompt`; one that ended early holds the first of them."""
+    found, expected = _asked(record["conversations"]), _asked(m for r in prompt.rounds for m in r)
+    ended_early = record.get("truncated") or record.get("problem")
+    return found == (expected[: len(found)] if ended_early else expected)
+
+
+def _continue(output: Path, prompts: Sequence[Prompt], meta: dict[str, Any]) -> list[str]:
+    """Identifiers answered already; writes the meta file. Raises UserError when they were answered otherwise."""
+    known = _known(output)
+    path, other = output.with_name(f"{output.name}.meta.json"), "use another output file, or remove this one"
+    if known:
+        if not path.is_file():
+            raise UserError(
+                f"{output} holds {len(known)} conversations, but {path.name} is missing, which tells how they were "
+                f"made: {other}"
+            )
+        old = read_json(path)
+        changed = [f"{k}: found {old.get(k)!r}, now {v!r}" for k, v in meta.items() if old.get(k) != v]
+        if changed:
+            raise UserError(f"{output} was answered with other settings ({'; '.join(changed)}): {other}")
+        wrong = [p.identifier for p in prompts if p.identifier in known and not _answers_prompt(known[p.identifier], p)]
+        if wrong:
+            raise UserError(
+                f"{output}: {len(wrong)} conversations answer other questions than the prompts of the same identifier "
+                f"({', '.join(wrong[:5])}): {other}"
+            )
+    write_json(path, meta)
+    return list(known)
+
+
+def _known_everywhere(output: Path, prompts: Sequence[Prompt], meta: dict[str, Any], world: World) -> set[str]:
+    """Rank 0 alone looks; its UserError is raised everywhere."""
+    answer: list[str] | str = []
+    if world.rank == 0:
+        try:
+            answer = _continue(output, prompts, meta)
+        except UserError as e:
+            answer = str(e)
+    answer = _from_rank_0(answer, world)
+    if isinstance(answer, str):
+        raise UserError(answer)
+    return set(answer)
+
+
 def synthesize_to_file(
     base: FrozenBase,
     tokenizer: Any,
@@ -140,17 +199,25 @@ def synthesize_to_file(
     *,
     stop_ids: set[int],
     draft: Any = None,
+    about: dict[str, Any] | None = None,
 ) -> int:
     """Answer the prompts that `output` does not hold yet, split over data-parallel ranks; every rank calls it.
 
     All ranks of one run, and a rerun, must see the same folder. Lines whose dialogue did not get a single answer are
     kept out of the output.
 
+    Args:
+        about: identity of base and tokenizer, in values of JSON; kept in OUTPUT.meta.json with the settings.
+
     Returns:
         Conversations answered by this run, all ranks together.
+
+    Raises:
+        UserError: the output holds answers of another base, of other settings, or to other questions.
     """
     output, world = Path(output), base.world
-    known = set(_from_rank_0(list(_known(output)) if world.rank == 0 else None, world))
+    meta = _meta(config, stop_ids, {"dtype": str(base.dtype).removeprefix("torch."), **(about or {})})
+    known = _known_everywhere(output, prompts, meta, world)
     todo = [p for p in prompts if p.identifier not in known]
     if len(todo) < len(prompts):
         log.info("%s: %d of %d conversations are there already", output, len(prompts) - len(todo), len(prompts))

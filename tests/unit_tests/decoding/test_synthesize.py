@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_spec.config import UserError
 from megatron_spec.data.chat import read_conversations
 from megatron_spec.decoding import synthesize as module
 from megatron_spec.decoding.drafters.ngram import NGramDrafter
@@ -62,8 +64,11 @@ def test_temperature_is_seeded_by_conversation(chat: Any) -> None:
     assert run(chat.prompts, 2) != first
 
 
-def _to_file(chat: Any, prompts: list[Prompt], output: Path) -> int:
-    return synthesize_to_file(chat.base, chat.tokenizer, prompts, CHAT_CONFIG, output, stop_ids=chat.stop_ids)
+def _to_file(chat: Any, prompts: list[Prompt], output: Path, about: dict[str, Any] | None = None, **changes: Any) -> int:
+    config = CHAT_CONFIG.replace(**changes)
+    return synthesize_to_file(
+        chat.base, chat.tokenizer, prompts, config, output, stop_ids=chat.stop_ids, about=about
+    )
 
 
 def test_file_is_in_the_order_of_the_prompts_and_readable(
@@ -74,7 +79,8 @@ def test_file_is_in_the_order_of_the_prompts_and_readable(
     lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert lines == [records[p.identifier] for p in chat.prompts]
     assert [c.identifier for c in read_conversations(output)] == [p.identifier for p in chat.prompts]
-    assert list(output.parent.iterdir()) == [output]  # no parts, no temporaries
+    meta = output.with_name("out.jsonl.meta.json")
+    assert sorted(output.parent.iterdir()) == [output, meta]  # no parts, no temporaries
     before = output.read_bytes()
     assert _to_file(chat, chat.prompts, output) == 0
     assert output.read_bytes() == before
@@ -126,3 +132,25 @@ def test_prompts_that_cannot_be_answered_are_left_out_and_named(
     assert _to_file(chat, [huge, *chat.prompts[:1]], output) == 2
     assert list(read_records(output)) == [chat.prompts[0].identifier]
     assert "huge: round 0 has" in caplog.text
+
+
+def test_a_rerun_that_would_answer_otherwise_is_refused(chat: Any, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    asked = [chat.prompts[0], chat.prompts[4]]
+    assert _to_file(chat, asked, output, {"base_fingerprint": "a"}) == 2
+    before = output.read_bytes()
+    assert _to_file(chat, asked, output, {"base_fingerprint": "a"}, batch_size=1, seed=5, max_draft_len=1) == 0
+    for about, changes, message in (
+        ("b", {}, "base_fingerprint: found 'a', now 'b'"),
+        ("a", {"max_new_tokens": 13}, "max_new_tokens: found 12, now 13"),
+        ("a", {"temperature": 0.5}, "temperature: found 0.0, now 0.5; seed: found None, now 0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            _to_file(chat, asked, output, {"base_fingerprint": about}, **changes)
+    other = dataclasses.replace(asked[0], rounds=(({"role": "user", "content": "What is 2 + 3?"},),))
+    with pytest.raises(UserError, match=f"1 conversations answer other questions .*{other.identifier}"):
+        _to_file(chat, [other, asked[1]], output, {"base_fingerprint": "a"})
+    output.with_name("out.jsonl.meta.json").unlink()
+    with pytest.raises(UserError, match="meta.json is missing"):
+        _to_file(chat, asked, output, {"base_fingerprint": "a"})
+    assert output.read_bytes() == before
