@@ -63,8 +63,8 @@ def vocabulary(size: int = D) -> DraftVocab:
 
 
 def draft_config(reference: BaseReference, size: int = D, **overrides: Any) -> EagleConfig:
-    """The default draft for the base, with a reduced vocabulary."""
-    return eagle_config(reference.config, overrides={"draft_vocab_size": size, **overrides})
+    """A draft for the base with a reduced vocabulary, whose first feature is small: fed-back ones widen the ranges."""
+    return eagle_config(reference.config, overrides={"draft_vocab_size": size, "fc_init": "average", **overrides})
 
 
 def make(folder: str | Path, world: World, size: int = D, dtype: torch.dtype = torch.float32, **overrides: Any) -> Tiny:
