@@ -27,7 +27,10 @@ def parser() -> cli.Parser:
     p.add_argument("--base", metavar="DIR", help="the base's place, when it moved")
     p.add_argument("--bf16", action="store_true", help="load bfloat16 weights (default: float32)")
     p.add_argument(
-        "--max-draft-len", type=cli.at_least_one, default=3, help="draft length in the serving configuration (default: 3)"
+        "--max-draft-len",
+        type=cli.at_least_one,
+        default=3,
+        help="draft length in the serving configuration (default: 3)",
     )
     p.add_config(ParallelConfig)
     return p

@@ -30,7 +30,9 @@ def parser() -> cli.Parser:
 
 def main(args: argparse.Namespace) -> None:
     if args.max_draft_len is not None and args.load is None:
-        raise UserError("--max-draft-len is for a draft, and without --load there is none: leave it out, or give --load")
+        raise UserError(
+            "--max-draft-len is for a draft, and without --load there is none: leave it out, or give --load"
+        )
     given = {} if args.max_draft_len is None else {"max_draft_len": args.max_draft_len}
     del args.max_draft_len
     decode = cli.config_from(DecodeConfig, args, **given)

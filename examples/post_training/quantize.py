@@ -31,7 +31,9 @@ def parser() -> cli.Parser:
     )
     p.add_argument("--calib-samples", type=cli.at_least_one, default=256, help="conversations used (default: 256)")
     p.add_argument("--seq-length", type=int, default=2048, help="tokens a conversation is cut to (default: 2048)")
-    p.add_argument("--micro-batch-size", type=cli.at_least_one, default=4, help="conversations per forward (default: 4)")
+    p.add_argument(
+        "--micro-batch-size", type=cli.at_least_one, default=4, help="conversations per forward (default: 4)"
+    )
     p.add_argument("--base", metavar="DIR", help="the base's place, when it moved")
     p.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
     p.add_argument("--bf16", action="store_true", help="bfloat16 weights (default: float32)")

@@ -73,8 +73,8 @@ def calibration_loader(
 
 def quantize(
     load: str, save: str, data: str, *, preset: str = "fp8", quant_config: str | None = None, samples: int = 256,
-    seq_length: int = 2048, micro_batch_size: int = 4, base: str | None = None, tokenizer: str | None = None, bf16: bool = False,
-    objective: ObjectiveConfig | None = None, parallel: ParallelConfig | None = None,
+    seq_length: int = 2048, micro_batch_size: int = 4, base: str | None = None, tokenizer: str | None = None,
+    bf16: bool = False, objective: ObjectiveConfig | None = None, parallel: ParallelConfig | None = None,
 ) -> Path:  # fmt: skip
     """Quantise a checkpoint. Returns the iteration folder; calibration.json beside it lists every linear.
 

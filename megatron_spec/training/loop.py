@@ -42,13 +42,19 @@ class Position:
 
 @dataclass
 class StopSignal:
-    """SIGTERM or SIGUSR1 (SLURM preemption): finish the step, save, leave. Seen by every rank in the same step."""
+    """SIGTERM, SIGUSR1 (SLURM preemption) or Ctrl-C: finish the step, save, leave. Seen by every rank in one step.
+
+    A second Ctrl-C ends the process at once (KeyboardInterrupt).
+    """
 
     received: bool = False
+    launcher_repeats: float = 1.0
+    """Seconds in which another SIGINT is the same Ctrl-C: the terminal sends it, and torchrun passes it on as well."""
+    _first: float | None = None
     _old: dict[int, Any] = field(default_factory=dict)
 
     def __enter__(self) -> StopSignal:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             self._old[number] = signal.signal(number, self._set)
         return self
 
@@ -58,6 +64,12 @@ class StopSignal:
 
     def _set(self, number: int, frame: FrameType | None) -> None:
         self.received = True
+        if number != signal.SIGINT:
+            return
+        now = time.monotonic()
+        if self._first is not None and now - self._first >= self.launcher_repeats:
+            raise KeyboardInterrupt
+        self._first = now if self._first is None else self._first
 
     def agreed(self, device: torch.device) -> bool:
         """True on every rank when any rank got the signal."""
@@ -73,7 +85,7 @@ def train(
     """Run from `position` to train.train_iters, saving on the way and at the end.
 
     Returns True when the run is complete, False when a signal ended it early (after a save).
-    Raises NonFiniteLossError, with the iteration and the samples of the batch, when the loss is not a number.
+    Raises NonFiniteLossError, with the iteration and the samples of the batch, when loss or gradient are not finite.
     """
     progress = Progress(train.train_iters, position.iteration)
     with StopSignal() as stop:

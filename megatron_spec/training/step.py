@@ -6,6 +6,8 @@ Plain code, no pipeline schedule: the base already ran, so every rank trains the
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,9 +24,11 @@ from megatron_spec.drafts.base import BaseEnds
 from megatron_spec.training.metrics import pack, reduce_sums
 from megatron_spec.training.optimizer import finish_gradients
 
+log = logging.getLogger(__name__)
+
 
 class NonFiniteLossError(RuntimeError):
-    """The loss of a step is not a number: training on would only destroy the draft."""
+    """The loss or the gradient of a step is not a number: training on would only destroy the draft."""
 
 
 @dataclass
@@ -65,15 +69,37 @@ class Trainer:
             sums[4, 0] += losses.total.detach()
         reduce_sums(sums, self.world.draft_dp)
         rows = sums[3, 0]
-        # A step without any supervised row changes nothing, so the division must not make it NaN.
+        # Without any supervised row all gradients are zero: the division must not make them NaN.
         finish_gradients(self.ddp, self.world, rows.clamp(min=1).to(torch.float32))
         return sums[:4], sums[4, 0] / rows.clamp(min=1)
 
     def step(self, features: Sequence[Features], describe: str = "") -> StepResult:
-        """One optimizer step. Raises NonFiniteLossError naming `describe` (the batch) instead of updating with NaN."""
+        """One optimizer step. A batch without any supervised row changes neither parameters nor moments.
+
+        Args:
+            describe: the batch, for messages.
+
+        Raises NonFiniteLossError when the loss or the gradient norm is not finite; nothing was updated then. All ranks
+        raise it, as both are reduced over all.
+        """
         sums, loss = self.backward(features)
-        if not torch.isfinite(loss):
-            raise NonFiniteLossError(f"the loss is {loss.item()} at {describe}: nothing was updated")
-        _, grad_norm, _ = self.optimizer.step()
-        self.scheduler.step(increment=1)
-        return StepResult(sums, loss, float(grad_norm or 0.0))
+        rows, value = torch.stack([sums[3, 0], loss]).tolist()
+        if not math.isfinite(value):
+            raise NonFiniteLossError(f"the loss is {value} at {describe}: nothing was updated")
+        grad_norm = 0.0
+        if rows:
+            grad_norm = self._update(describe)
+        else:
+            log.warning("no token is supervised at %s: this step changes nothing", describe)
+        self.scheduler.step(increment=1)  # a function of the iteration, so that a resumed run finds the same rate
+        return StepResult(sums, loss, grad_norm)
+
+    def _update(self, describe: str) -> float:
+        """AdamW with the reduced gradients, unless their norm is not finite. Returns the norm before clipping."""
+        # Clipping by such a norm makes every parameter NaN, so it is looked at first. Preparing twice does no harm.
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm() or 0.0)
+        if not math.isfinite(norm):
+            raise NonFiniteLossError(f"the norm of the gradient is {norm} at {describe}: nothing was updated")
+        self.optimizer.step()
+        return norm

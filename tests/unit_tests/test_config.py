@@ -32,7 +32,7 @@ def test_training_values_out_of_range(field: str, value: float) -> None:
 
 
 def test_learning_rate_must_not_rise_to_its_minimum() -> None:
-    with pytest.raises(UserError, match="min_lr 0.01 must not be greater than lr 0.001"):
+    with pytest.raises(UserError, match=r"min_lr 0\.01 must not be greater than lr 0\.001"):
         TrainConfig(train_iters=1, lr=1e-3, min_lr=1e-2)
     assert TrainConfig(train_iters=1, lr=1e-3, min_lr=1e-3, clip_grad=0.0, save_interval=0).min_lr == 1e-3
 

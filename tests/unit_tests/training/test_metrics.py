@@ -1,0 +1,83 @@
+"""Names and values of what a step reports, and where it goes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_spec.training.metrics import name_metrics, predicted_acceptance_length, truncate_log
+from megatron_spec.training.tracking import Progress, Tracker, flatten
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"), [([], 1.0), ([0.0, 1.0], 1.0), ([1.0, 1.0, 1.0], 4.0), ([0.8, 0.5, 0.25], 2.3)]
+)
+def test_predicted_acceptance_length(shares: list[float], expected: float) -> None:
+    assert predicted_acceptance_length(shares) == pytest.approx(expected)  # 1 + .8 + .8 * .5 + .8 * .5 * .25
+
+
+def test_sums_become_means_over_rows_of_their_step() -> None:
+    sums = torch.tensor([[20.0, 9.0], [8.0, 3.0], [5.0, 1.5], [10.0, 6.0]], dtype=torch.float64)
+    assert name_metrics(sums) == {
+        "loss_per_step": [2.0, 1.5],
+        "accuracy_per_step": [0.8, 0.5],
+        "overlap_per_step": [0.5, 0.25],
+        "supervised_rows": 10,
+        "predicted_acceptance_length": pytest.approx(2.2),
+        "predicted_acceptance_length_sampling": pytest.approx(1.625),
+    }
+    assert name_metrics(torch.zeros(4, 2, dtype=torch.float64))["loss_per_step"] == [0.0, 0.0]
+
+
+def test_a_resumed_log_loses_what_was_not_saved(tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    truncate_log(log, 3)
+    assert not log.exists()
+    lines = [json.dumps({"iteration": i, "loss": i / 2}) for i in range(1, 6)]
+    log.write_text("\n".join(lines) + '\n{"iteration": 6, "lo')
+    truncate_log(log, 3)
+    assert log.read_text().splitlines() == lines[:3]
+    truncate_log(log, 3)
+    assert log.read_text() == "\n".join(lines[:3]) + "\n"
+
+
+METRICS: dict[str, Any] = {"iteration": 3, "loss": 1.5, "accuracy_per_step": [0.75, 0.5], "note": "text"}
+
+
+def test_flatten_gives_every_draft_step_a_name() -> None:
+    expected = {"iteration": 3, "loss": 1.5, "accuracy_per_step/0": 0.75, "accuracy_per_step/1": 0.5}
+    assert flatten(METRICS) == expected
+
+
+def test_tracker_writes_lines_and_tensorboard_events(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    tracker = Tracker(tmp_path / "run", True, tensorboard_dir=str(tmp_path / "events"))
+    for iteration in (1, 2):
+        tracker.write({**METRICS, "iteration": iteration, "loss": 1.0 / iteration})
+    tracker.close()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == [1.0, 0.5] and lines[0]["note"] == "text"
+    events = accumulator.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 0.5)]
+    assert [e.value for e in events.Scalars("accuracy_per_step/1")] == [0.5, 0.5]
+
+
+def test_a_silent_tracker_writes_nothing(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path / "run", False, tensorboard_dir=str(tmp_path / "events"))
+    tracker.write(METRICS)
+    tracker.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_line_names_what_matters() -> None:
+    metrics = {
+        "iteration": 5, "loss": 2.0, "accuracy_per_step": [0.5, 0.25], "predicted_acceptance_length": 1.625,
+        "lr": 1e-4, "grad_norm": 0.3, "tokens_per_second": 1000.0,
+    }  # fmt: skip
+    line = Progress(10, 0).line(metrics)
+    assert "step 5/10" in line and "accuracy % [50 25]" in line and "predicted AL 1.62" in line

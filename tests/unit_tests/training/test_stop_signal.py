@@ -1,0 +1,34 @@
+"""What signals do to a running loop, in this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from megatron_spec.training.loop import StopSignal
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_is_remembered_and_handlers_come_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopSignal() as stop:
+        assert not stop.received
+        os.kill(os.getpid(), number)
+        assert stop.received
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt), StopSignal(launcher_repeats=0.0) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.received
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_same_ctrl_c_passed_on_by_a_launcher_is_one() -> None:
+    with StopSignal(launcher_repeats=3600.0) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.received
