@@ -18,7 +18,7 @@ from megatron_spec.config import ParallelConfig, UserError
 from megatron_spec.data.loader import Dataset
 from megatron_spec.distributed import World
 from megatron_spec.features.offline import OfflineFeatures, extract
-from megatron_spec.features.store import FeatureStore, StoreManifest
+from megatron_spec.features.store import FeatureStore, StoreManifest, missing_shards
 from megatron_spec.pipeline.placement import check_parallel
 
 log = logging.getLogger(__name__)
@@ -55,16 +55,20 @@ def manifest_of(loaded: Loaded, dataset: Dataset, tokenizer_folder: str) -> Stor
 
 
 def check_disk(folder: str, manifest: StoreManifest, dataset: Dataset) -> None:
-    """Log the size of a store, and raise UserError when the disk cannot hold it."""
+    """Log the size of what a store still lacks, and raise UserError when the disk cannot hold that."""
     width = (len(manifest.capture_layer_ids) + 1) * manifest.hidden_size * manifest.torch_dtype.itemsize + 12
-    need = sum(len(dataset[i]) for i in range(len(dataset))) * width
+    pending = [i for shard in missing_shards(Path(folder), manifest) for i in manifest.samples_of(shard)]
+    need = sum(len(dataset[i]) for i in pending) * width
     place = Path(folder).absolute()
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
-    log.info("features of %d samples take %.2f GiB in %s", len(dataset), need / 2**30, folder)
+    log.info("features of %d samples to compute: %.2f GiB in %s", len(pending), need / 2**30, folder)
     if need > free:
-        raise UserError(f"{folder}: features need {need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
+        raise UserError(
+            f"{folder}: features need {need / 2**30:.1f} GiB more, {free / 2**30:.1f} GiB are free: free "
+            "space, give another folder or use fewer conversations"
+        )
 
 
 def cached_features(

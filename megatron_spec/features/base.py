@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 from megatron_spec.batch import Batch, Features
@@ -33,3 +34,20 @@ def check_count(count: int, pp_size: int) -> None:
             f"found {count} micro-batches per data parallel rank and step, expected a multiple of "
             f"pipeline_model_parallel_size {pp_size}: change global_batch_size or micro_batch_size"
         )
+
+
+def in_groups(source: FeatureSource, batches: list[Batch], pp_size: int) -> Iterator[Features]:
+    """The same features in the same order as `source.features(batches)`, but drawn one at a time.
+
+    With gradient accumulation the features of a whole step can take tens of GB; here the base runs over `pp_size`
+    micro-batches, one for each pipeline rank, when the features before them have been used.
+
+    Args:
+        batches: as for `FeatureSource.features`; every rank of the pipeline group must draw all of them.
+
+    Raises:
+        UserError: the number of micro-batches is not a multiple of `pp_size` (at once, not when drawing).
+    """
+    check_count(len(batches), pp_size)
+    groups = (batches[start : start + pp_size] for start in range(0, len(batches), pp_size))
+    return (features for group in groups for features in source.features(group))

@@ -92,6 +92,11 @@ def shard_path(folder: Path, shard: int) -> Path:
     return folder / f"features-{shard:05d}.safetensors"
 
 
+def missing_shards(folder: Path, manifest: StoreManifest) -> list[int]:
+    """Shards that are not in the folder yet."""
+    return [s for s in range(manifest.num_shards) if not shard_path(folder, s).is_file()]
+
+
 def differences(found: StoreManifest, expected: dict[str, Any]) -> list[str]:
     """'name: found X, expected Y' for every field of `expected` that disagrees."""
     values = found.to_dict()
@@ -120,7 +125,7 @@ class FeatureWriter:
 
     def pending(self) -> list[int]:
         """Shards that are not there yet."""
-        return [s for s in range(self.manifest.num_shards) if not shard_path(self.folder, s).is_file()]
+        return missing_shards(self.folder, self.manifest)
 
     def write(self, shard: int, samples: Sequence[SampleFeatures]) -> None:
         """Write a shard; it appears when it is complete. `samples` are those of `manifest.samples_of(shard)`."""
@@ -162,11 +167,10 @@ class FeatureStore:
                 f"the features in {self.folder} were computed for something else ({'; '.join(wrong)}): extract them "
                 "again"
             )
-        shards = range(self.manifest.num_shards)
-        missing = [shard_path(self.folder, s).name for s in shards if not shard_path(self.folder, s).is_file()]
+        missing = [shard_path(self.folder, s).name for s in missing_shards(self.folder, self.manifest)]
         if missing:
             raise UserError(
-                f"{self.folder}: {len(missing)} of {len(shards)} shards are missing ({', '.join(missing[:5])}): run "
+                f"{self.folder}: {len(missing)} of {self.manifest.num_shards} shards are missing ({', '.join(missing[:5])}): run "
                 "the extraction again, it continues where it stopped"
             )
         self._open: dict[int, Any] = {}

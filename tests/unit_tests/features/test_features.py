@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -59,6 +59,7 @@ def manifest(fingerprint: str = "sha256:0", **changes: Any) -> StoreManifest:
 def _own_cases(root: Path, layout: str, world: Any) -> dict[str, Any]:
     from megatron_spec.checkpoint.base_import import inspect_base, load_base
     from megatron_spec.data.packing import build_batch
+    from megatron_spec.features.base import in_groups
     from megatron_spec.features.offline import OfflineFeatures, extract
     from megatron_spec.features.online import OnlineFeatures
 
@@ -87,8 +88,15 @@ def _own_cases(root: Path, layout: str, world: Any) -> dict[str, Any]:
             float(((a.captures_SBC - b.captures_SBC) * real).abs().max()),
             float(((a.state_SBH - b.state_SBH) * real).abs().max()),
         )
+    one_by_one = list(in_groups(OnlineFeatures(base), batches, world.pp_size))
+    grouped = [
+        a.batch.sample_ids == b.batch.sample_ids
+        and torch.allclose(a.captures_SBC, b.captures_SBC, atol=1e-5)
+        and torch.allclose(a.state_SBH, b.state_SBH, atol=1e-5)
+        for a, b in zip(online, one_by_one, strict=True)
+    ]
     found: dict[str, Any] = {
-        "gap": gap, "written": written, "owned": [f.batch.sample_ids for f in online],
+        "grouped": grouped, "gap": gap, "written": written, "owned": [f.batch.sample_ids for f in online],
         "owned offline": [f.batch.sample_ids for f in offline], "shape": tuple(online[0].captures_SBC.shape),
     }  # fmt: skip
     for name, source in (("online", OnlineFeatures(base)), ("offline", OfflineFeatures(store, world))):
@@ -141,6 +149,50 @@ def test_pipeline_ranks_own_every_other_micro_batch(found: list[dict[str, Any]])
     for source in ("online", "offline"):
         assert "3 micro-batches" in found[0]["pp2"][f"three batches {source}"]
         assert f"three batches {source}" not in found[0]["dp2"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_features_drawn_in_groups_are_the_same(found: list[dict[str, Any]], layout: str) -> None:
+    for rank in found:
+        assert rank[layout]["grouped"] == [True] * (2 if layout == "pp2" else 4)
+
+
+def test_groups_run_when_they_are_needed() -> None:
+    from megatron_spec.features.base import in_groups
+
+    class Source:
+        calls: ClassVar[list[Any]] = []
+
+        def features(self, batches: Any) -> Any:
+            self.calls.append(batches)
+            return [f"of {batches[1]}"]
+
+    drawn = in_groups(Source(), ["a", "b", "c", "d"], 2)  # type: ignore[arg-type, list-item]
+    assert Source.calls == [] and next(drawn) == "of b" and Source.calls == [["a", "b"]]
+    assert list(drawn) == ["of d"]
+    with pytest.raises(UserError, match="found 3 micro-batches"):
+        in_groups(Source(), ["a", "b", "c"], 2)  # type: ignore[arg-type, list-item]
+
+
+def test_disk_must_hold_what_is_missing_only(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from megatron_spec.chain import features as chain
+
+    per_token = (2 + 1) * 32 * 4 + 12
+    (store / "features-00001.safetensors").unlink()  # samples 3, 4, 5 of 7, 11 and 5 tokens
+    free = SimpleNamespace(free=23 * per_token)
+    monkeypatch.setattr(chain.shutil, "disk_usage", lambda _: free)
+    chain.check_disk(str(store), manifest(), Samples())
+    with pytest.raises(UserError, match="features need"):
+        chain.check_disk(str(tmp_path / "new" / "store"), manifest(), Samples())
+    free.free -= 1
+    with pytest.raises(UserError, match="features need"):
+        chain.check_disk(str(store), manifest(), Samples())
+    for shard in FeatureWriter(store, manifest()).pending():
+        (store / f"features-{shard:05d}.safetensors").touch()
+    free.free = 0
+    chain.check_disk(str(store), manifest(), Samples())
 
 
 def test_extraction_continues_where_it_stopped(found: list[dict[str, Any]]) -> None:
