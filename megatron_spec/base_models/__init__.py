@@ -44,6 +44,11 @@ def read_base_config(folder: str | Path) -> BaseConfig:
     return parse_base_config(raw, str(path))
 
 
+def config_json(config: BaseConfig) -> dict[str, object]:
+    """Content of a config.json in Hugging Face format, for a base that came without one."""
+    return llama.config_json(config)
+
+
 def name_rules(config: BaseConfig) -> list[NameRule]:
     """Every parameter of the base, as megatron-core names it and as Hugging Face does."""
     return llama.name_rules(config)

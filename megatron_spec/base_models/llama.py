@@ -11,7 +11,12 @@ from typing import Any
 from megatron_spec.base_models.names import NameRule
 from megatron_spec.config import BaseConfig, RopeConfig, UserError
 
-_ROPE_TYPES = ("default", "linear", "llama3")
+_ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""What rope_scaling holds, by supported type."""
 
 
 def _rope(raw: dict[str, Any], where: str) -> RopeConfig:
@@ -19,15 +24,11 @@ def _rope(raw: dict[str, Any], where: str) -> RopeConfig:
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = scaling.get("rope_theta", raw.get("rope_theta", 10000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in _ROPE_TYPES:
-        raise UserError(f"{where}: rope type {kind!r} is not supported; supported: {', '.join(_ROPE_TYPES)}")
+    if kind not in _ROPE_FIELDS:
+        raise UserError(f"{where}: rope type {kind!r} is not supported; supported: {', '.join(_ROPE_FIELDS)}")
     if scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UserError(f"{where}: partial_rotary_factor other than 1.0 is not supported")
-    needed = {
-        "default": (),
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    }[kind]
+    needed = _ROPE_FIELDS[kind]
     missing = [name for name in needed if name not in scaling]
     if missing:
         raise UserError(f"{where}: rope type {kind!r} needs {', '.join(missing)} in rope_scaling")
@@ -81,6 +82,35 @@ def parse_config(raw: dict[str, Any], where: str) -> BaseConfig:
         eos_token_ids=_ids(raw.get("eos_token_id")),
         pad_token_id=_first(raw.get("pad_token_id")),
     )
+
+
+def config_json(config: BaseConfig) -> dict[str, Any]:
+    """Content of a config.json that `parse_config` reads back as `config`."""
+    scaling = {"rope_type": config.rope.type, **{k: getattr(config.rope, k) for k in _ROPE_FIELDS[config.rope.type]}}
+    ends = config.eos_token_ids
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": None if config.rope.type == "default" else scaling,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": ends[0] if len(ends) == 1 else list(ends) or None,
+        "pad_token_id": config.pad_token_id,
+        "torch_dtype": config.torch_dtype,
+    }
 
 
 def name_rules(config: BaseConfig) -> list[NameRule]:

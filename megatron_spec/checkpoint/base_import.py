@@ -21,12 +21,19 @@ from megatron_spec.distributed import World
 from megatron_spec.pipeline.model import FrozenBase
 
 
+_COMPUTES = (
+    "family", "hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "rms_norm_eps", "rope", "tie_word_embeddings",
+)  # fmt: skip
+"""Fields that a checkpoint's stored arguments and a config.json beside it both tell, and must agree on."""
+
+
 @dataclass(frozen=True)
 class BaseReference:
     """A base by place and content.
 
     Attributes:
-        path: folder.
+        path: folder, absolute: a later step may run from another directory.
         kind: 'hf' (Hugging Face) or 'megatron' (torch distributed checkpoint of megatron-core).
         fingerprint: content hash, see `checkpoint.fingerprint`.
         config: architecture.
@@ -44,13 +51,15 @@ def inspect_base(path: str | Path) -> BaseReference:
     Raises:
         UserError: no such folder, neither format, an unsupported architecture, or missing files.
     """
-    folder = Path(path)
+    folder = Path(path).absolute()
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; expected a base in Hugging Face or Megatron format")
+        raise UserError(f"{path}: no such folder; expected a base in Hugging Face or Megatron format")
     shards = megatron.checkpoint_folder(folder)
     if shards is not None:
         config = megatron.read_config(folder, shards)
-        text = json.dumps(config.to_dict(), sort_keys=True).encode()
+        # Token ids and dtype are not in the arguments: a config.json added later must not make it another base.
+        values = {name: value for name, value in config.to_dict().items() if name in _COMPUTES}
+        text = json.dumps(values, sort_keys=True).encode()
         return BaseReference(str(folder), "megatron", fingerprint(text, megatron.weight_files(shards)), config)
     config = read_base_config(folder)
     content = fingerprint((folder / "config.json").read_bytes(), huggingface.weight_files(folder))

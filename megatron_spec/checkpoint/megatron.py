@@ -1,4 +1,8 @@
-"""Read a base from a megatron-core distributed checkpoint of any layout, from local or Transformer Engine layers."""
+"""Read a base from a megatron-core distributed checkpoint of any layout, from local or Transformer Engine layers.
+
+The arguments and tensors are read with safe loaders, but torch's reader of distributed checkpoints unpickles the file
+`.metadata` without restrictions: load Megatron folders from sources you trust only.
+"""
 
 from __future__ import annotations
 

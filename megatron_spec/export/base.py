@@ -20,9 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from megatron_spec.base_models import name_rules
+from megatron_spec.base_models import config_json, name_rules
 from megatron_spec.base_models.names import NameRule, hf_shapes, join_shards, to_hf
-from megatron_spec.config import QuantConfig, UserError
+from megatron_spec.config import BaseConfig, QuantConfig, UserError
 from megatron_spec.distributed import World
 from megatron_spec.export.common import VerificationError, parse_dtype, shards_of, shared_folder, together
 from megatron_spec.export.eagle import BaseLike
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 _COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 _NOT_COPIED = {"config.json", "hf_quant_config.json", "run.json"}
+_NOT_COPIED |= {"latest_checkpointed_iteration.txt", "metadata.json", "progress.txt"}  # of a Megatron checkpoint
 
 
 @dataclass
@@ -56,7 +57,8 @@ def export_base(
 
     Args:
         base: a `FrozenBase`, quantised when `quant.base` is 'fp8'.
-        reference: where it came from: its config.json and tokenizer are copied.
+        reference: where it came from: its config.json and tokenizer are copied. A Megatron checkpoint may have
+            neither: then config.json is written from the architecture.
         max_shard_bytes: size of one file of tensors.
 
     Raises:
@@ -73,7 +75,7 @@ def export_base(
         for name, tensor in _tensors(base, scales, dtype):
             if writer is not None:
                 writer.add(name, tensor)
-        together(lambda: _finish(writer, folder, source, exclude, bool(scales.kv), dtype, run_config))
+        together(lambda: _finish(writer, folder, source, base.config, exclude, bool(scales.kv), dtype, run_config))
         _verify(folder, base, scales, dtype, world)
     log.info("exported base to %s (%s)", out_dir, "fp8" if scales.linears else dtype)
     return Path(out_dir)
@@ -106,8 +108,8 @@ def _check(scales: _Scales, quant: QuantConfig | None, source: Path) -> None:
             "the base is fake-quantised in memory, but the export is not fp8: load the base without quantisers, or "
             "export it with the QuantConfig of its checkpoint"
         )
-    if not (source / "config.json").is_file():
-        raise UserError(f"the base's folder {source} holds no config.json: give its Hugging Face folder")
+    if not source.is_dir():
+        raise UserError(f"the base's folder {source} is not there any more: give its new place")
 
 
 def _excludes(quant: QuantConfig | None) -> list[str]:
@@ -240,8 +242,8 @@ class _ShardWriter:
 
 
 def _finish(
-    writer: _ShardWriter | None, folder: Path, source: Path, exclude: list[str] | None, kv_cache: bool, dtype: str,
-    run_config: dict[str, Any] | None,
+    writer: _ShardWriter | None, folder: Path, source: Path, architecture: BaseConfig, exclude: list[str] | None,
+    kv_cache: bool, dtype: str, run_config: dict[str, Any] | None,
 ) -> None:
     if writer is None:
         return
@@ -249,7 +251,8 @@ def _finish(
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in _COPIED and path.name not in _NOT_COPIED and ".index." not in path.name:
             shutil.copyfile(path, folder / path.name)
-    config = read_json(source / "config.json")
+    found = source / "config.json"
+    config: dict[str, Any] = read_json(found) if found.is_file() else config_json(architecture)
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     if exclude is not None:
         config["quantization_config"] = quantization_config(exclude, kv_cache)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_spec.base_models import name_rules, parse_base_config, read_base_config
+from megatron_spec.base_models import config_json, name_rules, parse_base_config, read_base_config
 from megatron_spec.base_models.megatron_args import config_from_args
 from megatron_spec.base_models.names import hf_shapes, join_shards, merge_qkv, read_shard, to_hf
 from megatron_spec.config import BaseConfig, RopeConfig, UserError
@@ -41,6 +41,19 @@ def parse(**changes: Any) -> BaseConfig:
 )  # fmt: skip
 def test_rope_in_every_spelling(changes: dict[str, Any], expected: RopeConfig) -> None:
     assert parse(**changes).rope == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eos_token_id": 2, "pad_token_id": 3, "tie_word_embeddings": True},
+        {"bos_token_id": None, "eos_token_id": None, "rope_scaling": {"type": "linear", "factor": 2}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}, "max_position_embeddings": 99},
+    ],
+)
+def test_a_written_config_reads_back(changes: dict[str, Any]) -> None:
+    config = parse(**changes)
+    assert parse_base_config(config_json(config), "written") == config
 
 
 def test_ids_and_defaults() -> None:

@@ -96,6 +96,11 @@ def test_missing_and_truncated_files(tmp_path: Path, world: World) -> None:
         inspect_base(sharded)
 
 
+def test_place_of_a_base_is_absolute(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    assert inspect_base("base").path == str(folder)
+
+
 def test_fingerprint_depends_on_content_only(tmp_path: Path, folder: Path) -> None:
     first = inspect_base(folder).fingerprint
     moved = folder.rename(tmp_path / "moved")
@@ -263,7 +268,36 @@ def _megatron_cases(root: str) -> dict[str, Any]:
         half = load_base(reference, world, (), torch.bfloat16)
         whole = dict(base.named_parameters())
         found[f"bf16 {name}"] = max(float((p - whole[n]).abs().max()) for n, p in half.named_parameters())
+    found["config.json"] = _export_without_config(Path(root, "tied"), batch, expected["tied"], world)
     return found
+
+
+@torch.no_grad()
+def _export_without_config(folder: Path, batch: Any, expected_BSV: Tensor, world: World) -> dict[str, Any]:
+    """A Megatron checkpoint has no config.json: one is written; and one put beside it later changes nothing."""
+    from transformers import LlamaForCausalLM
+
+    from megatron_spec.export.base import export_base
+
+    reference = inspect_base(folder)
+    out = folder.with_name("exported")
+    export_base(load_base(reference, world), reference, out, None, world, dtype="float32")
+    torch.distributed.barrier()
+    written = json.loads((out / "config.json").read_text())
+    if world.rank == 0:
+        more = {"torch_dtype": "bfloat16", "eos_token_id": [2, 5], "bos_token_id": 1, "max_position_embeddings": 99}
+        (folder / "config.json").write_text(json.dumps({**written, **more}))
+    torch.distributed.barrier()
+    later = inspect_base(folder)
+    if world.rank == 0:
+        (folder / "config.json").write_text(json.dumps({**written, "rope_theta": 5e5}))
+    torch.distributed.barrier()
+    logits = LlamaForCausalLM.from_pretrained(out).to(batch.tokens_BS.device)(batch.tokens_BS).logits
+    return {
+        "gap": float((logits - expected_BSV).abs().max()), "written": written, "later ids": later.config.eos_token_ids,
+        "same": later.fingerprint == reference.fingerprint, "files": sorted(p.name for p in out.iterdir()),
+        "other rope": inspect_base(folder).fingerprint != reference.fingerprint,
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +323,15 @@ def test_wrapped_gpt_model(megatron: list[dict[str, Any]], name: str) -> None:
         assert rank[f"wrapped {name}"] < TOLERANCE[name]
         assert rank[f"wrapped captures {name}"] == (10, 2, 64)
     assert "cannot decode with a cache" in megatron[0]["wrapped cache"]
+
+
+def test_megatron_checkpoint_without_config_json(megatron: list[dict[str, Any]]) -> None:
+    for rank in megatron:
+        found = rank["config.json"]
+        assert found["gap"] < TOLERANCE["tied"]
+        assert found["written"]["architectures"] == ["LlamaForCausalLM"] and found["written"]["tie_word_embeddings"]
+        assert found["files"] == ["config.json", "model.safetensors", "run.json"]
+        assert found["same"] and found["later ids"] == (2, 5) and found["other rope"]
 
 
 def test_megatron_checkpoint_of_another_depth(megatron: list[dict[str, Any]]) -> None:
