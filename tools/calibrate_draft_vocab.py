@@ -21,7 +21,8 @@ WRITTEN = {"draft_vocab.safetensors", "d2t.pt", "coverage.json"}
 def make_parser() -> cli.Parser:
     """The flags."""
     p = cli.Parser(__doc__)
-    p.add_argument("--model", required=True, metavar="DIR", help="base in Hugging Face format (tokenizer, config.json)")
+    p.add_argument("--model", required=True, metavar="DIR", help="base, in Hugging Face or Megatron format")
+    p.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
     p.add_argument("--data", required=True, metavar="JSONL", help="training conversations, answered")
     p.add_argument("--draft-vocab-size", required=True, type=int, metavar="D")
     p.add_argument("--save-dir", required=True, metavar="DIR")
@@ -36,12 +37,22 @@ def check_output(folder: Path) -> None:
     files.require_empty(folder, "choose another --save-dir")
 
 
+def read_vocab_size(model: Path) -> object:
+    """From config.json, or the arguments of a Megatron checkpoint. Raises UserError when there is neither."""
+    if not (model / "config.json").is_file():
+        from megatron_spec.checkpoint import megatron
+
+        shards = megatron.checkpoint_folder(model) if model.is_dir() else None
+        if shards is not None:
+            return megatron.read_config(model, shards).vocab_size
+    return files.read_json(model / "config.json").get("vocab_size")
+
+
 def calibrate(args: argparse.Namespace) -> None:
     """Count, choose, write, report. Raises UserError for input that does not fit."""
     folder = Path(args.save_dir)
     check_output(folder)
-    config = files.read_json(Path(args.model, "config.json"))
-    vocab_size = config.get("vocab_size")
+    vocab_size = read_vocab_size(Path(args.model))
     if not isinstance(vocab_size, int) or not 1 <= args.draft_vocab_size <= vocab_size:
         raise UserError(f"--draft-vocab-size {args.draft_vocab_size}: expected 1 to the base's vocab_size {vocab_size}")
     import torch
@@ -51,8 +62,9 @@ def calibrate(args: argparse.Namespace) -> None:
     from megatron_spec.data.vocab_counts import count_supervised, coverage, select_draft_ids
     from megatron_spec.drafts.vocab import DraftVocab
 
-    tokenizer = load_tokenizer(args.model)
-    ends = stop_token_ids(args.model, tokenizer)
+    source = args.tokenizer or args.model
+    tokenizer = load_tokenizer(source)
+    ends = stop_token_ids(source, tokenizer)
     dataset = ConversationDataset(args.data, tokenizer, args.seq_length, ends)
     counts_V = count_supervised(dataset, vocab_size)
     vocab = DraftVocab(select_draft_ids(counts_V, args.draft_vocab_size, ends), vocab_size)

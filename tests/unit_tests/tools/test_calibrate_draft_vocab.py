@@ -1,3 +1,4 @@
+import argparse
 import json
 
 import pytest
@@ -20,8 +21,8 @@ def model(tmp_path):
     return folder, tokenizer
 
 
-def run(model, data, size, out):
-    flags = ["--model", str(model), "--data", str(data), "--draft-vocab-size", str(size), "--save-dir", str(out)]
+def run(model, data, size, out, *more):
+    flags = ["--model", str(model), "--data", str(data), "--draft-vocab-size", str(size), "--save-dir", str(out), *more]
     calibrate_draft_vocab.calibrate(calibrate_draft_vocab.make_parser().parse_args(flags))
 
 
@@ -42,6 +43,24 @@ def test_writes_the_vocabulary_and_its_coverage(model, tmp_path, capsys):
     assert "88.89%" in capsys.readouterr().out
     run(folder, data, 3, out)
     assert len(DraftVocab.load(out / "draft_vocab.safetensors")) == 3, "an earlier result is replaced"
+
+
+def test_megatron_base_with_a_tokenizer_elsewhere(model, tmp_path):
+    folder, tokenizer = model
+    base = tmp_path / "megatron"
+    base.mkdir()
+    args = {
+        "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "vocab_size": 300,
+        "max_position_embeddings": 64,
+    }  # fmt: skip
+    torch.save({"args": argparse.Namespace(**args)}, base / "common.pt")
+    (base / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (base / ".metadata").touch()
+    data = write_lines(tmp_path / "d.jsonl", DATA)
+    run(base, data, 4, tmp_path / "vocab", "--tokenizer", str(folder))
+    assert DraftVocab.load(tmp_path / "vocab" / "draft_vocab.safetensors").vocab_size == 300
+    with pytest.raises(UserError, match=r"megatron: found no tokenizer.json"):
+        run(base, data, 4, tmp_path / "other")
 
 
 def test_mistakes_are_refused_before_work(model, tmp_path):
