@@ -15,6 +15,7 @@ _EXPORTS = {
     "convert": "megatron_spec.api",
     "save": "megatron_spec.api",
     "load": "megatron_spec.api",
+    "load_optimizer": "megatron_spec.api",
     "quantize": "megatron_spec.api",
     "export_draft": "megatron_spec.api",
     "initialize": "megatron_spec.api",

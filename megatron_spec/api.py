@@ -1,8 +1,8 @@
 """The library for people who own a megatron-core training loop: convert, save, load, quantise, export.
 
-    model = megatron_spec.convert(gpt_model, [("eagle", {"draft_vocab_size": 32000})], vocab=ids, base_path=...)
-    losses = model(batch)           # sums over supervised rows; losses.total carries the gradient
-    megatron_spec.save(model, "ckpt")
+    model = megatron_spec.convert(gpt_model, [("eagle", {})], vocab=vocab, base_path=...)
+    losses = model(batches)         # one DraftLosses per micro-batch of this rank: sums; .total carries the gradient
+    megatron_spec.save(model, "ckpt", iteration=100, optimizer=optimizer)
     megatron_spec.quantize(model, batches)
     megatron_spec.export_draft(model, "out")
 
@@ -26,7 +26,7 @@ from megatron_spec.build import link, load_checkpoint
 from megatron_spec.chain.convert import new_draft
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference, inspect_base
-from megatron_spec.checkpoint.spec import CheckpointSpec
+from megatron_spec.checkpoint.spec import CheckpointSpec, resolve
 from megatron_spec.config import (
     BaseConfig,
     DraftConfig,
@@ -152,7 +152,7 @@ def save(model: SpecModel, folder: str | Path, *, iteration: int = 0, optimizer:
     """Save the draft (and optimizer) as a checkpoint that scripts and `load` read. Collective."""
     spec = CheckpointSpec(link(model.reference), model.draft.config, model.quant, iteration)  # type: ignore[arg-type]
     amax = base_amax_state(model.base) if model.quant is not None and model.quant.base != "none" else None
-    extra = {"iteration": iteration, "consumed_samples": 0}
+    extra = {"iteration": iteration, "consumed_samples": 0, "objective": model.objective.to_dict()}
     return sharded.save(
         folder, spec, model.draft, model.vocab, model.world, optimizer=optimizer, extra=extra, base_amax=amax, keep=keep
     )
@@ -161,7 +161,16 @@ def save(model: SpecModel, folder: str | Path, *, iteration: int = 0, optimizer:
 def load(folder: str | Path, *, dtype: torch.dtype = torch.float32, base_path: str | None = None) -> SpecModel:
     """Base and draft of a checkpoint in the current layout. Collective. Raises UserError when it does not fit."""
     loaded = load_checkpoint(folder, initialize(), dtype=dtype, base_path=base_path)
-    return SpecModel(loaded.base, loaded.draft, loaded.vocab, loaded.base_ref, quant=loaded.spec.quant)
+    objective = ObjectiveConfig.from_dict(loaded.extra.get("objective") or {})
+    return SpecModel(loaded.base, loaded.draft, loaded.vocab, loaded.base_ref, objective, loaded.spec.quant)
+
+
+def load_optimizer(model: SpecModel, folder: str | Path, optimizer: Any) -> int:
+    """Read the optimizer state that `save` wrote, into an optimizer over `model.draft`. Collective.
+
+    Returns the iteration it was saved at. Raises UserError when the checkpoint holds no fitting state.
+    """
+    return int(sharded.load(resolve(folder), model.draft, model.world, optimizer=optimizer)["iteration"])
 
 
 def quantize(model: SpecModel, batches: Sequence[list[Batch]], quant: QuantConfig | None = None) -> list[LayerReport]:

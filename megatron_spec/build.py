@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,6 +36,8 @@ class Loaded:
     draft: Draft
     vocab: DraftVocab
     base_amax: dict[str, float] | None
+    extra: dict[str, Any]
+    """What was saved beside the tensors: iteration, samples consumed, objective."""
 
 
 def link(ref: BaseReference) -> BaseLink:
@@ -76,7 +79,7 @@ def load_checkpoint(
         attach_quantizers(draft, spec.quant, role="draft")
         amax_file = folder / "base_amax.json"
         base_amax = read_json(amax_file) if amax_file.is_file() else None
-    sharded.load(folder, draft, world)
+    extra = sharded.load(folder, draft, world)
     base = load_base(ref, world, capture_layer_ids=spec.draft.capture_layer_ids, dtype=dtype)
     if spec.quant is not None and spec.quant.base != "none":
         if base_amax is None:
@@ -85,7 +88,7 @@ def load_checkpoint(
             )
         attach_quantizers(base, spec.quant, role="base")
         load_base_amax(base, base_amax)
-    return Loaded(folder, spec, ref, base, draft, vocab, base_amax)
+    return Loaded(folder, spec, ref, base, draft, vocab, base_amax, extra)
 
 
 def respec(spec: CheckpointSpec, **changes: object) -> CheckpointSpec:

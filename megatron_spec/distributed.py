@@ -86,7 +86,9 @@ def _start_process_group(timeout_minutes: float) -> None:
     if dist.is_initialized():
         return
     if "RANK" not in os.environ:  # plain python: a world of one
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
+        )
     if platform.has_cuda():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(platform.backend(), timeout=timedelta(minutes=timeout_minutes))
@@ -131,7 +133,7 @@ def initialize(parallel: ParallelConfig | None = None, seed: int = 1234, timeout
             context_parallel_size=parallel.context_parallel_size,
             expert_model_parallel_size=parallel.expert_model_parallel_size,
         )
-    seed_everything(seed)
+        seed_everything(seed)  # groups that were there belong to a program with seeds of its own
     return _build_world(parallel)
 
 

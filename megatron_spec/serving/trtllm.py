@@ -12,13 +12,15 @@ from megatron_spec.serving.draft import check_draft_len, read_draft
 
 
 def trtllm_config(
-    draft: Path | str, max_draft_len: int, *, max_batch_size: int = 1, older: bool = False
-) -> dict[str, Any]:
+    draft: Path | str, max_draft_len: int, *, max_batch_size: int = 1, older: bool = False,
+    place: Path | str | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Content of the YAML file for an exported EAGLE-3 draft.
 
     Args:
         max_draft_len: tokens drafted per step.
         max_batch_size: largest batch that gets a CUDA graph.
+        place: where the draft will be served from, when that is not where it is now.
         older: spell the draft's folder as releases before `speculative_model` did.
 
     Raises:
@@ -29,7 +31,7 @@ def trtllm_config(
     speculative: dict[str, Any] = {
         "decoding_type": "Eagle3",
         "max_draft_len": max_draft_len,
-        "speculative_model_dir" if older else "speculative_model": str(served.path),
+        "speculative_model_dir" if older else "speculative_model": str(served.path if place is None else place),
     }
     if served.capture_layers is not None:  # this engine does not read them from the draft's config.json
         speculative["eagle3_layers_to_capture"] = list(served.capture_layers)

@@ -29,14 +29,15 @@ def run_example(code: str, root: str) -> dict[str, Any]:
     reloaded = names["megatron_spec"].load("my_draft")
     original = dict(names["model"].draft.named_parameters())
     same = all(bool((p == original[n]).all()) for n, p in reloaded.draft.named_parameters())
+    assert reloaded.objective == names["model"].objective
     return {"losses": names["history"], "same": same, "quantised": reloaded.quant is not None}
 
 
 def test_readme_example(tmp_path: Path) -> None:
-    make_base(tmp_path / "base")
+    make_base(tmp_path / "base", initializer_range=0.4)  # a base with opinions: there is something to learn
     write_conversations(tmp_path / "train.jsonl", 6)
     result = run_world(1, run_example, readme_example(), str(tmp_path))[0]
-    assert result["losses"][-1] < result["losses"][0]
+    assert sum(result["losses"][-5:]) < 0.95 * sum(result["losses"][:5])
     assert result["same"] and result["quantised"]
     assert (tmp_path / "exported" / "model.safetensors").is_file()
 
@@ -73,3 +74,50 @@ def test_a_wrapped_model_gives_the_same_loss(tmp_path: Path) -> None:
     make_base(tmp_path / "base")
     for own, wrapped in run_world(2, tp2_wrapped, str(tmp_path)):
         assert wrapped == pytest.approx(own, rel=1e-6)
+
+
+def resume_own_loop(root: str) -> dict[str, list[float]]:
+    """Losses of four steps of a user's loop with megatron-core's optimizer, whole and in two halves."""
+    import torch
+
+    import megatron_spec
+    from megatron_spec.checkpoint.base_import import inspect_base, load_base
+    from megatron_spec.config import ObjectiveConfig, TrainConfig
+    from megatron_spec.training.optimizer import build_optimizer, finish_gradients, wrap_ddp
+    from tests.tiny import make_batch
+
+    world = megatron_spec.initialize()
+    before = torch.random.get_rng_state()
+    base = load_base(inspect_base(f"{root}/base"), world, (0, 3, 6))
+    found: dict[str, list[float]] = {}
+    for name, cut in (("whole", 4), ("halves", 2)):
+        model = megatron_spec.convert(
+            base, [("eagle", {"capture_layer_ids": [0, 3, 6]})], base_path=f"{root}/base", objective=ObjectiveConfig(2)
+        )
+        losses: list[float] = []
+        for first, last in ((0, cut), (cut, 4)):
+            if first:
+                model = megatron_spec.load(f"{root}/{name}")
+            train = TrainConfig(train_iters=4, lr=1e-2)
+            ddp = wrap_ddp(model.draft, world, train)
+            optimizer, _ = build_optimizer(ddp, world, train)
+            if first:
+                assert megatron_spec.load_optimizer(model, f"{root}/{name}", optimizer) == first
+            for step in range(first, last):
+                ddp.zero_grad_buffer()
+                optimizer.zero_grad()
+                (result,) = model(make_batch(2, 24, seed=step))
+                result.total.backward()
+                finish_gradients(ddp, world, result.rows_T[0].float())
+                optimizer.step()
+                losses.append(float(result.total.detach()))
+            megatron_spec.save(model, f"{root}/{name}", iteration=last, optimizer=optimizer)
+        found[name] = losses
+    assert torch.equal(before, torch.random.get_rng_state()), "the library must leave the program's random state alone"
+    return found
+
+
+def test_a_loop_of_ones_own_resumes(tmp_path: Path) -> None:
+    make_base(tmp_path / "base")
+    found = run_world(1, resume_own_loop, str(tmp_path))[0]
+    assert len(found["whole"]) == 4 and found["halves"] == found["whole"]
