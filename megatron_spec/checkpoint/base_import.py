@@ -20,7 +20,6 @@ from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.distributed import World
 from megatron_spec.pipeline.model import FrozenBase
 
-
 _COMPUTES = (
     "family", "hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "rms_norm_eps", "rope", "tie_word_embeddings",

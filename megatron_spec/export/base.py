@@ -49,8 +49,15 @@ class _Scales:
 
 
 def export_base(
-    base: nn.Module, reference: BaseLike, out_dir: Path | str, quant: QuantConfig | None, world: World, *,
-    dtype: str = "bfloat16", overwrite: bool = False, max_shard_bytes: int = 5 * 2**30,
+    base: nn.Module,
+    reference: BaseLike,
+    out_dir: Path | str,
+    quant: QuantConfig | None,
+    world: World,
+    *,
+    dtype: str = "bfloat16",
+    overwrite: bool = False,
+    max_shard_bytes: int = 5 * 2**30,
     run_config: dict[str, Any] | None = None,
 ) -> Path:
     """Write the base to `out_dir` (tensors, config, tokenizer, generation config) and verify it. Collective.
@@ -244,7 +251,7 @@ class _ShardWriter:
 def _finish(
     writer: _ShardWriter | None, folder: Path, source: Path, architecture: BaseConfig, exclude: list[str] | None,
     kv_cache: bool, dtype: str, run_config: dict[str, Any] | None,
-) -> None:
+) -> None:  # fmt: skip
     if writer is None:
         return
     writer.close()

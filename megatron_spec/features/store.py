@@ -170,8 +170,8 @@ class FeatureStore:
         missing = [shard_path(self.folder, s).name for s in missing_shards(self.folder, self.manifest)]
         if missing:
             raise UserError(
-                f"{self.folder}: {len(missing)} of {self.manifest.num_shards} shards are missing ({', '.join(missing[:5])}): run "
-                "the extraction again, it continues where it stopped"
+                f"{self.folder}: {len(missing)} of {self.manifest.num_shards} shards are missing "
+                f"({', '.join(missing[:5])}): run the extraction again, it continues where it stopped"
             )
         self._open: dict[int, Any] = {}
 

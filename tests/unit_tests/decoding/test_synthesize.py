@@ -64,11 +64,11 @@ def test_temperature_is_seeded_by_conversation(chat: Any) -> None:
     assert run(chat.prompts, 2) != first
 
 
-def _to_file(chat: Any, prompts: list[Prompt], output: Path, about: dict[str, Any] | None = None, **changes: Any) -> int:
+def _to_file(
+    chat: Any, prompts: list[Prompt], output: Path, about: dict[str, Any] | None = None, **changes: Any
+) -> int:
     config = CHAT_CONFIG.replace(**changes)
-    return synthesize_to_file(
-        chat.base, chat.tokenizer, prompts, config, output, stop_ids=chat.stop_ids, about=about
-    )
+    return synthesize_to_file(chat.base, chat.tokenizer, prompts, config, output, stop_ids=chat.stop_ids, about=about)
 
 
 def test_file_is_in_the_order_of_the_prompts_and_readable(
@@ -151,6 +151,6 @@ def test_a_rerun_that_would_answer_otherwise_is_refused(chat: Any, tmp_path: Pat
     with pytest.raises(UserError, match=f"1 conversations answer other questions .*{other.identifier}"):
         _to_file(chat, [other, asked[1]], output, {"base_fingerprint": "a"})
     output.with_name("out.jsonl.meta.json").unlink()
-    with pytest.raises(UserError, match="meta.json is missing"):
+    with pytest.raises(UserError, match=r"meta\.json is missing"):
         _to_file(chat, asked, output, {"base_fingerprint": "a"})
     assert output.read_bytes() == before

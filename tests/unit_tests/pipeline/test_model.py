@@ -1,4 +1,4 @@
-"""The frozen base against transformers, over layouts, in one spawned world of four ranks.
+"""The frozen base against transformers, over layouts, in a spawned world of four ranks and one of three.
 
 S sequence, B micro-batch, H hidden, V vocabulary, K captures.
 """
@@ -23,6 +23,14 @@ TOLERANCE = 1e-4
 MODELS: dict[str, dict[str, Any]] = {
     "gqa": {},
     "tied": {"tie_word_embeddings": True, "vocab_size": 80, "head_dim": 8},
+    "nine": {  # heads as in SmolLM2-135M, which only three ranks can share
+        "hidden_size": 36,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 4,
+        "vocab_size": 80,
+        "tie_word_embeddings": True,
+    },
     "llama3": {"rope_parameters": dict(LLAMA3, rope_theta=500.0)},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -34,7 +42,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp4": {"pipeline_model_parallel_size": 4},  # 6 layers: 2, 2, 1, 1
     "tp4": {"tensor_model_parallel_size": 4},  # more ranks than key/value heads; 83 rows do not divide
 }
-ONLY = {"tied": ("tp2", "pp2", "tp2pp2sp", "pp4", "tp4"), "llama3": ("tp2sp",)}
+LAYOUTS_OF_THREE: dict[str, dict[str, Any]] = {
+    "tp3": {"tensor_model_parallel_size": 3},
+    "tp3sp": {"tensor_model_parallel_size": 3, "sequence_parallel": True},
+}
+ONLY = {
+    "nine": ("tp1", "pp2", "tp3", "tp3sp"),
+    "gqa": tuple(LAYOUTS),
+    "tied": ("tp2", "pp2", "tp2pp2sp", "pp4", "tp4"),
+    "llama3": ("tp2sp",),
+}
 
 
 def _tokens(vocab: int) -> Tensor:
@@ -140,17 +157,19 @@ def _decode_gap(base: Any, world: Any, ref: dict[str, Tensor]) -> float:
     return worst
 
 
-def _world_cases(folder: str, references: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, float]]:
+def _world_cases(
+    folder: str, references: dict[str, dict[str, Tensor]], layouts: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, float]]:
     from megatron.core import parallel_state
 
     from megatron_spec import distributed
     from megatron_spec.checkpoint.base_import import inspect_base, load_base
 
     found: dict[str, dict[str, float]] = {}
-    for layout, values in LAYOUTS.items():
+    for layout, values in layouts.items():
         world = distributed.initialize(ParallelConfig(**values))
         for name in MODELS:
-            if layout not in ONLY.get(name, LAYOUTS):
+            if layout not in ONLY[name]:
                 continue
             reference = inspect_base(Path(folder, name))
             base = load_base(reference, world, CAPTURES)
@@ -170,13 +189,15 @@ def gaps(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, f
         name: _reference(save_tiny(folder / name, max_shard_size="20KB" if name == "gqa" else "50GB", **overrides))
         for name, overrides in MODELS.items()
     }
-    return run_world(4, _world_cases, str(folder), references)
+    four = run_world(4, _world_cases, str(folder), references, LAYOUTS)
+    three = run_world(3, _world_cases, str(folder), references, LAYOUTS_OF_THREE)
+    return [{**a, **b} for a, b in zip(four, [*three, {}], strict=True)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *LAYOUTS_OF_THREE])
 def test_equals_transformers(gaps: list[dict[str, dict[str, float]]], layout: str) -> None:
     cases = {(rank, case): g for rank, g_ in enumerate(gaps) for case, g in g_.items() if case.split()[0] == layout}
-    assert len(cases) >= 4
+    assert len(cases) >= (3 if layout in LAYOUTS_OF_THREE else 4)
     bad = {(rank, case): g for (rank, case), g in cases.items() if not max(g.values()) < TOLERANCE}
     assert not bad
 
@@ -184,4 +205,5 @@ def test_equals_transformers(gaps: list[dict[str, dict[str, float]]], layout: st
 def test_every_kind_of_check_ran(gaps: list[dict[str, dict[str, float]]]) -> None:
     kinds = {"logits0", "logits1", "packed0", "captures0", "state0", "everywhere", "everywhere captures", "decode"}
     assert kinds <= set(gaps[3]["tp2 gqa"]) and kinds <= set(gaps[3]["pp4 tied"])
+    assert kinds <= set(gaps[2]["tp3 nine"]) and "decode" in gaps[3]["pp2 nine"]
     assert "decode" in gaps[0]["pp4 gqa"] and "logits0" not in gaps[0]["pp4 gqa"]

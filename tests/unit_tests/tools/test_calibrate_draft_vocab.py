@@ -46,7 +46,7 @@ def test_writes_the_vocabulary_and_its_coverage(model, tmp_path, capsys):
 
 
 def test_megatron_base_with_a_tokenizer_elsewhere(model, tmp_path):
-    folder, tokenizer = model
+    folder, _ = model
     base = tmp_path / "megatron"
     base.mkdir()
     args = {
