@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,7 +17,7 @@ from megatron_spec.chain.data import check_file, check_seq_length, open_dataset
 from megatron_spec.chain.features import cached_features
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.spec import iteration_folder, latest_iteration, read_spec, resolve
-from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig, UserError
+from megatron_spec.config import ObjectiveConfig, ParallelConfig, QuantConfig, TrainConfig, UserError
 from megatron_spec.data.loader import BatchLoader
 from megatron_spec.distributed import World
 from megatron_spec.features.base import FeatureSource
@@ -63,9 +65,50 @@ def starting_point(run: FinetuneRun) -> tuple[Path, bool]:
     found, expected = read_spec(folder), read_spec(resolve(run.load))
     if found.draft != expected.draft or found.base.fingerprint != expected.base.fingerprint:
         raise UserError(f"--save {run.save} holds a run of another draft than --load {run.load}: give another folder")
-    if (found.quant is None) != (expected.quant is None):
-        raise UserError(f"--save {run.save} and --load {run.load} are not both quantised: give another --save folder")
+    if found.quant != expected.quant:
+        raise UserError(
+            f"--save {run.save} and --load {run.load} are not quantised alike ({_policy(found.quant)} and "
+            f"{_policy(expected.quant)}): give another --save folder"
+        )
+    check_same_run(run, folder)
     return folder, True
+
+
+def _policy(quant: QuantConfig | None) -> str:
+    return "not at all" if quant is None else str(quant.to_dict())
+
+
+def data_order(run: FinetuneRun) -> dict[str, Any]:
+    """What decides which samples a step sees, by flag: a run that is continued with other values is another run."""
+    digest = hashlib.sha256()
+    with open(run.data, "rb") as f:
+        while block := f.read(2**20):
+            digest.update(block)
+    return {
+        "--data": digest.hexdigest(),
+        "--seq-length": run.seq_length,
+        "--global-batch-size": run.train.global_batch_size,
+        "--seed": run.train.seed,
+    }
+
+
+def check_same_run(run: FinetuneRun, folder: Path) -> None:
+    """Raise UserError when the run that was saved in `folder` went through other samples; warn of another objective."""
+    check_file(run.data)
+    saved = sharded.read_extra(folder)
+    for flag, value in data_order(run).items():
+        before = saved.get("data_order", {}).get(flag, value)
+        if before != value:
+            what = "holds other content (SHA-256)" if flag == "--data" else "is"
+            raise UserError(
+                f"{flag} {what} {value}, but the run in --save {run.save} was made with {before}: continue it with the "
+                "same, or give another --save folder"
+            )
+    objective = presets.objective_for(read_spec(folder).draft, run.objective).to_dict()
+    before = {**objective, **saved.get("objective", {})}
+    changed = [f"{k} {before[k]} -> {v}" for k, v in objective.items() if before[k] != v]
+    if changed:
+        log.warning("%s continues with another objective: %s", run.save, ", ".join(changed))
 
 
 def check_before_loading(run: FinetuneRun) -> tuple[Path, bool]:
@@ -139,13 +182,15 @@ def finetune(run: FinetuneRun) -> bool:
 
 
 def _saver(run: FinetuneRun, loaded: Loaded, trainer: Trainer, config: dict[str, object]) -> Callable[[Position], Path]:
+    fixed = {"data_order": data_order(run), "objective": trainer.objective.to_dict()}
+
     def save(position: Position) -> Path:
         folder = iteration_folder(run.save, position.iteration)
         if position.iteration == latest_iteration(run.save):
             return folder
         return sharded.save(
             run.save, respec(loaded.spec, iteration=position.iteration), loaded.draft, loaded.vocab, trainer.world,
-            optimizer=trainer.optimizer, extra=dict(position.state()), base_amax=loaded.base_amax,
+            optimizer=trainer.optimizer, extra={**fixed, **position.state()}, base_amax=loaded.base_amax,
             run_config=config, keep=run.train.ckpt_keep,
         )  # fmt: skip
 

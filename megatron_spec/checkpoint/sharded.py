@@ -128,6 +128,17 @@ def load(folder: Path | str, draft: nn.Module, world: World, *, optimizer: Any =
     return dict(loaded.get("extra") or {})
 
 
+def read_extra(folder: Path | str) -> dict[str, Any]:
+    """The `extra` state of an iteration folder alone; no tensor is read and no process group needed.
+
+    Raises UserError when it cannot be read.
+    """
+    try:
+        return dict(dist_checkpointing.load_common_state_dict(str(Path(folder) / "dist")).get("extra") or {})
+    except Exception as e:
+        raise UserError(f"checkpoint {folder} does not load: {type(e).__name__}: {e}") from e
+
+
 def _allocate_state(optimizer: Any) -> None:
     """Let the distributed optimizer load over torch's AdamW (no Transformer Engine or apex).
 

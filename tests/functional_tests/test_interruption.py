@@ -1,0 +1,143 @@
+"""A run that a signal ends is saved, says so with exit code 3, and continues only as the run it was."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_spec.config import UserError
+from tests.functional_tests.workshop import ROOT, make_base, succeed, write_conversations
+from tests.worlds import run_world
+
+# finetune.py as it stands, over features that send a signal to their own process while step 2 is under way
+INTERRUPTED = """
+import os, runpy, signal, sys
+import megatron_spec.chain.finetune as chain
+
+number = getattr(signal, sys.argv[1])
+
+class Interrupting(chain.OnlineFeatures):
+    calls = 0
+
+    def features(self, batches):
+        self.calls += 1
+        if self.calls == 3:  # two micro-batches a step, one call for each
+            os.kill(os.getpid(), number)
+        return super().features(batches)
+
+chain.OnlineFeatures = Interrupting
+sys.argv = ["finetune.py", *sys.argv[2:]]
+runpy.run_path("examples/post_training/finetune.py", run_name="__main__")
+"""
+
+
+def convert(root: str) -> None:
+    from megatron_spec.chain.convert import convert as run
+
+    run(f"{root}/base", f"{root}/draft", eagle_config=f"{root}/eagle.json")
+
+
+def flags(root: Path, save: str, iterations: int) -> list[str]:
+    return [
+        "--load", f"{root}/draft", "--save", f"{root}/{save}", "--data", f"{root}/train.jsonl", "--seq-length", "64",
+        "--train-iters", str(iterations), "--global-batch-size", "2", "--ttt-steps", "2",
+    ]  # fmt: skip
+
+
+def interrupt(root: Path, save: str, signal_name: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, signal_name, *flags(root, save, 4)],
+        capture_output=True, text=True, timeout=200, env=environment, cwd=ROOT,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft, and a run of 4 steps that SIGTERM ended in step 2."""
+    root = tmp_path_factory.mktemp("interruption")
+    make_base(root / "base")
+    write_conversations(root / "train.jsonl", 4)
+    (root / "eagle.json").write_text(json.dumps({"capture_layer_ids": [0, 3, 6]}))
+    run_world(1, convert, str(root))
+    done = interrupt(root, "run", "SIGTERM")
+    assert done.returncode == 3, done.stderr
+    assert "stopped by a signal at iteration 2" in done.stderr
+    return root
+
+
+def latest(run: Path) -> str:
+    return (run / "latest_checkpointed_iteration.txt").read_text().strip()
+
+
+def test_ctrl_c_saves_too(root: Path) -> None:
+    done = interrupt(root, "ctrl_c", "SIGINT")
+    assert done.returncode == 3, done.stderr
+    assert latest(root / "ctrl_c") == "2" and "Traceback" not in done.stderr
+
+
+def again(root: Path, data: str = "train.jsonl", seq_length: int = 64, **changes: Any) -> tuple[Path, bool]:
+    from megatron_spec.chain.finetune import FinetuneRun, check_before_loading
+    from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
+
+    objective = ObjectiveConfig(ttt_steps=changes.pop("ttt_steps", 2))
+    train = TrainConfig(**{"train_iters": 6, "global_batch_size": 2, **changes})
+    return check_before_loading(
+        FinetuneRun(
+            load=f"{root}/draft", save=f"{root}/run", data=f"{root}/{data}", train=train, objective=objective,
+            parallel=ParallelConfig(), seq_length=seq_length,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"seq_length": 32}, "--seq-length is 32, but the run in --save .* was made with 64"),
+        ({"global_batch_size": 4}, "--global-batch-size is 4, .* with 2"),
+        ({"seed": 5}, "--seed is 5, .* with 1234"),
+        ({"data": "other.jsonl"}, "--data holds other content"),
+    ],
+)
+def test_another_run_does_not_continue_it(root: Path, changes: dict[str, Any], expected: str) -> None:
+    write_conversations(root / "other.jsonl", 5)
+    with pytest.raises(UserError, match=expected):
+        again(root, **changes)
+
+
+def test_another_place_of_the_same_data_and_more_steps_do(root: Path) -> None:
+    (root / "moved.jsonl").write_bytes((root / "train.jsonl").read_bytes())
+    assert again(root, data="moved.jsonl", lr=1e-5)[1]
+
+
+def test_another_objective_is_said(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert again(root)[1] and not caplog.records
+        again(root, ttt_steps=3)
+    assert "continues with another objective: ttt_steps 2 -> 3" in caplog.text
+
+
+def test_another_quantisation_does_not_continue_it(root: Path) -> None:
+    path = root / "draft" / "iter_0000000" / "spec.json"
+    text = path.read_text()
+    path.write_text(json.dumps({**json.loads(text), "quant": {"base": "none", "draft": "fp8"}}))
+    try:
+        with pytest.raises(UserError, match="not quantised alike"):
+            again(root)
+    finally:
+        path.write_text(text)
+
+
+def test_it_continues_to_its_end(root: Path) -> None:
+    assert latest(root / "run") == "2"
+    assert "continuing" in succeed("finetune", *flags(root, "run", 4))
+    assert latest(root / "run") == "4"
+    lines = [json.loads(line)["iteration"] for line in (root / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [1, 2, 3, 4]
