@@ -16,7 +16,7 @@ from megatron_spec.config import UserError
 from tests.functional_tests.workshop import ROOT, make_base, succeed, write_conversations
 from tests.worlds import run_world
 
-# finetune.py as it stands, over features that send a signal to their own process while step 2 is under way
+# finetune.py as it stands, over features (one micro-batch a step) that send a signal to their own process in step 2
 INTERRUPTED = """
 import os, runpy, signal, sys
 import megatron_spec.chain.finetune as chain
@@ -47,7 +47,7 @@ def convert(root: str) -> None:
 def flags(root: Path, save: str, iterations: int) -> list[str]:
     return [
         "--load", f"{root}/draft", "--save", f"{root}/{save}", "--data", f"{root}/train.jsonl", "--seq-length", "64",
-        "--train-iters", str(iterations), "--global-batch-size", "2", "--ttt-steps", "2",
+        "--train-iters", str(iterations), "--global-batch-size", "2", "--micro-batch-size", "2", "--ttt-steps", "2",
     ]  # fmt: skip
 
 
