@@ -75,6 +75,7 @@ def export_base(
     parse_dtype(dtype)
     source = Path(reference.path)
     scales = _gather_scales(base)
+    shape: Any = base.config
     _check(scales, quant, source)
     exclude = _excludes(quant) if scales.linears else None
     with shared_folder(out_dir, world, overwrite) as folder:
@@ -82,7 +83,7 @@ def export_base(
         for name, tensor in _tensors(base, scales, dtype):
             if writer is not None:
                 writer.add(name, tensor)
-        together(lambda: _finish(writer, folder, source, base.config, exclude, bool(scales.kv), dtype, run_config))
+        together(lambda: _finish(writer, folder, source, shape, exclude, bool(scales.kv), dtype, run_config))
         _verify(folder, base, scales, dtype, world)
     log.info("exported base to %s (%s)", out_dir, "fp8" if scales.linears else dtype)
     return Path(out_dir)

@@ -49,5 +49,9 @@ def in_groups(source: FeatureSource, batches: list[Batch], pp_size: int) -> Iter
         UserError: the number of micro-batches is not a multiple of `pp_size` (at once, not when drawing).
     """
     check_count(len(batches), pp_size)
-    groups = (batches[start : start + pp_size] for start in range(0, len(batches), pp_size))
-    return (features for group in groups for features in source.features(group))
+    return _drawn(source, batches, pp_size)
+
+
+def _drawn(source: FeatureSource, batches: list[Batch], pp_size: int) -> Iterator[Features]:
+    for start in range(0, len(batches), pp_size):
+        yield from source.features(batches[start : start + pp_size])  # holds no group while the next is computed

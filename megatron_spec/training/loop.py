@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron_spec.config import TrainConfig, UserError
 from megatron_spec.data.loader import BatchLoader
 from megatron_spec.distributed import World
-from megatron_spec.features.base import FeatureSource
+from megatron_spec.features.base import FeatureSource, in_groups
 from megatron_spec.training.metrics import name_metrics
 from megatron_spec.training.step import StepResult, Trainer
 from megatron_spec.training.tracking import Progress, Tracker
@@ -94,7 +94,8 @@ def train(
             torch.manual_seed(train.seed * 1_000_003 + position.iteration)
             batches = loader.step(position.consumed_samples)
             describe = f"iteration {position.iteration + 1}, samples {[b.sample_ids for b in batches]}"
-            result = trainer.step(source.features(batches), describe)
+            pp_size = trainer.world.pp_size
+            result = trainer.step(in_groups(source, batches, pp_size), describe, len(batches) // pp_size)
             position.iteration += 1
             position.consumed_samples += train.global_batch_size
             tokens = sum(int((b.documents_BS >= 0).sum()) for b in batches) * trainer.world.dp_size

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -51,8 +51,12 @@ class Trainer:
     ends: BaseEnds
     objective: ObjectiveConfig
 
-    def backward(self, features: Sequence[Features]) -> tuple[Tensor, Tensor]:
+    def backward(self, features: Iterable[Features], count: int | None = None) -> tuple[Tensor, Tensor]:
         """Accumulate gradients over micro-batches; reduce sums and gradients.
+
+        Args:
+            features: of this rank's micro-batches; an iterator (`in_groups`) need not hold them all at once.
+            count: how many there are; None counts them, which holds them all.
 
         Returns the reduced sums [4, T] and the loss: weighted step losses per supervised row of step 0.
         """
@@ -60,29 +64,36 @@ class Trainer:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         sums = torch.zeros(5, self.objective.ttt_steps, dtype=torch.float64, device=self.world.device)
-        for i, micro_batch in enumerate(features):
-            last = i == len(features) - 1
-            with contextlib.nullcontext() if last else self.ddp.no_sync():
+        if count is None:
+            features = list(features)
+            count = len(features)
+        left = count
+        for micro_batch in features:
+            left -= 1
+            with self.ddp.no_sync() if left else contextlib.nullcontext():
                 losses = self.ddp(micro_batch, self.ends, self.objective)
                 losses.total.backward()
             sums[:4] += pack(losses)
             sums[4, 0] += losses.total.detach()
+            del micro_batch, losses  # before the next features are computed
+        assert left == 0, (left, count)
         reduce_sums(sums, self.world.draft_dp)
         rows = sums[3, 0]
         # Without any supervised row all gradients are zero: the division must not make them NaN.
         finish_gradients(self.ddp, self.world, rows.clamp(min=1).to(torch.float32))
         return sums[:4], sums[4, 0] / rows.clamp(min=1)
 
-    def step(self, features: Sequence[Features], describe: str = "") -> StepResult:
+    def step(self, features: Iterable[Features], describe: str = "", count: int | None = None) -> StepResult:
         """One optimizer step. A batch without any supervised row changes neither parameters nor moments.
 
         Args:
+            features, count: see `backward`.
             describe: the batch, for messages.
 
         Raises NonFiniteLossError when the loss or the gradient norm is not finite; nothing was updated then. All ranks
         raise it, as both are reduced over all.
         """
-        sums, loss = self.backward(features)
+        sums, loss = self.backward(features, count)
         rows, value = torch.stack([sums[3, 0], loss]).tolist()
         if not math.isfinite(value):
             raise NonFiniteLossError(f"the loss is {value} at {describe}: nothing was updated")
