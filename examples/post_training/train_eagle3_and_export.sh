@@ -20,7 +20,7 @@ options (defaults in brackets):
   --output DIR        where everything goes [runs/eagle3]
   --draft_vocab N     draft vocabulary size [4096; 32000 with --base_model]
   --train_iters N, --qat_iters N, --batch N, --seq_length N, --lr X, --ttt_steps N, --max_new_tokens N, --loss KIND,
-  --num_prompts N, --eval_prompts N
+  --num_prompts N, --eval_prompts N, --eval_tokens N
                       of training, decoding and validation; the defaults are below in this script
 EOF
 }
@@ -29,14 +29,14 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 scripts=$root/examples/post_training
 base_model="" tokenizer="" num_gpu=0 tp=1 pp=1 data="" output=$root/runs/eagle3
 prompts=$scripts/data/prompts.jsonl heldout=$scripts/data/heldout_prompts.jsonl
-draft_vocab="" train_iters="" qat_iters="" batch="" seq_length="" lr="" ttt_steps="" max_new_tokens="" loss="" num_prompts="" eval_prompts=""
+draft_vocab="" train_iters="" qat_iters="" batch="" seq_length="" lr="" ttt_steps="" max_new_tokens="" loss="" num_prompts="" eval_prompts="" eval_tokens=""
 fail() { echo "error: $1" >&2; exit 2; }
 
 while [ $# -gt 0 ]; do
   case $1 in
     -h|--help) sed -n '2,8s/^# \{0,1\}//p' "$0"; usage; exit 0 ;;
     --base_model|--tokenizer|--num_gpu|--tp|--pp|--data|--prompts|--heldout|--output|--draft_vocab|--train_iters|--qat_iters|--batch|\
-    --seq_length|--lr|--ttt_steps|--max_new_tokens|--loss|--num_prompts|--eval_prompts)
+    --seq_length|--lr|--ttt_steps|--max_new_tokens|--loss|--num_prompts|--eval_prompts|--eval_tokens)
       [ $# -ge 2 ] || fail "$1 needs a value"
       printf -v "${1#--}" '%s' "$2"; shift 2 ;;
     *) usage >&2; fail "unknown option $1" ;;
@@ -49,11 +49,12 @@ for f in "$prompts" "$heldout" ${data:+"$data"}; do [ -f "$f" ] || fail "$f: no 
 # Small settings fit a two-core machine; with a model of the user's own the usual ones of the EAGLE-3 paper.
 if [ -z "$base_model" ]; then
   : "${draft_vocab:=4096}" "${train_iters:=300}" "${qat_iters:=12}" "${batch:=4}" "${seq_length:=256}" "${lr:=2e-3}"
-  : "${ttt_steps:=3}" "${max_new_tokens:=128}" "${loss:=lk}" "${num_prompts:=240}" "${eval_prompts:=24}"
+  : "${ttt_steps:=3}" "${max_new_tokens:=128}" "${loss:=lk}" "${num_prompts:=240}"
+  : "${eval_prompts:=24}" "${eval_tokens:=80}"
 else
   : "${draft_vocab:=32000}" "${train_iters:=1000}" "${qat_iters:=100}" "${batch:=8}" "${seq_length:=2048}" "${lr:=1e-4}"
   : "${ttt_steps:=7}" "${max_new_tokens:=512}" "${loss:=soft_ce}" "${num_prompts:=1000000}"
-  : "${eval_prompts:=1000000}"
+  : "${eval_prompts:=1000000}" "${eval_tokens:=512}"
 fi
 qat_lr=$(awk "BEGIN {print $lr / 10}")
 ranks=$((num_gpu > 1 ? num_gpu : 1))
@@ -128,7 +129,7 @@ stage qat "" launch finetune.py --load "$output/quantized" --save "$output/qat" 
 stage export_bf16 "$output/export_bf16" launch export.py --load "$output/finetuned" --export-dir "$output/export_bf16" \
   --export-extra-modules
 stage export "$output/export" launch export.py --load "$output/qat" --export-dir "$output/export" --export-extra-modules
-measure=(--data "$heldout" --max-draft-len 3 --max-new-tokens "$max_new_tokens" --batch-size 24 --num-prompts "$eval_prompts" \
+measure=(--data "$heldout" --max-draft-len 3 --max-new-tokens "$eval_tokens" --batch-size 24 --num-prompts "$eval_prompts" \
   "${words[@]}")
 stage validate_bf16 "" launch validate.py --load "$output/finetuned" "${measure[@]}" --output "$output/validate_bf16.json"
 stage validate_fp8 "" launch validate.py --load "$output/qat" "${measure[@]}" --output "$output/validate_fp8.json"
