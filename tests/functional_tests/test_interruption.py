@@ -18,7 +18,7 @@ from tests.worlds import run_world
 
 # finetune.py as it stands, over features (one micro-batch a step) that send a signal to their own process in step 2
 INTERRUPTED = """
-import os, runpy, signal, sys
+import runpy, signal, sys
 import megatron_spec.chain.finetune as chain
 
 number = getattr(signal, sys.argv[1])
@@ -28,8 +28,8 @@ class Interrupting(chain.OnlineFeatures):
 
     def features(self, batches):
         self.calls += 1
-        if self.calls == 3:  # two micro-batches a step, one call for each
-            os.kill(os.getpid(), number)
+        if self.calls == 2:
+            signal.raise_signal(number)  # os.kill may reach another thread, and be seen a step later
         return super().features(batches)
 
 chain.OnlineFeatures = Interrupting
