@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 
 import pytest
@@ -15,20 +14,20 @@ def test_a_signal_is_remembered_and_handlers_come_back(number: signal.Signals) -
     before = signal.getsignal(number)
     with StopSignal() as stop:
         assert not stop.received
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         assert stop.received
     assert signal.getsignal(number) is before
 
 
 def test_a_second_ctrl_c_ends_at_once() -> None:
     with pytest.raises(KeyboardInterrupt), StopSignal(launcher_repeats=0.0) as stop:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         assert stop.received
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_the_same_ctrl_c_passed_on_by_a_launcher_is_one() -> None:
     with StopSignal(launcher_repeats=3600.0) as stop:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         assert stop.received
