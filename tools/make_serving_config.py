@@ -56,9 +56,7 @@ def main(args: argparse.Namespace) -> None:
         write_triton_repository(args.output, args.name, args.export_dir, target(args), args.max_draft_len)
         return
     if args.engine == "trtllm":
-        text = trtllm_yaml(
-            args.export_dir, args.max_draft_len, max_batch_size=args.max_batch_size, older=args.older
-        )
+        text = trtllm_yaml(args.export_dir, args.max_draft_len, max_batch_size=args.max_batch_size, older=args.older)
     else:
         command = {"vllm": vllm_command, "sglang": sglang_command}[args.engine]
         text = shlex.join(command(args.export_dir, target(args), args.max_draft_len)) + "\n"

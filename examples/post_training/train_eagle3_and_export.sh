@@ -20,6 +20,7 @@ options (defaults in brackets):
   --output DIR        where everything goes [runs/eagle3]
   --draft_vocab N     draft vocabulary size [4096; 32000 with --base_model]
   --train_iters N, --qat_iters N, --batch N, --seq_length N, --lr X, --ttt_steps N, --max_new_tokens N, --loss KIND,
+  --step_decay X, --beta2 X,
   --num_prompts N, --eval_prompts N, --eval_tokens N
                       of training, decoding and validation; the defaults are below in this script
 EOF
@@ -29,14 +30,14 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 scripts=$root/examples/post_training
 base_model="" tokenizer="" num_gpu=0 tp=1 pp=1 data="" output=$root/runs/eagle3
 prompts=$scripts/data/prompts.jsonl heldout=$scripts/data/heldout_prompts.jsonl
-draft_vocab="" train_iters="" qat_iters="" batch="" seq_length="" lr="" ttt_steps="" max_new_tokens="" loss="" num_prompts="" eval_prompts="" eval_tokens=""
+draft_vocab="" train_iters="" qat_iters="" batch="" seq_length="" lr="" ttt_steps="" max_new_tokens="" loss="" num_prompts="" eval_prompts="" eval_tokens="" step_decay="" beta2=""
 fail() { echo "error: $1" >&2; exit 2; }
 
 while [ $# -gt 0 ]; do
   case $1 in
     -h|--help) sed -n '2,8s/^# \{0,1\}//p' "$0"; usage; exit 0 ;;
     --base_model|--tokenizer|--num_gpu|--tp|--pp|--data|--prompts|--heldout|--output|--draft_vocab|--train_iters|--qat_iters|--batch|\
-    --seq_length|--lr|--ttt_steps|--max_new_tokens|--loss|--num_prompts|--eval_prompts|--eval_tokens)
+    --seq_length|--lr|--ttt_steps|--max_new_tokens|--loss|--num_prompts|--eval_prompts|--eval_tokens|--step_decay|--beta2)
       [ $# -ge 2 ] || fail "$1 needs a value"
       printf -v "${1#--}" '%s' "$2"; shift 2 ;;
     *) usage >&2; fail "unknown option $1" ;;
@@ -48,12 +49,12 @@ for f in "$prompts" "$heldout" ${data:+"$data"}; do [ -f "$f" ] || fail "$f: no 
 
 # Small settings fit a two-core machine; with a model of the user's own the usual ones of the EAGLE-3 paper.
 if [ -z "$base_model" ]; then
-  : "${draft_vocab:=4096}" "${train_iters:=300}" "${qat_iters:=12}" "${batch:=4}" "${seq_length:=256}" "${lr:=2e-3}"
-  : "${ttt_steps:=3}" "${max_new_tokens:=128}" "${loss:=lk}" "${num_prompts:=240}"
+  : "${draft_vocab:=4096}" "${train_iters:=380}" "${qat_iters:=12}" "${batch:=4}" "${seq_length:=256}" "${lr:=2e-3}"
+  : "${ttt_steps:=3}" "${max_new_tokens:=96}" "${loss:=lk}" "${num_prompts:=320}" "${step_decay:=0.6}" "${beta2:=0.99}"
   : "${eval_prompts:=24}" "${eval_tokens:=80}"
 else
   : "${draft_vocab:=32000}" "${train_iters:=1000}" "${qat_iters:=100}" "${batch:=8}" "${seq_length:=2048}" "${lr:=1e-4}"
-  : "${ttt_steps:=7}" "${max_new_tokens:=512}" "${loss:=soft_ce}" "${num_prompts:=1000000}"
+  : "${ttt_steps:=7}" "${max_new_tokens:=512}" "${loss:=soft_ce}" "${num_prompts:=1000000}" "${step_decay:=0.8}" "${beta2:=0.95}"
   : "${eval_prompts:=1000000}" "${eval_tokens:=512}"
 fi
 qat_lr=$(awk "BEGIN {print $lr / 10}")
@@ -85,7 +86,7 @@ launch() { # script arguments...
 # The folder remembers what it was made with: other options would mix two runs.
 mkdir -p "$output/.stages"
 options="base_model=$base_model tokenizer=$tokenizer data=$data prompts=$prompts num_prompts=$num_prompts draft_vocab=$draft_vocab \
-train_iters=$train_iters qat_iters=$qat_iters batch=$global_batch seq_length=$seq_length lr=$lr ttt_steps=$ttt_steps loss=$loss \
+train_iters=$train_iters qat_iters=$qat_iters batch=$global_batch seq_length=$seq_length lr=$lr ttt_steps=$ttt_steps loss=$loss step_decay=$step_decay beta2=$beta2 \
 max_new_tokens=$max_new_tokens"
 if [ -f "$output/.stages/options" ] && [ "$(cat "$output/.stages/options")" != "$options" ]; then
   printf 'begun with: %s\nasked for:  %s\n' "$(cat "$output/.stages/options")" "$options" >&2
@@ -111,7 +112,7 @@ cache=() # features of a large base are larger than most disks: see --feature-ca
 [ -n "$base_model" ] || cache=(--feature-cache "$output/features")
 train=${data:-$output/train.jsonl}
 conversations=(--data "$train" --seq-length "$seq_length" "${words[@]}")
-training=("${conversations[@]}" --ttt-steps "$ttt_steps" --loss "$loss" --micro-batch-size "$micro_batch" \
+training=("${conversations[@]}" --ttt-steps "$ttt_steps" --loss "$loss" --step-decay "$step_decay" --adam-beta2 "$beta2" --micro-batch-size "$micro_batch" \
   --global-batch-size "$global_batch" --log-interval 10)
 
 [ -n "$data" ] || stage synthesize "" launch generate.py --base "$base" --data "$prompts" --output "$train" \

@@ -148,8 +148,15 @@ class _Unroll:
     """Buffers and both directions of one micro-batch."""
 
     def __init__(
-        self, draft: EagleDraft, weights: _Weights, hidden_RH: Tensor, batch: Batch, steps: _Steps, ends: BaseEnds,
-        layout: TrunkLayout, kernels: Any,
+        self,
+        draft: EagleDraft,
+        weights: _Weights,
+        hidden_RH: Tensor,
+        batch: Batch,
+        steps: _Steps,
+        ends: BaseEnds,
+        layout: TrunkLayout,
+        kernels: Any,
     ) -> None:
         config = draft.config
         self.kernels = kernels  # ops.kernels, which imports Triton
@@ -238,17 +245,13 @@ class _Unroll:
         index, q = self.steps.compacted(k), self._at(self.q, k)
         key, value = self._kv(self.trunk, self.branches, k)
         x = self._at(self.normed, k) @ self.fused_qkv[1].t()
-        self.kernels.rotary_forward(
-            x, self.tables[k], q, key, value, self.N, self.G, projected[k * self.B :], index
-        )
+        self.kernels.rotary_forward(x, self.tables[k], q, key, value, self.N, self.G, projected[k * self.B :], index)
         o, lse, rng = trunk_forward(
             self._spread(q, k), self._heads(self.trunk[0]), self._heads(self.trunk[1]), self.layout
         )
         self.rng.append(rng)
         self.lse.append(lse)
-        self.kernels.merge_forward(
-            q, o, lse, self.branches[0][:k], self.branches[1][:k], self._at(self.out, k), index
-        )
+        self.kernels.merge_forward(q, o, lse, self.branches[0][:k], self.branches[1][:k], self._at(self.out, k), index)
 
     def _finish(self, k: int, inner: Tensor, delta: Tensor, state: Tensor) -> None:
         """Sum and norms behind step k: what the head reads, and what the next step starts from."""
@@ -329,8 +332,14 @@ class _Unroll:
     def _attend_backward(self, k: int, d_inner: Tensor) -> None:
         index, q, out, d_out = self.steps.compacted(k), self._at(self.q, k), self._at(self.out, k), d_inner @ self.w.o
         dq0, *trunk = trunk_backward(
-            self._spread(d_out, k), self._spread(q, k), self._heads(self.trunk[0]), self._heads(self.trunk[1]),
-            self._spread(out, k), self.lse[k], self.rng[k], self.layout,
+            self._spread(d_out, k),
+            self._spread(q, k),
+            self._heads(self.trunk[0]),
+            self._heads(self.trunk[1]),
+            self._spread(out, k),
+            self.lse[k],
+            self.rng[k],
+            self.layout,
         )
         for total, part in zip(self.d_trunk, trunk, strict=True):
             if k == self.T - 1:
@@ -339,8 +348,18 @@ class _Unroll:
                 self._heads(total).add_(part)
         dq = torch.empty_like(q)
         self.kernels.merge_backward(
-            q, out, d_out, self.lse[k], self.branches[0][:k], self.branches[1][:k], dq0, dq, self.d_branches[0],
-            self.d_branches[1], k == self.T - 1, index,
+            q,
+            out,
+            d_out,
+            self.lse[k],
+            self.branches[0][:k],
+            self.branches[1][:k],
+            dq0,
+            dq,
+            self.d_branches[0],
+            self.d_branches[1],
+            k == self.T - 1,
+            index,
         )
         dk, dv = self._kv(self.d_trunk, self.d_branches, k)
         self.kernels.rotary_backward(dq, dk, dv, self.tables[k], self._at(self.dx, k), self.N, self.G)

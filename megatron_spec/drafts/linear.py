@@ -104,7 +104,12 @@ class ColumnLinear(_Linear):
     """Rows of the weight are split: [out / TP, in]. The input comes from `enter`, the output stays split."""
 
     def __init__(
-        self, inputs: int, outputs: int, group: dist.ProcessGroup, what: str, dtype: torch.dtype,
+        self,
+        inputs: int,
+        outputs: int,
+        group: dist.ProcessGroup,
+        what: str,
+        dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__(mark_sharded(_empty((divide(outputs, group.size(), what), inputs), dtype, device), dim=0))
@@ -117,8 +122,14 @@ class RowLinear(_Linear):
     """
 
     def __init__(
-        self, inputs: int, outputs: int, group: dist.ProcessGroup, sequence_parallel: bool, what: str,
-        dtype: torch.dtype, device: torch.device | str,
+        self,
+        inputs: int,
+        outputs: int,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
+        what: str,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         super().__init__(mark_sharded(_empty((outputs, divide(inputs, group.size(), what)), dtype, device), dim=1))
         self.group = group

@@ -52,9 +52,18 @@ class EagleLike(Protocol):
 
 
 def export_draft(
-    draft: nn.Module, base: BaseLike, out_dir: Path | str, quant: QuantConfig | None, world: World, *,
-    dtype: str = "bfloat16", features: Features | None = None, ends: BaseEnds | None = None,
-    export_embeddings: bool = False, overwrite: bool = False, run_config: dict[str, Any] | None = None,
+    draft: nn.Module,
+    base: BaseLike,
+    out_dir: Path | str,
+    quant: QuantConfig | None,
+    world: World,
+    *,
+    dtype: str = "bfloat16",
+    features: Features | None = None,
+    ends: BaseEnds | None = None,
+    export_embeddings: bool = False,
+    overwrite: bool = False,
+    run_config: dict[str, Any] | None = None,
 ) -> Path:
     """Write the draft to `out_dir` and verify it. Collective over all ranks.
 
@@ -183,8 +192,13 @@ def _add_embeddings(tensors: dict[str, Tensor], ends: Any, config: EagleConfig, 
 
 
 def _write(
-    folder: Path, tensors: dict[str, Tensor], config: EagleConfig, base: BaseLike, dtype: str,
-    exclude: list[str] | None, run_config: dict[str, Any] | None,
+    folder: Path,
+    tensors: dict[str, Tensor],
+    config: EagleConfig,
+    base: BaseLike,
+    dtype: str,
+    exclude: list[str] | None,
+    run_config: dict[str, Any] | None,
 ) -> None:
     save_file(tensors, str(folder / layout.WEIGHTS), metadata={"format": "pt"})
     values = layout.config_json(config, base.config, dtype)

@@ -31,8 +31,14 @@ _NOT_EXPORTED = {"initializer_range", "init_from_base_layer", "fc_init", "max_po
 
 
 def verify_draft(
-    folder: Path | str, draft: nn.Module, base: BaseConfig, world: World, *, dtype: str = "bfloat16",
-    features: Features | None = None, ends: BaseEnds | None = None,
+    folder: Path | str,
+    draft: nn.Module,
+    base: BaseConfig,
+    world: World,
+    *,
+    dtype: str = "bfloat16",
+    features: Features | None = None,
+    ends: BaseEnds | None = None,
 ) -> None:
     """Compare an exported folder with `draft`: names, shapes, dtypes, vocabulary, scales, config, values, logits.
 
@@ -171,7 +177,12 @@ def _check_scale_values(exported: ExportedFolder, modules: dict[str, Any]) -> li
 
 @torch.no_grad()
 def check_logits(
-    folder: Path, draft: nn.Module, base: BaseConfig, world: World, dtype: torch.dtype, features: Features | None,
+    folder: Path,
+    draft: nn.Module,
+    base: BaseConfig,
+    world: World,
+    dtype: torch.dtype,
+    features: Features | None,
     ends: BaseEnds | None,
 ) -> None:
     """Two draft steps of the re-read draft against those of the draft in memory, on the same captures.

@@ -67,7 +67,12 @@ def _row_kernel(
 
 
 def soft_rows(
-    logits_RD: Tensor, teacher_UD: Tensor, teacher_lse_U: Tensor, rows_R: Tensor, weight_R: Tensor, temperature: float,
+    logits_RD: Tensor,
+    teacher_UD: Tensor,
+    teacher_lse_U: Tensor,
+    rows_R: Tensor,
+    weight_R: Tensor,
+    temperature: float,
     kl: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Soft cross-entropy (or KL) of R rows; `logits_RD` is replaced by the gradient of weight * loss.

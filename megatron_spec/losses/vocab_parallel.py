@@ -90,7 +90,11 @@ def argmax_and_lse(x_RD: Tensor, group: dist.ProcessGroup | None) -> tuple[Tenso
 
 
 def row_losses(
-    draft_RD: Tensor, teacher: Teacher, rows_R: Tensor, kind: LossKind, temperature: float,
+    draft_RD: Tensor,
+    teacher: Teacher,
+    rows_R: Tensor,
+    kind: LossKind,
+    temperature: float,
     group: dist.ProcessGroup | None,
 ) -> RowLosses:
     """Losses of R rows against rows `rows_R` of the teacher.

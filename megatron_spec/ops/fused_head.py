@@ -61,7 +61,11 @@ class _FusedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, row_loss: RowLoss, in_place: RowLossInPlace | None, steps: list[StepRows], weight_DH: Tensor,
+        ctx: Any,
+        row_loss: RowLoss,
+        in_place: RowLossInPlace | None,
+        steps: list[StepRows],
+        weight_DH: Tensor,
         *hidden_RH: Tensor,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if weight_DH.dtype == torch.float64 else torch.float32
@@ -145,7 +149,10 @@ def _scaled(grad: Tensor, scale: Tensor) -> Tensor:
 
 
 def fused_head(
-    hidden_RH: list[Tensor], weight_DH: Tensor, steps: list[StepRows], row_loss: RowLoss,
+    hidden_RH: list[Tensor],
+    weight_DH: Tensor,
+    steps: list[StepRows],
+    row_loss: RowLoss,
     in_place: RowLossInPlace | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Head, loss and metrics of the supervised rows of all draft steps.

@@ -54,8 +54,12 @@ def _norm_kernel(
 
 
 def norm_forward(
-    a_RH: Tensor, eps: float, b_RH: Tensor | None = None, sum_RH: Tensor | None = None,
-    first: tuple[Tensor, Tensor] | None = None, second: tuple[Tensor, Tensor] | None = None,
+    a_RH: Tensor,
+    eps: float,
+    b_RH: Tensor | None = None,
+    sum_RH: Tensor | None = None,
+    first: tuple[Tensor, Tensor] | None = None,
+    second: tuple[Tensor, Tensor] | None = None,
     place_R: Tensor | None = None,
 ) -> Tensor:
     """RMS norm of a (+ b, the sum goes to `sum_RH`), under one or two weights at once.
@@ -132,8 +136,13 @@ def norm_partials(H: int, device: torch.device) -> Tensor:
 
 
 def norm_backward(
-    x_RH: Tensor, rstd_R: Tensor, dx_RH: Tensor | None, first: tuple[Tensor, Tensor, Tensor] | None = None,
-    second: tuple[Tensor, Tensor, Tensor] | None = None, place_R: Tensor | None = None, add_RH: Tensor | None = None,
+    x_RH: Tensor,
+    rstd_R: Tensor,
+    dx_RH: Tensor | None,
+    first: tuple[Tensor, Tensor, Tensor] | None = None,
+    second: tuple[Tensor, Tensor, Tensor] | None = None,
+    place_R: Tensor | None = None,
+    add_RH: Tensor | None = None,
 ) -> None:
     """Backward of `norm_forward`.
 
@@ -224,8 +233,17 @@ def _rotary_kernel(
 
 
 def _launch_rotary(
-    x: Tensor, e: Tensor | None, place: Tensor | None, tables: tuple[Tensor, Tensor], q: Tensor, k: Tensor,
-    v: Tensor | None, heads: int, kv_heads: int, grouped: bool, backward: bool,
+    x: Tensor,
+    e: Tensor | None,
+    place: Tensor | None,
+    tables: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    grouped: bool,
+    backward: bool,
 ) -> None:
     half = tables[0].shape[-1]
     _rotary_kernel[(q.shape[0],)](
@@ -236,8 +254,16 @@ def _launch_rotary(
 
 
 def rotary_forward(
-    x_RX: Tensor, tables: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor | None, heads: int, kv_heads: int,
-    e_EX: Tensor | None = None, place_R: Tensor | None = None, grouped: bool = False,
+    x_RX: Tensor,
+    tables: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    e_EX: Tensor | None = None,
+    place_R: Tensor | None = None,
+    grouped: bool = False,
 ) -> None:
     """Split a fused projection into q, k (both rotated) and v.
 
@@ -326,7 +352,12 @@ def _merge_kernel(
 
 
 def merge_forward(
-    q_RX: Tensor, o0_BSND: Tensor, lse_BNS: Tensor, k_TRY: Tensor, v_TRY: Tensor, out_RX: Tensor,
+    q_RX: Tensor,
+    o0_BSND: Tensor,
+    lse_BNS: Tensor,
+    k_TRY: Tensor,
+    v_TRY: Tensor,
+    out_RX: Tensor,
     place_R: Tensor | None = None,
 ) -> None:
     """Add branches (rows' own keys of later steps) to the attention over the trunk: see `ttt_attention`.
@@ -397,8 +428,18 @@ def _merge_backward_kernel(
 
 
 def merge_backward(
-    q_RX: Tensor, o_RX: Tensor, do_RX: Tensor, lse_BNS: Tensor, k_TRY: Tensor, v_TRY: Tensor, dq0_BSND: Tensor,
-    dq_RX: Tensor, dk_TRY: Tensor, dv_TRY: Tensor, first: bool, place_R: Tensor | None = None,
+    q_RX: Tensor,
+    o_RX: Tensor,
+    do_RX: Tensor,
+    lse_BNS: Tensor,
+    k_TRY: Tensor,
+    v_TRY: Tensor,
+    dq0_BSND: Tensor,
+    dq_RX: Tensor,
+    dk_TRY: Tensor,
+    dv_TRY: Tensor,
+    first: bool,
+    place_R: Tensor | None = None,
 ) -> None:
     """Backward of `merge_forward`: the branches' gradients, and the trunk's part of dq completed.
 

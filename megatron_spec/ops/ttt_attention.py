@@ -87,7 +87,11 @@ def _trunk(q: Tensor, k: Tensor, v: Tensor, layout: TrunkLayout) -> tuple[Tensor
     """(o, lse, rng state of the kernel) of the causal trunk."""
     if q.device.type == "cpu":
         o, lse = _flash_cpu(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, layout.bias_B1SS is None,
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            0.0,
+            layout.bias_B1SS is None,
             attn_mask=layout.bias_B1SS,
         )
         return o.transpose(1, 2), lse.transpose(1, 2), ()
@@ -142,7 +146,13 @@ def trunk_forward(q: Tensor, k: Tensor, v: Tensor, layout: TrunkLayout) -> tuple
 
 
 def trunk_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse_BNS: Tensor, rng: tuple[Tensor, ...],
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse_BNS: Tensor,
+    rng: tuple[Tensor, ...],
     layout: TrunkLayout,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the trunk's part; o and lse [B, N, S] are those of the merged attention."""
@@ -206,7 +216,12 @@ def _merge(
 
 
 def _branch_backward(
-    do: Tensor, q: Tensor, o: Tensor, lse: Tensor, scores: list[Tensor], branches: list[tuple[Tensor, Tensor]],
+    do: Tensor,
+    q: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    scores: list[Tensor],
+    branches: list[tuple[Tensor, Tensor]],
     dq: Tensor,
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """dq with the branches' part added, and (dk_i, dv_i) of every branch."""
@@ -276,7 +291,10 @@ class _MergedAttention(torch.autograd.Function):
 
 
 def merged_attention(
-    q_SBND: Tensor, trunk: tuple[Tensor, Tensor], branches: list[tuple[Tensor, Tensor]], layout: TrunkLayout,
+    q_SBND: Tensor,
+    trunk: tuple[Tensor, Tensor],
+    branches: list[tuple[Tensor, Tensor]],
+    layout: TrunkLayout,
     rows_R: Tensor | None = None,
 ) -> Tensor:
     """Attention of one draft step.

@@ -67,7 +67,11 @@ class FastForward:
 
     @torch.no_grad()
     def __call__(
-        self, hidden_SBH: Tensor, positions_BS: Tensor, inv_freq: Tensor, captured: Collection[int],
+        self,
+        hidden_SBH: Tensor,
+        positions_BS: Tensor,
+        inv_freq: Tensor,
+        captured: Collection[int],
         documents: Documents | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run all layers.

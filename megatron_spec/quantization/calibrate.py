@@ -53,8 +53,14 @@ class LayerReport:
 
 
 def calibrate(
-    base: nn.Module | None, draft: Draft, source: Source, batches: Sequence[list[Batch]], objective: ObjectiveConfig,
-    quant: QuantConfig, world: World, ends: BaseEnds | None = None,
+    base: nn.Module | None,
+    draft: Draft,
+    source: Source,
+    batches: Sequence[list[Batch]],
+    objective: ObjectiveConfig,
+    quant: QuantConfig,
+    world: World,
+    ends: BaseEnds | None = None,
 ) -> list[LayerReport]:
     """Attach quantisers to base and draft where `quant` says so, calibrate them, and leave them enabled.
 
@@ -101,7 +107,11 @@ def _calibrate_base(base: nn.Module, source: Source, batches: Sequence[list[Batc
 
 
 def _calibrate_draft(
-    draft: Draft, ends: BaseEnds, source: Source, batches: Sequence[list[Batch]], objective: ObjectiveConfig,
+    draft: Draft,
+    ends: BaseEnds,
+    source: Source,
+    batches: Sequence[list[Batch]],
+    objective: ObjectiveConfig,
     world: World,
 ) -> None:
     linears: dict[str, Any] = {n: m for n, m in draft_linears(draft).items() if m.weight_quantizer is not None}
@@ -158,7 +168,9 @@ def _report(base: nn.Module | None, draft: Draft, world: World) -> list[LayerRep
 def _lines(owner: str, linears: dict[str, Any]) -> list[LayerReport]:
     return [
         LayerReport(
-            f"{owner}.{name}", float(m.input_quantizer.amax), float(m.weight_quantizer.amax),
+            f"{owner}.{name}",
+            float(m.input_quantizer.amax),
+            float(m.weight_quantizer.amax),
             m.weight_quantizer.relative_error,
         )
         for name, m in linears.items()

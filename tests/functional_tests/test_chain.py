@@ -18,7 +18,7 @@ TP2_PP2 = (*TP2, "--pipeline-model-parallel-size", 2)
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """convert (TP 2 x PP 2) -> finetune (TP 2) -> quantise (plain) -> QAT (PP 2) -> export (plain)."""
     root = tmp_path_factory.mktemp("chain")
-    base, data = make_base(root / "base"), write_conversations(root / "train.jsonl", 24)
+    base, data = make_base(root / "base", initializer_range=0.4), write_conversations(root / "train.jsonl", 24)
     (root / "eagle.json").write_text(json.dumps({"capture_layer_ids": [0, 3, 6], "init_from_base_layer": True}))
     size = json.loads((base / "config.json").read_text())["vocab_size"]
     succeed(
@@ -32,13 +32,13 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     common = ("--data", data, "--seq-length", 96, "--ttt-steps", 3)
     succeed(
-        "finetune", "--load", root / "draft", "--save", root / "tuned", *common, "--train-iters", 12,
-        "--micro-batch-size", 2, "--global-batch-size", 4, "--lr", 5e-3, "--feature-cache", root / "features", *TP2,
+        "finetune", "--load", root / "draft", "--save", root / "tuned", *common, "--train-iters", 24,
+        "--micro-batch-size", 2, "--global-batch-size", 4, "--lr", 1e-2, "--feature-cache", root / "features", *TP2,
         processes=2,
     )  # fmt: skip
     succeed("quantize", "--load", root / "tuned", "--save", root / "quantized", *common, "--calib-samples", 8)
     succeed(
-        "finetune", "--load", root / "quantized", "--save", root / "qat", *common, "--train-iters", 4,
+        "finetune", "--load", root / "quantized", "--save", root / "qat", *common, "--train-iters", 6,
         "--micro-batch-size", 1, "--global-batch-size", 4, "--lr", 1e-3, "--pipeline-model-parallel-size", 2,
         processes=2,
     )  # fmt: skip
@@ -50,25 +50,29 @@ def metrics(run: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def mean_loss(lines: list[dict[str, object]]) -> float:
+    """Over whole epochs: single batches differ too much to compare."""
+    return sum(float(line["loss"]) for line in lines) / len(lines)  # type: ignore[arg-type]
+
+
 def test_training_learns_and_reports(chain: Path) -> None:
-    lines = metrics(chain / "tuned")
-    assert [line["iteration"] for line in lines] == list(range(1, 13))
+    lines = metrics(chain / "tuned")  # four epochs of six steps
+    assert [line["iteration"] for line in lines] == list(range(1, 25))
     assert len(lines[0]["loss_per_step"]) == 3  # type: ignore[arg-type]
-    assert lines[-1]["loss"] < 0.95 * lines[0]["loss"]  # type: ignore[operator]
-    assert (chain / "tuned" / "latest_checkpointed_iteration.txt").read_text() == "12\n"
-    run = json.loads((chain / "tuned" / "iter_0000012" / "run.json").read_text())
-    assert run["config"]["train"]["train_iters"] == 12 and run["versions"]["torch"]
+    assert mean_loss(lines[-6:]) < 0.85 * mean_loss(lines[:6])
+    assert (chain / "tuned" / "latest_checkpointed_iteration.txt").read_text() == "24\n"
+    run = json.loads((chain / "tuned" / "iter_0000024" / "run.json").read_text())
+    assert run["config"]["train"]["train_iters"] == 24 and run["versions"]["torch"]
 
 
 def test_quantised_training_starts_where_training_ended(chain: Path) -> None:
     tuned, qat = metrics(chain / "tuned"), metrics(chain / "qat")
-    assert abs(qat[0]["loss"] - tuned[-1]["loss"]) < 0.5 * tuned[0]["loss"]  # type: ignore[operator]
-    assert qat[0]["supervised_rows"]
+    assert len(qat) == 6
+    assert mean_loss(qat) < 1.1 * mean_loss(tuned[-6:])
 
 
 def test_exported_fp8_draft_and_base(chain: Path) -> None:
     draft = load_file(chain / "fp8" / "draft" / "model.safetensors")
-    assert draft["midlayer.self_attn.q_proj.weight"].dtype.is_floating_point
     assert str(draft["midlayer.self_attn.q_proj.weight"].dtype) == "torch.float8_e4m3fn"
     assert {"midlayer.mlp.down_proj.weight_scale", "midlayer.mlp.down_proj.input_scale", "d2t", "t2d"} <= draft.keys()
     assert str(draft["fc.weight"].dtype) == "torch.bfloat16" and str(draft["lm_head.weight"].dtype) == "torch.bfloat16"

@@ -117,9 +117,7 @@ def train_once(
     ],
 )
 @pytest.mark.parametrize("compact", [False, True])
-def test_fused_unroll(
-    objective: ObjectiveConfig, packed: bool, compact: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fused_unroll(objective: ObjectiveConfig, packed: bool, compact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, metrics and every gradient, with and without dropping unsupervised rows after the first step."""
     monkeypatch.setattr(fused_unroll, "COMPACT_BELOW", 1.0 if compact else 0.0)
     batch, ends, ends_fp32 = make_batch(packed), make_base(torch.bfloat16), make_base(torch.float32)

@@ -127,9 +127,7 @@ def test_fp8_folder(fp8: tuple[Tiny, Path]) -> None:
     metadata = json.loads((out / "hf_quant_config.json").read_text())
     exclude = ["lm_head", "fc", "model.fc", "*fc*", "*embed_tokens*"]
     assert metadata["producer"]["name"] == "megatron_spec"
-    assert metadata["quantization"] == {
-        "quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": exclude
-    }
+    assert metadata["quantization"] == {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": exclude}
     inside = json.loads((out / "config.json").read_text())["quantization_config"]
     float8 = {"dynamic": False, "num_bits": 8, "type": "float"}
     assert inside.pop("producer") == metadata["producer"]

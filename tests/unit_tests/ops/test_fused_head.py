@@ -76,9 +76,7 @@ def test_a_row_of_weight_zero_may_have_an_infinite_loss() -> None:
     teacher.logits_UD[steps[0].teacher_R[0]] = -torch.inf
     teacher.logits_UD[steps[0].teacher_R[0], 0] = 0
     teacher.lse_U = teacher.logits_UD.logsumexp(-1)
-    total, stats = fused_head(
-        hidden, weight, steps, lambda x, rows: row_losses(x, teacher, rows, "kl", 1.0, None)
-    )
+    total, stats = fused_head(hidden, weight, steps, lambda x, rows: row_losses(x, teacher, rows, "kl", 1.0, None))
     total.backward()
     assert total.isfinite() and stats.isfinite().all() and weight.grad is not None and weight.grad.isfinite().all()
 

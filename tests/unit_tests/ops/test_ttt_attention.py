@@ -34,9 +34,7 @@ def test_equals_reference(
 ) -> None:
     """Output and every gradient; also with the trunk of devices that have no flash attention."""
     if plain_trunk:
-        monkeypatch.setattr(
-            ttt_attention, "_trunk", lambda *a: (*ttt_attention._plain_trunk(*a), ())
-        )
+        monkeypatch.setattr(ttt_attention, "_trunk", lambda *a: (*ttt_attention._plain_trunk(*a), ()))
         monkeypatch.setattr(
             ttt_attention, "_trunk_backward", lambda *a: ttt_attention._plain_trunk_backward(*a[:6], a[7])
         )
@@ -49,7 +47,8 @@ def test_equals_reference(
     torch.testing.assert_close(found, expected)
     seed = torch.randn(found.shape, dtype=found.dtype, generator=torch.Generator().manual_seed(1))
     for a, b in zip(
-        torch.autograd.grad(found, (q, k, v, *rest), seed), torch.autograd.grad(expected, (q, k, v, *rest), seed),
+        torch.autograd.grad(found, (q, k, v, *rest), seed),
+        torch.autograd.grad(expected, (q, k, v, *rest), seed),
         strict=True,
     ):
         torch.testing.assert_close(a, b)
