@@ -51,10 +51,12 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
+        """Leave with exit code 2 and one line."""
         # Every rank parses the same words: one of each machine says it.
         self.exit(2, f"{self.prog}: error: {message}\n" if local_rank() == 0 else None)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse; an unknown flag ends the program with a suggestion."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].split("=")[0]

@@ -159,6 +159,7 @@ class BaseConfig(Config):
     pad_token_id: int | None = None
 
     def validate(self) -> None:
+        """Raise UserError when fields are out of range or contradict one another."""
         _require(
             self.num_attention_heads % self.num_key_value_heads == 0,
             f"num_attention_heads {self.num_attention_heads} is not a multiple of "
@@ -179,6 +180,7 @@ class ParallelConfig(Config):
     decoder_last_pipeline_num_layers: int | None = None
 
     def validate(self) -> None:
+        """Raise UserError when fields are out of range or contradict one another."""
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, found {getattr(self, name)}")
         for name in ("context_parallel_size", "expert_model_parallel_size"):
@@ -227,6 +229,7 @@ class EagleConfig(Config):
     """EAGLE-3.1 and eagle-mtp: a draft step feeds back its state after the final norm, not before it."""
 
     def validate(self) -> None:
+        """Raise UserError when fields are out of range or contradict one another."""
         self._validate_sizes()
         options = [n for n in ("norm_before_fc", "fc_norm", "norm_output") if getattr(self, n)]
         if self.algorithm == "eagle3.1":
@@ -288,6 +291,7 @@ class MedusaConfig(Config):
     algorithm: Literal["medusa"] = "medusa"
 
     def validate(self) -> None:
+        """Raise UserError when fields are out of range or contradict one another."""
         for name in ("num_heads", "num_layers", "hidden_size", "vocab_size"):
             _require(getattr(self, name) >= 1, f"Medusa {name} must be at least 1, found {getattr(self, name)}")
 
@@ -329,6 +333,7 @@ class ObjectiveConfig(Config):
     """EAGLE-1: weight of the token loss."""
 
     def validate(self) -> None:
+        """Raise UserError when fields are out of range or contradict one another."""
         for name in ("feature_noise", "feature_weight", "token_weight"):
             _require(getattr(self, name) >= 0, f"{name} must not be negative, found {getattr(self, name)}")
         _require(self.ttt_steps >= 1, f"ttt_steps must be at least 1, found {self.ttt_steps}")
@@ -362,6 +367,7 @@ class TrainConfig(Config):
     seed: int = 1234
 
     def validate(self) -> None:
+        """Raise UserError when fields are out of range or contradict one another."""
         for name in ("train_iters", "micro_batch_size", "global_batch_size", "log_interval", "ckpt_keep"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, found {getattr(self, name)}")
         for name in ("lr_warmup_iters", "save_interval", "min_lr", "weight_decay", "clip_grad"):
@@ -397,6 +403,7 @@ class DecodeConfig(Config):
     seed: int = 0
 
     def validate(self) -> None:
+        """Raise UserError when fields are out of range or contradict one another."""
         _require(self.max_draft_len >= 0, f"max_draft_len must be at least 0, found {self.max_draft_len}")
         for name in ("max_new_tokens", "batch_size"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, found {getattr(self, name)}")

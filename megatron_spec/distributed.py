@@ -45,34 +45,42 @@ class World:
 
     @property
     def tp_rank(self) -> int:
+        """Place in the tensor parallel group."""
         return self.tp.rank()
 
     @property
     def tp_size(self) -> int:
+        """Ranks that share a layer."""
         return self.tp.size()
 
     @property
     def pp_rank(self) -> int:
+        """Pipeline stage of this rank."""
         return self.pp.rank()
 
     @property
     def pp_size(self) -> int:
+        """Number of pipeline stages."""
         return self.pp.size()
 
     @property
     def dp_rank(self) -> int:
+        """Which copy of the base this rank belongs to."""
         return self.dp.rank()
 
     @property
     def dp_size(self) -> int:
+        """Copies of the base."""
         return self.dp.size()
 
     @property
     def is_first_stage(self) -> bool:
+        """True where tokens enter the base."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
+        """True where the base's final state comes out."""
         return self.pp_rank == self.pp_size - 1
 
 

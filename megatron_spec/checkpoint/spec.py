@@ -38,6 +38,7 @@ class CheckpointSpec(Config):
     format_version: int = FORMAT_VERSION
 
     def validate(self) -> None:
+        """Raise UserError when fields are out of range or contradict one another."""
         if self.format_version != FORMAT_VERSION:
             raise UserError(
                 f"checkpoint format {self.format_version} is not known here (this version reads {FORMAT_VERSION})"

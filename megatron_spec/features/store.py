@@ -51,6 +51,7 @@ class StoreManifest(Config):
     format_version: int = FORMAT_VERSION
 
     def validate(self) -> None:
+        """Raise UserError when fields are out of range or contradict one another."""
         if self.format_version != FORMAT_VERSION:
             raise UserError(f"feature store format {self.format_version}: this version reads {FORMAT_VERSION}")
         if self.dtype not in _DTYPES:
