@@ -1,4 +1,4 @@
-"""The README's tree, one line per file, made from the first line of every module: python tools/readme_tree.py [--write]"""
+"""The README's tree, one line per file, from the first line of every module: python tools/readme_tree.py [--write]"""
 
 from __future__ import annotations
 
