@@ -22,5 +22,5 @@ echo "setting up $venv with $("$python" --version) (once; a few minutes)" >&2
 rm -f "$venv/.ready"
 "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --upgrade pip
-"$venv/bin/python" -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 printf '%s\n' "$stamp" > "$venv/.ready"
