@@ -63,6 +63,13 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown argument {name}{suggest(name, self._option_string_actions)}; see --help")
         return found
 
+    def add_model_flags(self, tokenizer: bool = True) -> None:
+        """Where base and tokenizer are, and the precision: what every script over a checkpoint asks."""
+        self.add_argument("--base", metavar="DIR", help="the base's place, when it moved since convert_model.py")
+        if tokenizer:
+            self.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
+        self.add_argument("--bf16", action="store_true", help="bfloat16 weights (default: float32)")
+
     def add_config(self, cls: type[Config], skip: Sequence[str] = (), **defaults: Any) -> None:
         """One flag per field of a configuration class: `train_iters` becomes --train-iters.
 

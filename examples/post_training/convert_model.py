@@ -43,19 +43,17 @@ def parser() -> cli.Parser:
 def main(args: argparse.Namespace) -> None:
     from megatron_spec.chain.convert import convert
 
+    names = ("eagle_config", "draft_vocab", "bf16", "seed")
     convert(
         args.load,
         args.save,
         algorithm=args.export_algorithm,
         eagle_algorithm=args.export_eagle_algorithm,
-        eagle_config=args.eagle_config,
-        draft_vocab=args.draft_vocab,
         num_medusa_heads=args.export_num_medusa_heads,
         num_medusa_layers=args.export_num_medusa_layers,
         share_base_head=args.medusa_share_base_head,
         parallel=cli.config_from(ParallelConfig, args),
-        bf16=args.bf16,
-        seed=args.seed,
+        **{name: getattr(args, name) for name in names},
     )
 
 

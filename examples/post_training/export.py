@@ -24,8 +24,8 @@ def parser() -> cli.Parser:
     p.add_argument(
         "--export-base", action="store_true", help="write the base beside the draft also when it is not quantised"
     )
-    p.add_argument("--base", metavar="DIR", help="the base's place, when it moved")
-    p.add_argument("--bf16", action="store_true", help="load bfloat16 weights (default: float32)")
+    p.add_model_flags(tokenizer=False)
+    p.add_argument("--export-embeddings", action="store_true", help="write the base's embedding into the draft too")
     p.add_argument(
         "--max-draft-len",
         type=cli.at_least_one,
@@ -47,6 +47,7 @@ def main(args: argparse.Namespace) -> None:
         base=args.base,
         max_draft_len=args.max_draft_len,
         bf16=args.bf16,
+        export_embeddings=args.export_embeddings,
         parallel=cli.config_from(ParallelConfig, args),
     )
 

@@ -21,9 +21,7 @@ def parser() -> cli.Parser:
     p.add_argument(
         "--micro-batch-size", type=cli.at_least_one, default=4, help="conversations per forward (default: 4)"
     )
-    p.add_argument("--base", metavar="DIR", help="the base's place, when it moved")
-    p.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
-    p.add_argument("--bf16", action="store_true", help="bfloat16 weights and features (default: float32)")
+    p.add_model_flags()
     p.add_config(ParallelConfig)
     return p
 

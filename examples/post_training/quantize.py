@@ -34,9 +34,7 @@ def parser() -> cli.Parser:
     p.add_argument(
         "--micro-batch-size", type=cli.at_least_one, default=4, help="conversations per forward (default: 4)"
     )
-    p.add_argument("--base", metavar="DIR", help="the base's place, when it moved")
-    p.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
-    p.add_argument("--bf16", action="store_true", help="bfloat16 weights (default: float32)")
+    p.add_model_flags()
     names = {field.name for field in dataclasses.fields(ObjectiveConfig)}
     p.add_config(ObjectiveConfig, skip=sorted(names - {"ttt_steps", "alignment"}))  # the loss decides no range
     p.add_config(ParallelConfig)
@@ -46,20 +44,16 @@ def parser() -> cli.Parser:
 def main(args: argparse.Namespace) -> None:
     from megatron_spec.chain.quantize import quantize
 
+    names = ("quant_config", "seq_length", "micro_batch_size", "base", "tokenizer", "bf16")
     quantize(
         args.load,
         args.save,
         args.data,
         preset=args.export_quant_cfg,
-        quant_config=args.quant_config,
         samples=args.calib_samples,
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        base=args.base,
-        tokenizer=args.tokenizer,
-        bf16=args.bf16,
         objective=cli.config_from(ObjectiveConfig, args),
         parallel=cli.config_from(ParallelConfig, args),
+        **{name: getattr(args, name) for name in names},
     )
 
 

@@ -17,9 +17,7 @@ def parser() -> cli.Parser:
     p.add_argument("--data", required=True, metavar="JSONL", help="prompts")
     p.add_argument("--output", metavar="JSON", help="where the report goes (default: DIR/validate.json)")
     p.add_argument("--num-prompts", type=int, metavar="N", help="use the first N prompts (default: all)")
-    p.add_argument("--base", metavar="DIR", help="the base's place, when it moved")
-    p.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
-    p.add_argument("--bf16", action="store_true", help="bfloat16 weights (default: float32)")
+    p.add_model_flags()
     p.add_config(DecodeConfig)
     p.add_config(ParallelConfig)
     return p

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 def export(
     load: str, export_dir: str, *, extra_modules: bool = True, with_base: bool = False, base: str | None = None,
-    max_draft_len: int = 3, bf16: bool = False, parallel: ParallelConfig | None = None,
+    max_draft_len: int = 3, bf16: bool = False, export_embeddings: bool = False, parallel: ParallelConfig | None = None,
 ) -> Path:  # fmt: skip
     """Write EXPORT_DIR/draft and, for a fake-quantised base or on request, EXPORT_DIR/base.
 
@@ -44,18 +44,28 @@ def export(
             "nothing to export: the base is not quantised and --export-extra-modules is not given; add "
             "--export-extra-modules for the draft or --export-base for the base"
         )
+    if export_embeddings and spec.draft.algorithm == "medusa":
+        raise UserError("--export-embeddings: a Medusa draft reads no embedding")
     require_empty(export_dir, "give another --export-dir, or remove it to export again")
     check_parallel(spec.base.config, parallel)
     world = distributed.initialize(parallel)
     loaded = load_checkpoint(folder, world, dtype=torch.bfloat16 if bf16 else torch.float32, base_path=base)
     out = Path(export_dir).resolve()
     run_config = {"checkpoint": str(folder), "quant": spec.quant.to_dict() if spec.quant else None}
+    options = {"export_embeddings": True} if export_embeddings else {}
     with shared_folder(out, world, overwrite=False) as new:  # base and draft appear together or not at all
         if quantised_base or with_base:
             export_base(loaded.base, loaded.base_ref, new / "base", spec.quant, world, run_config=run_config)
         if extra_modules:
             export_draft(
-                loaded.draft, loaded.base_ref, new / "draft", spec.quant, world, ends=loaded.base, run_config=run_config
+                loaded.draft,
+                loaded.base_ref,
+                new / "draft",
+                spec.quant,
+                world,
+                ends=loaded.base,
+                run_config=run_config,
+                **options,
             )
         if extra_modules and world.rank == 0 and spec.draft.algorithm.startswith("eagle3"):
             # the one kind of draft that its PyTorch backend loads
