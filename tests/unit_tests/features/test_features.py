@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_spec.config import ParallelConfig, UserError
 from megatron_spec.data.chat import Sample
+from megatron_spec.features.base import ROUNDS_PER_FLUSH
 from megatron_spec.features.store import FeatureStore, FeatureWriter, SampleFeatures, StoreManifest
 from tests.unit_tests.pipeline.tiny import save_tiny
 from tests.worlds import run_world
@@ -157,21 +158,26 @@ def test_features_drawn_in_groups_are_the_same(found: list[dict[str, Any]], layo
         assert rank[layout]["grouped"] == [True] * (2 if layout == "pp2" else 4)
 
 
-def test_groups_run_when_they_are_needed() -> None:
+@pytest.mark.parametrize(("pp_size", "group"), [(1, 1), (2, 2 * ROUNDS_PER_FLUSH)])
+def test_groups_run_when_they_are_needed(pp_size: int, group: int) -> None:
     from megatron_spec.features.base import in_groups
 
+    calls: list[list[int]] = []
+
     class Source:
-        calls: ClassVar[list[Any]] = []
-
         def features(self, batches: Any) -> Any:
-            self.calls.append(batches)
-            return [f"of {batches[1]}"]
+            calls.append(batches)
+            return [f"of {b}" for b in batches[pp_size - 1 :: pp_size]]  # what the last pipeline rank owns
 
-    drawn = in_groups(Source(), ["a", "b", "c", "d"], 2)  # type: ignore[arg-type, list-item]
-    assert Source.calls == [] and next(drawn) == "of b" and Source.calls == [["a", "b"]]
-    assert list(drawn) == ["of d"]
-    with pytest.raises(UserError, match="found 3 micro-batches"):
-        in_groups(Source(), ["a", "b", "c"], 2)  # type: ignore[arg-type, list-item]
+    batches = list(range(group + pp_size))
+    drawn = in_groups(Source(), batches, pp_size)  # type: ignore[arg-type]
+    assert calls == [] and next(drawn) == f"of {pp_size - 1}" and calls == [batches[:group]]
+    assert list(drawn) == [f"of {b}" for b in batches[2 * pp_size - 1 :: pp_size]]
+    assert calls == [batches[:group], batches[group:]]
+    with pytest.raises(
+        UserError, match=f"found {pp_size + 1} micro-batches" if pp_size > 1 else "found 0 micro-batches"
+    ):
+        in_groups(Source(), batches[: pp_size + 1] if pp_size > 1 else [], pp_size)  # type: ignore[arg-type]
 
 
 def test_disk_must_hold_what_is_missing_only(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
