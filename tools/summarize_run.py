@@ -98,7 +98,7 @@ def table(s: dict[str, Any]) -> str:
     lines.append(f"text identical to the base's greedy text: {verdict}")
     lines.append(
         f"with the fake-quantised base: {s['text_answers_identical_fp8']} of {s['text_answers_fp8']} answers identical "
-        "(fp8 inputs round differently when the rows of a forward change)"
+        "(probably fp8 inputs that round differently when the rows of a forward change)"
     )
     lines.append("seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in s["seconds_per_stage"].items()))
     lines.append(f"total {s['seconds_total']:.0f} s")
