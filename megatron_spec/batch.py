@@ -55,8 +55,15 @@ class Features:
         captures_SBC: [S, B, K*H] outputs of the captured base layers, ascending, before any norm. Under sequence
             parallelism the first axis holds this rank's S / TP rows.
         state_SBH: [S, B, H] base state after its final norm: what the base head reads. Sharded as captures.
+        argmax_SB: int64 [S, B] target id that the base itself would say (never sharded), when somebody has computed it
+            already: the teacher then needs no product with the whole vocabulary.
     """
 
     batch: Batch
     captures_SBC: Tensor
     state_SBH: Tensor
+    argmax_SB: Tensor | None = None
+
+    def argmax_of(self, rows_U: Tensor) -> Tensor | None:
+        """[U] the base's choices at flattened rows (s * B + b), when known."""
+        return None if self.argmax_SB is None else self.argmax_SB.flatten()[rows_U]

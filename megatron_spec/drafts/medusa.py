@@ -129,7 +129,8 @@ class MedusaDraft(Draft):
         plan = Supervision.of(features.batch, heads, objective.alignment)
         with torch.no_grad():
             state_NH = enter(features.state_SBH, group, self.sequence_parallel).flatten(0, 1)
-            teacher = teacher_head(state_NH[plan.teacher_U], objective.temperature)
+            known = features.argmax_of(plan.teacher_U)
+            teacher = teacher_head(state_NH[plan.teacher_U], objective.temperature, known)
         labels = following_tokens(features.batch)[plan.teacher_U] if objective.loss == "hard_ce" else None
         plain = objective.replace(step_decay=1.0)
         found = []

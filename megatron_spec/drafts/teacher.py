@@ -6,6 +6,8 @@ V / TP this rank's shard of the (padded) target vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -45,6 +47,35 @@ def restricted_head(ends: BaseEnds, vocab: DraftVocab, group: dist.ProcessGroup)
     return mine
 
 
+def _chunk_rows(weight_VH: Tensor) -> int:
+    return max(1, CHUNK_BYTES // (weight_VH.shape[0] * weight_VH.element_size()))
+
+
+@torch.no_grad()
+def whole_logits(ends: BaseEnds, state_UH: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Chunk by chunk: (state [u, H], its logits without padding [u, <= V / TP], argmax over all ranks [u]).
+
+    Args:
+        state_UH: final base states, complete on every tensor parallel rank.
+    """
+    shard, first = ends.head_weight.shape[0], group.rank() * ends.head_weight.shape[0]
+    weight = ends.head_weight[: min(max(ends.vocab_size - first, 0), shard)]
+    for state in state_UH.to(weight.dtype).split(_chunk_rows(ends.head_weight)):
+        whole = F.linear(state, weight)
+        if len(weight):
+            top, argmax = whole.max(-1)
+        else:  # a shard of nothing but padding
+            top = whole.new_full((len(state),), -torch.inf)
+            argmax = torch.zeros_like(top, dtype=torch.int64)
+        yield state, whole, argmax_over_ranks(top, argmax + first, group)
+
+
+def base_argmax(ends: BaseEnds, state_UH: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """int64 [U]: what the base itself would say after each final state (complete on every tensor parallel rank)."""
+    found = [argmax for _, _, argmax in whole_logits(ends, state_UH, group)]
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device=state_UH.device)
+
+
 class TeacherHead:
     """Turns base states into a `Teacher`. Built once; holds the frozen rows that the draft shard needs.
 
@@ -58,12 +89,13 @@ class TeacherHead:
         device = ends.head_weight.device
         self.source = (ends.head_weight.data_ptr(), ends.head_weight.dtype, device)
         shard, first = ends.head_weight.shape[0], group.rank() * ends.head_weight.shape[0]
-        self.first = first
         self.valid = min(max(ends.vocab_size - first, 0), shard)
         self.draft_ids = vocab.draft_ids.to(device)
         self.target_ids = vocab.target_ids.to(device)
         self.aligned = vocab.is_full and (group.size() == 1 or shard * group.size() == len(vocab))
-        self.rows = None if self.aligned or group.size() == 1 else restricted_head(ends, vocab, group)
+        self.rows: Tensor | None = None
+        if group.size() > 1:
+            self.draft_rows()  # a collective: now, when every rank is here
 
     def fits(self, ends: BaseEnds) -> bool:
         """True when built from this very head."""
@@ -72,36 +104,31 @@ class TeacherHead:
 
     def draft_rows(self) -> Tensor:
         """[D / TP, H] frozen rows of the base's head for this rank's shard of the draft vocabulary."""
-        if self.rows is not None:
-            return self.rows
-        assert self.vocab.is_full, "on one rank, a reduced vocabulary is picked from whole logits"
-        return self.ends.head_weight[: self.valid]
+        if self.rows is None:
+            whole = self.ends.head_weight[: self.valid]
+            self.rows = whole if self.aligned else restricted_head(self.ends, self.vocab, self.group)
+        return self.rows
 
     def _restricted(self, state_UH: Tensor, whole_UV: Tensor) -> Tensor:
         if self.aligned:
             return whole_UV
-        if self.rows is not None:
-            return F.linear(state_UH, self.rows)
+        if self.group.size() > 1:
+            return F.linear(state_UH, self.draft_rows())
         return whole_UV.index_select(-1, self.target_ids)
 
     @torch.no_grad()
-    def __call__(self, state_UH: Tensor, temperature: float) -> Teacher:
-        """Teacher rows for final base states [U, H] (complete on every tensor parallel rank)."""
+    def __call__(self, state_UH: Tensor, temperature: float, argmax_U: Tensor | None = None) -> Teacher:
+        """Teacher rows for final base states [U, H] (complete on every tensor parallel rank).
+
+        Args:
+            argmax_U: the base's choices at these rows, when known; they are computed otherwise.
+        """
         weight = self.ends.head_weight[: self.valid]
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        if kernels_run(weight, self.group):
+        if argmax_U is None and kernels_run(weight, self.group):
             return self._with_kernel(state_UH.to(weight.dtype), weight, temperature)
-        chunk = max(1, CHUNK_BYTES // (self.ends.head_weight.shape[0] * weight.element_size()))
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         parts: list[tuple[Tensor, ...]] = []
-        for state in state_UH.to(weight.dtype).split(chunk):
-            whole = F.linear(state, weight)
-            if self.valid:
-                top, argmax = whole.max(-1)
-            else:  # a shard of nothing but padding
-                top = whole.new_full((len(state),), -torch.inf)
-                argmax = torch.zeros_like(top, dtype=torch.int64)
-            argmax = argmax_over_ranks(top, argmax + self.first, self.group)
-            logits = self._restricted(state, whole)
+        for logits, argmax in self._logits(state_UH, argmax_U):
             best, lse = argmax_and_lse(logits.to(wide) / temperature, self.group)
             parts.append((logits, lse, argmax, best))
         if not parts:
@@ -110,6 +137,17 @@ class TeacherHead:
         draft_id = self.draft_ids[argmax]
         inside = draft_id >= 0
         return Teacher(logits, lse, argmax, torch.where(inside, draft_id, best), inside)
+
+    def _logits(self, state_UH: Tensor, argmax_U: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """(logits of this rank's draft shard [u, D / TP], argmax over the whole vocabulary [u]), chunk by chunk."""
+        if argmax_U is None:
+            for state, whole, argmax in whole_logits(self.ends, state_UH, self.group):
+                yield self._restricted(state, whole), argmax
+            return
+        rows = self.draft_rows()
+        chunk = _chunk_rows(rows) if rows.numel() else max(1, len(state_UH))
+        for state, argmax in zip(state_UH.to(rows.dtype).split(chunk), argmax_U.split(chunk), strict=True):
+            yield F.linear(state, rows), argmax.to(rows.device)
 
     def _with_kernel(self, state_UH: Tensor, weight_VH: Tensor, temperature: float) -> Teacher:
         from megatron_spec.losses.kernels import teacher_rows

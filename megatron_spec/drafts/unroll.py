@@ -99,7 +99,8 @@ def teach(
     """The base's opinion at every row that some step needs."""
     with torch.no_grad():
         state = enter(features.state_SBH, group, sequence_parallel)
-        return head(state.flatten(0, 1)[supervision.teacher_U], temperature)
+        rows_U = supervision.teacher_U
+        return head(state.flatten(0, 1)[rows_U], temperature, features.argmax_of(rows_U))
 
 
 def head_rows(x_SBH: Tensor, rows_R: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:

@@ -18,6 +18,7 @@ from megatron_spec.config import UserError
 from megatron_spec.data.loader import Dataset
 from megatron_spec.data.packing import build_batch
 from megatron_spec.distributed import World
+from megatron_spec.drafts.teacher import base_argmax
 from megatron_spec.features.base import check_count
 from megatron_spec.features.store import FeatureStore, FeatureWriter, SampleFeatures, StoreManifest
 from megatron_spec.pipeline.model import FrozenBase
@@ -45,6 +46,7 @@ class OfflineFeatures:
         H = manifest.hidden_size
         captures_SBC = torch.zeros(S, B, len(manifest.capture_layer_ids) * H, dtype=manifest.torch_dtype)
         state_SBH = torch.zeros(S, B, H, dtype=manifest.torch_dtype)
+        argmax_SB = torch.zeros(S, B, dtype=torch.int64)
         tokens_BS, lengths = batch.tokens_BS.cpu(), (batch.documents_BS >= 0).sum(1).tolist()
         for row, index in enumerate(batch.sample_ids):
             sample = self.store.features_of(index)
@@ -55,7 +57,9 @@ class OfflineFeatures:
                     "from other conversations, another template or another seq_length; extract them again"
                 )
             captures_SBC[:n, row], state_SBH[:n, row] = sample.captures, sample.state
-        return Features(batch, self._place(captures_SBC), self._place(state_SBH))
+            argmax_SB[:n, row] = sample.argmax
+        argmax_SB = argmax_SB.to(self.world.device)
+        return Features(batch, self._place(captures_SBC), self._place(state_SBH), argmax_SB)
 
     def _place(self, x_SBX: Tensor) -> Tensor:
         """This rank's rows, on its device."""
@@ -120,11 +124,13 @@ def _run_shard(base: FrozenBase, dataset: Dataset, numbers: range, micro_batch_s
         batches = [build_batch([[dataset[i]] for i in chunk], length, world.device) for chunk in full]
         for chunk, (captures_SBC, state_SBH) in zip(chunks, run_base(base, batches), strict=False):
             whole = [_whole(world, captures_SBC), _whole(world, state_SBH)]
+            argmax_SB = base_argmax(base, whole[1].flatten(0, 1), world.tp).view(whole[1].shape[:2])
+            whole.append(argmax_SB)
             for row, i in enumerate(chunk):
                 n = len(dataset[i])
                 # Copies: a view would keep the padded batch alive.
-                captures, state = (x[:n, row].to("cpu", copy=True) for x in whole)
-                found[i] = SampleFeatures(dataset[i].tokens, dataset[i].turns, captures, state)
+                own = (x[:n, row].to("cpu", copy=True) for x in whole)
+                found[i] = SampleFeatures(dataset[i].tokens, dataset[i].turns, *own)
     return [found[i] for i in numbers] if found else []
 
 

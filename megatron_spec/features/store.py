@@ -3,8 +3,8 @@
     FOLDER/manifest.json               what was computed, by which base, for how many samples
     FOLDER/features-00000.safetensors  samples 0 .. samples_per_shard-1, and so on
 
-A shard holds four tensors per sample i, without padding: "i.tokens" int64 [n], "i.turns" int32 [n], "i.captures"
-[n, C], "i.state" [n, H]. Shards appear only when they are complete, so a killed run continues with what is missing.
+A shard holds five tensors per sample i, without padding: "i.tokens" int64 [n], "i.turns" int32 [n], "i.captures"
+[n, C], "i.state" [n, H], "i.argmax" int32 [n] (what the base itself says next). Shards appear only when they are complete, so a killed run continues with what is missing.
 
 n tokens of a sample, C = captures * H, H hidden.
 """
@@ -26,7 +26,7 @@ from megatron_spec.config import Config, UserError
 from megatron_spec.data.chat import Sample
 from megatron_spec.files import read_json, write_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CONVENTION = "captures: layer outputs before any norm; state: after the base's final norm"
 _MANIFEST = "manifest.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -80,12 +80,13 @@ class StoreManifest(Config):
 
 @dataclass
 class SampleFeatures:
-    """One sample with its features: tokens [n], turns [n], captures [n, C], state [n, H]."""
+    """One sample with its features: tokens [n], turns [n], captures [n, C], state [n, H], argmax [n] of the base."""
 
     tokens: Tensor
     turns: Tensor
     captures: Tensor
     state: Tensor
+    argmax: Tensor
 
 
 def shard_path(folder: Path, shard: int) -> Path:
@@ -139,6 +140,7 @@ class FeatureWriter:
             tensors[f"{i}.turns"] = sample.turns.to("cpu", torch.int32).contiguous()
             tensors[f"{i}.captures"] = sample.captures.to("cpu", dtype).contiguous()
             tensors[f"{i}.state"] = sample.state.to("cpu", dtype).contiguous()
+            tensors[f"{i}.argmax"] = sample.argmax.to("cpu", torch.int32).contiguous()
         final = shard_path(self.folder, shard)
         temporary = final.with_name(f".{final.name}.tmp-{os.getpid()}")
         try:
@@ -198,4 +200,4 @@ class FeatureStore:
 
     def features_of(self, index: int) -> SampleFeatures:
         """Sample `index` with its features."""
-        return SampleFeatures(*self._read(index, ("tokens", "turns", "captures", "state")))
+        return SampleFeatures(*self._read(index, ("tokens", "turns", "captures", "state", "argmax")))

@@ -57,6 +57,25 @@ def manifest(fingerprint: str = "sha256:0", **changes: Any) -> StoreManifest:
     )
 
 
+def _same_teacher(base: Any, world: Any, online: Any, offline: Any, draft_size: int) -> bool:
+    """The stored choices give the teacher that the product with the whole vocabulary gives."""
+    from megatron_spec.drafts.linear import enter
+    from megatron_spec.drafts.teacher import TeacherHead
+    from megatron_spec.drafts.vocab import DraftVocab
+
+    assert online.argmax_of(torch.tensor([0])) is None
+    head = TeacherHead(base, DraftVocab(torch.arange(83)[:: 83 // draft_size][:draft_size], 83), world.tp)
+    rows = (online.batch.documents_BS >= 0).t().flatten().nonzero()[:, 0]
+    state = enter(online.state_SBH, world.tp, world.parallel.sequence_parallel).flatten(0, 1)[rows]
+    plain, told = head(state, 0.7), head(state, 0.7, offline.argmax_of(rows))
+    return (
+        torch.allclose(plain.logits_UD, told.logits_UD, atol=1e-5)
+        and torch.allclose(plain.lse_U, told.lse_U, atol=1e-5)
+        and all(torch.equal(getattr(plain, n), getattr(told, n)) for n in ("argmax_U", "label_U", "in_vocab_U"))
+        and bool(told.in_vocab_U.all()) == (draft_size == 83)
+    )
+
+
 def _own_cases(root: Path, layout: str, world: Any) -> dict[str, Any]:
     from megatron_spec.checkpoint.base_import import inspect_base, load_base
     from megatron_spec.data.packing import build_batch
@@ -89,6 +108,9 @@ def _own_cases(root: Path, layout: str, world: Any) -> dict[str, Any]:
             float(((a.captures_SBC - b.captures_SBC) * real).abs().max()),
             float(((a.state_SBH - b.state_SBH) * real).abs().max()),
         )
+    same_teacher = [
+        _same_teacher(base, world, a, b, size) for a, b in zip(online, offline, strict=True) for size in (83, 40)
+    ]
     one_by_one = list(in_groups(OnlineFeatures(base), batches, world.pp_size))
     grouped = [
         a.batch.sample_ids == b.batch.sample_ids
@@ -97,7 +119,7 @@ def _own_cases(root: Path, layout: str, world: Any) -> dict[str, Any]:
         for a, b in zip(online, one_by_one, strict=True)
     ]
     found: dict[str, Any] = {
-        "grouped": grouped, "gap": gap, "written": written, "owned": [f.batch.sample_ids for f in online],
+        "same teacher": same_teacher, "grouped": grouped, "gap": gap, "written": written, "owned": [f.batch.sample_ids for f in online],
         "owned offline": [f.batch.sample_ids for f in offline], "shape": tuple(online[0].captures_SBC.shape),
     }  # fmt: skip
     for name, source in (("online", OnlineFeatures(base)), ("offline", OfflineFeatures(store, world))):
@@ -150,6 +172,12 @@ def test_pipeline_ranks_own_every_other_micro_batch(found: list[dict[str, Any]])
     for source in ("online", "offline"):
         assert "3 micro-batches" in found[0]["pp2"][f"three batches {source}"]
         assert f"three batches {source}" not in found[0]["dp2"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stored_choices_of_the_base_give_the_same_teacher(found: list[dict[str, Any]], layout: str) -> None:
+    for rank in found:
+        assert rank[layout]["same teacher"] == [True] * (4 if layout == "pp2" else 8)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -224,7 +252,7 @@ def store(tmp_path: Path) -> Path:
     writer = FeatureWriter(tmp_path / "store", manifest())
     for shard in writer.pending():
         samples = [Samples()[i] for i in writer.manifest.samples_of(shard)]
-        values = [SampleFeatures(s.tokens, s.turns, torch.ones(len(s), 64), torch.zeros(len(s), 32)) for s in samples]
+        values = [SampleFeatures(s.tokens, s.turns, torch.ones(len(s), 64), torch.zeros(len(s), 32), s.tokens) for s in samples]
         writer.write(shard, values)
     return tmp_path / "store"
 
