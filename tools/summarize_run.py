@@ -54,8 +54,9 @@ def summarize(run: Path) -> dict[str, Any]:
         "text_mismatches": len(plain["mismatches"]),
         "text_near_ties": plain["near_ties"],
         "text_identical_fp8": fp8["text_identical"],
-        "text_answers_identical_fp8": fp8["answers"] - len(fp8["mismatches"]),
-        "text_answers_fp8": fp8["answers"],
+        "text_mismatches_fp8": len(fp8["mismatches"]),
+        "text_near_ties_fp8": fp8["near_ties"],
+        "text_answers": fp8["answers"],
         "tokens_per_second_base": plain["base"]["tokens_per_second"],
         "tokens_per_second_draft": plain["speculative"]["tokens_per_second"],
         "loss_per_step_bf16": finetune["loss_per_step"],
@@ -68,6 +69,13 @@ def summarize(run: Path) -> dict[str, Any]:
         "export_dir_bf16": str((run / "export_bf16").resolve()),
         "plot": str((run / "training.png").resolve()),
     }
+
+
+def _verdict(s: dict[str, Any], kind: str) -> str:
+    wrong, ties, answers = s[f"text_mismatches{kind}"], s[f"text_near_ties{kind}"], s["text_answers"]
+    if s[f"text_identical{kind}"]:
+        return f"yes, all {answers} answers"
+    return f"NO, {wrong} of {answers} answers differ ({ties} of them where two tokens are as good as equal)"
 
 
 def table(s: dict[str, Any]) -> str:
@@ -93,13 +101,9 @@ def table(s: dict[str, Any]) -> str:
             f"acceptance length {kind:<5} {length:.3f}  (95 % confidence {interval[0]:.3f}-{interval[1]:.3f}; "
             f"per position {positions})"
         )
-    verdict = "yes" if s["text_identical"] else f"NO ({s['text_mismatches']} answers, {s['text_near_ties']} near ties)"
-    lines.append("(bf16 is the unquantised draft; on a CPU both are computed in float32)")
-    lines.append(f"text identical to the base's greedy text: {verdict}")
-    lines.append(
-        f"with the fake-quantised base: {s['text_answers_identical_fp8']} of {s['text_answers_fp8']} answers identical "
-        "(probably fp8 inputs that round differently when the rows of a forward change)"
-    )
+    lines.append("(bf16 is the unquantised draft; on a CPU it is computed in float32, fp8 is simulated in float64)")
+    lines.append(f"text identical to the base's greedy text: {_verdict(s, '')}")
+    lines.append(f"with the fp8 base and draft:              {_verdict(s, '_fp8')}")
     lines.append("seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in s["seconds_per_stage"].items()))
     lines.append(f"total {s['seconds_total']:.0f} s")
     lines.append(f"exported draft and base, fp8: {s['export_dir']}")

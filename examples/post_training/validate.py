@@ -18,6 +18,9 @@ def parser() -> cli.Parser:
     p.add_argument("--output", metavar="JSON", help="where the report goes (default: DIR/validate.json)")
     p.add_argument("--num-prompts", type=int, metavar="N", help="use the first N prompts (default: all)")
     p.add_model_flags()
+    p.add_argument(
+        "--fp64", action="store_true", help="float64: a fake-quantised base gives the same text in every row shape"
+    )
     p.add_config(DecodeConfig)
     p.add_config(ParallelConfig)
     return p
@@ -34,6 +37,7 @@ def main(args: argparse.Namespace) -> None:
         base=args.base,
         tokenizer=args.tokenizer,
         bf16=args.bf16,
+        fp64=args.fp64,
         decode=cli.config_from(DecodeConfig, args),
         parallel=cli.config_from(ParallelConfig, args),
     )

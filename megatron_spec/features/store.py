@@ -4,7 +4,8 @@
     FOLDER/features-00000.safetensors  samples 0 .. samples_per_shard-1, and so on
 
 A shard holds five tensors per sample i, without padding: "i.tokens" int64 [n], "i.turns" int32 [n], "i.captures"
-[n, C], "i.state" [n, H], "i.argmax" int32 [n] (what the base itself says next). Shards appear only when they are complete, so a killed run continues with what is missing.
+[n, C], "i.state" [n, H], "i.argmax" int32 [n] (what the base itself says next). Shards appear only when they are
+complete, so a killed run continues with what is missing.
 
 n tokens of a sample, C = captures * H, H hidden.
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.functional_tests.workshop import make_base, succeed, write_conversations
+from tests.functional_tests.workshop import make_base, refuse, succeed, write_conversations
 
 TP2 = ("--tensor-model-parallel-size", 2)
 TP2_PP2 = (*TP2, "--pipeline-model-parallel-size", 2)
@@ -92,6 +92,13 @@ def test_validate_says_the_text_is_identical_in_every_layout(chain: Path) -> Non
     assert one["text_identical"] and four["text_identical"]
     assert one["acceptance_length"] == four["acceptance_length"] >= 1.0
     assert one["acceptance_per_position"] == four["acceptance_per_position"]
+
+
+def test_validate_in_float64_says_the_text_of_an_fp8_base_is_identical(chain: Path) -> None:
+    prompts = ("--data", chain / "train.jsonl", "--num-prompts", 4, "--max-new-tokens", 12)
+    succeed("validate", "--load", chain / "qat", *prompts, "--fp64", "--output", chain / "fp8.json")
+    assert json.loads((chain / "fp8.json").read_text())["text_identical"]
+    assert "expected one of them" in refuse("validate", "--load", chain / "qat", *prompts, "--fp64", "--bf16")
 
 
 def test_generate_with_and_without_a_draft_writes_the_same_text(chain: Path) -> None:

@@ -119,7 +119,8 @@ def _own_cases(root: Path, layout: str, world: Any) -> dict[str, Any]:
         for a, b in zip(online, one_by_one, strict=True)
     ]
     found: dict[str, Any] = {
-        "same teacher": same_teacher, "grouped": grouped, "gap": gap, "written": written, "owned": [f.batch.sample_ids for f in online],
+        "same teacher": same_teacher, "grouped": grouped, "gap": gap, "written": written,
+        "owned": [f.batch.sample_ids for f in online],
         "owned offline": [f.batch.sample_ids for f in offline], "shape": tuple(online[0].captures_SBC.shape),
     }  # fmt: skip
     for name, source in (("online", OnlineFeatures(base)), ("offline", OfflineFeatures(store, world))):
@@ -252,7 +253,10 @@ def store(tmp_path: Path) -> Path:
     writer = FeatureWriter(tmp_path / "store", manifest())
     for shard in writer.pending():
         samples = [Samples()[i] for i in writer.manifest.samples_of(shard)]
-        values = [SampleFeatures(s.tokens, s.turns, torch.ones(len(s), 64), torch.zeros(len(s), 32), s.tokens) for s in samples]
+        values = [
+            SampleFeatures(s.tokens, s.turns, torch.ones(len(s), 64), torch.zeros(len(s), 32), s.tokens)
+            for s in samples
+        ]
         writer.write(shard, values)
     return tmp_path / "store"
 
