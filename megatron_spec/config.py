@@ -386,10 +386,30 @@ class QuantConfig(Config):
     base: QuantFormat = "fp8"
     draft: QuantFormat = "fp8"
     exclude: tuple[str, ...] = ("*lm_head*", "*output_layer*", "*embed*", "*fc.*", "*fc", "*eh_proj*", "*router*")
-    """Patterns (fnmatch) of module names that stay in high precision."""
+    """Patterns (fnmatch) of module names that stay in high precision, in base and draft."""
+    exclude_base: tuple[str, ...] = ()
+    """Further patterns for the base alone."""
+    exclude_draft: tuple[str, ...] = ()
+    """Further patterns for the draft alone."""
     kv_cache: QuantFormat = "none"
+    """Keys and values of the base."""
     clipped_ste: bool = False
     """Gradient is zero outside +-amax (default: plain straight-through)."""
+    calibration: Literal["max", "percentile"] = "max"
+    """Range of an input: the largest magnitude seen, or the magnitude that `percentile` % of the values stay within."""
+    percentile: float = 99.99
+
+    def validate(self) -> None:
+        """Raise UserError when fields are out of range or contradict one another."""
+        _require(0 < self.percentile <= 100, f"percentile must be in (0, 100], found {self.percentile}")
+        _require(
+            self.kv_cache == "none" or self.base != "none",
+            "kv_cache 'fp8' quantises keys and values of the base: set base to 'fp8' too",
+        )
+
+    def excludes(self, role: Literal["base", "draft"]) -> tuple[str, ...]:
+        """All patterns that hold for base or draft."""
+        return self.exclude + (self.exclude_base if role == "base" else self.exclude_draft)
 
 
 @dataclass(frozen=True)

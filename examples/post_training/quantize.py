@@ -21,13 +21,12 @@ def parser() -> cli.Parser:
     p.add_argument(
         "--export-quant-cfg",
         default="fp8",
-        choices=["fp8", "fp8_draft_only", "fp8_base_only"],
-        help="what is quantised (default: fp8, base and draft)",
+        metavar="POLICY",
+        help="fp8 (base and draft), fp8_draft_only, fp8_base_only, none, or a JSON or YAML file with fields of "
+        "QuantConfig: exclude, exclude_base, exclude_draft, calibration, percentile, clipped_ste, ... (default: fp8)",
     )
     p.add_argument(
-        "--quant-config",
-        metavar="JSON",
-        help="file with fields of QuantConfig that replace those of --export-quant-cfg: exclude, clipped_ste, ...",
+        "--export-kv-cache-quant", choices=["none", "fp8"], help="keys and values of the base (default: the policy's)"
     )
     p.add_argument("--calib-samples", type=cli.at_least_one, default=256, help="conversations used (default: 256)")
     p.add_argument("--seq-length", type=int, default=2048, help="tokens a conversation is cut to (default: 2048)")
@@ -44,12 +43,13 @@ def parser() -> cli.Parser:
 def main(args: argparse.Namespace) -> None:
     from megatron_spec.chain.quantize import quantize
 
-    names = ("quant_config", "seq_length", "micro_batch_size", "base", "tokenizer", "bf16")
+    names = ("seq_length", "micro_batch_size", "base", "tokenizer", "bf16")
     quantize(
         args.load,
         args.save,
         args.data,
-        preset=args.export_quant_cfg,
+        policy=args.export_quant_cfg,
+        kv_cache=args.export_kv_cache_quant,
         samples=args.calib_samples,
         objective=cli.config_from(ObjectiveConfig, args),
         parallel=cli.config_from(ParallelConfig, args),

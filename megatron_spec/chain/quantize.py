@@ -16,8 +16,9 @@ from megatron_spec.config import ObjectiveConfig, ParallelConfig, QuantConfig, U
 from megatron_spec.data.loader import BatchLoader, ConversationDataset
 from megatron_spec.distributed import World
 from megatron_spec.features.online import OnlineFeatures
-from megatron_spec.files import read_json, require_empty, write_json
+from megatron_spec.files import read_json, require_empty
 from megatron_spec.pipeline.placement import check_parallel
+from megatron_spec.quantization import report
 from megatron_spec.quantization.attach import base_amax_state
 from megatron_spec.quantization.calibrate import calibrate
 
@@ -27,30 +28,54 @@ PRESETS = {
     "fp8": QuantConfig(),
     "fp8_draft_only": QuantConfig(base="none"),
     "fp8_base_only": QuantConfig(draft="none"),
+    "none": QuantConfig(base="none", draft="none"),
 }
 
 
-def quant_policy(name: str, file: str | None = None) -> QuantConfig:
-    """The preset of that name, with the fields that a JSON file gives.
+def quant_policy(name: str, kv_cache: str | None = None) -> QuantConfig:
+    """The policy that --export-quant-cfg and --export-kv-cache-quant describe.
 
-    Raises UserError with a suggestion for an unknown preset or field, and for a policy that quantises nothing.
+    Args:
+        name: a preset, or a JSON or YAML file with fields of `QuantConfig`.
+        kv_cache: 'none' or 'fp8'; None keeps what the policy says.
+
+    Raises UserError with a suggestion for an unknown preset or field, and for a contradiction.
     """
-    if name not in PRESETS:
+    if name in PRESETS:
+        policy = PRESETS[name]
+    elif Path(name).suffix in (".json", ".yaml", ".yml"):
+        policy = _read_policy(Path(name))
+    else:
         raise UserError(
-            f"--export-quant-cfg {name!r} is not known{suggest(name, PRESETS)}; known: {', '.join(PRESETS)}"
+            f"--export-quant-cfg {name!r} is not known{suggest(name, PRESETS)}; known: {', '.join(PRESETS)}, or a "
+            ".json or .yaml file"
         )
-    if file is None:
-        return PRESETS[name]
-    changes = read_json(file)
-    if not isinstance(changes, dict):
-        raise UserError(f"--quant-config {file} must hold a JSON object")
+    if kv_cache is None:
+        return policy
     try:
-        policy = QuantConfig.from_dict({**PRESETS[name].to_dict(), **changes})
+        return policy.replace(kv_cache=kv_cache)
     except UserError as e:
-        raise UserError(f"--quant-config {file}: {e}") from None
-    if policy.base == policy.draft == "none":
-        raise UserError(f"--quant-config {file} with {name} quantises neither base nor draft: set one to 'fp8'")
-    return policy
+        raise UserError(f"--export-kv-cache-quant {kv_cache} with --export-quant-cfg {name}: {e}") from None
+
+
+def _read_policy(path: Path) -> QuantConfig:
+    if path.suffix == ".json":
+        values = read_json(path)
+    else:
+        import yaml
+
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError:
+            raise UserError(f"{path} does not exist") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as e:
+            raise UserError(f"{path} is not valid YAML: {e}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"--export-quant-cfg {path} must hold an object with fields of QuantConfig")
+    try:
+        return QuantConfig.from_dict(values)
+    except UserError as e:
+        raise UserError(f"--export-quant-cfg {path}: {e}") from None
 
 
 def calibration_loader(
@@ -72,20 +97,19 @@ def calibration_loader(
 
 
 def quantize(
-    load: str, save: str, data: str, *, preset: str = "fp8", quant_config: str | None = None, samples: int = 256,
+    load: str, save: str, data: str, *, policy: str = "fp8", kv_cache: str | None = None, samples: int = 256,
     seq_length: int = 2048, micro_batch_size: int = 4, base: str | None = None, tokenizer: str | None = None,
     bf16: bool = False, objective: ObjectiveConfig | None = None, parallel: ParallelConfig | None = None,
 ) -> Path:  # fmt: skip
-    """Quantise a checkpoint. Returns the iteration folder; calibration.json beside it lists every linear.
+    """Quantise a checkpoint. Returns the iteration folder; calibration.{json,md,png} beside it show every linear.
 
     Args:
-        preset: name in `PRESETS`.
-        quant_config: JSON file with fields of `QuantConfig` that replace those of the preset.
+        policy, kv_cache: see `quant_policy`; 'none' saves the checkpoint as it is.
 
     Raises UserError for input that does not fit, before any weight is read where that is possible.
     """
     parallel, objective = parallel or ParallelConfig(), objective or ObjectiveConfig()
-    quant = quant_policy(preset, quant_config)
+    quant = quant_policy(policy, kv_cache)
     for flag, number in (("--calib-samples", samples), ("--micro-batch-size", micro_batch_size)):
         if number < 1:
             raise UserError(f"{flag} must be at least 1, found {number}")
@@ -100,17 +124,26 @@ def quantize(
     check_seq_length(seq_length, spec)
     world = distributed.initialize(parallel)
     loaded = load_checkpoint(folder, world, dtype=torch.bfloat16 if bf16 else torch.float32, base_path=base)
+    run_config = {"policy": policy, "samples": samples, "quant": quant.to_dict()}
+    if quant.base == quant.draft == "none":
+        log.info("nothing is quantised: %s holds the checkpoint as it was", save)
+        plain = respec(loaded.spec, iteration=0)
+        return sharded.save(save, plain, loaded.draft, loaded.vocab, world, run_config=run_config)
     dataset = open_dataset(data, tokenizer or str(loaded.base_ref.path), seq_length)
     loader, steps = calibration_loader(dataset, world, samples, micro_batch_size, parallel.sequence_parallel)
     batches = [loader.step(i * loader.global_batch_size) for i in range(steps)]
     source = OnlineFeatures(loaded.base)
-    report = calibrate(loaded.base, loaded.draft, source, batches, objective, quant, world)
+    found = calibrate(loaded.base, loaded.draft, source, batches, objective, quant, world)
     base_amax = base_amax_state(loaded.base) if quant.base != "none" else None
     saved = sharded.save(
         save, respec(loaded.spec, quant=quant, iteration=0), loaded.draft, loaded.vocab, world,
-        base_amax=base_amax, run_config={"preset": preset, "samples": samples, "quant": quant.to_dict()},
+        base_amax=base_amax, run_config=run_config,
     )  # fmt: skip
     if world.rank == 0:
-        write_json(Path(save) / "calibration.json", [vars(line) for line in report])
-    log.info("quantised with %s on %d conversations: %s", preset, steps * loader.global_batch_size, saved)
+        report.write(found, Path(save))
+        worst = max(found, key=lambda line: line.input_error)
+        log.info(
+            "largest rounding error of an input: %.3f, %s; all: %s/calibration.md", worst.input_error, worst.name, save
+        )
+    log.info("quantised with %s on %d conversations: %s", policy, steps * loader.global_batch_size, saved)
     return saved

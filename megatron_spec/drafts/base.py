@@ -5,9 +5,10 @@ T draft steps, S sequence, B micro-batch, H target hidden size, V target vocabul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,25 @@ class Draft(nn.Module):
     def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
         """Unroll over the micro-batch and return the loss sums."""
         raise NotImplementedError
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`forward`, during which parameters do not change."""
+        with self.weights_fixed():
+            return super().__call__(*args, **kwargs)
+
+    @contextmanager
+    def weights_fixed(self) -> Iterator[None]:
+        """Parameters do not change in this block, so fake-quantised weights are rounded once, not at every draft step.
+
+        Wrap the micro-batches of one optimizer step in it to round once for all of them.
+        """
+        quantizers = [q for m in self.modules() if (q := getattr(m, "weight_quantizer", None)) is not None]
+        held = [q for q in quantizers if q.hold()]
+        try:
+            yield
+        finally:
+            for quantizer in held:
+                quantizer.release()
 
 
 def mark_sharded(parameter: nn.Parameter, dim: int) -> nn.Parameter:

@@ -61,13 +61,13 @@ def attach_quantizers(module: nn.Module, quant: QuantConfig, role: Role) -> int:
     fmt = quant.base if role == "base" else quant.draft
     if fmt not in ("none", "fp8"):
         raise UserError(f"quantisation format {fmt!r} of the {role} is not known: use 'fp8' or 'none'")
-    if role == "base" and quant.kv_cache != "none" and fmt == "none":
-        raise UserError("kv_cache 'fp8' quantises keys and values of the base: set base to 'fp8' too")
     if fmt == "none":
         return 0
     count = _attach_base(module, quant) if role == "base" else _attach_draft(module, quant)
     if count == 0:
-        raise UserError(f"fp8 for the {role}: the exclude patterns {list(quant.exclude)} leave no linear to quantise")
+        raise UserError(
+            f"fp8 for the {role}: the exclude patterns {list(quant.excludes(role))} leave no linear to quantise"
+        )
     log.info("fp8: %d linears of the %s quantised", count, role)
     return count
 
@@ -95,7 +95,7 @@ def shared_scale_groups(names: Iterable[str]) -> list[tuple[str, ...]]:
 
 def _attach_draft(draft: nn.Module, quant: QuantConfig) -> int:
     linears = draft_linears(draft)
-    chosen = [n for n in linears if not excluded([n], quant.exclude)]
+    chosen = [n for n in linears if not excluded([n], quant.excludes("draft"))]
     for name in chosen:
         if name.rpartition(".")[2] in ("fc", "lm_head", "eh_proj"):
             raise UserError(
@@ -142,7 +142,7 @@ def _attach_base(base: nn.Module, quant: QuantConfig) -> int:
     for name, inner, linear in found:
         prefix = "model.layers." + name.split(".")[1]
         names = [f"{prefix}.{hf}" for hf in HF_NAMES.get(inner, (inner,))]
-        if not excluded(names, quant.exclude):
+        if not excluded(names, quant.excludes("base")):
             chosen.append((name, linear))
     fresh = [(n, m) for n, m in chosen if getattr(m, "input_quantizer", None) is None]
     for name, linear in fresh:

@@ -8,13 +8,13 @@ Ranges are the maximum over every rank that holds a shard or a copy of the place
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from tqdm import tqdm
 
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import ObjectiveConfig, QuantConfig, UserError
@@ -29,6 +29,7 @@ from megatron_spec.quantization.attach import (
     shared_scale_groups,
 )
 from megatron_spec.quantization.quantizer import Mode, TensorQuantizer
+from megatron_spec.quantization.report import LayerReport, lines_of
 
 log = logging.getLogger(__name__)
 
@@ -39,17 +40,6 @@ class Source(Protocol):
     def features(self, batches: list[Batch]) -> list[Features]:
         """Features of the micro-batches of one step that this rank owns."""
         ...
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """What calibration found for one linear."""
-
-    name: str
-    amax_input: float
-    amax_weight: float
-    weight_error: float
-    """|w - q(w)| / |w| over the whole weight; about 0.02-0.04 for a bell-shaped one."""
 
 
 def calibrate(
@@ -85,23 +75,26 @@ def calibrate(
     assert ends is not None
     with torch.no_grad():
         if base is not None and attach_quantizers(base, quant, "base"):
-            _calibrate_base(base, source, batches, world)
+            _calibrate_base(base, source, batches, quant, world)
         if attach_quantizers(draft, quant, "draft"):
-            _calibrate_draft(draft, ends, source, batches, objective, world)
-    report = _report(base, draft, world)
-    for line in report:
-        log.info("%-48s amax input %10.4g  weight %10.4g  weight error %.4f", *vars(line).values())
-    return report
+            _calibrate_draft(draft, ends, source, batches, objective, quant, world)
+    return _report(base, draft, world)
 
 
-def _calibrate_base(base: nn.Module, source: Source, batches: Sequence[list[Batch]], world: World) -> None:
+def _progress(batches: Sequence[list[Batch]], what: str, world: World) -> Iterable[list[Batch]]:
+    quiet = world.rank != 0 or not log.isEnabledFor(logging.INFO)
+    return tqdm(batches, f"calibrating the {what}", unit="step", disable=quiet, mininterval=1.0)
+
+
+def _calibrate_base(
+    base: nn.Module, source: Source, batches: Sequence[list[Batch]], quant: QuantConfig, world: World
+) -> None:
     inputs = [q for q in quantizers(base).values() if q.mode is not Mode.DISABLED]
     for quantizer in inputs:
-        quantizer.start_calibration()
-    for i, step in enumerate(batches):
+        quantizer.start_calibration(with_histogram=True)
+    for step in _progress(batches, "base", world):
         source.features(step)
-        log.info("calibrating the base: step %d/%d", i + 1, len(batches))
-    synchronize(inputs, [world.dp, world.tp])
+    choose_ranges(inputs, [world.dp, world.tp], quant)
     for quantizer in inputs:
         quantizer.enable()
 
@@ -112,6 +105,7 @@ def _calibrate_draft(
     source: Source,
     batches: Sequence[list[Batch]],
     objective: ObjectiveConfig,
+    quant: QuantConfig,
     world: World,
 ) -> None:
     linears: dict[str, Any] = {n: m for n, m in draft_linears(draft).items() if m.weight_quantizer is not None}
@@ -121,16 +115,15 @@ def _calibrate_draft(
     for linear in linears.values():
         linear.weight_quantizer.start_calibration()
         linear.weight_quantizer.observe(linear.weight)
-        linear.input_quantizer.start_calibration()
+        linear.input_quantizer.start_calibration(with_histogram=True)
     synchronize(weights, groups)
     _share_scales(linears, "weight_quantizer")
     for quantizer in weights:
         quantizer.enable()
-    for i, step in enumerate(batches):
+    for step in _progress(batches, "draft", world):
         for features in source.features(step):
             draft(features, ends, objective)
-        log.info("calibrating the draft: step %d/%d", i + 1, len(batches))
-    synchronize(inputs, groups)
+    choose_ranges(inputs, groups, quant)  # fused linears read the same input, so their ranges are equal already
     _share_scales(linears, "input_quantizer")
     for quantizer in inputs:
         quantizer.enable()
@@ -157,22 +150,26 @@ def synchronize(found: Sequence[TensorQuantizer], groups: Sequence[dist.ProcessG
         quantizer.set_amax(value)
 
 
+def choose_ranges(found: Sequence[TensorQuantizer], groups: Sequence[dist.ProcessGroup], quant: QuantConfig) -> None:
+    """Add up what every rank of `groups` has seen, and set the ranges from it."""
+    synchronize(found, groups)
+    if not found:
+        return
+    seen = [q.histogram for q in found if q.histogram is not None]
+    counts = torch.stack(seen)
+    for group in groups:
+        dist.all_reduce(counts, group=group)
+    percent = quant.percentile if quant.calibration == "percentile" else None
+    for quantizer, histogram in zip(found, counts, strict=True):
+        quantizer.histogram = histogram
+        quantizer.choose_range(percent)
+
+
 def _report(base: nn.Module | None, draft: Draft, world: World) -> list[LayerReport]:
     """Lines of the base's linears, gathered over the pipeline ranks, then those of the draft."""
-    mine = _lines("base", {n: m for n, _, m in base_linears(base)}) if base is not None else []
+    mine: list[LayerReport] = []
+    if base is not None:
+        mine = lines_of("base", {n: m for n, _, m in base_linears(base)}, quantizers(base))
     stages: list[Any] = [None] * world.pp_size
     dist.all_gather_object(stages, mine, group=world.pp)
-    return [line for stage in stages for line in stage] + _lines("draft", draft_linears(draft))
-
-
-def _lines(owner: str, linears: dict[str, Any]) -> list[LayerReport]:
-    return [
-        LayerReport(
-            f"{owner}.{name}",
-            float(m.input_quantizer.amax),
-            float(m.weight_quantizer.amax),
-            m.weight_quantizer.relative_error,
-        )
-        for name, m in linears.items()
-        if getattr(m, "weight_quantizer", None) is not None
-    ]
+    return [line for stage in stages for line in stage] + lines_of("draft", draft_linears(draft), {})

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_spec.config import UserError
-from megatron_spec.fake_quant import fake_quant
+from megatron_spec.fake_quant import RoundedOnce, fake_quant
+from megatron_spec.quantization import histogram
 
 
 class Mode(Enum):
@@ -36,7 +37,11 @@ class TensorQuantizer(nn.Module):
 
     amax: Tensor
     relative_error: float = float("nan")
-    """|w - q(w)| / |w|, set by calibration on quantisers of weights."""
+    """|x - q(x)| / |x|, set by calibration."""
+    clipped_share: float = 0.0
+    """Share of the values seen by calibration that lie outside the range."""
+    histogram: Tensor | None = None
+    """Magnitudes seen while calibrating (see `histogram.py`); only then, and only where it is asked for."""
 
     def __init__(self, name: str, clipped: bool = False, device: torch.device | str = "cpu") -> None:
         super().__init__()
@@ -44,16 +49,34 @@ class TensorQuantizer(nn.Module):
         self.clipped = clipped
         self.mode = Mode.ENABLED
         self._checked = False
+        self._held = False
+        self._rounded: RoundedOnce | None = None
         self.register_buffer("amax", torch.full((), torch.nan, dtype=torch.float32, device=device))
 
-    def start_calibration(self) -> None:
+    def start_calibration(self, with_histogram: bool = False) -> None:
         """Forget the range and collect a new one."""
         self.amax.fill_(-torch.inf)
+        self.histogram = histogram.empty(self.amax.device) if with_histogram else None
         self.mode = Mode.CALIBRATING
 
     def observe(self, x: Tensor) -> None:
         """Widen the range to hold x. A NaN in x stays in the range, and is reported when it is used."""
         self.amax.copy_(torch.maximum(self.amax, x.detach().abs().amax().float()))
+        if self.histogram is not None:
+            self.histogram += histogram.magnitudes(x)
+
+    def choose_range(self, percent: float | None = None) -> None:
+        """Set the range from what was observed: the largest magnitude, or a percentile of the histogram.
+
+        Also sets `relative_error` and `clipped_share`, and forgets the histogram.
+        """
+        seen, self.histogram = self.histogram, None
+        if seen is None or not bool(self.amax.isfinite()):  # `check` says what is wrong
+            return
+        if percent is not None:
+            self.set_amax(torch.minimum(histogram.percentile(seen, percent), self.amax))
+        self.clipped_share = histogram.clipped_share(seen, self.amax)
+        self.relative_error = histogram.rounding_error(seen, self.amax)
 
     def enable(self) -> None:
         """Use the range. Raises UserError when there is none."""
@@ -80,6 +103,15 @@ class TensorQuantizer(nn.Module):
         self.amax.copy_(torch.as_tensor(value, dtype=torch.float32))
         self._checked = False
 
+    def hold(self) -> bool:
+        """Until `release`, every call is with the same tensor: round it once. False when that was promised before."""
+        was, self._held = self._held, True
+        return not was
+
+    def release(self) -> None:
+        """The tensor may change again."""
+        self._held, self._rounded = False, None
+
     def forward(self, x: Tensor) -> Tensor:
         """x fake-quantised (enabled) or unchanged, in its shape and dtype."""
         if self.mode is Mode.DISABLED:
@@ -89,7 +121,11 @@ class TensorQuantizer(nn.Module):
             return x
         if not self._checked:
             self.check()
-        return fake_quant(x, self.amax, self.clipped)
+        if not self._held:
+            return fake_quant(x, self.amax, self.clipped)
+        if self._rounded is None:
+            self._rounded = RoundedOnce(x, self.amax, self.clipped)
+        return self._rounded.of(x)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._checked = False

@@ -68,14 +68,15 @@ class Trainer:
             features = list(features)
             count = len(features)
         left = count
-        for micro_batch in features:
-            left -= 1
-            with self.ddp.no_sync() if left else contextlib.nullcontext():
-                losses = self.ddp(micro_batch, self.ends, self.objective)
-                losses.total.backward()
-            sums[:4] += pack(losses)
-            sums[4, 0] += losses.total.detach()
-            del micro_batch, losses  # before the next features are computed
+        with self.ddp.module.weights_fixed():
+            for micro_batch in features:
+                left -= 1
+                with self.ddp.no_sync() if left else contextlib.nullcontext():
+                    losses = self.ddp(micro_batch, self.ends, self.objective)
+                    losses.total.backward()
+                sums[:4] += pack(losses)
+                sums[4, 0] += losses.total.detach()
+                del micro_batch, losses  # before the next features are computed
         assert left == 0, (left, count)
         reduce_sums(sums, self.world.draft_dp)
         rows = sums[3, 0]

@@ -177,7 +177,7 @@ def test_quantising_twice_is_refused(place: Path, tmp_path: Path) -> None:
     message = in_process(quantize, str(tmp_path / "quantised"), str(tmp_path / "q"), str(place / "train.jsonl"))
     assert "quantised already" in message
     assert "did you mean 'fp8'" in in_process(
-        quantize, str(place / "draft"), str(tmp_path / "q"), str(place / "train.jsonl"), preset="fp88"
+        quantize, str(place / "draft"), str(tmp_path / "q"), str(place / "train.jsonl"), policy="fp88"
     )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch
 from megatron_spec.checkpoint.base_import import load_base
 from megatron_spec.config import QuantConfig, UserError
 from megatron_spec.fake_quant import round_trip
+from megatron_spec.quantization import histogram, report
 from megatron_spec.quantization.attach import (
     attach_quantizers,
     base_amax_state,
@@ -40,10 +44,10 @@ def tiny(folder: Path) -> Tiny:
 
 
 def run(tiny: Tiny, quant: QuantConfig = FP8, steps: int = 3) -> dict[str, float]:
-    report = calibrate(
+    found = calibrate(
         tiny.base, tiny.draft, tiny.source, tiny.batches, OBJECTIVE.replace(ttt_steps=steps), quant, tiny.world
     )
-    return {line.name: line.amax_input for line in report}
+    return {line.name: line.amax_input for line in found}
 
 
 # ---- one quantiser
@@ -165,9 +169,9 @@ def test_calibration_enables_everything_and_shares_scales(tiny: Tiny) -> None:
     assert {float(m.weight_quantizer.amax) for m in attention} == {largest}
     assert len({float(m.input_quantizer.amax) for m in attention}) == 1
     assert all(q.mode is Mode.ENABLED for n, q in quantizers(tiny.draft).items())
-    report = calibrate(tiny.base, tiny.draft, tiny.source, tiny.batches, OBJECTIVE, FP8, tiny.world)
-    assert len(report) == 8 * 4 + 7
-    assert all(0.01 < line.weight_error < 0.05 for line in report)
+    lines = calibrate(tiny.base, tiny.draft, tiny.source, tiny.batches, OBJECTIVE, FP8, tiny.world)
+    assert len(lines) == 8 * 4 + 7
+    assert all(line.weight_error is not None and 0.01 < line.weight_error < 0.05 for line in lines)
 
 
 def test_ranges_are_those_of_an_independent_hook(tiny: Tiny) -> None:
@@ -223,6 +227,83 @@ def test_every_draft_parameter_still_receives_gradient(tiny: Tiny) -> None:
     (features,) = tiny.source.features(tiny.batches[0])
     tiny.draft(features, tiny.base, OBJECTIVE).total.backward()
     assert [n for n, p in tiny.draft.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
+
+
+def test_weights_are_rounded_once_while_they_do_not_change(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and gradients are those of rounding at every draft step; a changed weight is seen by the next forward."""
+    from megatron_spec.drafts.eagle import EagleDraft
+    from megatron_spec.quantization import quantizer as module
+
+    run(tiny, DRAFT_ONLY)
+    (features,) = tiny.source.features(tiny.batches[0])
+    calls = []
+    rounded_once = module.RoundedOnce
+    monkeypatch.setattr(module, "RoundedOnce", lambda *a: calls.append(1) or rounded_once(*a))
+
+    def step(forward: Any) -> dict[str, torch.Tensor]:
+        tiny.draft.zero_grad()
+        losses = forward(features, tiny.base, OBJECTIVE)
+        losses.total.backward()
+        gradients = {n: p.grad.clone() for n, p in tiny.draft.named_parameters() if p.grad is not None}
+        return {**gradients, "loss": losses.total.detach()}
+
+    once, every = step(tiny.draft), step(lambda *args: EagleDraft.forward(tiny.draft, *args))
+    assert len(calls) == 7
+    assert once.keys() == every.keys() and all(torch.equal(once[n], every[n]) for n in once)
+    with tiny.draft.weights_fixed():
+        for _ in range(3):
+            step(tiny.draft)
+    assert len(calls) == 14
+    with torch.no_grad():
+        tiny.draft.midlayer.mlp.down_proj.weight.mul_(0.5)
+    assert not torch.equal(step(tiny.draft)["loss"], once["loss"])
+
+
+# ---- percentile calibration
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_histogram_percentile(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.cat([torch.randn(20000), torch.tensor([50.0])]).to(dtype)
+    counts = histogram.magnitudes(x[:7000]) + histogram.magnitudes(x[7000:])
+    assert counts.sum() == len(x)
+    ordered = x.float().abs().sort().values
+    for percent in (50.0, 99.0, 99.99, 100.0):
+        exact = ordered[math.ceil(len(x) * percent / 100) - 1]
+        found = histogram.percentile(counts, percent)
+        assert exact <= found <= exact * (1.0 if dtype == torch.bfloat16 else 1.008)
+    amax = histogram.percentile(counts, 99.0)
+    share = float((x.float().abs() > amax).float().mean())
+    assert histogram.clipped_share(counts, amax) == pytest.approx(share, abs=2e-3) and share > 0
+    error = float((x.float() - round_trip(x.float(), amax)).norm() / x.float().norm())
+    assert histogram.rounding_error(counts, amax) == pytest.approx(error, rel=0.02)
+
+
+def test_percentile_clips_and_reports_it(tiny: Tiny, folder: Path) -> None:
+    quant = FP8.replace(calibration="percentile", percentile=99.0, kv_cache="fp8")
+    lines = calibrate(tiny.base, tiny.draft, tiny.source, tiny.batches, OBJECTIVE, quant, tiny.world)
+    whole = make(folder, tiny.world)
+    widest = calibrate(whole.base, whole.draft, whole.source, whole.batches, OBJECTIVE, FP8, whole.world)
+    assert len(lines) == 8 * 4 + 8 * 2 + 7 and len(widest) == 8 * 4 + 7
+    ranges = {line.name: line for line in widest}
+    for line in lines:
+        assert 0 < line.clipped < 0.0101 and 0.01 < line.input_error < 0.5, line
+        assert (line.amax_weight is None) == ("core_attention" in line.name)
+    first = "base.layers.0.self_attention.linear_qkv"  # later inputs differ because earlier ones were clipped
+    (clipped,) = (line for line in lines if line.name == first)
+    assert clipped.amax_input < ranges[first].amax_input and ranges[first].clipped == 0
+    assert clipped.amax_weight == ranges[first].amax_weight
+
+
+def test_report_is_written(tiny: Tiny, tmp_path: Path) -> None:
+    found = calibrate(tiny.base, tiny.draft, tiny.source, tiny.batches, OBJECTIVE, FP8, tiny.world)
+    report.write(found, tmp_path)
+    assert (tmp_path / "calibration.md").read_text().count("\n") == len(found) + 2
+    lines = json.loads((tmp_path / "calibration.json").read_text())
+    names = {line["name"] for line in lines if line["amax_input"] > 0}
+    assert {"base.layers.0.self_attention.linear_qkv", "draft.midlayer.mlp.down_proj"} <= names
+    assert (tmp_path / "calibration.png").stat().st_size > 1000
 
 
 # ---- state of the base

@@ -10,6 +10,8 @@ when q * scale was stored in bf16.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from typing import Any
 
 import torch
@@ -57,14 +59,33 @@ def round_trip(x: Tensor, amax: Tensor) -> Tensor:
     return dequantize(quantize(x, scale), scale, x.dtype)
 
 
+def _kernel_runs(x: Tensor, amax: Tensor) -> bool:
+    return x.is_cuda and amax.numel() == 1 and x.dtype != torch.float64 and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _rounded(x: Tensor, amax: Tensor, with_mask: bool) -> tuple[Tensor, Tensor | None]:
+    """(round trip, bool |x| <= amax when asked for): one kernel on a GPU, the same bits."""
+    if _kernel_runs(x, amax):
+        from megatron_spec.fake_quant import kernels
+
+        return kernels.round_trip(x.detach(), amax, with_mask)
+    return round_trip(x, amax), (x.detach().abs().float() <= amax) if with_mask else None
+
+
 class _FakeQuant(torch.autograd.Function):
     """Straight-through estimator: the round trip forward, identity (or a window of +-amax) backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, amax: Tensor, clipped: bool) -> Tensor:
-        if clipped:
-            ctx.save_for_backward(x.detach().abs() <= amax)
-        return round_trip(x, amax)
+        out, inside = _rounded(x, amax, clipped)
+        if inside is not None:
+            ctx.save_for_backward(inside)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -84,3 +105,30 @@ def fake_quant(x: Tensor, amax: Tensor, clipped: bool = False) -> Tensor:
             arXiv 1308.3432).
     """
     return _FakeQuant.apply(x, amax, clipped)  # type: ignore[no-any-return]
+
+
+class _StraightThrough(torch.autograd.Function):
+    """A value that was rounded before, with the gradient of `fake_quant`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounded: Tensor, inside: Tensor | None) -> Tensor:
+        if inside is not None:
+            ctx.save_for_backward(inside)
+        return rounded.view_as(rounded)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grads
+        return grad * ctx.saved_tensors[0] if ctx.saved_tensors else grad, None, None
+
+
+class RoundedOnce:
+    """The round trip of a tensor that does not change for a while (a weight within an optimizer step)."""
+
+    def __init__(self, x: Tensor, amax: Tensor, clipped: bool) -> None:
+        with torch.no_grad():
+            self.rounded, self.inside = _rounded(x, amax, clipped)
+
+    def of(self, x: Tensor) -> Tensor:
+        """`fake_quant(x, amax, clipped)` of the same x, without rounding again."""
+        return _StraightThrough.apply(x, self.rounded, self.inside)  # type: ignore[no-any-return]

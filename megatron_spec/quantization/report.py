@@ -1,0 +1,100 @@
+"""What calibration found, place by place: as a table, as JSON, and as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_spec.files import write_json, write_text
+from megatron_spec.quantization.quantizer import TensorQuantizer
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One linear, or keys or values of one layer (`amax_weight` and `weight_error` are None)."""
+
+    name: str
+    amax_input: float
+    amax_weight: float | None
+    weight_error: float | None
+    """|w - q(w)| / |w| over the whole weight; about 0.02-0.04 for a bell-shaped one."""
+    input_error: float
+    """|x - q(x)| / |x| over all inputs seen."""
+    clipped: float
+    """Share of the inputs seen that lie outside +-amax_input; 0 with max calibration."""
+
+
+def lines_of(owner: str, linears: dict[str, Any], others: dict[str, TensorQuantizer]) -> list[LayerReport]:
+    """Lines of the linears that have quantisers, and of those quantisers in `others` that belong to no linear."""
+    found = []
+    seen: set[str] = set()
+    for name, module in linears.items():
+        weight, x = getattr(module, "weight_quantizer", None), getattr(module, "input_quantizer", None)
+        if weight is None or x is None:
+            continue
+        seen |= {weight.name, x.name}
+        found.append(
+            LayerReport(
+                f"{owner}.{name}", float(x.amax), float(weight.amax), weight.relative_error, x.relative_error,
+                x.clipped_share,
+            )
+        )  # fmt: skip
+    for name, q in others.items():
+        if name not in seen:
+            line = LayerReport(f"{owner}.{name}", float(q.amax), None, None, q.relative_error, q.clipped_share)
+            found.append(line)
+    return found
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def table(report: Sequence[LayerReport]) -> str:
+    """A Markdown table."""
+    head = "| linear | amax input | clipped | input error | amax weight | weight error |\n|---|---|---|---|---|---|\n"
+    rows = [
+        f"| {r.name} | {r.amax_input:.4g} | {r.clipped:.2e} | {r.input_error:.4f} | {_cell(r.amax_weight, '.4g')} | "
+        f"{_cell(r.weight_error, '.4f')} |\n"
+        for r in report
+    ]
+    return head + "".join(rows)
+
+
+def plot(report: Sequence[LayerReport], path: Path) -> None:
+    """Range and error of every place, in order. Does nothing without matplotlib."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(3, 1, figsize=(max(8.0, 0.09 * len(report)), 8), sharex=True, layout="constrained")
+    x = range(len(report))
+    axes[0].semilogy(x, [r.amax_input for r in report], ".-", label="input")
+    axes[0].semilogy(x, [r.amax_weight or float("nan") for r in report], ".-", label="weight")
+    axes[0].set_ylabel("amax")
+    axes[1].plot(x, [r.input_error for r in report], ".-", label="input")
+    axes[1].plot(
+        x, [r.weight_error if r.weight_error is not None else float("nan") for r in report], ".-", label="weight"
+    )
+    axes[1].set_ylabel("relative error")
+    axes[2].plot(x, [100 * r.clipped for r in report], ".-", label="input")
+    axes[2].set_ylabel("clipped, %")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="small")
+    if len(report) <= 80:
+        axes[2].set_xticks(list(x), [r.name for r in report], rotation=90, fontsize=5)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def write(report: Sequence[LayerReport], folder: Path) -> None:
+    """calibration.json, calibration.md and calibration.png (the last one where matplotlib is installed)."""
+    write_json(folder / "calibration.json", [asdict(line) for line in report])
+    write_text(folder / "calibration.md", table(report))
+    plot(report, folder / "calibration.png")

@@ -1,0 +1,114 @@
+"""Drafts that engines can be tried with: trained for a minute on the base's own greedy text, then exported.
+
+S sequence, B sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_spec import distributed
+from megatron_spec.batch import Batch
+from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
+from megatron_spec.config import DecodeConfig, ObjectiveConfig
+from megatron_spec.decoding.acceptance import AcceptanceStats, acceptance_stats
+from megatron_spec.decoding.engine import decode
+from megatron_spec.distributed import World
+from megatron_spec.drafts import build_draft
+from megatron_spec.drafts.base import Draft
+from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.features.online import OnlineFeatures
+from megatron_spec.pipeline.model import FrozenBase
+from megatron_spec.presets import default_capture_ids, eagle_config, medusa_config, objective_for
+
+K = 3
+"""Tokens drafted per step."""
+
+
+@dataclass
+class Setting:
+    """A base, its greedy answers, and the batch made of them."""
+
+    world: World
+    reference: BaseReference
+    base: FrozenBase
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    batch: Batch
+
+
+def setting(
+    folder: Path, prompts: list[list[int]], tokens: int, kind: str, captures: Sequence[int] | None = None
+) -> Setting:
+    """Answer prompts of one length with the base, `tokens` tokens each; it captures what a draft of `kind` reads."""
+    world = distributed.initialize()
+    reference = inspect_base(folder)
+    if captures is None:
+        captures = default_capture_ids(reference.config.num_layers) if kind.startswith("eagle3") else ()
+    base = load_base(reference, world, tuple(captures))
+    config = DecodeConfig(max_draft_len=0, max_new_tokens=tokens)
+    answers = [g.tokens for g in decode(base, prompts, config, ())]
+    ids = torch.tensor([p + a for p, a in zip(prompts, answers, strict=True)])
+    turns = torch.zeros_like(ids, dtype=torch.int32)
+    turns[:, len(prompts[0]) :] = 1
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    return Setting(world, reference, base, prompts, answers, Batch(ids, positions, turns, torch.zeros_like(turns)))
+
+
+def train(made: Setting, kind: str, steps: int, lr: float, **overrides: Any) -> Draft:
+    """A draft of that kind that has learned the answers, more or less."""
+    config = made.reference.config
+    vocab = DraftVocab.full(config.vocab_size)
+    if kind == "medusa":
+        shape: Any = medusa_config(config, num_heads=K)
+    elif kind == "eagle1":
+        shape = eagle_config(config, kind)
+    else:
+        used = torch.unique(torch.cat([made.batch.tokens_BS.flatten(), torch.arange(100, 140)]))
+        vocab = DraftVocab(used, config.vocab_size)
+        shape = eagle_config(config, kind, overrides={"draft_vocab_size": len(used), **overrides})
+    draft = build_draft(shape, vocab, made.world, torch.float32)
+    draft.initialize(made.base, seed=0)
+    objective = objective_for(shape, ObjectiveConfig(ttt_steps=K))
+    optimizer = torch.optim.Adam(draft.parameters(), lr=lr)
+    (features,) = OnlineFeatures(made.base).features([made.batch])
+    for _ in range(steps):
+        losses = draft(features, made.base, objective)
+        (losses.total / losses.rows_T[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return draft
+
+
+def ours(made: Setting, draft: Draft, tokens: int) -> tuple[list[list[int]], AcceptanceStats]:
+    """Text and acceptance as this package's own engine finds them."""
+    config = DecodeConfig(max_draft_len=K, max_new_tokens=tokens)
+    found = decode(made.base, made.prompts, config, (), draft=draft)
+    return [g.tokens for g in found], acceptance_stats(found)
+
+
+@torch.no_grad()
+def first_logits(made: Setting, draft: Draft) -> Tensor:
+    """[B, V] what the draft says first after each prompt: its logits, -inf outside its vocabulary."""
+    from megatron_spec.export.verify import two_steps
+
+    prompts = torch.tensor(made.prompts)
+    length = prompts.shape[1]
+    chosen = torch.tensor([a[0] for a in made.answers])
+    zeros = torch.zeros_like(prompts, dtype=torch.int32)
+    batch = Batch(prompts, torch.arange(length).expand_as(prompts), zeros, zeros)
+    (features,) = OnlineFeatures(made.base).features([batch])
+    following = torch.cat([prompts[:, 1:], chosen[:, None]], 1)
+    logits, _ = two_steps(
+        draft, features.captures_SBC, made.base.embed(following), batch.positions_BS, features.state_SBH, made.base
+    )
+    vocab: Any = draft.vocab
+    whole = torch.full((len(prompts), vocab.vocab_size), -torch.inf)
+    whole[:, vocab.target_ids] = logits[-1][:, : len(vocab)]
+    return whole

@@ -1,0 +1,108 @@
+"""vLLM loads what is exported, says the same as this package, and accepts as many draft tokens.
+
+Drafts: EAGLE-3 (also two layers, other captures, the whole vocabulary, EAGLE-3.1), EAGLE-1 and Medusa for a tiny base;
+the first of each for SmolLM2; EAGLE-3 and base in fp8. Everything in one process of vLLM: start-up is what costs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_spec.export.draft import export_draft
+from tests.engine.conftest import ROOT, engine_python, run_worker
+from tests.engine.drafts import K, Setting, first_logits, ours, setting, train
+from tests.unit_tests.pipeline.tiny import save_tiny
+from tools import get_smollm2
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 40
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle3": ("eagle3", {}),
+    "eagle3-two-layers": ("eagle3", {"num_hidden_layers": 2, "capture_layer_ids": [0, 3, 6]}),
+    "eagle3-whole-vocabulary": ("eagle3", {"draft_vocab_size": 320}),
+    "eagle3.1": ("eagle3.1", {"fc_norm": True, "norm_output": True}),
+    "eagle1": ("eagle1", {}),
+    "medusa": ("medusa", {}),
+}
+METHODS = {"eagle1": "eagle", "medusa": "medusa"}
+SMOLLM2 = ("eagle3", "eagle1", "medusa")
+
+
+def tiny_base(folder: Path) -> Path:
+    save_tiny(
+        folder, hidden_size=128, intermediate_size=192, num_hidden_layers=8, head_dim=32, vocab_size=320,
+        max_position_embeddings=256, initializer_range=0.08, eos_token_id=1,
+    )  # fmt: skip
+    return folder
+
+
+def prompts_of(vocab: int) -> list[list[int]]:
+    return torch.randint(2, vocab, (8, 8), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+class Case:
+    """One draft for one base: what this package finds, and the exported folder."""
+
+    def __init__(
+        self, name: str, base: Path, made: Setting, kind: str, out: Path, steps: int, **overrides: Any
+    ) -> None:
+        draft = train(made, kind, steps, 3e-3 if made.base.config.hidden_size < 256 else 1e-3, **overrides)
+        export_draft(draft, made.reference, out, None, made.world, dtype="float32", ends=made.base)
+        self.tokens, self.acceptance = ours(made, draft, TOKENS)
+        self.draft_logits = first_logits(made, draft) if kind != "medusa" else None
+        self.answers = made.answers
+        method = METHODS.get(kind, "eagle3")
+        self.request = {
+            "name": name, "base": str(base), "draft": str(out), "method": method, "k": K, "prompts": made.prompts,
+            "tokens": TOKENS, "dtype": "float32",
+        }  # fmt: skip
+
+
+def cases(folder: Path, base: Path, kinds: dict[str, tuple[str, dict[str, Any]]], steps: int) -> dict[str, Case]:
+    found = {}
+    for name, (kind, overrides) in kinds.items():
+        made = setting(base, prompts_of(300), TOKENS, kind, overrides.get("capture_layer_ids"))
+        found[name] = Case(name, base, made, kind, folder / name, steps, **overrides)
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Case], dict[str, Any]]:
+    """(cases of this package, what vLLM says)."""
+    engine_python("vllm")
+    folder = tmp_path_factory.mktemp("engine")
+    known = cases(folder / "tiny", tiny_base(folder / "base"), TINY, steps=150)
+    smollm2 = ROOT / get_smollm2.DEFAULT_OUTPUT
+    get_smollm2.get_model(smollm2)
+    named = {f"smollm2-{kind}": (kind, {}) for kind in SMOLLM2}
+    known |= cases(folder, smollm2, named, steps=20)
+    requests = [case.request for case in known.values()]
+    (folder / "cases.json").write_text(json.dumps(requests))
+    run_worker("vllm", "vllm_worker.py", str(folder / "cases.json"), str(folder / "results.json"))
+    return known, json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.parametrize("name", [*TINY, *(f"smollm2-{kind}" for kind in SMOLLM2)])
+def test_engine_agrees(run: tuple[dict[str, Case], dict[str, Any]], name: str) -> None:
+    known, results = run
+    case, found = known[name], results[name]
+    assert "error" not in found, found
+    assert found["tokens"] == case.answers == case.tokens  # greedy text is that of the base alone
+    if case.draft_logits is not None:
+        engine = torch.tensor(found["draft_logits"])
+        said = case.draft_logits.isfinite()
+        assert torch.equal(engine.isfinite(), said)
+        gap = (engine[said] - case.draft_logits[said]).abs().max()
+        assert gap < 2e-3 * case.draft_logits[said].abs().max(), gap
+    counters, stats = found["counters"], case.acceptance
+    length = 1 + counters["accepted_tokens"] / counters["drafts"]
+    assert stats.acceptance_length is not None and stats.acceptance_length > 1.2, stats
+    # Both count the last step of an answer differently: vLLM drafts beyond max_tokens.
+    assert math.isclose(length, stats.acceptance_length, rel_tol=0.05), (length, stats)

@@ -1,0 +1,68 @@
+"""The fused round trip equals the plain one bit for bit, gradients included.
+
+On a machine without a GPU, TRITON_INTERPRET=1 runs the kernel itself on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_spec import fake_quant
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU (or TRITON_INTERPRET=1)"),
+]
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def cases(dtype: torch.dtype) -> Tensor:
+    """Ordinary values, every E4M3 code and the places halfway between two of them, zeros and extremes."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = codes[~codes.isnan()].sort().values
+    between = (codes[1:] + codes[:-1]) / 2
+    around = torch.cat(
+        [between, torch.nextafter(between, torch.tensor(1e9)), torch.nextafter(between, -torch.tensor(1e9))]
+    )
+    normal = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    special = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 65504.0, -65504.0, torch.inf, -torch.inf, torch.nan])
+    return torch.cat([codes, around, normal, normal * 1e-3, special]).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("amax", [448.0, 3.3, 1e-6, 1e-44, 0.0, 1e5])
+def test_equal_bits(dtype: torch.dtype, amax: float) -> None:
+    from megatron_spec.fake_quant import kernels
+
+    x, limit = cases(dtype), torch.tensor(amax, device=DEVICE)
+    found, inside = kernels.round_trip(x, limit, with_mask=True)
+    expected = fake_quant.round_trip(x, limit)
+    assert torch.equal(found.isnan(), expected.isnan())
+    as_integer = torch.int32 if dtype == torch.float32 else torch.int16
+    same = found.view(as_integer) == expected.view(as_integer)
+    assert bool((same | expected.isnan()).all()), (x[~same], found[~same], expected[~same])
+    assert inside is not None and torch.equal(inside, x.abs().float() <= limit)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the plain way is taken on the CPU")
+@pytest.mark.parametrize("clipped", [False, True])
+def test_fake_quant_takes_the_kernel(clipped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x, amax = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16), torch.tensor(1.0, device="cuda")
+    weight = torch.randn_like(x)
+    results = []
+    for use in (True, False):
+        monkeypatch.setattr(fake_quant, "_has_triton", lambda use=use: use)
+        leaf = x.clone().requires_grad_()
+        out = fake_quant.fake_quant(leaf, amax, clipped)
+        (out * weight).sum().backward()
+        results.append((out.detach(), leaf.grad))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])

