@@ -21,6 +21,7 @@ EagleAlgorithm = Literal["eagle1", "eagle3", "eagle3.1", "eagle-mtp"]
 LossKind = Literal["soft_ce", "kl", "reverse_kl", "tv", "lk", "hard_ce"]
 Alignment = Literal["serving", "paper", "target"]
 QuantFormat = Literal["none", "fp8"]
+DecodingType = Literal["Eagle3", "Eagle", "Medusa", "MTP", "NGram", "DraftTarget", "User"]
 
 
 class UserError(ValueError):
@@ -178,13 +179,16 @@ class ParallelConfig(Config):
     sequence_parallel: bool = False
     decoder_first_pipeline_num_layers: int | None = None
     decoder_last_pipeline_num_layers: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Refused: no interleaved pipeline schedule."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Refused: no interleaved pipeline schedule."""
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        for name in ("tensor", "pipeline", "context", "expert"):
+            name += "_parallel_size" if name == "context" else "_model_parallel_size"
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, found {getattr(self, name)}")
-        for name in ("context_parallel_size", "expert_model_parallel_size"):
-            _require(getattr(self, name) == 1, f"{name}={getattr(self, name)} is not supported yet: use 1")
         _require(
             not (self.sequence_parallel and self.tensor_model_parallel_size == 1),
             "--sequence-parallel needs --tensor-model-parallel-size greater than 1",
@@ -416,15 +420,75 @@ class QuantConfig(Config):
 class DecodeConfig(Config):
     """Decoding with the base verifying, in TensorRT-LLM's option names."""
 
+    decoding_type: DecodingType | None = None
+    """Way of drafting. Default: the one of the draft checkpoint or exported folder."""
     max_draft_len: int = 3
+    """Draft tokens of a chain, or depth of a tree."""
     max_new_tokens: int = 128
     batch_size: int = 8
     temperature: float = 0.0
+    top_k: int = 0
+    """Sample from the k most likely tokens only; 0: from all."""
+    top_p: float = 1.0
+    """Sample from the fewest most likely tokens that hold this probability together."""
+    use_rejection_sampling: bool = False
+    """Draw draft tokens from the draft's distribution q and accept with min(1, p/q) (arXiv 2302.01318). Default: the
+    draft's most likely token, accepted with the base's probability of it, which gives the very text of the base."""
     seed: int = 0
+    use_dynamic_tree: bool = False
+    """EAGLE-2: a tree grown by the draft's joint probability, instead of a chain (Eagle3, Eagle, MTP, Medusa)."""
+    dynamic_tree_max_topK: int = 4
+    """Children a node may have, and nodes of a level that are drafted further."""
+    max_total_draft_tokens: int = 16
+    """Nodes of a dynamic tree that the base verifies: the most likely ones."""
+    medusa_choices: str | None = None
+    """A fixed tree of head ranks as a JSON list of paths, or a file of it: [[0], [1], [0, 0]] (Medusa)."""
+    max_matching_ngram_size: int = 2
+    """NGram: longest suffix that is looked up."""
+    is_keep_all: bool = True
+    """NGram: remember every continuation of a pattern, not only the first."""
+    is_use_oldest: bool = True
+    """NGram: of several continuations propose the oldest, not the newest."""
+    is_public_pool: bool = True
+    """NGram: all sequences share what was seen."""
+    speculative_model: str | None = None
+    """Exported draft folder; with DraftTarget the folder of a second, smaller model of the same tokenizer."""
+    drafter: str | None = None
+    """User: module:Class of a Drafter, called with (base, configuration)."""
+    typical_acceptance: bool = False
+    """Medusa's typical acceptance, at a temperature: the text is no longer the base's own distribution."""
+    posterior_threshold: float = 0.09
+    """Typical acceptance: accept above min(posterior_threshold, posterior_alpha * exp(-entropy))."""
+    posterior_alpha: float = 0.3
+    use_relaxed_acceptance_for_thinking: bool = False
+    """Inside a thinking phase accept the base's relaxed_topk best tokens within relaxed_delta of the best one."""
+    relaxed_topk: int = 1
+    relaxed_delta: float = 0.0
+    """In natural log-probability."""
+    begin_thinking_phase_token: int | None = None
+    """Default: the tokenizer's <think>."""
+    end_thinking_phase_token: int | None = None
+    """Default: the tokenizer's </think>."""
+
+    @property
+    def lossless(self) -> bool:
+        """True when drafts change the speed alone."""
+        return not (self.typical_acceptance or self.use_relaxed_acceptance_for_thinking)
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
-        _require(self.max_draft_len >= 0, f"max_draft_len must be at least 0, found {self.max_draft_len}")
-        for name in ("max_new_tokens", "batch_size"):
-            _require(getattr(self, name) >= 1, f"{name} must be at least 1, found {getattr(self, name)}")
-        _require(self.temperature >= 0, f"temperature must not be negative, found {self.temperature}")
+        for name, least in (
+            ("max_draft_len", 0), ("max_new_tokens", 1), ("batch_size", 1), ("temperature", 0), ("top_k", 0),
+            ("dynamic_tree_max_topK", 1), ("max_total_draft_tokens", 1), ("max_matching_ngram_size", 1),
+            ("posterior_threshold", 0), ("posterior_alpha", 0), ("relaxed_topk", 1), ("relaxed_delta", 0),
+        ):  # fmt: skip
+            _require(getattr(self, name) >= least, f"{name} must be at least {least}, found {getattr(self, name)}")
+        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], found {self.top_p}")
+        hot = self.temperature > 0
+        for name, default in (
+            ("top_k", 0),
+            ("top_p", 1.0),
+            ("use_rejection_sampling", False),
+            ("typical_acceptance", False),
+        ):
+            _require(hot or getattr(self, name) == default, f"{name} needs a temperature above 0, found 0")

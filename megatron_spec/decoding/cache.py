@@ -1,8 +1,14 @@
-"""Row bookkeeping on a KVCache: running sequences stay in the first rows, without copying the whole cache."""
+"""Row and slot bookkeeping on a KVCache: running sequences stay in the first rows, accepted paths in the first slots.
+
+B rows, P slots of a path.
+"""
 
 from __future__ import annotations
 
 import copy
+
+import torch
+from torch import Tensor
 
 from megatron_spec.ops.attention import KVCache
 
@@ -20,3 +26,13 @@ def move_rows(cache: KVCache, source: list[int], target: list[int]) -> None:
     for s, t in zip(source, target, strict=True):
         cache.keys[:, t] = cache.keys[:, s]
         cache.values[:, t] = cache.values[:, s]
+
+
+def move_slots(cache: KVCache, source_BP: Tensor, target_BP: Tensor) -> None:
+    """In the first B rows, copy slots `source_BP` to `target_BP` at once: an accepted path closes up.
+
+    Keys stay right: they were rotated to their place in the text, whatever their slot.
+    """
+    rows_B1 = torch.arange(source_BP.shape[0], device=source_BP.device)[:, None]
+    cache.keys[:, rows_B1, target_BP] = cache.keys[:, rows_B1, source_BP]
+    cache.values[:, rows_B1, target_BP] = cache.values[:, rows_B1, source_BP]

@@ -1,25 +1,27 @@
 """Decoding with the frozen base: plain, or speculative with a drafter. One loop serves both.
 
-Every step the base reads, for each running sequence, its last known token and K draft tokens (K = 0 without a
-drafter), and chooses a token after each of them. Drafts are accepted as long as they equal the base's choice, then
-the base's own next token is added (ALGORITHMS: verification). At temperature 0 the choice is the argmax. At a higher
-temperature it is a sample drawn with one uniform number per sequence and token: a draft token is then accepted with
-exactly the base's probability of it, and the text has the base's distribution, and is even the text that the base
-alone draws from the same numbers.
+Every step the base reads, for each running sequence, its last known token and the drafted ones, a chain or a tree
+(none without a drafter), says what it thinks of them (verify.py), and the accepted ones and one token of the base's own
+are added. At temperature 0 the text is the base's greedy text. At a higher temperature it has the base's distribution,
+and unless rejection sampling is asked for, it is even the text that the base alone draws from the same numbers.
 
 Sequences of different lengths run side by side: caches are addressed by slot, so rejected tokens need no clean-up,
-they are never visible and soon overwritten. Running sequences occupy the first rows of every cache; when one ends,
-the last running row moves into its place, and waiting prompts are prefilled into the free rows behind.
+they are never visible and soon overwritten. Nodes of a tree have the slots behind the text, and the accepted path
+closes up. Running sequences occupy the first rows of every cache; when one ends, the last running row moves into its
+place, and waiting prompts are prefilled into the free rows behind.
 
 Every rank of the pipeline and tensor parallel groups takes the same decisions: tokens are reduced over tensor
 parallel ranks (sampling.py) and taken from the first pipeline stage. Data-parallel ranks know nothing of each other.
 
-B rows, S rows of one forward, K drafts, L token buffer, C captures width, H hidden size, V vocabulary, N logit rows.
+B rows, S rows of one forward, N draft nodes, P rows of an accepted path, L token buffer, C captures width, H hidden
+size, V vocabulary, M rows of logits.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +32,10 @@ from torch import Tensor
 from megatron_spec.batch import Batch
 from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.decoding import sampling
-from megatron_spec.decoding.cache import move_rows, rows_view
+from megatron_spec.decoding.cache import move_rows, move_slots, rows_view
 from megatron_spec.decoding.drafters import Context, Drafter, Observation, build_drafter
+from megatron_spec.decoding.tree import Tree, visible_slots
+from megatron_spec.decoding.verify import Drafted, Draws, Verdict, choose, verify
 from megatron_spec.ops.attention import AttentionPlan, KVCache
 from megatron_spec.pipeline.model import FrozenBase
 from megatron_spec.pipeline.schedule import run_base_everywhere
@@ -54,8 +58,8 @@ class Generation:
         accepted_lengths: per verification step, the tokens emitted less one. A draft token that ends the text counts
             as the base's own token (which would have been the same), so that always
             len(tokens) == 1 + sum(accepted_lengths) + len(accepted_lengths). Empty without a drafter.
-        drafted_lengths: per verification step, the draft tokens that could have counted: those behind a token that
-            ends the text are as if never proposed.
+        drafted_lengths: per verification step, the draft tokens of a path that could have counted (the depth of a
+            tree): those behind a token that ends the text are as if never proposed.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -63,6 +67,39 @@ class Generation:
     num_base_forwards: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
     drafted_lengths: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Costs:
+    """Seconds spent in each phase, and how often it ran; waiting for the device after each phase costs some time."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to phase `name`: prefill, draft, base, observe."""
+        start = now()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + now() - start
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    def mean(self, name: str) -> float:
+        """Seconds of one run of a phase; 0 for one that never ran."""
+        return self.seconds.get(name, 0.0) / max(self.counts.get(name, 0), 1)
+
+
+class _NoCosts(Costs):
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        yield
+
+
+def now() -> float:
+    """Wall clock, when everything asked of the device is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def decode(
@@ -73,21 +110,23 @@ def decode(
     draft: Any = None,
     progress: Callable[[int, int], None] | None = None,
     seeds: Sequence[int] | None = None,
+    costs: Costs | None = None,
 ) -> list[Generation]:
     """Answer every prompt; results in the order of the prompts. Collective over the model parallel ranks.
 
     Args:
         prompts: token ids, not empty, shorter than the base's max_position_embeddings.
         stop_ids: tokens that end an answer.
-        draft: a draft model or a Drafter; None decodes with the base alone.
+        draft: a draft model, a second base model or a Drafter; None drafts as config.decoding_type says, or not at all.
         progress: called with (answers done, answers in all) for every answer.
         seeds: one per prompt for temperature > 0; config.seed + the prompt's index otherwise.
+        costs: where the time of each phase is added up.
 
     Raises:
         UserError: an empty or too long prompt, or a base under sequence parallelism.
     """
     answers: dict[int, Generation] = {}
-    for index, generation in decode_stream(base, prompts, config, stop_ids, draft, seeds):
+    for index, generation in decode_stream(base, prompts, config, stop_ids, draft, seeds, costs):
         answers[index] = generation
         if progress:
             progress(len(answers), len(prompts))
@@ -102,13 +141,14 @@ def decode_stream(
     stop_ids: Iterable[int],
     draft: Any = None,
     seeds: Sequence[int] | None = None,
+    costs: Costs | None = None,
 ) -> Iterator[tuple[int, Generation]]:
     """`decode`, yielding (index of the prompt, answer) as answers end."""
     _check(base, prompts)
-    drafter, stop_ids = build_drafter(draft, base), set(stop_ids)
+    drafter, stop_ids = build_drafter(draft, base, config), set(stop_ids)
     seeds = seeds if seeds is not None else [config.seed + i for i in range(len(prompts))]
     for group in _groups(prompts):
-        yield from _Engine(base, prompts, group, config, stop_ids, drafter, seeds).run()
+        yield from _Engine(base, prompts, group, config, stop_ids, drafter, seeds, costs or _NoCosts()).run()
 
 
 def _groups(prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
@@ -155,16 +195,18 @@ class _Engine:
 
     def __init__(
         self, base: FrozenBase, prompts: Sequence[Sequence[int]], group: list[int], config: DecodeConfig,
-        stop_ids: set[int], drafter: Drafter | None, seeds: Sequence[int],
+        stop_ids: set[int], drafter: Drafter | None, seeds: Sequence[int], costs: Costs,
     ) -> None:  # fmt: skip
         self.base, self.prompts, self.config, self.drafter, self.seeds = base, prompts, config, drafter, seeds
+        self.costs = costs
         device = base.world.device
         self.waiting = group  # longest first: neighbours in a batch have similar lengths
         self.running: list[tuple[int, Generation]] = []  # prompt and answer of each row in use
         self.ended: list[tuple[int, Generation]] = []
         self.draft_len = config.max_draft_len if drafter else 0
         rows = min(config.batch_size, len(group))
-        longest = max(self._limit(i) for i in group) + self.draft_len + 1
+        nodes = max(drafter.max_nodes(self.draft_len), self.draft_len) if drafter else 0
+        longest = max(self._limit(i) for i in group) + nodes + 1
         self.cache: KVCache = base.new_cache(rows, longest)
         if drafter:
             drafter.open(rows, longest)
@@ -172,7 +214,8 @@ class _Engine:
         self.length_B = torch.zeros(rows, dtype=torch.int64, device=device)  # known tokens
         self.prompt_B = torch.zeros_like(self.length_B)  # tokens of the prompt
         self.limit_B = torch.zeros_like(self.length_B)  # most tokens, prompt included
-        self.uniform_BN = torch.zeros(rows, config.max_new_tokens, device=device)
+        self.uniform_BN3 = torch.zeros(rows, config.max_new_tokens if config.temperature > 0 else 1, 3, device=device)
+        """Numbers for each place of the answer: the base's choice, acceptance, the draft's choice."""
         self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
 
     def _limit(self, i: int) -> int:
@@ -193,18 +236,25 @@ class _Engine:
 
     # --- one base forward ---------------------------------------------------------------------------------------
 
-    def _forward(self, first: int, tokens_BS: Tensor, slots_BS: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, first: int, tokens_BS: Tensor, slots_BS: Tensor, tree: Tree | None = None
+    ) -> tuple[Tensor, Tensor]:
         zeros_BS = torch.zeros_like(tokens_BS, dtype=torch.int32)
-        batch = Batch(tokens_BS, slots_BS, zeros_BS, zeros_BS)
         view = rows_view(self.cache, first, tokens_BS.shape[0])
-        return run_base_everywhere(self.base, batch, AttentionPlan.cached(view, slots_BS))
+        if tree is None:
+            plan = AttentionPlan.cached(view, slots_BS)
+            return run_base_everywhere(self.base, Batch(tokens_BS, slots_BS, zeros_BS, zeros_BS), plan)
+        length = int(slots_BS.max()) + 1
+        visible_BSL = visible_slots(slots_BS[:, 0], tree.above_BSS, length)
+        plan = AttentionPlan(visible_BSL[:, None], view, slots_BS, length)
+        positions_BS = slots_BS[:, :1] + torch.cat([torch.zeros_like(slots_BS[:, :1]), tree.depth_BN], dim=1)
+        return run_base_everywhere(self.base, Batch(tokens_BS, positions_BS, zeros_BS, zeros_BS), plan)
 
-    def _choose(self, state_NH: Tensor, uniform_N: Tensor) -> Tensor:
-        logits_NV = self.base.logits(state_NH[None])[0]
-        group = self.base.world.tp
-        if self.config.temperature == 0:
-            return self._agree(sampling.argmax(logits_NV, group))
-        return self._agree(sampling.sample(logits_NV, uniform_N, self.config.temperature, group))
+    def _draws(self, rows: slice, place_B: Tensor, count: int) -> Tensor:
+        """[B, count, 3] the numbers of `count` places of the answers from `place_B` on."""
+        places_BP = place_B[:, None] + torch.arange(count, device=place_B.device)
+        places_BP = places_BP.clamp(max=self.uniform_BN3.shape[1] - 1)
+        return self.uniform_BN3[rows].gather(1, places_BP[:, :, None].expand(-1, -1, 3))
 
     def _agree(self, tokens: Tensor) -> Tensor:
         """The first pipeline stage's tokens: stages must never differ, whatever their arithmetic."""
@@ -225,10 +275,13 @@ class _Engine:
         self._place(first, taken)
         tokens_BS = self.tokens_BL[first : first + count, :widest]
         slots_BS = torch.arange(widest, device=tokens_BS.device).repeat(count, 1)
-        captures_SBC, state_SBH = self._forward(first, tokens_BS, slots_BS)
         here, row_B = slice(first, first + count), torch.arange(count, device=tokens_BS.device)
         prompt_B = self.prompt_B[here]
-        chosen_B = self._choose(state_SBH[prompt_B - 1, row_B], self.uniform_BN[here, 0])
+        with self.costs.phase("prefill"):
+            captures_SBC, state_SBH = self._forward(first, tokens_BS, slots_BS)
+            logits_MV = self.base.logits(state_SBH[prompt_B - 1, row_B][None])[0]
+            chosen_B = choose(logits_MV, self.uniform_BN3[here, 0, 0], self.config, self.base.world.tp)
+        chosen_B = self._agree(chosen_B)
         self.tokens_BL[here].scatter_(1, prompt_B[:, None], chosen_B[:, None])
         if self.drafter:
             next_BS = self.tokens_BL[here, 1 : widest + 1]
@@ -245,45 +298,95 @@ class _Engine:
             self.limit_B[row] = self._limit(i)
             if self.config.temperature > 0:
                 generator = torch.Generator().manual_seed(self.seeds[i])
-                self.uniform_BN[row] = torch.rand(self.config.max_new_tokens, generator=generator)
+                # The base's choices first: they are the same numbers whatever else is drawn.
+                numbers_3N = torch.rand(3, self.config.max_new_tokens, generator=generator)
+                self.uniform_BN3[row] = numbers_3N.t().to(self.uniform_BN3.device)
 
     # --- verification -------------------------------------------------------------------------------------------
 
-    def _draft(self, batch: int) -> tuple[Tensor, Tensor]:
-        """Draft tokens [B, K] and how many of them are proposed [B]; never more than a sequence may still emit."""
-        room_B = self.limit_B[:batch] - self.length_B[:batch] - 1
+    def _draft(self, batch: int) -> Drafted:
+        """What is proposed; nodes deeper than a sequence may still grow do not count."""
+        length_B = self.length_B[:batch]
+        room_B = self.limit_B[:batch] - length_B - 1
         count = min(self.draft_len, int(room_B.max())) if self.drafter else 0
         if count == 0 or self.drafter is None:
-            return self.tokens_BL.new_empty(batch, 0), torch.zeros_like(room_B)
-        context = Context(self.tokens_BL[:batch], self.length_B[:batch])
-        drafts_BK, proposed_B = self.drafter.prepare_draft_tokens(context, count)
-        if proposed_B is None:
-            proposed_B = torch.full_like(room_B, count)
-        return self._agree(drafts_BK), self._agree(torch.minimum(proposed_B, room_B))
+            nothing_BN = self.tokens_BL.new_empty(batch, 0)
+            return Drafted(nothing_BN, nothing_BN.bool(), None, 0)
+        context = Context(self.tokens_BL[:batch], length_B)
+        if self.config.use_rejection_sampling:
+            places = self._draws(slice(0, batch), length_B - self.prompt_B[:batch], count)
+            context.uniform_BK, context.temperature = places[:, :, 2], self.config.temperature
+        proposal = self.drafter.prepare_draft_tokens(context, count)
+        tokens_BN = self._agree(proposal.tokens_BN)
+        N = tokens_BN.shape[1]
+        index_N = torch.arange(N, device=tokens_BN.device)
+        tree, depth_BN, depth = None, (index_N + 1).expand(batch, -1), N
+        if proposal.parents_BN is not None:
+            tree = Tree.of(self._agree(proposal.parents_BN), count)
+            depth_BN, depth = tree.depth_BN, count
+        valid_BN = depth_BN <= room_B[:, None]
+        if proposal.proposed_B is not None:
+            valid_BN = valid_BN & (index_N < self._agree(proposal.proposed_B)[:, None])
+        return Drafted(tokens_BN, valid_BN, tree, depth, proposal.q_BNV)
 
     def _verify(self) -> None:
         """One step of every running sequence."""
         batch = len(self.running)
-        drafts_BK, proposed_B = self._draft(batch)
+        with self.costs.phase("draft"):
+            drafted = self._draft(batch)
         length_B = self.length_B[:batch]
-        tokens_BS = torch.cat([self.tokens_BL[:batch].gather(1, length_B[:, None] - 1), drafts_BK], dim=1)
-        step_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        slots_BS = length_B[:, None] - 1 + step_S
-        captures_SBC, state_SBH = self._forward(0, tokens_BS, slots_BS)
-        drawn_BS = (slots_BS + 1 - self.prompt_B[:batch, None]).clamp(max=self.config.max_new_tokens - 1)
-        chosen_BS = self._choose(
-            state_SBH.transpose(0, 1).reshape(tokens_BS.numel(), -1),
-            self.uniform_BN[:batch].gather(1, drawn_BS).flatten(),
-        ).view_as(tokens_BS)
-        agree_BK = (drafts_BK == chosen_BS[:, :-1]) & (step_S[:-1] < proposed_B[:, None])
-        accepted_B = agree_BK.long().cumprod(dim=1).sum(dim=1)
-        self.tokens_BL[:batch].scatter_(1, slots_BS + 1, chosen_BS)  # entries behind the accepted ones mean nothing
+        tokens_BS = torch.cat([self.tokens_BL[:batch].gather(1, length_B[:, None] - 1), drafted.tokens_BN], dim=1)
+        slots_BS = length_B[:, None] - 1 + torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        with self.costs.phase("base"):
+            captures_SBC, state_SBH = self._forward(0, tokens_BS, slots_BS, drafted.tree)
+            verdict = self._judge(tokens_BS, state_SBH, drafted)
+        path_BP, emitted_BP, accepted_B = verdict.path_BP, verdict.emitted_BP, verdict.accepted_B
+        places_BP = slots_BS[:, : emitted_BP.shape[1]]
+        self.tokens_BL[:batch].scatter_(1, places_BP + 1, emitted_BP)  # behind the accepted ones they mean nothing
+        if path_BP is not None:
+            move_slots(rows_view(self.cache, 0, batch), slots_BS.gather(1, path_BP), places_BP)
         if self.drafter:
-            S = int(accepted_B.max()) + 1
-            self.drafter.observe(Observation(
-                0, slots_BS[:, :S], chosen_BS[:, :S], accepted_B + 1, captures_SBC[:S], state_SBH[:S]
-            ))  # fmt: skip
-        self._finish(0, chosen_BS, accepted_B + 1, proposed_B)
+            P = int(accepted_B.max()) + 1
+            if path_BP is not None:
+                rows_P1B = (path_BP[:, :P].t(), torch.arange(batch, device=path_BP.device))
+                captures_SBC, state_SBH = captures_SBC[rows_P1B], state_SBH[rows_P1B]
+            with self.costs.phase("observe"):
+                self.drafter.observe(Observation(
+                    0, places_BP[:, :P], emitted_BP[:, :P], accepted_B + 1, captures_SBC[:P], state_SBH[:P]
+                ))  # fmt: skip
+        depth_BN = drafted.tree.depth_BN if drafted.tree is not None else places_BP[:, 1:] - places_BP[:, :1]
+        proposed_B = torch.cat([accepted_B[:, None] * 0, depth_BN * drafted.valid_BN], dim=1).amax(dim=1)
+        self._finish(0, emitted_BP, accepted_B + 1, proposed_B)
+
+    def _judge(self, tokens_BS: Tensor, state_SBH: Tensor, drafted: Drafted) -> Verdict:
+        batch = tokens_BS.shape[0]
+        places = self._draws(slice(0, batch), self.length_B[:batch] - self.prompt_B[:batch], drafted.depth + 1)
+        draws = Draws(places[:, :, 0], places[:, :, 1])
+        logits_BSV = self.base.logits(state_SBH).transpose(0, 1)
+        thinking_BS = self._thinking(tokens_BS, drafted) if self.config.use_relaxed_acceptance_for_thinking else None
+        verdict = verify(logits_BSV, drafted, draws, self.config, self.base.world.tp, thinking_BS)
+        verdict.emitted_BP, verdict.accepted_B = self._agree(verdict.emitted_BP), self._agree(verdict.accepted_B)
+        if verdict.path_BP is not None:
+            verdict.path_BP = self._agree(verdict.path_BP)
+        return verdict
+
+    def _thinking(self, tokens_BS: Tensor, drafted: Drafted) -> Tensor:
+        """bool [B, S]: the token behind this verification row stands in a thinking phase."""
+        begin, end = self.config.begin_thinking_phase_token, self.config.end_thinking_phase_token
+        batch, N = drafted.tokens_BN.shape
+        here_L = torch.arange(self.tokens_BL.shape[1], device=tokens_BS.device)
+        known_BL = here_L < self.length_B[:batch, None]
+        last_begin_B, last_end_B = (
+            ((self.tokens_BL[:batch] == token) & known_BL).long().mul(here_L + 1).amax(dim=1) for token in (begin, end)
+        )
+        inside_BS = (last_begin_B > last_end_B)[:, None].expand(-1, N + 1)
+        parent_BN = torch.arange(N, device=tokens_BS.device).expand(batch, -1)
+        parent_BN = parent_BN if drafted.tree is None else drafted.tree.parent_row_BN
+        for _ in range(drafted.depth):
+            inherited_BN = inside_BS.gather(1, parent_BN)
+            inside_BN = (inherited_BN | (drafted.tokens_BN == begin)) & (drafted.tokens_BN != end)
+            inside_BS = torch.cat([inside_BS[:, :1], inside_BN], dim=1)
+        return inside_BS
 
     # --- bookkeeping --------------------------------------------------------------------------------------------
 
@@ -322,7 +425,7 @@ class _Engine:
         source = [r for r in range(left, len(self.running)) if r not in set(ended)]
         if source:
             move_rows(self.cache, source, target)
-            for state in (self.tokens_BL, self.length_B, self.prompt_B, self.limit_B, self.uniform_BN):
+            for state in (self.tokens_BL, self.length_B, self.prompt_B, self.limit_B, self.uniform_BN3):
                 state[target] = state[source]
             if self.drafter:
                 self.drafter.move_rows(source, target)

@@ -63,3 +63,62 @@ def sample(logits_NV: Tensor, uniform_N: Tensor, temperature: float, group: dist
     last_N1 = (cumulative_NV < cumulative_NV[:, -1:]).sum(dim=-1, keepdim=True)
     id_N = torch.minimum(inside_N1, last_N1)[:, 0] + group.rank() * logits_NV.shape[-1]
     return _gather(id_N, group).gather(0, owner_N[None])[0]
+
+
+def likely(scaled_NV: Tensor, top_k: int, top_p: float, group: dist.ProcessGroup) -> Tensor:
+    """Logits with -inf for tokens outside the top_k (0: no bound), then outside the nucleus of probability top_p.
+
+    Tokens as likely as the last one that is kept are kept too. The vocabulary is gathered: this is for decoding.
+    """
+    if not top_k and top_p == 1.0:
+        return scaled_NV
+    whole_NV = torch.cat(list(_gather(scaled_NV.float(), group)), dim=-1)
+    sorted_NV = whole_NV.sort(dim=-1, descending=True).values
+    last_N1 = sorted_NV[:, min(top_k or sorted_NV.shape[1], sorted_NV.shape[1]) - 1, None]
+    if top_p < 1.0:
+        p_NV = sorted_NV.masked_fill(sorted_NV < last_N1, float("-inf")).double().softmax(dim=-1)
+        count_N1 = (p_NV.cumsum(dim=-1) - p_NV < top_p).sum(dim=-1, keepdim=True)
+        last_N1 = torch.maximum(last_N1, sorted_NV.gather(-1, count_N1 - 1))
+    return scaled_NV.masked_fill(scaled_NV < last_N1, float("-inf"))
+
+
+def probabilities(scaled_NV: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """float32 [N, V whole] softmax, the same on all ranks. The vocabulary is gathered: this is for decoding."""
+    return torch.cat(list(_gather(scaled_NV.float(), group)), dim=-1).softmax(dim=-1)
+
+
+def draw(p_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    """int64 [N] ids drawn from whole distributions (not normalised, not zero), one number in [0, 1) a row."""
+    cumulative_NV = p_NV.double().cumsum(dim=-1)
+    target_N1 = uniform_N.double()[:, None] * cumulative_NV[:, -1:]
+    id_N1 = torch.searchsorted(cumulative_NV, target_N1, right=True)
+    last_N1 = (cumulative_NV < cumulative_NV[:, -1:]).sum(dim=-1, keepdim=True)  # rounding must not go behind it
+    return torch.minimum(id_N1, last_N1)[:, 0]
+
+
+def log_normalizer(logits_NV: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """float32 [N] log of the sum of exp(logits) over the whole vocabulary."""
+    return _gather(logits_NV.float().logsumexp(dim=-1), group).logsumexp(dim=0)
+
+
+def top_log_probs(logits_NV: Tensor, k: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """log-probabilities [N, k] (descending, at most 0) and int64 ids [N, k] of the k most likely tokens."""
+    top_Nk, ids_Nk = topk(logits_NV, k, group)
+    return (top_Nk - log_normalizer(logits_NV, group)[:, None]).clamp(max=0.0), ids_Nk
+
+
+def entropy(logits_NV: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """float32 [N] entropy in nats of softmax(logits)."""
+    total_N = log_normalizer(logits_NV, group)
+    logp_NV = logits_NV.float() - total_N[:, None]
+    part_NV = torch.where(logp_NV.isfinite(), logp_NV.exp() * logp_NV, 0.0)
+    return -_gather(part_NV.sum(dim=-1), group).sum(dim=0)
+
+
+def at(logits_NV: Tensor, ids_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """float32 [N] the logit of one token in each row."""
+    width = logits_NV.shape[-1]
+    place_N = ids_N - group.rank() * width
+    mine_N = (place_N >= 0) & (place_N < width)
+    value_N = logits_NV.float().gather(1, place_N.clamp(0, width - 1)[:, None])[:, 0]
+    return _gather(torch.where(mine_N, value_N, float("-inf")), group).amax(dim=0)

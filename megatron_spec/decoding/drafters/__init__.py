@@ -1,32 +1,76 @@
-"""One file per way of drafting; `build_drafter` finds the one for a draft model."""
+"""One file per way of drafting; `build_drafter` finds the one for a draft model and a configuration."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_spec.config import UserError
-from megatron_spec.decoding.drafters.base import Context, Drafter, Observation
+from megatron_spec.config import DecodeConfig, UserError
+from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, Proposal
+from megatron_spec.decoding.options import check_options, decoding_type, read_choices
 
 if TYPE_CHECKING:
     from megatron_spec.pipeline.model import FrozenBase
 
-__all__ = ["Context", "Drafter", "Observation", "build_drafter"]
+__all__ = ["Context", "Drafter", "Observation", "Proposal", "build_drafter"]
 
 
-def build_drafter(draft: Any, base: FrozenBase) -> Drafter | None:
-    """A Drafter as it is, a draft model wrapped in its drafter, None for None.
+def build_drafter(draft: Any, base: FrozenBase, config: DecodeConfig | None = None) -> Drafter | None:
+    """A Drafter as it is; a draft model, a second base model (DraftTarget) or None as the configuration says.
 
-    Raises UserError for a draft nothing here can decode with.
+    None without a decoding_type decodes with the base alone. Raises UserError for what does not fit together.
     """
-    if draft is None or hasattr(draft, "prepare_draft_tokens"):
+    config = config or DecodeConfig()
+    if isinstance(draft, Drafter) or (draft is None and config.decoding_type is None):
         return draft
-    from megatron_spec.decoding.drafters.eagle import EagleDrafter
-    from megatron_spec.decoding.drafters.medusa import MedusaDrafter
     from megatron_spec.drafts.medusa import MedusaDraft
     from megatron_spec.drafts.recurrent import RecurrentDraft
 
-    if isinstance(draft, RecurrentDraft):
+    if isinstance(draft, (RecurrentDraft, MedusaDraft)):
+        kind = decoding_type(draft.config.algorithm, config.decoding_type)
+        if kind == config.decoding_type or config.decoding_type is None:
+            check_options(config, kind)
+            return _of_draft(draft, base, config)
+    return _without_draft(draft, base, config)
+
+
+def _of_draft(draft: Any, base: FrozenBase, config: DecodeConfig) -> Drafter:
+    from megatron_spec.decoding.drafters.eagle import EagleDrafter, EagleTreeDrafter
+    from megatron_spec.decoding.drafters.medusa import MedusaChoicesDrafter, MedusaDrafter, MedusaTreeDrafter
+
+    width, total = config.dynamic_tree_max_topK, config.max_total_draft_tokens
+    if draft.config.algorithm != "medusa":
+        if config.use_dynamic_tree:
+            return EagleTreeDrafter(draft, base, config.max_draft_len, width, total)
         return EagleDrafter(draft, base)
-    if isinstance(draft, MedusaDraft):
-        return MedusaDrafter(draft, base)
-    raise UserError(f"decoding: found a draft of type {type(draft).__name__}, expected a draft of drafts/ or a Drafter")
+    if config.use_dynamic_tree:
+        return MedusaTreeDrafter(draft, base, width, total)
+    if config.medusa_choices is not None:
+        return MedusaChoicesDrafter(draft, base, read_choices(config.medusa_choices))
+    return MedusaDrafter(draft, base)
+
+
+def _without_draft(draft: Any, base: FrozenBase, config: DecodeConfig) -> Drafter:
+    kind = config.decoding_type
+    if kind in ("NGram", "User"):
+        check_options(config, kind)
+    if kind == "NGram":
+        from megatron_spec.decoding.drafters.ngram import NGramDrafter
+
+        return NGramDrafter(
+            config.max_matching_ngram_size, config.is_keep_all, config.is_use_oldest, config.is_public_pool
+        )
+    if kind == "User":
+        from megatron_spec.decoding.drafters.user import user_drafter
+
+        assert config.drafter is not None
+        return user_drafter(config.drafter, base, config)
+    from megatron_spec.pipeline.model import FrozenBase
+
+    if kind in (None, "DraftTarget") and isinstance(draft, FrozenBase):
+        from megatron_spec.decoding.drafters.draft_target import DraftTargetDrafter
+
+        return DraftTargetDrafter(draft, base)
+    raise UserError(
+        f"decoding: found a draft of type {type(draft).__name__} for decoding type {kind}, expected a draft "
+        "of drafts/, a FrozenBase or a Drafter"
+    )

@@ -1,13 +1,12 @@
 """What the engine asks of anything that proposes tokens.
 
-B rows of the running batch, S new rows of one base forward, K draft tokens per verification step, C captures width,
-H base hidden size. The engine keeps the running sequences in rows 0..B-1; a drafter keeps its state in the same rows.
+B rows of the running batch, S rows of one base forward, N draft nodes, L token buffer, C captures width, H base hidden
+size, V vocabulary. The engine keeps the running sequences in rows 0..B-1; a drafter keeps its state in the same rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -18,7 +17,7 @@ class Observation:
 
     Attributes:
         first: first engine row the tensors speak of.
-        slots_BS: int64 positions of the S rows the base has just read.
+        slots_BS: int64 positions of the S rows, those of a sequence one behind the other.
         next_tokens_BS: int64 the token that follows each of them (verified, or the base's own choice).
         counts_B: int64 number of leading rows that are final; rows behind them hold rejected drafts or padding.
         captures_SBC: captured base layers of the rows.
@@ -40,30 +39,52 @@ class Context:
     Attributes:
         tokens_BL: int64 prompt and emitted tokens; entries at and behind the length are meaningless.
         lengths_B: int64 number of known tokens. The last one has not been read by the base yet.
+        uniform_BK: one number in [0, 1) for each place to be drafted, when drafts are to be drawn from the draft's own
+            distribution (rejection sampling); None: the most likely tokens are wanted.
+        temperature: of that distribution.
     """
 
     tokens_BL: Tensor
     lengths_B: Tensor
+    uniform_BK: Tensor | None = None
+    temperature: float = 1.0
 
 
-class Drafter(Protocol):
-    """Proposes a chain of tokens for every running sequence."""
+@dataclass
+class Proposal:
+    """Draft tokens for every running row: a chain, or a tree of one shape per row.
+
+    Attributes:
+        tokens_BN: int64 tokens of the nodes.
+        proposed_B: int64 how many leading nodes of a row count; None: all.
+        parents_BN: int64 node that a node follows, -1: the last known token. Parents stand before their children,
+            children of one parent differ. None: a chain.
+        q_BNV: distributions over the whole vocabulary from which the tokens of a chain were drawn with
+            Context.uniform_BK; None: they were not drawn.
+    """
+
+    tokens_BN: Tensor
+    proposed_B: Tensor | None = None
+    parents_BN: Tensor | None = None
+    q_BNV: Tensor | None = None
+
+
+class Drafter:
+    """Proposes tokens for every running sequence. Drafters of users derive from it and need one method."""
 
     def open(self, rows: int, max_length: int) -> None:
         """Make room for `rows` sequences of up to `max_length` tokens; forgets everything before."""
-        ...
 
     def observe(self, seen: Observation) -> None:
         """Take in verified rows. What was computed from rejected drafts at or behind them is thereby rolled back."""
-        ...
 
-    def prepare_draft_tokens(self, context: Context, count: int) -> tuple[Tensor, Tensor | None]:
-        """Propose up to `count` tokens a row.
-
-        Returns int64 tokens [B, count], and int64 [B] how many of them are proposed (None: all of them).
-        """
-        ...
+    def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
+        """Propose chains of up to `count` tokens, or trees of up to that depth."""
+        raise NotImplementedError
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
         """Copy the state of rows `source` to rows `target` (finished sequences make place)."""
-        ...
+
+    def max_nodes(self, count: int) -> int:
+        """Most nodes that `prepare_draft_tokens` returns for depth `count`."""
+        return count

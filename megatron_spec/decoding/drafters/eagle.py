@@ -1,4 +1,4 @@
-"""EAGLE and MTP chain drafting with a draft KV cache (arXiv 2503.01840; ALGORITHMS: training-time test).
+"""EAGLE and MTP drafting with a draft KV cache (arXiv 2503.01840; ALGORITHMS: training-time test): a chain, or a tree.
 
 Draft row j holds the base features of position j and the token of position j + 1; it predicts the token of position
 j + 2. Rows of verified tokens are run with their true base features. The last of them gives the first draft token;
@@ -6,7 +6,10 @@ draft step k then feeds back the draft's own hidden state with the token just dr
 cache slot j + k, so it sees the true rows <= j and its own earlier steps: exactly the rows it was trained on. The
 next observation starts at slot j + 1 and overwrites what the steps left there: rolling back costs nothing.
 
-B rows of the running batch, S rows of one observation, C captures width, H draft hidden size, K draft tokens.
+In a tree (EAGLE-2) every expanded node has a slot of its own behind j, sees the true rows and its ancestors, and has
+the rotary position of its depth: along each path the same rows as in a chain.
+
+B rows of the running batch, S rows of one observation, C captures width, H draft hidden size, k expanded nodes.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from torch import Tensor
 
 from megatron_spec.decoding import cache as cache_rows
 from megatron_spec.decoding import sampling
-from megatron_spec.decoding.drafters.base import Context, Observation
+from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, Proposal
+from megatron_spec.decoding.drafters.grow import Level, grow
+from megatron_spec.decoding.tree import visible_slots
 from megatron_spec.drafts.recurrent import RecurrentDraft
 from megatron_spec.ops.attention import AttentionPlan, attend
 
@@ -26,34 +31,42 @@ if TYPE_CHECKING:
     from megatron_spec.pipeline.model import FrozenBase
 
 
-class EagleDrafter:
-    """Greedy chain of a draft that runs on its own output; sharded over the base's tensor parallel group."""
+class EagleDrafter(Drafter):
+    """Chain of a draft that runs on its own output; sharded over the base's tensor parallel group."""
+
+    spare_slots = 0
+    """Cache slots needed behind those of the text."""
 
     def __init__(self, draft: RecurrentDraft, base: FrozenBase) -> None:
         self.draft, self.base = draft, base
         self.group = base.world.tp
-        self.d2t_D = None if draft.vocab.is_full else draft.vocab.d2t.to(base.world.device)
+        self.target_D = None if draft.vocab.is_full else draft.vocab.target_ids.to(base.world.device)
 
     def open(self, rows: int, max_length: int) -> None:
         """See Drafter."""
-        self.cache = self.draft.new_cache(rows, max_length)
+        self.cache = self.draft.new_cache(rows, max_length + self.spare_slots)
         weight = next(self.draft.parameters())
         hidden = self.draft.config.hidden_size
         self.fed_back_BH = torch.zeros(rows, hidden, dtype=weight.dtype, device=weight.device)
         self.normed_BH = torch.zeros_like(self.fed_back_BH)
         self.position_B = torch.zeros(rows, dtype=torch.int64, device=weight.device)
 
-    def _step(self, hidden_SBH: Tensor, tokens_BS: Tensor, slots_BS: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        view = cache_rows.rows_view(self.cache, first, tokens_BS.shape[0])
-        plan = AttentionPlan.cached(view, slots_BS)
+    def _step(
+        self, hidden_SBH: Tensor, tokens_BS: Tensor, positions_BS: Tensor, plan: AttentionPlan
+    ) -> tuple[Tensor, Tensor]:
+        embedding_SBH = self.base.embed(tokens_BS)
         return self.draft.layer_step(
-            hidden_SBH, self.base.embed(tokens_BS), slots_BS, lambda layer, q, k, v: attend(q, k, v, plan, layer)
+            hidden_SBH, embedding_SBH, positions_BS, lambda layer, q, k, v: attend(q, k, v, plan, layer)
         )
+
+    def _plan(self, slots_BS: Tensor, first: int) -> AttentionPlan:
+        return AttentionPlan.cached(cache_rows.rows_view(self.cache, first, slots_BS.shape[0]), slots_BS)
 
     def observe(self, seen: Observation) -> None:
         """Run the verified rows with their true features; keep the last one of each sequence."""
         hidden_SBH = self.draft.start(seen.captures_SBC, seen.state_SBH)
-        fed_back_SBH, normed_SBH = self._step(hidden_SBH, seen.next_tokens_BS, seen.slots_BS, seen.first)
+        plan = self._plan(seen.slots_BS, seen.first)
+        fed_back_SBH, normed_SBH = self._step(hidden_SBH, seen.next_tokens_BS, seen.slots_BS, plan)
         batch = seen.counts_B.shape[0]
         row_B = torch.arange(batch, device=seen.counts_B.device)
         last_B = seen.counts_B - 1
@@ -62,23 +75,80 @@ class EagleDrafter:
         self.normed_BH[here] = normed_SBH[last_B, row_B]
         self.position_B[here] = seen.slots_BS[row_B, last_B]
 
-    def prepare_draft_tokens(self, context: Context, count: int) -> tuple[Tensor, Tensor | None]:
+    def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
         """See Drafter. Always proposes `count` tokens."""
         batch = context.lengths_B.shape[0]
         fed_back_SBH, normed_SBH = self.fed_back_BH[None, :batch], self.normed_BH[None, :batch]
-        drafts = [self._token(normed_SBH)]
-        for k in range(1, count):
-            slots_BS = self.position_B[:batch, None] + k
-            fed_back_SBH, normed_SBH = self._step(fed_back_SBH, drafts[-1][:, None], slots_BS, first=0)
-            drafts.append(self._token(normed_SBH))
-        return torch.stack(drafts, dim=1), None
+        tokens: list[Tensor] = []
+        q: list[Tensor] = []
+        for k in range(count):
+            if k:
+                slots_BS = self.position_B[:batch, None] + k
+                plan = self._plan(slots_BS, first=0)
+                fed_back_SBH, normed_SBH = self._step(fed_back_SBH, tokens[-1][:, None], slots_BS, plan)
+            logits_BD = self.draft.logits(normed_SBH, self.base)[0]
+            if context.uniform_BK is None:
+                tokens.append(self._target(sampling.argmax(logits_BD, self.group)))
+            else:
+                q.append(self._distribution(logits_BD, context.temperature))
+                tokens.append(sampling.draw(q[-1], context.uniform_BK[:, k]))
+        return Proposal(torch.stack(tokens, dim=1), q_BNV=torch.stack(q, dim=1) if q else None)
 
-    def _token(self, normed_SBH: Tensor) -> Tensor:
-        id_B = sampling.argmax(self.draft.logits(normed_SBH, self.base)[0], self.group)
-        return id_B if self.d2t_D is None else id_B + self.d2t_D[id_B]
+    def _target(self, id_: Tensor) -> Tensor:
+        return id_ if self.target_D is None else self.target_D[id_]
+
+    def _distribution(self, logits_BD: Tensor, temperature: float) -> Tensor:
+        """float32 [B, V] over the base's vocabulary."""
+        p_BD = sampling.probabilities(logits_BD / temperature, self.group)
+        if self.target_D is None:
+            return p_BD
+        whole_BV = p_BD.new_zeros(p_BD.shape[0], self.draft.config.vocab_size)
+        return whole_BV.index_copy(1, self.target_D, p_BD[:, : len(self.target_D)])
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
         """See Drafter."""
         cache_rows.move_rows(self.cache, source, target)
         for state in (self.fed_back_BH, self.normed_BH, self.position_B):
             state[target] = state[source]
+
+
+class EagleTreeDrafter(EagleDrafter):
+    """EAGLE-2: the likeliest `total` nodes of a tree grown by the joint draft probability."""
+
+    def __init__(self, draft: RecurrentDraft, base: FrozenBase, depth: int, width: int, total: int) -> None:
+        super().__init__(draft, base)
+        self.width, self.total = min(width, len(draft.vocab) // self.group.size()), total
+        self.spare_slots = (depth - 1) * self.width
+
+    def max_nodes(self, count: int) -> int:
+        """See Drafter."""
+        return self.total
+
+    def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
+        """See Drafter."""
+        batch, k = context.lengths_B.shape[0], self.width
+        position_B = self.position_B[:batch]
+        cache = cache_rows.rows_view(self.cache, 0, batch)
+        last = int(position_B.max())
+        fed_back_kBH = self.fed_back_BH[None, :batch].expand(k, -1, -1)
+        root = torch.arange(batch, device=position_B.device)
+
+        def children(level: Level) -> tuple[Tensor, Tensor]:
+            nonlocal fed_back_kBH
+            used = level.above_BkM.shape[2]
+            length = last + 1 + used
+            hidden_kBH = fed_back_kBH[level.parent_Bk.t(), root]
+            slots_Bk = position_B[:, None] + 1 + torch.arange(used - k, used, device=position_B.device)
+            visible_BkL = visible_slots(position_B + 1, level.above_BkM, length)
+            plan = AttentionPlan(visible_BkL[:, None], cache, slots_Bk, length)
+            positions_Bk = (position_B[:, None] + level.depth).expand(-1, k)
+            fed_back_kBH, normed_kBH = self._step(hidden_kBH, level.tokens_Bk, positions_Bk, plan)
+            logp, ids = self._top(self.draft.logits(normed_kBH, self.base).flatten(0, 1))
+            return logp.view(k, batch, k).transpose(0, 1), ids.view(k, batch, k).transpose(0, 1)
+
+        logp_Bk, tokens_Bk = self._top(self.draft.logits(self.normed_BH[None, :batch], self.base)[0])
+        return grow(logp_Bk, tokens_Bk, count, self.total, children)
+
+    def _top(self, logits_ND: Tensor) -> tuple[Tensor, Tensor]:
+        logp_Nk, ids_Nk = sampling.top_log_probs(logits_ND, self.width, self.group)
+        return logp_Nk, self._target(ids_Nk)

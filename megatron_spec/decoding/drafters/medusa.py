@@ -1,6 +1,9 @@
-"""Chain drafting with Medusa heads: head i proposes the token i places behind the next one, from one base state.
+"""Drafting with Medusa heads: head i proposes the token i places behind the next one, all from one base state.
 
-B rows of the running batch, H base hidden size, K draft tokens.
+A chain of every head's best token, a fixed tree of head ranks (arXiv 2401.10774 section 2.1.2), or a tree of the
+likeliest combinations, the heads taken as independent.
+
+B rows of the running batch, H base hidden size, N nodes, k tokens considered per head.
 """
 
 from __future__ import annotations
@@ -10,19 +13,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_spec.config import UserError
 from megatron_spec.decoding import sampling
-from megatron_spec.decoding.drafters.base import Context, Observation
+from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, Proposal
+from megatron_spec.decoding.drafters.grow import Level, grow
+from megatron_spec.decoding.tree import paths_to_parents
 from megatron_spec.drafts.medusa import MedusaDraft
 
 if TYPE_CHECKING:
     from megatron_spec.pipeline.model import FrozenBase
 
 
-class MedusaDrafter:
+class MedusaDrafter(Drafter):
     """The best token of every head; never more tokens than heads. Remembers one base state a row."""
 
     def __init__(self, draft: MedusaDraft, base: FrozenBase) -> None:
         self.draft, self.base = draft, base
+        self.group, self.heads = base.world.tp, draft.config.num_heads
 
     def open(self, rows: int, max_length: int) -> None:
         """See Drafter."""
@@ -35,17 +42,73 @@ class MedusaDrafter:
         row_B = torch.arange(batch, device=seen.counts_B.device)
         self.state_BH[seen.first : seen.first + batch] = seen.state_SBH[seen.counts_B - 1, row_B]
 
-    def prepare_draft_tokens(self, context: Context, count: int) -> tuple[Tensor, Tensor | None]:
+    def _logits(self, batch: int, head: int) -> Tensor:
+        return self.draft.logits(self.state_BH[None, :batch], head, self.base)[0]
+
+    def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
         """See Drafter."""
         batch = context.lengths_B.shape[0]
-        heads = min(count, self.draft.config.num_heads)
-        state_SBH = self.state_BH[None, :batch]
-        drafts_BK = context.lengths_B.new_zeros(batch, count)
-        for i in range(heads):
-            logits_BV = self.draft.logits(state_SBH, i, self.base)[0]
-            drafts_BK[:, i] = sampling.argmax(logits_BV, self.base.world.tp)
-        return drafts_BK, torch.full_like(context.lengths_B, heads)
+        if context.uniform_BK is None:
+            best = [sampling.argmax(self._logits(batch, i), self.group) for i in range(min(count, self.heads))]
+            return Proposal(torch.stack(best, dim=1))
+        q = [
+            sampling.probabilities(self._logits(batch, i) / context.temperature, self.group)
+            for i in range(min(count, self.heads))
+        ]
+        tokens = [sampling.draw(q_BV, context.uniform_BK[:, i]) for i, q_BV in enumerate(q)]
+        return Proposal(torch.stack(tokens, dim=1), q_BNV=torch.stack(q, dim=1))
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
         """See Drafter."""
         self.state_BH[target] = self.state_BH[source]
+
+
+class MedusaChoicesDrafter(MedusaDrafter):
+    """A fixed tree: path (r0, r1) is the token of rank r0 of head 0, then the token of rank r1 of head 1."""
+
+    def __init__(self, draft: MedusaDraft, base: FrozenBase, paths: tuple[tuple[int, ...], ...]) -> None:
+        super().__init__(draft, base)
+        deepest = max(map(len, paths))
+        if deepest > self.heads:
+            raise UserError(f"--medusa-choices is {deepest} tokens deep, but the draft has {self.heads} Medusa heads")
+        self.parents, self.levels, self.ranks = paths_to_parents(paths)
+        self.width = max(self.ranks) + 1
+
+    def max_nodes(self, count: int) -> int:
+        """See Drafter."""
+        return len(self.parents)
+
+    def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
+        """See Drafter. Nodes deeper than `count` are left out."""
+        batch = context.lengths_B.shape[0]
+        nodes = sum(level < count for level in self.levels)  # sorted by level
+        deepest = max(self.levels[:nodes]) + 1
+        top = torch.stack(
+            [sampling.topk(self._logits(batch, i), self.width, self.group)[1] for i in range(deepest)], dim=1
+        )
+        tokens_BN = top[:, self.levels[:nodes], self.ranks[:nodes]]
+        parents_N = torch.tensor(self.parents[:nodes], device=tokens_BN.device)
+        return Proposal(tokens_BN, None, parents_N.expand(batch, -1))
+
+
+class MedusaTreeDrafter(MedusaDrafter):
+    """The likeliest `total` combinations of the heads' tokens."""
+
+    def __init__(self, draft: MedusaDraft, base: FrozenBase, width: int, total: int) -> None:
+        super().__init__(draft, base)
+        self.width, self.total = width, total
+
+    def max_nodes(self, count: int) -> int:
+        """See Drafter."""
+        return self.total
+
+    def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
+        """See Drafter."""
+        batch, k = context.lengths_B.shape[0], self.width
+        top = [sampling.top_log_probs(self._logits(batch, i), k, self.group) for i in range(min(count, self.heads))]
+
+        def children(level: Level) -> tuple[Tensor, Tensor]:
+            logp_Bk, ids_Bk = top[level.depth]
+            return logp_Bk[:, None].expand(-1, k, -1), ids_Bk[:, None].expand(-1, k, -1)
+
+        return grow(*top[0], len(top), self.total, children)

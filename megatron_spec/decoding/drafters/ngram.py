@@ -1,58 +1,112 @@
-"""Prompt lookup: the draft is what followed the last words the last time they appeared. No model, no state.
+"""Prompt lookup: the draft is what followed the last words when they appeared before. No model.
 
-B rows, L token buffer, K draft tokens. Sources: prompt lookup decoding; TensorRT-LLM's NGram decoding, whose option
-names are used.
+Patterns of up to max_matching_ngram_size tokens are kept in a pool with what followed them, up to the draft length. The
+longest suffix of the text that is in the pool proposes. Sources: prompt lookup decoding; TensorRT-LLM's NGram decoding,
+whose option names are used.
+
+B rows of the running batch, K draft tokens.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
-from torch import Tensor
 
 from megatron_spec.config import UserError
-from megatron_spec.decoding.drafters.base import Context, Observation
+from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, Proposal
+
+Tokens = tuple[int, ...]
 
 
-def lookup(tokens_L: Tensor, max_matching_ngram_size: int, count: int, use_oldest: bool = False) -> Tensor:
-    """int64 [<= count] tokens that followed an earlier occurrence of the longest matching suffix, [0] without one.
+@dataclass
+class Pool:
+    """Patterns and what followed them, oldest first.
 
-    Suffixes of max_matching_ngram_size, then fewer, down to one token are tried; of several occurrences of the same
-    suffix the latest wins, or the oldest when `use_oldest`.
+    Attributes:
+        keep_all: keep every continuation of a pattern; else the first, until a longer one is seen.
     """
-    length = tokens_L.shape[0]
-    for size in range(min(max_matching_ngram_size, length - 1), 0, -1):
-        windows = tokens_L[: length - 1].unfold(0, size, 1)
-        hits = (windows == tokens_L[length - size :]).all(dim=-1).nonzero()[:, 0]
-        if hits.numel():
-            start = int(hits[0 if use_oldest else -1]) + size
-            return tokens_L[start : start + count]
-    return tokens_L[:0]
+
+    keep_all: bool
+    found: dict[Tokens, list[Tokens]] = field(default_factory=dict)
+
+    def add(self, pattern: Tokens, following: Tokens) -> None:
+        """Remember a continuation. A known one that it goes on from gives it its place."""
+        known = self.found.setdefault(pattern, [])
+        if following in known:
+            return
+        for i, old in enumerate(known):
+            if following[: len(old)] == old or (not self.keep_all and len(following) > len(old)):
+                known[i] = following
+                return
+        if not known or (self.keep_all and not any(old[: len(following)] == following for old in known)):
+            known.append(following)
+
+    def get(self, pattern: Tokens, oldest: bool) -> Tokens:
+        """A continuation, () for an unknown pattern."""
+        known = self.found.get(pattern)
+        return () if not known else known[0 if oldest else -1]
 
 
-class NGramDrafter:
-    """Prompt lookup over each sequence's own tokens (prompt and answer)."""
+class NGramDrafter(Drafter):
+    """Chains from pools of n-grams, one for all sequences or one for each."""
 
-    def __init__(self, max_matching_ngram_size: int = 2, is_use_oldest: bool = False) -> None:
+    def __init__(
+        self, max_matching_ngram_size: int = 2, is_keep_all: bool = True, is_use_oldest: bool = True,
+        is_public_pool: bool = True,
+    ) -> None:  # fmt: skip
         if max_matching_ngram_size < 1:
             raise UserError(f"max_matching_ngram_size must be at least 1, found {max_matching_ngram_size}")
-        self.size, self.use_oldest = max_matching_ngram_size, is_use_oldest
+        self.size, self.keep_all, self.oldest = max_matching_ngram_size, is_keep_all, is_use_oldest
+        self.public = is_public_pool
 
     def open(self, rows: int, max_length: int) -> None:
-        """Nothing to prepare."""
+        """See Drafter."""
+        shared = Pool(self.keep_all)
+        self.pools = [shared if self.public else Pool(self.keep_all) for _ in range(rows)]
+        self.read = [0] * rows  # tokens of each row that the pool knows
 
     def observe(self, seen: Observation) -> None:
-        """Nothing to remember: the context holds every token."""
+        """A row that begins anew begins with an empty pool of its own."""
+        for row, start in enumerate(seen.slots_BS[:, 0].tolist(), start=seen.first):
+            if start == 0:
+                self.read[row] = 0
+                if not self.public:
+                    self.pools[row] = Pool(self.keep_all)
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
-        """Nothing to move."""
+        """See Drafter. The rows left behind are begun anew before they are used."""
+        for s, t in zip(source, target, strict=True):
+            self.pools[t], self.read[t] = self.pools[s], self.read[s]
 
-    def prepare_draft_tokens(self, context: Context, count: int) -> tuple[Tensor, Tensor | None]:
+    def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
         """See Drafter. Rows without a match propose nothing."""
         rows = context.tokens_BL.shape[0]
-        drafts_BK = context.tokens_BL.new_zeros(rows, count)
+        lengths = context.lengths_B.tolist()
+        texts = context.tokens_BL[:, : max(lengths)].tolist()
+        drafts_BK = torch.zeros(rows, count, dtype=torch.int64)
         counts = []
-        for row, length in enumerate(context.lengths_B.tolist()):
-            found = lookup(context.tokens_BL[row, :length], self.size, count, self.use_oldest)
-            drafts_BK[row, : found.numel()] = found
-            counts.append(found.numel())
-        return drafts_BK, torch.tensor(counts, device=drafts_BK.device)
+        for row, length in enumerate(lengths):
+            self._update(row, texts[row][:length], count)
+        for row, length in enumerate(lengths):
+            found = self._lookup(self.pools[row], texts[row][:length])[:count]
+            drafts_BK[row, : len(found)] = torch.tensor(found, dtype=torch.int64)
+            counts.append(len(found))
+        device = context.tokens_BL.device
+        return Proposal(drafts_BK.to(device), torch.tensor(counts, device=device))
+
+    def _update(self, row: int, text: list[int], count: int) -> None:
+        """Add the patterns whose continuation has grown since the last time."""
+        pool, read = self.pools[row], self.read[row]
+        for size in range(1, self.size + 1):
+            for start in range(max(0, read - size - count), len(text) - size):
+                end = start + size
+                if min(end + count, len(text)) > read:
+                    pool.add(tuple(text[start:end]), tuple(text[end : end + count]))
+        self.read[row] = len(text)
+
+    def _lookup(self, pool: Pool, text: list[int]) -> Tokens:
+        for size in range(min(self.size, len(text)), 0, -1):
+            if found := pool.get(tuple(text[len(text) - size :]), self.oldest):
+                return found
+        return ()

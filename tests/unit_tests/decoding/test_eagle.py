@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_spec.decoding.drafters import Context, Observation
+from megatron_spec.decoding.drafters import Context, Drafter, Observation, Proposal
 from megatron_spec.decoding.drafters.eagle import EagleDrafter
 from megatron_spec.decoding.engine import decode
 from tests.unit_tests.decoding import setting
 from tests.unit_tests.decoding.setting import CAPTURES, CONFIG
 
 
-class Recorder:
+class Recorder(Drafter):
     """A drafter that notes each known text with what was drafted for it."""
 
-    def __init__(self, inner: EagleDrafter) -> None:
+    def __init__(self, inner: Drafter) -> None:
         self.inner = inner
         self.notes: list[tuple[list[int], list[int]]] = []
 
@@ -34,11 +34,13 @@ class Recorder:
     def move_rows(self, source: list[int], target: list[int]) -> None:
         self.inner.move_rows(source, target)
 
-    def prepare_draft_tokens(self, context: Context, count: int) -> tuple[Tensor, Tensor | None]:
-        drafts, counts = self.inner.prepare_draft_tokens(context, count)
-        for tokens, length, draft in zip(context.tokens_BL, context.lengths_B.tolist(), drafts, strict=True):
+    def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
+        proposal = self.inner.prepare_draft_tokens(context, count)
+        for tokens, length, draft in zip(
+            context.tokens_BL, context.lengths_B.tolist(), proposal.tokens_BN, strict=True
+        ):
             self.notes.append((tokens[:length].tolist(), draft.tolist()))
-        return drafts, counts
+        return proposal
 
 
 @torch.no_grad()

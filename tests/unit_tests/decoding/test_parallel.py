@@ -29,7 +29,21 @@ def _answers(base: Any, draft: Any, prompts: list[list[int]]) -> dict[str, Any]:
     prompts = [*prompts[:3], prompts[-1]]
     hot, seeds = CONFIG.replace(temperature=1.5, max_new_tokens=6), list(range(4))
     spoken = decode(base, prompts, CONFIG, set(), draft=draft)
+    tree = CONFIG.replace(use_dynamic_tree=True, dynamic_tree_max_topK=3, max_total_draft_tokens=8)
+    filtered = hot.replace(top_k=20, top_p=0.9)
+    others = {
+        "tree": decode(base, prompts, tree, set(), draft=draft),
+        "target": decode(base, prompts, CONFIG, set(), draft=base),
+        "rejection": decode(
+            base, prompts, filtered.replace(use_rejection_sampling=True), set(), draft=draft, seeds=seeds
+        ),
+        "typical": decode(base, prompts, hot.replace(typical_acceptance=True), set(), draft=draft, seeds=seeds),
+        "filtered tree": decode(
+            base, prompts, tree.replace(temperature=1.5, top_k=20, top_p=0.9), set(), draft=draft, seeds=seeds
+        ),
+    }
     return {
+        **{name: [(g.tokens, g.accepted_lengths, g.drafted_lengths) for g in found] for name, found in others.items()},
         "alone": [g.tokens for g in decode(base, prompts, CONFIG, set())],
         "spoken": [g.tokens for g in spoken],
         "accepted": [g.accepted_lengths for g in spoken],
@@ -74,6 +88,7 @@ def test_every_rank_of_every_layout_decodes_as_one_process(found: list[dict[str,
     expected = _answers(tiny.base, tiny.draft, tiny.prompts)
     assert expected["alone"] == [*tiny.answers[:3], tiny.answers[-1]]
     assert expected["accepted"][0] == [3] * 6
+    assert [tokens for tokens, _, _ in expected["tree"]] == expected["alone"] == [t for t, _, _ in expected["target"]]
     for rank, cases in enumerate(found):
         assert cases[layout] == expected, f"rank {rank}"
 

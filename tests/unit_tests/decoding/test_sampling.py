@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from megatron_spec.decoding import sampling
-from megatron_spec.decoding.drafters.ngram import lookup
 
 
 def test_sample_follows_the_softmax(tiny: Any) -> None:
@@ -26,12 +25,35 @@ def test_sample_never_returns_an_impossible_token(tiny: Any) -> None:
     assert sampling.sample(logits, torch.tensor([0.0, 1.0]), 1.0, group).tolist() == [1, 2]
 
 
-def test_lookup_prefers_long_then_late_matches() -> None:
-    tokens = torch.tensor([1, 2, 3, 9, 2, 3, 7, 3, 8, 1, 2, 3])
-    assert lookup(tokens, 3, 2).tolist() == [9, 2]  # 1 2 3 at the start
-    assert lookup(tokens, 2, 2).tolist() == [7, 3]  # 2 3, the later of two
-    assert lookup(tokens, 2, 2, use_oldest=True).tolist() == [9, 2]
-    assert lookup(tokens, 1, 5).tolist() == [8, 1, 2, 3]  # the end of the text cuts it
-    assert lookup(torch.tensor([1, 2, 3]), 2, 3).tolist() == []
-    assert lookup(torch.tensor([4]), 2, 3).tolist() == []
-    assert lookup(torch.tensor([4, 4]), 2, 3).tolist() == [4]
+def test_top_k_and_top_p_keep_what_transformers_keeps(tiny: Any) -> None:
+    from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+
+    group = tiny.base.world.tp
+    logits = torch.randn(7, 40, generator=torch.Generator().manual_seed(5)) * 3
+    for top_k, top_p in ((0, 1.0), (1, 1.0), (5, 1.0), (0, 0.3), (0, 0.9), (8, 0.7), (100, 0.999), (3, 1e-6)):
+        expected = logits
+        if top_k:
+            expected = TopKLogitsWarper(top_k)(None, expected)
+        if top_p < 1:
+            expected = TopPLogitsWarper(top_p)(None, expected)
+        assert torch.equal(sampling.likely(logits, top_k, top_p, group), expected), (top_k, top_p)
+
+
+def test_draws_follow_whole_distributions() -> None:
+    p = torch.tensor([0.0, 3.0, 1.0, 0.0, 4.0, 0.0])  # not normalised
+    draws = 8000
+    ids = sampling.draw(p.repeat(draws, 1), (torch.arange(draws) + 0.5) / draws)
+    assert torch.bincount(ids, minlength=6).tolist() == [0, 3000, 1000, 0, 4000, 0]
+    assert sampling.draw(p[None], torch.tensor([1.0])).tolist() == [4]
+
+
+def test_log_probabilities_and_entropy(tiny: Any) -> None:
+    group = tiny.base.world.tp
+    logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(6)) * 3
+    logits[:, 25:] = float("-inf")  # padding of the vocabulary
+    logp = logits.double().log_softmax(dim=-1)
+    top, ids = sampling.top_log_probs(logits, 3, group)
+    assert torch.equal(ids, logp.topk(3).indices) and torch.allclose(top.double(), logp.topk(3).values)
+    expected = torch.distributions.Categorical(logits=logits[:, :25].double()).entropy()
+    assert torch.allclose(sampling.entropy(logits, group).double(), expected)
+    assert torch.equal(sampling.at(logits, torch.tensor([0, 3, 24, 29]), group), logits[range(4), [0, 3, 24, 29]])

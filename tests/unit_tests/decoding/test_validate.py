@@ -40,13 +40,15 @@ def test_report_of_an_honest_draft(chat: Any, tmp_path: Path) -> None:
 
 def test_a_wrong_text_is_found(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A verification that accepts whatever is drafted must not pass."""
-    real = engine._Engine._choose
+    real = engine.verify
 
-    def credulous(self: Any, state_NH: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
-        chosen = real(self, state_NH, uniform_N)
-        return (chosen + 1) % 200 + 30 if self.drafter and len(self.running) else chosen
+    def credulous(*args: Any) -> Any:
+        verdict = real(*args)
+        if args[1].depth:
+            verdict.emitted_BP = (verdict.emitted_BP + 1) % 200 + 30
+        return verdict
 
-    monkeypatch.setattr(engine._Engine, "_choose", credulous)
+    monkeypatch.setattr(engine, "verify", credulous)
     report = validate(chat.base, NGramDrafter(2), chat.prompts[:1], chat.tokenizer, CHAT_CONFIG, stop_ids=chat.stop_ids)
     assert not report.text_identical
     [mismatch] = report.mismatches

@@ -1,0 +1,105 @@
+"""Drafting with a second, smaller model of the same tokenizer: the first form of speculative decoding.
+
+The model reads what is known and it has not read yet, then goes on alone, in a KV cache of its own. Its rejected tokens
+are overwritten when the sequence goes on.
+
+B rows of the running batch, S tokens a forward reads, K draft tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_spec.batch import Batch
+from megatron_spec.config import UserError
+from megatron_spec.decoding import sampling
+from megatron_spec.decoding.cache import move_rows, rows_view
+from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, Proposal
+from megatron_spec.ops.attention import AttentionPlan
+from megatron_spec.pipeline.schedule import run_base_everywhere
+
+if TYPE_CHECKING:
+    from megatron_spec.pipeline.model import FrozenBase
+
+PROBES = (
+    "Hello, world!",
+    "def f(x):\n    return x ** 2  # square\n",
+    "\u00fcber 3.14 \u2260 22/7 \U0001f600",
+    "  a\tb\n\n",
+)
+
+
+class DraftTargetDrafter(Drafter):
+    """Chain of a whole model under the base's parallel layout."""
+
+    def __init__(self, model: FrozenBase, base: FrozenBase) -> None:
+        if model.config.max_position_embeddings < base.config.max_position_embeddings:
+            raise UserError(
+                f"the draft model holds {model.config.max_position_embeddings} positions, the base "
+                f"{base.config.max_position_embeddings}: choose a draft model with at least as many"
+            )
+        self.model, self.group = model, base.world.tp
+
+    def open(self, rows: int, max_length: int) -> None:
+        """See Drafter."""
+        self.cache = self.model.new_cache(rows, max_length)
+        self.read_B = torch.zeros(rows, dtype=torch.int64, device=self.model.world.device)
+
+    def observe(self, seen: Observation) -> None:
+        """Rows that begin anew have nothing read; everything else is read when drafts are asked for."""
+        here = slice(seen.first, seen.first + seen.slots_BS.shape[0])
+        self.read_B[here] = torch.minimum(self.read_B[here], seen.slots_BS[:, 0])
+
+    def _logits(self, tokens_BS: Tensor, slots_BS: Tensor, last_B: Tensor) -> Tensor:
+        zeros_BS = torch.zeros_like(tokens_BS, dtype=torch.int32)
+        plan = AttentionPlan.cached(rows_view(self.cache, 0, tokens_BS.shape[0]), slots_BS)
+        _, state_SBH = run_base_everywhere(self.model, Batch(tokens_BS, slots_BS, zeros_BS, zeros_BS), plan)
+        rows = torch.arange(tokens_BS.shape[0], device=tokens_BS.device)
+        return self.model.logits(state_SBH[last_B, rows][None])[0]
+
+    def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
+        """See Drafter. Always proposes `count` tokens."""
+        batch, lengths_B = context.lengths_B.shape[0], context.lengths_B
+        read_B = self.read_B[:batch]
+        S = int((lengths_B - read_B).max())
+        # A shorter row reads again what it knows: the last of the S tokens is the last known one in every row.
+        slots_BS = (lengths_B[:, None] - S + torch.arange(S, device=lengths_B.device)).clamp(min=0)
+        last_B = torch.full_like(lengths_B, S - 1)
+        tokens_BS = context.tokens_BL.gather(1, slots_BS)
+        tokens: list[Tensor] = []
+        q: list[Tensor] = []
+        for k in range(count):
+            logits_BV = self._logits(tokens_BS, slots_BS, last_B)
+            if context.uniform_BK is None:
+                tokens.append(sampling.argmax(logits_BV, self.group))
+            else:
+                q.append(sampling.probabilities(logits_BV / context.temperature, self.group))
+                tokens.append(sampling.draw(q[-1], context.uniform_BK[:, k]))
+            tokens_BS, slots_BS = tokens[-1][:, None], lengths_B[:, None] + k
+            last_B = torch.zeros_like(lengths_B)
+        self.read_B[:batch] = lengths_B
+        return Proposal(torch.stack(tokens, dim=1), q_BNV=torch.stack(q, dim=1) if q else None)
+
+    def move_rows(self, source: list[int], target: list[int]) -> None:
+        """See Drafter."""
+        move_rows(self.cache, source, target)
+        self.read_B[target] = self.read_B[source]
+
+
+def check_tokenizers(base: Any, draft: Any, where: str) -> None:
+    """Raise UserError unless both tokenizers give every token the same id: drafts are compared as ids."""
+    ours, theirs = base.get_vocab(), draft.get_vocab()
+    wrong = [t for t, i in ours.items() if theirs.get(t) != i]
+    extra = [t for t in theirs if t not in ours]
+    texts = [p for p in PROBES if base.encode(p, add_special_tokens=False) != draft.encode(p, add_special_tokens=False)]
+    if wrong or extra or texts:
+        found = (
+            f"{len(wrong)} tokens have other ids ({wrong[:3]})" if wrong else f"{len(extra)} tokens more ({extra[:3]})"
+        )
+        found = found if wrong or extra else f"the text {texts[0]!r} is split otherwise"
+        raise UserError(
+            f"--speculative-model {where} has another tokenizer than the base: {found}; choose one that shares it"
+        )

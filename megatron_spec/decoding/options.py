@@ -1,0 +1,124 @@
+"""Which options belong to which way of drafting, and which decoding type a draft is. No torch.
+
+An option that would silently do nothing is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_spec.config import DecodeConfig, DecodingType, UserError
+
+DECODING_TYPES: dict[str, DecodingType] = {
+    "eagle1": "Eagle", "eagle3": "Eagle3", "eagle3.1": "Eagle3", "eagle-mtp": "MTP", "medusa": "Medusa"
+}  # fmt: skip
+"""Algorithm of a draft -> TensorRT-LLM's name of decoding with it."""
+
+WITHOUT_DRAFT = ("NGram", "DraftTarget", "User")
+"""Ways of drafting that need no trained draft."""
+
+_OWNERS: dict[str, tuple[str, ...]] = {
+    "use_dynamic_tree": ("Eagle3", "Eagle", "MTP", "Medusa"),
+    "dynamic_tree_max_topK": ("Eagle3", "Eagle", "MTP", "Medusa"),
+    "max_total_draft_tokens": ("Eagle3", "Eagle", "MTP", "Medusa"),
+    "medusa_choices": ("Medusa",),
+    "max_matching_ngram_size": ("NGram",),
+    "is_keep_all": ("NGram",),
+    "is_use_oldest": ("NGram",),
+    "is_public_pool": ("NGram",),
+    "drafter": ("User",),
+    "speculative_model": ("Eagle3", "Eagle", "MTP", "Medusa", "DraftTarget"),
+    "use_rejection_sampling": ("Eagle3", "Eagle", "MTP", "Medusa", "DraftTarget"),
+}
+
+
+def check_options(config: DecodeConfig, kind: DecodingType) -> None:
+    """Raise UserError for options that another way of drafting has, or that contradict one another."""
+    default = DecodeConfig()
+    for name, owners in _OWNERS.items():
+        if getattr(config, name) != getattr(default, name) and kind not in owners:
+            raise UserError(
+                f"--{name.replace('_', '-')} is an option of {', '.join(owners)}, not of {kind}: leave it out"
+            )
+    for name in ("dynamic_tree_max_topK", "max_total_draft_tokens"):
+        if getattr(config, name) != getattr(default, name) and not config.use_dynamic_tree:
+            raise UserError(
+                f"--{name.replace('_', '-')} shapes the dynamic tree: give --use-dynamic-tree, or leave it out"
+            )
+    trees = [n for n in ("use_dynamic_tree", "medusa_choices") if getattr(config, n)]
+    if len(trees) == 2:
+        raise UserError("found --use-dynamic-tree and --medusa-choices, expected one tree")
+    if trees and config.use_rejection_sampling:
+        raise UserError("--use-rejection-sampling drafts a chain: leave the tree out")
+    if kind == "User" and config.drafter is None:
+        raise UserError("--decoding-type User needs --drafter module:Class")
+    if kind == "DraftTarget" and config.speculative_model is None:
+        raise UserError("--decoding-type DraftTarget needs --speculative-model, the folder of the smaller model")
+    if config.medusa_choices is not None:
+        read_choices(config.medusa_choices)
+    _check_acceptance(config)
+
+
+def _check_acceptance(config: DecodeConfig) -> None:
+    relaxed, default = config.use_relaxed_acceptance_for_thinking, DecodeConfig()
+    ways = ("use_rejection_sampling", "typical_acceptance", "use_relaxed_acceptance_for_thinking")
+    chosen = [f"--{n.replace('_', '-')}" for n in ways if getattr(config, n)]
+    if len(chosen) > 1:
+        raise UserError(f"found {' and '.join(chosen)}, expected one way of acceptance")
+    if relaxed and config.temperature > 0:
+        raise UserError(f"--use-relaxed-acceptance-for-thinking is for temperature 0, found {config.temperature}")
+    for names, owner in (
+        (("relaxed_topk", "relaxed_delta", "begin_thinking_phase_token", "end_thinking_phase_token"), ways[2]),
+        (("posterior_threshold", "posterior_alpha"), ways[1]),
+    ):
+        for name in names:
+            if getattr(config, name) != getattr(default, name) and not getattr(config, owner):
+                raise UserError(f"--{name.replace('_', '-')} does nothing without --{owner.replace('_', '-')}")
+    if relaxed and None in (config.begin_thinking_phase_token, config.end_thinking_phase_token):
+        raise UserError(
+            "--use-relaxed-acceptance-for-thinking: the tokenizer has no <think> and </think>; give "
+            "--begin-thinking-phase-token and --end-thinking-phase-token"
+        )
+
+
+def decoding_type(algorithm: str | None, asked: DecodingType | None) -> DecodingType:
+    """The way of drafting for a draft of `algorithm` (None: there is no draft) and what the user asked for.
+
+    Raises UserError when they contradict each other.
+    """
+    if asked in WITHOUT_DRAFT:
+        return asked  # type: ignore[return-value]
+    if algorithm is None:
+        raise UserError(
+            f"--decoding-type {asked or 'Eagle3, Eagle, Medusa or MTP'} needs a draft: give --load (a checkpoint) or "
+            f"--speculative-model (an exported folder); without a draft there are {', '.join(WITHOUT_DRAFT)}"
+        )
+    found = DECODING_TYPES[algorithm]
+    if asked not in (None, found):
+        raise UserError(f"--decoding-type {asked}, but the draft is {algorithm}, which decodes as {found}")
+    return found
+
+
+def read_choices(text: str) -> tuple[tuple[int, ...], ...]:
+    """The paths of a fixed tree: a JSON list of lists of ranks, or a file that holds one.
+
+    Path (r0, r1, ...) is the token of rank r0 of the first head, then of rank r1 of the second, ... Raises UserError
+    for anything else, for a path twice, and for a path whose beginning is missing.
+    """
+    try:
+        found: Any = json.loads(text if text.lstrip().startswith("[") else Path(text).read_text(encoding="utf-8"))
+        paths = tuple(tuple(path) for path in found)
+    except (OSError, ValueError, TypeError) as e:
+        raise UserError(
+            f"--medusa-choices {text[:60]!r}: expected a JSON list of paths or a file of it ({e})"
+        ) from None
+    wrong = [p for p in paths if not p or not all(type(r) is int and r >= 0 for r in p)]
+    wrong += [p for p in paths if len(p) > 1 and p[:-1] not in paths]
+    if wrong or not paths or len(set(paths)) < len(paths):
+        raise UserError(
+            f"--medusa-choices: found {[list(p) for p in wrong[:3]] or 'no path, or a path twice'}, expected different "
+            "paths of ranks from 0, each beginning with another path: [[0], [1], [0, 0]]"
+        )
+    return tuple(sorted(paths, key=lambda p: (len(p), p)))

@@ -1,0 +1,105 @@
+"""A second model as the draft, drafters of the user's own, and the choice of a drafter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_spec.config import DecodeConfig, UserError
+from megatron_spec.decoding.drafters import Context, Drafter, Proposal, build_drafter
+from megatron_spec.decoding.drafters.draft_target import check_tokenizers
+from megatron_spec.decoding.engine import Costs, decode
+from megatron_spec.decoding.options import decoding_type
+from tests.unit_tests.data.chat_fixtures import CHATML, make_tokenizer
+from tests.unit_tests.decoding import setting
+from tests.unit_tests.decoding.setting import CONFIG
+from tests.unit_tests.pipeline.tiny import save_tiny
+
+
+class Repeat(Drafter):
+    """Says the last token again."""
+
+    def __init__(self, base: Any, config: DecodeConfig) -> None:
+        self.config = config
+
+    def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
+        last = context.tokens_BL.gather(1, context.lengths_B[:, None] - 1)
+        return Proposal(last.expand(-1, count).contiguous())
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+def test_the_base_as_its_own_draft_is_always_right(tiny: Any, batch_size: int) -> None:
+    config = CONFIG.replace(batch_size=batch_size)
+    found = decode(tiny.base, tiny.prompts, config, set(), draft=tiny.base)
+    assert [g.tokens for g in found] == tiny.answers
+    assert all(a == d for g in found for a, d in zip(g.accepted_lengths, g.drafted_lengths, strict=True))
+    assert found[0].accepted_lengths == [3] * 6
+    hot = config.replace(temperature=1.5, use_rejection_sampling=True)
+    sampled = decode(tiny.base, tiny.prompts, hot, set(), draft=tiny.base)
+    assert all(a == d for g in sampled for a, d in zip(g.accepted_lengths, g.drafted_lengths, strict=True))
+
+
+def test_another_model_as_the_draft(tiny: Any, tmp_path: Path) -> None:
+    save_tiny(tmp_path, seed=9, num_hidden_layers=2, hidden_size=16)
+    small = setting.load(tmp_path, tiny.base.world, captures=())
+    for config in (CONFIG, CONFIG.replace(batch_size=1, max_draft_len=5)):
+        found = decode(tiny.base, tiny.prompts, config, set(), draft=small)
+        assert [g.tokens for g in found] == tiny.answers
+    with torch.no_grad():  # what it drafted is its own greedy text
+        text = tiny.prompts[0]
+    seen: list[Proposal] = []
+    drafter = build_drafter(small, tiny.base)
+    assert drafter is not None
+    real = drafter.prepare_draft_tokens
+    drafter.prepare_draft_tokens = lambda c, n: (seen.append(real(c, n)), seen[-1])[1]  # type: ignore[method-assign]
+    decode(tiny.base, [text], CONFIG.replace(max_new_tokens=8), set(), draft=drafter)
+    known = [*text, tiny.answers[0][0]]
+    expected = decode(small, [known], CONFIG.replace(max_new_tokens=3), set())[0].tokens
+    assert seen[0].tokens_BN[0].tolist() == expected
+
+
+def test_a_drafter_of_the_user(tiny: Any) -> None:
+    config = CONFIG.replace(decoding_type="User", drafter=f"{__name__}:Repeat")
+    found = decode(tiny.base, tiny.prompts, config, set())
+    assert [g.tokens for g in found] == tiny.answers and found[0].drafted_lengths[0] == 3
+    for name, message in (
+        ("nothing", "expected module:Class"), ("no.such:Thing", "cannot be imported"),
+        (f"{__name__}:Path", "expected a class derived from"), (f"{__name__}:Missing", "found None"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            decode(tiny.base, tiny.prompts, config.replace(drafter=name), set())
+
+
+def test_ngram_by_configuration(tiny: Any) -> None:
+    found = decode(tiny.base, tiny.prompts, CONFIG.replace(decoding_type="NGram"), set())
+    assert [g.tokens for g in found] == tiny.answers and any(g.drafted_lengths for g in found)
+
+
+def test_the_decoding_type_fits_the_draft() -> None:
+    assert decoding_type("eagle3.1", None) == "Eagle3" and decoding_type("eagle-mtp", "MTP") == "MTP"
+    assert decoding_type(None, "NGram") == "NGram" == decoding_type("medusa", "NGram")
+    with pytest.raises(UserError, match="--decoding-type Eagle, but the draft is medusa, which decodes as Medusa"):
+        decoding_type("medusa", "Eagle")
+    with pytest.raises(UserError, match="needs a draft"):
+        decoding_type(None, "Eagle3")
+
+
+def test_tokenizers_are_compared() -> None:
+    base = make_tokenizer(CHATML)
+    check_tokenizers(base, make_tokenizer(CHATML), "draft")
+    other = make_tokenizer(CHATML)
+    other.add_tokens(["<more>"])
+    with pytest.raises(UserError, match=r"draft has another tokenizer .*1 tokens more"):
+        check_tokenizers(base, other, "draft")
+    with pytest.raises(UserError, match=r"1 tokens have other ids"):
+        check_tokenizers(other, base, "draft")
+
+
+def test_costs_are_counted(tiny: Any) -> None:
+    costs = Costs()
+    [found] = decode(tiny.base, tiny.prompts[:1], CONFIG, set(), draft=tiny.draft, costs=costs)
+    assert costs.counts == {"prefill": 1, "draft": 6, "base": 6, "observe": 6}
+    assert all(s > 0 for s in costs.seconds.values()) and costs.mean("nothing") == 0 and len(found.tokens) == 25
