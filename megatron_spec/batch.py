@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_spec.context import ContextShard
+from megatron_spec.platform import to_device
+
 
 @dataclass
 class Batch:
@@ -26,6 +29,9 @@ class Batch:
         documents_BS: int32 document number inside the row, from 0; -1 for padding.
         sample_ids: index in the dataset of the sample in each row, when one row is one sample (features on disk are
             found by it).
+        context: which rows of the sequence this rank computes, when several share it; the tensors here are whole on
+            every rank, only activations are spread.
+        host: the same tensors in the host's memory, when they lie on a GPU: what is counted there makes nobody wait.
     """
 
     tokens_BS: Tensor
@@ -33,17 +39,36 @@ class Batch:
     turns_BS: Tensor
     documents_BS: Tensor
     sample_ids: tuple[int, ...] | None = None
+    context: ContextShard | None = None
+    host: Batch | None = None
 
     @property
     def single_document(self) -> bool:
         """True when every row holds one document that starts at 0 (padding only behind it)."""
-        return int(self.documents_BS.max()) <= 0
+        return int((self.host or self).documents_BS.max()) <= 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are not padding."""
+        return int(((self.host or self).documents_BS >= 0).sum())
+
+    def local(self, x_BS: Tensor) -> Tensor:
+        """Columns of a [B, S] tensor that this rank computes."""
+        return x_BS if self.context is None else self.context.part(x_BS, 1)
+
+    def whole_rows(self, rows_R: Tensor) -> Tensor:
+        """Rows of this rank (s * B + b, s counted among its own) as rows of the whole sequence."""
+        if self.context is None:
+            return rows_R
+        B, S = self.tokens_BS.shape
+        return self.context.rows(S, rows_R.device)[rows_R // B] * B + rows_R % B
 
     def to(self, device: torch.device | str) -> Batch:
         """Copy on another device."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)}
-        return dataclasses.replace(self, **moved)
+        moved: dict[str, Any] = {k: to_device(v, device) for k, v in values.items() if isinstance(v, Tensor)}
+        kept = self if self.tokens_BS.device.type == "cpu" else self.host
+        return dataclasses.replace(self, **moved, host=kept if torch.device(device).type != "cpu" else None)
 
 
 @dataclass
@@ -53,7 +78,8 @@ class Features:
     Attributes:
         batch: the tokens (full sequence on every tensor parallel rank).
         captures_SBC: [S, B, K*H] outputs of the captured base layers, ascending, before any norm. Under sequence
-            parallelism the first axis holds this rank's S / TP rows.
+            parallelism the first axis holds this rank's S / TP rows, under context parallelism those of `batch.context`
+            (and S / CP / TP under both).
         state_SBH: [S, B, H] base state after its final norm: what the base head reads. Sharded as captures.
         argmax_SB: int64 [S, B] target id that the base itself would say (never sharded), when somebody has computed it
             already: the teacher then needs no product with the whole vocabulary.

@@ -36,6 +36,9 @@ class Loaded:
     draft: Draft
     vocab: DraftVocab
     base_amax: dict[str, float] | None
+    """Ranges of a fake-quantised base."""
+    base_quantised: bool
+    """The base computes with those ranges now."""
     extra: dict[str, Any]
     """What was saved beside the tensors: iteration, samples consumed, objective."""
 
@@ -63,9 +66,13 @@ def check_base(spec: CheckpointSpec, base_path: str | None) -> BaseReference:
 
 
 def load_checkpoint(
-    path: str | Path, world: World, *, dtype: torch.dtype = torch.float32, base_path: str | None = None
-) -> Loaded:
+    path: str | Path, world: World, *, dtype: torch.dtype = torch.float32, base_path: str | None = None,
+    original_base: bool = False,
+) -> Loaded:  # fmt: skip
     """Base and draft of a checkpoint folder, fake-quantised when the checkpoint is.
+
+    Args:
+        original_base: leave the base in high precision although the checkpoint quantises it.
 
     Raises UserError for a missing, half-written or unfitting checkpoint, before any weight of the base is read.
     """
@@ -81,14 +88,17 @@ def load_checkpoint(
         base_amax = read_json(amax_file) if amax_file.is_file() else None
     extra = sharded.load(folder, draft, world)
     base = load_base(ref, world, capture_layer_ids=spec.draft.capture_layer_ids, dtype=dtype)
-    if spec.quant is not None and spec.quant.base != "none":
+    quantised = spec.quant is not None and spec.quant.base != "none"
+    if quantised:
         if base_amax is None:
             raise UserError(
                 f"checkpoint {folder} is quantised but its base_amax.json is missing: run quantize.py again"
             )
-        attach_quantizers(base, spec.quant, role="base")
-        load_base_amax(base, base_amax)
-    return Loaded(folder, spec, ref, base, draft, vocab, base_amax, extra)
+        if not original_base:
+            assert spec.quant is not None
+            attach_quantizers(base, spec.quant, role="base")
+            load_base_amax(base, base_amax)
+    return Loaded(folder, spec, ref, base, draft, vocab, base_amax, quantised and not original_base, extra)
 
 
 def respec(spec: CheckpointSpec, **changes: object) -> CheckpointSpec:

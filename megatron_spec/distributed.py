@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_spec import platform
 from megatron_spec.config import ParallelConfig, UserError
+from megatron_spec.context import ContextShard
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +40,12 @@ class World:
     dp: dist.ProcessGroup
     """Ranks that hold the same shard of the base."""
     draft_dp: dist.ProcessGroup
-    """Ranks that hold the same shard of the draft: same tensor parallel coordinate, any stage, any data rank."""
+    """Ranks that hold the same shard of the draft: same tensor parallel coordinate, any stage, any data rank, any part
+    of the sequence."""
     base_groups: ProcessGroupCollection
     draft_groups: ProcessGroupCollection
+    context: ContextShard | None = None
+    """Ranks that share every sequence; None without context parallelism."""
 
     @property
     def tp_rank(self) -> int:
@@ -74,6 +78,21 @@ class World:
         return self.dp.size()
 
     @property
+    def cp_size(self) -> int:
+        """Ranks that share a sequence."""
+        return 1 if self.context is None else self.context.size
+
+    @property
+    def sequence_multiple(self) -> int:
+        """The length of a batch must be a multiple of this."""
+        chunks = 1 if self.context is None else self.context.multiple
+        return chunks * (self.tp_size if self.parallel.sequence_parallel else 1)
+
+    def local_rows(self, S: int) -> int:
+        """Rows of a sequence of S that this rank holds between layers."""
+        return S // self.cp_size // (self.tp_size if self.parallel.sequence_parallel else 1)
+
+    @property
     def is_first_stage(self) -> bool:
         """True where tokens enter the base."""
         return self.pp_rank == 0
@@ -104,11 +123,19 @@ def _start_process_group(timeout_minutes: float) -> None:
 
 def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
     """Raise UserError when the sizes do not divide the number of processes."""
-    model = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    if world_size % model:
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    cp, ep = parallel.context_parallel_size, parallel.expert_model_parallel_size
+    copy = tp * pp * cp
+    if world_size % copy:
+        also = f" x CP {cp}" if cp > 1 else ""
         raise UserError(
-            f"{world_size} processes cannot hold copies of TP {parallel.tensor_model_parallel_size} x "
-            f"PP {parallel.pipeline_model_parallel_size}: start a multiple of {model} (torchrun --nproc-per-node)"
+            f"{world_size} processes cannot hold copies of TP {tp} x PP {pp}{also}: start a multiple of {copy} "
+            "(torchrun --nproc-per-node)"
+        )
+    if world_size // pp % (tp * ep):  # experts keep the tensor parallel size of the other layers
+        raise UserError(
+            f"{world_size} processes cannot spread experts over EP {ep} beside TP {tp} x PP {pp}: start a multiple of "
+            f"{tp * pp * ep}"
         )
 
 
@@ -158,7 +185,7 @@ def _draft_groups(tp: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ProcessGrou
     tp_size, world = tp.size(), dist.get_world_size()
     # megatron-core orders ranks with tensor parallelism innermost: coordinate = rank % TP.
     same_shard, _ = dist.new_subgroups_by_enumeration([list(range(t, world, tp_size)) for t in range(tp_size)])
-    alone = parallel_state.get_context_parallel_group()  # of size 1: config.py refuses anything else
+    alone, _ = dist.new_subgroups_by_enumeration([[r] for r in range(world)])
     groups = dict(
         tp=tp, mp=tp, pp=alone, cp=alone, embd=None, pos_embd=None, dp=same_shard, dp_cp=same_shard,
         intra_dp_cp=same_shard, expt_dp=same_shard, intra_expt_dp=same_shard, ep=alone, expt_tp=tp, tp_ep=tp,
@@ -182,6 +209,9 @@ def _build_world(parallel: ParallelConfig) -> World:
         draft_dp=draft_dp,
         base_groups=ProcessGroupCollection.use_mpu_process_groups(),
         draft_groups=draft_groups,
+        context=ContextShard(parallel_state.get_context_parallel_group())
+        if parallel.context_parallel_size > 1
+        else None,
     )
 
 

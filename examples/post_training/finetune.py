@@ -24,6 +24,13 @@ def parser() -> cli.Parser:
     p.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
     p.add_argument("--feature-cache", metavar="DIR", help="compute the base's features once, into this folder")
     p.add_argument("--base-fp8", action="store_true", help="run the base in real fp8 (Hopper or newer, with --bf16)")
+    p.add_argument(
+        "--teacher",
+        choices=["quantised", "original"],
+        default="quantised",
+        help="of a checkpoint with a quantised base: train on that base as it is served, or on the original one "
+        "(default: quantised)",
+    )
     p.add_argument("--tensorboard-dir", metavar="DIR", help="write TensorBoard events")
     p.add_argument("--wandb-project", metavar="NAME", help="log to Weights & Biases")
     p.add_config(TrainConfig)
@@ -40,8 +47,9 @@ def main(args: argparse.Namespace) -> None:
         "objective": cli.config_from(ObjectiveConfig, args),
         "parallel": cli.config_from(ParallelConfig, args),
     }
-    plain = ("load", "save", "data", "seq_length", "base", "tokenizer", "feature_cache", "base_fp8", "tensorboard_dir")
-    run = FinetuneRun(**configs, **{k: getattr(args, k) for k in plain}, wandb_project=args.wandb_project)
+    plain = ("load", "save", "data", "seq_length", "base", "tokenizer", "feature_cache", "base_fp8", "teacher")
+    plain += ("tensorboard_dir", "wandb_project")
+    run = FinetuneRun(**configs, **{k: getattr(args, k) for k in plain})
     if not finetune(run):
         sys.exit(3)  # stopped by a signal after saving: a scheduler starts it again
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_spec import distributed, presets
+from megatron_spec import distributed, presets, support
 from megatron_spec.build import link
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
@@ -129,6 +129,7 @@ def convert(
     require_empty(save, "give another --save folder, or remove it to convert again")
     ref = inspect_base(load)
     config, vocab = plan(ref, wanted)
+    support.check("convert", parallel)
     check_parallel(ref.config, parallel)
     check_draft_parallel(config, parallel)
     world = distributed.initialize(parallel, seed)

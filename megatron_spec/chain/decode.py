@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_spec import distributed
+from megatron_spec import distributed, support
 from megatron_spec.build import load_checkpoint
 from megatron_spec.chain.data import check_file
 from megatron_spec.chain.features import teacher_fingerprint, template_hash
@@ -24,11 +24,6 @@ from megatron_spec.pipeline.model import FrozenBase
 from megatron_spec.pipeline.placement import check_parallel
 
 log = logging.getLogger(__name__)
-
-
-def _check_parallel(parallel: ParallelConfig) -> None:
-    if parallel.sequence_parallel:
-        raise UserError("--sequence-parallel is for training; decoding reads one token at a time: leave it out")
 
 
 def validate(
@@ -51,7 +46,7 @@ def validate(
     dtype = torch.float64 if fp64 else torch.bfloat16 if bf16 else torch.float32
     folder = resolve(load)
     check_parallel(read_spec(folder).base.config, parallel)
-    _check_parallel(parallel)
+    support.check("decode", parallel)
     check_file(data)
     prompts = read_prompts(data, num_prompts)
     world = distributed.initialize(parallel, decode.seed)
@@ -88,7 +83,7 @@ def generate(
     if load is None and base is None:
         raise UserError("give --base for a base model alone, or --load for a draft checkpoint")
     check_file(data)
-    _check_parallel(parallel)
+    support.check("decode", parallel)
     prompts = read_prompts(data, num_prompts)
     if load is not None:
         check_parallel(read_spec(resolve(load)).base.config, parallel)

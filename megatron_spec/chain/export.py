@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_spec import distributed
+from megatron_spec import distributed, support
 from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint.spec import read_spec, resolve
 from megatron_spec.config import ParallelConfig, UserError
@@ -47,6 +47,7 @@ def export(
     if export_embeddings and spec.draft.algorithm == "medusa":
         raise UserError("--export-embeddings: a Medusa draft reads no embedding")
     require_empty(export_dir, "give another --export-dir, or remove it to export again")
+    support.check("export", parallel)
     check_parallel(spec.base.config, parallel)
     world = distributed.initialize(parallel)
     loaded = load_checkpoint(folder, world, dtype=torch.bfloat16 if bf16 else torch.float32, base_path=base)

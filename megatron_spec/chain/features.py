@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_spec import distributed
+from megatron_spec import distributed, support
 from megatron_spec.build import Loaded, load_checkpoint
 from megatron_spec.chain.data import check_seq_length, open_dataset
 from megatron_spec.checkpoint.spec import read_spec, resolve
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 def teacher_fingerprint(loaded: Loaded) -> str:
     """Identity of the base as it computes: its content and, when fake-quantised, its ranges."""
-    if loaded.base_amax is None:
+    if loaded.base_amax is None or not loaded.base_quantised:
         return loaded.base_ref.fingerprint
     ranges = json.dumps(loaded.base_amax, sort_keys=True).encode()
     return f"{loaded.base_ref.fingerprint}+{hashlib.sha256(ranges).hexdigest()[:16]}"
@@ -95,6 +95,7 @@ def extract_features(
     """
     parallel = parallel or ParallelConfig()
     spec = read_spec(resolve(load))
+    support.check("extract", parallel)
     check_parallel(spec.base.config, parallel)
     check_seq_length(seq_length, spec)
     world = distributed.initialize(parallel)

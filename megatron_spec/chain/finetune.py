@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_spec import distributed, presets
+from megatron_spec import distributed, presets, support
 from megatron_spec.build import Loaded, load_checkpoint, respec
 from megatron_spec.chain.data import check_file, check_seq_length, open_dataset
 from megatron_spec.chain.features import cached_features
@@ -48,6 +48,8 @@ class FinetuneRun:
     tokenizer: str | None = None
     feature_cache: str | None = None
     base_fp8: bool = False
+    teacher: str = "quantised"
+    """Of a checkpoint with a fake-quantised base: 'quantised', as it will be served, or 'original'."""
     tensorboard_dir: str | None = None
     wandb_project: str | None = None
 
@@ -89,6 +91,7 @@ def data_order(run: FinetuneRun) -> dict[str, Any]:
         "--seq-length": run.seq_length,
         "--global-batch-size": run.train.global_batch_size,
         "--seed": run.train.seed,
+        "--teacher": run.teacher,
     }
 
 
@@ -115,10 +118,14 @@ def check_before_loading(run: FinetuneRun) -> tuple[Path, bool]:
     """All that can be refused without reading weights."""
     folder, resumed = starting_point(run)
     spec = read_spec(folder)
+    row = "base_fp8" if run.base_fp8 else "finetune" if run.feature_cache is None else "offline"
+    support.check(row, run.parallel)
     check_parallel(spec.base.config, run.parallel)
     check_seq_length(run.seq_length, spec)
     presets.objective_for(spec.draft, run.objective)
     check_file(run.data)
+    if run.teacher == "original" and (spec.quant is None or spec.quant.base == "none"):
+        raise UserError("--teacher original: the base of this checkpoint is not quantised; leave the flag out")
     if run.base_fp8 and run.feature_cache is not None:
         raise UserError("--base-fp8 is for features computed as training goes: leave it out with --feature-cache")
     return folder, resumed
@@ -134,8 +141,9 @@ def make_loader(run: FinetuneRun, loaded: Loaded, world: World) -> BatchLoader:
         dp_rank=world.dp_rank,
         dp_size=world.dp_size,
         seed=run.train.seed,
-        pad_multiple=world.tp_size if run.parallel.sequence_parallel else 1,
+        pad_multiple=world.sequence_multiple,
         device=world.device,
+        context=world.context,
     )
 
 
@@ -158,7 +166,8 @@ def finetune(run: FinetuneRun) -> bool:
     world = distributed.initialize(run.parallel, run.train.seed)
     check_world(world, run.train)
     dtype = torch.bfloat16 if run.train.bf16 else torch.float32
-    loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base)
+    original = run.teacher == "original"
+    loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base, original_base=original)
     loader = make_loader(run, loaded, world)
     ddp = wrap_ddp(loaded.draft, world, run.train)
     optimizer, scheduler = build_optimizer(ddp, world, run.train)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_spec import distributed, presets
+from megatron_spec import distributed, presets, support
 from megatron_spec.build import load_checkpoint, respec
 from megatron_spec.chain.data import check_file, check_seq_length, open_dataset
 from megatron_spec.checkpoint import sharded
@@ -120,6 +120,7 @@ def quantize(
     objective = presets.objective_for(spec.draft, objective)
     check_file(data)
     require_empty(save, "give another --save folder, or remove it to quantise again")
+    support.check("quantize", parallel)
     check_parallel(spec.base.config, parallel)
     check_seq_length(seq_length, spec)
     world = distributed.initialize(parallel)

@@ -17,6 +17,7 @@ import torch
 
 from megatron_spec.batch import Batch
 from megatron_spec.config import UserError
+from megatron_spec.context import ContextShard
 from megatron_spec.data.chat import ChatEncoder, Sample, read_conversations
 from megatron_spec.data.packing import build_batch, pack
 
@@ -131,7 +132,8 @@ class BatchLoader:
     Args:
         micro_batch_size: rows in a micro-batch.
         global_batch_size: rows in a step over all data ranks and micro-batches.
-        pad_multiple: the common length is a multiple of it (the tensor parallel size under sequence parallelism).
+        pad_multiple: the common length is a multiple of it (`World.sequence_multiple`).
+        context: the ranks that share every sequence; they build the same loader.
         packing: several samples in one row of at most `dataset.seq_length` tokens; a row then counts as one sample.
 
     Raises UserError when the sizes do not divide, or the dataset is empty.
@@ -150,6 +152,7 @@ class BatchLoader:
         device: torch.device | str = "cpu",
         packing: bool = False,
         pad_token_id: int = 0,
+        context: ContextShard | None = None,
     ) -> None:
         if len(dataset) == 0:
             raise UserError("the dataset holds no samples")
@@ -165,7 +168,7 @@ class BatchLoader:
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.seed, self.shuffle = seed, shuffle
         self.pad_multiple, self.pad_token_id, self.device = pad_multiple, pad_token_id, device
-        self.packing = packing
+        self.packing, self.context = packing, context
         lengths = [len(dataset[i]) for i in range(len(dataset))]
         self._rows = pack(lengths, dataset.seq_length) if packing else [[i] for i in range(len(dataset))]
         self._row_lengths = [sum(lengths[i] for i in row) for row in self._rows]
@@ -208,5 +211,5 @@ class BatchLoader:
             chosen = rows[begin : begin + self.micro_batch_size]
             samples = [[self.dataset[i] for i in self._rows[row]] for row in chosen]
             ids = None if self.packing else tuple(chosen)
-            batches.append(build_batch(samples, length, self.device, self.pad_token_id, ids))
+            batches.append(build_batch(samples, length, self.device, self.pad_token_id, ids, self.context))
         return batches

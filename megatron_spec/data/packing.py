@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_spec.batch import Batch
+from megatron_spec.context import ContextShard
 from megatron_spec.data.chat import Sample
 
 
@@ -45,6 +46,7 @@ def build_batch(
     device: torch.device | str,
     pad_token_id: int = 0,
     sample_ids: tuple[int, ...] | None = None,
+    context: ContextShard | None = None,
 ) -> Batch:
     """A Batch [B, S=length] with the samples of each row one behind the other and padding at the end.
 
@@ -67,4 +69,4 @@ def build_batch(
             documents_BS[b, at:end] = document
             turn_offset = int(turns_BS[b].max())
             at = end
-    return Batch(tokens_BS, positions_BS, turns_BS, documents_BS, sample_ids).to(device)
+    return Batch(tokens_BS, positions_BS, turns_BS, documents_BS, sample_ids, context).to(device)

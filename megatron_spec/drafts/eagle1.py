@@ -20,9 +20,9 @@ from megatron_spec.batch import Batch, Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig
 from megatron_spec.drafts.base import Attention, BaseEnds, DraftLosses
 from megatron_spec.drafts.layer import DraftLayer
-from megatron_spec.drafts.linear import Linear, enter
+from megatron_spec.drafts.linear import Linear
 from megatron_spec.drafts.recurrent import SharedHeadDraft
-from megatron_spec.drafts.unroll import Supervision
+from megatron_spec.drafts.unroll import Supervision, teacher_state
 from megatron_spec.drafts.vocab import DraftVocab
 
 
@@ -69,8 +69,12 @@ class Eagle1Draft(SharedHeadDraft):
         """
         hidden = self.start(features.captures_SBC, features.state_SBH)
         if self.training and torch.is_grad_enabled() and objective.feature_noise > 0:
-            first = self.tp_group.rank() * len(hidden) if self.sequence_parallel else 0
-            hidden = hidden + feature_noise(features.batch, hidden, objective.feature_noise, first)
+            rows_L = features.batch.local(torch.arange(features.batch.tokens_BS.shape[1], device=hidden.device)[None])[
+                0
+            ]
+            if self.sequence_parallel:
+                rows_L = rows_L.chunk(self.tp_group.size())[self.tp_group.rank()]
+            hidden = hidden + feature_noise(features.batch, hidden, objective.feature_noise, rows_L)
         token, states, plan, _ = self._token_losses(hidden, features, ends, objective)
         regression_T = self._regression(states, features, plan)
         regression = torch.stack([objective.step_decay**k * x for k, x in enumerate(regression_T)]).sum()
@@ -84,8 +88,7 @@ class Eagle1Draft(SharedHeadDraft):
 
     def _regression(self, states: list[Tensor], features: Features, plan: Supervision) -> Tensor:
         """[T] SmoothL1 between estimated and true states, mean over H, sum over the supervised rows."""
-        with torch.no_grad():
-            true_UH = enter(features.state_SBH, self.tp_group, self.sequence_parallel).flatten(0, 1)[plan.teacher_U]
+        true_UH = teacher_state(features, plan, self.tp_group, self.sequence_parallel)
         wide = torch.float64 if true_UH.dtype == torch.float64 else torch.float32
         return torch.stack([
             F.smooth_l1_loss(state.to(wide), true_UH[rows].to(wide), reduction="none").mean(-1).sum()
@@ -93,22 +96,22 @@ class Eagle1Draft(SharedHeadDraft):
         ])  # fmt: skip
 
 
-def feature_noise(batch: Batch, like_SBH: Tensor, scale: float, first_row: int = 0) -> Tensor:
+def feature_noise(batch: Batch, like_SBH: Tensor, scale: float, rows_L: Tensor | None = None) -> Tensor:
     """Noise [S, B, H], uniform in +-scale: a function of torch's seed, the tokens of the row, position and channel.
 
     It does not depend on the device, on padding, or on how rows, batches and sequences are spread over ranks.
 
     Args:
         like_SBH: shape, dtype and device of the noise.
-        first_row: sequence position of its first row (sequence parallelism).
+        rows_L: sequence positions of its rows, when these are not all (sequence or context parallelism).
     """
-    S, _, H = like_SBH.shape
+    H = like_SBH.shape[2]
     device = like_SBH.device
     place_S = torch.arange(batch.tokens_BS.shape[1], device=device)
     real_BS = batch.documents_BS >= 0
     content_B = (_mix((batch.tokens_BS + 1) * 0x9E3779B1 + place_S) * real_BS).sum(1)
     seed_B = _mix(content_B + _mix(torch.initial_seed()))
-    row_SB = _mix(seed_B + place_S[first_row : first_row + S, None] * 0x85EBCA6B)
+    row_SB = _mix(seed_B + (place_S if rows_L is None else rows_L)[:, None] * 0x85EBCA6B)
     bits_SBH = _mix(row_SB[..., None] + torch.arange(H, device=device) * 0xC2B2AE35)
     unit_SBH = (bits_SBH >> 8).to(torch.float32) / (1 << 24)  # 24 bits: exact in fp32, [0, 1)
     return ((2 * unit_SBH - 1) * scale).to(like_SBH.dtype)

@@ -25,7 +25,7 @@ from megatron_spec.drafts.base import BaseEnds, Draft, DraftLosses, mark_replica
 from megatron_spec.drafts.initial import set_parameters
 from megatron_spec.drafts.linear import ColumnLinear, Linear, copy_to_ranks, enter
 from megatron_spec.drafts.teacher import TeacherHead, restricted_head
-from megatron_spec.drafts.unroll import Supervision, head_losses
+from megatron_spec.drafts.unroll import Supervision, head_losses, teach
 from megatron_spec.drafts.vocab import DraftVocab
 
 
@@ -127,10 +127,9 @@ class MedusaDraft(Draft):
         if objective.ttt_steps != heads:
             raise UserError(f"ttt_steps is {objective.ttt_steps}, but the draft has {heads} Medusa heads: use {heads}")
         plan = Supervision.of(features.batch, heads, objective.alignment)
+        teacher = teach(features, plan, teacher_head, objective.temperature, group, self.sequence_parallel)
         with torch.no_grad():
             state_NH = enter(features.state_SBH, group, self.sequence_parallel).flatten(0, 1)
-            known = features.argmax_of(plan.teacher_U)
-            teacher = teacher_head(state_NH[plan.teacher_U], objective.temperature, known)
         labels = following_tokens(features.batch)[plan.teacher_U] if objective.loss == "hard_ce" else None
         plain = objective.replace(step_decay=1.0)
         found = []

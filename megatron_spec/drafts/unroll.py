@@ -26,6 +26,7 @@ from megatron_spec.losses.vocab_parallel import Teacher, kernel_row_loss, row_lo
 from megatron_spec.ops.fused_head import StepRows, fused_head
 from megatron_spec.ops.rows import pick_rows
 from megatron_spec.ops.ttt_attention import TrainingTimeTest, trunk_layout
+from megatron_spec.platform import to_device
 
 Step = Callable[[Tensor, Tensor, Tensor, Attention], tuple[Tensor, Tensor]]
 """(hidden [S,B,H], embedding [S,B,H], positions [B,S], attention) -> (state fed back, state read by the head)."""
@@ -62,10 +63,10 @@ class Supervision:
     """Supervised rows as indices into the flattened [S * B] rows.
 
     Attributes:
-        rows: per step int64 [R], row of the draft, ascending.
+        rows: per step int64 [R], row of the draft on this rank, ascending.
         active: per step, the rows some step from this one on is supervised at: all that has to be computed.
         teacher_rows: per step int64 [R], position of its teacher row inside `teacher_U`.
-        teacher_U: int64 [U], rows of the base that some step is compared with.
+        teacher_U: int64 [U], rows of the base, counted in the whole sequence, that some step is compared with.
     """
 
     rows: list[Tensor]
@@ -75,17 +76,45 @@ class Supervision:
 
     @staticmethod
     def of(batch: Batch, steps: int, alignment: Alignment) -> Supervision:
-        """From the turns and documents of a micro-batch."""
+        """From the turns and documents of a micro-batch; under context parallelism this rank's rows.
+
+        Counted on the host where the batch has a copy there: the device would have to finish the base first.
+        """
+        found = Supervision._of(batch.host or batch, steps, alignment)
+        return found if batch.host is None else found._to(batch.tokens_BS.device)
+
+    def _to(self, device: torch.device) -> Supervision:
+        """All indices on a device, in one copy."""
+        lists = [self.rows, self.active, self.teacher_rows, [self.teacher_U]]
+        flat = [x for part in lists for x in part]
+        moved = iter(to_device(torch.cat(flat), device).split([len(x) for x in flat]))
+        rows, active, teacher_rows, teacher_U = ([next(moved) for _ in part] for part in lists)
+        return Supervision(rows, active, teacher_rows, teacher_U[0])
+
+    @staticmethod
+    def _of(batch: Batch, steps: int, alignment: Alignment) -> Supervision:
         B = batch.tokens_BS.shape[0]
-        mask_TN = supervised_rows(batch, steps, alignment).transpose(1, 2).flatten(1)
+        mask_TBS = supervised_rows(batch, steps, alignment)
+        mask_TN = (mask_TBS if batch.context is None else batch.context.part(mask_TBS, 2)).transpose(1, 2).flatten(1)
         rows = _places_of(mask_TN)
         active = _places_of(mask_TN.flip(0).cumsum(0).flip(0) > 0)
-        wanted = [r + (1 + k) * B for k, r in enumerate(rows)]  # row j is compared with z_{j+1+k}
-        needed = torch.zeros_like(mask_TN[0])
+        wanted = [batch.whole_rows(r) + (1 + k) * B for k, r in enumerate(rows)]  # row j is compared with z_{j+1+k}
+        needed = torch.zeros_like(mask_TBS[0]).flatten()
         for r in wanted:
             needed[r] = True
         place = needed.cumsum(0) - 1
         return Supervision(rows, active, [place[r] for r in wanted], needed.nonzero()[:, 0])
+
+
+@torch.no_grad()
+def teacher_state(
+    features: Features, supervision: Supervision, group: dist.ProcessGroup, sequence_parallel: bool
+) -> Tensor:
+    """[U, H] the base's final state at the rows of the teacher. A collective under context parallelism."""
+    state, context = enter(features.state_SBH, group, sequence_parallel), features.batch.context
+    if context is None:
+        return state.flatten(0, 1)[supervision.teacher_U]
+    return context.pick(state, supervision.teacher_U, len(supervision.rows))
 
 
 def teach(
@@ -97,10 +126,8 @@ def teach(
     sequence_parallel: bool,
 ) -> Teacher:
     """The base's opinion at every row that some step needs."""
-    with torch.no_grad():
-        state = enter(features.state_SBH, group, sequence_parallel)
-        rows_U = supervision.teacher_U
-        return head(state.flatten(0, 1)[rows_U], temperature, features.argmax_of(rows_U))
+    state_UH = teacher_state(features, supervision, group, sequence_parallel)
+    return head(state_UH, temperature, features.argmax_of(supervision.teacher_U))
 
 
 def head_rows(x_SBH: Tensor, rows_R: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
@@ -138,7 +165,7 @@ def head_losses(
 
     in_place = kernel_row_loss(teacher, objective.loss, objective.temperature, group)
     total, stats = fused_head(states, weight_DH, steps, row_loss, in_place)
-    rows_T = torch.tensor([len(rows) for rows in supervision.rows], dtype=stats.dtype, device=stats.device)
+    rows_T = to_device(torch.tensor([len(rows) for rows in supervision.rows], dtype=stats.dtype), stats.device)
     return DraftLosses(total, stats[:, 0], stats[:, 1], stats[:, 2], rows_T)
 
 
@@ -162,16 +189,18 @@ def unroll(
         hidden_SBH: state of step 0 ([S / TP, B, H] under sequence parallelism).
     """
     batch = features.batch
-    attention = TrainingTimeTest(trunk_layout(batch.documents_BS, hidden_SBH.dtype), objective.detach)
+    layout = trunk_layout(batch.documents_BS, hidden_SBH.dtype, batch.context, batch.single_document)
+    attention = TrainingTimeTest(layout, objective.detach)
     tokens_N, positions_N = batch.tokens_BS.t().flatten(), batch.positions_BS.t().flatten()
     B, states = batch.tokens_BS.shape[0], []
     for k, rows in enumerate(supervision.rows):
         if k == 0 or sequence_parallel:
-            tokens, positions = shift(batch.tokens_BS, 1 + k, 1), batch.positions_BS + k
+            tokens, positions = batch.local(shift(batch.tokens_BS, 1 + k, 1)), batch.local(batch.positions_BS) + k
         else:
             active = supervision.active[k]
             hidden_SBH = _keep_active(hidden_SBH, attention, supervision, k)
-            tokens, positions = tokens_N[active + (1 + k) * B][None], positions_N[active][None] + k
+            place = batch.whole_rows(active)
+            tokens, positions = tokens_N[place + (1 + k) * B][None], positions_N[place][None] + k
             rows = torch.searchsorted(active, rows)
         with torch.no_grad():
             embedding = ends.embed(tokens)

@@ -59,6 +59,8 @@ class OfflineFeatures:
             captures_SBC[:n, row], state_SBH[:n, row] = sample.captures, sample.state
             argmax_SB[:n, row] = sample.argmax
         argmax_SB = argmax_SB.to(self.world.device)
+        if batch.context is not None:
+            captures_SBC, state_SBH = batch.context.part(captures_SBC, 0), batch.context.part(state_SBH, 0)
         return Features(batch, self._place(captures_SBC), self._place(state_SBH), argmax_SB)
 
     def _place(self, x_SBX: Tensor) -> Tensor:
@@ -87,7 +89,7 @@ def extract(
     mine = todo[world.dp_rank :: world.dp_size]
     for done, shard in enumerate(mine):
         samples = _run_shard(base, dataset, manifest.samples_of(shard), micro_batch_size)
-        if world.is_last_stage and world.tp_rank == 0:
+        if world.is_last_stage and world.tp_rank == 0 and (world.context is None or world.context.group.rank() == 0):
             writer.write(shard, samples)
         log.info("features: shard %d of %d on data rank %d", done + 1, len(mine), world.dp_rank)
     dist.barrier()
@@ -112,7 +114,7 @@ def _run_shard(base: FrozenBase, dataset: Dataset, numbers: range, micro_batch_s
     """Features of the samples in order, on the last stage ([] elsewhere); similar lengths run together."""
     world = base.world
     order = sorted(numbers, key=lambda i: len(dataset[i]))
-    multiple = world.tp_size if world.parallel.sequence_parallel else 1
+    multiple = world.sequence_multiple
     found: dict[int, SampleFeatures] = {}
     step = micro_batch_size * world.pp_size
     for start in range(0, len(order), step):
@@ -121,7 +123,7 @@ def _run_shard(base: FrozenBase, dataset: Dataset, numbers: range, micro_batch_s
         chunks = [chosen[i : i + micro_batch_size] for i in range(0, len(chosen), micro_batch_size)]
         # One shape per step: a short last chunk repeats its first sample.
         full = [chunk + chunk[:1] * (micro_batch_size - len(chunk)) for chunk in chunks]
-        batches = [build_batch([[dataset[i]] for i in chunk], length, world.device) for chunk in full]
+        batches = [build_batch([[dataset[i]] for i in c], length, world.device, context=world.context) for c in full]
         for chunk, (captures_SBC, state_SBH) in zip(chunks, run_base(base, batches), strict=False):
             whole = [_whole(world, captures_SBC), _whole(world, state_SBH)]
             argmax_SB = base_argmax(base, whole[1].flatten(0, 1), world.tp).view(whole[1].shape[:2])
@@ -135,7 +137,6 @@ def _run_shard(base: FrozenBase, dataset: Dataset, numbers: range, micro_batch_s
 
 
 def _whole(world: World, x_SBX: Tensor) -> Tensor:
-    if not world.parallel.sequence_parallel:
-        return x_SBX
-    gathered: Tensor = gather_from_sequence_parallel_region(x_SBX.contiguous(), group=world.tp)
-    return gathered
+    if world.parallel.sequence_parallel:
+        x_SBX = gather_from_sequence_parallel_region(x_SBX.contiguous(), group=world.tp)
+    return x_SBX if world.context is None else world.context.gather(x_SBX)

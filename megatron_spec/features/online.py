@@ -1,6 +1,6 @@
 """Features from the base as it runs: forward-only pipeline, then each micro-batch goes to the rank that trains on it.
 
-S sequence (this rank's part under sequence parallelism), B micro-batch, H hidden, C = captures * H.
+S sequence (this rank's part under sequence and context parallelism), B micro-batch, H hidden, C = captures * H.
 """
 
 from __future__ import annotations
@@ -55,6 +55,5 @@ class OnlineFeatures:
     def _empty(self, batch: Batch) -> Tensor:
         world = self.base.world
         B, S = batch.tokens_BS.shape
-        rows = S // world.tp_size if world.parallel.sequence_parallel else S
         width = self.base.config.hidden_size * (1 + len(self.base.capture_layer_ids))
-        return torch.empty(rows, B, width, dtype=self.base.dtype, device=world.device)
+        return torch.empty(world.local_rows(S), B, width, dtype=self.base.dtype, device=world.device)

@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_spec.context import ContextShard
+from megatron_spec.ops import chunked_attention
+
 log = logging.getLogger(__name__)
 
 
@@ -79,6 +82,9 @@ class AttentionPlan:
         slots_BS: int64 cache slots that the S new rows are written to (decoding only).
         length: number of cache slots in use after this forward (decoding only).
         documents: packed documents, instead of a mask (half precision on a GPU).
+        context: the ranks that share the sequence; rows are this rank's, keys and values are gathered, and the mask is
+            [B, 1, L, S].
+        chunks: which keys this rank's chunks see, instead of a mask (half precision on a GPU).
     """
 
     mask_B1SL: Tensor | None = None
@@ -86,6 +92,8 @@ class AttentionPlan:
     slots_BS: Tensor | None = None
     length: int = 0
     documents: Documents | None = None
+    context: ContextShard | None = None
+    chunks: list[chunked_attention.Chunk] | None = None
 
     @staticmethod
     def causal() -> AttentionPlan:
@@ -106,6 +114,13 @@ class AttentionPlan:
         return AttentionPlan(mask_B1SL=(same & causal)[:, None])
 
     @staticmethod
+    def sharded(documents_BS: Tensor, context: ContextShard, dtype: torch.dtype) -> AttentionPlan:
+        """Causal inside each document, for this rank's rows of sequences that several ranks share."""
+        if documents_BS.is_cuda and dtype in (torch.bfloat16, torch.float16):
+            return AttentionPlan(context=context, chunks=chunked_attention.chunks_of(documents_BS, context))
+        return AttentionPlan(mask_B1SL=chunked_attention.visible(documents_BS, context), context=context)
+
+    @staticmethod
     def cached(cache: KVCache, slots_BS: Tensor, visible_BSL: Tensor | None = None) -> AttentionPlan:
         """New rows are written to `slots_BS` and see every slot up to their own, or `visible_BSL` (trees)."""
         length = int(slots_BS.max()) + 1
@@ -120,6 +135,11 @@ def attend(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, plan: AttentionPlan, 
     Returns [S, B, N*D], in the layout and dtype of the query.
     """
     S, B, N, D = q_SBND.shape
+    if plan.context is not None:
+        k_SBGD, v_SBGD = plan.context.gather(torch.cat([k_SBGD, v_SBGD], 2)).chunk(2, 2)
+        if plan.chunks is not None:
+            q, k, v = (x.transpose(0, 1) for x in (q_SBND, k_SBGD, v_SBGD))
+            return chunked_attention.forward(q, k, v, plan.chunks)[0].transpose(0, 1).reshape(S, B, N * D)
     if plan.documents is not None:
         return causal_attention(q_SBND, k_SBGD, v_SBGD, plan.documents).reshape(S, B, N * D)
     if plan.cache is not None:

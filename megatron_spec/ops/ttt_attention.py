@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_spec.context import ContextShard
+from megatron_spec.ops import chunked_attention
 from megatron_spec.ops.attention import Documents, cudnn_runs
 from megatron_spec.ops.rows import pick_rows
 
@@ -45,21 +47,35 @@ class TrunkLayout:
         starts: int32 [documents + 1] first row of every document in the flattened [B * S] rows, and B * S
             (CUDA path only, when several documents share a row).
         longest: number of rows of the longest document (CUDA path only).
+        context: the ranks that share the sequence; queries and branches are then this rank's L rows, the trunk is
+            whole, and the scores are [B, 1, L, S].
+        chunks: which keys the chunks of this rank see (CUDA path only, under context parallelism).
     """
 
     bias_B1SS: Tensor | None = None
     starts: Tensor | None = None
     longest: int = 0
+    context: ContextShard | None = None
+    chunks: list[chunked_attention.Chunk] | None = None
 
 
-def trunk_layout(documents_BS: Tensor, dtype: torch.dtype) -> TrunkLayout:
+def trunk_layout(
+    documents_BS: Tensor, dtype: torch.dtype, context: ContextShard | None = None, single_document: bool | None = None
+) -> TrunkLayout:
     """Layout for rows of several documents; causal when each row holds one (padding behind it is harmless).
 
     Args:
         documents_BS: int document number of every row, -1 for padding; documents are contiguous.
         dtype: dtype of queries and keys.
+        context: the ranks that share the sequence.
+        single_document: every row holds one document, when that is known (finding out waits for the device).
     """
-    if int(documents_BS.max()) <= 0:
+    if context is not None:
+        if _flash_can_run(documents_BS.device, dtype, 64):
+            return TrunkLayout(context=context, chunks=chunked_attention.chunks_of(documents_BS, context))
+        seen = chunked_attention.visible(documents_BS, context)
+        return TrunkLayout(bias_B1SS=chunked_attention.bias(seen, dtype), context=context)
+    if int(documents_BS.max()) <= 0 if single_document is None else single_document:
         return TrunkLayout()
     B, S = documents_BS.shape
     if not _flash_can_run(documents_BS.device, dtype, 64):
@@ -97,6 +113,8 @@ def _trunk(q: Tensor, k: Tensor, v: Tensor, layout: TrunkLayout) -> tuple[Tensor
         return o.transpose(1, 2), lse.transpose(1, 2), ()
     if not _flash_can_run(q.device, q.dtype, q.shape[-1]):
         return (*_plain_trunk(q, k, v, layout), ())
+    if layout.chunks is not None:
+        return chunked_attention.forward(q, k, v, layout.chunks)
     B, S, N, D = q.shape
     if layout.starts is None and cudnn_runs(q):
         heads_first = (x.transpose(1, 2) for x in (q, k, v))
@@ -121,6 +139,8 @@ def _trunk_backward(
         return dq, dk, dv
     if not _flash_can_run(q.device, q.dtype, q.shape[-1]):
         return _plain_trunk_backward(do, q, k, v, o, lse, layout)
+    if layout.chunks is not None:
+        return chunked_attention.backward(do, q, k, v, o, lse, rng, layout.chunks)
     B, S, N, D = q.shape
     if layout.starts is None and cudnn_runs(q):
         heads_first = (x.transpose(1, 2) for x in (do, q, k, v, o))
@@ -241,7 +261,7 @@ def _branch_backward(
 class _Places:
     """Moves compacted rows [R, ...] to their places among [B, S, ...] and back; with no rows given, the identity."""
 
-    def __init__(self, rows_R: Tensor | None, shape_BS: torch.Size) -> None:
+    def __init__(self, rows_R: Tensor | None, shape_BS: tuple[int, int]) -> None:
         self.shape = shape_BS
         # rows count through [S, B], as activations are laid out
         self.index = None if rows_R is None else (rows_R % shape_BS[0], rows_R // shape_BS[0])
@@ -263,7 +283,9 @@ class _MergedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, layout: TrunkLayout, rows_R: Tensor | None, q: Tensor, k0: Tensor, v0: Tensor, *branches: Tensor
     ) -> Tensor:
-        pairs, places = list(zip(branches[::2], branches[1::2], strict=True)), _Places(rows_R, k0.shape[:2])
+        pairs = list(zip(branches[::2], branches[1::2], strict=True))
+        B, S = k0.shape[:2]
+        places = _Places(rows_R, (B, S if layout.context is None else S // layout.context.size))
         o, lse, rng = _trunk(places.spread(q), k0, v0, layout)
         o, lse = places.collect(o), places.collect(lse)
         scores: list[Tensor] = []
@@ -301,10 +323,10 @@ def merged_attention(
 
     Args:
         q_SBND: rotated queries of this step; [R, 1, N, D] when rows are given.
-        trunk: (k, v) [S, B, G, D] of step 0, keys rotated.
+        trunk: (k, v) [S, B, G, D] of step 0, keys rotated; whole also under context parallelism.
         branches: (k, v) [S, B, G, D] of steps 1..k; [R, 1, G, D] when rows are given.
         layout: from `trunk_layout`.
-        rows_R: places of compacted queries and branches in the flattened [S * B] rows of the trunk, distinct.
+        rows_R: places of compacted queries and branches in the flattened [S * B] rows of this rank, distinct.
 
     Returns:
         [S, B, N * D] ([R, 1, N * D]), differentiable in every tensor.
@@ -350,6 +372,8 @@ class TrainingTimeTest:
     def __call__(self, layer: int, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor) -> Tensor:
         """Attention of the next step of `layer`: [S, B, N * D] ([R, 1, N * D] once compacted)."""
         if layer not in self.trunks:
+            if self.layout.context is not None:  # once per micro-batch: all later steps look at the same trunk
+                k_SBGD, v_SBGD = self.layout.context.gather(torch.cat([k_SBGD, v_SBGD], 2)).chunk(2, 2)
             self.trunks[layer], self.branches[layer] = (k_SBGD, v_SBGD), []
             return merged_attention(q_SBND, (k_SBGD, v_SBGD), [], self.layout)
         trunk, branches = self.trunks[layer], self.branches[layer]

@@ -63,7 +63,8 @@ class FastForward:
 
     def can_run(self, plan: AttentionPlan) -> bool:
         """True for causal or packed batches, when nothing hooks into the layers."""
-        return plan.mask_B1SL is None and plan.cache is None and all(map(_untouched, self.layers))
+        alone = plan.mask_B1SL is None and plan.cache is None and plan.context is None
+        return alone and all(map(_untouched, self.layers))
 
     @torch.no_grad()
     def __call__(

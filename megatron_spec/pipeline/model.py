@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from megatron_spec import platform
+from megatron_spec import platform, support
 from megatron_spec.base_models.names import padded_vocab
 from megatron_spec.base_models.transformer_config import transformer_config
 from megatron_spec.batch import Batch
@@ -32,6 +32,8 @@ from megatron_spec.pipeline.spec import PlannedAttention, block_spec
 
 def plan_for(batch: Batch, dtype: torch.dtype = torch.float32) -> AttentionPlan:
     """Causal attention for one document per row, block-causal when documents are packed."""
+    if batch.context is not None:
+        return AttentionPlan.sharded(batch.documents_BS, batch.context, dtype)
     return AttentionPlan.causal() if batch.single_document else AttentionPlan.packed(batch.documents_BS, dtype)
 
 
@@ -113,6 +115,7 @@ class FrozenBase(nn.Module):
         Raises:
             UserError: more than one model chunk, or capture ids that do not fit.
         """
+        support.check("wrap", world.parallel)
         chunks = gpt if isinstance(gpt, list) else [gpt]
         if len(chunks) != 1:
             raise UserError(
@@ -209,11 +212,11 @@ class FrozenBase(nn.Module):
 
     def _angles(self, batch: Batch, plan: AttentionPlan) -> Tensor:
         if len(self.attentions) == self.stage.count:
-            return rotary_angles(batch.positions_BS, self.inv_freq)
-        if plan.mask_B1SL is not None or plan.documents is not None:
+            return rotary_angles(batch.local(batch.positions_BS), self.inv_freq)
+        if plan.context is not None or plan.mask_B1SL is not None or plan.documents is not None:
             raise UserError(
-                "a wrapped GPTModel keeps its own causal attention and cannot run packed documents or a cache: load "
-                "the base with load_base, or give one document per row"
+                "a wrapped GPTModel keeps its own causal attention and cannot run packed documents, context "
+                "parallelism or a cache: load the base with load_base, or give one document per row"
             )
         # Fused kernels want one row of angles for the whole batch.
         return rotary_angles(torch.arange(batch.tokens_BS.shape[1], device=self.world.device)[None], self.inv_freq)
@@ -233,7 +236,7 @@ class FrozenBase(nn.Module):
         """
         captures: list[Tensor] = []
         if relayed is None:
-            hidden = self.embed(batch.tokens_BS)
+            hidden = self.embed(batch.local(batch.tokens_BS))
         else:
             hidden, captures = relay.split(relayed, self.config.hidden_size)
         decoder = self.gpt.decoder

@@ -47,6 +47,10 @@ class _ScheduledStage:
         config.variable_seq_lengths = False
         return config
 
+    def exchange_shapes(self) -> None:
+        """Stages tell one another the shape of every micro-batch, for micro-batches of several lengths."""
+        self.config.variable_seq_lengths = True
+
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
         """Called by the schedule with what the stage before sent."""
         self.input_tensor = tensors[0]
@@ -66,25 +70,19 @@ def _concatenate(hidden_SBH: Tensor, captures: list[Tensor]) -> Tensor:
     return torch.cat(captures, dim=-1) if captures else hidden_SBH[..., :0]
 
 
-def _common_shape(base: FrozenBase, batches: list[Batch]) -> tuple[int, int]:
-    shapes = {tuple(batch.tokens_BS.shape) for batch in batches}
-    if len(shapes) != 1:
-        raise UserError(
-            f"found micro-batches of different shapes {sorted(shapes)} in one step, expected one shape: pad them"
-        )
-    B, S = shapes.pop()
-    parallel = base.world.parallel
-    if parallel.sequence_parallel and S % parallel.tensor_model_parallel_size:
-        raise UserError(
-            f"sequence length {S} is not a multiple of tensor_model_parallel_size "
-            f"{parallel.tensor_model_parallel_size}, which sequence_parallel needs: change the length, or turn it off"
-        )
-    return B, S
+def _check_lengths(base: FrozenBase, batches: list[Batch]) -> None:
+    multiple = base.world.sequence_multiple
+    for S in {batch.tokens_BS.shape[1] for batch in batches}:
+        if S % multiple:
+            raise UserError(
+                f"sequence length {S} is not a multiple of {multiple}, which sequence_parallel (the tensor parallel "
+                "size) and context parallelism (twice its size) need together: change the length, or turn them off"
+            )
 
 
 @torch.no_grad()
 def run_base(base: FrozenBase, batches: list[Batch], plans: list[AttentionPlan] | None = None) -> list[Result]:
-    """Run the base over micro-batches of one shape, all pipeline ranks together.
+    """Run the base over micro-batches, all pipeline ranks together. Each runs in its own shape.
 
     Args:
         plans: one per micro-batch; default: causal, or block-causal for packed documents.
@@ -94,9 +92,12 @@ def run_base(base: FrozenBase, batches: list[Batch], plans: list[AttentionPlan] 
     """
     if not batches:
         return []
-    B, S = _common_shape(base, batches)
+    _check_lengths(base, batches)
+    B, S = batches[0].tokens_BS.shape
     plans = plans if plans is not None else [plan_for(batch, base.dtype) for batch in batches]
     stage, world = _ScheduledStage(base), base.world
+    if any(batch.tokens_BS.shape != (B, S) for batch in batches):
+        stage.exchange_shapes()
     adjust = relay.shapes_adjuster(len(base.stage.captures_in), len(base.stage.captures_out))
     results: list[Result] = get_forward_backward_func()(
         forward_step_func=stage.step,
@@ -120,7 +121,7 @@ def run_base_everywhere(base: FrozenBase, batch: Batch, plan: AttentionPlan) -> 
     if world.pp_size == 1:
         return results[0]
     B, S = batch.tokens_BS.shape
-    rows = S // world.tp_size if world.parallel.sequence_parallel else S
+    rows = world.local_rows(S)
     width = base.config.hidden_size * (1 + len(base.capture_layer_ids))
     if results:
         joined = torch.cat([results[0][1], results[0][0]], dim=-1)

@@ -1,0 +1,108 @@
+"""Context parallelism: which rows of a sequence a rank holds, and how ranks exchange rows.
+
+The sequence is cut into 2 * CP chunks of equal length, and rank r holds chunks r and 2 * CP - 1 - r: under causal
+attention every rank then has the same work (the layout of megatron-core and Transformer Engine). Tokens, positions,
+turns and documents are small and stay whole on every rank, so shifts by a token need no communication; only
+activations are spread. Keys and values of a trunk are gathered once (ring attention, arXiv 2310.01889, sends the same
+volume), their gradients are summed back once.
+
+S whole sequence, L = S / CP rows of this rank, B micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class ContextShard:
+    """This rank's part of every sequence.
+
+    Attributes:
+        group: the context parallel ranks.
+    """
+
+    group: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        """Ranks that share a sequence."""
+        return self.group.size()
+
+    @property
+    def multiple(self) -> int:
+        """The whole length must be a multiple of this."""
+        return 2 * self.size
+
+    def chunks(self, S: int, rank: int | None = None) -> list[tuple[int, int]]:
+        """(first, end) of the two chunks of a rank (default: this one), ascending."""
+        assert S % self.multiple == 0, (S, self.multiple)
+        r, length = self.group.rank() if rank is None else rank, S // self.multiple
+        return [(c * length, (c + 1) * length) for c in (r, self.multiple - 1 - r)]
+
+    def rows(self, S: int, device: torch.device | str) -> Tensor:
+        """int64 [L]: global positions of this rank's rows, ascending."""
+        return torch.cat([torch.arange(*chunk, device=device) for chunk in self.chunks(S)])
+
+    def order(self, S: int, device: torch.device | str) -> Tensor:
+        """int64 [S]: global positions in the order in which the ranks' rows lie behind one another."""
+        parts = [torch.arange(*chunk, device=device) for r in range(self.size) for chunk in self.chunks(S, r)]
+        return torch.cat(parts)
+
+    def part(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's rows of a whole tensor."""
+        return x.index_select(dim, self.rows(x.shape[dim], x.device))
+
+    def gather(self, x_L: Tensor) -> Tensor:
+        """[L, ...] of every rank -> the whole [S, ...] on every rank. Gradients are summed over the ranks."""
+        out: Tensor = _Gather.apply(x_L, self)  # type: ignore[no-untyped-call]
+        return out
+
+    @torch.no_grad()
+    def pick(self, x_LBH: Tensor, rows_U: Tensor, ahead: int) -> Tensor:
+        """[U, H]: rows of a tensor that is spread over the ranks, without gradient. A collective.
+
+        Args:
+            rows_U: flattened global rows (s * B + b), each on this rank or at most `ahead` places behind one of its
+                chunks: only these borders travel.
+            ahead: draft steps, the same on every rank.
+        """
+        L, B = x_LBH.shape[:2]
+        S, device = L * self.size, x_LBH.device
+        ends = torch.arange(self.multiple, device=device)[:, None] * (S // self.multiple)
+        border = (ends + torch.arange(ahead, device=device)).flatten().unique()
+        border = border[border < S]
+        place_S = torch.full((S,), -1, dtype=torch.int64, device=device)
+        place_S[self.rows(S, device)] = torch.arange(L, device=device)
+        mine = place_S[border]
+        borders = x_LBH[mine.clamp(min=0)] * (mine >= 0)[:, None, None]
+        dist.all_reduce(borders, group=self.group)  # one rank holds each row, the others add zeros
+        foreign = border[mine < 0]
+        place_S[foreign] = L + (mine < 0).nonzero()[:, 0]
+        place_U = place_S[rows_U // B]
+        return torch.cat([x_LBH, borders]).flatten(0, 1)[place_U * B + rows_U % B]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_L: Tensor, shard: ContextShard) -> Tensor:
+        ctx.shard = shard
+        whole = x_L.new_empty(x_L.shape[0] * shard.size, *x_L.shape[1:])
+        dist.all_gather_into_tensor(whole, x_L.contiguous(), group=shard.group)
+        order = shard.order(len(whole), x_L.device)
+        return torch.empty_like(whole).index_copy_(0, order, whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor, None]:
+        shard = ctx.shard
+        ordered = grad_S.index_select(0, shard.order(len(grad_S), grad_S.device))
+        mine = ordered.new_empty(len(ordered) // shard.size, *ordered.shape[1:])
+        dist.reduce_scatter_tensor(mine, ordered, group=shard.group)
+        return mine, None

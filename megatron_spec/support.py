@@ -1,0 +1,115 @@
+"""What works under which parallel layout: one table, read by the scripts before anything loads and shown in the README.
+
+Standard library only. `tools/support_table.py --write` renders it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron_spec.config import ParallelConfig, UserError
+
+AXES = {
+    "TP": "--tensor-model-parallel-size",
+    "SP": "--sequence-parallel",
+    "PP": "--pipeline-model-parallel-size",
+    "DP": "more processes than TP x PP x CP",
+    "CP": "--context-parallel-size",
+    "EP": "--expert-model-parallel-size",
+}
+"""Column of the table -> the flag that asks for it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of running and the layouts it refuses.
+
+    Attributes:
+        title: as the README shows it.
+        refused: axis -> reason.
+    """
+
+    title: str
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+_NO_SEQUENCE = "no activation is spread over ranks there: leave it out"
+_ONE_TOKEN = "decoding reads one token at a time, which cannot be spread: leave it out"
+
+ROWS: dict[str, Row] = {
+    "convert": Row("convert_model.py", {"CP": _NO_SEQUENCE}),
+    "extract": Row("offline_feature_extract.py"),
+    "finetune": Row("finetune.py, any draft, also packed and on a quantised checkpoint"),
+    "offline": Row("finetune.py with features from disk"),
+    "base_fp8": Row(
+        "finetune.py --base-fp8",
+        {
+            "SP": "the fp8 layers of the base read whole sequences",
+            "CP": "the fp8 layers of the base read whole sequences",
+            "EP": "the fp8 layers of the base are dense ones",
+        },
+    ),
+    "quantize": Row(
+        "quantize.py",
+        {"CP": "calibration reads whole sequences; the checkpoint it makes trains under any layout"},
+    ),
+    "export": Row("export.py", {"CP": _NO_SEQUENCE}),
+    "decode": Row("validate.py, generate.py", {"SP": _ONE_TOKEN, "CP": _ONE_TOKEN}),
+    "wrap": Row(
+        "library: convert() around a GPTModel of your own",
+        {"CP": "its own attention is not told which rows of the sequence a rank holds: load the base with load_base"},
+    ),
+}
+
+INTERLEAVED = (
+    "the interleaved (virtual) pipeline schedule is not supported: it overlaps forward and backward of several chunks, "
+    "and a frozen base has no backward; forward only, evenly split stages leave nothing for it to hide. Checkpoints "
+    "that were trained with it load: leave the flag out"
+)
+
+
+def _wanted(parallel: ParallelConfig) -> dict[str, bool]:
+    return {
+        "TP": parallel.tensor_model_parallel_size > 1,
+        "SP": parallel.sequence_parallel,
+        "PP": parallel.pipeline_model_parallel_size > 1,
+        "CP": parallel.context_parallel_size > 1,
+        "EP": parallel.expert_model_parallel_size > 1,
+    }
+
+
+def check(row: str, parallel: ParallelConfig, experts: int | None = None) -> None:
+    """Raise UserError when the table refuses `parallel` for this way of running.
+
+    Args:
+        row: a key of `ROWS`.
+        experts: of the base, where it is known; 0 for a dense one.
+    """
+    entry = ROWS[row]
+    if parallel.num_layers_per_virtual_pipeline_stage or parallel.num_virtual_stages_per_pipeline_rank:
+        raise UserError(f"--num-layers-per-virtual-pipeline-stage: {INTERLEAVED}")
+    for axis, wanted in _wanted(parallel).items():
+        if wanted and axis in entry.refused:
+            raise UserError(f"{AXES[axis]} does not work with {entry.title}: {entry.refused[axis]}")
+    size = parallel.expert_model_parallel_size
+    if size > 1 and experts is not None and (experts == 0 or experts % size):
+        found = f"{experts} experts" if experts else "no experts"
+        raise UserError(f"--expert-model-parallel-size {size}: the base has {found}, expected a multiple of {size}")
+
+
+def table() -> str:
+    """The table in Markdown, with the reasons below it."""
+    lines = ["| | " + " | ".join(AXES) + " |", "|---|" + "---|" * len(AXES)]
+    reasons: list[str] = []
+    for row in ROWS.values():
+        cells = []
+        for axis in AXES:
+            reason = row.refused.get(axis)
+            if reason is not None and reason not in reasons:
+                reasons.append(reason)
+            cells.append("yes" if reason is None else f"no ({reasons.index(reason) + 1})")
+        lines.append(f"| {row.title} | " + " | ".join(cells) + " |")
+    notes = [f"({i}) {reason}." for i, reason in enumerate(reasons, 1)]
+    notes.append("EP needs a base with experts; the draft has none. " + INTERLEAVED[0].upper() + INTERLEAVED[1:] + ".")
+    return "\n".join([*lines, "", *(f"{note}  " for note in notes)]).rstrip() + "\n"
