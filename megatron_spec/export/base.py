@@ -8,7 +8,6 @@ base were rounded in memory already; dividing by the same scale recovers their E
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,29 +16,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megatron_spec.base_models import config_json, name_rules
 from megatron_spec.base_models.names import NameRule, hf_shapes, join_shards, to_hf
 from megatron_spec.config import BaseConfig, QuantConfig, UserError
 from megatron_spec.distributed import World
-from megatron_spec.export.common import VerificationError, parse_dtype, shards_of, shared_folder, together
+from megatron_spec.export.common import (
+    VerificationError,
+    copy_side_files,
+    parse_dtype,
+    shards_of,
+    shared_folder,
+    together,
+)
 from megatron_spec.export.eagle import BaseLike
 from megatron_spec.export.quant_metadata import BASE_EXCLUDES, hf_quant_config, quantization_config
+from megatron_spec.export.stream import TensorWriter, write_stream
 from megatron_spec.fake_quant import quantize, scale_of
 from megatron_spec.files import read_json, write_json
 from megatron_spec.provenance import write_run_json
 
 log = logging.getLogger(__name__)
 
-_COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
-_NOT_COPIED = {"config.json", "hf_quant_config.json", "run.json"}
-_NOT_COPIED |= {"latest_checkpointed_iteration.txt", "metadata.json", "progress.txt"}  # of a Megatron checkpoint
-
 
 @dataclass
-class _Scales:
+class Scales:
     """Scales of the whole base by global module name ("layers.0.mlp.linear_fc1"), equal on all pipeline ranks."""
 
     linears: dict[str, tuple[float, float]]
@@ -79,18 +81,19 @@ def export_base(
     _check(scales, quant, source)
     exclude = _excludes(quant) if scales.linears else None
     with shared_folder(out_dir, world, overwrite) as folder:
-        writer = _ShardWriter(folder, max_shard_bytes) if world.rank == 0 else None
-        for name, tensor in _tensors(base, scales, dtype):
-            if writer is not None:
-                writer.add(name, tensor)
-        together(lambda: _finish(writer, folder, source, shape, exclude, bool(scales.kv), dtype, run_config))
+        plan = planned(shape, scales, dtype)
+        first = world.rank == 0
+        writer = together(lambda: TensorWriter(folder, plan, max_shard_bytes=max_shard_bytes) if first else None)
+        write_stream(_tensors(base, scales, dtype), writer)
+        kv = bool(scales.kv)
+        together(lambda: _finish(folder, source, shape, exclude, kv, dtype, run_config) if first else None)
         _verify(folder, base, scales, dtype, world)
     log.info("exported base to %s (%s)", out_dir, "fp8" if scales.linears else dtype)
     return Path(out_dir)
 
 
-def _gather_scales(base: Any) -> _Scales:
-    mine = _Scales({}, {})
+def _gather_scales(base: Any) -> Scales:
+    mine = Scales({}, {})
     for number, layer in enumerate(base.gpt.decoder.layers, base.stage.first):
         for name, module in layer.named_modules():
             if getattr(module, "weight_quantizer", None) is not None:
@@ -104,10 +107,10 @@ def _gather_scales(base: Any) -> _Scales:
     stages: list[Any] = [None] * base.world.pp_size
     dist.all_gather_object(stages, mine, group=base.world.pp)
     linears = {name: amax for stage in stages for name, amax in stage.linears.items()}
-    return _Scales(linears, {name: amax for stage in stages for name, amax in stage.kv.items()})
+    return Scales(linears, {name: amax for stage in stages for name, amax in stage.kv.items()})
 
 
-def _check(scales: _Scales, quant: QuantConfig | None, source: Path) -> None:
+def _check(scales: Scales, quant: QuantConfig | None, source: Path) -> None:
     wanted = quant is not None and quant.base == "fp8"
     if wanted and not scales.linears:
         raise UserError("fp8 export of a base that was never quantised: run quantize.py first, or export without fp8")
@@ -124,7 +127,7 @@ def _excludes(quant: QuantConfig | None) -> list[str]:
     """lm_head and embedding always; the user's patterns as far as an engine's module names can match them."""
     assert quant is not None
     defaults = set(QuantConfig().exclude)
-    return BASE_EXCLUDES + [p for p in quant.exclude if p not in defaults and p not in BASE_EXCLUDES]
+    return BASE_EXCLUDES + [p for p in quant.excludes("base") if p not in defaults and p not in BASE_EXCLUDES]
 
 
 # ---- tensors, one at a time, to rank 0
@@ -187,12 +190,32 @@ def _to_first_stage(rule: NameRule, tensors: dict[str, Tensor], owner: int, base
     return received
 
 
+def planned(config: BaseConfig, scales: Scales, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """name -> (dtype, shape) of every tensor of the export."""
+    plan: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for rule in name_rules(config):
+        fp8 = _module(rule) in scales.linears
+        for name, shape in hf_shapes(rule, config).items():
+            plan[name] = ("float8_e4m3fn" if fp8 else dtype, shape)
+            if fp8:
+                stem = name.removesuffix(".weight")
+                plan |= {f"{stem}.weight_scale": ("float32", ()), f"{stem}.input_scale": ("float32", ())}
+    for layer in scales.kv:
+        attention = f"model.{layer}.self_attn."
+        plan |= {f"{attention}{name}_proj.{name}_scale": ("float32", ()) for name in "kv"}
+    return plan
+
+
+def _module(rule: NameRule) -> str:
+    """Global name of the module a parameter belongs to."""
+    return rule.core.removeprefix("decoder.").removesuffix(".weight")
+
+
 @torch.no_grad()
-def _tensors(base: Any, scales: _Scales, dtype: str) -> Iterator[tuple[str, Tensor]]:
+def _tensors(base: Any, scales: Scales, dtype: str) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the export as it goes into the file, on rank 0; other ranks only take part."""
     for rule, tensors in _high_precision(base):
-        module = rule.core.removeprefix("decoder.").removesuffix(".weight")
-        amax = scales.linears.get(module)
+        amax = scales.linears.get(_module(rule))
         for name, tensor in tensors.items():
             if amax is None:
                 yield name, tensor.to("cpu", parse_dtype(dtype), copy=True)
@@ -211,54 +234,11 @@ def _tensors(base: Any, scales: _Scales, dtype: str) -> Iterator[tuple[str, Tens
 # ---- files
 
 
-class _ShardWriter:
-    """Collects tensors and writes a file whenever the limit is reached."""
-
-    def __init__(self, folder: Path, limit: int) -> None:
-        self.folder, self.limit = folder, limit
-        self.pending: dict[str, Tensor] = {}
-        self.size = self.total = 0
-        self.files: list[list[str]] = []
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        if self.pending and self.size + size > self.limit:
-            self._flush()
-        self.pending[name] = tensor.contiguous()
-        self.size += size
-        self.total += size
-
-    def _flush(self) -> None:
-        if self.pending:
-            save_file(self.pending, str(self.folder / f"part-{len(self.files)}"), metadata={"format": "pt"})
-            self.files.append(list(self.pending))
-            self.pending, self.size = {}, 0
-
-    def close(self) -> None:
-        """Give the files their names, and write the index when there are several."""
-        self._flush()
-        count = len(self.files)
-        names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-        if count == 1:
-            names = ["model.safetensors"]
-        for i, name in enumerate(names):
-            (self.folder / f"part-{i}").rename(self.folder / name)
-        if count > 1:
-            weight_map = {t: name for name, tensors in zip(names, self.files, strict=True) for t in tensors}
-            index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(weight_map.items()))}
-            write_json(self.folder / "model.safetensors.index.json", index)
-
-
 def _finish(
-    writer: _ShardWriter | None, folder: Path, source: Path, architecture: BaseConfig, exclude: list[str] | None,
+    folder: Path, source: Path, architecture: BaseConfig, exclude: list[str] | None,
     kv_cache: bool, dtype: str, run_config: dict[str, Any] | None,
 ) -> None:  # fmt: skip
-    if writer is None:
-        return
-    writer.close()
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in _COPIED and path.name not in _NOT_COPIED and ".index." not in path.name:
-            shutil.copyfile(path, folder / path.name)
+    copy_side_files(source, folder)
     found = source / "config.json"
     config: dict[str, Any] = read_json(found) if found.is_file() else config_json(architecture)
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
@@ -269,7 +249,7 @@ def _finish(
     write_run_json(folder, {"base": str(source), **(run_config or {})})
 
 
-def _verify(folder: Path, base: Any, scales: _Scales, dtype: str, world: World) -> None:
+def _verify(folder: Path, base: Any, scales: Scales, dtype: str, world: World) -> None:
     """Read every tensor back and compare it, bit for bit, with a second pass over the model."""
     problems: list[str] = []
     handles: dict[str, Any] = {}

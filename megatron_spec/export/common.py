@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,10 @@ from megatron_spec.distributed import World
 from megatron_spec.files import published_folder
 
 T = TypeVar("T")
+
+_COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
+_NOT_COPIED = {"config.json", "hf_quant_config.json", "run.json", "source.json"}
+_NOT_COPIED |= {"latest_checkpointed_iteration.txt", "metadata.json", "progress.txt"}  # of a Megatron checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -73,6 +78,13 @@ def shared_folder(folder: Path | str, world: World, overwrite: bool) -> Iterator
                     raise
         raise
     together(lambda: publishing.__exit__(None, None, None) if publishing else None)
+
+
+def copy_side_files(source: Path | str, folder: Path) -> None:
+    """Copy tokenizer, chat template and generation config of a model folder, but no code, no weights and no index."""
+    for path in sorted(Path(source).iterdir()):
+        if path.is_file() and path.suffix in _COPIED and path.name not in _NOT_COPIED and ".index." not in path.name:
+            shutil.copyfile(path, folder / path.name)
 
 
 def shards_of(tensor: Tensor, tp: dist.ProcessGroup) -> list[Tensor]:

@@ -7,11 +7,11 @@ is read back and compared with the draft in memory, and only then it takes its n
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megatron_spec.batch import Features
@@ -20,8 +20,17 @@ from megatron_spec.distributed import World
 from megatron_spec.drafts.base import BaseEnds
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export import layout
-from megatron_spec.export.common import parameters_by_file_name, parse_dtype, shards_of, shared_folder, together, whole
+from megatron_spec.export.common import (
+    copy_side_files,
+    parameters_by_file_name,
+    parse_dtype,
+    shards_of,
+    shared_folder,
+    together,
+    whole,
+)
 from megatron_spec.export.quant_metadata import DRAFT_EXCLUDES, hf_quant_config, quantization_config
+from megatron_spec.export.stream import TensorWriter, write_stream
 from megatron_spec.export.verify import verify_draft
 from megatron_spec.fake_quant import quantize, scale_of
 from megatron_spec.files import write_json
@@ -42,13 +51,6 @@ class BaseLike(Protocol):
     def config(self) -> BaseConfig:
         """What it is."""
         ...
-
-
-class EagleLike(Protocol):
-    """What is needed of an EAGLE draft."""
-
-    config: EagleConfig
-    vocab: DraftVocab
 
 
 def export_draft(
@@ -91,11 +93,11 @@ def export_draft(
     _check(config, vocab, export_embeddings, ends)
     exclude = _exclude_modules(config, fp8, quant)
     with shared_folder(out_dir, world, overwrite) as folder:
-        tensors = _collect(draft, config, vocab, dtype, world)
-        if export_embeddings and world.draft_dp.rank() == 0:
-            _add_embeddings(tensors, ends, config, dtype, world)
-        together(lambda: _write(folder, tensors, config, base, dtype, exclude, run_config) if world.rank == 0 else None)
-        tensors.clear()
+        first = world.rank == 0
+        plan = layout.expected_tensors(config, dtype, fp8, export_embeddings)
+        writer = together(lambda: TensorWriter(folder, plan) if first else None)
+        write_stream(_tensors(draft, config, vocab, dtype, world, ends if export_embeddings else None), writer)
+        together(lambda: _write(folder, config, base, dtype, exclude, run_config) if first else None)
         verify_draft(folder, draft, base.config, world, dtype=dtype, features=features, ends=ends)
     log.info("exported %s draft to %s (%s)", config.algorithm, out_dir, "fp8" if fp8 else dtype)
     return Path(out_dir)
@@ -142,7 +144,7 @@ def _exclude_modules(config: EagleConfig, fp8: set[str], quant: QuantConfig | No
         return None
     assert quant is not None
     kept = [n for n in layout.linear_names(config) if n not in fp8]
-    patterns = [p for p in quant.exclude if p not in DRAFT_EXCLUDES] if kept else []
+    patterns = [p for p in quant.excludes("draft") if p not in DRAFT_EXCLUDES] if kept else []
     for pattern in patterns:
         if layout.has_layer_number(pattern):
             raise UserError(
@@ -152,24 +154,33 @@ def _exclude_modules(config: EagleConfig, fp8: set[str], quant: QuantConfig | No
     return DRAFT_EXCLUDES + patterns
 
 
-def _collect(draft: nn.Module, config: EagleConfig, vocab: DraftVocab, dtype: str, world: World) -> dict[str, Tensor]:
-    """Every tensor of the file, on the CPU of rank 0; other ranks only help."""
+def _tensors(
+    draft: nn.Module, config: EagleConfig, vocab: DraftVocab, dtype: str, world: World, ends: BaseEnds | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the file, one after the other, on the CPU of rank 0; other ranks only help.
+
+    Args:
+        ends: the base, when its embedding is to be written too.
+    """
     if world.draft_dp.rank() != 0:
-        return {}
-    quantised = quantised_linears(draft)
-    tensors: dict[str, Tensor] = {}
+        return
+    quantised, chosen, first = quantised_linears(draft), parse_dtype(dtype), world.rank == 0
     for name, parameter in parameters_by_file_name(draft):
         tensor = whole(parameter, world.tp)
-        if world.rank != 0:
-            continue
-        linear = quantised.get(name.removesuffix(".weight"))
-        tensors |= _encode(name, tensor, linear, parse_dtype(dtype))
-    if world.rank == 0:
-        zeros = layout.zero_shapes(config)
-        tensors |= {name: torch.zeros(shape, dtype=parse_dtype(dtype)) for name, shape in zeros.items()}
-    if world.rank == 0 and not vocab.is_full:
-        tensors |= {"d2t": vocab.d2t, "t2d": vocab.t2d}
-    return tensors
+        if first:
+            yield from _encode(name, tensor, quantised.get(name.removesuffix(".weight")), chosen).items()
+    if ends is not None:
+        weight: Tensor = ends.embedding_weight  # type: ignore[attr-defined]
+        table = torch.cat(shards_of(weight.detach(), world.tp))
+        if first:
+            yield "embed_tokens.weight", table[: config.vocab_size].to("cpu", chosen)
+    if not first:
+        return
+    for name, shape in layout.zero_shapes(config).items():
+        yield name, torch.zeros(shape, dtype=chosen)
+    if not vocab.is_full:
+        yield "d2t", vocab.d2t
+        yield "t2d", vocab.t2d
 
 
 def _encode(name: str, tensor: Tensor, linear: Any, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -184,23 +195,15 @@ def _encode(name: str, tensor: Tensor, linear: Any, dtype: torch.dtype) -> dict[
     }
 
 
-def _add_embeddings(tensors: dict[str, Tensor], ends: Any, config: EagleConfig, dtype: str, world: World) -> None:
-    table = torch.cat(shards_of(ends.embedding_weight.detach(), world.tp))
-    if world.rank == 0:
-        rows = table[: config.vocab_size]
-        tensors["embed_tokens.weight"] = rows.to("cpu", parse_dtype(dtype), copy=True).contiguous()
-
-
 def _write(
     folder: Path,
-    tensors: dict[str, Tensor],
     config: EagleConfig,
     base: BaseLike,
     dtype: str,
     exclude: list[str] | None,
     run_config: dict[str, Any] | None,
 ) -> None:
-    save_file(tensors, str(folder / layout.WEIGHTS), metadata={"format": "pt"})
+    copy_side_files(base.path, folder)
     values = layout.config_json(config, base.config, dtype)
     if exclude is not None:
         values["quantization_config"] = quantization_config(exclude)

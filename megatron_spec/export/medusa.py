@@ -16,14 +16,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron_spec.config import BaseConfig, MedusaConfig, QuantConfig, UserError
 from megatron_spec.distributed import World
 from megatron_spec.drafts.base import BaseEnds
-from megatron_spec.export.common import VerificationError, parse_dtype, shards_of, shared_folder, together, whole
+from megatron_spec.export.common import (
+    VerificationError,
+    copy_side_files,
+    parse_dtype,
+    shards_of,
+    shared_folder,
+    together,
+    whole,
+)
 from megatron_spec.export.eagle import BaseLike
+from megatron_spec.export.stream import TensorWriter, write_stream
 from megatron_spec.fake_quant import round_trip
 from megatron_spec.files import read_json, write_json
 from megatron_spec.provenance import write_run_json
@@ -31,6 +40,7 @@ from megatron_spec.provenance import write_run_json
 log = logging.getLogger(__name__)
 
 WEIGHTS = "medusa_lm_head.safetensors"
+PICKLED = "medusa_lm_head.pt"
 
 
 def expected_shapes(config: MedusaConfig) -> dict[str, tuple[int, ...]]:
@@ -62,7 +72,7 @@ def config_json(config: MedusaConfig, base: BaseLike, dtype: str) -> dict[str, A
 
 def export_draft(
     draft: nn.Module, base: BaseLike, out_dir: Path | str, quant: QuantConfig | None, world: World, *,
-    dtype: str = "bfloat16", ends: BaseEnds | None = None, overwrite: bool = False,
+    dtype: str = "bfloat16", ends: BaseEnds | None = None, overwrite: bool = False, also_pt: bool = False,
     run_config: dict[str, Any] | None = None,
 ) -> Path:  # fmt: skip
     """Write the heads to `out_dir` and verify them. Collective over all ranks.
@@ -73,6 +83,7 @@ def export_draft(
         dtype: 'bfloat16', 'float16' or 'float32'.
         ends: the loaded base: needed when the heads share the base's.
         overwrite: replace a folder that is not empty.
+        also_pt: write the same tensors as medusa_lm_head.pt too, for old loaders.
         run_config: goes to run.json.
 
     Raises:
@@ -85,17 +96,21 @@ def export_draft(
         raise UserError("these Medusa heads share the base's head, which the format repeats: load the base to export")
     if quant is not None and quant.draft != "none":
         log.warning("no engine loads Medusa heads as fp8 in this format: written as %s, rounded to fp8 before", dtype)
+    first, mine = world.rank == 0, world.draft_dp.rank() == 0
+    plan = {name: (dtype, shape) for name, shape in expected_shapes(config).items()}
     with shared_folder(out_dir, world, overwrite) as folder:
-        tensors = {n: x.to("cpu", chosen, copy=True).contiguous() for n, x in _tensors(draft, ends, world)}
+        writer = together(lambda: TensorWriter(folder, plan, Path(WEIGHTS).stem) if first else None)
+        write_stream(((n, x.to("cpu", chosen)) for n, x in _tensors(draft, ends, world)), writer)
 
-        def write() -> None:
-            save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
+        def finish() -> None:
+            copy_side_files(base.path, folder)
             write_json(folder / "config.json", config_json(config, base, dtype))
+            if also_pt:
+                torch.save(load_file(str(folder / WEIGHTS)), folder / PICKLED)
             write_run_json(folder, {"base": str(base.path), **(run_config or {})})
 
-        together(lambda: write() if world.rank == 0 else None)
-        mine = world.draft_dp.rank() == 0
-        together(lambda: verify(folder, config, tensors, base.config) if mine else None)
+        together(lambda: finish() if first else None)
+        verify(folder, draft, base.config, world, dtype=dtype, ends=ends, also_pt=also_pt)
         together(lambda: check_logits(folder, draft, world, ends) if mine else None)
     log.info("exported %d Medusa heads to %s (%s)", config.num_heads, out_dir, dtype)
     return Path(out_dir)
@@ -117,32 +132,65 @@ def _tensors(draft: Any, ends: Any, world: World) -> Iterator[tuple[str, Tensor]
         yield f"{h}.{config.num_layers}.weight", whole(head.lm_head.weight, world.tp) if shared is None else shared
 
 
-@torch.no_grad()
-def verify(folder: Path | str, config: MedusaConfig, memory: dict[str, Tensor], base: BaseConfig) -> None:
-    """Compare a written folder with the tensors in memory: config, names, shapes, dtypes, values.
+def verify(
+    folder: Path, draft: Any, base: BaseConfig, world: World, *, dtype: str = "bfloat16", ends: Any = None,
+    also_pt: bool = False,
+) -> None:  # fmt: skip
+    """Compare a written folder with the draft in memory, tensor by tensor: config, names, shapes, dtypes, values.
 
-    Raises VerificationError with everything that differs.
+    Raises VerificationError on every rank, with everything that differs.
     """
-    raw = read_json(Path(folder) / "config.json")
+    config: MedusaConfig = draft.config
+    problems: list[str] = []
+    found: TensorFile | None = None
+    if world.rank == 0:
+        problems = _check_config(folder, config, base)
+        found = TensorFile(folder / WEIGHTS)
+        expected = expected_shapes(config)
+        problems += [f"missing {n}" for n in sorted(expected.keys() - found.names)]
+        problems += [f"unexpected {n}" for n in sorted(found.names - expected.keys())]
+        pickled = torch.load(folder / PICKLED, weights_only=True, mmap=True) if also_pt else {}
+        if also_pt and pickled.keys() != found.names:
+            problems.append(f"{PICKLED} holds other tensors than {WEIGHTS}")
+    for name, tensor in _tensors(draft, ends, world):
+        if found is None or name not in found.names:
+            continue
+        written, memory = found.tensor(name), tensor.to("cpu", parse_dtype(dtype))
+        if written.shape != memory.shape:
+            problems.append(f"{name} is {list(written.shape)}, expected {list(memory.shape)}")
+        elif written.dtype != memory.dtype or not torch.equal(written, memory):
+            problems.append(f"{name} differs from the draft in memory")
+        elif not torch.isfinite(written.float()).all():
+            problems.append(f"{name} holds values that are not finite")
+        if also_pt and not torch.equal(pickled.get(name, written.new_empty(0)), written):
+            problems.append(f"{name} in {PICKLED} differs")
+
+    def report() -> None:
+        if problems:
+            raise VerificationError(f"{folder} is not what is in memory: " + "; ".join(problems[:12]))
+
+    together(report)
+
+
+def _check_config(folder: Path, config: MedusaConfig, base: BaseConfig) -> list[str]:
+    raw = read_json(folder / "config.json")
     wanted = {
         "medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers, "medusa_fc_bias": True,
         "hidden_size": base.hidden_size, "vocab_size": base.vocab_size,
     }  # fmt: skip
-    problems = [f"config.json gives {k} {raw.get(k)!r}, expected {v!r}" for k, v in wanted.items() if raw.get(k) != v]
-    with safe_open(str(Path(folder) / WEIGHTS), framework="pt") as file:
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-    expected = expected_shapes(config)
-    problems += [f"missing {n}" for n in sorted(expected.keys() - found.keys())]
-    problems += [f"unexpected {n}" for n in sorted(found.keys() - expected.keys())]
-    for name in sorted(expected.keys() & found.keys()):
-        if tuple(found[name].shape) != expected[name]:
-            problems.append(f"{name} is {list(found[name].shape)}, expected {list(expected[name])}")
-        elif not torch.isfinite(found[name].float()).all():
-            problems.append(f"{name} holds values that are not finite")
-        elif found[name].dtype != memory[name].dtype or not torch.equal(found[name], memory[name]):
-            problems.append(f"{name} differs from the draft in memory")
-    if problems:
-        raise VerificationError(f"{folder} is not what is in memory: " + "; ".join(problems[:12]))
+    return [f"config.json gives {k} {raw.get(k)!r}, expected {v!r}" for k, v in wanted.items() if raw.get(k) != v]
+
+
+class TensorFile:
+    """A safetensors file, read tensor by tensor."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = safe_open(str(path), framework="pt")
+        self.names = set(self._file.keys())
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as it is in the file, on the CPU."""
+        return self._file.get_tensor(name)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -153,12 +201,12 @@ def check_logits(folder: Path | str, draft: Any, world: World, ends: BaseEnds | 
     """
     config: MedusaConfig = draft.config
     parameter = next(draft.parameters())
-    with safe_open(str(Path(folder) / WEIGHTS), framework="pt") as file:
-        found = {name: file.get_tensor(name).to(parameter) for name in expected_shapes(config)}
+    file = TensorFile(Path(folder) / WEIGHTS)
     state = torch.randn(8, config.hidden_size, generator=torch.Generator().manual_seed(0)).to(parameter)
     quantised = any(getattr(m, "input_quantizer", None) is not None for m in draft.modules())
     tolerance = 0.15 if quantised else 0.05
     for h in range(config.num_heads):
+        found = {n: file.tensor(n).to(parameter) for n in expected_shapes(config) if n.startswith(f"{h}.")}
         expected = draft.logits(state[None], h, ends)[0].float()
         width = expected.shape[-1]
         shard = plain_logits(found, config, h, state)[:, world.tp_rank * width : (world.tp_rank + 1) * width].float()

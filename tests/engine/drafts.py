@@ -69,6 +69,8 @@ def train(made: Setting, kind: str, steps: int, lr: float, **overrides: Any) -> 
         shape: Any = medusa_config(config, num_heads=K)
     elif kind == "eagle1":
         shape = eagle_config(config, kind)
+    elif "draft_vocab_size" in overrides:
+        shape = eagle_config(config, kind, overrides=overrides)
     else:
         used = torch.unique(torch.cat([made.batch.tokens_BS.flatten(), torch.arange(100, 140)]))
         vocab = DraftVocab(used, config.vocab_size)

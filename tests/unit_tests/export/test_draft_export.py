@@ -75,7 +75,9 @@ def test_bf16_folder_has_exactly_the_format(base_folder: Path, tmp_path: Path) -
     dtypes = {n: t.dtype for n, t in tensors.items()}
     assert dtypes.pop("d2t") == torch.int64 and dtypes.pop("t2d") == torch.bool
     assert set(dtypes.values()) == {torch.bfloat16}
-    assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors", "run.json"]
+    assert sorted(p.name for p in out.iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors", "run.json"
+    ]  # fmt: skip
     assert json.loads((out / "config.json").read_text()) == {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 32,
         "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
