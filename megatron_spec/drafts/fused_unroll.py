@@ -422,7 +422,8 @@ def fused_unroll(
 
     weights = _Weights.of(draft)
     hidden = hidden_SBH.flatten(0, 1).contiguous()
-    layout, steps = trunk_layout(batch.documents_BS, hidden.dtype), _Steps(rows, active, len(hidden))
+    layout = trunk_layout(batch.documents_BS, hidden.dtype, None, batch.single_document)
+    steps = _Steps(rows, active, len(hidden))
     work = _Unroll(draft, weights, hidden.detach(), batch, steps, ends, layout, kernels)
     states = _FusedUnroll.apply(work, [len(r) for r in rows], hidden, *weights.all())  # type: ignore[no-untyped-call]
     return list(states)

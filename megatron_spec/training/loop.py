@@ -21,6 +21,7 @@ from megatron_spec.config import TrainConfig, UserError
 from megatron_spec.data.loader import BatchLoader
 from megatron_spec.distributed import World
 from megatron_spec.features.base import FeatureSource, in_groups
+from megatron_spec.platform import to_device
 from megatron_spec.training.metrics import name_metrics
 from megatron_spec.training.step import StepResult, Trainer
 from megatron_spec.training.tracking import Progress, Tracker
@@ -52,6 +53,7 @@ class StopSignal:
     """Seconds in which another SIGINT is the same Ctrl-C: the terminal sends it, and torchrun passes it on as well."""
     _first: float | None = None
     _old: dict[int, Any] = field(default_factory=dict)
+    _asked: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def __enter__(self) -> StopSignal:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -72,10 +74,22 @@ class StopSignal:
         self._first = now if self._first is None else self._first
 
     def agreed(self, device: torch.device) -> bool:
-        """True on every rank when any rank got the signal."""
-        flag = torch.tensor(float(self.received), device=device)
+        """True on every rank when any rank got the signal; asked once in a step.
+
+        On a GPU the answer is that of the step before: the present one would wait for the device to finish the step.
+        """
+        flag = to_device(torch.tensor(float(self.received)), device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+        if device.type != "cuda":
+            return bool(flag.item())
+        answer, done = torch.empty((), pin_memory=True), torch.cuda.Event()
+        answer.copy_(flag, non_blocking=True)
+        done.record()
+        before, self._asked = self._asked, (answer, done)
+        if before is None:
+            return False
+        before[1].synchronize()
+        return bool(before[0])
 
 
 def train(
@@ -98,7 +112,7 @@ def train(
             result = trainer.step(in_groups(source, batches, pp_size), describe, len(batches) // pp_size)
             position.iteration += 1
             position.consumed_samples += train.global_batch_size
-            tokens = sum(int((b.documents_BS >= 0).sum()) for b in batches) * trainer.world.dp_size
+            tokens = sum(b.num_tokens for b in batches) * trainer.world.dp_size
             _report(result, trainer, position, tokens / (time.monotonic() - begin), train, tracker, progress)
             ended = position.iteration == train.train_iters
             stopping = stop.agreed(trainer.world.device)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
@@ -33,7 +34,8 @@ class NonFiniteLossError(RuntimeError):
 
 @dataclass
 class StepResult:
-    """Reduced sums [4, T] (loss, correct, overlap, rows), the loss that was minimised, and the gradient norm."""
+    """Reduced sums [4, T] (loss, correct, overlap, rows), the loss that was minimised, both on the host, and the
+    gradient norm before clipping."""
 
     sums: Tensor
     loss: Tensor
@@ -87,6 +89,9 @@ class Trainer:
     def step(self, features: Iterable[Features], describe: str = "", count: int | None = None) -> StepResult:
         """One optimizer step. A batch without any supervised row changes neither parameters nor moments.
 
+        The host waits for the device once, for the norm of the gradient (megatron-core returns it as a number); loss
+        and sums are complete then, and the optimizer runs while the next step is prepared.
+
         Args:
             features, count: see `backward`.
             describe: the batch, for messages.
@@ -95,23 +100,23 @@ class Trainer:
         raise it, as both are reduced over all.
         """
         sums, loss = self.backward(features, count)
-        rows, value = torch.stack([sums[3, 0], loss]).tolist()
-        if not math.isfinite(value):
-            raise NonFiniteLossError(f"the loss is {value} at {describe}: nothing was updated")
-        grad_norm = 0.0
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm() or 0.0)
+        sums, loss = sums.cpu(), loss.cpu()
+        rows, value = float(sums[3, 0]), float(loss)
+        for what, number in (("loss", value), ("norm of the gradient", norm)):
+            if not math.isfinite(number):  # clipping by such a norm would make every parameter NaN
+                raise NonFiniteLossError(f"the {what} is {number} at {describe}: nothing was updated")
         if rows:
-            grad_norm = self._update(describe)
+            self._update(norm)
         else:
             log.warning("no token is supervised at %s: this step changes nothing", describe)
         self.scheduler.step(increment=1)  # a function of the iteration, so that a resumed run finds the same rate
-        return StepResult(sums, loss, grad_norm)
+        return StepResult(sums, loss, norm if rows else 0.0)
 
-    def _update(self, describe: str) -> float:
-        """AdamW with the reduced gradients, unless their norm is not finite. Returns the norm before clipping."""
-        # Clipping by such a norm makes every parameter NaN, so it is looked at first. Preparing twice does no harm.
-        self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm() or 0.0)
-        if not math.isfinite(norm):
-            raise NonFiniteLossError(f"the norm of the gradient is {norm} at {describe}: nothing was updated")
-        self.optimizer.step()
-        return norm
+    def _update(self, norm: float) -> None:
+        """AdamW with the prepared gradients, clipped by their known norm (`optimizer.step` would find it again)."""
+        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            if part.config.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, norm)
+        self.optimizer.step_with_ready_grads()
