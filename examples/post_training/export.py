@@ -3,7 +3,9 @@
     python export.py --export-dir OUT --export-extra-modules --load DIR
 
 OUT/draft holds the draft (bf16, or fp8 when the checkpoint is quantised), OUT/base the fp8 base, and OUT/trtllm.yaml a
-TensorRT-LLM configuration. What was written is read back and compared with the model in memory before it appears.
+TensorRT-LLM configuration (EAGLE-3). --export-format speculators writes OUT/draft in the format of that library;
+trtllm-legacy writes OUT/trtllm, base and Medusa heads together with one file per rank. What was written is read back
+and compared with the model in memory before it appears.
 """
 
 import argparse
@@ -24,7 +26,14 @@ def parser() -> cli.Parser:
     p.add_argument(
         "--export-base", action="store_true", help="write the base beside the draft also when it is not quantised"
     )
-    p.add_model_flags(tokenizer=False)
+    p.add_argument(
+        "--export-format",
+        default="hf",
+        choices=["hf", "trtllm-legacy", "speculators"],
+        help="of the draft (default: hf, which vLLM, SGLang and TensorRT-LLM load)",
+    )
+    p.add_argument("--trtllm-tp", type=cli.at_least_one, default=1, help="trtllm-legacy: ranks (default: 1)")
+    p.add_argument("--export-medusa-pt", action="store_true", help="Medusa: write medusa_lm_head.pt too")
     p.add_argument("--export-embeddings", action="store_true", help="write the base's embedding into the draft too")
     p.add_argument(
         "--max-draft-len",
@@ -32,23 +41,29 @@ def parser() -> cli.Parser:
         default=3,
         help="draft length in the serving configuration (default: 3)",
     )
+    p.add_model_flags(tokenizer=False)
     p.add_config(ParallelConfig)
     return p
 
 
 def main(args: argparse.Namespace) -> None:
-    from megatron_spec.chain.export import export
+    from megatron_spec.chain.export import ExportRun, export
 
     export(
-        args.load,
-        args.export_dir,
-        extra_modules=args.export_extra_modules,
-        with_base=args.export_base,
-        base=args.base,
-        max_draft_len=args.max_draft_len,
-        bf16=args.bf16,
-        export_embeddings=args.export_embeddings,
-        parallel=cli.config_from(ParallelConfig, args),
+        ExportRun(
+            load=args.load,
+            export_dir=args.export_dir,
+            extra_modules=args.export_extra_modules,
+            with_base=args.export_base,
+            base=args.base,
+            max_draft_len=args.max_draft_len,
+            format=args.export_format,
+            trtllm_tp=args.trtllm_tp,
+            medusa_pt=args.export_medusa_pt,
+            export_embeddings=args.export_embeddings,
+            bf16=args.bf16,
+            parallel=cli.config_from(ParallelConfig, args),
+        )
     )
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -32,7 +31,7 @@ from megatron_spec.export.common import (
     whole,
 )
 from megatron_spec.export.eagle import BaseLike
-from megatron_spec.export.stream import TensorWriter, write_stream
+from megatron_spec.export.stream import TensorFile, TensorWriter, write_stream
 from megatron_spec.fake_quant import round_trip
 from megatron_spec.files import read_json, write_json
 from megatron_spec.provenance import write_run_json
@@ -179,18 +178,6 @@ def _check_config(folder: Path, config: MedusaConfig, base: BaseConfig) -> list[
         "hidden_size": base.hidden_size, "vocab_size": base.vocab_size,
     }  # fmt: skip
     return [f"config.json gives {k} {raw.get(k)!r}, expected {v!r}" for k, v in wanted.items() if raw.get(k) != v]
-
-
-class TensorFile:
-    """A safetensors file, read tensor by tensor."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = safe_open(str(path), framework="pt")
-        self.names = set(self._file.keys())
-
-    def tensor(self, name: str) -> Tensor:
-        """A tensor as it is in the file, on the CPU."""
-        return self._file.get_tensor(name)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from megatron_spec.export.common import VerificationError, together
@@ -40,6 +41,32 @@ def _itemsize(dtype: str) -> int:
 def _size(entry: tuple[str, tuple[int, ...]]) -> int:
     dtype, shape = entry
     return torch.Size(shape).numel() * _itemsize(dtype)
+
+
+class TensorFile:
+    """A safetensors file, read tensor by tensor."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = safe_open(str(path), framework="pt")
+        self.names = set(self._file.keys())
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as it is in the file, on the CPU."""
+        return self._file.get_tensor(name)  # type: ignore[no-any-return]
+
+
+class TensorFolder:
+    """The safetensors files of a folder that match `pattern`, read tensor by tensor."""
+
+    def __init__(self, folder: Path, pattern: str = "*.safetensors") -> None:
+        self._files = {name: f for f in map(TensorFile, sorted(folder.glob(pattern))) for name in f.names}
+        self.names = set(self._files)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as it is in its file, on the CPU. Raises VerificationError when there is none of that name."""
+        if name not in self._files:
+            raise VerificationError(f"{name} is missing")
+        return self._files[name].tensor(name)
 
 
 class TensorWriter:

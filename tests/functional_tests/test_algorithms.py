@@ -29,7 +29,7 @@ def chain(root: str, name: str) -> dict[str, Any]:
     """All steps for one algorithm; what was reported on the way."""
     from megatron_spec.chain.convert import convert
     from megatron_spec.chain.decode import validate
-    from megatron_spec.chain.export import export
+    from megatron_spec.chain.export import ExportRun, export
     from megatron_spec.chain.finetune import FinetuneRun, finetune
     from megatron_spec.chain.quantize import quantize
     from megatron_spec.config import DecodeConfig, ObjectiveConfig, ParallelConfig, TrainConfig
@@ -52,10 +52,10 @@ def chain(root: str, name: str) -> dict[str, Any]:
         f"{here}/tuned", data, num_prompts=3, decode=DecodeConfig(max_draft_len=3, max_new_tokens=10, batch_size=2)
     )
     found["identical"], found["accepted"] = report.text_identical, report.acceptance.acceptance_length
-    export(f"{here}/tuned", f"{here}/bf16")
+    export(ExportRun(f"{here}/tuned", f"{here}/bf16"))
     quantize(f"{here}/tuned", f"{here}/quantized", data, samples=4, seq_length=96, micro_batch_size=2, objective=goal)
     found["qat"] = train("quantized", "qat", 2)
-    export(f"{here}/qat", f"{here}/fp8")
+    export(ExportRun(f"{here}/qat", f"{here}/fp8"))
     return found
 
 

@@ -61,7 +61,7 @@ def make(folder: str | Path, world: World, kind: str) -> Sibling:
     reference = inspect_base(folder)
     config = config_of(kind, reference.config)
     base = load_base(reference, world, config.capture_layer_ids)
-    draft = build_draft(config, DraftVocab.full(V), world, torch.float32)
+    draft = build_draft(config, DraftVocab.full(config.vocab_size), world, torch.float32)
     draft.initialize(base, seed=5)
     with torch.no_grad():
         for name, p in draft.named_parameters():

@@ -1,0 +1,108 @@
+"""EAGLE-3 in the format of the `speculators` library, made from a verified folder of `export.eagle`.
+
+The same tensors under the numbered names, the target's embedding always, and a config.json that names the target. File
+to file, tensor by tensor; the result is read back and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_spec.base_models import read_base_config
+from megatron_spec.config import UserError
+from megatron_spec.export import layout
+from megatron_spec.export.common import VerificationError, copy_side_files
+from megatron_spec.export.stream import TensorFile, TensorWriter, plan_of
+from megatron_spec.files import read_json, write_json
+
+VERSION = "0.9.0"
+"""Release of speculators whose format this is."""
+_LAYER_KEYS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers",
+    "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "mlp_bias", "vocab_size",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+def check(algorithm: str, fp8: bool) -> None:
+    """Raise UserError for a draft that this format has no place for."""
+    if not algorithm.startswith("eagle3"):
+        raise UserError(f"--export-format speculators: that format holds EAGLE-3 drafts, this one is {algorithm}")
+    if fp8:
+        raise UserError(
+            "--export-format speculators: that format knows no fp8 of this kind; export the bf16 checkpoint, or use hf"
+        )
+
+
+def config_json(hf: dict[str, Any], base: Path, architectures: list[str], draft_len: int) -> dict[str, Any]:
+    """Content of config.json, from that of the Hugging Face folder."""
+    rope = dict(hf.get("rope_scaling") or {"rope_type": "default"})
+    layer = {key: hf[key] for key in _LAYER_KEYS if key in hf}
+    layer |= {"model_type": "llama", "tie_word_embeddings": False, "dtype": hf["torch_dtype"]}
+    layer["rope_parameters"] = {"rope_theta": hf["rope_theta"], **rope}
+    values = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": VERSION,
+        "draft_vocab_size": hf["draft_vocab_size"],
+        "dtype": hf["torch_dtype"],
+        "norm_before_residual": False,
+        **{name: bool(hf.get(name, False)) for name in layout.OPTIONS},
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": draft_len}],
+            "verifier": {"name_or_path": str(base), "architectures": architectures},
+        },
+        "transformer_layer_config": layer,
+    }
+    ids = hf.get("eagle_aux_hidden_state_layer_ids")  # 'state after k layers' there, too
+    return values if ids is None else {**values, "eagle_aux_hidden_state_layer_ids": ids}
+
+
+def file_name(name: str) -> str | None:
+    """A tensor's name in this format; None for one that it does not hold."""
+    if name.startswith("layers.") and not name.startswith("layers.0.") and ".hidden_norm." in name:
+        return None  # the copy for engines that call a later layer's input norm so
+    return name.replace("midlayer.", "layers.0.")
+
+
+def _tensors(source: TensorFile) -> Iterator[tuple[str, Tensor]]:
+    for name in sorted(source.names):
+        new = file_name(name)
+        if new is not None:
+            yield new, source.tensor(name)
+
+
+def convert(folder: Path, base: Path | str, out: Path, draft_len: int = 3) -> None:
+    """Write `out` from an exported EAGLE-3 folder that holds `embed_tokens.weight`.
+
+    Raises VerificationError when what was written differs.
+    """
+    source = TensorFile(folder / layout.WEIGHTS)
+    if "embed_tokens.weight" not in source.names:
+        raise VerificationError(f"{folder} holds no embed_tokens.weight, which speculators needs")
+    out.mkdir(parents=True, exist_ok=True)
+    hf = read_json(folder / "config.json")
+    base = Path(base)
+    architectures = ["LlamaForCausalLM"]
+    if (base / "config.json").is_file():
+        read_base_config(base)  # says what is wrong with it
+        architectures = read_json(base / "config.json")["architectures"]
+    writer = TensorWriter(out, {name: plan_of(tensor) for name, tensor in _tensors(source)})
+    for name, tensor in _tensors(source):
+        writer.add(name, tensor)
+    writer.close()
+    copy_side_files(folder, out)
+    write_json(out / "config.json", config_json(hf, base, architectures, draft_len))
+    write_json(out / "run.json", read_json(folder / "run.json"))
+    written = TensorFile(out / layout.WEIGHTS)
+    wrong = [name for name, tensor in _tensors(source) if not torch.equal(written.tensor(name), tensor)]
+    if wrong:
+        raise VerificationError(f"{out} is not {folder}: {', '.join(wrong[:8])} differ")
