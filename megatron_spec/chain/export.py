@@ -127,7 +127,7 @@ def export(run: ExportRun) -> Path:
                 loaded.draft, loaded.base_ref, new / "draft", spec.quant, world, ends=loaded.base,
                 run_config=run_config, **asked,
             )  # fmt: skip
-        together(lambda: _finish(run, spec, new, out, loaded.base_ref.path) if world.rank == 0 else None)
+        together(lambda: _finish(run, spec, new, out, Path(loaded.base_ref.path)) if world.rank == 0 else None)
     if run.extra_modules and spec.draft.algorithm == "eagle-mtp":
         log.warning("no engine loads an MTP draft of this base: the folder is in a format of this package")
     log.info("exported %s", out)

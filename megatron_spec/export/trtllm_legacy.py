@@ -10,6 +10,7 @@ V vocabulary, H hidden, N query heads, G key/value heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from megatron_spec.config import UserError
 from megatron_spec.export.common import VerificationError, copy_side_files
 from megatron_spec.export.medusa import WEIGHTS
-from megatron_spec.export.stream import TensorFolder, TensorWriter
+from megatron_spec.export.stream import TensorFolder, TensorWriter, plan_of
 from megatron_spec.files import read_json, write_json
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
@@ -88,6 +89,10 @@ def config_json(base: dict[str, Any], heads: dict[str, Any], tp: int, max_draft_
     }
 
 
+Tensors = Iterator[tuple[str, Callable[[], Tensor]]]
+"""(name, how to get the tensor), so that names and shapes are known without holding more than one."""
+
+
 class _Rank:
     """The tensors of one rank, in the order of its file."""
 
@@ -117,47 +122,50 @@ class _Rank:
         parts = [self._cut(q, 0), self._key_value(k), self._key_value(v)]
         return torch.cat([p.view(torch.uint8) for p in parts]).view(q.dtype) if q.itemsize == 1 else torch.cat(parts)
 
-    def _scales(self, source: str, target: str) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    def _scales(self, source: str, target: str) -> Tensors:
         for theirs, name in _SCALES.items():
             if f"{source}.{theirs}" in self.base.names:
-                yield f"{target}.{name}", lambda theirs=theirs: self.base.tensor(f"{source}.{theirs}").reshape(1)
+                yield f"{target}.{name}", partial(self._scalar, f"{source}.{theirs}")
 
-    def _layer(self, i: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    def _scalar(self, *names: str) -> Tensor:
+        """The largest of some scalars, as one element."""
+        return torch.stack([self.base.tensor(name) for name in names]).amax().reshape(1)
+
+    def _part(self, source: TensorFolder, name: str, dim: int) -> Tensor:
+        return self._cut(source.tensor(name), dim)
+
+    def _vocab_part(self, source: TensorFolder, name: str) -> Tensor:
+        return self._vocab(source.tensor(name))
+
+    def _layer(self, i: int) -> Tensors:
         source, target, base = f"model.layers.{i}.", f"transformer.layers.{i}.", self.base
         for theirs, name in _NORMS.items():
-            yield f"{target}{name}.weight", lambda theirs=theirs: base.tensor(f"{source}{theirs}.weight")
-        yield f"{target}attention.qkv.weight", lambda: self._qkv(source)
+            yield f"{target}{name}.weight", partial(base.tensor, f"{source}{theirs}.weight")
+        yield f"{target}attention.qkv.weight", partial(self._qkv, source)
         yield from self._scales(f"{source}self_attn.q_proj", f"{target}attention.qkv")
-        for dim, table in ((0, _ROWS), (1, _COLUMNS)):
-            for theirs, name in table.items():
-                yield (
-                    f"{target}{name}.weight",
-                    lambda theirs=theirs, dim=dim: self._cut(base.tensor(f"{source}{theirs}.weight"), dim),
-                )
+        for dim, names in ((0, _ROWS), (1, _COLUMNS)):
+            for theirs, name in names.items():
+                yield f"{target}{name}.weight", partial(self._part, base, f"{source}{theirs}.weight", dim)
                 yield from self._scales(f"{source}{theirs}", f"{target}{name}")
-        k, v = f"{source}self_attn.k_proj.k_scale", f"{source}self_attn.v_proj.v_scale"
-        if k in base.names:  # one factor for both there
-            yield (
-                f"{target}attention.kv_cache_scaling_factor",
-                lambda: torch.maximum(base.tensor(k), base.tensor(v)).reshape(1),
-            )
+        scales = [f"{source}self_attn.{n}_proj.{n}_scale" for n in "kv"]
+        if scales[0] in base.names:  # one factor for both there
+            yield f"{target}attention.kv_cache_scaling_factor", partial(self._scalar, *scales)
 
-    def tensors(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    def tensors(self) -> Tensors:
         """(name, how to get it) of every tensor."""
-        base, heads = self.base, self.heads
-        yield "transformer.vocab_embedding.weight", lambda: base.tensor("model.embed_tokens.weight")
+        base, heads, layers = self.base, self.heads, self.config["num_medusa_layers"]
+        yield "transformer.vocab_embedding.weight", partial(base.tensor, "model.embed_tokens.weight")
         for i in range(self.config["num_hidden_layers"]):
             yield from self._layer(i)
-        yield "transformer.ln_f.weight", lambda: base.tensor("model.norm.weight")
+        yield "transformer.ln_f.weight", partial(base.tensor, "model.norm.weight")
         head = "lm_head.weight" if "lm_head.weight" in base.names else "model.embed_tokens.weight"
-        yield "lm_head.weight", lambda: self._vocab(base.tensor(head))
-        layers = self.config["num_medusa_layers"]
+        yield "lm_head.weight", partial(self._vocab_part, base, head)
         for h in range(self.config["num_medusa_heads"]):
             for i in range(layers):
-                for part in ("weight", "bias"):
-                    source, target = f"{h}.{i}.linear.{part}", f"medusa_heads.{h}.medusa_layers.{i}.linear.{part}"
-                    yield target, lambda source=source: self._cut(heads.tensor(source), 0)
-            yield f"medusa_heads.{h}.lm_head.weight", lambda h=h: self._vocab(heads.tensor(f"{h}.{layers}.weight"))
+                for kind in ("weight", "bias"):
+                    target = f"medusa_heads.{h}.medusa_layers.{i}.linear.{kind}"
+                    yield target, partial(self._part, heads, f"{h}.{i}.linear.{kind}", 0)
+            yield f"medusa_heads.{h}.lm_head.weight", partial(self._vocab_part, heads, f"{h}.{layers}.weight")
 
 
 def convert(base: Path, heads: Path, out: Path, tp: int = 1, max_draft_len: int = 63) -> None:
@@ -177,7 +185,7 @@ def convert(base: Path, heads: Path, out: Path, tp: int = 1, max_draft_len: int 
     sources = TensorFolder(base), TensorFolder(heads, WEIGHTS)
     for rank in range(tp):
         part = _Rank(*sources, config, rank)
-        plan = {name: (str((t := get()).dtype).removeprefix("torch."), tuple(t.shape)) for name, get in part.tensors()}
+        plan = {name: plan_of(get()) for name, get in part.tensors()}
         writer = TensorWriter(out, plan, f"rank{rank}")
         for name, get in part.tensors():
             writer.add(name, get())
