@@ -364,9 +364,15 @@ class TrainConfig(Config):
     """Gradients are scaled down to this norm; 0: never."""
     bf16: bool = False
     use_distributed_optimizer: bool = False
+    features_ahead: int = 0
+    """Micro-batches of each rank whose features are held ready for the optimizer, also those of coming steps: keeps the
+    pipeline of the base full. Changes memory and speed, never a result. 0: 1, or 4 with a pipeline or from disk."""
     save_interval: int = 0
     """0: only at the end."""
+    async_save: bool = False
+    """Write checkpoints in a process beside the training; each appears when it is complete."""
     ckpt_keep: int = 2
+    """Checkpoints to keep, the newest ones."""
     log_interval: int = 1
     seed: int = 1234
 
@@ -374,7 +380,7 @@ class TrainConfig(Config):
         """Raise UserError when fields are out of range or contradict one another."""
         for name in ("train_iters", "micro_batch_size", "global_batch_size", "log_interval", "ckpt_keep"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, found {getattr(self, name)}")
-        for name in ("lr_warmup_iters", "save_interval", "min_lr", "weight_decay", "clip_grad"):
+        for name in ("lr_warmup_iters", "save_interval", "features_ahead", "min_lr", "weight_decay", "clip_grad"):
             _require(getattr(self, name) >= 0, f"{name} must not be negative, found {getattr(self, name)}")
         for name in ("lr", "adam_eps"):
             _require(getattr(self, name) > 0, f"{name} must be positive, found {getattr(self, name)}")

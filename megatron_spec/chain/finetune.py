@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from megatron_spec.build import Loaded, load_checkpoint, respec
 from megatron_spec.chain.data import check_file, check_seq_length, open_dataset
 from megatron_spec.chain.features import cached_features
 from megatron_spec.checkpoint import sharded
-from megatron_spec.checkpoint.spec import iteration_folder, latest_iteration, read_spec, resolve
+from megatron_spec.checkpoint.background import BackgroundWriter
+from megatron_spec.checkpoint.spec import latest_iteration, read_spec, resolve
 from megatron_spec.config import ObjectiveConfig, ParallelConfig, QuantConfig, TrainConfig, UserError
 from megatron_spec.data.loader import BatchLoader
 from megatron_spec.distributed import World
@@ -185,22 +185,41 @@ def finetune(run: FinetuneRun) -> bool:
         wandb_project=run.wandb_project, config=config,
     )  # fmt: skip
     source = feature_source(run, loaded, loader, world)
-    complete = train(trainer, loader, source, run.train, tracker, position, _saver(run, loaded, trainer, config))
+    complete = train(
+        trainer, loader, source, run.train, tracker, position, CheckpointSaver(run, loaded, trainer, config)
+    )
     tracker.close()
     return complete
 
 
-def _saver(run: FinetuneRun, loaded: Loaded, trainer: Trainer, config: dict[str, object]) -> Callable[[Position], Path]:
-    fixed = {"data_order": data_order(run), "objective": trainer.objective.to_dict()}
+class CheckpointSaver:
+    """Saves the draft with everything a run continues from."""
 
-    def save(position: Position) -> Path:
-        folder = iteration_folder(run.save, position.iteration)
-        if position.iteration == latest_iteration(run.save):
-            return folder
-        return sharded.save(
+    def __init__(self, run: FinetuneRun, loaded: Loaded, trainer: Trainer, config: dict[str, object]) -> None:
+        self.run, self.loaded, self.trainer, self.config = run, loaded, trainer, config
+        self.writer = BackgroundWriter() if run.train.async_save else None
+        self.fixed = {"data_order": data_order(run), "objective": trainer.objective.to_dict()}
+        self.latest = latest_iteration(run.save)
+
+    def save(self, position: Position) -> None:
+        """See `training.loop.Saver`. An iteration that is there already is not written again."""
+        if position.iteration == self.latest:
+            return
+        run, loaded, trainer = self.run, self.loaded, self.trainer
+        folder = sharded.save(
             run.save, respec(loaded.spec, iteration=position.iteration), loaded.draft, loaded.vocab, trainer.world,
-            optimizer=trainer.optimizer, extra={**fixed, **position.state()}, base_amax=loaded.base_amax,
-            run_config=config, keep=run.train.ckpt_keep,
+            optimizer=trainer.optimizer, extra={**self.fixed, **position.state()}, base_amax=loaded.base_amax,
+            run_config=self.config, keep=run.train.ckpt_keep, writer=self.writer,
         )  # fmt: skip
+        self.latest = position.iteration
+        log.info("%s %s", "saved" if self.writer is None else "saving in the background", folder)
 
-    return save
+    def poll(self) -> None:
+        """See `training.loop.Saver`."""
+        if self.writer is not None:
+            self.writer.poll()
+
+    def wait(self) -> None:
+        """See `training.loop.Saver`."""
+        if self.writer is not None:
+            self.writer.wait()

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import nn
 
+from megatron_spec.checkpoint.background import BackgroundWriter
 from megatron_spec.checkpoint.spec import POINTER, CheckpointSpec, iteration_folder, latest_iteration
 from megatron_spec.config import UserError
 from megatron_spec.distributed import World
@@ -60,6 +61,7 @@ def save(
     base_amax: dict[str, float] | None = None,
     run_config: dict[str, Any] | None = None,
     keep: int = 0,
+    writer: BackgroundWriter | None = None,
 ) -> Path:
     """Save one iteration; it becomes visible, and `latest`, only when it is complete.
 
@@ -68,38 +70,72 @@ def save(
         extra: small picklable state (samples consumed, scheduler), equal on all ranks.
         base_amax: activation ranges of a fake-quantised base, by layer name.
         keep: iterations to keep, older ones are removed; 0 keeps all.
+        writer: writes beside the training; what it wrote before is published first. Default: write now.
     """
+    if writer is not None:
+        writer.wait()
     final = iteration_folder(checkpoint, spec.iteration)
     temporary = final.with_name(f".{final.name}.tmp")
     if world.rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for leftover in Path(checkpoint).glob(".iter_*.tmp"):  # of killed runs
+            shutil.rmtree(leftover, ignore_errors=True)
         (temporary / "dist").mkdir(parents=True)
     dist.barrier()
     state: dict[str, Any] = {"model": sharded_state(draft, world), "extra": extra or {}}
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(state["model"], metadata=_optimizer_metadata())
-    dist_checkpointing.save(state, str(temporary / "dist"))
     if world.rank == 0:
         vocab.save(temporary / "vocab.safetensors")
         if base_amax is not None:
             write_json(temporary / "base_amax.json", base_amax)
         write_run_json(temporary, run_config or {})
         write_json(temporary / "spec.json", spec.to_dict())
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(temporary, final)
-        write_text(Path(checkpoint) / POINTER, f"{spec.iteration}\n")
-        if keep:
-            _remove_old(Path(checkpoint), keep)
-    dist.barrier()
+
+    def publish_everywhere() -> None:
+        if world.rank == 0:
+            publish(temporary, final, keep)
+        dist.barrier()
+
+    if writer is not None:
+        writer.save(state, temporary / "dist", publish_everywhere)
+        return final
+    dist_checkpointing.save(state, str(temporary / "dist"))
+    publish_everywhere()
     return final
+
+
+def publish(temporary: Path, final: Path, keep: int = 0) -> None:
+    """A complete temporary folder becomes iteration `final`, then the latest one. Killed anywhere inside, `latest`
+    names a complete iteration: the new one, or the one before."""
+    checkpoint, old = final.parent, final.with_name(f".{final.name}.old.tmp")
+    others = [p for p in _iterations(checkpoint) if p != final]
+    if final.exists():  # the same iteration saved again: until it is there, another one is the latest
+        if others:
+            write_text(checkpoint / POINTER, f"{_number(others[-1])}\n")
+        os.replace(final, old)
+    os.replace(temporary, final)
+    write_text(checkpoint / POINTER, f"{_number(final)}\n")
+    shutil.rmtree(old, ignore_errors=True)
+    if keep:
+        _remove_old(checkpoint, keep)
+
+
+def _iterations(checkpoint: Path) -> list[Path]:
+    return sorted(p for p in checkpoint.iterdir() if re.fullmatch(r"iter_\d{7,}", p.name))
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.removeprefix("iter_"))
 
 
 def _remove_old(checkpoint: Path, keep: int) -> None:
     latest = latest_iteration(checkpoint)
-    saved = sorted(p for p in checkpoint.iterdir() if re.fullmatch(r"iter_\d{7,}", p.name))
+    saved = _iterations(checkpoint)
     for old in saved[:-keep]:
         if latest is not None and old != iteration_folder(checkpoint, latest):
-            shutil.rmtree(old)
+            doomed = old.with_name(f".{old.name}.old.tmp")  # half removed it must not look complete
+            os.replace(old, doomed)
+            shutil.rmtree(doomed)
 
 
 def load(folder: Path | str, draft: nn.Module, world: World, *, optimizer: Any = None) -> dict[str, Any]:

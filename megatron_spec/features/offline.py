@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 class OfflineFeatures:
     """A FeatureSource that reads a store. The base does not run."""
 
+    in_background = True
+    """A thread may read while the draft trains: nothing here talks to other ranks."""
+
     def __init__(self, store: FeatureStore, world: World, dtype: torch.dtype = torch.float32) -> None:
         self.store, self.world, self.dtype = store, world, dtype
 

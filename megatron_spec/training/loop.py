@@ -8,11 +8,10 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,8 @@ import torch.distributed as dist
 from megatron_spec.config import TrainConfig, UserError
 from megatron_spec.data.loader import BatchLoader
 from megatron_spec.distributed import World
-from megatron_spec.features.base import FeatureSource, in_groups
+from megatron_spec.features.ahead import FeaturesAhead
+from megatron_spec.features.base import FeatureSource
 from megatron_spec.platform import to_device
 from megatron_spec.training.metrics import name_metrics
 from megatron_spec.training.step import StepResult, Trainer
@@ -39,6 +39,22 @@ class Position:
     def state(self) -> dict[str, int]:
         """For the checkpoint."""
         return {"iteration": self.iteration, "consumed_samples": self.consumed_samples}
+
+
+class Saver(Protocol):
+    """Writes checkpoints, at once or beside the training. Every method is a collective."""
+
+    def save(self, position: Position) -> None:
+        """Write a checkpoint, or begin to."""
+        ...
+
+    def poll(self) -> None:
+        """Make a checkpoint appear whose writing has ended."""
+        ...
+
+    def wait(self) -> None:
+        """Return when all that was begun is complete."""
+        ...
 
 
 @dataclass
@@ -94,7 +110,7 @@ class StopSignal:
 
 def train(
     trainer: Trainer, loader: BatchLoader, source: FeatureSource, train: TrainConfig, tracker: Tracker,
-    position: Position, save: Callable[[Position], Path],
+    position: Position, saver: Saver,
 ) -> bool:  # fmt: skip
     """Run from `position` to train.train_iters, saving on the way and at the end.
 
@@ -102,23 +118,29 @@ def train(
     Raises NonFiniteLossError, with the iteration and the samples of the batch, when loss or gradient are not finite.
     """
     progress = Progress(train.train_iters, position.iteration)
-    with StopSignal() as stop:
+    first, left, size = position.consumed_samples, train.train_iters - position.iteration, train.global_batch_size
+    steps = (loader.step(first + i * size) for i in range(left))
+    with (
+        StopSignal() as stop,
+        closing(FeaturesAhead(source, steps, trainer.world.pp_size, train.features_ahead)) as ahead,
+    ):
         while position.iteration < train.train_iters:
             begin = time.monotonic()
             torch.manual_seed(train.seed * 1_000_003 + position.iteration)
-            batches = loader.step(position.consumed_samples)
+            batches, features, count = ahead.step()
             describe = f"iteration {position.iteration + 1}, samples {[b.sample_ids for b in batches]}"
-            pp_size = trainer.world.pp_size
-            result = trainer.step(in_groups(source, batches, pp_size), describe, len(batches) // pp_size)
+            result = trainer.step(features, describe, count)
             position.iteration += 1
             position.consumed_samples += train.global_batch_size
             tokens = sum(b.num_tokens for b in batches) * trainer.world.dp_size
             _report(result, trainer, position, tokens / (time.monotonic() - begin), train, tracker, progress)
             ended = position.iteration == train.train_iters
             stopping = stop.agreed(trainer.world.device)
+            saver.poll()
             if ended or stopping or (train.save_interval and position.iteration % train.save_interval == 0):
-                folder = save(position)
-                log.info("saved %s", folder)
+                saver.save(position)
+            if ended or stopping:
+                saver.wait()
             if stopping and not ended:
                 log.warning("stopped by a signal at iteration %d: start again to continue", position.iteration)
                 return False

@@ -57,7 +57,7 @@ class Trainer:
         """Accumulate gradients over micro-batches; reduce sums and gradients.
 
         Args:
-            features: of this rank's micro-batches; an iterator (`in_groups`) need not hold them all at once.
+            features: of this rank's micro-batches; an iterator (`FeaturesAhead.step`) need not hold them all at once.
             count: how many there are; None counts them, which holds them all.
 
         Returns the reduced sums [4, T] and the loss: weighted step losses per supervised row of step 0.

@@ -96,7 +96,7 @@ def run_case(folders: dict[str, str], case: Case) -> dict[str, Any]:
     from megatron_spec.checkpoint.base_import import inspect_base, load_base
     from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
     from megatron_spec.drafts.vocab import DraftVocab
-    from megatron_spec.features.base import in_groups
+    from megatron_spec.features.ahead import FeaturesAhead
     from megatron_spec.features.online import OnlineFeatures
     from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
     from megatron_spec.training.step import Trainer
@@ -132,8 +132,8 @@ def run_case(folders: dict[str, str], case: Case) -> dict[str, Any]:
     result["sums"], result["loss"] = sums.clone(), float(loss)
     if not train.use_distributed_optimizer:  # there, a rank holds only its part of the reduced gradient
         result["grads"] = {n: whole(p.main_grad, p, world.tp) for n, p in draft.named_parameters()}
-    drawn = in_groups(OnlineFeatures(base), batches, world.pp_size)  # as in the training loop
-    step = trainer.step(drawn, count=len(batches) // world.pp_size)
+    _, drawn, count = FeaturesAhead(OnlineFeatures(base), [batches], world.pp_size).step()  # as in the training loop
+    step = trainer.step(drawn, count=count)
     result["grad_norm"] = step.grad_norm
     result["parameters"] = {n: whole(p.data, p, world.tp) for n, p in draft.named_parameters()}
     return result

@@ -22,7 +22,7 @@ def convert(root: str) -> None:
     run(f"{root}/base", f"{root}/draft", eagle_config=f"{root}/eagle.json")
 
 
-def tune(root: str, save: str, iterations: int, tp: int = 1, pp: int = 1, distributed_optimizer: bool = False) -> bool:
+def tune(root: str, save: str, iterations: int, tp: int = 1, pp: int = 1, cp: int = 1, **options: Any) -> bool:
     """One finetune run of `iterations` out of TOTAL, in this process's world."""
     from megatron.core import parallel_state
 
@@ -33,9 +33,9 @@ def tune(root: str, save: str, iterations: int, tp: int = 1, pp: int = 1, distri
     # constant learning rate: a shorter run must not decay sooner
     train = TrainConfig(
         train_iters=iterations, global_batch_size=4, micro_batch_size=1, lr=3e-3, lr_decay_style="constant",
-        weight_decay=0.1, use_distributed_optimizer=distributed_optimizer,
+        weight_decay=0.1, **options,
     )  # fmt: skip
-    parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp)
     return finetune(
         FinetuneRun(
             load=f"{root}/draft",
@@ -61,14 +61,16 @@ def one_rank(root: str) -> dict[str, Any]:
     (leftover / "__0_0.distcp").write_bytes(b"half")
     tune(root, "halves", TOTAL)
     tune(root, "killed", TOTAL)
-    return {name: parameters(f"{root}/{name}") for name in ("whole", "halves", "killed")}
+    tune(root, "beside", HALF, async_save=True, save_interval=1, ckpt_keep=1, features_ahead=3)
+    tune(root, "beside", TOTAL, async_save=True, save_interval=1, ckpt_keep=3, features_ahead=2)
+    return {name: parameters(f"{root}/{name}") for name in ("whole", "halves", "killed", "beside")}
 
 
 def four_ranks(root: str) -> dict[str, Any]:
     """The second half in another layout; a run begun in that layout with the distributed optimizer, halved too."""
     tune(root, "elsewhere", TOTAL, tp=2, pp=2)
-    tune(root, "distributed", HALF, tp=2, distributed_optimizer=True)
-    tune(root, "distributed", TOTAL, pp=2, distributed_optimizer=True)
+    tune(root, "distributed", HALF, tp=2, use_distributed_optimizer=True, async_save=True)
+    tune(root, "distributed", TOTAL, cp=2, pp=2, use_distributed_optimizer=True, async_save=True, save_interval=1)
     return {}
 
 
@@ -103,12 +105,18 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["halves", "killed"])
+@pytest.mark.parametrize("name", ["halves", "killed", "beside"])
 def test_resume_is_exact(runs: tuple[Path, dict[str, Any]], name: str) -> None:
     root, found = runs
     assert losses(root / name) == losses(root / "whole")
     for parameter, value in found["whole"].items():
         assert torch.equal(found[name][parameter], value), parameter
+
+
+def test_as_many_checkpoints_are_kept_as_asked_for(runs: tuple[Path, dict[str, Any]]) -> None:
+    root, _ = runs
+    assert sorted(p.name for p in (root / "beside").glob("*iter_*")) == [f"iter_000000{i}" for i in (4, 5, 6)]
+    assert not list((root / "killed").glob(".iter_*")), "what a killed run left is removed"
 
 
 @pytest.mark.parametrize("name", ["elsewhere", "distributed"])

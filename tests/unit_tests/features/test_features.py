@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 
 from megatron_spec.config import ParallelConfig, UserError
 from megatron_spec.data.chat import Sample
-from megatron_spec.features.base import ROUNDS_PER_FLUSH
 from megatron_spec.features.store import FeatureStore, FeatureWriter, SampleFeatures, StoreManifest
 from tests.unit_tests.pipeline.tiny import save_tiny
 from tests.worlds import run_world
@@ -76,10 +76,16 @@ def _same_teacher(base: Any, world: Any, online: Any, offline: Any, draft_size: 
     )
 
 
+def cut(batch: Any, length: int) -> Any:
+    """The first columns of a batch."""
+    names = ("tokens_BS", "positions_BS", "turns_BS", "documents_BS")
+    return dataclasses.replace(batch, **{n: getattr(batch, n)[:, :length].contiguous() for n in names})
+
+
 def _own_cases(root: Path, layout: str, world: Any) -> dict[str, Any]:
     from megatron_spec.checkpoint.base_import import inspect_base, load_base
     from megatron_spec.data.packing import build_batch
-    from megatron_spec.features.base import in_groups
+    from megatron_spec.features.ahead import FeaturesAhead
     from megatron_spec.features.offline import OfflineFeatures, extract
     from megatron_spec.features.online import OnlineFeatures
 
@@ -111,12 +117,16 @@ def _own_cases(root: Path, layout: str, world: Any) -> dict[str, Any]:
     same_teacher = [
         _same_teacher(base, world, a, b, size) for a, b in zip(online, offline, strict=True) for size in (83, 40)
     ]
-    one_by_one = list(in_groups(OnlineFeatures(base), batches, world.pp_size))
+    # steps of different lengths go through the pipeline together
+    steps = [batches[:2], [cut(b, 12) for b in batches[2:]], batches[2:]]
+    stream = FeaturesAhead(OnlineFeatures(base), steps, world.pp_size, ahead=3)
+    one_by_one = [feature for _ in steps for feature in stream.step()[1]]
+    at_once = [f for step in steps for f in OnlineFeatures(base).features(step)]
     grouped = [
         a.batch.sample_ids == b.batch.sample_ids
-        and torch.allclose(a.captures_SBC, b.captures_SBC, atol=1e-5)
-        and torch.allclose(a.state_SBH, b.state_SBH, atol=1e-5)
-        for a, b in zip(online, one_by_one, strict=True)
+        and torch.equal(a.captures_SBC, b.captures_SBC)
+        and torch.equal(a.state_SBH, b.state_SBH)
+        for a, b in zip(at_once, one_by_one, strict=True)
     ]
     found: dict[str, Any] = {
         "same teacher": same_teacher, "grouped": grouped, "gap": gap, "written": written,
@@ -182,31 +192,64 @@ def test_stored_choices_of_the_base_give_the_same_teacher(found: list[dict[str, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_features_drawn_in_groups_are_the_same(found: list[dict[str, Any]], layout: str) -> None:
+def test_features_computed_ahead_are_bit_equal(found: list[dict[str, Any]], layout: str) -> None:
     for rank in found:
-        assert rank[layout]["grouped"] == [True] * (2 if layout == "pp2" else 4)
+        assert rank[layout]["grouped"] == [True] * (3 if layout == "pp2" else 6)
 
 
-@pytest.mark.parametrize(("pp_size", "group"), [(1, 1), (2, 2 * ROUNDS_PER_FLUSH)])
-def test_groups_run_when_they_are_needed(pp_size: int, group: int) -> None:
-    from megatron_spec.features.base import in_groups
+class Recorded:
+    """A source that gives the numbers it is asked for, and records when."""
 
-    calls: list[list[int]] = []
+    def __init__(self, pp_size: int, in_background: bool = False) -> None:
+        self.pp_size, self.in_background = pp_size, in_background
+        self.calls: list[list[int]] = []
 
-    class Source:
-        def features(self, batches: Any) -> Any:
-            calls.append(batches)
-            return [f"of {b}" for b in batches[pp_size - 1 :: pp_size]]  # what the last pipeline rank owns
+    def features(self, batches: Any) -> Any:
+        self.calls.append(list(batches))
+        return batches[self.pp_size - 1 :: self.pp_size]  # what the last pipeline rank owns
 
-    batches = list(range(group + pp_size))
-    drawn = in_groups(Source(), batches, pp_size)  # type: ignore[arg-type]
-    assert calls == [] and next(drawn) == f"of {pp_size - 1}" and calls == [batches[:group]]
-    assert list(drawn) == [f"of {b}" for b in batches[2 * pp_size - 1 :: pp_size]]
-    assert calls == [batches[:group], batches[group:]]
-    with pytest.raises(
-        UserError, match=f"found {pp_size + 1} micro-batches" if pp_size > 1 else "found 0 micro-batches"
-    ):
-        in_groups(Source(), batches[: pp_size + 1] if pp_size > 1 else [], pp_size)  # type: ignore[arg-type]
+
+@pytest.mark.parametrize(("pp_size", "ahead", "expected"), [
+    (1, 0, [[0], [1], [2], [3], [4], [5]]),
+    (1, 4, [[0, 1, 2, 3], [4, 5]]),
+    (2, 0, [[0, 1, 2, 3, 4, 5]]),
+    (2, 2, [[0, 1, 2, 3], [4, 5]]),
+])  # fmt: skip
+def test_groups_cross_steps_and_run_when_they_are_needed(pp_size: int, ahead: int, expected: list[list[int]]) -> None:
+    from megatron_spec.features.ahead import FeaturesAhead
+
+    source = Recorded(pp_size)
+    stream = FeaturesAhead(source, [[0, 1], [2, 3], [4, 5]], pp_size, ahead)  # type: ignore[arg-type, list-item]
+    drawn = []
+    for _ in range(3):
+        batches, features, count = stream.step()
+        before = len(source.calls)
+        drawn += [next(features)]
+        assert len(source.calls) <= before + 1, "nothing runs before it is needed"
+        drawn += list(features)
+        assert count == len(batches) // pp_size
+    assert drawn == list(range(6))[pp_size - 1 :: pp_size] and source.calls == expected
+    with pytest.raises(StopIteration):
+        stream.step()
+
+
+def test_a_reader_stays_within_its_bound() -> None:
+    from megatron_spec.features.ahead import FeaturesAhead
+
+    source = Recorded(1, in_background=True)
+    stream = FeaturesAhead(source, [[i] for i in range(9)], 1, ahead=3)  # type: ignore[list-item, arg-type]
+    for i in range(9):
+        assert list(stream.step()[1]) == [i]
+        assert len(source.calls) <= min(9, i + 3)
+    stream.close()
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_pipeline_ranks_own_equally_many(size: int) -> None:
+    from megatron_spec.features.ahead import FeaturesAhead
+
+    with pytest.raises(UserError, match=f"found {size} micro-batches"):
+        FeaturesAhead(Recorded(2), [list(range(size))], 2).step()  # type: ignore[arg-type, list-item]
 
 
 def test_disk_must_hold_what_is_missing_only(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

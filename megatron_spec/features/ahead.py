@@ -1,0 +1,88 @@
+"""Features before the optimizer needs them, so that the pipeline of the base does not drain between steps.
+
+The base never changes: features of coming steps may be computed at any time, with the same result. A pipeline of PP
+stages is idle for PP - 1 of n + PP - 1 places when n micro-batches run through it, so micro-batches of several steps go
+through together. Features from disk are read by a thread while the draft trains.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from megatron_spec.batch import Batch, Features
+from megatron_spec.features.base import FeatureSource, check_count
+
+
+def default_ahead(pp_size: int, in_background: bool) -> int:
+    """Micro-batches of a rank computed at once when the user does not say: few enough to fit beside the draft."""
+    return 4 if pp_size > 1 or in_background else 1
+
+
+class FeaturesAhead:
+    """Features of consecutive steps in the order of training.
+
+    At most `ahead` micro-batches of this rank are held beside the one that is trained on.
+
+    Args:
+        source: where features come from; all ranks of a pipeline group draw alike.
+        steps: the micro-batches of every step (`FeatureSource.features`); read no further than needed.
+        pp_size: pipeline stages, the ranks that share the micro-batches of a step.
+        ahead: micro-batches of this rank to compute at once; 0: `default_ahead`.
+    """
+
+    def __init__(self, source: FeatureSource, steps: Iterable[list[Batch]], pp_size: int, ahead: int = 0) -> None:
+        self.source, self.pp_size = source, pp_size
+        self.in_background: bool = getattr(source, "in_background", False)
+        self.ahead = ahead or default_ahead(pp_size, self.in_background)
+        self._steps = iter(steps)
+        self._drawn: deque[list[Batch]] = deque()
+        self._rounds: deque[list[Batch]] = deque()
+        """Micro-batches not computed yet, one for each rank of the pipeline."""
+        self._ready: deque[Features] = deque()
+        self._read: deque[Future[list[Features]]] = deque()
+        self._reader = ThreadPoolExecutor(1, "features") if self.in_background else None
+
+    def step(self) -> tuple[list[Batch], Iterator[Features], int]:
+        """The next step: its micro-batches, the features of those this rank owns, and how many these are.
+
+        All of them must be drawn before the next call. Raises UserError when their number is not a multiple of the
+        pipeline size, StopIteration behind the last step.
+        """
+        if not self._drawn:
+            self._draw()
+        batches = self._drawn.popleft()
+        count = len(batches) // self.pp_size
+        return batches, (self._next() for _ in range(count)), count
+
+    def close(self) -> None:
+        """Forget what was read ahead."""
+        if self._reader is not None:
+            self._reader.shutdown(cancel_futures=True)
+
+    def _draw(self) -> None:
+        batches = next(self._steps)
+        check_count(len(batches), self.pp_size)
+        self._drawn.append(batches)
+        self._rounds.extend(batches[i : i + self.pp_size] for i in range(0, len(batches), self.pp_size))
+
+    def _round(self) -> list[Batch] | None:
+        if not self._rounds:
+            try:
+                self._draw()
+            except StopIteration:
+                return None
+        return self._rounds.popleft()
+
+    def _next(self) -> Features:
+        if self._reader is not None:
+            while len(self._read) < self.ahead and (batches := self._round()) is not None:
+                self._read.append(self._reader.submit(self.source.features, batches))
+            return self._read.popleft().result()[0]
+        if not self._ready:
+            chosen: list[Batch] = []
+            for _ in range(self.ahead):
+                chosen += self._round() or []
+            self._ready.extend(self.source.features(chosen))
+        return self._ready.popleft()
