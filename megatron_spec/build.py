@@ -67,12 +67,13 @@ def check_base(spec: CheckpointSpec, base_path: str | None) -> BaseReference:
 
 def load_checkpoint(
     path: str | Path, world: World, *, dtype: torch.dtype = torch.float32, base_path: str | None = None,
-    original_base: bool = False,
+    original_base: bool = False, transformer_engine: bool = False,
 ) -> Loaded:  # fmt: skip
     """Base and draft of a checkpoint folder, fake-quantised when the checkpoint is.
 
     Args:
         original_base: leave the base in high precision although the checkpoint quantises it.
+        transformer_engine: build the base's layers from Transformer Engine's modules.
 
     Raises UserError for a missing, half-written or unfitting checkpoint, before any weight of the base is read.
     """
@@ -87,7 +88,12 @@ def load_checkpoint(
         amax_file = folder / "base_amax.json"
         base_amax = read_json(amax_file) if amax_file.is_file() else None
     extra = sharded.load(folder, draft, world)
-    base = load_base(ref, world, capture_layer_ids=spec.draft.capture_layer_ids, dtype=dtype)
+    if transformer_engine and spec.quant is not None and spec.quant.base != "none" and not original_base:
+        raise UserError(
+            "--transformer-impl transformer_engine: the norms of its linears are inside, where the inputs cannot be "
+            "fake-quantised; use --transformer-impl local for a quantised base"
+        )
+    base = load_base(ref, world, spec.draft.capture_layer_ids, dtype, transformer_engine)
     quantised = spec.quant is not None and spec.quant.base != "none"
     if quantised:
         if base_amax is None:

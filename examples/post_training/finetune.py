@@ -24,6 +24,8 @@ def parser() -> cli.Parser:
     p.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
     p.add_argument("--feature-cache", metavar="DIR", help="compute the base's features once, into this folder")
     p.add_argument("--base-fp8", action="store_true", help="run the base in real fp8 (Hopper or newer, with --bf16)")
+    p.add_argument("--draft-fp8", action="store_true", help="run the draft layer's linears in real fp8 as well")
+    p.add_argument("--transformer-impl", choices=["local", "transformer_engine"], default="local", help="base layers")
     p.add_argument(
         "--teacher",
         choices=["quantised", "original"],
@@ -33,13 +35,29 @@ def parser() -> cli.Parser:
     )
     p.add_argument("--tensorboard-dir", metavar="DIR", help="write TensorBoard events")
     p.add_argument("--wandb-project", metavar="NAME", help="log to Weights & Biases")
+    p.add_dry_run()
     p.add_config(TrainConfig)
     p.add_config(ObjectiveConfig)
     p.add_config(ParallelConfig)
     return p
 
 
+def dry_run(args: argparse.Namespace) -> None:
+    from megatron_spec.chain.plan import Cluster, plan
+
+    machines = {k: getattr(args, k) for k in ("num_nodes", "gpus_per_node", "gpu_memory_gib")}
+    configs = (
+        cli.config_from(TrainConfig, args, train_iters=args.train_iters or 1),
+        cli.config_from(ObjectiveConfig, args),
+        cli.config_from(ParallelConfig, args),
+    )
+    cluster = Cluster(**{k: v for k, v in machines.items() if v is not None})
+    print(plan(args.load, *configs, cluster, args.seq_length, offline=args.feature_cache is not None))
+
+
 def main(args: argparse.Namespace) -> None:
+    if args.dry_run:
+        return dry_run(args)
     from megatron_spec.chain.finetune import FinetuneRun, finetune
 
     configs = {
@@ -48,7 +66,7 @@ def main(args: argparse.Namespace) -> None:
         "parallel": cli.config_from(ParallelConfig, args),
     }
     plain = ("load", "save", "data", "seq_length", "base", "tokenizer", "feature_cache", "base_fp8", "teacher")
-    plain += ("tensorboard_dir", "wandb_project")
+    plain += ("draft_fp8", "transformer_impl", "tensorboard_dir", "wandb_project")
     run = FinetuneRun(**configs, **{k: getattr(args, k) for k in plain})
     if not finetune(run):
         sys.exit(3)  # stopped by a signal after saving: a scheduler starts it again

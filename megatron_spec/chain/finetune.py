@@ -20,9 +20,11 @@ from megatron_spec.checkpoint.spec import latest_iteration, read_spec, resolve
 from megatron_spec.config import ObjectiveConfig, ParallelConfig, QuantConfig, TrainConfig, UserError
 from megatron_spec.data.loader import BatchLoader
 from megatron_spec.distributed import World
+from megatron_spec.drafts.fused_unroll import check_fp8
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.files import require_empty
+from megatron_spec.pipeline import te_spec
 from megatron_spec.pipeline.fast_forward import run_in_fp8
 from megatron_spec.pipeline.placement import check_parallel
 from megatron_spec.training.loop import Position, check_world, train
@@ -48,6 +50,9 @@ class FinetuneRun:
     tokenizer: str | None = None
     feature_cache: str | None = None
     base_fp8: bool = False
+    draft_fp8: bool = False
+    transformer_impl: str = "local"
+    """Layers of the base: 'local' or 'transformer_engine'."""
     teacher: str = "quantised"
     """Of a checkpoint with a fake-quantised base: 'quantised', as it will be served, or 'original'."""
     tensorboard_dir: str | None = None
@@ -122,6 +127,8 @@ def check_before_loading(run: FinetuneRun) -> tuple[Path, bool]:
     support.check(row, run.parallel)
     check_parallel(spec.base.config, run.parallel)
     check_seq_length(run.seq_length, spec)
+    if run.transformer_impl == "transformer_engine":
+        te_spec.check(spec.base.config, torch.cuda.is_available())
     presets.objective_for(spec.draft, run.objective)
     check_file(run.data)
     if run.teacher == "original" and (spec.quant is None or spec.quant.base == "none"):
@@ -167,7 +174,16 @@ def finetune(run: FinetuneRun) -> bool:
     check_world(world, run.train)
     dtype = torch.bfloat16 if run.train.bf16 else torch.float32
     original = run.teacher == "original"
-    loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base, original_base=original)
+    spec = read_spec(folder)
+    objective = presets.objective_for(spec.draft, run.objective)
+    if run.draft_fp8:
+        quantised = spec.quant is not None and spec.quant.draft != "none"
+        check_fp8(spec.draft, quantised, world.tp_size, world.device, dtype, objective.detach)
+    engine = run.transformer_impl == "transformer_engine"
+    loaded = load_checkpoint(
+        folder, world, dtype=dtype, base_path=run.base, original_base=original, transformer_engine=engine
+    )
+    loaded.draft.fp8 = run.draft_fp8
     loader = make_loader(run, loaded, world)
     ddp = wrap_ddp(loaded.draft, world, run.train)
     optimizer, scheduler = build_optimizer(ddp, world, run.train)
@@ -177,7 +193,6 @@ def finetune(run: FinetuneRun) -> bool:
         position = Position(extra["iteration"], extra["consumed_samples"])
         scheduler.step(increment=position.iteration)
         log.info("continuing %s at iteration %d", run.save, position.iteration)
-    objective = presets.objective_for(loaded.spec.draft, run.objective)
     trainer = Trainer(world, ddp, optimizer, scheduler, loaded.base, objective)
     config = {k: v.to_dict() if hasattr(v, "to_dict") else v for k, v in vars(run).items()}
     tracker = Tracker(

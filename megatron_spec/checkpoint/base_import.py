@@ -70,8 +70,12 @@ def load_base(
     world: World,
     capture_layer_ids: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
+    transformer_engine: bool = False,
 ) -> FrozenBase:
     """Build this rank's stage of the base and load its shards; every rank calls it.
+
+    Args:
+        transformer_engine: build the layers from Transformer Engine's modules.
 
     Returns:
         The stage in eval mode, without gradients.
@@ -82,14 +86,14 @@ def load_base(
     """
     config, path = reference.config, Path(reference.path)
     if reference.kind == "hf":
-        base = FrozenBase.build(config, world, capture_layer_ids, dtype)
+        base = FrozenBase.build(config, world, capture_layer_ids, dtype, transformer_engine=transformer_engine)
         huggingface.load_huggingface(base, path)
     else:
         folder = megatron.checkpoint_folder(path)
         if folder is None:
             raise UserError(f"{path}: expected a Megatron checkpoint, and it is not there any more")
         rows = megatron.padded_vocab_size(folder, config, world)
-        base = FrozenBase.build(config, world, capture_layer_ids, dtype, rows)
+        base = FrozenBase.build(config, world, capture_layer_ids, dtype, rows, transformer_engine)
         megatron.load_megatron(base, folder)
     _check_finite(base, reference.path)
     return base

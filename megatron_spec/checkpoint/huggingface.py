@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_spec.base_models import is_ignorable, name_rules
 from megatron_spec.base_models.names import NameRule, hf_shapes, read_shard
 from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.pipeline import te_spec
 from megatron_spec.pipeline.model import FrozenBase
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ def load_huggingface(base: FrozenBase, folder: Path) -> None:
     """Fill this rank's parameters. Strict: raises UserError as `HuggingFaceWeights.check` does."""
     config, world, stage = base.config, base.world, base.stage
     rules = name_rules(config)
-    parameters = dict(base.gpt.named_parameters())
+    parameters = dict(te_spec.named_parameters(base.gpt))
     with HuggingFaceWeights(folder) as weights:
         weights.check(rules, config)
         for rule in rules:

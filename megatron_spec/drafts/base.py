@@ -69,6 +69,9 @@ class Draft(nn.Module):
     those of the export format where one exists, so that checkpoint, quantisation and export share one naming.
     """
 
+    fp8 = False
+    """The linears of the layer compute in real fp8, where `fused_unroll.check_fp8` allows it."""
+
     def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
         """Unroll over the micro-batch and return the loss sums."""
         raise NotImplementedError

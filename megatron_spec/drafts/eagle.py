@@ -99,8 +99,7 @@ class EagleDraft(RecurrentDraft):
         plan = Supervision.of(features.batch, objective.ttt_steps, objective.alignment)
         teacher = teach(features, plan, self.teacher_head(ends), objective.temperature, group, scattered)
         hidden = self.project(features.captures_SBC)
-        fits = not self.config.norm_output and features.batch.context is None
-        if fits and can_fuse(self, hidden, objective.detach):
+        if features.batch.context is None and can_fuse(self, hidden, objective.detach):
             states = fused_unroll(self, hidden, features.batch, plan.rows, plan.active, ends)
         else:
             states = unroll(self.layer_step, hidden, features, ends, plan, objective, group, scattered)

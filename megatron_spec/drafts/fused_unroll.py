@@ -25,9 +25,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_spec.batch import Batch
+from megatron_spec.config import DraftConfig, EagleConfig, UserError
 from megatron_spec.drafts.base import BaseEnds
 from megatron_spec.ops.products import GradientSums, add_product, kernels_available
 from megatron_spec.ops.ttt_attention import TrunkLayout, trunk_backward, trunk_forward, trunk_layout
+from megatron_spec.ops.weight_products import WeightProducts
 
 if TYPE_CHECKING:
     from megatron_spec.drafts.eagle import EagleDraft
@@ -42,24 +44,54 @@ def _power_of_two(x: int) -> bool:
     return x & (x - 1) == 0
 
 
+def why_not_fused(
+    config: DraftConfig, quantised: bool, tp_size: int, device: torch.device, dtype: torch.dtype, detach: bool
+) -> str | None:
+    """What keeps such a draft from being unrolled here, or None; everything else takes the plain way.
+
+    Args:
+        quantised: its linears carry fake quantisers.
+        detach: `ObjectiveConfig.detach`.
+    """
+    if not isinstance(config, EagleConfig) or config.algorithm not in ("eagle3", "eagle3.1"):
+        return "it is not an EAGLE-3 draft"
+    heads = (config.head_dim, config.num_key_value_heads, config.num_attention_heads)
+    reasons = {
+        "there is no GPU": device.type != "cuda",
+        "Triton is missing": not kernels_available(),
+        "it is not in half precision": dtype not in (torch.bfloat16, torch.float16),
+        "its steps are detached": detach,
+        "it is tensor parallel": tp_size > 1,
+        "it has several layers": config.num_hidden_layers > 1,
+        "it feeds back a normed state (norm_output)": config.norm_output,
+        f"its activation is {config.hidden_act}": config.hidden_act != "silu",
+        "it is fake-quantised": quantised,
+        "head size and numbers of heads are not powers of two": config.head_dim < 16
+        or not all(map(_power_of_two, heads))
+        or bool(config.num_attention_heads % config.num_key_value_heads),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
 def can_fuse(draft: EagleDraft, hidden_SBH: Tensor, detach: bool) -> bool:
-    """True when this draft can be unrolled here; everything else takes the plain way."""
-    config = draft.config
+    """True when this draft can be unrolled here now."""
     linears = [m for m in draft.modules() if hasattr(m, "input_quantizer")]
-    return (
-        hidden_SBH.is_cuda
-        and kernels_available()
-        and hidden_SBH.dtype in (torch.bfloat16, torch.float16)
-        and torch.is_grad_enabled()
-        and not detach
-        and draft.tp_group.size() == 1
-        and config.num_hidden_layers == 1
-        and config.hidden_act == "silu"
-        and all(m.input_quantizer is None and m.weight_quantizer is None for m in linears)
-        and config.num_attention_heads % config.num_key_value_heads == 0
-        and all(map(_power_of_two, (config.head_dim, config.num_key_value_heads, config.num_attention_heads)))
-        and config.head_dim >= 16
-    )
+    quantised = any(m.input_quantizer is not None or m.weight_quantizer is not None for m in linears)
+    where = (draft.tp_group.size(), hidden_SBH.device, hidden_SBH.dtype, detach)
+    return torch.is_grad_enabled() and why_not_fused(draft.config, quantised, *where) is None
+
+
+def check_fp8(
+    config: DraftConfig, quantised: bool, tp_size: int, device: torch.device, dtype: torch.dtype, detach: bool
+) -> None:
+    """Raise UserError when such a draft cannot compute in real fp8; see `why_not_fused`."""
+    reason = why_not_fused(config, quantised, tp_size, device, dtype, detach)
+    if reason is None and dtype != torch.bfloat16:
+        reason = "it is not in bfloat16"
+    if reason is None and torch.cuda.get_device_capability(device) < (9, 0):
+        reason = "the GPU has no fp8 tensor cores (compute capability 9.0, Hopper, or newer)"
+    if reason is not None:
+        raise UserError(f"--draft-fp8: this draft cannot be trained in fp8, because {reason}; leave the flag out")
 
 
 @dataclass
@@ -183,7 +215,7 @@ class _Unroll:
         self.tables = [self._tables(draft, batch, k) for k in range(self.T)]
         ahead = torch.nn.functional.pad(batch.tokens_BS[:, 1:], (0, self.T))  # token of row j at step k: place j + k
         self.embedding = ends.embed(ahead).to(hidden_RH.dtype).reshape(-1, self.E)
-        self.used = False
+        self.used, self.fp8 = False, bool(draft.fp8)
 
     def _tables(self, draft: EagleDraft, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         """fp32 (cos, sin) [rows, D / 2] of step k."""
@@ -218,7 +250,11 @@ class _Unroll:
     def forward(self, counts: list[int]) -> list[Tensor]:
         """The normed states of the supervised rows of every step (`counts` of them)."""
         w, kernels = self.w, self.kernels
-        self.fused_qkv, self.fused_gate_up = self._fused_qkv(), torch.cat([w.gate, w.up])
+        self.fused_qkv = self._fused_qkv()
+        self.qkv, self.gate_up_product, self.o, self.down = (
+            WeightProducts(weight, self.fp8)
+            for weight in (self.fused_qkv[1], torch.cat([w.gate, w.up]), w.o.detach(), w.down.detach())
+        )
         self.normed_embedding = torch.empty_like(self.embedding)
         self.rstd_embedding = kernels.norm_forward(
             self.embedding, self.eps, first=(w.input_norm, self.normed_embedding)
@@ -231,20 +267,20 @@ class _Unroll:
         scratch = torch.empty(self.R, self.M, **self.like)
         for k in range(self.T):
             self._attend(k, projected)
-            delta = self._at(self.out, k) @ w.o.t()
+            delta = self.o.forward(self._at(self.out, k))
             inner, gated = self._at(self.inner, k), scratch[: len(delta)]
             first = (w.post_norm, self._at(self.post, k))
             self.rstd_inner.append(kernels.norm_forward(self.before[k], self.eps, delta, inner, first))
-            torch.mm(self._at(self.post, k), self.fused_gate_up.t(), out=self._at(self.gate_up, k))
+            self.gate_up_product.forward(self._at(self.post, k), out=self._at(self.gate_up, k))
             kernels.gated_forward(self._at(self.gate_up, k), gated)
-            torch.mm(gated, w.down.t(), out=delta)
+            self.down.forward(gated, out=delta)
             self._finish(k, inner, delta, states[k])
         return states
 
     def _attend(self, k: int, projected: Tensor) -> None:
         index, q = self.steps.compacted(k), self._at(self.q, k)
         key, value = self._kv(self.trunk, self.branches, k)
-        x = self._at(self.normed, k) @ self.fused_qkv[1].t()
+        x = self.qkv.forward(self._at(self.normed, k))
         self.kernels.rotary_forward(x, self.tables[k], q, key, value, self.N, self.G, projected[k * self.B :], index)
         o, lse, rng = trunk_forward(
             self._spread(q, k), self._heads(self.trunk[0]), self._heads(self.trunk[1]), self.layout
@@ -292,14 +328,14 @@ class _Unroll:
                 part = slice(part.start, part.start + steps.count(k))
                 self._into_after(k, grad_states[k], above, d_after[part])
                 d_gated, gate_up = scratch[: steps.count(k)], self._at(self.gate_up, k)
-                torch.mm(d_after[part], w.down, out=d_gated)
+                self.down.backward(d_after[part], out=d_gated)
                 kernels.gated_backward(gate_up, d_gated, gated[part])
-                first = (gate_up @ self.fused_gate_up, w.post_norm, self.norms[w.post_norm])
+                first = (self.gate_up_product.backward(gate_up), w.post_norm, self.norms[w.post_norm])
                 kernels.norm_backward(
                     self._at(self.inner, k), self.rstd_inner[k], d_inner[part], first, add_RH=d_after[part]
                 )
                 self._attend_backward(k, d_inner[part])
-                above = (d_inner[part], self._at(self.dx, k) @ self.fused_qkv[1])
+                above = (d_inner[part], self.qkv.backward(self._at(self.dx, k)))
             self._weight_gradients(start, end, d_after, gated, d_inner, sums)
         assert above is not None
         out = torch.empty_like(self.before[0])
@@ -330,7 +366,8 @@ class _Unroll:
         )
 
     def _attend_backward(self, k: int, d_inner: Tensor) -> None:
-        index, q, out, d_out = self.steps.compacted(k), self._at(self.q, k), self._at(self.out, k), d_inner @ self.w.o
+        index, q, out = self.steps.compacted(k), self._at(self.q, k), self._at(self.out, k)
+        d_out = self.o.backward(d_inner)
         dq0, *trunk = trunk_backward(
             self._spread(d_out, k),
             self._spread(q, k),

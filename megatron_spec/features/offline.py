@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from megatron_spec.features.base import check_count
 from megatron_spec.features.store import FeatureStore, FeatureWriter, SampleFeatures, StoreManifest
 from megatron_spec.pipeline.model import FrozenBase
 from megatron_spec.pipeline.schedule import run_base
+from megatron_spec.platform import to_device
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +49,12 @@ class OfflineFeatures:
         B, S = batch.tokens_BS.shape
         manifest = self.store.manifest
         H = manifest.hidden_size
-        captures_SBC = torch.zeros(S, B, len(manifest.capture_layer_ids) * H, dtype=manifest.torch_dtype)
-        state_SBH = torch.zeros(S, B, H, dtype=manifest.torch_dtype)
+        where: dict[str, Any] = {"dtype": manifest.torch_dtype, "pin_memory": self.world.device.type == "cuda"}
+        captures_SBC = torch.empty(S, B, len(manifest.capture_layer_ids) * H, **where)
+        state_SBH = torch.empty(S, B, H, **where)
         argmax_SB = torch.zeros(S, B, dtype=torch.int64)
-        tokens_BS, lengths = batch.tokens_BS.cpu(), (batch.documents_BS >= 0).sum(1).tolist()
+        on_host = batch.host or batch.to("cpu")
+        tokens_BS, lengths = on_host.tokens_BS, (on_host.documents_BS >= 0).sum(1).tolist()
         for row, index in enumerate(batch.sample_ids):
             sample = self.store.features_of(index)
             n = len(sample.tokens)
@@ -60,8 +64,9 @@ class OfflineFeatures:
                     "from other conversations, another template or another seq_length; extract them again"
                 )
             captures_SBC[:n, row], state_SBH[:n, row] = sample.captures, sample.state
+            captures_SBC[n:, row], state_SBH[n:, row] = 0, 0
             argmax_SB[:n, row] = sample.argmax
-        argmax_SB = argmax_SB.to(self.world.device)
+        argmax_SB = to_device(argmax_SB, self.world.device)
         if batch.context is not None:
             captures_SBC, state_SBH = batch.context.part(captures_SBC, 0), batch.context.part(state_SBH, 0)
         return Features(batch, self._place(captures_SBC), self._place(state_SBH), argmax_SB)
@@ -70,7 +75,7 @@ class OfflineFeatures:
         """This rank's rows, on its device."""
         if self.world.parallel.sequence_parallel:
             x_SBX = x_SBX.chunk(self.world.tp_size)[self.world.tp_rank]
-        return x_SBX.to(self.world.device, self.dtype)
+        return to_device(x_SBX.contiguous(), self.world.device).to(self.dtype)
 
 
 def extract(

@@ -51,11 +51,14 @@ def supported(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def product(x: Fp8Matrix, weight: Fp8Matrix, dtype: torch.dtype) -> Tensor:
-    """x [R, H] times the transpose of weight [O, H]: [R, O]."""
-    out: Tensor = torch._scaled_mm(
-        x.values, weight.values.t(), x.scale[:, None], weight.scale[None, :], out_dtype=dtype, use_fast_accum=True
-    )
+def product(
+    x: Fp8Matrix, weight: Fp8Matrix, dtype: torch.dtype, out: Tensor | None = None, fast: bool = True
+) -> Tensor:
+    """x [R, H] times the transpose of weight [O, H]: [R, O]; `fast` keeps fewer bits of partial sums."""
+    operands = (x.values, weight.values.t(), x.scale[:, None], weight.scale[None, :])
+    if out is None:
+        out = torch.empty(len(x.values), len(weight.values), dtype=dtype, device=x.values.device)
+    torch._scaled_mm(*operands, out_dtype=dtype, use_fast_accum=fast, out=out)
     return out
 
 
@@ -128,5 +131,6 @@ def quantize(x_RH: Tensor) -> Fp8Matrix:
     """Rows of x (contiguous) with their scales."""
     R, H = x_RH.shape
     out = Fp8Matrix.empty(R, H, x_RH.device)
-    _quantize_kernel[(R,)](x_RH.contiguous(), out.values, out.scale, H, triton.next_power_of_2(H), num_warps=8)
+    block = triton.next_power_of_2(H)
+    _quantize_kernel[(R,)](x_RH.contiguous(), out.values, out.scale, H, block, num_warps=16 if block > 8192 else 8)
     return out

@@ -24,7 +24,7 @@ from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.distributed import World
 from megatron_spec.ops.attention import AttentionPlan, KVCache
 from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
-from megatron_spec.pipeline import ends, placement, relay
+from megatron_spec.pipeline import ends, placement, relay, te_spec
 from megatron_spec.pipeline.capture import record_outputs
 from megatron_spec.pipeline.fast_forward import FastForward
 from megatron_spec.pipeline.spec import PlannedAttention, block_spec
@@ -77,22 +77,26 @@ class FrozenBase(nn.Module):
         capture_layer_ids: Sequence[int] = (),
         dtype: torch.dtype = torch.float32,
         padded_vocab_size: int | None = None,
+        transformer_engine: bool = False,
     ) -> FrozenBase:
         """A stage whose weights are NaN until they are loaded.
 
         Args:
             padded_vocab_size: rows of embedding and head over all ranks; default: the vocabulary rounded up to a
                 multiple of the tensor parallel size.
+            transformer_engine: build the layers from Transformer Engine's modules (`te_spec`).
 
         Raises:
             UserError: the parallel sizes or capture ids do not fit the base.
         """
         placement.check_parallel(config, world.parallel)
+        if transformer_engine:
+            te_spec.check(config, world.device.type == "cuda")
         stages = placement.place(config.num_layers, world.parallel, capture_layer_ids)
         counts = [stage.count for stage in stages]
         gpt = GPTModel(
             config=transformer_config(config, world.parallel, counts, dtype),
-            transformer_layer_spec=block_spec(counts[world.pp_rank]),
+            transformer_layer_spec=(te_spec.block_spec if transformer_engine else block_spec)(counts[world.pp_rank]),
             vocab_size=padded_vocab_size or padded_vocab(config.vocab_size, world.tp_size),
             max_sequence_length=config.max_position_embeddings,
             pre_process=world.is_first_stage,
@@ -143,7 +147,12 @@ class FrozenBase(nn.Module):
         return own
 
     def _fast_forward(self) -> FastForward | None:
-        if len(self.attentions) != self.stage.count or not FastForward.applies(self.config, self.dtype, self.world):
+        fused = any("layer_norm_weight" in name for name, _ in self.gpt.named_parameters())
+        if (
+            fused
+            or len(self.attentions) != self.stage.count
+            or not FastForward.applies(self.config, self.dtype, self.world)
+        ):
             return None
         decoder = self.gpt.decoder
         final_norm = decoder.final_layernorm.weight if self.world.is_last_stage else None

@@ -185,7 +185,7 @@ def test_quantising_twice_is_refused(place: Path, tmp_path: Path) -> None:
     ("script", "flags", "expected"),
     [
         ("generate", ("--base", "b", "--output", "o", "--batch-size", 0), "batch_size must be at least 1, found 0"),
-        ("generate", ("--base", "b", "--output", "o", "--temperature", -1), "temperature must not be negative"),
+        ("generate", ("--base", "b", "--output", "o", "--temperature", -1), "temperature must be at least 0"),
         ("generate", ("--base", "b", "--output", "o", "--max-draft-len", 5), "without --load there is none"),
         ("offline_feature_extract", ("--load", "d", "--output-dir", "o", "--micro-batch-size", 0), "at least 1"),
         ("quantize", ("--load", "d", "--save", "o", "--calib-samples", -5), "must be at least 1, found -5"),
@@ -279,3 +279,11 @@ def test_the_one_command_chain_refuses_before_it_sets_up(arguments: list[str], e
     script = SCRIPTS / "train_eagle3_and_export.sh"
     done = subprocess.run(["bash", str(script), *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and expected in done.stderr
+
+
+def test_fast_ways_that_need_a_gpu(place: Path, tmp_path: Path) -> None:
+    flags = ("--load", place / "draft", "--save", tmp_path / "s", "--data", place / "train.jsonl", "--train-iters", 1)
+    assert "there is no GPU" in refuse("finetune", *flags, "--seq-length", 64, "--draft-fp8")
+    message = refuse("finetune", *flags, "--seq-length", 64, "--transformer-impl", "transformer_engine")
+    assert "Transformer Engine is not installed" in message or "needs a GPU" in message
+    assert not (tmp_path / "s").exists()

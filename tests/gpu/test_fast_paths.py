@@ -6,6 +6,8 @@ bf16 code is (it is usually nearer).
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.losses import vocab_parallel
 from megatron_spec.ops import attention, reference
 from megatron_spec.ops.ttt_attention import merged_attention, trunk_layout
+from megatron_spec.pipeline import te_spec
 from megatron_spec.pipeline.fast_forward import run_in_fp8
 from megatron_spec.pipeline.model import FrozenBase
 from megatron_spec.pipeline.schedule import run_base
@@ -276,3 +279,56 @@ def test_fp8_kernels() -> None:
 def test_fp8_refuses_what_it_cannot_run() -> None:
     with pytest.raises(UserError, match="bf16"):
         run_in_fp8(make_base(torch.float32))
+
+
+def test_fp8_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft layer's linears in fp8: loss and gradients near bf16's, and not the same."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs fp8 tensor cores")
+    objective = ObjectiveConfig(ttt_steps=3, in_vocab_only=False)
+    batch, ends = make_batch(False), make_base(torch.bfloat16)
+    features = Features(batch, *run_base(ends, [batch])[0])
+    plain, plain_grads = train_once(make_draft(torch.bfloat16), features, ends, objective)
+    draft = make_draft(torch.bfloat16)
+    fused_unroll.check_fp8(draft.config, False, 1, torch.device("cuda"), torch.bfloat16, False)
+    draft.fp8 = True
+    losses, grads = train_once(draft, features, ends, objective)
+    assert 0 < distance(losses.loss_T, plain.loss_T) < 0.05
+    for name, wanted in plain_grads.items():
+        assert distance(grads[name], wanted) < 0.25, name
+    assert distance(grads["midlayer.mlp.down_proj.weight"], plain_grads["midlayer.mlp.down_proj.weight"]) > 1e-3
+    with pytest.raises(UserError, match="detached"):
+        fused_unroll.check_fp8(draft.config, False, 1, torch.device("cuda"), torch.bfloat16, True)
+
+
+def test_products_of_a_weight_in_fp8() -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs fp8 tensor cores")
+    from megatron_spec.ops.weight_products import WeightProducts
+
+    generator = torch.Generator().manual_seed(0)
+    weight, x, d = (torch.randn(s, generator=generator).bfloat16().cuda() for s in ((96, 64), (33, 64), (33, 96)))
+    rough, exact = WeightProducts(weight, fp8=True), WeightProducts(weight)
+    for found, wanted in ((rough.forward(x), exact.forward(x)), (rough.backward(d), exact.backward(d))):
+        assert found.shape == wanted.shape and 1e-3 < distance(found, wanted) < 0.06
+    out = torch.empty(33, 96, dtype=torch.bfloat16, device="cuda")
+    assert rough.forward(x, out=out) is out and torch.equal(out, rough.forward(x))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine")
+@pytest.mark.parametrize("packed", [False, True])
+def test_transformer_engine_base(packed: bool) -> None:
+    """Layers of Transformer Engine's modules: the weights of the local ones, and their numbers within bf16 error."""
+    batch, exact, local = make_batch(packed), make_base(torch.float32), make_base(torch.bfloat16)
+    engine = FrozenBase.build(CONFIG, distributed.initialize(), CAPTURES, torch.bfloat16, transformer_engine=True)
+    kinds = {type(m).__name__ for m in engine.modules()}
+    assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear"} <= kinds and engine.fast is None
+    own = dict(local.gpt.named_parameters())
+    with torch.no_grad():
+        for name, parameter in te_spec.named_parameters(engine.gpt):
+            parameter.copy_(own.pop(name))
+    assert not own
+    wanted = run_base(exact, [batch])[0]
+    local.fast = None
+    for e, p, w in zip(run_base(engine, [batch])[0], run_base(local, [batch])[0], wanted, strict=True):
+        assert distance(e, w) < 1.3 * distance(p, w) < 2e-2

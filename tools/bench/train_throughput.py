@@ -1,6 +1,7 @@
-"""Speed of online EAGLE-3 training at Llama-3.1-8B shape, with random weights, through the package's own classes.
+"""Speed of EAGLE-3 training at Llama-3.1-8B shape, with random weights, through the package's own classes.
 
     python tools/bench/train_throughput.py --seq-length 4096 2048 --ttt-steps 7 3 --output bench.json
+    python tools/bench/train_throughput.py --offline         # features from disk; the base does not run
     python tools/bench/train_throughput.py --tiny            # in miniature, on a CPU
 
 Every token is supervised, so no work is saved by dropping rows. Model FLOP utilisation counts the plain algorithm
@@ -15,11 +16,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +34,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron_spec import distributed, presets
 from megatron_spec.batch import Batch
 from megatron_spec.config import BaseConfig, ObjectiveConfig, TrainConfig
+from megatron_spec.data.chat import Sample
 from megatron_spec.distributed import World
 from megatron_spec.drafts import build_draft, eagle
 from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.features.ahead import FeaturesAhead
+from megatron_spec.features.base import FeatureSource
+from megatron_spec.features.offline import OfflineFeatures, extract
 from megatron_spec.features.online import OnlineFeatures
+from megatron_spec.features.store import FeatureStore, StoreManifest
 from megatron_spec.pipeline.model import FrozenBase
 from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
 from megatron_spec.training.step import Trainer
@@ -75,10 +84,10 @@ def random_base(config: BaseConfig, world: World, captures: tuple[int, ...], dty
 
 def supervised_batch(config: BaseConfig, B: int, S: int, device: torch.device, share: float = 1.0) -> Batch:
     """Random tokens; the last `share` of every row is one assistant turn."""
-    positions = torch.arange(S, device=device).expand(B, S).contiguous()
+    positions = torch.arange(S).expand(B, S).contiguous()
     turns = (positions >= round((1 - share) * S)).int()
-    tokens = torch.randint(0, config.vocab_size, (B, S), device=device)
-    return Batch(tokens, positions, turns, torch.zeros_like(turns))
+    tokens = torch.randint(0, config.vocab_size, (B, S))
+    return Batch(tokens, positions, turns, torch.zeros_like(turns)).to(device)
 
 
 def build_trainer(base: FrozenBase, world: World, draft_vocab: int, T: int, dtype: torch.dtype) -> Trainer:
@@ -93,6 +102,29 @@ def build_trainer(base: FrozenBase, world: World, draft_vocab: int, T: int, dtyp
     ddp = wrap_ddp(draft, world, train)
     optimizer, scheduler = build_optimizer(ddp, world, train)
     return Trainer(world, ddp, optimizer, scheduler, base, ObjectiveConfig(ttt_steps=T))
+
+
+def offline_source(base: FrozenBase, world: World, batches: list[Batch], folder: Path | None) -> OfflineFeatures:
+    """The features of the batches, written to disk once, in the base's dtype."""
+    folder = Path(folder or tempfile.mkdtemp(prefix="features-"))
+    rows = [row for batch in batches for row in zip(batch.tokens_BS.cpu(), batch.turns_BS.cpu(), strict=True)]
+    manifest = StoreManifest(
+        base_fingerprint="random", capture_layer_ids=base.capture_layer_ids, hidden_size=base.config.hidden_size,
+        dtype=str(base.dtype).removeprefix("torch."), template_hash="", num_samples=len(rows),
+        seq_length=batches[0].tokens_BS.shape[1], samples_per_shard=1,
+    )  # fmt: skip
+
+    class Samples:
+        seq_length = manifest.seq_length
+
+        def __len__(self) -> int:
+            return len(rows)
+
+        def __getitem__(self, index: int) -> Sample:
+            return Sample(*rows[index])
+
+    extract(base, Samples(), folder, manifest)
+    return OfflineFeatures(FeatureStore(folder), world, base.dtype)
 
 
 class Stopwatch:
@@ -137,13 +169,13 @@ class Stopwatch:
 
 
 def shares(
-    step: Callable[[], Any], trainer: Trainer, source: OnlineFeatures, cuda: bool, repeats: int = 3
+    step: Callable[[], Any], trainer: Trainer, source: FeatureSource, cuda: bool, repeats: int = 3
 ) -> dict[str, float]:
     """Parts of a step in milliseconds; `draft_layer` is what is left. `head` holds teacher, head, loss and gradient."""
     clock = Stopwatch(cuda)
     undo = [
         clock.watch(source, "features", "base"), clock.watch(eagle, "teach", "head"),
-        clock.watch(eagle, "head_losses", "head"), clock.watch(trainer.optimizer, "step", "optimizer"),
+        clock.watch(eagle, "head_losses", "head"), clock.watch(trainer, "_update", "optimizer"),
     ]  # fmt: skip
     for _ in range(repeats):
         with clock.region("step"):
@@ -201,12 +233,18 @@ def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Names
     """Warm up, time whole steps, then take one apart."""
     cuda, B = world.device.type == "cuda", args.micro_batch_size
     D = args.draft_vocab_size
-    trainer, source = build_trainer(base, world, D, T, base.dtype), OnlineFeatures(base)
+    trainer = build_trainer(base, world, D, T, base.dtype)
+    trainer.ddp.module.fp8 = args.draft_fp8
     batches = [supervised_batch(base.config, B, S, world.device, args.supervised_share) for _ in range(2)]
-    order = iter(range(10**9))
+    source: FeatureSource = OnlineFeatures(base)
+    if args.offline:
+        batches = [replace(b, sample_ids=tuple(range(i * B, (i + 1) * B))) for i, b in enumerate(batches)]
+        source = offline_source(base, world, batches, args.store)
+    ahead = FeaturesAhead(source, ([batches[i % 2]] for i in itertools.count()), world.pp_size)
 
     def step() -> Any:
-        return trainer.step(source.features([batches[next(order) % 2]]))
+        _, features, count = ahead.step()
+        return trainer.step(features, count=count)
 
     def sync() -> None:
         if cuda:
@@ -232,6 +270,8 @@ def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Names
     after = compiled_kernels()
     seconds = statistics.median(times)
     flops = standard_flops(base.config, D, len(base.capture_layer_ids), S, T)
+    if args.offline:
+        flops["base"] = 0.0
     parts = shares(step, trainer, source, cuda)
     entry: dict[str, Any] = {
         "tokens_per_second": B * S / seconds,
@@ -239,7 +279,7 @@ def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Names
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
         "seq_length": S, "micro_batch_size": B, "ttt_steps": T, "step_ms": seconds * 1e3,
         "step_ms_all": [t * 1e3 for t in times], "first_step_s": first, "shares_ms": parts,
-        "base_mfu": flops["base"] * B * S / (parts["base"] / 1e3) / PEAK,
+        "base_mfu": flops["base"] * B * S / (parts["base"] / 1e3) / PEAK if flops["base"] else None,
         "compiled_after_warmup": after - before, "loss": float(result.loss),
     }  # fmt: skip
     if cuda:
@@ -270,7 +310,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--iters", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3, help="the median of this many timings is reported")
-    parser.add_argument("--base-fp8", action="store_true", help="run the base in fp8 through Transformer Engine")
+    parser.add_argument("--base-fp8", action="store_true", help="run the base's linears in fp8")
+    parser.add_argument("--draft-fp8", action="store_true", help="run the draft layer's linears in fp8")
+    parser.add_argument("--offline", action="store_true", help="features from disk; MFU is that of the draft's work")
+    parser.add_argument("--store", type=Path, default=None, help="folder for the features of --offline (temporary)")
     parser.add_argument("--supervised-share", type=float, default=1.0, help="share of the tokens that is supervised")
     parser.add_argument("--only", nargs="+", default=None, metavar="SxT", help="pairs such as 4096x7, instead of all")
     parser.add_argument("--tiny", action="store_true", help="a tiny model: works on a CPU")
@@ -313,6 +356,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             torch.cuda.empty_cache()
     report = {
         **entries[0], "card": torch.cuda.get_device_name() if cuda else "CPU", "base_fp8": args.base_fp8,
+        "draft_fp8": args.draft_fp8, "offline": args.offline,
         "supervised_share": args.supervised_share, "versions": versions(),
         "command": [Path(sys.argv[0]).name, *(argv or sys.argv[1:])], "runs": entries,
     }  # fmt: skip
