@@ -1,7 +1,8 @@
-"""Check that an EAGLE-3 folder, ours or anybody's, loads in serving engines as it was meant.
+"""Check that an exported folder, ours or anybody's, loads in serving engines as it was meant.
 
     python tools/check_export.py DIR [--engine trtllm|vllm|sglang] [--base TARGET_DIR]
 
+Knows EAGLE-3, EAGLE-1, Medusa, MTP, the format of speculators, TensorRT-LLM's legacy checkpoint, and whole models.
 Prints every rule that is broken with how to mend it. Exit code 0: none; 1: at least one (warnings alone do not count);
 2: the folder cannot be read, or wrong usage.
 """
@@ -18,7 +19,7 @@ from megatron_spec.export.rules import check_folder
 def make_parser() -> cli.Parser:
     """The flags."""
     p = cli.Parser(__doc__)
-    p.add_argument("folder", metavar="DIR", help="draft in Hugging Face format")
+    p.add_argument("folder", metavar="DIR", help="draft or model as engines read it")
     p.add_argument("--engine", choices=["trtllm", "vllm", "sglang"], help="rules of this engine only (default: all)")
     p.add_argument("--base", metavar="TARGET_DIR", help="the target's folder, for the rules that depend on it")
     return p

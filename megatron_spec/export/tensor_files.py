@@ -97,14 +97,15 @@ def _read_pickle(path: Path) -> dict[str, Entry]:
         raise UserError(f"{path} does not load as a dictionary of tensors ({type(e).__name__}: {e})") from None
 
 
-def read_entries(folder: Path) -> dict[str, Entry]:
-    """Every tensor of the safetensors files of a folder (else of pytorch_model.bin), by name.
+def read_entries(folder: Path, pattern: str = "*.safetensors") -> dict[str, Entry]:
+    """Every tensor of the safetensors files of a folder (else of an old pickle), by name.
 
     Raises UserError when there are none, or a file is damaged.
     """
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths and (folder / "pytorch_model.bin").is_file():
-        return _read_pickle(folder / "pytorch_model.bin")
+    paths = sorted(folder.glob(pattern))
+    for old in ("pytorch_model.bin", "medusa_lm_head.pt"):
+        if not paths and (folder / old).is_file():
+            return _read_pickle(folder / old)
     if not paths:
         others = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt")))
         hint = f"; found {', '.join(others)}: save its tensors as model.safetensors first" if others else ""

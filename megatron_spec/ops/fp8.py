@@ -46,11 +46,6 @@ class Fp8Matrix:
         return self.values.float() * self.scale[:, None]
 
 
-def supported(device: torch.device) -> bool:
-    """True where fp8 products with row scales run (Hopper and newer)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def product(
     x: Fp8Matrix, weight: Fp8Matrix, dtype: torch.dtype, out: Tensor | None = None, fast: bool = True
 ) -> Tensor:

@@ -18,6 +18,7 @@ from megatron_spec.export import speculators, trtllm_legacy
 from megatron_spec.export.base import export_base
 from megatron_spec.export.common import VerificationError
 from megatron_spec.export.draft import export_draft
+from megatron_spec.export.rules import check_folder
 from megatron_spec.export.stream import TensorWriter
 from megatron_spec.quantization.calibrate import calibrate
 from tests.unit_tests.export.test_sibling_export import make as make_sibling
@@ -40,6 +41,7 @@ def test_writer_memory_and_layout(tmp_path: Path) -> None:
     code = """
 import resource, sys, torch
 from pathlib import Path
+from megatron_spec.export.rules import check_folder
 from megatron_spec.export.stream import TensorWriter
 plan = {f"t{i}": ("float32", (512, 1024)) for i in range(100)}
 writer = TensorWriter(Path(sys.argv[1]), plan, max_shard_bytes=50 << 20)
@@ -88,6 +90,7 @@ def test_speculators(base_folder: Path, tmp_path: Path, overrides: dict[str, Any
         tiny.draft, tiny.reference, tmp_path / "hf", None, tiny.world, ends=tiny.base, export_embeddings=True
     )
     speculators.convert(hf, base_folder, tmp_path / "out", 4)
+    assert [f for f in check_folder(tmp_path / "out") if not f.warning] == []
     found, source = (load_file(str(f / "model.safetensors")) for f in (tmp_path / "out", hf))
     assert torch.equal(found["layers.0.hidden_norm.weight"].float(), _first(source, "hidden_norm.weight").float())
     assert "layers.1.hidden_norm.weight" not in found and not [n for n in found if n.startswith("midlayer")]
@@ -213,6 +216,8 @@ def test_legacy_fp8(base_folder: Path, tmp_path: Path) -> None:
     s = make_sibling(base_folder, world_of(), "medusa")
     heads = export_draft(s.draft, s.reference, tmp_path / "draft", None, s.world, ends=s.base)
     trtllm_legacy.convert(base, heads, tmp_path / "out", 2)
+    assert check_folder(tmp_path / "out", "trtllm") == [] == check_folder(base)
+    assert [f.rule for f in check_folder(tmp_path / "out", "vllm")] == ["kind"]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization"]["quant_algo"] == config["quantization"]["kv_cache_quant_algo"] == "FP8"
     ranks = [load_file(str(tmp_path / "out" / f"rank{r}.safetensors")) for r in range(2)]
@@ -227,6 +232,8 @@ def test_legacy_fp8(base_folder: Path, tmp_path: Path) -> None:
         factor = rank[f"{layer}attention.kv_cache_scaling_factor"]
         assert factor == max(source[f"{theirs}self_attn.{n}_proj.{n}_scale"] for n in "kv")
         assert rank["lm_head.weight"].dtype == torch.float32
+    (tmp_path / "out" / "rank1.safetensors").unlink()
+    assert [f.rule for f in check_folder(tmp_path / "out", "trtllm")] == ["ranks"]
 
 
 @pytest.mark.parametrize(

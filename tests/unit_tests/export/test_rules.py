@@ -73,6 +73,44 @@ def test_a_good_folder_breaks_no_rule(tmp_path: Path, base: Path, fp8: bool) -> 
     assert check_folder(write(tmp_path / "d", *good(fp8)), base=base) == []
 
 
+def other(kind: str) -> tuple[Tensors, Json]:
+    """A folder's content of another kind that breaks no rule, made without the exporter."""
+    shape = dict(
+        hidden_size=H, intermediate_size=12, num_attention_heads=2, num_key_value_heads=1, head_dim=4, vocab_size=V,
+    )  # fmt: skip
+    common: Json = {**shape, "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    common["max_position_embeddings"] = 64
+    if kind == "medusa":
+        tensors = {f"{h}.0.linear.weight": torch.ones(H, H) for h in range(2)}
+        tensors |= {f"{h}.0.linear.bias": torch.ones(H) for h in range(2)}
+        tensors |= {f"{h}.1.weight": torch.ones(V, H) for h in range(2)}
+        values = {"architectures": ["MedusaModel"], "model_type": "medusa", "medusa_num_heads": 2}
+        return tensors, {**values, "medusa_num_layers": 1, "medusa_fc_bias": True, "hidden_size": H, "vocab_size": V}
+    if kind == "model":
+        tensors = {"model.embed_tokens.weight": torch.ones(V, H), "lm_head.weight": torch.ones(V, H)}
+        return tensors, {**common, "architectures": ["LlamaForCausalLM"]}
+    algorithm = {"eagle1": "eagle1", "mtp": "eagle-mtp"}[kind]
+    config = EagleConfig(
+        algorithm=algorithm, draft_vocab_size=V, target_hidden_size=H, max_position_embeddings=64, **shape
+    )  # type: ignore[arg-type]  # fmt: skip
+    tensors = {n: torch.ones(size) for n, size in layout.weight_shapes(config).items()}
+    tensors |= {n: torch.zeros(size) for n, size in layout.zero_shapes(config).items()}
+    return tensors, {**common, "architectures": layout.ARCHITECTURES[algorithm]}
+
+
+KINDS = {"eagle1": ("vllm", "sglang"), "medusa": ("vllm",), "mtp": (), "model": ("trtllm", "vllm", "sglang")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds(tmp_path: Path, base: Path, kind: str) -> None:
+    """A good folder breaks nothing, and an engine that does not load its kind says so."""
+    folder = write(tmp_path / "d", *other(kind))
+    assert [f for f in check_folder(folder, base=base) if not f.warning] == []
+    for engine in ("trtllm", "vllm", "sglang"):
+        rules = [f.rule for f in check_folder(folder, engine, base) if not f.warning]  # type: ignore[arg-type]
+        assert rules == ([] if engine in KINDS[kind] else ["kind"]), engine
+
+
 def rename(t: Tensors, old: str, new: str) -> Tensors:
     return {n.replace(old, new): x for n, x in t.items()}
 
@@ -137,6 +175,45 @@ def test_broken_rule_is_found(tmp_path: Path, base: Path, name: str) -> None:
     findings = check_folder(write(tmp_path / "d", *change(*good(fp8))), base=base)
     assert [f for f in findings if f.rule == rule and message in f.found and not f.warning], findings
     assert all(f.mend for f in findings)
+
+
+OTHERS: dict[str, tuple[str, Break, str, str]] = {
+    # name: (kind, change, rule, part of the message)
+    "no bias": ("eagle1", lambda t, c: (without(t, "fc.bias"), c), "fc.bias", "random"),
+    "trained bias": ("eagle1", lambda t, c: ({**t, "fc.bias": torch.ones(H)}, c), "fc.bias", "drops"),
+    "input norm": (
+        "eagle1", lambda t, c: ({**t, "layers.0.input_layernorm.weight": torch.ones(H)}, c), "unknown", "no such tensor"
+    ),
+    "plain name": ("eagle1", lambda t, c: (t, {**c, "architectures": ["LlamaForCausalLM"]}), "architectures", "Llama"),
+    "lost layer": ("eagle1", lambda t, c: (without(t, "o_proj"), c), "missing", "o_proj"),
+    "theta": ("eagle1", lambda t, c: (t, without(c, "rope_theta")), "rope", "10000"),
+    "fc bias key": ("medusa", lambda t, c: (t, without(c, "medusa_fc_bias")), "medusa_fc_bias", "drops the biases"),
+    "one head": ("medusa", lambda t, c: ({n: x for n, x in t.items() if n[0] == "0"}, c), "missing", "1.0.linear"),
+    "model type": ("medusa", lambda t, c: (t, without(c, "model_type")), "model_type", "something else"),
+    "padded heads": ("medusa", lambda t, c: ({**t, "0.1.weight": torch.ones(64, H)}, c), "shape", "0.1.weight"),
+    "lost norm": ("mtp", lambda t, c: (without(t, "enorm"), c), "missing", "enorm"),
+    "padded vocabulary": (
+        "model", lambda t, c: ({**t, "model.embed_tokens.weight": torch.ones(64, H)}, c), "vocab_size", "64 rows"
+    ),
+    "no head": ("model", lambda t, c: (without(t, "lm_head"), c), "missing", "tie_word_embeddings"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_broken_rule_of_another_kind_is_found(tmp_path: Path, base: Path, name: str) -> None:
+    kind, change, rule, message = OTHERS[name]
+    findings = check_folder(write(tmp_path / "d", *change(*other(kind))), base=base)
+    assert [f for f in findings if f.rule == rule and message in f.found and not f.warning], findings
+
+
+def test_layers_one_off_are_pointed_out(tmp_path: Path, base: Path) -> None:
+    tensors, config = good()  # a target of 8 layers: outputs 1, 3, 4
+    for keys in ({TOP: [1, 3, 4]}, {NESTED: {TOP: [2, 4, 5]}}):
+        findings = check_folder(write(tmp_path / "d", tensors, {**config, **keys}), base=base)
+        assert [f for f in findings if "one off" in f.found], findings
+    right = {TOP: [2, 4, 5], NESTED: {TOP: [1, 3, 4]}}
+    findings = check_folder(write(tmp_path / "d", tensors, {**config, **right}), base=base)
+    assert not [f for f in findings if "one off" in f.found]
 
 
 def test_rules_are_those_of_the_engine(tmp_path: Path) -> None:

@@ -159,6 +159,11 @@ def test_options_that_disagree_are_caught(folders: tuple[Path, Path]) -> None:
         read_config_json(raw, 8)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_rule_checker_agrees(folders: tuple[Path, Path], kind: str) -> None:
+    assert [f for f in check_folder(folders[1] / "one" / kind, base=folders[0]) if not f.warning] == []
+
+
 def test_rules_know_the_options(folders: tuple[Path, Path], tmp_path: Path) -> None:
     one = folders[1] / "one" / "eagle3.1"
     assert [f for f in check_folder(one, base=folders[0]) if not f.warning] == []

@@ -1,23 +1,16 @@
-"""Rules an EAGLE-3 folder must follow so that engines load it as it was meant, for folders of any origin. No torch.
-
-Every rule says which engines break, what was found, and how to mend it. Many breaches load without a word and merely
-give a draft that nothing is accepted from.
-"""
+"""Rules of an EAGLE-3 folder. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
 
 from megatron_spec.config import UserError
-from megatron_spec.export.layout import LINEARS, SHARED_SCALE
-from megatron_spec.export.tensor_files import Entry, read_entries
-from megatron_spec.files import read_json
+from megatron_spec.export.layout import LINEARS
+from megatron_spec.export.rules.finding import Finding, Folder
+from megatron_spec.export.rules.shared import check_embedding, check_fp8, check_rope, check_target
+from megatron_spec.export.tensor_files import Entry
+from megatron_spec.presets import default_capture_ids
 
-Engine = Literal["trtllm", "vllm", "sglang"]
-ALL: tuple[Engine, ...] = ("trtllm", "vllm", "sglang")
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size",
@@ -25,78 +18,13 @@ _SIZES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One rule that is broken."""
-
-    rule: str
-    found: str
-    mend: str
-    engines: tuple[Engine, ...] = ALL
-    warning: bool = False
-    """Works, but is fragile."""
-
-    def __str__(self) -> str:
-        kind = "warning" if self.warning else "error"
-        return f"{kind} [{self.rule}] ({', '.join(self.engines)}): {self.found}\n    mend: {self.mend}"
-
-
-@dataclass
-class Folder:
-    """What is checked: config.json and the tensors, and the target's config when it is known."""
-
-    path: Path
-    config: dict[str, Any]
-    tensors: dict[str, Entry]
-    base: dict[str, Any] | None = None
-    prefix: str = field(init=False, default="")
-    """'model.' when the tensors carry it."""
-
-    def __post_init__(self) -> None:
-        if any(n.startswith("model.") for n in self.tensors):
-            self.prefix = "model."
-            self.tensors = {n.removeprefix("model."): e for n, e in self.tensors.items()}
-
-    @property
-    def layers(self) -> list[str]:
-        """Prefix of every layer as this folder spells it."""
-        count = self.config.get("num_hidden_layers", 1)
-        if any(n.startswith("midlayer.") for n in self.tensors):
-            return ["midlayer"]
-        return [f"layers.{i}" for i in range(count)]
-
-    @property
-    def target_hidden(self) -> int:
-        """Hidden size of the target."""
-        base = (self.base or {}).get("hidden_size")
-        return int(self.config.get("target_hidden_size") or base or self.config["hidden_size"])
-
-    @property
-    def draft_vocab(self) -> int:
-        """D, which is V when the key is missing."""
-        return int(self.config.get("draft_vocab_size") or self.config["vocab_size"])
-
-
-def check_folder(path: Path | str, engine: Engine | None = None, base: Path | str | None = None) -> list[Finding]:
-    """Everything that is wrong with an exported folder, for one engine or for all.
-
-    Args:
-        base: the target's folder; without it, what depends on the target is not checked.
-
-    Raises:
-        UserError: the folder cannot be read at all.
-    """
-    path = Path(path)
-    if not path.is_dir():
-        raise UserError(f"{path} is not a folder")
-    base_config = read_json(Path(base) / "config.json") if base is not None else None
-    folder = Folder(path, read_json(path / "config.json"), read_entries(path), base_config)
+def check(folder: Folder) -> Iterator[Finding]:
+    """All rules."""
     findings = list(_config_keys(folder))
+    yield from findings
     if not any(f.rule == "config" for f in findings):
-        for rule in (_rope, _names, _shapes, _vocab_map, _capture_ids, _fp8, _target, _embedding):
-            findings += rule(folder)
-    chosen = [f for f in findings if engine is None or engine in f.engines]
-    return sorted(chosen, key=lambda f: f.warning)
+        for rule in (_names, _shapes, _vocab_map, _capture_ids, check_rope, check_fp8, check_target, check_embedding):
+            yield from rule(folder)
 
 
 # ---- config.json
@@ -128,24 +56,6 @@ def _config_keys(folder: Folder) -> Iterator[Finding]:
     if "head_dim" not in config and config.get("hidden_size", 0) % max(config.get("num_attention_heads", 1), 1):
         yield Finding(
             "head_dim", "head_dim is missing and hidden_size / num_attention_heads is no whole number", "write head_dim"
-        )
-
-
-def _rope(folder: Folder) -> Iterator[Finding]:
-    config, parameters = folder.config, folder.config.get("rope_parameters")
-    if "rope_theta" not in config:
-        if parameters:
-            yield Finding(
-                "rope", f"rope is only in rope_parameters ({parameters}): transformers before 5 reads theta 10000",
-                "write rope_theta and, when there is one, rope_scaling at the top level of config.json too",
-            )  # fmt: skip
-        else:
-            yield Finding(
-                "rope", "rope_theta is missing: engines take 10000", "write the rope_theta the draft was trained with"
-            )
-    elif parameters and parameters.get("rope_theta", config["rope_theta"]) != config["rope_theta"]:
-        yield Finding(
-            "rope", f"rope_theta {config['rope_theta']} and rope_parameters {parameters} disagree", "make them equal"
         )
 
 
@@ -301,9 +211,10 @@ def _capture_ids(folder: Folder) -> Iterator[Finding]:
             "write k - 1 as eagle_config.eagle_aux_hidden_state_layer_ids too", ("vllm", "sglang"),
         )  # fmt: skip
     ids = nested if nested is not None else [k - 1 for k in top or []]
+    yield from _off_by_one(folder, top, nested)
     if count is not None and len(ids) != count:
         yield Finding("capture_ids", f"{len(ids)} layer ids, but fc reads {count} captures", "make them agree")
-    layers = (folder.base or {}).get("num_hidden_layers")
+    layers = _base_layers(folder)
     if layers is not None and any(not 0 <= j < layers for j in ids):
         yield Finding("capture_ids", f"layer outputs {ids} do not all exist: the target has {layers}", "correct them")
     yield Finding(
@@ -313,86 +224,29 @@ def _capture_ids(folder: Folder) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-# ---- fp8
+def _base_layers(folder: Folder) -> int | None:
+    found = (folder.base or {}).get("num_hidden_layers")
+    return int(found) if found is not None else None
 
 
-def _fp8(folder: Folder) -> Iterator[Finding]:
-    fp8 = sorted(n for n, e in folder.tensors.items() if e.dtype.startswith("F8"))
-    declared = folder.config.get("quantization_config")
-    sidecar = (folder.path / "hf_quant_config.json").is_file()
-    if not fp8:
-        if declared or sidecar:
-            yield Finding("fp8", "fp8 metadata beside tensors that are not fp8", "remove quantization_config and "
-                          "hf_quant_config.json")  # fmt: skip
+def _off_by_one(folder: Folder, top: list[int] | None, nested: list[int] | None) -> Iterator[Finding]:
+    """The default layers written in the other convention: every engine then reads a layer too early or too late."""
+    layers = _base_layers(folder)
+    try:
+        outputs = list(default_capture_ids(layers)) if layers is not None else None
+    except UserError:  # a small base has no defaults
+        outputs = None
+    if outputs is None:
         return
-    if not declared or not sidecar:
-        lacking = "hf_quant_config.json" if declared else "quantization_config in config.json"
-        mend = "write both hf_quant_config.json and quantization_config in config.json"
-        yield Finding("fp8", f"fp8 tensors without {lacking}", mend)
-    for name in fp8:
-        stem = name.removesuffix(".weight")
-        if stem in ("fc", "lm_head", "embed_tokens"):
-            yield Finding(
-                "fp8", f"{name} is fp8; engines exclude it, and SGLang loads its codes as numbers, silently",
-                "keep fc, lm_head and the embedding in bf16",
-            )  # fmt: skip
-            continue
-        missing = [s for s in (f"{stem}.weight_scale", f"{stem}.input_scale") if s not in folder.tensors]
-        if missing:
-            yield Finding("fp8", f"{name} is fp8, but {', '.join(missing)} is missing", "write amax / 448 as float32")
-    yield from _shared_scales(folder)
-
-
-def _shared_scales(folder: Folder) -> Iterator[Finding]:
-    for layer in folder.layers:
-        for group in SHARED_SCALE:
-            for kind in ("weight_scale", "input_scale"):
-                entries = [folder.tensors.get(f"{layer}.{name}.{kind}") for name in group]
-                present = [e for e in entries if e is not None]
-                if any(e.dtype != "F32" or e.shape not in ((), (1,)) for e in present):
-                    yield Finding("fp8", f"{kind} of {layer} is not one float32", "write per-tensor scales as float32")
-                elif len({e.number() for e in present}) > 1:
-                    yield Finding(
-                        "fp8", f"{kind} differs between {', '.join(group)} of {layer}, which engines fuse",
-                        "quantise them with the largest of the scales",
-                    )  # fmt: skip
-
-
-# ---- the target
-
-
-def _target(folder: Folder) -> Iterator[Finding]:
-    base, config = folder.base, folder.config
-    if base is None:
-        return
-    found, needed = config.get("max_position_embeddings"), base.get("max_position_embeddings")
-    if needed is not None and (found is None or found < needed):
+    states = [j + 1 for j in outputs]
+    place = "top-level eagle_aux_hidden_state_layer_ids"
+    if top is not None and list(top) == outputs:
         yield Finding(
-            "max_position_embeddings", f"max_position_embeddings is {found}, the target's is {needed}: longer contexts "
-            "are cut off or read beyond the rotary table", f"write at least {needed}",
+            "capture_ids", f"{place} is {outputs}: these are the default layers counted by output, one off",
+            f"if the draft was trained on the default layers, write {states} (or no ids at all)", warning=True,
         )  # fmt: skip
-    if base.get("vocab_size") not in (None, config["vocab_size"]):
+    if nested is not None and list(nested) == states:
         yield Finding(
-            "vocab_size", f"vocab_size is {config['vocab_size']}, the target's is {base['vocab_size']}",
-            "write the target's true vocabulary, without padding",
-        )  # fmt: skip
-    if base.get("hidden_size") not in (None, config["hidden_size"]) and not config.get("target_hidden_size"):
-        yield Finding(
-            "target_hidden_size",
-            f"the target's hidden size is {base['hidden_size']}, the draft's {config['hidden_size']}",
-            "write target_hidden_size",
-        )  # fmt: skip
-
-
-def _embedding(folder: Folder) -> Iterator[Finding]:
-    own = folder.config.get("target_hidden_size") not in (None, folder.config["hidden_size"])
-    if own and "embed_tokens.weight" not in folder.tensors:
-        yield Finding(
-            "embedding", "target_hidden_size differs from hidden_size, but embed_tokens.weight is missing",
-            "write the draft's own embedding",
-        )  # fmt: skip
-    elif not own and "embed_tokens.weight" in folder.tensors:
-        yield Finding(
-            "embedding", "the folder holds embed_tokens.weight; vLLM uses it unless it equals the target's, SGLang and "
-            "TensorRT-LLM use the target's", "leave it out unless it is the target's, bit for bit", warning=True,
+            "capture_ids", f"eagle_config's ids are {states}: these are the default layers counted by state, one off",
+            f"if the draft was trained on the default layers, write {outputs} there (or no ids at all)", warning=True,
         )  # fmt: skip

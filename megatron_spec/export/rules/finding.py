@@ -1,0 +1,64 @@
+"""What a rule says when it is broken, and the folder it looks at. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_spec.export.tensor_files import Entry
+
+Engine = Literal["trtllm", "vllm", "sglang"]
+ALL: tuple[Engine, ...] = ("trtllm", "vllm", "sglang")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One rule that is broken."""
+
+    rule: str
+    found: str
+    mend: str
+    engines: tuple[Engine, ...] = ALL
+    warning: bool = False
+    """Works, but is fragile."""
+
+    def __str__(self) -> str:
+        kind = "warning" if self.warning else "error"
+        return f"{kind} [{self.rule}] ({', '.join(self.engines)}): {self.found}\n    mend: {self.mend}"
+
+
+@dataclass
+class Folder:
+    """What is checked: config.json and the tensors, and the target's config when it is known."""
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, Entry]
+    base: dict[str, Any] | None = None
+    prefix: str = field(init=False, default="")
+    """'model.' when the tensors carry it."""
+
+    def __post_init__(self) -> None:
+        if any(n.startswith("model.") for n in self.tensors):
+            self.prefix = "model."
+            self.tensors = {n.removeprefix("model."): e for n, e in self.tensors.items()}
+
+    @property
+    def layers(self) -> list[str]:
+        """Prefix of every layer as this folder spells it."""
+        count = self.config.get("num_hidden_layers", 1)
+        if any(n.startswith("midlayer.") for n in self.tensors):
+            return ["midlayer"]
+        return [f"layers.{i}" for i in range(count)]
+
+    @property
+    def target_hidden(self) -> int:
+        """Hidden size of the target."""
+        base = (self.base or {}).get("hidden_size")
+        return int(self.config.get("target_hidden_size") or base or self.config["hidden_size"])
+
+    @property
+    def draft_vocab(self) -> int:
+        """D, which is V when the key is missing."""
+        return int(self.config.get("draft_vocab_size") or self.config["vocab_size"])
