@@ -57,11 +57,33 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse; an unknown flag ends the program with a suggestion."""
-        found, unknown = self.parse_known_args(args, namespace)
+        words = sys.argv[1:] if args is None else list(args)
+        dry_run = "--dry-run" in words and "--dry-run" in self._option_string_actions
+        required = [a for a in self._actions if a.required and a.dest != "load"] if dry_run else []
+        for action in required:
+            action.required = False
+        found, unknown = self.parse_known_args(words, namespace)
+        for action in required:
+            action.required = True
+        if not dry_run and any(getattr(found, name, None) for name in ("num_nodes", "gpus_per_node", "gpu_memory_gib")):
+            self.error(
+                "--num-nodes, --gpus-per-node and --gpu-memory-gib belong to --dry-run; torchrun starts processes"
+            )
         if unknown:
             name = unknown[0].split("=")[0]
             self.error(f"unknown argument {name}{suggest(name, self._option_string_actions)}; see --help")
         return found
+
+    def add_dry_run(self) -> None:
+        """--dry-run and the machines it plans for; with it no other flag is required."""
+        group = self.add_argument_group("plan, without weights or GPUs")
+        group.add_argument(
+            "--dry-run", action="store_true",
+            help="print layout, placement, memory and work, and end; --load may be a folder with a config.json alone",
+        )  # fmt: skip
+        group.add_argument("--num-nodes", type=at_least_one, metavar="N", help="machines of the plan (default: 1)")
+        group.add_argument("--gpus-per-node", type=at_least_one, metavar="N", help="of the plan (default: 8)")
+        group.add_argument("--gpu-memory-gib", type=float, metavar="GIB", help="of the plan (default: 80)")
 
     def add_model_flags(self, tokenizer: bool = True) -> None:
         """Where base and tokenizer are, and the precision: what every script over a checkpoint asks."""

@@ -1,0 +1,112 @@
+"""Plans of runs that no machine here could make: finetune.py --dry-run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_spec import presets
+from megatron_spec.chain.plan import Cluster, plan
+from megatron_spec.config import BaseConfig, ObjectiveConfig, ParallelConfig, TrainConfig, UserError
+from megatron_spec.estimate import GIB, Place, draft_parameters, flops_per_token, memory
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA_405B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248,
+    "num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
+    "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA_8B = BaseConfig(
+    family="llama", hidden_size=4096, intermediate_size=14336, num_layers=32, num_attention_heads=32,
+    num_key_value_heads=8, head_dim=128, vocab_size=128256, max_position_embeddings=131072,
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_405B))
+    return str(tmp_path)
+
+
+def plan_of(folder: str, nodes: int = 64, batch: int = 256, **parallel: int) -> str:
+    sizes = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 8, "sequence_parallel": True, **parallel}
+    train = TrainConfig(train_iters=10, bf16=True, global_batch_size=batch, use_distributed_optimizer=True)
+    return plan(folder, train, ObjectiveConfig(), ParallelConfig(**sizes), Cluster(num_nodes=nodes), seq_length=8192)
+
+
+def test_405b_on_64_nodes(folder: str) -> None:
+    text = plan_of(folder)
+    assert "405.9 B parameters" in text and "captured layers 1, 62, 122" in text
+    assert "TP 8, sequence parallel x CP 1 x DP 8 x PP 8" in text and "4 micro-batches of 1 on each of 64 ranks" in text
+    assert "    7   111-125    122 / 1,62" in text and text.count("WARNING") == 0
+    assert "WARNING: this does not fit" in plan_of(folder, pipeline_model_parallel_size=1)
+    assert "does not stay inside a node" in plan_of(folder, tensor_model_parallel_size=16, batch=512)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"nodes": 3}, "24 GPUs cannot hold copies of TP 8 x PP 8 x CP 1"),
+        ({"batch": 100}, "must be a multiple of micro-batch size"),
+        ({"expert_model_parallel_size": 2}, "the base has no experts"),
+        ({"tensor_model_parallel_size": 7}, "does not divide"),
+    ],
+)
+def test_it_refuses_what_the_run_would_refuse(folder: str, changes: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan_of(folder, **changes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "measured"),
+    [(1, 2048, 25.7), (1, 4096, 28.5), (1, 8192, 33.5), (1, 16384, 42.5), (1, 32768, 59.9), (2, 4096, 33.5)],
+)
+def test_memory_is_near_what_was_measured(rows: int, length: int, measured: float) -> None:
+    """docs/performance.md: one H100, bf16, T = 7, D = 32,000."""
+    draft = presets.eagle_config(LLAMA_8B, overrides={"draft_vocab_size": 32000})
+    train = TrainConfig(train_iters=1, bf16=True, micro_batch_size=rows)
+    place = Place(LLAMA_8B, draft, ParallelConfig(), train, length, 7, 1, LLAMA_8B.num_layers)
+    assert sum(memory(place).values()) / GIB == pytest.approx(measured, rel=0.1)
+
+
+def test_work_is_that_of_the_published_figures() -> None:
+    draft = presets.eagle_config(LLAMA_8B, overrides={"draft_vocab_size": 32000})
+    work = flops_per_token(LLAMA_8B, draft, 4096, 7)
+    assert work["base"] / 1e9 == pytest.approx(16.08, rel=2e-3) and work["draft"] / 1e9 == pytest.approx(
+        16.73, rel=2e-3
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "eagle1", "eagle-mtp", "medusa"])
+def test_parameters_are_counted_as_they_are(algorithm: str) -> None:
+    import torch
+
+    from megatron_spec import distributed
+    from megatron_spec.drafts import build_draft
+    from megatron_spec.drafts.vocab import DraftVocab
+
+    base = LLAMA_8B.replace(
+        hidden_size=32, intermediate_size=48, num_layers=8, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        vocab_size=96,
+    )  # fmt: skip
+    config = presets.medusa_config(base) if algorithm == "medusa" else presets.eagle_config(base, algorithm)
+    draft = build_draft(config, DraftVocab(torch.arange(96), 96), distributed.initialize(), torch.float32)
+    real = sum(p.numel() for p in draft.parameters())
+    split = sum(p.numel() for p in draft.parameters() if getattr(p, "tensor_model_parallel", False))
+    assert draft_parameters(config)[0] == split and sum(draft_parameters(config)) == pytest.approx(real, rel=0.02)
+
+
+def test_the_script_needs_neither_data_nor_weights(folder: str) -> None:
+    start = [sys.executable, "examples/post_training/finetune.py", "--load", folder, "--bf16"]
+    sizes = ["--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "8", "--global-batch-size", "256"]
+    done = subprocess.run(
+        [*start, *sizes, "--dry-run", "--num-nodes", "64"], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert "layout of the base" in done.stdout
+    done = subprocess.run([*start, "--num-nodes", "64"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "required" in done.stderr
