@@ -189,13 +189,13 @@ def run(parser: Parser, main: Callable[[argparse.Namespace], None], argv: Sequen
         _leave(2, f"{parser.prog}: error: {e}")
     except KeyboardInterrupt:
         _leave(130, f"{parser.prog}: interrupted")
-    except Exception:
+    except Exception as e:
         log.exception("rank %d failed", rank())
-        _leave(1, "")
+        _leave(1, "", f"{type(e).__name__}: {e}")
     _leave(0, "")
 
 
-def _leave(code: int, message: str) -> NoReturn:
+def _leave(code: int, message: str, error: str = "") -> NoReturn:
     if message:
         if code == 2 and local_rank() != 0:
             # Most mistakes are seen by every rank. The first of a machine says it, and its exit makes torchrun end the
@@ -204,6 +204,9 @@ def _leave(code: int, message: str) -> NoReturn:
         print(message if rank() == 0 else f"[rank {rank()}] {message}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     sys.stderr.flush()
+    watching = sys.modules.get("megatron_spec.failure")
+    if watching is not None:
+        watching.leave((error or message)[:300] if code else None)
     if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         os._exit(code)  # do not wait in destructors for ranks that wait for us: torchrun ends them
     started = sys.modules.get("megatron_spec.distributed")

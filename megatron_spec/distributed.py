@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_spec import platform
+from megatron_spec import failure, platform
 from megatron_spec.config import ParallelConfig, UserError
 from megatron_spec.context import ContextShard
 
@@ -119,6 +119,7 @@ def _start_process_group(timeout_minutes: float) -> None:
     if platform.has_cuda():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(platform.backend(), timeout=timedelta(minutes=timeout_minutes))
+    failure.watch()
 
 
 def check_world_size(parallel: ParallelConfig, world_size: int) -> None:

@@ -1,0 +1,69 @@
+"""A rank that fails ends the others within seconds, wherever they wait.
+
+A collective whose partner is gone can wait for minutes (NCCL), and a launcher cannot tell a rank that saves before it
+leaves from one that waits for ever. So a failing rank says its error first, then notes it in the store through which
+the ranks found one another; a thread of every rank looks there once a second and ends its process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+
+SECONDS = 1.0
+"""Between two looks at the store."""
+
+
+def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:
+    """True when torchrun started this process among others: its agent keeps the store."""
+    return "TORCHELASTIC_RUN_ID" in environment and int(environment.get("WORLD_SIZE", "1")) > 1
+
+
+def _store() -> dist.Store:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10))
+    attempt = f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return dist.PrefixStore(f"megatron_spec/{attempt}", store)
+
+
+class FailureWatch(threading.Thread):
+    """Ends this process when another rank has failed."""
+
+    def __init__(self) -> None:
+        super().__init__(name="failure watch", daemon=True)
+        self.store, self.leaving = _store(), threading.Event()
+
+    def run(self) -> None:
+        """Look until this process leaves, or the store is gone."""
+        while not self.leaving.wait(SECONDS):
+            try:
+                failed = self.store.get("failed").decode() if self.store.check(["failed"]) else None
+            except (RuntimeError, ConnectionError):
+                return
+            if failed and not self.leaving.is_set():
+                sys.stderr.write(f"[rank {os.environ['RANK']}] ended, because {failed}\n")
+                sys.stderr.flush()
+                os._exit(1)
+
+
+def watch() -> None:
+    """Start to look for failures of other ranks, when there are any and torchrun started them."""
+    if under_launcher() and not any(isinstance(t, FailureWatch) for t in threading.enumerate()):
+        FailureWatch().start()
+
+
+def leave(error: str | None) -> None:
+    """Called by a rank that ends: stop looking, and with an error tell the others."""
+    watching = [t for t in threading.enumerate() if isinstance(t, FailureWatch)]
+    for thread in watching:
+        thread.leaving.set()
+    if watching and error is not None:
+        with contextlib.suppress(RuntimeError):  # the store may be gone with its host
+            if not watching[0].store.check(["failed"]):
+                watching[0].store.set("failed", f"rank {os.environ['RANK']} failed: {error}")
