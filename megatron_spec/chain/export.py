@@ -19,9 +19,10 @@ from megatron_spec.export import speculators, trtllm_legacy
 from megatron_spec.export.base import export_base
 from megatron_spec.export.common import shared_folder, together
 from megatron_spec.export.draft import export_draft
-from megatron_spec.files import require_empty
+from megatron_spec.files import require_empty, write_text
 from megatron_spec.pipeline.placement import check_parallel
-from megatron_spec.serving.trtllm import write_trtllm_yaml
+from megatron_spec.serving.draft import exported
+from megatron_spec.serving.trtllm import trtllm_yaml
 
 log = logging.getLogger(__name__)
 
@@ -148,4 +149,6 @@ def _finish(run: ExportRun, spec: CheckpointSpec, new: Path, out: Path, base: Pa
         speculators.convert(new / "hf", base, new / "draft", run.max_draft_len)
         shutil.rmtree(new / "hf")
     elif spec.draft.algorithm.startswith("eagle3"):  # the one kind of draft that its PyTorch backend loads
-        write_trtllm_yaml(new / "trtllm.yaml", new / "draft", run.max_draft_len, place=out / "draft")
+        plan = exported(new / "draft", run.max_draft_len, place=out / "draft")
+        served = out / "base" if (new / "base").is_dir() else base
+        write_text(new / "trtllm.yaml", trtllm_yaml(plan, str(served), str(out / "trtllm.yaml")))

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from megatron_spec.serving.draft import Method, Speculation
 
-from megatron_spec.serving.draft import check_draft_len, read_draft
+IMAGE = "lmsysorg/sglang:latest"
+_ALGORITHMS: dict[Method, str] = {
+    "eagle3": "EAGLE3", "eagle": "EAGLE", "mtp": "NEXTN", "draft_target": "STANDALONE", "ngram": "NGRAM",
+}  # fmt: skip
 
 
-def sglang_command(draft: Path | str, base: Path | str, max_draft_len: int) -> list[str]:
-    """Arguments that start a server which drafts one chain of `max_draft_len` tokens (no tree).
+def sglang_command(plan: Speculation, base: str, port: int = 8000) -> list[str]:
+    """Arguments that start a server which drafts one chain (no tree).
 
-    SGLang counts the verified tokens: the drafted ones and the last accepted one. Raises UserError when there is no
-    EAGLE draft.
+    SGLang counts the verified tokens: the drafted ones and the last accepted one. Raises UserError for Medusa.
     """
-    check_draft_len(max_draft_len)
-    served = read_draft(draft, ("eagle3", "eagle"))
+    plan.require(tuple(_ALGORITHMS), "SGLang")
+    command = ["python", "-m", "sglang.launch_server", "--model-path", base, "--port", str(port)]
+    command += ["--speculative-algorithm", _ALGORITHMS[plan.method]]
+    if plan.model is not None:
+        command += ["--speculative-draft-model-path", plan.model]
+    verified = ["--speculative-num-draft-tokens", str(plan.max_draft_len + 1)]
+    if plan.method == "ngram":
+        return [*command, *verified]
     return [
-        "python", "-m", "sglang.launch_server", "--model-path", str(base),
-        "--speculative-algorithm", "EAGLE3" if served.method == "eagle3" else "EAGLE",
-        "--speculative-draft-model-path", str(served.path),
-        "--speculative-num-steps", str(max_draft_len),
-        "--speculative-eagle-topk", "1",
-        "--speculative-num-draft-tokens", str(max_draft_len + 1),
+        *command, "--speculative-num-steps", str(plan.max_draft_len), "--speculative-eagle-topk", "1", *verified,
     ]  # fmt: skip

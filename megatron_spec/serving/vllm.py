@@ -3,41 +3,55 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import UserError
 from megatron_spec.files import published_folder, write_json, write_text
-from megatron_spec.serving.draft import check_draft_len, read_draft
+from megatron_spec.serving.draft import Speculation
+
+IMAGE = "vllm/vllm-openai:latest"
+TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:25.08-vllm-python-py3"
 
 
-def speculative_config(draft: Path | str, max_draft_len: int) -> dict[str, Any]:
+def speculative_config(plan: Speculation) -> dict[str, Any]:
     """vLLM's speculative_config. The method is always named: guessing it from the folder's name fails silently."""
-    check_draft_len(max_draft_len)
-    served = read_draft(draft, ("eagle3", "eagle", "medusa"))
-    if served.num_heads is not None and max_draft_len > served.num_heads:
-        raise UserError(f"--max-draft-len {max_draft_len}, but the draft has {served.num_heads} Medusa heads")
-    return {"method": served.method, "model": str(served.path), "num_speculative_tokens": max_draft_len}
+    method = "draft_model" if plan.method == "draft_target" else plan.method
+    config: dict[str, Any] = {"method": method}
+    if plan.model is not None:
+        config["model"] = plan.model
+    if plan.method == "ngram":
+        config |= {"prompt_lookup_max": plan.max_matching_ngram_size, "prompt_lookup_min": 1}
+    return {**config, "num_speculative_tokens": plan.max_draft_len}
 
 
-def vllm_command(draft: Path | str, base: Path | str, max_draft_len: int) -> list[str]:
-    """Arguments that start an OpenAI-compatible server. Raises UserError when there is no draft that vLLM loads."""
-    return ["vllm", "serve", str(base), "--speculative-config", json.dumps(speculative_config(draft, max_draft_len))]
+def vllm_command(plan: Speculation, base: str, port: int = 8000) -> list[str]:
+    """Arguments that start an OpenAI-compatible server."""
+    text = json.dumps(speculative_config(plan))
+    return ["vllm", "serve", base, "--port", str(port), "--speculative-config", text]
 
 
-def write_triton_repository(
-    folder: Path | str, name: str, draft: Path | str, base: Path | str, max_draft_len: int, overwrite: bool = False
-) -> None:
-    """Write FOLDER/NAME/{config.pbtxt, 1/model.json} for Triton's vLLM backend.
+def triton_models(plan: Speculation, base: str, name: str, other: Speculation | None) -> dict[str, dict[str, Any]]:
+    """Engine arguments by model name: with the draft, the base alone (to compare), and with a second model."""
+    models = {name: {"model": base, "speculative_config": speculative_config(plan)}, "base_model": {"model": base}}
+    if other is not None:
+        models["draft_target_model"] = {"model": base, "speculative_config": speculative_config(other)}
+    return models
+
+
+def write_triton_repository(folder: Path | str, models: Mapping[str, Any], overwrite: bool = False) -> None:
+    """Write FOLDER/NAME/{config.pbtxt, 1/model.json} for Triton's vLLM backend, per model.
 
     Raises UserError for a name that is no plain folder name, or a folder that is not empty.
     """
-    if not name.replace("_", "").replace("-", "").isalnum():
-        raise UserError(f"model name {name!r} may hold letters, digits, '-' and '_' only")
-    engine = {"model": str(base), "speculative_config": speculative_config(draft, max_draft_len)}
+    for name in models:
+        if not name.replace("_", "").replace("-", "").isalnum():
+            raise UserError(f"model name {name!r} may hold letters, digits, '-' and '_' only")
     with published_folder(folder, overwrite) as temporary:
-        write_json(temporary / name / "1" / "model.json", engine)
-        write_text(
-            temporary / name / "config.pbtxt",
-            'backend: "vllm"\n\ninstance_group [\n  {\n    count: 1\n    kind: KIND_MODEL\n  }\n]\n',
-        )
+        for name, engine in models.items():
+            write_json(temporary / name / "1" / "model.json", engine)
+            write_text(
+                temporary / name / "config.pbtxt",
+                'backend: "vllm"\n\ninstance_group [\n  {\n    count: 1\n    kind: KIND_MODEL\n  }\n]\n',
+            )

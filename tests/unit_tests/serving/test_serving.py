@@ -1,7 +1,8 @@
-"""Deployment files for an exported draft."""
+"""Deployment files for an exported draft, and for other ways of drafting."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import subprocess
@@ -13,9 +14,12 @@ import pytest
 import yaml
 
 from megatron_spec.config import UserError
+from megatron_spec.serving.docker import docker_command
+from megatron_spec.serving.draft import Speculation, exported
 from megatron_spec.serving.sglang import sglang_command
-from megatron_spec.serving.trtllm import trtllm_config, write_trtllm_yaml
-from megatron_spec.serving.vllm import vllm_command, write_triton_repository
+from megatron_spec.serving.trtllm import trtllm_config, trtllm_yaml
+from megatron_spec.serving.vllm import speculative_config, triton_models, vllm_command, write_triton_repository
+from tools import make_serving_config
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,18 +30,25 @@ def draft(folder: Path, **keys: Any) -> Path:
     return folder
 
 
+# ---- the exported draft
+
+
 def test_trtllm_yaml(tmp_path: Path) -> None:
     path = draft(tmp_path / "draft")
-    write_trtllm_yaml(tmp_path / "t.yaml", path, 4)
-    assert yaml.safe_load((tmp_path / "t.yaml").read_text()) == {
+    text = trtllm_yaml(exported(path, 4), "/base", "/t.yaml")
+    assert yaml.safe_load(text) == {
         "speculative_config": {"decoding_type": "Eagle3", "max_draft_len": 4, "speculative_model": str(path.resolve())},
         "enable_attention_dp": False,
         "disable_overlap_scheduler": True,
         "cuda_graph_config": {"max_batch_size": 1},
         "kv_cache_config": {"enable_block_reuse": False},
     }
-    older = trtllm_config(path, 4, older=True)["speculative_config"]
+    serve, bench = (shlex.split(line[2:]) for line in text.splitlines()[:2])
+    assert serve[:2] == ["trtllm-serve", "/base"] and serve[-2:] == ["--extra_llm_api_options", "/t.yaml"]
+    assert bench[0] == "trtllm-bench" and "throughput" in bench
+    older = trtllm_config(exported(path, 4), older=True)["speculative_config"]
     assert "speculative_model_dir" in older and "speculative_model" not in older
+    assert exported(path, 4, place="/elsewhere").model == "/elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -49,65 +60,125 @@ def test_trtllm_yaml(tmp_path: Path) -> None:
     ],
 )
 def test_trtllm_gets_other_capture_layers(tmp_path: Path, keys: dict[str, Any]) -> None:
-    config = trtllm_config(draft(tmp_path / "draft", **keys), 3)
+    config = trtllm_config(exported(draft(tmp_path / "draft", **keys)))
     assert config["speculative_config"]["eagle3_layers_to_capture"] == [0, 6]
 
 
 def test_every_engine_gets_the_kinds_it_loads(tmp_path: Path) -> None:
     kinds = {"eagle": ["LlamaForCausalLMEagle", "LlamaForCausalLM"], "medusa": ["MedusaModel"]}
     for method, architectures in kinds.items():
-        path = draft(tmp_path / method, architectures=architectures, medusa_num_heads=3)
-        assert json.loads(vllm_command(path, "/base", 3)[4])["method"] == method
-        with pytest.raises(UserError, match=r"found architectures.*expected an exported EAGLE-3 draft"):
-            trtllm_config(path, 3)
-    assert "EAGLE" in sglang_command(tmp_path / "eagle", "/base", 3)
-    with pytest.raises(UserError, match="EAGLE-3 or EAGLE-1"):
-        sglang_command(tmp_path / "medusa", "/base", 3)
+        plan = exported(draft(tmp_path / method, architectures=architectures, medusa_num_heads=3))
+        assert json.loads(vllm_command(plan, "/base")[-1])["method"] == method
+        with pytest.raises(UserError, match="does not serve"):
+            trtllm_config(plan)
+    assert "EAGLE" in sglang_command(exported(tmp_path / "eagle"), "/base")
+    with pytest.raises(UserError, match="SGLang does not serve Medusa"):
+        sglang_command(exported(tmp_path / "medusa"), "/base")
     with pytest.raises(UserError, match="has 3 Medusa heads"):
-        vllm_command(tmp_path / "medusa", "/base", 4)
-    mtp = draft(tmp_path / "mtp", architectures=["LlamaForCausalLMMTP"])
-    with pytest.raises(UserError, match="expected an exported EAGLE-3 or EAGLE-1 or Medusa draft"):
-        vllm_command(mtp, "/base", 3)
+        exported(tmp_path / "medusa", 4)
+    with pytest.raises(UserError, match="expected an exported EAGLE-3, EAGLE-1 or Medusa draft"):
+        exported(draft(tmp_path / "mtp", architectures=["LlamaForCausalLMMTP"]))
+    speculators = draft(tmp_path / "s", architectures=["Eagle3Speculator"], speculators_model_type="eagle3")
+    assert exported(speculators).method == "eagle3"
 
 
 def test_vllm_names_the_method(tmp_path: Path) -> None:
     draft(tmp_path / "out" / "draft")
-    command = vllm_command(tmp_path / "out", "/base", 3)  # the export folder holds draft/
-    assert command[:4] == ["vllm", "serve", "/base", "--speculative-config"]
+    command = vllm_command(exported(tmp_path / "out"), "/base")  # the export folder holds draft/
+    assert command[:3] == ["vllm", "serve", "/base"] and command[-2] == "--speculative-config"
     expected = {"method": "eagle3", "model": str((tmp_path / "out/draft").resolve()), "num_speculative_tokens": 3}
-    assert json.loads(command[4]) == expected
+    assert json.loads(command[-1]) == expected
 
 
 def test_sglang_counts_the_accepted_token(tmp_path: Path) -> None:
-    command = sglang_command(draft(tmp_path / "draft"), "/base", 3)
+    command = sglang_command(exported(draft(tmp_path / "draft")), "/base", 9000)
     options = dict(zip(command[3::2], command[4::2], strict=True))
     assert options == {
-        "--model-path": "/base", "--speculative-algorithm": "EAGLE3",
+        "--model-path": "/base", "--port": "9000", "--speculative-algorithm": "EAGLE3",
         "--speculative-draft-model-path": str((tmp_path / "draft").resolve()), "--speculative-num-steps": "3",
         "--speculative-eagle-topk": "1", "--speculative-num-draft-tokens": "4",
     }  # fmt: skip
 
 
-def test_triton_repository(tmp_path: Path) -> None:
-    path = draft(tmp_path / "draft")
-    write_triton_repository(tmp_path / "repo", "eagle", path, "/base", 2)
-    engine = json.loads((tmp_path / "repo/eagle/1/model.json").read_text())
-    assert engine["model"] == "/base" and engine["speculative_config"]["num_speculative_tokens"] == 2
-    assert 'backend: "vllm"' in (tmp_path / "repo/eagle/config.pbtxt").read_text()
-    with pytest.raises(UserError, match="not empty"):
-        write_triton_repository(tmp_path / "repo", "eagle", path, "/base", 2)
-    with pytest.raises(UserError, match="letters"):
-        write_triton_repository(tmp_path / "other", "../x", path, "/base", 2)
-
-
 def test_refuses_what_is_no_draft(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    with pytest.raises(UserError, match="expected an exported EAGLE-3 draft"):
-        trtllm_config(tmp_path, 3)
+    with pytest.raises(UserError, match="expected an exported EAGLE-3"):
+        exported(tmp_path)
     with pytest.raises(UserError, match="does not exist"):
-        trtllm_config(tmp_path / "nowhere", 3)
-    with pytest.raises(UserError, match="at least 1"):
-        trtllm_config(draft(tmp_path / "draft"), 0)
+        exported(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="--max-draft-len must be at least 1"):
+        exported(draft(tmp_path / "draft"), 0)
+
+
+# ---- without an exported draft
+
+
+def test_ngram() -> None:
+    plan = Speculation("ngram", 4, max_matching_ngram_size=3)
+    assert trtllm_config(plan)["speculative_config"] == {
+        "decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 3, "is_public_pool": True,
+        "is_keep_all": True, "is_use_oldest": True,
+    }  # fmt: skip
+    assert speculative_config(plan) == {
+        "method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1, "num_speculative_tokens": 4
+    }  # fmt: skip
+    assert sglang_command(plan, "/b")[-4:] == [
+        "--speculative-algorithm",
+        "NGRAM",
+        "--speculative-num-draft-tokens",
+        "5",
+    ]
+
+
+def test_draft_target() -> None:
+    plan = Speculation("draft_target", 4, "/small")
+    assert trtllm_config(plan)["speculative_config"] == {
+        "decoding_type": "DraftTarget", "max_draft_len": 4, "speculative_model": "/small"
+    }  # fmt: skip
+    assert speculative_config(plan) == {"method": "draft_model", "model": "/small", "num_speculative_tokens": 4}
+    assert "STANDALONE" in sglang_command(plan, "/b")
+    with pytest.raises(UserError, match="--draft-model"):
+        Speculation("draft_target")
+
+
+def test_mtp() -> None:
+    plan = Speculation("mtp", 1, relaxed=(10, 0.6))
+    assert trtllm_config(plan)["speculative_config"] == {
+        "decoding_type": "MTP", "max_draft_len": 1, "num_nextn_predict_layers": 1,
+        "use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 10, "relaxed_delta": 0.6,
+    }  # fmt: skip
+    assert speculative_config(plan) == {"method": "mtp", "num_speculative_tokens": 1}
+
+
+# ---- Triton and containers
+
+
+def test_triton_repository(tmp_path: Path) -> None:
+    plan = exported(draft(tmp_path / "draft"), 2)
+    models = triton_models(plan, "/base", "eagle_model", Speculation("draft_target", 2, "/small"))
+    write_triton_repository(tmp_path / "repo", models)
+    engine = json.loads((tmp_path / "repo/eagle_model/1/model.json").read_text())
+    assert engine["model"] == "/base" and engine["speculative_config"]["num_speculative_tokens"] == 2
+    assert json.loads((tmp_path / "repo/base_model/1/model.json").read_text()) == {"model": "/base"}
+    other = json.loads((tmp_path / "repo/draft_target_model/1/model.json").read_text())
+    assert other["speculative_config"]["model"] == "/small"
+    assert 'backend: "vllm"' in (tmp_path / "repo/eagle_model/config.pbtxt").read_text()
+    with pytest.raises(UserError, match="not empty"):
+        write_triton_repository(tmp_path / "repo", models)
+    with pytest.raises(UserError, match="letters"):
+        write_triton_repository(tmp_path / "other", {"../x": {}})
+
+
+def test_docker_mounts_what_the_command_names(tmp_path: Path) -> None:
+    base = draft(tmp_path / "my base")  # a space
+    plan = exported(draft(tmp_path / "draft"))
+    command = docker_command("image", vllm_command(plan, str(base)), 8000)
+    mounts = [word for flag, word in itertools.pairwise(command) if flag == "-v"]
+    assert mounts == [f"{p}:{p}:ro" for p in (str(base), plan.model)]
+    assert command.index("image") == len(command) - len(vllm_command(plan, str(base))) - 1
+
+
+# ---- the script
 
 
 def script(*args: str) -> subprocess.CompletedProcess[str]:
@@ -115,7 +186,13 @@ def script(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-def test_script(tmp_path: Path) -> None:
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    parser = make_serving_config.make_parser()
+    make_serving_config.main(parser.parse_args(list(args)))
+    return capsys.readouterr().out
+
+
+def test_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draft(tmp_path / "out" / "draft")
     export = str(tmp_path / "out")
     done = script(export, "--engine", "trtllm", "--output", str(tmp_path / "t.yaml"))
@@ -126,7 +203,35 @@ def test_script(tmp_path: Path) -> None:
     base = tmp_path / "out" / "base"
     base.mkdir()
     (base / "config.json").write_text("{}")
-    done = script(export, "--engine", "vllm", "--max-draft-len", "5")
-    words = shlex.split(done.stdout)
-    assert words[2] == str(base.resolve()) and json.loads(words[4])["num_speculative_tokens"] == 5
-    assert script(export, "--engine", "triton").returncode == 2
+    words = shlex.split(run(capsys, export, "--engine", "vllm", "--max-draft-len", "5"))
+    assert words[2] == str(base.resolve()) and json.loads(words[-1])["num_speculative_tokens"] == 5
+    words = shlex.split(run(capsys, export, "--engine", "sglang", "--docker", "--image", "mine"))
+    assert words[:2] == ["docker", "run"] and f"{base}:{base}:ro" in words and "mine" in words
+    text = run(capsys, export, "--engine", "trtllm", "--docker")
+    assert text.count("docker run") == 1 and "trtllm-serve" in text and yaml.safe_load(text)["speculative_config"]
+    out = str(tmp_path / "repo")
+    words = shlex.split(run(capsys, export, "--engine", "triton", "--draft-model", "/s", "--docker", "--output", out))
+    assert "tritonserver" in words and f"{out}:{out}:ro" in words
+    assert sorted(p.name for p in Path(out).iterdir()) == ["base_model", "draft_target_model", "eagle_model"]
+    words = shlex.split(run(capsys, "--method", "ngram", "--engine", "vllm", "--base", "hub/name"))
+    assert words[2] == "hub/name" and json.loads(words[-1])["method"] == "ngram"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engine", "vllm", "--base", "b"], "give EXPORT_DIR"),
+        (["x", "--method", "ngram", "--engine", "vllm", "--base", "b"], "leave x out"),
+        (["--method", "draft_target", "--engine", "vllm", "--base", "b"], "--draft-model"),
+        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--relaxed-topk", "3"], "--relaxed-topk is of"),
+        (["--method", "mtp", "--engine", "trtllm", "--relaxed-topk", "3"], "come together"),
+        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--max-batch-size", "3"], "is of --engine trtllm"),
+        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--draft-model", "d"], "--draft-model is of"),
+        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--image", "d"], "--image is of --docker"),
+        (["--method", "ngram", "--engine", "triton", "--base", "b"], "give --output"),
+        (["--method", "ngram", "--engine", "sglang"], "give --base"),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_serving_config.main(make_serving_config.make_parser().parse_args(arguments))
