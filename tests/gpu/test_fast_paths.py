@@ -162,8 +162,9 @@ def test_teacher_kernel(temperature: float) -> None:
 @pytest.mark.parametrize("steps", [1, 3])
 def test_nothing_supervised(steps: int) -> None:
     """A micro-batch of padding and prompts trains nothing, and breaks nothing."""
-    ends, batch = make_base(torch.bfloat16), make_batch(False)
+    ends, batch = make_base(torch.bfloat16), make_batch(False).to("cpu")
     batch.turns_BS.zero_()
+    batch = batch.to("cuda")
     features = Features(batch, *run_base(ends, [batch])[0])
     losses, grads = train_once(make_draft(torch.bfloat16), features, ends, ObjectiveConfig(ttt_steps=steps))
     assert float(losses.total) == 0 and not losses.rows_T.any()
@@ -331,4 +332,5 @@ def test_transformer_engine_base(packed: bool) -> None:
     wanted = run_base(exact, [batch])[0]
     local.fast = None
     for e, p, w in zip(run_base(engine, [batch])[0], run_base(local, [batch])[0], wanted, strict=True):
-        assert distance(e, w) < 1.3 * distance(p, w) < 2e-2
+        assert distance(p, w) < 2e-2, "the example is too wild for bf16"
+        assert distance(e, w) < 1.3 * distance(p, w)
