@@ -1,8 +1,8 @@
-# make setup | test | quality | demo. PYTHON chooses the interpreter (3.10-3.12); without make see tools/*.sh.
+# make setup | test | test-engines | quality | demo. PYTHON chooses the interpreter (3.10-3.12); without make see tools/*.sh.
 BIN := .venv/bin
 PYTEST_ARGS ?=
 
-.PHONY: setup test test-gpu quality format demo clean
+.PHONY: setup test test-gpu test-engines quality format demo clean
 
 setup:
 	@bash tools/setup_venv.sh
@@ -12,6 +12,11 @@ test:
 
 test-gpu:
 	python3 -m pytest -q -m gpu tests
+
+# Loads exports into vLLM and speculators, installed once into environments of their own (several GB, 10 minutes).
+test-engines: setup
+	@bash tools/setup_engines.sh
+	$(BIN)/python -m pytest -q -m engine tests/engine $(PYTEST_ARGS)
 
 quality: setup
 	$(BIN)/ruff format --check .

@@ -32,6 +32,7 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.4"],
         "demo": ["gguf>=0.17", "matplotlib>=3.8"],
         "tracking": ["tensorboard", "wandb"],
-        "dev": [*DEV, "gguf>=0.17", "matplotlib>=3.8", "tensorboard"],
+        "serving": ["openai>=1.40"],
+        "dev": [*DEV, "openai>=1.40", "gguf>=0.17", "matplotlib>=3.8", "tensorboard"],
     },
 )

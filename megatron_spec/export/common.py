@@ -6,13 +6,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_spec.config import UserError
+from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.distributed import World
 from megatron_spec.files import published_folder
 
@@ -23,6 +23,20 @@ _NOT_COPIED = {"config.json", "hf_quant_config.json", "run.json", "source.json"}
 _NOT_COPIED |= {"latest_checkpointed_iteration.txt", "metadata.json", "progress.txt"}  # of a Megatron checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class BaseLike(Protocol):
+    """What is needed of the base a draft belongs to (a checkpoint's `BaseReference` or `BaseLink`)."""
+
+    @property
+    def path(self) -> Any:
+        """Where it is."""
+        ...
+
+    @property
+    def config(self) -> BaseConfig:
+        """What it is."""
+        ...
 
 
 class VerificationError(RuntimeError):

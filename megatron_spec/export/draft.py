@@ -10,10 +10,11 @@ from torch import nn
 from megatron_spec.config import MedusaConfig, QuantConfig
 from megatron_spec.distributed import World
 from megatron_spec.export import eagle, medusa
+from megatron_spec.export.common import BaseLike
 
 
 def export_draft(
-    draft: nn.Module, base: eagle.BaseLike, out_dir: Path | str, quant: QuantConfig | None, world: World,
+    draft: nn.Module, base: BaseLike, out_dir: Path | str, quant: QuantConfig | None, world: World,
     **options: Any,
 ) -> Path:  # fmt: skip
     """Write the draft to `out_dir` and verify it, in the format of its algorithm. Collective over all ranks.

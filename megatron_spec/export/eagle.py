@@ -9,18 +9,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_spec.batch import Features
-from megatron_spec.config import BaseConfig, EagleConfig, QuantConfig, UserError
+from megatron_spec.config import EagleConfig, QuantConfig, UserError
 from megatron_spec.distributed import World
 from megatron_spec.drafts.base import BaseEnds
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export import layout
 from megatron_spec.export.common import (
+    BaseLike,
     copy_side_files,
     parameters_by_file_name,
     parse_dtype,
@@ -37,20 +38,6 @@ from megatron_spec.files import write_json
 from megatron_spec.provenance import write_run_json
 
 log = logging.getLogger(__name__)
-
-
-class BaseLike(Protocol):
-    """What is needed of the base a draft belongs to (a checkpoint's `BaseReference` or `BaseLink`)."""
-
-    @property
-    def path(self) -> Any:
-        """Where it is."""
-        ...
-
-    @property
-    def config(self) -> BaseConfig:
-        """What it is."""
-        ...
 
 
 def export_draft(

@@ -22,6 +22,7 @@ from megatron_spec.config import BaseConfig, MedusaConfig, QuantConfig, UserErro
 from megatron_spec.distributed import World
 from megatron_spec.drafts.base import BaseEnds
 from megatron_spec.export.common import (
+    BaseLike,
     VerificationError,
     copy_side_files,
     parse_dtype,
@@ -30,7 +31,6 @@ from megatron_spec.export.common import (
     together,
     whole,
 )
-from megatron_spec.export.eagle import BaseLike
 from megatron_spec.export.stream import TensorFile, TensorWriter, write_stream
 from megatron_spec.fake_quant import round_trip
 from megatron_spec.files import read_json, write_json

@@ -1,0 +1,90 @@
+"""Two real servers of vLLM, with and without a draft, started by our commands and compared by our benchmark."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from megatron_spec.export.draft import export_draft
+from megatron_spec.serving.draft import exported
+from megatron_spec.serving.vllm import vllm_command
+from tests.engine.conftest import ROOT, engine_python
+from tests.engine.drafts import setting, train
+from tools import bench_server, get_smollm2
+
+pytestmark = pytest.mark.engine
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@contextmanager
+def server(command: list[str], log: Path, port: int, patience: float = 600) -> Iterator[str]:
+    """The server of a `vllm serve ...` command, up and answering."""
+    program = str(Path(engine_python("vllm")).with_name("vllm"))
+    cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
+    small = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"]
+    path = f"{Path(program).parent}{os.pathsep}{os.environ['PATH']}"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [engine_python("vllm"), program, *command[1:], *small], env={**os.environ, **cpu, "PATH": path},
+            stdout=out, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            deadline = time.monotonic() + patience
+            while True:
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+                    break
+                except OSError:
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(timeout=1)
+                    ended = process.poll() is not None or time.monotonic() > deadline
+                    assert not ended, log.read_text()[-6000:]
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+
+
+def test_a_draft_served_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ROOT / get_smollm2.DEFAULT_OUTPUT
+    get_smollm2.get_model(base)
+    words = (ROOT / "examples/post_training/data/heldout_prompts.jsonl").read_text().splitlines()[:8]
+    questions = [json.loads(line) for line in words]
+    data = tmp_path / "q.jsonl"
+    data.write_text("".join(json.dumps(q) + "\n" for q in questions))
+    made = setting(base, [[1, 2, 3, 4, 5, 6, 7, 8]], 24, "eagle3")
+    draft = train(made, "eagle3", 20, 1e-3)
+    folder = export_draft(draft, made.reference, tmp_path / "draft", None, made.world, dtype="float32", ends=made.base)
+    with ExitStack() as stack:
+        ports = free_port(), free_port()
+        command = vllm_command(exported(folder), str(base), ports[0])
+        alone = ["vllm", "serve", str(base), "--port", str(ports[1])]
+        urls = [
+            stack.enter_context(server(c, tmp_path / f"{p}.log", p))
+            for c, p in zip((command, alone), ports, strict=True)
+        ]
+        arguments = ["--url", urls[0], "--compare", urls[1], "--data", str(data), "--concurrency", "1,2"]
+        arguments += ["--max-tokens", "24", "--warm-up", "1", "--output", str(tmp_path / "report.json")]
+        bench_server.main(bench_server.make_parser().parse_args(arguments))
+    report = json.loads((tmp_path / "report.json").read_text())
+    for level in report["levels"]:
+        with_draft, without = level["servers"]
+        assert level["equal_answers"] == 1.0
+        assert with_draft["tokens"] == without["tokens"] > 0
+        assert with_draft["acceptance"]["acceptance_length"] >= 1.0 and without["acceptance"] == {}
+        assert len(with_draft["acceptance"]["acceptance_per_position"]) == 3
+    print(capsys.readouterr().out)

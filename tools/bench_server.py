@@ -1,0 +1,119 @@
+"""Measure a server with an OpenAI-compatible interface (vLLM, SGLang, TensorRT-LLM, ...), or compare two.
+
+    python tools/bench_server.py --url http://localhost:8000 --data prompts.jsonl --concurrency 1,2,4,8
+    python tools/bench_server.py --url http://localhost:8000 --compare http://localhost:8001 --data prompts.jsonl
+
+Per concurrency: tokens per second, percentiles of the time to the first token, of the latency and of the time between
+tokens, and the acceptance length where the server counts it. With --compare the second server answers the same prompts
+behind the first, level by level; at temperature 0 the share of equal answers is shown. Needs openai
+(megatron-spec[serving]).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from megatron_spec import cli
+from megatron_spec.config import UserError
+from megatron_spec.files import write_json
+from megatron_spec.serving.measure import Level, Server, run_level, warm_up
+
+
+def levels(text: str) -> list[int]:
+    """An argparse type: '1,2,4' -> [1, 2, 4]."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers separated by commas, found {text!r}") from None
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"concurrency must be at least 1, found {min(found)}")
+    return found
+
+
+def make_parser() -> cli.Parser:
+    """The flags."""
+    p = cli.Parser(__doc__)
+    p.add_argument("--url", required=True, help="server, for example http://localhost:8000")
+    p.add_argument("--compare", metavar="URL", help="second server")
+    p.add_argument(
+        "--data", required=True, metavar="JSONL", help="question file or conversations; first questions count"
+    )
+    p.add_argument("--num-prompts", type=cli.at_least_one, metavar="N", help="use the first N (default: all)")
+    p.add_argument("--concurrency", type=levels, default=[1], help="requests in flight, for example 1,2,4 (default: 1)")
+    p.add_argument("--max-tokens", type=cli.at_least_one, default=128, help="longest answer (default: 128)")
+    p.add_argument("--temperature", type=float, default=0.0)
+    p.add_argument("--ignore-eos", action="store_true", help="answers of max-tokens each (vLLM, SGLang)")
+    p.add_argument("--warm-up", type=int, default=2, metavar="N", help="answers before measuring (default: 2)")
+    p.add_argument("--model", help="name the server knows it by (default: its first)")
+    p.add_argument("--api-key", default="none")
+    p.add_argument("--output", metavar="JSON", help="all figures")
+    return p
+
+
+def row(name: str, level: Level) -> str:
+    """One line of the table."""
+    first, latency, between = level.first_token_ms, level.latency_ms, level.between_tokens_ms
+    length = level.acceptance.get("acceptance_length")
+    return (
+        f"| {name} | {level.concurrency} | {level.tokens_per_second:.1f} | "
+        + " | ".join(
+            f"{d.get('p50', 0):.1f} / {d.get('p90', 0):.1f} / {d.get('p99', 0):.1f}" for d in (first, latency, between)
+        )
+        + f" | {'-' if length is None else f'{length:.3f}'} |\n"
+    )
+
+
+HEAD = (
+    "| server | concurrency | tokens/s | first token, ms (p50 / p90 / p99) | latency, ms | between tokens, ms | "
+    "acceptance length |\n|---|---|---|---|---|---|---|\n"
+)
+
+
+async def measure(args: argparse.Namespace, prompts: list[str]) -> dict[str, Any]:
+    """Run all levels; prints the table as it grows."""
+    options: dict[str, Any] = {"max_tokens": args.max_tokens, "temperature": args.temperature}
+    if args.ignore_eos:
+        options["extra_body"] = {"ignore_eos": True}
+    urls = [args.url] + ([args.compare] if args.compare else [])
+    servers = [Server(url, args.model, options, args.api_key) for url in urls]
+    for server in servers:
+        await warm_up(server, prompts, args.warm_up)
+    report: dict[str, Any] = {"prompts": len(prompts), "options": options, "servers": urls, "levels": []}
+    sys.stdout.write(HEAD)
+    for concurrency in args.concurrency:
+        found = []
+        texts = []
+        for name, server in zip("AB", servers, strict=False):
+            level, said = await run_level(server, prompts, concurrency)
+            sys.stdout.write(row(name if args.compare else args.url, level))
+            sys.stdout.flush()
+            found.append(level)
+            texts.append(said)
+        line: dict[str, Any] = {"servers": [asdict(level) for level in found]}
+        if args.compare:
+            line["speedup"] = found[0].tokens_per_second / found[1].tokens_per_second
+            line["equal_answers"] = sum(a == b for a, b in zip(*texts, strict=True)) / len(prompts)
+            equal = f"equal answers: {line['equal_answers']:.1%}"
+            sys.stdout.write(f"| A / B | {concurrency} | {line['speedup']:.3f} x | {equal} | | | |\n")
+        report["levels"].append(line)
+    return report
+
+
+def main(args: argparse.Namespace) -> None:
+    """Read the prompts, measure, report. Raises UserError when a server does not answer."""
+    from megatron_spec.decoding.prompts import read_prompts
+
+    texts = [str(p.rounds[0][-1]["content"]) for p in read_prompts(args.data, args.num_prompts)]
+    if args.temperature < 0 or args.warm_up < 0:
+        raise UserError("--temperature and --warm-up must not be negative")
+    report = asyncio.run(measure(args, texts))
+    if args.output:
+        write_json(args.output, report)
+
+
+if __name__ == "__main__":
+    cli.run(make_parser(), main)

@@ -1,0 +1,90 @@
+"""Turn question files into the input of benchmark clients: GenAI-Perf, or trtllm-bench.
+
+    python tools/convert_questions.py question.jsonl --output prompts.jsonl
+    python tools/convert_questions.py question.jsonl --output dataset.json --format trtllm-bench --output-tokens 256
+
+A question file has lines with "turns", such as {"question_id": 81, "category": "writing", "turns": ["...", "..."]};
+conversations are read too. genai-perf: lines {"text_input": ...} for `genai-perf profile --input-file` (--field text
+for releases that call it so). trtllm-bench: lines {"task_id", "prompt", "output_tokens"} for --dataset.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_spec import cli
+from megatron_spec.config import UserError
+from megatron_spec.files import write_text
+
+
+def make_parser() -> cli.Parser:
+    """The flags."""
+    p = cli.Parser(__doc__)
+    p.add_argument("data", metavar="JSONL", help="question file, or conversations")
+    p.add_argument("--output", metavar="FILE", help="default: standard output")
+    p.add_argument("--format", choices=["genai-perf", "trtllm-bench"], default="genai-perf")
+    p.add_argument(
+        "--field", choices=["text_input", "text"], help="genai-perf: name of the field (default: text_input)"
+    )
+    p.add_argument("--output-tokens", type=cli.at_least_one, help="trtllm-bench: tokens of an answer (default: 128)")
+    p.add_argument("--turns", choices=["first", "all"], default="first", help="of a question (default: first)")
+    p.add_argument("--category", help="questions of this category only")
+    p.add_argument("--limit", type=cli.at_least_one, metavar="N", help="the first N lines of the output")
+    p.add_argument("--chat-template", metavar="DIR", help="render with the chat template of this tokenizer folder")
+    return p
+
+
+def questions(args: argparse.Namespace) -> Iterator[str]:
+    """The texts, in order."""
+    from megatron_spec.decoding.prompts import read_prompts
+
+    prompts = [p for p in read_prompts(args.data) if args.category in (None, p.category)]
+    if not prompts:
+        raise UserError(f"{args.data} holds no question of category {args.category!r}")
+    render = renderer(args.chat_template) if args.chat_template else str
+    for prompt in prompts:
+        for messages in prompt.rounds if args.turns == "all" else prompt.rounds[:1]:
+            yield render(messages[-1]["content"])
+
+
+def renderer(folder: str) -> Any:
+    """text -> what the model reads, as one user turn."""
+    from megatron_spec.data.tokenizer import load_tokenizer
+
+    tokenizer: Any = load_tokenizer(folder)
+    return lambda text: tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    )
+
+
+def lines(args: argparse.Namespace) -> Iterator[str]:
+    """JSON lines of the output. Raises UserError for a flag of the other format."""
+    bench = args.format == "trtllm-bench"
+    if args.field and bench:
+        raise UserError("--field is of --format genai-perf: leave it out")
+    if args.output_tokens and not bench:
+        raise UserError("--output-tokens is of --format trtllm-bench: leave it out")
+    for number, text in enumerate(questions(args)):
+        if args.limit is not None and number >= args.limit:
+            return
+        record: dict[str, Any] = {args.field or "text_input": text}
+        if bench:
+            record = {"task_id": number, "prompt": text, "output_tokens": args.output_tokens or 128}
+        yield json.dumps(record, ensure_ascii=False) + "\n"
+
+
+def main(args: argparse.Namespace) -> None:
+    """Read, convert, write. Raises UserError for input that does not fit."""
+    text = "".join(lines(args))
+    if args.output:
+        write_text(args.output, text)
+    else:
+        sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    cli.run(make_parser(), main)
