@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import os
 import shutil
@@ -36,6 +38,21 @@ def read_json(path: Path | str) -> Any:
         raise UserError(f"{path} does not exist") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as e:
         raise UserError(f"{path} is not valid JSON: {e}") from None
+
+
+def sha256_of(path: Path | str) -> str:
+    """SHA-256 of a file's content; read once as long as size and time of change stay the same."""
+    status = os.stat(path)
+    return _sha256_of(os.path.abspath(path), status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _sha256_of(path: str, size: int, changed: int) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def require_empty(folder: Path | str, hint: str = "choose another folder or remove it") -> None:

@@ -23,7 +23,7 @@ def check_file(path: str, flag: str = "--data") -> None:
         raise UserError(f"{flag} {path}: no such file")
 
 
-def open_dataset(data: str, tokenizer_folder: str, seq_length: int) -> ConversationDataset:
-    """Conversations of a JSON lines file, tokenised with the tokenizer of a folder."""
+def open_dataset(data: str, tokenizer_folder: str, seq_length: int, cache: str | None = None) -> ConversationDataset:
+    """Conversations of a JSON lines file, tokenised with the tokenizer of a folder; `cache`: `data.tokenise`."""
     tokenizer = load_tokenizer(tokenizer_folder)
-    return ConversationDataset(data, tokenizer, seq_length, stop_token_ids(tokenizer_folder, tokenizer))
+    return ConversationDataset(data, tokenizer, seq_length, stop_token_ids(tokenizer_folder, tokenizer), cache)

@@ -32,7 +32,9 @@ __all__ = [
     "Sample",
     "has_generation_marks",
     "load_tokenizer",
+    "numbered_lines",
     "parse_conversation",
+    "parse_line",
     "parse_message",
     "read_conversations",
 ]
@@ -137,12 +139,10 @@ def parse_conversation(record: Any, where: str) -> Conversation:
     return Conversation(messages, where, str(identifier), record.get("tools") or None)
 
 
-def read_conversations(path: Path | str, require_assistant: bool = True) -> Iterator[Conversation]:
-    """Every conversation of a JSON lines file, in order.
+def numbered_lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
+    """(line number, line) of a JSON lines file of conversations; empty lines at its end are left out.
 
-    Raises UserError with file and line number: missing file, malformed JSON, empty line inside, missing keys, unknown
-    role, empty content and (unless `require_assistant` is False: prompt files) no assistant turn; also for an empty
-    file.
+    Raises UserError for a missing file, an empty line inside it, and a file without any line.
     """
     path = Path(path)
     if not path.is_file():
@@ -150,34 +150,41 @@ def read_conversations(path: Path | str, require_assistant: bool = True) -> Iter
     blank = found = 0
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
-            where = f"{path} line {number}"
-            line = _decode(raw, where, first=number == 1)
+            line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
             if not line.strip():
                 blank = blank or number
                 continue
             if blank:
                 raise UserError(f"{path} line {blank}: empty line inside the file: remove it")
-            conversation = parse_conversation(_parse_json(line, where), where)
-            if require_assistant and not any(m["role"] == "assistant" for m in conversation.messages):
-                raise UserError(f"{where}: no assistant turn, so nothing to learn from: answer the prompts first")
             found += 1
-            yield conversation
+            yield number, line
     if not found:
         raise UserError(f"{path} holds no conversation")
 
 
-def _decode(raw: bytes, where: str, first: bool) -> str:
+def parse_line(raw: bytes, where: str, require_assistant: bool = True) -> Conversation:
+    """The conversation of one line. Raises UserError with `where`, also when there is no assistant turn."""
     try:
-        return raw.decode("utf-8-sig" if first else "utf-8")
+        record = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8 ({error.reason}): convert the file to UTF-8") from None
-
-
-def _parse_json(line: str, where: str) -> Any:
-    try:
-        return json.loads(line)
     except ValueError as error:
         raise UserError(f"{where}: malformed JSON ({error}): expected one JSON object a line") from None
+    conversation = parse_conversation(record, where)
+    if require_assistant and not any(m["role"] == "assistant" for m in conversation.messages):
+        raise UserError(f"{where}: no assistant turn, so nothing to learn from: answer the prompts first")
+    return conversation
+
+
+def read_conversations(path: Path | str, require_assistant: bool = True) -> Iterator[Conversation]:
+    """Every conversation of a JSON lines file, in order.
+
+    Raises UserError with file and line number: missing file, malformed JSON, empty line inside, missing keys, unknown
+    role, empty content and (unless `require_assistant` is False: prompt files) no assistant turn; also for an empty
+    file.
+    """
+    for number, line in numbered_lines(path):
+        yield parse_line(line, f"{path} line {number}", require_assistant)
 
 
 class ChatEncoder:

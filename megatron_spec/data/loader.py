@@ -1,4 +1,4 @@
-"""Samples in memory, and the order in which ranks read them.
+"""Samples, and the order in which ranks read them.
 
 The order is a pure function of (seed, samples consumed, data-parallel rank): nothing is stored to resume, and a run
 continues with the same samples in another layout. All micro-batches of one global batch have one length, because the
@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron_spec.batch import Batch
 from megatron_spec.config import UserError
 from megatron_spec.context import ContextShard
-from megatron_spec.data.chat import ChatEncoder, Sample, read_conversations
-from megatron_spec.data.packing import build_batch, pack
+from megatron_spec.data.chat import Sample
+from megatron_spec.data.packing import Rows, build_batch, pack
+from megatron_spec.data.tokenise import open_tokens
 
 log = logging.getLogger(__name__)
 
@@ -40,84 +43,123 @@ class Dataset(Protocol):
         ...
 
 
-def _longest_turn(sample: Sample) -> int:
-    return int(torch.bincount(sample.turns.long())[1:].max()) if bool((sample.turns > 0).any()) else 0
+def lengths_of(dataset: Dataset) -> NDArray[Any]:
+    """[samples] tokens of each sample, without reading them where the dataset knows."""
+    known = getattr(dataset, "lengths", None)
+    return np.array([len(dataset[i]) for i in range(len(dataset))] if known is None else known, dtype=np.int32)
 
 
 class ConversationDataset:
-    """The conversations of a JSON lines file, tokenised once, cut to `seq_length` tokens and kept in memory.
+    """The conversations of a JSON lines file, tokenised once (`data.tokenise`), cut to `seq_length` tokens when read.
 
     A conversation of which the cut leaves no two supervised tokens in one turn (a draft is trained on pairs) is
     dropped with a warning.
 
     Attributes:
+        store: tokens of the whole file, uncut.
+        kept: numbers in the store of the conversations in this dataset.
+        lengths: int32 [samples] tokens of each, after the cut.
         dropped: reason -> number of conversations left out.
         statistics: figures of the mask, as logged.
 
-    Raises UserError for what `read_conversations` and `ChatEncoder` refuse, and when nothing supervised is left.
+    Args:
+        cache, workers: see `data.tokenise.open_tokens`.
+
+    Raises UserError for what `open_tokens` refuses, and when nothing supervised is left.
     """
 
-    def __init__(self, path: Path | str, tokenizer: Any, seq_length: int, stop_token_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        tokenizer: Any,
+        seq_length: int,
+        stop_token_ids: Collection[int] = (),
+        cache: Path | str | None = None,
+        workers: int | None = None,
+    ) -> None:
         if seq_length < 2:
             raise UserError(f"seq_length must be at least 2, found {seq_length}")
         self.path = Path(path)
         self.seq_length = seq_length
+        self.store = open_tokens(self.path, tokenizer, stop_token_ids, cache, workers)
+        longest, figures = self._measure_runs()
+        self.kept = np.flatnonzero(longest >= 2)
+        self.lengths = np.minimum(self.store.lengths[self.kept], seq_length)
         self.dropped: Counter[str] = Counter()
-        self._samples: list[Sample] = []
-        self._truncated = 0
-        encoder = ChatEncoder(tokenizer, stop_token_ids)
-        first_lost: Sample | None = None
-        for conversation in read_conversations(self.path):
-            sample = encoder.encode(conversation)
-            kept = self._cut(sample)
-            if kept is not None:
-                self._samples.append(kept)
-            elif first_lost is None:
-                first_lost = sample
-        if first_lost is not None:
-            self._report_lost(first_lost)
-        self.statistics = self._measure()
+        self._report_dropped(np.flatnonzero(longest < 2))
+        self.statistics = self._statistics(figures)
         log.info("%s: %s", self.path, ", ".join(f"{key} {value}" for key, value in self.statistics.items()))
 
-    def _cut(self, sample: Sample) -> Sample | None:
-        n = self.seq_length
-        self._truncated += len(sample) > n
-        cut = Sample(sample.tokens[:n].clone(), sample.turns[:n].clone(), sample.where) if len(sample) > n else sample
-        if _longest_turn(cut) >= 2:
-            return cut
-        self.dropped["nothing supervised within seq_length" if len(sample) > n else "answer of one token"] += 1
-        return None
+    def _measure_runs(self) -> tuple[NDArray[Any], Counter[str]]:
+        """(longest supervised stretch of each sample after the cut, turns and supervised tokens of those kept)."""
+        longest = np.zeros(len(self.store), dtype=np.int32)
+        figures: Counter[str] = Counter()
+        for first, behind in self.store.ranges():
+            runs = self.store.runs(first, behind)
+            counts = np.diff(self.store.run_starts[first : behind + 1])
+            sizes = np.minimum(runs[:, 1], self.seq_length) - np.minimum(runs[:, 0], self.seq_length)
+            sample = np.repeat(np.arange(behind - first), counts)
+            np.maximum.at(longest[first:behind], sample, sizes)
+            inside = (longest[first:behind] >= 2)[sample] & (sizes > 0)
+            figures["supervised"] += int(sizes[inside].sum())
+            figures["turns"] += int(inside.sum())
+        return longest, figures
 
-    def _report_lost(self, first: Sample) -> None:
-        begins = int((first.turns > 0).nonzero()[0])
-        example = f"{first.where}, whose first answer begins at token {begins} of {len(first)}"
-        if not self._samples:
+    def _report_dropped(self, lost: NDArray[Any]) -> None:
+        if not len(lost):
+            return
+        short = self.store.lengths[lost] > self.seq_length
+        reasons = {"nothing supervised within seq_length": int(short.sum()), "answer of one token": int((~short).sum())}
+        self.dropped.update({reason: count for reason, count in reasons.items() if count})
+        first = int(lost[0])
+        begins = int(self.store.runs(first, first + 1)[0, 0])
+        length = self.store.lengths[first]
+        example = f"{self._where(first)}, whose first answer begins at token {begins} of {length}"
+        if not len(self.kept):
             raise UserError(
                 f"{self.path}: no supervised tokens are left with seq_length {self.seq_length} (for example "
                 f"{example}): use a larger seq_length"
             )
-        reasons = ", ".join(f"{count} x {reason}" for reason, count in self.dropped.items())
-        log.warning("%s: dropped %s; the first is %s", self.path, reasons, example)
+        said = ", ".join(f"{count} x {reason}" for reason, count in self.dropped.items())
+        log.warning("%s: dropped %s; the first is %s", self.path, said, example)
 
-    def _measure(self) -> dict[str, float]:
-        tokens = sum(len(sample) for sample in self._samples)
-        supervised = sum(int((sample.turns > 0).sum()) for sample in self._samples)
+    def _statistics(self, figures: Counter[str]) -> dict[str, float]:
+        tokens = int(self.lengths.sum(dtype=np.int64))
         return {
-            "conversations": len(self._samples),
+            "conversations": len(self),
             "dropped": self.dropped.total(),
-            "truncated": self._truncated,
-            "turns": sum(int(sample.turns.max()) for sample in self._samples),
+            "truncated": int((self.store.lengths > self.seq_length).sum()),
+            "turns": figures["turns"],
             "tokens": tokens,
-            "supervised": supervised,
-            "supervised_share": round(supervised / tokens, 4),
-            "longest": max(len(sample) for sample in self._samples),
+            "supervised": figures["supervised"],
+            "supervised_share": round(figures["supervised"] / tokens, 4),
+            "longest": int(self.lengths.max()),
         }
 
+    def _where(self, number: int) -> str:
+        return f"{self.path} line {number + 1}"  # a file has no empty lines
+
     def __len__(self) -> int:
-        return len(self._samples)
+        return len(self.kept)
 
     def __getitem__(self, index: int) -> Sample:
-        return self._samples[index]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = int(self.kept[index])
+        block = self.store.block(number, number + 1)
+        n = int(self.lengths[index])
+        turns = np.zeros(n, dtype=np.int32)
+        for begin, end, turn in block.runs.tolist():
+            turns[begin:end] = turn
+        tokens = block.tokens[:n].astype(np.int64)
+        return Sample(torch.from_numpy(tokens), torch.from_numpy(turns), self._where(number))
+
+    def supervised(self) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+        """(supervised tokens, line of each) of all samples, some million at a time."""
+        for first, behind in self.store.ranges():
+            tokens, sample = self.store.block(first, behind).supervised(self.seq_length)
+            kept = np.isin(sample + first, self.kept)
+            yield tokens[kept], sample[kept] + first + 1
 
 
 class BatchLoader:
@@ -169,10 +211,9 @@ class BatchLoader:
         self.seed, self.shuffle = seed, shuffle
         self.pad_multiple, self.pad_token_id, self.device = pad_multiple, pad_token_id, device
         self.packing, self.context = packing, context
-        lengths = [len(dataset[i]) for i in range(len(dataset))]
-        self._rows = pack(lengths, dataset.seq_length) if packing else [[i] for i in range(len(dataset))]
-        self._row_lengths = [sum(lengths[i] for i in row) for row in self._rows]
-        self._orders: dict[int, list[int]] = {}
+        lengths = lengths_of(dataset)
+        self._rows = pack(lengths, dataset.seq_length) if packing else Rows.single(lengths)
+        self._orders: dict[int, NDArray[Any]] = {}
 
     @property
     def num_microbatches(self) -> int:
@@ -184,18 +225,18 @@ class BatchLoader:
         """Rows in one pass over the data."""
         return len(self._rows)
 
-    def _order(self, epoch: int) -> list[int]:
+    def _order(self, epoch: int) -> NDArray[Any]:
         if epoch not in self._orders:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             n = len(self._rows)
-            order = torch.randperm(n, generator=generator).tolist() if self.shuffle else list(range(n))
+            order = torch.randperm(n, generator=generator).numpy() if self.shuffle else np.arange(n)
             # A step touches neighbouring epochs only: forget the others.
             self._orders = {e: o for e, o in self._orders.items() if abs(e - epoch) <= 1} | {epoch: order}
         return self._orders[epoch]
 
     def _row_at(self, place: int) -> int:
         epoch, inside = divmod(place, len(self._rows))
-        return self._order(epoch)[inside]
+        return int(self._order(epoch)[inside])
 
     def step(self, consumed_samples: int) -> list[Batch]:
         """This rank's micro-batches of the step that begins after `consumed_samples` rows, on `device`.
@@ -203,7 +244,7 @@ class BatchLoader:
         All of them, on every rank, are padded to the longest row of the global batch, rounded up to `pad_multiple`.
         """
         rows = [self._row_at(consumed_samples + i) for i in range(self.global_batch_size)]
-        longest = max(self._row_lengths[row] for row in rows)
+        longest = max(int(self._rows.lengths[row]) for row in rows)
         length = -(-longest // self.pad_multiple) * self.pad_multiple
         batches = []
         for m in range(self.num_microbatches):

@@ -5,39 +5,92 @@ B rows, S row length.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron_spec.batch import Batch
 from megatron_spec.context import ContextShard
 from megatron_spec.data.chat import Sample
 
 
-def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of the samples in each row, so that no row is longer than `capacity`.
+@dataclass(frozen=True)
+class Rows:
+    """Which samples each row of the data holds.
 
-    First fit decreasing: the longest sample first, each into the first row with room. Deterministic; the indices in
-    a row are ascending and rows are ordered by their first index. A sample longer than `capacity` is an error
-    (ValueError): cut samples before packing.
+    Attributes:
+        samples: sample numbers, row by row.
+        starts: [rows + 1] where each row begins in `samples`.
+        lengths: [rows] tokens of each row.
     """
-    if lengths and max(lengths) > capacity:
-        raise ValueError(f"a sample of {max(lengths)} tokens does not fit a row of {capacity}")
-    rows: list[list[int]] = []
-    room: list[int] = []
-    open_from = 0  # rows before this one are full to the brim
-    smallest = min(lengths, default=0)
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        while open_from < len(rows) and room[open_from] < smallest:
-            open_from += 1
-        row = next((r for r in range(open_from, len(rows)) if room[r] >= length), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(capacity)
-        rows[row].append(index)
-        room[row] -= length
-    return sorted(sorted(row) for row in rows)
+
+    samples: NDArray[Any]
+    starts: NDArray[Any]
+    lengths: NDArray[Any]
+
+    @staticmethod
+    def single(lengths: NDArray[Any]) -> Rows:
+        """One sample a row."""
+        return Rows(np.arange(len(lengths)), np.arange(len(lengths) + 1), lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> list[int]:
+        found: list[int] = self.samples[self.starts[row] : self.starts[row + 1]].tolist()
+        return found
+
+
+def pack(lengths: Sequence[int] | NDArray[Any], capacity: int) -> Rows:
+    """Several samples in a row, so that no row is longer than `capacity`.
+
+    Best fit decreasing: the longest sample first, each into the row with the least room that is enough. Deterministic;
+    the samples of a row are ascending and rows are ordered by their first sample. A sample longer than `capacity` is an
+    error (ValueError): cut samples before packing.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    if len(sizes) and int(sizes.max()) > capacity:
+        raise ValueError(f"a sample of {int(sizes.max())} tokens does not fit a row of {capacity}")
+    row_of = np.empty(len(sizes), dtype=np.int64)
+    rooms: list[int] = []  # ascending: rooms that some open row has
+    rows_with: dict[int, list[int]] = {}  # room -> rows
+    count, smallest = 0, int(sizes.min(initial=1))
+    for index in np.argsort(-sizes, kind="stable").tolist():
+        length = int(sizes[index])
+        at = bisect_left(rooms, length)
+        if at == len(rooms):
+            row, room = count, capacity
+            count += 1
+        else:
+            room = rooms[at]
+            row = rows_with[room].pop()
+            if not rows_with[room]:
+                del rows_with[room], rooms[at]
+        row_of[index] = row
+        room -= length
+        if room >= smallest:  # otherwise nothing fits any more
+            if room not in rows_with:
+                insort(rooms, room)
+                rows_with[room] = []
+            rows_with[room].append(row)
+    return _rows(row_of, sizes, count)
+
+
+def _rows(row_of: NDArray[Any], sizes: NDArray[Any], count: int) -> Rows:
+    first = np.full(count, len(sizes))
+    np.minimum.at(first, row_of, np.arange(len(sizes)))
+    place = np.empty(count, dtype=np.int64)
+    place[np.argsort(first, kind="stable")] = np.arange(count)
+    row_of = place[row_of]
+    starts = np.zeros(count + 1, dtype=np.int64)
+    np.cumsum(np.bincount(row_of, minlength=count), out=starts[1:])
+    totals = np.bincount(row_of, weights=sizes, minlength=count).astype(np.int64)
+    return Rows(np.argsort(row_of, kind="stable"), starts, totals)
 
 
 def build_batch(

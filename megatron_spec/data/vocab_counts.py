@@ -8,26 +8,48 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_spec.config import UserError
-from megatron_spec.data.loader import Dataset
+from megatron_spec.data.loader import ConversationDataset
 
 
-def count_supervised(dataset: Dataset, vocab_size: int) -> Tensor:
+def count_supervised(dataset: ConversationDataset, vocab_size: int) -> Tensor:
     """int64 [V]: how often each token id is supervised. Raises UserError for an id outside the vocabulary."""
-    counts_V = torch.zeros(vocab_size, dtype=torch.int64)
-    for i in range(len(dataset)):
-        sample = dataset[i]
-        tokens = sample.tokens[sample.turns > 0]
-        if int(tokens.max()) >= vocab_size:
+    counts_V = np.zeros(vocab_size, dtype=np.int64)
+    for tokens, lines in dataset.supervised():
+        wrong = np.flatnonzero(tokens >= vocab_size)
+        if len(wrong):
             raise UserError(
-                f"{sample.where}: found token id {int(tokens.max())}, the base knows ids below {vocab_size}: "
-                "tokenizer and base do not belong together"
+                f"{dataset.path} line {lines[wrong[0]]}: found token id {tokens[wrong[0]]}, the base knows ids below "
+                f"{vocab_size}: tokenizer and base do not belong together"
             )
-        counts_V += torch.bincount(tokens, minlength=vocab_size)
-    return counts_V
+        counts_V += np.bincount(tokens, minlength=vocab_size)
+    return torch.from_numpy(counts_V)
+
+
+def turn_end_ids(dataset: ConversationDataset, special_ids: Collection[int]) -> list[int]:
+    """Ascending ids among `special_ids` that an assistant turn of the data ends with."""
+    ends: set[int] = set()
+    for first, behind in dataset.store.ranges():
+        block = dataset.store.block(first, behind)
+        starts = np.repeat(np.cumsum(block.lengths) - block.lengths, block.run_counts)
+        ends.update(np.unique(block.tokens[starts + block.runs[:, 1] - 1]).tolist())
+    return sorted(ends & set(special_ids))
+
+
+def coverage_curve(counts_V: Tensor, always: Collection[int] = ()) -> list[tuple[int, float]]:
+    """(D, share of the supervised tokens inside) for draft vocabularies of 1/64 of V to V, D doubling or near it."""
+    vocab_size, smallest = len(counts_V), max(1, len(set(always)))
+    sizes = {max(smallest, vocab_size * part // 64) for part in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)}
+    ranked = counts_V.clone()
+    ids = torch.tensor(sorted(always), dtype=torch.int64)
+    ranked[ids] = torch.iinfo(torch.int64).max
+    inside = counts_V[torch.argsort(ranked, descending=True, stable=True)].cumsum(0)
+    total = max(int(counts_V.sum()), 1)
+    return [(size, int(inside[size - 1]) / total) for size in sorted(sizes)]
 
 
 def select_draft_ids(counts_V: Tensor, draft_vocab_size: int, always: Collection[int] = ()) -> Tensor:

@@ -123,7 +123,7 @@ def test_dataset_cuts_drops_counts_and_says_so(tmp_path, caplog):
         "conversations": 2, "dropped": 2, "truncated": 3, "turns": 2, "tokens": BEGINS + 4 + 60,
         "supervised": 3 + 60 - BEGINS, "supervised_share": 0.233, "longest": 60,
     }  # fmt: skip
-    warning, figures = (record.getMessage() for record in caplog.records)
+    _, warning, figures = (record.getMessage() for record in caplog.records)
     assert "dropped 2 x nothing supervised" in warning and "line 2, whose first answer begins at token 137" in warning
     assert "supervised 24" in figures
 

@@ -15,18 +15,22 @@ def test_rows_hold_every_sample_once_within_capacity_and_no_two_rows_could_be_on
     numbers = random.Random(0)
     for _ in range(30):
         lengths = [numbers.randint(1, 40) for _ in range(numbers.randint(0, 60))]
-        rows = pack(lengths, 40)
+        rows = list(pack(lengths, 40))
         assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
         filled = sorted(sum(lengths[i] for i in row) for row in rows)
         assert not filled or filled[-1] <= 40
         assert len(filled) < 2 or filled[0] + filled[1] > 40
-        assert rows == pack(lengths, 40)
+        assert rows == list(pack(lengths, 40))
 
 
-def test_first_fit_decreasing():
-    # 9 | 7 3 | 5 4 | 2: the 2 fits nowhere, since first rows are full to 9, 10 and 9
-    assert pack([3, 9, 4, 7, 5, 2], 10) == [[0, 3], [1], [2, 4], [5]]
-    assert pack([6, 5, 4, 5], 10) == [[0, 2], [1, 3]]
+def test_best_fit_decreasing():
+    # 9 | 7 3 | 5 4 | 2: the 2 fits nowhere, since the rows before it are full to 9, 10 and 9
+    assert list(pack([3, 9, 4, 7, 5, 2], 10)) == [[0, 3], [1], [2, 4], [5]]
+    assert list(pack([6, 5, 4, 5], 10)) == [[0, 2], [1, 3]]
+    # 8 | 7: the 2 goes where it leaves no room, not where it fits first
+    assert list(pack([7, 8, 2, 3], 10)) == [[0, 3], [1, 2]]
+    rows = pack([7, 8, 2, 3], 10)
+    assert rows.lengths.tolist() == [10, 10] and len(pack([], 10)) == 0
     with pytest.raises(ValueError, match=r"11 tokens does not fit a row of 10"):
         pack([3, 11], 10)
 

@@ -4,25 +4,44 @@ import pytest
 import torch
 
 from megatron_spec.config import UserError
-from megatron_spec.data.loader import Sample
+from megatron_spec.data.loader import ConversationDataset
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
-from megatron_spec.data.vocab_counts import count_supervised, coverage, select_draft_ids
-from tests.unit_tests.data.chat_fixtures import CHATML, make_tokenizer
+from megatron_spec.data.vocab_counts import count_supervised, coverage, coverage_curve, select_draft_ids, turn_end_ids
+from tests.unit_tests.data.chat_fixtures import CHATML, make_tokenizer, talk, write_lines
 
-SAMPLES = [
-    Sample(torch.tensor([9, 9, 9, 4, 2, 2]), torch.tensor([0, 0, 0, 1, 1, 1], dtype=torch.int32)),
-    Sample(torch.tensor([9, 6, 4, 7]), torch.tensor([0, 1, 1, 2], dtype=torch.int32), "d.jsonl line 2"),
+TALKS = [
+    talk(("user", "zz"), ("assistant", "aab")),
+    talk(("user", "q"), ("assistant", "ac"), ("user", "q"), ("assistant", "cé")),
+    talk(("user", "q"), ("assistant", "a" * 50)),
 ]
 
 
-class Samples(list):
-    seq_length = 8
+def test_counts_only_supervised_tokens_within_the_cut(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    path = write_lines(tmp_path / "d.jsonl", TALKS)
+    for seq_length in (25, 50, 80, 400):  # cuts everything away, in an answer, behind some, and nothing
+        try:
+            dataset = ConversationDataset(path, tokenizer, seq_length)
+        except UserError:
+            assert seq_length == 25
+            continue
+        expected = torch.zeros(len(tokenizer), dtype=torch.int64)
+        for i in range(len(dataset)):
+            expected += torch.bincount(dataset[i].tokens[dataset[i].turns > 0], minlength=len(tokenizer))
+        assert torch.equal(count_supervised(dataset, len(tokenizer)), expected) and expected.sum() > 0
+    a, end = (tokenizer.convert_tokens_to_ids(t) for t in ("a", "<|end|>"))
+    assert (int(expected[a]), int(expected[end])) == (53, 4)
+    assert turn_end_ids(dataset, [*tokenizer.all_special_ids, end, a]) == [end]
+    byte = tokenizer.convert_tokens_to_ids("Ã")  # the highest supervised id is a byte of é
+    with pytest.raises(UserError, match=rf"d.jsonl line 2: found token id {byte}, the base knows ids below {byte}"):
+        count_supervised(dataset, byte)
 
 
-def test_counts_only_supervised_tokens():
-    assert count_supervised(Samples(SAMPLES), 10).tolist() == [0, 0, 2, 0, 2, 0, 1, 1, 0, 0]
-    with pytest.raises(UserError, match=r"d.jsonl line 2: found token id 7, the base knows ids below 7"):
-        count_supervised(Samples(SAMPLES), 7)
+def test_coverage_curve_ends_at_one_and_matches_coverage():
+    counts_V = torch.arange(128).flip(0)
+    curve = dict(coverage_curve(counts_V, always=[127]))
+    assert curve[128] == 1.0 and list(curve) == sorted(curve) and list(curve.values()) == sorted(curve.values())
+    assert curve[16] == coverage(counts_V, select_draft_ids(counts_V, 16, [127]))["coverage"]
 
 
 def test_selection_takes_the_most_frequent_ties_by_id_and_the_ends():

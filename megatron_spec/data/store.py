@@ -1,0 +1,166 @@
+"""Tokenised conversations on disk: written once per file, tokenizer and template, read sample by sample.
+
+    FOLDER/meta.json     what was tokenised with what; written last, so a folder with it is complete
+    FOLDER/tokens.bin    token ids of all samples, one behind the other (uint16, or uint32 for larger vocabularies)
+    FOLDER/lengths.bin   int32 [N]: tokens of each sample, uncut
+    FOLDER/runs.bin      int32 [R, 3]: first token, token behind the last, turn number of each supervised stretch
+    FOLDER/run_counts.bin  int32 [N]: stretches of each sample
+
+Nothing here depends on seq_length: cutting is left to the reader. Tokens are read with plain reads and not mapped, so
+that a run's memory does not grow with the part of the file it has seen.
+
+N samples, R stretches, n tokens of one sample.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_spec.config import UserError
+from megatron_spec.files import read_json, write_json
+
+FORMAT = 1
+_FILES = ("tokens", "lengths", "runs", "run_counts")
+Array = NDArray[Any]
+
+
+@dataclass
+class Block:
+    """Consecutive samples as flat arrays: tokens [sum n], lengths [N], runs [R, 3], run_counts [N]."""
+
+    tokens: Array
+    lengths: Array
+    runs: Array
+    run_counts: Array
+
+    def supervised(self, seq_length: int) -> tuple[Array, Array]:
+        """(tokens, number of their sample in this block) that are supervised in the first `seq_length` of a sample."""
+        starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        sample = np.repeat(np.arange(len(self.lengths)), self.run_counts)
+        begins = np.minimum(self.runs[:, 0], seq_length) + starts[sample]
+        ends = np.minimum(self.runs[:, 1], seq_length) + starts[sample]
+        sizes = ends - begins
+        first = np.cumsum(sizes) - sizes
+        places = np.repeat(begins - first, sizes) + np.arange(int(sizes.sum()))
+        return self.tokens[places], np.repeat(sample, sizes)
+
+
+def runs_of(turns: Array) -> Array:
+    """int32 [R, 3] stretches of equal, supervised turn numbers in turns [n]."""
+    edges = np.flatnonzero(np.diff(turns)) + 1
+    begins, ends = np.concatenate([[0], edges]), np.concatenate([edges, [len(turns)]])
+    keep = turns[begins] > 0
+    return np.stack([begins[keep], ends[keep], turns[begins[keep]]], axis=1).astype(np.int32)
+
+
+class StoreWriter:
+    """Appends blocks; `finish` writes meta.json."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self.folder = folder
+        self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+        self._files = {name: (folder / f"{name}.bin").open("wb") for name in _FILES}
+        self._totals = {"samples": 0, "tokens": 0, "supervised": 0, "turns": 0, "longest": 0}
+
+    def append(self, block: Block) -> None:
+        """The next samples."""
+        for name, dtype in zip(_FILES, (self.dtype, np.int32, np.int32, np.int32), strict=True):
+            np.ascontiguousarray(getattr(block, name), dtype=dtype).tofile(self._files[name])
+        totals = self._totals
+        totals["samples"] += len(block.lengths)
+        totals["tokens"] += len(block.tokens)
+        totals["supervised"] += int((block.runs[:, 1] - block.runs[:, 0]).sum())
+        totals["turns"] += len(block.runs)
+        totals["longest"] = max(totals["longest"], int(block.lengths.max(initial=0)))
+
+    def finish(self, about: dict[str, Any]) -> None:
+        """Close the files and write meta.json."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        write_json(self.folder / "meta.json", {"format": FORMAT, "dtype": self.dtype.name, **self._totals, **about})
+
+    def abandon(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+
+
+class TokenStore:
+    """Reads what `StoreWriter` wrote. Lengths are in memory (4 bytes a sample, and as much again for places).
+
+    Raises UserError when the folder is incomplete or a file is shorter than meta.json says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.meta = read_json(folder / "meta.json")
+        self.dtype = np.dtype(self.meta["dtype"])
+        N = self.meta["samples"]
+        self.lengths = np.fromfile(folder / "lengths.bin", dtype=np.int32)
+        run_counts = np.fromfile(folder / "run_counts.bin", dtype=np.int32)
+        self.starts = _starts(self.lengths)
+        self.run_starts = _starts(run_counts)
+        sizes = {"tokens": int(self.starts[-1]) * self.dtype.itemsize, "runs": int(self.run_starts[-1]) * 12}
+        wrong = [name for name, size in sizes.items() if (folder / f"{name}.bin").stat().st_size != size]
+        if len(self.lengths) != N or len(run_counts) != N or wrong:
+            raise UserError(f"{folder} is damaged ({', '.join(wrong) or 'lengths'}): remove it, it is made again")
+        self._tokens, self._runs = _Reader(folder / "tokens.bin"), _Reader(folder / "runs.bin")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def block(self, first: int, behind: int) -> Block:
+        """Samples first .. behind-1."""
+        begin, end = int(self.starts[first]), int(self.starts[behind])
+        tokens = np.frombuffer(self._tokens.read(begin, end, self.dtype.itemsize), dtype=self.dtype)
+        counts = np.diff(self.run_starts[first : behind + 1])
+        return Block(tokens, self.lengths[first:behind], self.runs(first, behind), counts)
+
+    def runs(self, first: int, behind: int) -> Array:
+        """int32 [R, 3] supervised stretches of samples first .. behind-1."""
+        begin, end = int(self.run_starts[first]), int(self.run_starts[behind])
+        return np.frombuffer(self._runs.read(begin, end, 12), dtype=np.int32).reshape(-1, 3)
+
+    def ranges(self, tokens: int = 2**22) -> Iterator[tuple[int, int]]:
+        """(first, behind) of blocks of about `tokens` tokens that make up the store."""
+        first = 0
+        while first < len(self):
+            behind = int(np.searchsorted(self.starts, self.starts[first] + tokens, side="right")) - 1
+            behind = max(behind, first + 1)
+            yield first, behind
+            first = behind
+
+
+def _starts(counts: Array) -> Array:
+    starts = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+class _Reader:
+    """Reads records of a file by number; opened when first used, and again in a process that was forked off."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: tuple[int, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "_file": None}
+
+    def read(self, begin: int, end: int, size: int) -> bytes:
+        if self._file is None or self._file[0] != os.getpid():
+            self._file = (os.getpid(), self.path.open("rb"))
+        wanted = (end - begin) * size
+        found = os.pread(self._file[1].fileno(), wanted, begin * size) if wanted else b""
+        if len(found) != wanted:
+            raise UserError(f"{self.path} ends early: remove its folder, it is made again")
+        return found

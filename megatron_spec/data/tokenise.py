@@ -1,0 +1,171 @@
+"""Conversation file -> TokenStore, in several processes, kept on disk until file, tokenizer or template change.
+
+The store lies in `FILE.tokens/KEY` beside the file (or under the folder that is given), where KEY is a hash of the
+file's content, the tokenizer, its template, the ids that end a turn, and the code that makes masks. It may be removed
+at any time. Processes that want the same one at the same time wait for the first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_spec.config import UserError
+from megatron_spec.data import chat
+from megatron_spec.data.chat import ChatEncoder, numbered_lines, parse_line
+from megatron_spec.data.parallel import ordered_map, usable_cpus
+from megatron_spec.data.store import FORMAT, Block, StoreWriter, TokenStore, runs_of
+from megatron_spec.files import published_folder, sha256_of
+
+log = logging.getLogger(__name__)
+
+PIECE = 2**20
+"""Characters that a process gets at a time."""
+PARALLEL_FROM = 16 * 2**20
+"""Smaller files are tokenised in this process: starting others takes seconds."""
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Identity of a fast tokenizer and its chat template."""
+    digest = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode())
+    template = {"template": tokenizer.chat_template, "special": tokenizer.special_tokens_map}
+    digest.update(json.dumps(template, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def open_tokens(
+    path: Path | str,
+    tokenizer: Any,
+    stop_token_ids: Collection[int] = (),
+    cache: Path | str | None = None,
+    workers: int | None = None,
+) -> TokenStore:
+    """The tokens of a conversation file, from the cache when they are there.
+
+    Args:
+        stop_token_ids: see `ChatEncoder`.
+        cache: folder for stores; default: `FILE.tokens` beside the file, or ~/.cache when that cannot be written.
+        workers: processes; default: all processors for large files, none for small ones.
+
+    Raises UserError for what `numbered_lines`, `parse_line` and `ChatEncoder` refuse, and when the cache cannot be
+    written.
+    """
+    path = Path(path)
+    if not path.is_file():
+        next(numbered_lines(path))  # says what is wrong
+    encoder = ChatEncoder(tokenizer, stop_token_ids)  # refuses a useless tokenizer before any work
+    about = {
+        "data": sha256_of(path),
+        "tokenizer": tokenizer_hash(tokenizer),
+        "stop_token_ids": sorted(stop_token_ids),
+        "code": sha256_of(chat.__file__),
+    }
+    key = hashlib.sha256(json.dumps([FORMAT, about], sort_keys=True).encode()).hexdigest()[:16]
+    parent = _cache_folder(path, cache)
+    folder = parent / key
+    if not (folder / "meta.json").is_file():
+        if workers is None:
+            workers = usable_cpus() if path.stat().st_size >= PARALLEL_FROM else 0
+        try:
+            with _lock(parent, key):
+                if not (folder / "meta.json").is_file():
+                    _build(_Job(path, encoder, tuple(stop_token_ids), workers), folder, about)
+        except OSError as error:
+            raise UserError(f"{folder}: tokens cannot be written ({error}): give another --data-cache-path") from error
+    return TokenStore(folder)
+
+
+def _cache_folder(path: Path, cache: Path | str | None) -> Path:
+    if cache is not None:
+        return Path(cache)
+    beside = path.with_name(f"{path.name}.tokens")
+    if os.access(beside if beside.exists() else path.parent, os.W_OK):
+        return beside
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_spec" / "tokens"
+
+
+@contextmanager
+def _lock(parent: Path, key: str) -> Iterator[None]:
+    """One builder at a time on this machine, and across machines where the file system can do that."""
+    parent.mkdir(parents=True, exist_ok=True)
+    path = parent / f".{key}.lock"
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:  # then two may build, and the second result takes the place of the first
+            log.warning("%s: no locks here (%s)", parent, error)
+        yield
+        path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class _Job:
+    path: Path
+    encoder: ChatEncoder
+    stop_token_ids: tuple[int, ...]
+    workers: int
+
+
+def _build(job: _Job, folder: Path, about: dict[str, Any]) -> None:
+    start, size = time.monotonic(), job.path.stat().st_size
+    args = (job.encoder.tokenizer, job.stop_token_ids, str(job.path))
+    with published_folder(folder, overwrite=True) as temporary:
+        writer = StoreWriter(temporary, len(job.encoder.tokenizer))
+        done = told = tokens = 0
+        try:
+            for block, read in ordered_map(_PieceEncoder, args, _pieces(job.path), job.workers):
+                writer.append(block)
+                done, tokens = done + read, tokens + len(block.tokens)
+                if done - told >= max(size // 20, 2**26):
+                    told, seconds = done, time.monotonic() - start
+                    log.info("tokenised %.0f %% of %s, %.0f tokens/s", 100 * done / size, job.path, tokens / seconds)
+            writer.finish(about)
+        finally:
+            writer.abandon()
+    seconds = time.monotonic() - start
+    log.info(
+        "tokenised %s: %d tokens in %.1f s (%.0f a second)", job.path, tokens, seconds, tokens / max(seconds, 1e-9)
+    )
+
+
+def _pieces(path: Path) -> Iterator[list[tuple[int, bytes]]]:
+    piece: list[tuple[int, bytes]] = []
+    size = 0
+    for number, line in numbered_lines(path):
+        piece.append((number, line))
+        size += len(line)
+        if size >= PIECE:
+            yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece
+
+
+class _PieceEncoder:
+    """Lines of a file -> (their samples, bytes read)."""
+
+    def __init__(self, tokenizer: Any, stop_token_ids: tuple[int, ...], path: str) -> None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a process
+        self.encoder, self.path = ChatEncoder(tokenizer, stop_token_ids), path
+
+    def __call__(self, piece: list[tuple[int, bytes]]) -> tuple[Block, int]:
+        samples = self.encoder.encode_all([parse_line(line, f"{self.path} line {number}") for number, line in piece])
+        runs = [runs_of(sample.turns.numpy()) for sample in samples]
+        block = Block(
+            np.concatenate([sample.tokens.numpy() for sample in samples]).astype(np.uint32),
+            np.array([len(sample) for sample in samples], dtype=np.int32),
+            np.concatenate(runs),
+            np.array([len(run) for run in runs], dtype=np.int32),
+        )
+        return block, sum(len(line) for _, line in piece)
