@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_spec.checkpoint import sharded
-from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
+from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base, load_ends
 from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec, read_spec, resolve
 from megatron_spec.config import UserError
 from megatron_spec.distributed import World
@@ -33,6 +33,7 @@ class Loaded:
     spec: CheckpointSpec
     base_ref: BaseReference
     base: FrozenBase
+    """Or `EndsOnly`, where only embedding and head were asked for."""
     draft: Draft
     vocab: DraftVocab
     base_amax: dict[str, float] | None
@@ -67,13 +68,14 @@ def check_base(spec: CheckpointSpec, base_path: str | None) -> BaseReference:
 
 def load_checkpoint(
     path: str | Path, world: World, *, dtype: torch.dtype = torch.float32, base_path: str | None = None,
-    original_base: bool = False, transformer_engine: bool = False,
+    original_base: bool = False, transformer_engine: bool = False, ends_only: bool = False,
 ) -> Loaded:  # fmt: skip
     """Base and draft of a checkpoint folder, fake-quantised when the checkpoint is.
 
     Args:
         original_base: leave the base in high precision although the checkpoint quantises it.
         transformer_engine: build the base's layers from Transformer Engine's modules.
+        ends_only: of the base load embedding and head alone: features come from disk.
 
     Raises UserError for a missing, half-written or unfitting checkpoint, before any weight of the base is read.
     """
@@ -93,14 +95,18 @@ def load_checkpoint(
             "--transformer-impl transformer_engine: the norms of its linears are inside, where the inputs cannot be "
             "fake-quantised; use --transformer-impl local for a quantised base"
         )
-    base = load_base(ref, world, spec.draft.capture_layer_ids, dtype, transformer_engine)
+    base: Any
+    if ends_only:
+        base = load_ends(ref, world, dtype)
+    else:
+        base = load_base(ref, world, spec.draft.capture_layer_ids, dtype, transformer_engine)
     quantised = spec.quant is not None and spec.quant.base != "none"
     if quantised:
         if base_amax is None:
             raise UserError(
                 f"checkpoint {folder} is quantised but its base_amax.json is missing: run quantize.py again"
             )
-        if not original_base:
+        if not original_base and not ends_only:
             assert spec.quant is not None
             attach_quantizers(base, spec.quant, role="base")
             load_base_amax(base, base_amax)

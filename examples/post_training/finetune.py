@@ -18,8 +18,12 @@ def parser() -> cli.Parser:
     p = cli.Parser(__doc__)
     p.add_argument("--load", required=True, metavar="DIR", help="draft checkpoint to start from")
     p.add_argument("--save", required=True, metavar="DIR", help="folder of this run: checkpoints and metrics.jsonl")
-    p.add_argument("--data", required=True, metavar="JSONL", help="conversations, one JSON object a line")
-    p.add_argument("--seq-length", type=int, default=2048, help="tokens a conversation is cut to (default: 2048)")
+    p.add_argument("--data", metavar="JSONL", help="conversations, one JSON object a line")
+    p.add_argument(
+        "--offline-data", metavar="DIR", help="instead: features of offline_feature_extract.py; no base runs"
+    )
+    p.add_argument("--seq-length", type=int, help="tokens a conversation is cut to (default: 2048)")
+    p.add_argument("--data-cache-path", metavar="DIR", help="folder for tokenised data (default: beside the data)")
     p.add_argument("--base", metavar="DIR", help="the base's place, when it moved since convert_model.py")
     p.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
     p.add_argument("--feature-cache", metavar="DIR", help="compute the base's features once, into this folder")
@@ -52,7 +56,7 @@ def dry_run(args: argparse.Namespace) -> None:
         cli.config_from(ParallelConfig, args),
     )
     cluster = Cluster(**{k: v for k, v in machines.items() if v is not None})
-    print(plan(args.load, *configs, cluster, args.seq_length, offline=args.feature_cache is not None))
+    print(plan(args.load, *configs, cluster, args.seq_length or 2048, offline=args.offline_data is not None))
 
 
 def main(args: argparse.Namespace) -> None:
@@ -65,8 +69,19 @@ def main(args: argparse.Namespace) -> None:
         "objective": cli.config_from(ObjectiveConfig, args),
         "parallel": cli.config_from(ParallelConfig, args),
     }
-    plain = ("load", "save", "data", "seq_length", "base", "tokenizer", "feature_cache", "base_fp8", "teacher")
-    plain += ("draft_fp8", "transformer_impl", "tensorboard_dir", "wandb_project")
+    plain = (
+        "load",
+        "save",
+        "data",
+        "offline_data",
+        "seq_length",
+        "base",
+        "tokenizer",
+        "feature_cache",
+        "base_fp8",
+        "teacher",
+    )
+    plain += ("data_cache_path", "draft_fp8", "transformer_impl", "tensorboard_dir", "wandb_project")
     run = FinetuneRun(**configs, **{k: getattr(args, k) for k in plain})
     if not finetune(run):
         sys.exit(3)  # stopped by a signal after saving: a scheduler starts it again

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import shutil
+import time
 from pathlib import Path
 
 import torch
@@ -41,24 +42,24 @@ def template_hash(tokenizer_folder: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def manifest_of(loaded: Loaded, dataset: Dataset, tokenizer_folder: str) -> StoreManifest:
+def manifest_of(loaded: Loaded, dataset: Dataset, tokenizer_folder: str, dtype: str | None = None) -> StoreManifest:
     """What a store of `dataset`'s features must say."""
     return StoreManifest(
         base_fingerprint=teacher_fingerprint(loaded),
         capture_layer_ids=loaded.spec.draft.capture_layer_ids,
         hidden_size=loaded.spec.base.config.hidden_size,
-        dtype=str(loaded.base.dtype).removeprefix("torch."),
+        dtype=dtype or str(loaded.base.dtype).removeprefix("torch."),
         template_hash=template_hash(tokenizer_folder),
         num_samples=len(dataset),
         seq_length=dataset.seq_length,
     )
 
 
-def check_disk(folder: str, manifest: StoreManifest, dataset: Dataset) -> None:
+def check_disk(folder: str, manifest: StoreManifest, dataset: Dataset, part: tuple[int, int] = (0, 1)) -> None:
     """Log the size of what a store still lacks, and raise UserError when the disk cannot hold that."""
-    width = (len(manifest.capture_layer_ids) + 1) * manifest.hidden_size * manifest.torch_dtype.itemsize + 12
-    pending = [i for shard in missing_shards(Path(folder), manifest) for i in manifest.samples_of(shard)]
-    need = sum(len(dataset[i]) for i in pending) * width
+    shards = [shard for shard in missing_shards(Path(folder), manifest) if shard % part[1] == part[0]]
+    pending = [i for shard in shards for i in manifest.samples_of(shard)]
+    need = sum(len(dataset[i]) for i in pending) * manifest.bytes_per_token
     place = Path(folder).absolute()
     while not place.exists():
         place = place.parent
@@ -88,8 +89,13 @@ def cached_features(
 def extract_features(
     load: str, output_dir: str, data: str, *, seq_length: int = 2048, micro_batch_size: int = 1,
     base: str | None = None, tokenizer: str | None = None, bf16: bool = False, parallel: ParallelConfig | None = None,
+    features_dtype: str | None = None, part: tuple[int, int] = (0, 1),
 ) -> Path:  # fmt: skip
     """Run the base of a checkpoint over conversations and write what a draft is trained from. Resumable.
+
+    Args:
+        features_dtype: on disk, see `StoreManifest.dtype`; default: that of the base.
+        part: (i, n): this run writes shards i, i + n, ... of the folder; n runs share the work.
 
     Raises UserError for input that does not fit, before any weight is read where that is possible.
     """
@@ -102,5 +108,25 @@ def extract_features(
     loaded = load_checkpoint(load, world, dtype=torch.bfloat16 if bf16 else torch.float32, base_path=base)
     tokenizer_folder = tokenizer or str(loaded.base_ref.path)
     dataset = open_dataset(data, tokenizer_folder, seq_length)
-    cached_features(output_dir, loaded, dataset, tokenizer_folder, world, micro_batch_size)
+    manifest = manifest_of(loaded, dataset, tokenizer_folder, features_dtype)
+    check_disk(output_dir, manifest, dataset, part)
+    begin, written = time.monotonic(), extract(loaded.base, dataset, output_dir, manifest, micro_batch_size, part)
+    missing = len(missing_shards(Path(output_dir), manifest))
+    log.info(
+        "features: %d shards computed in %.0f s; %s", written, time.monotonic() - begin,
+        f"{missing} of {manifest.num_shards} are still missing" if missing else "the store is complete",
+    )  # fmt: skip
     return Path(output_dir)
+
+
+def stored_features(folder: str, loaded: Loaded, world: World) -> OfflineFeatures:
+    """Features of a complete store for a draft: base, captures and width must be those of the checkpoint.
+
+    Raises UserError when they are not.
+    """
+    expected = {
+        "base_fingerprint": teacher_fingerprint(loaded),
+        "capture_layer_ids": loaded.spec.draft.capture_layer_ids,
+        "hidden_size": loaded.spec.base.config.hidden_size,
+    }
+    return OfflineFeatures(FeatureStore(folder, expected), world, loaded.base.dtype)

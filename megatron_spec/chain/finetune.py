@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,20 +12,21 @@ import torch
 from megatron_spec import distributed, presets, support
 from megatron_spec.build import Loaded, load_checkpoint, respec
 from megatron_spec.chain.data import check_file, check_seq_length, open_dataset
-from megatron_spec.chain.features import cached_features
+from megatron_spec.chain.features import cached_features, stored_features
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.background import BackgroundWriter
 from megatron_spec.checkpoint.spec import latest_iteration, read_spec, resolve
-from megatron_spec.config import ObjectiveConfig, ParallelConfig, QuantConfig, TrainConfig, UserError
-from megatron_spec.data.loader import BatchLoader
+from megatron_spec.config import BaseConfig, ObjectiveConfig, ParallelConfig, QuantConfig, TrainConfig, UserError
+from megatron_spec.data.loader import BatchLoader, Dataset
 from megatron_spec.distributed import World
 from megatron_spec.drafts.fused_unroll import check_fp8
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
-from megatron_spec.files import require_empty
+from megatron_spec.features.store import manifest_file, read_manifest
+from megatron_spec.files import require_empty, sha256_of
 from megatron_spec.pipeline import te_spec
 from megatron_spec.pipeline.fast_forward import run_in_fp8
-from megatron_spec.pipeline.placement import check_parallel
+from megatron_spec.pipeline.placement import check_parallel, layers_per_stage
 from megatron_spec.training.loop import Position, check_world, train
 from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
 from megatron_spec.training.step import Trainer
@@ -41,14 +41,17 @@ class FinetuneRun:
 
     load: str
     save: str
-    data: str
+    data: str | None
     train: TrainConfig
     objective: ObjectiveConfig
     parallel: ParallelConfig
-    seq_length: int = 2048
+    seq_length: int | None = None
+    """Tokens a conversation is cut to; default: 2048, or what the stored features were cut to."""
     base: str | None = None
     tokenizer: str | None = None
     feature_cache: str | None = None
+    offline_data: str | None = None
+    """A store of features that takes the place of data and base layers."""
     base_fp8: bool = False
     draft_fp8: bool = False
     transformer_impl: str = "local"
@@ -85,15 +88,35 @@ def _policy(quant: QuantConfig | None) -> str:
     return "not at all" if quant is None else str(quant.to_dict())
 
 
+def content_file(run: FinetuneRun) -> Path:
+    """The file that says what is trained on. Raises UserError unless there is exactly one source of samples."""
+    if (run.data is None) == (run.offline_data is None):
+        found = "neither" if run.data is None else "both"
+        raise UserError(f"found {found} of --data and --offline-data, expected one: stored features hold their samples")
+    if run.data is not None:
+        check_file(run.data)
+        return Path(run.data)
+    assert run.offline_data is not None
+    return manifest_file(run.offline_data)
+
+
+def row_length(run: FinetuneRun) -> int:
+    """Longest row in tokens. Raises UserError when stored features were cut to another length than asked for."""
+    if run.offline_data is None:
+        return run.seq_length or 2048
+    stored = read_manifest(run.offline_data).seq_length
+    if run.seq_length not in (None, stored):
+        raise UserError(
+            f"--seq-length {run.seq_length}, but the features in {run.offline_data} were cut to {stored}: leave it out"
+        )
+    return stored
+
+
 def data_order(run: FinetuneRun) -> dict[str, Any]:
     """What decides which samples a step sees, by flag: a run that is continued with other values is another run."""
-    digest = hashlib.sha256()
-    with open(run.data, "rb") as f:
-        while block := f.read(2**20):
-            digest.update(block)
     return {
-        "--data": digest.hexdigest(),
-        "--seq-length": run.seq_length,
+        "--data": sha256_of(content_file(run)),
+        "--seq-length": row_length(run),
         "--global-batch-size": run.train.global_batch_size,
         "--seed": run.train.seed,
         "--teacher": run.teacher,
@@ -102,7 +125,6 @@ def data_order(run: FinetuneRun) -> dict[str, Any]:
 
 def check_same_run(run: FinetuneRun, folder: Path) -> None:
     """Raise UserError when the run that was saved in `folder` went through other samples; warn of another objective."""
-    check_file(run.data)
     saved = sharded.read_extra(folder)
     for flag, value in data_order(run).items():
         before = saved.get("data_order", {}).get(flag, value)
@@ -123,14 +145,16 @@ def check_before_loading(run: FinetuneRun) -> tuple[Path, bool]:
     """All that can be refused without reading weights."""
     folder, resumed = starting_point(run)
     spec = read_spec(folder)
-    row = "base_fp8" if run.base_fp8 else "finetune" if run.feature_cache is None else "offline"
-    support.check(row, run.parallel)
+    content_file(run)
+    stored = run.offline_data or run.feature_cache
+    support.check("base_fp8" if run.base_fp8 else "finetune" if stored is None else "offline", run.parallel)
     check_parallel(spec.base.config, run.parallel)
-    check_seq_length(run.seq_length, spec)
+    check_seq_length(row_length(run), spec)
+    if run.offline_data is not None:
+        check_offline(run)
     if run.transformer_impl == "transformer_engine":
         te_spec.check(spec.base.config, torch.cuda.is_available())
     presets.objective_for(spec.draft, run.objective)
-    check_file(run.data)
     if run.teacher == "original" and (spec.quant is None or spec.quant.base == "none"):
         raise UserError("--teacher original: the base of this checkpoint is not quantised; leave the flag out")
     if run.base_fp8 and run.feature_cache is not None:
@@ -138,9 +162,23 @@ def check_before_loading(run: FinetuneRun) -> tuple[Path, bool]:
     return folder, resumed
 
 
+def check_offline(run: FinetuneRun) -> None:
+    """Refuse flags that mean nothing where the base does not run and nothing is tokenised."""
+    given = {
+        "--feature-cache": run.feature_cache, "--tokenizer": run.tokenizer, "--base-fp8": run.base_fp8,
+        "--transformer-impl": run.transformer_impl != "local",
+    }  # fmt: skip
+    wrong = [flag for flag, value in given.items() if value]
+    if wrong:
+        raise UserError(f"{', '.join(wrong)} with --offline-data: the base does not run there; leave it out")
+
+
 def make_loader(run: FinetuneRun, loaded: Loaded, world: World) -> BatchLoader:
     """Tokenised conversations in micro-batches for this rank's pipeline group."""
-    dataset = open_dataset(run.data, run.tokenizer or str(loaded.base_ref.path), run.seq_length)
+    if run.offline_data is not None:
+        dataset: Dataset = stored_features(run.offline_data, loaded, world).store
+    else:
+        dataset = open_dataset(str(run.data), run.tokenizer or str(loaded.base_ref.path), row_length(run))
     return BatchLoader(
         dataset,
         micro_batch_size=run.train.micro_batch_size,
@@ -155,13 +193,25 @@ def make_loader(run: FinetuneRun, loaded: Loaded, world: World) -> BatchLoader:
 
 
 def feature_source(run: FinetuneRun, loaded: Loaded, loader: BatchLoader, world: World) -> FeatureSource:
-    """Features computed by the base every time, or computed once into --feature-cache and read from there."""
+    """Features computed by the base every time, or once into --feature-cache, or by another run (--offline-data)."""
+    if run.offline_data is not None:
+        return stored_features(run.offline_data, loaded, world)
     if run.feature_cache is None:
         if run.base_fp8:
             run_in_fp8(loaded.base)
         return OnlineFeatures(loaded.base)
     folder = run.tokenizer or str(loaded.base_ref.path)
     return cached_features(run.feature_cache, loaded, loader.dataset, folder, world, run.train.micro_batch_size)
+
+
+def describe_layout(world: World, base: BaseConfig) -> str:
+    """Sizes of the groups, and the layers of each stage."""
+    parallel = world.parallel
+    sequence = " with sequence parallelism" if parallel.sequence_parallel else ""
+    return (
+        f"TP {world.tp_size}{sequence} x CP {world.cp_size} x DP {world.dp_size} x PP {world.pp_size}, layers per "
+        f"stage {layers_per_stage(base.num_layers, parallel)}"
+    )
 
 
 def finetune(run: FinetuneRun) -> bool:
@@ -172,6 +222,7 @@ def finetune(run: FinetuneRun) -> bool:
     folder, resumed = check_before_loading(run)
     world = distributed.initialize(run.parallel, run.train.seed)
     check_world(world, run.train)
+    log.info("layout: %s", describe_layout(world, read_spec(folder).base.config))
     dtype = torch.bfloat16 if run.train.bf16 else torch.float32
     original = run.teacher == "original"
     spec = read_spec(folder)
@@ -181,7 +232,13 @@ def finetune(run: FinetuneRun) -> bool:
         check_fp8(spec.draft, quantised, world.tp_size, world.device, dtype, objective.detach)
     engine = run.transformer_impl == "transformer_engine"
     loaded = load_checkpoint(
-        folder, world, dtype=dtype, base_path=run.base, original_base=original, transformer_engine=engine
+        folder,
+        world,
+        dtype=dtype,
+        base_path=run.base,
+        original_base=original,
+        transformer_engine=engine,
+        ends_only=run.offline_data is not None,
     )
     loaded.draft.fp8 = run.draft_fp8
     loader = make_loader(run, loaded, world)

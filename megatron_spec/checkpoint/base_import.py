@@ -18,6 +18,7 @@ from megatron_spec.checkpoint import huggingface, megatron
 from megatron_spec.checkpoint.fingerprint import fingerprint
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.distributed import World
+from megatron_spec.pipeline.ends_only import EndsOnly
 from megatron_spec.pipeline.model import FrozenBase
 
 _COMPUTES = (
@@ -99,7 +100,23 @@ def load_base(
     return base
 
 
-def _check_finite(base: FrozenBase, where: str) -> None:
+def load_ends(reference: BaseReference, world: World, dtype: torch.dtype = torch.float32) -> EndsOnly:
+    """Embedding and head of the base without its layers. Raises UserError as `load_base` does."""
+    config, path = reference.config, Path(reference.path)
+    if reference.kind == "hf":
+        ends = EndsOnly(config, world, dtype)
+        huggingface.load_ends(ends, path)
+    else:
+        folder = megatron.checkpoint_folder(path)
+        if folder is None:
+            raise UserError(f"{path}: expected a Megatron checkpoint, and it is not there any more")
+        ends = EndsOnly(config, world, dtype, megatron.padded_vocab_size(folder, config, world))
+        megatron.load_ends(ends, folder)
+    _check_finite(ends, reference.path)
+    return ends
+
+
+def _check_finite(base: FrozenBase | EndsOnly, where: str) -> None:
     bad = [name for name, parameter in base.named_parameters() if not bool(torch.isfinite(parameter).all())]
     if bad:
         raise UserError(

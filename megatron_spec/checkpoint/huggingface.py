@@ -16,6 +16,7 @@ from megatron_spec.base_models import is_ignorable, name_rules
 from megatron_spec.base_models.names import NameRule, hf_shapes, read_shard
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.pipeline import te_spec
+from megatron_spec.pipeline.ends_only import EndsOnly
 from megatron_spec.pipeline.model import FrozenBase
 
 log = logging.getLogger(__name__)
@@ -84,12 +85,12 @@ class HuggingFaceWeights:
 
 
 @torch.no_grad()
-def load_huggingface(base: FrozenBase, folder: Path) -> None:
+def load_huggingface(base: FrozenBase, folder: Path, reader: type[HuggingFaceWeights] = HuggingFaceWeights) -> None:
     """Fill this rank's parameters. Strict: raises UserError as `HuggingFaceWeights.check` does."""
     config, world, stage = base.config, base.world, base.stage
     rules = name_rules(config)
     parameters = dict(te_spec.named_parameters(base.gpt))
-    with HuggingFaceWeights(folder) as weights:
+    with reader(folder) as weights:
         weights.check(rules, config)
         for rule in rules:
             parameter = parameters.pop(local_name(rule.core, stage.first), None)
@@ -100,6 +101,18 @@ def load_huggingface(base: FrozenBase, folder: Path) -> None:
             assert shard.shape == parameter.shape, (rule.core, shard.shape, parameter.shape)
             parameter.copy_(shard)
     base.share_ends()
+
+
+@torch.no_grad()
+def load_ends(ends: EndsOnly, folder: Path) -> None:
+    """Fill embedding and head alone; the whole folder is checked by names and shapes all the same."""
+    config, world = ends.config, ends.world
+    rules = name_rules(config)
+    with HuggingFaceWeights(folder) as weights:
+        weights.check(rules, config)
+        for rule in (r for r in rules if r.kind == "vocab"):
+            weight = ends.embedding_weight if rule.core.startswith("embedding") else ends.head_weight
+            weight.copy_(read_shard(rule, config, world.tp_rank, world.tp_size, weights.read, weight.shape[0]))
 
 
 def local_name(core: str, first_layer: int) -> str:

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.safe_globals import SAFE_GLOBALS
+from torch import nn
 
 from megatron_spec.base_models import name_rules, parse_base_config
 from megatron_spec.base_models.megatron_args import config_from_args
@@ -20,6 +22,7 @@ from megatron_spec.base_models.names import NameRule
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.distributed import World
 from megatron_spec.files import read_json
+from megatron_spec.pipeline.ends_only import EndsOnly
 from megatron_spec.pipeline.model import FrozenBase
 
 _POINTER = "latest_checkpointed_iteration.txt"
@@ -129,6 +132,14 @@ def padded_vocab_size(folder: Path, config: BaseConfig, world: World) -> int:
     return -(-stored.vocab_rows // world.tp_size) * world.tp_size
 
 
+def _load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    try:
+        with torch.serialization.safe_globals(SAFE_GLOBALS):
+            return dict(dist_checkpointing.load(state, str(folder)))
+    except Exception as e:
+        raise UserError(f"{folder} does not load: {type(e).__name__}: {str(e)[:500]}") from e
+
+
 @torch.no_grad()
 def load_megatron(base: FrozenBase, folder: Path) -> None:
     """Fill this rank's parameters. Raises UserError when tensors do not fit."""
@@ -136,11 +147,7 @@ def load_megatron(base: FrozenBase, folder: Path) -> None:
     metadata = {"non_homogeneous_layers": True} if stored.numbered else None
     state = base.gpt.sharded_state_dict(prefix=stored.prefix, metadata=metadata)
     state = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
-    try:
-        with torch.serialization.safe_globals(SAFE_GLOBALS):
-            loaded = dist_checkpointing.load(state, str(folder))
-    except Exception as e:
-        raise UserError(f"{folder} does not load: {type(e).__name__}: {str(e)[:500]}") from e
+    loaded = _load(state, folder)
     wanted = {stored.prefix + name: parameter for name, parameter in base.gpt.named_parameters()}
     missing = [name for name in wanted if name not in loaded]
     assert not missing, missing
@@ -150,9 +157,36 @@ def load_megatron(base: FrozenBase, folder: Path) -> None:
     base.share_ends()
 
 
+@torch.no_grad()
+def load_ends(ends: EndsOnly, folder: Path) -> None:
+    """Fill embedding and head alone. Raises UserError when they do not fit."""
+    stored, world = _Stored(folder, ends.config), ends.world
+    weights = {"embedding.word_embeddings.weight": ends.embedding_weight}
+    if not ends.config.tie_word_embeddings:
+        weights["output_layer.weight"] = ends.head_weight
+    state = {
+        name: ShardedTensor.from_rank_offsets(
+            stored.prefix + name,
+            weight.data,
+            (0, world.tp_rank, world.tp_size),
+            replica_id=world.draft_dp.rank(),
+            allow_shape_mismatch=True,
+        )
+        for name, weight in weights.items()
+    }
+    loaded = _load(state, folder)
+    for name, weight in weights.items():
+        weight.copy_(loaded[name])
+    _clear_rows(list(weights.values()), ends.vocab_size, world)
+
+
 def _clear_padding(base: FrozenBase) -> None:
-    """Rows behind the true vocabulary mean nothing, whatever the checkpoint holds there."""
     ends = [p for n, p in base.gpt.named_parameters() if "word_embeddings" in n or n.startswith("output_layer")]
-    for weight in ends:
-        real = min(max(base.vocab_size - base.world.tp_rank * weight.shape[0], 0), weight.shape[0])
+    _clear_rows(ends, base.vocab_size, base.world)
+
+
+def _clear_rows(weights: list[nn.Parameter], vocab_size: int, world: World) -> None:
+    """Rows behind the true vocabulary mean nothing, whatever the checkpoint holds there."""
+    for weight in weights:
+        real = min(max(vocab_size - world.tp_rank * weight.shape[0], 0), weight.shape[0])
         weight[real:].zero_()

@@ -28,6 +28,9 @@ from megatron_spec.platform import to_device
 
 log = logging.getLogger(__name__)
 
+PIPELINED = 4
+"""Micro-batches a stage computes before the results are written: fills the pipeline, and bounds what is held."""
+
 
 class OfflineFeatures:
     """A FeatureSource that reads a store. The base does not run."""
@@ -49,7 +52,7 @@ class OfflineFeatures:
         B, S = batch.tokens_BS.shape
         manifest = self.store.manifest
         H = manifest.hidden_size
-        where: dict[str, Any] = {"dtype": manifest.torch_dtype, "pin_memory": self.world.device.type == "cuda"}
+        where: dict[str, Any] = {"dtype": manifest.read_dtype, "pin_memory": self.world.device.type == "cuda"}
         captures_SBC = torch.empty(S, B, len(manifest.capture_layer_ids) * H, **where)
         state_SBH = torch.empty(S, B, H, **where)
         argmax_SB = torch.zeros(S, B, dtype=torch.int64)
@@ -79,11 +82,15 @@ class OfflineFeatures:
 
 
 def extract(
-    base: FrozenBase, dataset: Dataset, folder: str | Path, manifest: StoreManifest, micro_batch_size: int = 1
-) -> int:
+    base: FrozenBase, dataset: Dataset, folder: str | Path, manifest: StoreManifest, micro_batch_size: int = 1,
+    part: tuple[int, int] = (0, 1),
+) -> int:  # fmt: skip
     """Compute the features of every sample of `dataset` and write them to `folder`; every rank calls it.
 
     Data parallel ranks take turns over the shards. A run that was killed continues with the shards that are missing.
+
+    Args:
+        part: (i, n): only shards i, i + n, ...: n runs at a time may share a folder.
 
     Returns:
         The number of shards that were written by all ranks together.
@@ -92,7 +99,7 @@ def extract(
         UserError: the folder was begun with other settings.
     """
     world = base.world
-    todo = _agree_on_pending(folder, manifest, world)
+    todo = [shard for shard in _agree_on_pending(folder, manifest, world) if shard % part[1] == part[0]]
     writer = FeatureWriter(folder, manifest)
     mine = todo[world.dp_rank :: world.dp_size]
     for done, shard in enumerate(mine):
@@ -122,26 +129,30 @@ def _run_shard(base: FrozenBase, dataset: Dataset, numbers: range, micro_batch_s
     """Features of the samples in order, on the last stage ([] elsewhere); similar lengths run together."""
     world = base.world
     order = sorted(numbers, key=lambda i: len(dataset[i]))
-    multiple = world.sequence_multiple
+    chunks = [order[i : i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
+    group = PIPELINED * world.pp_size
     found: dict[int, SampleFeatures] = {}
-    step = micro_batch_size * world.pp_size
-    for start in range(0, len(order), step):
-        chosen = order[start : start + step]
-        length = -(-max(len(dataset[i]) for i in chosen) // multiple) * multiple
-        chunks = [chosen[i : i + micro_batch_size] for i in range(0, len(chosen), micro_batch_size)]
-        # One shape per step: a short last chunk repeats its first sample.
-        full = [chunk + chunk[:1] * (micro_batch_size - len(chunk)) for chunk in chunks]
-        batches = [build_batch([[dataset[i]] for i in c], length, world.device, context=world.context) for c in full]
-        for chunk, (captures_SBC, state_SBH) in zip(chunks, run_base(base, batches), strict=False):
-            whole = [_whole(world, captures_SBC), _whole(world, state_SBH)]
-            argmax_SB = base_argmax(base, whole[1].flatten(0, 1), world.tp).view(whole[1].shape[:2])
-            whole.append(argmax_SB)
-            for row, i in enumerate(chunk):
-                n = len(dataset[i])
-                # Copies: a view would keep the padded batch alive.
-                own = (x[:n, row].to("cpu", copy=True) for x in whole)
-                found[i] = SampleFeatures(dataset[i].tokens, dataset[i].turns, *own)
+    for start in range(0, len(chunks), group):
+        found.update(_run_chunks(base, dataset, chunks[start : start + group]))
     return [found[i] for i in numbers] if found else []
+
+
+def _run_chunks(base: FrozenBase, dataset: Dataset, chunks: list[list[int]]) -> dict[int, SampleFeatures]:
+    """Features of the samples of several micro-batches, by number, on the last stage ({} elsewhere)."""
+    world, batches = base.world, []
+    for chunk in chunks:  # they go through the pipeline together, each in its own length
+        length = -(-max(len(dataset[i]) for i in chunk) // world.sequence_multiple) * world.sequence_multiple
+        batches.append(build_batch([[dataset[i]] for i in chunk], length, world.device, context=world.context))
+    found: dict[int, SampleFeatures] = {}
+    for chunk, (captures_SBC, state_SBH) in zip(chunks, run_base(base, batches), strict=False):
+        whole = [_whole(world, captures_SBC), _whole(world, state_SBH)]
+        argmax_SB = base_argmax(base, whole[1].flatten(0, 1), world.tp).view(whole[1].shape[:2])
+        whole.append(argmax_SB)
+        for row, i in enumerate(chunk):
+            # Copies: a view would keep the padded batch alive.
+            own = (x[: len(dataset[i]), row].to("cpu", copy=True) for x in whole)
+            found[i] = SampleFeatures(dataset[i].tokens, dataset[i].turns, *own)
+    return found
 
 
 def _whole(world: World, x_SBX: Tensor) -> Tensor:

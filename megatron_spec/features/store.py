@@ -4,8 +4,9 @@
     FOLDER/features-00000.safetensors  samples 0 .. samples_per_shard-1, and so on
 
 A shard holds five tensors per sample i, without padding: "i.tokens" int64 [n], "i.turns" int32 [n], "i.captures"
-[n, C], "i.state" [n, H], "i.argmax" int32 [n] (what the base itself says next). Shards appear only when they are
-complete, so a killed run continues with what is missing.
+[n, C], "i.state" [n, H], "i.argmax" int32 [n] (what the base itself says next). In fp8 (float8_e4m3fn) captures and
+state are divided by the scale of their row and layer: "i.capture_scales" float32 [n, captures], "i.state_scale" [n, 1].
+Shards appear only when they are complete, so a killed run continues with what is missing.
 
 n tokens of a sample, C = captures * H, H hidden.
 """
@@ -30,7 +31,8 @@ from megatron_spec.files import read_json, write_json
 FORMAT_VERSION = 2
 CONVENTION = "captures: layer outputs before any norm; state: after the base's final norm"
 _MANIFEST = "manifest.json"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_FP8 = torch.float8_e4m3fn
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": _FP8}
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class StoreManifest(Config):
     capture_layer_ids: tuple[int, ...]
     hidden_size: int
     dtype: str
-    """Of captures and state: float32, bfloat16 or float16."""
+    """Of captures and state on disk: float32, bfloat16, float16 or float8_e4m3fn."""
     template_hash: str
     """Identity of tokenizer and chat template; '' when unknown."""
     num_samples: int
@@ -70,8 +72,20 @@ class StoreManifest(Config):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of captures and state."""
+        """Of captures and state on disk."""
         return _DTYPES[self.dtype]
+
+    @property
+    def read_dtype(self) -> torch.dtype:
+        """Of captures and state as they are read."""
+        return torch.bfloat16 if self.torch_dtype is _FP8 else self.torch_dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """On disk: captures, state, their scales, token, turn, argmax."""
+        layers = len(self.capture_layer_ids) + 1
+        scales = 4 * layers if self.torch_dtype is _FP8 else 0
+        return layers * self.hidden_size * self.torch_dtype.itemsize + scales + 16
 
     def samples_of(self, shard: int) -> range:
         """Samples in a shard."""
@@ -108,6 +122,19 @@ def differences(found: StoreManifest, expected: dict[str, Any]) -> list[str]:
     return [f"{name}: found {values[name]!r}, expected {value!r}" for name, value in wrong.items()]
 
 
+def manifest_file(folder: str | Path) -> Path:
+    """Path of the manifest. Raises UserError when the folder is not a store."""
+    path = Path(folder) / _MANIFEST
+    if not path.is_file():
+        raise UserError(f"{folder} holds no features ({_MANIFEST} is missing): run offline_feature_extract.py first")
+    return path
+
+
+def read_manifest(folder: str | Path) -> StoreManifest:
+    """Manifest of a store. Raises UserError when there is none, or it cannot be read."""
+    return StoreManifest.from_dict(read_json(manifest_file(folder)))
+
+
 class FeatureWriter:
     """Writes shards into a folder that may hold some already.
 
@@ -134,13 +161,12 @@ class FeatureWriter:
         """Write a shard; it appears when it is complete. `samples` are those of `manifest.samples_of(shard)`."""
         numbers = self.manifest.samples_of(shard)
         assert len(samples) == len(numbers), (len(samples), numbers)
-        dtype = self.manifest.torch_dtype
         tensors: dict[str, Tensor] = {}
         for i, sample in zip(numbers, samples, strict=True):
             tensors[f"{i}.tokens"] = sample.tokens.to("cpu", torch.int64).contiguous()
             tensors[f"{i}.turns"] = sample.turns.to("cpu", torch.int32).contiguous()
-            tensors[f"{i}.captures"] = sample.captures.to("cpu", dtype).contiguous()
-            tensors[f"{i}.state"] = sample.state.to("cpu", dtype).contiguous()
+            self._add(tensors, f"{i}.captures", f"{i}.capture_scales", sample.captures)
+            self._add(tensors, f"{i}.state", f"{i}.state_scale", sample.state)
             tensors[f"{i}.argmax"] = sample.argmax.to("cpu", torch.int32).contiguous()
         final = shard_path(self.folder, shard)
         temporary = final.with_name(f".{final.name}.tmp-{os.getpid()}")
@@ -149,6 +175,14 @@ class FeatureWriter:
             os.replace(temporary, final)
         finally:
             temporary.unlink(missing_ok=True)
+
+    def _add(self, tensors: dict[str, Tensor], name: str, scale_name: str, x_NC: Tensor) -> None:
+        dtype = self.manifest.torch_dtype
+        if dtype is _FP8:
+            rows_NKH = x_NC.cpu().float().unflatten(1, (-1, self.manifest.hidden_size))
+            scale_NK = (rows_NKH.abs().amax(-1) / torch.finfo(_FP8).max).clamp(min=torch.finfo(torch.float32).tiny)
+            tensors[scale_name], x_NC = scale_NK, (rows_NKH / scale_NK[..., None]).flatten(1)
+        tensors[name] = x_NC.to("cpu", dtype).contiguous()
 
 
 class FeatureStore:
@@ -163,7 +197,7 @@ class FeatureStore:
 
     def __init__(self, folder: str | Path, expected: dict[str, Any] | None = None) -> None:
         self.folder = Path(folder)
-        self.manifest = StoreManifest.from_dict(read_json(self.folder / _MANIFEST))
+        self.manifest = read_manifest(folder)
         self.seq_length = self.manifest.seq_length
         wrong = differences(self.manifest, {"convention": CONVENTION, **(expected or {})})
         if wrong:
@@ -201,4 +235,13 @@ class FeatureStore:
 
     def features_of(self, index: int) -> SampleFeatures:
         """Sample `index` with its features."""
-        return SampleFeatures(*self._read(index, ("tokens", "turns", "captures", "state", "argmax")))
+        names = ["tokens", "turns", "captures", "state", "argmax"]
+        if self.manifest.torch_dtype is not _FP8:
+            return SampleFeatures(*self._read(index, names))
+        tokens, turns, captures, state, argmax, *scales = self._read(index, [*names, "capture_scales", "state_scale"])
+        captures, state = (self._unscaled(x, scale) for x, scale in zip((captures, state), scales, strict=True))
+        return SampleFeatures(tokens, turns, captures, state, argmax)
+
+    def _unscaled(self, x_NC: Tensor, scale_NK: Tensor) -> Tensor:
+        rows_NKH = x_NC.float().unflatten(1, (-1, self.manifest.hidden_size))
+        return (rows_NKH * scale_NK[..., None]).flatten(1).to(self.manifest.read_dtype)

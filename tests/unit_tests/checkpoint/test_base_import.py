@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_spec import distributed
-from megatron_spec.checkpoint.base_import import inspect_base, load_base
+from megatron_spec.checkpoint.base_import import inspect_base, load_base, load_ends
 from megatron_spec.checkpoint.fingerprint import fingerprint
 from megatron_spec.config import ParallelConfig, UserError
 from megatron_spec.distributed import World
@@ -267,6 +267,10 @@ def _megatron_cases(root: str) -> dict[str, Any]:
         found[f"pp2 padding {name}"] = bool((logits[..., 83:] == float("-inf")).all()) and logits.shape[-1] == PADDED
         half = load_base(reference, world, (), torch.bfloat16)
         whole = dict(base.named_parameters())
+        ends = load_ends(reference, world)
+        found[f"ends {name}"] = torch.equal(ends.embedding_weight, base.embedding_weight) and torch.equal(
+            ends.logits(state), logits
+        )
         found[f"bf16 {name}"] = max(float((p - whole[n]).abs().max()) for n, p in half.named_parameters())
     found["config.json"] = _export_without_config(Path(root, "tied"), batch, expected["tied"], world)
     return found
@@ -311,7 +315,7 @@ def test_megatron_checkpoint_in_another_layout(megatron: list[dict[str, Any]], n
         pytest.skip("needs a GPU and Transformer Engine")
     for rank in megatron:
         assert rank[f"pp2 {name}"] < TOLERANCE[name]
-        assert rank[f"pp2 padding {name}"]
+        assert rank[f"pp2 padding {name}"] and rank[f"ends {name}"]
         assert 0 < rank[f"bf16 {name}"] < 0.02
 
 

@@ -257,7 +257,7 @@ def test_disk_must_hold_what_is_missing_only(store: Path, tmp_path: Path, monkey
 
     from megatron_spec.chain import features as chain
 
-    per_token = (2 + 1) * 32 * 4 + 12
+    per_token = (2 + 1) * 32 * 4 + 16
     (store / "features-00001.safetensors").unlink()  # samples 3, 4, 5 of 7, 11 and 5 tokens
     free = SimpleNamespace(free=23 * per_token)
     monkeypatch.setattr(chain.shutil, "disk_usage", lambda _: free)

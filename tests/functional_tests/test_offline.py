@@ -1,0 +1,145 @@
+"""Training on stored features without base layers: equal to online, under any layout, refused when it does not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.functional_tests.workshop import make_base, write_conversations
+from tests.worlds import run_world
+
+STEPS = 4
+
+
+def tune(
+    root: str, save: str, iterations: int = STEPS, store: str | None = "store", tp: int = 1, pp: int = 1
+) -> list[float]:
+    """The losses of one run, on features from disk or (None) of the base."""
+    from megatron.core import parallel_state
+
+    import megatron_spec.build as build
+    from megatron_spec.chain.finetune import FinetuneRun, finetune
+    from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
+
+    parallel_state.destroy_model_parallel()
+    train = TrainConfig(
+        train_iters=iterations, global_batch_size=4, micro_batch_size=1, lr=3e-3, lr_decay_style="constant"
+    )
+    parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, sequence_parallel=tp > 1)
+    data, offline = (f"{root}/train.jsonl", None) if store is None else (None, f"{root}/{store}")
+    run = FinetuneRun(
+        f"{root}/draft", f"{root}/{save}", data, train, ObjectiveConfig(ttt_steps=2), parallel, offline_data=offline,
+        seq_length=64 if store is None else None,
+    )  # fmt: skip
+    original = build.load_base
+    if store is not None:
+        build.load_base = None  # type: ignore[assignment]  # the layers must not even be asked for
+    try:
+        assert finetune(run)
+    finally:
+        build.load_base = original
+    return [json.loads(line)["loss"] for line in Path(root, save, "metrics.jsonl").read_text().splitlines()]
+
+
+def one_rank(root: str) -> dict[str, Any]:
+    from megatron_spec.chain.convert import convert
+    from megatron_spec.chain.features import extract_features
+
+    convert(f"{root}/base", f"{root}/draft", eagle_config=f"{root}/eagle.json")
+    common: dict[str, Any] = dict(seq_length=64, micro_batch_size=2)
+    for i in (1, 0):  # two jobs of an array, in any order
+        extract_features(f"{root}/draft", f"{root}/store", f"{root}/train.jsonl", part=(i, 2), **common)
+    extract_features(
+        f"{root}/draft", f"{root}/fp8", f"{root}/train.jsonl", features_dtype="float8_e4m3fn", **common
+    )  # fmt: skip
+    found = {
+        "online": tune(root, "online", store=None), "offline": tune(root, "offline"),
+        "fp8": tune(root, "fp8_run", store="fp8"),
+    }  # fmt: skip
+    tune(root, "halves", STEPS // 2)
+    found["halves"] = tune(root, "halves")
+    return found
+
+
+def four_ranks(root: str) -> dict[str, Any]:
+    """Extraction and training under another layout each."""
+    from megatron.core import parallel_state
+
+    from megatron_spec.chain.features import extract_features
+    from megatron_spec.config import ParallelConfig
+
+    parallel_state.destroy_model_parallel()
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, context_parallel_size=2)
+    extract_features(
+        f"{root}/draft", f"{root}/spread", f"{root}/train.jsonl", seq_length=64, micro_batch_size=2, parallel=parallel
+    )
+    return {"tp2 pp2": tune(root, "tp2_pp2", store="spread", tp=2, pp=2)}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
+    root = tmp_path_factory.mktemp("offline")
+    make_base(root / "base")
+    write_conversations(root / "train.jsonl", 36)  # three shards
+    (root / "eagle.json").write_text(json.dumps({"capture_layer_ids": [0, 3, 6]}))
+    found = run_world(1, one_rank, str(root))[0]
+    return root, {**found, **run_world(4, four_ranks, str(root))[0]}
+
+
+def test_offline_equals_online(runs: tuple[Path, dict[str, list[float]]]) -> None:
+    _, found = runs
+    assert found["offline"] == pytest.approx(found["online"], rel=1e-5)
+    assert found["halves"] == found["offline"], "resume is exact"
+    assert found["tp2 pp2"] == pytest.approx(found["online"], rel=1e-5)
+
+
+def test_fp8_features_are_near(runs: tuple[Path, dict[str, list[float]]]) -> None:
+    root, found = runs
+    assert found["fp8"] == pytest.approx(found["online"], rel=2e-2) and found["fp8"] != found["offline"]
+    sizes = [sum(p.stat().st_size for p in (root / n).glob("*.safetensors")) for n in ("fp8", "store")]
+    assert sizes[0] < 0.4 * sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"offline_data": None}, "found neither of --data and --offline-data"),
+        ({"data": "train.jsonl"}, "found both"),
+        ({"seq_length": 32}, "were cut to 64"),
+        ({"tokenizer": "base"}, "--tokenizer with --offline-data"),
+        ({"offline_data": "draft"}, "holds no features"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    runs: tuple[Path, dict[str, list[float]]], changes: dict[str, Any], message: str
+) -> None:
+    from megatron_spec.chain.finetune import FinetuneRun, check_before_loading
+    from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig, UserError
+
+    root, _ = runs
+    values: dict[str, Any] = {"data": None, "offline_data": "store", **changes}
+    for name in ("data", "offline_data"):
+        values[name] = values[name] and f"{root}/{values[name]}"
+    run = FinetuneRun(
+        f"{root}/draft", f"{root}/new", train=TrainConfig(train_iters=1), objective=ObjectiveConfig(),
+        parallel=ParallelConfig(), **values,
+    )  # fmt: skip
+    with pytest.raises(UserError, match=message):
+        check_before_loading(run)
+
+
+def test_features_of_another_base_are_refused(runs: tuple[Path, dict[str, list[float]]]) -> None:
+    from megatron_spec.config import UserError
+    from megatron_spec.features.store import FeatureStore
+
+    root, _ = runs
+    shutil.copytree(root / "store", root / "foreign")
+    manifest = root / "foreign" / "manifest.json"
+    fingerprint = json.loads(manifest.read_text())["base_fingerprint"]
+    manifest.write_text(manifest.read_text().replace(fingerprint, "sha256:0"))
+    with pytest.raises(UserError, match="computed for something else"):
+        FeatureStore(root / "foreign", {"base_fingerprint": fingerprint})
