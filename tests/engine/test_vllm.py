@@ -1,7 +1,8 @@
 """vLLM loads what is exported, says the same as this package, and accepts as many draft tokens.
 
-Drafts: EAGLE-3 (also two layers, other captures, the whole vocabulary, EAGLE-3.1), EAGLE-1 and Medusa for a tiny base;
-the first of each for SmolLM2; EAGLE-3 and base in fp8. Everything in one process of vLLM: start-up is what costs.
+Drafts: EAGLE-3 (also two layers, other captures, the whole vocabulary, EAGLE-3.1, the format of speculators), EAGLE-1
+and Medusa for a tiny base; the first of each for SmolLM2; draft and base in fp8. Everything in one process of vLLM:
+start-up is what costs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_spec.config import ObjectiveConfig, QuantConfig
+from megatron_spec.export import speculators
+from megatron_spec.export.base import export_base
 from megatron_spec.export.draft import export_draft
+from megatron_spec.features.online import OnlineFeatures
+from megatron_spec.quantization.calibrate import calibrate
 from tests.engine.conftest import ROOT, engine_python, run_worker
 from tests.engine.drafts import K, Setting, first_logits, ours, setting, train
 from tests.unit_tests.pipeline.tiny import save_tiny
@@ -28,6 +34,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3-two-layers": ("eagle3", {"num_hidden_layers": 2, "capture_layer_ids": [0, 3, 6]}),
     "eagle3-whole-vocabulary": ("eagle3", {"draft_vocab_size": 320}),
     "eagle3.1": ("eagle3.1", {"fc_norm": True, "norm_output": True}),
+    "eagle3-speculators": ("eagle3", {}),
     "eagle1": ("eagle1", {}),
     "medusa": ("medusa", {}),
 }
@@ -54,7 +61,15 @@ class Case:
         self, name: str, base: Path, made: Setting, kind: str, out: Path, steps: int, **overrides: Any
     ) -> None:
         draft = train(made, kind, steps, 3e-3 if made.base.config.hidden_size < 256 else 1e-3, **overrides)
-        export_draft(draft, made.reference, out, None, made.world, dtype="float32", ends=made.base)
+        speculate = name == "eagle3-speculators"
+        export_draft(
+            draft, made.reference, out, None, made.world, dtype="float32", ends=made.base, **(
+                {"export_embeddings": True} if speculate else {}
+            ),
+        )  # fmt: skip
+        if speculate:
+            out = out.with_name(f"{out.name}-converted")
+            speculators.convert(out.with_name(name), base, out, K)
         self.tokens, self.acceptance = ours(made, draft, TOKENS)
         self.draft_logits = first_logits(made, draft) if kind != "medusa" else None
         self.answers = made.answers
@@ -63,6 +78,25 @@ class Case:
             "name": name, "base": str(base), "draft": str(out), "method": method, "k": K, "prompts": made.prompts,
             "tokens": TOKENS, "dtype": "float32",
         }  # fmt: skip
+
+
+def fp8_case(folder: Path, base: Path) -> Case:
+    """Draft and base calibrated, exported as fp8, and run by vLLM in bfloat16."""
+    made = setting(base, prompts_of(300), TOKENS, "eagle3")
+    draft = train(made, "eagle3", 150, 3e-3)
+    quant = QuantConfig()
+    source = OnlineFeatures(made.base)
+    calibrate(made.base, draft, source, [[made.batch]], ObjectiveConfig(ttt_steps=K), quant, made.world)
+    export_base(made.base, made.reference, folder / "fp8" / "base", quant, made.world)
+    export_draft(draft, made.reference, folder / "fp8" / "draft", quant, made.world, ends=made.base)
+    case = Case.__new__(Case)
+    case.answers, case.draft_logits = made.answers, None
+    case.tokens, case.acceptance = ours(made, draft, TOKENS)
+    case.request = {
+        "name": "fp8", "base": str(folder / "fp8" / "base"), "draft": str(folder / "fp8" / "draft"), "method": "eagle3",
+        "k": K, "prompts": made.prompts, "tokens": TOKENS, "dtype": "bfloat16",
+    }  # fmt: skip
+    return case
 
 
 def cases(folder: Path, base: Path, kinds: dict[str, tuple[str, dict[str, Any]]], steps: int) -> dict[str, Case]:
@@ -79,6 +113,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Case], dict
     engine_python("vllm")
     folder = tmp_path_factory.mktemp("engine")
     known = cases(folder / "tiny", tiny_base(folder / "base"), TINY, steps=150)
+    known["fp8"] = fp8_case(folder, folder / "base")
     smollm2 = ROOT / get_smollm2.DEFAULT_OUTPUT
     get_smollm2.get_model(smollm2)
     named = {f"smollm2-{kind}": (kind, {}) for kind in SMOLLM2}
@@ -106,3 +141,17 @@ def test_engine_agrees(run: tuple[dict[str, Case], dict[str, Any]], name: str) -
     assert stats.acceptance_length is not None and stats.acceptance_length > 1.2, stats
     # Both count the last step of an answer differently: vLLM drafts beyond max_tokens.
     assert math.isclose(length, stats.acceptance_length, rel_tol=0.05), (length, stats)
+
+
+def test_fp8_draft_and_base_load(run: tuple[dict[str, Case], dict[str, Any]]) -> None:
+    """Rounding in bfloat16 lets texts part, so figures are compared: about as many drafts are accepted as with us."""
+    known, results = run
+    found, stats = results["fp8"], known["fp8"].acceptance
+    assert "error" not in found, found
+    length = 1 + found["counters"]["accepted_tokens"] / found["counters"]["drafts"]
+    assert stats.acceptance_length is not None and math.isclose(length, stats.acceptance_length, rel_tol=0.25), (
+        length, stats.acceptance_length
+    )  # fmt: skip
+    first = [a == b for answer, said in zip(known["fp8"].answers, found["tokens"], strict=True)
+             for a, b in zip(answer[:4], said[:4], strict=True)]  # fmt: skip
+    assert sum(first) >= 0.7 * len(first), first
