@@ -356,7 +356,7 @@ def test_rows_that_are_not_the_stored_sample_are_refused(store: Path) -> None:
     from megatron_spec.features.offline import OfflineFeatures
 
     dataset = Samples()
-    alone = SimpleNamespace(pp_size=1, pp_rank=0, parallel=ParallelConfig(), device="cpu")
+    alone = SimpleNamespace(pp_size=1, pp_rank=0, parallel=ParallelConfig(), device=torch.device("cpu"))
     source = OfflineFeatures(FeatureStore(store), alone)  # type: ignore[arg-type]
     good = build_batch([[dataset[3]]], 8, "cpu", sample_ids=(3,))
     assert source.features([good])[0].captures_SBC[:, 0, 0].tolist() == [1.0] * 7 + [0.0]
