@@ -71,8 +71,9 @@ class StoreWriter:
 
     def append(self, block: Block) -> None:
         """The next samples."""
-        for name, dtype in zip(_FILES, (self.dtype, np.int32, np.int32, np.int32), strict=True):
-            np.ascontiguousarray(getattr(block, name), dtype=dtype).tofile(self._files[name])
+        for name in _FILES:
+            dtype = self.dtype if name == "tokens" else np.dtype(np.int32)
+            getattr(block, name).astype(dtype).tofile(self._files[name])
         totals = self._totals
         totals["samples"] += len(block.lengths)
         totals["tokens"] += len(block.tokens)
