@@ -110,10 +110,12 @@ base=${base_model:-$root/.cache/smollm2-135m-instruct}
 words=(${tokenizer:+--tokenizer "$tokenizer"})
 cache=() # features of a large base are larger than most disks: see --feature-cache and offline_feature_extract.py
 [ -n "$base_model" ] || cache=(--feature-cache "$output/features")
+rows=() # conversations share rows of seq_length tokens; features on disk are found by conversation, one in a row
+[ -z "$base_model" ] || rows=(--packing)
 train=${data:-$output/train.jsonl}
 conversations=(--data "$train" --seq-length "$seq_length" "${words[@]}")
 training=("${conversations[@]}" --ttt-steps "$ttt_steps" --loss "$loss" --step-decay "$step_decay" --adam-beta2 "$beta2" --micro-batch-size "$micro_batch" \
-  --global-batch-size "$global_batch" --log-interval 10)
+  --global-batch-size "$global_batch" --log-interval 10 "${rows[@]}")
 
 [ -n "$data" ] || stage synthesize "" launch generate.py --base "$base" --data "$prompts" --output "$train" \
   --max-new-tokens "$max_new_tokens" --batch-size 64 --num-prompts "$num_prompts" "${words[@]}"

@@ -47,6 +47,8 @@ class FinetuneRun:
     parallel: ParallelConfig
     seq_length: int | None = None
     """Tokens a conversation is cut to; default: 2048, or what the stored features were cut to."""
+    data_cache_path: str | None = None
+    """Folder for tokenised conversations; default: beside the data."""
     base: str | None = None
     tokenizer: str | None = None
     feature_cache: str | None = None
@@ -118,6 +120,7 @@ def data_order(run: FinetuneRun) -> dict[str, Any]:
         "--data": sha256_of(content_file(run)),
         "--seq-length": row_length(run),
         "--global-batch-size": run.train.global_batch_size,
+        "--packing": run.train.packing,
         "--seed": run.train.seed,
         "--teacher": run.teacher,
     }
@@ -157,6 +160,8 @@ def check_before_loading(run: FinetuneRun) -> tuple[Path, bool]:
     presets.objective_for(spec.draft, run.objective)
     if run.teacher == "original" and (spec.quant is None or spec.quant.base == "none"):
         raise UserError("--teacher original: the base of this checkpoint is not quantised; leave the flag out")
+    if run.train.packing and stored is not None:
+        raise UserError("--packing: features on disk are found by conversation, one in a row; leave it out")
     if run.base_fp8 and run.feature_cache is not None:
         raise UserError("--base-fp8 is for features computed as training goes: leave it out with --feature-cache")
     return folder, resumed
@@ -165,8 +170,8 @@ def check_before_loading(run: FinetuneRun) -> tuple[Path, bool]:
 def check_offline(run: FinetuneRun) -> None:
     """Refuse flags that mean nothing where the base does not run and nothing is tokenised."""
     given = {
-        "--feature-cache": run.feature_cache, "--tokenizer": run.tokenizer, "--base-fp8": run.base_fp8,
-        "--transformer-impl": run.transformer_impl != "local",
+        "--feature-cache": run.feature_cache, "--tokenizer": run.tokenizer, "--data-cache-path": run.data_cache_path,
+        "--base-fp8": run.base_fp8,        "--transformer-impl": run.transformer_impl != "local",
     }  # fmt: skip
     wrong = [flag for flag, value in given.items() if value]
     if wrong:
@@ -178,7 +183,8 @@ def make_loader(run: FinetuneRun, loaded: Loaded, world: World) -> BatchLoader:
     if run.offline_data is not None:
         dataset: Dataset = stored_features(run.offline_data, loaded, world).store
     else:
-        dataset = open_dataset(str(run.data), run.tokenizer or str(loaded.base_ref.path), row_length(run))
+        folder = run.tokenizer or str(loaded.base_ref.path)
+        dataset = open_dataset(str(run.data), folder, row_length(run), run.data_cache_path)
     return BatchLoader(
         dataset,
         micro_batch_size=run.train.micro_batch_size,
@@ -189,6 +195,7 @@ def make_loader(run: FinetuneRun, loaded: Loaded, world: World) -> BatchLoader:
         pad_multiple=world.sequence_multiple,
         device=world.device,
         context=world.context,
+        packing=run.train.packing,
     )
 
 
