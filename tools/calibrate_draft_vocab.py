@@ -1,38 +1,51 @@
 """Choose the draft vocabulary: the tokens the assistant uses most in the training conversations.
 
     python tools/calibrate_draft_vocab.py --model BASE --data train.jsonl --draft-vocab-size 32000 --save-dir vocab
+    python tools/calibrate_draft_vocab.py --load DRAFT --data new.jsonl --save-dir vocab    # of a draft that has one
 
-Every token a turn can end with is always in. Writes draft_vocab.safetensors (for convert_model.py --draft-vocab),
-d2t.pt (the same map for other tools) and coverage.json, and prints the share of assistant tokens covered.
+Every token a turn can end with is always in. Writes draft_vocab.safetensors (d2t and t2d, for convert_model.py
+--draft-vocab), d2t.pt (the same map for other tools), coverage.json and coverage.png (with matplotlib), and prints how
+much of the assistant's text vocabularies of several sizes would cover. A vocabulary is never replaced by another one:
+neither that of a draft (--load), nor one in --save-dir. Tokens are kept beside the data, where training finds them.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import logging
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megatron_spec import cli, files
 from megatron_spec.config import UserError
 
-WRITTEN = {"draft_vocab.safetensors", "d2t.pt", "coverage.json"}
+if TYPE_CHECKING:
+    from megatron_spec.drafts.vocab import DraftVocab
+
+WRITTEN = {"draft_vocab.safetensors", "d2t.pt", "coverage.json", "coverage.png"}
+log = logging.getLogger("megatron_spec.tools")
 
 
 def make_parser() -> cli.Parser:
     """The flags."""
     p = cli.Parser(__doc__)
-    p.add_argument("--model", required=True, metavar="DIR", help="base, in Hugging Face or Megatron format")
+    p.add_argument("--model", metavar="DIR", help="base, in Hugging Face or Megatron format (default: that of --load)")
+    p.add_argument("--load", metavar="DIR", help="draft checkpoint: write and measure the vocabulary it has")
     p.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
     p.add_argument("--data", required=True, metavar="JSONL", help="training conversations, answered")
-    p.add_argument("--draft-vocab-size", required=True, type=int, metavar="D")
+    p.add_argument("--draft-vocab-size", type=int, metavar="D", help="needed without --load")
     p.add_argument("--save-dir", required=True, metavar="DIR")
     p.add_argument("--seq-length", type=int, default=4096, help="count the first tokens only (default: %(default)s)")
+    p.add_argument("--data-cache-path", metavar="DIR", help="folder for tokenised data (default: beside the data)")
+    p.add_argument("--num-workers", type=int, metavar="N", help="processes that tokenise (default: as is useful)")
     return p
 
 
 def check_output(folder: Path) -> None:
     """Raise UserError when the folder holds anything but an earlier result of this tool."""
-    if folder.is_dir() and {p.name for p in folder.iterdir()} <= WRITTEN:
+    if folder.is_dir() and {p.name for p in folder.iterdir() if not p.name.startswith(".")} <= WRITTEN:
         return
     files.require_empty(folder, "choose another --save-dir")
 
@@ -48,38 +61,110 @@ def read_vocab_size(model: Path) -> object:
     return files.read_json(model / "config.json").get("vocab_size")
 
 
+def given_vocabulary(args: argparse.Namespace) -> tuple[str, DraftVocab | None]:
+    """(folder of the base, vocabulary of --load or None). Raises UserError when flags contradict one another."""
+    if args.load is None:
+        if args.model is None or args.draft_vocab_size is None:
+            raise UserError("give --model and --draft-vocab-size, or --load for a draft that has a vocabulary")
+        return args.model, None
+    from megatron_spec.checkpoint.spec import read_spec, resolve
+    from megatron_spec.drafts.vocab import DraftVocab
+
+    folder = resolve(args.load)
+    vocab = DraftVocab.load(folder / "vocab.safetensors")
+    if args.draft_vocab_size not in (None, len(vocab)):
+        raise UserError(
+            f"--load {args.load} has a draft vocabulary of {len(vocab)} tokens, and its head speaks no other: leave "
+            f"--draft-vocab-size {args.draft_vocab_size} out, or convert a new draft"
+        )
+    return args.model or read_spec(folder).base.path, vocab
+
+
 def calibrate(args: argparse.Namespace) -> None:
     """Count, choose, write, report. Raises UserError for input that does not fit."""
     folder = Path(args.save_dir)
     check_output(folder)
-    vocab_size = read_vocab_size(Path(args.model))
-    if not isinstance(vocab_size, int) or not 1 <= args.draft_vocab_size <= vocab_size:
+    model, vocab = given_vocabulary(args)
+    vocab_size = read_vocab_size(Path(model)) if vocab is None else vocab.vocab_size
+    if not isinstance(vocab_size, int) or (vocab is None and not 1 <= args.draft_vocab_size <= vocab_size):
         raise UserError(f"--draft-vocab-size {args.draft_vocab_size}: expected 1 to the base's vocab_size {vocab_size}")
-    import torch
-
     from megatron_spec.data.loader import ConversationDataset
-    from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
-    from megatron_spec.data.vocab_counts import count_supervised, coverage, select_draft_ids
+    from megatron_spec.data.tokenizer import load_tokenizer, special_ids, stop_token_ids
+    from megatron_spec.data.vocab_counts import choose, count_supervised, coverage, coverage_curve, turn_end_ids
+
+    source = args.tokenizer or model
+    tokenizer = load_tokenizer(source)
+    stops = stop_token_ids(source, tokenizer)
+    dataset = ConversationDataset(args.data, tokenizer, args.seq_length, stops, args.data_cache_path, args.num_workers)
+    ends = sorted({*stops, *turn_end_ids(dataset, special_ids(tokenizer))})
+    counts_V = count_supervised(dataset, vocab_size)
+    if vocab is None:
+        vocab = choose(counts_V, args.draft_vocab_size, ends)
+        check_not_replaced(folder, vocab)
+    curve = coverage_curve(counts_V, ends)
+    report = {
+        **coverage(counts_V, vocab.target_ids), "always_included": list(ends), "data": args.data,
+        "data_sha256": dataset.store.meta["data"], "curve": curve,
+    }  # fmt: skip
+    write(folder, vocab, report)
+    say(folder, report)
+
+
+def check_not_replaced(folder: Path, vocab: DraftVocab) -> None:
+    """Raise UserError when the folder holds another vocabulary: a draft may have been made with it."""
     from megatron_spec.drafts.vocab import DraftVocab
 
-    source = args.tokenizer or args.model
-    tokenizer = load_tokenizer(source)
-    ends = stop_token_ids(source, tokenizer)
-    dataset = ConversationDataset(args.data, tokenizer, args.seq_length, ends)
-    counts_V = count_supervised(dataset, vocab_size)
-    vocab = DraftVocab(select_draft_ids(counts_V, args.draft_vocab_size, ends), vocab_size)
-    report = {**coverage(counts_V, vocab.target_ids), "always_included": list(ends), "data": args.data}
+    path = folder / "draft_vocab.safetensors"
+    if path.is_file() and DraftVocab.load(path) != vocab:
+        raise UserError(
+            f"{path} holds another vocabulary, and a draft may have been made with it: choose another --save-dir"
+        )
+
+
+def write(folder: Path, vocab: DraftVocab, report: dict[str, Any]) -> None:
+    """The vocabulary for this package and for others, figures, and the curve where matplotlib is installed."""
+    import torch
+
     with files.published_folder(folder, overwrite=True) as temporary:
         vocab.save(temporary / "draft_vocab.safetensors")
         torch.save(vocab.d2t, temporary / "d2t.pt")
         files.write_json(temporary / "coverage.json", report)
+        if importlib.util.find_spec("matplotlib"):
+            draw(report, temporary / "coverage.png")
+        else:
+            log.warning("no coverage.png: matplotlib is not installed (pip install 'megatron-spec[demo]')")
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """The coverage curve, with the chosen size marked."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    axes.plot(*zip(*report["curve"], strict=True), marker=".")
+    size, share = report["draft_vocab_size"], report["coverage"]
+    axes.plot([size], [share], "o", color="tab:red", label=f"chosen: {size} tokens, {share:.2%}")
+    axes.set_xlabel("draft vocabulary size")
+    axes.set_ylabel("share of the assistant's tokens inside")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def say(folder: Path, report: dict[str, Any]) -> None:
+    """Table of the curve, and what was written."""
+    sys.stdout.write("draft vocabulary   covered\n")
+    sys.stdout.writelines(f"{size:16d}  {share:8.3%}\n" for size, share in report["curve"])
     sys.stdout.write(
-        f"{len(vocab)} of {vocab_size} tokens cover {report['coverage']:.2%} of {report['supervised_tokens']} "
-        f"assistant tokens ({report['distinct_tokens']} distinct); written to {folder}\n"
+        f"{report['draft_vocab_size']} of {report['vocab_size']} tokens cover {report['coverage']:.2%} of "
+        f"{report['supervised_tokens']} assistant tokens ({report['distinct_tokens']} distinct); written to {folder}\n"
     )
     if report["draft_tokens_never_seen"]:
         sys.stdout.write(
-            f"note: {report['draft_tokens_never_seen']} of them never occur in {args.data}: a smaller "
+            f"note: {report['draft_tokens_never_seen']} of them never occur in {report['data']}: a smaller "
             "--draft-vocab-size would do\n"
         )
 

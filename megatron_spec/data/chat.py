@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_spec.config import UserError, suggest
-from megatron_spec.data.tokenizer import load_tokenizer
+from megatron_spec.data.tokenizer import load_tokenizer, special_ids
 
 __all__ = [
     "ROLES",
@@ -212,8 +212,7 @@ class ChatEncoder:
         self.uses_marks = marked if use_generation_marks is None else use_generation_marks
         eos = tokenizer.eos_token_id
         self._stop_ids = set(stop_token_ids) | (set() if eos is None else {eos})
-        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._end_ids = self._stop_ids | special | set(tokenizer.all_special_ids)
+        self._end_ids = self._stop_ids | special_ids(tokenizer)
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
         self._is_end_V = np.zeros(max(len(tokenizer), *self._end_ids, 0) + 1, dtype=bool)

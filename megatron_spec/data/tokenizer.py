@@ -24,6 +24,11 @@ def load_tokenizer(folder: Path | str) -> Any:
         raise UserError(f"{folder}: the tokenizer does not load: {error}") from error
 
 
+def special_ids(tokenizer: Any) -> set[int]:
+    """Ids of all special tokens: those that text does not spell."""
+    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | set(tokenizer.all_special_ids)
+
+
 def stop_token_ids(folder: Path | str, tokenizer: Any | None = None) -> tuple[int, ...]:
     """Ascending ids that end a turn: eos of generation_config.json, config.json and the tokenizer, those that exist.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_spec.config import UserError
 from megatron_spec.data.loader import ConversationDataset
+from megatron_spec.drafts.vocab import DraftVocab
 
 
 def count_supervised(dataset: ConversationDataset, vocab_size: int) -> Tensor:
@@ -67,6 +68,11 @@ def select_draft_ids(counts_V: Tensor, draft_vocab_size: int, always: Collection
     rank_V = counts_V.clone()
     rank_V[torch.tensor(sorted(always), dtype=torch.int64)] = torch.iinfo(torch.int64).max
     return torch.argsort(rank_V, descending=True, stable=True)[:draft_vocab_size].sort().values
+
+
+def choose(counts_V: Tensor, draft_vocab_size: int, always: Collection[int] = ()) -> DraftVocab:
+    """The draft vocabulary of `select_draft_ids`."""
+    return DraftVocab(select_draft_ids(counts_V, draft_vocab_size, always), len(counts_V))
 
 
 def coverage(counts_V: Tensor, draft_ids_D: Tensor) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def test_writes_the_vocabulary_and_its_coverage(model, tmp_path, capsys):
     folder, tokenizer = model
     data, out = write_lines(tmp_path / "d.jsonl", DATA), tmp_path / "vocab"
     run(folder, data, 4, out)
-    # supervised: 4 x a, 2 x b, 1 x c, 2 x <|end|>; <eos> is always in
+    # supervised: 4 x a, 2 x b, 1 x c, 2 x <|end|>; <eos> and what turns end with are always in
     a, b, end = (tokenizer.convert_tokens_to_ids(t) for t in ("a", "b", "<|end|>"))
     vocab = DraftVocab.load(out / "draft_vocab.safetensors")
     assert vocab.target_ids.tolist() == sorted([a, b, end, tokenizer.eos_token_id])
@@ -39,10 +39,35 @@ def test_writes_the_vocabulary_and_its_coverage(model, tmp_path, capsys):
     assert (d2t + torch.arange(4)).tolist() == vocab.target_ids.tolist() and d2t.dtype == torch.int64
     report = json.loads((out / "coverage.json").read_text())
     assert (report["supervised_tokens"], report["covered_tokens"]) == (9, 8)
-    assert report["coverage"] == pytest.approx(8 / 9) and report["always_included"] == [1]
-    assert "88.89%" in capsys.readouterr().out
-    run(folder, data, 3, out)
-    assert len(DraftVocab.load(out / "draft_vocab.safetensors")) == 3, "an earlier result is replaced"
+    assert report["coverage"] == pytest.approx(8 / 9) and report["always_included"] == [1, 3]
+    assert report["curve"][-1] == [vocab.vocab_size, 1.0] and (out / "coverage.png").stat().st_size > 1000
+    said = capsys.readouterr().out
+    assert "88.89%" in said and "100.000%" in said
+    run(folder, data, 4, out)
+    with pytest.raises(UserError, match=r"holds another vocabulary, and a draft may"):
+        run(folder, data, 3, out)
+    assert DraftVocab.load(out / "draft_vocab.safetensors") == vocab
+    run(folder, data, 3, tmp_path / "three")
+    assert {3, 1} < set(DraftVocab.load(tmp_path / "three" / "draft_vocab.safetensors").target_ids.tolist())
+
+
+def test_the_vocabulary_of_a_draft_is_written_and_measured_not_rebuilt(model, tmp_path, monkeypatch):
+    folder, tokenizer = model
+    draft, out = tmp_path / "draft", tmp_path / "vocab"
+    (draft / "dist").mkdir(parents=True)
+    (draft / "dist" / "metadata.json").touch()
+    vocab = DraftVocab(torch.tensor([1, 3, 70, 90]), len(tokenizer) + 3)
+    vocab.save(draft / "vocab.safetensors")
+    (draft / "spec.json").touch()
+    data = write_lines(tmp_path / "d.jsonl", DATA)
+    flags = ["--load", str(draft), "--model", str(folder), "--data", str(data), "--save-dir", str(out)]
+    parser = calibrate_draft_vocab.make_parser()
+    calibrate_draft_vocab.calibrate(parser.parse_args(flags))
+    assert DraftVocab.load(out / "draft_vocab.safetensors") == vocab
+    with pytest.raises(UserError, match=r"has a draft vocabulary of 4 tokens, and its head speaks no other"):
+        calibrate_draft_vocab.calibrate(parser.parse_args([*flags, "--draft-vocab-size", "5"]))
+    with pytest.raises(UserError, match=r"give --model and --draft-vocab-size, or --load"):
+        calibrate_draft_vocab.calibrate(parser.parse_args(flags[2:]))
 
 
 def test_megatron_base_with_a_tokenizer_elsewhere(model, tmp_path):
