@@ -87,13 +87,17 @@ class Draft(nn.Module):
 
         Wrap the micro-batches of one optimizer step in it to round once for all of them.
         """
-        quantizers = [q for m in self.modules() if (q := getattr(m, "weight_quantizer", None)) is not None]
-        held = [q for q in quantizers if q.hold()]
+        places = ("weight_quantizer", "input_quantizer")
+        quantizers: list[Any] = [getattr(m, p, None) for m in self.modules() for p in places]
+        held = [(q, q.hold()) for q in quantizers if hasattr(q, "hold")]
         try:
             yield
         finally:
-            for quantizer in held:
-                quantizer.release()
+            for quantizer, first in held:
+                if first:
+                    quantizer.release()
+                else:
+                    quantizer.forget_input()
 
 
 def mark_sharded(parameter: nn.Parameter, dim: int) -> nn.Parameter:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_spec.config import QuantConfig, UserError
 from megatron_spec.fake_quant import round_trip
-from megatron_spec.quantization.quantizer import Mode, TensorQuantizer
+from megatron_spec.quantization.quantizer import Mode, SharedInput, TensorQuantizer
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,12 @@ def _attach_draft(draft: nn.Module, quant: QuantConfig) -> int:
         if linear.input_quantizer is None:
             device = linear.weight.device
             linear.input_quantizer = TensorQuantizer(f"{name}.input", quant.clipped_ste, device)
-            linear.weight_quantizer = TensorQuantizer(f"{name}.weight", quant.clipped_ste, device)
+            linear.weight_quantizer = TensorQuantizer(f"{name}.weight", quant.clipped_ste, device, constant=True)
+    for group in shared_scale_groups(chosen):
+        shared = SharedInput()
+        for name in group:
+            any_linear: Any = linears[name]
+            any_linear.input_quantizer.shared = shared
     return len(chosen)
 
 

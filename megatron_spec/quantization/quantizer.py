@@ -24,6 +24,24 @@ class Mode(Enum):
     """Round to E4M3 under the remembered range."""
 
 
+class SharedInput:
+    """What the quantisers of one input remember: linears that engines fuse read the same tensor under one range."""
+
+    def __init__(self) -> None:
+        self.x: Tensor | None = None
+        self.rounded: Tensor | None = None
+        self.amax: float | None = None
+
+    def agree(self, name: str, amax: float) -> None:
+        """Raise UserError when another of the quantisers has another range."""
+        if self.amax is not None and self.amax != amax:
+            raise UserError(
+                f"quantiser {name}: its range {amax} differs from {self.amax} of the linears that engines fuse with "
+                "it; calibrate again (quantize.py)"
+            )
+        self.amax = amax
+
+
 class TensorQuantizer(nn.Module):
     """Fake-quantises the tensors of one place in the model under one range.
 
@@ -33,6 +51,7 @@ class TensorQuantizer(nn.Module):
     Args:
         name: where it sits, for messages.
         clipped: zero gradient outside +-amax.
+        constant: it rounds a weight, which stays as it is between `hold` and `release`.
     """
 
     amax: Tensor
@@ -43,10 +62,13 @@ class TensorQuantizer(nn.Module):
     histogram: Tensor | None = None
     """Magnitudes seen while calibrating (see `histogram.py`); only then, and only where it is asked for."""
 
-    def __init__(self, name: str, clipped: bool = False, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, name: str, clipped: bool = False, device: torch.device | str = "cpu", constant: bool = False
+    ) -> None:
         super().__init__()
         self.name = name
-        self.clipped = clipped
+        self.clipped, self.constant = clipped, constant
+        self.shared: SharedInput | None = None
         self.mode = Mode.ENABLED
         self._checked = False
         self._held = False
@@ -96,21 +118,39 @@ class TensorQuantizer(nn.Module):
                 f"quantiser {self.name}: its range {state.get(str(value), f'is {value}')}; calibrate it "
                 "(quantize.py), or load a checkpoint that was quantised"
             )
+        if self.shared is not None:
+            self.shared.agree(self.name, value)
         self._checked = True
 
     def set_amax(self, value: float | Tensor) -> None:
         """Give the range directly."""
         self.amax.copy_(torch.as_tensor(value, dtype=torch.float32))
-        self._checked = False
+        self._forget()
 
     def hold(self) -> bool:
-        """Until `release`, every call is with the same tensor: round it once. False when that was promised before."""
+        """Until `release`: a weight does not change, so it is rounded once; linears that share an input round it once.
+
+        False when that was promised before.
+        """
         was, self._held = self._held, True
         return not was
 
     def release(self) -> None:
-        """The tensor may change again."""
+        """Everything may change again."""
         self._held, self._rounded = False, None
+        self.forget_input()
+
+    def forget_input(self) -> None:
+        """Let go of the last input."""
+        if self.shared is not None:
+            self.shared.x = self.shared.rounded = None
+
+    def _forget(self) -> None:
+        """The range may be another one now."""
+        self._checked, self._rounded = False, None
+        self.forget_input()
+        if self.shared is not None:
+            self.shared.amax = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x fake-quantised (enabled) or unchanged, in its shape and dtype."""
@@ -121,14 +161,18 @@ class TensorQuantizer(nn.Module):
             return x
         if not self._checked:
             self.check()
-        if not self._held:
-            return fake_quant(x, self.amax, self.clipped)
-        if self._rounded is None:
-            self._rounded = RoundedOnce(x, self.amax, self.clipped)
-        return self._rounded.of(x)
+        if self._held and self.constant:
+            if self._rounded is None:
+                self._rounded = RoundedOnce(x, self.amax, self.clipped)
+            return self._rounded.of(x)
+        if self._held and self.shared is not None:
+            if self.shared.x is not x or self.shared.rounded is None:
+                self.shared.x, self.shared.rounded = x, fake_quant(x, self.amax, self.clipped)
+            return self.shared.rounded
+        return fake_quant(x, self.amax, self.clipped)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._checked = False
+        self._forget()
         super()._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> TensorQuantizer:

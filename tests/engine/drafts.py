@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_spec import distributed
-from megatron_spec.batch import Batch
+from megatron_spec.batch import Batch, Features
 from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
 from megatron_spec.config import DecodeConfig, ObjectiveConfig
 from megatron_spec.decoding.acceptance import AcceptanceStats, acceptance_stats
@@ -95,17 +95,30 @@ def ours(made: Setting, draft: Draft, tokens: int) -> tuple[list[list[int]], Acc
     return [g.tokens for g in found], acceptance_stats(found)
 
 
+def _read_prompts(made: Setting) -> tuple[Tensor, Features]:
+    """The prompts [B, S], and the base's features of them."""
+    prompts = torch.tensor(made.prompts)
+    zeros = torch.zeros_like(prompts, dtype=torch.int32)
+    batch = Batch(prompts, torch.arange(prompts.shape[1]).expand_as(prompts), zeros, zeros)
+    (features,) = OnlineFeatures(made.base).features([batch])
+    return prompts, features
+
+
+@torch.no_grad()
+def base_logprobs(made: Setting) -> Tensor:
+    """[B, V] of the token behind each prompt, by the base."""
+    _, features = _read_prompts(made)
+    return made.base.logits(features.state_SBH)[-1].float().log_softmax(-1)
+
+
 @torch.no_grad()
 def first_logits(made: Setting, draft: Draft) -> Tensor:
     """[B, V] what the draft says first after each prompt: its logits, -inf outside its vocabulary."""
     from megatron_spec.export.verify import two_steps
 
-    prompts = torch.tensor(made.prompts)
-    length = prompts.shape[1]
+    prompts, features = _read_prompts(made)
+    batch = features.batch
     chosen = torch.tensor([a[0] for a in made.answers])
-    zeros = torch.zeros_like(prompts, dtype=torch.int32)
-    batch = Batch(prompts, torch.arange(length).expand_as(prompts), zeros, zeros)
-    (features,) = OnlineFeatures(made.base).features([batch])
     following = torch.cat([prompts[:, 1:], chosen[:, None]], 1)
     logits, _ = two_steps(
         draft, features.captures_SBC, made.base.embed(following), batch.positions_BS, features.state_SBH, made.base

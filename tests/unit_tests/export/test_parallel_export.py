@@ -30,6 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 DRAFT_ONLY = QuantConfig(base="none")
+PERCENTILE = QuantConfig(calibration="percentile", percentile=98.0)
 
 
 def calibrated(folder: str | Path, quant: QuantConfig = QUANT, **parallel: Any) -> Tiny:
@@ -76,7 +77,8 @@ def cases(folder: str, out: str, base: dict[str, float], draft: dict[str, float]
     for layout, parallel in LAYOUTS.items():
         tiny = calibrated(folder, **parallel)
         alone = calibrated(folder, DRAFT_ONLY, **parallel)
-        found[layout] = (base_amax_state(tiny.base), draft_amax(tiny), draft_amax(alone))
+        clipped = calibrated(folder, PERCENTILE, **parallel)
+        found[layout] = (base_amax_state(tiny.base), draft_amax(tiny), draft_amax(alone), base_amax_state(clipped.base))
         export(with_ranges(folder, parallel, base, draft), Path(out, layout))
     Path(out, "failing").mkdir(exist_ok=True)
     found["failing"] = failing_export(with_ranges(folder, LAYOUTS["tp2"], base, draft), Path(out, "failing"))
@@ -87,7 +89,7 @@ def cases(folder: str, out: str, base: dict[str, float], draft: dict[str, float]
 class Results:
     out: Path
     one_process: tuple[dict[str, float], ...]
-    """Ranges of the base, of the draft, and of a draft on the base without fp8."""
+    """Ranges of the base, of the draft, of a draft on the base without fp8, and of the base by percentile."""
     ranks: list[dict[str, Any]]
 
 
@@ -99,18 +101,21 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     export(tiny, out / "one")
     base, draft = base_amax_state(tiny.base), draft_amax(tiny)
     ranks = run_world(2, cases, str(folder), str(out), base, draft)
-    return Results(out, (base, draft, draft_amax(alone)), ranks)
+    clipped = base_amax_state(calibrated(folder, PERCENTILE).base)
+    return Results(out, (base, draft, draft_amax(alone), clipped), ranks)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranges_are_equal_on_all_ranks(results: Results, layout: str) -> None:
     assert results.ranks[0][layout] == results.ranks[1][layout]
-    base, draft, alone = results.ranks[0][layout]
+    base, draft, alone, clipped = results.ranks[0][layout]
     expected = results.one_process
     assert base.keys() == expected[0].keys() and draft.keys() == alone.keys() == expected[1].keys()
     if layout.startswith("tp"):  # the others read more micro-batches
         # `draft` is left out: features of an fp8 base may differ by a rounding step where sums are ordered otherwise.
         assert base == pytest.approx(expected[0], rel=1e-4)
+        assert clipped == pytest.approx(expected[3], rel=0.01)  # the bins of the histogram are 1/128 wide
+        assert sum(clipped[n] < 0.9 * base[n] for n in clipped if n.endswith(".input")) > len(clipped) / 4
     if layout == "tp2":  # sequence parallelism also runs the rows that no loss looks at
         assert alone == pytest.approx(expected[2], rel=1e-4)
 

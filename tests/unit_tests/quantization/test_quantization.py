@@ -236,9 +236,10 @@ def test_weights_are_rounded_once_while_they_do_not_change(tiny: Tiny, monkeypat
 
     run(tiny, DRAFT_ONLY)
     (features,) = tiny.source.features(tiny.batches[0])
-    calls = []
-    rounded_once = module.RoundedOnce
+    calls, inputs = [], []
+    rounded_once, fake_quant = module.RoundedOnce, module.fake_quant
     monkeypatch.setattr(module, "RoundedOnce", lambda *a: calls.append(1) or rounded_once(*a))
+    monkeypatch.setattr(module, "fake_quant", lambda *a: inputs.append(1) or fake_quant(*a))
 
     def step(forward: Any) -> dict[str, torch.Tensor]:
         tiny.draft.zero_grad()
@@ -247,9 +248,19 @@ def test_weights_are_rounded_once_while_they_do_not_change(tiny: Tiny, monkeypat
         gradients = {n: p.grad.clone() for n, p in tiny.draft.named_parameters() if p.grad is not None}
         return {**gradients, "loss": losses.total.detach()}
 
-    once, every = step(tiny.draft), step(lambda *args: EagleDraft.forward(tiny.draft, *args))
-    assert len(calls) == 7
-    assert once.keys() == every.keys() and all(torch.equal(once[n], every[n]) for n in once)
+    once = step(tiny.draft)
+    assert len(calls) == 7 and len(inputs) == 3 * 4  # q, k and v read one input, gate and up another
+    every = step(lambda *args: EagleDraft.forward(tiny.draft, *args))
+    assert len(calls) == 7 and len(inputs) == 3 * 4 + 3 * 14
+    shared = tiny.draft.midlayer.self_attn.q_proj.input_quantizer.shared
+    assert (
+        shared.x is None
+        and shared.rounded is None
+        and shared is tiny.draft.midlayer.self_attn.v_proj.input_quantizer.shared
+    )
+    assert once.keys() == every.keys()
+    for name, value in once.items():  # gradients of one input are summed in another order
+        assert torch.allclose(value, every[name], rtol=1e-5, atol=1e-6), name
     with tiny.draft.weights_fixed():
         for _ in range(3):
             step(tiny.draft)
@@ -257,6 +268,17 @@ def test_weights_are_rounded_once_while_they_do_not_change(tiny: Tiny, monkeypat
     with torch.no_grad():
         tiny.draft.midlayer.mlp.down_proj.weight.mul_(0.5)
     assert not torch.equal(step(tiny.draft)["loss"], once["loss"])
+
+
+def test_fused_linears_need_one_range(tiny: Tiny) -> None:
+    run(tiny, DRAFT_ONLY)
+    (features,) = tiny.source.features(tiny.batches[0])
+    quantizer = tiny.draft.midlayer.mlp.up_proj.input_quantizer
+    quantizer.set_amax(2 * float(quantizer.amax))
+    tiny.draft.midlayer.mlp.gate_proj.input_quantizer._checked = False
+    with pytest.raises(UserError, match=r"(up|gate)_proj.*differs"):
+        quantizer.check()
+        tiny.draft(features, tiny.base, OBJECTIVE)
 
 
 # ---- percentile calibration
