@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_spec.config import BaseConfig, UserError
-from megatron_spec.ops.attention import AttentionPlan, Documents, causal_attention
+from megatron_spec.ops.attention import AttentionPlan, attend, causal_attention
 from megatron_spec.ops.products import kernels_available
 from megatron_spec.ops.rope import rotary_angles
 
@@ -62,9 +62,8 @@ class FastForward:
         )
 
     def can_run(self, plan: AttentionPlan) -> bool:
-        """True for causal or packed batches, when nothing hooks into the layers."""
-        alone = plan.mask_B1SL is None and plan.cache is None and plan.context is None
-        return alone and all(map(_untouched, self.layers))
+        """True for causal or packed batches, also of shared sequences, when nothing hooks into the layers."""
+        return plan.mask_B1SL is None and plan.cache is None and all(map(_untouched, self.layers))
 
     @torch.no_grad()
     def __call__(
@@ -73,13 +72,13 @@ class FastForward:
         positions_BS: Tensor,
         inv_freq: Tensor,
         captured: Collection[int],
-        documents: Documents | None = None,
+        plan: AttentionPlan | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run all layers.
 
         Args:
             captured: places in `layers` whose outputs are wanted.
-            documents: when several share a row.
+            plan: who may look at whom; default: causal.
 
         Returns:
             (state behind the last layer, after the final norm when there is one; captured outputs), all [S, B, H].
@@ -93,7 +92,7 @@ class FastForward:
             if i - 1 in captured:
                 recorded.append(x.view(S, B, H))
             qkv = self.linear(normed, layer.self_attention.linear_qkv)
-            attended = self._attend(qkv, tables, S, B, documents)
+            attended = self._attend(qkv, tables, S, B, plan or AttentionPlan.causal())
             delta = self._sum(self.linear(self.rows(attended), layer.self_attention.linear_proj))
             x, normed = self.add_norm(x, delta, layer.pre_mlp_layernorm.weight)
             gate_up = self.linear(normed, layer.mlp.linear_fc1)
@@ -106,9 +105,7 @@ class FastForward:
             recorded.append(x.view(S, B, H))
         return out.view(S, B, H), recorded
 
-    def _attend(
-        self, qkv: Tensor, tables: tuple[Tensor, Tensor], S: int, B: int, documents: Documents | None
-    ) -> Tensor:
+    def _attend(self, qkv: Tensor, tables: tuple[Tensor, Tensor], S: int, B: int, plan: AttentionPlan) -> Tensor:
         from megatron_spec.ops import kernels
 
         N, G, D = self.heads, self.kv_heads, self.config.head_dim
@@ -116,7 +113,10 @@ class FastForward:
         k = torch.empty(S * B, G * D, dtype=qkv.dtype, device=qkv.device)
         kernels.rotary_forward(qkv, tables, q, k, None, N, G, grouped=True)
         v = qkv.view(S, B, G, N // G + 2, D)[:, :, :, -1]
-        return causal_attention(q.view(S, B, N, D), k.view(S, B, G, D), v, documents).reshape(S * B, N * D)
+        q, k = q.view(S, B, N, D), k.view(S, B, G, D)
+        if plan.context is not None:
+            return attend(q, k, v, plan, 0).reshape(S * B, N * D)
+        return causal_attention(q, k, v, plan.documents).reshape(S * B, N * D)
 
     def _sum(self, partial: Tensor) -> Tensor:
         if self.tp.size() > 1:

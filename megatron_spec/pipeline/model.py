@@ -251,7 +251,8 @@ class FrozenBase(nn.Module):
         decoder = self.gpt.decoder
         if self.fast is not None and self.fast.can_run(plan):
             wanted = [i - self.stage.first for i in self.stage.captures_own]
-            hidden, recorded = self.fast(hidden, batch.positions_BS, self.inv_freq, wanted, plan.documents)
+            positions = batch.local(batch.positions_BS)
+            hidden, recorded = self.fast(hidden, positions, self.inv_freq, wanted, plan)
             return hidden, captures + recorded
         if self.fast is not None and self.fast.only:
             raise UserError("a base in fp8 serves training batches only: it has no weights for decoding or quantisers")
