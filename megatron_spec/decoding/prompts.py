@@ -39,8 +39,8 @@ class Prompt:
 def read_prompts(path: Path | str, limit: int | None = None) -> list[Prompt]:
     """The prompts of a JSON lines file, at most `limit`.
 
-    A line is a question `{"question_id": 81, "category": "writing", "turns": ["...", "..."]}` or a conversation as
-    data.chat reads it. Identifiers are question_id, conversation_id or id, behind the file's name for question files
+    A line is a question `{"question_id": 81, "category": "writing", "turns": ["...", "..."]}` (with a `system` text if
+    wanted) or a conversation as data.chat reads it. Identifiers are question_id, conversation_id or id, behind the file's name for question files
     (whose ids restart in every file); the line number when there is none.
 
     Raises:
@@ -85,8 +85,12 @@ def _question(record: dict[str, Any], where: str, stem: str, number: int) -> Pro
     turns = record["turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
         raise UserError(f"{where}: found turns {str(turns)[:80]!r}, expected a list of texts, none of them empty")
-    rounds = tuple(({"role": "user", "content": turn},) for turn in turns)
-    identifier = f"{stem}-{record.get('question_id', number)}"
+    system = record.get("system")
+    if system is not None and not isinstance(system, str):
+        raise UserError(f"{where}: found system {str(system)[:80]!r}, expected a text")
+    told: tuple[Message, ...] = ({"role": "system", "content": system},) if system else ()
+    rounds = tuple((*(() if i else told), {"role": "user", "content": turn}) for i, turn in enumerate(turns))
+    identifier = str(record.get("conversation_id") or f"{stem}-{record.get('question_id', number)}")
     return Prompt(identifier, str(record.get("category") or "none"), rounds, where)
 
 

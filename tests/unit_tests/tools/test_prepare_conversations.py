@@ -1,9 +1,13 @@
+import gzip
 import json
 
 import pytest
 
 from megatron_spec.config import UserError
+from megatron_spec.data import prepare as prepare_library
+from megatron_spec.data import sources
 from megatron_spec.data.chat import read_conversations
+from megatron_spec.decoding.prompts import read_prompts
 from tools import prepare_conversations
 
 
@@ -37,7 +41,7 @@ def test_names_are_mapped_and_the_rest_counted_by_reason(tmp_path, capsys):
     assert lines(out)[0]["conversations"][0] == {"role": "user", "content": "a"}
     assert len(list(read_conversations(out))) == 3
     said = capsys.readouterr().out
-    assert "3 conversations in" in said and "8 read, 5 dropped" in said
+    assert "3 conversations in" in said and "8 read" in said and "5 dropped:" in said
     for reason in ("2 x seen before", "1 x no assistant turn", "1 x empty content", "1 x found keys text"):
         assert reason in said
 
@@ -55,19 +59,164 @@ def test_ids_and_split_depend_on_the_content_only(tmp_path):
     assert len(train) + len(held) == 200 and not train.keys() & held.keys() and 40 <= len(held) <= 80
 
 
-def test_prompts_only_and_length_limit(tmp_path):
+def test_prompts_and_length_limit(tmp_path):
     source, out = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
     records = [open_ai("a", "b", "c", "d"), open_ai("a", "other"), open_ai("x" * 50, "y"), open_ai("q")]
+    records += [{"prompt": ["one", "two"], "prompt_id": 7, "category": "maths"}, {**open_ai("a", "b"), "system": "S"}]
     source.write_text("".join(json.dumps(r) + "\n" for r in records))
-    run(source, "--output", out, "--prompts-only", "--max-characters", 20)
-    assert [[m["content"] for m in r["conversations"]] for r in lines(out)] == [["a"], ["q"]]
+    run(source, "--output", out, "--make-prompts", "--max-characters", 20)
+    assert [r["turns"] for r in lines(out)] == [["a", "c"], ["a"], ["q"], ["one", "two"], ["a"]]
+    prompts = read_prompts(out)
+    assert [len(p.rounds) for p in prompts] == [2, 1, 1, 2, 1] and prompts[3].category == "maths"
+    assert [m["role"] for m in prompts[4].rounds[0]] == ["system", "user"]
+    assert prompts[0].identifier == lines(out)[0]["conversation_id"]
+
+
+def test_turns_are_mended_or_the_reason_is_counted(tmp_path, capsys):
+    def talk(*pairs, **more):
+        return {"conversations": [{"from": role, "value": text} for role, text in pairs], **more}
+
+    good = [
+        talk(("gpt", "hello"), ("human", "a"), ("gpt", "b"), ("human", "c")),
+        talk(("User", "d"), ("Assistant", "e"), system="Be kind."),
+        talk(("system", "S"), ("user", "f"), ("chatgpt", "g")),
+        {"messages": [
+            {"role": "user", "content": "h"}, {"role": "assistant", "content": None, "tool_calls": [{"x": 1}]},
+            {"role": "tool", "content": "3"}, {"role": "assistant", "content": "i"},
+        ]},
+    ]  # fmt: skip
+    bad = [
+        talk(("human", "a"), ("human", "b"), ("gpt", "c")),
+        talk(("human", "a"), ("gpt", "b"), ("gpt", "c")),
+        talk(("human", "a"), ("system", "b"), ("gpt", "c")),
+        talk(("human", "a"), ("gpt", "")),
+        talk(("gpt", "a")),
+        talk(("gpt", "a"), ("human", "b")),
+        talk(("human", "a"), ("judge", "c")),
+        {"conversations": []},
+        "text",
+    ]
+    source, out = tmp_path / "a.json", tmp_path / "out.jsonl"
+    source.write_text(json.dumps([*good, *bad], indent=1))
+    run(source, "--output", out)
+    roles = [[m["role"] for m in r["conversations"]] for r in lines(out)]
+    assert roles == [
+        ["user", "assistant"], ["system", "user", "assistant"], ["system", "user", "assistant"],
+        ["user", "assistant", "tool", "assistant"],
+    ]  # fmt: skip
+    assert len(list(read_conversations(out))) == 4
+    said = capsys.readouterr().out
+    for reason in (
+        "9 dropped", "1 x broken alternation: user after user", "1 x broken alternation: assistant after assistant",
+        "1 x broken alternation: system after user", "1 x empty content", "1 x no user turn",
+        "1 x no question with an answer", "1 x unknown role 'judge'", "1 x no messages", "1 x found a JSON str",
+        "2 mended", "1 x answer without a question removed at the start",
+        "1 x question without an answer removed at the end",
+    ):  # fmt: skip
+        assert reason in said, reason
+
+
+def test_formats_give_the_same_lines(tmp_path, monkeypatch):
+    data = [open_ai(f"question {i} é" + "x" * (i % 50), "answer \u2028") for i in range(120)]
+    folder = tmp_path / "in"
+    folder.mkdir()
+    text = "".join(json.dumps(r, ensure_ascii=bool(i % 2)) + "\n" for i, r in enumerate(data))
+    (folder / "a.jsonl").write_text(text, encoding="utf-8")
+    (folder / "b.json").write_text(json.dumps(data, indent=2, ensure_ascii=False), encoding="utf-8-sig")
+    with gzip.open(folder / "c.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write(text)
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    parquet.write_table(pyarrow.Table.from_pylist(data), folder / "d.parquet", row_group_size=17)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 400)
+    monkeypatch.setattr(sources, "PIECE_RECORDS", 7)
+    for path in sorted(folder.iterdir()):
+        run(path, "--output", tmp_path / f"{path.name}.out")
+    outputs = [(tmp_path / f"{p.name}.out").read_bytes() for p in sorted(folder.iterdir())]
+    assert len(outputs) == 4 and len(set(outputs)) == 1 and outputs[0].count(b"\n") == 120
+    run(folder, "--output", tmp_path / "all.out")
+    assert (tmp_path / "all.out").read_bytes() == outputs[0]
+    # a chunk of the array may end anywhere, and a run may go on from any record
+    for chunk in (1, 7, 100):
+        assert list(sources._array_records(folder / "b.json", chunk)) == data
+    for path in sorted(folder.iterdir()):
+        (source,) = sources.find_sources(str(path))
+        pieces = list(source.pieces())
+        rest = [r for _, records in source.pieces(pieces[3][0]) for r in records]
+        assert len(pieces) > 5 and rest == [r for _, records in pieces[4:] for r in records]
+
+
+def test_a_dataset_of_the_hub_is_streamed(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("datasets")
+    folder = tmp_path / "owner" / "name"
+    folder.mkdir(parents=True)
+    (folder / "train.jsonl").write_text("".join(json.dumps(open_ai(f"q{i}", "a")) + "\n" for i in range(9)))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    known = sources.HubDataset(str(folder))
+    monkeypatch.setitem(sources.HUB, "magpie", known)
+    run("magpie", "--output", tmp_path / "out.jsonl")
+    assert [r["conversations"][0]["content"] for r in lines(tmp_path / "out.jsonl")] == [f"q{i}" for i in range(9)]
+    assert [r["messages"][0]["content"] for r in sources._hub_records(known, 6)] == ["q6", "q7", "q8"]
+    with pytest.raises(UserError, match=r"split nope: cannot be read"):
+        run("magpie", "--output", tmp_path / "out.jsonl", "--split", "nope")
+    with pytest.raises(UserError, match=r"did you mean 'ultrachat'"):
+        run("ultrachta", "--output", tmp_path / "out.jsonl")
+    assert sources.find_sources("owner/other", "test")[0].hub == sources.HubDataset("owner/other", "test")
+
+
+def test_a_killed_run_goes_on_and_gives_the_same(tmp_path, monkeypatch):
+    data = [open_ai(f"question {i % 70}", "answer") for i in range(100)] + [{"text": "x"}] * 5
+    one, two = tmp_path / "a.jsonl", tmp_path / "b.json"
+    one.write_text("".join(json.dumps(r) + "\n" for r in data))
+    two.write_text(json.dumps([open_ai(f"other {i}", "answer") for i in range(30)]))
+    monkeypatch.setattr(sources, "PIECE_BYTES", 700)
+    monkeypatch.setattr(sources, "PIECE_RECORDS", 7)
+    flags = ["--held-out-share", 0.3, "--output"]
+    run(one, two, *flags, tmp_path / "w.jsonl", "--held-out", tmp_path / "w2.jsonl")
+    expected = (tmp_path / "w.jsonl").read_bytes(), (tmp_path / "w2.jsonl").read_bytes()
+    assert min(map(len, expected)) > 0 and sum(e.count(b"\n") for e in expected) == 100
+    out, held = tmp_path / "out.jsonl", tmp_path / "held.jsonl"
+    real, read = prepare_library._Work.save, []
+
+    def dies(work):
+        if len(read) % 4 == 3:
+            read.append(None)
+            with (work.folder / "lines.jsonl").open("ab") as file:
+                file.write(b'{"half')
+            raise KeyboardInterrupt
+        real(work)
+        read.append(work.state["read"])
+
+    monkeypatch.setattr(prepare_library._Work, "save", dies)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            run(one, two, *flags, out, "--held-out", held)
+        assert not out.exists()
+    monkeypatch.setattr(prepare_library._Work, "save", real)
+    with pytest.raises(UserError, match=r"unfinished run over other sources"):
+        run(one, *flags, out)
+    run(one, two, *flags, out, "--held-out", held)
+    assert (out.read_bytes(), held.read_bytes()) == expected
+    known = [r for r in read if r is not None]
+    assert known == sorted(known) and known[-1] > 50, "what was read is not read again"
+    assert not out.with_name("out.jsonl.work").exists()
+
+
+def test_several_processes_give_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE_BYTES", 500)
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps(open_ai(f"question {i}", "answer")) + "\n" for i in range(60)))
+    for workers in (0, 2):
+        run(source, "--output", tmp_path / f"{workers}.jsonl", "--num-workers", workers)
+    assert (tmp_path / "0.jsonl").read_bytes() == (tmp_path / "2.jsonl").read_bytes()
 
 
 def test_unreadable_input_is_refused(tmp_path):
     source, out = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
     for text, words in (
         ('{"messages": []}\n{oops', "line 2: malformed"),
-        ("[{", "a.jsonl: malformed JSON"),
+        ("[{", "a.jsonl entry 0: malformed JSON"),
         ('{"text": "x"}', "nothing usable among 1 conversations:\n  1 x found keys text"),
     ):
         source.write_text(text)

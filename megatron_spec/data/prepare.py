@@ -1,0 +1,205 @@
+"""Conversation files of other tools -> JSON lines to train on: cleaned in several processes, each conversation once.
+
+    OUTPUT.work/lines.jsonl, ids.bin   what was cleaned so far, and the id of each line (uint64)
+    OUTPUT.work/state.json             how far the sources were read, and counts: a killed run goes on from there
+    OUTPUT, HELD_OUT                   written in the end, without the lines whose id was seen before
+
+Memory holds some pieces of the input, and in the end the ids: 8 bytes a conversation, and twice that to sort them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_spec.config import UserError
+from megatron_spec.data.cleaning import CleanOptions, clean, is_held_out
+from megatron_spec.data.parallel import ordered_map, usable_cpus
+from megatron_spec.data.sources import Piece, Source
+from megatron_spec.files import read_json, write_json
+
+log = logging.getLogger(__name__)
+
+PARALLEL_FROM = 32 * 2**20
+"""Bytes of input from which several processes are used by default."""
+DUPLICATE = "seen before"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of the sources: records read, lines written to each file, dropped and repaired by reason."""
+
+    read: int
+    written: dict[str, int]
+    dropped: Counter[str]
+    repairs: Counter[str]
+
+
+class _PieceCleaner:
+    """A piece -> (place behind it, lines, ids, records read, dropped, repairs)."""
+
+    def __init__(self, options: CleanOptions) -> None:
+        self.options = options
+
+    def __call__(self, piece: Piece) -> tuple[int, bytes, NDArray[Any], int, Counter[str], Counter[str]]:
+        place, records = piece
+        lines: list[str] = []
+        ids: list[int] = []
+        dropped: Counter[str] = Counter()
+        repairs: Counter[str] = Counter()
+        for where, value in records:
+            result = clean(_value(value, where), self.options)
+            repairs.update(result.repairs)
+            if result.line is None:
+                dropped[result.reason] += 1
+                continue
+            ids.append(int(result.line["conversation_id"], 16))
+            lines.append(json.dumps(result.line, ensure_ascii=False) + "\n")
+        text = "".join(lines).encode("utf-8", "replace")  # a lone surrogate cannot be written
+        return place, text, np.array(ids, dtype=np.uint64), len(records), dropped, +repairs
+
+
+def _value(value: Any, where: str) -> Any:
+    if not isinstance(value, bytes):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise UserError(f"{where}: malformed JSON ({error})") from None
+
+
+class _Work:
+    """The folder of an unfinished run."""
+
+    def __init__(self, output: Path, request: dict[str, Any]) -> None:
+        self.folder = output.with_name(f"{output.name}.work")
+        path = self.folder / "state.json"
+        self.state: dict[str, Any] = {
+            "request": request, "source": 0, "place": 0, "lines": 0, "ids": 0, "read": 0, "dropped": {}, "repairs": {},
+        }  # fmt: skip
+        if path.is_file():
+            found = read_json(path)
+            if found["request"] != json.loads(json.dumps(request)):
+                raise UserError(
+                    f"{self.folder} belongs to an unfinished run over other sources or with other options: finish that "
+                    "one, or remove the folder"
+                )
+            self.state = found
+            log.info("going on behind %d records in %s", found["read"], self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def open(self, stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+        """(lines, ids), cut to what state.json knows of."""
+        opened = []
+        for name, key in (("lines.jsonl", "lines"), ("ids.bin", "ids")):
+            path = self.folder / name
+            if self.state[key] > (path.stat().st_size if path.exists() else 0):
+                raise UserError(f"{path} is shorter than it was: remove {self.folder} to begin anew")
+            file = stack.enter_context(path.open("r+b" if path.exists() else "w+b"))
+            file.truncate(self.state[key])
+            file.seek(self.state[key])
+            opened.append(file)
+        return opened[0], opened[1]
+
+    def save(self) -> None:
+        write_json(self.folder / "state.json", self.state)
+
+
+def prepare(
+    sources: Sequence[Source],
+    output: Path,
+    options: CleanOptions,
+    held_out: Path | None = None,
+    share: float = 0.05,
+    workers: int | None = None,
+) -> Report:
+    """Read, clean, write. A rerun after a kill goes on; after a finished run it begins anew.
+
+    Args:
+        held_out: file for the share of the conversations that is kept from training; chosen by id.
+        workers: processes; default: all processors for large inputs.
+
+    Raises UserError for unreadable input, or when nothing usable is left.
+    """
+    request = {"sources": [s.identity() for s in sources], "options": asdict(options)}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    work = _Work(output, request)
+    if workers is None:
+        size = sum(s.path.stat().st_size if s.path else PARALLEL_FROM for s in sources)
+        workers = usable_cpus() if size >= PARALLEL_FROM else 0
+    _read(sources, work, options, workers)
+    state = work.state
+    dropped = Counter(state["dropped"])
+    if state["lines"] == 0:
+        shutil.rmtree(work.folder)
+        reasons = "".join(f"\n  {count} x {reason}" for reason, count in dropped.most_common())
+        raise UserError(f"nothing usable among {state['read']} conversations:{reasons}")
+    written, duplicates = _distribute(work.folder, output, held_out, share if held_out else 0.0)
+    if duplicates:
+        dropped[DUPLICATE] += duplicates
+    shutil.rmtree(work.folder)
+    return Report(state["read"], written, dropped, Counter(state["repairs"]))
+
+
+def _read(sources: Sequence[Source], work: _Work, options: CleanOptions, workers: int) -> None:
+    state = work.state
+    told = state["lines"]
+    with ExitStack() as stack:
+        lines, ids = work.open(stack)
+        for number in range(state["source"], len(sources)):
+            pieces = sources[number].pieces(state["place"])
+            for place, text, names, read, dropped, repairs in ordered_map(_PieceCleaner, (options,), pieces, workers):
+                lines.write(text)
+                ids.write(names.tobytes())
+                lines.flush()
+                ids.flush()
+                for key, counts in (("dropped", dropped), ("repairs", repairs)):
+                    state[key] = dict(Counter(state[key]) + counts)
+                state.update(place=place, lines=lines.tell(), ids=ids.tell(), read=state["read"] + read)
+                work.save()
+                if state["lines"] - told >= 2**26:
+                    told = state["lines"]
+                    log.info("%s: %d records read, %.0f MB kept", sources[number].name, state["read"], told / 2**20)
+            state.update(source=number + 1, place=0)
+            work.save()
+
+
+def _first_of_each(ids: NDArray[Any]) -> NDArray[Any]:
+    """bool [N]: the id was not there before."""
+    order = np.argsort(ids, kind="stable")
+    keep = np.ones(len(ids), dtype=bool)
+    keep[order[1:][ids[order[1:]] == ids[order[:-1]]]] = False
+    return keep
+
+
+def _distribute(folder: Path, output: Path, held_out: Path | None, share: float) -> tuple[dict[str, int], int]:
+    """({file: lines}, lines left out because their id was there before)."""
+    ids = np.fromfile(folder / "ids.bin", dtype=np.uint64)
+    keep = _first_of_each(ids)
+    targets = [output] + ([held_out] if held_out else [])
+    temporaries = [folder / f"output{i}" for i in range(len(targets))]
+    counts = [0] * len(targets)
+    with ExitStack() as stack:
+        files = [stack.enter_context(path.open("wb")) for path in temporaries]
+        lines = stack.enter_context((folder / "lines.jsonl").open("rb"))
+        for line, name, kept in zip(lines, ids, keep, strict=True):
+            if kept:
+                side = int(is_held_out(f"{int(name):016x}", share))
+                files[side].write(line)
+                counts[side] += 1
+    for temporary, target in zip(temporaries, targets, strict=True):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(temporary, part := target.with_name(f".{target.name}.tmp-{os.getpid()}"))
+        os.replace(part, target)
+    return {str(t): n for t, n in zip(targets, counts, strict=True)}, int((~keep).sum())

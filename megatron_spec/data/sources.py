@@ -1,0 +1,232 @@
+"""Where conversations come from: local files (JSON, JSON lines, parquet) and datasets of the Hugging Face hub.
+
+Everything streams: a source yields pieces of some hundred records, each with the place behind it, from which the source
+can be opened again.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_spec.config import UserError, suggest
+
+PIECE_BYTES, PIECE_RECORDS = 2**20, 500
+Piece = tuple[int, list[tuple[str, Any]]]
+"""(place behind it, [(what to call the record, its JSON line as bytes or its value)])."""
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A dataset of the hub and the part of it that holds conversations."""
+
+    repository: str
+    split: str = "train"
+    data_files: str | None = None
+
+
+HUB = {
+    "daring-anteater": HubDataset("nvidia/Daring-Anteater"),
+    "sharegpt": HubDataset(
+        "anon8231489123/ShareGPT_Vicuna_unfiltered", data_files="ShareGPT_V3_unfiltered_cleaned_split.json"
+    ),
+    "ultrachat": HubDataset("HuggingFaceH4/ultrachat_200k", "train_sft"),
+    "magpie": HubDataset("Magpie-Align/Magpie-Llama-3.1-Pro-MT-300K-Filtered"),
+    "mt_bench": HubDataset("HuggingFaceH4/mt_bench_prompts"),
+}
+"""Names that are understood without a file; mt_bench holds prompts alone."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input, opened piece by piece.
+
+    Attributes:
+        path: local file, or None for a dataset of the hub.
+        hub: the dataset.
+    """
+
+    path: Path | None = None
+    hub: HubDataset | None = None
+
+    @property
+    def name(self) -> str:
+        """For messages and reports."""
+        return str(self.path) if self.hub is None else self.hub.repository
+
+    def identity(self) -> list[Any]:
+        """What must be the same for a run to go on: name, and size and time of change of a file."""
+        if self.path is None:
+            assert self.hub is not None
+            return [self.hub.repository, self.hub.split, self.hub.data_files]
+        status = self.path.stat()
+        return [str(self.path.absolute()), status.st_size, status.st_mtime_ns]
+
+    def pieces(self, start: int = 0) -> Iterator[Piece]:
+        """Pieces from place `start` on. Raises UserError when the input cannot be read."""
+        if self.path is None:
+            assert self.hub is not None
+            return _numbered(_hub_records(self.hub, start), start, self.hub.repository, "row")
+        if self.path.name.endswith(".parquet"):
+            return _numbered(_parquet_records(self.path, start), start, str(self.path), "row")
+        with _open(self.path) as file:
+            is_array = file.read(2**16).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+        if is_array:
+            return _numbered(islice(_array_records(self.path), start, None), start, str(self.path), "entry")
+        return _lines(self.path, start)
+
+
+def find_sources(name: str, split: str | None = None) -> list[Source]:
+    """The sources of one argument: a name of `HUB`, a file, a folder of files, or OWNER/NAME on the hub.
+
+    Raises UserError when it is none of these.
+    """
+    if name in HUB and not Path(name).exists():
+        known = HUB[name]
+        return [Source(hub=HubDataset(known.repository, split or known.split, known.data_files))]
+    path = Path(name)
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if p.name.endswith(_SUFFIXES))
+        if not files:
+            raise UserError(f"{path} holds no file that ends with {', '.join(_SUFFIXES)}")
+    elif path.is_file():
+        files = [path]
+    elif name.count("/") == 1 and not name.endswith(_SUFFIXES) and not name.startswith((".", "/", "~")):
+        return [Source(hub=HubDataset(name, split or "train"))]
+    else:
+        raise UserError(
+            f"{name} does not exist: expected a file, a folder, OWNER/NAME of the Hugging Face hub, or one of "
+            f"{', '.join(HUB)}{suggest(name, HUB)}"
+        )
+    return [Source(path=p) for p in files]
+
+
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")  # type: ignore[return-value]
+
+
+def _lines(path: Path, start: int) -> Iterator[Piece]:
+    """Places are bytes; what lies before `start` is read again, because lines are counted from the first."""
+    number, size = 0, 0
+    records: list[tuple[str, Any]] = []
+    with _open(path) as file:
+        place = 0
+        for line in file:
+            number += 1
+            place += len(line)
+            if place <= start:
+                continue
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.strip():
+                records.append((f"{path} line {number}", line))
+                size += len(line)
+            if size >= PIECE_BYTES:
+                yield place, records
+                records, size = [], 0
+    if records:
+        yield place, records
+
+
+def _numbered(values: Iterable[Any], start: int, name: str, word: str) -> Iterator[Piece]:
+    records: list[tuple[str, Any]] = []
+    number = start
+    for value in values:
+        records.append((f"{name} {word} {number}", value))
+        number += 1
+        if len(records) >= PIECE_RECORDS:
+            yield number, records
+            records = []
+    if records:
+        yield number, records
+
+
+def _array_records(path: Path, chunk: int = 2**20) -> Iterator[Any]:
+    """Entries of a JSON array, without holding more than one of them and a chunk."""
+    decoder = json.JSONDecoder()
+    with _open(path) as raw:
+        decode = _decoder(path)
+        text, place, at_end = "", 0, False
+
+        def more() -> None:
+            nonlocal text, place, at_end
+            block = raw.read(max(chunk, len(text) - place))  # doubles, so that a long entry is not parsed often
+            at_end = not block
+            text, place = text[place:] + decode(block, at_end), 0
+
+        while "[" not in text:  # `Source.pieces` has seen it
+            more()
+        place = text.index("[") + 1
+        number = 0
+        while True:
+            while place < len(text) and text[place] in " \t\r\n,":
+                place += 1
+            if place == len(text) and not at_end:
+                more()
+                continue
+            if text[place : place + 1] == "]":
+                return
+            try:
+                value, place = decoder.raw_decode(text, place)
+            except ValueError as error:
+                cut = str(error).startswith(("Unterminated", "Expecting")) and len(text) - place < 2**28
+                if at_end or not cut:
+                    raise UserError(f"{path} entry {number}: malformed JSON ({error})") from None
+                more()
+                continue
+            yield value
+            number += 1
+
+
+def _decoder(path: Path) -> Any:
+    import codecs
+
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+
+    def decode(block: bytes, final: bool) -> str:
+        try:
+            return decoder.decode(block, final)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: not UTF-8 ({error.reason})") from None
+
+    return decode
+
+
+def _parquet_records(path: Path, start: int) -> Iterator[Any]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise UserError(f"{path}: parquet needs pyarrow: pip install 'megatron-spec[data]'") from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            seen = 0
+            for batch in file.iter_batches(PIECE_RECORDS):
+                if seen + len(batch) > start:
+                    yield from batch.slice(max(0, start - seen)).to_pylist()
+                seen += len(batch)
+    except ArrowException as error:
+        raise UserError(f"{path}: not a parquet file that can be read ({error})") from None
+
+
+def _hub_records(dataset: HubDataset, start: int) -> Iterator[Any]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise UserError(
+            f"{dataset.repository}: the hub needs the datasets library: pip install 'megatron-spec[data]'"
+        ) from None
+    options = {} if dataset.data_files is None else {"data_files": dataset.data_files}
+    try:
+        rows = load_dataset(dataset.repository, split=dataset.split, streaming=True, **options)
+        yield from rows.skip(start) if start else rows
+    except Exception as error:
+        raise UserError(
+            f"{dataset.repository}, split {dataset.split}: cannot be read ({type(error).__name__}: {error}); a rerun "
+            "goes on where this one stopped"
+        ) from error
