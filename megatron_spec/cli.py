@@ -146,6 +146,14 @@ def at_least_one(text: str) -> int:
     return value
 
 
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """An argparse type: whole numbers from 1, separated by commas."""
+    try:
+        return tuple(at_least_one(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers separated by commas, found {text!r}") from None
+
+
 def config_from(cls: type[C], args: argparse.Namespace, **fixed: Any) -> C:
     """The configuration that parsed flags describe."""
     names = {f.name for f in dataclasses.fields(cls)}

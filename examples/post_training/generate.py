@@ -29,9 +29,11 @@ def parser() -> cli.Parser:
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.max_draft_len is not None and args.load is None:
+    drafted = args.load or args.speculative_model or args.decoding_type
+    if args.max_draft_len is not None and not drafted:
         raise UserError(
-            "--max-draft-len is for a draft, and without --load there is none: leave it out, or give --load"
+            "--max-draft-len is for a draft, and without --load there is none: leave it out, or give --load, "
+            "--speculative-model or --decoding-type"
         )
     given = {} if args.max_draft_len is None else {"max_draft_len": args.max_draft_len}
     del args.max_draft_len

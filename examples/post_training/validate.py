@@ -1,8 +1,10 @@
 """Measure the acceptance length of a draft: the base decodes alone and with the draft, and the texts must be identical.
 
-    python validate.py --load DIR --data prompts.jsonl --max-draft-len 3 --output report.json
+    python validate.py --load DIR --data prompts.jsonl --max-draft-len 1,2,3,4,8 --output report.json --html report.html
+    python validate.py --base EXPORT/base --speculative-model EXPORT/draft --data prompts.jsonl --output report.json
+    python validate.py --base BASE --decoding-type NGram --data prompts.jsonl --output report.json
 
-Prompts are chat JSON lines or question files with `turns`.
+Prompts are chat JSON lines or question files with `turns`. A second start with the same --output continues.
 """
 
 import argparse
@@ -13,15 +15,20 @@ from megatron_spec.config import DecodeConfig, ParallelConfig
 
 def parser() -> cli.Parser:
     p = cli.Parser(__doc__)
-    p.add_argument("--load", required=True, metavar="DIR", help="draft checkpoint (plain or quantised)")
+    p.add_argument("--load", metavar="DIR", help="draft checkpoint (plain or quantised)")
     p.add_argument("--data", required=True, metavar="JSONL", help="prompts")
     p.add_argument("--output", metavar="JSON", help="where the report goes (default: DIR/validate.json)")
+    p.add_argument("--html", metavar="HTML", help="the report as a page with plots as well")
+    p.add_argument(
+        "--max-draft-len", type=cli.whole_numbers, default=(3,), metavar="N[,N...]",
+        help="draft tokens of a chain or depth of a tree; several are measured in one run (default: 3)",
+    )  # fmt: skip
     p.add_argument("--num-prompts", type=int, metavar="N", help="use the first N prompts (default: all)")
     p.add_model_flags()
     p.add_argument(
         "--fp64", action="store_true", help="float64: a fake-quantised base gives the same text in every row shape"
     )
-    p.add_config(DecodeConfig)
+    p.add_config(DecodeConfig, skip=["max_draft_len"])
     p.add_config(ParallelConfig)
     return p
 
@@ -30,15 +37,17 @@ def main(args: argparse.Namespace) -> None:
     from megatron_spec.chain.decode import validate
 
     validate(
-        args.load,
         args.data,
+        load=args.load,
         output=args.output,
+        html_output=args.html,
+        draft_lens=args.max_draft_len,
         num_prompts=args.num_prompts,
         base=args.base,
         tokenizer=args.tokenizer,
         bf16=args.bf16,
         fp64=args.fp64,
-        decode=cli.config_from(DecodeConfig, args),
+        decode=cli.config_from(DecodeConfig, args, max_draft_len=args.max_draft_len[0]),
         parallel=cli.config_from(ParallelConfig, args),
     )
 

@@ -1,8 +1,11 @@
-"""validate.py and generate.py: decoding with the base verifying, from a checkpoint or from a base alone."""
+"""validate.py and generate.py: decoding with the base verifying, from a checkpoint, an exported folder or a base."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +15,161 @@ from megatron_spec import distributed, support
 from megatron_spec.build import load_checkpoint
 from megatron_spec.chain.data import check_file
 from megatron_spec.chain.features import teacher_fingerprint, template_hash
-from megatron_spec.checkpoint.base_import import inspect_base, load_base
+from megatron_spec.checkpoint.base_import import BaseReference, load_base
 from megatron_spec.checkpoint.spec import read_spec, resolve
-from megatron_spec.config import DecodeConfig, ParallelConfig, UserError
+from megatron_spec.config import BaseConfig, DecodeConfig, DecodingType, ParallelConfig, UserError
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
+from megatron_spec.decoding import html
+from megatron_spec.decoding.drafters.draft_target import check_tokenizers
+from megatron_spec.decoding.options import check_options, decoding_type
 from megatron_spec.decoding.prompts import read_prompts
+from megatron_spec.decoding.report import Report, Run
 from megatron_spec.decoding.synthesize import synthesize_to_file
-from megatron_spec.decoding.validate import Report
 from megatron_spec.decoding.validate import validate as run_validation
+from megatron_spec.distributed import World
+from megatron_spec.export.load import (
+    inspect_exported_base,
+    load_exported_base,
+    load_exported_draft,
+    read_exported_config,
+)
 from megatron_spec.pipeline.model import FrozenBase
 from megatron_spec.pipeline.placement import check_parallel
 
 log = logging.getLogger(__name__)
 
 
+@dataclass
+class Plan:
+    """What is to be decoded with what; nothing heavy is read yet.
+
+    Attributes:
+        kind: way of drafting; None: the base alone.
+        load: draft checkpoint, or None.
+        base: folder given for the base, or None.
+        reference: the base, unless it comes with the checkpoint.
+        captures: base layers whose outputs the draft reads.
+        tokenizer: the tokenizer, and the folder it is from.
+        decode: the configuration, complete.
+    """
+
+    kind: DecodingType | None
+    load: str | None
+    base: str | None
+    reference: BaseReference | None
+    captures: Sequence[int]
+    tokenizer: Any
+    source: str
+    decode: DecodeConfig
+
+
+def _thinking_tokens(decode: DecodeConfig, tokenizer: Any) -> DecodeConfig:
+    if not decode.use_relaxed_acceptance_for_thinking:
+        return decode
+    vocab, changes = tokenizer.get_vocab(), {}
+    for name, word in (("begin_thinking_phase_token", "<think>"), ("end_thinking_phase_token", "</think>")):
+        if getattr(decode, name) is None:
+            changes[name] = vocab.get(word)
+    return decode.replace(**changes)
+
+
+def _draft_of(load: str | None, base: str | None, decode: DecodeConfig) -> tuple[str | None, Any, BaseReference | None]:
+    """(algorithm of the draft or None, its configuration, the base when it does not come with a checkpoint)."""
+    exported = decode.speculative_model if decode.decoding_type != "DraftTarget" else None
+    if load is not None:
+        if exported is not None:
+            raise UserError("--load and --speculative-model are two drafts: give one of them")
+        config = read_spec(resolve(load)).draft
+        return config.algorithm, config, None
+    if base is None:
+        raise UserError(
+            "give --load (a draft checkpoint), or --base with --speculative-model (an exported draft) or with "
+            "--decoding-type NGram, DraftTarget or User"
+        )
+    reference = inspect_exported_base(base)
+    if exported is None:
+        return None, None, reference
+    config = read_exported_config(exported, reference.config.num_layers)
+    return config.algorithm, config, reference
+
+
+def plan(
+    load: str | None, base: str | None, decode: DecodeConfig, parallel: ParallelConfig, tokenizer: str | None,
+    draft_needed: bool,
+) -> Plan:  # fmt: skip
+    """Find out what is meant. Raises UserError for what does not fit together; no weight is read.
+
+    Args:
+        draft_needed: without a draft there is nothing to do; else the base decodes alone.
+    """
+    algorithm, config, reference = _draft_of(load, base, decode)
+    kind = None
+    if draft_needed or algorithm is not None or decode.decoding_type is not None:
+        kind = decoding_type(algorithm, decode.decoding_type)
+    base_config: BaseConfig = reference.config if reference else read_spec(resolve(load or "")).base.config
+    support.check("decode", parallel)
+    check_parallel(base_config, parallel)
+    source = tokenizer or base or read_spec(resolve(load or "")).base.path
+    opened = load_tokenizer(source)
+    decode = _thinking_tokens(decode, opened).replace(decoding_type=kind)
+    if kind is not None:
+        check_options(decode, kind)
+    if kind == "DraftTarget":
+        assert decode.speculative_model is not None
+        check_parallel(inspect_exported_base(decode.speculative_model).config, parallel)
+        check_tokenizers(opened, load_tokenizer(decode.speculative_model), decode.speculative_model)
+    captures = config.capture_layer_ids if kind in ("Eagle3", "Eagle", "MTP") else ()
+    return Plan(kind, load, base, reference, captures, opened, source, decode)
+
+
+@dataclass
+class Models:
+    """Base and draft on this rank.
+
+    Attributes:
+        draft: draft model, second base model, or None.
+        fingerprint: identity of the base.
+        fake_quantised: the base rounds its inputs to fp8.
+    """
+
+    base: FrozenBase
+    draft: Any
+    fingerprint: str
+    fake_quantised: bool
+
+
+def load_models(planned: Plan, world: World, dtype: torch.dtype) -> Models:
+    """Read what was planned. Collective."""
+    if planned.load is not None:
+        loaded = load_checkpoint(planned.load, world, dtype=dtype, base_path=planned.base)
+        found = Models(loaded.base, loaded.draft, teacher_fingerprint(loaded), bool(loaded.base_amax))
+    else:
+        assert planned.reference is not None
+        model = load_exported_base(planned.reference, world, planned.captures, dtype)
+        quantised = any(getattr(m, "input_quantizer", None) is not None for m in model.modules())
+        found = Models(model, None, planned.reference.fingerprint, quantised)
+    folder = planned.decode.speculative_model
+    if planned.kind in ("NGram", "User"):
+        found.draft = None
+    elif planned.kind == "DraftTarget":
+        assert folder is not None
+        found.draft = load_base(inspect_exported_base(folder), world, dtype=dtype)
+    elif folder is not None:
+        found.draft = load_exported_draft(folder, found.base.config.num_layers, world, dtype)
+    return found
+
+
 def validate(
-    load: str, data: str, *, output: str | None = None, num_prompts: int | None = None, base: str | None = None,
+    data: str, *, load: str | None = None, base: str | None = None, output: str | None = None,
+    html_output: str | None = None, draft_lens: Sequence[int] | None = None, num_prompts: int | None = None,
     tokenizer: str | None = None, bf16: bool = False, fp64: bool = False, decode: DecodeConfig | None = None,
     parallel: ParallelConfig | None = None,
 ) -> Report:  # fmt: skip
-    """Measure a draft checkpoint on prompts; writes the report to `output` (default: validate.json in the checkpoint).
+    """Measure a draft on prompts; writes the report to `output` (default: validate.json in the checkpoint).
 
     Args:
+        draft_lens: draft lengths to measure; default: decode.max_draft_len.
+        html_output: the same as a page with plots.
         fp64: compute in float64. A verification of several rows and a step of one row differ in the last bits, and an
             fp8 base turns a last bit next to the edge of two codes into 6 % of that value: in float32 that happens
             thousands of times in an answer, in float64 practically never, so equality of the texts can be checked.
@@ -43,31 +179,51 @@ def validate(
     decode, parallel = decode or DecodeConfig(), parallel or ParallelConfig()
     if bf16 and fp64:
         raise UserError("--bf16 and --fp64: expected one of them")
+    if output is None and load is None:
+        raise UserError("--output: expected a file for the report (without --load there is no default)")
+    if html_output is not None:
+        html.require_matplotlib()
     dtype = torch.float64 if fp64 else torch.bfloat16 if bf16 else torch.float32
-    folder = resolve(load)
-    check_parallel(read_spec(folder).base.config, parallel)
-    support.check("decode", parallel)
     check_file(data)
     prompts = read_prompts(data, num_prompts)
+    planned = plan(load, base, decode, parallel, tokenizer, draft_needed=True)
     world = distributed.initialize(parallel, decode.seed)
-    loaded = load_checkpoint(folder, world, dtype=dtype, base_path=base)
-    source = tokenizer or str(loaded.base_ref.path)
-    opened = load_tokenizer(source)
+    models = load_models(planned, world, dtype)
+    about: dict[str, Any] = {
+        "draft": load or planned.decode.speculative_model or planned.kind, "base": models.fingerprint,
+        "decoding_type": planned.kind, "dtype": str(dtype).removeprefix("torch."), "device": _device(world),
+        "fake_quantised_base": models.fake_quantised, "prompts": Path(data).name,
+    }  # fmt: skip
+    if load is not None:
+        about["iteration"] = read_spec(resolve(load)).iteration
     report = run_validation(
-        loaded.base, loaded.draft, prompts, opened, decode,
-        output=output or Path(load) / "validate.json", stop_ids=set(stop_token_ids(source, opened)),
+        models.base, models.draft, prompts, planned.tokenizer, planned.decode, draft_lens=draft_lens, about=about,
+        output=output or Path(load or "") / "validate.json",
+        stop_ids=set(stop_token_ids(planned.source, planned.tokenizer)),
     )  # fmt: skip
-    found = report.acceptance
-    low, high = found.acceptance_length_ci95 or (0.0, 0.0)
-    log.info(
-        "acceptance length %.3f (95%% %.3f-%.3f), per position %s; %.1f tok/s alone, %.1f with the draft; text %s",
-        found.acceptance_length or 0.0, low, high, [round(x, 3) for x in found.acceptance_per_position],
-        report.base.tokens_per_second, report.speculative.tokens_per_second,
-        "identical" if report.text_identical else f"DIFFERS in {len(report.mismatches)} answers",
-    )  # fmt: skip
-    if not report.text_identical and loaded.base_amax and not fp64:
+    if html_output is not None and world.rank == 0:
+        html.write_html(html_output, {str(about["draft"]): report.to_dict()})
+    for run in report.runs:
+        _log_run(run, report)
+    if report.first.text_identical is False and models.fake_quantised and not fp64:
         log.info("inputs of an fp8 base round differently in other row shapes; --fp64 checks the text without that")
     return report
+
+
+def _device(world: World) -> str:
+    return torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
+
+
+def _log_run(run: Run, report: Report) -> None:
+    found = run.acceptance
+    low, high = found.acceptance_length_ci95 or (0.0, 0.0)
+    text = {True: "identical", None: "not compared", False: f"DIFFERS in {len(run.mismatches)} answers"}
+    log.info(
+        "draft length %d: acceptance length %.3f (95%% %.3f-%.3f), per position %s; %.1f tok/s alone, %.1f with the "
+        "draft; text %s", run.max_draft_len, found.acceptance_length or 0.0, low, high,
+        [round(x, 3) for x in found.acceptance_per_position], report.base.tokens_per_second,
+        run.speculative.tokens_per_second, text[run.text_identical],
+    )  # fmt: skip
 
 
 def generate(
@@ -75,7 +231,7 @@ def generate(
     tokenizer: str | None = None, bf16: bool = False, decode: DecodeConfig | None = None,
     parallel: ParallelConfig | None = None,
 ) -> int:  # fmt: skip
-    """Answer prompts with a base, or with a checkpoint's base and draft. Returns the number of new answers.
+    """Answer prompts with a base, alone or with a draft. Returns the number of new answers.
 
     Raises UserError for input that does not fit, before any weight is read where that is possible.
     """
@@ -83,32 +239,27 @@ def generate(
     if load is None and base is None:
         raise UserError("give --base for a base model alone, or --load for a draft checkpoint")
     check_file(data)
-    support.check("decode", parallel)
     prompts = read_prompts(data, num_prompts)
-    if load is not None:
-        check_parallel(read_spec(resolve(load)).base.config, parallel)
-    model, draft, source, fingerprint = _models(load, base, bf16, decode, parallel)
-    source = tokenizer or source
-    opened = load_tokenizer(source)
+    planned = plan(load, base, decode, parallel, tokenizer, draft_needed=False)
+    world = distributed.initialize(parallel, decode.seed)
+    models = load_models(planned, world, torch.bfloat16 if bf16 else torch.float32)
     done = synthesize_to_file(
-        model, opened, prompts, decode, output, draft=draft, stop_ids=set(stop_token_ids(source, opened)),
-        about={"base_fingerprint": fingerprint, "template_hash": template_hash(source)},
+        models.base, planned.tokenizer, prompts, planned.decode, output, draft=models.draft,
+        stop_ids=set(stop_token_ids(planned.source, planned.tokenizer)),
+        about={
+            "base_fingerprint": models.fingerprint, "template_hash": template_hash(planned.source),
+            **_other_text(planned.decode),
+        },
     )  # fmt: skip
     log.info("%d new conversations in %s", done, output)
     return done
 
 
-def _models(
-    load: str | None, base: str | None, bf16: bool, decode: DecodeConfig, parallel: ParallelConfig
-) -> tuple[FrozenBase, Any, str, str]:
-    """(base, draft or None, the base's folder, identity of the base)."""
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    if load is not None:
-        world = distributed.initialize(parallel, decode.seed)
-        loaded = load_checkpoint(load, world, dtype=dtype, base_path=base)
-        return loaded.base, loaded.draft, str(loaded.base_ref.path), teacher_fingerprint(loaded)
-    assert base is not None
-    ref = inspect_base(base)
-    check_parallel(ref.config, parallel)
-    world = distributed.initialize(parallel, decode.seed)
-    return load_base(ref, world, dtype=dtype), None, str(ref.path), ref.fingerprint
+def _other_text(decode: DecodeConfig) -> dict[str, Any]:
+    """Settings, other than temperature and seed, under which the text is another one; usually none."""
+    names = ["top_k", "top_p", "use_rejection_sampling", "typical_acceptance", "use_relaxed_acceptance_for_thinking"]
+    if decode.use_rejection_sampling or not decode.lossless:  # then the draft and its options shape the text too
+        names = [f.name for f in dataclasses.fields(decode)]
+        names = [n for n in names if n not in ("max_new_tokens", "temperature", "seed", "batch_size")]
+    default = DecodeConfig()
+    return {n: getattr(decode, n) for n in names if getattr(decode, n) != getattr(default, n)}

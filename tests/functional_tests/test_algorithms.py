@@ -48,10 +48,9 @@ def chain(root: str, name: str) -> dict[str, Any]:
         return [json.loads(line) for line in lines]
 
     found: dict[str, Any] = {"tuned": train("draft", "tuned", 10, f"{here}/features")}
-    report = validate(
-        f"{here}/tuned", data, num_prompts=3, decode=DecodeConfig(max_draft_len=3, max_new_tokens=10, batch_size=2)
-    )
-    found["identical"], found["accepted"] = report.text_identical, report.acceptance.acceptance_length
+    few = DecodeConfig(max_draft_len=3, max_new_tokens=10, batch_size=2)
+    report = validate(data, load=f"{here}/tuned", num_prompts=3, decode=few)
+    found["identical"], found["accepted"] = report.first.text_identical, report.first.acceptance.acceptance_length
     export(ExportRun(f"{here}/tuned", f"{here}/bf16"))
     quantize(f"{here}/tuned", f"{here}/quantized", data, samples=4, seq_length=96, micro_batch_size=2, objective=goal)
     found["qat"] = train("quantized", "qat", 2)

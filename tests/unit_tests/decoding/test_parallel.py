@@ -106,7 +106,8 @@ def test_data_parallel_ranks_report_together(found: list[dict[str, Any]], chat: 
     expected = validate(chat.base, NGramDrafter(), chat.prompts, chat.tokenizer, CHAT_CONFIG, stop_ids=chat.stop_ids)
     for cases in found:
         report = cases["report"]
-        assert report["text_identical"] and report["answers"] == expected.answers
+        [run] = report["runs"]
+        assert run["text_identical"] and report["answers"] == expected.answers
         assert report["base"]["tokens"] == expected.base.tokens
-        assert report["acceptance"]["acceptance_length"] == expected.acceptance.acceptance_length
-        assert report["acceptance"]["steps"] == expected.acceptance.steps
+        assert run["acceptance"]["acceptance_length"] == expected.first.acceptance.acceptance_length
+        assert run["acceptance"]["steps"] == expected.first.acceptance.steps

@@ -1,0 +1,143 @@
+"""Decoding from the command's side: checkpoints and exported folders, plain and fp8, and what does not fit together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_spec import api
+from megatron_spec.chain import decode as chain
+from megatron_spec.config import DecodeConfig, ParallelConfig, QuantConfig, UserError
+from megatron_spec.decoding.engine import decode, two_best
+from megatron_spec.export.base import export_base
+from megatron_spec.export.load import (
+    inspect_exported_base,
+    load_exported_base,
+    load_exported_draft,
+    read_exported_config,
+)
+from tests.unit_tests.decoding import setting
+from tests.unit_tests.decoding.setting import CONFIG
+from tests.unit_tests.pipeline.tiny import save_tiny
+
+FEW = DecodeConfig(max_draft_len=2, max_new_tokens=6, batch_size=3)
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A chat base with tokenizer, and for each kind of draft: checkpoint, exported draft, exported fp8 base."""
+    from megatron_spec.data.loader import BatchLoader
+
+    here = Path(tmp_path_factory.mktemp("shipped"))
+    save_tiny(here / "base", seed=2, vocab_size=261, max_position_embeddings=256, initializer_range=0.3)
+    setting.chat_tokenizer().save_pretrained(here / "base")
+    questions = setting.write_questions(here / "questions.jsonl")
+    lines = [
+        json.dumps({"messages": [{"role": "user", "content": f"q {i}"}, {"role": "assistant", "content": "word " * i}]})
+        for i in range(1, 7)
+    ]
+    (here / "train.jsonl").write_text("\n".join(lines))
+    world = api.initialize()
+    base = setting.load(here / "base", world)
+    from megatron_spec.chain.data import open_dataset
+
+    loader = BatchLoader(open_dataset(str(here / "train.jsonl"), str(here / "base"), 96), 2, 2, device="cpu")
+    for name, draft in (
+        ("eagle3", ("eagle", {"capture_layer_ids": list(setting.CAPTURES)})),
+        ("medusa", ("medusa", {})),
+    ):
+        model = api.convert(base, [draft], base_path=here / "base")
+        api.save(model, here / name)
+        api.export_draft(model, here / f"{name}-export", dtype="float32")
+    model = api.load(here / "eagle3")
+    api.quantize(model, [loader.step(0)], QuantConfig(kv_cache="fp8"))
+    api.save(model, here / "fp8")
+    api.export_draft(model, here / "fp8-export", dtype="float32")
+    export_base(model.base, model.reference, here / "fp8-base", model.quant, model.world, dtype="float32")
+    return here, str(questions), model
+
+
+def measure(shipped: Any, output: Path, **options: Any) -> dict[str, Any]:
+    chain.validate(shipped[1], output=str(output), num_prompts=3, **{"decode": FEW, **options})
+    found: dict[str, Any] = json.loads(output.read_text())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_an_exported_draft_is_accepted_like_its_checkpoint(shipped: Any, tmp_path: Path, kind: str) -> None:
+    here = shipped[0]
+    first = measure(shipped, tmp_path / "a.json", load=str(here / kind), draft_lens=(1, 2))
+    exported = FEW.replace(speculative_model=str(here / f"{kind}-export"))
+    again = measure(shipped, tmp_path / "b.json", base=str(here / "base"), decode=exported, draft_lens=(1, 2))
+    assert first["text_identical"] and again["text_identical"]
+    assert [r["acceptance"] for r in first["sweep"]] == [r["acceptance"] for r in again["sweep"]]
+    assert again["about"]["decoding_type"] == {"eagle3": "Eagle3", "medusa": "Medusa"}[kind]
+
+
+def test_an_exported_fp8_base_computes_what_the_quantised_one_does(shipped: Any) -> None:
+    here, _, model = shipped
+    reference = inspect_exported_base(here / "fp8-base")
+    base = load_exported_base(reference, model.world, setting.CAPTURES)
+    draft = load_exported_draft(here / "fp8-export", base.config.num_layers, model.world)
+    prompts = [[t % 261 for t in p] for p in setting.prompts()[:3]]
+    expected = decode(model.base, prompts, CONFIG, set(), draft=model.draft)
+    found = decode(base, prompts, CONFIG, set(), draft=draft)
+    assert [g.tokens for g in found] == [g.tokens for g in expected]
+    assert [g.accepted_lengths for g in found] == [g.accepted_lengths for g in expected]
+    plain = setting.load(here / "base", model.world)
+    assert two_best(base, prompts[1]) == two_best(model.base, prompts[1]) != two_best(plain, prompts[1])
+
+
+def test_other_ways_of_drafting(shipped: Any, tmp_path: Path) -> None:
+    here = shipped[0]
+    for options in (
+        dict(decoding_type="NGram"),
+        dict(decoding_type="DraftTarget", speculative_model=str(here / "base")),
+    ):
+        found = measure(shipped, tmp_path / "o.json", base=str(here / "base"), decode=FEW.replace(**options))
+        assert found["text_identical"] and found["about"]["draft"] in ("NGram", str(here / "base"))
+        (tmp_path / "o.json").unlink()
+    assert found["acceptance_length"] > 2  # the base drafts for itself
+    done = chain.generate(
+        shipped[1], str(tmp_path / "g.jsonl"), base=str(here / "base"), decode=FEW.replace(decoding_type="NGram"),
+        num_prompts=2,
+    )  # fmt: skip
+    assert done == 2
+
+
+def test_what_does_not_fit_is_refused_before_loading(
+    shipped: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = shipped[0]
+    monkeypatch.setattr(chain, "load_models", lambda *_: pytest.fail("weights were read"))
+    base, medusa = str(here / "base"), str(here / "medusa-export")
+    other = tmp_path / "other"
+    save_tiny(other, seed=2, vocab_size=262)
+    tokenizer = setting.chat_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(other)
+    for options, changes, message in (
+        ({}, {}, "give --load"),
+        (dict(load=str(here / "eagle3")), dict(speculative_model=medusa), "are two drafts"),
+        (dict(load=str(here / "eagle3")), dict(decoding_type="Medusa"), "the draft is eagle3, which decodes as Eagle3"),
+        (dict(base=base), {}, "needs a draft"),
+        (dict(base=base), dict(speculative_model=medusa, decoding_type="Eagle3"), "which decodes as Medusa"),
+        (dict(base=base), dict(speculative_model=str(tmp_path)), "config.json"),
+        (dict(base=base), dict(decoding_type="DraftTarget", speculative_model=str(other)), "another tokenizer"),
+        (dict(base=base), dict(decoding_type="NGram", use_relaxed_acceptance_for_thinking=True), "no <think>"),
+        (dict(base=base, bf16=True, fp64=True), dict(decoding_type="NGram"), "--bf16 and --fp64"),
+        (dict(base=base, parallel=ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
+         dict(decoding_type="NGram"), "sequence-parallel"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            chain.validate(shipped[1], output=str(tmp_path / "x.json"), decode=FEW.replace(**changes), **options)
+    with pytest.raises(UserError, match="--output"):
+        chain.validate(shipped[1], base=base, decode=FEW.replace(decoding_type="NGram"))
+    raw = json.loads((here / "medusa-export" / "config.json").read_text())
+    del raw["medusa_num_heads"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UserError, match="missing medusa_num_heads"):
+        read_exported_config(tmp_path, 6)
