@@ -6,6 +6,8 @@ from setuptools import find_packages, setup
 
 DEV = ["pytest>=8", "pytest-timeout", "ruff>=0.6", "mypy>=1.11", "import-linter>=2.1", "pre-commit>=3.5"]
 
+DATA = ["datasets>=2.19", "pyarrow>=14", "openai>=1.40", "rich>=13"]
+
 setup(
     name="megatron-spec",
     version="0.1.0",
@@ -33,6 +35,7 @@ setup(
         "demo": ["gguf>=0.17", "matplotlib>=3.8"],
         "tracking": ["tensorboard", "wandb"],
         "serving": ["openai>=1.40"],
-        "dev": [*DEV, "openai>=1.40", "gguf>=0.17", "matplotlib>=3.8", "tensorboard"],
+        "data": DATA,
+        "dev": [*DEV, *DATA, "gguf>=0.17", "matplotlib>=3.8", "tensorboard"],
     },
 )

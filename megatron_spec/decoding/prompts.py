@@ -37,30 +37,33 @@ class Prompt:
 
 
 def read_prompts(path: Path | str, limit: int | None = None) -> list[Prompt]:
-    """The prompts of a JSON lines file, at most `limit`.
+    """The prompts of a JSON lines file, at most `limit`; see `iter_prompts`."""
+    return list(iter_prompts(path, limit))
+
+
+def iter_prompts(path: Path | str, limit: int | None = None) -> Iterator[Prompt]:
+    """The prompts of a JSON lines file, at most `limit`, one after the other.
 
     A line is a question `{"question_id": 81, "category": "writing", "turns": ["...", "..."]}` (with a `system` text if
-    wanted) or a conversation as data.chat reads it. Identifiers are question_id, conversation_id or id, behind the file's name for question files
-    (whose ids restart in every file); the line number when there is none.
+    wanted) or a conversation as data.chat reads it. Identifiers are conversation_id, id, or question_id behind the
+    file's name (question files begin at the same number); the line number when there is none.
 
     Raises:
         UserError: no such file, no prompt, malformed lines (file and line are named), equal identifiers, tool turns.
     """
     path = Path(path)
-    prompts: list[Prompt] = []
     seen: dict[str, str] = {}
     for where, number, record in _records(path):
-        if limit is not None and len(prompts) >= limit:
+        if limit is not None and len(seen) >= limit:
             break
         parse = _question if "turns" in record else _chat
         prompt = parse(record, where, path.stem, number)
         if prompt.identifier in seen:
             raise UserError(f"{where}: identifier {prompt.identifier!r} was used before, in {seen[prompt.identifier]}")
         seen[prompt.identifier] = where
-        prompts.append(prompt)
-    if not prompts:
+        yield prompt
+    if not seen:
         raise UserError(f"{path} holds no prompt")
-    return prompts
 
 
 def _records(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:

@@ -1,0 +1,207 @@
+"""Answers from a server: right, complete, once, whatever the server does."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_spec.config import UserError
+from megatron_spec.data.chat import read_conversations
+from megatron_spec.decoding.prompts import read_prompts
+from megatron_spec.decoding.server import ServerOptions, generate_from_server
+from tests.unit_tests.tools.misbehaving_server import Server, echo, says
+from tools import server_generate
+
+pytest.importorskip("openai")
+ROOT = Path(__file__).parents[3]
+
+
+class Pauses(list):
+    async def __call__(self, seconds):
+        self.append(seconds)
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    records = [{"conversation_id": f"c{i}", "turns": [f"q{i}", f"and {i}"][: 1 + i % 2]} for i in range(10)]
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return path
+
+
+def ask(prompts, output, server, **options):
+    options = {"retries": 6, "concurrency": 3, **options}
+    urls = options.pop("urls", None) or (server.url,)
+    pauses = Pauses()
+    found = generate_from_server(read_prompts(prompts), output, ServerOptions(urls, **options), sleep=pauses)
+    return found, pauses
+
+
+def lines(path):
+    return {r["conversation_id"]: r for r in map(json.loads, path.read_text().splitlines())} if path.exists() else {}
+
+
+def expected(i):
+    return [x for q in [f"q{i}", f"and {i}"][: 1 + i % 2] for x in (q, f"to {q}")]
+
+
+def check(output, count=10):
+    found = lines(output)
+    assert {k: [m["content"] for m in r["conversations"]] for k, r in found.items()} == {
+        f"c{i}": expected(i) for i in range(count)
+    }
+    assert len(output.read_text().splitlines()) == count, "each conversation once"
+
+
+def test_turns_are_replayed_one_by_one_and_settings_are_sent(prompts, tmp_path):
+    output = tmp_path / "deep" / "out.jsonl"
+    with Server() as server:
+        totals, _ = ask(
+            prompts, output, server, system_prompt="Be brief.", sampling={"temperature": 0.5, "max_tokens": 9},
+            extra_body={"top_k": 4}, seed=1,
+        )  # fmt: skip
+    assert (totals.written, totals.tokens, totals.rejected) == (10, 45, 0)
+    found = lines(output)
+    assert [m["content"] for m in found["c3"]["conversations"]] == ["Be brief.", *expected(3)]
+    assert found["c3"]["finish_reasons"] == ["stop", "stop"] and found["c3"]["truncated"] is False
+    second = next(b for b in server.requests if b["messages"][-1]["content"] == "and 3")
+    assert [m["role"] for m in second["messages"]] == ["system", "user", "assistant", "user"]
+    assert (second["temperature"], second["max_tokens"], second["top_k"], second["model"]) == (0.5, 9, 4, "m")
+    assert len({b["seed"] for b in server.requests}) == 15
+    assert len(list(read_conversations(output))) == 10
+
+
+def test_a_rerun_asks_only_for_what_is_missing_and_refuses_other_settings(prompts, tmp_path):
+    output = tmp_path / "out.jsonl"
+    with Server() as server:
+        ask(prompts, output, server)
+        text = output.read_text()
+        third = text.splitlines(keepends=True)[:3]
+        output.write_text("".join(third) + '{"conversation_id": "c9", "conv')  # a kill in the middle of a line
+        asked = len(server.requests)
+        done = {json.loads(line)["conversation_id"] for line in third}
+        totals, _ = ask(prompts, output, server)
+        assert totals.written == 7
+        check(output)
+        again = {b["messages"][0]["content"] for b in server.requests[asked:]}
+        assert again == {f"q{i}" for i in range(10) if f"c{i}" not in done}
+        with pytest.raises(UserError, match=r"other settings \(system_prompt: found None, now 'x'\)"):
+            ask(prompts, output, server, system_prompt="x")
+    check(output)
+
+
+def test_every_kind_of_failure_is_tried_again_with_growing_pauses(prompts, tmp_path):
+    failures = [500, (429, {"retry_after": "7"}), "half", "close", "garbage", 503, 500, "half"]
+    with Server(lambda n, body: failures[n] if n < len(failures) else echo(n, body)) as server:
+        totals, pauses = ask(prompts, tmp_path / "out.jsonl", server, concurrency=1, retries=8)
+    check(tmp_path / "out.jsonl")
+    assert totals.retries == len(failures) == len(pauses) and totals.unanswered == 0
+    assert pauses[1] == 7.0  # what the server asked for
+    rest = [p for i, p in enumerate(pauses) if i != 1]
+    assert rest == sorted(rest) and rest[0] < 1 and rest[-1] > 20
+
+
+def test_a_refused_connection_moves_to_the_other_endpoint(prompts, tmp_path):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        dead = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
+    with Server() as one, Server() as two:
+        totals, pauses = ask(prompts, tmp_path / "out.jsonl", None, urls=(dead, one.url, two.url))
+        assert one.requests and two.requests and totals.unanswered == 0 and 1 <= len(pauses) <= 4
+    check(tmp_path / "out.jsonl")
+    with pytest.raises(UserError, match=r"no server: .*APIConnectionError"):
+        ask(prompts, tmp_path / "other.jsonl", None, urls=(dead,), retries=2)
+
+
+def test_a_server_that_dies_ends_the_run_and_keeps_what_is_finished(prompts, tmp_path, monkeypatch):
+    from megatron_spec.decoding import server as library
+
+    monkeypatch.setattr(library, "GIVE_UP_AFTER", 3)
+    output = tmp_path / "out.jsonl"
+    gone = pytest.raises(UserError, match=r"3 conversations in a row were not answered .*a rerun goes on")
+    with Server(lambda n, body: echo(n, body) if n < 6 else 500) as server, gone:
+        ask(prompts, output, server, concurrency=1, retries=1)
+    assert set(lines(output)) == {"c0", "c1", "c2", "c3"}
+    with Server() as server:
+        assert ask(prompts, output, server)[0].written == 6
+    check(output)
+
+
+def test_one_bad_conversation_does_not_stop_the_others(prompts, tmp_path):
+    def act(number, body):
+        last = body["messages"][-1]["content"]
+        odd = {"q2": 400, "q4": says(" "), "q5": says("cut", "length"), "q6": 500}
+        return odd.get(last) or echo(number, body)
+
+    output = tmp_path / "out.jsonl"
+    rejected = tmp_path / "out.jsonl.rejected"
+    with Server(act) as server:
+        totals, _ = ask(prompts, output, server, retries=1)
+        assert (totals.written, totals.rejected, totals.unanswered) == (6, 3, 1)
+        assert set(lines(output)) == {f"c{i}" for i in (0, 1, 3, 7, 8, 9)}
+        problems = {k: r["problem"] for k, r in lines(rejected).items()}
+        assert set(problems) == {"c2", "c4", "c5"} and "BadRequestError" in problems["c2"]
+        assert "without a word" in problems["c4"] and "cut" in problems["c5"]
+        assert lines(rejected)["c5"]["finish_reasons"] == ["length"]
+        asked = len(server.requests)
+        server.act = echo
+        assert ask(prompts, output, server)[0].written == 1, "only the one nobody answered is asked again"
+        assert len(server.requests) == asked + 1
+    with Server(act) as server:
+        ask(prompts, tmp_path / "kept.jsonl", server, retries=1, keep_truncated=True)
+        kept = lines(tmp_path / "kept.jsonl")["c5"]
+        assert kept["truncated"] and [m["content"] for m in kept["conversations"]] == ["q5", "cut"]
+
+
+def test_a_wrong_key_or_model_ends_the_run_at_once(prompts, tmp_path):
+    for status in (401, 404):
+        with Server(lambda n, body, status=status: status) as server:
+            with pytest.raises(UserError, match=r"check --url, --model and the key"):
+                ask(prompts, tmp_path / "out.jsonl", server)
+            assert len(server.requests) <= 3
+    assert lines(tmp_path / "out.jsonl") == {}
+
+
+def test_a_killed_process_continues(prompts, tmp_path):
+    output = tmp_path / "out.jsonl"
+    flags = ["--data-path", str(prompts), "--output-path", str(output), "--concurrency", "1"]
+    process = None
+
+    def act(number, body):
+        if number == 8:  # between the two turns of c5
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        return echo(number, body)
+
+    with Server(act) as server:
+        command = [sys.executable, "tools/server_generate.py", "--url", server.url, *flags]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
+        assert process.wait(120) == -signal.SIGKILL
+        assert set(lines(output)) == {f"c{i}" for i in range(5)}
+        server_generate.generate(server_generate.make_parser().parse_args(["--url", server.url, *flags]))
+    check(output)
+
+
+def test_shards_make_up_the_whole(prompts, tmp_path):
+    output = tmp_path / "out.jsonl"
+    with Server() as server:
+        flags = ["--url", server.url, "--data-path", str(prompts), "--output-path", str(output), "--top-k", "5"]
+        for i in range(3):
+            server_generate.generate(server_generate.make_parser().parse_args([*flags, "--shard", f"{i}/3"]))
+        assert {b["top_k"] for b in server.requests} == {5}
+        for wrong in ("3/3", "a/2", "1"):
+            with pytest.raises(UserError, match=r"expected I/N"):
+                server_generate.generate(server_generate.make_parser().parse_args([*flags, "--shard", wrong]))
+    parts = sorted(tmp_path.glob("out-*.jsonl"))
+    assert [p.name for p in parts] == [f"out-0000{i}-of-00003.jsonl" for i in range(3)]
+    assert sorted(len(lines(p)) for p in parts) == [3, 3, 4]
+    output.write_text("".join(p.read_text() for p in parts))
+    check(output)

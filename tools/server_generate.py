@@ -1,0 +1,107 @@
+"""Let the target model behind an OpenAI-compatible server answer prompts: training data in its own words.
+
+    vllm serve MODEL &      # or trtllm-serve MODEL, or python -m sglang.launch_server --model-path MODEL
+    python tools/server_generate.py --url http://localhost:8000/v1 --data-path prompts.jsonl --output-path train.jsonl
+
+Reads conversations (their answers are replaced, turn by turn) and prompt files of prepare_conversations.py. Every
+finished conversation is on disk at once; a second run with the same --output-path goes on. Conversations whose answer
+was cut, or that the server refused, are in OUTPUT.rejected. The key of a server that wants one is read from
+OPENAI_API_KEY. In a job array, --shard 3/16 takes a part and writes a file of its own (slurm/server_generate.sbatch).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megatron_spec import cli
+from megatron_spec.config import UserError
+
+
+def make_parser() -> cli.Parser:
+    """The flags."""
+    p = cli.Parser(__doc__)
+    p.add_argument("--data-path", required=True, metavar="JSONL", help="conversations or prompts")
+    p.add_argument("--output-path", required=True, metavar="JSONL")
+    p.add_argument("--url", nargs="+", default=["http://localhost:8000/v1"], help="endpoints (default: %(default)s)")
+    p.add_argument("--model", metavar="NAME", help="served model (default: the first one the server names)")
+    p.add_argument(
+        "--system-prompt", metavar="TEXT", help="for conversations without a system turn; is written as well"
+    )
+    p.add_argument("--temperature", type=float, metavar="T", help="(default: the server's)")
+    p.add_argument("--top-p", type=float, metavar="P")
+    p.add_argument("--top-k", type=int, metavar="K", help="where the engine knows it")
+    p.add_argument("--max-tokens", type=cli.at_least_one, default=2048, help="of an answer (default: %(default)s)")
+    p.add_argument("--seed", type=int, help="each answer gets its own, made from this one, conversation and turn")
+    p.add_argument("--extra-body", metavar="JSON", help="further parameters of the request, as one JSON object")
+    p.add_argument("--concurrency", type=cli.at_least_one, default=64, help="conversations at a time (default: 64)")
+    p.add_argument("--retries", type=int, default=8, help="attempts after the first (default: %(default)s)")
+    p.add_argument("--timeout", type=float, default=600.0, help="seconds for one answer (default: %(default)s)")
+    p.add_argument("--keep-truncated", action="store_true", help="write conversations whose last answer was cut, too")
+    p.add_argument("--num-prompts", type=cli.at_least_one, metavar="N", help="use the first N prompts (default: all)")
+    p.add_argument("--shard", metavar="I/N", help="every N-th prompt, beginning with the I-th (0 <= I < N)")
+    return p
+
+
+def read_shard(text: str | None) -> tuple[int, int]:
+    """(i, n) of 'i/n'. Raises UserError for anything else."""
+    parts = (text or "0/1").split("/")
+    if len(parts) != 2 or not all(p.isdecimal() for p in parts) or not int(parts[0]) < int(parts[1]):
+        raise UserError(f"--shard {text}: expected I/N with 0 <= I < N")
+    return int(parts[0]), int(parts[1])
+
+
+def shard_path(output: str, shard: tuple[int, int]) -> Path:
+    """train.jsonl of shard 3 of 16 is train-00003-of-00016.jsonl."""
+    path = Path(output)
+    return path if shard[1] == 1 else path.with_name(f"{path.stem}-{shard[0]:05d}-of-{shard[1]:05d}{path.suffix}")
+
+
+def extra_body(args: argparse.Namespace) -> dict[str, Any]:
+    """Parameters outside OpenAI's. Raises UserError when --extra-body is no JSON object."""
+    try:
+        extra = json.loads(args.extra_body or "{}")
+    except ValueError as error:
+        raise UserError(f"--extra-body is not JSON ({error})") from None
+    if not isinstance(extra, dict):
+        raise UserError(f"--extra-body {args.extra_body}: expected a JSON object")
+    return {**extra, **({} if args.top_k is None else {"top_k": args.top_k})}
+
+
+def generate(args: argparse.Namespace) -> None:
+    """Ask and write. Raises UserError for input that does not fit, or when nobody answers."""
+    shard, extra = read_shard(args.shard), extra_body(args)
+    from tqdm import tqdm
+
+    from megatron_spec.decoding.prompts import iter_prompts
+    from megatron_spec.decoding.server import ServerOptions, Totals, generate_from_server
+
+    sampling = {k: getattr(args, k) for k in ("temperature", "top_p", "max_tokens") if getattr(args, k) is not None}
+    options = ServerOptions(
+        tuple(args.url), args.model, os.environ.get("OPENAI_API_KEY", "none"), sampling, extra, args.system_prompt,
+        args.concurrency, args.retries, args.keep_truncated, args.timeout, args.seed,
+    )  # fmt: skip
+    if not Path(args.data_path).is_file():
+        raise UserError(f"--data-path {args.data_path}: no such file")
+    prompts = islice(iter_prompts(args.data_path, args.num_prompts), shard[0], None, shard[1])
+    output = shard_path(args.output_path, shard)
+    with tqdm(unit=" conversations", mininterval=0.5 if sys.stderr.isatty() else 30) as bar:
+
+        def report(totals: Totals) -> None:
+            speed = totals.tokens / max(bar.format_dict["elapsed"], 1e-9)
+            told = f"{speed:.0f} tokens/s, {totals.rejected} rejected, {totals.retries} retries"
+            bar.set_postfix_str(told, refresh=False)
+            bar.update(totals.written + totals.rejected - bar.n)
+
+        totals = generate_from_server(prompts, output, options, report)
+    if totals.unanswered:
+        raise UserError(f"{totals.unanswered} conversations were not answered: start again to ask for them alone")
+
+
+if __name__ == "__main__":
+    cli.run(make_parser(), generate)
