@@ -23,5 +23,6 @@ def engine_python(name: str) -> str:
 def run_worker(name: str, script: str, *args: str, timeout: float = 1800) -> None:
     """Run a script of this folder in an engine's environment. Its output is shown when it fails."""
     command = [engine_python(name), str(Path(__file__).with_name(script)), *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}  # of our own environment, not of theirs
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]

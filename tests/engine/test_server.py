@@ -33,12 +33,13 @@ def free_port() -> int:
 @contextmanager
 def server(command: list[str], log: Path, port: int, patience: float = 600) -> Iterator[str]:
     """The server of a `vllm serve ...` command, up and answering."""
+    own = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
     small = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"]
     # `vllm serve BASE ...` without the program, which looks for a package called vllm: this one is called vllm-cpu.
     start = [engine_python("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", *command[2:], *small]
     with log.open("w") as out:
-        process = subprocess.Popen(start, env={**os.environ, **cpu}, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(start, env={**own, **cpu}, stdout=out, stderr=subprocess.STDOUT)
         try:
             deadline = time.monotonic() + patience
             while True:
