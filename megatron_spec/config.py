@@ -335,6 +335,11 @@ class EagleConfig(Config):
     norm_output: bool = False
     """EAGLE-3.1 and eagle-mtp: a draft step feeds back its state after the final norm, not before it."""
 
+    @property
+    def own_embedding(self) -> bool:
+        """A draft whose width is not the base's embeds tokens itself, at its own width."""
+        return self.hidden_size != self.target_hidden_size
+
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
         self._validate_sizes()

@@ -52,6 +52,8 @@ def draft_parameters(draft: DraftConfig) -> tuple[int, int]:
     if eagle3:  # the first layer also reads the embedding; a head of its own
         split += H * qkv_width(draft) + draft.draft_vocab_size * H
     inputs = len(draft.capture_layer_ids) if eagle3 else 2
+    if draft.own_embedding:
+        split += draft.vocab_size * H
     return split, inputs * draft.target_hidden_size * H + (2 * draft.num_hidden_layers + 3) * H
 
 

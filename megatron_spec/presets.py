@@ -56,11 +56,6 @@ def _check_trainable(config: EagleConfig) -> None:
             f"--eagle-config: capture_layer_ids is empty, but {config.algorithm} reads layers of the base: name at "
             "least one, or leave it out for the default"
         )
-    if config.hidden_size != config.target_hidden_size:
-        raise UserError(
-            f"--eagle-config: hidden_size {config.hidden_size} differs from the base's {config.target_hidden_size}: "
-            "such a draft needs an embedding of its own, which no export writes: leave it out"
-        )
 
 
 def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[str, Any] | None = None) -> EagleConfig:

@@ -146,7 +146,8 @@ def convert(
 def check_draft_parallel(config: DraftConfig, parallel: ParallelConfig) -> None:
     """Raise UserError when tensor parallelism does not divide the draft's shapes."""
     tp = parallel.tensor_model_parallel_size
-    for name in ("num_attention_heads", "intermediate_size", "draft_vocab_size"):
+    own = ("vocab_size",) if isinstance(config, EagleConfig) and config.own_embedding else ()
+    for name in ("num_attention_heads", "intermediate_size", "draft_vocab_size", *own):
         if not hasattr(config, name):  # Medusa heads have a vocabulary alone
             continue
         if getattr(config, name) % tp:

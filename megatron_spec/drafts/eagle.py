@@ -1,12 +1,15 @@
 """EAGLE-3 (arXiv 2503.01840): one decoder layer on the features of several base layers.
 
 Submodules carry the names of the export format, so that checkpoint, quantisation and export share one naming:
-fc, midlayer.* (or layers.{i}.* when there are several), norm, lm_head.
+fc, midlayer.* (or layers.{i}.* when there are several), norm, lm_head, and embed_tokens where the width is not the
+base's.
 
 S sequence, B micro-batch, K captured layers, C = K * target hidden size, H draft hidden size, D draft vocabulary.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import torch.distributed as dist
@@ -17,7 +20,7 @@ from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
 from megatron_spec.drafts.base import Attention, BaseEnds, DraftLosses
 from megatron_spec.drafts.fused_unroll import can_fuse, fused_unroll
 from megatron_spec.drafts.layer import DraftLayer
-from megatron_spec.drafts.linear import ColumnLinear, Linear, RMSNorm, enter
+from megatron_spec.drafts.linear import ColumnLinear, Linear, RMSNorm, VocabEmbedding, enter
 from megatron_spec.drafts.recurrent import RecurrentDraft
 from megatron_spec.drafts.unroll import Supervision, head_losses, teach, unroll
 from megatron_spec.drafts.vocab import DraftVocab
@@ -54,6 +57,8 @@ class EagleDraft(RecurrentDraft):
         else:
             self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(H, config.rms_norm_eps, sequence_parallel, *place)
+        if config.own_embedding:
+            self.embed_tokens = VocabEmbedding(config.vocab_size, H, tp_group, sequence_parallel, *place)
         self.lm_head = ColumnLinear(H, len(vocab), tp_group, "draft_vocab_size", *place)
 
     @property
@@ -61,6 +66,10 @@ class EagleDraft(RecurrentDraft):
         """The decoder layers in order, whatever their names."""
         layers = [self.midlayer] if self.config.num_hidden_layers == 1 else list(self.layers)
         return layers  # type: ignore[return-value]
+
+    def embed(self, tokens_BS: Tensor, ends: BaseEnds) -> Tensor:
+        """See RecurrentDraft; trained, in a draft whose width is not the base's."""
+        return self.embed_tokens(tokens_BS) if self.config.own_embedding else super().embed(tokens_BS, ends)
 
     def start(self, captures_SBC: Tensor, state_SBH: Tensor) -> Tensor:
         """See RecurrentDraft: the captures, projected."""
@@ -102,6 +111,7 @@ class EagleDraft(RecurrentDraft):
         if features.batch.context is None and can_fuse(self, hidden, objective.detach):
             states = fused_unroll(self, hidden, features.batch, plan.rows, plan.active, ends)
         else:
-            states = unroll(self.layer_step, hidden, features, ends, plan, objective, group, scattered)
+            embed = functools.partial(self.embed, ends=ends)
+            states = unroll(self.layer_step, hidden, features, embed, plan, objective, group, scattered)
         states = [self.lm_head.quantized_input(x) for x in states]
         return head_losses(states, self.lm_head.quantized_weight(), plan, teacher, objective, group)

@@ -63,6 +63,7 @@ def why_not_fused(
         "its steps are detached": detach,
         "it is tensor parallel": tp_size > 1,
         "it has several layers": config.num_hidden_layers > 1,
+        "it has an embedding of its own": config.own_embedding,
         "it feeds back a normed state (norm_output)": config.norm_output,
         f"its activation is {config.hidden_act}": config.hidden_act != "silu",
         "it is fake-quantised": quantised,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron_spec.config import UserError
 from megatron_spec.drafts.base import BaseEnds
+from megatron_spec.drafts.linear import enter
 from megatron_spec.drafts.teacher import restricted_head
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 FC_NOISE = 0.05
 """Size of the noise on `fc`, relative to the average it starts from."""
+
+CHUNK_ROWS = 5040
+"""Rows of an embedding at a time; sequence parallelism splits them over the ranks, so a number with many divisors."""
 
 _LAYER_NORMS = {
     "hidden_norm.weight": "input_layernorm.weight",  # of the first draft layer: the norm of the residual stream
@@ -60,6 +64,23 @@ def _feature_alone(shape: tuple[int, ...], name: str, seed: int) -> Tensor:
     return passed + draw_normal(name, shape, FC_NOISE / math.sqrt(2 * hidden), seed)
 
 
+@torch.no_grad()
+def _projected_embedding(draft: RecurrentDraft, ends: BaseEnds, name: str, rows: int, seed: int) -> Tensor:
+    """[V / TP, H] this rank's rows of the base's embedding, brought to the draft's width by a random projection.
+
+    Such a projection keeps the angles between tokens nearly as they are (Johnson and Lindenstrauss). A collective.
+    """
+    config, first = draft.config, draft.tp_group.rank() * rows
+    project = draw_normal(name, (config.target_hidden_size, config.hidden_size), config.hidden_size**-0.5, seed)
+    mine = []
+    for start in range(0, config.vocab_size, CHUNK_ROWS):  # the same chunks in every layout: the same bits
+        ids = torch.arange(start, min(start + CHUNK_ROWS, config.vocab_size), device=ends.head_weight.device)
+        whole = enter(ends.embed(ids[None]), draft.tp_group, draft.sequence_parallel)[:, 0].float()
+        part = whole @ project.to(whole.device)
+        mine.append(part[max(first - start, 0) : max(first + rows - start, 0)])
+    return torch.cat(mine)
+
+
 def initial_values(
     draft: RecurrentDraft, ends: BaseEnds, base: Mapping[str, Tensor], seed: int
 ) -> Iterator[tuple[str, Tensor]]:
@@ -71,7 +92,9 @@ def initial_values(
         first_layer = name.startswith(("midlayer.", "layers.0."))
         same = leaf.startswith("mlp.") or (config.algorithm == "eagle-mtp" and leaf == "input_layernorm.weight")
         source = base.get(_LAYER_NORMS.get(leaf, leaf if same else ""))
-        if name == "lm_head.weight" and config.hidden_size == config.target_hidden_size:
+        if name == "embed_tokens.weight":
+            yield name, _projected_embedding(draft, ends, name, parameter.shape[0], seed)
+        elif name == "lm_head.weight" and config.hidden_size == config.target_hidden_size:
             yield name, restricted_head(ends, draft.vocab, group)
         elif name.endswith("eh_proj.weight") or (name == "fc.weight" and config.algorithm == "eagle1"):
             yield name, _feature_alone(shape, name, seed)

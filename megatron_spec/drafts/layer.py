@@ -129,7 +129,7 @@ class DraftLayer(nn.Module):
         H = config.hidden_size
         norm = (config.rms_norm_eps, sequence_parallel, dtype, device)
         self.reads_embedding = reads_embedding
-        embedding_size = config.target_hidden_size if reads_embedding else 0
+        embedding_size = H if reads_embedding else 0  # the base's, or the draft's own of its own width
         # FORMATS: in the first layer `input_layernorm` is the norm of the token embedding.
         self.input_layernorm: Any = RMSNorm(embedding_size or H, *norm) if input_norm else None
         if reads_embedding:

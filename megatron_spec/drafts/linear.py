@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megatron_spec.config import UserError
 from megatron_spec.drafts.base import mark_replicated, mark_sharded
+from megatron_spec.ops.embedding import embed
 
 
 class _CopyToRanks(torch.autograd.Function):
@@ -141,6 +142,23 @@ class RowLinear(_Linear):
         if self.sequence_parallel:
             return mappings.reduce_scatter_to_sequence_parallel_region(partial, group=self.group)
         return mappings.reduce_from_tensor_model_parallel_region(partial, group=self.group)
+
+
+class VocabEmbedding(nn.Module):
+    """Rows of the table are split: [V / TP, size]."""
+
+    def __init__(
+        self, vocab_size: int, size: int, group: dist.ProcessGroup, sequence_parallel: bool, dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        rows = divide(vocab_size, group.size(), "vocab_size")
+        self.weight = mark_sharded(_empty((rows, size), dtype, device), dim=0)
+        self.group, self.sequence_parallel = group, sequence_parallel
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """[S, B, size], or [S / TP, B, size] under sequence parallelism."""
+        return embed(tokens_BS, self.weight, self.group, self.sequence_parallel)
 
 
 class RMSNorm(nn.Module):

@@ -5,6 +5,7 @@ S sequence, B micro-batch, H draft hidden size, D draft vocabulary, C captures w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -52,6 +53,11 @@ class RecurrentDraft(Draft):
     def start(self, captures_SBC: Tensor, state_SBH: Tensor) -> Tensor:
         """[S, B, H] state of step 0 from what the base says ([S / TP, ...] under sequence parallelism)."""
         raise NotImplementedError
+
+    def embed(self, tokens_BS: Tensor, ends: BaseEnds) -> Tensor:
+        """[S, B, H] token embeddings ([S / TP, B, H] under sequence parallelism): the base's, frozen."""
+        with torch.no_grad():
+            return ends.embed(tokens_BS)
 
     def layer_step(
         self, hidden_SBH: Tensor, embedding_SBH: Tensor, positions_BS: Tensor, attention: Attention
@@ -133,5 +139,6 @@ class SharedHeadDraft(RecurrentDraft):
         head = self.teacher_head(ends)
         plan = Supervision.of(features.batch, objective.ttt_steps, objective.alignment)
         teacher = teach(features, plan, head, objective.temperature, group, scattered)
-        states = unroll(self.layer_step, hidden_SBH, features, ends, plan, objective, group, scattered)
+        embed = functools.partial(self.embed, ends=ends)
+        states = unroll(self.layer_step, hidden_SBH, features, embed, plan, objective, group, scattered)
         return head_losses(states, head.draft_rows(), plan, teacher, objective, group), states, plan, teacher

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import Alignment, ObjectiveConfig
-from megatron_spec.drafts.base import Attention, BaseEnds, DraftLosses, shift
+from megatron_spec.drafts.base import Attention, DraftLosses, shift
 from megatron_spec.drafts.linear import copy_to_ranks, enter
 from megatron_spec.drafts.teacher import TeacherHead
 from megatron_spec.losses.vocab_parallel import Teacher, kernel_row_loss, row_losses
@@ -173,7 +173,7 @@ def unroll(
     step: Step,
     hidden_SBH: Tensor,
     features: Features,
-    ends: BaseEnds,
+    embed: Callable[[Tensor], Tensor],
     supervision: Supervision,
     objective: ObjectiveConfig,
     group: dist.ProcessGroup,
@@ -187,6 +187,7 @@ def unroll(
     Args:
         step: the draft's `layer_step`.
         hidden_SBH: state of step 0 ([S / TP, B, H] under sequence parallelism).
+        embed: tokens [B, S] -> embeddings that the draft reads.
     """
     batch = features.batch
     layout = trunk_layout(batch.documents_BS, hidden_SBH.dtype, batch.context, batch.single_document)
@@ -202,9 +203,7 @@ def unroll(
             place = batch.whole_rows(active)
             tokens, positions = tokens_N[place + (1 + k) * B][None], positions_N[place][None] + k
             rows = torch.searchsorted(active, rows)
-        with torch.no_grad():
-            embedding = ends.embed(tokens)
-        fed_back, normed = step(hidden_SBH, embedding, positions, attention)
+        fed_back, normed = step(hidden_SBH, embed(tokens), positions, attention)
         states.append(head_rows(normed, rows, group, sequence_parallel))
         hidden_SBH = fed_back.detach() if objective.detach else fed_back
     return states

@@ -91,11 +91,8 @@ def export_draft(
 
 
 def _check(config: EagleConfig, vocab: DraftVocab, export_embeddings: bool, ends: BaseEnds | None) -> None:
-    if config.target_hidden_size != config.hidden_size:
-        raise UserError(
-            f"the draft's hidden size {config.hidden_size} differs from its base's {config.target_hidden_size}: such a "
-            "draft needs an embedding of its own, which is not supported by the export"
-        )
+    if export_embeddings and config.own_embedding:
+        raise UserError("--export-embeddings writes the target's embedding, but this draft has its own: leave it out")
     if (len(vocab), vocab.vocab_size) != (config.draft_vocab_size, config.vocab_size):
         raise UserError(
             f"draft vocabulary has {len(vocab)} of {vocab.vocab_size} tokens, the configuration says "

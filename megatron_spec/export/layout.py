@@ -84,6 +84,8 @@ def _outer_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
         shapes["input_norm.weight"] = (captures * config.target_hidden_size,)
     if config.fc_norm:
         shapes |= {f"fc_norm.{i}.weight": (config.target_hidden_size,) for i in range(captures)}
+    if config.own_embedding:
+        shapes["embed_tokens.weight"] = (config.vocab_size, H)
     return {**shapes, "norm.weight": (H,), "lm_head.weight": (config.draft_vocab_size, H)}
 
 
@@ -122,7 +124,7 @@ def expected_tensors(
     if config.draft_vocab_size < config.vocab_size:  # vLLM raises when they are there without need
         tensors["d2t"] = ("int64", (config.draft_vocab_size,))
         tensors["t2d"] = ("bool", (config.vocab_size,))
-    if embeddings:
+    if embeddings and not config.own_embedding:
         tensors["embed_tokens.weight"] = (dtype, (config.vocab_size, config.target_hidden_size))
     return tensors
 
@@ -169,6 +171,7 @@ def config_json(config: EagleConfig, base: BaseConfig, dtype: str) -> dict[str, 
         "architectures": ARCHITECTURES[config.algorithm],
         "model_type": "llama",
         "hidden_size": config.hidden_size,
+        **({"target_hidden_size": config.target_hidden_size} if config.own_embedding else {}),
         "intermediate_size": config.intermediate_size,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,

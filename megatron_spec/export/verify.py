@@ -254,14 +254,14 @@ class _Inputs:
         """Of a micro-batch; random ones when there is none."""
         if features is not None and ends is not None:
             batch = features.batch
-            embedding = ends.embed(shift(batch.tokens_BS, 1, dim=1)).to(dtype)
+            embedding = draft.embed(shift(batch.tokens_BS, 1, dim=1), ends).to(dtype)
             tensors = (features.captures_SBC.to(dtype), features.state_SBH.to(dtype), embedding, batch.positions_BS)
             return _Inputs(*tensors, ends)
         config: EagleConfig = draft.config
         rows, split = 8 * world.tp_size, world.tp_size if world.parallel.sequence_parallel else 1
         random = torch.Generator().manual_seed(0)
         H = config.target_hidden_size
-        widths = (len(config.capture_layer_ids) * H, H, H)
+        widths = (len(config.capture_layer_ids) * H, H, config.hidden_size)  # captures, state, embedding
         drawn = [torch.randn(rows // split, 1, n, generator=random).to(world.device, dtype) for n in widths]
         return _Inputs(drawn[0], drawn[1], drawn[2], torch.arange(rows, device=world.device)[None], ends)
 

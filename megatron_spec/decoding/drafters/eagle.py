@@ -54,7 +54,7 @@ class EagleDrafter(Drafter):
     def _step(
         self, hidden_SBH: Tensor, tokens_BS: Tensor, positions_BS: Tensor, plan: AttentionPlan
     ) -> tuple[Tensor, Tensor]:
-        embedding_SBH = self.base.embed(tokens_BS)
+        embedding_SBH = self.draft.embed(tokens_BS, self.base)
         return self.draft.layer_step(
             hidden_SBH, embedding_SBH, positions_BS, lambda layer, q, k, v: attend(q, k, v, plan, layer)
         )

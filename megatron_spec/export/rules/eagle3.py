@@ -122,7 +122,7 @@ def _expected_shapes(folder: Folder) -> dict[str, tuple[int, ...]]:
     d = c.get("head_dim") or H // heads
     shapes: dict[str, tuple[int, ...]] = {"norm.weight": (H,), "lm_head.weight": (folder.draft_vocab, H)}
     for i, layer in enumerate(folder.layers):
-        width = folder.target_hidden + H if i == 0 else H
+        width = 2 * H if i == 0 else H
         shapes[f"{layer}.self_attn.q_proj.weight"] = (heads * d, width)
         for which in "kv":
             shapes[f"{layer}.self_attn.{which}_proj.weight"] = (c["num_key_value_heads"] * d, width)

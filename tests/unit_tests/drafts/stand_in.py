@@ -58,9 +58,9 @@ def eagle_config(**changes: Any) -> EagleConfig:
 
 
 def draft_vocab(config: EagleConfig) -> DraftVocab:
-    if config.draft_vocab_size == V:
-        return DraftVocab.full(V)
-    return DraftVocab(torch.tensor(SMALL_VOCAB), V)
+    if config.draft_vocab_size == config.vocab_size:
+        return DraftVocab.full(config.vocab_size)
+    return DraftVocab(torch.tensor(SMALL_VOCAB), config.vocab_size)
 
 
 def conversations(length: int = 18) -> Batch:
@@ -171,7 +171,9 @@ class PlainEagle:
         seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.prefixes]
         total = torch.zeros((), dtype=h.dtype)
         for k in range(objective.ttt_steps):
-            e = self.ends.table[[tokens[j + 1 + k] if j + 1 + k < S else 0 for j in range(S)]]
+            e = self.p.get("embed_tokens.weight", self.ends.table)[
+                [tokens[j + 1 + k] if j + 1 + k < S else 0 for j in range(S)]
+            ]
             mask = torch.cat([trunk] + [torch.eye(S, dtype=torch.bool)] * k, 1)
             for i in range(len(self.prefixes)):
                 if objective.detach:

@@ -19,6 +19,7 @@ from tests.unit_tests.drafts.stand_in import StandInEnds, V, conversations, draf
 from tests.worlds import run_world
 
 HEADS_9_3 = {"hidden_size": 18, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 2}
+NARROW = {"hidden_size": 8, "vocab_size": 32}  # with an embedding of its own, whose rows are split
 CASES: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
     "tp2": (2, False, {}, {}),
     "tp2 sp": (2, True, {}, {}),
@@ -29,6 +30,8 @@ CASES: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
     "tp2 reverse_kl": (2, False, {}, {"loss": "reverse_kl", "temperature": 0.7}),
     "tp2 tv": (2, False, {}, {"loss": "tv"}),
     "tp2 hard_ce": (2, False, {}, {"loss": "hard_ce", "in_vocab_only": False}),
+    "tp2 narrow": (2, False, {**NARROW, "num_hidden_layers": 2}, {}),
+    "tp2 sp narrow": (2, True, NARROW, {}),
     "tp3": (3, False, HEADS_9_3, {}),
     "tp3 sp": (3, True, HEADS_9_3, {}),
     "tp3 one kv head": (3, True, {**HEADS_9_3, "num_key_value_heads": 1, "head_dim": 6}, {}),
@@ -43,7 +46,7 @@ def decoded(draft: EagleDraft, ends: StandInEnds, captures_SBC: Tensor, full_len
     tokens = torch.arange(2 * full_length).view(2, -1) % V
     with torch.no_grad():
         _, normed = draft.layer_step(
-            draft.project(captures_SBC), ends.embed(tokens), slots, lambda i, q, k, v: attend(q, k, v, plan, i)
+            draft.project(captures_SBC), draft.embed(tokens, ends), slots, lambda i, q, k, v: attend(q, k, v, plan, i)
         )
         return draft.logits(normed)
 
@@ -51,7 +54,9 @@ def decoded(draft: EagleDraft, ends: StandInEnds, captures_SBC: Tensor, full_len
 def outcome(config: EagleConfig, objective: ObjectiveConfig, group: Any, sequence_parallel: bool) -> dict[str, Tensor]:
     """Initial values, losses, logits and gradients on this rank; replicated gradients summed as the trainer does."""
     whole = features(conversations(), config, torch.float32)
-    ends = StandInEnds(config.target_hidden_size, torch.float32, group, sequence_parallel)
+    ends = StandInEnds(
+        config.target_hidden_size, torch.float32, group, sequence_parallel, config.vocab_size, -config.vocab_size % 12
+    )
     f = whole
     if sequence_parallel:
         parts = [x.chunk(group.size())[group.rank()].contiguous() for x in (whole.captures_SBC, whole.state_SBH)]

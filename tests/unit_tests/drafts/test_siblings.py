@@ -168,7 +168,7 @@ def test_noise() -> None:
     assert noise.abs().max() <= 0.2 and abs(float(noise.mean())) < 0.01
     assert float(noise.std()) == pytest.approx(0.2 / 3**0.5, rel=0.05)
     assert len(noise.unique()) > 0.99 * noise.numel()
-    rows = [feature_noise(batch, like[:9], 0.2, first) for first in (0, 9)]
+    rows = [feature_noise(batch, like[:9], 0.2, torch.arange(first, first + 9)) for first in (0, 9)]
     assert torch.equal(torch.cat(rows), noise)
     alone = type(batch)(*(x[1:] for x in (batch.tokens_BS, batch.positions_BS, batch.turns_BS, batch.documents_BS)))
     assert torch.equal(feature_noise(alone, like[:, 1:], 0.2), noise[:, 1:])

@@ -26,6 +26,7 @@ from tests.unit_tests.pipeline.tiny import save_tiny
 from tests.unit_tests.quantization.tiny import OBJECTIVE, D, Tiny, V, make, world_of
 
 FP8 = QuantConfig(base="none")
+NARROW = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +162,7 @@ def test_embeddings_on_request(base_folder: Path, tmp_path: Path) -> None:
         (None, {"num_hidden_layers": 2}),
         (None, {"capture_layer_ids": [0, 6]}),
         (None, {"size": V}),
+        (FP8, NARROW),
     ],
 )
 def test_rule_checker_agrees(
@@ -176,8 +178,8 @@ def test_rule_checker_agrees(
 @pytest.mark.parametrize("quant", [None, FP8], ids=["fp32", "fp8"])
 @pytest.mark.parametrize(
     "overrides",
-    [{}, {"num_hidden_layers": 2, "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_theta": 50.0}],
-    ids=["one_layer", "two_layers"],
+    [{}, {"num_hidden_layers": 2, "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_theta": 50.0}, NARROW],
+    ids=["one_layer", "two_layers", "narrow"],
 )
 @torch.no_grad()
 def test_plain_reader_gives_the_same_logits(
@@ -186,7 +188,10 @@ def test_plain_reader_gives_the_same_logits(
     tiny = build(base_folder, quant, **overrides)
     out = export(tiny, tmp_path / "draft", quant, dtype="float32")
     (features,) = tiny.source.features(tiny.batches[1])
-    embedding = tiny.base.embed(shift(features.batch.tokens_BS, 1, dim=1))
+    tokens_BS = shift(features.batch.tokens_BS, 1, dim=1)
+    embedding = tiny.draft.embed(tokens_BS, tiny.base)
+    if "hidden_size" in overrides:
+        assert torch.equal(embedding, load_file(str(out / "model.safetensors"))["embed_tokens.weight"][tokens_BS.t()])
     expected = two_steps(tiny.draft, features.captures_SBC, embedding, features.batch.positions_BS)
     for row in range(2):
         plain = PlainEagle(out).steps(features.captures_SBC[:, row], embedding[:, row], torch.arange(12), 2)
@@ -194,6 +199,21 @@ def test_plain_reader_gives_the_same_logits(
             # An fp8 input next to a rounding boundary may fall to the other side: a rare step of 1/16 of one element.
             error = float((found - ours[:, row]).norm() / ours[:, row].norm())
             assert error < (1e-5 if quant is None else 0.02)
+
+
+def test_narrower_draft_has_its_own_embedding(base_folder: Path, tmp_path: Path) -> None:
+    tiny = build(base_folder, **NARROW)
+    out = export(tiny, tmp_path / "draft", dtype="float32")
+    config = json.loads((out / "config.json").read_text())
+    assert (config["hidden_size"], config["target_hidden_size"]) == (16, 32)
+    assert load_file(str(out / "model.safetensors"))["embed_tokens.weight"].shape == (V, 16)
+    (features,) = tiny.source.features(tiny.batches[1])
+    again = load_exported_draft(out, 8, tiny.world)
+    with torch.no_grad():
+        losses = [d(features, tiny.base, OBJECTIVE).loss_T for d in (tiny.draft, again)]
+    assert torch.equal(*losses)
+    with pytest.raises(UserError, match="has its own"):
+        export(tiny, tmp_path / "other", export_embeddings=True)
 
 
 def test_reloaded_draft_is_the_same(fp8: tuple[Tiny, Path], tmp_path: Path) -> None:
