@@ -20,7 +20,7 @@ if [ -z "$python" ] || ! fits "$python"; then
 fi
 echo "setting up $venv with $("$python" --version) (once; a few minutes)" >&2
 rm -f "$venv/.ready"
-"$python" -m venv "$venv"
+"$python" -m venv --clear "$venv" # another interpreter may have made the old one
 "$venv/bin/python" -m pip install --quiet --upgrade pip
 PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 printf '%s\n' "$stamp" > "$venv/.ready"
