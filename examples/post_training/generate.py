@@ -1,6 +1,7 @@
 """Let the base answer prompts, with or without a draft; the answers are training conversations.
 
     python generate.py --base BASE --data prompts.jsonl --output train.jsonl            # synthesise with the base alone
+    python generate.py --base BASE --synthesize 10000 --output train.jsonl              # it writes the questions, too
     python generate.py --load DIR --data prompts.jsonl --output answers.jsonl           # the same text, with a draft
 
 Every finished conversation is on disk at once; a second run with the same --output continues.
@@ -16,7 +17,9 @@ def parser() -> cli.Parser:
     p = cli.Parser(__doc__)
     p.add_argument("--base", metavar="BASE", help="base model (needed without --load, or when it moved)")
     p.add_argument("--load", metavar="DIR", help="draft checkpoint to speculate with")
-    p.add_argument("--data", required=True, metavar="JSONL", help="prompts")
+    p.add_argument("--data", metavar="JSONL", help="prompts")
+    p.add_argument("--synthesize", type=cli.at_least_one, metavar="N", help="instead: the base writes N questions")
+    p.add_argument("--question-temperature", type=float, metavar="T", help="for --synthesize (default: 1)")
     p.add_argument("--output", required=True, metavar="JSONL", help="conversations with answers")
     p.add_argument("--num-prompts", type=cli.at_least_one, metavar="N", help="use the first N prompts (default: all)")
     p.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
@@ -46,6 +49,8 @@ def main(args: argparse.Namespace) -> None:
         load=args.load,
         base=args.base,
         num_prompts=args.num_prompts,
+        synthesize=args.synthesize,
+        question_temperature=args.question_temperature,
         tokenizer=args.tokenizer,
         bf16=args.bf16,
         decode=decode,

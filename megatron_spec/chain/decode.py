@@ -23,6 +23,7 @@ from megatron_spec.decoding import html
 from megatron_spec.decoding.drafters.draft_target import check_tokenizers
 from megatron_spec.decoding.options import check_options, decoding_type
 from megatron_spec.decoding.prompts import read_prompts
+from megatron_spec.decoding.questions import write_questions
 from megatron_spec.decoding.report import Report, Run
 from megatron_spec.decoding.synthesize import synthesize_to_file
 from megatron_spec.decoding.validate import validate as run_validation
@@ -227,29 +228,40 @@ def _log_run(run: Run, report: Report) -> None:
 
 
 def generate(
-    data: str, output: str, *, load: str | None = None, base: str | None = None, num_prompts: int | None = None,
+    data: str | None, output: str, *, load: str | None = None, base: str | None = None, num_prompts: int | None = None,
     tokenizer: str | None = None, bf16: bool = False, decode: DecodeConfig | None = None,
-    parallel: ParallelConfig | None = None,
+    parallel: ParallelConfig | None = None, synthesize: int | None = None, question_temperature: float | None = None,
 ) -> int:  # fmt: skip
     """Answer prompts with a base, alone or with a draft. Returns the number of new answers.
+
+    Args:
+        synthesize: instead of `data`: the base writes this many questions itself, into OUTPUT.questions.jsonl.
+        question_temperature: for sampling them; default 1.
 
     Raises UserError for input that does not fit, before any weight is read where that is possible.
     """
     decode, parallel = decode or DecodeConfig(), parallel or ParallelConfig()
     if load is None and base is None:
         raise UserError("give --base for a base model alone, or --load for a draft checkpoint")
-    check_file(data)
-    prompts = read_prompts(data, num_prompts)
+    if (data is None) == (synthesize is None):
+        raise UserError("expected one of --data (prompts) and --synthesize (the base writes them)")
+    if synthesize is None and question_temperature is not None:
+        raise UserError("--question-temperature is for --synthesize: leave it out with --data")
+    if data is not None:
+        check_file(data)
+        prompts = read_prompts(data, num_prompts)
     planned = plan(load, base, decode, parallel, tokenizer, draft_needed=False)
     world = distributed.initialize(parallel, decode.seed)
     models = load_models(planned, world, torch.bfloat16 if bf16 else torch.float32)
+    stop_ids = set(stop_token_ids(planned.source, planned.tokenizer))
+    about = {"base_fingerprint": models.fingerprint, "template_hash": template_hash(planned.source)}
+    if synthesize is not None:
+        asking = planned.decode.replace(temperature=1.0 if question_temperature is None else question_temperature)
+        path = Path(f"{output}.questions.jsonl")
+        prompts = write_questions(models.base, planned.tokenizer, synthesize, asking, path, stop_ids, about)
     done = synthesize_to_file(
-        models.base, planned.tokenizer, prompts, planned.decode, output, draft=models.draft,
-        stop_ids=set(stop_token_ids(planned.source, planned.tokenizer)),
-        about={
-            "base_fingerprint": models.fingerprint, "template_hash": template_hash(planned.source),
-            **_other_text(planned.decode),
-        },
+        models.base, planned.tokenizer, prompts, planned.decode, output, draft=models.draft, stop_ids=stop_ids,
+        about={**about, **_other_text(planned.decode)},
     )  # fmt: skip
     log.info("%d new conversations in %s", done, output)
     return done

@@ -246,6 +246,12 @@ class ChatEncoder:
         text = self._render(conversation, conversation.messages, add_generation_prompt=True)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def question_ids(self) -> list[int]:
+        """Token ids that stand in front of the first question: what the template writes before the user's words."""
+        asked = Conversation([{"role": "user", "content": _PLACEHOLDER}], "a question")
+        text = str(self._render(asked, asked.messages)).split(_PLACEHOLDER)[0].rstrip(" ")
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def _render(self, conversation: Conversation, messages: list[dict[str, Any]], **options: Any) -> Any:
         options = {"tokenize": False, **options}
         try:
