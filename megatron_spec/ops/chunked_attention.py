@@ -90,8 +90,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, chunks: list[Chunk]) -> tuple[Tenso
         o, lse, *state, _ = _flash(
             q_c, k_c, v_c, c.starts_q, c.starts_k, c.longest_q, c.longest_k, 0.0, True, False
         )  # fmt: skip
-        outs.append(o.view(B, -1, N, D))
-        lses.append(lse.view(N, B, -1).permute(1, 2, 0))
+        outs.append(o.reshape(B, -1, N, D))
+        lses.append(lse.reshape(N, B, -1).permute(1, 2, 0))
         rng += state
     return torch.cat(outs, 1), torch.cat(lses, 1), tuple(rng)
 
@@ -116,7 +116,7 @@ def backward(
         dq_c, dk_c, dv_c = _flash_backward(
             do_c, q_c, k_c, v_c, o_c, lse_c, c.starts_q, c.starts_k, c.longest_q, c.longest_k, 0.0, True, *state
         )
-        dqs.append(dq_c.view(q.shape[0], -1, N, D))
+        dqs.append(dq_c.reshape(q.shape[0], -1, N, D))
         for total, piece in ((dk, dk_c), (dv, dv_c)):
             total.view(-1, *piece.shape[1:]).index_add_(0, c.keys, piece)
     return torch.cat(dqs, 1), dk, dv

@@ -200,15 +200,15 @@ def _plain_trunk(q: Tensor, k: Tensor, v: Tensor, layout: TrunkLayout) -> tuple[
 def _plain_trunk_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, layout: TrunkLayout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    B, S, N, D = q.shape
+    N, D = q.shape[2:]
     G = k.shape[2]
     p = (_scores(q, k, layout) - lse.transpose(1, 2)[..., None]).exp()
     dp = torch.einsum("bsnd,btnd->bnst", do, v.repeat_interleave(N // G, 2)).to(p.dtype)
     delta = (do * o).sum(-1, dtype=p.dtype).transpose(1, 2)
     ds = (p * (dp - delta[..., None]) / math.sqrt(D)).to(q.dtype)
     dq = torch.einsum("bnst,btnd->bsnd", ds, k.repeat_interleave(N // G, 2))
-    dk = torch.einsum("bnst,bsnd->btnd", ds, q).view(B, S, G, -1, D).sum(3)
-    dv = torch.einsum("bnst,bsnd->btnd", p.to(do.dtype), do).view(B, S, G, -1, D).sum(3)
+    dk = torch.einsum("bnst,bsnd->btnd", ds, q).unflatten(2, (G, -1)).sum(3)
+    dv = torch.einsum("bnst,bsnd->btnd", p.to(do.dtype), do).unflatten(2, (G, -1)).sum(3)
     return dq, dk, dv
 
 

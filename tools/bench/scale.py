@@ -5,9 +5,10 @@
     torchrun --nproc-per-node 4 tools/bench/scale.py pp4 --model 70b --no-equality --output large.json
     torchrun --nproc-per-node 4 tools/bench/scale.py tp2pp2 cp2 --tiny --reference /tmp/ref     # in miniature, on CPUs
 
-A layout is written tp2pp2cp1, sp behind it for sequence parallelism, te for Transformer Engine's layers; what is
-left is data parallel. Equality: a small model with weights on disk, in fp32 and bf16; throughput: random weights
-and every token supervised. `--reference` is written by the run on one GPU and read by the others.
+A layout is written tp2pp2cp1, sp behind it for sequence parallelism, te for Transformer Engine's layers, @16384x1 for
+another sequence length and micro-batch size of the throughput; what is left is data parallel. Equality: a small model
+with weights on disk, in fp32 and bf16; throughput: random weights and every token supervised. `--reference` is written
+by the run on one GPU and read by the others.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def start(layout: str) -> tuple[World, bool]:
     """The groups of a layout, after those of the one before."""
     from megatron.core import parallel_state
 
-    parallel, engine = parse_layout(layout)
+    parallel, engine = parse_layout(layout.split("@")[0])
     parallel_state.destroy_model_parallel()
     return distributed.initialize(parallel), engine
 
@@ -151,7 +152,7 @@ def equality(layout: str, reference: Path, tiny: bool) -> list[dict[str, Any]]:
         found = gradients(reference / "base", world, dtype, engine, 96 if tiny else 512)
         name = str(dtype).removeprefix("torch.")
         file = reference / f"{name}.pt"
-        if layout == "one":
+        if world.size == 1:
             torch.save(found, file)
             continue
         one = torch.load(file, weights_only=True)
@@ -199,6 +200,8 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
     ddp = wrap_ddp(draft, world, train)
     trainer = Trainer(world, ddp, *build_optimizer(ddp, world, train), base, ObjectiveConfig(ttt_steps=args.ttt_steps))
     S, B, mine = args.seq_length, args.micro_batch_size, args.micro_batches
+    if "@" in layout and not args.tiny:
+        S, B = map(int, layout.split("@")[1].split("x"))
     generator = torch.Generator().manual_seed(world.dp_rank)
     tokens = torch.randint(0, config.vocab_size, (B, S), generator=generator)
     ones = torch.ones(B, S, dtype=torch.int32)

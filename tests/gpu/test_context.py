@@ -1,0 +1,35 @@
+"""Flash attention over the chunks of context parallelism against plain masked attention; one GPU plays every rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_spec.context import ContextShard
+from megatron_spec.ops import chunked_attention
+from tests.unit_tests.ops.test_chunked_attention import documents, plain
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_chunks_equal_masked_attention(packed: bool, rank: int) -> None:
+    B, S, N, G, D = 2, 256, 8, 4, 64
+    group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: 2)
+    shard, documents_BS = ContextShard(group), documents(B, S, packed).cuda()
+    torch.manual_seed(0)
+    q = torch.randn(B, S, N, D, device="cuda", dtype=torch.bfloat16)[:, shard.rows(S, "cuda")]
+    k, v = (torch.randn(B, S, G, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    do = torch.randn_like(q)
+    chunks = chunked_attention.chunks_of(documents_BS, shard)
+    o, lse, rng = chunked_attention.forward(q, k, v, chunks)
+    grads = chunked_attention.backward(do, q, k, v, o, lse, rng, chunks)
+    wide = [x.float().requires_grad_() for x in (q, k, v)]
+    o_plain, lse_plain = plain(*wide, chunked_attention.visible(documents_BS, shard))
+    expected = torch.autograd.grad(o_plain, wide, do.float())
+    for found, true in zip((o, lse, *grads), (o_plain, lse_plain, *expected), strict=True):
+        assert float((found.float() - true).norm() / true.norm()) < 1e-2
