@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_spec.base_models import llama
-from megatron_spec.base_models.names import NameRule
+from megatron_spec.base_models.families import BY_ARCHITECTURE, REFUSED, parse
+from megatron_spec.base_models.rules import is_ignorable, name_rules
+from megatron_spec.base_models.written import config_json
 from megatron_spec.config import BaseConfig, UserError, suggest
 
-_FAMILIES = {"LlamaForCausalLM": llama}
+__all__ = [
+    "SUPPORTED_ARCHITECTURES",
+    "config_json",
+    "is_ignorable",
+    "name_rules",
+    "parse_base_config",
+    "read_base_config",
+]
 
-SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+SUPPORTED_ARCHITECTURES = tuple(BY_ARCHITECTURE)
 
 
 def parse_base_config(raw: dict[str, object], where: str) -> BaseConfig:
@@ -21,13 +29,15 @@ def parse_base_config(raw: dict[str, object], where: str) -> BaseConfig:
     """
     architectures = raw.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
-    if name not in _FAMILIES:
-        hint = suggest(name, _FAMILIES) if isinstance(name, str) else ""
+    if name in REFUSED:
+        raise UserError(f"{where}: {name} is not supported as a base: it {REFUSED[name]}")
+    if name not in BY_ARCHITECTURE:
+        hint = suggest(name, BY_ARCHITECTURE) if isinstance(name, str) else ""
         raise UserError(
             f"{where}: found architectures {architectures!r}, which is not supported as a base{hint}; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    return _FAMILIES[name].parse_config(raw, where)
+    return parse(BY_ARCHITECTURE[name], raw, where)
 
 
 def read_base_config(folder: str | Path) -> BaseConfig:
@@ -42,18 +52,3 @@ def read_base_config(folder: str | Path) -> BaseConfig:
     if not isinstance(raw, dict):
         raise UserError(f"{path}: found {type(raw).__name__}, expected a JSON object")
     return parse_base_config(raw, str(path))
-
-
-def config_json(config: BaseConfig) -> dict[str, object]:
-    """Content of a config.json in Hugging Face format, for a base that came without one."""
-    return llama.config_json(config)
-
-
-def name_rules(config: BaseConfig) -> list[NameRule]:
-    """Every parameter of the base, as megatron-core names it and as Hugging Face does."""
-    return llama.name_rules(config)
-
-
-def is_ignorable(name: str, config: BaseConfig) -> bool:
-    """True for tensors that a checkpoint may hold without meaning."""
-    return llama.is_ignorable(name, config)

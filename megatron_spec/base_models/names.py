@@ -1,4 +1,4 @@
-"""One rule per parameter: its megatron-core name, its Hugging Face names, and how tensor parallel ranks share it.
+"""One rule per parameter: its megatron-core name, its Hugging Face names, and how ranks share it.
 
 The same rule serves both directions: `read_shard` (import: a rank reads only its rows or columns) and `join_shards` +
 `to_hf` (export). Layouts of megatron-core's merged matrices:
@@ -7,12 +7,14 @@ The same rule serves both directions: `read_shard` (import: a rank reads only it
   key/value heads than ranks a cut falls inside a block).
 - linear_fc1: rank r holds [gate_r; up_r].
 - vocabulary: rows padded with zeros to a multiple of the ranks.
+- experts: each is a module of its own, on one expert parallel rank, its matrices cut over tensor parallel ranks.
 
-V vocabulary, H hidden, N query heads, G key/value heads, D head size, F MLP width, R rows.
+V vocabulary, H hidden, N query heads, G key/value heads, D head size, F MLP width, E experts, R rows.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -22,24 +24,84 @@ from torch import Tensor
 
 from megatron_spec.config import BaseConfig
 
-Kind = Literal["replicated", "vocab", "qkv", "gate_up", "columns"]
+Kind = Literal[
+    "replicated", "vocab", "rows", "columns", "qkv", "gate_up", "fused_qkv", "fused_gate_up",
+    "stacked_gate_up", "stacked_gate_up_bias", "stacked_down", "stacked_down_bias",
+]  # fmt: skip
 ReadSlice = Callable[[str, int, int, int], Tensor]
 """(Hugging Face name, dim, start, stop) -> that slice of the tensor."""
+
+ALL_EXPERTS = "*"
+"""Stands for the number of the expert in the name of a rule whose Hugging Face tensor holds all experts."""
+_EXPERT = re.compile(r"(?<=\.local_experts\.)(\d+|\*)(?=\.)")
 
 
 @dataclass(frozen=True)
 class NameRule:
-    """One parameter of the base.
+    """One parameter of the base (or, for `stacked_*`, that of all experts of a layer).
 
     Attributes:
-        core: name in the whole megatron-core model (layers numbered over all pipeline stages).
+        core: name in the whole megatron-core model (layers numbered over all pipeline stages, experts over all ranks).
         hf: the Hugging Face tensors it is made of, in order.
         kind: how it is cut over tensor parallel ranks.
+        shapes: of the tensors in `hf`.
+        float32: kept in fp32 whatever the dtype of the model.
     """
 
     core: str
     hf: tuple[str, ...]
     kind: Kind
+    shapes: tuple[tuple[int, ...], ...]
+    float32: bool = False
+
+    @property
+    def layer(self) -> int | None:
+        """Number of the layer it belongs to; None for embedding, final norm and head."""
+        parts = self.core.split(".")
+        return int(parts[2]) if parts[1] == "layers" else None
+
+    @property
+    def module(self) -> str:
+        """Name of the module it belongs to, from the decoder on: "layers.3.mlp.linear_fc1"."""
+        return self.core.removeprefix("decoder.").rpartition(".")[0]
+
+    @property
+    def expert(self) -> str | None:
+        """The expert it belongs to, '*' for all of them in one tensor, None outside of experts."""
+        found = _EXPERT.search(self.core)
+        return found[0] if found else None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts of a layer that are on this rank: numbers first .. first + count - 1."""
+
+    first: int = 0
+    count: int = 0
+
+    @staticmethod
+    def of(config: BaseConfig, ep_rank: int, ep_size: int) -> Experts:
+        """Even shares in the order of the ranks."""
+        count = config.num_experts // ep_size
+        return Experts(ep_rank * count, count)
+
+
+def local_names(rule: NameRule, first_layer: int, experts: Experts) -> list[str]:
+    """Names of the rule's parameters inside the stage that starts at `first_layer`; some may belong to later stages.
+
+    Empty for a layer of an earlier stage and for an expert of another rank; one per local expert for `stacked_*`.
+    """
+    name = rule.core
+    if rule.layer is not None:
+        if rule.layer < first_layer:
+            return []
+        name = name.replace(f"decoder.layers.{rule.layer}.", f"decoder.layers.{rule.layer - first_layer}.", 1)
+    if rule.expert is None:
+        return [name]
+    if rule.expert == ALL_EXPERTS:
+        return [_EXPERT.sub(str(i), name) for i in range(experts.count)]
+    index = int(rule.expert) - experts.first
+    return [_EXPERT.sub(str(index), name)] if 0 <= index < experts.count else []
 
 
 def padded_vocab(vocab_size: int, tp_size: int) -> int:
@@ -47,25 +109,13 @@ def padded_vocab(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // tp_size) * tp_size
 
 
-def hf_shapes(rule: NameRule, config: BaseConfig) -> dict[str, tuple[int, ...]]:
+def hf_shapes(rule: NameRule) -> dict[str, tuple[int, ...]]:
     """Expected shape of every Hugging Face tensor of the rule."""
-    H, D = config.hidden_size, config.head_dim
-    queries, keys = config.num_attention_heads * D, config.num_key_value_heads * D
-    if rule.kind == "vocab":
-        shapes: list[tuple[int, ...]] = [(config.vocab_size, H)]
-    elif rule.kind == "qkv":
-        shapes = [(queries, H), (keys, H), (keys, H)]
-    elif rule.kind == "gate_up":
-        shapes = [(config.intermediate_size, H)] * 2
-    elif rule.kind == "columns":
-        shapes = [(H, queries if "self_attention" in rule.core else config.intermediate_size)]
-    else:
-        shapes = [(H,)]
-    return dict(zip(rule.hf, shapes, strict=True))
+    return dict(zip(rule.hf, rule.shapes, strict=True))
 
 
 def merge_qkv(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
-    """Interleave q [N*D, H], k and v [G*D, H] per key/value head into linear_qkv [(N + 2G)*D, H].
+    """Interleave q [N*D, ...], k and v [G*D, ...] per key/value head into linear_qkv [(N + 2G)*D, ...].
 
     `groups` is the number of key/value heads in these tensors (a slice of the model's is fine).
     """
@@ -83,19 +133,18 @@ def split_qkv(qkv: Tensor, config: BaseConfig) -> tuple[Tensor, Tensor, Tensor]:
 
 def _read_qkv(rule: NameRule, config: BaseConfig, tp_rank: int, tp_size: int, read: ReadSlice) -> Tensor:
     """Read the key/value groups this rank's rows touch, merge them, and cut the rows out."""
-    D, G = config.head_dim, config.num_key_value_heads
-    q_rows = config.num_attention_heads // G * D
+    D, N, G = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    q_rows = N // G * D
     block = q_rows + 2 * D
     rows = block * G // tp_size
     first, last = tp_rank * rows // block, -(-(tp_rank + 1) * rows // block)
-    q_name, k_name, v_name = rule.hf
-    merged = merge_qkv(
-        read(q_name, 0, first * q_rows, last * q_rows),
-        read(k_name, 0, first * D, last * D),
-        read(v_name, 0, first * D, last * D),
-        last - first,
+    # A fused matrix holds [q; k; v], so that k and v begin further down.
+    names, begins = (rule.hf * 3, (0, N * D, (N + G) * D)) if rule.kind == "fused_qkv" else (rule.hf, (0, 0, 0))
+    q, k, v = (
+        read(name, 0, begin + first * size, begin + last * size)
+        for name, begin, size in zip(names, begins, (q_rows, D, D), strict=True)
     )
-    return merged.narrow(0, tp_rank * rows - first * block, rows)
+    return merge_qkv(q, k, v, last - first).narrow(0, tp_rank * rows - first * block, rows)
 
 
 def _read_vocab(name: str, config: BaseConfig, rows: int, tp_rank: int, read: ReadSlice) -> Tensor:
@@ -106,21 +155,45 @@ def _read_vocab(name: str, config: BaseConfig, rows: int, tp_rank: int, read: Re
     return torch.cat([part, part.new_zeros(rows - part.shape[0], *part.shape[1:])])
 
 
+def _read_stacked(rule: NameRule, tp_rank: int, tp_size: int, read: ReadSlice, experts: Experts) -> Tensor:
+    """gpt-oss: [local experts, ...] in megatron-core's layout. Gate and up columns alternate in the file."""
+    name, shape = rule.hf[0], rule.shapes[0]
+    here = slice(experts.first, experts.first + experts.count)
+    if rule.kind == "stacked_down_bias":
+        return read(name, 0, here.start, here.stop)
+    dim = 1 if rule.kind == "stacked_down" else len(shape) - 1
+    size = shape[dim] // tp_size
+    part = read(name, dim, tp_rank * size, (tp_rank + 1) * size)[here]
+    if rule.kind == "stacked_down":
+        return part.transpose(1, 2)
+    return torch.cat([part[..., ::2], part[..., 1::2]], dim=-1).transpose(1, -1)
+
+
 def read_shard(
-    rule: NameRule, config: BaseConfig, tp_rank: int, tp_size: int, read: ReadSlice, vocab_rows: int | None = None
-) -> Tensor:
+    rule: NameRule, config: BaseConfig, tp_rank: int, tp_size: int, read: ReadSlice, vocab_rows: int | None = None,
+    experts: Experts | None = None,
+) -> Tensor:  # fmt: skip
     """This rank's shard of the megatron-core parameter, reading no more of the files than it needs.
 
-    `vocab_rows` is the number of vocabulary rows per rank when the model was built with more padding than needed.
+    Args:
+        vocab_rows: vocabulary rows per rank when the model was built with more padding than needed.
+        experts: this rank's, for `stacked_*` rules, whose shard is [local experts, ...].
     """
-    if rule.kind == "qkv":
+    if rule.kind in ("qkv", "fused_qkv"):
         return _read_qkv(rule, config, tp_rank, tp_size, read)
     if rule.kind == "vocab":
         rows = vocab_rows or padded_vocab(config.vocab_size, tp_size) // tp_size
         return _read_vocab(rule.hf[0], config, rows, tp_rank, read)
+    if rule.kind.startswith("stacked"):
+        return _read_stacked(rule, tp_rank, tp_size, read, experts or Experts(0, config.num_experts))
+    if rule.kind == "fused_gate_up":  # [gate; up]
+        width = rule.shapes[0][0] // 2
+        size = width // tp_size
+        starts = (tp_rank * size, width + tp_rank * size)
+        return torch.cat([read(rule.hf[0], 0, start, start + size) for start in starts])
     dim = 1 if rule.kind == "columns" else 0
     parts = []
-    for name, shape in hf_shapes(rule, config).items():
+    for name, shape in hf_shapes(rule).items():
         size = shape[dim] if rule.kind == "replicated" else shape[dim] // tp_size
         start = 0 if rule.kind == "replicated" else tp_rank * size
         parts.append(read(name, dim, start, start + size))
@@ -132,13 +205,16 @@ def join_shards(rule: NameRule, shards: list[Tensor]) -> Tensor:
 
     linear_fc1 comes out as [gate; up]; a vocabulary matrix keeps its padding.
     """
-    if rule.kind == "replicated":
+    if rule.kind in ("replicated", "stacked_down_bias"):
         return shards[0]
     if rule.kind == "columns":
         return torch.cat(shards, dim=1)
-    if rule.kind == "gate_up":
-        halves = [shard.chunk(2) for shard in shards]
-        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+    if rule.kind == "stacked_down":
+        return torch.cat(shards, dim=2)
+    dim = 1 if rule.kind.startswith("stacked_gate_up") else 0
+    if "gate_up" in rule.kind:
+        halves = [shard.chunk(2, dim) for shard in shards]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves], dim)
     return torch.cat(shards)
 
 
@@ -147,10 +223,17 @@ def to_hf(rule: NameRule, whole: Tensor, config: BaseConfig) -> dict[str, Tensor
     parts: tuple[Tensor, ...]
     if rule.kind == "qkv":
         parts = split_qkv(whole, config)
+    elif rule.kind == "fused_qkv":
+        parts = (torch.cat(split_qkv(whole, config)),)
     elif rule.kind == "gate_up":
         parts = whole.chunk(2)
     elif rule.kind == "vocab":
         parts = (whole[: config.vocab_size],)
+    elif rule.kind.startswith("stacked_gate_up"):
+        parts = (torch.stack(whole.chunk(2, dim=1), dim=2).flatten(1, 2),)
+        parts = (parts[0].transpose(1, -1),)
+    elif rule.kind == "stacked_down":
+        parts = (whole.transpose(1, 2),)
     else:
         parts = (whole,)
     return {name: part.contiguous() for name, part in zip(rule.hf, parts, strict=True)}

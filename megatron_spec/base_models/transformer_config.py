@@ -22,7 +22,7 @@ def pipeline_layout(layers_per_stage: list[int]) -> list[list[str]]:
 def transformer_config(
     base: BaseConfig, parallel: ParallelConfig, layers_per_stage: list[int], dtype: torch.dtype
 ) -> TransformerConfig:
-    """Configuration of a frozen base: no dropout, no biases, no weight initialisation."""
+    """Configuration of a frozen base: no dropout, no weight initialisation."""
     values: dict[str, Any] = {
         "num_layers": base.num_layers,
         "hidden_size": base.hidden_size,
@@ -34,7 +34,9 @@ def transformer_config(
         "layernorm_epsilon": base.rms_norm_eps,
         "gated_linear_unit": True,
         "activation_func": F.silu,
-        "add_bias_linear": False,
+        "add_bias_linear": base.attention_bias,
+        "add_qkv_bias": base.qkv_bias,
+        "qk_layernorm": base.qk_norm,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "perform_initialization": False,

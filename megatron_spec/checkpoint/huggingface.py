@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_spec.base_models import is_ignorable, name_rules
-from megatron_spec.base_models.names import NameRule, hf_shapes, read_shard
+from megatron_spec.base_models.names import NameRule, hf_shapes, local_names, read_shard
+from megatron_spec.checkpoint import mxfp4
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.pipeline import te_spec
 from megatron_spec.pipeline.ends_only import EndsOnly
@@ -65,7 +66,10 @@ class HuggingFaceWeights:
 
     def check(self, rules: list[NameRule], config: BaseConfig) -> None:
         """Raise UserError naming every missing tensor, unexpected tensor and wrong shape."""
-        expected = {name: shape for rule in rules for name, shape in hf_shapes(rule, config).items()}
+        expected = {name: shape for rule in rules for name, shape in hf_shapes(rule).items()}
+        packed = [name for name in expected if name + mxfp4.BLOCKS in self._handle_of]
+        for name in packed:
+            expected |= mxfp4.shapes(name, expected.pop(name))
         problems = [f"missing {name}" for name in expected if name not in self._handle_of]
         extra = [n for n in self._handle_of if n not in expected and not is_ignorable(n, config)]
         problems += [f"unexpected {name}" for name in extra]
@@ -78,9 +82,11 @@ class HuggingFaceWeights:
             raise UserError(f"{self.folder}: {len(problems)} tensors do not fit its config.json: {shown}")
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Rows (dim 0) or columns (dim 1) [start, stop) of a tensor."""
+        """The slice [start, stop) of a dimension of a tensor. MXFP4 is dequantised to bf16."""
+        if name + mxfp4.BLOCKS in self._handle_of:
+            return mxfp4.read(self.read, name, dim, start, stop)
         part = self._handle_of[name].get_slice(name)
-        tensor: Tensor = part[start:stop] if dim == 0 else part[:, start:stop]
+        tensor: Tensor = part[tuple([slice(None)] * dim + [slice(start, stop)])]
         return tensor
 
 
@@ -93,13 +99,15 @@ def load_huggingface(base: FrozenBase, folder: Path, reader: type[HuggingFaceWei
     with reader(folder) as weights:
         weights.check(rules, config)
         for rule in rules:
-            parameter = parameters.pop(local_name(rule.core, stage.first), None)
-            if parameter is None:
-                continue  # another stage's
+            names = local_names(rule, stage.first, base.experts)
+            mine = [parameters.pop(name) for name in names if name in parameters]
+            if not mine:
+                continue  # another rank's
             rows = base.embedding_weight.shape[0]
-            shard = read_shard(rule, config, world.tp_rank, world.tp_size, weights.read, rows)
-            assert shard.shape == parameter.shape, (rule.core, shard.shape, parameter.shape)
-            parameter.copy_(shard)
+            shard = read_shard(rule, config, world.tp_rank, world.tp_size, weights.read, rows, base.experts)
+            for parameter, part in zip(mine, shard if rule.kind.startswith("stacked") else [shard], strict=True):
+                assert part.shape == parameter.shape, (rule.core, part.shape, parameter.shape)
+                parameter.copy_(part)
     base.share_ends()
 
 
@@ -113,12 +121,3 @@ def load_ends(ends: EndsOnly, folder: Path) -> None:
         for rule in (r for r in rules if r.kind == "vocab"):
             weight = ends.embedding_weight if rule.core.startswith("embedding") else ends.head_weight
             weight.copy_(read_shard(rule, config, world.tp_rank, world.tp_size, weights.read, weight.shape[0]))
-
-
-def local_name(core: str, first_layer: int) -> str:
-    """Name inside the stage that starts at `first_layer` ('' when the layer is in an earlier stage)."""
-    parts = core.split(".")
-    if parts[:2] == ["decoder", "layers"]:
-        index = int(parts[2]) - first_layer
-        return ".".join([*parts[:2], str(index), *parts[3:]]) if index >= 0 else ""
-    return core

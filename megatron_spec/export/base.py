@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from megatron_spec.base_models import config_json, name_rules
-from megatron_spec.base_models.names import NameRule, hf_shapes, join_shards, to_hf
+from megatron_spec.base_models.names import NameRule, hf_shapes, join_shards, local_names, to_hf
 from megatron_spec.config import BaseConfig, QuantConfig, UserError
 from megatron_spec.distributed import World
 from megatron_spec.export.common import (
@@ -136,10 +136,8 @@ def _excludes(quant: QuantConfig | None) -> list[str]:
 def _local(rule: NameRule, base: Any, parameters: dict[str, Tensor]) -> Tensor:
     if rule.kind == "vocab":
         return base.embedding_weight if rule.core.startswith("embedding.") else base.head_weight  # type: ignore[no-any-return]
-    parts = rule.core.split(".")
-    if parts[1] == "layers":
-        parts[2] = str(int(parts[2]) - base.stage.first)
-    return parameters[".".join(parts)]
+    found = [parameters[name].detach() for name in local_names(rule, base.stage.first, base.experts)]
+    return torch.stack(found) if rule.kind.startswith("stacked") else found[0]
 
 
 def _stage_of_layers(base: Any) -> dict[int, int]:
@@ -152,8 +150,7 @@ def _owner(rule: NameRule, owners: dict[int, int], world: World) -> int:
     """Pipeline rank that sends the parameter. Embedding and head are on every stage, so rank 0 has them."""
     if rule.kind == "vocab":
         return 0
-    parts = rule.core.split(".")
-    return owners[int(parts[2])] if parts[1] == "layers" else world.pp_size - 1
+    return world.pp_size - 1 if rule.layer is None else owners[rule.layer]
 
 
 def _high_precision(base: Any) -> Iterator[tuple[NameRule, dict[str, Tensor]]]:
@@ -168,7 +165,7 @@ def _high_precision(base: Any) -> Iterator[tuple[NameRule, dict[str, Tensor]]]:
         tensors: dict[str, Tensor] = {}
         if world.pp_rank == owner:
             shards = [_local(rule, base, parameters).detach()]
-            if rule.kind != "replicated":
+            if rule.kind not in ("replicated", "stacked_down_bias"):
                 shards = shards_of(shards[0], world.tp)
             if world.tp_rank == 0:
                 tensors = to_hf(rule, join_shards(rule, shards), base.config)
@@ -181,11 +178,12 @@ def _to_first_stage(rule: NameRule, tensors: dict[str, Tensor], owner: int, base
     world: World = base.world
     ranks = dist.get_process_group_ranks(world.pp)
     received = {}
-    for name, shape in hf_shapes(rule, base.config).items():
+    dtype = torch.float32 if rule.float32 else base.dtype
+    for name, shape in hf_shapes(rule).items():
         if world.pp_rank == owner:
             dist.send(tensors[name], ranks[0], group=world.pp)
         elif world.pp_rank == 0:
-            received[name] = torch.empty(shape, dtype=base.dtype, device=world.device)
+            received[name] = torch.empty(shape, dtype=dtype, device=world.device)
             dist.recv(received[name], ranks[owner], group=world.pp)
     return received
 
@@ -194,9 +192,9 @@ def planned(config: BaseConfig, scales: Scales, dtype: str) -> dict[str, tuple[s
     """name -> (dtype, shape) of every tensor of the export."""
     plan: dict[str, tuple[str, tuple[int, ...]]] = {}
     for rule in name_rules(config):
-        fp8 = _module(rule) in scales.linears
-        for name, shape in hf_shapes(rule, config).items():
-            plan[name] = ("float8_e4m3fn" if fp8 else dtype, shape)
+        fp8 = _amax(rule, scales) is not None
+        for name, shape in hf_shapes(rule).items():
+            plan[name] = ("float8_e4m3fn" if fp8 else "float32" if rule.float32 else dtype, shape)
             if fp8:
                 stem = name.removesuffix(".weight")
                 plan |= {f"{stem}.weight_scale": ("float32", ()), f"{stem}.input_scale": ("float32", ())}
@@ -206,19 +204,20 @@ def planned(config: BaseConfig, scales: Scales, dtype: str) -> dict[str, tuple[s
     return plan
 
 
-def _module(rule: NameRule) -> str:
-    """Global name of the module a parameter belongs to."""
-    return rule.core.removeprefix("decoder.").removesuffix(".weight")
+def _amax(rule: NameRule, scales: Scales) -> tuple[float, float] | None:
+    """Ranges of weight and input where the parameter is a quantised weight."""
+    return scales.linears.get(rule.module) if rule.core.endswith(".weight") else None
 
 
 @torch.no_grad()
 def _tensors(base: Any, scales: Scales, dtype: str) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the export as it goes into the file, on rank 0; other ranks only take part."""
     for rule, tensors in _high_precision(base):
-        amax = scales.linears.get(_module(rule))
+        amax = _amax(rule, scales)
+        high = torch.float32 if rule.float32 else parse_dtype(dtype)
         for name, tensor in tensors.items():
             if amax is None:
-                yield name, tensor.to("cpu", parse_dtype(dtype), copy=True)
+                yield name, tensor.to("cpu", high, copy=True)
                 continue
             weight_scale, input_scale = (scale_of(torch.tensor(value)) for value in amax)
             stem = name.removesuffix(".weight")
@@ -242,6 +241,7 @@ def _finish(
     found = source / "config.json"
     config: dict[str, Any] = read_json(found) if found.is_file() else config_json(architecture)
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    config.pop("quantization_config", None)  # a base in MXFP4 was dequantised on import
     if exclude is not None:
         config["quantization_config"] = quantization_config(exclude, kv_cache)
         write_json(folder / "hf_quant_config.json", hf_quant_config(exclude, kv_cache))

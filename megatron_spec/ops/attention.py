@@ -35,10 +35,11 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        value_dim: int | None = None,
     ) -> None:
-        shape = (num_layers, batch, max_length, kv_heads, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (num_layers, batch, max_length, kv_heads)
+        self.keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros(*shape, value_dim or head_dim, dtype=dtype, device=device)
 
     def update(
         self, layer: int, k_SBGD: Tensor, v_SBGD: Tensor, slots_BS: Tensor, length: int
@@ -129,11 +130,33 @@ class AttentionPlan:
         return AttentionPlan(visible_BSL[:, None], cache, slots_BS, length)
 
 
-def attend(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
+@dataclass(frozen=True)
+class Variant:
+    """What the attention of a layer has beyond plain softmax.
+
+    Attributes:
+        window: a row sees itself and the window - 1 rows before it; None: all before it.
+        sinks_N: a score per query head that takes part in the softmax and has no value.
+        scale: of the scores; None: 1/sqrt(D).
+    """
+
+    window: int | None = None
+    sinks_N: Tensor | None = None
+    scale: float | None = None
+
+
+PLAIN = Variant()
+
+
+def attend(
+    q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, plan: AttentionPlan, layer: int, variant: Variant = PLAIN
+) -> Tensor:
     """Softmax attention of `layer` under `plan`; scores are scaled by 1/sqrt(D).
 
     Returns [S, B, N*D], in the layout and dtype of the query.
     """
+    if variant != PLAIN or v_SBGD.shape[-1] != q_SBND.shape[-1]:
+        return _attend_variant(q_SBND, k_SBGD, v_SBGD, plan, layer, variant)
     S, B, N, D = q_SBND.shape
     if plan.context is not None:
         k_SBGD, v_SBGD = plan.context.gather(torch.cat([k_SBGD, v_SBGD], 2)).chunk(2, 2)
@@ -157,6 +180,82 @@ def attend(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, plan: AttentionPlan, 
         enable_gqa=k.shape[1] != N,
     )
     return out.permute(2, 0, 1, 3).reshape(S, B, N * D)
+
+
+def within_window(mask: Tensor, window: int) -> Tensor:
+    """The last `window` keys that each row of `mask` [..., S, L] sees.
+
+    What a row sees is a path that ends in itself and lies in the order of the text: a prefix of its document, or, in
+    a tree, accepted tokens and its ancestors. So distance is the number of visible keys behind a key.
+    """
+    return mask & (mask.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1) <= window)
+
+
+def _attend_variant(
+    q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, plan: AttentionPlan, layer: int, variant: Variant
+) -> Tensor:
+    """`attend` with windows, sinks, another scale, or values of another size than keys."""
+    S, B, N, _ = q_SBND.shape
+    half_on_gpu = q_SBND.is_cuda and q_SBND.dtype in (torch.bfloat16, torch.float16)
+    if half_on_gpu and plan.mask_B1SL is None and plan.cache is None:
+        return _flash_variant(q_SBND, k_SBGD, v_SBGD, plan, variant)
+    if plan.context is not None:
+        k_SBGD, v_SBGD = plan.context.gather(k_SBGD), plan.context.gather(v_SBGD)
+    if plan.cache is not None:
+        assert plan.slots_BS is not None
+        k, v = plan.cache.update(layer, k_SBGD, v_SBGD, plan.slots_BS, plan.length)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    else:
+        k, v = k_SBGD.permute(1, 2, 0, 3), v_SBGD.permute(1, 2, 0, 3)
+    q, mask = q_SBND.permute(1, 2, 0, 3), plan.mask_B1SL
+    if mask is None:
+        mask = torch.ones(S, k.shape[2], dtype=torch.bool, device=q.device).tril()
+    if variant.window is not None and variant.window < k.shape[2]:
+        mask = within_window(mask, variant.window)
+    if variant.sinks_N is None:
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=variant.scale, enable_gqa=k.shape[1] != N
+        )  # fmt: skip
+    else:
+        out = _with_sinks(q, k, v, mask, variant.sinks_N, variant.scale)
+    return out.permute(2, 0, 1, 3).reshape(S, B, -1)
+
+
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks_N: Tensor, scale: float | None) -> Tensor:
+    """q [B, N, S, D] over k, v [B, G, L, D]: softmax over the keys and a sink per head."""
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    scores = (q @ k.transpose(-1, -2)) * (scale or q.shape[-1] ** -0.5)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    sinks = sinks_N.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+    shares = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return shares[..., :-1].to(v.dtype) @ v
+
+
+def _flash_variant(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, plan: AttentionPlan, variant: Variant) -> Tensor:
+    """Variable-length flash attention: windows and scale are its own, a sink is a factor found from the log-sum-exp."""
+    S, B, N, D = q_SBND.shape
+    size = v_SBGD.shape[-1]
+    if size != D:  # latent attention: the kernel wants one size
+        v_SBGD = F.pad(v_SBGD, (0, D - size))
+    window = -1 if variant.window is None else variant.window - 1
+    if plan.context is not None:
+        assert plan.chunks is not None
+        k_SBGD, v_SBGD = plan.context.gather(k_SBGD), plan.context.gather(v_SBGD)
+        q, k, v = (x.transpose(0, 1) for x in (q_SBND, k_SBGD, v_SBGD))
+        out, lse, _ = chunked_attention.forward(q, k, v, plan.chunks, scale=variant.scale, window=window)
+    else:
+        documents = plan.documents or Documents.of(torch.arange(B, device=q_SBND.device)[:, None].expand(B, S))
+        flat = (x.transpose(0, 1).reshape(B * S, -1, D) for x in (q_SBND, k_SBGD, v_SBGD))
+        starts, longest = documents.starts, documents.longest
+        options = {} if window < 0 else {"window_size_left": window, "window_size_right": 0}
+        found = torch.ops.aten._flash_attention_forward(
+            *flat, starts, starts, longest, longest, 0.0, True, False, scale=variant.scale, **options
+        )
+        out, lse = found[0].view(B, S, N, D), found[1].t().reshape(B, S, N)
+    if variant.sinks_N is not None:
+        out = out * torch.sigmoid(lse - variant.sinks_N.float())[..., None].to(out.dtype)
+    return out[..., :size].transpose(0, 1).reshape(S, B, N * size)
 
 
 @functools.cache

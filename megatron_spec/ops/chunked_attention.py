@@ -80,15 +80,23 @@ def bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, chunks: list[Chunk]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """q [B, L, N, D] over k, v [B, S, G, D]: (o [B, L, N, D], lse [B, L, N], state of the kernel)."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, chunks: list[Chunk], scale: float | None = None, window: int = -1
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """q [B, L, N, D] over k, v [B, S, G, D]: (o [B, L, N, D], lse [B, L, N], state of the kernel).
+
+    Args:
+        scale: of the scores; None: 1/sqrt(D).
+        window: rows before its own that a row sees; -1: all.
+    """
+    options = {"scale": scale} | ({} if window < 0 else {"window_size_left": window, "window_size_right": 0})
     B, _, N, D = q.shape
     outs, lses, rng = [], [], []
     for c in chunks:
         q_c = q[:, c.first : c.end].reshape(-1, N, D)
         k_c, v_c = (x.flatten(0, 1).index_select(0, c.keys) for x in (k, v))
         o, lse, *state, _ = _flash(
-            q_c, k_c, v_c, c.starts_q, c.starts_k, c.longest_q, c.longest_k, 0.0, True, False
+            q_c, k_c, v_c, c.starts_q, c.starts_k, c.longest_q, c.longest_k, 0.0, True, False, **options
         )  # fmt: skip
         outs.append(o.reshape(B, -1, N, D))
         lses.append(lse.reshape(N, B, -1).permute(1, 2, 0))

@@ -1,6 +1,7 @@
 """Rotary embedding in the rotate-half convention of Llama, for arbitrary positions (base and draft share it).
 
-Scalings: default, linear, llama3 (the frequency-dependent scaling of Llama 3.1). Equal to transformers' in fp32.
+Scalings: default, linear, llama3 (the frequency-dependent scaling of Llama 3.1), yarn (arXiv 2309.00071), longrope
+(arXiv 2402.13753). Equal to transformers' in fp32. What turns is the first `partial_rotary_factor` of a head.
 """
 
 from __future__ import annotations
@@ -10,16 +11,51 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_spec.config import RopeConfig
+from megatron_spec.config import RopeConfig, UserError
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
-    """fp32 [head_dim / 2] angular frequencies per position."""
-    inv = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim))
+def inverse_frequencies(
+    rope: RopeConfig, head_dim: int, device: torch.device | str = "cpu", long: bool = False
+) -> Tensor:
+    """fp32 [rotary dimensions / 2] angular frequencies per position.
+
+    Args:
+        long: longrope's frequencies for more positions than the original number.
+    """
+    dim = rope.rotary_dim(head_dim)
+    powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim)
+    if rope.type == "longrope":
+        factors = rope.long_factor if long else rope.short_factor
+        if len(factors) != dim // 2:
+            raise UserError(f"longrope: found {len(factors)} factors, expected {dim // 2} (half the rotary dimensions)")
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * powers)
+    inv = 1.0 / powers
     if rope.type == "linear":
         return inv / rope.factor
-    if rope.type != "llama3":
-        return inv
+    if rope.type == "yarn":
+        return _yarn(rope, powers, dim)
+    return _llama3(rope, inv) if rope.type == "llama3" else inv
+
+
+def _yarn(rope: RopeConfig, powers: Tensor, dim: int) -> Tensor:
+    """Fast dimensions keep their frequency, slow ones are stretched, with a ramp between."""
+
+    def dimension_of(turns: float) -> float:
+        original = rope.original_max_position_embeddings
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    stretched = ((torch.arange(dim // 2, dtype=torch.float32, device=powers.device) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - stretched
+    return 1.0 / (rope.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+def _llama3(rope: RopeConfig, inv: Tensor) -> Tensor:
     low = rope.original_max_position_embeddings / rope.low_freq_factor
     high = rope.original_max_position_embeddings / rope.high_freq_factor
     wavelength = 2 * math.pi / inv
@@ -32,7 +68,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device | 
 
 
 def rotary_angles(positions_BS: Tensor, inv_freq: Tensor) -> Tensor:
-    """fp32 angles [S, B, 1, head_dim], the layout of megatron-core's `rotary_pos_emb`."""
+    """fp32 angles [S, B, 1, rotary dimensions], the layout of megatron-core's `rotary_pos_emb`."""
     half = positions_BS.t()[:, :, None].float() * inv_freq
     return torch.cat([half, half], dim=-1)[:, :, None, :]
 

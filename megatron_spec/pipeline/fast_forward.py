@@ -9,6 +9,7 @@ S sequence, B micro-batch, R = S * B rows, H hidden, N query and G key/value hea
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from typing import Any
 
@@ -21,9 +22,29 @@ from megatron_spec.ops.attention import AttentionPlan, attend, causal_attention
 from megatron_spec.ops.products import kernels_available
 from megatron_spec.ops.rope import rotary_angles
 
+log = logging.getLogger(__name__)
+
 
 def _power_of_two(x: int) -> bool:
     return x & (x - 1) == 0
+
+
+def missing_features(config: BaseConfig, tp_size: int) -> list[str]:
+    """What this base has that the fused forward does not compute; it then runs megatron-core's layers."""
+    found = {
+        "experts": config.moe is not None,
+        "latent attention": config.mla is not None,
+        "a sliding window": config.window is not None,
+        "attention sinks": config.attention_sinks,
+        "norms of queries and keys": config.qk_norm,
+        "biases": config.qkv_bias or config.attention_bias or config.mlp_bias,
+        "a rotary embedding that is partial or scaled by length": config.rope.partial_rotary_factor != 1.0
+        or config.rope.type in ("yarn", "longrope"),
+        f"head size {config.head_dim}": not _power_of_two(config.head_dim),
+        "fewer key/value heads than tensor parallel ranks": config.num_key_value_heads % tp_size != 0,
+        f"activation {config.hidden_act}": config.hidden_act != "silu",
+    }
+    return [name for name, present in found.items() if present]
 
 
 def _untouched(layer: nn.Module) -> bool:
@@ -50,16 +71,12 @@ class FastForward:
     @staticmethod
     def applies(config: BaseConfig, dtype: torch.dtype, world: Any) -> bool:
         """True when a base of this shape can be run this way on this rank."""
-        return (
-            world.device.type == "cuda"
-            and dtype in (torch.bfloat16, torch.float16)
-            and kernels_available()
-            and not world.parallel.sequence_parallel
-            and config.num_key_value_heads % world.tp_size == 0
-            and _power_of_two(config.head_dim)
-            and config.hidden_act == "silu"
-            and not (config.attention_bias or config.mlp_bias)
-        )
+        if world.device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+            return False
+        lacking = missing_features(config, world.tp_size)
+        if lacking:
+            log.info("the base's layers run one by one (no fused forward for %s)", ", ".join(lacking))
+        return not lacking and kernels_available() and not world.parallel.sequence_parallel
 
     def can_run(self, plan: AttentionPlan) -> bool:
         """True for causal or packed batches, also of shared sequences, when nothing hooks into the layers."""
@@ -208,6 +225,9 @@ def run_in_fp8(base: Any) -> None:
     """
     if base.world.device.type != "cuda" or torch.cuda.get_device_capability() < (9, 0):
         raise UserError("--base-fp8 needs a GPU with fp8 tensor cores (compute capability 9.0, Hopper, or newer)")
+    lacking = missing_features(base.config, base.world.tp_size)
+    if lacking:
+        raise UserError(f"--base-fp8 cannot run this base: it has {', '.join(lacking)}; leave --base-fp8 out")
     if base.fast is None or base.dtype != torch.bfloat16:
         raise UserError(
             f"--base-fp8 cannot run this base (dtype {base.dtype}, sequence parallel "

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_spec.base_models import name_rules
-from megatron_spec.base_models.names import NameRule, hf_shapes, join_shards, to_hf
+from megatron_spec.base_models.names import NameRule, hf_shapes, join_shards, local_names, to_hf
+from megatron_spec.pipeline import te_spec
 from megatron_spec.pipeline.model import FrozenBase
 
 
@@ -17,32 +18,34 @@ from megatron_spec.pipeline.model import FrozenBase
 def last_layer_tensors(base: FrozenBase) -> dict[str, Tensor]:
     """Unsharded tensors by Hugging Face name inside the layer ("mlp.gate_proj.weight"), and "norm.weight". Collective.
 
-    The last pipeline stage joins its tensor parallel shards and sends them to the other stages.
+    The last pipeline stage joins its tensor parallel shards and sends them to the others. A layer of experts gives its
+    norms alone: the draft's MLP is one dense MLP, whatever the base's.
     """
     prefix = f"model.layers.{base.config.num_layers - 1}."
     ranks = dist.get_process_group_ranks(base.world.pp)
     found: dict[str, Tensor] = {}
     for rule in name_rules(base.config):
-        wanted = rule.core.startswith("decoder.final_layernorm") or (
-            rule.hf[0].startswith(prefix) and "self_attn" not in rule.hf[0]
-        )
-        if not wanted:
+        part = rule.core.split(".")[3] if rule.layer == base.config.num_layers - 1 else rule.core.split(".")[1]
+        experts = rule.layer is not None and base.config.has_experts(rule.layer)
+        if part not in ("final_layernorm", "input_layernorm", "pre_mlp_layernorm", "mlp") or (
+            part == "mlp" and experts
+        ):
             continue
         tensors = _whole(base, rule) if base.world.is_last_stage else {}
-        for name, shape in hf_shapes(rule, base.config).items():
+        for name, shape in hf_shapes(rule).items():
             tensor = tensors.get(name, torch.empty(shape, dtype=base.dtype, device=base.world.device))
             if base.world.pp_size > 1:
                 dist.broadcast(tensor, ranks[-1], group=base.world.pp)
             found[name.removeprefix(prefix).removeprefix("model.")] = tensor
+    fused = found.pop("mlp.gate_up_proj.weight", None)
+    if fused is not None:
+        found["mlp.gate_proj.weight"], found["mlp.up_proj.weight"] = fused.chunk(2)
     return found
 
 
 def _whole(base: FrozenBase, rule: NameRule) -> dict[str, Tensor]:
-    parameters: dict[str, Any] = dict(base.gpt.named_parameters())
-    parts = rule.core.split(".")
-    if parts[1] == "layers":
-        parts[2] = str(len(base.gpt.decoder.layers) - 1)
-    mine = parameters[".".join(parts)].detach()
+    parameters: dict[str, Any] = dict(te_spec.named_parameters(base.gpt))
+    mine = parameters[local_names(rule, base.stage.first, base.experts)[0]].detach()
     shards = [mine]
     if rule.kind != "replicated" and base.world.tp_size > 1:
         shards = [torch.empty_like(mine) for _ in range(base.world.tp_size)]

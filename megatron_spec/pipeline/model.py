@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from megatron_spec import platform, support
-from megatron_spec.base_models.names import padded_vocab
+from megatron_spec.base_models.names import Experts, padded_vocab
 from megatron_spec.base_models.transformer_config import transformer_config
 from megatron_spec.batch import Batch
 from megatron_spec.config import BaseConfig, UserError
@@ -27,7 +27,8 @@ from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
 from megatron_spec.pipeline import ends, placement, relay, te_spec
 from megatron_spec.pipeline.capture import record_outputs
 from megatron_spec.pipeline.fast_forward import FastForward
-from megatron_spec.pipeline.spec import PlannedAttention, block_spec
+from megatron_spec.pipeline.modules import PlannedAttention
+from megatron_spec.pipeline.spec import block_spec
 
 
 def plan_for(batch: Batch, dtype: torch.dtype = torch.float32) -> AttentionPlan:
@@ -59,10 +60,13 @@ class FrozenBase(nn.Module):
         self.stage = stages[world.pp_rank]
         self.capture_layer_ids = stages[-1].captures_out
         self.vocab_size = config.vocab_size
+        turning = config.mla.rope_head_dim if config.mla else config.head_dim
         self.inv_freq: Tensor
-        self.register_buffer(
-            "inv_freq", inverse_frequencies(config.rope, config.head_dim, world.device), persistent=False
-        )
+        self.register_buffer("inv_freq", inverse_frequencies(config.rope, turning, world.device), persistent=False)
+        self.inv_freq_long: Tensor | None
+        longrope = config.rope.type == "longrope"
+        long = inverse_frequencies(config.rope, turning, world.device, long=True) if longrope else None
+        self.register_buffer("inv_freq_long", long, persistent=False)
         self.attentions = self._own_attentions()
         self.fast = self._fast_forward()
         self._add_missing_ends()
@@ -94,9 +98,11 @@ class FrozenBase(nn.Module):
             te_spec.check(config, world.device.type == "cuda")
         stages = placement.place(config.num_layers, world.parallel, capture_layer_ids)
         counts = [stage.count for stage in stages]
+        first, count = stages[world.pp_rank].first, counts[world.pp_rank]
+        spec = te_spec.block_spec(count) if transformer_engine else block_spec(config, world, first, count)
         gpt = GPTModel(
             config=transformer_config(config, world.parallel, counts, dtype),
-            transformer_layer_spec=(te_spec.block_spec if transformer_engine else block_spec)(counts[world.pp_rank]),
+            transformer_layer_spec=spec,
             vocab_size=padded_vocab_size or padded_vocab(config.vocab_size, world.tp_size),
             max_sequence_length=config.max_position_embeddings,
             pre_process=world.is_first_stage,
@@ -206,8 +212,25 @@ class FrozenBase(nn.Module):
         """Empty cache for the layers and key/value heads of this rank."""
         if len(self.attentions) != self.stage.count:
             raise UserError("a wrapped GPTModel keeps its own attention and cannot decode with a cache: use load_base")
-        heads = max(1, self.config.num_key_value_heads // self.world.tp_size)
-        return KVCache(self.stage.count, batch, max_length, heads, self.config.head_dim, self.dtype, self.world.device)
+        config, world = self.config, self.world
+        heads = max(1, config.num_key_value_heads // world.tp_size)
+        return KVCache(
+            self.stage.count, batch, max_length, heads, config.head_dim, self.dtype, world.device, config.value_dim
+        )
+
+    @property
+    def experts(self) -> Experts:
+        """Experts of each layer on this rank."""
+        ep = self.world.parallel.expert_model_parallel_size
+        return Experts.of(self.config, self.world.base_groups.ep.rank() if ep > 1 else 0, ep)
+
+    def _frequencies(self, positions_BS: Tensor, plan: AttentionPlan) -> Tensor:
+        """longrope has two sets, by the length of the text: that of the longest row, or what the cache can hold."""
+        if self.inv_freq_long is None:
+            return self.inv_freq
+        length = int(positions_BS.max()) + 1 if plan.cache is None else plan.cache.keys.shape[2]
+        long = length > self.config.rope.original_max_position_embeddings
+        return self.inv_freq_long if long else self.inv_freq
 
     @contextmanager
     def _under(self, plan: AttentionPlan) -> Iterator[None]:
@@ -221,7 +244,7 @@ class FrozenBase(nn.Module):
 
     def _angles(self, batch: Batch, plan: AttentionPlan) -> Tensor:
         if len(self.attentions) == self.stage.count:
-            return rotary_angles(batch.local(batch.positions_BS), self.inv_freq)
+            return rotary_angles(batch.local(batch.positions_BS), self._frequencies(batch.positions_BS, plan))
         if plan.context is not None or plan.mask_B1SL is not None or plan.documents is not None:
             raise UserError(
                 "a wrapped GPTModel keeps its own causal attention and cannot run packed documents, context "

@@ -106,12 +106,21 @@ def stages_from_counts(counts: Sequence[int], capture_layer_ids: Sequence[int]) 
 def check_parallel(base: BaseConfig, parallel: ParallelConfig) -> None:
     """Raise UserError when the base cannot be cut as `parallel` asks. Needs no weights and no process groups."""
     tp = parallel.tensor_model_parallel_size
-    for name in ("num_attention_heads", "intermediate_size"):
-        value = getattr(base, name)
+    sizes = {"num_attention_heads": base.num_attention_heads}
+    if base.moe is None or base.moe.dense_layers:
+        sizes["intermediate_size"] = base.intermediate_size
+    if base.moe is not None:
+        sizes["width of an expert"] = base.moe.intermediate_size
+        sizes["width of the shared expert"] = base.moe.shared_intermediate_size
+    for name, value in sizes.items():
         if value % tp:
             raise UserError(
                 f"tensor_model_parallel_size {tp} does not divide the base's {name} {value}: use a divisor of it"
             )
+    ep = parallel.expert_model_parallel_size
+    if ep > 1 and (base.moe is None or base.num_experts % ep):
+        found = f"{base.num_experts} experts" if base.moe else "no experts"
+        raise UserError(f"--expert-model-parallel-size {ep}: the base has {found}, expected a multiple of {ep}")
     groups = base.num_key_value_heads
     if groups % tp and tp % groups:
         raise UserError(

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import nn
 
 from megatron_spec.config import BaseConfig, UserError
-from megatron_spec.pipeline.spec import PlannedAttention, RMSNorm
+from megatron_spec.pipeline.modules import PlannedAttention, RMSNorm
 
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",

@@ -69,7 +69,7 @@ def test_ids_and_defaults() -> None:
     [
         ({"architectures": ["LlamaForCausalLm"]}, "did you mean 'LlamaForCausalLM'.*supported: LlamaForCausalLM"),
         ({"architectures": None}, "supported: LlamaForCausalLM"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "needs low_freq_factor"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
@@ -110,7 +110,7 @@ def test_shards_join_to_what_was_imported(tp: int) -> None:
     config = parse()
     torch.manual_seed(0)
     for rule in name_rules(config):
-        tensors = {name: torch.randn(shape) for name, shape in hf_shapes(rule, config).items()}
+        tensors = {name: torch.randn(shape) for name, shape in hf_shapes(rule).items()}
         read_count = [0]
 
         def read(

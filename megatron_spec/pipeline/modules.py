@@ -1,0 +1,95 @@
+"""The modules of the frozen base's layers that are our own: norm, core attention, a linear that is whole on every rank.
+
+S sequence, B micro-batch, N query heads and G key/value heads of this rank, D head size, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megatron_spec.ops.attention import PLAIN, AttentionPlan, Variant, attend
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm. megatron-core's torch version refuses sequence parallelism; this one marks its weight."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(
+            torch.empty(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        """[..., H] -> [..., H], computed in fp32 inside."""
+        return F.rms_norm(x_SBH, self.weight.shape, self.weight, self.eps)
+
+
+class ReplicatedLinear(nn.Module):
+    """A product with a matrix that every tensor parallel rank holds whole."""
+
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        return F.linear(x, self.weight)
+
+
+class PlannedAttention(nn.Module):
+    """Core attention under the current `AttentionPlan`, which `FrozenBase` sets before each forward.
+
+    Args:
+        window: sliding window of this layer.
+        sinks: heads have a sink (`softmax_offset`, this rank's heads).
+        scale: of the scores; None: 1/sqrt(D).
+        turned: dimensions of a head that turn, the first ones or (`turned_last`) the last.
+        turned_factor: what these are multiplied by.
+        tp_group: ranks that share the heads, when the groups do not come as `pg_collection`.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, *_: Any, window: int | None = None, sinks: bool = False,
+        scale: float | None = None, turned: int = 0, turned_factor: float = 1.0, turned_last: bool = False,
+        pg_collection: Any = None, tp_group: Any = None, **__: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.plan: AttentionPlan | None = None
+        self.cache_layer = 0
+        """Index of this layer in the stage's KVCache."""
+        self.window, self.scale = window, scale
+        self.turned, self.turned_factor, self.turned_last = turned, turned_factor, turned_last
+        self.softmax_offset: nn.Parameter | None = None
+        if sinks:
+            group = tp_group if pg_collection is None else pg_collection.tp
+            heads = config.num_attention_heads // group.size()
+            device = torch.cuda.current_device()
+            self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
+        if turned_factor != 1.0:  # before hooks of others: a quantiser of keys sees what the cache holds
+            self.register_forward_pre_hook(_multiply_turned)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """query [S, B, N, D], key and value [S, B, G, D], rotated -> [S, B, N*D]. The mask argument is not used."""
+        assert self.plan is not None, "FrozenBase must set the attention plan before a forward"
+        variant = PLAIN
+        if self.window is not None or self.softmax_offset is not None or self.scale is not None:
+            variant = Variant(self.window, self.softmax_offset, self.scale)
+        return attend(query, key, value, self.plan, self.cache_layer, variant)
+
+
+def _multiply_turned(core: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """yarn and longrope multiply cosines and sines by a factor: the turned dimensions of queries and keys are."""
+    query, key, *rest = args
+    still = query.shape[-1] - core.turned
+    factor = query.new_full((core.turned,), core.turned_factor)
+    parts = [query.new_ones(still), factor] if core.turned_last else [factor, query.new_ones(still)]
+    factor_D = torch.cat(parts)
+    return (query * factor_D, key * factor_D, *rest)

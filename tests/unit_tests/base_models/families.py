@@ -1,0 +1,98 @@
+"""Tiny random models of every family, made by transformers, and their answers.
+
+S sequence, B micro-batch, H hidden, V vocabulary, K captures.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHAPE: dict[str, Any] = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=83, max_position_embeddings=64, rms_norm_eps=1e-5, initializer_range=0.2, bos_token_id=1, eos_token_id=2,
+    pad_token_id=0, tie_word_embeddings=False, attn_implementation="eager",
+)  # fmt: skip
+YARN = dict(
+    rope_type="yarn", factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=16,
+    rope_theta=150000.0,
+)  # fmt: skip
+LONG = dict(
+    rope_type="longrope", rope_theta=1000.0, short_factor=[1.0, 1.1, 1.3], long_factor=[2.0, 3.0, 5.0],
+    original_max_position_embeddings=16, partial_rotary_factor=0.75,
+)  # fmt: skip
+DEEPSEEK = dict(
+    num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, moe_intermediate_size=16,
+    first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
+    n_shared_experts=2, rope_parameters=dict(YARN, mscale=1.0, mscale_all_dim=0.7),
+)  # fmt: skip
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("Mistral", dict(sliding_window=5, head_dim=12)),
+    "phi3": ("Phi3", dict(original_max_position_embeddings=16, rope_parameters=LONG)),
+    "phi3 short": ("Phi3", dict(original_max_position_embeddings=32, rope_parameters={
+        **LONG, "original_max_position_embeddings": 32})),
+    "qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
+    "qwen2 window": ("Qwen2", dict(use_sliding_window=True, max_window_layers=2, sliding_window=6)),
+    "qwen3": ("Qwen3", dict(head_dim=12)),
+    "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "qwen3_moe": ("Qwen3Moe", dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True, mlp_only_layers=[1],
+        head_dim=8)),
+    "gpt_oss": ("GptOss", dict(
+        num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=5, rope_parameters=YARN)),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK),
+    "deepseek_v3 plain": ("DeepseekV3", {
+        **DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": None}),
+}  # fmt: skip
+"""Name -> (transformers' name, fields of its configuration)."""
+
+CAPTURES = (0, 1, 3)
+LENGTH = 24
+
+
+def save(name: str, folder: Path, seed: int = 0, max_shard_size: str = "50GB", **overrides: Any) -> Any:
+    """Write a random model and return it. Biases, sinks and norms are random as well, so that a lost one shows."""
+    import transformers
+
+    stem, extra = MODELS[name]
+    values = {**SHAPE, **extra, **overrides}
+    if values.get("rope_parameters", 0) is None:
+        values.pop("rope_parameters")
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{stem}Config")(**values)
+    model = getattr(transformers, f"{stem}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in key:
+                tensor.add_(torch.randn_like(tensor) * 0.1)
+            elif "bias" in key or "sinks" in key or "router" in key or key.endswith("gate.weight"):
+                tensor.normal_(0, 0.5)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def tokens(vocab: int = 83) -> Tensor:
+    """[micro-batches, B, S]."""
+    return torch.randint(vocab, (2, 3, LENGTH), generator=torch.Generator().manual_seed(7))
+
+
+@torch.no_grad()
+def answers(model: Any) -> dict[str, Tensor]:
+    """Logits [M, B, S, V], captured layer outputs [M, B, S, K * H], and logits of two documents in a row."""
+    found: dict[str, list[Tensor]] = {"logits": [], "captures": [], "packed": []}
+    last: list[Tensor] = []
+    handle = model.model.layers[-1].register_forward_hook(
+        lambda _m, _i, out: last.append(out[0] if isinstance(out, tuple) else out)
+    )
+    for batch in tokens(model.config.vocab_size):
+        out = model(batch, output_hidden_states=True)
+        found["logits"].append(out.logits)
+        states = [*(out.hidden_states[i + 1] for i in CAPTURES[:-1]), last[-1]]  # hidden_states[-1] is normed
+        found["captures"].append(torch.cat(states, -1))
+        found["packed"].append(torch.cat([model(batch[:, :9]).logits, model(batch[:, 9:]).logits], 1))
+    handle.remove()
+    return {name: torch.stack(values) for name, values in found.items()}
