@@ -156,9 +156,11 @@ class ConversationDataset:
 
     def supervised(self) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
         """(supervised tokens, line of each) of all samples, some million at a time."""
+        is_kept = np.zeros(len(self.store), dtype=bool)
+        is_kept[self.kept] = True
         for first, behind in self.store.ranges():
             tokens, sample = self.store.block(first, behind).supervised(self.seq_length)
-            kept = np.isin(sample + first, self.kept)
+            kept = is_kept[first + sample]
             yield tokens[kept], sample[kept] + first + 1
 
 
