@@ -21,7 +21,7 @@ RouterKind = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 EagleAlgorithm = Literal["eagle1", "eagle3", "eagle3.1", "eagle-mtp"]
 LossKind = Literal["soft_ce", "kl", "reverse_kl", "tv", "lk", "hard_ce"]
 Alignment = Literal["serving", "paper", "target"]
-QuantFormat = Literal["none", "fp8"]
+QuantFormat = Literal["none", "fp8", "nvfp4"]
 DecodingType = Literal["Eagle3", "Eagle", "Medusa", "MTP", "NGram", "DraftTarget", "User"]
 
 
@@ -505,6 +505,7 @@ class QuantConfig(Config):
 
     base: QuantFormat = "fp8"
     draft: QuantFormat = "fp8"
+    """'nvfp4' rounds weights alone: E2M1 in blocks of 16 with E4M3 scales."""
     exclude: tuple[str, ...] = ("*lm_head*", "*output_layer*", "*embed*", "*fc.*", "*fc", "*eh_proj*", "*router*")
     """Patterns (fnmatch) of module names that stay in high precision, in base and draft."""
     exclude_base: tuple[str, ...] = ()
@@ -521,6 +522,8 @@ class QuantConfig(Config):
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
+        for name in ("base", "kv_cache"):
+            _require(getattr(self, name) != "nvfp4", f"{name} 'nvfp4' is not supported: that format is for drafts")
         _require(0 < self.percentile <= 100, f"percentile must be in (0, 100], found {self.percentile}")
         _require(
             self.kv_cache == "none" or self.base != "none",

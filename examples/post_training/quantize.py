@@ -22,8 +22,8 @@ def parser() -> cli.Parser:
         "--export-quant-cfg",
         default="fp8",
         metavar="POLICY",
-        help="fp8 (base and draft), fp8_draft_only, fp8_base_only, none, or a JSON or YAML file with fields of "
-        "QuantConfig: exclude, exclude_base, exclude_draft, calibration, percentile, clipped_ste, ... (default: fp8)",
+        help="fp8 (base and draft), fp8_draft_only, fp8_base_only, nvfp4_draft_only, none, or a JSON or YAML file with "
+        "fields of QuantConfig: exclude, exclude_base, exclude_draft, calibration, ... (default: fp8)",
     )
     p.add_argument(
         "--export-kv-cache-quant", choices=["none", "fp8"], help="keys and values of the base (default: the policy's)"

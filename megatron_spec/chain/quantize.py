@@ -28,6 +28,7 @@ PRESETS = {
     "fp8": QuantConfig(),
     "fp8_draft_only": QuantConfig(base="none"),
     "fp8_base_only": QuantConfig(draft="none"),
+    "nvfp4_draft_only": QuantConfig(base="none", draft="nvfp4"),
     "none": QuantConfig(base="none", draft="none"),
 }
 
@@ -142,9 +143,12 @@ def quantize(
     )  # fmt: skip
     if world.rank == 0:
         report.write(found, Path(save))
-        worst = max(found, key=lambda line: line.input_error)
+        worst = max(found, key=lambda line: line.input_error or 0.0)
         log.info(
-            "largest rounding error of an input: %.3f, %s; all: %s/calibration.md", worst.input_error, worst.name, save
+            "largest rounding error of an input: %.3f, %s; all: %s/calibration.md",
+            worst.input_error or 0.0,
+            worst.name,
+            save,
         )
     log.info("quantised with %s on %d conversations: %s", policy, steps * loader.global_batch_size, saved)
     return saved

@@ -33,7 +33,7 @@ from megatron_spec.export.common import (
 from megatron_spec.export.quant_metadata import DRAFT_EXCLUDES, hf_quant_config, quantization_config
 from megatron_spec.export.stream import TensorWriter, write_stream
 from megatron_spec.export.verify import verify_draft
-from megatron_spec.fake_quant import quantize, scale_of
+from megatron_spec.fake_quant import nvfp4, quantize, scale_of
 from megatron_spec.files import write_json
 from megatron_spec.provenance import write_run_json
 
@@ -77,16 +77,17 @@ def export_draft(
     vocab: DraftVocab = draft.vocab  # type: ignore[assignment]
     parse_dtype(dtype)
     fp8 = _fp8_linears(draft, quant)
+    form = quant.draft if fp8 and quant is not None else "fp8"
     _check(config, vocab, export_embeddings, ends)
     exclude = _exclude_modules(config, fp8, quant)
     with shared_folder(out_dir, world, overwrite) as folder:
         first = world.rank == 0
-        plan = layout.expected_tensors(config, dtype, fp8, export_embeddings)
+        plan = layout.expected_tensors(config, dtype, fp8, export_embeddings, form)
         writer = together(lambda: TensorWriter(folder, plan) if first else None)
         write_stream(_tensors(draft, config, vocab, dtype, world, ends if export_embeddings else None), writer)
-        together(lambda: _write(folder, config, base, dtype, exclude, run_config) if first else None)
+        together(lambda: _write(folder, config, base, dtype, exclude, form, run_config) if first else None)
         verify_draft(folder, draft, base.config, world, dtype=dtype, features=features, ends=ends)
-    log.info("exported %s draft to %s (%s)", config.algorithm, out_dir, "fp8" if fp8 else dtype)
+    log.info("exported %s draft to %s (%s)", config.algorithm, out_dir, form if fp8 else dtype)
     return Path(out_dir)
 
 
@@ -109,7 +110,7 @@ def quantised_linears(draft: nn.Module) -> dict[str, Any]:
 
 def _fp8_linears(draft: nn.Module, quant: QuantConfig | None) -> set[str]:
     found = quantised_linears(draft)
-    wanted = quant is not None and quant.draft == "fp8"
+    wanted = quant is not None and quant.draft != "none"
     if wanted and not found:
         raise UserError("fp8 export of a draft that was never quantised: run quantize.py first, or export without fp8")
     if found and not wanted:
@@ -118,7 +119,8 @@ def _fp8_linears(draft: nn.Module, quant: QuantConfig | None) -> set[str]:
         )
     for linear in found.values():
         linear.weight_quantizer.check()
-        linear.input_quantizer.check()
+        if linear.input_quantizer is not None:
+            linear.input_quantizer.check()
     return set(found)
 
 
@@ -171,7 +173,15 @@ def _encode(name: str, tensor: Tensor, linear: Any, dtype: torch.dtype) -> dict[
     if linear is None:
         return {name: tensor.to("cpu", dtype, copy=True).contiguous()}
     stem = name.removesuffix(".weight")
-    scale = scale_of(linear.weight_quantizer.amax)
+    amax = linear.weight_quantizer.amax
+    if linear.weight_quantizer.form == "nvfp4":
+        codes, block_scales = nvfp4.encode(tensor, amax)
+        return {
+            name: nvfp4.pack(codes).cpu(),
+            f"{stem}.weight_scale": block_scales.cpu(),
+            f"{stem}.weight_scale_2": nvfp4.global_scale(amax).cpu(),
+        }
+    scale = scale_of(amax)
     return {
         name: quantize(tensor, scale).cpu().contiguous(),
         f"{stem}.weight_scale": scale.cpu(),
@@ -185,12 +195,13 @@ def _write(
     base: BaseLike,
     dtype: str,
     exclude: list[str] | None,
+    form: str,
     run_config: dict[str, Any] | None,
 ) -> None:
     copy_side_files(base.path, folder)
     values = layout.config_json(config, base.config, dtype)
     if exclude is not None:
-        values["quantization_config"] = quantization_config(exclude)
-        write_json(folder / "hf_quant_config.json", hf_quant_config(exclude))
+        values["quantization_config"] = quantization_config(exclude, form=form)
+        write_json(folder / "hf_quant_config.json", hf_quant_config(exclude, form=form))
     write_json(folder / "config.json", values)
     write_run_json(folder, {"base": str(base.path), **(run_config or {})})

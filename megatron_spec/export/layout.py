@@ -103,19 +103,25 @@ def zero_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
 
 
 def expected_tensors(
-    config: EagleConfig, dtype: str, fp8: set[str] | None = None, embeddings: bool = False
+    config: EagleConfig, dtype: str, fp8: set[str] | None = None, embeddings: bool = False, form: str = "fp8"
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """name -> (dtype, shape) of every tensor of the file; dtypes in torch's spelling.
 
     Args:
         dtype: of everything that is not quantised.
         fp8: names of the linears that are.
+        form: 'fp8', or 'nvfp4': two weights a byte, and a scale per block of 16.
         embeddings: the file carries the target's embedding.
     """
     fp8 = fp8 or set()
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, shape in weight_shapes(config).items():
         linear = name.removesuffix(".weight")
+        if linear in fp8 and form == "nvfp4":
+            tensors[name] = ("uint8", (shape[0], shape[1] // 2))
+            tensors[f"{linear}.weight_scale"] = ("float8_e4m3fn", (shape[0], shape[1] // 16))
+            tensors[f"{linear}.weight_scale_2"] = ("float32", ())
+            continue
         tensors[name] = ("float8_e4m3fn" if linear in fp8 else dtype, shape)
         if linear in fp8:
             tensors[f"{linear}.weight_scale"] = ("float32", ())

@@ -23,10 +23,10 @@ from megatron_spec.drafts.base import Draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export import layout, medusa
 from megatron_spec.export.common import shard
-from megatron_spec.fake_quant import amax_of, dequantize, quantize
+from megatron_spec.fake_quant import amax_of, dequantize, nvfp4, quantize
 from megatron_spec.files import read_json
 from megatron_spec.pipeline.model import FrozenBase
-from megatron_spec.quantization.attach import KV_PLACE, attach_quantizers, load_base_amax
+from megatron_spec.quantization.attach import KV_PLACE, attach_quantizers, input_place, load_base_amax
 
 _FP8 = "hf_quant_config.json"
 
@@ -66,8 +66,12 @@ class ExportedFolder:
         return self._file.get_tensor(name)  # type: ignore[no-any-return]
 
     def weight(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A parameter in `dtype`; fp8 is multiplied by its scale."""
+        """A parameter in `dtype`; fp8 and nvfp4 are multiplied by their scales."""
         tensor = self.tensor(name)
+        if tensor.dtype == torch.uint8:
+            stem = name.removesuffix(".weight")
+            scales = self.tensor(f"{stem}.weight_scale"), self.tensor(f"{stem}.weight_scale_2")
+            return nvfp4.decode(nvfp4.unpack(tensor), *scales, dtype)
         if tensor.dtype == torch.float8_e4m3fn:
             return dequantize(tensor, self.tensor(f"{name.removesuffix('.weight')}.weight_scale"), dtype)
         return tensor.to(dtype)
@@ -211,7 +215,8 @@ def _ranges(reference: BaseReference, with_kv: bool) -> dict[str, float]:
             place = rule.core.removeprefix("decoder.").removesuffix(".weight")
             for name, kind in (("weight_scale", "weight"), ("input_scale", "input")):
                 if (scale := weights.scalar(f"{stem}.{name}")) is not None:
-                    found[f"{place}.{kind}"] = float(amax_of(torch.tensor(scale)))
+                    where = place if kind == "weight" else input_place(place)
+                    found[f"{where}.{kind}"] = float(amax_of(torch.tensor(scale)))
         for n in range(reference.config.num_layers if with_kv else 0):
             for which in ("k", "v"):
                 scale = weights.scalar(f"model.layers.{n}.self_attn.{which}_proj.{which}_scale")

@@ -32,7 +32,6 @@ from megatron_spec.export.common import (
     whole,
 )
 from megatron_spec.export.stream import TensorFile, TensorWriter, write_stream
-from megatron_spec.fake_quant import round_trip
 from megatron_spec.files import read_json, write_json
 from megatron_spec.provenance import write_run_json
 
@@ -126,7 +125,7 @@ def _tensors(draft: Any, ends: Any, world: World) -> Iterator[tuple[str, Tensor]
     for h, head in enumerate(draft.heads):
         for i, block in enumerate(head.blocks):
             weight, quantizer = block.linear.weight.detach(), block.linear.weight_quantizer
-            yield f"{h}.{i}.linear.weight", weight if quantizer is None else round_trip(weight, quantizer.amax)
+            yield f"{h}.{i}.linear.weight", weight if quantizer is None else quantizer.rounded(weight)
             yield f"{h}.{i}.linear.bias", block.linear.bias.detach()
         yield f"{h}.{config.num_layers}.weight", whole(head.lm_head.weight, world.tp) if shared is None else shared
 

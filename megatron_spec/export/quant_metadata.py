@@ -14,20 +14,35 @@ BASE_EXCLUDES = ["lm_head", "*embed_tokens*"]
 _FLOAT8 = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 
-def hf_quant_config(exclude: list[str], kv_cache: bool = False) -> dict[str, Any]:
-    """Content of hf_quant_config.json for per-tensor static fp8."""
+NVFP4 = "W4A16_NVFP4"
+"""NVFP4 weights, inputs in high precision."""
+
+
+def hf_quant_config(exclude: list[str], kv_cache: bool = False, form: str = "fp8") -> dict[str, Any]:
+    """Content of hf_quant_config.json for per-tensor static fp8, or NVFP4 weights."""
+    algo = {"quant_algo": "FP8"} if form == "fp8" else {"quant_algo": NVFP4, "group_size": 16}
     return {
         "producer": dict(PRODUCER),
         "quantization": {
-            "quant_algo": "FP8",
+            **algo,
             "kv_cache_quant_algo": "FP8" if kv_cache else None,
             "exclude_modules": list(exclude),
         },
     }
 
 
-def quantization_config(exclude: list[str], kv_cache: bool = False) -> dict[str, Any]:
+def quantization_config(exclude: list[str], kv_cache: bool = False, form: str = "fp8") -> dict[str, Any]:
     """Value of `quantization_config` in config.json; says the same as `hf_quant_config`."""
+    if form == "nvfp4":
+        weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+        return {
+            "quant_method": "modelopt",
+            "quant_algo": NVFP4,
+            "group_size": 16,
+            "ignore": list(exclude),
+            "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+            "producer": dict(PRODUCER),
+        }
     values: dict[str, Any] = {
         "quant_method": "modelopt",
         "quant_algo": "FP8",

@@ -22,7 +22,7 @@ from megatron_spec.drafts.recurrent import SharedHeadDraft
 from megatron_spec.export import layout
 from megatron_spec.export.common import VerificationError, parameters_by_file_name, parse_dtype, shard, together
 from megatron_spec.export.load import ExportedFolder, load_exported_draft
-from megatron_spec.fake_quant import round_trip, scale_of
+from megatron_spec.fake_quant import scale_of
 from megatron_spec.files import read_json
 from megatron_spec.ops.attention import AttentionPlan, attend
 from megatron_spec.pipeline.model import FrozenBase
@@ -65,7 +65,7 @@ def _check_folder(folder: Path | str, draft: nn.Module, base: BaseConfig, world:
     try:
         exported = ExportedFolder(folder, base.num_layers)
         problems = check_config(exported, draft.config, base)  # type: ignore[arg-type]
-        problems += check_tensors(exported, dtype, fp8_names(draft))
+        problems += check_tensors(exported, dtype, fp8_names(draft), form_of(draft))
         problems = problems or _check_vocab(exported, draft)
     except UserError as e:
         raise VerificationError(f"{folder}: {e}") from e
@@ -78,6 +78,13 @@ def _check_folder(folder: Path | str, draft: nn.Module, base: BaseConfig, world:
 def fp8_names(draft: nn.Module) -> set[str]:
     """Names of the linears with quantisers."""
     return {n for n, m in draft.named_modules() if getattr(m, "weight_quantizer", None) is not None}
+
+
+def form_of(draft: nn.Module) -> str:
+    """'fp8', or 'nvfp4' for a draft whose weights alone are rounded."""
+    forms = {m.weight_quantizer.form for m in draft.modules() if getattr(m, "weight_quantizer", None) is not None}  # type: ignore[union-attr]
+    assert len(forms) <= 1, forms
+    return str(next(iter(forms), "fp8"))
 
 
 def check_config(exported: ExportedFolder, trained: EagleConfig, base: BaseConfig) -> list[str]:
@@ -97,10 +104,10 @@ def check_config(exported: ExportedFolder, trained: EagleConfig, base: BaseConfi
     return problems
 
 
-def check_tensors(exported: ExportedFolder, dtype: str, fp8: set[str]) -> list[str]:
+def check_tensors(exported: ExportedFolder, dtype: str, fp8: set[str], form: str = "fp8") -> list[str]:
     """Names, shapes and dtypes that are not exactly those of the format; scales that are not usable."""
     embeddings = "embed_tokens.weight" in exported.names
-    expected = layout.expected_tensors(exported.config, dtype, fp8, embeddings)
+    expected = layout.expected_tensors(exported.config, dtype, fp8, embeddings, form)
     problems = [f"missing {n}" for n in sorted(expected.keys() - exported.names)]
     problems += [f"unexpected {n}" for n in sorted(exported.names - expected.keys())]
     for name in sorted(expected.keys() & exported.names):
@@ -109,7 +116,7 @@ def check_tensors(exported: ExportedFolder, dtype: str, fp8: set[str]) -> list[s
         if found != expected[name]:
             kind, shape = expected[name]
             problems.append(f"{name} is {found[0]} {list(found[1])}, expected {kind} {list(shape)}")
-        elif name.endswith("_scale") and not 0 < float(tensor) < float("inf"):
+        elif name.endswith(("_scale", "_scale_2")) and tensor.numel() == 1 and not 0 < float(tensor) < float("inf"):
             problems.append(f"{name} is {float(tensor)}")
         elif tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
             problems.append(f"{name} holds values that are not finite")
@@ -134,8 +141,9 @@ def _check_shared_scales(exported: ExportedFolder, fp8: set[str]) -> list[str]:
     for layer in layout.layer_names(exported.config):
         for group in layout.SHARED_SCALE:
             members = [f"{layer}.{name}" for name in group if f"{layer}.{name}" in fp8]
-            for kind in ("weight_scale", "input_scale"):
-                if len({float(exported.tensor(f"{m}.{kind}")) for m in members}) > 1:
+            for kind in ("weight_scale", "input_scale", "weight_scale_2"):
+                found = [exported.tensor(f"{m}.{kind}") for m in members if f"{m}.{kind}" in exported.names]
+                if len({float(scale) for scale in found if scale.numel() == 1}) > 1:
                     problems.append(f"{kind} differs between {', '.join(members)}, which engines fuse")
     return problems
 
@@ -155,7 +163,7 @@ def check_values(exported: ExportedFolder, draft: nn.Module, world: World, dtype
             expected = parameter.detach().to(dtype)
             found = exported.tensor(name)
         else:
-            expected = round_trip(parameter.detach(), quantizer.amax)
+            expected = quantizer.rounded(parameter)
             found = exported.weight(name, parameter.dtype)
         if not torch.equal(shard(found, parameter, world.tp), expected.cpu()):
             problems.append(f"{name} differs from the draft in memory")
@@ -171,7 +179,8 @@ def _check_scale_values(exported: ExportedFolder, modules: dict[str, Any]) -> li
         for name, module in modules.items()
         if getattr(module, "weight_quantizer", None) is not None
         for kind in ("weight", "input")
-        if not torch.equal(
+        if module.weight_quantizer.form == "fp8"  # the scales of nvfp4 are a part of its values
+        and not torch.equal(
             exported.tensor(f"{name}.{kind}_scale"), scale_of(getattr(module, f"{kind}_quantizer").amax).cpu()
         )
     ]

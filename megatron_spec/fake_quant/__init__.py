@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_spec.fake_quant import nvfp4
+
 E4M3_MAX = 448.0
 """Largest finite value of float8_e4m3fn."""
 
@@ -68,8 +70,10 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _rounded(x: Tensor, amax: Tensor, with_mask: bool) -> tuple[Tensor, Tensor | None]:
+def _rounded(x: Tensor, amax: Tensor, with_mask: bool, form: str = "fp8") -> tuple[Tensor, Tensor | None]:
     """(round trip, bool |x| <= amax when asked for): one kernel on a GPU, the same bits."""
+    if form == "nvfp4":
+        return nvfp4.round_trip(x, amax), (x.detach().abs().float() <= amax) if with_mask else None
     if _kernel_runs(x, amax):
         from megatron_spec.fake_quant import kernels
 
@@ -81,21 +85,21 @@ class _FakeQuant(torch.autograd.Function):
     """Straight-through estimator: the round trip forward, identity (or a window of +-amax) backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, amax: Tensor, clipped: bool) -> Tensor:
-        out, inside = _rounded(x, amax, clipped)
+    def forward(ctx: Any, x: Tensor, amax: Tensor, clipped: bool, form: str) -> Tensor:
+        out, inside = _rounded(x, amax, clipped, form)
         if inside is not None:
             ctx.save_for_backward(inside)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (grad,) = grads
         if ctx.saved_tensors:
             grad = grad * ctx.saved_tensors[0]
-        return grad, None, None
+        return grad, None, None, None
 
 
-def fake_quant(x: Tensor, amax: Tensor, clipped: bool = False) -> Tensor:
+def fake_quant(x: Tensor, amax: Tensor, clipped: bool = False, form: str = "fp8") -> Tensor:
     """x rounded to E4M3 under the per-tensor range `amax`, in the shape and dtype of x.
 
     Args:
@@ -103,8 +107,9 @@ def fake_quant(x: Tensor, amax: Tensor, clipped: bool = False) -> Tensor:
         amax: scalar, fp32; values beyond it saturate.
         clipped: the gradient is zero where |x| > amax; otherwise it passes unchanged everywhere (Bengio et al.,
             arXiv 1308.3432).
+        form: 'nvfp4' rounds a weight to E2M1 in blocks instead.
     """
-    return _FakeQuant.apply(x, amax, clipped)  # type: ignore[no-any-return]
+    return _FakeQuant.apply(x, amax, clipped, form)  # type: ignore[no-any-return]
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -125,9 +130,9 @@ class _StraightThrough(torch.autograd.Function):
 class RoundedOnce:
     """The round trip of a tensor that does not change for a while (a weight within an optimizer step)."""
 
-    def __init__(self, x: Tensor, amax: Tensor, clipped: bool) -> None:
+    def __init__(self, x: Tensor, amax: Tensor, clipped: bool, form: str = "fp8") -> None:
         with torch.no_grad():
-            self.rounded, self.inside = _rounded(x, amax, clipped)
+            self.rounded, self.inside = _rounded(x, amax, clipped, form)
 
     def of(self, x: Tensor) -> Tensor:
         """`fake_quant(x, amax, clipped)` of the same x, without rounding again."""

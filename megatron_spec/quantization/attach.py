@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -17,8 +18,10 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
+from megatron_spec.base_models import name_rules
 from megatron_spec.config import QuantConfig, UserError
-from megatron_spec.fake_quant import round_trip
+from megatron_spec.fake_quant import nvfp4
+from megatron_spec.pipeline.modules import ReplicatedLinear
 from megatron_spec.quantization.quantizer import Mode, SharedInput, TensorQuantizer
 
 log = logging.getLogger(__name__)
@@ -28,13 +31,7 @@ Role = Literal["base", "draft"]
 SHARED_SCALE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linears that engines fuse into one matrix, and that therefore need one scale."""
 
-HF_NAMES = {
-    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attention.linear_proj": ("self_attn.o_proj",),
-    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.linear_fc2": ("mlp.down_proj",),
-}
-"""megatron-core's names inside a layer -> the names exclude patterns are written in."""
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 KV_PLACE = "self_attention.core_attention"
 
@@ -59,16 +56,14 @@ def attach_quantizers(module: nn.Module, quant: QuantConfig, role: Role) -> int:
         UserError: unknown format; fused linears of which only some are excluded; a linear that no engine loads as fp8.
     """
     fmt = quant.base if role == "base" else quant.draft
-    if fmt not in ("none", "fp8"):
-        raise UserError(f"quantisation format {fmt!r} of the {role} is not known: use 'fp8' or 'none'")
     if fmt == "none":
         return 0
     count = _attach_base(module, quant) if role == "base" else _attach_draft(module, quant)
     if count == 0:
         raise UserError(
-            f"fp8 for the {role}: the exclude patterns {list(quant.excludes(role))} leave no linear to quantise"
+            f"{fmt} for the {role}: the exclude patterns {list(quant.excludes(role))} leave no linear to quantise"
         )
-    log.info("fp8: %d linears of the %s quantised", count, role)
+    log.info("%s: %d linears of the %s quantised", fmt, count, role)
     return count
 
 
@@ -111,16 +106,30 @@ def _attach_draft(draft: nn.Module, quant: QuantConfig) -> int:
             )
     for name in chosen:
         linear: Any = linears[name]
-        if linear.input_quantizer is None:
+        if linear.weight_quantizer is None:
             device = linear.weight.device
+            weight = TensorQuantizer(f"{name}.weight", quant.clipped_ste, device, constant=True, form=quant.draft)
+            linear.weight_quantizer = weight
+            if quant.draft == "nvfp4":
+                _check_blocks(name, linear.weight)
+                continue  # weights alone
             linear.input_quantizer = TensorQuantizer(f"{name}.input", quant.clipped_ste, device)
-            linear.weight_quantizer = TensorQuantizer(f"{name}.weight", quant.clipped_ste, device, constant=True)
+    if quant.draft == "nvfp4":
+        return len(chosen)
     for group in shared_scale_groups(chosen):
         shared = SharedInput()
         for name in group:
             any_linear: Any = linears[name]
             any_linear.input_quantizer.shared = shared
     return len(chosen)
+
+
+def _check_blocks(name: str, weight: Tensor) -> None:
+    if weight.shape[1] % nvfp4.BLOCK:
+        raise UserError(
+            f"nvfp4: {name} has {weight.shape[1]} inputs on this rank, no multiple of the block {nvfp4.BLOCK}: use "
+            "fewer tensor parallel ranks, or exclude it"
+        )
 
 
 # ---- base
@@ -131,8 +140,10 @@ def base_linears(base: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     model: Any = base
     for number, layer in enumerate(model.gpt.decoder.layers, model.stage.first):
         for name, module in layer.named_modules():
-            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-                yield f"layers.{number}.{name}", name, module
+            if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
+                first = model.experts.first
+                everywhere = _EXPERT.sub(lambda m: str(int(m[0]) + first), name)  # noqa: B023 - used at once
+                yield f"layers.{number}.{everywhere}", name, module
 
 
 def _attach_base(base: nn.Module, quant: QuantConfig) -> int:
@@ -144,15 +155,21 @@ def _attach_base(base: nn.Module, quant: QuantConfig) -> int:
             "fp8 for the base: found no ColumnParallelLinear or RowParallelLinear in its layers; a base built with "
             "other layers (Transformer Engine) is not supported: load it with load_base"
         )
-    for name, inner, linear in found:
-        prefix = "model.layers." + name.split(".")[1]
-        names = [f"{prefix}.{hf}" for hf in HF_NAMES.get(inner, (inner,))]
-        if not excluded(names, quant.excludes("base")):
+    names_of = {r.module: [n.removesuffix(".weight") for n in r.hf] for r in name_rules(model.config)}
+    stacked = 0
+    for name, _, linear in found:
+        if name not in names_of:  # one tensor holds all experts (gpt-oss), and has no place for their scales
+            stacked += 1
+        elif not excluded(names_of[name], quant.excludes("base")):
             chosen.append((name, linear))
+    if stacked:
+        log.warning("fp8: %d linears of experts stay as they are: their format has no place for scales", stacked)
     fresh = [(n, m) for n, m in chosen if getattr(m, "input_quantizer", None) is None]
+    inputs: dict[str, TensorQuantizer] = {}
     for name, linear in fresh:
         device = linear.weight.device
-        linear.input_quantizer = TensorQuantizer(f"{name}.input", device=device)
+        place = f"{input_place(name)}.input"
+        linear.input_quantizer = inputs.setdefault(place, TensorQuantizer(place, device=device))
         linear.weight_quantizer = TensorQuantizer(f"{name}.weight", device=device)
         linear.weight_quantizer.mode = Mode.DISABLED  # the weight itself is rounded
         linear.register_forward_pre_hook(_quantize_input)
@@ -160,6 +177,14 @@ def _attach_base(base: nn.Module, quant: QuantConfig) -> int:
     if quant.kv_cache == "fp8":
         _attach_kv(model)
     return len(chosen)
+
+
+def input_place(name: str) -> str:
+    """Where the range of a linear's input belongs: experts of a layer share one, as engines do.
+
+    An expert that no calibration token reaches has a range all the same.
+    """
+    return re.sub(r"\.local_experts\.\d+\.", ".", name)
 
 
 def _quantize_input(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -179,13 +204,14 @@ def quantize_weights_(linears: list[tuple[str, Any]], tp: dist.ProcessGroup) -> 
     for (_, linear), value in zip(linears, amax, strict=True):
         linear.weight_quantizer.set_amax(value)
         linear.weight_quantizer.check()
-        sums.append(_error_sums(linear.weight.detach(), value))
-        linear.weight.data.copy_(round_trip(linear.weight.data, value))
+        sums.append(_error_sums(linear))
+        linear.weight.data.copy_(linear.weight_quantizer.rounded(linear.weight.data))
     _keep_errors(linears, torch.stack(sums), tp)
 
 
-def _error_sums(weight: Tensor, amax: Tensor) -> Tensor:
-    error = weight.float() - round_trip(weight, amax).float()
+def _error_sums(linear: Any) -> Tensor:
+    weight = linear.weight.detach()
+    error = weight.float() - linear.weight_quantizer.rounded(weight).float()
     return torch.stack([error.square().sum(), weight.float().square().sum()])
 
 
@@ -198,11 +224,13 @@ def _keep_errors(linears: list[tuple[str, Any]], sums: Tensor, tp: dist.ProcessG
 def measure_weight_errors(linears: list[tuple[str, Any]], tp: dist.ProcessGroup) -> None:
     """Set `relative_error` of the weight quantisers from the weights as they are (draft)."""
     if linears:
-        sums = [_error_sums(m.weight.detach(), m.weight_quantizer.amax) for _, m in linears]
+        sums = [_error_sums(m) for _, m in linears]
         _keep_errors(linears, torch.stack(sums), tp)
 
 
 def _attach_kv(base: Any) -> None:
+    if base.config.mla:
+        raise UserError("an fp8 KV cache of a base with latent attention: engines cache the latent; leave it out")
     for number, layer in enumerate(base.gpt.decoder.layers, base.stage.first):
         core = layer.self_attention.core_attention
         if getattr(core, "k_quantizer", None) is not None:
@@ -255,6 +283,8 @@ def load_base_amax(base: nn.Module, state: dict[str, float]) -> None:
     layers = {f"layers.{model.stage.first + i}" for i in range(len(model.gpt.decoder.layers))}
     missing = sorted(mine.keys() - state.keys())
     unexpected = sorted(n for n in state.keys() - mine.keys() if ".".join(n.split(".")[:2]) in layers)
+    if model.world.parallel.expert_model_parallel_size > 1:
+        unexpected = [n for n in unexpected if ".local_experts." not in n]  # of other ranks
     if missing or unexpected:
         raise UserError(
             f"ranges of the base do not fit its quantisers: missing {missing[:4]} ({len(missing)}), unexpected "

@@ -111,20 +111,22 @@ def _calibrate_draft(
     linears: dict[str, Any] = {n: m for n, m in draft_linears(draft).items() if m.weight_quantizer is not None}
     groups = [world.draft_dp, world.tp]
     weights = [m.weight_quantizer for m in linears.values()]
-    inputs = [m.input_quantizer for m in linears.values()]
+    inputs = [m.input_quantizer for m in linears.values() if m.input_quantizer is not None]
     for linear in linears.values():
         linear.weight_quantizer.start_calibration()
         linear.weight_quantizer.observe(linear.weight)
-        linear.input_quantizer.start_calibration(with_histogram=True)
+    for quantizer in inputs:
+        quantizer.start_calibration(with_histogram=True)
     synchronize(weights, groups)
     _share_scales(linears, "weight_quantizer")
     for quantizer in weights:
         quantizer.enable()
-    for step in _progress(batches, "draft", world):
-        for features in source.features(step):
-            draft(features, ends, objective)
-    choose_ranges(inputs, groups, quant)  # fused linears read the same input, so their ranges are equal already
-    _share_scales(linears, "input_quantizer")
+    if inputs:  # nvfp4 rounds weights alone
+        for step in _progress(batches, "draft", world):
+            for features in source.features(step):
+                draft(features, ends, objective)
+        choose_ranges(inputs, groups, quant)  # fused linears read the same input, so their ranges are equal already
+        _share_scales(linears, "input_quantizer")
     for quantizer in inputs:
         quantizer.enable()
     measure_weight_errors(list(linears.items()), world.tp)

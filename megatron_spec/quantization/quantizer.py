@@ -52,6 +52,7 @@ class TensorQuantizer(nn.Module):
         name: where it sits, for messages.
         clipped: zero gradient outside +-amax.
         constant: it rounds a weight, which stays as it is between `hold` and `release`.
+        form: 'fp8', or 'nvfp4' for a weight.
     """
 
     amax: Tensor
@@ -63,11 +64,12 @@ class TensorQuantizer(nn.Module):
     """Magnitudes seen while calibrating (see `histogram.py`); only then, and only where it is asked for."""
 
     def __init__(
-        self, name: str, clipped: bool = False, device: torch.device | str = "cpu", constant: bool = False
-    ) -> None:
+        self, name: str, clipped: bool = False, device: torch.device | str = "cpu", constant: bool = False,
+        form: str = "fp8",
+    ) -> None:  # fmt: skip
         super().__init__()
         self.name = name
-        self.clipped, self.constant = clipped, constant
+        self.clipped, self.constant, self.form = clipped, constant, form
         self.shared: SharedInput | None = None
         self.mode = Mode.ENABLED
         self._checked = False
@@ -163,13 +165,18 @@ class TensorQuantizer(nn.Module):
             self.check()
         if self._held and self.constant:
             if self._rounded is None:
-                self._rounded = RoundedOnce(x, self.amax, self.clipped)
+                self._rounded = RoundedOnce(x, self.amax, self.clipped, self.form)
             return self._rounded.of(x)
         if self._held and self.shared is not None:
             if self.shared.x is not x or self.shared.rounded is None:
                 self.shared.x, self.shared.rounded = x, fake_quant(x, self.amax, self.clipped)
             return self.shared.rounded
-        return fake_quant(x, self.amax, self.clipped)
+        return fake_quant(x, self.amax, self.clipped, self.form)
+
+    @torch.no_grad()
+    def rounded(self, x: Tensor) -> Tensor:
+        """x as an enabled quantiser gives it, without a gradient and whatever the mode."""
+        return fake_quant(x.detach(), self.amax, form=self.form)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._forget()

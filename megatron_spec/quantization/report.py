@@ -13,14 +13,14 @@ from megatron_spec.quantization.quantizer import TensorQuantizer
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One linear, or keys or values of one layer (`amax_weight` and `weight_error` are None)."""
+    """One linear (of which nvfp4 rounds the weight alone), or keys or values of one layer; None: not quantised."""
 
     name: str
-    amax_input: float
+    amax_input: float | None
     amax_weight: float | None
     weight_error: float | None
     """|w - q(w)| / |w| over the whole weight; about 0.02-0.04 for a bell-shaped one."""
-    input_error: float
+    input_error: float | None
     """|x - q(x)| / |x| over all inputs seen."""
     clipped: float
     """Share of the inputs seen that lie outside +-amax_input; 0 with max calibration."""
@@ -32,7 +32,10 @@ def lines_of(owner: str, linears: dict[str, Any], others: dict[str, TensorQuanti
     seen: set[str] = set()
     for name, module in linears.items():
         weight, x = getattr(module, "weight_quantizer", None), getattr(module, "input_quantizer", None)
-        if weight is None or x is None:
+        if weight is None:
+            continue
+        if x is None:  # nvfp4: weights alone
+            found.append(LayerReport(f"{owner}.{name}", None, float(weight.amax), weight.relative_error, None, 0.0))
             continue
         seen |= {weight.name, x.name}
         found.append(
@@ -56,11 +59,16 @@ def table(report: Sequence[LayerReport]) -> str:
     """A Markdown table."""
     head = "| linear | amax input | clipped | input error | amax weight | weight error |\n|---|---|---|---|---|---|\n"
     rows = [
-        f"| {r.name} | {r.amax_input:.4g} | {r.clipped:.2e} | {r.input_error:.4f} | {_cell(r.amax_weight, '.4g')} | "
+        f"| {r.name} | {_cell(r.amax_input, '.4g')} | {r.clipped:.2e} | "
+        f"{_cell(r.input_error, '.4f')} | {_cell(r.amax_weight, '.4g')} | "
         f"{_cell(r.weight_error, '.4f')} |\n"
         for r in report
     ]
     return head + "".join(rows)
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value
 
 
 def plot(report: Sequence[LayerReport], path: Path) -> None:
@@ -74,13 +82,11 @@ def plot(report: Sequence[LayerReport], path: Path) -> None:
 
     figure, axes = plt.subplots(3, 1, figsize=(max(8.0, 0.09 * len(report)), 8), sharex=True, layout="constrained")
     x = range(len(report))
-    axes[0].semilogy(x, [r.amax_input for r in report], ".-", label="input")
-    axes[0].semilogy(x, [r.amax_weight or float("nan") for r in report], ".-", label="weight")
+    axes[0].semilogy(x, [_number(r.amax_input) for r in report], ".-", label="input")
+    axes[0].semilogy(x, [_number(r.amax_weight) for r in report], ".-", label="weight")
     axes[0].set_ylabel("amax")
-    axes[1].plot(x, [r.input_error for r in report], ".-", label="input")
-    axes[1].plot(
-        x, [r.weight_error if r.weight_error is not None else float("nan") for r in report], ".-", label="weight"
-    )
+    axes[1].plot(x, [_number(r.input_error) for r in report], ".-", label="input")
+    axes[1].plot(x, [_number(r.weight_error) for r in report], ".-", label="weight")
     axes[1].set_ylabel("relative error")
     axes[2].plot(x, [100 * r.clipped for r in report], ".-", label="input")
     axes[2].set_ylabel("clipped, %")

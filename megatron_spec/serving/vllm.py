@@ -34,7 +34,8 @@ def vllm_command(plan: Speculation, base: str, port: int = 8000) -> list[str]:
 
 def triton_models(plan: Speculation, base: str, name: str, other: Speculation | None) -> dict[str, dict[str, Any]]:
     """Engine arguments by model name: with the draft, the base alone (to compare), and with a second model."""
-    models = {name: {"model": base, "speculative_config": speculative_config(plan)}, "base_model": {"model": base}}
+    models: dict[str, dict[str, Any]] = {name: {"model": base}, "base_model": {"model": base}}
+    models[name]["speculative_config"] = speculative_config(plan)
     if other is not None:
         models["draft_target_model"] = {"model": base, "speculative_config": speculative_config(other)}
     return models

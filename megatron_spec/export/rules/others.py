@@ -21,13 +21,17 @@ def _compare(expected: Shapes, tensors: dict[str, Entry], silent: str) -> Iterat
         yield Finding("missing", f"missing {', '.join(missing[:8])} ({len(missing)}); {silent}", "write them")
     for name in sorted(expected.keys() & tensors.keys()):
         found = tensors[name].shape
+        if tensors[name].dtype == "U8" and found:  # two weights a byte
+            found = (*found[:-1], 2 * found[-1])
         if found != expected[name]:
             mend = "make config.json and the tensor agree"
             yield Finding("shape", f"{name} is {list(found)}, config.json says {list(expected[name])}", mend)
 
 
 def _extra(expected: Shapes, tensors: dict[str, Entry], engines: tuple[Engine, ...]) -> Iterator[Finding]:
-    scales = {f"{n.removesuffix('.weight')}.{s}" for n in expected for s in ("weight_scale", "input_scale")}
+    scales = {
+        f"{n.removesuffix('.weight')}.{s}" for n in expected for s in ("weight_scale", "input_scale", "weight_scale_2")
+    }
     extra = sorted(tensors.keys() - expected.keys() - scales)
     if extra:
         yield Finding("unknown", f"found unknown {', '.join(extra[:8])} ({len(extra)})", "remove them", engines)

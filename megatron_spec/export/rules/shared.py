@@ -45,7 +45,7 @@ def _theta(config: dict[str, object]) -> object:
 
 def check_fp8(folder: Folder) -> Iterator[Finding]:
     """fp8 tensors, their scales, and the metadata that says so."""
-    fp8 = sorted(n for n, e in folder.tensors.items() if e.dtype.startswith("F8"))
+    fp8 = sorted(n for n, e in folder.tensors.items() if e.dtype in ("F8_E4M3", "U8") and n.endswith(".weight"))
     declared = folder.config.get("quantization_config")
     sidecar = (folder.path / "hf_quant_config.json").is_file()
     if not fp8:
@@ -65,7 +65,9 @@ def check_fp8(folder: Folder) -> Iterator[Finding]:
                 "keep fc, lm_head and the embedding in bf16",
             )  # fmt: skip
             continue
-        missing = [s for s in (f"{stem}.weight_scale", f"{stem}.input_scale") if s not in folder.tensors]
+        four_bits = folder.tensors[name].dtype == "U8"
+        needed = ("weight_scale", "weight_scale_2") if four_bits else ("weight_scale", "input_scale")
+        missing = [s for s in (f"{stem}.{kind}" for kind in needed) if s not in folder.tensors]
         if missing:
             yield Finding("fp8", f"{name} is fp8, but {', '.join(missing)} is missing", "write amax / 448 as float32")
     yield from _shared_scales(folder)
@@ -74,9 +76,9 @@ def check_fp8(folder: Folder) -> Iterator[Finding]:
 def _shared_scales(folder: Folder) -> Iterator[Finding]:
     for layer in folder.layers:
         for group in SHARED_SCALE:
-            for kind in ("weight_scale", "input_scale"):
+            for kind in ("weight_scale", "input_scale", "weight_scale_2"):
                 entries = [folder.tensors.get(f"{layer}.{name}.{kind}") for name in group]
-                present = [e for e in entries if e is not None]
+                present = [e for e in entries if e is not None and e.dtype != "F8_E4M3"]  # block scales differ
                 if any(e.dtype != "F32" or e.shape not in ((), (1,)) for e in present):
                     yield Finding("fp8", f"{kind} of {layer} is not one float32", "write per-tensor scales as float32")
                 elif len({e.number() for e in present}) > 1:
