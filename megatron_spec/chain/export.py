@@ -122,7 +122,8 @@ def export(run: ExportRun) -> Path:
             export_base(loaded.base, loaded.base_ref, new / "base", spec.quant, world, run_config=run_config)
         if run.extra_modules:
             asked: dict[str, Any] = {"also_pt": True} if run.medusa_pt else {}
-            if run.export_embeddings or run.format == "speculators":
+            own = getattr(spec.draft, "own_embedding", False)  # then it is written anyway
+            if run.export_embeddings or (run.format == "speculators" and not own):
                 asked["export_embeddings"] = True
             export_draft(
                 loaded.draft, loaded.base_ref, new / "draft", spec.quant, world, ends=loaded.base,

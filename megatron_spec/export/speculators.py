@@ -54,6 +54,7 @@ def config_json(hf: dict[str, Any], base: Path, architectures: list[str], draft_
         "norm_before_residual": False,
         **{name: bool(hf.get(name, False)) for name in layout.OPTIONS},
         "tie_word_embeddings": False,
+        **({"target_hidden_size": hf["target_hidden_size"]} if "target_hidden_size" in hf else {}),
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",

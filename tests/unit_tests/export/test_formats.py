@@ -41,7 +41,6 @@ def test_writer_memory_and_layout(tmp_path: Path) -> None:
     code = """
 import resource, sys, torch
 from pathlib import Path
-from megatron_spec.export.rules import check_folder
 from megatron_spec.export.stream import TensorWriter
 plan = {f"t{i}": ("float32", (512, 1024)) for i in range(100)}
 writer = TensorWriter(Path(sys.argv[1]), plan, max_shard_bytes=50 << 20)
@@ -81,6 +80,16 @@ def test_writer_is_strict(tmp_path: Path) -> None:
 
 
 # ---- speculators
+
+
+def test_speculators_of_a_narrower_draft(base_folder: Path, tmp_path: Path) -> None:
+    narrow = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    tiny = make(base_folder, world_of(), **narrow)
+    hf = export_draft(tiny.draft, tiny.reference, tmp_path / "hf", None, tiny.world, ends=tiny.base)
+    speculators.convert(hf, base_folder, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["target_hidden_size"] == 32 and config["transformer_layer_config"]["hidden_size"] == 16
+    assert load_file(str(tmp_path / "out" / "model.safetensors"))["embed_tokens.weight"].shape == (V, 16)
 
 
 @pytest.mark.parametrize("overrides", [{}, {"num_hidden_layers": 2, "capture_layer_ids": [0, 6], "size": V}])
