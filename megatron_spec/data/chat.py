@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_spec.config import UserError, suggest
+from megatron_spec.data.byte_lengths import TokenPlaces, byte_lengths
 from megatron_spec.data.tokenizer import load_tokenizer, special_ids
 
 __all__ = [
@@ -215,6 +216,7 @@ class ChatEncoder:
         self._end_ids = self._stop_ids | special_ids(tokenizer)
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
+        self._byte_lengths_V = byte_lengths(tokenizer)
         self._is_end_V = np.zeros(max(len(tokenizer), *self._end_ids, 0) + 1, dtype=bool)
         self._is_end_V[sorted(self._end_ids)] = True
 
@@ -228,8 +230,11 @@ class ChatEncoder:
             found = [self._marked(conversation) for conversation in conversations]
         else:
             texts = [str(self._render(conversation, conversation.messages)) for conversation in conversations]
-            encodings = self.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
-            found = [self._incremental(*one) for one in zip(conversations, texts, encodings, strict=True)]
+            encodings = self.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            found = [
+                self._incremental(conversation, text, encoding.ids)
+                for conversation, text, encoding in zip(conversations, texts, encodings, strict=True)
+            ]
         return [self._sample(c, ids, turns) for c, (ids, turns) in zip(conversations, found, strict=True)]
 
     @staticmethod
@@ -273,13 +278,18 @@ class ChatEncoder:
                 turns[i] = turn  # marks around the content only: the end of the turn is learnt too
         return np.array(ids, dtype=np.int64), turns
 
-    def _incremental(self, conversation: Conversation, text: str, encoding: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-        ids_N = np.array(encoding.ids, dtype=np.int64)
+    def _incremental(self, conversation: Conversation, text: str, ids: list[int]) -> tuple[NDArray[Any], NDArray[Any]]:
+        ids_N = np.array(ids, dtype=np.int64)
+        places: TokenPlaces | _TokenOffsets | None = None
+        if self._byte_lengths_V is not None:
+            places = TokenPlaces(text, ids_N, self._byte_lengths_V)
+        if places is None or not places.fits:
+            places = _TokenOffsets(self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False))
         special = self._is_end_V[ids_N].nonzero()[0].tolist()
-        ends = [(encoding.token_to_chars(i)[1], int(ids_N[i])) for i in special]
+        ends = [(places.character_end(i), int(ids_N[i])) for i in special]
         turns_N = np.zeros(len(ids_N), dtype=np.int32)
         for turn, (begin, end) in enumerate(self._incremental_spans(conversation, text, ends), start=1):
-            first, behind = _tokens_of(encoding, begin, end)
+            first, behind = places.tokens_of(begin, end)
             turns_N[first:behind] = turn
         return ids_N, turns_N
 
@@ -328,17 +338,22 @@ class ChatEncoder:
         return str(self._render(conversation, [first])).rsplit(_PLACEHOLDER, 1)[0]
 
 
-def _tokens_of(encoding: Any, begin: int, end: int) -> tuple[int, int]:
-    """Range of the tokens that hold any of the characters begin .. end-1 (end > begin)."""
-    first, last = encoding.char_to_token(begin), encoding.char_to_token(end - 1)
-    if first is None or last is None:  # a character without a token of its own, as a space that offsets leave out
-        offsets = encoding.offsets
-        inside = [i for i, (b, e) in enumerate(offsets) if b < end and e > max(b, begin)]
+class _TokenOffsets:
+    """Places of tokens from the tokenizer's own offsets: for every tokenizer, and slower than `TokenPlaces`."""
+
+    fits = True
+
+    def __init__(self, encoding: Any) -> None:
+        self.offsets: list[tuple[int, int]] = encoding.offsets
+
+    def character_end(self, i: int) -> int:
+        """Character behind token i."""
+        return self.offsets[i][1]
+
+    def tokens_of(self, begin: int, end: int) -> tuple[int, int]:
+        """Range of the tokens that hold any of the characters begin .. end-1 (end > begin)."""
+        inside = [i for i, (b, e) in enumerate(self.offsets) if b < end and e > max(b, begin)]
         return (inside[0], inside[-1] + 1) if inside else (0, 0)
-    behind = last + 1
-    while behind < len(encoding) and encoding.token_to_chars(behind)[0] < end:  # a character made of several tokens
-        behind += 1
-    return first, behind
 
 
 def _shared(one: str, other: str) -> int:
