@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from megatron_spec.config import UserError
-from megatron_spec.data import byte_lengths, chat
 from megatron_spec.data.chat import ChatEncoder, numbered_lines, parse_line
 from megatron_spec.data.parallel import ordered_map, usable_cpus
 from megatron_spec.data.store import FORMAT, Block, StoreWriter, TokenStore, runs_of
@@ -69,7 +68,7 @@ def open_tokens(
         "data": sha256_of(path),
         "tokenizer": tokenizer_hash(tokenizer),
         "stop_token_ids": sorted(stop_token_ids),
-        "code": [sha256_of(module.__file__) for module in (chat, byte_lengths)],
+        "code": [sha256_of(Path(__file__).with_name(name)) for name in ("chat.py", "byte_lengths.py")],
     }
     key = hashlib.sha256(json.dumps([FORMAT, about], sort_keys=True).encode()).hexdigest()[:16]
     parent = _cache_folder(path, cache)
