@@ -51,7 +51,13 @@ def setting(
     reference = inspect_base(folder)
     if captures is None:
         captures = default_capture_ids(reference.config.num_layers) if kind.startswith("eagle3") else ()
-    base = load_base(reference, world, tuple(captures))
+    return answered(world, reference, load_base(reference, world, tuple(captures)), prompts, tokens)
+
+
+def answered(
+    world: World, reference: BaseReference, base: FrozenBase, prompts: list[list[int]], tokens: int
+) -> Setting:
+    """The setting of a base as it is now: quantised, for example."""
     config = DecodeConfig(max_draft_len=0, max_new_tokens=tokens)
     answers = [g.tokens for g in decode(base, prompts, config, ())]
     ids = torch.tensor([p + a for p, a in zip(prompts, answers, strict=True)])
@@ -77,7 +83,13 @@ def train(made: Setting, kind: str, steps: int, lr: float, **overrides: Any) -> 
         shape = eagle_config(config, kind, overrides={"draft_vocab_size": len(used), **overrides})
     draft = build_draft(shape, vocab, made.world, torch.float32)
     draft.initialize(made.base, seed=0)
-    objective = objective_for(shape, ObjectiveConfig(ttt_steps=K))
+    train_on(made, draft, steps, lr)
+    return draft
+
+
+def train_on(made: Setting, draft: Draft, steps: int, lr: float) -> None:
+    """Further steps of a draft, fake-quantised or not."""
+    objective = objective_for(draft.config, ObjectiveConfig(ttt_steps=K))  # type: ignore[arg-type]
     optimizer = torch.optim.Adam(draft.parameters(), lr=lr)
     (features,) = OnlineFeatures(made.base).features([made.batch])
     for _ in range(steps):
@@ -85,7 +97,6 @@ def train(made: Setting, kind: str, steps: int, lr: float, **overrides: Any) -> 
         (losses.total / losses.rows_T[0]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return draft
 
 
 def ours(made: Setting, draft: Draft, tokens: int) -> tuple[list[list[int]], AcceptanceStats]:
