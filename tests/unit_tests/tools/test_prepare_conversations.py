@@ -183,7 +183,7 @@ def test_a_killed_run_goes_on_and_gives_the_same(tmp_path, monkeypatch):
         if len(read) % 4 == 3:
             read.append(None)
             with (work.folder / "lines.jsonl").open("ab") as file:
-                file.write(b'{"half')
+                file.write(b'{"half' * 10_000)
             raise KeyboardInterrupt
         real(work)
         read.append(work.state["read"])
