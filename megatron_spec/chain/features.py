@@ -16,7 +16,7 @@ from megatron_spec.build import Loaded, load_checkpoint
 from megatron_spec.chain.data import check_seq_length, open_dataset
 from megatron_spec.checkpoint.spec import read_spec, resolve
 from megatron_spec.config import ParallelConfig, UserError
-from megatron_spec.data.loader import Dataset
+from megatron_spec.data.loader import Dataset, lengths_of
 from megatron_spec.distributed import World
 from megatron_spec.features.offline import OfflineFeatures, extract
 from megatron_spec.features.store import FeatureStore, StoreManifest, missing_shards
@@ -59,7 +59,7 @@ def check_disk(folder: str, manifest: StoreManifest, dataset: Dataset, part: tup
     """Log the size of what a store still lacks, and raise UserError when the disk cannot hold that."""
     shards = [shard for shard in missing_shards(Path(folder), manifest) if shard % part[1] == part[0]]
     pending = [i for shard in shards for i in manifest.samples_of(shard)]
-    need = sum(len(dataset[i]) for i in pending) * manifest.bytes_per_token
+    need = int(lengths_of(dataset)[pending].sum(dtype="int64")) * manifest.bytes_per_token
     place = Path(folder).absolute()
     while not place.exists():
         place = place.parent
