@@ -169,8 +169,8 @@ def test_engine_agrees(run: tuple[dict[str, Case], dict[str, Any]], name: str) -
 def test_fp8_loads(run: tuple[dict[str, Case], dict[str, Any]], name: str) -> None:
     """Rounding in bfloat16 lets texts part, so figures are compared: nearly as many drafts are accepted as with us.
 
-    Not with an fp8 base: the CPU build's fp8 products of two models in one process are wrong for the second one. The same
-    draft is accepted beside the bf16 base, and in bf16 beside the fp8 base.
+    Not with an fp8 base: the CPU build's fp8 products of two models in one process are wrong for the second one. The
+    same draft is accepted beside the bf16 base, and in bf16 beside the fp8 base.
     """
     known, results = run
     found, stats = results[name], known[name].acceptance
