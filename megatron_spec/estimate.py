@@ -30,7 +30,7 @@ def qkv_width(config: BaseConfig | EagleConfig) -> int:
 def base_layer_parameters(base: BaseConfig) -> tuple[int, int]:
     """(parameters every token passes, parameters of all experts) of one base layer."""
     H, experts = base.hidden_size, getattr(base, "num_experts", 0) or 0
-    mlp = 3 * H * base.intermediate_size
+    mlp = 3 * H * (base.moe.intermediate_size if base.moe else base.intermediate_size)
     shared = H * (qkv_width(base) + attention_width(base)) + 2 * H
     return (shared + H * experts, experts * mlp) if experts else (shared + mlp, 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megatron_spec.config import (
@@ -38,13 +39,29 @@ def _rope_overrides(base: BaseConfig, overrides: dict[str, Any]) -> dict[str, An
             expected = "a number" if name == "rope_theta" else "an object or null"
             raise UserError(f"--eagle-config: {name} is {overrides[name]!r}, expected {expected}")
     theta = float(overrides.get("rope_theta", base.rope.theta))
-    rope = base.rope.replace(theta=theta)
+    # yarn, longrope and partial turning belong to the base's training: a fresh draft turns plainly.
+    plain = base.rope.type in ("yarn", "longrope") or base.rope.partial_rotary_factor != 1.0
+    rope = RopeConfig(theta=theta) if plain else base.rope.replace(theta=theta)
     if "rope_scaling" in overrides:
         scaling = {("type" if k == "rope_type" else k): v for k, v in (overrides["rope_scaling"] or {}).items()}
         if scaling.get("type", rope.type if scaling else "default") != rope.type:
             rope = RopeConfig(theta=theta)  # numbers of the base's kind of scaling mean nothing to another kind
         return {**rope.to_dict(), **scaling}
     return rope.to_dict()
+
+
+def _draft_shape(base: BaseConfig) -> dict[str, int]:
+    """Heads and MLP width of a dense Llama-style layer beside `base`, whatever its own layers are."""
+    heads, groups, size, width = (
+        base.num_attention_heads, base.num_key_value_heads, base.head_dim, base.intermediate_size,
+    )  # fmt: skip
+    if base.mla:  # latent attention has no key/value heads to copy: heads of 128, eight to a group
+        size = math.gcd(base.hidden_size, 128)
+        heads = base.hidden_size // size
+        groups = heads // math.gcd(heads, 8)
+    if base.moe and width < 2 * base.hidden_size:  # the width of one expert: take that of those a token passes
+        width = base.moe.experts_per_token * base.moe.intermediate_size
+    return dict(num_attention_heads=heads, num_key_value_heads=groups, head_dim=size, intermediate_size=width)
 
 
 def _check_trainable(config: EagleConfig) -> None:
@@ -78,10 +95,7 @@ def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[st
     values: dict[str, Any] = dict(
         algorithm=algorithm,
         hidden_size=base.hidden_size,
-        intermediate_size=base.intermediate_size,
-        num_attention_heads=base.num_attention_heads,
-        num_key_value_heads=base.num_key_value_heads,
-        head_dim=base.head_dim,
+        **_draft_shape(base),
         vocab_size=base.vocab_size,
         draft_vocab_size=base.vocab_size,
         target_hidden_size=base.hidden_size,

@@ -35,6 +35,8 @@ class Row:
 
 
 _NO_SEQUENCE = "no activation is spread over ranks there: leave it out"
+_WHOLE_EXPERTS = "every copy of the base holds all experts there: spread them with TP or PP instead"
+_OWN_PROMPTS = "copies of the base answer prompts of their own, and experts would wait for one another: use TP or PP"
 _ONE_TOKEN = "decoding reads one token at a time, which cannot be spread: leave it out"
 
 ROWS: dict[str, Row] = {
@@ -52,10 +54,13 @@ ROWS: dict[str, Row] = {
     ),
     "quantize": Row(
         "quantize.py",
-        {"CP": "calibration reads whole sequences; the checkpoint it makes trains under any layout"},
+        {
+            "CP": "calibration reads whole sequences; the checkpoint it makes trains under any layout",
+            "EP": _WHOLE_EXPERTS,
+        },
     ),
-    "export": Row("export.py", {"CP": _NO_SEQUENCE}),
-    "decode": Row("validate.py, generate.py", {"SP": _ONE_TOKEN, "CP": _ONE_TOKEN}),
+    "export": Row("export.py", {"CP": _NO_SEQUENCE, "EP": _WHOLE_EXPERTS}),
+    "decode": Row("validate.py, generate.py", {"SP": _ONE_TOKEN, "CP": _ONE_TOKEN, "EP": _OWN_PROMPTS}),
     "wrap": Row(
         "library: convert() around a GPTModel of your own",
         {"CP": "its own attention is not told which rows of the sequence a rank holds: load the base with load_base"},

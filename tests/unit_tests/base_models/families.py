@@ -31,6 +31,7 @@ DEEPSEEK = dict(
 )  # fmt: skip
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
     "mistral": ("Mistral", dict(sliding_window=5, head_dim=12)),
     "phi3": ("Phi3", dict(original_max_position_embeddings=16, rope_parameters=LONG)),
     "phi3 short": ("Phi3", dict(original_max_position_embeddings=32, rope_parameters={

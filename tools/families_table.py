@@ -1,0 +1,57 @@
+"""The README's table of base families, from what their tests found: python tools/families_table.py [--write].
+
+The tests compare `tests/support_results.json` with their own findings on every run; MEGATRON_SPEC_WRITE_SUPPORT=1 makes
+them write it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_spec.base_models.families import FAMILIES, REFUSED  # noqa: E402
+
+RESULTS = ROOT / "tests" / "support_results.json"
+LAYOUTS = ("TP 2", "TP 2 SP", "PP 2", "EP 2")
+STEPS = ("fp8", "export", "validate")
+_PLACE = re.compile(r"(<!--families-->\n).*?(<!--/families-->)", re.DOTALL)
+
+
+def _cell(found: dict[str, Any], name: str) -> str:
+    return "-" if name not in found else "yes" if found[name] else "no"
+
+
+def table(results: dict[str, Any]) -> str:
+    """The table in Markdown; '-' is what no test runs. Below it, what is refused and why."""
+    columns = ["architecture", "models", *LAYOUTS, "draft tested", *STEPS]
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    for family in FAMILIES:
+        layouts, chain = results["layouts"].get(family.name, {}), results["chain"].get(family.name, {})
+        cells = [family.architecture, family.models, *(_cell(layouts, name) for name in LAYOUTS)]
+        cells += [chain.get("algorithm", "-"), *(_cell(chain, name) for name in STEPS)]
+        lines.append("| " + " | ".join(cells) + " |")
+    refused = "; ".join(f"{name} {reason}" for name, reason in REFUSED.items())
+    return "\n".join(lines) + f"\n\nRefused by name: {refused}.\n"
+
+
+def updated(readme: str) -> str:
+    """The README with the table of today."""
+    assert _PLACE.search(readme), "README.md lacks <!--families--> and <!--/families-->"
+    text = table(json.loads(RESULTS.read_text(encoding="utf-8")))
+    return _PLACE.sub(lambda m: m[1] + text + m[2], readme)
+
+
+if __name__ == "__main__":
+    path = ROOT / "README.md"
+    text = path.read_text(encoding="utf-8")
+    if "--write" in sys.argv[1:]:
+        path.write_text(updated(text), encoding="utf-8")
+    else:
+        print(table(json.loads(RESULTS.read_text(encoding="utf-8"))), end="")
+        sys.exit(updated(text) != text)
