@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.functional_tests.workshop import make_base, write_conversations
+from tests.functional_tests.workshop import ROOT, make_base, write_conversations
 from tests.worlds import run_world
 
 STEPS = 4
@@ -143,3 +146,23 @@ def test_features_of_another_base_are_refused(runs: tuple[Path, dict[str, list[f
     manifest.write_text(manifest.read_text().replace(fingerprint, "sha256:0"))
     with pytest.raises(UserError, match="computed for something else"):
         FeatureStore(root / "foreign", {"base_fingerprint": fingerprint})
+
+
+def test_one_command_trains_on_either(runs: tuple[Path, dict[str, list[float]]]) -> None:
+    """launch_train.sh: converts, counts the steps of an epoch, trains on stored features."""
+    root, _ = runs
+    script = ["bash", str(ROOT / "examples" / "post_training" / "launch_train.sh")]
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [
+            *script, "--model", f"{root}/base", "--offline-data", f"{root}/store", "--output_dir", f"{root}/launched",
+            "--num_gpu", "0", "--num_epochs", "1", "--batch", "16", "--eagle_config", f"{root}/eagle.json",
+            "--", "--ttt-steps", "2",
+        ], capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "36 conversations, 1 epochs, 16 a step: 3 steps" in done.stdout
+    assert (root / "launched" / "run" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
+    both = ["--model", "m", "--output_dir", "o", "--data", "d", "--offline-data", "f"]
+    refused = subprocess.run([*script, *both], capture_output=True, text=True)
+    assert refused.returncode == 2 and "one of --data and --offline-data" in refused.stderr

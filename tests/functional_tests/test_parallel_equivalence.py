@@ -46,7 +46,6 @@ CASES: dict[int, list[Case]] = {
         dict(pp=2),
         dict(tp=4, model="kv1"),
         dict(cp=4),
-        dict(cp=2, packed=True),
         dict(cp=2, pp=2, distributed_optimizer=True),
         dict(cp=2, tp=2, sequence_parallel=True),
         dict(cp=2, tp=2, sequence_parallel=True, packed=True, algorithm="eagle1"),
