@@ -41,9 +41,12 @@ _ONE_TOKEN = "decoding reads one token at a time, which cannot be spread: leave 
 
 ROWS: dict[str, Row] = {
     "convert": Row("convert_model.py", {"CP": _NO_SEQUENCE}),
-    "extract": Row("offline_feature_extract.py"),
+    "extract": Row(
+        "offline_feature_extract.py, --feature-cache",
+        {"EP": "data ranks work on shards of their own, and experts need all ranks in step: use TP and PP"},
+    ),
     "finetune": Row("finetune.py, any draft, also packed and on a quantised checkpoint"),
-    "offline": Row("finetune.py with features from disk"),
+    "offline": Row("finetune.py --offline-data"),
     "base_fp8": Row(
         "finetune.py --base-fp8",
         {

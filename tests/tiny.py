@@ -10,10 +10,7 @@ import torch
 from megatron_spec.batch import Batch
 
 
-def save_llama(folder: Path, **overrides: Any) -> Path:
-    """A random LlamaForCausalLM in Hugging Face format. Weights are large enough to make logits of scale ~1-10."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+def _shape(**overrides: Any) -> dict[str, Any]:
     values: dict[str, Any] = dict(
         vocab_size=96,
         hidden_size=32,
@@ -28,9 +25,25 @@ def save_llama(folder: Path, **overrides: Any) -> Path:
         eos_token_id=2,
         initializer_range=0.1,
     )
-    values.update(overrides)
+    return {**values, **overrides}
+
+
+def save_llama(folder: Path, **overrides: Any) -> Path:
+    """A random LlamaForCausalLM in Hugging Face format. Weights are large enough to make logits of scale ~1-10."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(7)
-    LlamaForCausalLM(LlamaConfig(**values)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**_shape(**overrides))).save_pretrained(folder)
+    return folder
+
+
+def save_mixtral(folder: Path, **overrides: Any) -> Path:
+    """The same shape with four experts, two for each token."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(7)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    MixtralForCausalLM(MixtralConfig(**_shape(**experts, **overrides))).save_pretrained(folder)
     return folder
 
 

@@ -101,7 +101,7 @@ def extract_features(
     """
     parallel = parallel or ParallelConfig()
     spec = read_spec(resolve(load))
-    support.check("extract", parallel)
+    support.check("extract", parallel, spec.base.config.num_experts)
     check_parallel(spec.base.config, parallel)
     check_seq_length(seq_length, spec)
     world = distributed.initialize(parallel)

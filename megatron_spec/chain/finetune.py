@@ -150,7 +150,8 @@ def check_before_loading(run: FinetuneRun) -> tuple[Path, bool]:
     spec = read_spec(folder)
     content_file(run)
     stored = run.offline_data or run.feature_cache
-    support.check("base_fp8" if run.base_fp8 else "finetune" if stored is None else "offline", run.parallel)
+    row = "base_fp8" if run.base_fp8 else "offline" if run.offline_data else "extract" if stored else "finetune"
+    support.check(row, run.parallel, spec.base.config.num_experts)
     check_parallel(spec.base.config, run.parallel)
     check_seq_length(row_length(run), spec)
     if run.offline_data is not None:

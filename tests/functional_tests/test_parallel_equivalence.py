@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_spec.batch import Batch
-from tests.tiny import make_batch, save_llama
+from tests.tiny import make_batch, save_llama, save_mixtral
 from tests.worlds import run_world
 
 D, ROWS, LENGTH, MICRO_BATCHES = 40, 2, 24, 12
@@ -21,6 +21,7 @@ CASES: dict[int, list[Case]] = {
     1: [
         dict(name="one"),
         dict(name="one, 1 kv head", model="kv1"),
+        dict(name="experts", model="moe"),
         dict(name="packed", packed=True),
         dict(name="eagle1", packed=True, algorithm="eagle1"),
         dict(name="medusa", packed=True, algorithm="medusa"),
@@ -33,6 +34,7 @@ CASES: dict[int, list[Case]] = {
         dict(pp=2, first=3),
         dict(),
         dict(distributed_optimizer=True),
+        dict(ep=2, model="moe"),
         dict(cp=2),
         dict(cp=2, packed=True),
         dict(cp=2, packed=True, algorithm="eagle1"),
@@ -45,6 +47,8 @@ CASES: dict[int, list[Case]] = {
         dict(tp=2),
         dict(pp=2),
         dict(tp=4, model="kv1"),
+        dict(ep=2, pp=2, model="moe"),
+        dict(ep=2, tp=2, sequence_parallel=True, model="moe"),
         dict(cp=4),
         dict(cp=2, pp=2, distributed_optimizer=True),
         dict(cp=2, tp=2, sequence_parallel=True),
@@ -105,6 +109,7 @@ def run_case(folders: dict[str, str], case: Case) -> dict[str, Any]:
         tensor_model_parallel_size=case.get("tp", 1),
         pipeline_model_parallel_size=case.get("pp", 1),
         context_parallel_size=case.get("cp", 1),
+        expert_model_parallel_size=case.get("ep", 1),
         sequence_parallel=case.get("sequence_parallel", False),
         decoder_first_pipeline_num_layers=case.get("first"),
         decoder_last_pipeline_num_layers=case.get("last"),
@@ -149,6 +154,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     scaling["original_max_position_embeddings"] = 64
     return {
         "gqa": str(save_llama(root / "gqa", rope_scaling=scaling)),
+        "moe": str(save_mixtral(root / "moe")),
         "kv1": str(save_llama(root / "kv1", num_key_value_heads=1, head_dim=16, tie_word_embeddings=True)),
     }
 
@@ -185,4 +191,5 @@ def test_layouts_equal_one_process(size: int, folders: dict[str, str], reference
                 assert expected["grads"][name].abs().max() > 0, name
                 assert relative(gradient, expected["grads"][name]) < 1e-5, f"gradient of {name}, {where}"
             for name, value in found["parameters"].items():
-                assert relative(value, expected["parameters"][name]) < 1e-5, f"{name} after a step, {where}"
+                # Adam's first step divides a gradient by itself: what was rounding in a tiny one shows
+                assert relative(value, expected["parameters"][name]) < 3e-5, f"{name} after a step, {where}"
