@@ -39,6 +39,14 @@ def parser() -> cli.Parser:
     )
     p.add_argument("--tensorboard-dir", metavar="DIR", help="write TensorBoard events")
     p.add_argument("--wandb-project", metavar="NAME", help="log to Weights & Biases")
+    p.add_argument("--eval-data", metavar="JSONL", help="held-out prompts for --eval-acceptance-interval")
+    p.add_argument(
+        "--eval-acceptance-interval", type=cli.at_least_one, metavar="N", default=0,
+        help="every N steps (and at the end) decode them with the draft; SAVE/best keeps the one accepted most",
+    )  # fmt: skip
+    p.add_argument("--eval-prompts", type=cli.at_least_one, metavar="N", default=32, help="of them (default: 32)")
+    p.add_argument("--eval-draft-len", type=cli.at_least_one, metavar="N", default=3, help="draft tokens (default: 3)")
+    p.add_argument("--eval-tokens", type=cli.at_least_one, metavar="N", default=64, help="of an answer (default: 64)")
     p.add_dry_run()
     p.add_config(TrainConfig)
     p.add_config(ObjectiveConfig)
@@ -62,6 +70,7 @@ def dry_run(args: argparse.Namespace) -> None:
 def main(args: argparse.Namespace) -> None:
     if args.dry_run:
         return dry_run(args)
+    from megatron_spec.chain.evaluate import EvalRequest
     from megatron_spec.chain.finetune import FinetuneRun, finetune
 
     configs = {
@@ -82,6 +91,9 @@ def main(args: argparse.Namespace) -> None:
         "teacher",
     )
     plain += ("data_cache_path", "draft_fp8", "transformer_impl", "tensorboard_dir", "wandb_project")
+    configs["evaluation"] = EvalRequest(
+        args.eval_data, args.eval_acceptance_interval, args.eval_prompts, args.eval_draft_len, args.eval_tokens
+    )
     run = FinetuneRun(**configs, **{k: getattr(args, k) for k in plain})
     if not finetune(run):
         sys.exit(3)  # stopped by a signal after saving: a scheduler starts it again

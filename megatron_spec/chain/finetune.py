@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from megatron_spec import distributed, presets, support
 from megatron_spec.build import Loaded, load_checkpoint, respec
+from megatron_spec.chain import evaluate
 from megatron_spec.chain.data import check_file, check_seq_length, open_dataset
 from megatron_spec.chain.features import cached_features, stored_features
 from megatron_spec.checkpoint import sharded
@@ -62,6 +63,8 @@ class FinetuneRun:
     """Of a checkpoint with a fake-quantised base: 'quantised', as it will be served, or 'original'."""
     tensorboard_dir: str | None = None
     wandb_project: str | None = None
+    evaluation: evaluate.EvalRequest = field(default_factory=evaluate.EvalRequest)
+    """Acceptance on held-out prompts while the draft trains."""
 
 
 def starting_point(run: FinetuneRun) -> tuple[Path, bool]:
@@ -159,6 +162,10 @@ def check_before_loading(run: FinetuneRun) -> tuple[Path, bool]:
     if run.transformer_impl == "transformer_engine":
         te_spec.check(spec.base.config, torch.cuda.is_available())
     presets.objective_for(spec.draft, run.objective)
+    evaluate.check(run.evaluation, run.parallel, {
+        "--base-fp8": run.base_fp8, "--offline-data": run.offline_data is not None,
+        "--transformer-impl transformer_engine": run.transformer_impl != "local",
+    })  # fmt: skip
     if run.teacher == "original" and (spec.quant is None or spec.quant.base == "none"):
         raise UserError("--teacher original: the base of this checkpoint is not quantised; leave the flag out")
     if run.train.packing and stored is not None:
@@ -265,9 +272,10 @@ def finetune(run: FinetuneRun) -> bool:
         wandb_project=run.wandb_project, config=config,
     )  # fmt: skip
     source = feature_source(run, loaded, loader, world)
-    complete = train(
-        trainer, loader, source, run.train, tracker, position, CheckpointSaver(run, loaded, trainer, config)
-    )
+    saver, evaluator = CheckpointSaver(run, loaded, trainer, config), None
+    if run.evaluation.interval:
+        evaluator = evaluate.AcceptanceEvaluator(run.evaluation, loaded, run.save, run.tokenizer, position.iteration)
+    complete = train(trainer, loader, source, run.train, tracker, position, saver, evaluator)
     tracker.close()
     return complete
 

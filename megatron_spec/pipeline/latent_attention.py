@@ -84,5 +84,5 @@ class LatentAttention(nn.Module):
         return self.linear_q_up_proj(latent)[0]  # type: ignore[no-any-return]
 
     def _halves(self, x: Tensor) -> Tensor:
-        """Pairs (0, 1), (2, 3), ... to halves (0, 2, ...; 1, 3, ...), of queries and keys alike: scores are the same."""
+        """Pairs (0, 1), (2, 3), ... to halves (0, 2, ...; 1, 3, ...), in queries and keys alike: the same scores."""
         return torch.cat([x[..., ::2], x[..., 1::2]], -1) if self.mla.interleaved else x

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from types import FrameType
@@ -110,9 +111,11 @@ class StopSignal:
 
 def train(
     trainer: Trainer, loader: BatchLoader, source: FeatureSource, train: TrainConfig, tracker: Tracker,
-    position: Position, saver: Saver,
+    position: Position, saver: Saver, evaluate: Callable[[int, bool], None] | None = None,
 ) -> bool:  # fmt: skip
     """Run from `position` to train.train_iters, saving on the way and at the end.
+
+    `evaluate` is called behind every step with the iteration and whether it is the last one.
 
     Returns True when the run is complete, False when a signal ended it early (after a save).
     Raises NonFiniteLossError, with the iteration and the samples of the batch, when loss or gradient are not finite.
@@ -136,6 +139,8 @@ def train(
             _report(result, trainer, position, tokens / (time.monotonic() - begin), train, tracker, progress)
             ended = position.iteration == train.train_iters
             stopping = stop.agreed(trainer.world.device)
+            if evaluate is not None:
+                evaluate(position.iteration, ended)
             saver.poll()
             if ended or stopping or (train.save_interval and position.iteration % train.save_interval == 0):
                 saver.save(position)

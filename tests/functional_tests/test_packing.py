@@ -62,5 +62,6 @@ def test_packed_steps_are_those_of_one_conversation_a_row(root: Path, layout: st
 
 def test_features_on_disk_are_not_packed(root: Path) -> None:
     flags = ("--load", root / "one stage" / "draft", "--save", root / "no", "--data", root / "train.jsonl")
-    message = refuse("finetune", *flags, "--train-iters", 1, "--seq-length", 64, "--packing", "--feature-cache", root / "f")
+    flags += ("--train-iters", 1, "--seq-length", 64)
+    message = refuse("finetune", *flags, "--packing", "--feature-cache", root / "f")
     assert "--packing" in message and not (root / "no").exists()

@@ -1,0 +1,124 @@
+"""finetune.py --eval-acceptance-interval: measured on the way, the best kept, training untouched by it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig, UserError
+from tests.functional_tests.workshop import conversation, make_base, write_conversations
+from tests.worlds import run_world
+
+EVERY = 2
+
+
+def prepare(here: Path) -> None:
+    make_base(here / "base")
+    write_conversations(here / "train.jsonl", 16)
+    questions = [{"question_id": i, "turns": [conversation(i)["conversations"][0]["content"]]} for i in range(20, 25)]  # type: ignore[index]
+    (here / "held_out.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
+
+
+def train(here: Path, save: str, iterations: int, evaluated: bool = True, **options: Any) -> bool:
+    from megatron_spec.chain.evaluate import EvalRequest
+    from megatron_spec.chain.finetune import FinetuneRun, finetune
+
+    evaluation = EvalRequest(str(here / "held_out.jsonl"), EVERY, 4, 2, 6) if evaluated else EvalRequest()
+    return finetune(FinetuneRun(
+        load=str(here / "draft"), save=str(here / save), data=str(here / "train.jsonl"), seq_length=96,
+        train=TrainConfig(
+            train_iters=iterations, micro_batch_size=2, global_batch_size=4, lr=5e-3, lr_decay_style="constant"
+        ),
+        objective=ObjectiveConfig(ttt_steps=2), evaluation=options.pop("evaluation", evaluation),
+        parallel=options.pop("parallel", ParallelConfig()), **options,
+    ))  # fmt: skip
+
+
+def read(here: Path, save: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (here / save / "acceptance.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from megatron_spec.chain.convert import convert
+
+    folder = Path(tmp_path_factory.mktemp("evaluated"))
+    torch.set_num_threads(1)
+    prepare(folder)
+    convert(str(folder / "base"), str(folder / "draft"))
+    assert train(folder, "run", 5)
+    return folder
+
+
+def test_acceptance_is_measured_on_time_and_at_the_end(here: Path) -> None:
+    lines = read(here, "run")
+    assert [x["iteration"] for x in lines] == [2, 4, 5]
+    assert all(1 <= x["acceptance_length"] <= 3 and x["prompts"] == 4 for x in lines)
+    best = json.loads((here / "run" / "best" / "acceptance.json").read_text())
+    assert best == max(lines, key=lambda x: x["acceptance_length"])
+
+
+def test_the_best_is_a_checkpoint_and_accepts_as_noted(here: Path, tmp_path: Path) -> None:
+    from megatron_spec.chain.decode import validate
+    from megatron_spec.checkpoint.spec import read_spec, resolve
+    from megatron_spec.config import DecodeConfig
+
+    best = json.loads((here / "run" / "best" / "acceptance.json").read_text())
+    assert read_spec(resolve(here / "run" / "best")).iteration == best["iteration"]
+    report = validate(
+        str(here / "held_out.jsonl"), load=str(here / "run" / "best"), num_prompts=4, output=str(tmp_path / "r.json"),
+        decode=DecodeConfig(max_draft_len=2, max_new_tokens=6, batch_size=2),
+    )  # fmt: skip
+    assert report.first.acceptance.acceptance_length == best["acceptance_length"] and report.first.text_identical
+
+
+def test_training_does_not_notice(here: Path) -> None:
+    from megatron_spec import api
+
+    train(here, "unwatched", 5, evaluated=False)
+    watched, unwatched = (api.load(here / name).draft.state_dict() for name in ("run", "unwatched"))
+    assert all(torch.equal(watched[n], unwatched[n]) for n in watched)
+
+
+def test_a_resumed_run_goes_on_with_its_measurements(here: Path) -> None:
+    train(here, "resumed", 2)
+    with (here / "resumed" / "acceptance.jsonl").open("a") as file:
+        file.write('{"iteration": 3, "acceptance_length": 9.0}\n')  # of a run that died before it saved
+    best = here / "resumed" / "best" / "acceptance.json"
+    best.write_text(json.dumps({**json.loads(best.read_text()), "acceptance_length": 2.9}))
+    train(here, "resumed", 5)
+    assert [x["acceptance_length"] for x in read(here, "resumed")] == [
+        x["acceptance_length"] for x in read(here, "run")
+    ]
+    assert json.loads(best.read_text())["iteration"] == 2  # nothing was better than what was known
+
+
+def in_parallel(here: str, layout: dict[str, int]) -> None:
+    train(Path(here), f"run-{next(iter(layout))}", 5, parallel=ParallelConfig(**layout))
+
+
+@pytest.mark.parametrize("layout", [{"pipeline_model_parallel_size": 2}], ids=str)
+def test_several_ranks_measure_the_same(here: Path, layout: dict[str, int]) -> None:
+    run_world(2, in_parallel, str(here), layout)
+    found = read(here, f"run-{next(iter(layout))}")
+    assert [x["acceptance_per_position"] for x in found] == [x["acceptance_per_position"] for x in read(here, "run")]
+
+
+def test_what_cannot_be_measured_is_refused(here: Path) -> None:
+    from megatron_spec.chain.evaluate import EvalRequest
+
+    data = str(here / "held_out.jsonl")
+    for evaluation, options, message in (
+        (EvalRequest(data, 0), {}, "belong together"),
+        (EvalRequest(None, 2), {}, "belong together"),
+        (EvalRequest(str(here / "no.jsonl"), 2), {}, "--eval-data .*no such file"),
+        (EvalRequest(data, 2), {"base_fp8": True}, "--base-fp8 leaves out"),
+        (EvalRequest(data, 2), {"parallel": ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)},
+         "sequence-parallel"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            train(here, "refused", 2, evaluation=evaluation, **options)
