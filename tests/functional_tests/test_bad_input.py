@@ -201,19 +201,16 @@ def test_quantisation_policy_from_a_file(tmp_path: Path) -> None:
 
     file = tmp_path / "quant.json"
 
-    def policy(name: str, fields: Any) -> Any:
+    def policy(fields: Any) -> Any:
         file.write_text(json.dumps(fields))
-        return quant_policy(name, str(file))
+        return quant_policy(str(file))
 
-    found = policy("fp8_draft_only", {"exclude": ["*lm_head*", "*down_proj"], "clipped_ste": True})
+    found = policy({"base": "none", "exclude": ["*lm_head*", "*down_proj"], "clipped_ste": True})
     assert (found.base, found.draft, found.clipped_ste) == ("none", "fp8", True)
     assert found.exclude == ("*lm_head*", "*down_proj")
-    assert policy("fp8", {}) == PRESETS["fp8"] == quant_policy("fp8")
-    assert "did you mean 'exclude'" in in_process(policy, "fp8", {"exclud": []})
-    assert "quantises neither" in in_process(policy, "fp8_draft_only", {"draft": "none"})
-    assert str(file) in in_process(policy, "fp8", {"exclude": "*fc"})
-    assert "JSON object" in in_process(policy, "fp8", ["*fc"])
-    assert "does not exist" in in_process(quant_policy, "fp8", str(tmp_path / "nothing.json"))
+    assert policy({}) == PRESETS["fp8"] == quant_policy("fp8")
+    assert "did you mean 'exclude'" in in_process(policy, {"exclud": []})
+    assert str(file) in in_process(policy, {"exclude": "*fc"})
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,9 @@ def run_script(
     start = [sys.executable]
     if processes:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # of this process, when it has begun
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name not in ranks},
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{search_path}",
         "PYTHONWARNINGS": "ignore",
