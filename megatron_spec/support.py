@@ -119,5 +119,11 @@ def table() -> str:
             cells.append("yes" if reason is None else f"no ({reasons.index(reason) + 1})")
         lines.append(f"| {row.title} | " + " | ".join(cells) + " |")
     notes = [f"({i}) {reason}." for i, reason in enumerate(reasons, 1)]
-    notes.append("EP needs a base with experts; the draft has none. " + INTERLEAVED[0].upper() + INTERLEAVED[1:] + ".")
+    notes.append(
+        "EP needs a base with experts; the draft has none. Tested with it: training against one process, and the base "
+        "of every family with experts; not convert, extraction, or a model of your own. "
+        + INTERLEAVED[0].upper()
+        + INTERLEAVED[1:]
+        + "."
+    )
     return "\n".join([*lines, "", *(f"{note}  " for note in notes)]).rstrip() + "\n"
