@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -103,22 +102,17 @@ class World:
         return self.pp_rank == self.pp_size - 1
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def _start_process_group(timeout_minutes: float) -> None:
     if dist.is_initialized():
         return
-    if "RANK" not in os.environ:  # plain python: a world of one
-        os.environ.update(
-            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
-        )
     if platform.has_cuda():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(platform.backend(), timeout=timedelta(minutes=timeout_minutes))
+    timeout = timedelta(minutes=timeout_minutes)
+    if "RANK" in os.environ:
+        dist.init_process_group(platform.backend(), timeout=timeout)
+    else:  # plain python, a world of one: its store takes a port of its own, and its children inherit no rank
+        store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True, timeout=timeout)
+        dist.init_process_group(platform.backend(), timeout=timeout, store=store, rank=0, world_size=1)
     failure.watch()
 
 

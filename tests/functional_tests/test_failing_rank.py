@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.functional_tests.workshop import ROOT
+from tests.functional_tests.workshop import environment
 
 # Rank 1 fails. Rank 0 waits for a signal that never comes and, like a rank that saves first, ignores SIGTERM: only the
 # watch can end it before the launcher's half a minute.
@@ -37,10 +36,9 @@ if __name__ == "__main__":
 def test_the_others_end_and_the_error_comes_first(tmp_path: Path, error: str, code: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(error=error))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
-        capture_output=True, text=True, timeout=200, env=environment,
+        capture_output=True, text=True, timeout=200, env=environment(),
     )  # fmt: skip
     assert done.returncode != 0
     said, ended = done.stderr.index("the disk is on fire"), done.stderr.index("[rank 0] ended, because rank 1 failed")

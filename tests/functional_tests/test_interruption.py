@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_spec.config import UserError
-from tests.functional_tests.workshop import ROOT, make_base, succeed, write_conversations
+from tests.functional_tests.workshop import ROOT, environment, make_base, succeed, write_conversations
 from tests.worlds import run_world
 
 # finetune.py as it stands, over features (one micro-batch a step) that send a signal to their own process in step 2
@@ -52,10 +51,9 @@ def flags(root: Path, save: str, iterations: int) -> list[str]:
 
 
 def interrupt(root: Path, save: str, signal_name: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     return subprocess.run(
         [sys.executable, "-c", INTERRUPTED, signal_name, *flags(root, save, 4)],
-        capture_output=True, text=True, timeout=200, env=environment, cwd=ROOT,
+        capture_output=True, text=True, timeout=200, env=environment(), cwd=ROOT,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional_tests.workshop import ROOT, make_base, write_conversations
+from tests.functional_tests.workshop import ROOT, environment, make_base, write_conversations
 from tests.worlds import run_world
 
 SLURM = ROOT / "examples" / "post_training" / "slurm"
@@ -42,11 +42,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def environment(**more: str) -> dict[str, str]:
-    plain = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-    return {**os.environ, **plain, **more}
-
-
 def training(root: Path, save: str, iterations: int) -> list[str]:
     return [
         "--load", f"{root}/draft", "--save", f"{root}/{save}", "--data", f"{root}/train.jsonl", "--seq-length", "64",
@@ -71,7 +66,11 @@ def test_two_nodes_train_what_one_process_trains(root: Path) -> None:
             "--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{port}",
             "--local-addr", f"127.0.0.{node}", script, *training(root, "two", 2), "--pipeline-model-parallel-size", "2",
         ]  # fmt: skip
-        agents.append(subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment()))
+        agents.append(
+            subprocess.Popen(
+                start, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(CUDA_VISIBLE_DEVICES="")
+            )
+        )
     said = [agent.communicate(timeout=250)[0].decode() for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(text[-3000:] for text in said)
     assert any("PP 2, layers per stage [4, 4]" in text for text in said)
@@ -93,6 +92,7 @@ def test_the_slurm_script_saves_is_queued_again_and_goes_on(root: Path, tmp_path
         (tmp_path / name).chmod(0o755)
     (tmp_path / "repository").symlink_to(ROOT)  # its processes are found by this path
     job = environment(
+        CUDA_VISIBLE_DEVICES="",
         PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}", REPO=f"{tmp_path}/repository", PYTHON=sys.executable,
         SLURM_SUBMIT_DIR=str(SLURM), SLURM_JOB_ID=str(os.getpid()), SLURM_JOB_NUM_NODES="1", SLURM_JOB_NODELIST="n",
         GPUS="1", TP="1", PRECISION="", REQUEUED=f"{tmp_path}/requeued", DRAFT=f"{root}/draft", SAVE=f"{root}/slurm",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.functional_tests.workshop import ROOT, make_base, write_conversations
+from tests.functional_tests.workshop import ROOT, environment, make_base, write_conversations
 from tests.worlds import run_world
 
 STEPS = 4
@@ -152,13 +151,12 @@ def test_one_command_trains_on_either(runs: tuple[Path, dict[str, list[float]]])
     """launch_train.sh: converts, counts the steps of an epoch, trains on stored features."""
     root, _ = runs
     script = ["bash", str(ROOT / "examples" / "post_training" / "launch_train.sh")]
-    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [
             *script, "--model", f"{root}/base", "--offline-data", f"{root}/store", "--output_dir", f"{root}/launched",
             "--num_gpu", "0", "--num_epochs", "1", "--batch", "16", "--eagle_config", f"{root}/eagle.json",
             "--", "--ttt-steps", "2",
-        ], capture_output=True, text=True, env=environment,
+        ], capture_output=True, text=True, env=environment(PYTHON=sys.executable),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert "36 conversations, 1 epochs, 16 a step: 3 steps" in done.stdout

@@ -51,6 +51,13 @@ def write_conversations(path: Path, count: int) -> Path:
     return path
 
 
+def environment(**more: str) -> dict[str, str]:
+    """For a process of a test: one thread, this repository, no warnings of other packages, no rank of this process."""
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    return {**{name: value for name, value in os.environ.items() if name not in ranks}, **own, **more}
+
+
 def run_script(
     name: str, *arguments: object, processes: int = 0, timeout: float = 300, search_path: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
@@ -58,17 +65,11 @@ def run_script(
     start = [sys.executable]
     if processes:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # of this process, when it has begun
-    environment = {
-        **{name: value for name, value in os.environ.items() if name not in ranks},
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{search_path}",
-        "PYTHONWARNINGS": "ignore",
-    }
     path = name if "/" in name else str(SCRIPTS / f"{name}.py")
     return subprocess.run(
-        [*start, path, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT
-    )
+        [*start, path, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, cwd=ROOT,
+        env=environment(PYTHONPATH=f"{ROOT}{os.pathsep}{search_path}"),
+    )  # fmt: skip
 
 
 def succeed(name: str, *arguments: object, processes: int = 0) -> str:

@@ -1,0 +1,17 @@
+"""Start-up of a world of one."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from megatron_spec import distributed
+
+
+def test_a_world_of_one_leaves_the_environment_alone() -> None:
+    """Its children must not believe that they are ranks of it."""
+    before = dict(os.environ)
+    world = distributed.initialize()
+    assert dist.is_initialized() and (world.pp_rank, world.pp_size) == (0, 1)
+    assert dict(os.environ) == before
