@@ -56,7 +56,7 @@ class Family:
     extra: Callable[[Raw, str], Raw]
     naming: Naming = Naming()
     quantized: str = ""
-    """quant_method of weights that are dequantised on import."""
+    """quant_method of weights that are dequantised on import, beside fp8 by blocks, which every family may have."""
 
 
 def _window_everywhere(raw: Raw) -> Raw:
@@ -189,7 +189,7 @@ FAMILIES = (
         "gpt_oss", "GptOssForCausalLM", "gpt-oss 20b, 120b", _gpt_oss, Naming(router="router", stacked=True),
         quantized="mxfp4",
     ),
-    Family("deepseek_v3", "DeepseekV3ForCausalLM", "DeepSeek-V3, R1 (bf16)", _deepseek_v3),
+    Family("deepseek_v3", "DeepseekV3ForCausalLM", "DeepSeek-V3, R1 (fp8 or bf16)", _deepseek_v3),
 )  # fmt: skip
 
 REFUSED = {
@@ -218,8 +218,11 @@ BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 
 def parse(family: Family, raw: Raw, where: str) -> BaseConfig:
     """BaseConfig of a config.json. Raises UserError naming the field that is missing or not supported."""
-    method = (raw.get("quantization_config") or {}).get("quant_method", "")
-    if raw.get("quantization_config") and method != family.quantized:
+    quantization = raw.get("quantization_config") or {}
+    method = quantization.get("quant_method", "")
+    if method == "fp8":
+        fields.fp8_block(quantization, where)
+    elif quantization and method != family.quantized:
         raise UserError(
             f"{where}: the base is already quantised (quantization_config, {method or 'unknown method'}); give its "
             "bf16 original"

@@ -135,3 +135,16 @@ def common(raw: dict[str, Any], where: str) -> dict[str, Any]:
         eos_token_ids=_ids(raw.get("eos_token_id")),
         pad_token_id=_first(raw.get("pad_token_id")),
     )
+
+
+def fp8_block(quantization_config: dict[str, Any], where: str) -> tuple[int, int]:
+    """(rows, columns) under one scale of weights in fp8 by blocks. Raises UserError for another kind of fp8."""
+    size = quantization_config.get("weight_block_size")
+    if not (isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
+        raise UserError(
+            f"{where}: the base is already quantised (fp8 with weight_block_size {size!r}; expected two numbers, "
+            "128 x 128 in DeepSeek's files); give its bf16 original"
+        )
+    if quantization_config.get("fmt", "e4m3") != "e4m3":
+        raise UserError(f"{where}: fp8 of the kind {quantization_config['fmt']!r} is not supported; expected 'e4m3'")
+    return size[0], size[1]

@@ -15,9 +15,8 @@ V vocabulary, H hidden, N query heads, G key/value heads, D head size, F MLP wid
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -28,8 +27,16 @@ Kind = Literal[
     "replicated", "vocab", "rows", "columns", "qkv", "gate_up", "fused_qkv", "fused_gate_up",
     "stacked_gate_up", "stacked_gate_up_bias", "stacked_down", "stacked_down_bias",
 ]  # fmt: skip
-ReadSlice = Callable[[str, int, int, int], Tensor]
-"""(Hugging Face name, dim, start, stop) -> that slice of the tensor."""
+EVERYTHING = slice(None)
+
+
+class ReadSlice(Protocol):
+    """Reads a part of a Hugging Face tensor."""
+
+    def __call__(self, name: str, dim: int, start: int, stop: int, outer: slice = EVERYTHING, /) -> Tensor:
+        """The slice [start, stop) of dimension `dim`, and `outer` of dimension 0 where that is another."""
+        ...
+
 
 ALL_EXPERTS = "*"
 """Stands for the number of the expert in the name of a rule whose Hugging Face tensor holds all experts."""
@@ -163,7 +170,7 @@ def _read_stacked(rule: NameRule, tp_rank: int, tp_size: int, read: ReadSlice, e
         return read(name, 0, here.start, here.stop)
     dim = 1 if rule.kind == "stacked_down" else len(shape) - 1
     size = shape[dim] // tp_size
-    part = read(name, dim, tp_rank * size, (tp_rank + 1) * size)[here]
+    part = read(name, dim, tp_rank * size, (tp_rank + 1) * size, here)
     if rule.kind == "stacked_down":
         return part.transpose(1, 2)
     return torch.cat([part[..., ::2], part[..., 1::2]], dim=-1).transpose(1, -1)

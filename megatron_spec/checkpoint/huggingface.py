@@ -13,9 +13,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_spec.base_models import is_ignorable, name_rules
-from megatron_spec.base_models.names import NameRule, hf_shapes, local_names, read_shard
-from megatron_spec.checkpoint import mxfp4
+from megatron_spec.base_models.fields import fp8_block
+from megatron_spec.base_models.names import EVERYTHING, NameRule, hf_shapes, local_names, read_shard
+from megatron_spec.checkpoint import block_fp8, mxfp4
 from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.files import read_json
 from megatron_spec.pipeline import te_spec
 from megatron_spec.pipeline.ends_only import EndsOnly
 from megatron_spec.pipeline.model import FrozenBase
@@ -51,6 +53,7 @@ class HuggingFaceWeights:
         self.folder = folder
         self._stack = ExitStack()
         self._handle_of: dict[str, Any] = {}
+        self._fp8_block = _fp8_block_of(folder / "config.json")
         for path in weight_files(folder):
             try:
                 handle = self._stack.enter_context(safe_open(path, framework="pt"))
@@ -70,24 +73,51 @@ class HuggingFaceWeights:
         packed = [name for name in expected if name + mxfp4.BLOCKS in self._handle_of]
         for name in packed:
             expected |= mxfp4.shapes(name, expected.pop(name))
+        expected |= {
+            name + block_fp8.SCALES: block_fp8.scale_shape(shape, self._fp8_block)
+            for name, shape in expected.items()
+            if self._fp8_block is not None and self.has_scales(name) and len(shape) == 2
+        }
         problems = [f"missing {name}" for name in expected if name not in self._handle_of]
         extra = [n for n in self._handle_of if n not in expected and not is_ignorable(n, config)]
         problems += [f"unexpected {name}" for name in extra]
         for name in expected.keys() & self._handle_of.keys():
-            found = tuple(self._handle_of[name].get_slice(name).get_shape())
+            part = self._handle_of[name].get_slice(name)
+            found = tuple(part.get_shape())
+            if part.get_dtype().startswith("F8") and not self.has_scales(name):
+                problems.append(f"{name} is in fp8 without {name}{block_fp8.SCALES}")
             if found != expected[name]:
                 problems.append(f"{name}: found shape {list(found)}, expected {list(expected[name])}")
         if problems:
             shown = "; ".join(sorted(problems)[:20]) + ("; ..." if len(problems) > 20 else "")
             raise UserError(f"{self.folder}: {len(problems)} tensors do not fit its config.json: {shown}")
 
-    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """The slice [start, stop) of a dimension of a tensor. MXFP4 is dequantised to bf16."""
-        if name + mxfp4.BLOCKS in self._handle_of:
-            return mxfp4.read(self.read, name, dim, start, stop)
-        part = self._handle_of[name].get_slice(name)
-        tensor: Tensor = part[tuple([slice(None)] * dim + [slice(start, stop)])]
+    def has_scales(self, name: str) -> bool:
+        """True where a tensor in fp8 is no trouble."""
+        return self._fp8_block is not None and name + block_fp8.SCALES in self._handle_of
+
+    def _raw(self, name: str, dim: int, start: int, stop: int, outer: slice = EVERYTHING) -> Tensor:
+        index = [outer] + [slice(None)] * dim if dim else [EVERYTHING]
+        index[dim] = slice(start, stop)
+        tensor: Tensor = self._handle_of[name].get_slice(name)[tuple(index)]
         return tensor
+
+    def read(self, name: str, dim: int, start: int, stop: int, outer: slice = EVERYTHING) -> Tensor:
+        """The slice [start, stop) of a dimension, and `outer` of the first one where that is another.
+
+        MXFP4 is dequantised to bf16, fp8 by blocks to fp32.
+        """
+        if name + mxfp4.BLOCKS in self._handle_of:
+            return mxfp4.read(self._raw, name, dim, start, stop, outer)
+        if self._fp8_block is not None and self.has_scales(name):
+            return block_fp8.read(self._raw, name, self._fp8_block, dim, start, stop)
+        return self._raw(name, dim, start, stop, outer)
+
+
+def _fp8_block_of(config_json: Path) -> tuple[int, int] | None:
+    raw = read_json(config_json) if config_json.is_file() else {}
+    quantization = raw.get("quantization_config") or {}
+    return fp8_block(quantization, str(config_json)) if quantization.get("quant_method") == "fp8" else None
 
 
 @torch.no_grad()

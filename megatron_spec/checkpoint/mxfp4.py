@@ -31,13 +31,19 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(table[codes.int()], scales.int()[..., None] - 127).flatten(-2)
 
 
-def read(read_raw: Callable[[str, int, int, int], Tensor], name: str, dim: int, start: int, stop: int) -> Tensor:
-    """The slice [start, stop) of dimension `dim` of the parameter [E, C, R]; only the blocks it touches are read."""
+def read(
+    read_raw: Callable[[str, int, int, int, slice], Tensor], name: str, dim: int, start: int, stop: int,
+    experts: slice = slice(None),
+) -> Tensor:  # fmt: skip
+    """The slice [start, stop) of dimension `dim` of the parameter [E, C, R], of some experts where `dim` is not 0.
+
+    Only the blocks it touches are read.
+    """
     if dim == 1:  # columns of the stored matrix: whole blocks
         first, last = start // BLOCK, -(-stop // BLOCK)
-        part = dequantize(*(read_raw(name + kind, 2, first, last) for kind in (BLOCKS, SCALES)))
+        part = dequantize(*(read_raw(name + kind, 2, first, last, experts) for kind in (BLOCKS, SCALES)))
         part = part[..., start - first * BLOCK : stop - first * BLOCK]
     else:
         stored = 0 if dim == 0 else 1
-        part = dequantize(*(read_raw(name + kind, stored, start, stop) for kind in (BLOCKS, SCALES)))
+        part = dequantize(*(read_raw(name + kind, stored, start, stop, experts) for kind in (BLOCKS, SCALES)))
     return part.transpose(1, 2)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron_spec.base_models import name_rules, parse_base_config
-from megatron_spec.base_models.names import NameRule
+from megatron_spec.base_models.names import EVERYTHING, NameRule
 from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
 from megatron_spec.checkpoint.fingerprint import fingerprint
 from megatron_spec.checkpoint.huggingface import HuggingFaceWeights, load_huggingface, weight_files
@@ -160,14 +160,18 @@ class _Fp8Weights(HuggingFaceWeights):
         finally:
             self._handle_of = every
 
+    def has_scales(self, name: str) -> bool:
+        """They are per tensor, and `read` finds them."""
+        return True
+
     def scalar(self, name: str) -> float | None:
         """A scale; None without one."""
         return float(self._handle_of[name].get_tensor(name)) if name in self._handle_of else None
 
-    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+    def read(self, name: str, dim: int, start: int, stop: int, outer: slice = EVERYTHING) -> Tensor:
         """See HuggingFaceWeights."""
         tensor, scale = (
-            super().read(name, dim, start, stop),
+            super().read(name, dim, start, stop, outer),
             self.scalar(f"{name.removesuffix('.weight')}.weight_scale"),
         )
         return tensor if scale is None else dequantize(tensor, torch.tensor(scale), torch.float32)
