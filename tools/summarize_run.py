@@ -50,6 +50,8 @@ def summarize(run: Path) -> dict[str, Any]:
         "acceptance_length_fp8_ci95": fp8["ci95"],
         "acceptance_per_position_bf16": plain["acceptance_per_position"],
         "acceptance_per_position_fp8": fp8["acceptance_per_position"],
+        "dtype_bf16": plain["about"]["dtype"],
+        "dtype_fp8": fp8["about"]["dtype"],
         "text_identical": plain["text_identical"],
         "text_mismatches": len(plain["mismatches"]),
         "text_near_ties": plain["near_ties"],
@@ -101,7 +103,9 @@ def table(s: dict[str, Any]) -> str:
             f"acceptance length {kind:<5} {length:.3f}  (95 % confidence {interval[0]:.3f}-{interval[1]:.3f}; "
             f"per position {positions})"
         )
-    lines.append("(bf16 is the unquantised draft; on a CPU it is computed in float32, fp8 is simulated in float64)")
+    lines.append(
+        f"(bf16 is the unquantised draft, computed in {s['dtype_bf16']}; fp8 is simulated in {s['dtype_fp8']})"
+    )
     lines.append(f"text identical to the base's greedy text: {_verdict(s, '')}")
     lines.append(f"with the fp8 base and draft:              {_verdict(s, '_fp8')}")
     lines.append("seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in s["seconds_per_stage"].items()))
