@@ -27,8 +27,7 @@ class Batch:
             greater than 0 that is unique in the row for the tokens of each assistant turn (its end-of-turn token
             included). `m[j]` of ALGORITHMS is `turns[j] > 0`.
         documents_BS: int32 document number inside the row, from 0; -1 for padding.
-        sample_ids: index in the dataset of the sample in each row, when one row is one sample (features on disk are
-            found by it).
+        sample_ids: indices in the dataset of the samples in each row, in order (features on disk are found by them).
         context: which rows of the sequence this rank computes, when several share it; the tensors here are whole on
             every rank, only activations are spread.
         host: the same tensors in the host's memory, when they lie on a GPU: what is counted there makes nobody wait.
@@ -38,7 +37,7 @@ class Batch:
     positions_BS: Tensor
     turns_BS: Tensor
     documents_BS: Tensor
-    sample_ids: tuple[int, ...] | None = None
+    sample_ids: tuple[tuple[int, ...], ...] | None = None
     context: ContextShard | None = None
     host: Batch | None = None
 

@@ -168,8 +168,6 @@ def check_before_loading(run: FinetuneRun) -> tuple[Path, bool]:
     })  # fmt: skip
     if run.teacher == "original" and (spec.quant is None or spec.quant.base == "none"):
         raise UserError("--teacher original: the base of this checkpoint is not quantised; leave the flag out")
-    if run.train.packing and stored is not None:
-        raise UserError("--packing: features on disk are found by conversation, one in a row; leave it out")
     if run.base_fp8 and run.feature_cache is not None:
         raise UserError("--base-fp8 is for features computed as training goes: leave it out with --feature-cache")
     return folder, resumed

@@ -212,7 +212,7 @@ class BatchLoader:
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.seed, self.shuffle = seed, shuffle
         self.pad_multiple, self.pad_token_id, self.device = pad_multiple, pad_token_id, device
-        self.packing, self.context = packing, context
+        self.context = context
         lengths = lengths_of(dataset)
         self._rows = pack(lengths, dataset.seq_length) if packing else Rows.single(lengths)
         self._orders: dict[int, NDArray[Any]] = {}
@@ -251,8 +251,7 @@ class BatchLoader:
         batches = []
         for m in range(self.num_microbatches):
             begin = (m * self.dp_size + self.dp_rank) * self.micro_batch_size
-            chosen = rows[begin : begin + self.micro_batch_size]
-            samples = [[self.dataset[i] for i in self._rows[row]] for row in chosen]
-            ids = None if self.packing else tuple(chosen)
+            ids = tuple(tuple(self._rows[row]) for row in rows[begin : begin + self.micro_batch_size])
+            samples = [[self.dataset[i] for i in row] for row in ids]
             batches.append(build_batch(samples, length, self.device, self.pad_token_id, ids, self.context))
         return batches

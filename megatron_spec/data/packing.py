@@ -98,7 +98,7 @@ def build_batch(
     length: int,
     device: torch.device | str,
     pad_token_id: int = 0,
-    sample_ids: tuple[int, ...] | None = None,
+    sample_ids: tuple[tuple[int, ...], ...] | None = None,
     context: ContextShard | None = None,
 ) -> Batch:
     """A Batch [B, S=length] with the samples of each row one behind the other and padding at the end.

@@ -47,8 +47,7 @@ class OfflineFeatures:
         return [self._read(batch) for batch in batches[self.world.pp_rank :: self.world.pp_size]]
 
     def _read(self, batch: Batch) -> Features:
-        if batch.sample_ids is None:
-            raise UserError("features on disk are found by sample number, which packed rows lack: turn packing off")
+        assert batch.sample_ids is not None, "features on disk are found by the numbers of samples"
         B, S = batch.tokens_BS.shape
         manifest = self.store.manifest
         H = manifest.hidden_size
@@ -58,17 +57,21 @@ class OfflineFeatures:
         argmax_SB = torch.zeros(S, B, dtype=torch.int64)
         on_host = batch.host or batch.to("cpu")
         tokens_BS, lengths = on_host.tokens_BS, (on_host.documents_BS >= 0).sum(1).tolist()
-        for row, index in enumerate(batch.sample_ids):
-            sample = self.store.features_of(index)
-            n = len(sample.tokens)
-            if n != lengths[row] or not torch.equal(sample.tokens, tokens_BS[row, :n]):
-                raise UserError(
-                    f"sample {index} of the data is not the one in {self.store.folder}: the features were extracted "
-                    "from other conversations, another template or another seq_length; extract them again"
-                )
-            captures_SBC[:n, row], state_SBH[:n, row] = sample.captures, sample.state
-            captures_SBC[n:, row], state_SBH[n:, row] = 0, 0
-            argmax_SB[:n, row] = sample.argmax
+        for row, samples in enumerate(batch.sample_ids):
+            end = 0
+            for document, index in enumerate(samples):
+                sample, begin = self.store.features_of(index), end
+                end += len(sample.tokens)
+                last = document == len(samples) - 1
+                ends_there = end == lengths[row] if last else end < lengths[row]
+                if not ends_there or not torch.equal(sample.tokens, tokens_BS[row, begin:end]):
+                    raise UserError(
+                        f"sample {index} of the data is not the one in {self.store.folder}: the features were "
+                        "extracted from other conversations, another template or another seq_length; extract them again"
+                    )
+                captures_SBC[begin:end, row], state_SBH[begin:end, row] = sample.captures, sample.state
+                argmax_SB[begin:end, row] = sample.argmax
+            captures_SBC[end:, row], state_SBH[end:, row] = 0, 0
         argmax_SB = to_device(argmax_SB, self.world.device)
         if batch.context is not None:
             captures_SBC, state_SBH = batch.context.part(captures_SBC, 0), batch.context.part(state_SBH, 0)

@@ -16,10 +16,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -107,6 +110,10 @@ class SampleFeatures:
 def shard_path(folder: Path, shard: int) -> Path:
     """File of a shard."""
     return folder / f"features-{shard:05d}.safetensors"
+
+
+def _damaged(path: Path, error: Exception) -> str:
+    return f"{path} is damaged ({error}): remove it and run the extraction again"
 
 
 def missing_shards(folder: Path, manifest: StoreManifest) -> list[int]:
@@ -211,22 +218,38 @@ class FeatureStore:
                 f"{self.folder}: {len(missing)} of {self.manifest.num_shards} shards are missing "
                 f"({', '.join(missing[:5])}): run the extraction again, it continues where it stopped"
             )
-        self._open: dict[int, Any] = {}
+        # Few at a time: a file is mapped into memory, of which a system allows some ten thousand.
+        self._open = lru_cache(maxsize=64)(self._open_shard)
 
     def __len__(self) -> int:
         return self.manifest.num_samples
+
+    def _open_shard(self, shard: int) -> Any:
+        return safe_open(shard_path(self.folder, shard), framework="pt")
+
+    @cached_property
+    def lengths(self) -> NDArray[Any]:
+        """int32 [samples] tokens of each sample, from the heads of the files."""
+        found = np.empty(len(self), dtype=np.int32)
+        for shard in range(self.manifest.num_shards):
+            path = shard_path(self.folder, shard)
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for i in self.manifest.samples_of(shard):
+                        found[i] = file.get_slice(f"{i}.tokens").get_shape()[0]
+            except (SafetensorError, OSError) as e:
+                raise UserError(_damaged(path, e)) from e
+        return found
 
     def _read(self, index: int, names: Sequence[str]) -> list[Tensor]:
         if not 0 <= index < len(self):
             raise UserError(f"{self.folder}: sample {index} was asked for, the store holds 0..{len(self) - 1}")
         shard = index // self.manifest.samples_per_shard
-        path = shard_path(self.folder, shard)
         try:
-            if shard not in self._open:
-                self._open[shard] = safe_open(path, framework="pt")
-            return [self._open[shard].get_tensor(f"{index}.{name}") for name in names]
+            file = self._open(shard)
+            return [file.get_tensor(f"{index}.{name}") for name in names]
         except (SafetensorError, OSError) as e:
-            raise UserError(f"{path} is damaged ({e}): remove it and run the extraction again") from e
+            raise UserError(_damaged(shard_path(self.folder, shard), e)) from e
 
     def __getitem__(self, index: int) -> Sample:
         """Sample `index` without its features."""

@@ -18,8 +18,9 @@ STEPS = 4
 
 
 def tune(
-    root: str, save: str, iterations: int = STEPS, store: str | None = "store", tp: int = 1, pp: int = 1
-) -> list[float]:
+    root: str, save: str, iterations: int = STEPS, store: str | None = "store", tp: int = 1, pp: int = 1,
+    packing: bool = False, cache: str | None = None,
+) -> list[float]:  # fmt: skip
     """The losses of one run, on features from disk or (None) of the base."""
     from megatron.core import parallel_state
 
@@ -29,13 +30,14 @@ def tune(
 
     parallel_state.destroy_model_parallel()
     train = TrainConfig(
-        train_iters=iterations, global_batch_size=4, micro_batch_size=1, lr=3e-3, lr_decay_style="constant"
-    )
+        train_iters=iterations, global_batch_size=4, micro_batch_size=1, lr=3e-3, lr_decay_style="constant",
+        packing=packing,
+    )  # fmt: skip
     parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, sequence_parallel=tp > 1)
     data, offline = (f"{root}/train.jsonl", None) if store is None else (None, f"{root}/{store}")
     run = FinetuneRun(
         f"{root}/draft", f"{root}/{save}", data, train, ObjectiveConfig(ttt_steps=2), parallel, offline_data=offline,
-        seq_length=64 if store is None else None,
+        seq_length=96 if store is None else None, feature_cache=cache and f"{root}/{cache}",
     )  # fmt: skip
     original = build.load_base
     if store is not None:
@@ -52,7 +54,7 @@ def one_rank(root: str) -> dict[str, Any]:
     from megatron_spec.chain.features import extract_features
 
     convert(f"{root}/base", f"{root}/draft", eagle_config=f"{root}/eagle.json")
-    common: dict[str, Any] = dict(seq_length=64, micro_batch_size=2)
+    common: dict[str, Any] = dict(seq_length=96, micro_batch_size=2)
     for i in (1, 0):  # two jobs of an array, in any order
         extract_features(f"{root}/draft", f"{root}/store", f"{root}/train.jsonl", part=(i, 2), **common)
     extract_features(
@@ -62,6 +64,9 @@ def one_rank(root: str) -> dict[str, Any]:
         "online": tune(root, "online", store=None), "offline": tune(root, "offline"),
         "fp8": tune(root, "fp8_run", store="fp8"),
     }  # fmt: skip
+    found["packed online"] = tune(root, "packed_online", 2, store=None, packing=True)
+    found["packed offline"] = tune(root, "packed_offline", 2, packing=True)
+    found["packed cache"] = tune(root, "packed_cache", 2, store=None, packing=True, cache="cache")
     tune(root, "halves", STEPS // 2)
     found["halves"] = tune(root, "halves")
     return found
@@ -77,16 +82,22 @@ def four_ranks(root: str) -> dict[str, Any]:
     parallel_state.destroy_model_parallel()
     parallel = ParallelConfig(pipeline_model_parallel_size=2, context_parallel_size=2)
     extract_features(
-        f"{root}/draft", f"{root}/spread", f"{root}/train.jsonl", seq_length=64, micro_batch_size=2, parallel=parallel
+        f"{root}/draft", f"{root}/spread", f"{root}/train.jsonl", seq_length=96, micro_batch_size=2, parallel=parallel
     )
-    return {"tp2 pp2": tune(root, "tp2_pp2", store="spread", tp=2, pp=2)}
+    return {
+        "tp2 pp2": tune(root, "tp2_pp2", store="spread", tp=2, pp=2),
+        "packed tp2 pp2": tune(root, "packed_tp2_pp2", 2, store="spread", tp=2, pp=2, packing=True),
+    }
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
     root = tmp_path_factory.mktemp("offline")
     make_base(root / "base")
-    write_conversations(root / "train.jsonl", 36)  # three shards
+    long = write_conversations(root / "train.jsonl", 18).read_text(encoding="utf-8")
+    short = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    lines = [json.dumps({"messages": [{**short[0], "content": f"{i}"}, short[1]]}) + "\n" for i in range(18)]
+    (root / "train.jsonl").write_text(long + "".join(lines), encoding="utf-8")  # 36: three shards
     (root / "eagle.json").write_text(json.dumps({"capture_layer_ids": [0, 3, 6]}))
     found = run_world(1, one_rank, str(root))[0]
     return root, {**found, **run_world(4, four_ranks, str(root))[0]}
@@ -97,6 +108,13 @@ def test_offline_equals_online(runs: tuple[Path, dict[str, list[float]]]) -> Non
     assert found["offline"] == pytest.approx(found["online"], rel=1e-5)
     assert found["halves"] == found["offline"], "resume is exact"
     assert found["tp2 pp2"] == pytest.approx(found["online"], rel=1e-5)
+
+
+def test_packed_rows_of_stored_features_are_those_of_the_base(runs: tuple[Path, dict[str, list[float]]]) -> None:
+    _, found = runs
+    assert found["packed online"] != pytest.approx(found["online"][:2], rel=1e-3), "several conversations in a row"
+    for name in ("packed offline", "packed cache", "packed tp2 pp2"):
+        assert found[name] == pytest.approx(found["packed online"], rel=1e-5), name
 
 
 def test_fp8_features_are_near(runs: tuple[Path, dict[str, list[float]]]) -> None:
@@ -111,7 +129,7 @@ def test_fp8_features_are_near(runs: tuple[Path, dict[str, list[float]]]) -> Non
     [
         ({"offline_data": None}, "found neither of --data and --offline-data"),
         ({"data": "train.jsonl"}, "found both"),
-        ({"seq_length": 32}, "were cut to 64"),
+        ({"seq_length": 32}, "were cut to 96"),
         ({"tokenizer": "base"}, "--tokenizer with --offline-data"),
         ({"offline_data": "draft"}, "holds no features"),
     ],

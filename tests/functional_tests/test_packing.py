@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.functional_tests.workshop import make_base, refuse, write_conversations
+from tests.functional_tests.workshop import make_base, write_conversations
 from tests.worlds import run_world
 
 SEQ_LENGTH = 256
@@ -58,10 +58,3 @@ def test_packed_steps_are_those_of_one_conversation_a_row(root: Path, layout: st
         for name in ("loss_per_step", "accuracy_per_step", "overlap_per_step"):
             assert packed[name] == pytest.approx(plain[name], rel=1e-5), name
         assert packed["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
-
-
-def test_features_on_disk_are_not_packed(root: Path) -> None:
-    flags = ("--load", root / "one stage" / "draft", "--save", root / "no", "--data", root / "train.jsonl")
-    flags += ("--train-iters", 1, "--seq-length", 64)
-    message = refuse("finetune", *flags, "--packing", "--feature-cache", root / "f")
-    assert "--packing" in message and not (root / "no").exists()

@@ -238,7 +238,7 @@ def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Names
     batches = [supervised_batch(base.config, B, S, world.device, args.supervised_share) for _ in range(2)]
     source: FeatureSource = OnlineFeatures(base)
     if args.offline:
-        batches = [replace(b, sample_ids=tuple(range(i * B, (i + 1) * B))) for i, b in enumerate(batches)]
+        batches = [replace(b, sample_ids=tuple((j,) for j in range(i * B, (i + 1) * B))) for i, b in enumerate(batches)]
         source = offline_source(base, world, batches, args.store)
     ahead = FeaturesAhead(source, ([batches[i % 2]] for i in itertools.count()), world.pp_size)
 

@@ -32,7 +32,7 @@ NUMBERS = Numbers([3, 9, 4, 7, 5, 2, 11, 6, 8, 3, 4])
 def step_rows(loaders, consumed):
     """Rows (sample ids) of a step in the order of its global batch, whatever the layout."""
     per_rank = [loader.step(consumed) for loader in loaders]
-    return [i for m in range(loaders[0].num_microbatches) for batches in per_rank for i in batches[m].sample_ids]
+    return [i for m in range(loaders[0].num_microbatches) for batches in per_rank for (i,) in batches[m].sample_ids]
 
 
 def test_every_layout_reads_the_same_samples_at_one_length():
@@ -47,13 +47,15 @@ def test_every_layout_reads_the_same_samples_at_one_length():
 
 def test_an_epoch_holds_every_sample_once_and_epochs_differ():
     loader = BatchLoader(NUMBERS, 1, 1)
-    order = [loader.step(i)[0].sample_ids[0] for i in range(33)]
+    order = [loader.step(i)[0].sample_ids[0][0] for i in range(33)]
     epochs = [order[:11], order[11:22], order[22:]]
     assert all(sorted(epoch) == list(range(11)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    assert [BatchLoader(NUMBERS, 1, 1, seed=5).step(i)[0].sample_ids[0] for i in range(11)] != epochs[0]
+    assert [BatchLoader(NUMBERS, 1, 1, seed=5).step(i)[0].sample_ids[0][0] for i in range(11)] != epochs[0]
     plain = BatchLoader(NUMBERS, 4, 4, shuffle=False)
-    assert [plain.step(i)[0].sample_ids for i in (0, 4, 8)] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 0)]
+    assert [plain.step(i)[0].sample_ids for i in (0, 4, 8)] == [
+        tuple((i,) for i in step) for step in ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 0))
+    ]
 
 
 def test_a_step_depends_on_nothing_that_was_read_before():
@@ -68,7 +70,7 @@ def test_a_step_depends_on_nothing_that_was_read_before():
 def test_rows_hold_their_samples_and_padding():
     loader = BatchLoader(NUMBERS, 2, 4, shuffle=False, pad_multiple=8, pad_token_id=99)
     second = loader.step(0)[1]  # samples 2 (4 tokens) and 3 (7 tokens); the longest of the step is 9 -> 16
-    assert second.sample_ids == (2, 3) and second.single_document
+    assert second.sample_ids == ((2,), (3,)) and second.single_document
     assert second.tokens_BS.tolist() == [[2] * 4 + [99] * 12, [3] * 7 + [99] * 9]
     assert second.turns_BS.tolist() == [[0] + [1] * 3 + [0] * 12, [0] + [1] * 6 + [0] * 9]
     assert second.documents_BS.tolist() == [[0] * 4 + [-1] * 12, [0] * 7 + [-1] * 9]
@@ -84,10 +86,11 @@ def test_packed_rows_hold_every_sample_once_in_an_epoch():
     for consumed in (0, 2):
         for loader in loaders:
             (batch,) = loader.step(consumed)
-            assert batch.sample_ids is None and batch.tokens_BS.shape[1] <= 16
+            assert batch.tokens_BS.shape[1] <= 16
             for document in range(int(batch.documents_BS.max()) + 1):
                 tokens = batch.tokens_BS[batch.documents_BS == document].tolist()
                 assert tokens == [tokens[0]] * NUMBERS.lengths[tokens[0]]
+                assert tokens[0] == batch.sample_ids[0][document]
                 seen.append(tokens[0])
     assert sorted(seen) == list(range(11))
 

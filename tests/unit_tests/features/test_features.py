@@ -99,8 +99,11 @@ def _own_cases(root: Path, layout: str, world: Any) -> dict[str, Any]:
         (store_folder / "features-00001.safetensors").unlink()
     torch.distributed.barrier()
     written.append(extract(base, dataset, store_folder, m, micro_batch_size=2))
-    ids = [(0, 1), (2, 6), (3, 4), (5, 0)]
-    batches = [build_batch([[dataset[i]] for i in chosen], 16, world.device, sample_ids=chosen) for chosen in ids]
+    ids = [((0, 1), (6,)), ((2,), (6, 1)), ((3,), (4,)), ((5, 1, 6), (0,))]  # some rows hold several samples
+    batches = [
+        build_batch([[dataset[i] for i in row] for row in chosen], 16, world.device, sample_ids=chosen)
+        for chosen in ids
+    ]
     online = OnlineFeatures(base).features(batches)
     store = FeatureStore(store_folder, {"base_fingerprint": reference.fingerprint, "capture_layer_ids": CAPTURES})
     offline = OfflineFeatures(store, world).features(batches)
@@ -178,8 +181,8 @@ def test_offline_equals_online(found: list[dict[str, Any]], layout: str) -> None
 
 
 def test_pipeline_ranks_own_every_other_micro_batch(found: list[dict[str, Any]]) -> None:
-    assert found[0]["pp2"]["owned"] == found[0]["pp2"]["owned offline"] == [(0, 1), (3, 4)]
-    assert found[1]["pp2"]["owned"] == found[1]["pp2"]["owned offline"] == [(2, 6), (5, 0)]
+    assert found[0]["pp2"]["owned"] == found[0]["pp2"]["owned offline"] == [((0, 1), (6,)), ((3,), (4,))]
+    assert found[1]["pp2"]["owned"] == found[1]["pp2"]["owned offline"] == [((2,), (6, 1)), ((5, 1, 6), (0,))]
     for source in ("online", "offline"):
         assert "3 micro-batches" in found[0]["pp2"][f"three batches {source}"]
         assert f"three batches {source}" not in found[0]["dp2"]
@@ -308,6 +311,7 @@ def test_store_reads_back_as_a_dataset(store: Path) -> None:
     dataset, read = Samples(), FeatureStore(store)
     assert len(read) == 7 and read.seq_length == 16
     assert all(torch.equal(read[i].tokens, dataset[i].tokens) for i in range(7))
+    assert read.lengths.tolist() == [len(dataset[i]) for i in range(7)]
     assert sorted(p.name for p in store.iterdir()) == [
         "features-00000.safetensors", "features-00001.safetensors", "features-00002.safetensors", "manifest.json",
     ]  # fmt: skip
@@ -358,11 +362,15 @@ def test_rows_that_are_not_the_stored_sample_are_refused(store: Path) -> None:
     dataset = Samples()
     alone = SimpleNamespace(pp_size=1, pp_rank=0, parallel=ParallelConfig(), device=torch.device("cpu"))
     source = OfflineFeatures(FeatureStore(store), alone)  # type: ignore[arg-type]
-    good = build_batch([[dataset[3]]], 8, "cpu", sample_ids=(3,))
+    good = build_batch([[dataset[3]]], 8, "cpu", sample_ids=((3,),))
     assert source.features([good])[0].captures_SBC[:, 0, 0].tolist() == [1.0] * 7 + [0.0]
     for index, length in ((2, 16), (1, 8)):
-        bad = build_batch([[dataset[3]]], length, "cpu", sample_ids=(index,))
+        bad = build_batch([[dataset[3]]], length, "cpu", sample_ids=((index,),))
         with pytest.raises(UserError, match=f"sample {index} of the data is not the one"):
             source.features([bad])
-    with pytest.raises(UserError, match="turn packing off"):
-        source.features([build_batch([[dataset[3]]], 8, "cpu")])
+    two = [[dataset[3], dataset[1]]]
+    packed = source.features([build_batch(two, 16, "cpu", sample_ids=((3, 1),))])[0]
+    assert packed.captures_SBC[:, 0, 0].tolist() == [1.0] * 11 + [0.0] * 5
+    for wrong, index in (((3, 6), 6), ((3,), 3), ((1, 3), 1)):
+        with pytest.raises(UserError, match=f"sample {index} of the data is not the one"):
+            source.features([build_batch(two, 16, "cpu", sample_ids=(wrong,))])
