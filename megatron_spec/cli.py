@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import errno
 import inspect
 import logging
 import os
@@ -24,6 +25,10 @@ from megatron_spec.config import Config, UserError, suggest
 C = TypeVar("C", bound=Config)
 log = logging.getLogger(__name__)
 
+MENDABLE = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+)
+"""Errors of the system that say what to do: no space, no permission, a file in place of a folder. No traceback."""
 OTHERS_WAIT = 3.0
 """Seconds for which a rank keeps a message back that the first rank of its machine is likely to print."""
 
@@ -146,6 +151,14 @@ def at_least_one(text: str) -> int:
     return value
 
 
+def at_least_zero(text: str) -> int:
+    """An argparse type: a whole number from 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, found {value}")
+    return value
+
+
 def whole_numbers(text: str) -> tuple[int, ...]:
     """An argparse type: whole numbers from 1, separated by commas."""
     try:
@@ -198,6 +211,8 @@ def run(parser: Parser, main: Callable[[argparse.Namespace], None], argv: Sequen
     except KeyboardInterrupt:
         _leave(130, f"{parser.prog}: interrupted")
     except Exception as e:
+        if isinstance(e, OSError) and e.errno in MENDABLE:
+            _leave(2, f"{parser.prog}: error: {e.filename or 'writing'}: {e.strerror}")
         log.exception("rank %d failed", rank())
         _leave(1, "", f"{type(e).__name__}: {e}")
     _leave(0, "")

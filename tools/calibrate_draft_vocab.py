@@ -39,7 +39,9 @@ def make_parser() -> cli.Parser:
     p.add_argument("--save-dir", required=True, metavar="DIR")
     p.add_argument("--seq-length", type=int, default=4096, help="count the first tokens only (default: %(default)s)")
     p.add_argument("--data-cache-path", metavar="DIR", help="folder for tokenised data (default: beside the data)")
-    p.add_argument("--num-workers", type=int, metavar="N", help="processes that tokenise (default: as is useful)")
+    p.add_argument(
+        "--num-workers", type=cli.at_least_one, metavar="N", help="processes that tokenise (default: as is useful)"
+    )
     return p
 
 

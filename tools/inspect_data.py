@@ -2,7 +2,8 @@
 
     python tools/inspect_data.py --data train.jsonl --tokenizer BASE --seq-length 2048 --samples 3
 
-Prints tables and the first samples, the assistant's tokens (those a draft learns from) in green. Masks that are empty
+Prints tables and the first samples, the assistant's tokens (those a draft learns from) in green, or in double brackets
+where the output goes to a file. Masks that are empty
 or hold everything are refused with the line. Tokens are kept beside the data, where training finds them.
 """
 
@@ -26,9 +27,13 @@ def make_parser() -> cli.Parser:
     p.add_argument(
         "--seq-length", type=int, default=2048, help="tokens a conversation is cut to (default: %(default)s)"
     )
-    p.add_argument("--samples", type=int, default=3, metavar="N", help="print the first N (default: %(default)s)")
+    p.add_argument(
+        "--samples", type=cli.at_least_zero, default=3, metavar="N", help="print the first N (default: %(default)s)"
+    )
     p.add_argument("--data-cache-path", metavar="DIR", help="folder for tokenised data (default: beside the data)")
-    p.add_argument("--num-workers", type=int, metavar="N", help="processes that tokenise (default: as is useful)")
+    p.add_argument(
+        "--num-workers", type=cli.at_least_one, metavar="N", help="processes that tokenise (default: as is useful)"
+    )
     p.add_argument("--json", action="store_true", help="the figures alone, as JSON")
     return p
 
@@ -54,7 +59,7 @@ def inspect_data(args: argparse.Namespace) -> None:
     for table in tables(report, args.seq_length):
         console.print(table)
     for index in range(min(args.samples, len(dataset))):
-        console.print(sample_text(dataset[index].where, pieces(dataset, index, tokenizer)))
+        console.print(sample_text(dataset[index].where, pieces(dataset, index, tokenizer), console.is_terminal))
 
 
 def tables(report: Any, seq_length: int) -> list[Any]:
@@ -81,13 +86,16 @@ def tables(report: Any, seq_length: int) -> list[Any]:
     return [figures, lengths, turns]
 
 
-def sample_text(where: str, parts: list[tuple[str, bool]]) -> Any:
-    """One sample in two colours; underlined as well where there are none."""
+def sample_text(where: str, parts: list[tuple[str, bool]], styled: bool) -> Any:
+    """One sample in two colours, or in a file with brackets around what is supervised."""
     from rich.text import Text
 
     text = Text(f"\n{where}\n", style="bold")
     for piece, supervised in parts:
-        text.append(piece, style="not bold green underline" if supervised else "not bold dim")
+        text.append(
+            piece if styled or not supervised else f"\u27e6{piece}\u27e7",
+            style="not bold green underline" if supervised else "not bold dim",
+        )
     return text
 
 

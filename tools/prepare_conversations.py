@@ -15,9 +15,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_spec import cli
 from megatron_spec.config import UserError
+
+if TYPE_CHECKING:
+    from megatron_spec.data.prepare import Report
 
 
 def make_parser() -> cli.Parser:
@@ -29,10 +33,14 @@ def make_parser() -> cli.Parser:
         "--split", metavar="NAME", help="of datasets on the hub (default: train, or what a known name needs)"
     )
     p.add_argument("--held-out", metavar="JSONL", help="file for the held-out part")
-    p.add_argument("--held-out-share", type=float, default=0.05, help="share held out (default: %(default)s)")
+    p.add_argument("--held-out-share", type=float, metavar="SHARE", help="share held out (default: 0.05)")
     p.add_argument("--make-prompts", action="store_true", help="keep the questions alone, to be answered by the base")
-    p.add_argument("--max-characters", type=int, default=0, metavar="N", help="drop longer ones (default: no limit)")
-    p.add_argument("--num-workers", type=int, metavar="N", help="processes (default: all processors for large inputs)")
+    p.add_argument(
+        "--max-characters", type=cli.at_least_one, default=0, metavar="N", help="drop longer ones (default: no limit)"
+    )
+    p.add_argument(
+        "--num-workers", type=cli.at_least_one, metavar="N", help="processes (default: all for large inputs)"
+    )
     return p
 
 
@@ -42,27 +50,29 @@ def prepare(args: argparse.Namespace) -> None:
     from megatron_spec.data.cleaning import CleanOptions
     from megatron_spec.data.sources import find_sources
 
-    if not 0 < args.held_out_share < 1:
-        raise UserError(f"--held-out-share {args.held_out_share}: expected a number between 0 and 1")
+    share = 0.05 if args.held_out_share is None else args.held_out_share
+    if not 0 < share < 1:
+        raise UserError(f"--held-out-share {share}: expected a number between 0 and 1")
+    if args.held_out_share is not None and args.held_out is None:
+        raise UserError("--held-out-share: nothing is held out without --held-out FILE")
     sources = [source for name in args.sources for source in find_sources(name, args.split)]
     if args.split is not None and not any(source.hub for source in sources):
         raise UserError("--split is for datasets on the hub: leave it out with files")
     held_out = Path(args.held_out) if args.held_out else None
     options = CleanOptions(args.make_prompts, args.max_characters)
-    report = library.prepare(sources, Path(args.output), options, held_out, args.held_out_share, args.num_workers)
+    report = library.prepare(sources, Path(args.output), options, held_out, share, args.num_workers)
     say(report)
 
 
-def say(report: object) -> None:
+def say(report: Report) -> None:
     """What was written, dropped and mended."""
-    from megatron_spec.data.prepare import Report
-
-    assert isinstance(report, Report)
     for path, lines in report.written.items():
         sys.stdout.write(f"{lines} conversations in {path}\n")
     for title, counts in (("dropped", report.dropped), ("mended", report.repairs)):
         sys.stdout.write(f"{counts.total()} {title}{':' if counts else ''}\n")
-        sys.stdout.writelines(f"  {count} x {reason}\n" for reason, count in counts.most_common())
+        for reason, count in counts.most_common():
+            example = report.examples.get(reason) if title == "dropped" else None
+            sys.stdout.write(f"  {count} x {reason}{f' (first: {example})' if example else ''}\n")
     sys.stdout.write(f"{report.read} read\n")
 
 

@@ -40,7 +40,9 @@ def make_parser() -> cli.Parser:
     p.add_argument("--seed", type=int, help="each answer gets its own, made from this one, conversation and turn")
     p.add_argument("--extra-body", metavar="JSON", help="further parameters of the request, as one JSON object")
     p.add_argument("--concurrency", type=cli.at_least_one, default=64, help="conversations at a time (default: 64)")
-    p.add_argument("--retries", type=int, default=8, help="attempts after the first (default: %(default)s)")
+    p.add_argument(
+        "--retries", type=cli.at_least_zero, default=8, help="attempts after the first (default: %(default)s)"
+    )
     p.add_argument("--timeout", type=float, default=600.0, help="seconds for one answer (default: %(default)s)")
     p.add_argument("--keep-truncated", action="store_true", help="write conversations whose last answer was cut, too")
     p.add_argument("--num-prompts", type=cli.at_least_one, metavar="N", help="use the first N prompts (default: all)")
@@ -73,6 +75,17 @@ def extra_body(args: argparse.Namespace) -> dict[str, Any]:
     return {**extra, **({} if args.top_k is None else {"top_k": args.top_k})}
 
 
+def check(args: argparse.Namespace) -> None:
+    """Raise UserError for values that cannot work, before anybody is asked."""
+    wrong = [url for url in args.url if not url.startswith(("http://", "https://"))]
+    if wrong:
+        raise UserError(f"--url {wrong[0]}: expected http://HOST:PORT/v1")
+    if args.timeout <= 0:
+        raise UserError(f"--timeout {args.timeout}: expected seconds, more than 0")
+    if not Path(args.data_path).is_file():
+        raise UserError(f"--data-path {args.data_path}: no such file")
+
+
 def generate(args: argparse.Namespace) -> None:
     """Ask and write. Raises UserError for input that does not fit, or when nobody answers."""
     shard, extra = read_shard(args.shard), extra_body(args)
@@ -86,10 +99,11 @@ def generate(args: argparse.Namespace) -> None:
         tuple(args.url), args.model, os.environ.get("OPENAI_API_KEY", "none"), sampling, extra, args.system_prompt,
         args.concurrency, args.retries, args.keep_truncated, args.timeout, args.seed,
     )  # fmt: skip
-    if not Path(args.data_path).is_file():
-        raise UserError(f"--data-path {args.data_path}: no such file")
+    check(args)
     prompts = islice(iter_prompts(args.data_path, args.num_prompts), shard[0], None, shard[1])
     output = shard_path(args.output_path, shard)
+    if output.resolve() == Path(args.data_path).resolve():
+        raise UserError(f"--output-path {output} is the file of the prompts: give another one")
     with tqdm(unit=" conversations", mininterval=0.5 if sys.stderr.isatty() else 30) as bar:
 
         def report(totals: Totals) -> None:

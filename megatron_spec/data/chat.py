@@ -28,6 +28,7 @@ from megatron_spec.data.tokenizer import load_tokenizer, special_ids
 
 __all__ = [
     "ROLES",
+    "BadConversation",
     "ChatEncoder",
     "Conversation",
     "Sample",
@@ -42,6 +43,7 @@ __all__ = [
 
 ROLES = {
     "system": "system",
+    "developer": "system",
     "user": "user",
     "human": "user",
     "assistant": "assistant",
@@ -53,8 +55,18 @@ ROLES = {
 }
 """Role names that are understood -> the role a chat template knows."""
 
+
+class BadConversation(UserError):
+    """A conversation that cannot be used. `reason` says why in words that many conversations share, to be counted."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PLACEHOLDER = "placeholder"
+NOT_TEXT, NO_MESSAGE = "content that is not text", "message without role and content"
 
 
 @dataclass(frozen=True)
@@ -97,27 +109,30 @@ def _content(message: dict[str, Any], where: str, calls_tools: bool) -> str:
     if isinstance(value, list):  # OpenAI's list of parts
         bad = [part for part in value if not (isinstance(part, dict) and isinstance(part.get("text"), str))]
         if bad:
-            raise UserError(f"{where}: content part {str(bad[0])[:80]!r} is not text: only text is supported")
+            problem = f"{where}: content part {str(bad[0])[:80]!r} is not text: only text is supported"
+            raise BadConversation(problem, NOT_TEXT)
         value = "".join(part["text"] for part in value)
     if value is None and calls_tools:
         return ""
     if not isinstance(value, str):
-        raise UserError(f"{where}: found content {str(value)[:80]!r}, expected text")
+        raise BadConversation(f"{where}: found content {str(value)[:80]!r}, expected text", NOT_TEXT)
     if not value.strip() and not calls_tools:
-        raise UserError(f"{where}: empty content: remove the message or the conversation")
+        raise BadConversation(f"{where}: empty content: remove the message or the conversation", "empty content")
     return value
 
 
 def parse_message(message: Any, where: str) -> dict[str, Any]:
     """A message with `role` and `content` under the names templates know. Raises UserError with `where`."""
     if not isinstance(message, dict):
-        raise UserError(f"{where}: found {str(message)[:80]!r}, expected an object with role and content")
+        found = str(message)[:80]
+        raise BadConversation(f"{where}: found {found!r}, expected an object with role and content", NO_MESSAGE)
     name = message.get("role", message.get("from"))
     if name is None or ("content" not in message and "value" not in message and not message.get("tool_calls")):
         found = ", ".join(message) or "none"
-        raise UserError(f"{where}: found keys {found}, expected role and content (or from, value)")
+        raise BadConversation(f"{where}: found keys {found}, expected role and content (or from, value)", NO_MESSAGE)
     if not isinstance(name, str) or name not in ROLES:
-        raise UserError(f"{where}: unknown role {name!r}{suggest(str(name), ROLES)}; known: {', '.join(ROLES)}")
+        problem = f"unknown role {name!r}"
+        raise BadConversation(f"{where}: {problem}{suggest(str(name), ROLES)}; known: {', '.join(ROLES)}", problem)
     role = ROLES[name]
     calls_tools = role == "assistant" and bool(message.get("tool_calls"))
     rest = {key: value for key, value in message.items() if key not in ("role", "from", "content", "value")}

@@ -8,8 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_spec.config import UserError
-from megatron_spec.data.chat import ROLES, parse_conversation
+from megatron_spec.data.chat import ROLES, BadConversation, parse_conversation
 
 _KEYS = ("messages", "conversations", "conversation")
 _MORE_ROLES = {"prompter": "user", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "bot": "assistant"}
@@ -64,14 +63,14 @@ def clean(record: Any, options: CleanOptions) -> Cleaned:
     result = Cleaned()
     try:
         messages = parse_conversation({"messages": _messages(record, result.repairs)}, "").messages
-    except UserError as error:
-        result.reason = str(error).split(": ", 1)[-1].split(" (did")[0].split(";")[0].split(":")[0]
+    except BadConversation as error:
+        result.reason = error.reason
         return result
     roles = {message["role"] for message in messages}
     if "user" not in roles:
         result.reason = "no user turn"
     elif "assistant" not in roles and not options.make_prompts:
-        result.reason = "no assistant turn"
+        result.reason = "no assistant turn (--make-prompts keeps the questions)"
     else:
         messages = _trim(messages, result.repairs, keep_questions=options.make_prompts)
         result.reason = _problem(messages, options)
@@ -81,9 +80,9 @@ def clean(record: Any, options: CleanOptions) -> Cleaned:
 
 
 def _messages(record: Any, repairs: Counter[str]) -> list[Any]:
-    """The record's messages under names that `parse_conversation` knows. Raises UserError when it has none."""
+    """The record's messages under names that `parse_conversation` knows. Raises BadConversation when it has none."""
     if not isinstance(record, dict):
-        raise UserError(f": found a JSON {type(record).__name__}")
+        raise BadConversation("", f"a JSON {type(record).__name__} instead of an object")
     keys = [key for key in _KEYS if isinstance(record.get(key), list)]
     texts = [record[key] for key in ("turns", "prompt") if isinstance(record.get(key), list)]
     if keys:
@@ -91,9 +90,9 @@ def _messages(record: Any, repairs: Counter[str]) -> list[Any]:
     elif texts:
         messages = [{"role": "user", "content": text} for text in texts[0]]
     else:
-        raise UserError(f": found keys {', '.join(record) or 'none'}")
+        raise BadConversation("", f"no messages or conversations, only the keys {', '.join(record)[:80] or '(none)'}")
     if not messages:
-        raise UserError(": no messages")
+        raise BadConversation("", "no messages")
     told = [m for m in messages if not _is_empty_system(m)]
     repairs["empty system turn removed"] += len(messages) - len(told)
     system = record.get("system")

@@ -34,40 +34,65 @@ log = logging.getLogger(__name__)
 PARALLEL_FROM = 32 * 2**20
 """Bytes of input from which several processes are used by default."""
 DUPLICATE = "seen before"
+MOST_REASONS, OTHER = 100, "other reasons"
+"""A file may give each record a reason of its own (names as roles): memory must not grow with them."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What came of the sources: records read, lines written to each file, dropped and repaired by reason."""
+    """What came of the sources.
+
+    Attributes:
+        read: records.
+        written: file -> lines.
+        dropped, repairs: reason -> records.
+        examples: reason -> the first record that was dropped for it, as 'FILE line N'.
+    """
 
     read: int
     written: dict[str, int]
     dropped: Counter[str]
     repairs: Counter[str]
+    examples: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Cleaned:
+    """What came of a piece; `place` is behind it."""
+
+    place: int
+    lines: bytes
+    ids: NDArray[Any]
+    read: int
+    dropped: Counter[str]
+    repairs: Counter[str]
+    examples: dict[str, str]
 
 
 class _PieceCleaner:
-    """A piece -> (place behind it, lines, ids, records read, dropped, repairs)."""
+    """Cleans the records of a piece."""
 
     def __init__(self, options: CleanOptions) -> None:
         self.options = options
 
-    def __call__(self, piece: Piece) -> tuple[int, bytes, NDArray[Any], int, Counter[str], Counter[str]]:
+    def __call__(self, piece: Piece) -> _Cleaned:
         place, records = piece
         lines: list[str] = []
         ids: list[int] = []
         dropped: Counter[str] = Counter()
         repairs: Counter[str] = Counter()
+        examples: dict[str, str] = {}
         for where, value in records:
             result = clean(_value(value, where), self.options)
             repairs.update(result.repairs)
             if result.line is None:
                 dropped[result.reason] += 1
+                examples.setdefault(result.reason, where)
                 continue
             ids.append(int(result.line["conversation_id"], 16))
             lines.append(json.dumps(result.line, ensure_ascii=False) + "\n")
         text = "".join(lines).encode("utf-8", "replace")  # a lone surrogate cannot be written
-        return place, text, np.array(ids, dtype=np.uint64), len(records), dropped, +repairs
+        return _Cleaned(place, text, np.array(ids, np.uint64), len(records), dropped, +repairs, examples)
 
 
 def _value(value: Any, where: str) -> Any:
@@ -87,6 +112,7 @@ class _Work:
         path = self.folder / "state.json"
         self.state: dict[str, Any] = {
             "request": request, "source": 0, "place": 0, "lines": 0, "ids": 0, "read": 0, "dropped": {}, "repairs": {},
+            "examples": {},
         }  # fmt: skip
         if path.is_file():
             found = read_json(path)
@@ -95,7 +121,7 @@ class _Work:
                     f"{self.folder} belongs to an unfinished run over other sources or with other options: finish that "
                     "one, or remove the folder"
                 )
-            self.state = found
+            self.state.update(found)
             log.info("going on behind %d records in %s", found["read"], self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -130,8 +156,9 @@ def prepare(
         held_out: file for the share of the conversations that is kept from training; chosen by id.
         workers: processes; default: all processors for large inputs.
 
-    Raises UserError for unreadable input, or when nothing usable is left.
+    Raises UserError for unreadable input, for an output that is an input, or when nothing usable is left.
     """
+    _check_outputs(sources, [path for path in (output, held_out) if path])
     request = {"sources": [s.identity() for s in sources], "options": asdict(options)}
     output.parent.mkdir(parents=True, exist_ok=True)
     work = _Work(output, request)
@@ -143,13 +170,32 @@ def prepare(
     dropped = Counter(state["dropped"])
     if state["lines"] == 0:
         shutil.rmtree(work.folder)
+        if not state["read"]:
+            raise UserError(f"{', '.join(source.name for source in sources)}: empty, no record was found")
         reasons = "".join(f"\n  {count} x {reason}" for reason, count in dropped.most_common())
         raise UserError(f"nothing usable among {state['read']} conversations:{reasons}")
     written, duplicates = _distribute(work.folder, output, held_out, share if held_out else 0.0)
     if duplicates:
         dropped[DUPLICATE] += duplicates
     shutil.rmtree(work.folder)
-    return Report(state["read"], written, dropped, Counter(state["repairs"]))
+    return Report(state["read"], written, dropped, Counter(state["repairs"]), state["examples"])
+
+
+def _check_outputs(sources: Sequence[Source], outputs: Sequence[Path]) -> None:
+    inputs = {source.path.resolve() for source in sources if source.path}
+    for path in outputs:
+        if path.resolve() in inputs:
+            raise UserError(f"{path} is one of the sources: write to another file")
+        if path.is_dir():
+            raise UserError(f"{path} is a folder: give the name of a file in it")
+    if len({path.resolve() for path in outputs}) < len(outputs):
+        raise UserError(f"{outputs[0]}: both parts would be written to it: give --held-out another file")
+
+
+def _count(known: dict[str, int], more: Counter[str]) -> None:
+    for reason, count in more.items():
+        key = reason if reason in known or len(known) < MOST_REASONS else OTHER
+        known[key] = known.get(key, 0) + count
 
 
 def _read(sources: Sequence[Source], work: _Work, options: CleanOptions, workers: int) -> None:
@@ -159,14 +205,16 @@ def _read(sources: Sequence[Source], work: _Work, options: CleanOptions, workers
         lines, ids = work.open(stack)
         for number in range(state["source"], len(sources)):
             pieces = sources[number].pieces(state["place"])
-            for place, text, names, read, dropped, repairs in ordered_map(_PieceCleaner, (options,), pieces, workers):
-                lines.write(text)
-                ids.write(names.tobytes())
+            for found in ordered_map(_PieceCleaner, (options,), pieces, workers):
+                lines.write(found.lines)
+                ids.write(found.ids.tobytes())
                 lines.flush()
                 ids.flush()
-                for key, counts in (("dropped", dropped), ("repairs", repairs)):
-                    state[key] = dict(Counter(state[key]) + counts)
-                state.update(place=place, lines=lines.tell(), ids=ids.tell(), read=state["read"] + read)
+                _count(state["dropped"], found.dropped)
+                _count(state["repairs"], found.repairs)
+                for reason in found.examples.keys() & state["dropped"].keys():
+                    state["examples"].setdefault(reason, found.examples[reason])
+                state.update(place=found.place, lines=lines.tell(), ids=ids.tell(), read=state["read"] + found.read)
                 work.save()
                 if state["lines"] - told >= 2**26:
                     told = state["lines"]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -24,17 +25,22 @@ _SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A dataset of the hub and the part of it that holds conversations."""
+    """A dataset of the hub and the part of it that holds conversations.
+
+    Attributes:
+        array_file: a JSON array in a file of its own, instead of a split. The datasets library would hold the whole of
+            it in memory, so the file is downloaded and then read as a local one.
+    """
 
     repository: str
     split: str = "train"
-    data_files: str | None = None
+    array_file: str | None = None
 
 
 HUB = {
     "daring-anteater": HubDataset("nvidia/Daring-Anteater"),
     "sharegpt": HubDataset(
-        "anon8231489123/ShareGPT_Vicuna_unfiltered", data_files="ShareGPT_V3_unfiltered_cleaned_split.json"
+        "anon8231489123/ShareGPT_Vicuna_unfiltered", array_file="ShareGPT_V3_unfiltered_cleaned_split.json"
     ),
     "ultrachat": HubDataset("HuggingFaceH4/ultrachat_200k", "train_sft"),
     "magpie": HubDataset("Magpie-Align/Magpie-Llama-3.1-Pro-MT-300K-Filtered"),
@@ -64,14 +70,22 @@ class Source:
         """What must be the same for a run to go on: name, and size and time of change of a file."""
         if self.path is None:
             assert self.hub is not None
-            return [self.hub.repository, self.hub.split, self.hub.data_files]
+            return [self.hub.repository, self.hub.split, self.hub.array_file]
         status = self.path.stat()
         return [str(self.path.absolute()), status.st_size, status.st_mtime_ns]
 
     def pieces(self, start: int = 0) -> Iterator[Piece]:
         """Pieces from place `start` on. Raises UserError when the input cannot be read."""
+        try:
+            yield from self._pieces(start)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UserError(f"{self.name}: compressed data that is damaged or cut ({error})") from None
+
+    def _pieces(self, start: int) -> Iterator[Piece]:
         if self.path is None:
             assert self.hub is not None
+            if self.hub.array_file is not None:
+                return Source(_download(self.hub.repository, self.hub.array_file))._pieces(start)
             return _numbered(_hub_records(self.hub, start), start, self.hub.repository, "row")
         if self.path.name.endswith(".parquet"):
             return _numbered(_parquet_records(self.path, start), start, str(self.path), "row")
@@ -89,7 +103,9 @@ def find_sources(name: str, split: str | None = None) -> list[Source]:
     """
     if name in HUB and not Path(name).exists():
         known = HUB[name]
-        return [Source(hub=HubDataset(known.repository, split or known.split, known.data_files))]
+        if split and known.array_file:
+            raise UserError(f"--split {split}: {name} is one file without splits; leave it out")
+        return [Source(hub=replace(known, split=split or known.split))]
     path = Path(name)
     if path.is_dir():
         files = sorted(p for p in path.iterdir() if p.name.endswith(_SUFFIXES))
@@ -214,6 +230,18 @@ def _parquet_records(path: Path, start: int) -> Iterator[Any]:
         raise UserError(f"{path}: not a parquet file that can be read ({error})") from None
 
 
+def _download(repository: str, file: str) -> Path:
+    """A file of a dataset, in the hub's cache of this machine; a download that was cut off goes on."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repository, file, repo_type="dataset"))
+    except Exception as error:
+        raise UserError(
+            f"{repository}, {file}: cannot be fetched ({type(error).__name__}: {error}); without the hub, give the file"
+        ) from error
+
+
 def _hub_records(dataset: HubDataset, start: int) -> Iterator[Any]:
     try:
         from datasets import load_dataset
@@ -221,9 +249,8 @@ def _hub_records(dataset: HubDataset, start: int) -> Iterator[Any]:
         raise UserError(
             f"{dataset.repository}: the hub needs the datasets library: pip install 'megatron-spec[data]'"
         ) from None
-    options = {} if dataset.data_files is None else {"data_files": dataset.data_files}
     try:
-        rows = load_dataset(dataset.repository, split=dataset.split, streaming=True, **options)
+        rows = load_dataset(dataset.repository, split=dataset.split, streaming=True)
         yield from rows.skip(start) if start else rows
     except Exception as error:
         raise UserError(

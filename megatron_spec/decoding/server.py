@@ -315,7 +315,7 @@ def generate_from_server(
         try:
             return await _generate(prompts, Path(output), endpoints, report)
         except Unanswered as error:
-            raise UserError(f"no server: {error}") from None
+            raise UserError(f"no server: {error}: is it running, and is --url right?") from None
         finally:
             for client in endpoints.clients:
                 await client.close()

@@ -28,7 +28,7 @@ def make_parser() -> cli.Parser:
     p.add_argument("--data", metavar="JSONL", help="conversations (default: made from source text)")
     p.add_argument("--megabytes", type=cli.at_least_one, default=200, help="of made conversations (default: 200)")
     p.add_argument("--seq-length", type=int, default=2048)
-    p.add_argument("--num-workers", type=int, metavar="N", help="processes (default: all processors)")
+    p.add_argument("--num-workers", type=cli.at_least_one, metavar="N", help="processes (default: all processors)")
     return p
 
 

@@ -50,6 +50,12 @@ def test_samples_are_coloured_where_the_assistant_speaks(folder, capsys, monkeyp
     assert "supervised share" in said and "rows with --packing" in said
 
 
+def test_in_a_file_brackets_show_what_is_supervised(folder, capsys, monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    run(folder, write_lines(folder / "d.jsonl", TALKS), "--samples", "1")
+    assert "\u27e6yo<|end|>\u27e7" in capsys.readouterr().out
+
+
 def test_a_useless_mask_is_refused_with_its_line(folder):
     everything = "{% generation %}{% for m in messages %}{{ m['content'] }}{% endfor %}{% endgeneration %}"
     make_tokenizer(everything).save_pretrained(folder / "tokenizer")

@@ -42,7 +42,11 @@ def test_names_are_mapped_and_the_rest_counted_by_reason(tmp_path, capsys):
     assert len(list(read_conversations(out))) == 3
     said = capsys.readouterr().out
     assert "3 conversations in" in said and "8 read" in said and "5 dropped:" in said
-    for reason in ("2 x seen before", "1 x no assistant turn", "1 x empty content", "1 x found keys text"):
+    for reason in (
+        "2 x seen before\n", f"1 x no assistant turn (--make-prompts keeps the questions) (first: {two} line 4)",
+        f"1 x empty content (first: {one} entry 2)",
+        f"1 x no messages or conversations, only the keys text (first: {one} entry 1)",
+    ):  # fmt: skip
         assert reason in said
 
 
@@ -95,6 +99,10 @@ def test_turns_are_mended_or_the_reason_is_counted(tmp_path, capsys):
         talk(("human", "a"), ("judge", "c")),
         {"conversations": []},
         "text",
+        talk(("human", "a"), ("gpt", 7)),
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        {"messages": ["hello"]},
+        {"messages": [{"role": "user"}]},
     ]
     source, out = tmp_path / "a.json", tmp_path / "out.jsonl"
     source.write_text(json.dumps([*good, *bad], indent=1))
@@ -107,9 +115,10 @@ def test_turns_are_mended_or_the_reason_is_counted(tmp_path, capsys):
     assert len(list(read_conversations(out))) == 4
     said = capsys.readouterr().out
     for reason in (
-        "9 dropped", "1 x broken alternation: user after user", "1 x broken alternation: assistant after assistant",
+        "13 dropped", "1 x broken alternation: user after user", "1 x broken alternation: assistant after assistant",
         "1 x broken alternation: system after user", "1 x empty content", "1 x no user turn",
-        "1 x no question with an answer", "1 x unknown role 'judge'", "1 x no messages", "1 x found a JSON str",
+        "1 x no question with an answer", "1 x unknown role 'judge'", "1 x no messages (first",
+        "1 x a JSON str instead", "3 x content that is not text", "1 x message without role and content",
         "2 mended", "1 x answer without a question removed at the start",
         "1 x question without an answer removed at the end",
     ):  # fmt: skip
@@ -165,6 +174,31 @@ def test_a_dataset_of_the_hub_is_streamed(tmp_path, monkeypatch, capsys):
     assert sources.find_sources("owner/other", "test")[0].hub == sources.HubDataset("owner/other", "test")
 
 
+def test_a_json_array_of_the_hub_is_downloaded_and_streamed(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    array, asked = tmp_path / "array.json", []
+    array.write_text(json.dumps([share_gpt(f"q{i}", "a") for i in range(9)]))
+
+    def download(*args, **options):
+        asked.append((*args, options))
+        return str(array)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    run("sharegpt", "--output", tmp_path / "out.jsonl")
+    known = sources.HUB["sharegpt"]
+    assert len(lines(tmp_path / "out.jsonl")) == 9
+    assert asked == [(known.repository, known.array_file, {"repo_type": "dataset"})]
+    monkeypatch.setattr(sources, "PIECE_RECORDS", 2)
+    (source,) = sources.find_sources("sharegpt")
+    assert [len(records) for _, records in source.pieces(4)] == [2, 2, 1]
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *a, **o: 1 / 0)
+    with pytest.raises(UserError, match=r"split.json: cannot be fetched .*ZeroDivision.*give the file"):
+        run("sharegpt", "--output", tmp_path / "out.jsonl")
+    with pytest.raises(UserError, match=r"--split test: sharegpt is one file"):
+        run("sharegpt", "--output", tmp_path / "out.jsonl", "--split", "test")
+
+
 def test_a_killed_run_goes_on_and_gives_the_same(tmp_path, monkeypatch):
     data = [open_ai(f"question {i % 70}", "answer") for i in range(100)] + [{"text": "x"}] * 5
     one, two = tmp_path / "a.jsonl", tmp_path / "b.json"
@@ -195,7 +229,7 @@ def test_a_killed_run_goes_on_and_gives_the_same(tmp_path, monkeypatch):
         assert not out.exists()
     monkeypatch.setattr(prepare_library._Work, "save", real)
     with pytest.raises(UserError, match=r"unfinished run over other sources"):
-        run(one, *flags, out)
+        run(one, *flags, out, "--held-out", held)
     run(one, two, *flags, out, "--held-out", held)
     assert (out.read_bytes(), held.read_bytes()) == expected
     known = [r for r in read if r is not None]
@@ -207,9 +241,9 @@ def test_several_processes_give_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PIECE_BYTES", 500)
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps(open_ai(f"question {i}", "answer")) + "\n" for i in range(60)))
-    for workers in (0, 2):
+    for workers in (1, 2):
         run(source, "--output", tmp_path / f"{workers}.jsonl", "--num-workers", workers)
-    assert (tmp_path / "0.jsonl").read_bytes() == (tmp_path / "2.jsonl").read_bytes()
+    assert (tmp_path / "1.jsonl").read_bytes() == (tmp_path / "2.jsonl").read_bytes()
 
 
 def test_unreadable_input_is_refused(tmp_path):
@@ -217,13 +251,49 @@ def test_unreadable_input_is_refused(tmp_path):
     for text, words in (
         ('{"messages": []}\n{oops', "line 2: malformed"),
         ("[{", "a.jsonl entry 0: malformed JSON"),
-        ('{"text": "x"}', "nothing usable among 1 conversations:\n  1 x found keys text"),
+        (
+            '{"text": "x"}',
+            "nothing usable among 1 conversations:\n  1 x no messages or conversations, only the keys text",
+        ),
+        ("\n", "a.jsonl: empty, no record"),
     ):
         source.write_text(text)
         with pytest.raises(UserError, match=words):
             run(source, "--output", out)
     with pytest.raises(UserError, match=r"does not exist"):
         run(tmp_path / "absent", "--output", out)
-    with pytest.raises(UserError, match=r"--held-out-share 1.5"):
-        run(source, "--output", out, "--held-out-share", 1.5)
+    cut = tmp_path / "b.jsonl.gz"
+    cut.write_bytes(gzip.compress(b'{"messages": []}\n' * 1000)[:40])
+    with pytest.raises(UserError, match=r"b.jsonl.gz: compressed data that is damaged or cut"):
+        run(cut, "--output", out)
     assert not out.exists()
+
+
+def test_flags_that_would_lose_data_or_do_nothing_are_refused(tmp_path):
+    source, out = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    text = "".join(json.dumps(open_ai(f"q{i}", "a")) + "\n" for i in range(20))
+    source.write_text(text)
+    (tmp_path / "folder").mkdir()
+    for flags, words in (
+        (["--output", source], "is one of the sources"),
+        (["--output", out, "--held-out", source], "is one of the sources"),
+        (["--output", out, "--held-out", tmp_path / "." / "out.jsonl"], "both parts would be written to it"),
+        (["--output", tmp_path / "folder"], "is a folder"),
+        (["--output", out, "--held-out-share", 0.3], "nothing is held out without"),
+        (["--output", out, "--held-out", tmp_path / "h", "--held-out-share", 1.5], "--held-out-share 1.5"),
+        (["--output", out, "--split", "test"], "--split is for datasets on the hub"),
+    ):
+        with pytest.raises(UserError, match=words):
+            run(source, *flags)
+    with pytest.raises(UserError, match=r"is one of the sources"):
+        run(tmp_path, "--output", source)
+    assert source.read_text() == text and not out.exists()
+
+
+def test_memory_does_not_grow_with_the_number_of_reasons(tmp_path, capsys):
+    source = tmp_path / "a.jsonl"
+    played = [{"messages": [{"role": f"knight {i}", "content": "x"}]} for i in range(300)]
+    source.write_text("".join(json.dumps(r) + "\n" for r in [*played, open_ai("q", "a"), open_ai("b", " ")]))
+    run(source, "--output", tmp_path / "out.jsonl")
+    said = capsys.readouterr().out
+    assert "301 dropped" in said and "201 x other reasons\n" in said and "unknown role 'knight 99'" in said

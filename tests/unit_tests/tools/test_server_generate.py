@@ -190,6 +190,27 @@ def test_a_killed_process_continues(prompts, tmp_path):
     check(output)
 
 
+def test_what_cannot_work_is_refused_before_anybody_is_asked(prompts, tmp_path):
+    def run(*flags):
+        given = ["--data-path", str(prompts), "--output-path", str(tmp_path / "out.jsonl"), *flags]
+        server_generate.generate(server_generate.make_parser().parse_args(given))
+
+    with Server() as server:
+        for flags, words in (
+            (["--url", "localhost:8000"], "expected http://HOST:PORT/v1"),
+            (["--timeout", "0"], "expected seconds"),
+            (["--extra-body", "[1]"], "expected a JSON object"),
+            (["--extra-body", "{"], "is not JSON"),
+            (["--data-path", str(tmp_path / "absent")], "no such file"),
+            (["--output-path", str(prompts)], "is the file of the prompts"),
+        ):
+            with pytest.raises(UserError, match=words):
+                run("--url", server.url, *flags)
+        with pytest.raises(SystemExit):
+            run("--retries", "-1")
+        assert server.requests == []
+
+
 def test_shards_make_up_the_whole(prompts, tmp_path):
     output = tmp_path / "out.jsonl"
     with Server() as server:
