@@ -238,6 +238,8 @@ class BaseConfig(Config):
     """Layers with the window."""
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
+    mtp_layers: int = 0
+    """Prediction modules behind the last layer that the base ships (DeepSeek-V3)."""
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
@@ -334,6 +336,17 @@ class EagleConfig(Config):
     """EAGLE-3.1: a norm of its own for every capture, before `fc`."""
     norm_output: bool = False
     """EAGLE-3.1 and eagle-mtp: a draft step feeds back its state after the final norm, not before it."""
+    moe: MoeConfig | None = None
+    """eagle-mtp: the base's own prediction module, a layer of the base's kind."""
+    mla: MlaConfig | None = None
+    """eagle-mtp: the same."""
+    layer_in_base: int | None = None
+    """eagle-mtp: number of the base's own prediction module among the layers of its files."""
+
+    @property
+    def of_base(self) -> bool:
+        """The base's own prediction module, not a fresh layer."""
+        return self.layer_in_base is not None
 
     @property
     def own_embedding(self) -> bool:
@@ -350,6 +363,11 @@ class EagleConfig(Config):
             allowed = ["norm_output"] if self.algorithm == "eagle-mtp" else []
             wrong = [n for n in options if n not in allowed]
             _require(not wrong, f"{', '.join(wrong)}: options of eagle3.1, found with algorithm {self.algorithm}")
+        own = [n for n in ("moe", "mla", "layer_in_base") if getattr(self, n) is not None]
+        _require(
+            not own or (len(own) == 3 and self.algorithm == "eagle-mtp"),
+            f"{', '.join(own)}: they are set together, by --mtp-from-base alone",
+        )
         if not self.algorithm.startswith("eagle3"):
             self._validate_shared_head()
 
@@ -545,6 +563,8 @@ class DecodeConfig(Config):
     """Draft tokens of a chain, or depth of a tree."""
     max_new_tokens: int = 128
     batch_size: int = 8
+    cuda_graphs: bool = True
+    """Replay the steps as CUDA graphs, on one GPU and without experts; the text is the same."""
     temperature: float = 0.0
     top_k: int = 0
     """Sample from the k most likely tokens only; 0: from all."""

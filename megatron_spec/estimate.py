@@ -40,6 +40,14 @@ def end_parameters(base: BaseConfig) -> int:
     return base.vocab_size * base.hidden_size * (1 if base.tie_word_embeddings else 2)
 
 
+def mlp_width(draft: EagleConfig, every_expert: bool = False) -> int:
+    """Width of the MLP that a token passes; or of all experts together."""
+    if draft.moe is None:
+        return draft.intermediate_size
+    count = draft.moe.num_experts if every_expert else draft.moe.experts_per_token
+    return count * draft.moe.intermediate_size + draft.moe.shared_intermediate_size
+
+
 def draft_parameters(draft: DraftConfig) -> tuple[int, int]:
     """(parameters split over tensor parallel ranks, replicated parameters)."""
     if isinstance(draft, MedusaConfig):
@@ -47,7 +55,7 @@ def draft_parameters(draft: DraftConfig) -> tuple[int, int]:
         heads = 0 if draft.share_base_head else draft.num_heads * draft.vocab_size * draft.hidden_size
         return heads, blocks
     H, eagle3 = draft.hidden_size, draft.algorithm.startswith("eagle3")
-    one = H * (qkv_width(draft) + attention_width(draft)) + 3 * H * draft.intermediate_size
+    one = H * (qkv_width(draft) + attention_width(draft)) + 3 * H * mlp_width(draft, every_expert=True)
     split = draft.num_hidden_layers * one
     if eagle3:  # the first layer also reads the embedding; a head of its own
         split += H * qkv_width(draft) + draft.draft_vocab_size * H
@@ -72,8 +80,9 @@ def flops_per_token(base: BaseConfig, draft: DraftConfig, S: int, T: int) -> dic
     eagle3 = draft.algorithm.startswith("eagle3")
     head = 0 if eagle3 else base.vocab_size * H
     once = replicated if eagle3 else 0  # `fc` reads the captures once, the others' projection runs at every step
+    idle = 3 * H * (mlp_width(draft, every_expert=True) - mlp_width(draft))  # of experts a token does not pass
     draft_scores = draft.num_hidden_layers * 4 * attention_width(draft) * S / 2
-    found["draft"] = T * 3 * (2.0 * (split + head + replicated - once) + draft_scores) + 3 * 2.0 * once
+    found["draft"] = T * 3 * (2.0 * (split - idle + head + replicated - once) + draft_scores) + 3 * 2.0 * once
     return found
 
 
@@ -117,7 +126,7 @@ def _activation_bytes(place: Place, rows: float, width: int) -> float:
         return rows * draft.num_heads * (draft.num_layers * 3 + 1) * draft.hidden_size * width
     fused = tp == 1 and place.parallel.context_parallel_size == 1 and place.train.bf16
     residual, gate, qkv = (9, 2, 1) if fused and draft.algorithm == "eagle3" else (14, 4, 2)
-    wide = qkv * qkv_width(draft) + attention_width(draft) + gate * draft.intermediate_size
+    wide = qkv * qkv_width(draft) + attention_width(draft) + gate * mlp_width(draft)
     step = residual * draft.hidden_size + wide / tp
     return rows * place.ttt_steps * draft.num_hidden_layers * step * width
 

@@ -120,6 +120,36 @@ def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[st
     return config
 
 
+def own_mtp_config(base: BaseConfig) -> EagleConfig:
+    """The draft that a base ships as its own prediction module (DeepSeek-V3): a layer of the base's kind.
+
+    Raises UserError for a base without one.
+    """
+    if base.mtp_layers < 1 or base.mla is None or base.moe is None:
+        raise UserError(
+            "--mtp-from-base: this base ships no prediction module (num_nextn_predict_layers in its config.json, "
+            "DeepSeek-V3); without the flag, eagle-mtp makes a fresh one"
+        )
+    return EagleConfig(
+        algorithm="eagle-mtp",
+        hidden_size=base.hidden_size,
+        intermediate_size=base.moe.intermediate_size,
+        num_attention_heads=base.num_attention_heads,
+        num_key_value_heads=base.num_key_value_heads,
+        head_dim=base.head_dim,
+        vocab_size=base.vocab_size,
+        draft_vocab_size=base.vocab_size,
+        target_hidden_size=base.hidden_size,
+        max_position_embeddings=base.max_position_embeddings,
+        rms_norm_eps=base.rms_norm_eps,
+        rope=base.rope,
+        hidden_act=base.hidden_act,
+        moe=base.moe.replace(dense_layers=()),
+        mla=base.mla,
+        layer_in_base=base.num_layers,
+    )
+
+
 def medusa_config(
     base: BaseConfig, num_heads: int = 4, num_layers: int = 1, share_base_head: bool = False
 ) -> MedusaConfig:

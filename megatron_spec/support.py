@@ -120,8 +120,9 @@ def table() -> str:
         lines.append(f"| {row.title} | " + " | ".join(cells) + " |")
     notes = [f"({i}) {reason}." for i, reason in enumerate(reasons, 1)]
     notes.append(
-        "EP needs a base with experts; the draft has none. Tested with it: training against one process, and the base "
-        "of every family with experts; not convert, extraction, or a model of your own. "
+        "EP needs a base with experts; those of a draft (`--mtp-from-base`) are not spread. Tested with it: training "
+        "against one process, and the base of every family with experts; not convert, extraction, or a model of your "
+        "own. "
         + INTERLEAVED[0].upper()
         + INTERLEAVED[1:]
         + "."

@@ -33,6 +33,10 @@ def parser() -> cli.Parser:
         help="the base's frozen head behind the Medusa blocks, instead of a trained one each",
     )  # fmt: skip
     p.add_argument("--eagle-config", metavar="JSON", help="overrides of the draft's architecture")
+    p.add_argument(
+        "--mtp-from-base", action="store_const", const=True,
+        help="eagle-mtp: the prediction module that the base ships (DeepSeek-V3), instead of a fresh one",
+    )  # fmt: skip
     p.add_argument("--draft-vocab", metavar="DIR", help="calibrated draft vocabulary (default: the whole vocabulary)")
     p.add_argument("--bf16", action="store_true", help="bfloat16 weights (default: float32)")
     p.add_argument("--seed", type=int, default=1234, help="seed of the draft's initial values (default: 1234)")
@@ -52,6 +56,7 @@ def main(args: argparse.Namespace) -> None:
         num_medusa_heads=args.export_num_medusa_heads,
         num_medusa_layers=args.export_num_medusa_layers,
         share_base_head=args.medusa_share_base_head,
+        mtp_from_base=args.mtp_from_base,
         parallel=cli.config_from(ParallelConfig, args),
         **{name: getattr(args, name) for name in names},
     )

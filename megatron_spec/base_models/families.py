@@ -171,6 +171,7 @@ def _deepseek_v3(raw: Raw, where: str) -> Raw:
     heads = raw["num_attention_heads"]
     return {
         "mla": mla, "moe": moe, "head_dim": mla.nope_head_dim + mla.rope_head_dim, "num_key_value_heads": heads,
+        "mtp_layers": int(raw.get("num_nextn_predict_layers") or 0),
     }  # fmt: skip
 
 

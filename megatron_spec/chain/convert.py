@@ -13,12 +13,14 @@ from megatron_spec import distributed, presets, support
 from megatron_spec.build import link
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
+from megatron_spec.checkpoint.own_module import check_own_module, load_own_module
 from megatron_spec.checkpoint.spec import CheckpointSpec
 from megatron_spec.config import DraftConfig, EagleConfig, ParallelConfig, UserError
 from megatron_spec.distributed import World
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.base import Draft
 from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.export import own_module
 from megatron_spec.files import read_json, require_empty
 from megatron_spec.pipeline.last_layer import last_layer_tensors
 from megatron_spec.pipeline.model import FrozenBase
@@ -63,11 +65,12 @@ class DraftRequest:
     num_medusa_heads: int | None = None
     num_medusa_layers: int | None = None
     share_base_head: bool | None = None
+    mtp_from_base: bool | None = None
 
     def __post_init__(self) -> None:
         eagle = {
             "--export-eagle-algorithm": self.eagle_algorithm, "--eagle-config": self.eagle_config,
-            "--draft-vocab": self.draft_vocab,
+            "--draft-vocab": self.draft_vocab, "--mtp-from-base": self.mtp_from_base,
         }  # fmt: skip
         medusa = {
             "--export-num-medusa-heads": self.num_medusa_heads, "--export-num-medusa-layers": self.num_medusa_layers,
@@ -82,6 +85,13 @@ class DraftRequest:
                 f"--export-algorithm {self.algorithm} and {', '.join(given)} contradict each other: "
                 f"{'they belong' if len(given) > 1 else 'it belongs'} to --export-algorithm {owner}"
             )
+        if self.mtp_from_base and self.eagle_algorithm != "eagle-mtp":
+            raise UserError(
+                "--mtp-from-base loads the base's own prediction module: add --export-eagle-algorithm eagle-mtp"
+            )
+        taken = [f for f in ("--eagle-config", "--draft-vocab") if self.mtp_from_base and eagle[f] is not None]
+        if taken:
+            raise UserError(f"--mtp-from-base: the module is as the base has it: leave {', '.join(taken)} out")
 
 
 def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftVocab]:
@@ -91,6 +101,12 @@ def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftV
         given: dict[str, Any] = {k: v for k, v in sizes.items() if v is not None}
         config = presets.medusa_config(ref.config, share_base_head=bool(request.share_base_head), **given)
         return config, DraftVocab.full(ref.config.vocab_size)
+    if request.mtp_from_base:
+        if ref.kind != "hf":
+            raise UserError("--mtp-from-base reads Hugging Face folders, this base is a Megatron checkpoint")
+        own = presets.own_mtp_config(ref.config)
+        check_own_module(Path(ref.path), own, own_module.weight_shapes(own))
+        return own, DraftVocab.full(ref.config.vocab_size)
     return _plan_eagle(ref, request.eagle_algorithm or "eagle3", request.eagle_config, request.draft_vocab)
 
 
@@ -111,6 +127,18 @@ def new_draft(
     """A draft initialised from the base; the values do not depend on the parallel layout."""
     draft = build_draft(config, vocab, world, dtype)
     draft.initialize(base, last_layer_tensors(base), seed)
+    return draft
+
+
+def first_draft(
+    base: FrozenBase, ref: BaseReference, config: DraftConfig, vocab: DraftVocab, world: World, dtype: torch.dtype,
+    seed: int,
+) -> Draft:  # fmt: skip
+    """A fresh draft, or the module that the base ships, as `plan` decided."""
+    if not isinstance(config, EagleConfig) or config.layer_in_base is None:
+        return new_draft(base, config, vocab, world, dtype, seed)
+    draft: Draft = build_draft(config, vocab, world, dtype)
+    load_own_module(draft, Path(ref.path), world)
     return draft
 
 
@@ -135,7 +163,7 @@ def convert(
     world = distributed.initialize(parallel, seed)
     dtype = torch.bfloat16 if bf16 else torch.float32
     base = load_base(ref, world, capture_layer_ids=config.capture_layer_ids, dtype=dtype)
-    draft = new_draft(base, config, vocab, world, dtype, seed)
+    draft = first_draft(base, ref, config, vocab, world, dtype, seed)
     spec = CheckpointSpec(base=link(ref), draft=config)
     folder = sharded.save(save, spec, draft, vocab, world, run_config={"seed": seed, "bf16": bf16})
     parameters = sum(p.numel() for p in draft.parameters()) * 1e-6

@@ -15,7 +15,7 @@ from megatron_spec.base_models import config_json
 from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint.spec import CheckpointSpec, read_spec, resolve
 from megatron_spec.config import ParallelConfig, UserError
-from megatron_spec.export import speculators, trtllm_legacy
+from megatron_spec.export import own_module, speculators, trtllm_legacy
 from megatron_spec.export.base import export_base
 from megatron_spec.export.common import shared_folder, together
 from megatron_spec.export.draft import export_draft
@@ -131,15 +131,27 @@ def export(run: ExportRun) -> Path:
             )  # fmt: skip
         together(lambda: _finish(run, spec, new, out, Path(loaded.base_ref.path)) if world.rank == 0 else None)
     if run.extra_modules and spec.draft.algorithm == "eagle-mtp":
-        log.warning("no engine loads an MTP draft of this base: the folder is in a format of this package")
+        _say_who_loads_mtp(spec, whole_base=run.with_base and not _quantised_base(spec))
     log.info("exported %s", out)
     return out
+
+
+def _say_who_loads_mtp(spec: CheckpointSpec, whole_base: bool) -> None:
+    if not getattr(spec.draft, "of_base", False):
+        log.warning("no engine loads an MTP draft of this base: the folder is in a format of this package")
+    elif not whole_base:
+        log.warning(
+            "engines read a prediction module inside the folder of its base: add --export-base for a base in high "
+            "precision that holds it"
+        )
 
 
 def _finish(run: ExportRun, spec: CheckpointSpec, new: Path, out: Path, base: Path) -> None:
     """On rank 0: what is made from the verified Hugging Face folders."""
     if not run.extra_modules:
         return
+    if run.with_base and getattr(spec.draft, "of_base", False) and not _quantised_base(spec):
+        own_module.add_to_base(new / "base", new / "draft")
     if run.format == "trtllm-legacy":
         trtllm_legacy.convert(new / "base", new / "draft", new / "trtllm", run.trtllm_tp)
         if not (_quantised_base(spec) or run.with_base):

@@ -19,7 +19,7 @@ from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.files import read_json, require_empty
 from megatron_spec.pipeline.placement import check_parallel
 from megatron_spec.quantization import report
-from megatron_spec.quantization.attach import base_amax_state
+from megatron_spec.quantization.attach import base_amax_state, check_draft
 from megatron_spec.quantization.calibrate import calibrate
 
 log = logging.getLogger(__name__)
@@ -118,6 +118,7 @@ def quantize(
     spec = read_spec(folder)
     if spec.quant is not None:
         raise UserError(f"--load {load} is quantised already: quantise the checkpoint it was made from")
+    check_draft(spec.draft, quant)
     objective = presets.objective_for(spec.draft, objective)
     check_file(data)
     require_empty(save, "give another --save folder, or remove it to quantise again")

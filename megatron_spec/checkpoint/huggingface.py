@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,20 @@ class HuggingFaceWeights:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    @property
+    def names(self) -> Collection[str]:
+        """Of every tensor."""
+        return self._handle_of.keys()
+
     def check(self, rules: list[NameRule], config: BaseConfig) -> None:
         """Raise UserError naming every missing tensor, unexpected tensor and wrong shape."""
         expected = {name: shape for rule in rules for name, shape in hf_shapes(rule).items()}
-        packed = [name for name in expected if name + mxfp4.BLOCKS in self._handle_of]
-        for name in packed:
+        self.check_names(expected, lambda name: is_ignorable(name, config))
+
+    def check_names(self, expected: dict[str, tuple[int, ...]], ignorable: Callable[[str], bool]) -> None:
+        """`check` against names and shapes; `ignorable` says which other tensors are no trouble."""
+        expected = dict(expected)
+        for name in [name for name in expected if name + mxfp4.BLOCKS in self._handle_of]:
             expected |= mxfp4.shapes(name, expected.pop(name))
         expected |= {
             name + block_fp8.SCALES: block_fp8.scale_shape(shape, self._fp8_block)
@@ -79,8 +89,7 @@ class HuggingFaceWeights:
             if self._fp8_block is not None and self.has_scales(name) and len(shape) == 2
         }
         problems = [f"missing {name}" for name in expected if name not in self._handle_of]
-        extra = [n for n in self._handle_of if n not in expected and not is_ignorable(n, config)]
-        problems += [f"unexpected {name}" for name in extra]
+        problems += [f"unexpected {n}" for n in self._handle_of if n not in expected and not ignorable(n)]
         for name in expected.keys() & self._handle_of.keys():
             part = self._handle_of[name].get_slice(name)
             found = tuple(part.get_shape())

@@ -1,5 +1,7 @@
 """The decoder layer of a draft: a Llama layer whose first instance also reads the token embedding (EAGLE-3).
 
+With `config.mla` and `config.moe` it is a layer of the base's own kind instead (an MTP module that a base ships).
+
 S sequence, B batch, H draft hidden size, N query heads and G key/value heads of this rank, D head size.
 """
 
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 
 from megatron_spec.config import EagleConfig, UserError
 from megatron_spec.drafts.base import Attention
+from megatron_spec.drafts.experts import MixtureOfExperts
+from megatron_spec.drafts.latent import LatentAttention
 from megatron_spec.drafts.linear import ColumnLinear, RMSNorm, RowLinear, divide, enter
 from megatron_spec.ops.rope import apply_rotary
 
@@ -134,9 +138,14 @@ class DraftLayer(nn.Module):
         self.input_layernorm: Any = RMSNorm(embedding_size or H, *norm) if input_norm else None
         if reads_embedding:
             self.hidden_norm = RMSNorm(H, *norm)
-        self.self_attn = SelfAttention(config, embedding_size + H, group, sequence_parallel, dtype, device)
+        place = (group, sequence_parallel, dtype, device)
+        self.self_attn: Any
+        if config.mla is None:
+            self.self_attn = SelfAttention(config, embedding_size + H, *place)
+        else:
+            self.self_attn = LatentAttention(config, config.mla, *place)
         self.post_attention_layernorm = RMSNorm(H, *norm)
-        self.mlp = GatedMLP(config, group, sequence_parallel, dtype, device)
+        self.mlp: Any = GatedMLP(config, *place) if config.moe is None else MixtureOfExperts(config, config.moe, *place)
 
     def forward(
         self,

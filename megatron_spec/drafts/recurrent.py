@@ -42,7 +42,8 @@ class RecurrentDraft(Draft):
                 f"{config.draft_vocab_size} of {config.vocab_size}"
             )
         self.config, self.vocab, self.tp_group, self.sequence_parallel = config, vocab, tp_group, sequence_parallel
-        self._inv_freq = inverse_frequencies(config.rope, config.head_dim)  # no buffer: must stay fp32 in a bf16 model
+        turning = config.mla.rope_head_dim if config.mla else config.head_dim
+        self._inv_freq = inverse_frequencies(config.rope, turning)  # no buffer: must stay fp32 in a bf16 model
         self._teacher: TeacherHead | None = None
 
     @property
@@ -106,7 +107,7 @@ class RecurrentDraft(Draft):
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """An empty cache for decoding: this rank's key/value heads of every draft layer."""
         attention = self.decoder_layers[0].self_attn
-        weight = attention.q_proj.weight
+        weight = self.decoder_layers[0].post_attention_layernorm.weight
         return KVCache(
             len(self.decoder_layers), batch, max_length, attention.num_kv_heads, attention.head_dim,
             weight.dtype, weight.device,
@@ -124,7 +125,7 @@ class SharedHeadDraft(RecurrentDraft):
 
     def start(self, captures_SBC: Tensor, state_SBH: Tensor) -> Tensor:
         """The base's final state itself."""
-        return state_SBH.to(self.decoder_layers[0].self_attn.q_proj.weight.dtype)
+        return state_SBH.to(self.decoder_layers[0].post_attention_layernorm.weight.dtype)
 
     def logits(self, normed_SBH: Tensor, ends: BaseEnds | None = None) -> Tensor:
         """See `RecurrentDraft.logits`; `ends` is required."""

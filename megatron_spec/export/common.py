@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.distributed import World
+from megatron_spec.export.own_module import file_name
 from megatron_spec.files import published_folder
 
 T = TypeVar("T")
@@ -133,7 +134,7 @@ def parameters_by_file_name(draft: nn.Module) -> Iterator[tuple[str, Tensor]]:
     names = dict(draft.named_parameters())
     twins = draft.config.algorithm.startswith("eagle3")  # type: ignore[union-attr,operator]
     for name, parameter in names.items():
-        yield name, parameter
+        yield file_name(draft.config, name), parameter  # type: ignore[arg-type]
         if not twins:
             continue
         twin = name.replace(".input_layernorm.", ".hidden_norm.")

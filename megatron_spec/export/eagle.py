@@ -19,7 +19,7 @@ from megatron_spec.config import EagleConfig, QuantConfig, UserError
 from megatron_spec.distributed import World
 from megatron_spec.drafts.base import BaseEnds
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.export import layout
+from megatron_spec.export import layout, own_module
 from megatron_spec.export.common import (
     BaseLike,
     copy_side_files,
@@ -62,7 +62,8 @@ def export_draft(
         dtype: of everything that is not fp8: 'bfloat16', 'float16' or 'float32'.
         features: real captures to compare logits on (each rank its own); when None, `ends` makes some.
         ends: the loaded base; without it logits are compared on random captures.
-        export_embeddings: write the target's `embed_tokens.weight` too (engines take the target's own otherwise).
+        export_embeddings: write the target's `embed_tokens.weight` too (engines take the target's own otherwise);
+            beside a base's own prediction module they and the head are always written when the base is loaded.
         overwrite: replace a folder that is not empty.
         run_config: goes to run.json.
 
@@ -80,6 +81,7 @@ def export_draft(
     form = quant.draft if fp8 and quant is not None else "fp8"
     _check(config, vocab, export_embeddings, ends)
     exclude = _exclude_modules(config, fp8, quant)
+    export_embeddings = export_embeddings or (config.of_base and hasattr(ends, "embedding_weight"))
     with shared_folder(out_dir, world, overwrite) as folder:
         first = world.rank == 0
         plan = layout.expected_tensors(config, dtype, fp8, export_embeddings, form)
@@ -146,7 +148,7 @@ def _tensors(
     """Every tensor of the file, one after the other, on the CPU of rank 0; other ranks only help.
 
     Args:
-        ends: the base, when its embedding is to be written too.
+        ends: the base, when its embedding (and head) are to be written too.
     """
     if world.draft_dp.rank() != 0:
         return
@@ -154,12 +156,13 @@ def _tensors(
     for name, parameter in parameters_by_file_name(draft):
         tensor = whole(parameter, world.tp)
         if first:
-            yield from _encode(name, tensor, quantised.get(name.removesuffix(".weight")), chosen).items()
-    if ends is not None:
-        weight: Tensor = ends.embedding_weight  # type: ignore[attr-defined]
+            high = parse_dtype(own_module.dtype_of(name, dtype))
+            yield from _encode(name, tensor, quantised.get(name.removesuffix(".weight")), high).items()
+    for name in layout.end_shapes(config) if ends is not None else ():
+        weight: Tensor = ends.embedding_weight if "embed" in name else ends.head_weight  # type: ignore[union-attr]
         table = torch.cat(shards_of(weight.detach(), world.tp))
         if first:
-            yield "embed_tokens.weight", table[: config.vocab_size].to("cpu", chosen)
+            yield name, table[: config.vocab_size].to("cpu", chosen)
     if not first:
         return
     for name, shape in layout.zero_shapes(config).items():
@@ -199,7 +202,8 @@ def _write(
     run_config: dict[str, Any] | None,
 ) -> None:
     copy_side_files(base.path, folder)
-    values = layout.config_json(config, base.config, dtype)
+    values = own_module.config_json(base.path, dtype) if config.of_base else None
+    values = values or layout.config_json(config, base.config, dtype)
     if exclude is not None:
         values["quantization_config"] = quantization_config(exclude, form=form)
         write_json(folder / "hf_quant_config.json", hf_quant_config(exclude, form=form))

@@ -2,8 +2,9 @@
 
 No torch here: the exporter writes by this layout, the verifier and `tools/check_export.py` read by it.
 
-MTP has no format that engines share: tensors are named as inside a layer of DeepSeek-V3, the layer counted from 0 here,
-and the architecture has a name of its own, so that no engine takes it for something else.
+Another MTP draft than a base's own (`own_module.py`) has no format that engines share: tensors are named as inside a
+layer of DeepSeek-V3, the layer counted from 0 here, and the architecture has a name of its own, so that no engine takes
+it for something else.
 
 H draft hidden, Ht target hidden, K captured layers, V target vocabulary, D draft vocabulary.
 """
@@ -14,6 +15,7 @@ import re
 from typing import Any
 
 from megatron_spec.config import BaseConfig, EagleConfig, RopeConfig, UserError
+from megatron_spec.export import own_module
 from megatron_spec.presets import default_capture_ids
 
 ARCHITECTURES: dict[str, list[str]] = {
@@ -91,6 +93,8 @@ def _outer_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
 
 def weight_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     """Every floating point tensor that is a parameter of the draft, with its shape in the file."""
+    if config.of_base:
+        return own_module.weight_shapes(config)
     shapes = _outer_shapes(config)
     for i, layer in enumerate(layer_names(config)):
         shapes |= {f"{layer}.{name}": shape for name, shape in _layer_shapes(config, i == 0).items()}
@@ -122,7 +126,7 @@ def expected_tensors(
             tensors[f"{linear}.weight_scale"] = ("float8_e4m3fn", (shape[0], shape[1] // 16))
             tensors[f"{linear}.weight_scale_2"] = ("float32", ())
             continue
-        tensors[name] = ("float8_e4m3fn" if linear in fp8 else dtype, shape)
+        tensors[name] = ("float8_e4m3fn" if linear in fp8 else own_module.dtype_of(name, dtype), shape)
         if linear in fp8:
             tensors[f"{linear}.weight_scale"] = ("float32", ())
             tensors[f"{linear}.input_scale"] = ("float32", ())
@@ -130,9 +134,16 @@ def expected_tensors(
     if config.draft_vocab_size < config.vocab_size:  # vLLM raises when they are there without need
         tensors["d2t"] = ("int64", (config.draft_vocab_size,))
         tensors["t2d"] = ("bool", (config.vocab_size,))
-    if embeddings and not config.own_embedding:
-        tensors["embed_tokens.weight"] = (dtype, (config.vocab_size, config.target_hidden_size))
+    if embeddings:
+        tensors |= {name: (dtype, shape) for name, shape in end_shapes(config).items()}
     return tensors
+
+
+def end_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+    """Tensors of the base that may be written too: its embedding, and beside its own prediction module its head."""
+    if config.of_base:
+        return own_module.end_shapes(config)
+    return {} if config.own_embedding else {"embed_tokens.weight": (config.vocab_size, config.target_hidden_size)}
 
 
 def is_default_captures(config: EagleConfig, num_base_layers: int) -> bool:
@@ -222,6 +233,8 @@ def read_config_json(raw: dict[str, Any], num_base_layers: int) -> EagleConfig:
 
     Fields that only matter before training (initialisation) keep their defaults.
     """
+    if own_module.is_own_module(raw):
+        return own_module.read_config_json(raw)
     options = {name: bool(raw.get(name, False)) for name in OPTIONS}
     algorithm = _algorithm(raw, any(options.values()))
     same = (

@@ -23,6 +23,7 @@ from megatron_spec.drafts.base import Draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export import layout, medusa
 from megatron_spec.export.common import shard
+from megatron_spec.export.own_module import file_name
 from megatron_spec.fake_quant import amax_of, dequantize, nvfp4, quantize
 from megatron_spec.files import read_json
 from megatron_spec.pipeline.model import FrozenBase
@@ -117,13 +118,13 @@ def load_exported_draft(
         return _load_medusa(Path(folder), config, world, dtype)
     exported = ExportedFolder(folder, num_base_layers)
     draft = build_draft(exported.config, exported.vocab(), world, dtype)
-    parameters = dict(draft.named_parameters())
+    parameters = {file_name(exported.config, name): p for name, p in draft.named_parameters()}
     missing = sorted(parameters.keys() - exported.names)
     if missing:
         raise UserError(f"{folder}: missing {', '.join(missing[:8])}")
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(shard(exported.weight(name, dtype), parameter, world.tp))
+            parameter.copy_(shard(exported.weight(name, parameter.dtype), parameter, world.tp))
     for name, module in draft.named_modules():
         if f"{name}.input_scale" in exported.names:
             linear: Any = module

@@ -22,6 +22,7 @@ from megatron_spec.drafts.recurrent import SharedHeadDraft
 from megatron_spec.export import layout
 from megatron_spec.export.common import VerificationError, parameters_by_file_name, parse_dtype, shard, together
 from megatron_spec.export.load import ExportedFolder, load_exported_draft
+from megatron_spec.export.own_module import dtype_of
 from megatron_spec.fake_quant import scale_of
 from megatron_spec.files import read_json
 from megatron_spec.ops.attention import AttentionPlan, attend
@@ -106,7 +107,7 @@ def check_config(exported: ExportedFolder, trained: EagleConfig, base: BaseConfi
 
 def check_tensors(exported: ExportedFolder, dtype: str, fp8: set[str], form: str = "fp8") -> list[str]:
     """Names, shapes and dtypes that are not exactly those of the format; scales that are not usable."""
-    embeddings = "embed_tokens.weight" in exported.names
+    embeddings = bool(layout.end_shapes(exported.config).keys() & exported.names)
     expected = layout.expected_tensors(exported.config, dtype, fp8, embeddings, form)
     problems = [f"missing {n}" for n in sorted(expected.keys() - exported.names)]
     problems += [f"unexpected {n}" for n in sorted(exported.names - expected.keys())]
@@ -160,7 +161,8 @@ def check_values(exported: ExportedFolder, draft: nn.Module, world: World, dtype
     for name, parameter in parameters_by_file_name(draft):
         quantizer = getattr(modules.get(name.rpartition(".")[0]), "weight_quantizer", None)
         if quantizer is None:
-            expected = parameter.detach().to(dtype)
+            kept = dtype_of(name, "") == "float32"
+            expected = parameter.detach() if kept else parameter.detach().to(dtype)
             found = exported.tensor(name)
         else:
             expected = quantizer.rounded(parameter)
@@ -190,7 +192,9 @@ def _check_scale_values(exported: ExportedFolder, modules: dict[str, Any]) -> li
 def _rounded(draft: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """The draft's parameters that are not exported as fp8, rounded to `dtype` for the time of the block."""
     quantised = {id(m.weight) for m in draft.modules() if getattr(m, "weight_quantizer", None) is not None}
-    kept = {p: p.data for p in draft.parameters() if id(p) not in quantised}
+    kept = {
+        p: p.data for n, p in draft.named_parameters() if id(p) not in quantised and dtype_of(n, "") != "float32"
+    }  # fmt: skip
     try:
         for parameter, value in kept.items():
             parameter.data = value.to(dtype).to(value.dtype)

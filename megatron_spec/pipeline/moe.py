@@ -24,29 +24,7 @@ from torch import Tensor, nn
 
 from megatron_spec.base_models.names import Experts
 from megatron_spec.config import MoeConfig
-
-
-def choose(logits_RE: Tensor, moe: MoeConfig, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(weights [R, K], numbers of the experts [R, K]) of every token, from the router's logits.
-
-    softmax: Mixtral, Qwen 3. softmax_of_chosen: gpt-oss. sigmoid: DeepSeek-V3 (arXiv 2412.19437, equations 12-16): the
-    choice is by score + bias inside the groups with the best two scores, the weight is the score.
-    """
-    if moe.router == "softmax_of_chosen":
-        best_RK, chosen_RK = logits_RE.topk(moe.experts_per_token, dim=-1)
-        return best_RK.softmax(-1), chosen_RK
-    scores_RE = logits_RE.float().sigmoid() if moe.router == "sigmoid" else logits_RE.float().softmax(-1)
-    ranked_RE = scores_RE if bias_E is None else scores_RE + bias_E
-    if moe.groups > 1:
-        groups = ranked_RE.unflatten(-1, (moe.groups, -1))
-        best = groups.topk(2, dim=-1).values.sum(-1).topk(moe.groups_per_token, dim=-1).indices
-        outside = torch.ones(groups.shape[:-1], dtype=torch.bool, device=best.device).scatter(-1, best, False)
-        ranked_RE = groups.masked_fill(outside[..., None], float("-inf")).flatten(-2)
-    chosen_RK = ranked_RE.topk(moe.experts_per_token, dim=-1).indices
-    weights_RK = scores_RE.gather(-1, chosen_RK)
-    if moe.normalize:
-        weights_RK = weights_RK / (weights_RK.sum(-1, keepdim=True) + (1e-20 if moe.router == "sigmoid" else 0.0))
-    return weights_RK * moe.scale, chosen_RK
+from megatron_spec.ops.routing import choose, rows_of_experts
 
 
 class Router(nn.Module):
@@ -114,18 +92,9 @@ class LocalExperts(nn.Module):
 
     def forward(self, x_RH: Tensor, weights_RK: Tensor, chosen_RK: Tensor) -> Tensor:
         """[R, H] sums of this rank's experts, each times its weight."""
-        first, count = self.here.first, self.here.count
-        expert_of = chosen_RK.flatten()
-        order = expert_of.argsort(stable=True)
-        sizes = torch.bincount(expert_of, minlength=first + count).tolist()
-        out_RH, at = torch.zeros_like(x_RH), sum(sizes[:first])
-        weights = weights_RK.flatten().to(x_RH.dtype)
-        for number, expert in enumerate(self.local_experts, first):
-            pairs = order[at : at + sizes[number]]
-            at += sizes[number]
-            if len(pairs):
-                rows = pairs // chosen_RK.shape[1]
-                out_RH.index_add_(0, rows, expert(x_RH[rows]) * weights[pairs, None])
+        out_RH, weights = torch.zeros_like(x_RH), weights_RK.flatten().to(x_RH.dtype)
+        for index, rows, pairs in rows_of_experts(chosen_RK, self.here.first, self.here.count):
+            out_RH.index_add_(0, rows, self.local_experts[index](x_RH[rows]) * weights[pairs, None])
         return out_RH
 
 

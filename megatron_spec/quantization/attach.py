@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor, nn
 
 from megatron_spec.base_models import name_rules
-from megatron_spec.config import QuantConfig, UserError
+from megatron_spec.config import DraftConfig, EagleConfig, QuantConfig, UserError
 from megatron_spec.fake_quant import nvfp4
 from megatron_spec.pipeline.modules import ReplicatedLinear
 from megatron_spec.quantization.quantizer import Mode, SharedInput, TensorQuantizer
@@ -70,6 +70,15 @@ def attach_quantizers(module: nn.Module, quant: QuantConfig, role: Role) -> int:
 # ---- draft
 
 
+def check_draft(config: DraftConfig, quant: QuantConfig) -> None:
+    """Raise UserError for a draft that no engine loads in the format of the policy."""
+    if quant.draft != "none" and isinstance(config, EagleConfig) and config.of_base:
+        raise UserError(
+            f"{quant.draft} for the base's own prediction module: engines read it in the form of the whole base; "
+            "quantise the base alone (--export-quant-cfg fp8_base_only)"
+        )
+
+
 def draft_linears(draft: nn.Module) -> dict[str, nn.Module]:
     """Linears of a draft that can hold quantisers, by name."""
     return {n: m for n, m in draft.named_modules() if hasattr(m, "input_quantizer") and hasattr(m, "weight_quantizer")}
@@ -89,6 +98,7 @@ def shared_scale_groups(names: Iterable[str]) -> list[tuple[str, ...]]:
 
 
 def _attach_draft(draft: nn.Module, quant: QuantConfig) -> int:
+    check_draft(draft.config, quant)  # type: ignore[arg-type]
     linears = draft_linears(draft)
     chosen = [n for n in linears if not excluded([n], quant.excludes("draft"))]
     for name in chosen:

@@ -11,6 +11,7 @@ import torch
 
 from megatron_spec.batch import Batch
 from tests.tiny import make_batch, save_llama, save_mixtral
+from tests.unit_tests.base_models.families import save_with_module
 from tests.worlds import run_world
 
 D, ROWS, LENGTH, MICRO_BATCHES = 40, 2, 24, 12
@@ -25,6 +26,7 @@ CASES: dict[int, list[Case]] = {
         dict(name="packed", packed=True),
         dict(name="eagle1", packed=True, algorithm="eagle1"),
         dict(name="medusa", packed=True, algorithm="medusa"),
+        dict(name="the base's own module", packed=True, model="own", algorithm="own"),
     ],
     2: [
         dict(tp=2),
@@ -39,6 +41,11 @@ CASES: dict[int, list[Case]] = {
         dict(cp=2, packed=True),
         dict(cp=2, packed=True, algorithm="eagle1"),
         dict(cp=2, packed=True, algorithm="medusa"),
+        dict(tp=2, packed=True, model="own", algorithm="own"),
+        dict(tp=2, packed=True, model="own", algorithm="own", sequence_parallel=True),
+        dict(pp=2, packed=True, model="own", algorithm="own"),
+        dict(cp=2, packed=True, model="own", algorithm="own"),
+        dict(ep=2, packed=True, model="own", algorithm="own", distributed_optimizer=True),
     ],
     3: [dict(pp=3), dict(pp=3, first=4, last=1)],
     4: [
@@ -84,6 +91,8 @@ def new_config(base: Any, algorithm: str) -> Any:
 
     if algorithm == "medusa":
         return presets.medusa_config(base, num_heads=3)
+    if algorithm == "own":
+        return presets.own_mtp_config(base)
     overrides: dict[str, Any] = {"init_from_base_layer": True}
     if algorithm == "eagle3":
         overrides.update(capture_layer_ids=list(CAPTURES), draft_vocab_size=D)
@@ -95,7 +104,7 @@ def run_case(folders: dict[str, str], case: Case) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from megatron_spec import distributed
-    from megatron_spec.chain.convert import new_draft
+    from megatron_spec.chain.convert import first_draft
     from megatron_spec.checkpoint.base_import import inspect_base, load_base
     from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
     from megatron_spec.drafts.vocab import DraftVocab
@@ -120,7 +129,7 @@ def run_case(folders: dict[str, str], case: Case) -> dict[str, Any]:
     chosen = torch.arange(0, 2 * D, 2) + torch.arange(D) % 2
     vocab = DraftVocab(chosen if config.draft_vocab_size == D else torch.arange(96), 96)
     base = load_base(ref, world, config.capture_layer_ids)
-    draft = new_draft(base, config, vocab, world, torch.float32, seed=5)
+    draft = first_draft(base, ref, config, vocab, world, torch.float32, seed=5)
     train = TrainConfig(
         train_iters=4, lr=1e-2, weight_decay=0.1, clip_grad=0.5,
         use_distributed_optimizer=case.get("distributed_optimizer", False),
@@ -135,7 +144,7 @@ def run_case(folders: dict[str, str], case: Case) -> dict[str, Any]:
     sums, loss = trainer.backward(features)
     result["sums"], result["loss"] = sums.clone(), float(loss)
     if not train.use_distributed_optimizer:  # there, a rank holds only its part of the reduced gradient
-        result["grads"] = {n: whole(p.main_grad, p, world.tp) for n, p in draft.named_parameters()}
+        result["grads"] = {n: whole(p.main_grad, p, world.tp) for n, p in draft.named_parameters() if p.requires_grad}
     _, drawn, count = FeaturesAhead(OnlineFeatures(base), [batches], world.pp_size).step()  # as in the training loop
     step = trainer.step(drawn, count=count)
     result["grad_norm"] = step.grad_norm
@@ -155,6 +164,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         "gqa": str(save_llama(root / "gqa", rope_scaling=scaling)),
         "moe": str(save_mixtral(root / "moe")),
+        "own": str(save_with_module(root / "own", vocab_size=96)),
         "kv1": str(save_llama(root / "kv1", num_key_value_heads=1, head_dim=16, tie_word_embeddings=True)),
     }
 

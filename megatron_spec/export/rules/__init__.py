@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import UserError
+from megatron_spec.export.own_module import is_own_module
 from megatron_spec.export.rules import eagle3, others
 from megatron_spec.export.rules.finding import ALL, Engine, Finding, Folder
 from megatron_spec.export.tensor_files import Entry, read_entries
@@ -57,6 +58,8 @@ def kind_of(config: dict[str, Any], tensors: dict[str, Entry]) -> str:
             return kind
     if config.get("model_type") == "medusa" or any(n.split(".")[0].isdigit() for n in tensors):
         return "Medusa"
+    if is_own_module(config) and "model.embed_tokens.weight" not in tensors and tensors:
+        return "MTP"
     stems = {n.removeprefix("model.") for n in tensors}
     if "fc.weight" in stems:
         return "EAGLE-3" if any("hidden_norm" in n or n in ("d2t", "lm_head.weight") for n in stems) else "EAGLE-1"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_spec.config import EagleConfig, UserError
-from megatron_spec.export import layout
+from megatron_spec.export import layout, own_module
 from megatron_spec.export.rules.finding import Engine, Finding, Folder
 from megatron_spec.export.rules.shared import check_fp8, check_rope, check_target
 from megatron_spec.export.tensor_files import Entry, read_entries
@@ -50,6 +50,8 @@ def _draft_config(folder: Folder, algorithm: str) -> EagleConfig | Finding:
     assumed["max_position_embeddings"] = 2048
     if found.get("hidden_size") and found.get("num_attention_heads"):
         assumed["head_dim"] = found["hidden_size"] // found["num_attention_heads"]
+    if own_module.is_own_module(found):
+        return own_module.read_config_json(found)
     try:
         return layout.read_config_json({**assumed, **found, "architectures": layout.ARCHITECTURES[algorithm]}, 8)
     except UserError as e:
@@ -96,16 +98,23 @@ def check_eagle1(folder: Folder) -> Iterator[Finding]:
 # ---- MTP
 
 
+def _bare(shapes: Shapes) -> Shapes:
+    """Under the names of `Folder.tensors`."""
+    return {name.removeprefix("model."): shape for name, shape in shapes.items()}
+
+
 def check_mtp(folder: Folder) -> Iterator[Finding]:
-    """An MTP module in the format of this package."""
+    """An MTP module in the format of this package, or a base's own in the names of its base."""
     config = _draft_config(folder, "eagle-mtp")
     if isinstance(config, Finding):
         yield config
         return
-    expected = layout.weight_shapes(config)
+    expected = _bare(layout.weight_shapes(config))
     yield from _compare(expected, folder.tensors, "the draft cannot be rebuilt")
-    yield from _extra({**expected, "embed_tokens.weight": ()}, folder.tensors, ("vllm",))
-    for rule in (check_rope, check_fp8, check_target):
+    known = {**expected, **_bare(layout.end_shapes(config)), "embed_tokens.weight": ()}
+    yield from _extra(known, folder.tensors, ("vllm",))
+    rules = (check_fp8,) if config.of_base else (check_rope, check_fp8, check_target)
+    for rule in rules:
         yield from rule(folder)
 
 

@@ -5,10 +5,12 @@ S sequence, B micro-batch, H hidden, V vocabulary, K captures.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 SHAPE: dict[str, Any] = dict(
@@ -97,3 +99,66 @@ def answers(model: Any) -> dict[str, Tensor]:
         found["packed"].append(torch.cat([model(batch[:, :9]).logits, model(batch[:, 9:]).logits], 1))
     handle.remove()
     return {name: torch.stack(values) for name, values in found.items()}
+
+
+class PredictionModule(torch.nn.Module):
+    """DeepSeek-V3's prediction module (arXiv 2412.19437, section 2.2) around transformers' own decoder layer."""
+
+    def __init__(self, config: Any) -> None:
+        from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
+
+        super().__init__()
+        H, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm, self.hnorm, self.norm = (hf.DeepseekV3RMSNorm(H, eps) for _ in range(3))
+        self.eh_proj = torch.nn.Linear(2 * H, H, bias=False)
+        self.layer = hf.DeepseekV3DecoderLayer(config, layer_idx=config.num_hidden_layers)
+        self.rotary = hf.DeepseekV3RotaryEmbedding(config)
+        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            if "norm" in name:
+                tensor.data.normal_(1.0, 0.1)
+            elif "inv_freq" not in name:
+                tensor.data.normal_(0, 0.5 if "gate" in name and "proj" not in name else 0.2)
+
+    def forward(self, embedding_BSH: Tensor, state_BSH: Tensor, positions_S: Tensor) -> Tensor:
+        """[B, S, H] state before the module's last norm."""
+        x = self.eh_proj(torch.cat([self.enorm(embedding_BSH), self.hnorm(state_BSH)], -1))
+        S = x.shape[1]
+        mask = torch.full((S, S), float("-inf")).triu(1)[None, None]
+        return self.layer(x, attention_mask=mask, position_embeddings=self.rotary(x, positions_S[None]))  # type: ignore[no-any-return]
+
+    def stored(self, number: int) -> dict[str, Tensor]:
+        """Its tensors in DeepSeek's names."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in self.state_dict().items():
+            name = name.removeprefix("layer.")
+            if name.startswith("mlp.experts."):
+                for e, part in enumerate(tensor):
+                    if name.endswith("down_proj"):
+                        found[f"mlp.experts.{e}.down_proj.weight"] = part
+                        continue
+                    for which, half in zip(("gate", "up"), part.chunk(2), strict=True):
+                        found[f"mlp.experts.{e}.{which}_proj.weight"] = half
+            elif not name.startswith("rotary."):
+                found["shared_head.norm.weight" if name == "norm.weight" else name] = tensor
+        return {f"model.layers.{number}.{name}": tensor.contiguous().clone() for name, tensor in found.items()}
+
+
+@torch.no_grad()
+def save_with_module(folder: Path, name: str = "deepseek_v3", **overrides: Any) -> Path:
+    """A DeepSeek base that ships its prediction module, with copies of its embedding and head; see `with_module`."""
+    with_module(folder, name, **overrides)
+    return folder
+
+
+@torch.no_grad()
+def with_module(folder: Path, name: str = "deepseek_v3", **overrides: Any) -> tuple[Any, PredictionModule]:
+    """(the base, its module) that `folder` then holds."""
+    model = save(name, folder, **overrides)
+    module, number = PredictionModule(model.config).eval(), model.config.num_hidden_layers
+    tensors = load_file(folder / "model.safetensors") | module.stored(number)
+    for own, base in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        tensors[f"model.layers.{number}.{own}.weight"] = tensors[f"{base}.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "num_nextn_predict_layers": 1}))
+    return model, module

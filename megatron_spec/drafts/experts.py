@@ -1,0 +1,100 @@
+"""Mixture of experts of a draft that has a layer of its base's own kind (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
+
+Parameters carry DeepSeek's names. Every rank holds a cut of every expert: the draft is data parallel over all other
+ranks. The bias of the choice is kept as the base has it: it balances load by a rule of its own, without a gradient.
+
+S sequence, B batch, H hidden, E experts, K experts a token passes, R rows (tokens).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import mappings
+from torch import Tensor, nn
+
+from megatron_spec.config import EagleConfig, MoeConfig
+from megatron_spec.drafts.base import mark_replicated
+from megatron_spec.drafts.linear import ColumnLinear, RowLinear, enter
+from megatron_spec.ops.routing import choose, rows_of_experts
+
+
+class Router(nn.Module):
+    """Scores of the experts, in fp32."""
+
+    def __init__(
+        self, moe: MoeConfig, hidden: int, sequence_parallel: bool, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.moe = moe
+        weight = torch.full((moe.num_experts, hidden), float("nan"), dtype=dtype, device=device)
+        self.weight = mark_replicated(nn.Parameter(weight), sequence_parallel)
+        bias = torch.full((moe.num_experts,), float("nan"), dtype=torch.float32, device=device)
+        self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False) if moe.choice_bias else None
+
+    def forward(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
+        """(weights [S, B, K], chosen experts [S, B, K])."""
+        dtype = torch.promote_types(x_SBH.dtype, torch.float32)
+        return choose(F.linear(x_SBH.to(dtype), self.weight.to(dtype)), self.moe, self.e_score_correction_bias)
+
+
+class PartialLinear(RowLinear):
+    """A `RowLinear` whose partial products are summed over ranks later, for all experts at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[R, in / TP] -> this rank's part of [R, out]."""
+        return F.linear(self.quantized_input(x), self.quantized_weight())
+
+
+class Expert(nn.Module):
+    """down(silu(gate(x)) * up(x)) of this rank's cut."""
+
+    def __init__(
+        self, hidden: int, width: int, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        what = "width of the draft's experts"
+        self.gate_proj = ColumnLinear(hidden, width, group, what, dtype, device)
+        self.up_proj = ColumnLinear(hidden, width, group, what, dtype, device)
+        self.down_proj = PartialLinear(width, hidden, group, False, what, dtype, device)
+
+    def forward(self, x_RH: Tensor) -> Tensor:
+        """This rank's part of [R, H]."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x_RH)) * self.up_proj(x_RH))
+        return out
+
+
+class MixtureOfExperts(nn.Module):
+    """Stands in the place of `layer.GatedMLP`."""
+
+    def __init__(
+        self, config: EagleConfig, moe: MoeConfig, group: dist.ProcessGroup, sequence_parallel: bool,
+        dtype: torch.dtype, device: torch.device | str,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        H, place = config.hidden_size, (group, dtype, device)
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.gate = Router(moe, H, sequence_parallel, dtype, device)
+        self.experts = nn.ModuleList(Expert(H, moe.intermediate_size, *place) for _ in range(moe.num_experts))
+        shared = moe.shared_intermediate_size
+        self.shared_experts = Expert(H, shared, *place) if shared else None
+
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        """[S, B, H] -> [S, B, H]; [S / TP, B, H] under sequence parallelism."""
+        weights_SBK, chosen_SBK = self.gate(x_SBH)
+        x = enter(x_SBH, self.group, self.sequence_parallel)
+        # Each rank multiplies its part of an expert's output: the gradient of a weight is the sum over ranks.
+        weights = enter(weights_SBK, self.group, self.sequence_parallel).flatten().to(x.dtype)
+        if self.sequence_parallel:
+            chosen_SBK = mappings.gather_from_sequence_parallel_region(chosen_SBK, group=self.group)
+        x_RH = x.flatten(0, 1)
+        out_RH = torch.zeros_like(x_RH)
+        for number, rows, pairs in rows_of_experts(chosen_SBK.flatten(0, 1), 0, len(self.experts)):
+            out_RH.index_add_(0, rows, self.experts[number](x_RH[rows]) * weights[pairs, None])
+        if self.shared_experts is not None:
+            out_RH = out_RH + self.shared_experts(x_RH)
+        out = out_RH.view(x.shape)
+        if self.sequence_parallel:
+            return mappings.reduce_scatter_to_sequence_parallel_region(out, group=self.group)  # type: ignore[no-any-return]
+        return mappings.reduce_from_tensor_model_parallel_region(out, group=self.group)  # type: ignore[no-any-return]

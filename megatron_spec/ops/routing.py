@@ -1,0 +1,52 @@
+"""Which experts a token passes, and the rows of every expert; the base's mixtures and a draft's share it.
+
+E experts, K experts a token passes, R rows (tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron_spec.config import MoeConfig
+
+
+def choose(logits_RE: Tensor, moe: MoeConfig, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(weights [R, K], numbers of the experts [R, K]) of every token, from the router's logits.
+
+    softmax: Mixtral, Qwen 3. softmax_of_chosen: gpt-oss. sigmoid: DeepSeek-V3 (arXiv 2412.19437, equations 12-16): the
+    choice is by score + bias inside the groups with the best two scores, the weight is the score.
+    """
+    if moe.router == "softmax_of_chosen":
+        best_RK, chosen_RK = logits_RE.topk(moe.experts_per_token, dim=-1)
+        return best_RK.softmax(-1), chosen_RK
+    scores_RE = logits_RE.float().sigmoid() if moe.router == "sigmoid" else logits_RE.float().softmax(-1)
+    ranked_RE = scores_RE if bias_E is None else scores_RE + bias_E
+    if moe.groups > 1:
+        groups = ranked_RE.unflatten(-1, (moe.groups, -1))
+        best = groups.topk(2, dim=-1).values.sum(-1).topk(moe.groups_per_token, dim=-1).indices
+        outside = torch.ones(groups.shape[:-1], dtype=torch.bool, device=best.device).scatter(-1, best, False)
+        ranked_RE = groups.masked_fill(outside[..., None], float("-inf")).flatten(-2)
+    chosen_RK = ranked_RE.topk(moe.experts_per_token, dim=-1).indices
+    weights_RK = scores_RE.gather(-1, chosen_RK)
+    if moe.normalize:
+        weights_RK = weights_RK / (weights_RK.sum(-1, keepdim=True) + (1e-20 if moe.router == "sigmoid" else 0.0))
+    return weights_RK * moe.scale, chosen_RK
+
+
+def rows_of_experts(chosen_RK: Tensor, first: int, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(number of the expert counted from `first`, its rows, their places among the flattened [R * K] choices).
+
+    Experts first .. first + count - 1 that some row passes; one sort for all, one synchronisation with the device.
+    """
+    expert_of = chosen_RK.flatten()
+    order = expert_of.argsort(stable=True)
+    sizes = torch.bincount(expert_of, minlength=first + count).tolist()
+    at = sum(sizes[:first])
+    for index, size in enumerate(sizes[first : first + count]):
+        if size:
+            pairs = order[at : at + size]
+            yield index, pairs // chosen_RK.shape[1], pairs
+        at += size
