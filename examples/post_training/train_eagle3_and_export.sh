@@ -49,7 +49,7 @@ for f in "$prompts" "$heldout" ${data:+"$data"}; do [ -f "$f" ] || fail "$f: no 
 
 # Small settings fit a two-core machine; with a model of the user's own the usual ones of the EAGLE-3 paper.
 if [ -z "$base_model" ]; then
-  : "${draft_vocab:=4096}" "${train_iters:=640}" "${qat_iters:=12}" "${batch:=4}" "${seq_length:=256}" "${lr:=2e-3}"
+  : "${draft_vocab:=4096}" "${train_iters:=460}" "${qat_iters:=12}" "${batch:=4}" "${seq_length:=256}" "${lr:=2e-3}"
   : "${ttt_steps:=3}" "${max_new_tokens:=96}" "${loss:=lk}" "${num_prompts:=320}" "${step_decay:=0.6}" "${beta2:=0.99}"
   : "${eval_prompts:=24}" "${eval_tokens:=80}"
 else
