@@ -6,10 +6,11 @@ can be opened again.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -200,9 +201,8 @@ def _array_records(path: Path, chunk: int = 2**20) -> Iterator[Any]:
             number += 1
 
 
-def _decoder(path: Path) -> Any:
-    import codecs
-
+def _decoder(path: Path) -> Callable[[bytes, bool], str]:
+    """Bytes of a file in pieces -> their text; a letter may be cut by the end of a piece."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
 
     def decode(block: bytes, final: bool) -> str:

@@ -45,12 +45,16 @@ def coverage_curve(counts_V: Tensor, always: Collection[int] = ()) -> list[tuple
     """(D, share of the supervised tokens inside) for draft vocabularies of 1/64 of V to V, D doubling or near it."""
     vocab_size, smallest = len(counts_V), max(1, len(set(always)))
     sizes = {max(smallest, vocab_size * part // 64) for part in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)}
-    ranked = counts_V.clone()
-    ids = torch.tensor(sorted(always), dtype=torch.int64)
-    ranked[ids] = torch.iinfo(torch.int64).max
-    inside = counts_V[torch.argsort(ranked, descending=True, stable=True)].cumsum(0)
+    inside = counts_V[_ranked(counts_V, always)].cumsum(0)
     total = max(int(counts_V.sum()), 1)
     return [(size, int(inside[size - 1]) / total) for size in sorted(sizes)]
+
+
+def _ranked(counts_V: Tensor, always: Collection[int]) -> Tensor:
+    """int64 [V] ids: `always`, then the most frequent; ties go to the lower id."""
+    rank_V = counts_V.clone()
+    rank_V[torch.tensor(sorted(always), dtype=torch.int64)] = torch.iinfo(torch.int64).max
+    return torch.argsort(rank_V, descending=True, stable=True)
 
 
 def select_draft_ids(counts_V: Tensor, draft_vocab_size: int, always: Collection[int] = ()) -> Tensor:
@@ -65,9 +69,7 @@ def select_draft_ids(counts_V: Tensor, draft_vocab_size: int, always: Collection
     smallest = max(1, len(set(always)))
     if not smallest <= draft_vocab_size <= vocab_size:
         raise UserError(f"found draft vocabulary size {draft_vocab_size}, expected {smallest} to {vocab_size}")
-    rank_V = counts_V.clone()
-    rank_V[torch.tensor(sorted(always), dtype=torch.int64)] = torch.iinfo(torch.int64).max
-    return torch.argsort(rank_V, descending=True, stable=True)[:draft_vocab_size].sort().values
+    return _ranked(counts_V, always)[:draft_vocab_size].sort().values
 
 
 def choose(counts_V: Tensor, draft_vocab_size: int, always: Collection[int] = ()) -> DraftVocab:

@@ -32,8 +32,12 @@ def make_parser() -> cli.Parser:
     return p
 
 
-def make_conversations(path: Path, megabytes: int) -> None:
-    """Reproducible on one Python version."""
+def make_conversations(path: Path, megabytes: int, untidy: bool = False) -> None:
+    """Reproducible on one Python version.
+
+    Args:
+        untidy: of every hundred, two are there twice, one has a question without an answer, one a strange role.
+    """
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = "".join(source.read_text(encoding="utf-8", errors="ignore") for source in sources)
     numbers = random.Random(0)
@@ -42,13 +46,19 @@ def make_conversations(path: Path, megabytes: int) -> None:
         begin = numbers.randrange(len(text) - longest)
         return text[begin : begin + numbers.randrange(shortest, longest)].strip() or "x"
 
-    size = 0
+    size = count = 0
     with path.open("w", encoding="utf-8") as file:
         while size < megabytes * 1e6:
             talk = []
             for _ in range(numbers.choice((1, 1, 2, 3))):
-                talk += [{"role": "user", "content": cut(50, 300)}, {"role": "assistant", "content": cut(200, 2500)}]
-            size += file.write(json.dumps({"conversations": talk}, ensure_ascii=False) + "\n")
+                talk += [{"from": "human", "value": cut(50, 300)}, {"from": "gpt", "value": cut(200, 2500)}]
+            if untidy and count % 100 == 7:
+                talk.pop()
+            if untidy and count % 100 == 8:
+                talk[0]["from"] = "judge"
+            line = json.dumps({"id": str(count), "conversations": talk}, ensure_ascii=False) + "\n"
+            size += file.write(line * (2 if untidy and count % 50 == 3 else 1))
+            count += 1
 
 
 def measure(args: argparse.Namespace) -> None:

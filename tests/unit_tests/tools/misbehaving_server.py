@@ -32,7 +32,7 @@ class Server:
         requests: bodies, in the order in which they came.
     """
 
-    def __init__(self, act: Act = echo) -> None:
+    def __init__(self, act: Act = echo, port: int = 0) -> None:
         self.act, self.requests, self.lock = act, [], threading.Lock()
         outer = self
 
@@ -74,7 +74,7 @@ class Server:
                     self.wfile.write(data[: int(len(data) * share)])
                 self.close_connection = share < 1
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
         self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
 

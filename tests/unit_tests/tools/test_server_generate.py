@@ -211,6 +211,41 @@ def test_what_cannot_work_is_refused_before_anybody_is_asked(prompts, tmp_path):
         assert server.requests == []
 
 
+VLLM = """#!{python}
+import sys
+sys.path.insert(0, {root!r})
+from tests.unit_tests.tools.misbehaving_server import Server
+assert sys.argv[1:5] == ["serve", "MODEL", "--tensor-parallel-size", "2"], sys.argv
+if {dies}:
+    sys.exit("no such model")
+Server(port=int(sys.argv[sys.argv.index("--port") + 1])).http.serve_forever()
+"""
+
+
+def test_a_task_of_a_job_array_starts_its_server_and_asks_for_its_share(prompts, tmp_path):
+    def task(index, dies=False, **more):
+        program = tmp_path / "vllm"
+        program.write_text(VLLM.format(python=sys.executable, root=str(ROOT), dies=dies))
+        program.chmod(0o755)
+        job = {
+            "MODEL": "MODEL", "DATA": str(prompts), "OUTPUT": str(tmp_path / "train.jsonl"), "TP": "2",
+            "REPO": str(ROOT), "PYTHON": sys.executable, "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_ARRAY_TASK_ID": str(index), **more,
+        }  # fmt: skip
+        script = ROOT / "examples/post_training/slurm/server_generate.sbatch"
+        return subprocess.run(
+            ["bash", str(script), "--max-tokens", "9"], cwd=tmp_path, capture_output=True, text=True,
+            env={**os.environ, **job, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        )  # fmt: skip
+
+    done = task(1, SLURM_ARRAY_TASK_COUNT="1", SHARDS="2")  # the second of two, alone
+    assert done.returncode == 0, done.stderr
+    assert set(lines(tmp_path / "train-00001-of-00002.jsonl")) == {f"c{i}" for i in range(1, 10, 2)}
+    assert json.loads((tmp_path / "train-00001-of-00002.jsonl.meta.json").read_text())["sampling"] == {"max_tokens": 9}
+    dead = task(0, dies=True)
+    assert dead.returncode == 1 and "the server ended: see server-" in dead.stderr
+
+
 def test_shards_make_up_the_whole(prompts, tmp_path):
     output = tmp_path / "out.jsonl"
     with Server() as server:
