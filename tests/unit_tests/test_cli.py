@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
 from megatron_spec import cli
@@ -15,10 +17,10 @@ def parser() -> cli.Parser:
     return p
 
 
-def leave(argv: list[str], error: str | None = None) -> int:
+def leave(argv: list[str], error: str | Exception | None = None) -> int:
     def main(_: object) -> None:
         if error:
-            raise UserError(error)
+            raise UserError(error) if isinstance(error, str) else error
 
     with pytest.raises(SystemExit) as left:
         cli.run(parser(), main, argv)
@@ -37,6 +39,17 @@ def leave(argv: list[str], error: str | None = None) -> int:
 def test_refused_flags(argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert leave(argv) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_a_full_disk_or_a_missing_permission_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    for error, said in (
+        (OSError(errno.ENOSPC, "No space left on device"), "error: writing: No space left on device"),
+        (PermissionError(errno.EACCES, "Permission denied", "out"), "error: out: Permission denied"),
+    ):
+        assert leave([], error) == 2
+        shown = capsys.readouterr().err
+        assert said in shown and "Traceback" not in shown
+    assert leave([], OSError(errno.EIO, "Input/output error")) == 1
 
 
 def test_one_rank_of_a_machine_names_a_wrong_flag(
