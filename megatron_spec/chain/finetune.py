@@ -19,12 +19,13 @@ from megatron_spec.checkpoint.background import BackgroundWriter
 from megatron_spec.checkpoint.spec import latest_iteration, read_spec, resolve
 from megatron_spec.config import BaseConfig, ObjectiveConfig, ParallelConfig, QuantConfig, TrainConfig, UserError
 from megatron_spec.data.loader import BatchLoader, Dataset
+from megatron_spec.data.tokenise import content_hash
 from megatron_spec.distributed import World
 from megatron_spec.drafts.fused_unroll import check_fp8
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.features.store import manifest_file, read_manifest
-from megatron_spec.files import require_empty, sha256_of
+from megatron_spec.files import require_empty
 from megatron_spec.pipeline import te_spec
 from megatron_spec.pipeline.fast_forward import run_in_fp8
 from megatron_spec.pipeline.placement import check_parallel, layers_per_stage
@@ -120,7 +121,7 @@ def row_length(run: FinetuneRun) -> int:
 def data_order(run: FinetuneRun) -> dict[str, Any]:
     """What decides which samples a step sees, by flag: a run that is continued with other values is another run."""
     return {
-        "--data": sha256_of(content_file(run)),
+        "--data": content_hash(content_file(run), run.data_cache_path),
         "--seq-length": row_length(run),
         "--global-batch-size": run.train.global_batch_size,
         "--packing": run.train.packing,

@@ -25,7 +25,7 @@ from megatron_spec.config import UserError
 from megatron_spec.data.chat import ChatEncoder, numbered_lines, parse_line
 from megatron_spec.data.parallel import ordered_map, usable_cpus
 from megatron_spec.data.store import FORMAT, Block, StoreWriter, TokenStore, runs_of
-from megatron_spec.files import published_folder, sha256_of
+from megatron_spec.files import published_folder, read_json, sha256_of, write_json
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,29 @@ PIECE = 2**20
 """Characters that a process gets at a time."""
 PARALLEL_FROM = 16 * 2**20
 """Smaller files are tokenised in this process: starting others takes seconds."""
+
+
+REMEMBER_FROM = 2**28
+"""Bytes from which the hash of a file is kept on disk: every rank of a run needs it."""
+
+
+def content_hash(path: Path, cache: Path | str | None = None) -> str:
+    """SHA-256 of a file. That of a large one is read from beside its tokens while size and time of change stay."""
+    status = path.stat()
+    if status.st_size < REMEMBER_FROM:
+        return sha256_of(path)
+    about = {"path": str(path.absolute()), "size": status.st_size, "changed_ns": status.st_mtime_ns}
+    parent = _cache_folder(path, cache)
+    known = parent / f".{path.name}.content.json"
+    try:
+        with _lock(parent, "content"):
+            found = read_json(known) if known.is_file() else {}
+            if any(found.get(name) != value for name, value in about.items()):
+                found = {**about, "sha256": sha256_of(path)}
+                write_json(known, found)
+            return str(found["sha256"])
+    except OSError:  # nothing can be written there: `open_tokens` says so when it matters
+        return sha256_of(path)
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
@@ -65,7 +88,7 @@ def open_tokens(
         next(numbered_lines(path))  # says what is wrong
     encoder = ChatEncoder(tokenizer, stop_token_ids)  # refuses a useless tokenizer before any work
     about = {
-        "data": sha256_of(path),
+        "data": content_hash(path, cache),
         "tokenizer": tokenizer_hash(tokenizer),
         "stop_token_ids": sorted(stop_token_ids),
         "code": [sha256_of(Path(__file__).with_name(name)) for name in ("chat.py", "byte_lengths.py")],

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_spec import files
 from megatron_spec.config import UserError
 from megatron_spec.data import tokenise
 from megatron_spec.data.chat import ChatEncoder, read_conversations
@@ -81,6 +82,18 @@ def test_tokens_are_made_once_and_again_when_something_changes(path, monkeypatch
     write_lines(path, TALKS[:5])
     assert len(open_tokens(path, tokenizer)) == 5 and len(built) == 4
     assert len(keys(path)) == 5
+
+
+def test_a_large_file_is_hashed_once_for_all_processes(path, tmp_path, monkeypatch):
+    hashed = []
+    monkeypatch.setattr(tokenise, "sha256_of", lambda p: hashed.append(p) or files.sha256_of(p))
+    monkeypatch.setattr(tokenise, "REMEMBER_FROM", 1)
+    first = [tokenise.content_hash(path, cache) for cache in (None, None, tmp_path / "cache", tmp_path / "cache")]
+    assert set(first) == {files.sha256_of(path)} and len(hashed) == 2
+    write_lines(path, TALKS[:5])
+    assert tokenise.content_hash(path) == files.sha256_of(path) != first[0] and len(hashed) == 3
+    (tmp_path / "file").touch()  # no folder can be made there
+    assert tokenise.content_hash(path, tmp_path / "file") == files.sha256_of(path)
 
 
 def test_processes_that_want_the_same_tokens_wait_for_the_first(path, monkeypatch):
