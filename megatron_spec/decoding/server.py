@@ -41,6 +41,7 @@ class ServerOptions:
 
     Attributes:
         urls: endpoints, as http://host:8000/v1.
+        model: its name there; None: the first one that a server lists.
         sampling: parameters of the request under OpenAI's names (temperature, max_tokens, top_p, ...).
         extra_body: further parameters that engines know (top_k, min_p, chat_template_kwargs).
         system_prompt: put in front of conversations that have no system turn.
@@ -48,6 +49,7 @@ class ServerOptions:
         retries: attempts after the first.
         keep_truncated: write conversations whose last answer was cut.
         timeout: seconds for one answer.
+        seed: each answer gets its own, made from this one, the conversation and the turn.
     """
 
     urls: tuple[str, ...]
@@ -98,13 +100,15 @@ class Endpoints:
         self.retried = 0
 
     async def model(self) -> str:
-        """The served model's name; waits for the server with the same pauses as a request."""
+        """The served model's name; asked for when it is not given, with the pauses of any request between attempts."""
+        if self.options.model is not None:  # some servers list everything they could load, or fail to list
+            return self.options.model
 
         async def ask(client: Any) -> str:
             names = [model.id async for model in client.models.list()]
             if not names:
                 raise UserError(f"{client.base_url} serves no model")
-            return str(self.options.model or names[0])
+            return str(names[0])
 
         return await self._try(ask)
 
@@ -315,7 +319,9 @@ def generate_from_server(
         try:
             return await _generate(prompts, Path(output), endpoints, report)
         except Unanswered as error:
-            raise UserError(f"no server: {error}: is it running, and is --url right?") from None
+            raise UserError(
+                f"no server named its model: {error}: is it running, is --url right? With --model NAME it is not asked"
+            ) from None
         finally:
             for client in endpoints.clients:
                 await client.close()

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,44 +12,19 @@ import pytest
 from megatron_spec.export.draft import export_draft
 from megatron_spec.serving.draft import exported
 from megatron_spec.serving.vllm import vllm_command
-from tests.engine.conftest import ROOT, engine_python
+from tests.engine.conftest import ROOT, free_port, started, vllm_server, wait_for
 from tests.engine.drafts import setting, train
 from tools import bench_server, get_smollm2
 
 pytestmark = pytest.mark.engine
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 @contextmanager
-def server(command: list[str], log: Path, port: int, patience: float = 600) -> Iterator[str]:
+def server(command: list[str], log: Path, port: int) -> Iterator[str]:
     """The server of a `vllm serve ...` command, up and answering."""
-    own = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
-    small = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"]
-    # `vllm serve BASE ...` without the program, which looks for a package called vllm: this one is called vllm-cpu.
-    start = [engine_python("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", *command[2:], *small]
-    with log.open("w") as out:
-        process = subprocess.Popen(start, env={**own, **cpu}, stdout=out, stderr=subprocess.STDOUT)
-        try:
-            deadline = time.monotonic() + patience
-            while True:
-                try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
-                    break
-                except OSError:
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(timeout=1)
-                    ended = process.poll() is not None or time.monotonic() > deadline
-                    assert not ended, log.read_text()[-6000:]
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.wait(timeout=60)
+    with started(vllm_server(command[2:], port), log) as process:
+        wait_for(process, log, port)
+        yield f"http://127.0.0.1:{port}"
 
 
 def test_a_draft_served_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

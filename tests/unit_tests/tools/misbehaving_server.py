@@ -28,11 +28,14 @@ def echo(number: int, body: dict[str, Any]) -> dict[str, Any]:
 class Server:
     """`act(number of the request, its body)` gives a body, a status, or 'half', 'close', 'garbage'.
 
+    Args:
+        models: status of the list of models.
+
     Attributes:
         requests: bodies, in the order in which they came.
     """
 
-    def __init__(self, act: Act = echo, port: int = 0) -> None:
+    def __init__(self, act: Act = echo, port: int = 0, models: int = 200) -> None:
         self.act, self.requests, self.lock = act, [], threading.Lock()
         outer = self
 
@@ -41,7 +44,7 @@ class Server:
                 pass
 
             def do_GET(self) -> None:
-                self._send(200, {"object": "list", "data": [{"id": "m", "object": "model"}]})
+                self._send(models, {"object": "list", "data": [{"id": "m", "object": "model"}]})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))

@@ -116,7 +116,7 @@ def test_a_refused_connection_moves_to_the_other_endpoint(prompts, tmp_path):
         totals, pauses = ask(prompts, tmp_path / "out.jsonl", None, urls=(dead, one.url, two.url))
         assert one.requests and two.requests and totals.unanswered == 0 and 1 <= len(pauses) <= 4
     check(tmp_path / "out.jsonl")
-    with pytest.raises(UserError, match=r"no server: .*APIConnectionError"):
+    with pytest.raises(UserError, match=r"no server named its model: .*APIConnectionError"):
         ask(prompts, tmp_path / "other.jsonl", None, urls=(dead,), retries=2)
 
 
@@ -158,6 +158,15 @@ def test_one_bad_conversation_does_not_stop_the_others(prompts, tmp_path):
         ask(prompts, tmp_path / "kept.jsonl", server, retries=1, keep_truncated=True)
         kept = lines(tmp_path / "kept.jsonl")["c5"]
         assert kept["truncated"] and [m["content"] for m in kept["conversations"]] == ["q5", "cut"]
+
+
+def test_a_model_that_is_named_needs_no_list(prompts, tmp_path):
+    with Server(models=500) as server:
+        with pytest.raises(UserError, match=r"no server named its model: .*InternalServerError.*With --model NAME"):
+            ask(prompts, tmp_path / "out.jsonl", server)
+        ask(prompts, tmp_path / "out.jsonl", server, model="mine")
+        assert {b["model"] for b in server.requests} == {"mine"}
+    check(tmp_path / "out.jsonl")
 
 
 def test_a_wrong_key_or_model_ends_the_run_at_once(prompts, tmp_path):
