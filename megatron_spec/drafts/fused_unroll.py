@@ -11,6 +11,9 @@ What is gained:
 - Only rows that some step supervises are written for the head, and steps after the first run on those rows alone
   where that saves enough.
 
+Fake-quantised linears round in place what a kernel wrote for them, and multiply with their rounded weights; gradients
+pass the rounding as they are (a quantiser that clips them takes the plain way).
+
 S sequence, B micro-batch, R rows (s * B + b), T draft steps, H draft hidden size, E embedding size, N query and G
 key/value heads, D head size, X = (N + 2G) * D width of the fused projection, M intermediate size.
 """
@@ -45,12 +48,11 @@ def _power_of_two(x: int) -> bool:
 
 
 def why_not_fused(
-    config: DraftConfig, quantised: bool, tp_size: int, device: torch.device, dtype: torch.dtype, detach: bool
+    config: DraftConfig, tp_size: int, device: torch.device, dtype: torch.dtype, detach: bool
 ) -> str | None:
     """What keeps such a draft from being unrolled here, or None; everything else takes the plain way.
 
     Args:
-        quantised: its linears carry fake quantisers.
         detach: `ObjectiveConfig.detach`.
     """
     if not isinstance(config, EagleConfig) or config.algorithm not in ("eagle3", "eagle3.1"):
@@ -66,7 +68,6 @@ def why_not_fused(
         "it has an embedding of its own": config.own_embedding,
         "it feeds back a normed state (norm_output)": config.norm_output,
         f"its activation is {config.hidden_act}": config.hidden_act != "silu",
-        "it is fake-quantised": quantised,
         "head size and numbers of heads are not powers of two": config.head_dim < 16
         or not all(map(_power_of_two, heads))
         or bool(config.num_attention_heads % config.num_key_value_heads),
@@ -76,17 +77,23 @@ def why_not_fused(
 
 def can_fuse(draft: EagleDraft, hidden_SBH: Tensor, detach: bool) -> bool:
     """True when this draft can be unrolled here now."""
-    linears = [m for m in draft.modules() if hasattr(m, "input_quantizer")]
-    quantised = any(m.input_quantizer is not None or m.weight_quantizer is not None for m in linears)
     where = (draft.tp_group.size(), hidden_SBH.device, hidden_SBH.dtype, detach)
-    return torch.is_grad_enabled() and why_not_fused(draft.config, quantised, *where) is None
+    if not torch.is_grad_enabled() or why_not_fused(draft.config, *where) is not None:
+        return False
+    linears = [m for m in draft.midlayer.modules() if hasattr(m, "input_quantizer")]
+    quantisers: list[Any] = [q for m in linears for q in (m.input_quantizer, m.weight_quantizer) if q is not None]
+    return all(getattr(q, "straight", False) for q in quantisers)
 
 
 def check_fp8(
     config: DraftConfig, quantised: bool, tp_size: int, device: torch.device, dtype: torch.dtype, detach: bool
 ) -> None:
-    """Raise UserError when such a draft cannot compute in real fp8; see `why_not_fused`."""
-    reason = why_not_fused(config, quantised, tp_size, device, dtype, detach)
+    """Raise UserError when such a draft cannot compute in real fp8; see `why_not_fused`.
+
+    Args:
+        quantised: its linears carry fake quantisers.
+    """
+    reason = "it is fake-quantised" if quantised else why_not_fused(config, tp_size, device, dtype, detach)
     if reason is None and dtype != torch.bfloat16:
         reason = "it is not in bfloat16"
     if reason is None and torch.cuda.get_device_capability(device) < (9, 0):
@@ -123,6 +130,12 @@ class _Weights:
 
     def all(self) -> list[nn.Parameter]:
         return list(vars(self).values())
+
+
+def _round_(linear: Any, x: Tensor) -> Tensor:
+    """x, rounded in place as the linear's input is."""
+    quantizer = linear.input_quantizer
+    return x if quantizer is None else quantizer.round_(x)  # type: ignore[no-any-return]
 
 
 class _Steps:
@@ -191,7 +204,9 @@ class _Unroll:
         layout: TrunkLayout,
         kernels: Any,
     ) -> None:
-        config = draft.config
+        config, layer = draft.config, draft.midlayer
+        self.attention: Any = layer.self_attn
+        self.mlp: Any = layer.mlp
         self.kernels = kernels  # ops.kernels, which imports Triton
         self.w, self.layout, self.eps, self.steps = weights, layout, config.rms_norm_eps, steps
         self.B, self.S = batch.tokens_BS.shape
@@ -245,22 +260,26 @@ class _Unroll:
 
     def _fused_qkv(self) -> tuple[Tensor, Tensor]:
         """Rows of q, k and v together: the half that reads the embedding, and the half that reads the state."""
-        parts = (self.w.q, self.w.k, self.w.v)
+        linears = (self.attention.q_proj, self.attention.k_proj, self.attention.v_proj)
+        parts = [linear.quantized_weight().detach() for linear in linears]
         return torch.cat([p[:, : self.E] for p in parts]), torch.cat([p[:, self.E :] for p in parts])
 
     def forward(self, counts: list[int]) -> list[Tensor]:
         """The normed states of the supervised rows of every step (`counts` of them)."""
-        w, kernels = self.w, self.kernels
+        w, kernels, mlp = self.w, self.kernels, self.mlp
         self.fused_qkv = self._fused_qkv()
+        gate, up, down, o = (
+            linear.quantized_weight().detach()
+            for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj, self.attention.o_proj)
+        )
         self.qkv, self.gate_up_product, self.o, self.down = (
-            WeightProducts(weight, self.fp8)
-            for weight in (self.fused_qkv[1], torch.cat([w.gate, w.up]), w.o.detach(), w.down.detach())
+            WeightProducts(weight, self.fp8) for weight in (self.fused_qkv[1], torch.cat([gate, up]), o, down)
         )
         self.normed_embedding = torch.empty_like(self.embedding)
         self.rstd_embedding = kernels.norm_forward(
             self.embedding, self.eps, first=(w.input_norm, self.normed_embedding)
         )
-        projected = self.normed_embedding @ self.fused_qkv[0].t()
+        projected = _round_(self.attention.q_proj, self.normed_embedding) @ self.fused_qkv[0].t()
         # one buffer, which the head then reads as a whole
         states = list(torch.empty(sum(counts), self.H, **self.like).split(counts))
         first = (w.hidden_norm, self._at(self.normed, 0))
@@ -268,20 +287,26 @@ class _Unroll:
         scratch = torch.empty(self.R, self.M, **self.like)
         for k in range(self.T):
             self._attend(k, projected)
-            delta = self.o.forward(self._at(self.out, k))
+            delta = self.o.forward(self._attended(k, k + 1))
             inner, gated = self._at(self.inner, k), scratch[: len(delta)]
             first = (w.post_norm, self._at(self.post, k))
             self.rstd_inner.append(kernels.norm_forward(self.before[k], self.eps, delta, inner, first))
-            self.gate_up_product.forward(self._at(self.post, k), out=self._at(self.gate_up, k))
+            post = _round_(mlp.gate_proj, self._at(self.post, k))
+            self.gate_up_product.forward(post, out=self._at(self.gate_up, k))
             kernels.gated_forward(self._at(self.gate_up, k), gated)
-            self.down.forward(gated, out=delta)
+            self.down.forward(_round_(mlp.down_proj, gated), out=delta)
             self._finish(k, inner, delta, states[k])
         return states
+
+    def _attended(self, start: int, end: int) -> Tensor:
+        """What the output projection reads in steps start..end-1; `out` stays as it is for the attention's backward."""
+        out, linear = self.out[self.steps.span(start, end)], self.attention.o_proj
+        return out if linear.input_quantizer is None else _round_(linear, out.clone())
 
     def _attend(self, k: int, projected: Tensor) -> None:
         index, q = self.steps.compacted(k), self._at(self.q, k)
         key, value = self._kv(self.trunk, self.branches, k)
-        x = self.qkv.forward(self._at(self.normed, k))
+        x = self.qkv.forward(_round_(self.attention.q_proj, self._at(self.normed, k)))
         self.kernels.rotary_forward(x, self.tables[k], q, key, value, self.N, self.G, projected[k * self.B :], index)
         o, lse, rng = trunk_forward(
             self._spread(q, k), self._heads(self.trunk[0]), self._heads(self.trunk[1]), self.layout
@@ -331,6 +356,7 @@ class _Unroll:
                 d_gated, gate_up = scratch[: steps.count(k)], self._at(self.gate_up, k)
                 self.down.backward(d_after[part], out=d_gated)
                 kernels.gated_backward(gate_up, d_gated, gated[part])
+                _round_(self.mlp.down_proj, gated[part])
                 first = (self.gate_up_product.backward(gate_up), w.post_norm, self.norms[w.post_norm])
                 kernels.norm_backward(
                     self._at(self.inner, k), self.rstd_inner[k], d_inner[part], first, add_RH=d_after[part]
@@ -412,7 +438,7 @@ class _Unroll:
         d_gate_up = self.gate_up[span].t()
         add_product(sums.of(w.gate), d_gate_up[: self.M], self.post[span])
         add_product(sums.of(w.up), d_gate_up[self.M :], self.post[span])
-        add_product(sums.of(w.o), d_inner[rows].t(), self.out[span])
+        add_product(sums.of(w.o), d_inner[rows].t(), self._attended(start, end))
         for parameter, columns in self._qkv_columns():
             add_product(sums.of(parameter)[:, self.E :], self.dx[span][:, columns].t(), self.normed[span])
 

@@ -61,6 +61,16 @@ def round_trip(x: Tensor, amax: Tensor) -> Tensor:
     return dequantize(quantize(x, scale), scale, x.dtype)
 
 
+def round_trip_(x: Tensor, amax: Tensor) -> None:
+    """`round_trip` in place: one kernel on a GPU, the same bits."""
+    if _kernel_runs(x, amax) and x.is_contiguous():
+        from megatron_spec.fake_quant import kernels
+
+        kernels.round_trip(x, amax, out=x)
+    else:
+        x.copy_(round_trip(x, amax))
+
+
 def _kernel_runs(x: Tensor, amax: Tensor) -> bool:
     return x.is_cuda and amax.numel() == 1 and x.dtype != torch.float64 and _has_triton()
 

@@ -48,10 +48,16 @@ def _round_trip_kernel(x_ptr, amax_ptr, out_ptr, inside_ptr, size, MASK: tl.cons
         tl.store(inside_ptr + place, tl.abs(x) <= amax, mask=there)
 
 
-def round_trip(x: Tensor, amax: Tensor, with_mask: bool = False) -> tuple[Tensor, Tensor | None]:
-    """`fake_quant.round_trip` of a contiguous x under a scalar amax; with_mask: also bool |x| <= amax."""
+def round_trip(
+    x: Tensor, amax: Tensor, with_mask: bool = False, out: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """`fake_quant.round_trip` of x under a scalar amax; with_mask: also bool |x| <= amax.
+
+    Args:
+        out: where it goes, contiguous; may be x.
+    """
     x = x.contiguous()
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else out
     inside = torch.empty_like(x, dtype=torch.bool) if with_mask else None
     size = x.numel()
     if size:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_spec.config import UserError
-from megatron_spec.fake_quant import RoundedOnce, fake_quant
+from megatron_spec.fake_quant import RoundedOnce, fake_quant, round_trip_
 from megatron_spec.quantization import histogram
 
 
@@ -172,6 +172,21 @@ class TensorQuantizer(nn.Module):
                 self.shared.x, self.shared.rounded = x, fake_quant(x, self.amax, self.clipped)
             return self.shared.rounded
         return fake_quant(x, self.amax, self.clipped, self.form)
+
+    @property
+    def straight(self) -> bool:
+        """It rounds (or does nothing), and gradients pass as they are: what `round_` can stand for."""
+        return self.mode is not Mode.CALIBRATING and not self.clipped
+
+    @torch.no_grad()
+    def round_(self, x: Tensor) -> Tensor:
+        """x itself, holding what `forward` returns for it; for code that writes its own backward."""
+        assert self.straight and self.form == "fp8", self
+        if self.mode is Mode.ENABLED:
+            if not self._checked:
+                self.check()
+            round_trip_(x, self.amax)
+        return x
 
     @torch.no_grad()
     def rounded(self, x: Tensor) -> Tensor:

@@ -50,6 +50,9 @@ def test_equal_bits(dtype: torch.dtype, amax: float) -> None:
     same = found.view(as_integer) == expected.view(as_integer)
     assert bool((same | expected.isnan()).all()), (x[~same], found[~same], expected[~same])
     assert inside is not None and torch.equal(inside, x.abs().float() <= limit)
+    place = x.clone()
+    kernels.round_trip(place, limit, out=place)
+    assert bool(((place.view(as_integer) == found.view(as_integer)) | found.isnan()).all())
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the plain way is taken on the CPU")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_spec import distributed, presets
 from megatron_spec.batch import Batch, Features
-from megatron_spec.config import BaseConfig, ObjectiveConfig, UserError
+from megatron_spec.config import BaseConfig, ObjectiveConfig, QuantConfig, UserError
 from megatron_spec.drafts import build_draft, eagle, fused_unroll
 from megatron_spec.drafts.base import DraftLosses
 from megatron_spec.drafts.eagle import EagleDraft
@@ -26,6 +26,7 @@ from megatron_spec.pipeline import te_spec
 from megatron_spec.pipeline.fast_forward import run_in_fp8
 from megatron_spec.pipeline.model import FrozenBase
 from megatron_spec.pipeline.schedule import run_base
+from megatron_spec.quantization.attach import attach_quantizers, draft_linears
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -135,6 +136,37 @@ def test_fused_unroll(objective: ObjectiveConfig, packed: bool, compact: bool, m
     assert torch.equal(fused.rows_T.double(), exact.rows_T.double())
     assert distance(fused.total, exact.total) < 1e-2 and distance(fused.loss_T, exact.loss_T) < 1e-2
     assert distance(fused.overlap_T, exact.overlap_T) < 1e-2
+    assert fused_grads.keys() == exact_grads.keys()
+    for name, wanted in exact_grads.items():
+        error, usual = distance(fused_grads[name], wanted), distance(plain_grads[name], wanted)
+        assert error < max(1.3 * usual, 5e-3), f"{name}: {error:.1e}, plain {usual:.1e}"
+
+
+def quantised(draft: EagleDraft) -> EagleDraft:
+    """Ranges that hold nearly all values, the same in every dtype."""
+    attach_quantizers(draft, QuantConfig(base="none"), "draft")
+    for linear in draft_linears(draft).values():
+        linear.weight_quantizer.set_amax(0.2)
+        linear.input_quantizer.set_amax(6.0)
+    return draft
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_fused_unroll_of_a_quantised_draft(compact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that falls to the other side of a rounding step moves by 6 %, in the plain bf16 code as here."""
+    monkeypatch.setattr(fused_unroll, "COMPACT_BELOW", 1.0 if compact else 0.0)
+    objective = ObjectiveConfig(ttt_steps=4, in_vocab_only=False)
+    batch, ends, ends_fp32 = make_batch(True), make_base(torch.bfloat16), make_base(torch.float32)
+    captures, state = run_base(ends, [batch])[0]
+    features, wide = Features(batch, captures, state), Features(batch, captures.float(), state.float())
+    inner, taken = fused_unroll.fused_unroll, []
+    monkeypatch.setattr(eagle, "fused_unroll", lambda *a: taken.append(1) or inner(*a))
+    fused, fused_grads = train_once(quantised(make_draft(torch.bfloat16)), features, ends, objective)
+    assert taken == [1]
+    monkeypatch.setattr(eagle, "can_fuse", lambda *_: False)
+    _, plain_grads = train_once(quantised(make_draft(torch.bfloat16)), features, ends, objective)
+    exact, exact_grads = train_once(quantised(make_draft(torch.float32)), wide, ends_fp32, objective)
+    assert distance(fused.total, exact.total) < 1e-2 and distance(fused.loss_T, exact.loss_T) < 1e-2
     assert fused_grads.keys() == exact_grads.keys()
     for name, wanted in exact_grads.items():
         error, usual = distance(fused_grads[name], wanted), distance(plain_grads[name], wanted)

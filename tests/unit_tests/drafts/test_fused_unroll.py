@@ -1,0 +1,104 @@
+"""The unroll with a hand-written backward against the plain one, on the CPU: kernels are replaced by plain tensors.
+
+With and without fake quantisation, with and without dropping unsupervised rows. (The kernels: tests/gpu.)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_spec import ops
+from megatron_spec.config import ObjectiveConfig, QuantConfig
+from megatron_spec.drafts import eagle, fused_unroll
+from megatron_spec.drafts.eagle import EagleDraft
+from megatron_spec.quantization.attach import attach_quantizers, draft_linears, quantizers
+from megatron_spec.quantization.quantizer import Mode
+from tests.unit_tests.drafts import plain_kernels
+from tests.unit_tests.drafts.stand_in import StandInEnds, conversations, eagle_config, features
+from tests.unit_tests.drafts.test_eagle import make
+
+OBJECTIVE = ObjectiveConfig(ttt_steps=3)
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron_spec.ops.kernels", plain_kernels)
+    monkeypatch.setattr(ops, "kernels", plain_kernels, raising=False)
+
+
+def quantised(quant: QuantConfig | None) -> tuple[EagleDraft, StandInEnds]:
+    draft, ends = make(eagle_config())
+    if quant is not None:
+        attach_quantizers(draft, quant, "draft")
+        for linear in draft_linears(draft).values():
+            for quantizer, width in ((linear.input_quantizer, 2.5), (linear.weight_quantizer, 1.5)):
+                if quantizer is not None:
+                    quantizer.set_amax(width)  # some values lie outside
+    return draft, ends
+
+
+def results(draft: EagleDraft, ends: StandInEnds) -> dict[str, Tensor]:
+    draft.zero_grad()
+    losses = draft(features(conversations(), draft.config, torch.float64), ends, OBJECTIVE)
+    losses.total.backward()
+    return {"loss": losses.loss_T.detach(), **{n: p.grad.clone() for n, p in draft.named_parameters()}}
+
+
+def as_a_gpu_would(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Take the fused way wherever everything but the machine allows it; returns how often it was taken."""
+    monkeypatch.setattr(fused_unroll, "why_not_fused", lambda *_: None)
+    inner, taken = fused_unroll.fused_unroll, []
+    monkeypatch.setattr(eagle, "fused_unroll", lambda *a: taken.append(1) or inner(*a))
+    return lambda: len(taken)
+
+
+POLICIES: dict[str, QuantConfig | None] = {
+    "high precision": None,
+    "fp8": QuantConfig(base="none"),
+    "some linears": QuantConfig(base="none", exclude_draft=("*down_proj", "*o_proj")),
+}
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_losses_and_gradients(policy: str, compact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, ends = quantised(POLICIES[policy])
+    expected = results(draft, ends)
+    taken = as_a_gpu_would(monkeypatch)
+    monkeypatch.setattr(fused_unroll, "COMPACT_BELOW", 1.0 if compact else 0.0)
+    found = results(draft, ends)
+    assert taken() == 1
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+    if policy == "fp8":
+        other, _ = quantised(None)
+        assert not torch.allclose(results(other, ends)["loss"], found["loss"], rtol=1e-3)  # rounding matters here
+
+
+def test_what_takes_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clipped gradients, and calibration."""
+    taken = as_a_gpu_would(monkeypatch)
+    draft, ends = quantised(QuantConfig(base="none", clipped_ste=True))
+    results(draft, ends)
+    draft, ends = quantised(QuantConfig(base="none"))
+    for quantizer in quantizers(draft).values():
+        quantizer.mode = Mode.CALIBRATING
+    results(draft, ends)
+    assert taken() == 0
+
+
+def test_a_quantiser_rounds_in_place() -> None:
+    draft, _ = quantised(QuantConfig(base="none"))
+    quantizer: Any = draft.midlayer.mlp.down_proj.input_quantizer
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(7, 33, generator=torch.Generator().manual_seed(0)).to(dtype) * 3
+        wanted, kept = quantizer(x), x.clone()
+        assert quantizer.round_(x) is x and torch.equal(x, wanted) and not torch.equal(x, kept)
+    quantizer.mode = Mode.DISABLED
+    assert torch.equal(quantizer.round_(kept.clone()), kept)
