@@ -105,7 +105,7 @@ def fp8_cases(folder: Path, base: Path) -> dict[str, Case]:
 def fp8_case(name: str, made: Setting, draft: Draft, base: Path, folder: Path) -> Case:
     """What this package finds for the models in memory, and what vLLM is to load."""
     case = Case.__new__(Case)
-    case.answers, case.draft_logits, case.logprobs = made.answers, None, base_logprobs(made)
+    case.answers, case.draft_logits, case.logprobs = made.answers, first_logits(made, draft), base_logprobs(made)
     case.tokens, case.acceptance = ours(made, draft, TOKENS)
     case.request = {
         "name": name, "base": str(base), "draft": str(folder), "method": "eagle3", "k": K, "prompts": made.prompts,
@@ -167,16 +167,19 @@ def test_engine_agrees(run: tuple[dict[str, Case], dict[str, Any]], name: str) -
 
 @pytest.mark.parametrize("name", ["fp8 draft", "fp8 both"])
 def test_fp8_loads(run: tuple[dict[str, Case], dict[str, Any]], name: str) -> None:
-    """Rounding in bfloat16 lets texts part, so figures are compared: nearly as many drafts are accepted as with us.
-
-    Not with an fp8 base: the CPU build's fp8 products of two models in one process are wrong for the second one. The
-    same draft is accepted beside the bf16 base, and in bf16 beside the fp8 base.
-    """
+    """Rounding in bfloat16 lets texts part from those that the draft has learned by heart, so figures are compared."""
     known, results = run
-    found, stats = results[name], known[name].acceptance
+    case, found = known[name], results[name]
     assert "error" not in found, found
-    assert logprob_gap(known[name], found) < 1.5  # of a base that computes in bfloat16
+    assert logprob_gap(case, found) < 1.5  # of a base that computes in bfloat16
+    assert case.draft_logits is not None
+    same = [a[0] == b[0] for a, b in zip(case.answers, found["tokens"], strict=True)]  # the draft reads that token
+    assert sum(same) >= 3, same
+    mine, engine = case.draft_logits[same], torch.tensor(found["draft_logits"])[same]
+    said = mine.isfinite()
+    assert torch.equal(engine.isfinite(), said)
+    gap = float((engine[said] - mine[said]).norm() / mine[said].norm())
+    assert gap < 0.15, gap  # another head or scale: above 1
+    stats, length = case.acceptance, 1 + found["counters"]["accepted_tokens"] / found["counters"]["drafts"]
     assert stats.acceptance_length is not None and stats.acceptance_length > 1.3, stats
-    if name == "fp8 draft":
-        length = 1 + found["counters"]["accepted_tokens"] / found["counters"]["drafts"]
-        assert length - 1 > 0.5 * (stats.acceptance_length - 1), (length, stats.acceptance_length)
+    assert length - 1 > 0.25 * (stats.acceptance_length - 1), (length, stats.acceptance_length)

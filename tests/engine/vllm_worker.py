@@ -99,9 +99,27 @@ def use_plain_activation() -> None:
     fused.maybe_fused_act_quant = llama.maybe_fused_act_quant = lambda act, x, linear: act(x)
 
 
+def keep_own_heads() -> None:
+    """On the CPU, vLLM takes the head of an fp8 base for that of an fp8 draft.
+
+    It shares heads whose weights are equal. Packing has left an empty tensor of both, and those are equal.
+    """
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    share = SpecDecodeBaseProposer._maybe_share_lm_head
+
+    def share_unless_packed(proposer: Any, target: Any) -> None:
+        model = proposer.model
+        if not (getattr(model, "has_own_lm_head", False) and model.lm_head.weight.numel() == 0):
+            share(proposer, target)
+
+    SpecDecodeBaseProposer._maybe_share_lm_head = share_unless_packed
+
+
 def main() -> None:
     """All cases, one after the other."""
     use_plain_activation()
+    keep_own_heads()
     results = {}
     for case in json.loads(Path(sys.argv[1]).read_text()):
         try:
