@@ -107,8 +107,7 @@ def generate(args: argparse.Namespace) -> None:
     with tqdm(unit=" conversations", mininterval=0.5 if sys.stderr.isatty() else 30) as bar:
 
         def report(totals: Totals) -> None:
-            speed = totals.tokens / max(bar.format_dict["elapsed"], 1e-9)
-            told = f"{speed:.0f} tokens/s, {totals.rejected} rejected, {totals.retries} retries"
+            told = f"{totals.speed:.0f} tokens/s, {totals.rejected} rejected, {totals.retries} retries"
             bar.set_postfix_str(told, refresh=False)
             bar.update(totals.written + totals.rejected - bar.n)
 

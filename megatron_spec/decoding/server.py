@@ -75,13 +75,23 @@ class Unanswered(Exception):
 
 @dataclass
 class Totals:
-    """Of one run."""
+    """Of one run.
+
+    Attributes:
+        seconds: since a server was there.
+    """
 
     written: int = 0
     rejected: int = 0
     unanswered: int = 0
     tokens: int = 0
     retries: int = 0
+    seconds: float = 0.0
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / max(self.seconds, 1e-9)
 
 
 class Endpoints:
@@ -250,6 +260,7 @@ async def _generate(
 ) -> Totals:
     options, totals = endpoints.options, Totals()
     model = await endpoints.model()
+    start = time.monotonic()
     output.parent.mkdir(parents=True, exist_ok=True)
     meta = {
         "model": model, "sampling": options.sampling, "extra_body": options.extra_body, "seed": options.seed,
@@ -282,7 +293,7 @@ async def _generate(
                         f"{in_a_row} conversations in a row were not answered (the last by {error}): what is finished "
                         f"is in {output}; a rerun goes on"
                     ) from None
-            totals.retries = endpoints.retried
+            totals.retries, totals.seconds = endpoints.retried, time.monotonic() - start
             report(totals)
 
     with good, bad:
@@ -326,9 +337,9 @@ def generate_from_server(
             for client in endpoints.clients:
                 await client.close()
 
-    start = time.monotonic()
     totals = asyncio.run(main())
-    seconds = max(time.monotonic() - start, 1e-9)
-    speed = totals.tokens / seconds
-    log.info("%s: %d answered, %d rejected, %.0f tokens/s", output, totals.written, totals.rejected, speed)
+    why = f" ({output}.rejected says why)" if totals.rejected else ""
+    log.info(
+        "%s: %d answered, %d rejected%s, %.0f tokens/s", output, totals.written, totals.rejected, why, totals.speed
+    )
     return totals

@@ -68,6 +68,7 @@ def test_turns_are_replayed_one_by_one_and_settings_are_sent(prompts, tmp_path):
             extra_body={"top_k": 4}, seed=1,
         )  # fmt: skip
     assert (totals.written, totals.tokens, totals.rejected) == (10, 45, 0)
+    assert totals.speed == 45 / totals.seconds > 0
     found = lines(output)
     assert [m["content"] for m in found["c3"]["conversations"]] == ["Be brief.", *expected(3)]
     assert found["c3"]["finish_reasons"] == ["stop", "stop"] and found["c3"]["truncated"] is False
