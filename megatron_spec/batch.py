@@ -41,6 +41,9 @@ class Batch:
     context: ContextShard | None = None
     host: Batch | None = None
 
+    def __post_init__(self) -> None:
+        assert self.host is None or self.host.context is self.context, "rows are counted on the host: set context first"
+
     @property
     def single_document(self) -> bool:
         """True when every row holds one document that starts at 0 (padding only behind it)."""

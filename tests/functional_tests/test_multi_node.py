@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 
 from tests.functional_tests.workshop import ROOT, environment, make_base, write_conversations
-from tests.worlds import run_world
 
 SLURM = ROOT / "examples" / "post_training" / "slurm"
 
 
-def convert_and_train(root: str) -> None:
-    """A fresh draft, and two steps in one process."""
+def convert_and_train(root: Path) -> None:
+    """A fresh draft, and two steps in this process."""
     from megatron_spec.chain.convert import convert
     from megatron_spec.chain.finetune import FinetuneRun, finetune
     from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
@@ -38,7 +37,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_base(root / "base")
     write_conversations(root / "train.jsonl", 6)
     (root / "eagle.json").write_text(json.dumps({"capture_layer_ids": [0, 3, 6]}))
-    run_world(1, convert_and_train, str(root))
+    convert_and_train(root)
     return root
 
 

@@ -1,14 +1,13 @@
 """Layouts on several GPUs: losses and gradients against one GPU, and throughput per GPU at the Llama-3.1-8B shape.
 
-    python tools/bench/scale.py one --reference /tmp/ref --output one.json
-    torchrun --nproc-per-node 4 tools/bench/scale.py tp4 pp4 tp2pp2 cp2 cp4 dp4 --reference /tmp/ref --output four.json
+    python tools/bench/scale.py --gpus 2 --output two.json          # all layouts of two GPUs against one: tables
+    python tools/bench/scale.py --gpus 2 --tiny                     # the same in miniature, on CPUs
     torchrun --nproc-per-node 4 tools/bench/scale.py pp4 --model 70b --no-equality --output large.json
-    torchrun --nproc-per-node 4 tools/bench/scale.py tp2pp2 cp2 --tiny --reference /tmp/ref     # in miniature, on CPUs
 
 A layout is written tp2pp2cp1, sp behind it for sequence parallelism, te for Transformer Engine's layers, @16384x1 for
 another sequence length and micro-batch size of the throughput; what is left is data parallel. Equality: a small model
 with weights on disk, in fp32 and bf16; throughput: random weights and every token supervised. `--reference` is written
-by the run on one GPU and read by the others.
+by the layout `one` and read by the others; --gpus does both, in processes of its own (`scale_proof.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import json
 import re
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +40,7 @@ from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.pipeline.model import FrozenBase
 from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
 from megatron_spec.training.step import Trainer
+from tools.bench import scale_proof
 
 LLAMA: dict[str, Any] = dict(family="llama", vocab_size=128256, max_position_embeddings=131072, num_key_value_heads=8)
 MODELS: dict[str, dict[str, Any]] = {
@@ -58,7 +57,7 @@ SMALL = dict(
 
 def parse_layout(text: str) -> tuple[ParallelConfig, bool]:
     """('tp2pp2sp' -> sizes, whether Transformer Engine's layers are used)."""
-    if not re.fullmatch(r"one|((tp|pp|cp|dp)\d+|sp|te)+", text):
+    if not re.fullmatch(r"one(te)?|((tp|pp|cp|dp)\d+|sp|te)+", text):
         raise SystemExit(f"layout {text!r}: expected for example tp4, tp2pp2, cp4, tp2sp, dp4 or one")
     size = {name: int(n) for name, n in re.findall(r"(tp|pp|cp)(\d+)", text)}
     sp = "sp" in re.findall(r"tp|pp|cp|dp|sp|te", text)
@@ -146,28 +145,33 @@ def equality(layout: str, reference: Path, tiny: bool) -> list[dict[str, Any]]:
     """Relative differences of loss and gradients from one GPU; the run on one GPU writes them."""
     world, engine = start(layout)
     entries = []
-    for dtype in (torch.float32, torch.bfloat16)[: 1 if tiny else 2]:
+    for dtype in (torch.float32, torch.bfloat16):
         if engine and dtype == torch.float32:
             continue
         found = gradients(reference / "base", world, dtype, engine, 96 if tiny else 512)
         name = str(dtype).removeprefix("torch.")
         file = reference / f"{name}.pt"
-        if world.size == 1:
+        if layout == "one":
             torch.save(found, file)
-            continue
         one = torch.load(file, weights_only=True)
-        pairs = [(g, one["gradients"][n]) for n, g in found["gradients"].items()]
-        every = (
-            torch.cat([(a - b).flatten() for a, b in pairs]).norm() / torch.cat([b.flatten() for _, b in pairs]).norm()
-        )
+        every, worst = differences(found["gradients"], one["gradients"])
         entries.append({
             "layout": layout, "gpus": world.size, "dtype": name, "loss": found["loss"],
             "loss_difference": abs(found["loss"] / one["loss"] - 1), "same_rows": found["rows"] == one["rows"],
-            "gradient_difference": float(every),
-            "worst_parameter": max(float((a - b).norm() / b.norm()) for a, b in pairs),
+            "gradient_difference": every, "worst_parameter": worst,
         })  # fmt: skip
+        if dtype == torch.bfloat16:  # what rounding alone does, with and without sharing
+            exact = torch.load(reference / "float32.pt", weights_only=True)
+            entries[-1]["gradient_from_fp32"] = differences(found["gradients"], exact["gradients"])[0]
         say(world, entries[-1])
     return entries
+
+
+def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Relative differences: of all gradients together, and of the worst parameter."""
+    pairs = [(g, expected[n]) for n, g in found.items()]
+    every = torch.cat([(a - b).flatten() for a, b in pairs]).norm() / torch.cat([b.flatten() for _, b in pairs]).norm()
+    return float(every), max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
 # Throughput
@@ -205,8 +209,8 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(world.dp_rank)
     tokens = torch.randint(0, config.vocab_size, (B, S), generator=generator)
     ones = torch.ones(B, S, dtype=torch.int32)
-    batch = Batch(tokens, torch.arange(S).expand(B, S).clone(), ones, ones - 1).to(world.device)
-    batch = replace(batch, context=world.context)
+    positions = torch.arange(S).expand(B, S).clone()
+    batch = Batch(tokens, positions, ones, ones - 1, context=world.context).to(world.device)
     steps = itertools.repeat([batch] * (mine * world.pp_size))
     stream = FeaturesAhead(OnlineFeatures(base), steps, world.pp_size, args.features_ahead)
     flush = max(1, stream.ahead // mine)  # steps that one run of the pipeline serves
@@ -226,8 +230,9 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
     seconds = run(flush * -(-args.steps // flush))
     tokens_of_step = B * S * mine * world.pp_size * world.dp_size
     found = {
-        "layout": layout, "gpus": world.size, "model": args.model, "seq_length": S, "micro_batch_size": B,
-        "features_ahead": stream.ahead, "step_s": seconds, "tokens_per_second": tokens_of_step / seconds,
+        "layout": layout, "gpus": world.size, "model": "tiny" if args.tiny else args.model, "seq_length": S,
+        "micro_batch_size": B, "features_ahead": stream.ahead, "step_s": seconds,
+        "tokens_per_second": tokens_of_step / seconds,
         "tokens_per_second_per_gpu": tokens_of_step / seconds / world.size,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
     }  # fmt: skip
@@ -244,7 +249,8 @@ def say(world: World, entry: dict[str, Any]) -> None:
 def parse() -> argparse.Namespace:
     """Command line."""
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("layouts", nargs="+")
+    p.add_argument("layouts", nargs="*")
+    p.add_argument("--gpus", type=int, metavar="N", help="instead: every layout of N GPUs against one, and tables")
     p.add_argument("--reference", type=Path, help="folder of the small base and the results of one GPU")
     p.add_argument("--no-equality", action="store_true")
     p.add_argument("--no-speed", action="store_true")
@@ -262,7 +268,9 @@ def parse() -> argparse.Namespace:
     args = p.parse_args()
     if args.tiny:
         args.seq_length, args.ttt_steps, args.steps, args.warmup = 64, 2, 2, 1
-    if not args.no_equality and args.reference is None:
+    if (args.gpus is None) == (not args.layouts):
+        p.error("give layouts, or --gpus N for all of them")
+    if args.gpus is None and not args.no_equality and args.reference is None:
         p.error("--reference is needed for equality (or --no-equality)")
     return args
 
@@ -270,14 +278,18 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Every layout: equality, then throughput; a layout that fails is reported, and the others go on."""
     args = parse()
+    if args.gpus is not None:
+        flags = [flag for flag in sys.argv[1:] if flag == "--tiny"]
+        raise SystemExit(scale_proof.prove(args.gpus, flags, args.output, args.reference))
     report: dict[str, list[Any]] = {"equality": [], "speed": [], "failed": []}
     first, _ = start(args.layouts[0])
-    if not args.no_equality and args.layouts == ["one"] and not (args.reference / "base").is_dir():
+    if not args.no_equality and args.layouts[0] == "one" and not (args.reference / "base").is_dir():
         write_small_base(args.reference / "base", args.tiny)
     for layout in args.layouts:
         for name in ("equality", "speed"):
             if getattr(args, f"no_{name}") or (name == "speed" and layout not in (args.speed_of or args.layouts)):
                 continue
+            say(first, {"begin": layout})
             try:
                 report[name] += (
                     equality(layout, args.reference, args.tiny) if name == "equality" else [speed(layout, args)]

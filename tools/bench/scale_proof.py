@@ -1,0 +1,145 @@
+"""Driver of scale.py: every layout of a machine's GPUs against one GPU, in processes of their own; tables and JSON.
+
+Each line a child prints is a finding. A layout that ends its processes, or says nothing for `PATIENCE` seconds, is
+reported as failed, and the next layouts run in new ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).with_name("scale.py")
+PATIENCE = 240.0
+Finding = dict[str, Any]
+
+
+def layouts(gpus: int, engine: bool) -> tuple[list[str], list[str]]:
+    """(of equality, of throughput) on `gpus` GPUs; those with Transformer Engine's layers where it is installed."""
+    n = gpus
+    equal = [f"tp{n}", f"tp{n}sp", f"pp{n}", f"dp{n}", f"cp{n}"]
+    fast = [f"dp{n}", f"pp{n}", f"tp{n}", f"tp{n}sp", f"cp{n}@16384x1"]
+    if n >= 4:
+        equal += ["tp2pp2", "cp2", "tp2cp2sp"]
+    return equal + ([f"tp{n}te", f"tp{n}spte", f"pp{n}te", f"cp{n}te"] if engine else []), fast
+
+
+def run(gpus: int, wanted: list[str], flags: list[str]) -> tuple[list[Finding], list[str]]:
+    """(findings, failures) of layouts on so many GPUs."""
+    findings: list[Finding] = []
+    failures: list[str] = []
+    left = list(wanted)
+    while left:
+        start = [sys.executable]
+        if gpus > 1:
+            start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+        environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": "0"} if gpus == 1 and _cuda() else {})}
+        child = subprocess.Popen(
+            [*start, str(SCRIPT), *left, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=environment, start_new_session=True,
+        )  # fmt: skip
+        begun, last = _listen(child, findings)
+        if child.returncode == 0:
+            break
+        failed = begun or left[0]
+        failures.append(f"{failed}: {' | '.join(last)[-1500:]}")
+        print(f"failed: {failures[-1]}", flush=True)
+        left = left[left.index(failed) + 1 :]
+    return findings, failures
+
+
+def _listen(child: subprocess.Popen[str], findings: list[Finding]) -> tuple[str, deque[str]]:
+    """Collect what a child finds until it ends: (layout it was at, its last other lines)."""
+    begun, last = "", deque[str](maxlen=12)
+    assert child.stdout is not None
+
+    def watch() -> threading.Timer:
+        timer = threading.Timer(PATIENCE, os.killpg, (child.pid, signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    timer = watch()
+    for line in child.stdout:
+        timer.cancel()
+        timer = watch()
+        if not line.startswith("{"):
+            last.append(line.strip())
+            continue
+        entry = json.loads(line)
+        if "begin" in entry:
+            begun = entry["begin"]
+            last.clear()
+        else:
+            findings.append(entry)
+            print(line, end="", flush=True)
+    child.wait()
+    timer.cancel()
+    return begun, last
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def prove(gpus: int, flags: list[str], output: Path | None, reference: Path | None) -> int:
+    """Equality and throughput on `gpus` GPUs; prints tables. Returns the exit status."""
+    import importlib.util
+
+    engine = _cuda() and importlib.util.find_spec("transformer_engine") is not None
+    equal, fast = layouts(gpus, engine)
+    report: dict[str, Any] = {"gpus": gpus, "transformer_engine": engine, "equality": [], "speed": [], "failed": []}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = ["--reference", str(reference or temporary)]
+        alone = sorted({"one", *("one" + name[name.index("@") :] for name in fast if "@" in name)})
+        parts = [
+            ("equality", 1, ["one", *(["onete"] if engine else [])], ["--no-speed", *folder]),
+            ("equality", gpus, equal, ["--no-speed", *folder]),
+            ("speed", 1, alone, ["--no-equality"]),
+            ("speed", gpus, fast, ["--no-equality", "--features-ahead", "8"]),
+        ]
+        for kind, count, wanted, own in parts:
+            findings, failures = run(count, wanted, [*own, *flags])
+            report[kind] += findings
+            report["failed"] += [f"{kind} {failure}" for failure in failures]
+            if output is not None:  # what there is, whatever comes
+                output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print("\n" + tables(report), flush=True)
+    return 1 if report["failed"] else 0
+
+
+def tables(report: dict[str, Any]) -> str:
+    """Both tables in Markdown."""
+    rows = {(e["layout"], e["dtype"]): e for e in report["equality"]}
+    lines = [
+        "| layout | loss, fp32 | gradient, fp32 | loss, bf16 | gradient, bf16 | bf16 gradient from fp32 of one GPU |",
+        "|---|---|---|---|---|---|",
+    ]
+    for layout in dict.fromkeys(e["layout"] for e in report["equality"]):
+        cells = []
+        for dtype, names in (
+            ("float32", ("loss_difference", "gradient_difference")),
+            ("bfloat16", ("loss_difference", "gradient_difference", "gradient_from_fp32")),
+        ):
+            entry = rows.get((layout, dtype), {})
+            cells += [f"{entry[name]:.1e}" if name in entry else "" for name in names]
+        lines.append(f"| {layout} | {' | '.join(cells)} |")
+    one = {e["layout"]: e["tokens_per_second_per_gpu"] for e in report["speed"] if e["gpus"] == 1}
+    lines += ["", "| layout | tokens/s | of it per GPU | ratio to one GPU | peak GiB a GPU |", "|---|---|---|---|---|"]
+    for e in report["speed"]:
+        at = "one" + (e["layout"][e["layout"].index("@") :] if "@" in e["layout"] else "")
+        ratio = f"{e['tokens_per_second_per_gpu'] / one[at]:.1%}" if at in one else ""
+        peak = "" if e["peak_gib"] is None else f"{e['peak_gib']:.1f}"
+        speeds = f"{e['tokens_per_second']:,.0f} | {e['tokens_per_second_per_gpu']:,.0f}"
+        lines.append(f"| {e['layout']} | {speeds} | {ratio} | {peak} |")
+    return "\n".join([*lines, *(f"\nfailed: {failure}" for failure in report["failed"])])
