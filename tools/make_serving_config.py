@@ -15,16 +15,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 from megatron_spec import cli
 from megatron_spec.config import UserError
-from megatron_spec.files import write_text
+from megatron_spec.files import read_json, write_text
 from megatron_spec.serving import sglang, trtllm, vllm
 from megatron_spec.serving.docker import docker_command
 from megatron_spec.serving.draft import Speculation, exported
+
+log = logging.getLogger("megatron_spec.make_serving_config")
 
 ONLY = {
     "max_matching_ngram_size": "--method ngram",
@@ -120,6 +124,25 @@ def target(args: argparse.Namespace) -> str:
     raise UserError(f"--engine {args.engine} needs the target: give --base")
 
 
+def check_target(args: argparse.Namespace) -> None:
+    """Raise UserError for MTP with a base that ships none; warn of a base that the draft was not trained for."""
+    if not args.base or not (Path(args.base) / "config.json").is_file():
+        return
+    config = read_json(Path(args.base) / "config.json")
+    if args.method == "mtp" and not any("nextn" in key or "mtp" in key for key in flat_keys(config)):
+        raise UserError(f"--method mtp: {args.base} ships no prediction module (config.json names none)")
+    if args.method != "exported":
+        return
+    own = Path(args.export_dir) / "base" / "config.json"
+    if own.is_file() and "quantization_config" in read_json(own) and "quantization_config" not in config:
+        log.warning("the draft was trained for the quantised base in %s; %s is not quantised", own.parent, args.base)
+
+
+def flat_keys(config: dict[str, Any]) -> list[str]:
+    """Names at the top level, and in the configuration of the text model where there are several."""
+    return [*config, *(config.get("text_config") or {})]
+
+
 def triton(args: argparse.Namespace, plan: Speculation) -> str:
     """Write the repository; the command that serves it."""
     if not args.output:
@@ -164,6 +187,7 @@ def main(args: argparse.Namespace) -> None:
     """Write or print. Raises UserError for input that does not fit."""
     check_flags(args)
     plan = plan_of(args)
+    check_target(args)
     if args.engine == "triton":
         sys.stdout.write(triton(args, plan))
     elif args.output:

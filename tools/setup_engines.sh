@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-${MEGATRON_SPEC_ENGINES:-.venv-engines}}
-python=${PYTHON:-python3.11}
+python=${PYTHON:-$(command -v python3.11 || command -v python3.12 || echo python3)}
 log=$folder/install.log
 
 # install NAME PACKAGE...

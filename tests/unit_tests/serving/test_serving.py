@@ -235,3 +235,21 @@ def test_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_flags_that_would_do_nothing_are_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_serving_config.main(make_serving_config.make_parser().parse_args(arguments))
+
+
+def test_a_target_that_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """MTP without a module in the base; a base in high precision for a draft of a quantised one."""
+    draft(tmp_path / "out" / "draft")
+    for folder, config in (("out/base", {"quantization_config": {}}), ("plain", {}), ("v3", {"mtp_num_layers": 1})):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    plain, export = str(tmp_path / "plain"), str(tmp_path / "out")
+    with pytest.raises(UserError, match="ships no prediction module"):
+        run(capsys, "--method", "mtp", "--engine", "vllm", "--base", plain)
+    assert "mtp" in run(capsys, "--method", "mtp", "--engine", "vllm", "--base", str(tmp_path / "v3"))
+    run(capsys, export, "--engine", "vllm", "--base", str(tmp_path / "out" / "base"))
+    assert not caplog.records
+    run(capsys, export, "--engine", "vllm", "--base", plain)
+    assert "trained for the quantised base" in caplog.text
