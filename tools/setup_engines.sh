@@ -16,8 +16,8 @@ install() {
   mkdir -p "$folder"
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
   "$venv/bin/python" -m pip install --quiet "$@" >>"$log" 2>&1 || { tail -n 5 "$log" >&2; exit 1; }
-  # Both pull a torchvision that was built for another torch: transformers works without it.
-  "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio >>"$log" 2>&1
+  # They pull libraries for media that were built for another torch: engines and transformers work without them.
+  "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >>"$log" 2>&1
   printf '%s' "$*" >"$venv/.ready"
 }
 
