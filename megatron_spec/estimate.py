@@ -16,6 +16,15 @@ GIB = 1 << 30
 HEAD_CHUNK = 1100 << 20
 """Bytes of whole-vocabulary logits alive at a time on a GPU (drafts/teacher.py, ops/fused_head.py)."""
 
+MOST_WHOLE_ROWS = 8 << 30
+"""Under sequence parallelism the fused unroll (drafts/fused_unroll.py) holds whole rows on every rank up to so many
+bytes; beyond, the plain one runs, which holds a rank's share."""
+
+
+def whole_rows_bytes(hidden_size: int, rows: float, steps: int, width: int) -> float:
+    """Of the residual stream and its norms in the fused unroll, `rows` rows of `width` bytes a number."""
+    return 9.0 * hidden_size * rows * steps * width
+
 
 def attention_width(config: BaseConfig | EagleConfig) -> int:
     """Columns of the query projection."""
@@ -124,11 +133,21 @@ def _activation_bytes(place: Place, rows: float, width: int) -> float:
     draft, tp = place.draft, place.parallel.tensor_model_parallel_size
     if isinstance(draft, MedusaConfig):
         return rows * draft.num_heads * (draft.num_layers * 3 + 1) * draft.hidden_size * width
-    fused = tp == 1 and place.parallel.context_parallel_size == 1 and place.train.bf16
-    residual, gate, qkv = (9, 2, 1) if fused and draft.algorithm == "eagle3" else (14, 4, 2)
+    scattered = place.parallel.sequence_parallel
+    fused = (
+        draft.algorithm == "eagle3" and place.train.bf16 and place.parallel.context_parallel_size == 1
+        and draft.num_key_value_heads % tp == 0
+        and not (scattered and whole_rows_bytes(draft.hidden_size, rows, place.ttt_steps, width) > MOST_WHOLE_ROWS)
+    )  # fmt: skip
+    residual, gate, qkv = (9.0, 2, 1) if fused else (3 + 11 / tp if scattered else 14.0, 4, 2)
     wide = qkv * qkv_width(draft) + attention_width(draft) + gate * mlp_width(draft)
     step = residual * draft.hidden_size + wide / tp
     return rows * place.ttt_steps * draft.num_hidden_layers * step * width
+
+
+def checkpoint_bytes(draft: DraftConfig, bf16: bool) -> float:
+    """Of one saved iteration: the draft, fp32 master weights where it is in bf16, and two moments."""
+    return sum(draft_parameters(draft)) * (2 + 12 if bf16 else 4 + 8)
 
 
 def memory(place: Place) -> dict[str, float]:

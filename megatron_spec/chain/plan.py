@@ -9,7 +9,15 @@ from types import SimpleNamespace
 from megatron_spec import presets, support
 from megatron_spec.checkpoint.spec import read_spec, resolve
 from megatron_spec.config import BaseConfig, DraftConfig, ObjectiveConfig, ParallelConfig, TrainConfig, UserError
-from megatron_spec.estimate import GIB, Place, draft_parameters, end_parameters, flops_per_token, memory
+from megatron_spec.estimate import (
+    GIB,
+    Place,
+    checkpoint_bytes,
+    draft_parameters,
+    end_parameters,
+    flops_per_token,
+    memory,
+)  # fmt: skip
 from megatron_spec.pipeline.placement import Stage, check_parallel, place
 
 
@@ -166,4 +174,5 @@ def _work(
         f"a step of {tokens} tokens: {step / 1e15:.2f} PFLOP, {step / cluster.world_size / 1e12:.0f} TFLOP a GPU; at "
         f"400 TFLOP/s a GPU {seconds:.2f} s, {tokens / seconds:.0f} tokens/s",
         f"{train.train_iters} steps: {train.train_iters * seconds / 3600:.1f} hours",
+        f"a checkpoint: {checkpoint_bytes(draft, train.bf16) / GIB:.2f} GiB (draft and optimizer)",
     ]

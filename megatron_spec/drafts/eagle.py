@@ -108,7 +108,7 @@ class EagleDraft(RecurrentDraft):
         plan = Supervision.of(features.batch, objective.ttt_steps, objective.alignment)
         teacher = teach(features, plan, self.teacher_head(ends), objective.temperature, group, scattered)
         hidden = self.project(features.captures_SBC)
-        if features.batch.context is None and can_fuse(self, hidden, objective.detach):
+        if features.batch.context is None and can_fuse(self, hidden, objective.detach, objective.ttt_steps):
             states = fused_unroll(self, hidden, features.batch, plan.rows, plan.active, ends)
         else:
             embed = functools.partial(self.embed, ends=ends)

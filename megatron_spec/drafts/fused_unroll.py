@@ -11,6 +11,12 @@ What is gained:
 - Only rows that some step supervises are written for the head, and steps after the first run on those rows alone
   where that saves enough.
 
+Tensor parallel: rows are whole on every rank, heads and intermediate columns are split. Partial sums are added over
+ranks behind the two row-sharded products, and behind the gradients of what column-sharded ones and the head read; the
+embedding's norm alone is left with its own share, of which only the weight's gradient [E] travels. Under sequence
+parallelism the unroll holds whole rows all the same (up to `estimate.MOST_WHOLE_ROWS`), so it may drop those that no
+step supervises.
+
 Fake-quantised linears round in place what a kernel wrote for them, and multiply with their rounded weights; gradients
 pass the rounding as they are (a quantiser that clips them takes the plain way).
 
@@ -24,12 +30,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_spec.batch import Batch
 from megatron_spec.config import DraftConfig, EagleConfig, UserError
 from megatron_spec.drafts.base import BaseEnds
+from megatron_spec.drafts.unroll_steps import Steps
+from megatron_spec.estimate import MOST_WHOLE_ROWS, whole_rows_bytes
 from megatron_spec.ops.products import GradientSums, add_product, kernels_available
 from megatron_spec.ops.ttt_attention import TrunkLayout, trunk_backward, trunk_forward, trunk_layout
 from megatron_spec.ops.weight_products import WeightProducts
@@ -63,7 +73,7 @@ def why_not_fused(
         "Triton is missing": not kernels_available(),
         "it is not in half precision": dtype not in (torch.bfloat16, torch.float16),
         "its steps are detached": detach,
-        "it is tensor parallel": tp_size > 1,
+        "there are fewer key/value heads than tensor parallel ranks": bool(config.num_key_value_heads % tp_size),
         "it has several layers": config.num_hidden_layers > 1,
         "it has an embedding of its own": config.own_embedding,
         "it feeds back a normed state (norm_output)": config.norm_output,
@@ -75,12 +85,16 @@ def why_not_fused(
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def can_fuse(draft: EagleDraft, hidden_SBH: Tensor, detach: bool) -> bool:
-    """True when this draft can be unrolled here now."""
+def can_fuse(draft: EagleDraft, hidden_SBH: Tensor, detach: bool, steps: int) -> bool:
+    """True when this draft can be unrolled here now, `steps` times."""
+    if draft.sequence_parallel:
+        rows = hidden_SBH.shape[0] * hidden_SBH.shape[1] * draft.tp_group.size()
+        if whole_rows_bytes(hidden_SBH.shape[2], rows, steps, hidden_SBH.element_size()) > MOST_WHOLE_ROWS:
+            return False
     where = (draft.tp_group.size(), hidden_SBH.device, hidden_SBH.dtype, detach)
     if not torch.is_grad_enabled() or why_not_fused(draft.config, *where) is not None:
         return False
-    linears = [m for m in draft.midlayer.modules() if hasattr(m, "input_quantizer")]
+    linears = [m for layer in draft.decoder_layers for m in layer.modules() if hasattr(m, "input_quantizer")]
     quantisers: list[Any] = [q for m in linears for q in (m.input_quantizer, m.weight_quantizer) if q is not None]
     return all(getattr(q, "straight", False) for q in quantisers)
 
@@ -94,6 +108,8 @@ def check_fp8(
         quantised: its linears carry fake quantisers.
     """
     reason = "it is fake-quantised" if quantised else why_not_fused(config, tp_size, device, dtype, detach)
+    if reason is None and tp_size > 1:
+        reason = "it is tensor parallel: every rank would round its own part of a row"
     if reason is None and dtype != torch.bfloat16:
         reason = "it is not in bfloat16"
     if reason is None and torch.cuda.get_device_capability(device) < (9, 0):
@@ -138,58 +154,6 @@ def _round_(linear: Any, x: Tensor) -> Tensor:
     return x if quantizer is None else quantizer.round_(x)  # type: ignore[no-any-return]
 
 
-class _Steps:
-    """Rows of every step: all R of them at step 0, `later` ones from step 1 on (those some later loss looks at).
-
-    Buffers over all steps hold the rows of step 0, then those of each later step.
-    """
-
-    def __init__(self, rows: list[Tensor], active: list[Tensor], R: int) -> None:
-        self.T, self.R = len(rows), R
-        compact = self.T > 1 and len(active[1]) < COMPACT_BELOW * R
-        self.index: Tensor | None = active[1] if compact else None
-        self.later = R if self.index is None else len(self.index)
-        self.inverse = None if self.index is None else self.place(self.index, R)
-        """Row of a later step that stands for a row of step 0, or -1."""
-        self.places = [self.place(self.inside(k, r), self.count(k)) for k, r in enumerate(rows)]
-        """Per step: place of a row among those the head reads, or -1."""
-
-    @staticmethod
-    def place(rows_R: Tensor, total: int) -> Tensor:
-        """int32 [total]: i at rows_R[i], -1 elsewhere."""
-        place = torch.full((total,), -1, dtype=torch.int32, device=rows_R.device)
-        place[rows_R] = torch.arange(len(rows_R), dtype=torch.int32, device=rows_R.device)
-        return place
-
-    def compacted(self, k: int) -> Tensor | None:
-        """Places of the rows of step k among those of step 0; None when they are the same."""
-        return None if k == 0 else self.index
-
-    def inside(self, k: int, rows_R: Tensor) -> Tensor:
-        """Rows of step 0 -> rows of step k."""
-        index = self.compacted(k)
-        return rows_R if index is None else torch.searchsorted(index, rows_R)
-
-    def count(self, k: int) -> int:
-        return self.R if k == 0 else self.later
-
-    def span(self, start: int, end: int) -> slice:
-        """Rows of steps start..end-1 in a buffer over all steps."""
-        first = [0, *(self.R + i * self.later for i in range(self.T))]
-        return slice(first[start], first[end])
-
-    def groups(self) -> list[tuple[int, int]]:
-        """(start, end) of the steps whose weight gradients are one product, last steps first."""
-        found, end = [], self.T
-        while end:
-            start = end - 1
-            while start and self.span(start - 1, end).stop - self.span(start - 1, end).start <= ROWS_AT_ONCE:
-                start -= 1
-            found.append((start, end))
-            end = start
-        return found
-
-
 class _Unroll:
     """Buffers and both directions of one micro-batch."""
 
@@ -199,7 +163,7 @@ class _Unroll:
         weights: _Weights,
         hidden_RH: Tensor,
         batch: Batch,
-        steps: _Steps,
+        steps: Steps,
         ends: BaseEnds,
         layout: TrunkLayout,
         kernels: Any,
@@ -210,8 +174,14 @@ class _Unroll:
         self.kernels = kernels  # ops.kernels, which imports Triton
         self.w, self.layout, self.eps, self.steps = weights, layout, config.rms_norm_eps, steps
         self.B, self.S = batch.tokens_BS.shape
-        self.N, self.G, self.D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.E, self.H, self.M = config.target_hidden_size, config.hidden_size, config.intermediate_size
+        self.tp, self.sequence_parallel = draft.tp_group, draft.sequence_parallel
+        ranks = self.tp.size()
+        self.N, self.G, self.D = (
+            config.num_attention_heads // ranks,
+            config.num_key_value_heads // ranks,
+            config.head_dim,
+        )
+        self.E, self.H, self.M = config.target_hidden_size, config.hidden_size, config.intermediate_size // ranks
         self.R, self.T, self.X = steps.R, steps.T, (self.N + 2 * self.G) * self.D
         self.like: dict[str, Any] = {"dtype": hidden_RH.dtype, "device": hidden_RH.device}
         total, kv = steps.span(0, self.T).stop, self.G * self.D
@@ -229,9 +199,23 @@ class _Unroll:
         self.lse: list[Tensor] = []
         self.rng: list[tuple[Tensor, ...]] = []
         self.tables = [self._tables(draft, batch, k) for k in range(self.T)]
-        ahead = torch.nn.functional.pad(batch.tokens_BS[:, 1:], (0, self.T))  # token of row j at step k: place j + k
-        self.embedding = ends.embed(ahead).to(hidden_RH.dtype).reshape(-1, self.E)
+        self.embedding = self._embedding(ends, batch.tokens_BS).to(hidden_RH.dtype)
         self.used, self.fp8 = False, bool(draft.fp8)
+
+    def _embedding(self, ends: BaseEnds, tokens_BS: Tensor) -> Tensor:
+        """[(S + T - 1) * B, E]: row j at step k reads place j + k."""
+        rows = self.S + self.T - 1
+        extra = -rows % self.tp.size() if self.sequence_parallel else 0
+        embedded = ends.embed(torch.nn.functional.pad(tokens_BS[:, 1:], (0, self.T + extra)))
+        if self.sequence_parallel:
+            embedded = mappings.gather_from_sequence_parallel_region(embedded.contiguous(), group=self.tp)
+        return embedded[:rows].reshape(-1, self.E)
+
+    def _summed(self, x: Tensor) -> Tensor:
+        """x, summed over tensor parallel ranks in place."""
+        if self.tp.size() > 1:
+            dist.all_reduce(x, group=self.tp)
+        return x
 
     def _tables(self, draft: EagleDraft, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         """fp32 (cos, sin) [rows, D / 2] of step k."""
@@ -287,14 +271,14 @@ class _Unroll:
         scratch = torch.empty(self.R, self.M, **self.like)
         for k in range(self.T):
             self._attend(k, projected)
-            delta = self.o.forward(self._attended(k, k + 1))
+            delta = self._summed(self.o.forward(self._attended(k, k + 1)))
             inner, gated = self._at(self.inner, k), scratch[: len(delta)]
             first = (w.post_norm, self._at(self.post, k))
             self.rstd_inner.append(kernels.norm_forward(self.before[k], self.eps, delta, inner, first))
             post = _round_(mlp.gate_proj, self._at(self.post, k))
             self.gate_up_product.forward(post, out=self._at(self.gate_up, k))
             kernels.gated_forward(self._at(self.gate_up, k), gated)
-            self.down.forward(_round_(mlp.down_proj, gated), out=delta)
+            self._summed(self.down.forward(_round_(mlp.down_proj, gated), out=delta))
             self._finish(k, inner, delta, states[k])
         return states
 
@@ -338,7 +322,9 @@ class _Unroll:
         assert not self.used, "the buffers of this unroll were overwritten by its first backward"
         self.used = True
         w, kernels, steps, device = self.w, self.kernels, self.steps, self.q.device
-        groups = steps.groups()
+        if self.tp.size() > 1:  # of each rank's part of the head; one message
+            grad_states = self._summed(torch.cat(grad_states)).split([len(g) for g in grad_states])
+        groups = steps.groups(ROWS_AT_ONCE)
         most = max(steps.span(*g).stop - steps.span(*g).start for g in groups)
         d_after, d_inner = (torch.empty(most, self.H, **self.like) for _ in range(2))
         gated = torch.empty(most, self.M, **self.like)
@@ -357,19 +343,21 @@ class _Unroll:
                 self.down.backward(d_after[part], out=d_gated)
                 kernels.gated_backward(gate_up, d_gated, gated[part])
                 _round_(self.mlp.down_proj, gated[part])
-                first = (self.gate_up_product.backward(gate_up), w.post_norm, self.norms[w.post_norm])
+                first = (self._summed(self.gate_up_product.backward(gate_up)), w.post_norm, self.norms[w.post_norm])
                 kernels.norm_backward(
                     self._at(self.inner, k), self.rstd_inner[k], d_inner[part], first, add_RH=d_after[part]
                 )
                 self._attend_backward(k, d_inner[part])
-                above = (d_inner[part], self.qkv.backward(self._at(self.dx, k)))
+                above = (d_inner[part], self._summed(self.qkv.backward(self._at(self.dx, k))))
             self._weight_gradients(start, end, d_after, gated, d_inner, sums)
         assert above is not None
         out = torch.empty_like(self.before[0])
         self._into_before(0, above, out)
         self._embedding_gradients(sums)
+        # Under sequence parallelism the trainer sums the gradients of norms over ranks; here each has the whole.
+        once = not self.sequence_parallel or self.tp.rank() == 0
         for parameter, partial in self.norms.items():
-            sums.of(parameter).add_(partial.sum(0))
+            sums.of(parameter).add_(partial.sum(0), alpha=int(once))
         return out
 
     def _into_before(self, k: int, above: tuple[Tensor, Tensor], out: Tensor) -> None:
@@ -454,7 +442,8 @@ class _Unroll:
         partial = self.kernels.norm_partials(self.E, d_projected.device)
         first = (d_projected @ self.fused_qkv[0], self.w.input_norm, partial)
         self.kernels.norm_backward(self.embedding, self.rstd_embedding, None, first)
-        sums.of(self.w.input_norm).add_(partial.sum(0))
+        own = partial.sum(0)
+        sums.of(self.w.input_norm).add_(own if self.sequence_parallel else self._summed(own))
 
 
 class _FusedUnroll(torch.autograd.Function):
@@ -478,16 +467,20 @@ def fused_unroll(
     """Supervised rows [R_k, H] of the state that the head reads, for every step; differentiable.
 
     Args:
-        hidden_SBH: state of step 0.
+        hidden_SBH: state of step 0 ([S / TP, B, H] under sequence parallelism).
         rows: int64 rows (s * B + b) that step k supervises, ascending.
         active: per step, ascending, the rows that some step from it on supervises.
     """
     from megatron_spec.ops import kernels
 
     weights = _Weights.of(draft)
+    if draft.sequence_parallel:  # every rank finds the whole gradient, so each keeps its rows of it
+        hidden_SBH = mappings.gather_from_sequence_parallel_region(
+            hidden_SBH, tensor_parallel_output_grad=False, group=draft.tp_group
+        )
     hidden = hidden_SBH.flatten(0, 1).contiguous()
     layout = trunk_layout(batch.documents_BS, hidden.dtype, None, batch.single_document)
-    steps = _Steps(rows, active, len(hidden))
+    steps = Steps(rows, active, len(hidden), COMPACT_BELOW)
     work = _Unroll(draft, weights, hidden.detach(), batch, steps, ends, layout, kernels)
     states = _FusedUnroll.apply(work, [len(r) for r in rows], hidden, *weights.all())  # type: ignore[no-untyped-call]
     return list(states)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -9,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_spec import platform
+from megatron_spec import ops, platform
 from megatron_spec.batch import Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
+from megatron_spec.drafts import eagle, fused_unroll
 from megatron_spec.drafts.eagle import EagleDraft
 from megatron_spec.drafts.layer import local_kv_heads
 from megatron_spec.ops.attention import AttentionPlan, attend
+from tests.unit_tests.drafts import plain_kernels
 from tests.unit_tests.drafts.stand_in import StandInEnds, V, conversations, draft_vocab, eagle_config, features
 from tests.worlds import run_world
 
@@ -36,6 +41,28 @@ CASES: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
     "tp3 sp": (3, True, HEADS_9_3, {}),
     "tp3 one kv head": (3, True, {**HEADS_9_3, "num_key_value_heads": 1, "head_dim": 6}, {}),
 }
+
+FUSED: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
+    # the hand-written backward; with and without dropping the rows that no later step supervises
+    "tp2 fused": (2, False, {}, {}),
+    "tp2 fused, fewer rows": (2, False, {}, {}),
+    "tp2 sp fused": (2, True, {}, {}),
+    "tp2 sp fused, fewer rows": (2, True, {"num_attention_heads": 8}, {"alignment": "paper"}),
+}
+
+
+@contextmanager
+def fusing(rows_below: float) -> Iterator[list[int]]:
+    """Drafts take the fused way as on a GPU, with plain tensors for kernels; the list grows by one each time."""
+    taken: list[int] = []
+    inner = fused_unroll.fused_unroll
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "megatron_spec.ops.kernels", plain_kernels)
+        patch.setattr(ops, "kernels", plain_kernels, raising=False)
+        patch.setattr(fused_unroll, "why_not_fused", lambda *_: None)
+        patch.setattr(fused_unroll, "COMPACT_BELOW", rows_below)
+        patch.setattr(eagle, "fused_unroll", lambda *a: taken.append(1) or inner(*a))
+        yield taken
 
 
 def decoded(draft: EagleDraft, ends: StandInEnds, captures_SBC: Tensor, full_length: int) -> Tensor:
@@ -90,6 +117,14 @@ def ranks() -> dict[str, Any]:
             found[name] = outcome(config, goal, groups[size], sequence_parallel)
             if rank == 0:
                 found[name + " alone"] = outcome(config, goal, alone, False)
+    for name, (size, sequence_parallel, sizes, objective) in FUSED.items():
+        if rank < size:
+            config, goal = eagle_config(**sizes), ObjectiveConfig(ttt_steps=3, **objective)
+            with fusing(1.0 if "fewer" in name else 0.0) as taken:
+                found[name] = outcome(config, goal, groups[size], sequence_parallel)
+            assert taken == [1], name
+            if rank == 0:
+                found[name + " alone"] = outcome(config, goal, alone, False)
     if rank < 2:
         try:
             config = eagle_config(num_attention_heads=3, num_key_value_heads=3)
@@ -104,9 +139,9 @@ def world() -> list[dict[str, Any]]:
     return run_world(3, ranks)
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", [*CASES, *FUSED])
 def test_equals_one_rank(world: list[dict[str, Any]], name: str) -> None:
-    size = CASES[name][0]
+    size = (CASES | FUSED)[name][0]
     whole = world[0][name + " alone"]
     assert all(float(whole["rows"][k]) > 0 for k in range(3))
     for key, expected in whole.items():

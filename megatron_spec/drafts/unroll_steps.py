@@ -1,0 +1,61 @@
+"""Which rows the fused unroll of a draft computes at each step, and where they lie in its buffers.
+
+R rows of a micro-batch (s * B + b), T draft steps.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Steps:
+    """Rows of every step: all R of them at step 0, `later` ones from step 1 on (those some later loss looks at).
+
+    Buffers over all steps hold the rows of step 0, then those of each later step.
+    """
+
+    def __init__(self, rows: list[Tensor], active: list[Tensor], R: int, compact_below: float) -> None:
+        self.T, self.R = len(rows), R
+        compact = self.T > 1 and len(active[1]) < compact_below * R
+        self.index: Tensor | None = active[1] if compact else None
+        self.later = R if self.index is None else len(self.index)
+        self.inverse = None if self.index is None else self.place(self.index, R)
+        """Row of a later step that stands for a row of step 0, or -1."""
+        self.places = [self.place(self.inside(k, r), self.count(k)) for k, r in enumerate(rows)]
+        """Per step: place of a row among those the head reads, or -1."""
+
+    @staticmethod
+    def place(rows_R: Tensor, total: int) -> Tensor:
+        """int32 [total]: i at rows_R[i], -1 elsewhere."""
+        place = torch.full((total,), -1, dtype=torch.int32, device=rows_R.device)
+        place[rows_R] = torch.arange(len(rows_R), dtype=torch.int32, device=rows_R.device)
+        return place
+
+    def compacted(self, k: int) -> Tensor | None:
+        """Places of the rows of step k among those of step 0; None when they are the same."""
+        return None if k == 0 else self.index
+
+    def inside(self, k: int, rows_R: Tensor) -> Tensor:
+        """Rows of step 0 -> rows of step k."""
+        index = self.compacted(k)
+        return rows_R if index is None else torch.searchsorted(index, rows_R)
+
+    def count(self, k: int) -> int:
+        return self.R if k == 0 else self.later
+
+    def span(self, start: int, end: int) -> slice:
+        """Rows of steps start..end-1 in a buffer over all steps."""
+        first = [0, *(self.R + i * self.later for i in range(self.T))]
+        return slice(first[start], first[end])
+
+    def groups(self, at_once: int) -> list[tuple[int, int]]:
+        """(start, end) of the steps whose rows are handled together, at most `at_once` of them, last steps first."""
+        found, end = [], self.T
+        while end:
+            start = end - 1
+            while start and self.span(start - 1, end).stop - self.span(start - 1, end).start <= at_once:
+                start -= 1
+            found.append((start, end))
+            end = start
+        return found
