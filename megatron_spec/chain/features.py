@@ -60,11 +60,16 @@ def check_disk(folder: str, manifest: StoreManifest, dataset: Dataset, part: tup
     shards = [shard for shard in missing_shards(Path(folder), manifest) if shard % part[1] == part[0]]
     pending = [i for shard in shards for i in manifest.samples_of(shard)]
     need = int(lengths_of(dataset)[pending].sum(dtype="int64")) * manifest.bytes_per_token
+    check_room(folder, need, len(pending))
+
+
+def check_room(folder: str | Path, need: int, samples: int) -> None:
+    """Log the size of features to write, and raise UserError when the disk cannot hold it."""
     place = Path(folder).absolute()
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
-    log.info("features of %d samples to compute: %.2f GiB in %s", len(pending), need / 2**30, folder)
+    log.info("features of %d samples to write: %.2f GiB in %s", samples, need / 2**30, folder)
     if need > free:
         raise UserError(
             f"{folder}: features need {need / 2**30:.1f} GiB more, {free / 2**30:.1f} GiB are free: free "
