@@ -88,7 +88,7 @@ def export_base(
         kv = bool(scales.kv)
         together(lambda: _finish(folder, source, shape, exclude, kv, dtype, run_config) if first else None)
         _verify(folder, base, scales, dtype, world)
-    log.info("exported base to %s (%s)", out_dir, "fp8" if scales.linears else dtype)
+    log.info("wrote the base (%s)", "fp8" if scales.linears else dtype)
     return Path(out_dir)
 
 

@@ -89,7 +89,7 @@ def export_draft(
         write_stream(_tensors(draft, config, vocab, dtype, world, ends if export_embeddings else None), writer)
         together(lambda: _write(folder, config, base, dtype, exclude, form, run_config) if first else None)
         verify_draft(folder, draft, base.config, world, dtype=dtype, features=features, ends=ends)
-    log.info("exported %s draft to %s (%s)", config.algorithm, out_dir, form if fp8 else dtype)
+    log.info("wrote the %s draft (%s)", config.algorithm, form if fp8 else dtype)
     return Path(out_dir)
 
 

@@ -110,7 +110,7 @@ def export_draft(
         together(lambda: finish() if first else None)
         verify(folder, draft, base.config, world, dtype=dtype, ends=ends, also_pt=also_pt)
         together(lambda: check_logits(folder, draft, world, ends) if mine else None)
-    log.info("exported %d Medusa heads to %s (%s)", config.num_heads, out_dir, dtype)
+    log.info("wrote %d Medusa heads (%s)", config.num_heads, dtype)
     return Path(out_dir)
 
 
