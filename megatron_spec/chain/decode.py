@@ -272,6 +272,6 @@ def _other_text(decode: DecodeConfig) -> dict[str, Any]:
     names = ["top_k", "top_p", "use_rejection_sampling", "typical_acceptance", "use_relaxed_acceptance_for_thinking"]
     if decode.use_rejection_sampling or not decode.lossless:  # then the draft and its options shape the text too
         names = [f.name for f in dataclasses.fields(decode)]
-        names = [n for n in names if n not in ("max_new_tokens", "temperature", "seed", "batch_size")]
+        names = [n for n in names if n not in ("max_new_tokens", "temperature", "seed", "batch_size", "cuda_graphs")]
     default = DecodeConfig()
     return {n: getattr(decode, n) for n in names if getattr(decode, n) != getattr(default, n)}

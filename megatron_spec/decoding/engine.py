@@ -10,6 +10,10 @@ they are never visible and soon overwritten. Nodes of a tree have the slots behi
 closes up. Running sequences occupy the first rows of every cache; when one ends, the last running row moves into its
 place, and waiting prompts are prefilled into the free rows behind.
 
+On one GPU a step runs from CUDA graphs (replay.py): nothing in it depends on the host, which waits for the device
+once a step, for a table of what was emitted. Rows behind the running ones may then be computed too; they stay inside
+their cache, and what they hold is overwritten before it is seen.
+
 Every rank of the pipeline and tensor parallel groups takes the same decisions: tokens are reduced over tensor
 parallel ranks (sampling.py) and taken from the first pipeline stage. Data-parallel ranks know nothing of each other.
 
@@ -19,9 +23,7 @@ size, V vocabulary, M rows of logits.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,12 +35,15 @@ from megatron_spec.batch import Batch
 from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.decoding import sampling
 from megatron_spec.decoding.cache import move_rows, move_slots, rows_view
+from megatron_spec.decoding.costs import Costs, NoCosts
 from megatron_spec.decoding.drafters import Context, Drafter, Observation, build_drafter
+from megatron_spec.decoding.replay import Recorder, Replays, key_step, mapped, padded_rows, recorder_for
 from megatron_spec.decoding.tree import Tree, visible_slots
 from megatron_spec.decoding.verify import Drafted, Draws, Verdict, choose, verify
 from megatron_spec.ops.attention import AttentionPlan, KVCache
 from megatron_spec.pipeline.model import FrozenBase
 from megatron_spec.pipeline.schedule import run_base_everywhere
+from megatron_spec.platform import to_device
 
 PREFILL_TOKENS = 16384
 """Most prompt tokens (padding included) that one prefill forward reads: bounds its memory."""
@@ -69,39 +74,6 @@ class Generation:
     drafted_lengths: list[int] = field(default_factory=list)
 
 
-@dataclass
-class Costs:
-    """Seconds spent in each phase, and how often it ran; waiting for the device after each phase costs some time."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the block to phase `name`: prefill, draft, base, observe."""
-        start = now()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + now() - start
-        self.counts[name] = self.counts.get(name, 0) + 1
-
-    def mean(self, name: str) -> float:
-        """Seconds of one run of a phase; 0 for one that never ran."""
-        return self.seconds.get(name, 0.0) / max(self.counts.get(name, 0), 1)
-
-
-class _NoCosts(Costs):
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        yield
-
-
-def now() -> float:
-    """Wall clock, when everything asked of the device is done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def decode(
     base: FrozenBase,
     prompts: Sequence[Sequence[int]],
@@ -111,6 +83,7 @@ def decode(
     progress: Callable[[int, int], None] | None = None,
     seeds: Sequence[int] | None = None,
     costs: Costs | None = None,
+    recorder: Recorder | None = None,
 ) -> list[Generation]:
     """Answer every prompt; results in the order of the prompts. Collective over the model parallel ranks.
 
@@ -120,13 +93,14 @@ def decode(
         draft: a draft model, a second base model or a Drafter; None drafts as config.decoding_type says, or not at all.
         progress: called with (answers done, answers in all) for every answer.
         seeds: one per prompt for temperature > 0; config.seed + the prompt's index otherwise.
-        costs: where the time of each phase is added up.
+        costs: where the time of each phase is kept.
+        recorder: of CUDA graphs; default: where they pay, unless config.cuda_graphs is off.
 
     Raises:
         UserError: an empty or too long prompt, or a base under sequence parallelism.
     """
     answers: dict[int, Generation] = {}
-    for index, generation in decode_stream(base, prompts, config, stop_ids, draft, seeds, costs):
+    for index, generation in decode_stream(base, prompts, config, stop_ids, draft, seeds, costs, recorder):
         answers[index] = generation
         if progress:
             progress(len(answers), len(prompts))
@@ -142,13 +116,17 @@ def decode_stream(
     draft: Any = None,
     seeds: Sequence[int] | None = None,
     costs: Costs | None = None,
+    recorder: Recorder | None = None,
 ) -> Iterator[tuple[int, Generation]]:
     """`decode`, yielding (index of the prompt, answer) as answers end."""
     _check(base, prompts)
     drafter, stop_ids = build_drafter(draft, base, config), set(stop_ids)
     seeds = seeds if seeds is not None else [config.seed + i for i in range(len(prompts))]
+    if recorder is None and config.cuda_graphs:
+        recorder = recorder_for(base)
     for group in _groups(prompts):
-        yield from _Engine(base, prompts, group, config, stop_ids, drafter, seeds, costs or _NoCosts()).run()
+        replays = Replays(recorder)
+        yield from _Engine(base, prompts, group, config, stop_ids, drafter, seeds, costs or NoCosts(), replays).run()
 
 
 def _groups(prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
@@ -190,30 +168,55 @@ def two_best(base: FrozenBase, tokens: Sequence[int]) -> tuple[list[float], list
     return values[0].tolist(), ids[0].tolist()
 
 
+@dataclass
+class _Sequence:
+    """A running sequence as the host knows it: which prompt, its answer, known tokens, most tokens."""
+
+    index: int
+    generation: Generation
+    length: int
+    limit: int
+
+
+@dataclass
+class _Step:
+    """What a verification leaves.
+
+    Attributes:
+        seen: for the drafter.
+        table_BX: accepted, emitted, stopped, over, proposed, then the emitted tokens: all that the host wants to know.
+    """
+
+    seen: Observation
+    table_BX: Tensor
+
+
 class _Engine:
     """State of one call of `decode`. Tensors have one row per cache row; rows 0..running-1 are in use."""
 
     def __init__(
         self, base: FrozenBase, prompts: Sequence[Sequence[int]], group: list[int], config: DecodeConfig,
-        stop_ids: set[int], drafter: Drafter | None, seeds: Sequence[int], costs: Costs,
+        stop_ids: set[int], drafter: Drafter | None, seeds: Sequence[int], costs: Costs, replays: Replays,
     ) -> None:  # fmt: skip
         self.base, self.prompts, self.config, self.drafter, self.seeds = base, prompts, config, drafter, seeds
-        self.costs = costs
-        device = base.world.device
+        self.costs, self.replays = costs, replays
         self.waiting = group  # longest first: neighbours in a batch have similar lengths
-        self.running: list[tuple[int, Generation]] = []  # prompt and answer of each row in use
+        self.running: list[_Sequence] = []  # one for each row in use
         self.ended: list[tuple[int, Generation]] = []
         self.draft_len = config.max_draft_len if drafter else 0
-        rows = min(config.batch_size, len(group))
-        nodes = max(drafter.max_nodes(self.draft_len), self.draft_len) if drafter else 0
-        longest = max(self._limit(i) for i in group) + nodes + 1
+        self.rows = rows = min(config.batch_size, len(group))
+        self.nodes = max(drafter.max_nodes(self.draft_len), self.draft_len) if drafter else 0
+        longest = max(self._limit(i) for i in group) + self.nodes + 1
+        self.key_step = key_step(longest)
+        longest = self._key_slots(longest)
         self.cache: KVCache = base.new_cache(rows, longest)
         if drafter:
             drafter.open(rows, longest)
+        device = base.world.device
         self.tokens_BL = torch.zeros(rows, longest + 1, dtype=torch.int64, device=device)
-        self.length_B = torch.zeros(rows, dtype=torch.int64, device=device)  # known tokens
-        self.prompt_B = torch.zeros_like(self.length_B)  # tokens of the prompt
-        self.limit_B = torch.zeros_like(self.length_B)  # most tokens, prompt included
+        self.length_B = torch.ones(rows, dtype=torch.int64, device=device)  # known tokens
+        self.prompt_B = torch.ones_like(self.length_B)  # tokens of the prompt
+        self.limit_B = torch.ones_like(self.length_B)  # most tokens, prompt included
         self.uniform_BN3 = torch.zeros(rows, config.max_new_tokens if config.temperature > 0 else 1, 3, device=device)
         """Numbers for each place of the answer: the base's choice, acceptance, the draft's choice."""
         self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
@@ -221,13 +224,15 @@ class _Engine:
     def _limit(self, i: int) -> int:
         return min(len(self.prompts[i]) + self.config.max_new_tokens, self.base.config.max_position_embeddings)
 
+    def _key_slots(self, needed: int) -> int:
+        return -(-needed // self.key_step) * self.key_step
+
     def run(self) -> Iterator[tuple[int, Generation]]:
         """Yield answers as they end."""
-        rows = self.tokens_BL.shape[0]
         while self.running or self.waiting:
-            free = rows - len(self.running)
+            free = self.rows - len(self.running)
             # A prefill of few prompts costs nearly as much as a step: wait for a quarter of the rows.
-            if self.waiting and (not self.running or free * 4 >= rows):
+            if self.waiting and (not self.running or free * 4 >= self.rows):
                 self._prefill(free)
             else:
                 self._verify()
@@ -237,17 +242,19 @@ class _Engine:
     # --- one base forward ---------------------------------------------------------------------------------------
 
     def _forward(
-        self, first: int, tokens_BS: Tensor, slots_BS: Tensor, tree: Tree | None = None
+        self, first: int, tokens_BS: Tensor, slots_BS: Tensor, key_slots: int, tree: Tree | None = None
     ) -> tuple[Tensor, Tensor]:
+        """Args: key_slots: how many are looked at; 0: the tokens begin their sequences."""
+        view, positions_BS = rows_view(self.cache, first, tokens_BS.shape[0]), slots_BS
+        if tree is not None:
+            visible_BSL = visible_slots(slots_BS[:, 0], tree.above_BSS, key_slots)
+            plan = AttentionPlan.cached(view, slots_BS, visible_BSL, key_slots)
+            positions_BS = slots_BS[:, :1] + torch.cat([torch.zeros_like(slots_BS[:, :1]), tree.depth_BN], dim=1)
+        elif key_slots:
+            plan = AttentionPlan.cached(view, slots_BS, length=key_slots)
+        else:
+            plan = AttentionPlan.prefill(view, slots_BS)
         zeros_BS = torch.zeros_like(tokens_BS, dtype=torch.int32)
-        view = rows_view(self.cache, first, tokens_BS.shape[0])
-        if tree is None:
-            plan = AttentionPlan.cached(view, slots_BS)
-            return run_base_everywhere(self.base, Batch(tokens_BS, slots_BS, zeros_BS, zeros_BS), plan)
-        length = int(slots_BS.max()) + 1
-        visible_BSL = visible_slots(slots_BS[:, 0], tree.above_BSS, length)
-        plan = AttentionPlan(visible_BSL[:, None], view, slots_BS, length)
-        positions_BS = slots_BS[:, :1] + torch.cat([torch.zeros_like(slots_BS[:, :1]), tree.depth_BN], dim=1)
         return run_base_everywhere(self.base, Batch(tokens_BS, positions_BS, zeros_BS, zeros_BS), plan)
 
     def _draws(self, rows: slice, place_B: Tensor, count: int) -> Tensor:
@@ -278,41 +285,65 @@ class _Engine:
         here, row_B = slice(first, first + count), torch.arange(count, device=tokens_BS.device)
         prompt_B = self.prompt_B[here]
         with self.costs.phase("prefill"):
-            captures_SBC, state_SBH = self._forward(first, tokens_BS, slots_BS)
+            captures_SBC, state_SBH = self._forward(first, tokens_BS, slots_BS, 0)
             logits_MV = self.base.logits(state_SBH[prompt_B - 1, row_B][None])[0]
             chosen_B = choose(logits_MV, self.uniform_BN3[here, 0, 0], self.config, self.base.world.tp)
         chosen_B = self._agree(chosen_B)
         self.tokens_BL[here].scatter_(1, prompt_B[:, None], chosen_B[:, None])
         if self.drafter:
             next_BS = self.tokens_BL[here, 1 : widest + 1]
-            self.drafter.observe(Observation(first, slots_BS, next_BS, prompt_B.clone(), captures_SBC, state_SBH))
-        self.running += [(i, Generation()) for i in taken]
-        self._finish(first, chosen_B[:, None], torch.ones_like(prompt_B))
+            self.drafter.observe(
+                Observation(first, slots_BS, next_BS, prompt_B.clone(), captures_SBC, state_SBH, prefill=True)
+            )
+        self.running += [_Sequence(i, Generation(), len(self.prompts[i]), self._limit(i)) for i in taken]
+        zeros_B = torch.zeros_like(prompt_B)
+        self._book(first, self._advance(first, chosen_B[:, None], zeros_B, zeros_B).tolist(), verified=False)
 
     def _place(self, first: int, taken: list[int]) -> None:
-        for row, i in enumerate(taken, start=first):
-            prompt = torch.tensor(self.prompts[i], dtype=torch.int64)
-            self.tokens_BL[row].zero_()
-            self.tokens_BL[row, : len(prompt)] = prompt.to(self.tokens_BL.device)
-            self.length_B[row] = self.prompt_B[row] = len(prompt)
-            self.limit_B[row] = self._limit(i)
-            if self.config.temperature > 0:
-                generator = torch.Generator().manual_seed(self.seeds[i])
-                # The base's choices first: they are the same numbers whatever else is drawn.
-                numbers_3N = torch.rand(3, self.config.max_new_tokens, generator=generator)
-                self.uniform_BN3[row] = numbers_3N.t().to(self.uniform_BN3.device)
+        """Fill the rows from `first` on with prompts."""
+        here, device = slice(first, first + len(taken)), self.tokens_BL.device
+        prompts = [torch.tensor(self.prompts[i], dtype=torch.int64) for i in taken]
+        whole_BL = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+        self.tokens_BL[here] = 0
+        self.tokens_BL[here, : whole_BL.shape[1]] = to_device(whole_BL, device)
+        numbers_B2 = to_device(torch.tensor([[len(self.prompts[i]), self._limit(i)] for i in taken]), device)
+        self.length_B[here] = self.prompt_B[here] = numbers_B2[:, 0]
+        self.limit_B[here] = numbers_B2[:, 1]
+        if self.config.temperature > 0:
+            generators = [torch.Generator().manual_seed(self.seeds[i]) for i in taken]
+            # The base's choices first: they are the same numbers whatever else is drawn.
+            numbers = [torch.rand(3, self.config.max_new_tokens, generator=g).t() for g in generators]
+            self.uniform_BN3[here] = to_device(torch.stack(numbers), device)
 
     # --- verification -------------------------------------------------------------------------------------------
 
     def _draft(self, batch: int) -> Drafted:
-        """What is proposed; nodes deeper than a sequence may still grow do not count."""
-        length_B = self.length_B[:batch]
-        room_B = self.limit_B[:batch] - length_B - 1
-        count = min(self.draft_len, int(room_B.max())) if self.drafter else 0
+        """What is proposed for rows 0 .. batch - 1."""
+        count = min(self.draft_len, max(s.limit - s.length for s in self.running) - 1)
+        if self.replays.active:
+            count = self.draft_len  # one shape; nodes that no sequence may still grow do not count
         if count == 0 or self.drafter is None:
             nothing_BN = self.tokens_BL.new_empty(batch, 0)
             return Drafted(nothing_BN, nothing_BN.bool(), None, 0)
-        context = Context(self.tokens_BL[:batch], length_B)
+        key_slots = self._key_slots(max(s.length for s in self.running) + self.nodes)
+        if self.drafter.fixed_shapes:
+            name = ("draft", batch, count, key_slots)
+            return self.replays.run(name, lambda: self._propose(batch, count, key_slots))
+        running = len(self.running)
+        drafted = self._propose(running, count, key_slots)
+        if running == batch:
+            return drafted
+        rows_B = torch.arange(batch, device=self.tokens_BL.device).clamp(max=running - 1)
+        filled: Drafted = mapped(drafted, lambda tensor: tensor[rows_B])
+        return filled
+
+    def _propose(self, batch: int, count: int, key_slots: int) -> Drafted:
+        """Ask the drafter; nodes deeper than a sequence may still grow do not count."""
+        assert self.drafter is not None
+        length_B = self.length_B[:batch]
+        room_B = self.limit_B[:batch] - length_B - 1
+        lengths = [s.length for s in self.running]
+        context = Context(self.tokens_BL[:batch], length_B, lengths=lengths, key_slots=key_slots)
         if self.config.use_rejection_sampling:
             places = self._draws(slice(0, batch), length_B - self.prompt_B[:batch], count)
             context.uniform_BK, context.temperature = places[:, :, 2], self.config.temperature
@@ -330,33 +361,51 @@ class _Engine:
         return Drafted(tokens_BN, valid_BN, tree, depth, proposal.q_BNV)
 
     def _verify(self) -> None:
-        """One step of every running sequence."""
-        batch = len(self.running)
+        """One step of every running sequence. Only `table` makes the host wait for the device."""
+        running = len(self.running)
+        batch = padded_rows(running, self.rows) if self.replays.active else running
         with self.costs.phase("draft"):
             drafted = self._draft(batch)
+        key_slots = self._key_slots(max(s.length for s in self.running) + drafted.tokens_BN.shape[1])
+        name = ("base", batch, key_slots, drafted.depth)
+        with self.costs.phase("base"):
+            step = self.replays.run(name, lambda given: self._judged(batch, key_slots, given), drafted)
+            table = step.table_BX.tolist()
+        if self.drafter:
+            with self.costs.phase("observe"):
+                self._observe(step.seen, 1 + max(accepted for accepted, *_ in table[:running]))
+        self._book(0, table[:running], verified=True)
+
+    def _observe(self, seen: Observation, longest: int) -> None:
+        """Args: longest: most rows of a sequence that are final."""
+        assert self.drafter is not None
+        if self.drafter.fixed_shapes and self.replays.active:
+            self.replays.run(("observe", seen.key_slots), self.drafter.observe, seen)
+            return
+        B, P = len(self.running), longest
+        self.drafter.observe(Observation(
+            0, seen.slots_BS[:B, :P], seen.next_tokens_BS[:B, :P], seen.counts_B[:B], seen.captures_SBC[:P, :B],
+            seen.state_SBH[:P, :B], seen.key_slots,
+        ))  # fmt: skip
+
+    def _judged(self, batch: int, key_slots: int, drafted: Drafted) -> _Step:
+        """Read the drafts, decide, and write down what is emitted: all of a step that the device does alone."""
         length_B = self.length_B[:batch]
         tokens_BS = torch.cat([self.tokens_BL[:batch].gather(1, length_B[:, None] - 1), drafted.tokens_BN], dim=1)
         slots_BS = length_B[:, None] - 1 + torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        with self.costs.phase("base"):
-            captures_SBC, state_SBH = self._forward(0, tokens_BS, slots_BS, drafted.tree)
-            verdict = self._judge(tokens_BS, state_SBH, drafted)
+        captures_SBC, state_SBH = self._forward(0, tokens_BS, slots_BS, key_slots, drafted.tree)
+        verdict = self._judge(tokens_BS, state_SBH, drafted)
         path_BP, emitted_BP, accepted_B = verdict.path_BP, verdict.emitted_BP, verdict.accepted_B
         places_BP = slots_BS[:, : emitted_BP.shape[1]]
         self.tokens_BL[:batch].scatter_(1, places_BP + 1, emitted_BP)  # behind the accepted ones they mean nothing
         if path_BP is not None:
             move_slots(rows_view(self.cache, 0, batch), slots_BS.gather(1, path_BP), places_BP)
-        if self.drafter:
-            P = int(accepted_B.max()) + 1
-            if path_BP is not None:
-                rows_P1B = (path_BP[:, :P].t(), torch.arange(batch, device=path_BP.device))
-                captures_SBC, state_SBH = captures_SBC[rows_P1B], state_SBH[rows_P1B]
-            with self.costs.phase("observe"):
-                self.drafter.observe(Observation(
-                    0, places_BP[:, :P], emitted_BP[:, :P], accepted_B + 1, captures_SBC[:P], state_SBH[:P]
-                ))  # fmt: skip
+            rows_P1B = (path_BP.t(), torch.arange(batch, device=path_BP.device))
+            captures_SBC, state_SBH = captures_SBC[rows_P1B], state_SBH[rows_P1B]
         depth_BN = drafted.tree.depth_BN if drafted.tree is not None else places_BP[:, 1:] - places_BP[:, :1]
         proposed_B = torch.cat([accepted_B[:, None] * 0, depth_BN * drafted.valid_BN], dim=1).amax(dim=1)
-        self._finish(0, emitted_BP, accepted_B + 1, proposed_B)
+        seen = Observation(0, places_BP, emitted_BP, accepted_B + 1, captures_SBC, state_SBH, key_slots)
+        return _Step(seen, self._advance(0, emitted_BP, accepted_B, proposed_B))
 
     def _judge(self, tokens_BS: Tensor, state_SBH: Tensor, drafted: Drafted) -> Verdict:
         batch = tokens_BS.shape[0]
@@ -390,28 +439,31 @@ class _Engine:
 
     # --- bookkeeping --------------------------------------------------------------------------------------------
 
-    def _finish(self, first: int, chosen_BS: Tensor, emitted_B: Tensor, proposed_B: Tensor | None = None) -> None:
-        """Add the emitted tokens of rows first.. to their answers (cut at a stop token) and free the ended rows."""
-        step_S = torch.arange(chosen_BS.shape[1], device=chosen_BS.device)
-        stops_BS = torch.isin(chosen_BS, self.stop_ids) & (step_S < emitted_B[:, None])
-        stopped_B = stops_BS.any(dim=1)
-        emitted_B = torch.where(stopped_B, stops_BS.long().argmax(dim=1) + 1, emitted_B)
-        length_B = self.length_B[first : first + chosen_BS.shape[0]]
-        length_B += emitted_B
-        ended_B = stopped_B | (length_B >= self.limit_B[first : first + chosen_BS.shape[0]])
-        columns = [emitted_B, stopped_B, ended_B, *([proposed_B] if proposed_B is not None else [])]
-        table = torch.stack([c.long() for c in columns], dim=1).tolist()  # one transfer
+    def _advance(self, first: int, chosen_BP: Tensor, accepted_B: Tensor, proposed_B: Tensor) -> Tensor:
+        """Lengthen rows `first`.. by what they emit, up to a stop token; see `_Step.table_BX`."""
+        here = slice(first, first + chosen_BP.shape[0])
+        stops_BP = (chosen_BP[:, :, None] == self.stop_ids).any(dim=2)
+        stops_BP = stops_BP & (torch.arange(chosen_BP.shape[1], device=chosen_BP.device) <= accepted_B[:, None])
+        stopped_B = stops_BP.any(dim=1)
+        emitted_B = torch.where(stopped_B, stops_BP.long().argmax(dim=1), accepted_B) + 1
+        length_B = torch.minimum(self.length_B[here] + emitted_B, self.limit_B[here])  # rows not in use stay inside
+        self.length_B[here] = length_B
+        over_B = stopped_B | (length_B >= self.limit_B[here])
+        return torch.cat([torch.stack([accepted_B, emitted_B, stopped_B, over_B, proposed_B], dim=1), chosen_BP], dim=1)
+
+    def _book(self, first: int, table: list[list[int]], verified: bool) -> None:
+        """Add the emitted tokens of rows `first`.. to their answers and free the ended rows."""
         ended: list[int] = []
-        for row, ((emitted, stopped, over, *proposed), chosen) in enumerate(
-            zip(table, chosen_BS.tolist(), strict=True), start=first
-        ):
-            generation = self.running[row][1]
+        for row, (_, emitted, stopped, over, proposed, *chosen) in enumerate(table, start=first):
+            sequence = self.running[row]
+            generation = sequence.generation
+            sequence.length += emitted
             generation.tokens += chosen[:emitted]
             generation.stopped = bool(stopped)
             generation.num_base_forwards += 1
-            if self.drafter and proposed:
+            if self.drafter and verified:
                 generation.accepted_lengths.append(emitted - 1)
-                generation.drafted_lengths.append(emitted - 1 if stopped else proposed[0])
+                generation.drafted_lengths.append(emitted - 1 if stopped else proposed)
             if over:
                 ended.append(row)
         if ended:
@@ -419,7 +471,7 @@ class _Engine:
 
     def _free(self, ended: list[int]) -> None:
         """Move the last running rows into the places of the ended ones."""
-        self.ended += [self.running[row] for row in ended]
+        self.ended += [(self.running[row].index, self.running[row].generation) for row in ended]
         left = len(self.running) - len(ended)
         target = [r for r in ended if r < left]
         source = [r for r in range(left, len(self.running)) if r not in set(ended)]

@@ -56,7 +56,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Mean seconds of one step at the batch size of the run, measured on some of its prompts.
+    """Median seconds of one step at the batch size of the run, measured on some of its prompts.
 
     Attributes:
         base: a step of the base alone (one row a sequence).

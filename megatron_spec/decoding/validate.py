@@ -22,8 +22,9 @@ from tqdm import tqdm
 
 from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.data.chat import ChatEncoder
+from megatron_spec.decoding.costs import Costs, now
 from megatron_spec.decoding.drafters import build_drafter
-from megatron_spec.decoding.engine import Costs, Generation, decode, now, two_best
+from megatron_spec.decoding.engine import Generation, decode, two_best
 from megatron_spec.decoding.journal import Journal
 from megatron_spec.decoding.prompts import Dialogue, Prompt, check_stop_ids
 from megatron_spec.decoding.report import Answer, Mismatch, Part, Report, StepCosts, build_report
@@ -181,15 +182,18 @@ class _Validation:
         )
 
     def _costs(self, config: DecodeConfig, drafter: Any) -> StepCosts | None:
-        """Steps of one batch, timed phase by phase."""
+        """Steps of one batch, timed phase by phase; more of them on a GPU, where the first ones record graphs."""
         ids = list(self._samples(config.batch_size))
-        short = config.replace(max_new_tokens=4 * (config.max_draft_len + 1) + 1)
+        steps = 16 if self.base.world.device.type == "cuda" else 4
+        short = config.replace(max_new_tokens=steps * (config.max_draft_len + 1) + 1)
         alone, spoken = Costs(), Costs()
         decode(self.base, ids, short.replace(decoding_type=None), set(), costs=alone)
         decode(self.base, ids, short, set(), draft=drafter, costs=spoken)
-        if not (alone.counts.get("base") and spoken.counts.get("base")):
+        if not ("base" in alone.seconds and "base" in spoken.seconds):
             return None
-        return StepCosts(alone.mean("base"), spoken.mean("draft"), spoken.mean("base"), spoken.mean("observe"))
+        return StepCosts(*(c.typical(phase) for c, phase in (
+            (alone, "base"), (spoken, "draft"), (spoken, "base"), (spoken, "observe")
+        )))  # fmt: skip
 
     def _gather(self, part: Part) -> list[Part]:
         """The parts of all data-parallel ranks, in order."""

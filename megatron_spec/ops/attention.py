@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,14 +42,19 @@ class KVCache:
         self.keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
         self.values = torch.zeros(*shape, value_dim or head_dim, dtype=dtype, device=device)
 
-    def update(
-        self, layer: int, k_SBGD: Tensor, v_SBGD: Tensor, slots_BS: Tensor, length: int
-    ) -> tuple[Tensor, Tensor]:
-        """Write rows at `slots_BS` and return keys and values [B, length, G, D] of the layer."""
-        rows = torch.arange(slots_BS.shape[0], device=slots_BS.device)[:, None]
-        self.keys[layer, rows, slots_BS] = k_SBGD.transpose(0, 1)
-        self.values[layer, rows, slots_BS] = v_SBGD.transpose(0, 1)
-        return self.keys[layer, :, :length], self.values[layer, :, :length]
+    def places(self, slots_BS: Tensor) -> Tensor:
+        """int64 [S * B] rows of a layer, seen as [B * max_length, ...], that `slots_BS` stand for."""
+        first_B = torch.arange(slots_BS.shape[0], device=slots_BS.device) * self.keys.shape[2]
+        return (slots_BS.t() + first_B).reshape(-1)
+
+    def write(self, layer: int, k_SBGD: Tensor, v_SBGD: Tensor, places_R: Tensor) -> None:
+        """Put new rows of a layer where `places` said."""
+        for kept, new in ((self.keys[layer], k_SBGD), (self.values[layer], v_SBGD)):
+            kept.flatten(0, 1).index_copy_(0, places_R, new.flatten(0, 1))
+
+    def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, length, D] of a layer."""
+        return self.keys[layer, :, :length].transpose(1, 2), self.values[layer, :, :length].transpose(1, 2)
 
 
 @dataclass
@@ -81,7 +87,7 @@ class AttentionPlan:
         mask_B1SL: bool, True where query row s may look at key l; None means plain causal over S = L.
         cache: where keys and values live while decoding; None in training.
         slots_BS: int64 cache slots that the S new rows are written to (decoding only).
-        length: number of cache slots in use after this forward (decoding only).
+        length: cache slots that are looked at (decoding only); 0: the new rows are the first of their sequences.
         documents: packed documents, instead of a mask (half precision on a GPU).
         context: the ranks that share the sequence; rows are this rank's, keys and values are gathered, and the mask is
             [B, 1, L, S].
@@ -95,6 +101,7 @@ class AttentionPlan:
     documents: Documents | None = None
     context: ContextShard | None = None
     chunks: list[chunked_attention.Chunk] | None = None
+    _made: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def causal() -> AttentionPlan:
@@ -122,12 +129,41 @@ class AttentionPlan:
         return AttentionPlan(mask_B1SL=chunked_attention.visible(documents_BS, context), context=context)
 
     @staticmethod
-    def cached(cache: KVCache, slots_BS: Tensor, visible_BSL: Tensor | None = None) -> AttentionPlan:
-        """New rows are written to `slots_BS` and see every slot up to their own, or `visible_BSL` (trees)."""
-        length = int(slots_BS.max()) + 1
+    def prefill(cache: KVCache, slots_BS: Tensor) -> AttentionPlan:
+        """The rows begin their sequences: they see one another causally, and are written to `slots_BS`."""
+        return AttentionPlan(cache=cache, slots_BS=slots_BS)
+
+    @staticmethod
+    def cached(
+        cache: KVCache, slots_BS: Tensor, visible_BSL: Tensor | None = None, length: int | None = None
+    ) -> AttentionPlan:
+        """New rows are written to `slots_BS` and see every slot up to their own, or `visible_BSL` (trees).
+
+        Args:
+            length: a bound of the slots; found from `slots_BS` (which waits for the device) when it is not known.
+        """
+        if length is None:
+            length = int(slots_BS.max()) + 1
         if visible_BSL is None:
             visible_BSL = torch.arange(length, device=slots_BS.device) <= slots_BS[:, :, None]
         return AttentionPlan(visible_BSL[:, None], cache, slots_BS, length)
+
+    def remember(self, layer: int, k_SBGD: Tensor, v_SBGD: Tensor) -> None:
+        """Write the new rows of a layer to the cache."""
+        assert self.cache is not None and self.slots_BS is not None
+        if "places" not in self._made:
+            self._made["places"] = self.cache.places(self.slots_BS)
+        self.cache.write(layer, k_SBGD, v_SBGD, self._made["places"])
+
+    def bias(self, repeat: int, dtype: torch.dtype) -> Tensor:
+        """[B, 1, repeat * S, L] the mask as 0 and -inf, once for each query head of a group: made once per forward."""
+        if (repeat, dtype) not in self._made:
+            assert self.mask_B1SL is not None
+            B, _, S, L = self.mask_B1SL.shape
+            bias_B1SL = torch.zeros(B, 1, S, L, dtype=dtype, device=self.mask_B1SL.device)
+            bias_B1SL.masked_fill_(~self.mask_B1SL, float("-inf"))
+            self._made[repeat, dtype] = bias_B1SL.expand(B, repeat, S, L).reshape(B, 1, repeat * S, L)
+        return self._made[repeat, dtype]
 
 
 @dataclass(frozen=True)
@@ -166,11 +202,10 @@ def attend(
     if plan.documents is not None:
         return causal_attention(q_SBND, k_SBGD, v_SBGD, plan.documents).reshape(S, B, N * D)
     if plan.cache is not None:
-        assert plan.slots_BS is not None
-        k, v = plan.cache.update(layer, k_SBGD, v_SBGD, plan.slots_BS, plan.length)
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-    else:
-        k, v = k_SBGD.permute(1, 2, 0, 3), v_SBGD.permute(1, 2, 0, 3)
+        plan.remember(layer, k_SBGD, v_SBGD)
+        if plan.mask_B1SL is not None:
+            return _attend_cached(q_SBND, *plan.cache.read(layer, plan.length), plan)
+    k, v = k_SBGD.permute(1, 2, 0, 3), v_SBGD.permute(1, 2, 0, 3)
     out = F.scaled_dot_product_attention(
         q_SBND.permute(1, 2, 0, 3),
         k,
@@ -180,6 +215,15 @@ def attend(
         enable_gqa=k.shape[1] != N,
     )
     return out.permute(2, 0, 1, 3).reshape(S, B, N * D)
+
+
+def _attend_cached(q_SBND: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, plan: AttentionPlan) -> Tensor:
+    """Query heads that share keys stand below one another as rows: keys are not repeated, and any kernel will do."""
+    S, B, N, D = q_SBND.shape
+    G = k_BGLD.shape[1]
+    q = q_SBND.unflatten(2, (G, N // G)).permute(1, 2, 3, 0, 4).reshape(B, G, N // G * S, D)
+    out = F.scaled_dot_product_attention(q, k_BGLD, v_BGLD, attn_mask=plan.bias(N // G, q.dtype))
+    return out.unflatten(2, (N // G, S)).permute(3, 0, 1, 2, 4).reshape(S, B, -1)
 
 
 def within_window(mask: Tensor, window: int) -> Tensor:
@@ -197,14 +241,14 @@ def _attend_variant(
     """`attend` with windows, sinks, another scale, or values of another size than keys."""
     S, B, N, _ = q_SBND.shape
     half_on_gpu = q_SBND.is_cuda and q_SBND.dtype in (torch.bfloat16, torch.float16)
-    if half_on_gpu and plan.mask_B1SL is None and plan.cache is None:
+    if plan.cache is not None:
+        plan.remember(layer, k_SBGD, v_SBGD)
+    if half_on_gpu and plan.mask_B1SL is None:
         return _flash_variant(q_SBND, k_SBGD, v_SBGD, plan, variant)
     if plan.context is not None:
         k_SBGD, v_SBGD = plan.context.gather(k_SBGD), plan.context.gather(v_SBGD)
-    if plan.cache is not None:
-        assert plan.slots_BS is not None
-        k, v = plan.cache.update(layer, k_SBGD, v_SBGD, plan.slots_BS, plan.length)
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if plan.cache is not None and plan.mask_B1SL is not None:
+        k, v = plan.cache.read(layer, plan.length)
     else:
         k, v = k_SBGD.permute(1, 2, 0, 3), v_SBGD.permute(1, 2, 0, 3)
     q, mask = q_SBND.permute(1, 2, 0, 3), plan.mask_B1SL

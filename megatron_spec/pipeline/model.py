@@ -27,6 +27,7 @@ from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
 from megatron_spec.pipeline import ends, placement, relay, te_spec
 from megatron_spec.pipeline.capture import record_outputs
 from megatron_spec.pipeline.fast_forward import FastForward
+from megatron_spec.pipeline.lean_forward import LeanForward
 from megatron_spec.pipeline.modules import PlannedAttention
 from megatron_spec.pipeline.spec import block_spec
 
@@ -49,6 +50,7 @@ class FrozenBase(nn.Module):
         gpt: megatron-core's GPTModel of this stage.
         stage: what this stage holds, receives and sends.
         fast: runs the layers without their modules where that gives the same result; None: not on this device.
+        lean: the same for decoding, on any device; None: not with this base.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class FrozenBase(nn.Module):
         long = inverse_frequencies(config.rope, turning, world.device, long=True) if longrope else None
         self.register_buffer("inv_freq_long", long, persistent=False)
         self.attentions = self._own_attentions()
-        self.fast = self._fast_forward()
+        self.fast, self.lean = self._short_forwards()
         self._add_missing_ends()
         self.requires_grad_(False)
         self.eval()
@@ -152,17 +154,16 @@ class FrozenBase(nn.Module):
             core.cache_layer = index
         return own
 
-    def _fast_forward(self) -> FastForward | None:
+    def _short_forwards(self) -> tuple[FastForward | None, LeanForward | None]:
         fused = any("layer_norm_weight" in name for name, _ in self.gpt.named_parameters())
-        if (
-            fused
-            or len(self.attentions) != self.stage.count
-            or not FastForward.applies(self.config, self.dtype, self.world)
-        ):
-            return None
+        if fused or len(self.attentions) != self.stage.count:
+            return None, None
         decoder = self.gpt.decoder
         final_norm = decoder.final_layernorm.weight if self.world.is_last_stage else None
-        return FastForward(self.config, list(decoder.layers), final_norm, self.world.tp)
+        stage = (self.config, list(decoder.layers), final_norm, self.world.tp)
+        if FastForward.applies(self.config, self.dtype, self.world):
+            return FastForward(*stage), None
+        return None, LeanForward(*stage) if LeanForward.suits(self.config, self.world) else None
 
     def _add_missing_ends(self) -> None:
         """Stages without embedding or head get a copy of its shard; a tied head is the embedding itself."""
@@ -272,10 +273,12 @@ class FrozenBase(nn.Module):
         else:
             hidden, captures = relay.split(relayed, self.config.hidden_size)
         decoder = self.gpt.decoder
-        if self.fast is not None and self.fast.can_run(plan):
+        short = self.fast or self.lean
+        if short is not None and short.can_run(plan):
             wanted = [i - self.stage.first for i in self.stage.captures_own]
             positions = batch.local(batch.positions_BS)
-            hidden, recorded = self.fast(hidden, positions, self.inv_freq, wanted, plan)
+            with platform.direct():
+                hidden, recorded = short(hidden, positions, self.inv_freq, wanted, plan)
             return hidden, captures + recorded
         if self.fast is not None and self.fast.only:
             raise UserError("a base in fp8 serves training batches only: it has no weights for decoding or quantisers")

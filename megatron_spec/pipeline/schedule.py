@@ -116,10 +116,12 @@ def run_base(base: FrozenBase, batches: list[Batch], plans: list[AttentionPlan] 
 @torch.no_grad()
 def run_base_everywhere(base: FrozenBase, batch: Batch, plan: AttentionPlan) -> Result:
     """Run one micro-batch and give its result to every pipeline rank (decoding; `plan` may hold a cache)."""
-    results = run_base(base, [batch], [plan])
     world = base.world
-    if world.pp_size == 1:
-        return results[0]
+    if world.pp_size == 1:  # nothing to schedule
+        _check_lengths(base, [batch])
+        hidden_SBH, captures = base(batch, plan, None)
+        return _concatenate(hidden_SBH, captures), hidden_SBH
+    results = run_base(base, [batch], [plan])
     B, S = batch.tokens_BS.shape
     rows = world.local_rows(S)
     width = base.config.hidden_size * (1 + len(base.capture_layer_ids))

@@ -6,6 +6,7 @@ size, V vocabulary. The engine keeps the running sequences in rows 0..B-1; a dra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -22,6 +23,8 @@ class Observation:
         counts_B: int64 number of leading rows that are final; rows behind them hold rejected drafts or padding.
         captures_SBC: captured base layers of the rows.
         state_SBH: base state after the final norm of the rows.
+        key_slots: a bound of the positions, known without looking at the device; not set in a prefill.
+        prefill: the rows begin their sequences.
     """
 
     first: int
@@ -30,6 +33,8 @@ class Observation:
     counts_B: Tensor
     captures_SBC: Tensor
     state_SBH: Tensor
+    key_slots: int = 0
+    prefill: bool = False
 
 
 @dataclass
@@ -42,12 +47,16 @@ class Context:
         uniform_BK: one number in [0, 1) for each place to be drafted, when drafts are to be drawn from the draft's own
             distribution (rejection sampling); None: the most likely tokens are wanted.
         temperature: of that distribution.
+        lengths: lengths_B of the running rows, known without looking at the device.
+        key_slots: a bound of all positions, draft nodes included; likewise.
     """
 
     tokens_BL: Tensor
     lengths_B: Tensor
     uniform_BK: Tensor | None = None
     temperature: float = 1.0
+    lengths: Sequence[int] = ()
+    key_slots: int = 0
 
 
 @dataclass
@@ -71,6 +80,10 @@ class Proposal:
 
 class Drafter:
     """Proposes tokens for every running sequence. Drafters of users derive from it and need one method."""
+
+    fixed_shapes = False
+    """`observe` (but of a prefill) and `prepare_draft_tokens` use the same memory every time and never look at values
+    on the host: they may then run from a CUDA graph, with idle rows behind the running ones."""
 
     def open(self, rows: int, max_length: int) -> None:
         """Make room for `rows` sequences of up to `max_length` tokens; forgets everything before."""

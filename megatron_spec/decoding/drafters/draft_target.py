@@ -46,16 +46,17 @@ class DraftTargetDrafter(Drafter):
     def open(self, rows: int, max_length: int) -> None:
         """See Drafter."""
         self.cache = self.model.new_cache(rows, max_length)
-        self.read_B = torch.zeros(rows, dtype=torch.int64, device=self.model.world.device)
+        self.read = [0] * rows  # tokens of each row that the model has read
 
     def observe(self, seen: Observation) -> None:
         """Rows that begin anew have nothing read; everything else is read when drafts are asked for."""
-        here = slice(seen.first, seen.first + seen.slots_BS.shape[0])
-        self.read_B[here] = torch.minimum(self.read_B[here], seen.slots_BS[:, 0])
+        if seen.prefill:
+            count = seen.slots_BS.shape[0]
+            self.read[seen.first : seen.first + count] = [0] * count
 
-    def _logits(self, tokens_BS: Tensor, slots_BS: Tensor, last_B: Tensor) -> Tensor:
+    def _logits(self, tokens_BS: Tensor, slots_BS: Tensor, last_B: Tensor, key_slots: int) -> Tensor:
         zeros_BS = torch.zeros_like(tokens_BS, dtype=torch.int32)
-        plan = AttentionPlan.cached(rows_view(self.cache, 0, tokens_BS.shape[0]), slots_BS)
+        plan = AttentionPlan.cached(rows_view(self.cache, 0, tokens_BS.shape[0]), slots_BS, length=key_slots)
         _, state_SBH = run_base_everywhere(self.model, Batch(tokens_BS, slots_BS, zeros_BS, zeros_BS), plan)
         rows = torch.arange(tokens_BS.shape[0], device=tokens_BS.device)
         return self.model.logits(state_SBH[last_B, rows][None])[0]
@@ -63,8 +64,7 @@ class DraftTargetDrafter(Drafter):
     def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
         """See Drafter. Always proposes `count` tokens."""
         batch, lengths_B = context.lengths_B.shape[0], context.lengths_B
-        read_B = self.read_B[:batch]
-        S = int((lengths_B - read_B).max())
+        S = max(length - read for length, read in zip(context.lengths, self.read, strict=False))
         # A shorter row reads again what it knows: the last of the S tokens is the last known one in every row.
         slots_BS = (lengths_B[:, None] - S + torch.arange(S, device=lengths_B.device)).clamp(min=0)
         last_B = torch.full_like(lengths_B, S - 1)
@@ -72,7 +72,7 @@ class DraftTargetDrafter(Drafter):
         tokens: list[Tensor] = []
         q: list[Tensor] = []
         for k in range(count):
-            logits_BV = self._logits(tokens_BS, slots_BS, last_B)
+            logits_BV = self._logits(tokens_BS, slots_BS, last_B, context.key_slots)
             if context.uniform_BK is None:
                 tokens.append(sampling.argmax(logits_BV, self.group))
             else:
@@ -80,13 +80,14 @@ class DraftTargetDrafter(Drafter):
                 tokens.append(sampling.draw(q[-1], context.uniform_BK[:, k]))
             tokens_BS, slots_BS = tokens[-1][:, None], lengths_B[:, None] + k
             last_B = torch.zeros_like(lengths_B)
-        self.read_B[:batch] = lengths_B
+        self.read[:batch] = context.lengths
         return Proposal(torch.stack(tokens, dim=1), q_BNV=torch.stack(q, dim=1) if q else None)
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
         """See Drafter."""
         move_rows(self.cache, source, target)
-        self.read_B[target] = self.read_B[source]
+        for s, t in zip(source, target, strict=True):
+            self.read[t] = self.read[s]
 
 
 def check_tokenizers(base: Any, draft: Any, where: str) -> None:

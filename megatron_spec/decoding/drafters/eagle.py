@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 class EagleDrafter(Drafter):
     """Chain of a draft that runs on its own output; sharded over the base's tensor parallel group."""
 
+    fixed_shapes = True
     spare_slots = 0
     """Cache slots needed behind those of the text."""
 
@@ -59,13 +60,18 @@ class EagleDrafter(Drafter):
             hidden_SBH, embedding_SBH, positions_BS, lambda layer, q, k, v: attend(q, k, v, plan, layer)
         )
 
-    def _plan(self, slots_BS: Tensor, first: int) -> AttentionPlan:
-        return AttentionPlan.cached(cache_rows.rows_view(self.cache, first, slots_BS.shape[0]), slots_BS)
+    def _plan(self, slots_BS: Tensor, first: int, key_slots: int) -> AttentionPlan:
+        view = cache_rows.rows_view(self.cache, first, slots_BS.shape[0])
+        return AttentionPlan.cached(view, slots_BS, length=key_slots)
 
     def observe(self, seen: Observation) -> None:
         """Run the verified rows with their true features; keep the last one of each sequence."""
         hidden_SBH = self.draft.start(seen.captures_SBC, seen.state_SBH)
-        plan = self._plan(seen.slots_BS, seen.first)
+        if seen.prefill:
+            view = cache_rows.rows_view(self.cache, seen.first, seen.slots_BS.shape[0])
+            plan = AttentionPlan.prefill(view, seen.slots_BS)
+        else:
+            plan = self._plan(seen.slots_BS, seen.first, seen.key_slots)
         fed_back_SBH, normed_SBH = self._step(hidden_SBH, seen.next_tokens_BS, seen.slots_BS, plan)
         batch = seen.counts_B.shape[0]
         row_B = torch.arange(batch, device=seen.counts_B.device)
@@ -84,7 +90,7 @@ class EagleDrafter(Drafter):
         for k in range(count):
             if k:
                 slots_BS = self.position_B[:batch, None] + k
-                plan = self._plan(slots_BS, first=0)
+                plan = self._plan(slots_BS, 0, context.key_slots)
                 fed_back_SBH, normed_SBH = self._step(fed_back_SBH, tokens[-1][:, None], slots_BS, plan)
             logits_BD = self.draft.logits(normed_SBH, self.base)[0]
             if context.uniform_BK is None:
@@ -129,18 +135,17 @@ class EagleTreeDrafter(EagleDrafter):
         batch, k = context.lengths_B.shape[0], self.width
         position_B = self.position_B[:batch]
         cache = cache_rows.rows_view(self.cache, 0, batch)
-        last = int(position_B.max())
+        length = context.key_slots + self.spare_slots
         fed_back_kBH = self.fed_back_BH[None, :batch].expand(k, -1, -1)
         root = torch.arange(batch, device=position_B.device)
 
         def children(level: Level) -> tuple[Tensor, Tensor]:
             nonlocal fed_back_kBH
             used = level.above_BkM.shape[2]
-            length = last + 1 + used
             hidden_kBH = fed_back_kBH[level.parent_Bk.t(), root]
             slots_Bk = position_B[:, None] + 1 + torch.arange(used - k, used, device=position_B.device)
             visible_BkL = visible_slots(position_B + 1, level.above_BkM, length)
-            plan = AttentionPlan(visible_BkL[:, None], cache, slots_Bk, length)
+            plan = AttentionPlan.cached(cache, slots_Bk, visible_BkL, length)
             positions_Bk = (position_B[:, None] + level.depth).expand(-1, k)
             fed_back_kBH, normed_kBH = self._step(hidden_kBH, level.tokens_Bk, positions_Bk, plan)
             logp, ids = self._top(self.draft.logits(normed_kBH, self.base).flatten(0, 1))

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 class MedusaDrafter(Drafter):
     """The best token of every head; never more tokens than heads. Remembers one base state a row."""
 
+    fixed_shapes = True
+
     def __init__(self, draft: MedusaDraft, base: FrozenBase) -> None:
         self.draft, self.base = draft, base
         self.group, self.heads = base.world.tp, draft.config.num_heads
@@ -73,6 +75,10 @@ class MedusaChoicesDrafter(MedusaDrafter):
             raise UserError(f"--medusa-choices is {deepest} tokens deep, but the draft has {self.heads} Medusa heads")
         self.parents, self.levels, self.ranks = paths_to_parents(paths)
         self.width = max(self.ranks) + 1
+        device = base.world.device
+        self.parents_N, self.levels_N, self.ranks_N = (
+            torch.tensor(x, device=device) for x in (self.parents, self.levels, self.ranks)
+        )
 
     def max_nodes(self, count: int) -> int:
         """See Drafter."""
@@ -86,9 +92,8 @@ class MedusaChoicesDrafter(MedusaDrafter):
         top = torch.stack(
             [sampling.topk(self._logits(batch, i), self.width, self.group)[1] for i in range(deepest)], dim=1
         )
-        tokens_BN = top[:, self.levels[:nodes], self.ranks[:nodes]]
-        parents_N = torch.tensor(self.parents[:nodes], device=tokens_BN.device)
-        return Proposal(tokens_BN, None, parents_N.expand(batch, -1))
+        tokens_BN = top[:, self.levels_N[:nodes], self.ranks_N[:nodes]]
+        return Proposal(tokens_BN, None, self.parents_N[:nodes].expand(batch, -1))
 
 
 class MedusaTreeDrafter(MedusaDrafter):

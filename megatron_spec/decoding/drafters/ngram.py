@@ -68,11 +68,10 @@ class NGramDrafter(Drafter):
 
     def observe(self, seen: Observation) -> None:
         """A row that begins anew begins with an empty pool of its own."""
-        for row, start in enumerate(seen.slots_BS[:, 0].tolist(), start=seen.first):
-            if start == 0:
-                self.read[row] = 0
-                if not self.public:
-                    self.pools[row] = Pool(self.keep_all)
+        for row in range(seen.first, seen.first + seen.slots_BS.shape[0] if seen.prefill else 0):
+            self.read[row] = 0
+            if not self.public:
+                self.pools[row] = Pool(self.keep_all)
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
         """See Drafter. The rows left behind are begun anew before they are used."""
@@ -82,7 +81,7 @@ class NGramDrafter(Drafter):
     def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
         """See Drafter. Rows without a match propose nothing."""
         rows = context.tokens_BL.shape[0]
-        lengths = context.lengths_B.tolist()
+        lengths = context.lengths
         texts = context.tokens_BL[:, : max(lengths)].tolist()
         drafts_BK = torch.zeros(rows, count, dtype=torch.int64)
         counts = []

@@ -52,3 +52,18 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Any:
         folder=folder, base=base, tokenizer=setting.chat_tokenizer(), questions=questions, prompts=prompts,
         stop_ids=setting.some_stops(base, prompts),
     )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def four_ranks(tiny: Any, chat: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """found: what `ranks.all_cases` gave on each rank; siblings_alone: those cases in one process."""
+    from tests.unit_tests.decoding import ranks, test_siblings
+    from tests.worlds import run_world
+
+    folder = Path(tmp_path_factory.mktemp("siblings"))
+    weights, alone = test_siblings.prepare_parallel(folder)
+    chat.tokenizer.save_pretrained(chat.folder)
+    layouts = (str(tiny.folder), str(chat.folder), setting.whole_weights(tiny.draft), tiny.draft_tokens, chat.stop_ids)
+    questions = (str(chat.folder), [{}, {"tensor_model_parallel_size": 2}])
+    found = run_world(4, ranks.all_cases, layouts, (str(folder), weights), questions)
+    return SimpleNamespace(found=found, siblings_alone=alone)

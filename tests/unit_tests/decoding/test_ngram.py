@@ -17,13 +17,14 @@ TEXT = [1, 2, 3, 9, 2, 3, 7, 3, 8, 1, 2, 3]
 def begin(drafter: NGramDrafter, row: int) -> None:
     """A new sequence starts in a row."""
     empty = torch.zeros(1, 1, dtype=torch.int64)
-    drafter.observe(Observation(row, empty, empty, empty[0], torch.empty(0), torch.empty(0)))
+    drafter.observe(Observation(row, empty, empty, empty[0], torch.empty(0), torch.empty(0), prefill=True))
 
 
 def propose(drafter: NGramDrafter, texts: list[list[int]], count: int = 2) -> list[list[int]]:
     width = max(map(len, texts)) + 1
     tokens = torch.tensor([t + [0] * (width - len(t)) for t in texts])
-    found = drafter.prepare_draft_tokens(Context(tokens, torch.tensor([len(t) for t in texts])), count)
+    lengths = [len(t) for t in texts]
+    found = drafter.prepare_draft_tokens(Context(tokens, torch.tensor(lengths), lengths=lengths), count)
     assert found.proposed_B is not None
     return [row[:n].tolist() for row, n in zip(found.tokens_BN, found.proposed_B.tolist(), strict=True)]
 

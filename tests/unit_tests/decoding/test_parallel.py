@@ -17,7 +17,6 @@ from megatron_spec.decoding.synthesize import read_records, synthesize_to_file
 from megatron_spec.decoding.validate import validate
 from tests.unit_tests.decoding import setting
 from tests.unit_tests.decoding.setting import CHAT_CONFIG, CONFIG
-from tests.worlds import run_world
 
 LAYOUTS = {
     "tp2pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
@@ -52,7 +51,7 @@ def _answers(base: Any, draft: Any, prompts: list[list[int]]) -> dict[str, Any]:
     }
 
 
-def _world_cases(
+def world_cases(
     folder: str, chat_folder: str, weights: dict[str, Tensor], draft_tokens: list[int], stop_ids: set[int]
 ) -> dict[str, Any]:
     from megatron.core import parallel_state
@@ -77,10 +76,9 @@ def _world_cases(
     return found
 
 
-@pytest.fixture(scope="module")
-def found(tiny: Any, chat: Any) -> list[dict[str, Any]]:
-    weights = setting.whole_weights(tiny.draft)
-    return run_world(4, _world_cases, str(tiny.folder), str(chat.folder), weights, tiny.draft_tokens, chat.stop_ids)
+@pytest.fixture
+def found(four_ranks: Any) -> list[dict[str, Any]]:
+    return [cases["layouts"] for cases in four_ranks.found]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

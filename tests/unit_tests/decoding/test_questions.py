@@ -11,7 +11,6 @@ from megatron_spec.decoding import questions
 from megatron_spec.decoding.questions import draw_questions, write_questions
 from tests.unit_tests.data.chat_fixtures import BRACKETS, CHATML, make_tokenizer
 from tests.unit_tests.decoding.setting import CHAT_CONFIG
-from tests.worlds import run_world
 
 CONFIG = CHAT_CONFIG.replace(temperature=1.5, seed=3)
 
@@ -69,6 +68,8 @@ def test_a_base_that_repeats_itself_ends_with_a_warning(chat, tmp_path, monkeypa
 
 
 def generated(folder: str, layouts: list) -> list:
+    from megatron.core import parallel_state
+
     from megatron_spec.chain.decode import generate
     from megatron_spec.config import ParallelConfig
 
@@ -77,12 +78,13 @@ def generated(folder: str, layouts: list) -> list:
         output = f"{folder}/{i}-{len(layouts)}.jsonl"
         generate(None, output, base=folder, synthesize=6, decode=CHAT_CONFIG, parallel=ParallelConfig(**layout))
         found.append([json.loads(line) for line in Path(output).read_text(encoding="utf-8").splitlines()])
+        if len(layouts) > 1:
+            parallel_state.destroy_model_parallel()
     return found
 
 
-def test_every_layout_writes_the_same_conversations(chat):
-    chat.tokenizer.save_pretrained(chat.folder)
-    one = run_world(1, generated, str(chat.folder), [{}])[0][0]
-    two = run_world(2, generated, str(chat.folder), [{}, {"tensor_model_parallel_size": 2}])[0]
-    assert len(one) == 6 and two == [one, one]
-    assert all(r["conversations"][0]["role"] == "user" for r in one)
+def test_every_layout_writes_the_same_conversations(four_ranks, chat):
+    one = generated(str(chat.folder), [{}])[0]
+    assert len(one) == 6 and all(r["conversations"][0]["role"] == "user" for r in one)
+    for found in four_ranks.found:
+        assert found["questions"] == [one, one]

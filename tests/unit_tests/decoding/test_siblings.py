@@ -19,7 +19,6 @@ from megatron_spec.drafts.vocab import DraftVocab
 from tests.unit_tests.decoding import setting
 from tests.unit_tests.decoding.setting import CONFIG, VOCAB
 from tests.unit_tests.decoding.test_eagle import Recorder
-from tests.worlds import run_world
 
 KINDS = ("eagle1", "eagle3.1", "eagle-mtp", "medusa")
 LENGTH = CONFIG.max_draft_len
@@ -109,8 +108,29 @@ def test_medusa_proposes_no_more_than_its_heads(tiny: Any, trained: dict[str, An
     assert max(n for g in found for n in g.drafted_lengths) == LENGTH
 
 
+def prepare_parallel(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A base in `folder`, and of every kind of draft the weights and what they give in one process."""
+    from megatron_spec import distributed
+
+    setting.save_tiny(folder, vocab_size=VOCAB + 1)
+    weights, alone = {}, {}
+    for kind in KINDS:
+        base = setting.load(folder, distributed.initialize(), setting.CAPTURES if kind == "eagle3.1" else ())
+        draft = new_draft(base, kind)
+        with torch.no_grad():
+            for n, p in draft.named_parameters():
+                if "linear" in n:
+                    p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n))) * 0.05)
+        weights[kind] = setting.whole_weights(draft)
+        prompts = setting.prompts()[:3]
+        alone[kind] = [(g.tokens, g.accepted_lengths) for g in decode(base, prompts, CONFIG, set(), draft=draft)]
+    return weights, alone
+
+
 def parallel(folder: str, weights: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
     """Answers and accepted lengths of every kind under tensor parallelism of two."""
+    from megatron.core import parallel_state
+
     from megatron_spec import distributed
     from megatron_spec.config import ParallelConfig
 
@@ -123,24 +143,10 @@ def parallel(folder: str, weights: dict[str, dict[str, Tensor]]) -> dict[str, An
         found[kind] = [
             (g.tokens, g.accepted_lengths) for g in decode(base, setting.prompts()[:3], CONFIG, set(), draft=draft)
         ]
+    parallel_state.destroy_model_parallel()
     return found
 
 
-def test_tensor_parallel_drafts_are_the_same(tmp_path: Path) -> None:
-    setting.save_tiny(tmp_path, vocab_size=VOCAB + 1)
-    weights = {}
-    alone = {}
-    from megatron_spec import distributed
-
-    for kind in KINDS:
-        base = setting.load(tmp_path, distributed.initialize(), setting.CAPTURES if kind == "eagle3.1" else ())
-        draft = new_draft(base, kind)
-        with torch.no_grad():
-            for n, p in draft.named_parameters():
-                if "linear" in n:
-                    p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n))) * 0.05)
-        weights[kind] = setting.whole_weights(draft)
-        prompts = setting.prompts()[:3]
-        alone[kind] = [(g.tokens, g.accepted_lengths) for g in decode(base, prompts, CONFIG, set(), draft=draft)]
-    for found in run_world(2, parallel, str(tmp_path), weights):
-        assert found == alone
+def test_tensor_parallel_drafts_are_the_same(four_ranks: Any) -> None:
+    for found in four_ranks.found:
+        assert found["siblings"] == four_ranks.siblings_alone

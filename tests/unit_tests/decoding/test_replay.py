@@ -1,0 +1,118 @@
+"""Steps replayed from recordings give the tokens of steps that run as they are: what CUDA graphs need, on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_spec.config import DecodeConfig
+from megatron_spec.decoding.drafters import Context, Drafter, Proposal
+from megatron_spec.decoding.engine import decode
+from megatron_spec.decoding.replay import Replays, key_step, mapped, padded_rows, recorder_for
+from megatron_spec.decoding.verify import Drafted
+from tests.unit_tests.decoding import setting
+from tests.unit_tests.decoding.tape import Tape
+
+WAYS: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "one row": {"batch_size": 1},
+    "sampled": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+    "rejection": {"temperature": 0.8, "use_rejection_sampling": True},
+    "typical": {"temperature": 0.8, "typical_acceptance": True},
+    "tree": {"use_dynamic_tree": True, "dynamic_tree_max_topK": 3, "max_total_draft_tokens": 6},
+    "relaxed": {
+        "use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 3, "relaxed_delta": 1.0,
+        "begin_thinking_phase_token": 5, "end_thinking_phase_token": 9,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_replayed_steps_give_the_same_tokens(tiny: Any, way: str) -> None:
+    config = setting.CONFIG.replace(**WAYS[way])
+    stops = {tiny.answers[3][9]}
+    for draft in (tiny.draft, None):
+        if draft is None and way in ("tree", "rejection", "typical", "relaxed"):
+            continue
+        tape = Tape()
+        plain = decode(tiny.base, tiny.prompts, config, stops, draft=draft)
+        replayed = decode(tiny.base, tiny.prompts, config, stops, draft=draft, recorder=tape)
+        assert [g.tokens for g in replayed] == [g.tokens for g in plain]
+        assert [g.accepted_lengths for g in replayed] == [g.accepted_lengths for g in plain]
+        assert tape.recorded and tape.replayed > tape.recorded
+
+
+class Last(Drafter):
+    """Says the last token again; reads the host's numbers, so it never runs from a recording."""
+
+    def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
+        assert len(context.lengths) == context.tokens_BL.shape[0]
+        last = [context.tokens_BL[i, n - 1] for i, n in enumerate(context.lengths)]
+        return Proposal(torch.stack(last)[:, None].expand(-1, count).contiguous())
+
+
+@pytest.mark.parametrize("kind", ["user", "NGram", "DraftTarget", "medusa", "medusa tree", "medusa choices"])
+def test_every_other_drafter(tiny: Any, kind: str) -> None:
+    from megatron_spec import presets
+    from megatron_spec.chain.convert import new_draft
+    from megatron_spec.drafts.vocab import DraftVocab
+
+    draft: Any = {"user": Last(), "DraftTarget": tiny.base}.get(kind)
+    options: dict[str, Any] = {"decoding_type": kind} if kind in ("NGram", "DraftTarget") else {}
+    if kind.startswith("medusa"):
+        heads = presets.medusa_config(tiny.base.config, num_heads=3)
+        draft = new_draft(tiny.base, heads, DraftVocab.full(setting.VOCAB), tiny.base.world, torch.float32, seed=1)
+        options = {
+            "medusa tree": {"use_dynamic_tree": True},
+            "medusa choices": {"medusa_choices": "[[0], [1], [0, 0]]"},
+        }.get(kind, {})
+    if kind == "DraftTarget":
+        options["speculative_model"] = "folder"
+    config, tape = setting.CONFIG.replace(**options), Tape()
+    plain = decode(tiny.base, tiny.prompts, config, set(), draft=draft)
+    replayed = decode(tiny.base, tiny.prompts, config, set(), draft=draft, recorder=tape)
+    assert [g.tokens for g in plain] == tiny.answers == [g.tokens for g in replayed]
+    assert [g.accepted_lengths for g in replayed] == [g.accepted_lengths for g in plain]
+    assert tape.replayed > tape.recorded > 0
+
+
+def test_what_cannot_be_recorded_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    replays, tape = Replays(Tape()), torch.zeros(3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        tape.add_(float(x.sum()))  # the host reads a value
+        return tape * 2
+
+    results = [replays.run("step", step, torch.full((2,), float(i))).tolist() for i in range(6)]
+    assert results == [[2.0 * 2 * sum(range(i + 1))] * 3 for i in range(6)]
+    assert caplog.text.count("not replayed") == 1
+
+
+def test_the_tape_fails_where_a_graph_would() -> None:
+    """A number that the host put in stays what it was: the other tests would notice."""
+    replays, count = Replays(Tape()), [0]
+
+    def step() -> torch.Tensor:
+        count[0] += 1
+        return torch.ones(2) * count[0]
+
+    assert [replays.run("step", step)[0].item() for _ in range(5)] == [1, 2, 3, 3, 3]
+
+
+def test_shapes_are_few() -> None:
+    for most in (1, 64, 65, 500, 4096, 131072):
+        assert key_step(most) >= 64 and -(-most // key_step(most)) <= 8
+    assert [padded_rows(n, 12) for n in (1, 2, 3, 5, 9, 12)] == [1, 2, 4, 8, 12, 12]
+
+
+def test_mapped_reaches_every_tensor() -> None:
+    tensor = torch.ones(2, 1)
+    found = mapped((Drafted(tensor, tensor.bool(), None, 3), [tensor], "x"), lambda t: t[:1])
+    assert found[0].tokens_BN.shape == (1, 1) and found[0].depth == 3 and found[1][0].shape == (1, 1)
+
+
+def test_no_graphs_without_a_gpu(tiny: Any) -> None:
+    if not torch.cuda.is_available():
+        assert recorder_for(tiny.base) is None and DecodeConfig().cuda_graphs

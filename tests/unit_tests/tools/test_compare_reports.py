@@ -1,0 +1,31 @@
+"""Reports side by side: what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_spec.config import UserError
+from tools.compare_reports import read_reports
+
+
+def write(path: Path, prompts: str = "a.jsonl", **about: str) -> str:
+    told = {"prompts": prompts, "decoding_type": "NGram", "draft": "NGram", **about}
+    path.write_text(json.dumps({"about": told, "sweep": [], "answers": 3, "decode": {"max_new_tokens": 9}}))
+    return str(path)
+
+
+def test_reports_are_named_and_must_have_measured_the_same(tmp_path: Path) -> None:
+    one, two = write(tmp_path / "1.json"), write(tmp_path / "2.json", draft="other")
+    assert list(read_reports([one, two], None)) == ["NGram NGram", "NGram other"]
+    assert list(read_reports([one, two], ["x", "y"])) == ["x", "y"]
+    with pytest.raises(UserError, match="tell them apart with --names"):
+        read_reports([one, one], None)
+    with pytest.raises(UserError, match="found 1 names for 2 reports"):
+        read_reports([one, two], ["x"])
+    with pytest.raises(UserError, match="measured different things"):
+        read_reports([one, write(tmp_path / "3.json", "b.jsonl")], ["x", "y"])
+    with pytest.raises(UserError, match=r"expected a report of validate\.py"):
+        read_reports([str(tmp_path)], None)

@@ -1,0 +1,179 @@
+"""Tables of acceptance in markdown, from what tools/ablate_drafts.py measured.
+
+    python tools/acceptance_page.py runs/compare/results.jsonl --write docs/acceptance.md
+
+Without --write they are printed. With it they replace what stands between <!--measured--> and <!--/measured--> in PAGE
+(a page without these marks is written anew). Several results stand below one another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_spec import cli
+from megatron_spec.config import UserError
+from megatron_spec.files import write_text
+
+BEGIN, END = "<!--measured-->", "<!--/measured-->"
+Line = dict[str, Any]
+
+
+def read_results(path: Path) -> tuple[Line, dict[str, Line], dict[str, Line], Line]:
+    """(settings, figures by name, the base alone by precision, training data). Raises UserError for another file."""
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path}: expected results.jsonl of tools/ablate_drafts.py ({e})") from None
+    if not lines or lines[0].get("kind") != "settings":
+        raise UserError(f"{path}: the first line says no settings: expected results.jsonl of tools/ablate_drafts.py")
+    named = {kind: {x["name"]: x for x in lines if x["kind"] == kind} for kind in ("measured", "alone")}
+    data = next((x for x in lines if x["kind"] == "data"), {})
+    return lines[0], named["measured"], named["alone"], data
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of markdown; '' without rows."""
+    if not rows:
+        return ""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _length(stats: Line) -> str:
+    low, high = stats["acceptance_length_ci95"] or (0.0, 0.0)
+    return f"{stats['acceptance_length'] or 0.0:.3f} ({low:.3f}-{high:.3f})"
+
+
+def _positions(stats: Line) -> str:
+    return " ".join(f"{x:.0%}" for x in stats["acceptance_per_position"])
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _training(line: Line) -> str:
+    if "steps" not in line:
+        return "none"
+    return (
+        f"{line['parameters'] / 1e6:.1f} M, {line['steps']} steps, {line['passes']:.1f} passes, {line['seconds']:.0f} s"
+    )
+
+
+def _drafters(found: dict[str, Line]) -> str:
+    rows = [
+        [name, _training(x), _length(x["overall"]), _positions(x["overall"]), f"{x['identical']:.1%}",
+         _times(x["predicted_speedup"]), _times(x["speedup"])]
+        for name, x in found.items() if x["speedup"] is not None
+    ]  # fmt: skip
+    head = ["drafter", "training", "acceptance length (95 %)", "per position", "same text", "batch 1", "whole batch"]
+    return table(head, sorted(rows, key=lambda row: row[2], reverse=True))
+
+
+def _sets(found: dict[str, Line]) -> str:
+    lines = {name: x for name, x in found.items() if x["speedup"] is not None}
+    names = sorted({name for x in lines.values() for name in x["sets"]})
+    rows = [[name, *(_length(x["sets"][s]) if s in x["sets"] else "-" for s in names)] for name, x in lines.items()]
+    return table(["acceptance length", *names], rows)
+
+
+def _some(found: dict[str, Line], chosen: Sequence[str], base: Line | None, what: str) -> str:
+    """Acceptance on the few questions of each set, beside that of `base`."""
+    start = (base or {}).get("few", {}).get("acceptance_length")
+    rows = []
+    for name in chosen:
+        stats = found[name]["few"]
+        change = "-" if start is None else f"{stats['acceptance_length'] - start:+.3f}"
+        rows.append([name, _length(stats), _positions(stats), change, f"{found[name]['identical']:.1%}"])
+    return table([what, "acceptance length (95 %)", "per position", "change", "same text"], rows)
+
+
+def _ablations(found: dict[str, Line]) -> str:
+    names = [name for name in found if name.startswith("ablation ")]
+    renamed = {name.removeprefix("ablation "): found[name] for name in names}
+    return _some(renamed, list(renamed), renamed.get("defaults"), "EAGLE-3 trained with")
+
+
+def _ways(found: dict[str, Line]) -> str:
+    drafts = [name for name, x in found.items() if x["speedup"] is not None]
+    parts = []
+    for draft in drafts:
+        others = [n for n in found if n.startswith(f"{draft} ") and "fp8" not in n]
+        if others:
+            parts.append(_some(found, [draft, *others], found[draft], "decoding"))
+    return "\n".join(parts)
+
+
+def _fp8(found: dict[str, Line], precision: str) -> str:
+    parts = []
+    for draft in [name for name, x in found.items() if x["speedup"] is not None]:
+        forms = [n for n in (f"{draft} fp8 PTQ", f"{draft} fp8 QAT") if n in found]
+        if forms:
+            named = {f"{draft} {precision}": found[draft], **{n: found[n] for n in forms}}
+            parts.append(_some(named, list(named), found[draft], "precision of base and draft"))
+    return "\n".join(parts)
+
+
+def render(path: Path) -> str:
+    """The tables of one run."""
+    settings, found, alone, data = read_results(path)
+    precision = "bf16" if settings["bf16"] else "float32"
+    base = alone.get(precision)
+    text = [
+        f"### {settings['base']} on {settings['device']}\n",
+        f"torch {settings['torch']}, {precision}, greedy, {settings['max_draft_len']} draft tokens, answers of at most "
+        f"{settings['max_new_tokens']} tokens, batches of {settings['batch_size']}; "
+        f"{data.get('conversations', 0)} training conversations of the base's own, at most {settings['seconds']:g} s "
+        f"of training for each draft; draft vocabulary of EAGLE-3 {settings['draft_vocab_size']} tokens "
+        f"({data.get('coverage', 0):.1%} of the answers' tokens).",
+    ]
+    if base:
+        text[-1] += (
+            f" The base alone: {base['step_seconds'] * 1000:.2f} ms a step at batch 1, "
+            f"{base['tokens_per_second']:.0f} tokens/s in batches; {base['questions']} questions."
+        )
+    few = f"On the first {settings['few_questions']} questions of each set"
+    parts = (
+        ("**Drafters**, all questions.", _drafters(found)),
+        ("**Question sets.**", _sets(found)),
+        (f"**Draft length and trees.** {few}.", _ways(found)),
+        (f"**Ablations**, equal data and steps. {few}.", _ablations(found)),
+        (f"**fp8** of base and draft, simulated, so there is no speed to measure. {few}.", _fp8(found, precision)),
+    )
+    return "\n".join([*text, *(f"\n{title}\n\n{body}" for title, body in parts if body)])
+
+
+def write_page(results: Sequence[Path], page: Path) -> None:
+    """Put the tables between the marks of `page`, or write a page of them alone."""
+    tables = "\n".join(render(path) for path in results)
+    old = page.read_text(encoding="utf-8") if page.is_file() else ""
+    if BEGIN in old and END in old:
+        before, after = old.split(BEGIN)[0], old.split(END)[1]
+    else:
+        before = after = ""
+    write_text(page, f"{before}{BEGIN}\n{tables}\n{END}{after or chr(10)}")
+
+
+def make_parser() -> cli.Parser:
+    """The flags."""
+    p = cli.Parser(__doc__)
+    p.add_argument("results", nargs="+", metavar="JSONL", help="results.jsonl of a run, several for several runs")
+    p.add_argument("--write", metavar="PAGE", help="markdown page to write them into")
+    return p
+
+
+def main(args: argparse.Namespace) -> None:
+    """Print or write."""
+    paths = [Path(p) for p in args.results]
+    if args.write:
+        write_page(paths, Path(args.write))
+    else:
+        print("\n".join(render(path) for path in paths))
+
+
+if __name__ == "__main__":
+    cli.run(make_parser(), main)

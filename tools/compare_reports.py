@@ -1,0 +1,58 @@
+"""Reports of validate.py side by side in one HTML page: drafters, or one draft before and after quantisation.
+
+python tools/compare_reports.py eagle3.json medusa.json ngram.json --names EAGLE-3 Medusa NGram --html compare.html
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_spec import cli
+from megatron_spec.config import UserError
+from megatron_spec.decoding import html
+
+
+def read_reports(paths: Sequence[str], names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
+    """Name -> report. Raises UserError for files that are no reports, or that measured different questions."""
+    if names and len(names) != len(paths):
+        raise UserError(f"--names: found {len(names)} names for {len(paths)} reports, expected as many")
+    found: dict[str, dict[str, Any]] = {}
+    for i, path in enumerate(paths):
+        try:
+            report = json.loads(Path(path).read_text(encoding="utf-8"))
+            about, _ = report["about"], report["sweep"]
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise UserError(f"{path}: expected a report of validate.py ({type(e).__name__}: {e})") from None
+        name = names[i] if names else f"{about.get('decoding_type')} {about.get('draft')}"
+        if name in found:
+            raise UserError(f"two reports are called {name!r}: tell them apart with --names")
+        found[name] = report
+    asked = {(r["about"].get("prompts"), r["answers"], r["decode"]["max_new_tokens"]) for r in found.values()}
+    if len(asked) > 1:
+        raise UserError(
+            f"the reports measured different things (prompts, answers, max_new_tokens: {sorted(map(str, asked))}): "
+            "measure all drafts with the same --data, --num-prompts and --max-new-tokens"
+        )
+    return found
+
+
+def make_parser() -> cli.Parser:
+    """The flags."""
+    p = cli.Parser(__doc__)
+    p.add_argument("reports", nargs="+", metavar="JSON", help="what validate.py --output wrote")
+    p.add_argument("--names", nargs="+", metavar="NAME", help="of the drafters (default: decoding type and draft)")
+    p.add_argument("--html", required=True, metavar="HTML", help="the page")
+    return p
+
+
+def main(args: argparse.Namespace) -> None:
+    """Write the page."""
+    html.write_html(args.html, read_reports(args.reports, args.names))
+
+
+if __name__ == "__main__":
+    cli.run(make_parser(), main)
