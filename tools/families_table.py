@@ -19,7 +19,7 @@ from megatron_spec.base_models.families import FAMILIES, REFUSED  # noqa: E402
 
 RESULTS = ROOT / "tests" / "support_results.json"
 LAYOUTS = ("TP 2", "TP 2 SP", "PP 2", "EP 2")
-STEPS = ("fp8", "export", "validate")
+DRAFTS = ("eagle3", "eagle1", "eagle-mtp", "medusa")
 _PLACE = re.compile(r"(<!--families-->\n).*?(<!--/families-->)", re.DOTALL)
 
 
@@ -27,14 +27,21 @@ def _cell(found: dict[str, Any], name: str) -> str:
     return "-" if name not in found else "yes" if found[name] else "no"
 
 
+def _chain(steps: list[str] | None) -> str:
+    """How far a kind of draft was taken on a family."""
+    if not steps:
+        return "-"
+    return "whole chain" if {"fp8", "export", "validate"} <= set(steps) else steps[-1]
+
+
 def table(results: dict[str, Any]) -> str:
     """The table in Markdown; '-' is what no test runs. Below it, what is refused and why."""
-    columns = ["architecture", "models", *LAYOUTS, "draft tested", *STEPS]
+    columns = ["architecture", "models", *LAYOUTS, "drafts there", *DRAFTS]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for family in FAMILIES:
         layouts, chain = results["layouts"].get(family.name, {}), results["chain"].get(family.name, {})
         cells = [family.architecture, family.models, *(_cell(layouts, name) for name in LAYOUTS)]
-        cells += [chain.get("algorithm", "-"), *(_cell(chain, name) for name in STEPS)]
+        cells += [_cell(layouts, "drafts"), *(_chain(chain.get(name)) for name in DRAFTS)]
         lines.append("| " + " | ".join(cells) + " |")
     refused = "; ".join(f"{name} {reason}" for name, reason in REFUSED.items())
     return "\n".join(lines) + f"\n\nRefused by name: {refused}.\n"

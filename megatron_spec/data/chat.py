@@ -10,6 +10,7 @@ The header that opens a turn is never supervised; the token that ends it always 
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -235,6 +236,13 @@ class ChatEncoder:
         self._is_end_V = np.zeros(max(len(tokenizer), *self._end_ids, 0) + 1, dtype=bool)
         self._is_end_V[sorted(self._end_ids)] = True
 
+    @functools.cached_property
+    def _opens_answers(self) -> bool:
+        """The template writes the assistant's header when it is asked for an answer."""
+        asked = Conversation([{"role": "user", "content": _PLACEHOLDER}], "a question")
+        texts = [self._render(asked, asked.messages, add_generation_prompt=asks) for asks in (False, True)]
+        return bool(str(texts[1]) != str(texts[0]))
+
     def encode(self, conversation: Conversation) -> Sample:
         """Tokens and turns. Raises UserError when the template refuses the conversation or the mask makes no sense."""
         return self.encode_all([conversation])[0]
@@ -323,11 +331,15 @@ class ChatEncoder:
         begins = [_shared(self._before(conversation, i), text) for i in turns]
         spans = []
         for i, begin, bound in zip(turns, begins, [*begins[1:], len(text)], strict=True):
-            content = messages[i]["content"].strip()
-            at = text.find(content, begin, bound) if content else -1
+            # Behind the words of a turn that calls tools its calls follow, among special tokens of their own.
+            content = "" if messages[i].get("tool_calls") else messages[i]["content"].strip()
+            # The last turn may think before it speaks, and think the very words.
+            find = text.rfind if i == len(messages) - 1 else text.find
+            at = find(content, begin, bound) if content else -1
             if at >= 0:
                 # A template that ignores add_generation_prompt leaves the header here: it is not the assistant's text.
-                begin = at if any(begin < end <= at for end, _ in ends) else begin
+                header_left = not self._opens_answers and any(begin < end <= at for end, _ in ends)
+                begin = at if header_left else begin
                 behind = [end for end, _ in ends if at + len(content) < end <= bound]
             else:  # the template rewrote the content (removed its reasoning, added tool calls)
                 behind = [end for end, token in ends if begin < end <= bound and token in self._stop_ids]

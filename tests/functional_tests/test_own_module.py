@@ -70,9 +70,9 @@ def found_logits(base: Any, draft: Any, ids_BS: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3 plain"])
 def test_logits_of_the_module(name: str, tmp_path: Path, world: Any) -> None:
     model, module = with_module(tmp_path, name)
-    ref, ids = inspect_base(tmp_path), tokens()[0]
+    ref, ids = inspect_base(tmp_path), tokens(model.config.vocab_size)[0]
     base, config = load_base(ref, world), presets.own_mtp_config(ref.config)
-    draft = first_draft(base, ref, config, DraftVocab.full(83), world, torch.float32, 0)
+    draft = first_draft(base, ref, config, DraftVocab.full(ref.config.vocab_size), world, torch.float32, 0)
     for found, expected in zip(found_logits(base, draft, ids), expected_logits(model, module, ids), strict=True):
         assert float(expected.std()) > 0.5
         assert float((found - expected).abs().max()) < 1e-4
@@ -168,5 +168,5 @@ def test_what_does_not_fit_is_named(tmp_path: Path, world: Any) -> None:
     assert "3 tensors" in text and "missing model.layers.4.enorm.weight" in text
     assert "unexpected model.layers.4.mlp.extra" in text and "eh_proj.weight: found shape [2, 2]" in text
     with_module(tmp_path / "base")
-    edit(tmp_path / "base", embed_tokens__weight=torch.zeros(83, 32))
+    edit(tmp_path / "base", embed_tokens__weight=torch.zeros(84, 32))
     assert "embed_tokens.weight is no copy of model.embed_tokens.weight" in message()

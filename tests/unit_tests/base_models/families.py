@@ -15,7 +15,7 @@ from torch import Tensor
 
 SHAPE: dict[str, Any] = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=83, max_position_embeddings=64, rms_norm_eps=1e-5, initializer_range=0.2, bos_token_id=1, eos_token_id=2,
+    vocab_size=84, max_position_embeddings=64, rms_norm_eps=1e-5, initializer_range=0.2, bos_token_id=1, eos_token_id=2,
     pad_token_id=0, tie_word_embeddings=False, attn_implementation="eager",
 )  # fmt: skip
 YARN = dict(
@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", dict(sliding_window=5, head_dim=12)),
     "phi3": ("Phi3", dict(original_max_position_embeddings=16, rope_parameters=LONG)),
-    "phi3 short": ("Phi3", dict(original_max_position_embeddings=32, rope_parameters={
+    "phi3 short": ("Phi3", dict(vocab_size=83, original_max_position_embeddings=32, rope_parameters={
         **LONG, "original_max_position_embeddings": 32})),
     "qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
     "qwen2 window": ("Qwen2", dict(use_sliding_window=True, max_window_layers=2, sliding_window=6)),
@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=5, rope_parameters=YARN)),
     "deepseek_v3": ("DeepseekV3", DEEPSEEK),
     "deepseek_v3 plain": ("DeepseekV3", {
-        **DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": None}),
+        **DEEPSEEK, "vocab_size": 83, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": None}),
 }  # fmt: skip
 """Name -> (transformers' name, fields of its configuration)."""
 
@@ -78,7 +78,7 @@ def save(name: str, folder: Path, seed: int = 0, max_shard_size: str = "50GB", *
     return model
 
 
-def tokens(vocab: int = 83) -> Tensor:
+def tokens(vocab: int = SHAPE["vocab_size"]) -> Tensor:
     """[micro-batches, B, S]."""
     return torch.randint(vocab, (2, 3, LENGTH), generator=torch.Generator().manual_seed(7))
 
