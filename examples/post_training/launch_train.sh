@@ -42,6 +42,12 @@ while [ $# -gt 0 ]; do
 done
 [ -n "$model" ] && [ -n "$output" ] || { usage >&2; fail "--model and --output_dir are needed"; }
 [ -n "$data$offline" ] && [ -z "${data:+$offline}" ] || fail "give one of --data and --offline-data"
+number() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1 $2: expected a whole number of at least 1"; }
+number --num_epochs "$epochs"; number --tp "$tp"; number --pp "$pp"; number --batch "${batch:-1}"
+number --train_samples "${samples:-1}"; [ "$num_gpu" = 0 ] || number --num_gpu "$num_gpu"
+[ -d "$model" ] || fail "--model $model: no such folder"
+[ -z "$data" ] || [ -f "$data" ] || fail "--data $data: no such file"
+[ -z "$offline" ] || [ -f "$offline/manifest.json" ] || fail "--offline-data $offline holds no features (manifest.json is missing)"
 
 python=${PYTHON:-python3}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false

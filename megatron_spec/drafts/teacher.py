@@ -124,7 +124,7 @@ class TeacherHead:
             argmax_U: the base's choices at these rows, when known; they are computed otherwise.
         """
         weight = self.ends.head_weight[: self.valid]
-        if argmax_U is None and kernels_run(weight, self.group):
+        if argmax_U is None and self.group.size() == 1 and kernels_run(weight):
             return self._with_kernel(state_UH.to(weight.dtype), weight, temperature)
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         parts: list[tuple[Tensor, ...]] = []

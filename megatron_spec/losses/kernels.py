@@ -1,6 +1,7 @@
 """Triton kernels over vocabulary rows: the teacher from whole logits, and soft cross-entropy with its gradient.
 
-A row is read twice (the second time from the L2 cache) and written once; nothing in fp32 ever reaches memory.
+A row is read twice (the second time from the L2 cache) and written once; nothing in fp32 ever reaches memory. Where the
+vocabulary is split over ranks the two readings are two kernels, between which the ranks agree on the row's log-sum-exp.
 `vocab_parallel.py` and `drafts/teacher.py` hold the plain versions.
 
 R rows, D draft vocabulary, V target vocabulary, U teacher rows.
@@ -25,6 +26,38 @@ def _row_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
+    _, lse, best = _largest(z_ptr, D, inverse_temperature, BLOCK)
+    tl.store(best_ptr + row, best)
+    _gradient(
+        row, z_ptr, t_ptr, t_stride, rows_ptr, lse_t_ptr, weight_ptr, loss_ptr, overlap_ptr, lse, D,
+        inverse_temperature, IS_KL, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _largest_kernel(z_ptr, z_stride, top_ptr, lse_ptr, best_ptr, D, inverse_temperature, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    top, lse, best = _largest(z_ptr + row * z_stride, D, inverse_temperature, BLOCK)
+    tl.store(top_ptr + row, top)
+    tl.store(lse_ptr + row, lse)
+    tl.store(best_ptr + row, best)
+
+
+@triton.jit
+def _gradient_kernel(
+    z_ptr, z_stride, t_ptr, t_stride, rows_ptr, lse_t_ptr, weight_ptr, loss_ptr, overlap_ptr, lse_ptr, D,
+    inverse_temperature, IS_KL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    _gradient(
+        row, z_ptr + row * z_stride, t_ptr, t_stride, rows_ptr, lse_t_ptr, weight_ptr, loss_ptr, overlap_ptr,
+        tl.load(lse_ptr + row), D, inverse_temperature, IS_KL, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _largest(z_ptr, D, inverse_temperature, BLOCK: tl.constexpr):
+    """(largest value, log-sum-exp, place of the largest) of a row."""
     lanes = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), _LOW, tl.float32)
     mass = tl.zeros((BLOCK,), tl.float32)
@@ -40,7 +73,16 @@ def _row_kernel(
         top = new_top
     best = tl.max(top, axis=0)
     lse = best + tl.log(tl.sum(mass * tl.exp(top - best), axis=0))
-    tl.store(best_ptr + row, tl.min(tl.where(top == best, where, 2147483647), axis=0).to(tl.int64))
+    return best, lse, tl.min(tl.where(top == best, where, 2147483647), axis=0).to(tl.int64)
+
+
+@triton.jit
+def _gradient(
+    row, z_ptr, t_ptr, t_stride, rows_ptr, lse_t_ptr, weight_ptr, loss_ptr, overlap_ptr, lse, D, inverse_temperature,
+    IS_KL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Loss and overlap of a row, and its gradient in place of its logits."""
+    lanes = tl.arange(0, BLOCK)
     teacher = tl.load(rows_ptr + row).to(tl.int64)
     t_ptr += teacher * t_stride
     lse_t = tl.load(lse_t_ptr + teacher)
@@ -89,6 +131,43 @@ def soft_rows(
             overlap, best, D, 1.0 / temperature, kl, BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return loss, overlap, best
+
+
+def largest(logits_RD: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of logits / temperature: (largest value, log-sum-exp, place of the largest), each [R]."""
+    R, D = logits_RD.shape
+    top, lse = torch.empty(2, R, dtype=torch.float32, device=logits_RD.device)
+    best = torch.empty(R, dtype=torch.int64, device=logits_RD.device)
+    if R:
+        _largest_kernel[(R,)](
+            logits_RD, logits_RD.stride(0), top, lse, best, D, 1.0 / temperature, BLOCK, num_warps=WARPS
+        )
+    return top, lse, best
+
+
+def soft_shard(
+    logits_RD: Tensor,
+    teacher_UD: Tensor,
+    teacher_lse_U: Tensor,
+    rows_R: Tensor,
+    weight_R: Tensor,
+    lse_R: Tensor,
+    temperature: float,
+    kl: bool,
+) -> tuple[Tensor, Tensor]:
+    """`soft_rows` for one rank's shard of the vocabulary: its parts of loss [R] and overlap [R].
+
+    Args:
+        lse_R: fp32 log-sum-exp of logits / temperature over all ranks.
+    """
+    R, D = logits_RD.shape
+    loss, overlap = torch.empty(2, R, dtype=torch.float32, device=logits_RD.device)
+    if R:
+        _gradient_kernel[(R,)](
+            logits_RD, logits_RD.stride(0), teacher_UD, teacher_UD.stride(0), rows_R, teacher_lse_U, weight_R, loss,
+            overlap, lse_R, D, 1.0 / temperature, kl, BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return loss, overlap
 
 
 @triton.jit

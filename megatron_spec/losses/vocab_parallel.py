@@ -84,9 +84,17 @@ def argmax_and_lse(x_RD: Tensor, group: dist.ProcessGroup | None) -> tuple[Tenso
     lse_R = (x_RD - top_R[:, None]).exp_().sum(-1).log_().add_(top_R)
     if group is None or group.size() == 1:
         return index_R, lse_R
-    everyone = _gather_ranks(group, top_R, index_R + group.rank() * x_RD.shape[-1], lse_R)
+    index_R, lse_R = _agree(group, top_R, lse_R, index_R, x_RD.shape[-1])
+    return index_R, lse_R.to(x_RD.dtype)
+
+
+def _agree(
+    group: dist.ProcessGroup, top_R: Tensor, lse_R: Tensor, index_R: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """(index of the largest value [R], log-sum-exp [R] fp64) over all ranks, from those of each rank's shard."""
+    everyone = _gather_ranks(group, top_R, index_R + group.rank() * width, lse_R)
     index_R = everyone[:, 1].gather(0, everyone[:, 0].argmax(0)[None])[0].long()
-    return index_R, everyone[:, 2].logsumexp(0).to(x_RD.dtype)
+    return index_R, everyone[:, 2].logsumexp(0)
 
 
 def row_losses(
@@ -117,9 +125,9 @@ def row_losses(
     return RowLosses(loss_R, overlap_R, argmax_R, grad_RD)
 
 
-def kernels_run(x: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """True where `losses.kernels` can replace the plain code: half precision on a GPU, whole vocabulary on one rank."""
-    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or (group is not None and group.size() > 1):
+def kernels_run(x: Tensor) -> bool:
+    """True where `losses.kernels` can replace the plain code: half precision on a GPU."""
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
     return importlib.util.find_spec("triton") is not None
 
@@ -128,14 +136,18 @@ def kernel_row_loss(
     teacher: Teacher, kind: LossKind, temperature: float, group: dist.ProcessGroup | None
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None:
     """`row_losses` as one kernel that turns logits into weighted gradients in place; None where there is none."""
-    if kind not in ("soft_ce", "kl") or not kernels_run(teacher.logits_UD, group):
+    if kind not in ("soft_ce", "kl") or not kernels_run(teacher.logits_UD):
         return None
     from megatron_spec.losses import kernels
 
     def in_place(logits_RD: Tensor, rows_R: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return kernels.soft_rows(
-            logits_RD, teacher.logits_UD, teacher.lse_U, rows_R, weight_R, temperature, kind == "kl"
-        )
+        told = (logits_RD, teacher.logits_UD, teacher.lse_U, rows_R, weight_R)
+        if group is None or group.size() == 1:
+            return kernels.soft_rows(*told, temperature, kind == "kl")
+        best_R, lse_R = _agree(group, *kernels.largest(logits_RD, temperature), logits_RD.shape[-1])
+        loss_R, overlap_R = kernels.soft_shard(*told, lse_R.float(), temperature, kind == "kl")
+        _reduce_together(group, loss_R, overlap_R)
+        return loss_R, overlap_R, best_R
 
     return in_place
 

@@ -179,6 +179,14 @@ def test_one_command_trains_on_either(runs: tuple[Path, dict[str, list[float]]])
     assert done.returncode == 0, done.stderr[-3000:]
     assert "36 conversations, 1 epochs, 16 a step: 3 steps" in done.stdout
     assert (root / "launched" / "run" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
-    both = ["--model", "m", "--output_dir", "o", "--data", "d", "--offline-data", "f"]
-    refused = subprocess.run([*script, *both], capture_output=True, text=True)
-    assert refused.returncode == 2 and "one of --data and --offline-data" in refused.stderr
+    here = ["--model", str(root / "base"), "--output_dir", str(root / "never")]
+    for flags, message in (
+        (["--data", "d", "--offline-data", "f"], "one of --data and --offline-data"),
+        (["--data", "d"], "--data d: no such file"),
+        (["--offline-data", str(root)], "holds no features"),
+        (["--data", "d", "--num_gpu", "two"], "--num_gpu two: expected a whole number"),
+        (["--data", "d", "--tp", "0"], "--tp 0: expected a whole number"),
+    ):
+        refused = subprocess.run([*script, *here, *flags], capture_output=True, text=True)
+        assert refused.returncode == 2 and message in refused.stderr, refused.stderr
+    assert not (root / "never").exists()

@@ -191,6 +191,30 @@ def test_teacher_kernel(temperature: float) -> None:
     assert torch.equal(best[outside], found.logits_UD.amax(1)[outside])
 
 
+@pytest.mark.parametrize("kl", [False, True])
+def test_loss_kernels_of_two_shards(kl: bool) -> None:
+    """The kernels of a split vocabulary, one GPU playing both ranks, against those of a whole one."""
+    from megatron_spec.losses import kernels as loss_kernels
+
+    generator = torch.Generator().manual_seed(6)
+    R, D, U = 33, 10_000, 20
+    logits, teacher = (torch.randn(n, D, generator=generator).mul(3).bfloat16().cuda() for n in (R, U))
+    rows, weight = torch.randint(0, U, (R,), generator=generator).cuda(), torch.rand(R, generator=generator).cuda()
+    teacher_lse = (teacher.float() / 0.7).logsumexp(1)
+    whole = logits.clone()
+    loss, overlap, best = loss_kernels.soft_rows(whole, teacher, teacher_lse, rows, weight, 0.7, kl)
+    shards = [x.contiguous() for x in logits.chunk(2, 1)]
+    tops, lses, places = (torch.stack(x) for x in zip(*(loss_kernels.largest(x, 0.7) for x in shards), strict=True))
+    assert torch.equal(torch.where(tops[0] >= tops[1], places[0], places[1] + D // 2), best)
+    parts = [
+        loss_kernels.soft_shard(x, t.contiguous(), teacher_lse, rows, weight, lses.logsumexp(0), 0.7, kl)
+        for x, t in zip(shards, teacher.chunk(2, 1), strict=True)
+    ]
+    torch.testing.assert_close(parts[0][0] + parts[1][0], loss, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(parts[0][1] + parts[1][1], overlap, rtol=1e-4, atol=1e-4)
+    assert distance(torch.cat(shards, 1), whole) < 2e-3
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 def test_nothing_supervised(steps: int) -> None:
     """A micro-batch of padding and prompts trains nothing, and breaks nothing."""
