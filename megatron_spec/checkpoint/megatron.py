@@ -66,7 +66,7 @@ def read_config(path: Path, folder: Path) -> BaseConfig:
     for place in (folder, path):
         if (place / "config.json").is_file():
             raw = read_json(place / "config.json")
-            return parse_base_config(raw, str(place / "config.json"))
+            return _readable(parse_base_config(raw, str(place / "config.json")), path)
     try:
         with torch.serialization.safe_globals(SAFE_GLOBALS):
             common = dist_checkpointing.load_common_state_dict(str(folder))
@@ -79,6 +79,15 @@ def read_config(path: Path, folder: Path) -> BaseConfig:
     if args is None:
         raise UserError(f"{folder}: holds no model arguments; put the base's config.json beside the checkpoint")
     return config_from_args(dict(args) if isinstance(args, dict) else vars(args), str(folder))
+
+
+def _readable(config: BaseConfig, path: Path) -> BaseConfig:
+    if config.moe is not None or config.mla is not None:
+        raise UserError(
+            f"{path}: Megatron checkpoints of bases with experts or latent attention are not read ({config.family}): "
+            "give the base as a Hugging Face folder"
+        )
+    return config
 
 
 def _stored_key(rule: NameRule, prefix: str, numbered: bool) -> str:
