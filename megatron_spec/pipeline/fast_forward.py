@@ -53,11 +53,9 @@ class FastForward(LeanForward):
     def _attend(
         self, qkv: Tensor, tables: tuple[Tensor, Tensor], S: int, B: int, plan: AttentionPlan, layer: int
     ) -> Tensor:
-        if plan.context is not None or plan.mask_B1SL is not None:
+        if plan.context is not None or plan.cache is not None:
             return super()._attend(qkv, tables, S, B, plan, layer)
         q, k, v = self.split_rotated(qkv, tables, S, B)
-        if plan.cache is not None:
-            plan.remember(layer, k, v)
         return causal_attention(q, k, v, plan.documents).reshape(S * B, -1)
 
     def tables(self, angles_SB1D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

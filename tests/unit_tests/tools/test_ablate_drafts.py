@@ -1,0 +1,69 @@
+"""Drafts compared on a tiny base: a deadline, going on, every row; and the page that is made of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_spec.config import UserError
+from tests.functional_tests.workshop import make_base, write_conversations
+from tools import ablate_drafts, acceptance_page
+
+
+def write_questions(path: Path) -> str:
+    lines = [{"question_id": i, "turns": ["red sky " * (i + 1)] * (1 + i % 2)} for i in range(3)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def measured(output: Path) -> dict[str, dict]:
+    lines = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
+    names = [line["name"] for line in lines if line["kind"] == "measured"]
+    assert len(names) == len(set(names))
+    return {line["name"]: line for line in lines if line["kind"] == "measured"}
+
+
+def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path) -> None:
+    base, output = make_base(tmp_path / "base"), tmp_path / "out"
+    sets = [write_questions(tmp_path / f"{name}.jsonl") for name in ("qa", "sum")]
+
+    def start(*more: str) -> None:
+        flags = [
+            "--base", str(base), "--prompts", *sets, "--data", str(write_conversations(tmp_path / "d.jsonl", 12)),
+            "--output", str(output), "--seconds", "0.05", "--ablation-seconds", "0.05", "--qat-seconds", "0.05",
+            "--few-questions", "2", "--max-new-tokens", "6", "--max-draft-len", "2", "--batch-size", "4",
+            "--global-batch-size", "4", "--seq-length", "96", "--draft-vocab-size", "64", *more,
+        ]  # fmt: skip
+        ablate_drafts.main(ablate_drafts.make_parser().parse_args(flags))
+
+    start("--deadline", "0")
+    assert list(measured(output)) == ["NGram"]
+    with (output / "results.jsonl").open("a") as file:
+        file.write('{"half')
+    start()
+    found = measured(output)
+    drafts = list(ablate_drafts.HEADLINE)
+    wanted = {"NGram", *drafts, "eagle3 tree", "medusa tree", "eagle1 length 4"}
+    wanted |= {f"ablation {name}" for name in ablate_drafts.ABLATIONS}
+    wanted |= {f"{name} fp8 {form}" for name in drafts for form in ("PTQ", "QAT")}
+    assert wanted <= set(found)
+    assert all(line["identical"] == 1.0 for name, line in found.items() if "fp8" not in name)
+    assert len({found[f"ablation {name}"]["steps"] for name in ablate_drafts.ABLATIONS}) == 1
+    with pytest.raises(UserError, match=r"other settings \(lr: found 0.001, now 0.5\)"):
+        start("--lr", "0.5")
+    page = tmp_path / "page.md"
+    page.write_text(f"# Title\n{acceptance_page.BEGIN}\nold\n{acceptance_page.END}\nrest\n")
+    acceptance_page.write_page([output / "results.jsonl"], page)
+    text = page.read_text()
+    assert text.startswith("# Title\n") and text.endswith("rest\n") and "old" not in text
+    for word in ("| eagle3 fp8 QAT |", "| detached |", "| medusa tree |", "| NGram | none |", "qa | sum |"):
+        assert word in text, word
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"kind": "measured"}\n')
+    with pytest.raises(UserError, match="says no settings"):
+        acceptance_page.render(path)
