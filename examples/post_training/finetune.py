@@ -11,7 +11,7 @@ import argparse
 import sys
 
 from megatron_spec import cli
-from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
+from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig, UserError
 
 
 def parser() -> cli.Parser:
@@ -47,8 +47,11 @@ def parser() -> cli.Parser:
     p.add_argument("--eval-prompts", type=cli.at_least_one, metavar="N", default=32, help="of them (default: 32)")
     p.add_argument("--eval-draft-len", type=cli.at_least_one, metavar="N", default=3, help="draft tokens (default: 3)")
     p.add_argument("--eval-tokens", type=cli.at_least_one, metavar="N", default=64, help="of an answer (default: 64)")
+    p.add_argument(
+        "--train-epochs", type=cli.at_least_one, metavar="N", help="instead of --train-iters: passes over the data"
+    )
     p.add_dry_run()
-    p.add_config(TrainConfig)
+    p.add_config(TrainConfig, train_iters=0)
     p.add_config(ObjectiveConfig)
     p.add_config(ParallelConfig)
     return p
@@ -73,8 +76,12 @@ def main(args: argparse.Namespace) -> None:
     from megatron_spec.chain.evaluate import EvalRequest
     from megatron_spec.chain.finetune import FinetuneRun, finetune
 
-    configs = {
-        "train": cli.config_from(TrainConfig, args),
+    if bool(args.train_epochs) == bool(args.train_iters):
+        raise UserError(
+            f"found {'both' if args.train_iters else 'neither'} of --train-iters and --train-epochs, expected one"
+        )
+    configs = {  # the steps of epochs are counted when the data are known
+        "train": cli.config_from(TrainConfig, args, train_iters=args.train_iters or 1),
         "objective": cli.config_from(ObjectiveConfig, args),
         "parallel": cli.config_from(ParallelConfig, args),
     }
@@ -90,7 +97,7 @@ def main(args: argparse.Namespace) -> None:
         "base_fp8",
         "teacher",
     )
-    plain += ("data_cache_path", "draft_fp8", "transformer_impl", "tensorboard_dir", "wandb_project")
+    plain += ("data_cache_path", "draft_fp8", "transformer_impl", "tensorboard_dir", "wandb_project", "train_epochs")
     configs["evaluation"] = EvalRequest(
         args.eval_data, args.eval_acceptance_interval, args.eval_prompts, args.eval_draft_len, args.eval_tokens
     )

@@ -19,14 +19,13 @@ options (defaults in brackets):
   --draft_vocab DIR    of tools/calibrate_draft_vocab.py [the whole vocabulary]
   --tp N, --pp N       tensor and pipeline parallel sizes [1]
   --batch N            global batch size [8 for each data parallel rank]
-  --train_samples N    conversations of an epoch [the lines of --data, or what the features hold]
 What follows -- goes to finetune.py as it is, for example: -- --lr 2e-4 --seq-length 4096 --packing
 END
 }
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
 scripts=$root/examples/post_training
-model="" data="" offline="" output="" num_gpu=1 epochs=1 eagle="" vocab="" tp=1 pp=1 batch="" samples=""
+model="" data="" offline="" output="" num_gpu=1 epochs=1 eagle="" vocab="" tp=1 pp=1 batch=""
 fail() { echo "error: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
   [ "$1" = -- ] && { shift; break; }
@@ -35,7 +34,7 @@ while [ $# -gt 0 ]; do
   case $1 in
     --model) model=$2 ;; --data) data=$2 ;; --offline-data) offline=$2 ;; --output_dir) output=$2 ;;
     --num_gpu) num_gpu=$2 ;; --num_epochs) epochs=$2 ;; --eagle_config) eagle=$2 ;; --draft_vocab) vocab=$2 ;;
-    --tp) tp=$2 ;; --pp) pp=$2 ;; --batch) batch=$2 ;; --train_samples) samples=$2 ;;
+    --tp) tp=$2 ;; --pp) pp=$2 ;; --batch) batch=$2 ;;
     *) usage >&2; fail "unknown option $1" ;;
   esac
   shift 2
@@ -44,7 +43,7 @@ done
 [ -n "$data$offline" ] && [ -z "${data:+$offline}" ] || fail "give one of --data and --offline-data"
 number() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1 $2: expected a whole number of at least 1"; }
 number --num_epochs "$epochs"; number --tp "$tp"; number --pp "$pp"; number --batch "${batch:-1}"
-number --train_samples "${samples:-1}"; [ "$num_gpu" = 0 ] || number --num_gpu "$num_gpu"
+[ "$num_gpu" = 0 ] || number --num_gpu "$num_gpu"
 [ -d "$model" ] || fail "--model $model: no such folder"
 [ -z "$data" ] || [ -f "$data" ] || fail "--data $data: no such file"
 [ -z "$offline" ] || [ -f "$offline/manifest.json" ] || fail "--offline-data $offline holds no features (manifest.json is missing)"
@@ -53,12 +52,6 @@ python=${PYTHON:-python3}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false
 ranks=$((num_gpu > 1 ? num_gpu : 1))
 : "${batch:=$((8 * ranks / tp))}"
-if [ -z "$samples" ]; then
-  if [ -n "$data" ]; then samples=$(grep -c . "$data"); else
-    samples=$("$python" -c 'import json, sys; print(json.load(open(sys.argv[1] + "/manifest.json"))["num_samples"])' "$offline")
-  fi
-fi
-iterations=$(((samples * epochs + batch - 1) / batch))
 
 launch() { # script arguments...
   local script=$scripts/$1; shift
@@ -73,7 +66,6 @@ launch() { # script arguments...
 
 [ -f "$output/draft/latest_checkpointed_iteration.txt" ] || launch convert_model.py --load "$model" \
   --save "$output/draft" ${eagle:+--eagle-config "$eagle"} ${vocab:+--draft-vocab "$vocab"}
-echo "$samples conversations, $epochs epochs, $batch a step: $iterations steps"
 launch finetune.py --load "$output/draft" --save "$output/run" ${data:+--data "$data"} \
-  ${offline:+--offline-data "$offline"} --global-batch-size "$batch" --train-iters "$iterations" \
-  --save-interval "$((iterations / 10 + 1))" --async-save "$@"
+  ${offline:+--offline-data "$offline"} --global-batch-size "$batch" --train-epochs "$epochs" \
+  --save-interval 200 --async-save "$@"

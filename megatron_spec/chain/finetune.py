@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,8 @@ class FinetuneRun:
     """Layers of the base: 'local' or 'transformer_engine'."""
     teacher: str = "quantised"
     """Of a checkpoint with a fake-quantised base: 'quantised', as it will be served, or 'original'."""
+    train_epochs: int | None = None
+    """Passes over the data; decides train.train_iters."""
     tensorboard_dir: str | None = None
     wandb_project: str | None = None
     evaluation: evaluate.EvalRequest = field(default_factory=evaluate.EvalRequest)
@@ -206,6 +208,15 @@ def make_loader(run: FinetuneRun, loaded: Loaded, world: World) -> BatchLoader:
     )
 
 
+def with_steps(run: FinetuneRun, rows: int) -> FinetuneRun:
+    """The run with the steps that its epochs take: the last one may reach into the next epoch."""
+    if run.train_epochs is None:
+        return run
+    steps = -(-rows * run.train_epochs // run.train.global_batch_size)
+    log.info("%d epochs of %d rows, %d a step: %d steps", run.train_epochs, rows, run.train.global_batch_size, steps)
+    return replace(run, train=replace(run.train, train_iters=steps))
+
+
 def feature_source(run: FinetuneRun, loaded: Loaded, loader: BatchLoader, world: World) -> FeatureSource:
     """Features computed by the base every time, or once into --feature-cache, or by another run (--offline-data)."""
     if run.offline_data is not None:
@@ -256,6 +267,7 @@ def finetune(run: FinetuneRun) -> bool:
     )
     loaded.draft.fp8 = run.draft_fp8
     loader = make_loader(run, loaded, world)
+    run = with_steps(run, loader.samples_per_epoch)
     ddp = wrap_ddp(loaded.draft, world, run.train)
     optimizer, scheduler = build_optimizer(ddp, world, run.train)
     position = Position()
