@@ -122,9 +122,6 @@ def table() -> str:
     notes.append(
         "EP needs a base with experts; those of a draft (`--mtp-from-base`) are not spread. Tested with it: training "
         "against one process, and the base of every family with experts; not convert, extraction, or a model of your "
-        "own. "
-        + INTERLEAVED[0].upper()
-        + INTERLEAVED[1:]
-        + "."
+        "own. " + INTERLEAVED[0].upper() + INTERLEAVED[1:] + "."
     )
     return "\n".join([*lines, "", *(f"{note}  " for note in notes)]).rstrip() + "\n"
