@@ -52,7 +52,10 @@ def config_from_args(args: dict[str, Any], where: str) -> BaseConfig:
         )
     wrong = [f"{name}={args[name]!r}" for name, fit in _EXPECTED.items() if name in args and args[name] not in fit]
     if wrong:
-        raise UserError(f"{where}: not a Llama as supported here: {', '.join(wrong)}")
+        raise UserError(
+            f"{where}: not a Llama: {', '.join(wrong)}; put the base's config.json (Hugging Face format) beside the "
+            "checkpoint, from which every family is read"
+        )
     if args.get("vocab_size") is None:
         raise UserError(
             f"{where}: the stored arguments hold only the padded vocabulary ({args.get('padded_vocab_size')}), not the "

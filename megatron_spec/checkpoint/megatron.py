@@ -82,19 +82,12 @@ def read_config(path: Path, folder: Path) -> BaseConfig:
 
 
 def _readable(config: BaseConfig, path: Path) -> BaseConfig:
-    if config.moe is not None or config.mla is not None:
+    if config.mla is not None or config.attention_sinks:
         raise UserError(
-            f"{path}: Megatron checkpoints of bases with experts or latent attention are not read ({config.family}): "
-            "give the base as a Hugging Face folder"
+            f"{path}: Megatron checkpoints of bases with latent attention or attention sinks are not read "
+            f"({config.family}): give the base as a Hugging Face folder"
         )
     return config
-
-
-def _stored_key(rule: NameRule, prefix: str, numbered: bool) -> str:
-    key = rule.core if numbered else re.sub(r"^(decoder\.layers)\.\d+\.", r"\1.", rule.core)
-    for norm, fused in _FUSED_NORMS.items():
-        key = key.replace(norm, fused)
-    return prefix + key
 
 
 class _Stored:
@@ -115,9 +108,24 @@ class _Stored:
         self.vocab_rows = self.shapes[self.prefix + embedding][0]
         self.numbered = any(re.match(re.escape(self.prefix) + r"decoder\.layers\.\d+\.", key) for key in self.shapes)
 
+    def key(self, rule: NameRule) -> str:
+        """The stored tensor that a parameter is in: of all layers, unless they are numbered, and of all experts."""
+        key = rule.core if self.numbered else re.sub(r"^(decoder\.layers)\.\d+\.", r"\1.", rule.core)
+        key = re.sub(r"\.local_experts\.\d+\.", ".experts.", key)
+        for norm, fused in _FUSED_NORMS.items():
+            key = key.replace(norm, fused)
+        return self.spelling(self.prefix + key)
+
+    def spelling(self, key: str) -> str:
+        """`key` as this checkpoint spells it: Transformer Engine fuses no norm into a router."""
+        plain = key
+        for norm, fused in _FUSED_NORMS.items():
+            plain = plain.replace(fused, norm)
+        return plain if key not in self.shapes and plain in self.shapes else key
+
     def check(self) -> None:
         """Raise UserError naming every tensor of the model that is missing or unexpected, and a wrong depth."""
-        keys = {_stored_key(rule, self.prefix, self.numbered) for rule in name_rules(self.config)}
+        keys = {self.key(rule) for rule in name_rules(self.config)}
         ours = tuple(self.prefix + part for part in _PARTS)
         problems = [f"missing {key}" for key in sorted(keys - self.shapes.keys())]
         problems += [f"unexpected {key}" for key in sorted(self.shapes) if key.startswith(ours) and key not in keys]
@@ -156,6 +164,8 @@ def load_megatron(base: FrozenBase, folder: Path) -> None:
     metadata = {"non_homogeneous_layers": True} if stored.numbered else None
     state = base.gpt.sharded_state_dict(prefix=stored.prefix, metadata=metadata)
     state = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+    for tensor in state.values():
+        tensor.key = stored.spelling(tensor.key)
     loaded = _load(state, folder)
     wanted = {stored.prefix + name: parameter for name, parameter in base.gpt.named_parameters()}
     missing = [name for name in wanted if name not in loaded]

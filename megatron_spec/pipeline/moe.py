@@ -13,18 +13,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor, nn
 
 from megatron_spec.base_models.names import Experts
 from megatron_spec.config import MoeConfig
 from megatron_spec.ops.routing import choose, rows_of_experts
+
+
+def _sharded_children(module: nn.Module, prefix: str, offsets: tuple[Any, ...], metadata: Any) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    tp = parallel_state.get_tensor_model_parallel_group()
+    for name, child in module.named_children():
+        state.update(sharded_state_dict_default(child, f"{prefix}{name}.", offsets, metadata, tp_group=tp))
+    return state
 
 
 class Router(nn.Module):
@@ -72,6 +84,14 @@ class Expert(nn.Module):
         out, out_bias = self.linear_fc2(self._gated(gate_up if bias is None else gate_up + bias))
         return out + out_bias if out_bias is not None and self.first else out
 
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> Any:
+        """Where its tensors lie in a distributed checkpoint: as those of megatron-core's MLP, gate and up apart."""
+        state = _sharded_children(self, prefix, sharded_offsets, metadata)
+        for name in (f"{prefix}linear_fc1.weight", f"{prefix}linear_fc1.bias"):
+            if name in state:
+                state[name] = apply_swiglu_sharded_factory(state[name], sharded_offsets)
+        return state
+
     def _gated(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         if not self.clamp:
@@ -85,10 +105,23 @@ class LocalExperts(nn.Module):
 
     def __init__(self, config: TransformerConfig, moe: MoeConfig, groups: Any, experts: Experts) -> None:
         super().__init__()
-        self.here = experts
+        self.here, self.num_experts = experts, moe.num_experts
         self.local_experts = nn.ModuleList(
             Expert(config, moe.intermediate_size, groups, moe) for _ in range(experts.count)
         )
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> Any:
+        """Where its tensors lie in a distributed checkpoint: all experts in one, as megatron-core's SequentialMLP."""
+        state: dict[str, Any] = {}
+        for i, expert in enumerate(self.local_experts):
+            own = f"{prefix}local_experts.{i}."
+            offsets = (*sharded_offsets, (len(sharded_offsets), self.here.first + i, self.num_experts))
+            part = expert.sharded_state_dict(own, offsets, metadata)  # type: ignore[operator]
+            replace_prefix_for_sharding(part, own, f"{prefix}experts.")
+            for tensor in part.values():  # copies are counted over the ranks that hold the same experts
+                tensor.replica_id = (*tensor.replica_id[:2], parallel_state.get_expert_data_parallel_rank())
+            state.update(part)
+        return state
 
     def forward(self, x_RH: Tensor, weights_RK: Tensor, chosen_RK: Tensor) -> Tensor:
         """[R, H] sums of this rank's experts, each times its weight."""
@@ -119,6 +152,10 @@ class MixtureOfExperts(nn.Module):
         self.experts = LocalExperts(config, moe, groups, Experts(self.ep.rank() * size, size))
         shared = moe.shared_intermediate_size
         self.shared_experts = Expert(config, shared, groups, moe) if shared else None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> Any:
+        """Where its tensors lie in a distributed checkpoint."""
+        return _sharded_children(self, prefix, sharded_offsets, metadata)
 
     def forward(self, hidden_SBH: Tensor, **_: Any) -> tuple[Tensor, None]:
         """[S, B, H] -> ([S, B, H], no bias); [S / TP, B, H] under sequence parallelism."""
