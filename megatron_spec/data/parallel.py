@@ -42,8 +42,8 @@ def ordered_map(
             while waiting:
                 yield waiting.popleft().result()
         finally:
-            for future in waiting:
-                future.cancel()
+            # The pool drops what waits: cancelling piece by piece can leave its manager waiting for ever (CPython 3.11).
+            pool.shutdown(cancel_futures=True)
 
 
 _work: list[Callable[[Any], Any]] = []
