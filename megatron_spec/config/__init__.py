@@ -1,0 +1,46 @@
+"""Every dataclass a user can set, and the rules that make one valid. Standard library only.
+
+All of them read from and write to plain dictionaries (`from_dict`, `to_dict`); an unknown key is an
+error with a suggestion, a value of the wrong type an error with the type that was expected.
+"""
+
+from __future__ import annotations
+
+from megatron_spec.config.base import BaseConfig, MlaConfig, MoeConfig, RopeConfig, RopeType, RouterKind
+from megatron_spec.config.core import Config, UserError, suggest
+from megatron_spec.config.decoding import DecodeConfig, DecodingType
+from megatron_spec.config.draft import DraftConfig, EagleAlgorithm, EagleConfig, MedusaConfig
+from megatron_spec.config.training import (
+    Alignment,
+    LossKind,
+    ObjectiveConfig,
+    ParallelConfig,
+    QuantConfig,
+    QuantFormat,
+    TrainConfig,
+)
+
+__all__ = [
+    "Alignment",
+    "BaseConfig",
+    "Config",
+    "DecodeConfig",
+    "DecodingType",
+    "DraftConfig",
+    "EagleAlgorithm",
+    "EagleConfig",
+    "LossKind",
+    "MedusaConfig",
+    "MlaConfig",
+    "MoeConfig",
+    "ObjectiveConfig",
+    "ParallelConfig",
+    "QuantConfig",
+    "QuantFormat",
+    "RopeConfig",
+    "RopeType",
+    "RouterKind",
+    "TrainConfig",
+    "UserError",
+    "suggest",
+]

@@ -1,0 +1,111 @@
+"""What all configurations have in common: typed reading and writing, and errors that say what was expected."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T", bound="Config")
+
+
+class UserError(ValueError):
+    """A mistake the user can mend: scripts print its message and exit with code 2, without traceback."""
+
+
+def suggest(name: str, known: typing.Iterable[str]) -> str:
+    """' (did you mean X?)' for the closest known name, or ''."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, h) for h in typing.get_args(hint))
+    if origin is Literal:
+        return value in typing.get_args(hint)
+    if origin in (tuple, list):
+        inner = typing.get_args(hint)[0]
+        return isinstance(value, (list, tuple)) and all(_fits(v, inner) for v in value)
+    if origin is dict or hint is dict:
+        return isinstance(value, dict)
+    if hint is Any:
+        return True
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(hint, type):
+        return isinstance(value, hint)
+    return True
+
+
+def _readable(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Common behaviour of all configurations: typed reading, writing, validation on construction."""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if not _fits(value, hints[f.name]):
+                raise UserError(f"{type(self).__name__}.{f.name}: found {value!r}, expected {_readable(hints[f.name])}")
+            if isinstance(value, list):
+                object.__setattr__(self, f.name, tuple(value))
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise UserError when the fields contradict one another."""
+
+    @classmethod
+    def from_dict(cls: type[T], values: dict[str, Any]) -> T:
+        """Build from a dictionary (nested configurations as dictionaries). Raises UserError on unknown keys."""
+        hints = typing.get_type_hints(cls)
+        kwargs: dict[str, Any] = {}
+        for key, value in values.items():
+            if key not in hints:
+                raise UserError(f"{cls.__name__}: unknown key {key!r}{suggest(key, hints)}; known: {', '.join(hints)}")
+            nested: list[type[Config]] = [
+                h for h in (hints[key], *typing.get_args(hints[key])) if isinstance(h, type) and issubclass(h, Config)
+            ]
+            kwargs[key] = _tagged(nested, value).from_dict(value) if nested and isinstance(value, dict) else value
+        missing = [
+            f.name
+            for f in dataclasses.fields(cls)
+            if f.name not in kwargs and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        ]
+        if missing:
+            raise UserError(f"{cls.__name__}: missing {', '.join(missing)}")
+        return cls(**kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionary, ready for json."""
+        return dataclasses.asdict(self)
+
+    def replace(self: T, **changes: Any) -> T:
+        """A copy with some fields changed, validated again."""
+        return dataclasses.replace(self, **changes)
+
+
+def _tagged(kinds: list[type[Config]], value: dict[str, Any]) -> type[Config]:
+    """Of several configurations a key may hold, the one whose `algorithm` is that of the value."""
+    for kind in kinds:
+        if value.get("algorithm") in typing.get_args(typing.get_type_hints(kind).get("algorithm")):
+            return kind
+    return kinds[0]
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise UserError with `message` unless `condition` holds."""
+    if not condition:
+        raise UserError(message)

@@ -1,0 +1,90 @@
+"""How text is decoded, in the option names of TensorRT-LLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_spec.config.core import Config, require
+
+DecodingType = Literal["Eagle3", "Eagle", "Medusa", "MTP", "NGram", "DraftTarget", "User"]
+
+
+@dataclass(frozen=True)
+class DecodeConfig(Config):
+    """Decoding with the base verifying, in TensorRT-LLM's option names."""
+
+    decoding_type: DecodingType | None = None
+    """Way of drafting. Default: the one of the draft checkpoint or exported folder."""
+    max_draft_len: int = 3
+    """Draft tokens of a chain, or depth of a tree."""
+    max_new_tokens: int = 128
+    batch_size: int = 8
+    cuda_graphs: bool = True
+    """Replay the steps as CUDA graphs, on one GPU and without experts; the text is the same."""
+    temperature: float = 0.0
+    top_k: int = 0
+    """Sample from the k most likely tokens only; 0: from all."""
+    top_p: float = 1.0
+    """Sample from the fewest most likely tokens that hold this probability together."""
+    use_rejection_sampling: bool = False
+    """Draw draft tokens from the draft's distribution q and accept with min(1, p/q) (arXiv 2302.01318). Default: the
+    draft's most likely token, accepted with the base's probability of it, which gives the very text of the base."""
+    seed: int = 0
+    use_dynamic_tree: bool = False
+    """EAGLE-2: a tree grown by the draft's joint probability, instead of a chain (Eagle3, Eagle, MTP, Medusa)."""
+    dynamic_tree_max_topK: int = 4
+    """Children a node may have, and nodes of a level that are drafted further."""
+    max_total_draft_tokens: int = 16
+    """Nodes of a dynamic tree that the base verifies: the most likely ones."""
+    medusa_choices: str | None = None
+    """A fixed tree of head ranks as a JSON list of paths, or a file of it: [[0], [1], [0, 0]] (Medusa)."""
+    max_matching_ngram_size: int = 2
+    """NGram: longest suffix that is looked up."""
+    is_keep_all: bool = True
+    """NGram: remember every continuation of a pattern, not only the first."""
+    is_use_oldest: bool = True
+    """NGram: of several continuations propose the oldest, not the newest."""
+    is_public_pool: bool = True
+    """NGram: all sequences share what was seen."""
+    speculative_model: str | None = None
+    """Exported draft folder; with DraftTarget the folder of a second, smaller model of the same tokenizer."""
+    drafter: str | None = None
+    """User: module:Class of a Drafter, called with (base, configuration)."""
+    typical_acceptance: bool = False
+    """Medusa's typical acceptance, at a temperature: the text is no longer the base's own distribution."""
+    posterior_threshold: float = 0.09
+    """Typical acceptance: accept above min(posterior_threshold, posterior_alpha * exp(-entropy))."""
+    posterior_alpha: float = 0.3
+    use_relaxed_acceptance_for_thinking: bool = False
+    """Inside a thinking phase accept the base's relaxed_topk best tokens within relaxed_delta of the best one."""
+    relaxed_topk: int = 1
+    relaxed_delta: float = 0.0
+    """In natural log-probability."""
+    begin_thinking_phase_token: int | None = None
+    """Default: the tokenizer's <think>."""
+    end_thinking_phase_token: int | None = None
+    """Default: the tokenizer's </think>."""
+
+    @property
+    def lossless(self) -> bool:
+        """True when drafts change the speed alone."""
+        return not (self.typical_acceptance or self.use_relaxed_acceptance_for_thinking)
+
+    def validate(self) -> None:
+        """Raise UserError when fields are out of range or contradict one another."""
+        for name, least in (
+            ("max_draft_len", 0), ("max_new_tokens", 1), ("batch_size", 1), ("temperature", 0), ("top_k", 0),
+            ("dynamic_tree_max_topK", 1), ("max_total_draft_tokens", 1), ("max_matching_ngram_size", 1),
+            ("posterior_threshold", 0), ("posterior_alpha", 0), ("relaxed_topk", 1), ("relaxed_delta", 0),
+        ):  # fmt: skip
+            require(getattr(self, name) >= least, f"{name} must be at least {least}, found {getattr(self, name)}")
+        require(0 < self.top_p <= 1, f"top_p must be in (0, 1], found {self.top_p}")
+        hot = self.temperature > 0
+        for name, default in (
+            ("top_k", 0),
+            ("top_p", 1.0),
+            ("use_rejection_sampling", False),
+            ("typical_acceptance", False),
+        ):
+            require(hot or getattr(self, name) == default, f"{name} needs a temperature above 0, found 0")

@@ -1,0 +1,151 @@
+"""Architecture of a draft."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_spec.config.base import MlaConfig, MoeConfig, RopeConfig
+from megatron_spec.config.core import Config, require
+
+EagleAlgorithm = Literal["eagle1", "eagle3", "eagle3.1", "eagle-mtp"]
+
+
+@dataclass(frozen=True)
+class EagleConfig(Config):
+    """Architecture of an EAGLE draft. Names follow the exported config.json where it has one.
+
+    Built by `presets.eagle_config(base, overrides)`, which fills every field from the base.
+    """
+
+    algorithm: EagleAlgorithm
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    """Target vocabulary V."""
+    draft_vocab_size: int
+    """Draft vocabulary D <= V; D = V needs no d2t."""
+    target_hidden_size: int
+    max_position_embeddings: int
+    capture_layer_ids: tuple[int, ...] = ()
+    """Base layers whose *outputs* are captured, from 0, ascending, global (EAGLE-3)."""
+    num_hidden_layers: int = 1
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    hidden_act: str = "silu"
+    initializer_range: float = 0.02
+    fc_init: Literal["last_capture", "average"] = "last_capture"
+    """What the feature is at the start. The last capture learned faster than the average in a sweep on SmolLM2."""
+    init_from_base_layer: bool = False
+    """Copy MLP and norms of the first draft layer from the base's last layer where shapes agree."""
+    norm_before_fc: bool = False
+    """EAGLE-3.1: one norm over all captures together, before `fc`."""
+    fc_norm: bool = False
+    """EAGLE-3.1: a norm of its own for every capture, before `fc`."""
+    norm_output: bool = False
+    """EAGLE-3.1 and eagle-mtp: a draft step feeds back its state after the final norm, not before it."""
+    moe: MoeConfig | None = None
+    """eagle-mtp: the base's own prediction module, a layer of the base's kind."""
+    mla: MlaConfig | None = None
+    """eagle-mtp: the same."""
+    layer_in_base: int | None = None
+    """eagle-mtp: number of the base's own prediction module among the layers of its files."""
+
+    @property
+    def of_base(self) -> bool:
+        """The base's own prediction module, not a fresh layer."""
+        return self.layer_in_base is not None
+
+    @property
+    def own_embedding(self) -> bool:
+        """A draft whose width is not the base's embeds tokens itself, at its own width."""
+        return self.hidden_size != self.target_hidden_size
+
+    def validate(self) -> None:
+        """Raise UserError when fields are out of range or contradict one another."""
+        self._validate_sizes()
+        options = [n for n in ("norm_before_fc", "fc_norm", "norm_output") if getattr(self, n)]
+        if self.algorithm == "eagle3.1":
+            require(bool(options), "eagle3.1 without norm_before_fc, fc_norm and norm_output is eagle3: ask for that")
+        else:
+            allowed = ["norm_output"] if self.algorithm == "eagle-mtp" else []
+            wrong = [n for n in options if n not in allowed]
+            require(not wrong, f"{', '.join(wrong)}: options of eagle3.1, found with algorithm {self.algorithm}")
+        own = [n for n in ("moe", "mla", "layer_in_base") if getattr(self, n) is not None]
+        require(
+            not own or (len(own) == 3 and self.algorithm == "eagle-mtp"),
+            f"{', '.join(own)}: they are set together, by --mtp-from-base alone",
+        )
+        if not self.algorithm.startswith("eagle3"):
+            self._validate_shared_head()
+
+    def _validate_shared_head(self) -> None:
+        """Drafts that read the base's final state and speak through its head."""
+        for name, expected in (("hidden_size", self.target_hidden_size), ("draft_vocab_size", self.vocab_size)):
+            require(
+                getattr(self, name) == expected,
+                f"{self.algorithm} uses the base's own head: {name} must be the base's {expected}, found "
+                f"{getattr(self, name)}",
+            )
+        require(not self.capture_layer_ids, f"{self.algorithm} reads the base's final state: no capture_layer_ids")
+        require(
+            self.algorithm != "eagle-mtp" or self.num_hidden_layers == 1,
+            f"eagle-mtp is one module applied at every step: num_hidden_layers must be 1, found "
+            f"{self.num_hidden_layers}",
+        )
+
+    def _validate_sizes(self) -> None:
+        ids = self.capture_layer_ids
+        require(
+            all(a < b for a, b in itertools.pairwise(ids)),
+            f"capture_layer_ids must be distinct and ascending, found {list(ids)}",
+        )
+        require(
+            0 < self.draft_vocab_size <= self.vocab_size,
+            f"draft_vocab_size {self.draft_vocab_size} must be between 1 and the base's vocabulary {self.vocab_size}",
+        )
+        require(self.num_hidden_layers >= 1, f"num_hidden_layers must be at least 1, found {self.num_hidden_layers}")
+        require(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            f"draft num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
+            f"{self.num_key_value_heads}",
+        )
+
+
+@dataclass(frozen=True)
+class MedusaConfig(Config):
+    """Architecture of Medusa heads (arXiv 2401.10774). Built by `presets.medusa_config(base, ...)`."""
+
+    num_heads: int
+    """Head i (from 0) predicts the token 2 + i places ahead."""
+    hidden_size: int
+    """Of the base."""
+    vocab_size: int
+    """Of the base, and of every head."""
+    num_layers: int = 1
+    """Residual blocks per head."""
+    share_base_head: bool = False
+    """Use the base's frozen head behind the blocks, instead of a trained head each."""
+    algorithm: Literal["medusa"] = "medusa"
+
+    def validate(self) -> None:
+        """Raise UserError when fields are out of range or contradict one another."""
+        for name in ("num_heads", "num_layers", "hidden_size", "vocab_size"):
+            require(getattr(self, name) >= 1, f"Medusa {name} must be at least 1, found {getattr(self, name)}")
+
+    @property
+    def capture_layer_ids(self) -> tuple[int, ...]:
+        """None: heads read the base's final state."""
+        return ()
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Heads speak the whole vocabulary."""
+        return self.vocab_size
+
+
+DraftConfig = EagleConfig | MedusaConfig

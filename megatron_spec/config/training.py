@@ -1,0 +1,153 @@
+"""How a draft is trained: layout, objective, loop, and fake quantisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_spec.config.core import Config, require
+
+LossKind = Literal["soft_ce", "kl", "reverse_kl", "tv", "lk", "hard_ce"]
+Alignment = Literal["serving", "paper", "target"]
+QuantFormat = Literal["none", "fp8", "nvfp4"]
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Config):
+    """Sizes of the process groups, under Megatron's names."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Refused: no interleaved pipeline schedule."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Refused: no interleaved pipeline schedule."""
+
+    def validate(self) -> None:
+        """Raise UserError when fields are out of range or contradict one another."""
+        for name in ("tensor", "pipeline", "context", "expert"):
+            name += "_parallel_size" if name == "context" else "_model_parallel_size"
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, found {getattr(self, name)}")
+        require(
+            not (self.sequence_parallel and self.tensor_model_parallel_size == 1),
+            "--sequence-parallel needs --tensor-model-parallel-size greater than 1",
+        )
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig(Config):
+    """What a draft is trained for (ALGORITHMS: training-time test, alignment, losses)."""
+
+    ttt_steps: int = 7
+    """Draft steps T in training."""
+    step_decay: float = 0.8
+    """Weight of step k is step_decay ** k."""
+    loss: LossKind = "soft_ce"
+    temperature: float = 1.0
+    """Teacher and draft logits are divided by it before the softmax."""
+    alignment: Alignment = "serving"
+    in_vocab_only: bool = True
+    """Rows whose teacher argmax is outside the draft vocabulary add nothing to the loss."""
+    detach: bool = False
+    """Stop gradients between draft steps (fed-back hidden states, keys and values of earlier steps)."""
+    feature_noise: float = 0.1
+    """EAGLE-1: noise on the input feature, uniform in +- this."""
+    feature_weight: float = 1.0
+    """EAGLE-1: weight of the feature regression."""
+    token_weight: float = 0.1
+    """EAGLE-1: weight of the token loss."""
+
+    def validate(self) -> None:
+        """Raise UserError when fields are out of range or contradict one another."""
+        for name in ("feature_noise", "feature_weight", "token_weight"):
+            require(getattr(self, name) >= 0, f"{name} must not be negative, found {getattr(self, name)}")
+        require(self.ttt_steps >= 1, f"ttt_steps must be at least 1, found {self.ttt_steps}")
+        require(self.temperature > 0, f"temperature must be positive, found {self.temperature}")
+        require(0 < self.step_decay <= 1, f"step_decay must be in (0, 1], found {self.step_decay}")
+
+
+@dataclass(frozen=True)
+class TrainConfig(Config):
+    """The training loop, under Megatron's names."""
+
+    train_iters: int
+    micro_batch_size: int = 1
+    global_batch_size: int = 8
+    packing: bool = False
+    """Put several conversations into one row of seq_length tokens, each seeing itself alone; batch sizes count rows."""
+    lr: float = 1e-4
+    min_lr: float = 0.0
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
+    lr_warmup_iters: int = 0
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    """Gradients are scaled down to this norm; 0: never."""
+    bf16: bool = False
+    use_distributed_optimizer: bool = False
+    features_ahead: int = 0
+    """Micro-batches of each rank whose features are held ready for the optimizer, also those of coming steps: keeps the
+    pipeline of the base full. Changes memory and speed, never a result. 0: 1, or 4 with a pipeline or from disk."""
+    save_interval: int = 0
+    """0: only at the end."""
+    async_save: bool = False
+    """Write checkpoints in a process beside the training; each appears when it is complete."""
+    ckpt_keep: int = 2
+    """Checkpoints to keep, the newest ones."""
+    log_interval: int = 1
+    seed: int = 1234
+
+    def validate(self) -> None:
+        """Raise UserError when fields are out of range or contradict one another."""
+        for name in ("train_iters", "micro_batch_size", "global_batch_size", "log_interval", "ckpt_keep"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, found {getattr(self, name)}")
+        for name in ("lr_warmup_iters", "save_interval", "features_ahead", "min_lr", "weight_decay", "clip_grad"):
+            require(getattr(self, name) >= 0, f"{name} must not be negative, found {getattr(self, name)}")
+        for name in ("lr", "adam_eps"):
+            require(getattr(self, name) > 0, f"{name} must be positive, found {getattr(self, name)}")
+        for name in ("adam_beta1", "adam_beta2"):
+            require(0 <= getattr(self, name) < 1, f"{name} must be in [0, 1), found {getattr(self, name)}")
+        require(self.min_lr <= self.lr, f"min_lr {self.min_lr} must not be greater than lr {self.lr}")
+
+
+@dataclass(frozen=True)
+class QuantConfig(Config):
+    """Fake quantisation: per-tensor E4M3 of weights and inputs of linears (ALGORITHMS 6)."""
+
+    base: QuantFormat = "fp8"
+    draft: QuantFormat = "fp8"
+    """'nvfp4' rounds weights alone: E2M1 in blocks of 16 with E4M3 scales."""
+    exclude: tuple[str, ...] = ("*lm_head*", "*output_layer*", "*embed*", "*fc.*", "*fc", "*eh_proj*", "*router*")
+    """Patterns (fnmatch) of module names that stay in high precision, in base and draft."""
+    exclude_base: tuple[str, ...] = ()
+    """Further patterns for the base alone."""
+    exclude_draft: tuple[str, ...] = ()
+    """Further patterns for the draft alone."""
+    kv_cache: QuantFormat = "none"
+    """Keys and values of the base."""
+    clipped_ste: bool = False
+    """Gradient is zero outside +-amax (default: plain straight-through)."""
+    calibration: Literal["max", "percentile"] = "max"
+    """Range of an input: the largest magnitude seen, or the magnitude that `percentile` % of the values stay within."""
+    percentile: float = 99.99
+
+    def validate(self) -> None:
+        """Raise UserError when fields are out of range or contradict one another."""
+        for name in ("base", "kv_cache"):
+            require(getattr(self, name) != "nvfp4", f"{name} 'nvfp4' is not supported: that format is for drafts")
+        require(0 < self.percentile <= 100, f"percentile must be in (0, 100], found {self.percentile}")
+        require(
+            self.kv_cache == "none" or self.base != "none",
+            "kv_cache 'fp8' quantises keys and values of the base: set base to 'fp8' too",
+        )
+
+    def excludes(self, role: Literal["base", "draft"]) -> tuple[str, ...]:
+        """All patterns that hold for base or draft."""
+        return self.exclude + (self.exclude_base if role == "base" else self.exclude_draft)
