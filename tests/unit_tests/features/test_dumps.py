@@ -48,6 +48,10 @@ def test_both_formats_and_a_batch_of_one(tmp_path: Path) -> None:
     assert turns_of_mask(torch.tensor([True, False, True])).tolist() == [1, 0, 2]
 
 
+class Stranger:
+    """Of a class that a safe reader must not build."""
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -61,7 +65,7 @@ def test_both_formats_and_a_batch_of_one(tmp_path: Path) -> None:
         ({"hidden_states": torch.zeros(N, H + 1)}, "hidden_states is 5 wide, the base 4"),
         ({"aux_hidden_states": torch.zeros(N, 3 * H)}, r"\(3 captures\), expected 2 captures of 4, layers \[1, 2\]"),
         ({"aux_hidden_states": torch.full((N, 2 * H), torch.nan)}, "aux_hidden_states holds values that are not"),
-        ({"input_ids": Path("a")}, "cannot be read"),
+        ({"input_ids": Stranger()}, "cannot be read"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
