@@ -42,7 +42,7 @@ def ordered_map(
             while waiting:
                 yield waiting.popleft().result()
         finally:
-            # The pool drops what waits: cancelling piece by piece can leave its manager waiting for ever (CPython 3.11).
+            # The pool drops what waits: cancelling one by one can leave its manager waiting for ever (CPython 3.11).
             pool.shutdown(cancel_futures=True)
 
 
