@@ -8,6 +8,7 @@
    draft decodes the same questions with the same base. Other draft lengths and trees follow.
 3. Ablations of EAGLE-3 train for equally many steps, each with one setting changed.
 4. Base and drafts are fake-quantised (fp8, PTQ) and decode; the drafts train on for a while (QAT) and decode again.
+   As a control the unquantised drafts train on for as many steps.
 
 OUTPUT/results.jsonl gets a line as soon as a figure is there and OUTPUT/acceptance.md the tables; a second start with
 the same OUTPUT goes on where the first ended. `tools/acceptance_page.py` puts the tables into docs/acceptance.md.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,10 +110,21 @@ def ablate(run: Comparison) -> None:
         run.measure(draft.name, lambda draft=draft: run.module(draft), draft.about, few=True)
 
 
-def quantise(run: Comparison, trained: list[Draft]) -> None:
-    """fp8: base and drafts fake-quantised, then trained on."""
-    from dataclasses import replace
+def train_on(run: Comparison, trained: list[Draft]) -> dict[str, int]:
+    """Unquantised drafts trained for as long as QAT: what the training alone brings. Returns name -> steps."""
+    steps = {}
+    for draft in trained:
+        if run.late():
+            break
+        control = replace(draft, name=f"{draft.name} without QAT")
+        after = run.trained(control, run.args.qat_seconds, run.args.lr / 10)
+        steps[draft.name] = after.about["steps"]
+        run.measure(after.name, lambda after=after: run.module(after), after.about, few=True)
+    return steps
 
+
+def quantise(run: Comparison, trained: list[Draft], steps: dict[str, int]) -> None:
+    """fp8: base and drafts fake-quantised, then trained on."""
     from megatron_spec.config import QuantConfig
     from megatron_spec.features.online import OnlineFeatures
     from megatron_spec.quantization.calibrate import calibrate
@@ -130,10 +143,11 @@ def quantise(run: Comparison, trained: list[Draft]) -> None:
     for before, draft in zip(trained, calibrated, strict=True):
         if not run.late():
             run.measure(f"{before.name} fp8 PTQ", lambda draft=draft: run.module(draft, True), {}, few=True)
-    for draft in calibrated:
+    for before, draft in zip(trained, calibrated, strict=True):
         if run.late():
             return
-        after = run.trained(draft, run.args.qat_seconds, run.args.lr / 10, quantised=True)
+        more = steps.get(before.name, 0)
+        after = run.trained(draft, run.args.qat_seconds, run.args.lr / 10, quantised=True, steps=more)
         run.measure(draft.name, lambda after=after: run.module(after, True), after.about, few=True)
 
 
@@ -151,7 +165,7 @@ def main(args: argparse.Namespace) -> None:
         trained = compare_algorithms(run)
         vary_decoding(run, trained)
         ablate(run)
-        quantise(run, trained)
+        quantise(run, trained, train_on(run, trained))
     finally:
         write_page([run.results.path], Path(args.output) / "acceptance.md")
         log.info("tables: %s", Path(args.output) / "acceptance.md")

@@ -102,7 +102,7 @@ def _ways(found: dict[str, Line]) -> str:
     drafts = [name for name, x in found.items() if x["speedup"] is not None]
     parts = []
     for draft in drafts:
-        others = [n for n in found if n.startswith(f"{draft} ") and "fp8" not in n]
+        others = [n for n in found if n.startswith(f"{draft} ") and "fp8" not in n and "QAT" not in n]
         if others:
             parts.append(_some(found, [draft, *others], found[draft], "decoding"))
     return "\n".join(parts)
@@ -111,7 +111,7 @@ def _ways(found: dict[str, Line]) -> str:
 def _fp8(found: dict[str, Line], precision: str) -> str:
     parts = []
     for draft in [name for name, x in found.items() if x["speedup"] is not None]:
-        forms = [n for n in (f"{draft} fp8 PTQ", f"{draft} fp8 QAT") if n in found]
+        forms = [n for n in (f"{draft} without QAT", f"{draft} fp8 PTQ", f"{draft} fp8 QAT") if n in found]
         if forms:
             named = {f"{draft} {precision}": found[draft], **{n: found[n] for n in forms}}
             parts.append(_some(named, list(named), found[draft], "precision of base and draft"))

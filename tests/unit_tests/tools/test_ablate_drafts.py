@@ -48,7 +48,9 @@ def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path) -> None
     wanted = {"NGram", *drafts, "eagle3 tree", "medusa tree", "eagle1 length 4"}
     wanted |= {f"ablation {name}" for name in ablate_drafts.ABLATIONS}
     wanted |= {f"{name} fp8 {form}" for name in drafts for form in ("PTQ", "QAT")}
+    wanted |= {f"{name} without QAT" for name in drafts}
     assert wanted <= set(found)
+    assert all(found[f"{n} without QAT"]["steps"] == found[f"{n} fp8 QAT"]["steps"] for n in drafts)
     assert all(line["identical"] == 1.0 for name, line in found.items() if "fp8" not in name)
     assert len({found[f"ablation {name}"]["steps"] for name in ablate_drafts.ABLATIONS}) == 1
     with pytest.raises(UserError, match=r"other settings \(lr: found 0.001, now 0.5\)"):
@@ -58,7 +60,7 @@ def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path) -> None
     acceptance_page.write_page([output / "results.jsonl"], page)
     text = page.read_text()
     assert text.startswith("# Title\n") and text.endswith("rest\n") and "old" not in text
-    for word in ("| eagle3 fp8 QAT |", "| detached |", "| medusa tree |", "| NGram | none |", "qa | sum |"):
+    for word in ("| eagle3 fp8 QAT |", "| eagle3 without QAT |", "| detached |", "| medusa tree |", "| NGram | none |", "qa | sum |"):
         assert word in text, word
 
 
