@@ -167,7 +167,7 @@ def main(args: argparse.Namespace) -> None:
         ablate(run)
         quantise(run, trained, train_on(run, trained))
     finally:
-        write_page([run.results.path], Path(args.output) / "acceptance.md")
+        write_page([str(run.results.path)], Path(args.output) / "acceptance.md")
         log.info("tables: %s", Path(args.output) / "acceptance.md")
 
 

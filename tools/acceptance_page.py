@@ -3,7 +3,8 @@
     python tools/acceptance_page.py runs/compare/results.jsonl --write docs/acceptance.md
 
 Without --write they are printed. With it they replace what stands between <!--measured--> and <!--/measured--> in PAGE
-(a page without these marks is written anew). Several results stand below one another.
+(a page without these marks is written anew). Several results stand below one another; FILE:ablations,lengths shows only
+these tables of a run.
 """
 
 from __future__ import annotations
@@ -118,7 +119,22 @@ def _fp8(found: dict[str, Line], precision: str) -> str:
     return "\n".join(parts)
 
 
-def render(path: Path) -> str:
+PARTS = ("drafters", "sets", "lengths", "ablations", "fp8")
+"""Names of the tables of a run, in their order."""
+
+
+def parse_results(text: str) -> tuple[Path, tuple[str, ...]]:
+    """'FILE' or 'FILE:PART,PART' -> the file, and which tables of it. Raises UserError for an unknown part."""
+    path, colon, chosen = text.rpartition(":")
+    if not colon or Path(text).is_file():
+        return Path(text), PARTS
+    parts = tuple(chosen.split(","))
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise UserError(f"{text}: no table is called {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    return Path(path), parts
+
+
+def render(path: Path, wanted: Sequence[str] = PARTS) -> str:
     """The tables of one run."""
     settings, found, alone, data = read_results(path)
     precision = "bf16" if settings["bf16"] else "float32"
@@ -137,19 +153,23 @@ def render(path: Path) -> str:
             f"{base['tokens_per_second']:.0f} tokens/s in batches; {base['questions']} questions."
         )
     few = f"On the first {settings['few_questions']} questions of each set"
-    parts = (
-        ("**Drafters**, all questions.", _drafters(found)),
-        ("**Question sets.**", _sets(found)),
-        (f"**Draft length and trees.** {few}.", _ways(found)),
-        (f"**Ablations**, equal data and steps. {few}.", _ablations(found)),
-        (f"**fp8** of base and draft, simulated, so there is no speed to measure. {few}.", _fp8(found, precision)),
-    )
-    return "\n".join([*text, *(f"\n{title}\n\n{body}" for title, body in parts if body)])
+    tables = {
+        "drafters": ("**Drafters**, all questions.", _drafters(found)),
+        "sets": ("**Question sets.**", _sets(found)),
+        "lengths": (f"**Draft length and trees.** {few}.", _ways(found)),
+        "ablations": (f"**Ablations**, equal data and steps. {few}.", _ablations(found)),
+        "fp8": (
+            f"**fp8** of base and draft, simulated, so there is no speed to measure. {few}.",
+            _fp8(found, precision),
+        ),
+    }
+    chosen = [tables[part] for part in PARTS if part in wanted]
+    return "\n".join([*text, *(f"\n{title}\n\n{body}" for title, body in chosen if body)])
 
 
-def write_page(results: Sequence[Path], page: Path) -> None:
+def write_page(results: Sequence[str], page: Path) -> None:
     """Put the tables between the marks of `page`, or write a page of them alone."""
-    tables = "\n".join(render(path) for path in results)
+    tables = "\n".join(render(*parse_results(text)) for text in results)
     old = page.read_text(encoding="utf-8") if page.is_file() else ""
     if BEGIN in old and END in old:
         before, after = old.split(BEGIN)[0], old.split(END)[1]
@@ -161,18 +181,20 @@ def write_page(results: Sequence[Path], page: Path) -> None:
 def make_parser() -> cli.Parser:
     """The flags."""
     p = cli.Parser(__doc__)
-    p.add_argument("results", nargs="+", metavar="JSONL", help="results.jsonl of a run, several for several runs")
+    p.add_argument(
+        "results", nargs="+", metavar="JSONL[:TABLES]",
+        help=f"results.jsonl of a run, several for several runs; TABLES: some of {','.join(PARTS)}",
+    )  # fmt: skip
     p.add_argument("--write", metavar="PAGE", help="markdown page to write them into")
     return p
 
 
 def main(args: argparse.Namespace) -> None:
     """Print or write."""
-    paths = [Path(p) for p in args.results]
     if args.write:
-        write_page(paths, Path(args.write))
+        write_page(args.results, Path(args.write))
     else:
-        print("\n".join(render(path) for path in paths))
+        print("\n".join(render(*parse_results(text)) for text in args.results))
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ class Comparison:
         self.decode = DecodeConfig(
             max_draft_len=args.max_draft_len, max_new_tokens=args.max_new_tokens, batch_size=args.batch_size
         )
-        self.cost_tokens = 96 if cuda else 24
+        self.cost_tokens, self.trial = (96, 32) if cuda else (24, 2)
 
     def late(self, reserve: float = 0.0) -> bool:
         """True when nothing new should be started, with `reserve` seconds kept for what follows."""
@@ -241,8 +241,8 @@ class Comparison:
             kept = torch.load(path, map_location=self.world.device, weights_only=True)
             return replace(draft, weights=kept["weights"], about=kept["about"])
         if not steps:
-            self.train(draft, 2, lr, quantised)  # kernels are compiled
-            steps = max(4, int(seconds / (self.train(draft, 6, lr, quantised).about["seconds"] / 6)))
+            self.train(draft, self.trial, lr, quantised)  # kernels are compiled, for the row counts of several batches
+            steps = max(4, int(seconds / (self.train(draft, self.trial, lr, quantised).about["seconds"] / self.trial)))
         after = self.train(draft, steps, lr, quantised)
         part = path.with_suffix(".part")
         torch.save({"weights": after.weights, "about": after.about}, part)

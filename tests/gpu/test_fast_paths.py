@@ -146,8 +146,9 @@ def quantised(draft: EagleDraft) -> EagleDraft:
     """Ranges that hold nearly all values, the same in every dtype."""
     attach_quantizers(draft, QuantConfig(base="none"), "draft")
     for linear in draft_linears(draft).values():
-        linear.weight_quantizer.set_amax(0.2)
-        linear.input_quantizer.set_amax(6.0)
+        if linear.weight_quantizer is not None:  # fc and the head keep their precision
+            linear.weight_quantizer.set_amax(0.2)
+            linear.input_quantizer.set_amax(6.0)
     return draft
 
 

@@ -57,11 +57,23 @@ def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path) -> None
         start("--lr", "0.5")
     page = tmp_path / "page.md"
     page.write_text(f"# Title\n{acceptance_page.BEGIN}\nold\n{acceptance_page.END}\nrest\n")
-    acceptance_page.write_page([output / "results.jsonl"], page)
+    acceptance_page.write_page([str(output / "results.jsonl")], page)
     text = page.read_text()
     assert text.startswith("# Title\n") and text.endswith("rest\n") and "old" not in text
-    for word in ("| eagle3 fp8 QAT |", "| eagle3 without QAT |", "| detached |", "| medusa tree |", "| NGram | none |", "qa | sum |"):
+    for word in (
+        "| eagle3 fp8 QAT |",
+        "| eagle3 without QAT |",
+        "| detached |",
+        "| medusa tree |",
+        "| NGram | none |",
+        "qa | sum |",
+    ):
         assert word in text, word
+
+    acceptance_page.write_page([f"{output / 'results.jsonl'}:ablations"], page)
+    assert "| detached |" in page.read_text() and "qa | sum |" not in page.read_text()
+    with pytest.raises(UserError, match="no table is called speed; there are drafters, sets"):
+        acceptance_page.write_page([f"{output / 'results.jsonl'}:ablations,speed"], page)
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
