@@ -143,7 +143,7 @@ def render(path: Path, wanted: Sequence[str] = PARTS) -> str:
         f"### {settings['base']} on {settings['device']}\n",
         f"torch {settings['torch']}, {precision}, greedy, {settings['max_draft_len']} draft tokens, answers of at most "
         f"{settings['max_new_tokens']} tokens, batches of {settings['batch_size']}; "
-        f"{data.get('conversations', 0)} training conversations of the base's own, at most {settings['seconds']:g} s "
+        f"{data.get('conversations', 0)} training conversations of the base's own, about {settings['seconds']:g} s "
         f"of training for each draft; draft vocabulary of EAGLE-3 {settings['draft_vocab_size']} tokens "
         f"({data.get('coverage', 0):.1%} of the answers' tokens).",
     ]
