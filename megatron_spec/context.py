@@ -92,6 +92,7 @@ class ContextShard:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_L: Tensor, shard: ContextShard) -> Tensor:
+        """Rows of all ranks [S, ...] from this rank's [L, ...], in the order of the sequence."""
         ctx.shard = shard
         whole = x_L.new_empty(x_L.shape[0] * shard.size, *x_L.shape[1:])
         dist.all_gather_into_tensor(whole, x_L.contiguous(), group=shard.group)
@@ -101,6 +102,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor, None]:
+        """Gradient of this rank's rows, summed over ranks."""
         shard = ctx.shard
         ordered = grad_S.index_select(0, shard.order(len(grad_S), grad_S.device))
         mine = ordered.new_empty(len(ordered) // shard.size, *ordered.shape[1:])

@@ -139,6 +139,7 @@ class _Work:
         return opened[0], opened[1]
 
     def save(self) -> None:
+        """State on disk, whole or not at all."""
         write_json(self.folder / "state.json", self.state)
 
 

@@ -158,6 +158,7 @@ class _Reader:
         return {"path": self.path, "_file": None}
 
     def read(self, begin: int, end: int, size: int) -> bytes:
+        """Items begin..end-1 of `size` bytes; a forked process opens the file for itself."""
         if self._file is None or self._file[0] != os.getpid():
             self._file = (os.getpid(), self.path.open("rb"))
         wanted = (end - begin) * size

@@ -136,6 +136,7 @@ class _Weights:
 
     @staticmethod
     def of(draft: EagleDraft) -> _Weights:
+        """The parameters of a draft of one layer."""
         layer = draft.midlayer
         attention, mlp = layer.self_attn, layer.mlp
         return _Weights(
@@ -145,6 +146,7 @@ class _Weights:
         )  # fmt: skip
 
     def all(self) -> list[nn.Parameter]:
+        """In the order of the fields."""
         return list(vars(self).values())
 
 
@@ -449,12 +451,14 @@ class _Unroll:
 class _FusedUnroll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: _Unroll, counts: list[int], hidden_RH: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+        """Supervised states of every step."""
         ctx.work = work
         return tuple(work.forward(counts))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the first hidden state and of the parameters."""
         work, sums = ctx.work, GradientSums()
         ctx.work = None  # its buffers are the bulk of the memory
         first = work.backward(tuple(g.contiguous() for g in grads), sums)

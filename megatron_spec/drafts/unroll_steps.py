@@ -42,6 +42,7 @@ class Steps:
         return rows_R if index is None else torch.searchsorted(index, rows_R)
 
     def count(self, k: int) -> int:
+        """Rows that step k computes."""
         return self.R if k == 0 else self.later
 
     def span(self, start: int, end: int) -> slice:

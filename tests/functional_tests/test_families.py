@@ -9,7 +9,6 @@ In one process and through the functions behind the scripts, so that a family co
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_spec import distributed
-from tests.functional_tests.workshop import SCRIPTS, write_conversations
+from tests.functional_tests.workshop import run_here, write_conversations
 from tests.support_results import same_as_committed
 from tests.unit_tests.base_models.families import MODELS, save
 from tests.unit_tests.data.chat_fixtures import CHATML_MARKED, make_tokenizer
@@ -53,15 +52,6 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return functools.cache(lambda name: make_base(name, root / name))
 
 
-def step(script: str, *arguments: object) -> None:
-    """What a script does, in this process."""
-    spec = importlib.util.spec_from_file_location(f"script_{script}", SCRIPTS / f"{script}.py")
-    assert spec is not None and spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main(module.parser().parse_args([str(x) for x in arguments]))
-
-
 def draft_flags(algorithm: str, root: Path) -> list[object]:
     """Flags of convert_model.py."""
     if algorithm == "medusa":
@@ -75,22 +65,22 @@ def draft_flags(algorithm: str, root: Path) -> list[object]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_through_the_chain(name: str, algorithm: str, bases: Callable[[str], Path], tmp_path: Path) -> None:
     base, data = bases(name), write_conversations(tmp_path / "train.jsonl", 6)
-    step("convert_model", "--load", base, "--save", tmp_path / "draft", *draft_flags(algorithm, tmp_path))
+    run_here("convert_model", "--load", base, "--save", tmp_path / "draft", *draft_flags(algorithm, tmp_path))
     common = ("--data", data, "--seq-length", 64, "--ttt-steps", 2)
-    step(
+    run_here(
         "finetune", "--load", tmp_path / "draft", "--save", tmp_path / "tuned", *common, "--train-iters", 2,
         "--micro-batch-size", 1, "--global-batch-size", 2, "--lr", 1e-3,
     )  # fmt: skip
     whole = algorithm == "eagle3" or (name, algorithm) in WHOLE_CHAIN
     last, steps = tmp_path / ("fp8" if whole else "tuned"), ["convert", "finetune", "export"]
     if whole:
-        step("quantize", "--load", tmp_path / "tuned", "--save", last, *common, "--calib-samples", 4)
-    step("export", "--load", last, "--export-dir", tmp_path / "out", "--export-extra-modules")
+        run_here("quantize", "--load", tmp_path / "tuned", "--save", last, *common, "--calib-samples", 4)
+    run_here("export", "--load", last, "--export-dir", tmp_path / "out", "--export-extra-modules")
     assert (tmp_path / "out" / "draft" / "config.json").is_file()
     if whole:
         check_fp8(tmp_path / "out" / "base", name)
         prompts = ("--data", data, "--num-prompts", 2, "--max-new-tokens", 6, "--max-draft-len", 2)
-        step("validate", "--load", last, "--fp64", *prompts, "--output", tmp_path / "validate.json")
+        run_here("validate", "--load", last, "--fp64", *prompts, "--output", tmp_path / "validate.json")
         report = json.loads((tmp_path / "validate.json").read_text())
         assert report["text_identical"] and report["acceptance_length"] >= 1.0
         steps += ["fp8", "validate"]

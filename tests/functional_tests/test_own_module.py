@@ -5,7 +5,6 @@ S sequence, B micro-batch, H hidden.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from megatron_spec.export.load import load_exported_draft
 from megatron_spec.export.rules import check_folder
 from megatron_spec.ops.attention import AttentionPlan, attend
 from megatron_spec.pipeline.schedule import run_base
-from tests.functional_tests.workshop import SCRIPTS, write_conversations
+from tests.functional_tests.workshop import run_here, write_conversations
 from tests.unit_tests.base_models.families import PredictionModule, save, tokens, with_module
 from tests.unit_tests.data.chat_fixtures import CHATML_MARKED, make_tokenizer
 
@@ -78,15 +77,6 @@ def test_logits_of_the_module(name: str, tmp_path: Path, world: Any) -> None:
         assert float((found - expected).abs().max()) < 1e-4
 
 
-def step(script: str, *arguments: object) -> None:
-    """What a script does, in this process."""
-    spec = importlib.util.spec_from_file_location(f"script_{script}", SCRIPTS / f"{script}.py")
-    assert spec is not None and spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main(module.parser().parse_args([str(x) for x in arguments]))
-
-
 def test_the_module_through_the_chain(tmp_path: Path, world: Any) -> None:
     tokenizer = make_tokenizer(CHATML_MARKED)
     base, data = tmp_path / "base", write_conversations(tmp_path / "train.jsonl", 6)
@@ -94,24 +84,24 @@ def test_the_module_through_the_chain(tmp_path: Path, world: Any) -> None:
                 max_position_embeddings=512)  # fmt: skip
     tokenizer.save_pretrained(base)
     asked = ("--export-eagle-algorithm", "eagle-mtp", "--mtp-from-base")
-    step("convert_model", "--load", base, "--save", tmp_path / "draft", *asked)
+    run_here("convert_model", "--load", base, "--save", tmp_path / "draft", *asked)
     common = ("--data", data, "--seq-length", 64)
-    step(
+    run_here(
         "finetune", "--load", tmp_path / "draft", "--save", tmp_path / "tuned", *common, "--train-iters", 2,
         "--micro-batch-size", 1, "--global-batch-size", 2, "--lr", 1e-3, "--ttt-steps", 2,
     )  # fmt: skip
     prompts = ("--data", data, "--num-prompts", 2, "--max-new-tokens", 6, "--max-draft-len", 2)
-    step("validate", "--load", tmp_path / "tuned", "--fp64", *prompts, "--output", tmp_path / "validate.json")
+    run_here("validate", "--load", tmp_path / "tuned", "--fp64", *prompts, "--output", tmp_path / "validate.json")
     report = json.loads((tmp_path / "validate.json").read_text())
     assert report["text_identical"] and report["acceptance_length"] >= 1.0
     for name in ("draft", "tuned"):
         out = tmp_path / f"out {name}"
-        step("export", "--load", tmp_path / name, "--export-dir", out, "--export-extra-modules", "--export-base")
+        run_here("export", "--load", tmp_path / name, "--export-dir", out, "--export-extra-modules", "--export-base")
     check_names_and_values(tmp_path, base)
     with pytest.raises(UserError, match="quantise the base alone"):
-        step("quantize", "--load", tmp_path / "tuned", "--save", tmp_path / "fp8", "--data", data)
+        run_here("quantize", "--load", tmp_path / "tuned", "--save", tmp_path / "fp8", "--data", data)
     # The exported base ships the trained module: it can be taken from there again.
-    step("convert_model", "--load", tmp_path / "out tuned" / "base", "--save", tmp_path / "again", *asked)
+    run_here("convert_model", "--load", tmp_path / "out tuned" / "base", "--save", tmp_path / "again", *asked)
     again = load_checkpoint(tmp_path / "again", world).draft
     tuned = load_checkpoint(tmp_path / "tuned", world)
     same = zip(tuned.draft.named_parameters(), again.named_parameters(), strict=True)

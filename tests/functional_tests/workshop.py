@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.tiny import save_llama
 from tests.unit_tests.data.chat_fixtures import CHATML_MARKED, make_tokenizer
@@ -86,3 +88,12 @@ def refuse(name: str, *arguments: object) -> str:
     assert "Traceback" not in done.stderr, done.stderr
     assert "error:" in done.stderr
     return done.stderr
+
+
+def run_here(name: str, *arguments: object) -> None:
+    """What a script does, in this process: no start-up to wait for."""
+    spec = importlib.util.spec_from_file_location(f"script_{name}", SCRIPTS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main(module.parser().parse_args([str(x) for x in arguments]))
