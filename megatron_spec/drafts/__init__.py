@@ -22,6 +22,7 @@ def build_draft(config: DraftConfig, vocab: DraftVocab, world: World, dtype: tor
     """
     from megatron_spec.drafts.eagle import EagleDraft
     from megatron_spec.drafts.eagle1 import Eagle1Draft
+    from megatron_spec.drafts.linear import Placement
     from megatron_spec.drafts.medusa import MedusaDraft
     from megatron_spec.drafts.mtp import MtpDraft
 
@@ -29,4 +30,4 @@ def build_draft(config: DraftConfig, vocab: DraftVocab, world: World, dtype: tor
         zip(ALGORITHMS, (Eagle1Draft, EagleDraft, EagleDraft, MtpDraft, MedusaDraft), strict=True)
     )
     kind = kinds[config.algorithm]
-    return kind(config, vocab, world.tp, world.parallel.sequence_parallel, dtype, world.device)
+    return kind(config, vocab, Placement(world.tp, world.parallel.sequence_parallel, dtype, world.device))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_spec.batch import Features
@@ -20,7 +19,7 @@ from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
 from megatron_spec.drafts.base import Attention, BaseEnds, DraftLosses
 from megatron_spec.drafts.fused_unroll import can_fuse, fused_unroll
 from megatron_spec.drafts.layer import DraftLayer
-from megatron_spec.drafts.linear import ColumnLinear, Linear, RMSNorm, VocabEmbedding, enter
+from megatron_spec.drafts.linear import ColumnLinear, Linear, Placement, RMSNorm, VocabEmbedding, enter
 from megatron_spec.drafts.recurrent import RecurrentDraft
 from megatron_spec.drafts.unroll import Supervision, head_losses, teach, unroll
 from megatron_spec.drafts.vocab import DraftVocab
@@ -29,37 +28,27 @@ from megatron_spec.drafts.vocab import DraftVocab
 class EagleDraft(RecurrentDraft):
     """The EAGLE-3 draft of one rank; EAGLE-3.1 adds norms before `fc` (input_norm, fc_norm.{i}) and `norm_output`."""
 
-    def __init__(
-        self,
-        config: EagleConfig,
-        vocab: DraftVocab,
-        tp_group: dist.ProcessGroup,
-        sequence_parallel: bool = False,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(config, vocab, tp_group, sequence_parallel)
+    def __init__(self, config: EagleConfig, vocab: DraftVocab, place: Placement) -> None:
+        super().__init__(config, vocab, place)
         if not config.capture_layer_ids:
             raise UserError("EAGLE-3 needs capture_layer_ids: the base layers whose outputs it reads")
-        H, place = config.hidden_size, (dtype, device)
+        H = config.hidden_size
         captured = len(config.capture_layer_ids) * config.target_hidden_size
-        norm = (config.rms_norm_eps, sequence_parallel, *place)
+        norm = (config.rms_norm_eps, place)
         if config.norm_before_fc:
             self.input_norm = RMSNorm(captured, *norm)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, *norm) for _ in config.capture_layer_ids)
-        self.fc = Linear(captured, H, sequence_parallel, *place)
-        layers = [
-            DraftLayer(config, i == 0, tp_group, sequence_parallel, *place) for i in range(config.num_hidden_layers)
-        ]
+        self.fc = Linear(captured, H, place)
+        layers = [DraftLayer(config, i == 0, place) for i in range(config.num_hidden_layers)]
         if len(layers) == 1:
             self.midlayer = layers[0]
         else:
             self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(H, config.rms_norm_eps, sequence_parallel, *place)
+        self.norm = RMSNorm(H, *norm)
         if config.own_embedding:
-            self.embed_tokens = VocabEmbedding(config.vocab_size, H, tp_group, sequence_parallel, *place)
-        self.lm_head = ColumnLinear(H, len(vocab), tp_group, "draft_vocab_size", *place)
+            self.embed_tokens = VocabEmbedding(config.vocab_size, H, place)
+        self.lm_head = ColumnLinear(H, len(vocab), "draft_vocab_size", place)
 
     @property
     def decoder_layers(self) -> list[DraftLayer]:

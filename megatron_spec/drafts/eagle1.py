@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,7 +19,7 @@ from megatron_spec.batch import Batch, Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig
 from megatron_spec.drafts.base import Attention, BaseEnds, DraftLosses
 from megatron_spec.drafts.layer import DraftLayer
-from megatron_spec.drafts.linear import Linear
+from megatron_spec.drafts.linear import Linear, Placement
 from megatron_spec.drafts.recurrent import SharedHeadDraft
 from megatron_spec.drafts.unroll import Supervision, teacher_state
 from megatron_spec.drafts.vocab import DraftVocab
@@ -29,21 +28,12 @@ from megatron_spec.drafts.vocab import DraftVocab
 class Eagle1Draft(SharedHeadDraft):
     """fc, layers.{i}; the first layer has no input norm, there is no final norm, the head is the base's."""
 
-    def __init__(
-        self,
-        config: EagleConfig,
-        vocab: DraftVocab,
-        tp_group: dist.ProcessGroup,
-        sequence_parallel: bool = False,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(config, vocab, tp_group, sequence_parallel)
-        H, place = config.hidden_size, (dtype, device)
-        self.fc = Linear(2 * H, H, sequence_parallel, *place)
+    def __init__(self, config: EagleConfig, vocab: DraftVocab, place: Placement) -> None:
+        super().__init__(config, vocab, place)
+        H = config.hidden_size
+        self.fc = Linear(2 * H, H, place)
         self.layers = nn.ModuleList(
-            DraftLayer(config, False, tp_group, sequence_parallel, *place, input_norm=i > 0)
-            for i in range(config.num_hidden_layers)
+            DraftLayer(config, False, place, input_norm=i > 0) for i in range(config.num_hidden_layers)
         )
 
     @property

@@ -9,29 +9,24 @@ S sequence, B batch, H hidden, E experts, K experts a token passes, R rows (toke
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import mappings
 from torch import Tensor, nn
 
 from megatron_spec.config import EagleConfig, MoeConfig
-from megatron_spec.drafts.base import mark_replicated
-from megatron_spec.drafts.linear import ColumnLinear, RowLinear, enter
+from megatron_spec.drafts.linear import ColumnLinear, Placement, RowLinear, enter
 from megatron_spec.ops.routing import choose, rows_of_experts
 
 
 class Router(nn.Module):
     """Scores of the experts, in fp32."""
 
-    def __init__(
-        self, moe: MoeConfig, hidden: int, sequence_parallel: bool, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, moe: MoeConfig, hidden: int, place: Placement) -> None:
         super().__init__()
         self.moe = moe
-        weight = torch.full((moe.num_experts, hidden), float("nan"), dtype=dtype, device=device)
-        self.weight = mark_replicated(nn.Parameter(weight), sequence_parallel)
-        bias = torch.full((moe.num_experts,), float("nan"), dtype=torch.float32, device=device)
-        self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False) if moe.choice_bias else None
+        self.weight = place.replicated(moe.num_experts, hidden)
+        bias = place.empty(moe.num_experts, dtype=torch.float32)
+        self.e_score_correction_bias = bias.requires_grad_(False) if moe.choice_bias else None
 
     def forward(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
         """(weights [S, B, K], chosen experts [S, B, K])."""
@@ -50,14 +45,12 @@ class PartialLinear(RowLinear):
 class Expert(nn.Module):
     """down(silu(gate(x)) * up(x)) of this rank's cut."""
 
-    def __init__(
-        self, hidden: int, width: int, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, hidden: int, width: int, place: Placement) -> None:
         super().__init__()
         what = "width of the draft's experts"
-        self.gate_proj = ColumnLinear(hidden, width, group, what, dtype, device)
-        self.up_proj = ColumnLinear(hidden, width, group, what, dtype, device)
-        self.down_proj = PartialLinear(width, hidden, group, False, what, dtype, device)
+        self.gate_proj = ColumnLinear(hidden, width, what, place)
+        self.up_proj = ColumnLinear(hidden, width, what, place)
+        self.down_proj = PartialLinear(width, hidden, what, place)
 
     def forward(self, x_RH: Tensor) -> Tensor:
         """This rank's part of [R, H]."""
@@ -68,17 +61,14 @@ class Expert(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Stands in the place of `layer.GatedMLP`."""
 
-    def __init__(
-        self, config: EagleConfig, moe: MoeConfig, group: dist.ProcessGroup, sequence_parallel: bool,
-        dtype: torch.dtype, device: torch.device | str,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: EagleConfig, moe: MoeConfig, place: Placement) -> None:
         super().__init__()
-        H, place = config.hidden_size, (group, dtype, device)
-        self.group, self.sequence_parallel = group, sequence_parallel
-        self.gate = Router(moe, H, sequence_parallel, dtype, device)
-        self.experts = nn.ModuleList(Expert(H, moe.intermediate_size, *place) for _ in range(moe.num_experts))
+        H = config.hidden_size
+        self.group, self.sequence_parallel = place.group, place.sequence_parallel
+        self.gate = Router(moe, H, place)
+        self.experts = nn.ModuleList(Expert(H, moe.intermediate_size, place) for _ in range(moe.num_experts))
         shared = moe.shared_intermediate_size
-        self.shared_experts = Expert(H, shared, *place) if shared else None
+        self.shared_experts = Expert(H, shared, place) if shared else None
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, H]; [S / TP, B, H] under sequence parallelism."""

@@ -10,13 +10,12 @@ S sequence, B batch, H hidden, N heads of this rank, D = nope + rope sizes of a 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_spec.config import EagleConfig, MlaConfig
 from megatron_spec.drafts.base import Attention
-from megatron_spec.drafts.linear import ColumnLinear, Linear, RMSNorm, RowLinear, divide, enter
+from megatron_spec.drafts.linear import ColumnLinear, Linear, Placement, RMSNorm, RowLinear, enter
 from megatron_spec.ops.rope import apply_rotary
 
 LATENT_EPS = 1e-6
@@ -26,27 +25,23 @@ LATENT_EPS = 1e-6
 class LatentAttention(nn.Module):
     """Stands in the place of `layer.SelfAttention`."""
 
-    def __init__(
-        self, config: EagleConfig, mla: MlaConfig, group: dist.ProcessGroup, sequence_parallel: bool,
-        dtype: torch.dtype, device: torch.device | str,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: EagleConfig, mla: MlaConfig, place: Placement) -> None:
         super().__init__()
-        self.mla, self.group, self.sequence_parallel = mla, group, sequence_parallel
+        self.mla, self.group, self.sequence_parallel = mla, place.group, place.sequence_parallel
         self.turned_factor = config.rope.attention_factor
         heads, H, what = config.num_attention_heads, config.hidden_size, "draft num_attention_heads"
-        self.num_kv_heads = divide(heads, group.size(), what)
+        self.num_kv_heads = place.divide(heads, what)
         self.head_dim = mla.nope_head_dim + mla.rope_head_dim
-        place, split = (dtype, device), (group, what, dtype, device)
         if mla.q_lora_rank is None:
-            self.q_proj = ColumnLinear(H, heads * self.head_dim, *split)
+            self.q_proj = ColumnLinear(H, heads * self.head_dim, what, place)
         else:
-            self.q_a_proj = Linear(H, mla.q_lora_rank, sequence_parallel, *place)
-            self.q_a_layernorm = RMSNorm(mla.q_lora_rank, LATENT_EPS, sequence_parallel, *place)
-            self.q_b_proj = ColumnLinear(mla.q_lora_rank, heads * self.head_dim, *split)
-        self.kv_a_proj_with_mqa = Linear(H, mla.kv_lora_rank + mla.rope_head_dim, sequence_parallel, *place)
-        self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, LATENT_EPS, sequence_parallel, *place)
-        self.kv_b_proj = ColumnLinear(mla.kv_lora_rank, heads * (mla.nope_head_dim + mla.v_head_dim), *split)
-        self.o_proj = RowLinear(heads * mla.v_head_dim, H, group, sequence_parallel, what, *place)
+            self.q_a_proj = Linear(H, mla.q_lora_rank, place)
+            self.q_a_layernorm = RMSNorm(mla.q_lora_rank, LATENT_EPS, place)
+            self.q_b_proj = ColumnLinear(mla.q_lora_rank, heads * self.head_dim, what, place)
+        self.kv_a_proj_with_mqa = Linear(H, mla.kv_lora_rank + mla.rope_head_dim, place)
+        self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, LATENT_EPS, place)
+        self.kv_b_proj = ColumnLinear(mla.kv_lora_rank, heads * (mla.nope_head_dim + mla.v_head_dim), what, place)
+        self.o_proj = RowLinear(heads * mla.v_head_dim, H, what, place)
 
     def forward(self, x_SBH: Tensor, cos_SB1D: Tensor, sin_SB1D: Tensor, attention: Attention, layer: int) -> Tensor:
         """[S, B, H] -> [S, B, H]; both [S / TP, ...] under sequence parallelism."""

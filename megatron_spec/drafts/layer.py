@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import mappings
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from megatron_spec.config import EagleConfig, UserError
 from megatron_spec.drafts.base import Attention
 from megatron_spec.drafts.experts import MixtureOfExperts
 from megatron_spec.drafts.latent import LatentAttention
-from megatron_spec.drafts.linear import ColumnLinear, RMSNorm, RowLinear, divide, enter
+from megatron_spec.drafts.linear import ColumnLinear, Placement, RMSNorm, RowLinear, enter
 from megatron_spec.ops.rope import apply_rotary
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
@@ -41,26 +40,17 @@ def local_kv_heads(num_heads: int, num_kv_heads: int, tp_size: int, tp_rank: int
 class SelfAttention(nn.Module):
     """q, k, v projections, rotary embedding, the attention it is given, output projection."""
 
-    def __init__(
-        self,
-        config: EagleConfig,
-        inputs: int,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, config: EagleConfig, inputs: int, place: Placement) -> None:
         super().__init__()
         heads, kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        divide(heads, group.size(), "draft num_attention_heads")
-        self.group, self.sequence_parallel = group, sequence_parallel
+        group = place.group
+        place.divide(heads, "draft num_attention_heads")
+        self.group, self.sequence_parallel = group, place.sequence_parallel
         what = "draft num_key_value_heads * head_dim"
-        self.q_proj = ColumnLinear(inputs, heads * self.head_dim, group, "draft query size", dtype, device)
-        self.k_proj = ColumnLinear(inputs, kv_heads * self.head_dim, group, what, dtype, device)
-        self.v_proj = ColumnLinear(inputs, kv_heads * self.head_dim, group, what, dtype, device)
-        self.o_proj = RowLinear(
-            heads * self.head_dim, config.hidden_size, group, sequence_parallel, "draft query size", dtype, device
-        )
+        self.q_proj = ColumnLinear(inputs, heads * self.head_dim, "draft query size", place)
+        self.k_proj = ColumnLinear(inputs, kv_heads * self.head_dim, what, place)
+        self.v_proj = ColumnLinear(inputs, kv_heads * self.head_dim, what, place)
+        self.o_proj = RowLinear(heads * self.head_dim, config.hidden_size, "draft query size", place)
         # Fewer key/value heads than ranks: projected in slices, gathered, and each rank picks what it reads.
         self.picked = None
         if kv_heads % group.size():
@@ -88,23 +78,16 @@ class SelfAttention(nn.Module):
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x))."""
 
-    def __init__(
-        self,
-        config: EagleConfig,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, config: EagleConfig, place: Placement) -> None:
         super().__init__()
         if config.hidden_act not in ACTIVATIONS:
             raise UserError(f"draft hidden_act: found {config.hidden_act!r}, expected one of {sorted(ACTIVATIONS)}")
         H, M, what = config.hidden_size, config.intermediate_size, "draft intermediate_size"
         self.act = ACTIVATIONS[config.hidden_act]
-        self.group, self.sequence_parallel = group, sequence_parallel
-        self.gate_proj = ColumnLinear(H, M, group, what, dtype, device)
-        self.up_proj = ColumnLinear(H, M, group, what, dtype, device)
-        self.down_proj = RowLinear(M, H, group, sequence_parallel, what, dtype, device)
+        self.group, self.sequence_parallel = place.group, place.sequence_parallel
+        self.gate_proj = ColumnLinear(H, M, what, place)
+        self.up_proj = ColumnLinear(H, M, what, place)
+        self.down_proj = RowLinear(M, H, what, place)
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, H]; [S / TP, B, H] under sequence parallelism."""
@@ -119,33 +102,23 @@ class DraftLayer(nn.Module):
     The residual stream is the un-normed hidden state alone. Without `input_norm`, attention reads it bare (EAGLE-1).
     """
 
-    def __init__(
-        self,
-        config: EagleConfig,
-        reads_embedding: bool,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        input_norm: bool = True,
-    ) -> None:
+    def __init__(self, config: EagleConfig, reads_embedding: bool, place: Placement, input_norm: bool = True) -> None:
         super().__init__()
         H = config.hidden_size
-        norm = (config.rms_norm_eps, sequence_parallel, dtype, device)
+        norm = (config.rms_norm_eps, place)
         self.reads_embedding = reads_embedding
         embedding_size = H if reads_embedding else 0  # the base's, or the draft's own of its own width
         # FORMATS: in the first layer `input_layernorm` is the norm of the token embedding.
         self.input_layernorm: Any = RMSNorm(embedding_size or H, *norm) if input_norm else None
         if reads_embedding:
             self.hidden_norm = RMSNorm(H, *norm)
-        place = (group, sequence_parallel, dtype, device)
         self.self_attn: Any
         if config.mla is None:
-            self.self_attn = SelfAttention(config, embedding_size + H, *place)
+            self.self_attn = SelfAttention(config, embedding_size + H, place)
         else:
-            self.self_attn = LatentAttention(config, config.mla, *place)
+            self.self_attn = LatentAttention(config, config.mla, place)
         self.post_attention_layernorm = RMSNorm(H, *norm)
-        self.mlp: Any = GatedMLP(config, *place) if config.moe is None else MixtureOfExperts(config, config.moe, *place)
+        self.mlp: Any = GatedMLP(config, place) if config.moe is None else MixtureOfExperts(config, config.moe, place)
 
     def forward(
         self,

@@ -10,6 +10,7 @@ S sequence, B batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,18 +59,37 @@ def enter(x_SBH: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> T
     return copy_to_ranks(x_SBH, group)
 
 
-def divide(total: int, parts: int, what: str) -> int:
-    """total / parts, or UserError saying that `what` cannot be split."""
-    if total % parts:
-        raise UserError(
-            f"{what} {total} is not a multiple of --tensor-model-parallel-size {parts}: choose a size that divides it"
-        )
-    return total // parts
+@dataclass(frozen=True)
+class Placement:
+    """Where the parameters of a draft live on this rank.
 
+    Attributes:
+        group: tensor parallel group.
+        sequence_parallel: what lies between the sharded linears is split over the sequence.
+    """
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    # NaN until initialised or loaded: a forgotten parameter must never look trained.
-    return nn.Parameter(torch.full(shape, float("nan"), dtype=dtype, device=device))
+    group: dist.ProcessGroup
+    sequence_parallel: bool = False
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """A parameter of NaN until it is initialised or loaded: one that was forgotten must never look trained."""
+        return nn.Parameter(torch.full(shape, float("nan"), dtype=dtype or self.dtype, device=self.device))
+
+    def replicated(self, *shape: int) -> nn.Parameter:
+        """The same on every rank."""
+        return mark_replicated(self.empty(*shape), self.sequence_parallel)
+
+    def divide(self, total: int, what: str) -> int:
+        """This rank's share of `total`. Raises UserError when `what` cannot be split evenly."""
+        parts = self.group.size()
+        if total % parts:
+            raise UserError(
+                f"{what} {total} is not a multiple of --tensor-model-parallel-size {parts}: "
+                "choose a size that divides it"
+            )
+        return total // parts
 
 
 class _Linear(nn.Module):
@@ -97,25 +117,15 @@ class _Linear(nn.Module):
 class Linear(_Linear):
     """Replicated: the same weight [out, in] on every rank; under sequence parallelism each sees its own rows."""
 
-    def __init__(
-        self, inputs: int, outputs: int, sequence_parallel: bool, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        super().__init__(mark_replicated(_empty((outputs, inputs), dtype, device), sequence_parallel))
+    def __init__(self, inputs: int, outputs: int, place: Placement) -> None:
+        super().__init__(place.replicated(outputs, inputs))
 
 
 class ColumnLinear(_Linear):
     """Rows of the weight are split: [out / TP, in]. The input comes from `enter`, the output stays split."""
 
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        group: dist.ProcessGroup,
-        what: str,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(mark_sharded(_empty((divide(outputs, group.size(), what), inputs), dtype, device), dim=0))
+    def __init__(self, inputs: int, outputs: int, what: str, place: Placement) -> None:
+        super().__init__(mark_sharded(place.empty(place.divide(outputs, what), inputs), dim=0))
 
 
 class RowLinear(_Linear):
@@ -124,19 +134,9 @@ class RowLinear(_Linear):
     Under sequence parallelism the sum is scattered over the sequence.
     """
 
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
-        what: str,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(mark_sharded(_empty((outputs, divide(inputs, group.size(), what)), dtype, device), dim=1))
-        self.group = group
-        self.sequence_parallel = sequence_parallel
+    def __init__(self, inputs: int, outputs: int, what: str, place: Placement) -> None:
+        super().__init__(mark_sharded(place.empty(outputs, place.divide(inputs, what)), dim=1))
+        self.group, self.sequence_parallel = place.group, place.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, in / TP] -> [S, B, out], or [S / TP, B, out] under sequence parallelism."""
@@ -149,14 +149,10 @@ class RowLinear(_Linear):
 class VocabEmbedding(nn.Module):
     """Rows of the table are split: [V / TP, size]."""
 
-    def __init__(
-        self, vocab_size: int, size: int, group: dist.ProcessGroup, sequence_parallel: bool, dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:  # fmt: skip
+    def __init__(self, vocab_size: int, size: int, place: Placement) -> None:
         super().__init__()
-        rows = divide(vocab_size, group.size(), "vocab_size")
-        self.weight = mark_sharded(_empty((rows, size), dtype, device), dim=0)
-        self.group, self.sequence_parallel = group, sequence_parallel
+        self.weight = mark_sharded(place.empty(place.divide(vocab_size, "vocab_size"), size), dim=0)
+        self.group, self.sequence_parallel = place.group, place.sequence_parallel
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """[S, B, size], or [S / TP, B, size] under sequence parallelism."""
@@ -166,11 +162,9 @@ class VocabEmbedding(nn.Module):
 class RMSNorm(nn.Module):
     """Root-mean-square norm of the last axis (arXiv 1910.07467)."""
 
-    def __init__(
-        self, size: int, eps: float, sequence_parallel: bool, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, size: int, eps: float, place: Placement) -> None:
         super().__init__()
-        self.weight = mark_replicated(_empty((size,), dtype, device), sequence_parallel)
+        self.weight = place.replicated(size)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:

@@ -13,17 +13,17 @@ S sequence, B micro-batch, H base hidden size, V vocabulary, R supervised rows o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import MedusaConfig, ObjectiveConfig, UserError
-from megatron_spec.drafts.base import BaseEnds, Draft, DraftLosses, mark_replicated, shift
+from megatron_spec.drafts.base import BaseEnds, Draft, DraftLosses, shift
 from megatron_spec.drafts.initial import set_parameters
-from megatron_spec.drafts.linear import ColumnLinear, Linear, copy_to_ranks, enter
+from megatron_spec.drafts.linear import ColumnLinear, Linear, Placement, copy_to_ranks, enter
 from megatron_spec.drafts.teacher import TeacherHead, restricted_head
 from megatron_spec.drafts.unroll import Supervision, head_losses, teach
 from megatron_spec.drafts.vocab import DraftVocab
@@ -32,10 +32,9 @@ from megatron_spec.drafts.vocab import DraftVocab
 class _BiasedLinear(Linear):
     """Replicated, with a bias."""
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__(size, size, False, dtype, device)
-        nan = torch.full((size,), float("nan"), dtype=dtype, device=device)
-        self.bias = mark_replicated(nn.Parameter(nan), sequence_parallel=False)
+    def __init__(self, size: int, place: Placement) -> None:
+        super().__init__(size, size, place)
+        self.bias = place.replicated(size)
 
     def forward(self, x: Tensor) -> Tensor:
         """x W^T + b."""
@@ -45,9 +44,9 @@ class _BiasedLinear(Linear):
 class ResidualBlock(nn.Module):
     """x + SiLU(W x + b)."""
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, size: int, place: Placement) -> None:
         super().__init__()
-        self.linear = _BiasedLinear(size, dtype, device)
+        self.linear = _BiasedLinear(size, place)
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape."""
@@ -57,37 +56,30 @@ class ResidualBlock(nn.Module):
 class MedusaHead(nn.Module):
     """The blocks of one head, and its rows of the vocabulary unless the base's head is shared."""
 
-    def __init__(
-        self, config: MedusaConfig, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, config: MedusaConfig, place: Placement) -> None:
         super().__init__()
         H = config.hidden_size
-        self.blocks = nn.Sequential(*(ResidualBlock(H, dtype, device) for _ in range(config.num_layers)))
+        self.blocks = nn.Sequential(*(ResidualBlock(H, place) for _ in range(config.num_layers)))
         self.lm_head: ColumnLinear | None = None
         if not config.share_base_head:
-            self.lm_head = ColumnLinear(H, config.vocab_size, group, "vocab_size", dtype, device)
+            self.lm_head = ColumnLinear(H, config.vocab_size, "vocab_size", place)
 
 
 class MedusaDraft(Draft):
     """The Medusa heads of one rank. Every parameter is NaN until `initialize` or a checkpoint sets it."""
 
-    def __init__(
-        self,
-        config: MedusaConfig,
-        vocab: DraftVocab,
-        tp_group: dist.ProcessGroup,
-        sequence_parallel: bool = False,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, config: MedusaConfig, vocab: DraftVocab, place: Placement) -> None:
         super().__init__()
         if not vocab.is_full or len(vocab) != config.vocab_size:
             raise UserError(
                 f"Medusa heads speak the whole vocabulary of {config.vocab_size} tokens, found a draft vocabulary of "
                 f"{len(vocab)} of {vocab.vocab_size}: convert without --draft-vocab"
             )
-        self.config, self.vocab, self.tp_group, self.sequence_parallel = config, vocab, tp_group, sequence_parallel
-        self.heads = nn.ModuleList(MedusaHead(config, tp_group, dtype, device) for _ in range(config.num_heads))
+        self.config, self.vocab = config, vocab
+        self.tp_group, self.sequence_parallel = place.group, place.sequence_parallel
+        # A head reads whole rows, also under sequence parallelism: its parameters are no part of the split.
+        whole = replace(place, sequence_parallel=False)
+        self.heads = nn.ModuleList(MedusaHead(config, whole) for _ in range(config.num_heads))
         self._teacher: TeacherHead | None = None
 
     def initialize(

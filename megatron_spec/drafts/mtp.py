@@ -13,14 +13,13 @@ S sequence, B micro-batch, H hidden size.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_spec.batch import Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig
 from megatron_spec.drafts.base import Attention, BaseEnds, DraftLosses
 from megatron_spec.drafts.layer import DraftLayer
-from megatron_spec.drafts.linear import Linear, RMSNorm
+from megatron_spec.drafts.linear import Linear, Placement, RMSNorm
 from megatron_spec.drafts.recurrent import SharedHeadDraft
 from megatron_spec.drafts.vocab import DraftVocab
 
@@ -28,18 +27,11 @@ from megatron_spec.drafts.vocab import DraftVocab
 class MtpModule(DraftLayer):
     """A decoder layer with what stands before and behind it."""
 
-    def __init__(
-        self,
-        config: EagleConfig,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(config, False, group, sequence_parallel, dtype, device)
-        H, norm = config.hidden_size, (config.rms_norm_eps, sequence_parallel, dtype, device)
+    def __init__(self, config: EagleConfig, place: Placement) -> None:
+        super().__init__(config, False, place)
+        H, norm = config.hidden_size, (config.rms_norm_eps, place)
         self.enorm, self.hnorm = RMSNorm(H, *norm), RMSNorm(H, *norm)
-        self.eh_proj = Linear(2 * H, H, sequence_parallel, dtype, device)
+        self.eh_proj = Linear(2 * H, H, place)
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(H, *norm)})
 
     def combine(self, hidden_SBH: Tensor, embedding_SBH: Tensor) -> Tensor:
@@ -51,17 +43,9 @@ class MtpModule(DraftLayer):
 class MtpDraft(SharedHeadDraft):
     """The MTP draft of one rank."""
 
-    def __init__(
-        self,
-        config: EagleConfig,
-        vocab: DraftVocab,
-        tp_group: dist.ProcessGroup,
-        sequence_parallel: bool = False,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(config, vocab, tp_group, sequence_parallel)
-        self.layers = nn.ModuleList([MtpModule(config, tp_group, sequence_parallel, dtype, device)])
+    def __init__(self, config: EagleConfig, vocab: DraftVocab, place: Placement) -> None:
+        super().__init__(config, vocab, place)
+        self.layers = nn.ModuleList([MtpModule(config, place)])
 
     @property
     def decoder_layers(self) -> list[MtpModule]:

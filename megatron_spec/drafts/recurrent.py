@@ -9,7 +9,6 @@ import functools
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_spec.batch import Features
@@ -17,7 +16,7 @@ from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
 from megatron_spec.drafts.base import Attention, BaseEnds, Draft, DraftLosses
 from megatron_spec.drafts.initial import initial_values, set_parameters
 from megatron_spec.drafts.layer import DraftLayer
-from megatron_spec.drafts.linear import enter
+from megatron_spec.drafts.linear import Placement, enter
 from megatron_spec.drafts.teacher import TeacherHead
 from megatron_spec.drafts.unroll import Supervision, head_losses, teach, unroll
 from megatron_spec.drafts.vocab import DraftVocab
@@ -32,16 +31,15 @@ class RecurrentDraft(Draft):
     Every parameter is NaN until `initialize` or a checkpoint sets it.
     """
 
-    def __init__(
-        self, config: EagleConfig, vocab: DraftVocab, tp_group: dist.ProcessGroup, sequence_parallel: bool
-    ) -> None:
+    def __init__(self, config: EagleConfig, vocab: DraftVocab, place: Placement) -> None:
         super().__init__()
         if len(vocab) != config.draft_vocab_size or vocab.vocab_size != config.vocab_size:
             raise UserError(
                 f"draft vocabulary has {len(vocab)} of {vocab.vocab_size} tokens, the draft's configuration says "
                 f"{config.draft_vocab_size} of {config.vocab_size}"
             )
-        self.config, self.vocab, self.tp_group, self.sequence_parallel = config, vocab, tp_group, sequence_parallel
+        self.config, self.vocab = config, vocab
+        self.tp_group, self.sequence_parallel = place.group, place.sequence_parallel
         turning = config.mla.rope_head_dim if config.mla else config.head_dim
         self._inv_freq = inverse_frequencies(config.rope, turning)  # no buffer: must stay fp32 in a bf16 model
         self._teacher: TeacherHead | None = None

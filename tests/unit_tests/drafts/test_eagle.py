@@ -13,7 +13,7 @@ from megatron_spec.batch import Batch, Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.eagle import EagleDraft
-from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.drafts.linear import Placement
 from megatron_spec.ops.attention import AttentionPlan, attend
 from megatron_spec.ops.ttt_attention import TrainingTimeTest, trunk_layout
 from tests.unit_tests.drafts.stand_in import (
@@ -154,7 +154,7 @@ def test_initial_values() -> None:
     config = eagle_config(init_from_base_layer=True)
     world = distributed.initialize()
     ends = StandInEnds(16, torch.float32)
-    draft = EagleDraft(config, draft_vocab(config), world.tp)
+    draft = EagleDraft(config, draft_vocab(config), Placement(world.tp))
     assert all(p.isnan().all() for p in draft.parameters())
     base = {
         "mlp.gate_proj.weight": torch.rand(24, 16), "mlp.up_proj.weight": torch.rand(24, 16),
@@ -171,11 +171,11 @@ def test_initial_values() -> None:
     assert torch.equal(found["midlayer.mlp.down_proj.weight"], base["mlp.down_proj.weight"])
     captures = torch.randn(5, 48)
     for start, expected in (("last_capture", captures[:, 32:]), ("average", captures.view(5, 3, 16).mean(1))):
-        other = EagleDraft(config.replace(fc_init=start), draft_vocab(config), world.tp)
+        other = EagleDraft(config.replace(fc_init=start), draft_vocab(config), Placement(world.tp))
         other.initialize(ends, base, seed=1)
         projected = captures @ other.fc.weight.T
         assert 0 < (projected - expected).norm() / expected.norm() < 0.2
-    again = EagleDraft(config, draft_vocab(config), world.tp)
+    again = EagleDraft(config, draft_vocab(config), Placement(world.tp))
     again.initialize(ends, base, seed=1)
     assert all(torch.equal(p, found[n]) for n, p in again.named_parameters())
 
@@ -183,8 +183,8 @@ def test_initial_values() -> None:
 def test_refusals() -> None:
     world = distributed.initialize()
     with pytest.raises(UserError, match=r"12 of 31.*31 of 31"):
-        EagleDraft(eagle_config(draft_vocab_size=V), draft_vocab(eagle_config()), world.tp)
+        EagleDraft(eagle_config(draft_vocab_size=V), draft_vocab(eagle_config()), Placement(world.tp))
     with pytest.raises(UserError, match="capture_layer_ids"):
-        EagleDraft(eagle_config(capture_layer_ids=()), draft_vocab(eagle_config()), world.tp)
+        EagleDraft(eagle_config(capture_layer_ids=()), draft_vocab(eagle_config()), Placement(world.tp))
     with pytest.raises(UserError, match="hidden_act"):
-        EagleDraft(eagle_config(hidden_act="swish7"), DraftVocab(torch.tensor([1, *list(range(3, 14))]), V), world.tp)
+        EagleDraft(eagle_config(hidden_act="swish7"), draft_vocab(eagle_config()), Placement(world.tp))

@@ -18,6 +18,7 @@ from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
 from megatron_spec.drafts import eagle, fused_unroll
 from megatron_spec.drafts.eagle import EagleDraft
 from megatron_spec.drafts.layer import local_kv_heads
+from megatron_spec.drafts.linear import Placement
 from megatron_spec.losses import vocab_parallel
 from megatron_spec.ops.attention import AttentionPlan, attend
 from tests.unit_tests.drafts import plain_kernels
@@ -93,7 +94,7 @@ def outcome(config: EagleConfig, objective: ObjectiveConfig, group: Any, sequenc
     if sequence_parallel:
         parts = [x.chunk(group.size())[group.rank()].contiguous() for x in (whole.captures_SBC, whole.state_SBH)]
         f = Features(whole.batch, *parts)
-    draft = EagleDraft(config, draft_vocab(config), group, sequence_parallel)
+    draft = EagleDraft(config, draft_vocab(config), Placement(group, sequence_parallel))
     draft.initialize(ends, seed=5)
     found = draft(f, ends, objective)
     found.total.backward()
@@ -133,7 +134,7 @@ def ranks() -> dict[str, Any]:
     if rank < 2:
         try:
             config = eagle_config(num_attention_heads=3, num_key_value_heads=3)
-            EagleDraft(config, draft_vocab(config), groups[2])
+            EagleDraft(config, draft_vocab(config), Placement(groups[2]))
         except UserError as error:
             found["refused"] = str(error)
     return found

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_spec import platform
 from megatron_spec.batch import Features
 from megatron_spec.config import DraftConfig, MedusaConfig, ObjectiveConfig
+from megatron_spec.drafts.linear import Placement
 from tests.unit_tests.drafts.plain_siblings import VOCAB
 from tests.unit_tests.drafts.stand_in import StandInEnds
 from tests.unit_tests.drafts.test_eagle_parallel import close
@@ -40,7 +41,7 @@ def outcome(
     if sequence_parallel:
         parts = [x.chunk(group.size())[group.rank()].contiguous() for x in (whole.captures_SBC, whole.state_SBH)]
         f = Features(whole.batch, *parts)
-    draft = kind(config)(config, vocabulary(config), group, sequence_parallel)
+    draft = kind(config)(config, vocabulary(config), Placement(group, sequence_parallel))
     draft.initialize(ends, seed=5)
     values = {"value " + n: p.detach().clone() for n, p in draft.named_parameters()}
     if isinstance(config, MedusaConfig):  # away from zero, where blocks would be invisible
