@@ -41,6 +41,13 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "loss lk": {"loss": "lk"},
 }
 
+"""What training does otherwise: fields of ObjectiveConfig."""
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "layer from the base's last": {"init_from_base_layer": True},
+    "fc from the average": {"fc_init": "average"},
+}
+"""What the draft is, or starts from: fields of EagleConfig."""
+
 
 def make_parser() -> cli.Parser:
     """The flags."""
@@ -101,10 +108,11 @@ def vary_decoding(run: Comparison, trained: list[Draft]) -> None:
 def ablate(run: Comparison) -> None:
     """EAGLE-3 with one setting changed at a time, equal data and steps."""
     steps = 0
-    for name, changes in ABLATIONS.items():
+    for name, changes in {**ABLATIONS, **ARCHITECTURES}.items():
         if run.late(run.args.reserve):
             return
-        fresh = run.new("eagle3", f"ablation {name}", **changes)
+        fields = {"fields": changes} if name in ARCHITECTURES else changes
+        fresh = run.new("eagle3", f"ablation {name}", **fields)
         draft = run.trained(fresh, run.args.ablation_seconds, run.args.lr, steps=steps)
         steps = steps or draft.about["steps"]
         run.measure(draft.name, lambda draft=draft: run.module(draft), draft.about, few=True)

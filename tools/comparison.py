@@ -195,13 +195,13 @@ class Comparison:
 
     # --- drafts -------------------------------------------------------------------------------------------------
 
-    def new(self, algorithm: str, name: str, **objective: Any) -> Draft:
-        """An untrained draft of an algorithm."""
+    def new(self, algorithm: str, name: str, fields: dict[str, Any] | None = None, **objective: Any) -> Draft:
+        """An untrained draft of an algorithm; `fields` of its architecture other than the defaults."""
         base, goal = self.ref.config, ObjectiveConfig(ttt_steps=self.args.max_draft_len, **objective)
         if algorithm == "medusa":
             return Draft(name, presets.medusa_config(base, num_heads=goal.ttt_steps), self.whole, goal)
         vocab = self.vocab if algorithm.startswith("eagle3") else self.whole
-        config = presets.eagle_config(base, algorithm, {"draft_vocab_size": len(vocab)})
+        config = presets.eagle_config(base, algorithm, {"draft_vocab_size": len(vocab), **(fields or {})})
         return Draft(name, config, vocab, goal)
 
     def module(self, draft: Draft, quantised: bool = False) -> Any:

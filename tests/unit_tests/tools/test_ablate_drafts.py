@@ -46,13 +46,14 @@ def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path) -> None
     found = measured(output)
     drafts = list(ablate_drafts.HEADLINE)
     wanted = {"NGram", *drafts, "eagle3 tree", "medusa tree", "eagle1 length 4"}
-    wanted |= {f"ablation {name}" for name in ablate_drafts.ABLATIONS}
+    ablations = {**ablate_drafts.ABLATIONS, **ablate_drafts.ARCHITECTURES}
+    wanted |= {f"ablation {name}" for name in ablations}
     wanted |= {f"{name} fp8 {form}" for name in drafts for form in ("PTQ", "QAT")}
     wanted |= {f"{name} without QAT" for name in drafts}
     assert wanted <= set(found)
     assert all(found[f"{n} without QAT"]["steps"] == found[f"{n} fp8 QAT"]["steps"] for n in drafts)
     assert all(line["identical"] == 1.0 for name, line in found.items() if "fp8" not in name)
-    assert len({found[f"ablation {name}"]["steps"] for name in ablate_drafts.ABLATIONS}) == 1
+    assert len({found[f"ablation {name}"]["steps"] for name in ablations}) == 1
     with pytest.raises(UserError, match=r"other settings \(lr: found 0.001, now 0.5\)"):
         start("--lr", "0.5")
     page = tmp_path / "page.md"
