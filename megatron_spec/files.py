@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,12 +55,14 @@ def _sha256_of(path: str, size: int, changed: int) -> str:
     return digest.hexdigest()
 
 
-def require_empty(folder: Path | str, hint: str = "choose another folder or remove it") -> None:
+def require_empty(
+    folder: Path | str, hint: str = "choose another folder or remove it", apart_from: Collection[str] = ()
+) -> None:
     """Raise UserError when an output folder already holds something (a temporary of a killed run does not count)."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file, expected a folder")
-    if folder.is_dir() and any(not p.name.startswith(".") for p in folder.iterdir()):
+    if folder.is_dir() and any(not p.name.startswith(".") and p.name not in apart_from for p in folder.iterdir()):
         raise UserError(f"{folder} is not empty: {hint}")
 
 

@@ -28,8 +28,10 @@ from megatron_spec.training.metrics import truncate_log
 
 log = logging.getLogger(__name__)
 
-BEST = "best"
-"""Folder inside --save: a checkpoint of the draft that was accepted most, without optimizer state."""
+BEST, LOG = "best", "acceptance.jsonl"
+"""Inside --save: a checkpoint of the draft that was accepted most, without optimizer state; a line per measurement."""
+
+FILES = {BEST, LOG}
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class AcceptanceEvaluator:
         self.config = DecodeConfig(
             max_draft_len=request.max_draft_len, max_new_tokens=request.max_new_tokens, batch_size=request.num_prompts
         )
-        self.log_file = self.save / "acceptance.jsonl"
+        self.log_file = self.save / LOG
         if world.rank == 0:
             truncate_log(self.log_file, resumed_at)
         record = self.save / BEST / "acceptance.json"

@@ -29,10 +29,10 @@ from megatron_spec.files import require_empty
 from megatron_spec.pipeline import te_spec
 from megatron_spec.pipeline.fast_forward import run_in_fp8
 from megatron_spec.pipeline.placement import check_parallel, layers_per_stage
+from megatron_spec.training import tracking
 from megatron_spec.training.loop import Position, check_world, train
 from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
 from megatron_spec.training.step import Trainer
-from megatron_spec.training.tracking import Tracker
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,9 @@ def starting_point(run: FinetuneRun) -> tuple[Path, bool]:
     """
     latest = latest_iteration(run.save)
     if latest is None:
-        require_empty(run.save, "it is not a run that could be continued; give another --save folder")
+        # A run that was killed before its first save left these; it starts over.
+        begun = tracking.FILES | evaluate.FILES
+        require_empty(run.save, "it is not a run that could be continued; give another --save folder", begun)
         return resolve(run.load), False
     folder = resolve(run.save)
     found, expected = read_spec(folder), read_spec(resolve(run.load))
@@ -155,6 +157,7 @@ def check_before_loading(run: FinetuneRun) -> tuple[Path, bool]:
     folder, resumed = starting_point(run)
     spec = read_spec(folder)
     content_file(run)
+    tracking.check(run.tensorboard_dir, run.wandb_project)
     stored = run.offline_data or run.feature_cache
     row = "base_fp8" if run.base_fp8 else "offline" if run.offline_data else "extract" if stored else "finetune"
     support.check(row, run.parallel, spec.base.config.num_experts)
@@ -278,7 +281,7 @@ def finetune(run: FinetuneRun) -> bool:
         log.info("continuing %s at iteration %d", run.save, position.iteration)
     trainer = Trainer(world, ddp, optimizer, scheduler, loaded.base, objective)
     config = {k: v.to_dict() if hasattr(v, "to_dict") else v for k, v in vars(run).items()}
-    tracker = Tracker(
+    tracker = tracking.Tracker(
         Path(run.save), world.rank == 0, resumed_at=position.iteration, tensorboard_dir=run.tensorboard_dir,
         wandb_project=run.wandb_project, config=config,
     )  # fmt: skip

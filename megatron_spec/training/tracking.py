@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import UserError
+from megatron_spec.files import write_text
 from megatron_spec.training.metrics import truncate_log
 
 log = logging.getLogger(__name__)
+
+
+METRICS, WANDB_ID = "metrics.jsonl", "wandb_id.txt"
+"""Inside the folder of a run: a line per step, and its identifier there, so that it is resumed in the same plots."""
+
+FILES = {METRICS, WANDB_ID, "wandb"}
+"""All that a tracker leaves in the folder of a run."""
+
+
+def check(tensorboard_dir: str | None, wandb_project: str | None) -> None:
+    """Raise UserError when a library that was asked for is not installed: better now than behind the loading."""
+    asked = (("--tensorboard-dir", tensorboard_dir, "tensorboard"), ("--wandb-project", wandb_project, "wandb"))
+    for flag, value, module in asked:
+        if value is not None and importlib.util.find_spec(module) is None:
+            raise UserError(f"{flag} needs {module}, which is not installed: pip install megatron-spec[tracking]")
 
 
 class Tracker:
@@ -21,7 +39,7 @@ class Tracker:
         self, folder: Path, active: bool, *, resumed_at: int = 0, tensorboard_dir: str | None = None,
         wandb_project: str | None = None, config: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self.active, self.path = active, folder / "metrics.jsonl"
+        self.active, self.path = active, folder / METRICS
         self._tensorboard: Any = None
         self._wandb: Any = None
         if not active:
@@ -29,7 +47,10 @@ class Tracker:
         folder.mkdir(parents=True, exist_ok=True)
         truncate_log(self.path, resumed_at)
         if tensorboard_dir:
-            self._tensorboard = _tensorboard_writer(tensorboard_dir)
+            from torch.utils.tensorboard import SummaryWriter
+
+            # What an earlier run wrote behind its last save is hidden: those steps come again.
+            self._tensorboard = SummaryWriter(tensorboard_dir, purge_step=resumed_at + 1)
         if wandb_project:
             self._wandb = _wandb_run(wandb_project, folder, config or {})
 
@@ -65,20 +86,14 @@ def flatten(metrics: dict[str, Any]) -> dict[str, float]:
     return flat
 
 
-def _tensorboard_writer(folder: str) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as e:
-        raise UserError(f"--tensorboard-dir needs TensorBoard: pip install megatron-spec[tracking] ({e})") from None
-    return SummaryWriter(folder)
-
-
 def _wandb_run(project: str, folder: Path, config: dict[str, Any]) -> Any:
-    try:
-        import wandb
-    except ImportError as e:
-        raise UserError(f"--wandb-project needs wandb: pip install megatron-spec[tracking] ({e})") from None
-    return wandb.init(project=project, dir=str(folder), config=config, resume="allow")
+    import wandb
+
+    known = folder / WANDB_ID
+    if not known.is_file():
+        write_text(known, uuid.uuid4().hex)
+    run_id = known.read_text(encoding="utf-8")
+    return wandb.init(project=project, dir=str(folder), config=config, id=run_id, resume="allow")
 
 
 class Progress:

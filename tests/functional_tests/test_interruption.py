@@ -81,7 +81,19 @@ def test_ctrl_c_saves_too(root: Path) -> None:
     assert latest(root / "ctrl_c") == "2" and "Traceback" not in done.stderr
 
 
-def again(root: Path, data: str = "train.jsonl", seq_length: int = 64, **changes: Any) -> tuple[Path, bool]:
+def test_a_run_that_was_killed_before_its_first_save_starts_over(root: Path) -> None:
+    assert interrupt(root, "killed", "SIGKILL").returncode == -9
+    left = {p.name for p in (root / "killed").iterdir()}
+    assert left == {"metrics.jsonl"}
+    assert again(root, save="killed") == (root / "draft" / "iter_0000000", False)
+    (root / "killed" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="killed is not empty: it is not a run that could be continued"):
+        again(root, save="killed")
+
+
+def again(
+    root: Path, data: str = "train.jsonl", seq_length: int = 64, save: str = "run", **changes: Any
+) -> tuple[Path, bool]:
     from megatron_spec.chain.finetune import FinetuneRun, check_before_loading
     from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
 
@@ -89,7 +101,7 @@ def again(root: Path, data: str = "train.jsonl", seq_length: int = 64, **changes
     train = TrainConfig(**{"train_iters": 6, "global_batch_size": 2, **changes})
     return check_before_loading(
         FinetuneRun(
-            load=f"{root}/draft", save=f"{root}/run", data=f"{root}/{data}", train=train, objective=objective,
+            load=f"{root}/draft", save=f"{root}/{save}", data=f"{root}/{data}", train=train, objective=objective,
             parallel=ParallelConfig(), seq_length=seq_length,
         )
     )  # fmt: skip

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_spec.config import UserError
 from megatron_spec.training.metrics import name_metrics, predicted_acceptance_length, truncate_log
-from megatron_spec.training.tracking import Progress, Tracker, flatten
+from megatron_spec.training.tracking import Progress, Tracker, check, flatten
 
 
 @pytest.mark.parametrize(
@@ -65,6 +69,50 @@ def test_tracker_writes_lines_and_tensorboard_events(tmp_path: Path) -> None:
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 0.5)]
     assert [e.value for e in events.Scalars("accuracy_per_step/1")] == [0.5, 0.5]
+
+
+def test_a_resumed_run_goes_on_in_the_plots_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for wandb: what it is asked for, and what it is given."""
+    started: list[dict[str, Any]] = []
+    logged: list[tuple[int, float]] = []
+    run = SimpleNamespace(
+        log=lambda flat, step: logged.append((step, flat["loss"])), finish=lambda: logged.append((-1, 0))
+    )
+
+    def init(**options: Any) -> SimpleNamespace:
+        started.append(options)
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
+    monkeypatch.setattr(sys.modules["wandb"], "init", init, raising=False)
+    for resumed_at in (0, 3):
+        tracker = Tracker(tmp_path, True, resumed_at=resumed_at, wandb_project="drafts", config={"lr": 0.1})
+        tracker.write({**METRICS, "iteration": resumed_at + 1})
+        tracker.close()
+    assert logged == [(1, 1.5), (-1, 0), (4, 1.5), (-1, 0)]
+    assert started[0] == started[1] and started[0]["project"] == "drafts" and started[0]["config"] == {"lr": 0.1}
+    assert len(started[0]["id"]) >= 8 and started[0]["resume"] == "allow"
+
+
+def test_a_resumed_run_hides_the_events_it_repeats(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for resumed_at, loss in ((0, 9.0), (1, 1.0)):
+        tracker = Tracker(tmp_path / "run", True, resumed_at=resumed_at, tensorboard_dir=str(tmp_path / "events"))
+        for iteration in range(resumed_at + 1, 4):
+            tracker.write({**METRICS, "iteration": iteration, "loss": loss})
+        tracker.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 9.0), (2, 1.0), (3, 1.0)]
+
+
+def test_what_is_not_installed_is_said_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check(None, None)
+    with pytest.raises(UserError, match=r"--wandb-project needs wandb.*pip install megatron-spec\[tracking\]"):
+        check(None, "drafts")
+    with pytest.raises(UserError, match="--tensorboard-dir needs tensorboard"):
+        check("events", None)
 
 
 def test_a_silent_tracker_writes_nothing(tmp_path: Path) -> None:
