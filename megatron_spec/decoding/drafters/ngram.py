@@ -64,45 +64,48 @@ class NGramDrafter(Drafter):
         """See Drafter."""
         shared = Pool(self.keep_all)
         self.pools = [shared if self.public else Pool(self.keep_all) for _ in range(rows)]
-        self.read = [0] * rows  # tokens of each row that the pool knows
+        self.texts: list[list[int]] = [[] for _ in range(rows)]  # tokens of each row that the pool knows
 
     def observe(self, seen: Observation) -> None:
         """A row that begins anew begins with an empty pool of its own."""
         for row in range(seen.first, seen.first + seen.slots_BS.shape[0] if seen.prefill else 0):
-            self.read[row] = 0
+            self.texts[row] = []
             if not self.public:
                 self.pools[row] = Pool(self.keep_all)
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
         """See Drafter. The rows left behind are begun anew before they are used."""
         for s, t in zip(source, target, strict=True):
-            self.pools[t], self.read[t] = self.pools[s], self.read[s]
+            self.pools[t], self.texts[t] = self.pools[s], self.texts[s]
 
     def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
         """See Drafter. Rows without a match propose nothing."""
-        rows = context.tokens_BL.shape[0]
-        lengths = context.lengths
-        texts = context.tokens_BL[:, : max(lengths)].tolist()
-        drafts_BK = torch.zeros(rows, count, dtype=torch.int64)
-        counts = []
-        for row, length in enumerate(lengths):
-            self._update(row, texts[row][:length], count)
-        for row, length in enumerate(lengths):
-            found = self._lookup(self.pools[row], texts[row][:length])[:count]
-            drafts_BK[row, : len(found)] = torch.tensor(found, dtype=torch.int64)
-            counts.append(len(found))
-        device = context.tokens_BL.device
-        return Proposal(drafts_BK.to(device), torch.tensor(counts, device=device))
+        rows, device = context.tokens_BL.shape[0], context.tokens_BL.device
+        for row, fresh in enumerate(self._fresh(context)):
+            self._add(row, fresh, count)
+        found = [self._lookup(self.pools[row], self.texts[row])[:count] for row in range(rows)]
+        drafts_BK = torch.tensor([[*tokens, *[0] * (count - len(tokens))] for tokens in found], dtype=torch.int64)
+        return Proposal(drafts_BK.to(device), torch.tensor([len(tokens) for tokens in found], device=device))
 
-    def _update(self, row: int, text: list[int], count: int) -> None:
-        """Add the patterns whose continuation has grown since the last time."""
-        pool, read = self.pools[row], self.read[row]
+    def _fresh(self, context: Context) -> list[list[int]]:
+        """Tokens of each row that are not in `texts` yet: they alone come from the device."""
+        known = torch.tensor([len(text) for text in self.texts[: len(context.lengths)]])
+        counts = (torch.tensor(context.lengths) - known).tolist()
+        places_BN = known[:, None] + torch.arange(max(counts))
+        places_BN = places_BN.clamp(max=context.tokens_BL.shape[1] - 1).to(context.tokens_BL.device)
+        rows = context.tokens_BL.gather(1, places_BN).tolist()
+        return [row[:n] for row, n in zip(rows, counts, strict=True)]
+
+    def _add(self, row: int, fresh: list[int], count: int) -> None:
+        """Add the patterns whose continuation has grown."""
+        pool, text = self.pools[row], self.texts[row]
+        read = len(text)
+        text.extend(fresh)
         for size in range(1, self.size + 1):
             for start in range(max(0, read - size - count), len(text) - size):
                 end = start + size
                 if min(end + count, len(text)) > read:
                     pool.add(tuple(text[start:end]), tuple(text[end : end + count]))
-        self.read[row] = len(text)
 
     def _lookup(self, pool: Pool, text: list[int]) -> Tokens:
         for size in range(min(self.size, len(text)), 0, -1):
