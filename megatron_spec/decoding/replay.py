@@ -17,6 +17,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_spec.decoding.costs import now
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -48,6 +50,20 @@ class CudaRecorder:
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             results = function()
         return graph.replay, results
+
+
+class TimedRecorder:
+    """Counts the seconds that recording takes: once for a shape, not with every answer."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder, self.seconds = recorder, 0.0
+
+    def __call__(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """See `Recorder`."""
+        start = now()
+        recorded = self.recorder(function)
+        self.seconds += now() - start
+        return recorded
 
 
 def recorder_for(base: Any) -> Recorder | None:

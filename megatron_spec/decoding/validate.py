@@ -27,6 +27,7 @@ from megatron_spec.decoding.drafters import build_drafter
 from megatron_spec.decoding.engine import Generation, decode, two_best
 from megatron_spec.decoding.journal import Journal
 from megatron_spec.decoding.prompts import Dialogue, Prompt, check_stop_ids
+from megatron_spec.decoding.replay import TimedRecorder, recorder_for
 from megatron_spec.decoding.report import Answer, Mismatch, Part, Report, StepCosts, build_report
 from megatron_spec.files import write_json
 from megatron_spec.pipeline.model import FrozenBase
@@ -141,15 +142,22 @@ class _Validation:
                 short = config.replace(max_new_tokens=max(c.max_draft_len for c in self.configs) + 2)
                 decode(self.base, [ids], short, set(), draft=drafter)
 
+    def _recorder(self) -> TimedRecorder | None:
+        """Graphs are recorded once for a shape; a few short answers would pay for them as much as many long ones."""
+        recorder = recorder_for(self.base) if self.config.cuda_graphs else None
+        return None if recorder is None else TimedRecorder(recorder)
+
     def _measure(self, dialogues: list[Dialogue], bar: Any) -> Part:
         part = Part([], [0.0] * (len(self.configs) + 1), [])
         while asking := [(d, ids) for d in dialogues if d.waits and (ids := self._ask(d)) is not None]:
             questions, seeds = [ids for _, ids in asking], [d.seed(self.config.seed) for d, _ in asking]
             results: list[list[Generation]] = []
             for way, (config, drafter) in enumerate(self._ways()):
-                start = now()
-                results.append(decode(self.base, questions, config, self.stop_ids, draft=drafter, seeds=seeds))
-                part.seconds[way] += now() - start
+                recorder, start = self._recorder(), now()
+                results.append(
+                    decode(self.base, questions, config, self.stop_ids, draft=drafter, seeds=seeds, recorder=recorder)
+                )
+                part.seconds[way] += now() - start - (recorder.seconds if recorder else 0.0)
             for (d, ids), alone, *spoken in zip(asking, *results, strict=True):
                 prompt, round_ = d.prompt, len(d.answers)
                 mismatches = [self._compare(prompt, round_, ids, alone, g) for g in spoken]

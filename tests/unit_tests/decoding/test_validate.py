@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from megatron_spec.config import UserError
 from megatron_spec.decoding import engine
 from megatron_spec.decoding.drafters.ngram import NGramDrafter
 from megatron_spec.decoding.html import render, write_html
-from megatron_spec.decoding.prompts import Prompt
+from megatron_spec.decoding.prompts import Dialogue, Prompt
 from megatron_spec.decoding.validate import tie_tolerance, validate
 from tests.unit_tests.decoding.setting import CHAT_CONFIG
+from tests.unit_tests.decoding.tape import Tape
 
 module = importlib.import_module("megatron_spec.decoding.validate")
 
@@ -48,6 +50,29 @@ def test_report_of_an_honest_draft(chat: Any, tmp_path: Path) -> None:
     written = json.loads(output.read_text(encoding="utf-8"))
     assert written == json.loads(json.dumps(report.to_dict()))
     assert written["decode"]["max_draft_len"] == 3
+
+
+def test_recording_graphs_is_not_counted(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that stands still but for recording: answers take no time."""
+    clock, tape = [0.0], Tape()
+
+    def record(function: Any) -> Any:
+        clock[0] += 100.0
+        return tape(function)
+
+    for name in ("megatron_spec.decoding.validate", "megatron_spec.decoding.replay"):
+        monkeypatch.setattr(importlib.import_module(name), "now", lambda: clock[0])
+    monkeypatch.setattr(module, "recorder_for", lambda base: record)
+    measured = _seconds_of(chat)
+    assert clock[0] == 100.0 * tape.recorded > 0 and measured == [0.0, 0.0]
+
+
+def _seconds_of(chat: Any) -> list[float]:
+    config = CHAT_CONFIG.replace(max_new_tokens=24)
+    run = module._Validation(
+        chat.base, NGramDrafter(2), chat.prompts, chat.tokenizer, config, chat.stop_ids, None, None, {}
+    )
+    return run._measure([Dialogue(p) for p in chat.prompts[:2]], SimpleNamespace(update=lambda: None)).seconds
 
 
 def test_a_wrong_text_is_found(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
