@@ -90,9 +90,15 @@ class Parser(argparse.ArgumentParser):
         group.add_argument("--gpus-per-node", type=at_least_one, metavar="N", help="of the plan (default: 8)")
         group.add_argument("--gpu-memory-gib", type=float, metavar="GIB", help="of the plan (default: 80)")
 
-    def add_model_flags(self, tokenizer: bool = True) -> None:
-        """Where base and tokenizer are, and the precision: what every script over a checkpoint asks."""
-        self.add_argument("--base", metavar="DIR", help="the base's place, when it moved since convert_model.py")
+    def add_model_flags(
+        self, tokenizer: bool = True, base: str = "the base's place, when it moved since convert_model.py"
+    ) -> None:
+        """Where base and tokenizer are, and the precision: what every script over a checkpoint asks.
+
+        Args:
+            base: what --base is for.
+        """
+        self.add_argument("--base", metavar="DIR", help=base)
         if tokenizer:
             self.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
         self.add_argument("--bf16", action="store_true", help="bfloat16 weights (default: float32)")

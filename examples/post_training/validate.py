@@ -24,7 +24,7 @@ def parser() -> cli.Parser:
         help="draft tokens of a chain or depth of a tree; several are measured in one run (default: 3)",
     )  # fmt: skip
     p.add_argument("--num-prompts", type=int, metavar="N", help="use the first N prompts (default: all)")
-    p.add_model_flags()
+    p.add_model_flags(base="base model for drafts that bring none; with --load where the base is, when it moved")
     p.add_argument(
         "--fp64", action="store_true", help="float64: a fake-quantised base gives the same text in every row shape"
     )

@@ -21,6 +21,7 @@ from megatron_spec.config import BaseConfig, DecodeConfig, DecodingType, Paralle
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.decoding import html
 from megatron_spec.decoding.drafters.draft_target import check_tokenizers
+from megatron_spec.decoding.drafters.user import find_drafter
 from megatron_spec.decoding.options import check_options, decoding_type
 from megatron_spec.decoding.prompts import read_prompts
 from megatron_spec.decoding.questions import write_questions
@@ -115,6 +116,8 @@ def plan(
     decode = _thinking_tokens(decode, opened).replace(decoding_type=kind)
     if kind is not None:
         check_options(decode, kind)
+    if kind == "User":
+        find_drafter(decode.drafter or "")
     if kind == "DraftTarget":
         assert decode.speculative_model is not None
         check_parallel(inspect_exported_base(decode.speculative_model).config, parallel)

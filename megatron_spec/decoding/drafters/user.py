@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+import inspect
+from typing import TYPE_CHECKING, Any
 
 from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.decoding.drafters.base import Drafter
@@ -26,9 +27,24 @@ def find_drafter(name: str) -> type[Drafter]:
         raise UserError(
             f"--drafter {name}: found {found!r}, expected a class derived from megatron_spec.decoding.drafters.Drafter"
         )
+    if not any(_takes(found, *arguments) for arguments in ((None, None), ())):
+        raise UserError(
+            f"--drafter {name}: {class_name}{inspect.signature(found)} can be made neither with (base, config) nor "
+            "with nothing: expected a constructor of one of these kinds, or none"
+        )
     return found
 
 
+def _takes(found: type[Drafter], *arguments: object) -> bool:
+    try:
+        inspect.signature(found).bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
 def user_drafter(name: str, base: FrozenBase, config: DecodeConfig) -> Drafter:
-    """An instance of the named class, made with (base, config)."""
-    return find_drafter(name)(base, config)  # type: ignore[call-arg]
+    """An instance of the named class, made with (base, config), or with nothing when it takes nothing."""
+    found: Any = find_drafter(name)
+    made: Drafter = found(base, config) if _takes(found, base, config) else found()
+    return made

@@ -31,6 +31,18 @@ class Repeat(Drafter):
         return Proposal(last.expand(-1, count).contiguous())
 
 
+class Plain(Drafter):
+    """Without a constructor."""
+
+    prepare_draft_tokens = Repeat.prepare_draft_tokens
+
+
+class Demanding(Plain):
+    """Wants what nobody gives."""
+
+    def __init__(self, base: Any, config: DecodeConfig, more: int) -> None: ...
+
+
 @pytest.mark.parametrize("batch_size", [1, 3, 16])
 def test_the_base_as_its_own_draft_is_always_right(tiny: Any, batch_size: int) -> None:
     config = CONFIG.replace(batch_size=batch_size)
@@ -66,7 +78,10 @@ def test_a_drafter_of_the_user(tiny: Any) -> None:
     config = CONFIG.replace(decoding_type="User", drafter=f"{__name__}:Repeat")
     found = decode(tiny.base, tiny.prompts, config, set())
     assert [g.tokens for g in found] == tiny.answers and found[0].drafted_lengths[0] == 3
+    plain = decode(tiny.base, tiny.prompts, config.replace(drafter=f"{__name__}:Plain"), set())
+    assert [g.accepted_lengths for g in plain] == [g.accepted_lengths for g in found]
     for name, message in (
+        (f"{__name__}:Demanding", r"Demanding\(base.* can be made neither with \(base, config\) nor"),
         ("nothing", "expected module:Class"), ("no.such:Thing", "cannot be imported"),
         (f"{__name__}:Path", "expected a class derived from"), (f"{__name__}:Missing", "found None"),
     ):  # fmt: skip
