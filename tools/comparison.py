@@ -81,6 +81,27 @@ class Results:
         return any(line["kind"] == kind and line.get("name") == name for line in self.lines)
 
 
+TICKS = 1000
+
+
+class ByTheClock:
+    """A learning rate schedule of `TICKS` steps that goes by time: equal seconds are equal schedules."""
+
+    def __init__(self, scheduler: Any, seconds: float) -> None:
+        self.scheduler, self.seconds, self.begun, self.done = scheduler, seconds, time.monotonic(), 0
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self.begun
+
+    def step(self, increment: int) -> None:
+        """Go on to where the clock is, whatever the number of training steps."""
+        due = min(TICKS, int(TICKS * self.elapsed / self.seconds))
+        self.scheduler.step(increment=due - self.done)
+        self.done = due
+
+
 @dataclass
 class Draft:
     """A draft: how to build it, and its weights once it is trained."""
@@ -116,7 +137,7 @@ class Comparison:
         self.decode = DecodeConfig(
             max_draft_len=args.max_draft_len, max_new_tokens=args.max_new_tokens, batch_size=args.batch_size
         )
-        self.cost_tokens, self.trial = (96, 32) if cuda else (24, 2)
+        self.cost_tokens, self.trial = (96, 32) if cuda else (24, 1)
 
     def late(self, reserve: float = 0.0) -> bool:
         """True when nothing new should be started, with `reserve` seconds kept for what follows."""
@@ -213,22 +234,26 @@ class Comparison:
             module.load_state_dict(draft.weights)
         return module
 
-    def train(self, draft: Draft, steps: int, lr: float, quantised: bool = False) -> Draft:
-        """The draft after `steps` steps over the data in order."""
+    def train(self, draft: Draft, lr: float, quantised: bool, *, seconds: float = 0.0, steps: int = 0) -> Draft:
+        """The draft after some seconds of training over the data in order, or after some steps."""
+        ticks = steps or TICKS
         config = TrainConfig(
-            train_iters=steps, lr=lr, lr_warmup_iters=min(10, steps // 4), bf16=self.args.bf16, adam_beta2=0.99,
-            global_batch_size=self.args.global_batch_size,
+            train_iters=ticks, lr=lr, lr_warmup_iters=min(10, steps // 4) if steps else TICKS // 50,
+            bf16=self.args.bf16, adam_beta2=0.99, global_batch_size=self.args.global_batch_size,
         )  # fmt: skip
         ddp = wrap_ddp(self.module(draft, quantised), self.world, config)
-        trainer = Trainer(self.world, ddp, *build_optimizer(ddp, self.world, config), self.base, draft.objective)
-        start, last = now(), None
-        for i in range(steps):
-            last = trainer.step([self.features[i % len(self.features)]], f"step {i}", 1)
-        assert last is not None
-        sums = last.sums.tolist()
+        optimizer, scheduler = build_optimizer(ddp, self.world, config)
+        clock = ByTheClock(scheduler, seconds)
+        schedule: Any = scheduler if steps else clock
+        trainer = Trainer(self.world, ddp, optimizer, schedule, self.base, draft.objective)
+        start, done, sums = now(), 0, [[0.0]] * 4
+        while done < steps if steps else clock.elapsed < seconds:
+            last = trainer.step([self.features[done % len(self.features)]], f"step {done}", 1)
+            done, sums = done + 1, last.sums
+        correct, rows = torch.as_tensor(sums)[[1, 3]].tolist()
         about = {
-            "steps": steps, "seconds": now() - start, "passes": steps / len(self.features),
-            "accuracy": [c / max(r, 1) for c, r in zip(sums[1], sums[3], strict=True)],
+            "steps": done, "seconds": now() - start, "passes": done / len(self.features),
+            "accuracy": [c / max(r, 1) for c, r in zip(correct, rows, strict=True)],
             "parameters": sum(p.numel() for p in ddp.module.parameters()),
         }  # fmt: skip
         weights = {n: t.detach().clone() for n, t in ddp.module.state_dict().items()}
@@ -240,10 +265,9 @@ class Comparison:
         if path.is_file():
             kept = torch.load(path, map_location=self.world.device, weights_only=True)
             return replace(draft, weights=kept["weights"], about=kept["about"])
-        if not steps:
-            self.train(draft, self.trial, lr, quantised)  # kernels are compiled, for the row counts of several batches
-            steps = max(4, int(seconds / (self.train(draft, self.trial, lr, quantised).about["seconds"] / self.trial)))
-        after = self.train(draft, steps, lr, quantised)
+        # Kernels are compiled before, for the row counts of several batches.
+        self.train(draft, lr, quantised, steps=self.trial)
+        after = self.train(draft, lr, quantised, seconds=seconds, steps=steps)
         part = path.with_suffix(".part")
         torch.save({"weights": after.weights, "about": after.about}, part)
         part.replace(path)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_spec.config import UserError
 from tests.functional_tests.workshop import make_base, write_conversations
-from tools import ablate_drafts, acceptance_page
+from tools import ablate_drafts, acceptance_page, comparison
 
 
 def write_questions(path: Path) -> str:
@@ -75,6 +76,17 @@ def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path) -> None
     assert "| detached |" in page.read_text() and "qa | sum |" not in page.read_text()
     with pytest.raises(UserError, match="no table is called speed; there are drafters, sets"):
         acceptance_page.write_page([f"{output / 'results.jsonl'}:ablations,speed"], page)
+
+
+def test_the_schedule_goes_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a step takes, the rate is where the time is, and the schedule ends with it."""
+    clock, steps = [50.0], []
+    monkeypatch.setattr(comparison.time, "monotonic", lambda: clock[0])
+    schedule = comparison.ByTheClock(SimpleNamespace(step=lambda increment: steps.append(increment)), 20.0)
+    for taken in (1.0, 0.5, 8.5, 10.0, 3.0):
+        clock[0] += taken
+        schedule.step(1)
+    assert steps == [50, 25, 425, 500, 0]
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
