@@ -1,0 +1,147 @@
+"""What decoding accepts is what training measured: the same draft, teacher-forced, says where each step would end.
+
+The training forward runs on prompt + greedy answer and tells for every row j and step k whether the draft's best token
+is t_{j+2+k}. Along accepted tokens the draft of a chain reads the very tokens of the text, so walking over these hits
+must give the accepted lengths of `decode`, step for step. A shifted position, a stale cache row or a feature of the
+wrong row would change the drafts of one side only.
+
+S sequence, T draft steps, R supervised rows, H hidden size, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_spec import presets
+from megatron_spec.batch import Batch, Features
+from megatron_spec.config import DecodeConfig, ObjectiveConfig
+from tests.functional_tests.workshop import WORDS, make_base
+
+STEPS = 3
+LAYERS = (1, 3, 4)
+CONFIG = DecodeConfig(max_draft_len=STEPS, max_new_tokens=60, batch_size=4)
+LEARNED = 9
+"""Answers that the drafts are trained on; of the others they know little."""
+ITERATIONS = {"eagle3": 70, "eagle1": 120, "eagle-mtp": 90}
+"""Training of each draft: enough to be right sometimes, too little to be right always."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A base in float64 (no rounding decides an argmax), ragged prompts and its greedy answers."""
+    from megatron_spec import distributed
+    from megatron_spec.checkpoint.base_import import inspect_base, load_base
+    from megatron_spec.data.tokenizer import load_tokenizer
+    from megatron_spec.decoding.engine import decode
+
+    torch.set_num_threads(1)
+    folder = make_base(Path(tmp_path_factory.mktemp("predicts")) / "base")
+    base = load_base(inspect_base(folder), distributed.initialize(), LAYERS, torch.float64)
+    tokenizer = load_tokenizer(str(folder))
+    prompts = [tokenizer.encode(" ".join(WORDS[i : i + 1 + i % 3]), add_special_tokens=False) for i in range(12)]
+    answers = [g.tokens for g in decode(base, prompts, CONFIG, set())]
+    features = [text_features(base, p, a) for p, a in zip(prompts, answers, strict=True)]
+    return SimpleNamespace(base=base, prompts=prompts, answers=answers, features=features)
+
+
+def text_features(base: Any, prompt: list[int], answer: list[int]) -> Features:
+    """What the base says on one text, of which the answer is supervised."""
+    from megatron_spec.pipeline.schedule import run_base
+
+    tokens_BS = torch.tensor([prompt + answer])
+    S = tokens_BS.shape[1]
+    turns_BS = (torch.arange(S) >= len(prompt)).int()[None]
+    batch = Batch(tokens_BS, torch.arange(S)[None], turns_BS, torch.zeros_like(turns_BS))
+    [(captures, state)] = run_base(base, [batch])
+    return Features(batch, captures, state)
+
+
+def partly_trained(place: Any, kind: str) -> Any:
+    """A draft after a few steps on most of the answers."""
+    from megatron_spec.drafts import build_draft
+    from megatron_spec.drafts.vocab import DraftVocab
+
+    base = place.base
+    overrides: dict[str, Any] = {}
+    vocab = DraftVocab.full(base.config.vocab_size)
+    if kind == "eagle3":  # a reduced vocabulary: ids of the draft are not those of the base
+        spoken = sorted({t for a in place.answers[:LEARNED] for t in a})
+        vocab = DraftVocab(torch.tensor(spoken), base.config.vocab_size)
+        overrides = {"capture_layer_ids": LAYERS, "draft_vocab_size": len(vocab)}
+    draft = build_draft(presets.eagle_config(base.config, kind, overrides), vocab, base.world, torch.float64)
+    draft.initialize(base, None, seed=3)
+    with torch.no_grad():  # attention starts near zero: a wrong position or cache row would not change an argmax
+        for name, p in draft.named_parameters():
+            if "self_attn" in name:
+                p.mul_(15)
+    optimizer = torch.optim.Adam(draft.parameters(), lr=5e-3)
+    more: dict[str, Any] = {"feature_noise": 0.0, "token_weight": 1.0} if kind == "eagle1" else {}
+    goal = ObjectiveConfig(ttt_steps=STEPS, loss="hard_ce", **more)
+    for i in range(ITERATIONS[kind]):
+        losses = draft(place.features[i % LEARNED], base, goal)
+        optimizer.zero_grad()
+        (losses.total / losses.rows_T[0]).backward()
+        optimizer.step()
+    return draft.eval()
+
+
+@torch.no_grad()
+def hits(place: Any, draft: Any, features: Features, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """bool [T, S]: in the training forward the best token of row j at step k is t_{j+2+k}."""
+    from megatron_spec.drafts import eagle, recurrent
+
+    seen: list[Any] = []
+    original = eagle.head_losses
+
+    def note(states: list[Tensor], weight_DH: Tensor, plan: Any, *others: Any) -> Any:
+        seen.append((states, weight_DH, plan))
+        return original(states, weight_DH, plan, *others)
+
+    for module in (eagle, recurrent):
+        monkeypatch.setattr(module, "head_losses", note)
+    draft(features, place.base, ObjectiveConfig(ttt_steps=STEPS, in_vocab_only=False))
+    monkeypatch.undo()
+    [(states, weight_DH, plan)] = seen
+    text_S = features.batch.tokens_BS[0]
+    found_TS = torch.zeros(STEPS, len(text_S), dtype=torch.bool)
+    for k, rows_R in enumerate(plan.rows):
+        best_R = draft.vocab.target_ids[(states[k] @ weight_DH.t()).argmax(-1)]
+        found_TS[k, rows_R] = best_R == text_S[rows_R + 2 + k]
+    return found_TS
+
+
+def predicted_lengths(hits_TS: Tensor, prompt: int) -> list[int]:
+    """Accepted lengths of every verification step, walked over the hits of one text.
+
+    The root row stands before the last known token: at first, before the first token of the answer.
+    """
+    S, j, lengths = hits_TS.shape[1], prompt - 1, []
+    while j + 2 < S:
+        run = hits_TS[:, j].long().cumprod(0).sum().item()
+        emitted = min(int(run) + 1, S - (j + 2))  # the text may end inside the accepted tokens
+        lengths.append(emitted - 1)
+        j += emitted
+    return lengths
+
+
+@pytest.mark.parametrize("kind", list(ITERATIONS))
+def test_accepted_lengths_are_those_that_training_predicts(
+    place: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_spec.decoding.acceptance import acceptance_stats
+    from megatron_spec.decoding.engine import decode
+
+    draft = partly_trained(place, kind)
+    found = decode(place.base, place.prompts, CONFIG, set(), draft=draft)
+    assert [g.tokens for g in found] == place.answers
+    shares = acceptance_stats(found).acceptance_per_position
+    assert 0.2 < min(shares) <= max(shares) < 0.8, f"nothing to tell apart: {shares}"
+    for prompt, features, spoken in zip(place.prompts, place.features, found, strict=True):
+        expected = predicted_lengths(hits(place, draft, features, monkeypatch), len(prompt))
+        assert spoken.accepted_lengths == expected, f"{kind}, prompt of {len(prompt)} tokens"
