@@ -23,7 +23,7 @@ def parser() -> cli.Parser:
         "--max-draft-len", type=cli.whole_numbers, default=(3,), metavar="N[,N...]",
         help="draft tokens of a chain or depth of a tree; several are measured in one run (default: 3)",
     )  # fmt: skip
-    p.add_argument("--num-prompts", type=int, metavar="N", help="use the first N prompts (default: all)")
+    p.add_argument("--num-prompts", type=cli.at_least_one, metavar="N", help="use the first N prompts (default: all)")
     p.add_model_flags(base="base model for drafts that bring none; with --load where the base is, when it moved")
     p.add_argument(
         "--fp64", action="store_true", help="float64: a fake-quantised base gives the same text in every row shape"

@@ -22,11 +22,12 @@ from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.decoding import html
 from megatron_spec.decoding.drafters.draft_target import check_tokenizers
 from megatron_spec.decoding.drafters.user import find_drafter
-from megatron_spec.decoding.options import check_options, decoding_type
+from megatron_spec.decoding.options import WITHOUT_DRAFT, check_options, check_undrafted, decoding_type
 from megatron_spec.decoding.prompts import read_prompts
 from megatron_spec.decoding.questions import write_questions
 from megatron_spec.decoding.report import Report, Run
-from megatron_spec.decoding.synthesize import synthesize_to_file
+from megatron_spec.decoding.synthesize import check_output, synthesize_to_file
+from megatron_spec.decoding.validate import check_draft_lens
 from megatron_spec.decoding.validate import validate as run_validation
 from megatron_spec.distributed import World
 from megatron_spec.export.load import (
@@ -77,7 +78,7 @@ def _thinking_tokens(decode: DecodeConfig, tokenizer: Any) -> DecodeConfig:
 
 def _draft_of(load: str | None, base: str | None, decode: DecodeConfig) -> tuple[str | None, Any, BaseReference | None]:
     """(algorithm of the draft or None, its configuration, the base when it does not come with a checkpoint)."""
-    exported = decode.speculative_model if decode.decoding_type != "DraftTarget" else None
+    exported = decode.speculative_model if decode.decoding_type not in WITHOUT_DRAFT else None
     if load is not None:
         if exported is not None:
             raise UserError("--load and --speculative-model are two drafts: give one of them")
@@ -114,7 +115,9 @@ def plan(
     source = tokenizer or base or read_spec(resolve(load or "")).base.path
     opened = load_tokenizer(source)
     decode = _thinking_tokens(decode, opened).replace(decoding_type=kind)
-    if kind is not None:
+    if kind is None:
+        check_undrafted(decode)
+    else:
         check_options(decode, kind)
     if kind == "User":
         find_drafter(decode.drafter or "")
@@ -183,8 +186,12 @@ def validate(
     decode, parallel = decode or DecodeConfig(), parallel or ParallelConfig()
     if bf16 and fp64:
         raise UserError("--bf16 and --fp64: expected one of them")
-    if output is None and load is None:
-        raise UserError("--output: expected a file for the report (without --load there is no default)")
+    own_draft = load is not None and decode.decoding_type not in WITHOUT_DRAFT
+    if output is None and not own_draft:
+        raise UserError("--output: expected a file for the report (the default is for the draft of --load)")
+    if any(p is not None and Path(p).resolve() == Path(data).resolve() for p in (output, html_output)):
+        raise UserError(f"--data {data} is the output, too: it would be overwritten")
+    check_draft_lens(draft_lens or (decode.max_draft_len,))
     if html_output is not None:
         html.require_matplotlib()
     dtype = torch.float64 if fp64 else torch.bfloat16 if bf16 else torch.float32
@@ -194,7 +201,8 @@ def validate(
     world = distributed.initialize(parallel, decode.seed)
     models = load_models(planned, world, dtype)
     about: dict[str, Any] = {
-        "draft": load or planned.decode.speculative_model or planned.kind, "base": models.fingerprint,
+        "draft": (load if own_draft else None) or planned.decode.speculative_model or planned.kind,
+        "base": models.fingerprint,
         "decoding_type": planned.kind, "dtype": str(dtype).removeprefix("torch."), "device": _device(world),
         "fake_quantised_base": models.fake_quantised, "prompts": Path(data).name,
     }  # fmt: skip
@@ -253,6 +261,7 @@ def generate(
     if data is not None:
         check_file(data)
         prompts = read_prompts(data, num_prompts)
+    check_output(output)
     planned = plan(load, base, decode, parallel, tokenizer, draft_needed=False)
     world = distributed.initialize(parallel, decode.seed)
     models = load_models(planned, world, torch.bfloat16 if bf16 else torch.float32)

@@ -34,6 +34,23 @@ _OWNERS: dict[str, tuple[str, ...]] = {
 }
 
 
+_UNDRAFTED = (
+    "decoding_type", "max_draft_len", "max_new_tokens", "batch_size", "cuda_graphs", "temperature", "top_k", "top_p",
+    "seed",
+)  # fmt: skip
+"""Options of a base that answers alone (max_draft_len, because it is every configuration's)."""
+
+
+def check_undrafted(config: DecodeConfig) -> None:
+    """Raise UserError for options of drafting, when there is nothing that drafts."""
+    for name, value in DecodeConfig().to_dict().items():
+        if name not in _UNDRAFTED and getattr(config, name) != value:
+            raise UserError(
+                f"--{name.replace('_', '-')} is for a draft, and there is none: leave it out, or give --load, "
+                "--speculative-model or --decoding-type"
+            )
+
+
 def check_options(config: DecodeConfig, kind: DecodingType) -> None:
     """Raise UserError for options that another way of drafting has, or that contradict one another."""
     default = DecodeConfig()

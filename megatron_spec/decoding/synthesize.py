@@ -152,16 +152,31 @@ def _answers_prompt(record: dict[str, Any], prompt: Prompt) -> bool:
     return found == (expected[: len(found)] if ended_early else expected)
 
 
+ANOTHER = "use another output file, or remove this one"
+
+
+def _meta_path(output: Path) -> Path:
+    return output.with_name(f"{output.name}.meta.json")
+
+
+def check_output(output: Path | str) -> None:
+    """Raise UserError when `output` is something else than what a run of this kind left: it would be overwritten."""
+    output = Path(output)
+    if output.is_dir():
+        raise UserError(f"--output {output} is a folder, expected a file")
+    left = [p for p in (output, *_parts(output)) if p.is_file() and p.stat().st_size]
+    if left and not _meta_path(output).is_file():
+        raise UserError(
+            f"{left[0]} is there already, but {_meta_path(output).name} is missing, which tells how its conversations "
+            f"were made: {ANOTHER}"
+        )
+
+
 def _continue(output: Path, prompts: Sequence[Prompt], meta: dict[str, Any]) -> list[str]:
     """Identifiers answered already; writes the meta file. Raises UserError when they were answered otherwise."""
-    known = _known(output)
-    path, other = output.with_name(f"{output.name}.meta.json"), "use another output file, or remove this one"
+    check_output(output)
+    known, path, other = _known(output), _meta_path(output), ANOTHER
     if known:
-        if not path.is_file():
-            raise UserError(
-                f"{output} holds {len(known)} conversations, but {path.name} is missing, which tells how they were "
-                f"made: {other}"
-            )
         old = read_json(path)
         changed = [f"{k}: found {old.get(k)!r}, now {v!r}" for k, v in meta.items() if old.get(k) != v]
         if changed:

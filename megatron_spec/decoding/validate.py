@@ -43,6 +43,12 @@ def tie_tolerance(dtype: torch.dtype, top: float) -> float:
     return 1e-3 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps * max(1.0, abs(top))
 
 
+def check_draft_lens(lens: Sequence[int]) -> None:
+    """Raise UserError unless all are different and at least 1."""
+    if min(lens) < 1 or len(set(lens)) < len(lens):
+        raise UserError(f"--max-draft-len: found {list(lens)}, expected different numbers from 1")
+
+
 def validate(
     base: FrozenBase,
     draft: Any,
@@ -80,8 +86,9 @@ class _Validation:
         self.base, self.tokenizer, self.stop_ids, self.about = base, tokenizer, stop_ids, about
         lens = tuple(draft_lens or (config.max_draft_len,))
         drafted = draft is not None or config.decoding_type is not None
-        if not prompts or not drafted or min(lens) < 1 or len(set(lens)) < len(lens):
-            raise UserError("validate: expected prompts, a draft and different --max-draft-len of at least 1")
+        if not prompts or not drafted:
+            raise UserError("validate: expected prompts and a draft")
+        check_draft_lens(lens)
         check_stop_ids(stop_ids)
         self.config = config.replace(max_draft_len=lens[0])
         self.alone = self.config.replace(decoding_type=None)

@@ -225,7 +225,8 @@ def _algorithm(raw: dict[str, Any], has_options: bool) -> str:
     for algorithm, architectures in ARCHITECTURES.items():
         if found == architectures:
             return "eagle3.1" if algorithm == "eagle3" and has_options else algorithm
-    raise UserError(f"config.json: architectures {found!r}, expected one of {list(ARCHITECTURES.values())}")
+    expected = sorted({names[0] for names in ARCHITECTURES.values()} | {"MedusaModel"})
+    raise UserError(f"config.json: architectures {found!r}, expected a draft: one of {', '.join(expected)}")
 
 
 def read_config_json(raw: dict[str, Any], num_base_layers: int) -> EagleConfig:

@@ -103,7 +103,10 @@ def read_exported_config(folder: Path | str, num_base_layers: int) -> DraftConfi
         except KeyError as e:
             raise UserError(f"{folder}/config.json: missing {e.args[0]}") from None
         return MedusaConfig(*sizes)
-    return layout.read_config_json(raw, num_base_layers)
+    try:
+        return layout.read_config_json(raw, num_base_layers)
+    except UserError as e:
+        raise UserError(f"{folder}/{e}") from None
 
 
 def load_exported_draft(

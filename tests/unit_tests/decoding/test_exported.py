@@ -101,11 +101,31 @@ def test_other_ways_of_drafting(shipped: Any, tmp_path: Path) -> None:
         assert found["text_identical"] and found["about"]["draft"] in ("NGram", str(here / "base"))
         (tmp_path / "o.json").unlink()
     assert found["acceptance_length"] > 2  # the base drafts for itself
+    ngram = FEW.replace(decoding_type="NGram")  # the base of a checkpoint, whose draft is not what is measured
+    found = measure(shipped, tmp_path / "o.json", load=str(here / "eagle3"), decode=ngram)
+    assert found["about"]["draft"] == "NGram"
     done = chain.generate(
         shipped[1], str(tmp_path / "g.jsonl"), base=str(here / "base"), decode=FEW.replace(decoding_type="NGram"),
         num_prompts=2,
     )  # fmt: skip
     assert done == 2
+
+
+def test_a_base_alone_refuses_what_would_do_nothing(
+    shipped: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chain, "load_models", lambda *_: pytest.fail("weights were read"))
+    base, output = str(shipped[0] / "base"), tmp_path / "g.jsonl"
+    for name, value in (
+        ("use_dynamic_tree", True), ("dynamic_tree_max_topK", 2), ("medusa_choices", "[[0]]"),
+        ("max_matching_ngram_size", 3), ("is_keep_all", False), ("drafter", "a:B"), ("use_rejection_sampling", True),
+        ("typical_acceptance", True), ("posterior_alpha", 0.5), ("relaxed_topk", 2), ("begin_thinking_phase_token", 5),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=f"--{name.replace('_', '-')} is for a draft, and there is none"):
+            chain.generate(shipped[1], str(output), base=base, decode=FEW.replace(temperature=1.0, **{name: value}))
+    output.write_text("notes\n")
+    with pytest.raises(UserError, match="is there already"):
+        chain.generate(shipped[1], str(output), base=base)
 
 
 def test_what_does_not_fit_is_refused_before_loading(
@@ -126,6 +146,9 @@ def test_what_does_not_fit_is_refused_before_loading(
         (dict(base=base), {}, "needs a draft"),
         (dict(base=base), dict(speculative_model=medusa, decoding_type="Eagle3"), "which decodes as Medusa"),
         (dict(base=base), dict(speculative_model=str(tmp_path)), "config.json"),
+        (dict(base=base), dict(speculative_model=base), f"{base}/config.json: .* expected a draft: one of"),
+        (dict(base=base), dict(speculative_model=medusa, decoding_type="NGram"), "is an option of .* not of NGram"),
+        (dict(base=base, draft_lens=(2, 2)), dict(decoding_type="NGram"), r"--max-draft-len: found \[2, 2\]"),
         (dict(base=base), dict(decoding_type="DraftTarget", speculative_model=str(other)), "another tokenizer"),
         (dict(base=base), dict(decoding_type="NGram", use_relaxed_acceptance_for_thinking=True), "no <think>"),
         (dict(base=base, bf16=True, fp64=True), dict(decoding_type="NGram"), "--bf16 and --fp64"),
@@ -134,8 +157,11 @@ def test_what_does_not_fit_is_refused_before_loading(
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             chain.validate(shipped[1], output=str(tmp_path / "x.json"), decode=FEW.replace(**changes), **options)
-    with pytest.raises(UserError, match="--output"):
-        chain.validate(shipped[1], base=base, decode=FEW.replace(decoding_type="NGram"))
+    for options in (dict(base=base), dict(load=str(here / "eagle3"))):  # the report of a draft is not that of NGram
+        with pytest.raises(UserError, match="--output"):
+            chain.validate(shipped[1], decode=FEW.replace(decoding_type="NGram"), **options)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="would be overwritten"):
+        chain.validate(shipped[1], base=base, output=shipped[1], decode=FEW.replace(decoding_type="NGram"))
     raw = json.loads((here / "medusa-export" / "config.json").read_text())
     del raw["medusa_num_heads"]
     (tmp_path / "config.json").write_text(json.dumps(raw))

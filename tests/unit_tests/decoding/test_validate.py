@@ -100,7 +100,7 @@ def test_nothing_to_validate_is_refused(chat: Any) -> None:
         (NGramDrafter(), [], CHAT_CONFIG),
         (NGramDrafter(), chat.prompts, CHAT_CONFIG.replace(max_draft_len=0)),
     ):
-        with pytest.raises(UserError, match="max-draft-len"):
+        with pytest.raises(UserError, match=r"expected prompts and a draft|--max-draft-len: found \[0\]"):
             validate(chat.base, draft, prompts, chat.tokenizer, config, stop_ids={1})
 
 
@@ -127,7 +127,7 @@ def test_a_sweep_is_the_runs_one_by_one(chat: Any, tmp_path: Path) -> None:
         assert run.acceptance_by_prompt_length == alone.acceptance_by_prompt_length
     written = json.loads(output.read_text())
     assert written["acceptance_length"] == written["sweep"][0]["acceptance_length"] and len(written["sweep"]) == 3
-    with pytest.raises(UserError, match="different --max-draft-len"):
+    with pytest.raises(UserError, match=r"--max-draft-len: found \[2, 2\], expected different"):
         run_of(chat, draft_lens=(2, 2))
 
 
