@@ -40,8 +40,8 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "all rows (no in_vocab_only)": {"in_vocab_only": False},
     "loss lk": {"loss": "lk"},
 }
-
 """What training does otherwise: fields of ObjectiveConfig."""
+
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "layer from the base's last": {"init_from_base_layer": True},
     "fc from the average": {"fc_init": "average"},
