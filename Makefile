@@ -1,14 +1,17 @@
-# make setup | test | test-engines | quality | demo. PYTHON chooses the interpreter (3.10-3.12); without make see tools/*.sh.
+# make setup | test | test-kernels | test-gpu | test-engines | quality | demo. PYTHON chooses the interpreter (3.10-3.12); without make see tools/*.sh.
 BIN := .venv/bin
 PYTEST_ARGS ?=
 
-.PHONY: setup test test-gpu test-engines quality format demo clean
+.PHONY: setup test test-kernels test-gpu test-engines quality format demo clean
 
 setup:
 	@bash tools/setup_venv.sh
 
 test:
 	@bash tools/test.sh $(PYTEST_ARGS)
+
+test-kernels:
+	@bash tools/test_kernels.sh $(PYTEST_ARGS)
 
 test-gpu:
 	python3 -m pytest -q -m gpu tests

@@ -6,8 +6,8 @@ What is gained:
 - The embedding half of q, k and v depends on the token alone, so its projection is made once for all steps: step k
   reads rows j + k. The same holds for its backward.
 - Weight gradients are one product over the rows of many steps, summed in fp32 straight into `main_grad`.
-- Norms, rotary embedding, gate and branch attention are one pass over memory each (`ops/kernels.py`); the gate's
-  output is recomputed, and its input replaced by its gradient in place.
+- Norms, rotary embedding, gate and branch attention are one pass over memory each (`ops/kernels.py`,
+  `ops/branch_kernels.py`); the gate's output is recomputed, and its input replaced by its gradient in place.
 - Only rows that some step supervises are written for the head, and steps after the first run on those rows alone
   where that saves enough.
 
@@ -53,10 +53,6 @@ COMPACT_BELOW = 0.9
 """From step 1 on, unsupervised rows are dropped when less than this share is left: moving rows costs something too."""
 
 
-def _power_of_two(x: int) -> bool:
-    return x & (x - 1) == 0
-
-
 def why_not_fused(
     config: DraftConfig, tp_size: int, device: torch.device, dtype: torch.dtype, detach: bool
 ) -> str | None:
@@ -67,7 +63,6 @@ def why_not_fused(
     """
     if not isinstance(config, EagleConfig) or config.algorithm not in ("eagle3", "eagle3.1"):
         return "it is not an EAGLE-3 draft"
-    heads = (config.head_dim, config.num_key_value_heads, config.num_attention_heads)
     reasons = {
         "there is no GPU": device.type != "cuda",
         "Triton is missing": not kernels_available(),
@@ -78,9 +73,7 @@ def why_not_fused(
         "it has an embedding of its own": config.own_embedding,
         "it feeds back a normed state (norm_output)": config.norm_output,
         f"its activation is {config.hidden_act}": config.hidden_act != "silu",
-        "head size and numbers of heads are not powers of two": config.head_dim < 16
-        or not all(map(_power_of_two, heads))
-        or bool(config.num_attention_heads % config.num_key_value_heads),
+        f"its head size is {config.head_dim}": config.head_dim < 16 or config.head_dim % 8 != 0,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -168,12 +161,12 @@ class _Unroll:
         steps: Steps,
         ends: BaseEnds,
         layout: TrunkLayout,
-        kernels: Any,
+        kernels: tuple[Any, Any],
     ) -> None:
         config, layer = draft.config, draft.midlayer
         self.attention: Any = layer.self_attn
         self.mlp: Any = layer.mlp
-        self.kernels = kernels  # ops.kernels, which imports Triton
+        self.kernels, self.branch_kernels = kernels  # ops.kernels and ops.branch_kernels, which import Triton
         self.w, self.layout, self.eps, self.steps = weights, layout, config.rms_norm_eps, steps
         self.B, self.S = batch.tokens_BS.shape
         self.tp, self.sequence_parallel = draft.tp_group, draft.sequence_parallel
@@ -299,7 +292,8 @@ class _Unroll:
         )
         self.rng.append(rng)
         self.lse.append(lse)
-        self.kernels.merge_forward(q, o, lse, self.branches[0][:k], self.branches[1][:k], self._at(self.out, k), index)
+        branches = (self.branches[0][:k], self.branches[1][:k])
+        self.branch_kernels.merge_forward(q, o, lse, *branches, self._at(self.out, k), index)
 
     def _finish(self, k: int, inner: Tensor, delta: Tensor, state: Tensor) -> None:
         """Sum and norms behind step k: what the head reads, and what the next step starts from."""
@@ -401,7 +395,7 @@ class _Unroll:
             else:
                 self._heads(total).add_(part)
         dq = torch.empty_like(q)
-        self.kernels.merge_backward(
+        self.branch_kernels.merge_backward(
             q,
             out,
             d_out,
@@ -475,7 +469,7 @@ def fused_unroll(
         rows: int64 rows (s * B + b) that step k supervises, ascending.
         active: per step, ascending, the rows that some step from it on supervises.
     """
-    from megatron_spec.ops import kernels
+    from megatron_spec.ops import branch_kernels, kernels
 
     weights = _Weights.of(draft)
     if draft.sequence_parallel:  # every rank finds the whole gradient, so each keeps its rows of it
@@ -485,6 +479,6 @@ def fused_unroll(
     hidden = hidden_SBH.flatten(0, 1).contiguous()
     layout = trunk_layout(batch.documents_BS, hidden.dtype, None, batch.single_document)
     steps = Steps(rows, active, len(hidden), COMPACT_BELOW)
-    work = _Unroll(draft, weights, hidden.detach(), batch, steps, ends, layout, kernels)
+    work = _Unroll(draft, weights, hidden.detach(), batch, steps, ends, layout, (kernels, branch_kernels))
     states = _FusedUnroll.apply(work, [len(r) for r in rows], hidden, *weights.all())  # type: ignore[no-untyped-call]
     return list(states)

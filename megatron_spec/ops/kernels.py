@@ -1,11 +1,12 @@
-"""Triton kernels for one pass over rows: norms, rotary embedding, gated activation, branch attention, shifted sums.
+"""Triton kernels for one pass over rows: norms, rotary embedding, gated activation, shifted sums.
 
 Everything here is limited by memory traffic, so each function reads its inputs once and writes its outputs once.
-Plain versions of the same arithmetic are in the drafts (`drafts/layer.py`) and in `ttt_attention.py`; tests compare.
+Plain versions of the same arithmetic are in the drafts (`drafts/layer.py`); tests compare. Numbers of heads and head
+sizes are any: blocks are padded to powers of two, as Triton wants them. Branch attention is in `branch_kernels.py`.
 Every kernel works for any number of rows without being compiled again.
 
 Rows are flattened [S * B] (row = s * B + b). R rows, H hidden, M intermediate, N query heads, G key/value heads,
-n = N / G, D head size, T draft steps, E = R + (T - 1) * B rows that carry an embedding.
+D head size, T draft steps, E = R + (T - 1) * B rows that carry an embedding.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def _norm_backward_kernel(
             place = row
             if HAS_PLACE:
                 place = tl.load(place_ptr + row).to(tl.int64)
-            dy = tl.load(dy2_ptr + place * H + cols, mask=mask & (place >= 0), other=0.0).to(tl.float32)
+            width = tl.where(place >= 0, H, 0)  # an absent row has no columns
+            dy = tl.load(dy2_ptr + place * H + cols, mask=cols < width, other=0.0).to(tl.float32)
             dw2 += dy * normed
             g += dy * w2
         if HAS_DX:
@@ -165,16 +167,16 @@ def norm_backward(
 @triton.jit
 def _rotary_kernel(
     x_ptr, e_ptr, place_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr,
-    N: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, SLOTS: tl.constexpr, GROUPED: tl.constexpr,
-    HAS_E: tl.constexpr, HAS_PLACE: tl.constexpr, BACKWARD: tl.constexpr, STORE_V: tl.constexpr,
+    N: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr,
+    GROUPED: tl.constexpr, HAS_E: tl.constexpr, HAS_PLACE: tl.constexpr, BACKWARD: tl.constexpr, STORE_V: tl.constexpr,
 ):  # fmt: skip
     """x [R, (N + 2G) * D] <-> q [R, N*D], k [R, G*D], v [R, G*D]; BACKWARD rotates back and writes x."""
     row = tl.program_id(0).to(tl.int64)
     D: tl.constexpr = 2 * HALF
     n: tl.constexpr = N // G
     slot = tl.arange(0, SLOTS)[:, None]
-    d = tl.arange(0, HALF)[None, :]
-    used = slot < N + 2 * G
+    d = tl.arange(0, LANES)[None, :]
+    used = (slot < N + 2 * G) & (d < HALF)
     if GROUPED:  # megatron-core: per key/value head its n query heads, then k, then v
         group = slot // (n + 2)
         inside = slot % (n + 2)
@@ -184,13 +186,13 @@ def _rotary_kernel(
         q_head = group * n + inside
         kv_head = group
     else:
-        is_q = slot < N
-        is_k = (slot >= N) & (slot < N + G)
-        is_v = (slot >= N + G) & used
+        is_q = used & (slot < N)
+        is_k = used & (slot >= N) & (slot < N + G)
+        is_v = used & (slot >= N + G)
         q_head = slot
         kv_head = (slot - N) % G
-    cos = tl.load(cos_ptr + row * HALF + d)
-    sin = tl.load(sin_ptr + row * HALF + d)
+    cos = tl.load(cos_ptr + row * HALF + d, mask=d < HALF, other=1.0)
+    sin = tl.load(sin_ptr + row * HALF + d, mask=d < HALF, other=0.0)
     turns = is_q | is_k
     cos = tl.where(turns, cos, 1.0)
     sin = tl.where(turns, sin, 0.0)
@@ -198,38 +200,35 @@ def _rotary_kernel(
     q_at = q_ptr + row * N * D + q_head * D + d
     k_at = k_ptr + row * G * D + kv_head * D + d
     v_at = v_ptr + row * G * D + kv_head * D + d
-    full_q = is_q & (d >= 0)
-    full_k = is_k & (d >= 0)
-    full_v = is_v & (d >= 0)
     if BACKWARD:
-        a = tl.load(q_at, mask=full_q, other=0.0).to(tl.float32)
-        b = tl.load(q_at + HALF, mask=full_q, other=0.0).to(tl.float32)
-        a += tl.load(k_at, mask=full_k, other=0.0).to(tl.float32)
-        b += tl.load(k_at + HALF, mask=full_k, other=0.0).to(tl.float32)
-        a += tl.load(v_at, mask=full_v, other=0.0).to(tl.float32)
-        b += tl.load(v_at + HALF, mask=full_v, other=0.0).to(tl.float32)
+        a = tl.load(q_at, mask=is_q, other=0.0).to(tl.float32)
+        b = tl.load(q_at + HALF, mask=is_q, other=0.0).to(tl.float32)
+        a += tl.load(k_at, mask=is_k, other=0.0).to(tl.float32)
+        b += tl.load(k_at + HALF, mask=is_k, other=0.0).to(tl.float32)
+        a += tl.load(v_at, mask=is_v, other=0.0).to(tl.float32)
+        b += tl.load(v_at + HALF, mask=is_v, other=0.0).to(tl.float32)
         out = x_ptr.dtype.element_ty
-        tl.store(x_ptr + x_at, (a * cos + b * sin).to(out), mask=used & (d >= 0))
-        tl.store(x_ptr + x_at + HALF, (b * cos - a * sin).to(out), mask=used & (d >= 0))
+        tl.store(x_ptr + x_at, (a * cos + b * sin).to(out), mask=used)
+        tl.store(x_ptr + x_at + HALF, (b * cos - a * sin).to(out), mask=used)
     else:
-        a = tl.load(x_ptr + x_at, mask=used & (d >= 0), other=0.0).to(tl.float32)
-        b = tl.load(x_ptr + x_at + HALF, mask=used & (d >= 0), other=0.0).to(tl.float32)
+        a = tl.load(x_ptr + x_at, mask=used, other=0.0).to(tl.float32)
+        b = tl.load(x_ptr + x_at + HALF, mask=used, other=0.0).to(tl.float32)
         if HAS_E:
             e_at = x_at
             if HAS_PLACE:
                 e_at += (tl.load(place_ptr + row).to(tl.int64) - row) * (N + 2 * G) * D
-            a += tl.load(e_ptr + e_at, mask=used & (d >= 0), other=0.0).to(tl.float32)
-            b += tl.load(e_ptr + e_at + HALF, mask=used & (d >= 0), other=0.0).to(tl.float32)
+            a += tl.load(e_ptr + e_at, mask=used, other=0.0).to(tl.float32)
+            b += tl.load(e_ptr + e_at + HALF, mask=used, other=0.0).to(tl.float32)
         out = q_ptr.dtype.element_ty
         left = (a * cos - b * sin).to(out)
         right = (b * cos + a * sin).to(out)
-        tl.store(q_at, left, mask=full_q)
-        tl.store(q_at + HALF, right, mask=full_q)
-        tl.store(k_at, left, mask=full_k)
-        tl.store(k_at + HALF, right, mask=full_k)
+        tl.store(q_at, left, mask=is_q)
+        tl.store(q_at + HALF, right, mask=is_q)
+        tl.store(k_at, left, mask=is_k)
+        tl.store(k_at + HALF, right, mask=is_k)
         if STORE_V:
-            tl.store(v_at, left, mask=full_v)
-            tl.store(v_at + HALF, right, mask=full_v)
+            tl.store(v_at, left, mask=is_v)
+            tl.store(v_at + HALF, right, mask=is_v)
 
 
 def _launch_rotary(
@@ -248,8 +247,8 @@ def _launch_rotary(
     half = tables[0].shape[-1]
     _rotary_kernel[(q.shape[0],)](
         x, x if e is None else e, x if place is None else place, *tables, q, k, x if v is None else v, heads, kv_heads,
-        half, _block(heads + 2 * kv_heads), grouped, e is not None, place is not None, backward, v is not None,
-        num_warps=4,
+        half, _block(heads + 2 * kv_heads), _block(half), grouped, e is not None, place is not None, backward,
+        v is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -314,149 +313,6 @@ def gated_backward(x_RX: Tensor, dh_RM: Tensor, h_RM: Tensor) -> None:
     R, M = h_RM.shape
     block = min(2048, _block(M))
     _gated_kernel[(R, triton.cdiv(M, block))](x_RX, h_RM, dh_RM, M, True, block, num_warps=4)
-
-
-@triton.jit
-def _merge_kernel(
-    q_ptr, o0_ptr, lse_ptr, k_ptr, v_ptr, out_ptr, place_ptr, branches, branch_stride, o_s, o_b, S, B, scale,
-    G: tl.constexpr, n: tl.constexpr, D: tl.constexpr, HAS_PLACE: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    place = row
-    if HAS_PLACE:
-        place = tl.load(place_ptr + row).to(tl.int64)
-    s = place // B
-    b = place % B
-    g = tl.arange(0, G)[:, None, None]
-    h = g * n + tl.arange(0, n)[None, :, None]
-    d = tl.arange(0, D)[None, None, :]
-    lse_at = b * (G * n * S) + tl.arange(0, G)[:, None] * n * S + tl.arange(0, n)[None, :] * S + s
-    q = tl.load(q_ptr + row * (G * n * D) + h * D + d).to(tl.float32)
-    acc = tl.load(o0_ptr + s * o_s + b * o_b + h * D + d).to(tl.float32)
-    top = tl.load(lse_ptr + lse_at)
-    mass = tl.full((G, n), 1.0, tl.float32)
-    kv_at = row * (G * D) + g * D + d
-    for i in range(branches):
-        k = tl.load(k_ptr + i * branch_stride + kv_at).to(tl.float32)
-        v = tl.load(v_ptr + i * branch_stride + kv_at).to(tl.float32)
-        score = tl.sum(q * k, axis=2) * scale
-        new_top = tl.maximum(top, score)
-        old = tl.exp(top - new_top)
-        p = tl.exp(score - new_top)
-        mass = mass * old + p
-        acc = acc * old[:, :, None] + p[:, :, None] * v
-        top = new_top
-    acc = acc / mass[:, :, None]
-    tl.store(out_ptr + row * (G * n * D) + h * D + d, acc.to(out_ptr.dtype.element_ty))
-    tl.store(lse_ptr + lse_at, top + tl.log(mass))
-
-
-def merge_forward(
-    q_RX: Tensor,
-    o0_BSND: Tensor,
-    lse_BNS: Tensor,
-    k_TRY: Tensor,
-    v_TRY: Tensor,
-    out_RX: Tensor,
-    place_R: Tensor | None = None,
-) -> None:
-    """Add branches (rows' own keys of later steps) to the attention over the trunk: see `ttt_attention`.
-
-    Args:
-        q_RX: rotated queries [R, N*D].
-        o0_BSND: output over the trunk, any strides over B and S, heads dense.
-        lse_BNS: its log-sum-exp (fp32, contiguous), replaced by the merged one.
-        k_TRY, v_TRY: branches [k, R, G*D] (k may be 0).
-        out_RX: merged output.
-        place_R: places of the rows among s * B + b, when they are not all of them.
-    """
-    B, S, N, D = o0_BSND.shape
-    G = k_TRY.shape[-1] // D
-    o0_BSND = _dense_heads(o0_BSND)
-    assert lse_BNS.is_contiguous()
-    _merge_kernel[(len(q_RX),)](
-        q_RX, o0_BSND, lse_BNS, k_TRY, v_TRY, out_RX, q_RX if place_R is None else place_R, k_TRY.shape[0],
-        k_TRY.stride(0), o0_BSND.stride(1), o0_BSND.stride(0), S, B, D**-0.5, G, N // G, D, place_R is not None,
-        num_warps=WIDE_WARPS,
-    )  # fmt: skip
-
-
-def _dense_heads(x_BSND: Tensor) -> Tensor:
-    dense = x_BSND.stride(2) == x_BSND.shape[3] and x_BSND.stride(3) == 1
-    return x_BSND if dense else x_BSND.contiguous()
-
-
-@triton.jit
-def _merge_backward_kernel(
-    q_ptr, o_ptr, do_ptr, lse_ptr, k_ptr, v_ptr, place_ptr, dq0_ptr, dq_ptr, dk_ptr, dv_ptr, branches, branch_stride,
-    dq_s, dq_b, S, B, scale,
-    G: tl.constexpr, n: tl.constexpr, D: tl.constexpr, HAS_PLACE: tl.constexpr, FIRST: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    place = row
-    if HAS_PLACE:
-        place = tl.load(place_ptr + row).to(tl.int64)
-    s = place // B
-    b = place % B
-    g = tl.arange(0, G)[:, None, None]
-    h = g * n + tl.arange(0, n)[None, :, None]
-    d = tl.arange(0, D)[None, None, :]
-    g2 = tl.arange(0, G)[:, None]
-    lse = tl.load(lse_ptr + b * (G * n * S) + g2 * n * S + tl.arange(0, n)[None, :] * S + s)
-    q_at = row * (G * n * D) + h * D + d
-    q = tl.load(q_ptr + q_at).to(tl.float32)
-    do = tl.load(do_ptr + q_at).to(tl.float32)
-    delta = tl.sum(do * tl.load(o_ptr + q_at).to(tl.float32), axis=2)
-    dq = tl.load(dq0_ptr + s * dq_s + b * dq_b + h * D + d).to(tl.float32)
-    kv_at = row * (G * D) + g * D + d
-    acc_at = row * (G * D) + g2 * D + tl.arange(0, D)[None, :]
-    for i in range(branches):
-        k = tl.load(k_ptr + i * branch_stride + kv_at).to(tl.float32)
-        v = tl.load(v_ptr + i * branch_stride + kv_at).to(tl.float32)
-        p = tl.exp(tl.sum(q * k, axis=2) * scale - lse)
-        ds = p * (tl.sum(do * v, axis=2) - delta) * scale
-        dq += ds[:, :, None] * k
-        dk = tl.sum(ds[:, :, None] * q, axis=1)
-        dv = tl.sum(p[:, :, None] * do, axis=1)
-        at = i * branch_stride + acc_at
-        if not FIRST:
-            dk += tl.load(dk_ptr + at)
-            dv += tl.load(dv_ptr + at)
-        tl.store(dk_ptr + at, dk)
-        tl.store(dv_ptr + at, dv)
-    tl.store(dq_ptr + q_at, dq.to(dq_ptr.dtype.element_ty))
-
-
-def merge_backward(
-    q_RX: Tensor,
-    o_RX: Tensor,
-    do_RX: Tensor,
-    lse_BNS: Tensor,
-    k_TRY: Tensor,
-    v_TRY: Tensor,
-    dq0_BSND: Tensor,
-    dq_RX: Tensor,
-    dk_TRY: Tensor,
-    dv_TRY: Tensor,
-    first: bool,
-    place_R: Tensor | None = None,
-) -> None:
-    """Backward of `merge_forward`: the branches' gradients, and the trunk's part of dq completed.
-
-    Args:
-        dq0_BSND: the trunk's dq from the flash backward, any strides over B and S.
-        dq_RX: complete gradient of q.
-        dk_TRY, dv_TRY: fp32 sums over draft steps, like k and v; `first` overwrites, else adds.
-    """
-    dq0_BSND = _dense_heads(dq0_BSND)
-    B, S, N, D = dq0_BSND.shape
-    G = k_TRY.shape[-1] // D
-    assert k_TRY.shape[0] == 0 or dk_TRY.stride() == k_TRY.stride()
-    _merge_backward_kernel[(len(q_RX),)](
-        q_RX, o_RX, do_RX, lse_BNS, k_TRY, v_TRY, q_RX if place_R is None else place_R, dq0_BSND, dq_RX, dk_TRY, dv_TRY,
-        k_TRY.shape[0], k_TRY.stride(0), dq0_BSND.stride(1), dq0_BSND.stride(0), S, B, D**-0.5, G, N // G, D,
-        place_R is not None, first, num_warps=WIDE_WARPS,
-    )  # fmt: skip
 
 
 @triton.jit

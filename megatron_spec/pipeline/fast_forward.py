@@ -17,17 +17,9 @@ from torch import Tensor
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.ops.attention import AttentionPlan, causal_attention
 from megatron_spec.ops.products import kernels_available
-from megatron_spec.pipeline import lean_forward
-from megatron_spec.pipeline.lean_forward import LeanForward
+from megatron_spec.pipeline.lean_forward import LeanForward, missing_features
 
 log = logging.getLogger(__name__)
-
-
-def missing_features(config: BaseConfig, tp_size: int) -> list[str]:
-    """What this base has that the fused forward does not compute; it then runs megatron-core's layers."""
-    found = lean_forward.missing_features(config, tp_size)
-    power_of_two = config.head_dim & (config.head_dim - 1) == 0
-    return found + ([] if power_of_two else [f"head size {config.head_dim}"])
 
 
 class FastForward(LeanForward):

@@ -124,10 +124,27 @@ def train_once(
 def test_fused_unroll(objective: ObjectiveConfig, packed: bool, compact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, metrics and every gradient, with and without dropping unsupervised rows after the first step."""
     monkeypatch.setattr(fused_unroll, "COMPACT_BELOW", 1.0 if compact else 0.0)
+    compare_unrolls(objective, packed, monkeypatch)
+
+
+@pytest.mark.parametrize("heads", [(9, 3, 64), (14, 2, 64), (6, 2, 96), (5, 5, 80), (4, 1, 256)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_fused_unroll_of_any_heads(heads: tuple[int, int, int], packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers and sizes of heads that are no powers of two: SmolLM2, Qwen2.5 0.5B, Phi-3, no groups; and large ones."""
+    N, G, D = heads
+    config = CONFIG.replace(num_attention_heads=N, num_key_value_heads=G, head_dim=D, hidden_size=576)
+    monkeypatch.setitem(globals(), "CONFIG", config)
+    compare_unrolls(ObjectiveConfig(ttt_steps=4, in_vocab_only=False), packed, monkeypatch)
+
+
+def compare_unrolls(objective: ObjectiveConfig, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, ends, ends_fp32 = make_batch(packed), make_base(torch.bfloat16), make_base(torch.float32)
     captures, state = run_base(ends, [batch])[0]
     features = Features(batch, captures, state)
+    inner, taken = fused_unroll.fused_unroll, []
+    monkeypatch.setattr(eagle, "fused_unroll", lambda *a: taken.append(1) or inner(*a))
     fused, fused_grads = train_once(make_draft(torch.bfloat16), features, ends, objective)
+    assert taken == [1]
     monkeypatch.setattr(eagle, "can_fuse", lambda *_: False)
     monkeypatch.setattr(vocab_parallel, "kernels_run", lambda *_: False)
     _, plain_grads = train_once(make_draft(torch.bfloat16), features, ends, objective)

@@ -1,12 +1,26 @@
-"""`megatron_spec.ops.kernels` in plain tensors, in the dtype they come in: what lets the fused unroll run on a CPU.
+"""`megatron_spec.ops.kernels` and `branch_kernels` in plain tensors, in the dtype they come in.
+
+They let the fused unroll run on a CPU (`install`), and are what the kernels are compared with.
 
 R rows, H hidden, M intermediate, N query and G key/value heads, D head size, T draft steps.
 """
 
 from __future__ import annotations
 
+import sys
+
+import pytest
 import torch
 from torch import Tensor
+
+from megatron_spec import ops
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """This module in the place of both."""
+    for name in ("kernels", "branch_kernels"):
+        patch.setitem(sys.modules, f"megatron_spec.ops.{name}", sys.modules[__name__])
+        patch.setattr(ops, name, sys.modules[__name__], raising=False)
 
 
 def norm_forward(
@@ -27,7 +41,7 @@ def norm_forward(
     if first is not None:
         first[1].copy_(normed * first[0])
     if second is not None:
-        kept = torch.arange(len(x)) if place_R is None else (place_R >= 0).nonzero()[:, 0]
+        kept = torch.arange(len(x), device=x.device) if place_R is None else (place_R >= 0).nonzero()[:, 0]
         second[1][kept if place_R is None else place_R[kept].long()] = (normed * second[0])[kept]
     return rstd
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_spec import losses, ops, platform
+from megatron_spec import losses, platform
 from megatron_spec.batch import Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
 from megatron_spec.drafts import eagle, fused_unroll
@@ -60,8 +60,7 @@ def fusing(rows_below: float) -> Iterator[list[int]]:
     taken: list[int] = []
     inner = fused_unroll.fused_unroll
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "megatron_spec.ops.kernels", plain_kernels)
-        patch.setattr(ops, "kernels", plain_kernels, raising=False)
+        plain_kernels.install(patch)
         patch.setitem(sys.modules, "megatron_spec.losses.kernels", loss_kernels)
         patch.setattr(losses, "kernels", loss_kernels, raising=False)
         patch.setattr(vocab_parallel, "kernels_run", lambda *_: True)

@@ -1,11 +1,10 @@
 """The unroll with a hand-written backward against the plain one, on the CPU: kernels are replaced by plain tensors.
 
-With and without fake quantisation, with and without dropping unsupervised rows. (The kernels: tests/gpu.)
+With and without fake quantisation, with and without dropping unsupervised rows. (Kernels: tests/gpu/test_kernels.py.)
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_spec import ops
 from megatron_spec.config import ObjectiveConfig, QuantConfig
 from megatron_spec.drafts import eagle, fused_unroll
 from megatron_spec.drafts.eagle import EagleDraft
@@ -28,8 +26,7 @@ OBJECTIVE = ObjectiveConfig(ttt_steps=3)
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "megatron_spec.ops.kernels", plain_kernels)
-    monkeypatch.setattr(ops, "kernels", plain_kernels, raising=False)
+    plain_kernels.install(monkeypatch)
 
 
 def quantised(quant: QuantConfig | None) -> tuple[EagleDraft, StandInEnds]:

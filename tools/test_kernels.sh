@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Run the Triton kernels on the CPU, in Triton's interpreter, against plain tensors: tools/test_kernels.sh [pytest arguments]
+# Triton (a gigabyte that a CPU does not need otherwise) goes to .cache, not into the virtual environment.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+tools/setup_venv.sh
+triton=3.9.0
+folder=$PWD/.cache/triton-$triton
+if [ ! -d "$folder" ]; then
+  rm -rf "$folder.part"
+  PYTHONWARNINGS=ignore .venv/bin/python -m pip install --quiet --no-deps --target "$folder.part" "triton==$triton"
+  mv "$folder.part" "$folder"
+fi
+PYTHONPATH=$folder TRITON_INTERPRET=1 exec .venv/bin/python -m pytest -q -m gpu \
+  tests/gpu/test_kernels.py tests/gpu/test_fake_quant.py "$@"
