@@ -41,13 +41,9 @@ from megatron_spec.pipeline.model import FrozenBase
 from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
 from megatron_spec.training.step import Trainer
 from tools.bench import scale_proof
+from tools.bench.shapes import base_shape
 
-LLAMA: dict[str, Any] = dict(family="llama", vocab_size=128256, max_position_embeddings=131072, num_key_value_heads=8)
-MODELS: dict[str, dict[str, Any]] = {
-    "8b": dict(hidden_size=4096, intermediate_size=14336, num_layers=32, num_attention_heads=32, head_dim=128),
-    "70b": dict(hidden_size=8192, intermediate_size=28672, num_layers=80, num_attention_heads=64, head_dim=128),
-    "tiny": dict(hidden_size=128, intermediate_size=256, num_layers=8, num_attention_heads=8, head_dim=16),
-}
+MODELS = {"8b": "llama-3.1-8b", "70b": "llama-3.1-70b"}
 SMALL = dict(
     hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8,
     head_dim=64, vocab_size=8192, max_position_embeddings=4096, rms_norm_eps=1e-5, tie_word_embeddings=False,
@@ -191,7 +187,7 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
     world, _ = start(layout)
     cuda = world.device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
-    config = BaseConfig(**{**LLAMA, **MODELS["tiny" if args.tiny else args.model]})
+    config = base_shape("tiny" if args.tiny else MODELS[args.model])
     draft_config = presets.eagle_config(config, overrides={"draft_vocab_size": 32000})
     torch.manual_seed(world.tp_rank)
     base = random_base(config, world, draft_config.capture_layer_ids, dtype)

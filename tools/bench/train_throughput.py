@@ -1,7 +1,9 @@
-"""Speed of EAGLE-3 training at Llama-3.1-8B shape, with random weights, through the package's own classes.
+"""Speed of EAGLE-3 training at the shape of a base (Llama-3.1-8B), random weights, through the package's own classes.
 
     python tools/bench/train_throughput.py --seq-length 4096 2048 --ttt-steps 7 3 --output bench.json
     python tools/bench/train_throughput.py --offline         # features from disk; the base does not run
+    python tools/bench/train_throughput.py --shape qwen3-8b  # another base (tools/bench/shapes.py)
+    python tools/bench/train_throughput.py --plain           # the same in torch's own operations, for comparison
     python tools/bench/train_throughput.py --tiny            # in miniature, on a CPU
 
 Every token is supervised, so no work is saved by dropping rows. Model FLOP utilisation counts the plain algorithm
@@ -46,18 +48,10 @@ from megatron_spec.features.store import FeatureStore, StoreManifest
 from megatron_spec.pipeline.model import FrozenBase
 from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
 from megatron_spec.training.step import Trainer
+from tools.bench.shapes import SHAPES, base_shape
 
 PEAK = 990e12
 """Dense bf16 FLOP/s of one H100 SXM."""
-LLAMA_8B: dict[str, Any] = dict(
-    family="llama", hidden_size=4096, intermediate_size=14336, num_layers=32, num_attention_heads=32,
-    num_key_value_heads=8, head_dim=128, vocab_size=128256, max_position_embeddings=131072,
-    rope={"theta": 500000.0, "type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
-)  # fmt: skip
-TINY: dict[str, Any] = dict(
-    family="llama", hidden_size=64, intermediate_size=128, num_layers=8, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=16, vocab_size=512, max_position_embeddings=512,
-)  # fmt: skip
 
 
 def standard_flops(base: BaseConfig, draft_vocab: int, captures: int, S: int, T: int) -> dict[str, float]:
@@ -73,9 +67,10 @@ def standard_flops(base: BaseConfig, draft_vocab: int, captures: int, S: int, T:
     }
 
 
-def random_base(config: BaseConfig, world: World, captures: tuple[int, ...], dtype: torch.dtype) -> FrozenBase:
+def random_base(config: BaseConfig, world: World, dtype: torch.dtype, transformer_engine: bool = False) -> FrozenBase:
     """A base that was never trained."""
-    base = FrozenBase.build(config, world, captures, dtype)
+    captures = presets.default_capture_ids(config.num_layers)
+    base = FrozenBase.build(config, world, captures, dtype, transformer_engine=transformer_engine)
     with torch.no_grad():
         for parameter in base.parameters():
             parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, 0.02)
@@ -222,9 +217,11 @@ def compiled_kernels() -> int:
         from triton.runtime.jit import JITFunction
 
         from megatron_spec.losses import kernels as losses
-        from megatron_spec.ops import kernels as ops
+        from megatron_spec.ops import branch_kernels, kernels
 
-        for kernel in (k for m in (losses, ops) for k in vars(m).values() if isinstance(k, JITFunction)):
+        for kernel in (
+            k for m in (losses, kernels, branch_kernels) for k in vars(m).values() if isinstance(k, JITFunction)
+        ):
             count += sum(len(cache[0]) for cache in kernel.device_caches.values())
     return count
 
@@ -316,6 +313,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--store", type=Path, default=None, help="folder for the features of --offline (temporary)")
     parser.add_argument("--supervised-share", type=float, default=1.0, help="share of the tokens that is supervised")
     parser.add_argument("--only", nargs="+", default=None, metavar="SxT", help="pairs such as 4096x7, instead of all")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="of the base")
+    parser.add_argument("--plain", action="store_true", help="no fused unroll and no short forward of the base")
+    parser.add_argument("--transformer-engine", action="store_true", help="the base of its modules")
     parser.add_argument("--tiny", action="store_true", help="a tiny model: works on a CPU")
     parser.add_argument("--profile", default=None, metavar="PREFIX", help="write the time per kernel to PREFIX_S_T.txt")
     parser.add_argument("--output", type=Path, default=None, help="JSON file")
@@ -331,8 +331,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     world = distributed.initialize()
     cuda = world.device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
-    config = BaseConfig.from_dict(TINY if args.tiny else LLAMA_8B)
-    base = random_base(config, world, presets.default_capture_ids(config.num_layers), dtype)
+    base = random_base(base_shape("tiny" if args.tiny else args.shape), world, dtype, args.transformer_engine)
+    if args.plain:
+        base.fast = base.lean = None
+        vars(eagle)["can_fuse"] = lambda *_: False
     if args.base_fp8:
         from megatron_spec.pipeline.fast_forward import run_in_fp8
 
@@ -355,7 +357,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         if cuda:
             torch.cuda.empty_cache()
     report = {
-        **entries[0], "card": torch.cuda.get_device_name() if cuda else "CPU", "base_fp8": args.base_fp8,
+        **entries[0], "card": torch.cuda.get_device_name() if cuda else "CPU", "shape": args.shape, "plain": args.plain,
+        "transformer_engine": args.transformer_engine, "base_fp8": args.base_fp8,
         "draft_fp8": args.draft_fp8, "offline": args.offline,
         "supervised_share": args.supervised_share, "versions": versions(),
         "command": [Path(sys.argv[0]).name, *(argv or sys.argv[1:])], "runs": entries,

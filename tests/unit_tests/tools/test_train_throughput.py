@@ -8,19 +8,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_spec.config import BaseConfig
 from tools.bench import train_throughput
+from tools.bench.shapes import SHAPES, base_shape
 
 
 def test_counts_the_plain_algorithm() -> None:
     """Per token: base forward 16.08 GFLOP, seven draft steps 16.73 GFLOP at S = 4096 and D = 32000."""
-    flops = train_throughput.standard_flops(BaseConfig.from_dict(train_throughput.LLAMA_8B), 32000, 3, 4096, 7)
+    flops = train_throughput.standard_flops(base_shape("llama-3.1-8b"), 32000, 3, 4096, 7)
     assert flops["base"] / 1e9 == pytest.approx(16.08, abs=0.01)
     assert flops["draft"] / 1e9 == pytest.approx(16.73, abs=0.01)
 
 
+def test_every_shape_is_a_base() -> None:
+    """And as large as its name says."""
+    for name in SHAPES.keys() - {"tiny"}:
+        c = base_shape(name)
+        qkv = (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
+        layer = c.hidden_size * (qkv + c.num_attention_heads * c.head_dim + 3 * c.intermediate_size)
+        billions = (c.num_layers * layer + c.vocab_size * c.hidden_size) / 1e9
+        assert billions == pytest.approx(float(name.split("-")[-1][:-1]), rel=0.1), name
+
+
 def test_half_supervised() -> None:
-    config = BaseConfig.from_dict(train_throughput.TINY)
+    config = base_shape("tiny")
     batch = train_throughput.supervised_batch(config, 2, 10, torch.device("cpu"), 0.5)
     assert batch.turns_BS.tolist() == [[0] * 5 + [1] * 5] * 2
 
