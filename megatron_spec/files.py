@@ -40,6 +40,12 @@ def read_json(path: Path | str) -> Any:
         raise UserError(f"{path} is not valid JSON: {e}") from None
 
 
+def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """'name: found 1, now 2; ...' for what `new` has otherwise than `old`, as JSON holds it; '' for nothing."""
+    new = json.loads(json.dumps(new))
+    return "; ".join(f"{k}: found {old.get(k)!r}, now {v!r}" for k, v in new.items() if old.get(k) != v)
+
+
 def sha256_of(path: Path | str) -> str:
     """SHA-256 of a file's content; read once as long as size and time of change stay the same."""
     status = os.stat(path)

@@ -23,10 +23,10 @@ from megatron_spec.decoding import html
 from megatron_spec.decoding.drafters.draft_target import check_tokenizers
 from megatron_spec.decoding.drafters.user import find_drafter
 from megatron_spec.decoding.options import WITHOUT_DRAFT, check_options, check_undrafted, decoding_type
-from megatron_spec.decoding.prompts import read_prompts
-from megatron_spec.decoding.questions import write_questions
+from megatron_spec.decoding.prompts import Prompt, read_prompts
+from megatron_spec.decoding.questions import check_questions, write_questions
 from megatron_spec.decoding.report import Report, Run
-from megatron_spec.decoding.synthesize import check_output, synthesize_to_file
+from megatron_spec.decoding.synthesize import answer_settings, check_output, synthesize_to_file
 from megatron_spec.decoding.validate import check_draft_lens
 from megatron_spec.decoding.validate import validate as run_validation
 from megatron_spec.distributed import World
@@ -258,22 +258,31 @@ def generate(
         raise UserError("expected one of --data (prompts) and --synthesize (the base writes them)")
     if synthesize is None and question_temperature is not None:
         raise UserError("--question-temperature is for --synthesize: leave it out with --data")
+    prompts: list[Prompt] = []
     if data is not None:
         check_file(data)
         prompts = read_prompts(data, num_prompts)
-    check_output(output)
     planned = plan(load, base, decode, parallel, tokenizer, draft_needed=False)
-    world = distributed.initialize(parallel, decode.seed)
-    models = load_models(planned, world, torch.bfloat16 if bf16 else torch.float32)
+    dtype = torch.bfloat16 if bf16 else torch.float32
     stop_ids = set(stop_token_ids(planned.source, planned.tokenizer))
-    about = {"base_fingerprint": models.fingerprint, "template_hash": template_hash(planned.source)}
+    asking = planned.decode.replace(temperature=1.0 if question_temperature is None else question_temperature)
+    questions = Path(f"{output}.questions.jsonl")
+    # Before any weight is read: all that is known without them.
+    about: dict[str, Any] = {"template_hash": template_hash(planned.source)}
+    if planned.reference is not None:
+        about["base_fingerprint"] = planned.reference.fingerprint
+    other = {**_other_text(planned.decode), "dtype": str(dtype).removeprefix("torch.")}
+    check_output(output, prompts, answer_settings(planned.decode, stop_ids, {**about, **other}))
     if synthesize is not None:
-        asking = planned.decode.replace(temperature=1.0 if question_temperature is None else question_temperature)
-        path = Path(f"{output}.questions.jsonl")
-        prompts = write_questions(models.base, planned.tokenizer, synthesize, asking, path, stop_ids, about)
+        check_questions(questions, asking, about)
+    world = distributed.initialize(parallel, decode.seed)
+    models = load_models(planned, world, dtype)
+    about["base_fingerprint"] = models.fingerprint
+    if synthesize is not None:
+        prompts = write_questions(models.base, planned.tokenizer, synthesize, asking, questions, stop_ids, about)
     done = synthesize_to_file(
         models.base, planned.tokenizer, prompts, planned.decode, output, draft=models.draft, stop_ids=stop_ids,
-        about={**about, **_other_text(planned.decode)},
+        about={**about, **other},
     )  # fmt: skip
     log.info("%d new conversations in %s", done, output)
     return done

@@ -20,7 +20,7 @@ from megatron_spec.data.tokenizer import special_ids
 from megatron_spec.decoding.engine import decode_stream
 from megatron_spec.decoding.prompts import Prompt, iter_prompts
 from megatron_spec.distributed import World
-from megatron_spec.files import read_json, write_json, write_text
+from megatron_spec.files import changed_settings, read_json, write_json, write_text
 from megatron_spec.pipeline.model import FrozenBase
 
 log = logging.getLogger(__name__)
@@ -75,14 +75,8 @@ def write_questions(
 
     Raises UserError when `path` was made with other settings, or when the base asks nothing.
     """
-    if config.temperature <= 0:
-        raise UserError("--question-temperature: expected a number greater than 0: else all questions are the same")
     world = base.world
-    meta = {
-        **(about or {}), "seed": config.seed, "temperature": config.temperature, "top_k": config.top_k,
-        "top_p": config.top_p, "max_new_tokens": config.max_new_tokens,
-    }  # fmt: skip
-    kept = _begin(path, meta, world)
+    kept = _begin(path, config, about or {}, world)
     drawn = max(kept, default=-1) + 1
     while len(kept) < count and drawn < DRAWS_PER_QUESTION * count + 100:
         numbers = range(drawn, drawn + max(config.batch_size * world.dp_size, min(count - len(kept), 1024)))
@@ -109,12 +103,24 @@ def _write(path: Path, questions: dict[int, str]) -> None:
     write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
-def _begin(path: Path, meta: dict[str, Any], world: World) -> dict[int, str]:
+def _about(path: Path) -> Path:
+    return path.with_name(f"{path.name}.meta.json")
+
+
+def _settings(config: DecodeConfig, about: dict[str, Any]) -> dict[str, Any]:
+    """All that the questions depend on."""
+    names = ("seed", "temperature", "top_k", "top_p", "max_new_tokens")
+    return {**about, **{name: getattr(config, name) for name in names}}
+
+
+def _begin(path: Path, config: DecodeConfig, about: dict[str, Any], world: World) -> dict[int, str]:
     """Number -> question of an earlier run. Rank 0 alone looks; its UserError is raised everywhere."""
     box: list[Any] = [None]
+    meta = _settings(config, about)
     if world.rank == 0:
         try:
-            box = [_read(path, meta)]
+            box = [check_questions(path, config, about)]
+            write_json(_about(path), meta)
         except UserError as error:
             box = [str(error)]
     if world.size > 1:
@@ -126,14 +132,21 @@ def _begin(path: Path, meta: dict[str, Any], world: World) -> dict[int, str]:
 
 
 def _read(path: Path, meta: dict[str, Any]) -> dict[int, str]:
-    about = path.with_name(f"{path.name}.meta.json")
     found: dict[int, str] = {}
     if path.is_file():
-        old = read_json(about)
-        changed = [f"{k}: found {old.get(k)!r}, now {v!r}" for k, v in meta.items() if old.get(k) != v]
-        if changed:
-            raise UserError(f"{path} was drawn with other settings ({'; '.join(changed)}): use another output file")
+        old = read_json(_about(path))
+        if changed := changed_settings(old, meta):
+            raise UserError(f"{path} was drawn with other settings ({changed}): use another output file")
         for prompt in iter_prompts(path):
             found[int(prompt.identifier.removeprefix("draw-"))] = prompt.rounds[0][0]["content"]
-    write_json(about, meta)
     return found
+
+
+def check_questions(path: Path, config: DecodeConfig, about: dict[str, Any]) -> dict[int, str]:
+    """Number -> question of an earlier run of `write_questions` into `path`; `about` may be a part of the whole.
+
+    Raises UserError when that run had other settings, or with these none could be drawn.
+    """
+    if config.temperature <= 0:
+        raise UserError("--question-temperature: expected a number greater than 0: else all questions are the same")
+    return _read(path, _settings(config, about))

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from megatron_spec.config import UserError
 from megatron_spec.decoding.prompts import Message, Prompt
-from megatron_spec.files import read_json, write_json
+from megatron_spec.files import changed_settings, read_json, write_json
 
 log = logging.getLogger(__name__)
 
@@ -215,13 +215,8 @@ class AnswerFile:
         self.rejected = output.with_name(f"{output.name}.rejected")
         self.known = {i for path in (self.output, self.rejected) for i in _identifiers(path)}
         about = output.with_name(f"{output.name}.meta.json")
-        if self.known:
-            old = read_json(about)
-            changed = [f"{k}: found {old.get(k)!r}, now {v!r}" for k, v in meta.items() if old.get(k) != v]
-            if changed:
-                raise UserError(
-                    f"{output} was answered with other settings ({'; '.join(changed)}): use another output file"
-                )
+        if self.known and (changed := changed_settings(read_json(about), meta)):
+            raise UserError(f"{output} was answered with other settings ({changed}): use another output file")
         write_json(about, meta)
 
     def open(self) -> tuple[IO[str], IO[str]]:

@@ -25,7 +25,7 @@ from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.decoding.engine import decode_stream
 from megatron_spec.decoding.prompts import Dialogue, Prompt, check_stop_ids
 from megatron_spec.distributed import World
-from megatron_spec.files import read_json, write_json, write_text
+from megatron_spec.files import changed_settings, read_json, write_json, write_text
 from megatron_spec.pipeline.model import FrozenBase
 
 log = logging.getLogger(__name__)
@@ -134,8 +134,12 @@ def _from_rank_0(value: Any, world: World) -> Any:
     return box[0]
 
 
-def _meta(config: DecodeConfig, stop_ids: set[int], about: dict[str, Any]) -> dict[str, Any]:
-    """All that the text of an answer depends on, beside its prompt. Batch size and draft change only the speed."""
+def answer_settings(config: DecodeConfig, stop_ids: set[int], about: dict[str, Any]) -> dict[str, Any]:
+    """All that the text of an answer depends on, beside its prompt. Batch size and draft change only the speed.
+
+    Args:
+        about: identity of base and tokenizer, and the dtype.
+    """
     seed = config.seed if config.temperature > 0 else None
     values = {"max_new_tokens": config.max_new_tokens, "temperature": config.temperature, "seed": seed}
     return {**about, **values, "stop_ids": sorted(stop_ids)}
@@ -159,8 +163,15 @@ def _meta_path(output: Path) -> Path:
     return output.with_name(f"{output.name}.meta.json")
 
 
-def check_output(output: Path | str) -> None:
-    """Raise UserError when `output` is something else than what a run of this kind left: it would be overwritten."""
+def check_output(output: Path | str, prompts: Sequence[Prompt], settings: dict[str, Any]) -> list[str]:
+    """Identifiers of the prompts that an earlier run into `output` answered; nothing is written.
+
+    Args:
+        settings: `answer_settings`, or what is known of them: the rest is not looked at.
+
+    Raises UserError when `output` is something else than what such a run left, or when that run had other settings or
+    asked other questions.
+    """
     output = Path(output)
     if output.is_dir():
         raise UserError(f"--output {output} is a folder, expected a file")
@@ -171,23 +182,17 @@ def check_output(output: Path | str) -> None:
             f"were made: {ANOTHER}"
         )
 
-
-def _continue(output: Path, prompts: Sequence[Prompt], meta: dict[str, Any]) -> list[str]:
-    """Identifiers answered already; writes the meta file. Raises UserError when they were answered otherwise."""
-    check_output(output)
-    known, path, other = _known(output), _meta_path(output), ANOTHER
-    if known:
-        old = read_json(path)
-        changed = [f"{k}: found {old.get(k)!r}, now {v!r}" for k, v in meta.items() if old.get(k) != v]
-        if changed:
-            raise UserError(f"{output} was answered with other settings ({'; '.join(changed)}): {other}")
-        wrong = [p.identifier for p in prompts if p.identifier in known and not _answers_prompt(known[p.identifier], p)]
-        if wrong:
-            raise UserError(
-                f"{output}: {len(wrong)} conversations answer other questions than the prompts of the same identifier "
-                f"({', '.join(wrong[:5])}): {other}"
-            )
-    write_json(path, meta)
+    known = _known(output)
+    if not known:
+        return []
+    if changed := changed_settings(read_json(_meta_path(output)), settings):
+        raise UserError(f"{output} was answered with other settings ({changed}): {ANOTHER}")
+    wrong = [p.identifier for p in prompts if p.identifier in known and not _answers_prompt(known[p.identifier], p)]
+    if wrong:
+        raise UserError(
+            f"{output}: {len(wrong)} conversations answer other questions than the prompts of the same identifier "
+            f"({', '.join(wrong[:5])}): {ANOTHER}"
+        )
     return list(known)
 
 
@@ -196,7 +201,8 @@ def _known_everywhere(output: Path, prompts: Sequence[Prompt], meta: dict[str, A
     answer: list[str] | str = []
     if world.rank == 0:
         try:
-            answer = _continue(output, prompts, meta)
+            answer = check_output(output, prompts, meta)
+            write_json(_meta_path(output), meta)
         except UserError as e:
             answer = str(e)
     answer = _from_rank_0(answer, world)
@@ -231,7 +237,7 @@ def synthesize_to_file(
         UserError: the output holds answers of another base, of other settings, or to other questions.
     """
     output, world = Path(output), base.world
-    meta = _meta(config, stop_ids, {"dtype": str(base.dtype).removeprefix("torch."), **(about or {})})
+    meta = answer_settings(config, stop_ids, {"dtype": str(base.dtype).removeprefix("torch."), **(about or {})})
     known = _known_everywhere(output, prompts, meta, world)
     todo = [p for p in prompts if p.identifier not in known]
     if len(todo) < len(prompts):

@@ -88,3 +88,28 @@ def test_every_layout_writes_the_same_conversations(four_ranks, chat):
     assert len(one) == 6 and all(r["conversations"][0]["role"] == "user" for r in one)
     for found in four_ranks.found:
         assert found["questions"] == [one, one]
+
+
+def test_other_settings_are_refused_before_any_weight_is_read(chat, tmp_path, monkeypatch):
+    from megatron_spec.chain import decode
+
+    output, base = str(tmp_path / "out.jsonl"), str(chat.folder)
+    decode.generate(None, output, base=base, synthesize=2, decode=CHAT_CONFIG)
+    asked = Path(f"{output}.questions.jsonl")
+    before = {p: p.read_bytes() for p in tmp_path.iterdir()}
+    monkeypatch.setattr(decode, "load_models", lambda *_: pytest.fail("the weights were read"))
+
+    def refused(message: str, **changes: object) -> None:
+        given = {"base": base, "data": str(asked), "decode": CHAT_CONFIG, **changes}
+        with pytest.raises(UserError, match=message):
+            decode.generate(given.pop("data"), output, **given)
+
+    refused("max_new_tokens: found", decode=CHAT_CONFIG.replace(max_new_tokens=7))
+    refused("dtype: found 'float32', now 'bfloat16'", bf16=True)
+    asked.write_text(asked.read_text(encoding="utf-8").replace('"turns": ["', '"turns": ["really, '), encoding="utf-8")
+    refused("answer other questions")
+    asked.write_bytes(before[asked])
+    Path(output).unlink()
+    refused("temperature: found 1.0, now 0.5", data=None, synthesize=2, question_temperature=0.5)
+    refused("expected a number greater than 0", data=None, synthesize=2, question_temperature=0.0)
+    assert {p: p.read_bytes() for p in tmp_path.iterdir()} == {p: b for p, b in before.items() if p.name != "out.jsonl"}
