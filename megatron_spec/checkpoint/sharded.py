@@ -92,6 +92,7 @@ def save(
         write_json(temporary / "spec.json", spec.to_dict())
 
     def publish_everywhere() -> None:
+        """Rename the finished folder, once all ranks have written."""
         if world.rank == 0:
             publish(temporary, final, keep)
         dist.barrier()

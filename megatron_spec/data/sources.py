@@ -172,6 +172,7 @@ def _array_records(path: Path, chunk: int = 2**20) -> Iterator[Any]:
         text, place, at_end = "", 0, False
 
         def more() -> None:
+            """Read another block behind what is left."""
             nonlocal text, place, at_end
             block = raw.read(max(chunk, len(text) - place))  # doubles, so that a long entry is not parsed often
             at_end = not block
@@ -206,6 +207,7 @@ def _decoder(path: Path) -> Callable[[bytes, bool], str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
 
     def decode(block: bytes, final: bool) -> str:
+        """Text of a block; a character may be cut by its end."""
         try:
             return decoder.decode(block, final)
         except UnicodeDecodeError as error:

@@ -104,6 +104,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
+        """Remember a tensor of the structure."""
         found.append(tensor)
         return tensor
 

@@ -115,6 +115,7 @@ class Endpoints:
             return self.options.model
 
         async def ask(client: Any) -> str:
+            """The first model that the server lists."""
             names = [model.id async for model in client.models.list()]
             if not names:
                 raise UserError(f"{client.base_url} serves no model")
@@ -127,6 +128,7 @@ class Endpoints:
         sampling = {**self.options.sampling, **({} if seed is None else {"seed": seed})}
 
         async def ask(client: Any) -> Any:
+            """The first choice of one request."""
             response = await client.chat.completions.create(
                 model=model, messages=messages, extra_body=self.options.extra_body or None, **sampling
             )
@@ -267,6 +269,7 @@ async def _generate(
     good, bad = answers.open()
 
     async def work() -> None:
+        """Hold dialogues until none is left."""
         nonlocal in_a_row
         for prompt in waiting:  # one iterator for all workers: nobody reads ahead
             try:
@@ -321,6 +324,7 @@ def generate_from_server(
     """
 
     async def main() -> Totals:
+        """All workers side by side."""
         endpoints = Endpoints(options, sleep)
         try:
             return await _generate(prompts, Path(output), endpoints, report)

@@ -161,6 +161,7 @@ def head_losses(
         steps.append(StepRows(rows, weight, torch.where(inside, teacher.label_U[rows], -1)))
 
     def row_loss(logits_RD: Tensor, rows_R: Tensor):  # type: ignore[no-untyped-def]
+        """Losses of rows of logits, differentiable."""
         return row_losses(logits_RD, told, rows_R, objective.loss, objective.temperature, group)
 
     in_place = kernel_row_loss(teacher, objective.loss, objective.temperature, group)

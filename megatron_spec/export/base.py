@@ -266,6 +266,7 @@ def _verify(folder: Path, base: Any, scales: Scales, dtype: str, world: World) -
     problems += [f"unexpected {name}" for name in sorted(unseen)]
 
     def report() -> None:
+        """Raise with everything that was found, or say nothing."""
         if problems:
             raise VerificationError(f"{folder} is not the base in memory: " + "; ".join(problems[:12]))
 

@@ -101,6 +101,7 @@ def export_draft(
         write_stream(((n, x.to("cpu", chosen)) for n, x in _tensors(draft, ends, world)), writer)
 
         def finish() -> None:
+            """What is written behind the tensors."""
             copy_side_files(base.path, folder)
             write_json(folder / "config.json", config_json(config, base, dtype))
             if also_pt:
@@ -164,6 +165,7 @@ def verify(
             problems.append(f"{name} in {PICKLED} differs")
 
     def report() -> None:
+        """Raise with everything that was found, or say nothing."""
         if problems:
             raise VerificationError(f"{folder} is not what is in memory: " + "; ".join(problems[:12]))
 

@@ -152,6 +152,7 @@ def write_stream(tensors: Iterable[tuple[str, Tensor]], writer: TensorWriter | N
             error = e
 
     def finish() -> None:
+        """Close the file, or remove it after an error."""
         if error is not None:
             raise error
         if writer is not None:

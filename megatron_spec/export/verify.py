@@ -56,6 +56,7 @@ def verify_draft(
     together(lambda: _check_folder(folder, draft, base, world, dtype))
 
     def logits() -> None:
+        """Compare logits on the ranks of the first replica."""
         if world.draft_dp.rank() == 0:
             check_logits(Path(folder), draft, base, world, parse_dtype(dtype), features, ends)
 

@@ -96,6 +96,7 @@ class _FakeQuant(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, amax: Tensor, clipped: bool, form: str) -> Tensor:
+        """See the class."""
         out, inside = _rounded(x, amax, clipped, form)
         if inside is not None:
             ctx.save_for_backward(inside)
@@ -103,6 +104,7 @@ class _FakeQuant(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """Straight through, or clipped."""
         (grad,) = grads
         if ctx.saved_tensors:
             grad = grad * ctx.saved_tensors[0]
@@ -127,12 +129,14 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rounded: Tensor, inside: Tensor | None) -> Tensor:
+        """See the class."""
         if inside is not None:
             ctx.save_for_backward(inside)
         return rounded.view_as(rounded)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Straight through, or clipped."""
         (grad,) = grads
         return grad * ctx.saved_tensors[0] if ctx.saved_tensors else grad, None, None
 

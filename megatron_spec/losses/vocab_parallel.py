@@ -141,6 +141,7 @@ def kernel_row_loss(
     from megatron_spec.losses import kernels
 
     def in_place(logits_RD: Tensor, rows_R: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, overlap and best column; the gradient replaces the logits."""
         told = (logits_RD, teacher.logits_UD, teacher.lse_U, rows_R, weight_R)
         if group is None or group.size() == 1:
             return kernels.soft_rows(*told, temperature, kind == "kl")

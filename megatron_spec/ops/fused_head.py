@@ -68,6 +68,7 @@ class _FusedHead(torch.autograd.Function):
         weight_DH: Tensor,
         *hidden_RH: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        """See `fused_head`."""
         wide = torch.float64 if weight_DH.dtype == torch.float64 else torch.float32
         train = any(ctx.needs_input_grad)
         grad_weight = torch.zeros_like(weight_DH, dtype=wide) if train and ctx.needs_input_grad[3] else None
@@ -100,6 +101,7 @@ class _FusedHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients found in the forward, times that of the total."""
         grad_weight, grad_NH = ctx.saved_tensors
         told = None
         if grad_weight is not None:

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 class _PickRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NH: Tensor, rows_R: Tensor) -> Tensor:
+        """See `pick_rows`."""
         ctx.save_for_backward(rows_R)
         ctx.total = x_NH.shape[0]
         return x_NH.index_select(0, rows_R)
@@ -22,6 +23,7 @@ class _PickRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None]:
+        """Rows back to where they came from, zero elsewhere."""
         (rows_R,) = ctx.saved_tensors
         return grad_RH.new_zeros(ctx.total, *grad_RH.shape[1:]).index_copy_(0, rows_R, grad_RH), None
 

@@ -273,6 +273,7 @@ class _Places:
         return x.new_zeros(*self.shape, *x.shape[1:]).index_put_(self.index, x)
 
     def collect(self, x: Tensor) -> Tensor:
+        """Rows of a trunk result that are of interest."""
         return x if self.index is None else x[self.index]
 
 
@@ -283,6 +284,7 @@ class _MergedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, layout: TrunkLayout, rows_R: Tensor | None, q: Tensor, k0: Tensor, v0: Tensor, *branches: Tensor
     ) -> Tensor:
+        """See `merged_attention`."""
         pairs = list(zip(branches[::2], branches[1::2], strict=True))
         B, S = k0.shape[:2]
         places = _Places(rows_R, (B, S if layout.context is None else S // layout.context.size))
@@ -298,6 +300,7 @@ class _MergedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of queries, trunk and branches."""
         q, k0, v0, o, lse, *rest = ctx.saved_tensors
         rng, scores = tuple(rest[: ctx.num_rng]), rest[ctx.num_rng : ctx.num_rng + ctx.num_branches]
         branches = rest[ctx.num_rng + ctx.num_branches :]

@@ -15,6 +15,7 @@ def record_outputs(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     recorded: list[Tensor] = []
 
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        """Keep the output of the layer."""
         # megatron-core's TransformerLayer returns (hidden, context).
         recorded.append(output[0] if isinstance(output, tuple) else output)
 

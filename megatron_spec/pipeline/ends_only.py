@@ -30,6 +30,7 @@ class EndsOnly(nn.Module):
         rows = (padded_vocab_size or padded_vocab(config.vocab_size, world.tp_size)) // world.tp_size
 
         def new() -> nn.Parameter:
+            """NaN until it is loaded."""
             nan = torch.full((rows, config.hidden_size), float("nan"), dtype=dtype, device=world.device)
             return nn.Parameter(nan, requires_grad=False)
 

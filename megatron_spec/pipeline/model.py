@@ -170,6 +170,7 @@ class FrozenBase(nn.Module):
         shape = (self.gpt.vocab_size // self.world.tp_size, self.config.hidden_size)
 
         def new() -> nn.Parameter:
+            """NaN until it is loaded."""
             return nn.Parameter(torch.full(shape, float("nan"), dtype=self.dtype, device=self.world.device))
 
         self.embedding_copy = None if self.gpt.pre_process else new()

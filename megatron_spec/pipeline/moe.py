@@ -48,6 +48,7 @@ class Router(nn.Module):
         device = torch.cuda.current_device()
 
         def new(*shape: int, dtype: torch.dtype = config.params_dtype) -> nn.Parameter:
+            """An empty parameter on the device."""
             return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
 
         self.weight = new(moe.num_experts, config.hidden_size)

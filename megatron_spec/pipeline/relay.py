@@ -28,7 +28,10 @@ def shapes_adjuster(captures_in: int, captures_out: int) -> Callable[[Shapes, Sh
     """megatron-core's `adjust_tensor_shapes_fn`: widen what is received and sent by the captures on board."""
 
     def adjust(receive: Shapes, send: Shapes) -> tuple[Shapes, Shapes]:
+        """Shapes with room for the captures of the stages before."""
+
         def widen(shapes: Shapes, captures: int) -> Shapes:
+            """The last dimension for so many captures more."""
             return [(*shape[:-1], shape[-1] * (1 + captures)) for shape in shapes]
 
         return widen(receive, captures_in), widen(send, captures_out)

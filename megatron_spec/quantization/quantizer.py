@@ -206,4 +206,5 @@ class TensorQuantizer(nn.Module):
         return self
 
     def extra_repr(self) -> str:
+        """For print(module)."""
         return f"mode={self.mode.value}, clipped={self.clipped}"

@@ -140,6 +140,7 @@ class EagleTreeDrafter(EagleDrafter):
         root = torch.arange(batch, device=position_B.device)
 
         def children(level: Level) -> tuple[Tensor, Tensor]:
+            """Log-probabilities and tokens of the best continuations of a level."""
             nonlocal fed_back_kBH
             used = level.above_BkM.shape[2]
             hidden_kBH = fed_back_kBH[level.parent_Bk.t(), root]

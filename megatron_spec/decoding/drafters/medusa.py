@@ -113,6 +113,7 @@ class MedusaTreeDrafter(MedusaDrafter):
         top = [sampling.top_log_probs(self._logits(batch, i), k, self.group) for i in range(min(count, self.heads))]
 
         def children(level: Level) -> tuple[Tensor, Tensor]:
+            """The best tokens of the level's head, the same for every parent."""
             logp_Bk, ids_Bk = top[level.depth]
             return logp_Bk[:, None].expand(-1, k, -1), ids_Bk[:, None].expand(-1, k, -1)
 
