@@ -3,4 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tools/setup_venv.sh
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} exec .venv/bin/python -m pytest -q "$@"
+# Threads that wait go to sleep soon: with several ranks on few cores, spinning ones keep the others waiting.
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000} exec .venv/bin/python -m pytest -q "$@"

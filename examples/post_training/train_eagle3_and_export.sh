@@ -71,6 +71,8 @@ if [ "$num_gpu" -eq 0 ] || ! python3 -c "$needs" >/dev/null 2>&1; then
   python=$root/.venv/bin/python
 fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false
+# Threads that wait go to sleep soon: beside another process, spinning ones make everything several times slower.
+export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000}
 
 launch() { # script arguments...
   local script=$scripts/$1; shift
