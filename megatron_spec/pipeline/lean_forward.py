@@ -148,8 +148,8 @@ class LeanForward:
         split = qkv.view(S, B, self.kv_heads, self.heads // self.kv_heads + 2, self.config.head_dim)
         straight = split[..., :-1, :]
         if norms is not None:
-            parts = zip((straight[..., :-1, :], straight[..., -1:, :]), norms, strict=True)
-            straight = torch.cat([F.rms_norm(x, w.shape, w, self.config.rms_norm_eps) for x, w in parts], dim=-2)
+            weights = torch.cat([norms[0].expand(straight.shape[-2] - 1, -1), norms[1][None]])
+            straight = F.rms_norm(straight, norms[0].shape, eps=self.config.rms_norm_eps) * weights
         turned = apply_rotary(straight, *tables)
         return turned[..., :-1, :].flatten(2, 3), turned[..., -1, :], split[..., -1, :]
 

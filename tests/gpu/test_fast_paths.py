@@ -38,7 +38,7 @@ CONFIG = BaseConfig.from_dict(
 )  # fmt: skip
 BASES = {
     "Llama": CONFIG,
-    "Qwen2": CONFIG.replace(family="qwen2", qkv_bias=True, num_attention_heads=14, hidden_size=896),
+    "Qwen2": CONFIG.replace(family="qwen2", qkv_bias=True, num_attention_heads=14),
     "Qwen3": CONFIG.replace(family="qwen3", qk_norm=True, head_dim=128, rms_norm_eps=1e-6),
     "biases everywhere": CONFIG.replace(attention_bias=True),
 }
