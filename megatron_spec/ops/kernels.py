@@ -165,10 +165,19 @@ def norm_backward(
 
 
 @triton.jit
+def _head_weight(q_at, k_at, mask, is_q, is_k):  # type: ignore[no-untyped-def]
+    """Weights of the norms of queries and keys where these are, 1 elsewhere."""
+    q = tl.load(q_at, mask=mask, other=1.0).to(tl.float32)
+    k = tl.load(k_at, mask=mask, other=1.0).to(tl.float32)
+    return tl.where(is_q, q, tl.where(is_k, k, 1.0))
+
+
+@triton.jit
 def _rotary_kernel(
-    x_ptr, e_ptr, place_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr,
+    x_ptr, e_ptr, place_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, eps,
     N: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr,
     GROUPED: tl.constexpr, HAS_E: tl.constexpr, HAS_PLACE: tl.constexpr, BACKWARD: tl.constexpr, STORE_V: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
     """x [R, (N + 2G) * D] <-> q [R, N*D], k [R, G*D], v [R, G*D]; BACKWARD rotates back and writes x."""
     row = tl.program_id(0).to(tl.int64)
@@ -219,6 +228,11 @@ def _rotary_kernel(
                 e_at += (tl.load(place_ptr + row).to(tl.int64) - row) * (N + 2 * G) * D
             a += tl.load(e_ptr + e_at, mask=used, other=0.0).to(tl.float32)
             b += tl.load(e_ptr + e_at + HALF, mask=used, other=0.0).to(tl.float32)
+        if NORM:
+            rstd = 1.0 / tl.sqrt(tl.sum(a * a + b * b, axis=1) / D + eps)[:, None]
+            scale = tl.where(turns, rstd, 1.0)
+            a *= scale * _head_weight(q_norm_ptr + d, k_norm_ptr + d, d < HALF, is_q, is_k)
+            b *= scale * _head_weight(q_norm_ptr + HALF + d, k_norm_ptr + HALF + d, d < HALF, is_q, is_k)
         out = q_ptr.dtype.element_ty
         left = (a * cos - b * sin).to(out)
         right = (b * cos + a * sin).to(out)
@@ -243,12 +257,14 @@ def _launch_rotary(
     kv_heads: int,
     grouped: bool,
     backward: bool,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
 ) -> None:
     half = tables[0].shape[-1]
     _rotary_kernel[(q.shape[0],)](
-        x, x if e is None else e, x if place is None else place, *tables, q, k, x if v is None else v, heads, kv_heads,
-        half, _block(heads + 2 * kv_heads), _block(half), grouped, e is not None, place is not None, backward,
-        v is not None, num_warps=4,
+        x, x if e is None else e, x if place is None else place, *tables, q, k, x if v is None else v,
+        *(norms or (x, x)), eps, heads, kv_heads, half, _block(heads + 2 * kv_heads), _block(half), grouped,
+        e is not None, place is not None, backward, v is not None, norms is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -263,6 +279,8 @@ def rotary_forward(
     e_EX: Tensor | None = None,
     place_R: Tensor | None = None,
     grouped: bool = False,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
 ) -> None:
     """Split a fused projection into q, k (both rotated) and v.
 
@@ -272,8 +290,9 @@ def rotary_forward(
         tables: fp32 (cos, sin) [R, D / 2] of the rows' positions.
         q, k, v: outputs [R, N*D], [R, G*D], [R, G*D]; v may be None when only rotation is wanted.
         grouped: columns are ordered as in megatron-core's linear_qkv (per group: q..., k, v), else q, k, v.
+        norms: weights [D] of the RMS norms (`eps`) of each query and key head, taken before they turn; no backward.
     """
-    _launch_rotary(x_RX, e_EX, place_R, tables, q, k, v, heads, kv_heads, grouped, False)
+    _launch_rotary(x_RX, e_EX, place_R, tables, q, k, v, heads, kv_heads, grouped, False, norms, eps)
 
 
 def rotary_backward(

@@ -47,7 +47,7 @@ class FastForward(LeanForward):
     ) -> Tensor:
         if plan.context is not None or plan.cache is not None:
             return super()._attend(qkv, tables, S, B, plan, layer)
-        q, k, v = self.split_rotated(qkv, tables, S, B)
+        q, k, v = self.split_rotated(qkv, tables, S, B, self._head_norms(layer))
         return causal_attention(q, k, v, plan.documents).reshape(S * B, -1)
 
     def tables(self, angles_SB1D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,12 @@ class FastForward(LeanForward):
         return angles.cos().contiguous(), angles.sin().contiguous()
 
     def split_rotated(
-        self, qkv: Tensor, tables: tuple[Tensor, Tensor], S: int, B: int
+        self,
+        qkv: Tensor,
+        tables: tuple[Tensor, Tensor],
+        S: int,
+        B: int,
+        norms: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `LeanForward.split_rotated`."""
         from megatron_spec.ops import kernels
@@ -64,7 +69,8 @@ class FastForward(LeanForward):
         N, G, D = self.heads, self.kv_heads, self.config.head_dim
         q = torch.empty(S * B, N * D, dtype=qkv.dtype, device=qkv.device)
         k = torch.empty(S * B, G * D, dtype=qkv.dtype, device=qkv.device)
-        kernels.rotary_forward(qkv, tables, q, k, None, N, G, grouped=True)
+        eps = self.config.rms_norm_eps
+        kernels.rotary_forward(qkv, tables, q, k, None, N, G, grouped=True, norms=norms, eps=eps)
         return q.view(S, B, N, D), k.view(S, B, G, D), qkv.view(S, B, G, N // G + 2, D)[:, :, :, -1]
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Any]:
@@ -119,11 +125,12 @@ class Fp8Forward(FastForward):
         normed = fp8.norm(x, delta, None if delta is None else total, weight, self.config.rms_norm_eps)
         return total, normed
 
-    def linear(self, activation: Any, module: Any) -> Tensor:
-        """See `FastForward.linear`."""
+    def linear(self, activation: Any, module: Any, bias: Tensor | None) -> Tensor:
+        """See `LeanForward.linear`."""
         from megatron_spec.ops import fp8
 
-        return fp8.product(activation, self.weights[id(module)], self.layers[0].input_layernorm.weight.dtype)
+        out = fp8.product(activation, self.weights[id(module)], self.layers[0].input_layernorm.weight.dtype)
+        return out if bias is None else out.add_(bias)
 
     def gated(self, gate_up: Tensor) -> Any:
         """See `FastForward.gated`."""

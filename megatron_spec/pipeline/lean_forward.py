@@ -28,8 +28,6 @@ def missing_features(config: BaseConfig, tp_size: int) -> list[str]:
         "latent attention": config.mla is not None,
         "a sliding window": config.window is not None,
         "attention sinks": config.attention_sinks,
-        "norms of queries and keys": config.qk_norm,
-        "biases": config.qkv_bias or config.attention_bias or config.mlp_bias,
         "a rotary embedding that is partial or scaled by length": config.rope.partial_rotary_factor != 1.0
         or config.rope.type in ("yarn", "longrope"),
         "fewer key/value heads than tensor parallel ranks": config.num_key_value_heads % tp_size != 0,
@@ -91,12 +89,12 @@ class LeanForward:
             x, normed = self.add_norm(x, delta, layer.input_layernorm.weight)
             if i - 1 in captured:
                 recorded.append(x.view(S, B, H))
-            qkv = self.linear(normed, layer.self_attention.linear_qkv)
+            qkv = self.linear(normed, layer.self_attention.linear_qkv, layer.self_attention.linear_qkv.bias)
             attended = self._attend(qkv, tables, S, B, plan, i)
-            delta = self._sum(self.linear(self.rows(attended), layer.self_attention.linear_proj))
+            delta = self._summed(self.rows(attended), layer.self_attention.linear_proj)
             x, normed = self.add_norm(x, delta, layer.pre_mlp_layernorm.weight)
-            gate_up = self.linear(normed, layer.mlp.linear_fc1)
-            delta = self._sum(self.linear(self.gated(gate_up), layer.mlp.linear_fc2))
+            gate_up = self.linear(normed, layer.mlp.linear_fc1, layer.mlp.linear_fc1.bias)
+            delta = self._summed(self.gated(gate_up), layer.mlp.linear_fc2)
         if self.final_norm is not None:
             x, out = self.final(x, delta, self.final_norm)
         else:
@@ -108,13 +106,23 @@ class LeanForward:
     def _attend(
         self, qkv: Tensor, tables: tuple[Tensor, Tensor], S: int, B: int, plan: AttentionPlan, layer: int
     ) -> Tensor:
-        q, k, v = self.split_rotated(qkv, tables, S, B)
+        q, k, v = self.split_rotated(qkv, tables, S, B, self._head_norms(layer))
         return attend(q, k, v, plan, layer).reshape(S * B, -1)
 
-    def _sum(self, partial: Tensor) -> Tensor:
-        if self.tp.size() > 1:
-            dist.all_reduce(partial, group=self.tp)
-        return partial
+    def _head_norms(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Weights [D] of the norms over each query and each key head."""
+        if not self.config.qk_norm:
+            return None
+        attention = self.layers[layer].self_attention
+        return attention.q_layernorm.weight, attention.k_layernorm.weight
+
+    def _summed(self, activation: Any, module: Any) -> Tensor:
+        """Output of a row-parallel module: the ranks' products summed, then its bias, which every rank holds whole."""
+        if self.tp.size() == 1:
+            return self.linear(activation, module, module.bias)
+        out = self.linear(activation, module, None)
+        dist.all_reduce(out, group=self.tp)
+        return out if module.bias is None else out.add_(module.bias)
 
     # What a subclass computes with other kernels or in another number format: an activation is what `linear` accepts.
 
@@ -123,14 +131,26 @@ class LeanForward:
         return angles_SB1D.cos().to(dtype)[:, :, None], angles_SB1D.sin().to(dtype)[:, :, None]
 
     def split_rotated(
-        self, qkv: Tensor, tables: tuple[Tensor, Tensor], S: int, B: int
+        self,
+        qkv: Tensor,
+        tables: tuple[Tensor, Tensor],
+        S: int,
+        B: int,
+        norms: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q [S, B, N, D] and k [S, B, G, D], rotated, and v [S, B, G, D] of a projection [R, (N + 2G) * D].
 
         Its columns are those of megatron-core's linear_qkv: per group the queries, the key, the value.
+
+        Args:
+            norms: weights [D] of the RMS norms of each query and key head, taken before they turn.
         """
         split = qkv.view(S, B, self.kv_heads, self.heads // self.kv_heads + 2, self.config.head_dim)
-        turned = apply_rotary(split[..., :-1, :], *tables)
+        straight = split[..., :-1, :]
+        if norms is not None:
+            weights = torch.cat([norms[0].expand(straight.shape[-2] - 1, -1), norms[1][None]])
+            straight = F.rms_norm(straight, norms[0].shape, eps=self.config.rms_norm_eps) * weights
+        turned = apply_rotary(straight, *tables)
         return turned[..., :-1, :].flatten(2, 3), turned[..., -1, :], split[..., -1, :]
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Any]:
@@ -142,10 +162,9 @@ class LeanForward:
         """(x + delta, its norm)."""
         return self.add_norm(x, delta, weight)
 
-    def linear(self, activation: Any, module: Any) -> Tensor:
-        """Product with the module's weight, [R, outputs of this rank]."""
-        out: Tensor = activation @ module.weight.t()
-        return out
+    def linear(self, activation: Any, module: Any, bias: Tensor | None) -> Tensor:
+        """Product with the module's weight, plus a bias, [R, outputs of this rank]."""
+        return F.linear(activation, module.weight, bias)
 
     def gated(self, gate_up: Tensor) -> Any:
         """silu(gate) * up as an activation."""

@@ -36,6 +36,12 @@ CONFIG = BaseConfig.from_dict(
         num_key_value_heads=2, head_dim=64, vocab_size=2000, max_position_embeddings=4096,
     )
 )  # fmt: skip
+BASES = {
+    "Llama": CONFIG,
+    "Qwen2": CONFIG.replace(family="qwen2", qkv_bias=True, num_attention_heads=14),
+    "Qwen3": CONFIG.replace(family="qwen3", qk_norm=True, head_dim=128, rms_norm_eps=1e-6),
+    "biases everywhere": CONFIG.replace(attention_bias=True),
+}
 CAPTURES, DRAFT_VOCAB, ROWS, LENGTH = (1, 3, 4), 700, 2, 333
 
 
@@ -50,12 +56,13 @@ def random_weights(module: torch.nn.Module, std: float) -> None:
         for name, parameter in sorted(module.named_parameters()):
             value = torch.randn(parameter.shape, generator=generator)
             value = value * std if parameter.dim() > 1 else 1 + 0.1 * value
-            assert "weight" in name
+            if name.endswith("bias"):
+                value -= 1
             parameter.copy_(value.bfloat16())
 
 
-def make_base(dtype: torch.dtype) -> FrozenBase:
-    base = FrozenBase.build(CONFIG, distributed.initialize(), CAPTURES, dtype)
+def make_base(dtype: torch.dtype, config: BaseConfig | None = None) -> FrozenBase:
+    base = FrozenBase.build(config or CONFIG, distributed.initialize(), CAPTURES, dtype)
     random_weights(base, 0.04)
     return base
 
@@ -83,9 +90,10 @@ def make_draft(dtype: torch.dtype) -> EagleDraft:
     return draft
 
 
+@pytest.mark.parametrize("name", BASES)
 @pytest.mark.parametrize("packed", [False, True])
-def test_base_forward(packed: bool) -> None:
-    batch, exact, base = make_batch(packed), make_base(torch.float32), make_base(torch.bfloat16)
+def test_base_forward(packed: bool, name: str) -> None:
+    batch, exact, base = make_batch(packed), *(make_base(d, BASES[name]) for d in (torch.float32, torch.bfloat16))
     assert exact.fast is None and base.fast is not None and base.fast.can_run(attention.AttentionPlan.causal())
     wanted = run_base(exact, [batch])[0]
     fast = run_base(base, [batch])[0]
@@ -305,11 +313,12 @@ def test_merged_attention(cudnn: bool, head_dim: int) -> None:
         assert distance(tensor.grad, wide[name].grad) < 2e-2, name  # type: ignore[arg-type]
 
 
-def test_fp8_base() -> None:
+@pytest.mark.parametrize("name", BASES)
+def test_fp8_base(name: str) -> None:
     """Near the bf16 base, with its linears' bf16 weights released; nothing else may use it."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs fp8 tensor cores")
-    batch, base = make_batch(False), make_base(torch.bfloat16)
+    batch, base = make_batch(False), make_base(torch.bfloat16, BASES[name])
     captures, state = run_base(base, [batch])[0]
     run_in_fp8(base)
     captures_fp8, state_fp8 = run_base(base, [batch])[0]

@@ -92,19 +92,26 @@ def test_rotary(heads: tuple[int, int, int], compact: bool) -> None:
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_rotary_of_a_projection_by_groups(heads: tuple[int, int, int]) -> None:
-    """Columns in the order of megatron-core's linear_qkv give what they give in the other order."""
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotary_of_a_projection_by_groups(heads: tuple[int, int, int], normed: bool) -> None:
+    """Columns in the order of megatron-core's linear_qkv give what they give in the other order; norms of heads."""
     from megatron_spec.ops import kernels
 
     N, G, D = heads
     draw = make(2)
     grouped, angles = draw(ROWS, G, N // G + 2, D), draw(ROWS, D // 2)
     tables = (angles.cos(), angles.sin())
-    parts = [grouped[:, :, :-2].reshape(ROWS, -1), grouped[:, :, -2].reshape(ROWS, -1), grouped[:, :, -1].flatten(1)]
+    q, k, v = grouped[:, :, :-2], grouped[:, :, -2], grouped[:, :, -1]
+    norms, eps = ((draw(D), draw(D)), 0.1) if normed else (None, 0.0)
+    if norms is not None:
+        q, k = (torch.nn.functional.rms_norm(x, (D,), w, eps) for x, w in zip((q, k), norms, strict=True))
+    parts = [x.reshape(ROWS, -1) for x in (q, k, v)]
     wanted, found = ([torch.zeros(ROWS, n * D, device=DEVICE) for n in (N, G, G)] for _ in range(2))
     nothing = torch.zeros(ROWS, (N + 2 * G) * D, device=DEVICE)
     plain_kernels.rotary_forward(torch.cat(parts, 1), tables, *wanted, N, G, nothing)
-    kernels.rotary_forward(grouped.flatten(1), tables, found[0], found[1], None, N, G, grouped=True)
+    kernels.rotary_forward(
+        grouped.flatten(1), tables, found[0], found[1], None, N, G, grouped=True, norms=norms, eps=eps
+    )
     torch.testing.assert_close(found[0], wanted[0])
     torch.testing.assert_close(found[1], wanted[1])
 

@@ -1,4 +1,7 @@
-"""The short forward against megatron-core's layers, and the fused one with stand-ins for its kernels."""
+"""The short forward against megatron-core's layers, and the fused one with stand-ins for its kernels.
+
+In fp32, for bases with biases and norms of heads too, on one rank and on two.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ from torch import Tensor
 
 from megatron_spec import distributed
 from megatron_spec.batch import Batch
-from megatron_spec.config import BaseConfig
+from megatron_spec.config import BaseConfig, ParallelConfig
 from megatron_spec.ops.attention import AttentionPlan
 from megatron_spec.ops.rope import apply_rotary
 from megatron_spec.pipeline.fast_forward import FastForward
 from megatron_spec.pipeline.model import FrozenBase
 from megatron_spec.pipeline.schedule import run_base_everywhere
+from tests.worlds import run_world
 
 CONFIG = BaseConfig.from_dict(
     dict(
@@ -26,10 +30,17 @@ CONFIG = BaseConfig.from_dict(
         num_key_value_heads=2, head_dim=8, vocab_size=40, max_position_embeddings=64,
     )
 )  # fmt: skip
+BASES = {
+    "Llama": CONFIG,
+    "Qwen2": CONFIG.replace(family="qwen2", qkv_bias=True),
+    "Qwen3": CONFIG.replace(family="qwen3", qk_norm=True, head_dim=12, rms_norm_eps=0.1),
+    "biases everywhere": CONFIG.replace(attention_bias=True, num_key_value_heads=4, qk_norm=True),
+}
+ONE = ParallelConfig()
 
 
-def make_base() -> FrozenBase:
-    base = FrozenBase.build(CONFIG, distributed.initialize(), (0, 2, 3))
+def make_base(config: BaseConfig = CONFIG, parallel: ParallelConfig = ONE) -> FrozenBase:
+    base = FrozenBase.build(config, distributed.initialize(parallel), (0, 2, 3))
     generator = torch.Generator().manual_seed(3)
     for _, p in sorted(base.named_parameters()):
         p.data = torch.randn(p.shape, generator=generator) * 0.3 + (p.dim() == 1)
@@ -55,6 +66,14 @@ def decoded(base: FrozenBase) -> list[Tensor]:
     return found
 
 
+def batch_of(base: FrozenBase) -> list[Tensor]:
+    """Captures and state of a training batch."""
+    tokens_BS = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(5))
+    zeros = torch.zeros_like(tokens_BS, dtype=torch.int32)
+    batch = Batch(tokens_BS, torch.arange(12).repeat(2, 1), zeros + 1, zeros)
+    return list(run_base_everywhere(base, batch, AttentionPlan.causal()))
+
+
 def kernels() -> ModuleType:
     """What ops.kernels does on a GPU, in plain torch."""
     module: Any = ModuleType("megatron_spec.ops.kernels")
@@ -64,12 +83,16 @@ def kernels() -> ModuleType:
         for weight, out in branches:
             out.copy_(F.rms_norm(summed, weight.shape, weight, eps))
 
-    def rotary_forward(x: Tensor, tables: Any, q: Tensor, k: Tensor, v: None, N: int, G: int, grouped: bool) -> None:
+    def rotary_forward(
+        x: Tensor, tables: Any, q: Tensor, k: Tensor, v: None, N: int, G: int, grouped: bool, norms: Any, eps: float
+    ) -> None:
         split = x.view(len(x), G, N // G + 2, -1)
         cos, sin = (torch.cat([t, t], dim=1)[:, None, None] for t in tables)
-        turned = apply_rotary(split[:, :, :-1], cos, sin)
-        q.copy_(turned[:, :, :-1].reshape(q.shape))
-        k.copy_(turned[:, :, -1].reshape(k.shape))
+        heads, weights = (split[:, :, :-2], split[:, :, -2:-1]), norms or (None, None)
+        for out, head, weight in zip((q, k), heads, weights, strict=True):
+            if weight is not None:
+                head = head * (head.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+            out.copy_(apply_rotary(head, cos, sin).reshape(out.shape))
 
     def gated_forward(x: Tensor, out: Tensor) -> None:
         gate, up = x.chunk(2, dim=1)
@@ -79,33 +102,50 @@ def kernels() -> ModuleType:
     return module
 
 
-def test_lean_and_fused_forward_give_what_the_layers_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    base = make_base()
+def compare(config: BaseConfig, parallel: ParallelConfig = ONE) -> None:
+    """Both short forwards against the layers, decoding and on a training batch."""
+    base = make_base(config, parallel)
     lean, base.lean = base.lean, None
-    layers = decoded(base)
-    assert lean is not None
+    assert lean is not None and base.fast is None
+    layers, trained = decoded(base), batch_of(base)
     base.lean = lean
     short = decoded(base)
     for a, b in zip(short, layers, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    with torch.no_grad():  # a weight of its own is used
-        base.gpt.decoder.layers[2].mlp.linear_fc2.weight.mul_(1.5)
-    assert not torch.allclose(decoded(base)[-1], layers[-1], atol=1e-3)
-    with torch.no_grad():
-        base.gpt.decoder.layers[2].mlp.linear_fc2.weight.div_(1.5)
+    for name, p in base.gpt.decoder.layers[2].named_parameters():  # every weight is used
+        before = p.data
+        p.data = before * 1.5 if p.dim() > 1 else before.flip(0)
+        assert not torch.allclose(decoded(base)[-1], layers[-1], atol=1e-3), name
+        p.data = before
     from megatron_spec import ops
 
-    monkeypatch.setitem(sys.modules, "megatron_spec.ops.kernels", kernels())
-    monkeypatch.setattr(ops, "kernels", sys.modules["megatron_spec.ops.kernels"], raising=False)
-    base.fast = FastForward(lean.config, lean.layers, lean.final_norm, lean.tp)
-    for a, b in zip(decoded(base), layers, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "megatron_spec.ops.kernels", kernels())
+        patch.setattr(ops, "kernels", sys.modules["megatron_spec.ops.kernels"], raising=False)
+        base.fast = FastForward(lean.config, lean.layers, lean.final_norm, lean.tp)
+        for a, b in zip(decoded(base) + batch_of(base), layers + trained, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_hooks_are_not_bypassed() -> None:
-    base, seen = make_base(), []
-    linear = base.gpt.decoder.layers[1].mlp.linear_fc1
-    handle = linear.register_forward_pre_hook(lambda module, args: seen.append(1))
+@pytest.mark.parametrize("name", BASES)
+def test_lean_and_fused_forward_give_what_the_layers_give(name: str) -> None:
+    compare(BASES[name])
+
+
+def compare_all_on_two_ranks() -> None:
+    for config in BASES.values():
+        compare(config, ParallelConfig(tensor_model_parallel_size=2))
+
+
+def test_the_same_on_two_ranks() -> None:
+    run_world(2, compare_all_on_two_ranks)
+
+
+@pytest.mark.parametrize("name", ["mlp.linear_fc1", "self_attention.k_layernorm"])
+def test_hooks_are_not_bypassed(name: str) -> None:
+    base, seen = make_base(BASES["Qwen3"]), []
+    module = base.gpt.decoder.layers[1].get_submodule(name)
+    handle = module.register_forward_pre_hook(lambda module, args: seen.append(1))
     decoded(base)
     assert len(seen) == 3
     handle.remove()
