@@ -6,10 +6,13 @@
    answers what it wrote (sampled questions without duplicates, greedy answers). Its features are computed once.
 2. EAGLE-3, EAGLE-1, MTP and Medusa train on them, in the same order, for --seconds each; NGram needs no training. Every
    draft decodes the same questions with the same base. Other draft lengths and trees follow.
-3. Ablations of EAGLE-3 train for equally many steps, each with one setting changed.
-4. Base and drafts are fake-quantised (fp8, PTQ) and decode; the drafts train on for a while (QAT) and decode again.
+3. Ablations of EAGLE-3 train for equally many steps, each with one setting changed; with --ablation-seeds 3 three
+   times, each time from other first weights and with the batches in another order.
+4. The other drafts train for as many steps as these.
+5. Base and drafts are fake-quantised (fp8, PTQ) and decode; the drafts train on for a while (QAT) and decode again.
    As a control the unquantised drafts train on for as many steps.
 
+--parts chooses among them, so that several GPUs can share the work (each its --output, the same --data).
 OUTPUT/results.jsonl gets a line as soon as a figure is there and OUTPUT/acceptance.md the tables; a second start with
 the same OUTPUT goes on where the first ended. `tools/acceptance_page.py` puts the tables into docs/acceptance.md.
 """
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("megatron_spec.ablate_drafts")
 
+PARTS = ("drafters", "lengths", "ablations", "steps", "fp8")
 HEADLINE = ("eagle3", "eagle1", "eagle-mtp", "medusa")
 ABLATIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -60,6 +64,7 @@ def make_parser() -> cli.Parser:
     p.add_argument("--answer-tokens", type=cli.at_least_one, default=160, help="most tokens of an answer written")
     p.add_argument("--seconds", type=float, default=20.0, help="training time of each draft (default: 20)")
     p.add_argument("--ablation-seconds", type=float, default=10.0, help="of the default EAGLE-3; its steps for all")
+    p.add_argument("--ablation-seeds", type=cli.at_least_one, default=1, help="trainings of each (default: 1)")
     p.add_argument("--qat-seconds", type=float, default=4.0, help="of each draft after quantisation (default: 4)")
     p.add_argument("--draft-vocab-size", type=cli.at_least_one, default=8192, help="of EAGLE-3 (default: 8192)")
     p.add_argument("--questions", type=cli.at_least_one, default=80, help="of each set (default: 80)")
@@ -72,6 +77,7 @@ def make_parser() -> cli.Parser:
     p.add_argument("--global-batch-size", type=cli.at_least_one, default=32)
     p.add_argument("--seq-length", type=cli.at_least_one, default=320)
     p.add_argument("--lr", type=float, default=1e-3)
+    p.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is done (default: all)")
     p.add_argument("--deadline", type=float, default=1e9, metavar="SECONDS", help="start nothing new after these")
     p.add_argument("--reserve", type=float, default=0.0, help="of these seconds, kept for the quantised drafts")
     p.add_argument("--bf16", action="store_true")
@@ -79,7 +85,7 @@ def make_parser() -> cli.Parser:
 
 
 def compare_algorithms(run: Comparison) -> list[Draft]:
-    """Drafts of every algorithm on equal data and time, and NGram."""
+    """Drafts of every algorithm on equal data and time, and NGram. Returns the trained ones."""
     options = {"decoding_type": "NGram", "max_matching_ngram_size": 3, "is_public_pool": False, "is_use_oldest": False}
     run.measure("NGram", None, {}, **options)
     trained: list[Draft] = []
@@ -105,16 +111,38 @@ def vary_decoding(run: Comparison, trained: list[Draft]) -> None:
             run.measure(f"{draft.name} {way}", lambda d=draft: run.module(d), draft.about, few=True, **changes)
 
 
+def ablation(run: Comparison, name: str, seed: int, steps: int) -> Draft:
+    """EAGLE-3 trained with one setting changed, for so many steps; 0: for --ablation-seconds."""
+    changes = {**ABLATIONS, **ARCHITECTURES}[name]
+    fields = {"fields": changes} if name in ARCHITECTURES else changes
+    whole = f"ablation {name}{f' seed {seed}' if seed else ''}"
+    fresh = run.new("eagle3", whole, seed=seed, **fields)
+    return run.trained(fresh, run.args.ablation_seconds, run.args.lr, steps=steps)
+
+
 def ablate(run: Comparison) -> None:
-    """EAGLE-3 with one setting changed at a time, equal data and steps."""
+    """EAGLE-3 with one setting changed at a time, equal data and steps; seed by seed."""
     steps = 0
-    for name, changes in {**ABLATIONS, **ARCHITECTURES}.items():
+    for seed in range(run.args.ablation_seeds):
+        for name in {**ABLATIONS, **ARCHITECTURES}:
+            if run.late(run.args.reserve):
+                return
+            draft = ablation(run, name, seed, steps)
+            steps = steps or draft.about["steps"]
+            run.measure(draft.name, lambda draft=draft: run.module(draft), draft.about, few=True)
+
+
+def equal_steps(run: Comparison) -> None:
+    """The other drafts after as many steps as the ablations, and so as much data."""
+    if run.late(run.args.reserve):
+        return
+    first = ablation(run, "defaults", 0, 0)
+    run.measure(first.name, lambda: run.module(first), first.about, few=True)
+    for algorithm in HEADLINE[1:]:
         if run.late(run.args.reserve):
             return
-        fields = {"fields": changes} if name in ARCHITECTURES else changes
-        fresh = run.new("eagle3", f"ablation {name}", **fields)
-        draft = run.trained(fresh, run.args.ablation_seconds, run.args.lr, steps=steps)
-        steps = steps or draft.about["steps"]
+        fresh = run.new(algorithm, f"equal steps {algorithm}")
+        draft = run.trained(fresh, 0.0, run.args.lr, steps=first.about["steps"])
         run.measure(draft.name, lambda draft=draft: run.module(draft), draft.about, few=True)
 
 
@@ -170,10 +198,15 @@ def main(args: argparse.Namespace) -> None:
         run.read(run.conversations())
         run.ask()
         run.answer_alone("bf16" if args.bf16 else "float32")
-        trained = compare_algorithms(run)
-        vary_decoding(run, trained)
-        ablate(run)
-        quantise(run, trained, train_on(run, trained))
+        trained = compare_algorithms(run) if {"drafters", "lengths", "fp8"} & set(args.parts) else []
+        if "lengths" in args.parts:
+            vary_decoding(run, trained)
+        if "ablations" in args.parts:
+            ablate(run)
+        if "steps" in args.parts:
+            equal_steps(run)
+        if "fp8" in args.parts:
+            quantise(run, trained, train_on(run, trained))
     finally:
         write_page([str(run.results.path)], Path(args.output) / "acceptance.md")
         log.info("tables: %s", Path(args.output) / "acceptance.md")

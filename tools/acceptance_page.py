@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_spec import cli
 from megatron_spec.config import UserError
+from megatron_spec.decoding.acceptance import bootstrap_ci95, change_ci95
 from megatron_spec.files import write_text
 
 BEGIN, END = "<!--measured-->", "<!--/measured-->"
@@ -82,21 +83,77 @@ def _sets(found: dict[str, Line]) -> str:
     return table(["acceptance length", *names], rows)
 
 
+def _change(line: Line, base: Line | None) -> str:
+    """Change against `base`, with a paired interval where the figures of single questions are there."""
+    if base is None or line is base:
+        return "-"
+    text = f"{line['few']['acceptance_length'] - base['few']['acceptance_length']:+.3f}"
+    if "few_steps" not in line or "few_steps" not in base:  # of an older run
+        return text
+    low, high = change_ci95((line["few_tokens"], line["few_steps"]), (base["few_tokens"], base["few_steps"]))
+    return f"{text} ({low:+.3f} to {high:+.3f})"
+
+
 def _some(found: dict[str, Line], chosen: Sequence[str], base: Line | None, what: str) -> str:
     """Acceptance on the few questions of each set, beside that of `base`."""
-    start = (base or {}).get("few", {}).get("acceptance_length")
     rows = []
     for name in chosen:
-        stats = found[name]["few"]
-        change = "-" if start is None else f"{stats['acceptance_length'] - start:+.3f}"
-        rows.append([name, _length(stats), _positions(stats), change, f"{found[name]['identical']:.1%}"])
-    return table([what, "acceptance length (95 %)", "per position", "change", "same text"], rows)
+        line = found[name]
+        stats = line["few"]
+        rows.append([name, _length(stats), _positions(stats), _change(line, base), f"{line['identical']:.1%}"])
+    return table([what, "acceptance length (95 %)", "per position", "change (95 %)", "same text"], rows)
+
+
+def pooled(lines: Sequence[Line]) -> Line:
+    """The same setting trained from several seeds, question by question together."""
+    if len(lines) == 1:
+        return lines[0]
+    tokens, steps = (
+        [sum(x) for x in zip(*(line[k] for line in lines), strict=True)] for k in ("few_tokens", "few_steps")
+    )
+    asked = [(t, s) for t, s in zip(tokens, steps, strict=True) if s]
+    few = {
+        "acceptance_length": sum(tokens) / sum(steps),
+        "acceptance_length_ci95": bootstrap_ci95(*zip(*asked, strict=True)),
+    }
+    return {**lines[0], "few": few, "few_tokens": tokens, "few_steps": steps}
 
 
 def _ablations(found: dict[str, Line]) -> str:
-    names = [name for name in found if name.startswith("ablation ")]
-    renamed = {name.removeprefix("ablation "): found[name] for name in names}
-    return _some(renamed, list(renamed), renamed.get("defaults"), "EAGLE-3 trained with")
+    """A row for each setting; with several seeds all of them together, and the change of each."""
+    seeds: dict[str, list[Line]] = {}
+    for name, line in found.items():
+        if name.startswith("ablation "):
+            seeds.setdefault(name.removeprefix("ablation ").split(" seed ")[0], []).append(line)
+    least = min(map(len, seeds.values()), default=0)
+    if least < 2 or "defaults" not in seeds:
+        first = {name: lines[0] for name, lines in seeds.items()}
+        return _some(first, list(first), first.get("defaults"), "EAGLE-3 trained with")
+    rows, base = [], [*seeds["defaults"][:least]]
+    for name, lines in seeds.items():
+        changes = [
+            a["few"]["acceptance_length"] - b["few"]["acceptance_length"] for a, b in zip(lines, base, strict=False)
+        ]
+        each = [f"{x['few']['acceptance_length']:.3f}" for x in lines[:least]]
+        if name != "defaults":
+            each = [f"{x:+.3f}" for x in changes]
+        whole = pooled(lines[:least])
+        change = "-" if name == "defaults" else _change(whole, pooled(base))
+        rows.append([name, _length(whole["few"]), change, " ".join(each)])
+    head = ["EAGLE-3 trained with", "acceptance length (95 %)", "change (95 %)", f"each of {least} seeds"]
+    return table(head, rows)
+
+
+def _steps(found: dict[str, Line]) -> str:
+    """Drafts of every algorithm after equally many steps."""
+    first = {"eagle3": found["ablation defaults"]} if "ablation defaults" in found else {}
+    others = {n.removeprefix("equal steps "): x for n, x in found.items() if n.startswith("equal steps ")}
+    rows = [
+        [name, _training(line), _length(line["few"]), _positions(line["few"])]
+        for name, line in {**first, **others}.items() if others
+    ]  # fmt: skip
+    head = ["drafter", "training", "acceptance length (95 %)", "per position"]
+    return table(head, sorted(rows, key=lambda row: row[2], reverse=True))
 
 
 def _ways(found: dict[str, Line]) -> str:
@@ -119,7 +176,7 @@ def _fp8(found: dict[str, Line], precision: str) -> str:
     return "\n".join(parts)
 
 
-PARTS = ("drafters", "sets", "lengths", "ablations", "fp8")
+PARTS = ("drafters", "sets", "lengths", "ablations", "steps", "fp8")
 """Names of the tables of a run, in their order."""
 
 
@@ -132,6 +189,12 @@ def parse_results(text: str) -> tuple[Path, tuple[str, ...]]:
     if unknown := [part for part in parts if part not in PARTS]:
         raise UserError(f"{text}: no table is called {', '.join(unknown)}; there are {', '.join(PARTS)}")
     return Path(path), parts
+
+
+def _count(found: dict[str, Line]) -> str:
+    """'1234 steps each, ' of the ablations."""
+    line = found.get("ablation defaults", {})
+    return f"{line['steps']} steps each, " if "steps" in line else ""
 
 
 def render(path: Path, wanted: Sequence[str] = PARTS) -> str:
@@ -157,7 +220,8 @@ def render(path: Path, wanted: Sequence[str] = PARTS) -> str:
         "drafters": ("**Drafters**, all questions.", _drafters(found)),
         "sets": ("**Question sets.**", _sets(found)),
         "lengths": (f"**Draft length and trees.** {few}.", _ways(found)),
-        "ablations": (f"**Ablations**, equal data and steps. {few}.", _ablations(found)),
+        "ablations": (f"**Ablations**, {_count(found)}equal data and steps. {few}.", _ablations(found)),
+        "steps": (f"**Equal steps**, the same batches for every draft. {few}.", _steps(found)),
         "fp8": (
             f"**fp8** of base and draft, simulated, so there is no speed to measure. {few}.",
             _fp8(found, precision),

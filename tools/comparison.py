@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from megatron_spec import distributed, presets
+from megatron_spec.batch import Features
 from megatron_spec.chain.convert import new_draft
 from megatron_spec.chain.data import open_dataset
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
@@ -48,6 +49,8 @@ SETTINGS = (
     "max_new_tokens", "max_draft_len", "batch_size", "global_batch_size", "seq_length", "lr", "bf16",
 )  # fmt: skip
 """Flags that the figures depend on."""
+HIDDEN = ("sets", "costs", "few", "few_tokens", "few_steps")
+"""What is too long for a line of the log."""
 
 
 class Results:
@@ -74,7 +77,7 @@ class Results:
         self.lines.append(line)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        log.info("%s", {k: v for k, v in line.items() if k not in ("sets", "costs", "few")})
+        log.info("%s", {k: v for k, v in line.items() if k not in HIDDEN})
 
     def has(self, kind: str, name: str | None = None) -> bool:
         """True when that figure is there."""
@@ -110,8 +113,19 @@ class Draft:
     config: Any
     vocab: Any
     objective: ObjectiveConfig
+    seed: int = 0
+    """Of its first weights, and of the order of the batches."""
     weights: dict[str, Any] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
+
+
+def order_of(batches: int, step: int, seed: int) -> int:
+    """The batch of a step: as they come for seed 0, else in another order in every pass."""
+    passed, place = divmod(step, batches)
+    if seed == 0:
+        return place
+    generator = torch.Generator().manual_seed(1_000_003 * seed + passed)
+    return int(torch.randperm(batches, generator=generator)[place])
 
 
 class Comparison:
@@ -175,7 +189,8 @@ class Comparison:
             self.results.add("data", conversations=len(dataset), steps=len(self.batches), **coverage(counts, ids))
 
     def compute_features(self) -> None:
-        """Features of every batch, kept in memory."""
+        """Features of every batch, kept in memory; those of before are dropped first."""
+        self.features: list[Features] = []
         source = OnlineFeatures(self.base)
         self.features = [source.features([b])[0] for b in self.batches]
 
@@ -216,18 +231,20 @@ class Comparison:
 
     # --- drafts -------------------------------------------------------------------------------------------------
 
-    def new(self, algorithm: str, name: str, fields: dict[str, Any] | None = None, **objective: Any) -> Draft:
+    def new(
+        self, algorithm: str, name: str, fields: dict[str, Any] | None = None, seed: int = 0, **objective: Any
+    ) -> Draft:
         """An untrained draft of an algorithm; `fields` of its architecture other than the defaults."""
         base, goal = self.ref.config, ObjectiveConfig(ttt_steps=self.args.max_draft_len, **objective)
         if algorithm == "medusa":
-            return Draft(name, presets.medusa_config(base, num_heads=goal.ttt_steps), self.whole, goal)
+            return Draft(name, presets.medusa_config(base, num_heads=goal.ttt_steps), self.whole, goal, seed)
         vocab = self.vocab if algorithm.startswith("eagle3") else self.whole
         config = presets.eagle_config(base, algorithm, {"draft_vocab_size": len(vocab), **(fields or {})})
-        return Draft(name, config, vocab, goal)
+        return Draft(name, config, vocab, goal, seed)
 
     def module(self, draft: Draft, quantised: bool = False) -> Any:
         """The draft as a module, with its weights or fresh ones."""
-        module = new_draft(self.base, draft.config, draft.vocab, self.world, self.dtype, seed=1234)
+        module = new_draft(self.base, draft.config, draft.vocab, self.world, self.dtype, seed=1234 + draft.seed)
         if quantised:
             attach_quantizers(module, QuantConfig(), "draft")
         if draft.weights:
@@ -248,13 +265,14 @@ class Comparison:
         trainer = Trainer(self.world, ddp, optimizer, schedule, self.base, draft.objective)
         start, done, sums = now(), 0, [[0.0]] * 4
         while done < steps if steps else clock.elapsed < seconds:
-            last = trainer.step([self.features[done % len(self.features)]], f"step {done}", 1)
+            batch = self.features[order_of(len(self.features), done, draft.seed)]
+            last = trainer.step([batch], f"step {done}", 1)
             done, sums = done + 1, last.sums
         correct, rows = torch.as_tensor(sums)[[1, 3]].tolist()
         about = {
             "steps": done, "seconds": now() - start, "passes": done / len(self.features),
             "accuracy": [c / max(r, 1) for c, r in zip(correct, rows, strict=True)],
-            "parameters": sum(p.numel() for p in ddp.module.parameters()),
+            "seed": draft.seed, "parameters": sum(p.numel() for p in ddp.module.parameters()),
         }  # fmt: skip
         weights = {n: t.detach().clone() for n, t in ddp.module.state_dict().items()}
         return replace(draft, weights=weights, about=about)
@@ -316,5 +334,7 @@ class Comparison:
             speedup=None if few else self.alone_seconds / seconds,
             predicted_speedup=(stats.acceptance_length or 0) * self.step_seconds / step, costs=costs,
             alone_step=self.step_seconds, few=asdict(acceptance_stats(some)),
+            few_tokens=[sum(g.accepted_lengths) + len(g.accepted_lengths) for g in some],
+            few_steps=[len(g.accepted_lengths) for g in some],
             sets={k: asdict(v) for k, v in by_category(found, [self.questions[i][0] for i in chosen]).items()},
         )  # fmt: skip

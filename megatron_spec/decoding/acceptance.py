@@ -67,13 +67,39 @@ def bootstrap_ci95(
         tokens: tokens emitted by the verification steps of each prompt.
         steps: verification steps of each prompt, each at least 1.
     """
-    pairs_P2 = torch.tensor([list(tokens), list(steps)], dtype=torch.float64).t()
+    return _bounds(_resampled_lengths([(tokens, steps)], resamples, seed)[0])
+
+
+def change_ci95(
+    found: tuple[Sequence[int], Sequence[int]],
+    reference: tuple[Sequence[int], Sequence[int]],
+    resamples: int = 2000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Interval of the acceptance length of `found` minus that of `reference`, both measured on the same prompts.
+
+    Paired: both are computed from the same resampled prompts, so that what makes a prompt easy for both cancels.
+
+    Args:
+        found, reference: (tokens, steps) as in `bootstrap_ci95`; entry i of all of them is prompt i.
+    """
+    lengths = _resampled_lengths([found, reference], resamples, seed)
+    return _bounds(lengths[0] - lengths[1])
+
+
+def _resampled_lengths(runs: Sequence[tuple[Sequence[int], Sequence[int]]], resamples: int, seed: int) -> torch.Tensor:
+    """[runs, resamples] acceptance lengths of runs over the same prompts, on the same resampled prompts."""
+    sums_N2P = torch.tensor([[list(tokens), list(steps)] for tokens, steps in runs], dtype=torch.float64)
+    prompts = sums_N2P.shape[2]
     generator = torch.Generator().manual_seed(seed)
-    weights_RP = torch.ones(len(steps), dtype=torch.float64).expand(resamples, -1)
-    drawn_RP = torch.multinomial(weights_RP, len(steps), replacement=True, generator=generator)
-    sums_R2 = pairs_P2[drawn_RP].sum(dim=1)
-    bounds = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    low, high = torch.quantile(sums_R2[:, 0] / sums_R2[:, 1], bounds).tolist()
+    weights_RP = torch.ones(prompts, dtype=torch.float64).expand(resamples, -1)
+    drawn_RP = torch.multinomial(weights_RP, prompts, replacement=True, generator=generator)
+    totals_N2R = sums_N2P[:, :, drawn_RP].sum(dim=-1)
+    return totals_N2R[:, 0] / totals_N2R[:, 1]
+
+
+def _bounds(values_R: torch.Tensor) -> tuple[float, float]:
+    low, high = torch.quantile(values_R, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
 
 

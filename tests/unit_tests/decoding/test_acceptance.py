@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
-from megatron_spec.decoding.acceptance import acceptance_stats, bootstrap_ci95, by_category
+from megatron_spec.decoding.acceptance import acceptance_stats, bootstrap_ci95, by_category, change_ci95
 from megatron_spec.decoding.engine import Generation
 
 
@@ -66,3 +67,18 @@ def test_categories_are_apart() -> None:
     assert list(found) == ["code", "math"]
     assert found["code"].acceptance_length == 1.0 and found["math"].acceptance_length == 3.0
     assert found["math"].prompts == 2
+
+
+def test_a_change_is_measured_on_the_same_prompts() -> None:
+    """Prompts differ by far more than the two runs do: the paired interval does not see that."""
+    generator = torch.Generator().manual_seed(0)
+    steps = torch.randint(20, 40, (50,), generator=generator)
+    tokens = (steps * (1 + torch.rand(50, generator=generator))).long()
+    better = tokens + torch.randint(1, 4, (50,), generator=generator)
+    one, two = (tokens.tolist(), steps.tolist()), (better.tolist(), steps.tolist())
+    assert change_ci95(one, one) == (0.0, 0.0)
+    low, high = change_ci95(two, one)
+    assert 0.03 < low < float((better - tokens).sum() / steps.sum()) < high < 0.12
+    apart = [bootstrap_ci95(*x) for x in (one, two)]
+    assert high - low < 0.2 * (apart[0][1] - apart[0][0]) and apart[0][1] > apart[1][0]
+    assert change_ci95(one, two) == pytest.approx((-high, -low))

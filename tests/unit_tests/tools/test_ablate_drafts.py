@@ -43,18 +43,23 @@ def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path) -> None
     assert list(measured(output)) == ["NGram"]
     with (output / "results.jsonl").open("a") as file:
         file.write('{"half')
-    start()
+    start("--parts", "drafters", "lengths", "fp8")
+    assert not any(name.startswith(("ablation", "equal")) for name in measured(output))
+    start("--ablation-seeds", "2")
     found = measured(output)
     drafts = list(ablate_drafts.HEADLINE)
     wanted = {"NGram", *drafts, "eagle3 tree", "medusa tree", "eagle1 length 4"}
     ablations = {**ablate_drafts.ABLATIONS, **ablate_drafts.ARCHITECTURES}
-    wanted |= {f"ablation {name}" for name in ablations}
+    wanted |= {f"ablation {name}{seed}" for name in ablations for seed in ("", " seed 1")}
+    wanted |= {f"equal steps {name}" for name in drafts[1:]}
     wanted |= {f"{name} fp8 {form}" for name in drafts for form in ("PTQ", "QAT")}
     wanted |= {f"{name} without QAT" for name in drafts}
     assert wanted <= set(found)
     assert all(found[f"{n} without QAT"]["steps"] == found[f"{n} fp8 QAT"]["steps"] for n in drafts)
     assert all(line["identical"] == 1.0 for name, line in found.items() if "fp8" not in name)
-    assert len({found[f"ablation {name}"]["steps"] for name in ablations}) == 1
+    assert len({line["steps"] for name, line in found.items() if name.startswith(("ablation", "equal"))}) == 1
+    assert {found[f"ablation detached{s}"]["seed"] for s in ("", " seed 1")} == {0, 1}
+    assert found["ablation defaults"]["accuracy"] != found["ablation defaults seed 1"]["accuracy"]
     with pytest.raises(UserError, match=r"other settings \(lr: found 0.001, now 0.5\)"):
         start("--lr", "0.5")
     page = tmp_path / "page.md"
@@ -66,6 +71,8 @@ def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path) -> None
         "| eagle3 fp8 QAT |",
         "| eagle3 without QAT |",
         "| detached |",
+        "each of 2 seeds",
+        "**Equal steps**",
         "| medusa tree |",
         "| NGram | none |",
         "qa | sum |",
@@ -76,6 +83,40 @@ def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path) -> None
     assert "| detached |" in page.read_text() and "qa | sum |" not in page.read_text()
     with pytest.raises(UserError, match="no table is called speed; there are drafters, sets"):
         acceptance_page.write_page([f"{output / 'results.jsonl'}:ablations,speed"], page)
+
+
+def test_the_order_of_the_batches() -> None:
+    """As they come, or another order for every seed and pass; every pass sees each batch once."""
+    passes = {
+        seed: [[comparison.order_of(7, 7 * p + i, seed) for i in range(7)] for p in range(2)] for seed in (0, 1, 2)
+    }
+    assert passes[0] == [list(range(7))] * 2
+    others = [tuple(order) for seed in (1, 2) for order in passes[seed]]
+    assert len(set(others)) == 4 and all(sorted(order) == list(range(7)) for order in others)
+
+
+def line(tokens: list[int], steps: list[int], **more: object) -> dict:
+    few = {"acceptance_length": sum(tokens) / sum(steps), "acceptance_length_ci95": None, "acceptance_per_position": []}
+    return {"few": few, "few_tokens": tokens, "few_steps": steps, "identical": 1.0, "steps": 9, **more}
+
+
+def test_seeds_are_pooled_question_by_question() -> None:
+    """(10 + 12) / (5 + 7) and (20 + 12) / (5 + 7); the change is that of the same questions."""
+    found = {
+        "ablation defaults": line([4, 6], [2, 3]), "ablation defaults seed 1": line([4, 8], [3, 4]),
+        "ablation detached": line([8, 12], [2, 3]), "ablation detached seed 1": line([4, 8], [3, 4]),
+        "ablation late": line([4, 6], [2, 3]), "ablation late seed 1": line([4, 8], [3, 4]),
+    }  # fmt: skip
+    rows = [[x.strip() for x in row.split("|")[1:-1]] for row in acceptance_page._ablations(found).splitlines()[2:]]
+    assert rows[0][0] == "defaults" and rows[0][1].startswith("1.833 (") and rows[0][2:] == ["-", "2.000 1.714"]
+    # question 1: 12/5 - 8/5, question 2: 20/7 - 14/7
+    assert rows[1][:1] + rows[1][2:] == ["detached", "+0.833 (+0.800 to +0.857)", "+2.000 +0.000"]
+    assert rows[2][2:] == ["+0.000 (+0.000 to +0.000)", "+0.000 +0.000"]
+
+
+def test_a_change_of_an_older_run_has_no_interval() -> None:
+    old = {k: v for k, v in line([4], [2]).items() if not k.startswith("few_")}
+    assert acceptance_page._change(line([6], [2]), old) == "+1.000"
 
 
 def test_the_schedule_goes_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
