@@ -46,8 +46,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _length(stats: Line) -> str:
-    low, high = stats["acceptance_length_ci95"] or (0.0, 0.0)
-    return f"{stats['acceptance_length'] or 0.0:.3f} ({low:.3f}-{high:.3f})"
+    text = f"{stats['acceptance_length'] or 0.0:.3f}"
+    if stats["acceptance_length_ci95"] is None:
+        return text
+    low, high = stats["acceptance_length_ci95"]
+    return f"{text} ({low:.3f}-{high:.3f})"
 
 
 def _positions(stats: Line) -> str:
@@ -83,12 +86,18 @@ def _sets(found: dict[str, Line]) -> str:
     return table(["acceptance length", *names], rows)
 
 
+def _difference(line: Line, base: Line) -> float:
+    return (line["few"]["acceptance_length"] or 0.0) - (base["few"]["acceptance_length"] or 0.0)
+
+
 def _change(line: Line, base: Line | None) -> str:
     """Change against `base`, with a paired interval where the figures of single questions are there."""
     if base is None or line is base:
         return "-"
-    text = f"{line['few']['acceptance_length'] - base['few']['acceptance_length']:+.3f}"
-    if "few_steps" not in line or "few_steps" not in base:  # of an older run
+    text = f"{_difference(line, base):+.3f}"
+    if not (line.get("few_steps") and base.get("few_steps")):  # of an older run
+        return text
+    if not (sum(line["few_steps"]) and sum(base["few_steps"])):  # answers of one token
         return text
     low, high = change_ci95((line["few_tokens"], line["few_steps"]), (base["few_tokens"], base["few_steps"]))
     return f"{text} ({low:+.3f} to {high:+.3f})"
@@ -105,18 +114,21 @@ def _some(found: dict[str, Line], chosen: Sequence[str], base: Line | None, what
 
 
 def pooled(lines: Sequence[Line]) -> Line:
-    """The same setting trained from several seeds, question by question together."""
-    if len(lines) == 1:
-        return lines[0]
-    tokens, steps = (
-        [sum(x) for x in zip(*(line[k] for line in lines), strict=True)] for k in ("few_tokens", "few_steps")
-    )
-    asked = [(t, s) for t, s in zip(tokens, steps, strict=True) if s]
+    """The same setting trained from several seeds, question by question together.
+
+    With a line of an older run, which says nothing of single questions, all questions together and no interval.
+    """
+    if not all("few_steps" in line for line in lines):
+        steps = sum(line["few"]["steps"] for line in lines)
+        tokens = sum((line["few"]["acceptance_length"] or 0.0) * line["few"]["steps"] for line in lines)
+        return {"few": {"acceptance_length": tokens / steps if steps else None, "acceptance_length_ci95": None}}
+    sums = {k: [sum(x) for x in zip(*(line[k] for line in lines), strict=True)] for k in ("few_tokens", "few_steps")}
+    asked = [(t, s) for t, s in zip(sums["few_tokens"], sums["few_steps"], strict=True) if s]
     few = {
-        "acceptance_length": sum(tokens) / sum(steps),
-        "acceptance_length_ci95": bootstrap_ci95(*zip(*asked, strict=True)),
+        "acceptance_length": sum(sums["few_tokens"]) / sum(sums["few_steps"]) if asked else None,
+        "acceptance_length_ci95": bootstrap_ci95(*zip(*asked, strict=True)) if asked else None,
     }
-    return {**lines[0], "few": few, "few_tokens": tokens, "few_steps": steps}
+    return {"few": few, **sums}
 
 
 def _ablations(found: dict[str, Line]) -> str:
@@ -131,12 +143,10 @@ def _ablations(found: dict[str, Line]) -> str:
         return _some(first, list(first), first.get("defaults"), "EAGLE-3 trained with")
     rows, base = [], [*seeds["defaults"][:least]]
     for name, lines in seeds.items():
-        changes = [
-            a["few"]["acceptance_length"] - b["few"]["acceptance_length"] for a, b in zip(lines, base, strict=False)
-        ]
-        each = [f"{x['few']['acceptance_length']:.3f}" for x in lines[:least]]
-        if name != "defaults":
-            each = [f"{x:+.3f}" for x in changes]
+        if name == "defaults":
+            each = [f"{x['few']['acceptance_length'] or 0.0:.3f}" for x in base]
+        else:
+            each = [f"{_difference(x, b):+.3f}" for x, b in zip(lines, base, strict=False)]
         whole = pooled(lines[:least])
         change = "-" if name == "defaults" else _change(whole, pooled(base))
         rows.append([name, _length(whole["few"]), change, " ".join(each)])
@@ -202,12 +212,16 @@ def render(path: Path, wanted: Sequence[str] = PARTS) -> str:
     settings, found, alone, data = read_results(path)
     precision = "bf16" if settings["bf16"] else "float32"
     base = alone.get(precision)
+    timed = set(wanted) - {"ablations", "steps"} and any(
+        "steps" in x and x["speedup"] is not None for x in found.values()
+    )
+    spent = f", about {settings['seconds']:g} s of training for each draft" if timed else ""
     text = [
         f"### {settings['base']} on {settings['device']}\n",
         f"torch {settings['torch']}, {precision}, greedy, {settings['max_draft_len']} draft tokens, answers of at most "
         f"{settings['max_new_tokens']} tokens, batches of {settings['batch_size']}; "
-        f"{data.get('conversations', 0)} training conversations of the base's own, about {settings['seconds']:g} s "
-        f"of training for each draft; draft vocabulary of EAGLE-3 {settings['draft_vocab_size']} tokens "
+        f"{data.get('conversations', 0)} training conversations of the base's own{spent}; "
+        f"draft vocabulary of EAGLE-3 {settings['draft_vocab_size']} tokens "
         f"({data.get('coverage', 0):.1%} of the answers' tokens).",
     ]
     if base:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import logging
 import platform
@@ -253,6 +254,7 @@ class Comparison:
 
     def train(self, draft: Draft, lr: float, quantised: bool, *, seconds: float = 0.0, steps: int = 0) -> Draft:
         """The draft after some seconds of training over the data in order, or after some steps."""
+        gc.collect()  # DDP and its hooks hold each other: parameters and gradients of the last draft are still there
         ticks = steps or TICKS
         config = TrainConfig(
             train_iters=ticks, lr=lr, lr_warmup_iters=min(10, steps // 4) if steps else TICKS // 50,

@@ -81,9 +81,13 @@ def change_ci95(
     Paired: both are computed from the same resampled prompts, so that what makes a prompt easy for both cancels.
 
     Args:
-        found, reference: (tokens, steps) as in `bootstrap_ci95`; entry i of all of them is prompt i.
+        found, reference: (tokens, steps) of each prompt; entry i of all of them is prompt i. A prompt without steps in
+            both runs (an answer of one token) is left out; at least one prompt must have steps.
     """
-    lengths = _resampled_lengths([found, reference], resamples, seed)
+    asked = [x for x in zip(*found, *reference, strict=True) if x[1] or x[3]]
+    found_tokens, found_steps, reference_tokens, reference_steps = zip(*asked, strict=True)
+    runs = [(found_tokens, found_steps), (reference_tokens, reference_steps)]
+    lengths = _resampled_lengths(runs, resamples, seed)
     return _bounds(lengths[0] - lengths[1])
 
 
@@ -99,7 +103,8 @@ def _resampled_lengths(runs: Sequence[tuple[Sequence[int], Sequence[int]]], resa
 
 
 def _bounds(values_R: torch.Tensor) -> tuple[float, float]:
-    low, high = torch.quantile(values_R, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    # NaN: no step of one of two runs among the prompts that were drawn. Only with a handful of prompts.
+    low, high = torch.nanquantile(values_R, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
 
 

@@ -82,3 +82,28 @@ def test_a_change_is_measured_on_the_same_prompts() -> None:
     apart = [bootstrap_ci95(*x) for x in (one, two)]
     assert high - low < 0.2 * (apart[0][1] - apart[0][0]) and apart[0][1] > apart[1][0]
     assert change_ci95(one, two) == pytest.approx((-high, -low))
+
+
+def test_a_change_equals_a_plain_loop() -> None:
+    """The same draws, question by question: both lengths of a resample are of the same questions."""
+    one, two = ([9, 4, 7, 30], [3, 4, 5, 11]), ([8, 6, 7, 21], [4, 4, 3, 9])
+    generator, changes = torch.Generator().manual_seed(5), []
+    for drawn in torch.multinomial(torch.ones(50, 4, dtype=torch.float64), 4, True, generator=generator).tolist():
+        lengths = [sum(tokens[i] for i in drawn) / sum(steps[i] for i in drawn) for tokens, steps in (one, two)]
+        changes.append(lengths[0] - lengths[1])
+    changes.sort()
+
+    def quantile(q: float) -> float:  # between the two values next to it
+        low = int(49 * q)
+        return changes[low] + (49 * q - low) * (changes[low + 1] - changes[low])
+
+    assert change_ci95(one, two, resamples=50, seed=5) == pytest.approx((quantile(0.025), quantile(0.975)))
+
+
+def test_a_change_of_answers_without_steps() -> None:
+    """Without steps in both runs: as if never asked. In one of them: no length of some resamples, none of NaN."""
+    one, two = ([9, 4], [3, 4]), ([8, 6], [4, 4])
+    padded = [([*tokens, 0], [*steps, 0]) for tokens, steps in (one, two)]
+    assert change_ci95(*padded) == change_ci95(one, two)
+    low, high = change_ci95(([9, 0], [3, 0]), two)
+    assert low <= high

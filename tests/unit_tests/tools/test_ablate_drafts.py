@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron_spec.config import UserError
+from megatron_spec.training.optimizer import wrap_ddp
 from tests.functional_tests.workshop import make_base, write_conversations
 from tools import ablate_drafts, acceptance_page, comparison
 
@@ -26,7 +29,21 @@ def measured(output: Path) -> dict[str, dict]:
     return {line["name"]: line for line in lines if line["kind"] == "measured"}
 
 
-def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path) -> None:
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail when a draft is prepared for training while an earlier one still holds its gradients."""
+    made: list[weakref.ref] = []
+
+    def watched(*args: Any) -> Any:
+        assert not [ref for ref in made if ref() is not None]
+        ddp = wrap_ddp(*args)
+        made.append(weakref.ref(ddp))
+        return ddp
+
+    monkeypatch.setattr(comparison, "wrap_ddp", watched)
+
+
+def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_at_a_time(monkeypatch)
     base, output = make_base(tmp_path / "base"), tmp_path / "out"
     sets = [write_questions(tmp_path / f"{name}.jsonl") for name in ("qa", "sum")]
 
@@ -117,6 +134,20 @@ def test_seeds_are_pooled_question_by_question() -> None:
 def test_a_change_of_an_older_run_has_no_interval() -> None:
     old = {k: v for k, v in line([4], [2]).items() if not k.startswith("few_")}
     assert acceptance_page._change(line([6], [2]), old) == "+1.000"
+
+
+def test_seeds_of_an_older_and_a_newer_run_are_pooled_without_interval() -> None:
+    """(4 + 8) / (2 + 4) against (8 + 8) / (2 + 4): a resumed run has lines of both kinds."""
+    found = {
+        "ablation defaults": line([4], [2]), "ablation detached": line([8], [2]),
+        "ablation defaults seed 1": line([8], [4]), "ablation detached seed 1": line([8], [4]),
+    }  # fmt: skip
+    for name in ("ablation defaults", "ablation detached"):
+        found[name]["few"]["steps"] = 2
+        found[name] = {k: v for k, v in found[name].items() if not k.startswith("few_")}
+        found[f"{name} seed 1"]["few"]["steps"] = 4
+    rows = acceptance_page._ablations(found).splitlines()[2:]
+    assert rows == ["| defaults | 2.000 | - | 2.000 2.000 |", "| detached | 2.667 | +0.667 | +2.000 +0.000 |"]
 
 
 def test_the_schedule_goes_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
