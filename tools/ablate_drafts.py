@@ -49,8 +49,10 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "layer from the base's last": {"init_from_base_layer": True},
     "fc from the average": {"fc_init": "average"},
+    "both": {"init_from_base_layer": True, "fc_init": "average"},
 }
 """What the draft is, or starts from: fields of EagleConfig."""
+ALL_SETTINGS = {**ABLATIONS, **ARCHITECTURES}
 
 
 def make_parser() -> cli.Parser:
@@ -63,8 +65,12 @@ def make_parser() -> cli.Parser:
     p.add_argument("--conversations", type=cli.at_least_one, default=2048, help="to write (default: 2048)")
     p.add_argument("--answer-tokens", type=cli.at_least_one, default=160, help="most tokens of an answer written")
     p.add_argument("--seconds", type=float, default=20.0, help="training time of each draft (default: 20)")
-    p.add_argument("--ablation-seconds", type=float, default=10.0, help="of the default EAGLE-3; its steps for all")
+    p.add_argument("--ablation-seconds", type=float, default=10.0, help="of EAGLE-3; its steps are those of all")
     p.add_argument("--ablation-seeds", type=cli.at_least_one, default=1, help="trainings of each (default: 1)")
+    p.add_argument(
+        "--ablations", nargs="+", choices=ALL_SETTINGS, default=list(ALL_SETTINGS), metavar="NAME",
+        help=f"some of: {', '.join(ALL_SETTINGS)} (default: all)",
+    )  # fmt: skip
     p.add_argument("--qat-seconds", type=float, default=4.0, help="of each draft after quantisation (default: 4)")
     p.add_argument("--draft-vocab-size", type=cli.at_least_one, default=8192, help="of EAGLE-3 (default: 8192)")
     p.add_argument("--questions", type=cli.at_least_one, default=80, help="of each set (default: 80)")
@@ -111,38 +117,41 @@ def vary_decoding(run: Comparison, trained: list[Draft]) -> None:
             run.measure(f"{draft.name} {way}", lambda d=draft: run.module(d), draft.about, few=True, **changes)
 
 
-def ablation(run: Comparison, name: str, seed: int, steps: int) -> Draft:
-    """EAGLE-3 trained with one setting changed, for so many steps; 0: for --ablation-seconds."""
-    changes = {**ABLATIONS, **ARCHITECTURES}[name]
+def pace(run: Comparison) -> int:
+    """Steps of EAGLE-3 in --ablation-seconds. That draft itself is not measured: its schedule went by the clock."""
+    steps: int = run.trained(run.new("eagle3", "pace"), run.args.ablation_seconds, run.args.lr).about["steps"]
+    return steps
+
+
+def ablation(run: Comparison, name: str, seed: int) -> None:
+    """EAGLE-3 trained with one setting changed, and measured."""
+    changes = ALL_SETTINGS[name]
     fields = {"fields": changes} if name in ARCHITECTURES else changes
-    whole = f"ablation {name}{f' seed {seed}' if seed else ''}"
-    fresh = run.new("eagle3", whole, seed=seed, **fields)
-    return run.trained(fresh, run.args.ablation_seconds, run.args.lr, steps=steps)
+    fresh = run.new("eagle3", f"ablation {name}{f' seed {seed}' if seed else ''}", seed=seed, **fields)
+    draft = run.trained(fresh, 0.0, run.args.lr, steps=pace(run))
+    run.measure(draft.name, lambda: run.module(draft), draft.about, few=True)
 
 
 def ablate(run: Comparison) -> None:
     """EAGLE-3 with one setting changed at a time, equal data and steps; seed by seed."""
-    steps = 0
+    names = dict.fromkeys(["defaults", *run.args.ablations])
     for seed in range(run.args.ablation_seeds):
-        for name in {**ABLATIONS, **ARCHITECTURES}:
+        for name in names:
             if run.late(run.args.reserve):
                 return
-            draft = ablation(run, name, seed, steps)
-            steps = steps or draft.about["steps"]
-            run.measure(draft.name, lambda draft=draft: run.module(draft), draft.about, few=True)
+            ablation(run, name, seed)
 
 
 def equal_steps(run: Comparison) -> None:
     """The other drafts after as many steps as the ablations, and so as much data."""
     if run.late(run.args.reserve):
         return
-    first = ablation(run, "defaults", 0, 0)
-    run.measure(first.name, lambda: run.module(first), first.about, few=True)
+    ablation(run, "defaults", 0)
     for algorithm in HEADLINE[1:]:
         if run.late(run.args.reserve):
             return
         fresh = run.new(algorithm, f"equal steps {algorithm}")
-        draft = run.trained(fresh, 0.0, run.args.lr, steps=first.about["steps"])
+        draft = run.trained(fresh, 0.0, run.args.lr, steps=pace(run))
         run.measure(draft.name, lambda draft=draft: run.module(draft), draft.about, few=True)
 
 

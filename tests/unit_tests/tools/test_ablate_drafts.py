@@ -66,7 +66,7 @@ def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path, monkeyp
     found = measured(output)
     drafts = list(ablate_drafts.HEADLINE)
     wanted = {"NGram", *drafts, "eagle3 tree", "medusa tree", "eagle1 length 4"}
-    ablations = {**ablate_drafts.ABLATIONS, **ablate_drafts.ARCHITECTURES}
+    ablations = ablate_drafts.ALL_SETTINGS
     wanted |= {f"ablation {name}{seed}" for name in ablations for seed in ("", " seed 1")}
     wanted |= {f"equal steps {name}" for name in drafts[1:]}
     wanted |= {f"{name} fp8 {form}" for name in drafts for form in ("PTQ", "QAT")}
