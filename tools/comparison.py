@@ -35,6 +35,7 @@ from megatron_spec.decoding.costs import Costs, now
 from megatron_spec.decoding.engine import Generation, decode
 from megatron_spec.decoding.prompts import Dialogue, read_prompts
 from megatron_spec.decoding.questions import write_questions
+from megatron_spec.decoding.replay import timed_recorder_for
 from megatron_spec.decoding.synthesize import synthesize_to_file
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.features.online import OnlineFeatures
@@ -218,9 +219,8 @@ class Comparison:
         ids = [ids for _, ids in self.questions]
         if not path.is_file():
             self.cost(None, self.decode)  # warm
-            start = now()
-            tokens = [g.tokens for g in decode(self.base, ids, self.decode, self.stop_ids)]
-            seconds, step = now() - start, sum(self.cost(None, self.decode).values())
+            found, seconds = self._timed(ids, self.decode, None)
+            tokens, step = [g.tokens for g in found], sum(self.cost(None, self.decode).values())
             write_json(path, {"tokens": tokens, "step": step, "seconds": seconds})
             count = sum(map(len, tokens))
             self.results.add(
@@ -301,6 +301,12 @@ class Comparison:
         decode(self.base, [ids for _, ids in self.questions[:2]], config, set(), draft=draft, costs=costs)
         return {phase: costs.typical(phase) for phase in ("draft", "base", "observe")}
 
+    def _timed(self, ids: list[list[int]], config: DecodeConfig, draft: Any) -> tuple[list[Generation], float]:
+        """(answers, seconds without those of recording CUDA graphs)."""
+        recorder, start = timed_recorder_for(self.base, config.cuda_graphs), now()
+        found = decode(self.base, ids, config, self.stop_ids, draft=draft, recorder=recorder)
+        return found, now() - start - (recorder.seconds if recorder else 0.0)
+
     def few(self) -> list[int]:
         """The first --few-questions of each set."""
         return list(self._first(self.args.few_questions))
@@ -324,9 +330,7 @@ class Comparison:
         chosen = self.few() if few else list(range(len(self.questions)))
         ids = [self.questions[i][1] for i in chosen]
         costs = self.cost(module, config)
-        start = now()
-        found = decode(self.base, ids, config, self.stop_ids, draft=module)
-        seconds = now() - start
+        found, seconds = self._timed(ids, config, module)
         same = sum(g.tokens == self.alone[i] for g, i in zip(found, chosen, strict=True))
         stats, step = acceptance_stats(found), sum(costs.values())
         some: list[Generation] = [g for g, i in zip(found, chosen, strict=True) if i in set(self.few())]

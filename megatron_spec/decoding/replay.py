@@ -77,6 +77,16 @@ def recorder_for(base: Any) -> Recorder | None:
     return CudaRecorder()
 
 
+def timed_recorder_for(base: Any, wanted: bool) -> TimedRecorder | None:
+    """The same, for timing answers: few short ones would pay for the graphs of their shapes as much as many long ones.
+
+    Args:
+        wanted: `DecodeConfig.cuda_graphs`.
+    """
+    recorder = recorder_for(base) if wanted else None
+    return None if recorder is None else TimedRecorder(recorder)
+
+
 def key_step(most: int) -> int:
     """Cache slots are looked at in multiples of this: at most eight shapes, whatever the cache holds."""
     return max(64, 1 << max((most - 1).bit_length() - 3, 0))

@@ -27,7 +27,7 @@ from megatron_spec.decoding.drafters import build_drafter
 from megatron_spec.decoding.engine import Generation, decode, two_best
 from megatron_spec.decoding.journal import Journal
 from megatron_spec.decoding.prompts import Dialogue, Prompt, check_stop_ids
-from megatron_spec.decoding.replay import TimedRecorder, recorder_for
+from megatron_spec.decoding.replay import timed_recorder_for
 from megatron_spec.decoding.report import Answer, Mismatch, Part, Report, StepCosts, build_report
 from megatron_spec.files import write_json
 from megatron_spec.pipeline.model import FrozenBase
@@ -149,18 +149,13 @@ class _Validation:
                 short = config.replace(max_new_tokens=max(c.max_draft_len for c in self.configs) + 2)
                 decode(self.base, [ids], short, set(), draft=drafter)
 
-    def _recorder(self) -> TimedRecorder | None:
-        """Graphs are recorded once for a shape; a few short answers would pay for them as much as many long ones."""
-        recorder = recorder_for(self.base) if self.config.cuda_graphs else None
-        return None if recorder is None else TimedRecorder(recorder)
-
     def _measure(self, dialogues: list[Dialogue], bar: Any) -> Part:
         part = Part([], [0.0] * (len(self.configs) + 1), [])
         while asking := [(d, ids) for d in dialogues if d.waits and (ids := self._ask(d)) is not None]:
             questions, seeds = [ids for _, ids in asking], [d.seed(self.config.seed) for d, _ in asking]
             results: list[list[Generation]] = []
             for way, (config, drafter) in enumerate(self._ways()):
-                recorder, start = self._recorder(), now()
+                recorder, start = timed_recorder_for(self.base, config.cuda_graphs), now()
                 results.append(
                     decode(self.base, questions, config, self.stop_ids, draft=drafter, seeds=seeds, recorder=recorder)
                 )

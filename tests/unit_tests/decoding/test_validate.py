@@ -62,7 +62,7 @@ def test_recording_graphs_is_not_counted(chat: Any, monkeypatch: pytest.MonkeyPa
 
     for name in ("megatron_spec.decoding.validate", "megatron_spec.decoding.replay"):
         monkeypatch.setattr(importlib.import_module(name), "now", lambda: clock[0])
-    monkeypatch.setattr(module, "recorder_for", lambda base: record)
+    monkeypatch.setattr("megatron_spec.decoding.replay.recorder_for", lambda base: record)
     measured = _seconds_of(chat)
     assert clock[0] == 100.0 * tape.recorded > 0 and measured == [0.0, 0.0]
 
