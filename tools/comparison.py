@@ -257,7 +257,7 @@ class Comparison:
         gc.collect()  # DDP and its hooks hold each other: parameters and gradients of the last draft are still there
         ticks = steps or TICKS
         config = TrainConfig(
-            train_iters=ticks, lr=lr, lr_warmup_iters=min(10, steps // 4) if steps else TICKS // 50,
+            train_iters=ticks, lr=lr, lr_warmup_iters=max(1, ticks // 50),
             bf16=self.args.bf16, adam_beta2=0.99, global_batch_size=self.args.global_batch_size,
         )  # fmt: skip
         ddp = wrap_ddp(self.module(draft, quantised), self.world, config)
