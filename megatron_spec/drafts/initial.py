@@ -45,7 +45,8 @@ def whole_shape(parameter: nn.Parameter, group: dist.ProcessGroup) -> tuple[int,
 
 def draw_normal(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
     """fp32 normal(0, std) on the CPU, determined by (seed, name, shape)."""
-    generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+    # torch's generator on the CPU reads the low 32 bits of its seed and drops the others
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
 
 

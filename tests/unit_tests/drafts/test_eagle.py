@@ -178,6 +178,10 @@ def test_initial_values() -> None:
     again = EagleDraft(config, draft_vocab(config), Placement(world.tp))
     again.initialize(ends, base, seed=1)
     assert all(torch.equal(p, found[n]) for n, p in again.named_parameters())
+    again.initialize(ends, base, seed=2)
+    drawn = {n for n, p in again.named_parameters() if not torch.equal(p, found[n])}
+    attention = {f"midlayer.self_attn.{x}_proj.weight" for x in "qkvo"}
+    assert drawn == {"fc.weight", *attention}
 
 
 def test_refusals() -> None:

@@ -94,7 +94,7 @@ def outcome(config: EagleConfig, objective: ObjectiveConfig, group: Any, sequenc
         parts = [x.chunk(group.size())[group.rank()].contiguous() for x in (whole.captures_SBC, whole.state_SBH)]
         f = Features(whole.batch, *parts)
     draft = EagleDraft(config, draft_vocab(config), Placement(group, sequence_parallel))
-    draft.initialize(ends, seed=5)
+    draft.initialize(ends, seed=6)
     found = draft(f, ends, objective)
     found.total.backward()
     out = {"total": found.total.detach(), "loss": found.loss_T, "correct": found.correct_T}
