@@ -327,13 +327,14 @@ class Comparison:
         if self.results.has("measured", name):
             return
         module, config = draft() if draft else None, self.decode.replace(**changes)
-        chosen = self.few() if few else list(range(len(self.questions)))
+        first = set(self.few())
+        chosen = sorted(first) if few else list(range(len(self.questions)))
         ids = [self.questions[i][1] for i in chosen]
         costs = self.cost(module, config)
         found, seconds = self._timed(ids, config, module)
         same = sum(g.tokens == self.alone[i] for g, i in zip(found, chosen, strict=True))
         stats, step = acceptance_stats(found), sum(costs.values())
-        some: list[Generation] = [g for g, i in zip(found, chosen, strict=True) if i in set(self.few())]
+        some: list[Generation] = [g for g, i in zip(found, chosen, strict=True) if i in first]
         self.results.add(
             "measured", name=name, decode=changes, **about, questions=len(ids), identical=same / len(ids),
             seconds_to_decode=seconds, tokens=sum(len(g.tokens) for g in found), overall=asdict(stats),

@@ -472,9 +472,9 @@ class _Engine:
     def _free(self, ended: list[int]) -> None:
         """Move the last running rows into the places of the ended ones."""
         self.ended += [(self.running[row].index, self.running[row].generation) for row in ended]
-        left = len(self.running) - len(ended)
+        left, gone = len(self.running) - len(ended), set(ended)
         target = [r for r in ended if r < left]
-        source = [r for r in range(left, len(self.running)) if r not in set(ended)]
+        source = [r for r in range(left, len(self.running)) if r not in gone]
         if source:
             move_rows(self.cache, source, target)
             for state in (self.tokens_BL, self.length_B, self.prompt_B, self.limit_B, self.uniform_BN3):

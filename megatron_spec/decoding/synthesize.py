@@ -267,8 +267,7 @@ def synthesize_to_file(
 
 def _merge(output: Path, prompts: Sequence[Prompt]) -> None:
     known = _known(output)
-    order = [p.identifier for p in prompts]
-    order += [i for i in known if i not in set(order)]  # of an earlier run over other prompts
+    order = dict.fromkeys([p.identifier for p in prompts] + list(known))  # behind them those of other prompts
     records = [known[i] for i in order if i in known]
     kept = [r for r in records if r["conversations"]]
     for record in records:
