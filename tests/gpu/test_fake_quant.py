@@ -5,21 +5,14 @@ On a machine without a GPU, TRITON_INTERPRET=1 runs the kernel itself on the CPU
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_spec import fake_quant
+from tests.gpu.interpreted import DEVICE, INTERPRETED, MARKS
 
-pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU (or TRITON_INTERPRET=1)"),
-]
+pytestmark = MARKS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -5,7 +5,6 @@ On a machine without a GPU, TRITON_INTERPRET=1 runs the kernels themselves on th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.interpreted import DEVICE, MARKS
 from tests.unit_tests.drafts import plain_kernels
 
-pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU (or TRITON_INTERPRET=1)"),
-]
+pytestmark = MARKS
 
 SEQUENCE, BATCH, STEPS = 5, 2, 4
 ROWS = SEQUENCE * BATCH
