@@ -1,4 +1,4 @@
-"""The kernels over vocabulary rows against the reference losses in fp64 with autograd: whole, in two shards, teacher."""
+"""The kernels over vocabulary rows against the reference losses in fp64 and autograd: whole, in two shards, teacher."""
 
 from __future__ import annotations
 
