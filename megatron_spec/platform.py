@@ -99,9 +99,10 @@ class _CpuMode(TorchFunctionMode):
 class _NoNvtx:
     """Stands in for torch.cuda.nvtx."""
 
-    def range_push(self, *_: Any) -> None: ...
-    def range_pop(self, *_: Any) -> None: ...
-    def mark(self, *_: Any) -> None: ...
+    def range_push(self, *_: Any) -> None:
+        """Nothing."""
+
+    range_pop = mark = range_push
 
 
 _active: _CpuMode | None = None

@@ -123,35 +123,35 @@ def pace(run: Comparison) -> int:
     return steps
 
 
-def ablation(run: Comparison, name: str, seed: int) -> None:
-    """EAGLE-3 trained with one setting changed, and measured."""
+def ablation(run: Comparison, name: str, seed: int, steps: int) -> None:
+    """EAGLE-3 trained with one setting changed for so many steps, and measured."""
     changes = ALL_SETTINGS[name]
     fields = {"fields": changes} if name in ARCHITECTURES else changes
     fresh = run.new("eagle3", f"ablation {name}{f' seed {seed}' if seed else ''}", seed=seed, **fields)
-    draft = run.trained(fresh, 0.0, run.args.lr, steps=pace(run))
+    draft = run.trained(fresh, 0.0, run.args.lr, steps=steps)
     run.measure(draft.name, lambda: run.module(draft), draft.about, few=True)
 
 
-def ablate(run: Comparison) -> None:
+def ablate(run: Comparison, steps: int) -> None:
     """EAGLE-3 with one setting changed at a time, equal data and steps; seed by seed."""
     names = dict.fromkeys(["defaults", *run.args.ablations])
     for seed in range(run.args.ablation_seeds):
         for name in names:
             if run.late(run.args.reserve):
                 return
-            ablation(run, name, seed)
+            ablation(run, name, seed, steps)
 
 
-def equal_steps(run: Comparison) -> None:
+def equal_steps(run: Comparison, steps: int) -> None:
     """The other drafts after as many steps as the ablations, and so as much data."""
     if run.late(run.args.reserve):
         return
-    ablation(run, "defaults", 0)
+    ablation(run, "defaults", 0, steps)
     for algorithm in HEADLINE[1:]:
         if run.late(run.args.reserve):
             return
         fresh = run.new(algorithm, f"equal steps {algorithm}")
-        draft = run.trained(fresh, 0.0, run.args.lr, steps=pace(run))
+        draft = run.trained(fresh, 0.0, run.args.lr, steps=steps)
         run.measure(draft.name, lambda draft=draft: run.module(draft), draft.about, few=True)
 
 
@@ -210,10 +210,11 @@ def main(args: argparse.Namespace) -> None:
         trained = compare_algorithms(run) if {"drafters", "lengths", "fp8"} & set(args.parts) else []
         if "lengths" in args.parts:
             vary_decoding(run, trained)
+        steps = pace(run) if {"ablations", "steps"} & set(args.parts) and not run.late(args.reserve) else 0
         if "ablations" in args.parts:
-            ablate(run)
+            ablate(run, steps)
         if "steps" in args.parts:
-            equal_steps(run)
+            equal_steps(run, steps)
         if "fp8" in args.parts:
             quantise(run, trained, train_on(run, trained))
     finally:

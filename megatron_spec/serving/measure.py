@@ -183,6 +183,7 @@ async def run_level(server: Server, prompts: Sequence[str], concurrency: int) ->
     waiting = iter(range(len(prompts)))
 
     async def work() -> None:
+        """Ask what is left."""
         for i in waiting:
             answers[i] = await server.ask(prompts[i])
 

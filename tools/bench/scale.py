@@ -31,17 +31,15 @@ from megatron_spec import distributed, presets
 from megatron_spec.batch import Batch
 from megatron_spec.chain.convert import new_draft
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
-from megatron_spec.config import BaseConfig, ObjectiveConfig, ParallelConfig, TrainConfig
+from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
 from megatron_spec.distributed import World
-from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.features.ahead import FeaturesAhead
 from megatron_spec.features.online import OnlineFeatures
-from megatron_spec.pipeline.model import FrozenBase
 from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
 from megatron_spec.training.step import Trainer
 from tools.bench import scale_proof
-from tools.bench.shapes import base_shape
+from tools.bench.random_models import base_shape, random_base, random_draft
 
 MODELS = {"8b": "llama-3.1-8b", "70b": "llama-3.1-70b"}
 SMALL = dict(
@@ -173,29 +171,15 @@ def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 # Throughput
 
 
-def random_base(config: BaseConfig, world: World, captures: tuple[int, ...], dtype: torch.dtype) -> FrozenBase:
-    """A base that was never trained."""
-    base = FrozenBase.build(config, world, captures, dtype)
-    with torch.no_grad():
-        for parameter in base.parameters():
-            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, 0.02)
-    return base
-
-
 def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
     """Tokens a second and GPU of the training loop's step, features drawn ahead across steps."""
     world, _ = start(layout)
     cuda = world.device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     config = base_shape("tiny" if args.tiny else MODELS[args.model])
-    draft_config = presets.eagle_config(config, overrides={"draft_vocab_size": 32000})
     torch.manual_seed(world.tp_rank)
-    base = random_base(config, world, draft_config.capture_layer_ids, dtype)
-    vocab = DraftVocab(torch.arange(32000) * 4, config.vocab_size)
-    draft = build_draft(draft_config, vocab, world, dtype)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, 0.02)
+    base = random_base(config, world, dtype)
+    draft = random_draft(config, world, 32000, dtype)
     train = TrainConfig(train_iters=10**6, bf16=cuda, use_distributed_optimizer=world.size > 1)
     ddp = wrap_ddp(draft, world, train)
     trainer = Trainer(world, ddp, *build_optimizer(ddp, world, train), base, ObjectiveConfig(ttt_steps=args.ttt_steps))
@@ -242,7 +226,7 @@ def say(world: World, entry: dict[str, Any]) -> None:
         print(json.dumps(entry), flush=True)
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Command line."""
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("layouts", nargs="*")
@@ -261,7 +245,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--steps", type=int, default=6)
     p.add_argument("--tiny", action="store_true")
     p.add_argument("--output", type=Path)
-    args = p.parse_args()
+    args = p.parse_args(argv)
     if args.tiny:
         args.seq_length, args.ttt_steps, args.steps, args.warmup = 64, 2, 2, 1
     if (args.gpus is None) == (not args.layouts):

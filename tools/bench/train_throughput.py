@@ -2,7 +2,7 @@
 
     python tools/bench/train_throughput.py --seq-length 4096 2048 --ttt-steps 7 3 --output bench.json
     python tools/bench/train_throughput.py --offline         # features from disk; the base does not run
-    python tools/bench/train_throughput.py --shape qwen3-8b  # another base (tools/bench/shapes.py)
+    python tools/bench/train_throughput.py --shape qwen3-8b  # another base (tools/bench/random_models.py)
     python tools/bench/train_throughput.py --plain           # the same in torch's own operations, for comparison
     python tools/bench/train_throughput.py --tiny            # in miniature, on a CPU
 
@@ -33,13 +33,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_spec import distributed, presets
+from megatron_spec import distributed
 from megatron_spec.batch import Batch
 from megatron_spec.config import BaseConfig, ObjectiveConfig, TrainConfig
 from megatron_spec.data.chat import Sample
 from megatron_spec.distributed import World
-from megatron_spec.drafts import build_draft, eagle
-from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.drafts import eagle
 from megatron_spec.features.ahead import FeaturesAhead
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.offline import OfflineFeatures, extract
@@ -48,7 +47,7 @@ from megatron_spec.features.store import FeatureStore, StoreManifest
 from megatron_spec.pipeline.model import FrozenBase
 from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
 from megatron_spec.training.step import Trainer
-from tools.bench.shapes import SHAPES, base_shape
+from tools.bench.random_models import SHAPES, base_shape, random_base, random_draft
 
 PEAK = 990e12
 """Dense bf16 FLOP/s of one H100 SXM."""
@@ -67,16 +66,6 @@ def standard_flops(base: BaseConfig, draft_vocab: int, captures: int, S: int, T:
     }
 
 
-def random_base(config: BaseConfig, world: World, dtype: torch.dtype, transformer_engine: bool = False) -> FrozenBase:
-    """A base that was never trained."""
-    captures = presets.default_capture_ids(config.num_layers)
-    base = FrozenBase.build(config, world, captures, dtype, transformer_engine=transformer_engine)
-    with torch.no_grad():
-        for parameter in base.parameters():
-            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, 0.02)
-    return base
-
-
 def supervised_batch(config: BaseConfig, B: int, S: int, device: torch.device, share: float = 1.0) -> Batch:
     """Random tokens; the last `share` of every row is one assistant turn."""
     positions = torch.arange(S).expand(B, S).contiguous()
@@ -87,12 +76,7 @@ def supervised_batch(config: BaseConfig, B: int, S: int, device: torch.device, s
 
 def build_trainer(base: FrozenBase, world: World, draft_vocab: int, T: int, dtype: torch.dtype) -> Trainer:
     """The draft with its optimizer, as finetune.py builds them."""
-    config = presets.eagle_config(base.config, overrides={"draft_vocab_size": draft_vocab})
-    vocab = DraftVocab(torch.arange(draft_vocab) * (base.config.vocab_size // draft_vocab), base.config.vocab_size)
-    draft = build_draft(config, vocab, world, dtype)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, 0.02)
+    draft = random_draft(base.config, world, draft_vocab, dtype)
     train = TrainConfig(train_iters=1000, bf16=dtype == torch.bfloat16)
     ddp = wrap_ddp(draft, world, train)
     optimizer, scheduler = build_optimizer(ddp, world, train)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from tools.bench import scale_proof
+from tools.bench import scale, scale_proof
 
 CHILD = """
 import json, sys
@@ -44,3 +45,10 @@ def test_every_parallelism_is_asked(gpus: int) -> None:
     for wanted in ("tp", "pp", "dp", "cp"):
         assert f"{wanted}{gpus}" in equal and any(name.startswith(wanted) for name in fast)
     assert f"tp{gpus}sp" in equal and f"tp{gpus}te" in equal and len(set(equal)) == len(equal)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the miniature is for a CPU")
+def test_throughput_in_miniature() -> None:
+    found = scale.speed("one", scale.parse(["one", "--tiny", "--no-equality"]))
+    assert found["tokens_per_second"] == found["tokens_per_second_per_gpu"] > 0
+    assert (found["model"], found["gpus"], found["seq_length"]) == ("tiny", 1, 64)

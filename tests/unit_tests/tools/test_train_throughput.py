@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tools.bench import train_throughput
-from tools.bench.shapes import SHAPES, base_shape
+from tools.bench.random_models import SHAPES, base_shape
 
 
 def test_counts_the_plain_algorithm() -> None:

@@ -1,10 +1,17 @@
-"""Shapes of bases that the benchmarks build with random weights (`BaseConfig`; figures of the models' config.json)."""
+"""Bases of known shapes (figures of the models' config.json) and their EAGLE-3 drafts, with random weights."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from megatron_spec import presets
 from megatron_spec.config import BaseConfig
+from megatron_spec.distributed import World
+from megatron_spec.drafts import build_draft
+from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.pipeline.model import FrozenBase
 
 _LLAMA: dict[str, Any] = dict(
     family="llama", vocab_size=128256, max_position_embeddings=131072, head_dim=128, num_key_value_heads=8,
@@ -40,3 +47,27 @@ SHAPES: dict[str, dict[str, Any]] = {
 def base_shape(name: str) -> BaseConfig:
     """One of `SHAPES`."""
     return BaseConfig.from_dict(SHAPES[name])
+
+
+def random_base(config: BaseConfig, world: World, dtype: torch.dtype, transformer_engine: bool = False) -> FrozenBase:
+    """A base that was never trained, with the captures of an EAGLE-3 draft."""
+    captures = presets.default_capture_ids(config.num_layers)
+    base = FrozenBase.build(config, world, captures, dtype, transformer_engine=transformer_engine)
+    _randomise(base)
+    return base
+
+
+def random_draft(base: BaseConfig, world: World, draft_vocab_size: int, dtype: torch.dtype) -> torch.nn.Module:
+    """An EAGLE-3 draft of a base; its tokens are spread over the base's vocabulary, at most all of them."""
+    size = min(draft_vocab_size, base.vocab_size)
+    config = presets.eagle_config(base, overrides={"draft_vocab_size": size})
+    vocab = DraftVocab(torch.arange(size) * (base.vocab_size // size), base.vocab_size)
+    draft = build_draft(config, vocab, world, dtype)
+    _randomise(draft)
+    return draft
+
+
+@torch.no_grad()
+def _randomise(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, 0.02)
