@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_spec import distributed, presets
+from megatron_spec.base.model import FrozenBase
 from megatron_spec.batch import Batch
 from megatron_spec.build import link, load_checkpoint
-from megatron_spec.chain.convert import new_draft
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference, inspect_base
 from megatron_spec.checkpoint.spec import CheckpointSpec, resolve
+from megatron_spec.commands.convert import new_draft
 from megatron_spec.config import (
     BaseConfig,
     DraftConfig,
@@ -36,16 +36,17 @@ from megatron_spec.config import (
     ParallelConfig,
     QuantConfig,
     UserError,
+    presets,
 )
-from megatron_spec.distributed import World
-from megatron_spec.drafts.base import Draft, DraftLosses
+from megatron_spec.drafts.contract import Draft, DraftLosses
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export import draft as export
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
-from megatron_spec.pipeline.model import FrozenBase
 from megatron_spec.quantization.attach import base_amax_state
 from megatron_spec.quantization.calibrate import LayerReport, calibrate
+from megatron_spec.runtime import distributed
+from megatron_spec.runtime.distributed import World
 
 
 @dataclass

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_spec.context import ContextShard
-from megatron_spec.platform import to_device
+from megatron_spec.runtime.context import ContextShard
+from megatron_spec.runtime.platform import to_device
 
 
 @dataclass

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
+from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base, load_ends
 from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec, read_spec, resolve
 from megatron_spec.config import UserError
-from megatron_spec.distributed import World
 from megatron_spec.drafts import build_draft
-from megatron_spec.drafts.base import Draft
+from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.files import read_json
-from megatron_spec.pipeline.model import FrozenBase
 from megatron_spec.quantization.attach import attach_quantizers, load_base_amax
+from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.files import read_json
 
 log = logging.getLogger(__name__)
 

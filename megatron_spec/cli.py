@@ -208,7 +208,7 @@ def run(parser: Parser, main: Callable[[argparse.Namespace], None], argv: Sequen
     args = parser.parse_args(argv)
     setup_logging()
     try:
-        from megatron_spec.platform import check_optional_packages
+        from megatron_spec.runtime.platform import check_optional_packages
 
         check_optional_packages()
         main(args)
@@ -233,12 +233,12 @@ def _leave(code: int, message: str, error: str = "") -> NoReturn:
         print(message if rank() == 0 else f"[rank {rank()}] {message}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    watching = sys.modules.get("megatron_spec.failure")
+    watching = sys.modules.get("megatron_spec.runtime.failure")
     if watching is not None:
         watching.leave((error or message)[:300] if code else None)
     if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         os._exit(code)  # do not wait in destructors for ranks that wait for us: torchrun ends them
-    started = sys.modules.get("megatron_spec.distributed")
+    started = sys.modules.get("megatron_spec.runtime.distributed")
     if started is not None:
         started.shutdown()
     sys.exit(code)

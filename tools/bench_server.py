@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_spec import cli
 from megatron_spec.config import UserError
-from megatron_spec.files import write_json
+from megatron_spec.runtime.files import write_json
 from megatron_spec.serving.measure import Level, Server, run_level, warm_up
 
 
@@ -105,7 +105,7 @@ async def measure(args: argparse.Namespace, prompts: list[str]) -> dict[str, Any
 
 def main(args: argparse.Namespace) -> None:
     """Read the prompts, measure, report. Raises UserError when a server does not answer."""
-    from megatron_spec.decoding.prompts import read_prompts
+    from megatron_spec.generation.prompts import read_prompts
 
     texts = [str(p.rounds[0][-1]["content"]) for p in read_prompts(args.data, args.num_prompts)]
     if args.temperature < 0 or args.warm_up < 0:

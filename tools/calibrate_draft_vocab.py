@@ -18,8 +18,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_spec import cli, files
+from megatron_spec import cli
 from megatron_spec.config import UserError
+from megatron_spec.runtime import files
 
 if TYPE_CHECKING:
     from megatron_spec.drafts.vocab import DraftVocab

@@ -13,7 +13,7 @@ import argparse
 import sys
 
 from megatron_spec import cli
-from megatron_spec.export.rules import check_folder
+from megatron_spec.export.check import check_folder
 
 
 def make_parser() -> cli.Parser:

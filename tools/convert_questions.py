@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_spec import cli
 from megatron_spec.config import UserError
-from megatron_spec.files import write_text
+from megatron_spec.runtime.files import write_text
 
 
 def make_parser() -> cli.Parser:
@@ -40,7 +40,7 @@ def make_parser() -> cli.Parser:
 
 def questions(args: argparse.Namespace) -> Iterator[str]:
     """The texts, in order."""
-    from megatron_spec.decoding.prompts import read_prompts
+    from megatron_spec.generation.prompts import read_prompts
 
     prompts = [p for p in read_prompts(args.data) if args.category in (None, p.category)]
     if not prompts:

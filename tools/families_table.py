@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_spec.base_models.families import FAMILIES, REFUSED  # noqa: E402
+from megatron_spec.families.families import FAMILIES, REFUSED  # noqa: E402
 
 RESULTS = ROOT / "tests" / "support_results.json"
 LAYOUTS = ("TP 2", "TP 2 SP", "PP 2", "EP 2")

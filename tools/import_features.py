@@ -41,7 +41,7 @@ def make_parser() -> cli.Parser:
 
 def main(args: argparse.Namespace) -> None:
     """Check and write. Raises UserError for dumps that do not fit."""
-    from megatron_spec.chain.import_features import import_features
+    from megatron_spec.commands.import_features import import_features
 
     names = ("final_norm", "seq_length", "base", "bf16", "features_dtype")
     options = {name: getattr(args, name) for name in names}

@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron_spec import cli
 from megatron_spec.config import UserError
-from megatron_spec.files import read_json, write_text
+from megatron_spec.runtime.files import read_json, write_text
 from megatron_spec.serving import sglang, trtllm, vllm
 from megatron_spec.serving.docker import docker_command
 from megatron_spec.serving.draft import Speculation, exported

@@ -22,7 +22,7 @@ def summary(path: Path) -> str:
 def tree() -> str:
     """Every source file of the package, the scripts and the tools, folder by folder."""
     lines: list[str] = []
-    for folder in ("megatron_spec", "examples/post_training", "tools"):
+    for folder in ("megatron_spec", "examples/post_training", "tools", "benchmarks"):
         paths = [p for p in sorted((ROOT / folder).rglob("*")) if p.suffix in (".py", ".sh")]
         parents = dict.fromkeys(p.parent for p in paths)
         for parent in sorted(parents, key=lambda p: (len(p.parts), p)):

@@ -91,8 +91,8 @@ def generate(args: argparse.Namespace) -> None:
     shard, extra = read_shard(args.shard), extra_body(args)
     from tqdm import tqdm
 
-    from megatron_spec.decoding.prompts import iter_prompts
-    from megatron_spec.decoding.server import ServerOptions, Totals, generate_from_server
+    from megatron_spec.generation.prompts import iter_prompts
+    from megatron_spec.generation.server import ServerOptions, Totals, generate_from_server
 
     sampling = {k: getattr(args, k) for k in ("temperature", "top_p", "max_tokens") if getattr(args, k) is not None}
     options = ServerOptions(

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_spec import cli
 from megatron_spec.config import UserError
-from megatron_spec.files import read_json, write_json
+from megatron_spec.runtime.files import read_json, write_json
 
 STAGES = (
     "synthesize", "calibrate_vocab", "convert", "finetune", "quantize", "qat", "export_bf16", "export",

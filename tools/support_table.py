@@ -1,4 +1,4 @@
-"""The README's table of layouts, from megatron_spec/support.py: python tools/support_table.py [--write]."""
+"""The README's table of layouts, from megatron_spec/planning/layouts.py: python tools/support_table.py [--write]."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_spec.support import table
+from megatron_spec.planning.layouts import table
 
 _PLACE = re.compile(r"(<!--support-->\n).*?(<!--/support-->)", re.DOTALL)
 

@@ -45,7 +45,7 @@ def parser() -> cli.Parser:
 
 
 def main(args: argparse.Namespace) -> None:
-    from megatron_spec.chain.convert import convert
+    from megatron_spec.commands.convert import convert
 
     names = ("eagle_config", "draft_vocab", "bf16", "seed")
     convert(

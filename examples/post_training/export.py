@@ -47,7 +47,7 @@ def parser() -> cli.Parser:
 
 
 def main(args: argparse.Namespace) -> None:
-    from megatron_spec.chain.export import ExportRun, export
+    from megatron_spec.commands.export import ExportRun, export
 
     export(
         ExportRun(

@@ -58,7 +58,7 @@ def parser() -> cli.Parser:
 
 
 def dry_run(args: argparse.Namespace) -> None:
-    from megatron_spec.chain.plan import Cluster, plan
+    from megatron_spec.commands.plan import Cluster, plan
 
     machines = {k: getattr(args, k) for k in ("num_nodes", "gpus_per_node", "gpu_memory_gib")}
     configs = (
@@ -73,8 +73,8 @@ def dry_run(args: argparse.Namespace) -> None:
 def main(args: argparse.Namespace) -> None:
     if args.dry_run:
         return dry_run(args)
-    from megatron_spec.chain.evaluate import EvalRequest
-    from megatron_spec.chain.finetune import FinetuneRun, finetune
+    from megatron_spec.commands.evaluate import EvalRequest
+    from megatron_spec.commands.finetune import FinetuneRun, finetune
 
     if bool(args.train_epochs) == bool(args.train_iters):
         raise UserError(

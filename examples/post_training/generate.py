@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> None:
     given = {} if args.max_draft_len is None else {"max_draft_len": args.max_draft_len}
     del args.max_draft_len
     decode = cli.config_from(DecodeConfig, args, **given)
-    from megatron_spec.chain.decode import generate
+    from megatron_spec.commands.decode import generate
 
     generate(
         args.data,

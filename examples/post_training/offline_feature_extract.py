@@ -42,7 +42,7 @@ def part(text: str) -> tuple[int, int]:
 
 
 def main(args: argparse.Namespace) -> None:
-    from megatron_spec.chain.features import extract_features
+    from megatron_spec.commands.features import extract_features
 
     names = ("seq_length", "micro_batch_size", "base", "tokenizer", "bf16", "features_dtype", "part")
     options = {name: getattr(args, name) for name in names}

@@ -41,7 +41,7 @@ def parser() -> cli.Parser:
 
 
 def main(args: argparse.Namespace) -> None:
-    from megatron_spec.chain.quantize import quantize
+    from megatron_spec.commands.quantize import quantize
 
     names = ("seq_length", "micro_batch_size", "base", "tokenizer", "bf16")
     quantize(

@@ -34,7 +34,7 @@ def parser() -> cli.Parser:
 
 
 def main(args: argparse.Namespace) -> None:
-    from megatron_spec.chain.decode import validate
+    from megatron_spec.commands.decode import validate
 
     validate(
         args.data,

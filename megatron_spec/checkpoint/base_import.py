@@ -13,13 +13,13 @@ from typing import Literal
 
 import torch
 
-from megatron_spec.base_models import read_base_config
+from megatron_spec.base.ends_only import EndsOnly
+from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint import huggingface, megatron
 from megatron_spec.checkpoint.fingerprint import fingerprint
 from megatron_spec.config import BaseConfig, UserError
-from megatron_spec.distributed import World
-from megatron_spec.pipeline.ends_only import EndsOnly
-from megatron_spec.pipeline.model import FrozenBase
+from megatron_spec.families import read_base_config
+from megatron_spec.runtime.distributed import World
 
 _COMPUTES = (
     "family", "hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_key_value_heads",

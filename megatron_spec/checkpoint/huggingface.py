@@ -13,15 +13,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_spec.base_models import is_ignorable, name_rules
-from megatron_spec.base_models.fields import fp8_block
-from megatron_spec.base_models.names import EVERYTHING, NameRule, hf_shapes, local_names, read_shard
+from megatron_spec.base import te_spec
+from megatron_spec.base.ends_only import EndsOnly
+from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint import block_fp8, mxfp4
 from megatron_spec.config import BaseConfig, UserError
-from megatron_spec.files import read_json
-from megatron_spec.pipeline import te_spec
-from megatron_spec.pipeline.ends_only import EndsOnly
-from megatron_spec.pipeline.model import FrozenBase
+from megatron_spec.families import is_ignorable, name_rules
+from megatron_spec.families.fields import fp8_block
+from megatron_spec.families.names import EVERYTHING, NameRule, hf_shapes, local_names, read_shard
+from megatron_spec.runtime.files import read_json
 
 log = logging.getLogger(__name__)
 

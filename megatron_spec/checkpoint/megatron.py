@@ -16,14 +16,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.safe_globals import SAFE_GLOBALS
 from torch import nn
 
-from megatron_spec.base_models import name_rules, parse_base_config
-from megatron_spec.base_models.megatron_args import config_from_args
-from megatron_spec.base_models.names import NameRule
+from megatron_spec.base.ends_only import EndsOnly
+from megatron_spec.base.model import FrozenBase
 from megatron_spec.config import BaseConfig, UserError
-from megatron_spec.distributed import World
-from megatron_spec.files import read_json
-from megatron_spec.pipeline.ends_only import EndsOnly
-from megatron_spec.pipeline.model import FrozenBase
+from megatron_spec.families import name_rules, parse_base_config
+from megatron_spec.families.megatron_args import config_from_args
+from megatron_spec.families.names import NameRule
+from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.files import read_json
 
 _POINTER = "latest_checkpointed_iteration.txt"
 _PREFIXES = ("", "module.", "model.")

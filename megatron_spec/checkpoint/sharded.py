@@ -20,10 +20,10 @@ from torch import nn
 from megatron_spec.checkpoint.background import BackgroundWriter
 from megatron_spec.checkpoint.spec import POINTER, CheckpointSpec, iteration_folder, latest_iteration
 from megatron_spec.config import UserError
-from megatron_spec.distributed import World
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.files import write_json, write_text
-from megatron_spec.provenance import write_run_json
+from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.files import write_json, write_text
+from megatron_spec.runtime.provenance import write_run_json
 
 
 def sharded_state(draft: nn.Module, world: World) -> dict[str, ShardedTensor]:

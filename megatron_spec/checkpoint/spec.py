@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_spec.config import BaseConfig, Config, EagleConfig, MedusaConfig, QuantConfig, UserError
-from megatron_spec.files import read_json
+from megatron_spec.runtime.files import read_json
 
 POINTER = "latest_checkpointed_iteration.txt"
 FORMAT_VERSION = 1

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from megatron_spec.batch import Batch
 from megatron_spec.config import UserError
-from megatron_spec.context import ContextShard
 from megatron_spec.data.chat import Sample
 from megatron_spec.data.packing import Rows, build_batch, pack
 from megatron_spec.data.tokenise import open_tokens
+from megatron_spec.runtime.context import ContextShard
 
 log = logging.getLogger(__name__)
 

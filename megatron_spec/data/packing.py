@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_spec.batch import Batch
-from megatron_spec.context import ContextShard
 from megatron_spec.data.chat import Sample
+from megatron_spec.runtime.context import ContextShard
 
 
 @dataclass(frozen=True)

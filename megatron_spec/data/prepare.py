@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from megatron_spec.config import UserError
 from megatron_spec.data.cleaning import CleanOptions, clean, is_held_out
-from megatron_spec.data.parallel import ordered_map, usable_cpus
 from megatron_spec.data.sources import Piece, Source
-from megatron_spec.files import read_json, write_json
+from megatron_spec.data.workers import ordered_map, usable_cpus
+from megatron_spec.runtime.files import read_json, write_json
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_spec.config import UserError
-from megatron_spec.files import read_json, write_json
+from megatron_spec.runtime.files import read_json, write_json
 
 FORMAT = 1
 _FILES = ("tokens", "lengths", "runs", "run_counts")

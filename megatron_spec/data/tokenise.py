@@ -23,9 +23,9 @@ import numpy as np
 
 from megatron_spec.config import UserError
 from megatron_spec.data.chat import ChatEncoder, numbered_lines, parse_line
-from megatron_spec.data.parallel import ordered_map, usable_cpus
 from megatron_spec.data.store import FORMAT, Block, StoreWriter, TokenStore, runs_of
-from megatron_spec.files import published_folder, read_json, sha256_of, write_json
+from megatron_spec.data.workers import ordered_map, usable_cpus
+from megatron_spec.runtime.files import published_folder, read_json, sha256_of, write_json
 
 log = logging.getLogger(__name__)
 

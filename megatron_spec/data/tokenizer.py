@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron_spec import files
 from megatron_spec.config import UserError
+from megatron_spec.runtime import files
 
 
 def load_tokenizer(folder: Path | str) -> Any:

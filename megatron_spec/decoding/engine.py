@@ -31,6 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_spec.base.model import FrozenBase
+from megatron_spec.base.schedule import run_base_everywhere
 from megatron_spec.batch import Batch
 from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.decoding import sampling
@@ -41,9 +43,7 @@ from megatron_spec.decoding.replay import Recorder, Replays, key_step, mapped, p
 from megatron_spec.decoding.tree import Tree, visible_slots
 from megatron_spec.decoding.verify import Drafted, Draws, Verdict, choose, verify
 from megatron_spec.ops.attention import AttentionPlan, KVCache
-from megatron_spec.pipeline.model import FrozenBase
-from megatron_spec.pipeline.schedule import run_base_everywhere
-from megatron_spec.platform import to_device
+from megatron_spec.runtime.platform import to_device
 
 PREFILL_TOKENS = 16384
 """Most prompt tokens (padding included) that one prefill forward reads: bounds its memory."""

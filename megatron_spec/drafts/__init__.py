@@ -9,8 +9,8 @@ from megatron_spec.config import DraftConfig
 if TYPE_CHECKING:
     import torch
 
-    from megatron_spec.distributed import World
     from megatron_spec.drafts.vocab import DraftVocab
+    from megatron_spec.runtime.distributed import World
 
 ALGORITHMS = ("eagle1", "eagle3", "eagle3.1", "eagle-mtp", "medusa")
 
@@ -20,8 +20,8 @@ def build_draft(config: DraftConfig, vocab: DraftVocab, world: World, dtype: tor
 
     Raises UserError for sizes that do not fit the parallel layout.
     """
-    from megatron_spec.drafts.eagle import EagleDraft
     from megatron_spec.drafts.eagle1 import Eagle1Draft
+    from megatron_spec.drafts.eagle3 import EagleDraft
     from megatron_spec.drafts.linear import Placement
     from megatron_spec.drafts.medusa import MedusaDraft
     from megatron_spec.drafts.mtp import MtpDraft

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig
-from megatron_spec.drafts.base import Attention, BaseEnds, DraftLosses
+from megatron_spec.drafts.contract import Attention, BaseEnds, DraftLosses
 from megatron_spec.drafts.layer import DraftLayer
 from megatron_spec.drafts.linear import Linear, Placement
 from megatron_spec.drafts.recurrent import SharedHeadDraft

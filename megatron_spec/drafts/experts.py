@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_spec.config import EagleConfig, MoeConfig
 from megatron_spec.drafts.linear import ColumnLinear, Placement, RowLinear, enter
-from megatron_spec.ops.routing import choose, rows_of_experts
+from megatron_spec.ops.moe import choose, rows_of_experts
 
 
 class Router(nn.Module):

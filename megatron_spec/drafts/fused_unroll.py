@@ -6,8 +6,8 @@ What is gained:
 - The embedding half of q, k and v depends on the token alone, so its projection is made once for all steps: step k
   reads rows j + k. The same holds for its backward.
 - Weight gradients are one product over the rows of many steps, summed in fp32 straight into `main_grad`.
-- Norms, rotary embedding, gate and branch attention are one pass over memory each (`ops/kernels.py`,
-  `ops/branch_kernels.py`); the gate's output is recomputed, and its input replaced by its gradient in place.
+- Norms, rotary embedding, gate and branch attention are one pass over memory each (`ops/kernels/rows.py`,
+  `ops/kernels/branch.py`); the gate's output is recomputed, and its input replaced by its gradient in place.
 - Only rows that some step supervises are written for the head, and steps after the first run on those rows alone
   where that saves enough.
 
@@ -37,15 +37,15 @@ from torch.autograd.function import once_differentiable
 
 from megatron_spec.batch import Batch
 from megatron_spec.config import DraftConfig, EagleConfig, UserError
-from megatron_spec.drafts.base import BaseEnds
+from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.unroll_steps import Steps
-from megatron_spec.estimate import MOST_WHOLE_ROWS, whole_rows_bytes
 from megatron_spec.ops.products import GradientSums, add_product, kernels_available
 from megatron_spec.ops.ttt_attention import TrunkLayout, trunk_backward, trunk_forward, trunk_layout
 from megatron_spec.ops.weight_products import WeightProducts
+from megatron_spec.planning.estimate import MOST_WHOLE_ROWS, whole_rows_bytes
 
 if TYPE_CHECKING:
-    from megatron_spec.drafts.eagle import EagleDraft
+    from megatron_spec.drafts.eagle3 import EagleDraft
 
 ROWS_AT_ONCE = 65536
 """Rows whose weight gradient is one product: bounds the memory of the backward at long sequences."""
@@ -166,7 +166,7 @@ class _Unroll:
         config, layer = draft.config, draft.midlayer
         self.attention: Any = layer.self_attn
         self.mlp: Any = layer.mlp
-        self.kernels, self.branch_kernels = kernels  # ops.kernels and ops.branch_kernels, which import Triton
+        self.kernels, self.branch_kernels = kernels  # ops.kernels.rows and ops.kernels.branch
         self.w, self.layout, self.eps, self.steps = weights, layout, config.rms_norm_eps, steps
         self.B, self.S = batch.tokens_BS.shape
         self.tp, self.sequence_parallel = draft.tp_group, draft.sequence_parallel
@@ -469,7 +469,8 @@ def fused_unroll(
         rows: int64 rows (s * B + b) that step k supervises, ascending.
         active: per step, ascending, the rows that some step from it on supervises.
     """
-    from megatron_spec.ops import branch_kernels, kernels
+    from megatron_spec.ops.kernels import branch
+    from megatron_spec.ops.kernels import rows as row_kernels
 
     weights = _Weights.of(draft)
     if draft.sequence_parallel:  # every rank finds the whole gradient, so each keeps its rows of it
@@ -479,6 +480,6 @@ def fused_unroll(
     hidden = hidden_SBH.flatten(0, 1).contiguous()
     layout = trunk_layout(batch.documents_BS, hidden.dtype, None, batch.single_document)
     steps = Steps(rows, active, len(hidden), COMPACT_BELOW)
-    work = _Unroll(draft, weights, hidden.detach(), batch, steps, ends, layout, (kernels, branch_kernels))
+    work = _Unroll(draft, weights, hidden.detach(), batch, steps, ends, layout, (row_kernels, branch))
     states = _FusedUnroll.apply(work, [len(r) for r in rows], hidden, *weights.all())  # type: ignore[no-untyped-call]
     return list(states)

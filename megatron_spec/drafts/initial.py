@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_spec.config import UserError
-from megatron_spec.drafts.base import BaseEnds
+from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.linear import enter
 from megatron_spec.drafts.teacher import restricted_head
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_spec.config import EagleConfig, MlaConfig
-from megatron_spec.drafts.base import Attention
+from megatron_spec.drafts.contract import Attention
 from megatron_spec.drafts.linear import ColumnLinear, Linear, Placement, RMSNorm, RowLinear, enter
 from megatron_spec.ops.rope import apply_rotary
 

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import mappings
 from torch import Tensor, nn
 
 from megatron_spec.config import EagleConfig, UserError
-from megatron_spec.drafts.base import Attention
+from megatron_spec.drafts.contract import Attention
 from megatron_spec.drafts.experts import MixtureOfExperts
 from megatron_spec.drafts.latent import LatentAttention
 from megatron_spec.drafts.linear import ColumnLinear, Placement, RMSNorm, RowLinear, enter

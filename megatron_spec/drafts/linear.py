@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import mappings
 from torch import Tensor, nn
 
 from megatron_spec.config import UserError
-from megatron_spec.drafts.base import mark_replicated, mark_sharded
+from megatron_spec.drafts.contract import mark_replicated, mark_sharded
 from megatron_spec.ops.embedding import embed
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import MedusaConfig, ObjectiveConfig, UserError
-from megatron_spec.drafts.base import BaseEnds, Draft, DraftLosses, shift
+from megatron_spec.drafts.contract import BaseEnds, Draft, DraftLosses, shift
 from megatron_spec.drafts.initial import set_parameters
 from megatron_spec.drafts.linear import ColumnLinear, Linear, Placement, copy_to_ranks, enter
 from megatron_spec.drafts.teacher import TeacherHead, restricted_head

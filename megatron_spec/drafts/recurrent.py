@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_spec.batch import Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
-from megatron_spec.drafts.base import Attention, BaseEnds, Draft, DraftLosses
+from megatron_spec.drafts.contract import Attention, BaseEnds, Draft, DraftLosses
 from megatron_spec.drafts.initial import initial_values, set_parameters
 from megatron_spec.drafts.layer import DraftLayer
 from megatron_spec.drafts.linear import Placement, enter

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_spec.drafts.base import BaseEnds
+from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.losses.vocab_parallel import Teacher, argmax_and_lse, argmax_over_ranks, kernels_run
 
@@ -150,7 +150,7 @@ class TeacherHead:
             yield F.linear(state, rows), argmax.to(rows.device)
 
     def _with_kernel(self, state_UH: Tensor, weight_VH: Tensor, temperature: float) -> Teacher:
-        from megatron_spec.losses.kernels import teacher_rows
+        from megatron_spec.ops.kernels.loss import teacher_rows
 
         logits = torch.empty(len(state_UH), len(self.vocab), dtype=weight_VH.dtype, device=weight_VH.device)
         chunk = max(1, KERNEL_CHUNK_BYTES // (weight_VH.shape[0] * weight_VH.element_size()))

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import Alignment, ObjectiveConfig
-from megatron_spec.drafts.base import Attention, DraftLosses, shift
+from megatron_spec.drafts.contract import Attention, DraftLosses, shift
 from megatron_spec.drafts.linear import copy_to_ranks, enter
 from megatron_spec.drafts.teacher import TeacherHead
 from megatron_spec.losses.vocab_parallel import Teacher, kernel_row_loss, row_losses
-from megatron_spec.ops.fused_head import StepRows, fused_head
+from megatron_spec.ops.head import StepRows, fused_head
 from megatron_spec.ops.rows import pick_rows
 from megatron_spec.ops.ttt_attention import TrainingTimeTest, trunk_layout
-from megatron_spec.platform import to_device
+from megatron_spec.runtime.platform import to_device
 
 Step = Callable[[Tensor, Tensor, Tensor, Attention], tuple[Tensor, Tensor]]
 """(hidden [S,B,H], embedding [S,B,H], positions [B,S], attention) -> (state fed back, state read by the head)."""

@@ -18,10 +18,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from megatron_spec.base_models import config_json, name_rules
-from megatron_spec.base_models.names import NameRule, hf_shapes, join_shards, local_names, to_hf
 from megatron_spec.config import BaseConfig, QuantConfig, UserError
-from megatron_spec.distributed import World
 from megatron_spec.export.common import (
     BaseLike,
     VerificationError,
@@ -33,9 +30,12 @@ from megatron_spec.export.common import (
 )
 from megatron_spec.export.quant_metadata import BASE_EXCLUDES, hf_quant_config, quantization_config
 from megatron_spec.export.stream import TensorWriter, write_stream
-from megatron_spec.fake_quant import quantize, scale_of
-from megatron_spec.files import read_json, write_json
-from megatron_spec.provenance import write_run_json
+from megatron_spec.families import config_json, name_rules
+from megatron_spec.families.names import NameRule, hf_shapes, join_shards, local_names, to_hf
+from megatron_spec.quantization.rounding import quantize, scale_of
+from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.files import read_json, write_json
+from megatron_spec.runtime.provenance import write_run_json
 
 log = logging.getLogger(__name__)
 

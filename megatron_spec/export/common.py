@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_spec.config import BaseConfig, UserError
-from megatron_spec.distributed import World
-from megatron_spec.export.own_module import file_name
-from megatron_spec.files import published_folder
+from megatron_spec.export.native_mtp import file_name
+from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.files import published_folder
 
 T = TypeVar("T")
 

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from megatron_spec.config import MedusaConfig, QuantConfig
-from megatron_spec.distributed import World
 from megatron_spec.export import eagle, medusa
 from megatron_spec.export.common import BaseLike
+from megatron_spec.runtime.distributed import World
 
 
 def export_draft(

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from megatron_spec.batch import Features
 from megatron_spec.config import EagleConfig, QuantConfig, UserError
-from megatron_spec.distributed import World
-from megatron_spec.drafts.base import BaseEnds
+from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.export import layout, own_module
+from megatron_spec.export import layout, native_mtp
 from megatron_spec.export.common import (
     BaseLike,
     copy_side_files,
@@ -33,9 +32,11 @@ from megatron_spec.export.common import (
 from megatron_spec.export.quant_metadata import DRAFT_EXCLUDES, hf_quant_config, quantization_config
 from megatron_spec.export.stream import TensorWriter, write_stream
 from megatron_spec.export.verify import verify_draft
-from megatron_spec.fake_quant import nvfp4, quantize, scale_of
-from megatron_spec.files import write_json
-from megatron_spec.provenance import write_run_json
+from megatron_spec.quantization import nvfp4
+from megatron_spec.quantization.rounding import quantize, scale_of
+from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.files import write_json
+from megatron_spec.runtime.provenance import write_run_json
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +157,7 @@ def _tensors(
     for name, parameter in parameters_by_file_name(draft):
         tensor = whole(parameter, world.tp)
         if first:
-            high = parse_dtype(own_module.dtype_of(name, dtype))
+            high = parse_dtype(native_mtp.dtype_of(name, dtype))
             yield from _encode(name, tensor, quantised.get(name.removesuffix(".weight")), high).items()
     for name in layout.end_shapes(config) if ends is not None else ():
         weight: Tensor = ends.embedding_weight if "embed" in name else ends.head_weight  # type: ignore[union-attr]
@@ -202,7 +203,7 @@ def _write(
     run_config: dict[str, Any] | None,
 ) -> None:
     copy_side_files(base.path, folder)
-    values = own_module.config_json(base.path, dtype) if config.of_base else None
+    values = native_mtp.config_json(base.path, dtype) if config.of_base else None
     values = values or layout.config_json(config, base.config, dtype)
     if exclude is not None:
         values["quantization_config"] = quantization_config(exclude, form=form)

@@ -15,8 +15,8 @@ import re
 from typing import Any
 
 from megatron_spec.config import BaseConfig, EagleConfig, RopeConfig, UserError
-from megatron_spec.export import own_module
-from megatron_spec.presets import default_capture_ids
+from megatron_spec.config.presets import default_capture_ids
+from megatron_spec.export import native_mtp
 
 ARCHITECTURES: dict[str, list[str]] = {
     "eagle1": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
@@ -94,7 +94,7 @@ def _outer_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
 def weight_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     """Every floating point tensor that is a parameter of the draft, with its shape in the file."""
     if config.of_base:
-        return own_module.weight_shapes(config)
+        return native_mtp.weight_shapes(config)
     shapes = _outer_shapes(config)
     for i, layer in enumerate(layer_names(config)):
         shapes |= {f"{layer}.{name}": shape for name, shape in _layer_shapes(config, i == 0).items()}
@@ -126,7 +126,7 @@ def expected_tensors(
             tensors[f"{linear}.weight_scale"] = ("float8_e4m3fn", (shape[0], shape[1] // 16))
             tensors[f"{linear}.weight_scale_2"] = ("float32", ())
             continue
-        tensors[name] = ("float8_e4m3fn" if linear in fp8 else own_module.dtype_of(name, dtype), shape)
+        tensors[name] = ("float8_e4m3fn" if linear in fp8 else native_mtp.dtype_of(name, dtype), shape)
         if linear in fp8:
             tensors[f"{linear}.weight_scale"] = ("float32", ())
             tensors[f"{linear}.input_scale"] = ("float32", ())
@@ -142,7 +142,7 @@ def expected_tensors(
 def end_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     """Tensors of the base that may be written too: its embedding, and beside its own prediction module its head."""
     if config.of_base:
-        return own_module.end_shapes(config)
+        return native_mtp.end_shapes(config)
     return {} if config.own_embedding else {"embed_tokens.weight": (config.vocab_size, config.target_hidden_size)}
 
 
@@ -234,8 +234,8 @@ def read_config_json(raw: dict[str, Any], num_base_layers: int) -> EagleConfig:
 
     Fields that only matter before training (initialisation) keep their defaults.
     """
-    if own_module.is_own_module(raw):
-        return own_module.read_config_json(raw)
+    if native_mtp.is_own_module(raw):
+        return native_mtp.read_config_json(raw)
     options = {name: bool(raw.get(name, False)) for name in OPTIONS}
     algorithm = _algorithm(raw, any(options.values()))
     same = (

@@ -11,23 +11,24 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megatron_spec.base_models import name_rules, parse_base_config
-from megatron_spec.base_models.names import EVERYTHING, NameRule
+from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
 from megatron_spec.checkpoint.fingerprint import fingerprint
 from megatron_spec.checkpoint.huggingface import HuggingFaceWeights, load_huggingface, weight_files
 from megatron_spec.config import BaseConfig, DraftConfig, EagleConfig, MedusaConfig, QuantConfig, QuantFormat, UserError
-from megatron_spec.distributed import World
 from megatron_spec.drafts import build_draft
-from megatron_spec.drafts.base import Draft
+from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export import layout, medusa
 from megatron_spec.export.common import shard
-from megatron_spec.export.own_module import file_name
-from megatron_spec.fake_quant import amax_of, dequantize, nvfp4, quantize
-from megatron_spec.files import read_json
-from megatron_spec.pipeline.model import FrozenBase
+from megatron_spec.export.native_mtp import file_name
+from megatron_spec.families import name_rules, parse_base_config
+from megatron_spec.families.names import EVERYTHING, NameRule
+from megatron_spec.quantization import nvfp4
 from megatron_spec.quantization.attach import KV_PLACE, attach_quantizers, input_place, load_base_amax
+from megatron_spec.quantization.rounding import amax_of, dequantize, quantize
+from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.files import read_json
 
 _FP8 = "hf_quant_config.json"
 

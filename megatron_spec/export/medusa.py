@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron_spec.config import BaseConfig, MedusaConfig, QuantConfig, UserError
-from megatron_spec.distributed import World
-from megatron_spec.drafts.base import BaseEnds
+from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.export.common import (
     BaseLike,
     VerificationError,
@@ -32,8 +31,9 @@ from megatron_spec.export.common import (
     whole,
 )
 from megatron_spec.export.stream import TensorFile, TensorWriter, write_stream
-from megatron_spec.files import read_json, write_json
-from megatron_spec.provenance import write_run_json
+from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.files import read_json, write_json
+from megatron_spec.runtime.provenance import write_run_json
 
 log = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_spec.base_models import read_base_config
 from megatron_spec.config import UserError
 from megatron_spec.export import layout
 from megatron_spec.export.common import VerificationError, copy_side_files
 from megatron_spec.export.stream import TensorFile, TensorWriter, plan_of
-from megatron_spec.files import read_json, write_json
+from megatron_spec.families import read_base_config
+from megatron_spec.runtime.files import read_json, write_json
 
 VERSION = "0.9.0"
 """Release of speculators whose format this is."""

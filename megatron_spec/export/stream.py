@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_spec.export.common import VerificationError, together
-from megatron_spec.files import write_json
+from megatron_spec.runtime.files import write_json
 
 Plan = Mapping[str, tuple[str, tuple[int, ...]]]
 """name -> (dtype in torch's spelling, shape)."""

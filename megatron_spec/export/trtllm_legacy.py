@@ -21,7 +21,7 @@ from megatron_spec.config import UserError
 from megatron_spec.export.common import VerificationError, copy_side_files
 from megatron_spec.export.medusa import WEIGHTS
 from megatron_spec.export.stream import TensorFolder, TensorWriter, plan_of
-from megatron_spec.files import read_json, write_json
+from megatron_spec.runtime.files import read_json, write_json
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 EXCLUDED = ["*lm_head*", "*vocab_embedding*", "*medusa_heads*"]

@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_spec.base.model import FrozenBase
+from megatron_spec.base.schedule import run_base_everywhere
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import BaseConfig, EagleConfig, UserError
-from megatron_spec.distributed import World
-from megatron_spec.drafts.base import BaseEnds, shift
+from megatron_spec.drafts.contract import BaseEnds, shift
 from megatron_spec.drafts.recurrent import SharedHeadDraft
 from megatron_spec.export import layout
 from megatron_spec.export.common import VerificationError, parameters_by_file_name, parse_dtype, shard, together
 from megatron_spec.export.load import ExportedFolder, load_exported_draft
-from megatron_spec.export.own_module import dtype_of
-from megatron_spec.fake_quant import scale_of
-from megatron_spec.files import read_json
+from megatron_spec.export.native_mtp import dtype_of
 from megatron_spec.ops.attention import AttentionPlan, attend
-from megatron_spec.pipeline.model import FrozenBase
-from megatron_spec.pipeline.schedule import run_base_everywhere
+from megatron_spec.quantization.rounding import scale_of
+from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.files import read_json
 
 _NOT_EXPORTED = {"initializer_range", "init_from_base_layer", "fc_init", "max_position_embeddings"}
 """Fields of EagleConfig that need not come back: three matter before training only, one may grow to the base's."""

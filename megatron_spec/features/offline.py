@@ -14,17 +14,17 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from megatron_spec.base.model import FrozenBase
+from megatron_spec.base.schedule import run_base
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import UserError
 from megatron_spec.data.loader import Dataset
 from megatron_spec.data.packing import build_batch
-from megatron_spec.distributed import World
 from megatron_spec.drafts.teacher import base_argmax
 from megatron_spec.features.base import check_count
 from megatron_spec.features.store import FeatureStore, FeatureWriter, SampleFeatures, StoreManifest
-from megatron_spec.pipeline.model import FrozenBase
-from megatron_spec.pipeline.schedule import run_base
-from megatron_spec.platform import to_device
+from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.platform import to_device
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_spec.base.model import FrozenBase
+from megatron_spec.base.schedule import Result, run_base
 from megatron_spec.batch import Batch, Features
 from megatron_spec.features.base import check_count
-from megatron_spec.pipeline.model import FrozenBase
-from megatron_spec.pipeline.schedule import Result, run_base
 
 
 class OnlineFeatures:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megatron_spec.config import Config, UserError
 from megatron_spec.data.chat import Sample
-from megatron_spec.files import read_json, write_json
+from megatron_spec.runtime.files import read_json, write_json
 
 FORMAT_VERSION = 2
 CONVENTION = "captures: layer outputs before any norm; state: after the base's final norm"

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_spec.context import ContextShard
-from megatron_spec.ops import chunked_attention
+from megatron_spec.ops import context_attention
+from megatron_spec.runtime.context import ContextShard
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class AttentionPlan:
     length: int = 0
     documents: Documents | None = None
     context: ContextShard | None = None
-    chunks: list[chunked_attention.Chunk] | None = None
+    chunks: list[context_attention.Chunk] | None = None
     _made: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -125,8 +125,8 @@ class AttentionPlan:
     def sharded(documents_BS: Tensor, context: ContextShard, dtype: torch.dtype) -> AttentionPlan:
         """Causal inside each document, for this rank's rows of sequences that several ranks share."""
         if documents_BS.is_cuda and dtype in (torch.bfloat16, torch.float16):
-            return AttentionPlan(context=context, chunks=chunked_attention.chunks_of(documents_BS, context))
-        return AttentionPlan(mask_B1SL=chunked_attention.visible(documents_BS, context), context=context)
+            return AttentionPlan(context=context, chunks=context_attention.chunks_of(documents_BS, context))
+        return AttentionPlan(mask_B1SL=context_attention.visible(documents_BS, context), context=context)
 
     @staticmethod
     def prefill(cache: KVCache, slots_BS: Tensor) -> AttentionPlan:
@@ -198,7 +198,7 @@ def attend(
         k_SBGD, v_SBGD = plan.context.gather(torch.cat([k_SBGD, v_SBGD], 2)).chunk(2, 2)
         if plan.chunks is not None:
             q, k, v = (x.transpose(0, 1) for x in (q_SBND, k_SBGD, v_SBGD))
-            return chunked_attention.forward(q, k, v, plan.chunks)[0].transpose(0, 1).reshape(S, B, N * D)
+            return context_attention.forward(q, k, v, plan.chunks)[0].transpose(0, 1).reshape(S, B, N * D)
     if plan.documents is not None:
         return causal_attention(q_SBND, k_SBGD, v_SBGD, plan.documents).reshape(S, B, N * D)
     if plan.cache is not None:
@@ -287,7 +287,7 @@ def _flash_variant(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, plan: Attenti
         assert plan.chunks is not None
         k_SBGD, v_SBGD = plan.context.gather(k_SBGD), plan.context.gather(v_SBGD)
         q, k, v = (x.transpose(0, 1) for x in (q_SBND, k_SBGD, v_SBGD))
-        out, lse, _ = chunked_attention.forward(q, k, v, plan.chunks, scale=variant.scale, window=window)
+        out, lse, _ = context_attention.forward(q, k, v, plan.chunks, scale=variant.scale, window=window)
     else:
         documents = plan.documents or Documents.of(torch.arange(B, device=q_SBND.device)[:, None].expand(B, S))
         flat = (x.transpose(0, 1).reshape(B * S, -1, D) for x in (q_SBND, k_SBGD, v_SBGD))

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_spec.context import ContextShard
-from megatron_spec.ops import chunked_attention
+from megatron_spec.ops import context_attention
 from megatron_spec.ops.attention import Documents, cudnn_runs
 from megatron_spec.ops.rows import pick_rows
+from megatron_spec.runtime.context import ContextShard
 
 _flash_cuda = torch.ops.aten._flash_attention_forward
 _flash_cuda_backward = torch.ops.aten._flash_attention_backward
@@ -56,7 +56,7 @@ class TrunkLayout:
     starts: Tensor | None = None
     longest: int = 0
     context: ContextShard | None = None
-    chunks: list[chunked_attention.Chunk] | None = None
+    chunks: list[context_attention.Chunk] | None = None
 
 
 def trunk_layout(
@@ -72,9 +72,9 @@ def trunk_layout(
     """
     if context is not None:
         if _flash_can_run(documents_BS.device, dtype, 64):
-            return TrunkLayout(context=context, chunks=chunked_attention.chunks_of(documents_BS, context))
-        seen = chunked_attention.visible(documents_BS, context)
-        return TrunkLayout(bias_B1SS=chunked_attention.bias(seen, dtype), context=context)
+            return TrunkLayout(context=context, chunks=context_attention.chunks_of(documents_BS, context))
+        seen = context_attention.visible(documents_BS, context)
+        return TrunkLayout(bias_B1SS=context_attention.bias(seen, dtype), context=context)
     if int(documents_BS.max()) <= 0 if single_document is None else single_document:
         return TrunkLayout()
     B, S = documents_BS.shape
@@ -114,7 +114,7 @@ def _trunk(q: Tensor, k: Tensor, v: Tensor, layout: TrunkLayout) -> tuple[Tensor
     if not _flash_can_run(q.device, q.dtype, q.shape[-1]):
         return (*_plain_trunk(q, k, v, layout), ())
     if layout.chunks is not None:
-        return chunked_attention.forward(q, k, v, layout.chunks)
+        return context_attention.forward(q, k, v, layout.chunks)
     B, S, N, D = q.shape
     if layout.starts is None and cudnn_runs(q):
         heads_first = (x.transpose(1, 2) for x in (q, k, v))
@@ -140,7 +140,7 @@ def _trunk_backward(
     if not _flash_can_run(q.device, q.dtype, q.shape[-1]):
         return _plain_trunk_backward(do, q, k, v, o, lse, layout)
     if layout.chunks is not None:
-        return chunked_attention.backward(do, q, k, v, o, lse, rng, layout.chunks)
+        return context_attention.backward(do, q, k, v, o, lse, rng, layout.chunks)
     B, S, N, D = q.shape
     if layout.starts is None and cudnn_runs(q):
         heads_first = (x.transpose(1, 2) for x in (do, q, k, v, o))

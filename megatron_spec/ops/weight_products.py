@@ -1,7 +1,7 @@
 """A weight as the unroll of a draft uses it: the same products, forward and backward, at every step.
 
 In bf16, or with both operands rounded to real fp8 (E4M3, one scale per row of the input and per channel of the weight,
-`ops/fp8.py`): the weight is rounded once per micro-batch, along each of its sides. Weight gradients stay in bf16.
+`ops/kernels/fp8.py`): the weight is rounded once per micro-batch, along each of its sides. Weight gradients stay bf16.
 
 R rows, H inputs, O outputs.
 """
@@ -22,7 +22,7 @@ class WeightProducts:
     def __init__(self, weight_OH: Tensor, fp8: bool = False) -> None:
         self.weight, self.fp8 = weight_OH, fp8
         if fp8:
-            from megatron_spec.ops.fp8 import quantize
+            from megatron_spec.ops.kernels.fp8 import quantize
 
             self._by_output, self._by_input = quantize(weight_OH), quantize(weight_OH.t())
 
@@ -30,7 +30,7 @@ class WeightProducts:
         """x W^T [R, O]."""
         if not self.fp8:
             return torch.mm(x_RH, self.weight.t(), out=out)
-        from megatron_spec.ops import fp8
+        from megatron_spec.ops.kernels import fp8
 
         return fp8.product(fp8.quantize(x_RH), self._by_output, x_RH.dtype, out=out)
 
@@ -38,7 +38,7 @@ class WeightProducts:
         """d W [R, H], the gradient of the input."""
         if not self.fp8:
             return torch.mm(d_RO, self.weight, out=out)
-        from megatron_spec.ops import fp8
+        from megatron_spec.ops.kernels import fp8
 
         # Sums of gradients are taken in full: the fast way keeps 14 bits of a partial sum.
         return fp8.product(fp8.quantize(d_RO), self._by_input, d_RO.dtype, out=out, fast=False)

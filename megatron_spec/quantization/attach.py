@@ -18,10 +18,10 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from megatron_spec.base_models import name_rules
+from megatron_spec.base.modules import ReplicatedLinear
 from megatron_spec.config import DraftConfig, EagleConfig, QuantConfig, UserError
-from megatron_spec.fake_quant import nvfp4
-from megatron_spec.pipeline.modules import ReplicatedLinear
+from megatron_spec.families import name_rules
+from megatron_spec.quantization import nvfp4
 from megatron_spec.quantization.quantizer import Mode, SharedInput, TensorQuantizer
 
 log = logging.getLogger(__name__)

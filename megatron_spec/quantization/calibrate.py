@@ -18,8 +18,7 @@ from tqdm import tqdm
 
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import ObjectiveConfig, QuantConfig, UserError
-from megatron_spec.distributed import World
-from megatron_spec.drafts.base import BaseEnds, Draft
+from megatron_spec.drafts.contract import BaseEnds, Draft
 from megatron_spec.quantization.attach import (
     attach_quantizers,
     base_linears,
@@ -30,6 +29,7 @@ from megatron_spec.quantization.attach import (
 )
 from megatron_spec.quantization.quantizer import Mode, TensorQuantizer
 from megatron_spec.quantization.report import LayerReport, lines_of
+from megatron_spec.runtime.distributed import World
 
 log = logging.getLogger(__name__)
 

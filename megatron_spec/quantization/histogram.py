@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_spec.fake_quant import round_trip
+from megatron_spec.quantization.rounding import round_trip
 
 BINS = 1 << 15
 """Bit patterns of a bfloat16 without its sign."""

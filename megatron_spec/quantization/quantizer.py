@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_spec.config import UserError
-from megatron_spec.fake_quant import RoundedOnce, fake_quant, round_trip_
 from megatron_spec.quantization import histogram
+from megatron_spec.quantization.rounding import RoundedOnce, fake_quant, round_trip_
 
 
 class Mode(Enum):

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_spec.files import write_json, write_text
 from megatron_spec.quantization.quantizer import TensorQuantizer
+from megatron_spec.runtime.files import write_json, write_text
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_spec.config import UserError
-from megatron_spec.files import read_json
+from megatron_spec.runtime.files import read_json
 
 Method = Literal["eagle3", "eagle", "medusa", "ngram", "draft_target", "mtp"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import UserError
-from megatron_spec.files import published_folder, write_json, write_text
+from megatron_spec.runtime.files import published_folder, write_json, write_text
 from megatron_spec.serving.draft import Speculation
 
 IMAGE = "vllm/vllm-openai:latest"

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from megatron_spec.config import TrainConfig, UserError
 from megatron_spec.data.loader import BatchLoader
-from megatron_spec.distributed import World
 from megatron_spec.features.ahead import FeaturesAhead
 from megatron_spec.features.base import FeatureSource
-from megatron_spec.platform import to_device
+from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.platform import to_device
 from megatron_spec.training.metrics import name_metrics
 from megatron_spec.training.step import StepResult, Trainer
 from megatron_spec.training.tracking import Progress, Tracker

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_spec.drafts.base import DraftLosses
-from megatron_spec.files import write_text
+from megatron_spec.drafts.contract import DraftLosses
+from megatron_spec.runtime.files import write_text
 
 
 def pack(losses: DraftLosses) -> Tensor:

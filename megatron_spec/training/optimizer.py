@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megatron_spec.config import TrainConfig
-from megatron_spec.distributed import World
+from megatron_spec.runtime.distributed import World
 
 
 def wrap_ddp(draft: nn.Module, world: World, train: TrainConfig) -> DistributedDataParallel:

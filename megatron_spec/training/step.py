@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatron_spec.batch import Features
 from megatron_spec.config import ObjectiveConfig
-from megatron_spec.distributed import World
-from megatron_spec.drafts.base import BaseEnds
+from megatron_spec.drafts.contract import BaseEnds
+from megatron_spec.runtime.distributed import World
 from megatron_spec.training.metrics import pack, reduce_sums
 from megatron_spec.training.optimizer import finish_gradients
 

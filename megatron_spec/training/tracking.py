@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import UserError
-from megatron_spec.files import write_text
+from megatron_spec.runtime.files import write_text
 from megatron_spec.training.metrics import truncate_log
 
 log = logging.getLogger(__name__)

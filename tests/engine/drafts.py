@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_spec import distributed
+from megatron_spec.base.model import FrozenBase
 from megatron_spec.batch import Batch, Features
 from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
 from megatron_spec.config import DecodeConfig, ObjectiveConfig
-from megatron_spec.decoding.acceptance import AcceptanceStats, acceptance_stats
+from megatron_spec.config.presets import default_capture_ids, eagle_config, medusa_config, objective_for
 from megatron_spec.decoding.engine import decode
-from megatron_spec.distributed import World
 from megatron_spec.drafts import build_draft
-from megatron_spec.drafts.base import Draft
+from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.evaluation.acceptance import AcceptanceStats, acceptance_stats
 from megatron_spec.features.online import OnlineFeatures
-from megatron_spec.pipeline.model import FrozenBase
-from megatron_spec.presets import default_capture_ids, eagle_config, medusa_config, objective_for
+from megatron_spec.runtime import distributed
+from megatron_spec.runtime.distributed import World
 
 K = 3
 """Tokens drafted per step."""

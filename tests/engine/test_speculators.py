@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from megatron_spec.export import speculators
 from megatron_spec.export.draft import export_draft
 from tests.engine.conftest import engine_python, run_worker
-from tests.unit_tests.pipeline.tiny import save_tiny
+from tests.unit_tests.base.tiny import save_tiny
 from tests.unit_tests.quantization.tiny import make, world_of
 
 pytestmark = pytest.mark.engine

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron_spec.config import ObjectiveConfig, QuantConfig
-from megatron_spec.drafts.base import Draft
+from megatron_spec.drafts.contract import Draft
 from megatron_spec.export import speculators
 from megatron_spec.export.base import export_base
 from megatron_spec.export.draft import export_draft
@@ -24,7 +24,7 @@ from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.quantization.calibrate import calibrate
 from tests.engine.conftest import ROOT, engine_python, run_worker
 from tests.engine.drafts import K, Setting, answered, base_logprobs, first_logits, ours, setting, train, train_on
-from tests.unit_tests.pipeline.tiny import save_tiny
+from tests.unit_tests.base.tiny import save_tiny
 from tools import get_smollm2
 
 pytestmark = pytest.mark.engine

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_spec.chain.convert import DraftRequest
+from megatron_spec.commands.convert import DraftRequest
 from megatron_spec.config import UserError
 from tests.functional_tests.workshop import SCRIPTS, make_base, refuse, write_conversations
 from tests.worlds import run_world
@@ -27,11 +27,11 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 def chain(root: str, name: str) -> dict[str, Any]:
     """All steps for one algorithm; what was reported on the way."""
-    from megatron_spec.chain.convert import convert
-    from megatron_spec.chain.decode import validate
-    from megatron_spec.chain.export import ExportRun, export
-    from megatron_spec.chain.finetune import FinetuneRun, finetune
-    from megatron_spec.chain.quantize import quantize
+    from megatron_spec.commands.convert import convert
+    from megatron_spec.commands.decode import validate
+    from megatron_spec.commands.export import ExportRun, export
+    from megatron_spec.commands.finetune import FinetuneRun, finetune
+    from megatron_spec.commands.quantize import quantize
     from megatron_spec.config import DecodeConfig, ObjectiveConfig, ParallelConfig, TrainConfig
 
     here, data = f"{root}/{name}", f"{root}/train.jsonl"
@@ -161,8 +161,8 @@ def trained_in(root: str, layouts: tuple[dict[str, Any], ...]) -> list[dict[str,
     """Losses and gradient norms of short runs of the drafts that have something of their own: noise, other heads."""
     from megatron.core import parallel_state
 
-    from megatron_spec.chain.convert import convert
-    from megatron_spec.chain.finetune import FinetuneRun, finetune
+    from megatron_spec.commands.convert import convert
+    from megatron_spec.commands.finetune import FinetuneRun, finetune
     from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
 
     found = []

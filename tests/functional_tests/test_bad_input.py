@@ -17,7 +17,7 @@ from tests.worlds import run_world
 
 
 def make_draft(root: str) -> None:
-    from megatron_spec.chain.convert import convert
+    from megatron_spec.commands.convert import convert
 
     convert(f"{root}/base", f"{root}/draft", eagle_config=f"{root}/eagle.json")
 
@@ -59,7 +59,7 @@ def in_process(action: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 
 def convert(place: Path, save: Path, eagle: dict[str, Any], **kwargs: Any) -> str:
-    from megatron_spec.chain.convert import convert as run
+    from megatron_spec.commands.convert import convert as run
 
     config = save.parent / "eagle.json"
     config.write_text(json.dumps(eagle))
@@ -104,10 +104,10 @@ def test_layouts_that_do_not_fit(place: Path, tmp_path: Path, sizes: dict[str, i
 
 
 def test_draft_keys_that_tensor_parallelism_cannot_split(place: Path) -> None:
-    from megatron_spec.base_models import read_base_config
-    from megatron_spec.chain.convert import check_draft_parallel
+    from megatron_spec.commands.convert import check_draft_parallel
     from megatron_spec.config import ParallelConfig
-    from megatron_spec.presets import eagle_config
+    from megatron_spec.config.presets import eagle_config
+    from megatron_spec.families import read_base_config
 
     base = read_base_config(place / "base").replace(vocab_size=96)
     sizes = {"capture_layer_ids": [0], "num_attention_heads": 3, "num_key_value_heads": 1}
@@ -121,8 +121,8 @@ def test_draft_keys_that_tensor_parallelism_cannot_split(place: Path) -> None:
 
 
 def finetune(place: Path, tmp_path: Path, **changes: Any) -> str:
-    from megatron_spec.chain.finetune import FinetuneRun
-    from megatron_spec.chain.finetune import finetune as run
+    from megatron_spec.commands.finetune import FinetuneRun
+    from megatron_spec.commands.finetune import finetune as run
     from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
 
     values: dict[str, Any] = dict(
@@ -156,7 +156,7 @@ def finetune_message(place: str, tmp_path: str) -> str:
 
 
 def test_output_of_another_run_is_not_overwritten(place: Path, tmp_path: Path) -> None:
-    from megatron_spec.chain.convert import convert as run
+    from megatron_spec.commands.convert import convert as run
 
     assert "not empty" in in_process(run, str(place / "base"), str(place / "draft"))
     (tmp_path / "run").mkdir()
@@ -166,7 +166,7 @@ def test_output_of_another_run_is_not_overwritten(place: Path, tmp_path: Path) -
 
 
 def test_quantising_twice_is_refused(place: Path, tmp_path: Path) -> None:
-    from megatron_spec.chain.quantize import quantize
+    from megatron_spec.commands.quantize import quantize
 
     shutil.copytree(place / "draft", tmp_path / "quantised")
     path = tmp_path / "quantised" / "iter_0000000" / "spec.json"
@@ -200,7 +200,7 @@ def test_numbers_and_flags_without_sense(script: str, flags: tuple[object, ...],
 
 
 def test_quantisation_policy_from_a_file(tmp_path: Path) -> None:
-    from megatron_spec.chain.quantize import PRESETS, quant_policy
+    from megatron_spec.commands.quantize import PRESETS, quant_policy
 
     file = tmp_path / "quant.json"
 
@@ -227,7 +227,7 @@ def test_quantisation_policy_from_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_bad_data_names_file_and_line(place: Path, tmp_path: Path, line: str, expected: str) -> None:
-    from megatron_spec.chain.data import open_dataset
+    from megatron_spec.commands.data import open_dataset
 
     good = (place / "train.jsonl").read_text().splitlines()
     data = tmp_path / "data.jsonl"

@@ -24,8 +24,8 @@ def prepare(here: Path) -> None:
 
 
 def train(here: Path, save: str, iterations: int, evaluated: bool = True, **options: Any) -> bool:
-    from megatron_spec.chain.evaluate import EvalRequest
-    from megatron_spec.chain.finetune import FinetuneRun, finetune
+    from megatron_spec.commands.evaluate import EvalRequest
+    from megatron_spec.commands.finetune import FinetuneRun, finetune
 
     evaluation = EvalRequest(str(here / "held_out.jsonl"), EVERY, 4, 2, 6) if evaluated else EvalRequest()
     return finetune(FinetuneRun(
@@ -44,7 +44,7 @@ def read(here: Path, save: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from megatron_spec.chain.convert import convert
+    from megatron_spec.commands.convert import convert
 
     folder = Path(tmp_path_factory.mktemp("evaluated"))
     torch.set_num_threads(1)
@@ -63,8 +63,8 @@ def test_acceptance_is_measured_on_time_and_at_the_end(here: Path) -> None:
 
 
 def test_the_best_is_a_checkpoint_and_accepts_as_noted(here: Path, tmp_path: Path) -> None:
-    from megatron_spec.chain.decode import validate
     from megatron_spec.checkpoint.spec import read_spec, resolve
+    from megatron_spec.commands.decode import validate
     from megatron_spec.config import DecodeConfig
 
     best = json.loads((here / "run" / "best" / "acceptance.json").read_text())
@@ -109,7 +109,7 @@ def test_several_ranks_measure_the_same(here: Path, layout: dict[str, int]) -> N
 
 
 def test_what_cannot_be_measured_is_refused(here: Path) -> None:
-    from megatron_spec.chain.evaluate import EvalRequest
+    from megatron_spec.commands.evaluate import EvalRequest
 
     data = str(here / "held_out.jsonl")
     for evaluation, options, message in (

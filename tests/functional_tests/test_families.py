@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from megatron_spec import distributed
+from megatron_spec.runtime import distributed
 from tests.functional_tests.workshop import run_here, write_conversations
 from tests.support_results import same_as_committed
-from tests.unit_tests.base_models.families import MODELS, save
 from tests.unit_tests.data.chat_fixtures import CHATML_MARKED, make_tokenizer
+from tests.unit_tests.families.families import MODELS, save
 
 FAMILIES = [name for name in MODELS if " " not in name]
 ALGORITHMS = ("eagle1", "eagle3", "eagle-mtp", "medusa")

@@ -20,7 +20,7 @@ def write_dumps(root: Path) -> None:
     """A file per conversation, as a transformers script would write it: raw lengths, both formats in turn."""
     from transformers import AutoModelForCausalLM
 
-    from megatron_spec.chain.data import open_dataset
+    from megatron_spec.commands.data import open_dataset
 
     model = AutoModelForCausalLM.from_pretrained(root / "base").eval()
     last: list[torch.Tensor] = []
@@ -45,7 +45,7 @@ def write_dumps(root: Path) -> None:
 
 
 def tune(root: Path, save: str, **source: Any) -> list[float]:
-    from megatron_spec.chain.finetune import FinetuneRun, finetune
+    from megatron_spec.commands.finetune import FinetuneRun, finetune
     from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
 
     train = TrainConfig(train_iters=3, global_batch_size=4, micro_batch_size=2, lr=3e-3, lr_decay_style="constant")
@@ -58,8 +58,8 @@ def tune(root: Path, save: str, **source: Any) -> list[float]:
 
 
 def everything(folder: str) -> dict[str, Any]:
-    from megatron_spec.chain.convert import convert
-    from megatron_spec.chain.import_features import import_features
+    from megatron_spec.commands.convert import convert
+    from megatron_spec.commands.import_features import import_features
     from megatron_spec.config import UserError
 
     root = Path(folder)

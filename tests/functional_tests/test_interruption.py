@@ -18,7 +18,7 @@ from tests.worlds import run_world
 # finetune.py as it stands, over features (one micro-batch a step) that send a signal to their own process in step 2
 INTERRUPTED = """
 import runpy, signal, sys
-import megatron_spec.chain.finetune as chain
+import megatron_spec.commands.finetune as chain
 
 number = getattr(signal, sys.argv[1])
 
@@ -38,7 +38,7 @@ runpy.run_path("examples/post_training/finetune.py", run_name="__main__")
 
 
 def convert(root: str) -> None:
-    from megatron_spec.chain.convert import convert as run
+    from megatron_spec.commands.convert import convert as run
 
     run(f"{root}/base", f"{root}/draft", eagle_config=f"{root}/eagle.json")
 
@@ -94,7 +94,7 @@ def test_a_run_that_was_killed_before_its_first_save_starts_over(root: Path) -> 
 def again(
     root: Path, data: str = "train.jsonl", seq_length: int = 64, save: str = "run", **changes: Any
 ) -> tuple[Path, bool]:
-    from megatron_spec.chain.finetune import FinetuneRun, check_before_loading
+    from megatron_spec.commands.finetune import FinetuneRun, check_before_loading
     from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
 
     objective = ObjectiveConfig(ttt_steps=changes.pop("ttt_steps", 2))

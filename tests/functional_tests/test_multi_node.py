@@ -20,8 +20,8 @@ SLURM = ROOT / "examples" / "post_training" / "slurm"
 
 def convert_and_train(root: Path) -> None:
     """A fresh draft, and two steps in this process."""
-    from megatron_spec.chain.convert import convert
-    from megatron_spec.chain.finetune import FinetuneRun, finetune
+    from megatron_spec.commands.convert import convert
+    from megatron_spec.commands.finetune import FinetuneRun, finetune
     from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
 
     convert(f"{root}/base", f"{root}/draft", eagle_config=f"{root}/eagle.json")

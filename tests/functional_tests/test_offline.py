@@ -25,7 +25,7 @@ def tune(
     from megatron.core import parallel_state
 
     import megatron_spec.build as build
-    from megatron_spec.chain.finetune import FinetuneRun, finetune
+    from megatron_spec.commands.finetune import FinetuneRun, finetune
     from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
 
     parallel_state.destroy_model_parallel()
@@ -50,8 +50,8 @@ def tune(
 
 
 def one_rank(root: str) -> dict[str, Any]:
-    from megatron_spec.chain.convert import convert
-    from megatron_spec.chain.features import extract_features
+    from megatron_spec.commands.convert import convert
+    from megatron_spec.commands.features import extract_features
 
     convert(f"{root}/base", f"{root}/draft", eagle_config=f"{root}/eagle.json")
     common: dict[str, Any] = dict(seq_length=96, micro_batch_size=2)
@@ -76,7 +76,7 @@ def four_ranks(root: str) -> dict[str, Any]:
     """Extraction and training under another layout each."""
     from megatron.core import parallel_state
 
-    from megatron_spec.chain.features import extract_features
+    from megatron_spec.commands.features import extract_features
     from megatron_spec.config import ParallelConfig
 
     parallel_state.destroy_model_parallel()
@@ -137,7 +137,7 @@ def test_fp8_features_are_near(runs: tuple[Path, dict[str, list[float]]]) -> Non
 def test_what_does_not_fit_is_refused(
     runs: tuple[Path, dict[str, list[float]]], changes: dict[str, Any], message: str
 ) -> None:
-    from megatron_spec.chain.finetune import FinetuneRun, check_before_loading
+    from megatron_spec.commands.finetune import FinetuneRun, check_before_loading
     from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig, UserError
 
     root, _ = runs

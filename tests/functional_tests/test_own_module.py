@@ -14,20 +14,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_spec import distributed, presets
+from megatron_spec.base.schedule import run_base
 from megatron_spec.batch import Batch
 from megatron_spec.build import load_checkpoint
-from megatron_spec.chain.convert import convert, first_draft
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
-from megatron_spec.config import UserError
+from megatron_spec.commands.convert import convert, first_draft
+from megatron_spec.config import UserError, presets
 from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.export.check import check_folder
 from megatron_spec.export.load import load_exported_draft
-from megatron_spec.export.rules import check_folder
 from megatron_spec.ops.attention import AttentionPlan, attend
-from megatron_spec.pipeline.schedule import run_base
+from megatron_spec.runtime import distributed
 from tests.functional_tests.workshop import run_here, write_conversations
-from tests.unit_tests.base_models.families import PredictionModule, save, tokens, with_module
 from tests.unit_tests.data.chat_fixtures import CHATML_MARKED, make_tokenizer
+from tests.unit_tests.families.families import PredictionModule, save, tokens, with_module
 
 ASKED = dict(eagle_algorithm="eagle-mtp", mtp_from_base=True)
 

@@ -17,9 +17,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {"one stage": {}, "two stages": {"pipeline_
 
 def steps(root: str, layout: str) -> dict[str, Any]:
     """Metrics of two steps over all conversations, one in a row and packed, and the rows that packing needs."""
-    from megatron_spec.chain.convert import convert
-    from megatron_spec.chain.data import open_dataset
-    from megatron_spec.chain.finetune import FinetuneRun, finetune
+    from megatron_spec.commands.convert import convert
+    from megatron_spec.commands.data import open_dataset
+    from megatron_spec.commands.finetune import FinetuneRun, finetune
     from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
     from megatron_spec.data.packing import pack
 

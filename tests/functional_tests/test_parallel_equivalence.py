@@ -11,7 +11,7 @@ import torch
 
 from megatron_spec.batch import Batch
 from tests.tiny import make_batch, save_llama, save_mixtral
-from tests.unit_tests.base_models.families import save_with_module
+from tests.unit_tests.families.families import save_with_module
 from tests.worlds import run_world
 
 D, ROWS, LENGTH, MICRO_BATCHES = 40, 2, 24, 12
@@ -89,7 +89,7 @@ def batches_of(case: Case) -> list[Batch]:
 
 
 def new_config(base: Any, algorithm: str) -> Any:
-    from megatron_spec import presets
+    from megatron_spec.config import presets
 
     if algorithm == "medusa":
         return presets.medusa_config(base, num_heads=3)
@@ -105,13 +105,13 @@ def run_case(folders: dict[str, str], case: Case) -> dict[str, Any]:
     """One optimizer step in the layout of `case`."""
     from megatron.core import parallel_state
 
-    from megatron_spec import distributed
-    from megatron_spec.chain.convert import first_draft
     from megatron_spec.checkpoint.base_import import inspect_base, load_base
+    from megatron_spec.commands.convert import first_draft
     from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
     from megatron_spec.drafts.vocab import DraftVocab
     from megatron_spec.features.ahead import FeaturesAhead
     from megatron_spec.features.online import OnlineFeatures
+    from megatron_spec.runtime import distributed
     from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
     from megatron_spec.training.step import Trainer
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from megatron_spec.chain.export import ExportRun, export
-from megatron_spec.chain.finetune import FinetuneRun, check_before_loading
-from megatron_spec.chain.quantize import quant_policy
+from megatron_spec.commands.export import ExportRun, export
+from megatron_spec.commands.finetune import FinetuneRun, check_before_loading
+from megatron_spec.commands.quantize import quant_policy
 from megatron_spec.config import ObjectiveConfig, ParallelConfig, QuantConfig, TrainConfig, UserError
-from megatron_spec.export.rules import check_folder
+from megatron_spec.export.check import check_folder
 from tests.functional_tests.workshop import make_base, write_conversations
 from tests.worlds import run_world
 
@@ -42,9 +42,9 @@ def losses(root: Path, save: str) -> list[float]:
 
 
 def chain(place: str) -> dict[str, Any]:
-    from megatron_spec.chain.convert import convert
-    from megatron_spec.chain.finetune import finetune
-    from megatron_spec.chain.quantize import quantize
+    from megatron_spec.commands.convert import convert
+    from megatron_spec.commands.finetune import finetune
+    from megatron_spec.commands.quantize import quantize
 
     root = Path(place)
     common = {"samples": 4, "seq_length": 96, "micro_batch_size": 2, "objective": GOAL}

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_spec import distributed
 from megatron_spec.config import DecodeConfig, ParallelConfig
+from megatron_spec.runtime import distributed
 from tests.worlds import run_world
 from tools import get_smollm2
 
@@ -30,10 +30,10 @@ def _tokens() -> Tensor:
 @torch.no_grad()
 def _logits(folder: str, parallel: ParallelConfig) -> Tensor:
     """[B, S, V] as this layout computes them."""
+    from megatron_spec.base.schedule import run_base_everywhere
     from megatron_spec.batch import Batch
     from megatron_spec.checkpoint.base_import import inspect_base, load_base
     from megatron_spec.ops.attention import AttentionPlan
-    from megatron_spec.pipeline.schedule import run_base_everywhere
 
     world = distributed.initialize(parallel)
     base = load_base(inspect_base(folder), world)

@@ -17,7 +17,7 @@ TOTAL, HALF = 6, 3
 
 
 def convert(root: str) -> None:
-    from megatron_spec.chain.convert import convert as run
+    from megatron_spec.commands.convert import convert as run
 
     run(f"{root}/base", f"{root}/draft", eagle_config=f"{root}/eagle.json")
 
@@ -26,7 +26,7 @@ def tune(root: str, save: str, iterations: int, tp: int = 1, pp: int = 1, cp: in
     """One finetune run of `iterations` out of TOTAL, in this process's world."""
     from megatron.core import parallel_state
 
-    from megatron_spec.chain.finetune import FinetuneRun, finetune
+    from megatron_spec.commands.finetune import FinetuneRun, finetune
     from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
 
     parallel_state.destroy_model_parallel()
@@ -78,8 +78,8 @@ def parameters(checkpoint: str) -> dict[str, torch.Tensor]:
     """The draft of the latest iteration, in one process."""
     from megatron.core import parallel_state
 
-    from megatron_spec import distributed
     from megatron_spec.build import load_checkpoint
+    from megatron_spec.runtime import distributed
 
     parallel_state.destroy_model_parallel()
     draft = load_checkpoint(checkpoint, distributed.initialize()).draft

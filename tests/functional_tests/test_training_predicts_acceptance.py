@@ -18,9 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_spec import presets
 from megatron_spec.batch import Batch, Features
-from megatron_spec.config import DecodeConfig, ObjectiveConfig
+from megatron_spec.config import DecodeConfig, ObjectiveConfig, presets
 from tests.functional_tests.workshop import WORDS, make_base
 
 STEPS = 3
@@ -35,10 +34,10 @@ ITERATIONS = {"eagle3": 70, "eagle1": 120, "eagle-mtp": 90}
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A base in float64 (no rounding decides an argmax), ragged prompts and its greedy answers."""
-    from megatron_spec import distributed
     from megatron_spec.checkpoint.base_import import inspect_base, load_base
     from megatron_spec.data.tokenizer import load_tokenizer
     from megatron_spec.decoding.engine import decode
+    from megatron_spec.runtime import distributed
 
     torch.set_num_threads(1)
     folder = make_base(Path(tmp_path_factory.mktemp("predicts")) / "base")
@@ -52,7 +51,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def text_features(base: Any, prompt: list[int], answer: list[int]) -> Features:
     """What the base says on one text, of which the answer is supervised."""
-    from megatron_spec.pipeline.schedule import run_base
+    from megatron_spec.base.schedule import run_base
 
     tokens_BS = torch.tensor([prompt + answer])
     S = tokens_BS.shape[1]
@@ -94,16 +93,16 @@ def partly_trained(place: Any, kind: str) -> Any:
 @torch.no_grad()
 def hits(place: Any, draft: Any, features: Features, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """bool [T, S]: in the training forward the best token of row j at step k is t_{j+2+k}."""
-    from megatron_spec.drafts import eagle, recurrent
+    from megatron_spec.drafts import eagle3, recurrent
 
     seen: list[Any] = []
-    original = eagle.head_losses
+    original = eagle3.head_losses
 
     def note(states: list[Tensor], weight_DH: Tensor, plan: Any, *others: Any) -> Any:
         seen.append((states, weight_DH, plan))
         return original(states, weight_DH, plan, *others)
 
-    for module in (eagle, recurrent):
+    for module in (eagle3, recurrent):
         monkeypatch.setattr(module, "head_losses", note)
     draft(features, place.base, ObjectiveConfig(ttt_steps=STEPS, in_vocab_only=False))
     monkeypatch.undo()
@@ -134,8 +133,8 @@ def predicted_lengths(hits_TS: Tensor, prompt: int) -> list[int]:
 def test_accepted_lengths_are_those_that_training_predicts(
     place: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_spec.decoding.acceptance import acceptance_stats
     from megatron_spec.decoding.engine import decode
+    from megatron_spec.evaluation.acceptance import acceptance_stats
 
     draft = partly_trained(place, kind)
     found = decode(place.base, place.prompts, CONFIG, set(), draft=draft)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_spec.context import ContextShard
-from megatron_spec.ops import chunked_attention
-from tests.unit_tests.ops.test_chunked_attention import documents, plain
+from megatron_spec.ops import context_attention
+from megatron_spec.runtime.context import ContextShard
+from tests.unit_tests.ops.test_context_attention import documents, plain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -25,11 +25,11 @@ def test_chunks_equal_masked_attention(packed: bool, rank: int) -> None:
     q = torch.randn(B, S, N, D, device="cuda", dtype=torch.bfloat16)[:, shard.rows(S, "cuda")]
     k, v = (torch.randn(B, S, G, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     do = torch.randn_like(q)
-    chunks = chunked_attention.chunks_of(documents_BS, shard)
-    o, lse, rng = chunked_attention.forward(q, k, v, chunks)
-    grads = chunked_attention.backward(do, q, k, v, o, lse, rng, chunks)
+    chunks = context_attention.chunks_of(documents_BS, shard)
+    o, lse, rng = context_attention.forward(q, k, v, chunks)
+    grads = context_attention.backward(do, q, k, v, o, lse, rng, chunks)
     wide = [x.float().requires_grad_() for x in (q, k, v)]
-    o_plain, lse_plain = plain(*wide, chunked_attention.visible(documents_BS, shard))
+    o_plain, lse_plain = plain(*wide, context_attention.visible(documents_BS, shard))
     expected = torch.autograd.grad(o_plain, wide, do.float())
     for found, true in zip((o, lse, *grads), (o_plain, lse_plain, *expected), strict=True):
         assert float((found.float() - true).norm() / true.norm()) < 1e-2

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_spec import presets
-from megatron_spec.chain.convert import new_draft
-from megatron_spec.config import DecodeConfig
+from megatron_spec.commands.convert import new_draft
+from megatron_spec.config import DecodeConfig, presets
 from megatron_spec.decoding.costs import Costs
 from megatron_spec.decoding.engine import decode
 from megatron_spec.decoding.replay import CudaRecorder

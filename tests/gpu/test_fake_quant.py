@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_spec import fake_quant
+from megatron_spec.quantization import rounding
 from tests.gpu.interpreted import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
@@ -33,11 +33,11 @@ def cases(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("amax", [448.0, 3.3, 1e-6, 1e-44, 0.0, 1e5])
 def test_equal_bits(dtype: torch.dtype, amax: float) -> None:
-    from megatron_spec.fake_quant import kernels
+    from megatron_spec.ops.kernels import rounding as kernels
 
     x, limit = cases(dtype), torch.tensor(amax, device=DEVICE)
     found, inside = kernels.round_trip(x, limit, with_mask=True)
-    expected = fake_quant.round_trip(x, limit)
+    expected = rounding.round_trip(x, limit)
     assert torch.equal(found.isnan(), expected.isnan())
     as_integer = torch.int32 if dtype == torch.float32 else torch.int16
     same = found.view(as_integer) == expected.view(as_integer)
@@ -56,9 +56,9 @@ def test_fake_quant_takes_the_kernel(clipped: bool, monkeypatch: pytest.MonkeyPa
     weight = torch.randn_like(x)
     results = []
     for use in (True, False):
-        monkeypatch.setattr(fake_quant, "_has_triton", lambda use=use: use)
+        monkeypatch.setattr(rounding, "_has_triton", lambda use=use: use)
         leaf = x.clone().requires_grad_()
-        out = fake_quant.fake_quant(leaf, amax, clipped)
+        out = rounding.fake_quant(leaf, amax, clipped)
         (out * weight).sum().backward()
         results.append((out.detach(), leaf.grad))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])

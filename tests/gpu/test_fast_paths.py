@@ -12,21 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_spec import distributed, presets
+from megatron_spec.base import te_spec
+from megatron_spec.base.fast_forward import run_in_fp8
+from megatron_spec.base.model import FrozenBase
+from megatron_spec.base.schedule import run_base
 from megatron_spec.batch import Batch, Features
-from megatron_spec.config import BaseConfig, ObjectiveConfig, QuantConfig, UserError
-from megatron_spec.drafts import build_draft, eagle, fused_unroll
-from megatron_spec.drafts.base import DraftLosses
-from megatron_spec.drafts.eagle import EagleDraft
+from megatron_spec.config import BaseConfig, ObjectiveConfig, QuantConfig, UserError, presets
+from megatron_spec.drafts import build_draft, eagle3, fused_unroll
+from megatron_spec.drafts.contract import DraftLosses
+from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.losses import vocab_parallel
-from megatron_spec.ops import attention, reference
+from megatron_spec.ops import attention, plain
 from megatron_spec.ops.ttt_attention import merged_attention, trunk_layout
-from megatron_spec.pipeline import te_spec
-from megatron_spec.pipeline.fast_forward import run_in_fp8
-from megatron_spec.pipeline.model import FrozenBase
-from megatron_spec.pipeline.schedule import run_base
 from megatron_spec.quantization.attach import attach_quantizers, draft_linears
+from megatron_spec.runtime import distributed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -150,10 +150,10 @@ def compare_unrolls(objective: ObjectiveConfig, packed: bool, monkeypatch: pytes
     captures, state = run_base(ends, [batch])[0]
     features = Features(batch, captures, state)
     inner, taken = fused_unroll.fused_unroll, []
-    monkeypatch.setattr(eagle, "fused_unroll", lambda *a: taken.append(1) or inner(*a))
+    monkeypatch.setattr(eagle3, "fused_unroll", lambda *a: taken.append(1) or inner(*a))
     fused, fused_grads = train_once(make_draft(torch.bfloat16), features, ends, objective)
     assert taken == [1]
-    monkeypatch.setattr(eagle, "can_fuse", lambda *_: False)
+    monkeypatch.setattr(eagle3, "can_fuse", lambda *_: False)
     monkeypatch.setattr(vocab_parallel, "kernels_run", lambda *_: False)
     _, plain_grads = train_once(make_draft(torch.bfloat16), features, ends, objective)
     wide = Features(batch, captures.float(), state.float())
@@ -186,10 +186,10 @@ def test_fused_unroll_of_a_quantised_draft(compact: bool, monkeypatch: pytest.Mo
     captures, state = run_base(ends, [batch])[0]
     features, wide = Features(batch, captures, state), Features(batch, captures.float(), state.float())
     inner, taken = fused_unroll.fused_unroll, []
-    monkeypatch.setattr(eagle, "fused_unroll", lambda *a: taken.append(1) or inner(*a))
+    monkeypatch.setattr(eagle3, "fused_unroll", lambda *a: taken.append(1) or inner(*a))
     fused, fused_grads = train_once(quantised(make_draft(torch.bfloat16)), features, ends, objective)
     assert taken == [1]
-    monkeypatch.setattr(eagle, "can_fuse", lambda *_: False)
+    monkeypatch.setattr(eagle3, "can_fuse", lambda *_: False)
     _, plain_grads = train_once(quantised(make_draft(torch.bfloat16)), features, ends, objective)
     exact, exact_grads = train_once(quantised(make_draft(torch.float32)), wide, ends_fp32, objective)
     assert distance(fused.total, exact.total) < 1e-2 and distance(fused.loss_T, exact.loss_T) < 1e-2
@@ -220,7 +220,7 @@ def test_teacher_kernel(temperature: float) -> None:
 @pytest.mark.parametrize("kl", [False, True])
 def test_loss_kernels_of_two_shards(kl: bool) -> None:
     """The kernels of a split vocabulary, one GPU playing both ranks, against those of a whole one."""
-    from megatron_spec.losses import kernels as loss_kernels
+    from megatron_spec.ops.kernels import loss as loss_kernels
 
     generator = torch.Generator().manual_seed(6)
     R, D, U = 33, 10_000, 20
@@ -305,7 +305,7 @@ def test_merged_attention(cudnn: bool, head_dim: int) -> None:
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
     pairs = [(wide[f"k{i}"], wide[f"v{i}"]) for i in range(branches + 1)]
-    expected = reference.merged_attention(wide["q0"], pairs[0], pairs[1:], documents)
+    expected = plain.merged_attention(wide["q0"], pairs[0], pairs[1:], documents)
     expected.backward(grad.float())
     assert distance(out, expected) < 1e-2
     for name, tensor in x.items():
@@ -336,7 +336,7 @@ def test_fp8_kernels() -> None:
     """Rows are rounded to the nearest E4M3 value under their own scale, and products are those of the rounded rows."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs fp8 tensor cores")
-    from megatron_spec.ops import fp8
+    from megatron_spec.ops.kernels import fp8
 
     generator = torch.Generator().manual_seed(0)
     x, delta, gate_up, weight = (

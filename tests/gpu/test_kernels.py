@@ -43,7 +43,7 @@ def agree(run: Callable[[Any], list[Tensor]], module: Any) -> None:
 @pytest.mark.parametrize("compact", [False, True])
 def test_branches(heads: tuple[int, int, int], compact: bool) -> None:
     """Merged output and log-sum-exp; gradients of queries, and of keys and values, written and added to."""
-    from megatron_spec.ops import branch_kernels
+    from megatron_spec.ops.kernels import branch
 
     N, G, D = heads
     rows, place = (len(PLACES), torch.tensor(PLACES, device=DEVICE)) if compact else (ROWS, None)
@@ -61,14 +61,14 @@ def test_branches(heads: tuple[int, int, int], compact: bool) -> None:
             module.merge_backward(q, out, do, lse, k, v, dq0, dq, dk, dv, first, place)
         return [out, lse, dq, dk, dv]
 
-    agree(run, branch_kernels)
+    agree(run, branch)
 
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("compact", [False, True])
 def test_rotary(heads: tuple[int, int, int], compact: bool) -> None:
     """Projection plus that of the embedding -> q, k, v; and their gradients back."""
-    from megatron_spec.ops import kernels
+    from megatron_spec.ops.kernels import rows as kernels
 
     N, G, D = heads
     rows, place = (len(PLACES), torch.tensor(PLACES, device=DEVICE)) if compact else (ROWS, None)
@@ -89,7 +89,7 @@ def test_rotary(heads: tuple[int, int, int], compact: bool) -> None:
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotary_of_a_projection_by_groups(heads: tuple[int, int, int], normed: bool) -> None:
     """Columns in the order of megatron-core's linear_qkv give what they give in the other order; norms of heads."""
-    from megatron_spec.ops import kernels
+    from megatron_spec.ops.kernels import rows as kernels
 
     N, G, D = heads
     draw = make(2)
@@ -114,7 +114,7 @@ def test_rotary_of_a_projection_by_groups(heads: tuple[int, int, int], normed: b
 @pytest.mark.parametrize("compact", [False, True])
 def test_norms(width: int, compact: bool) -> None:
     """A sum under two norms at once, some rows of the second left out, and backward."""
-    from megatron_spec.ops import kernels
+    from megatron_spec.ops.kernels import rows as kernels
 
     order = [3, -1, 0, 2, -1, 1, 4, -1, 5, 6] if compact else list(range(ROWS))
     place = torch.tensor(order, dtype=torch.int32, device=DEVICE)
@@ -135,7 +135,7 @@ def test_norms(width: int, compact: bool) -> None:
 
 @pytest.mark.parametrize("width", [48, 1536])
 def test_gate(width: int) -> None:
-    from megatron_spec.ops import kernels
+    from megatron_spec.ops.kernels import rows as kernels
 
     def run(module: Any) -> list[Tensor]:
         draw = make(4)
@@ -151,7 +151,7 @@ def test_gate(width: int) -> None:
 @pytest.mark.parametrize("compact", [False, True])
 def test_shifted_sum(compact: bool) -> None:
     """Gradients of the embedding's projection, from all steps that read it."""
-    from megatron_spec.ops import kernels
+    from megatron_spec.ops.kernels import rows as kernels
 
     later = len(PLACES) if compact else ROWS
     place = torch.full((ROWS,), -1, dtype=torch.int32, device=DEVICE)

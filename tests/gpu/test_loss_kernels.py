@@ -39,7 +39,7 @@ def exact(x: dict[str, Tensor], kind: str) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", ["soft_ce", "kl"])
 def test_whole_rows(kind: str) -> None:
-    from megatron_spec.losses import kernels
+    from megatron_spec.ops.kernels import loss as kernels
 
     x = example()
     best = x["logits"].argmax(1)
@@ -54,7 +54,7 @@ def test_whole_rows(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["soft_ce", "kl"])
 def test_two_shards(kind: str) -> None:
     """The same from two halves of the vocabulary, which agree on a row's log-sum-exp in between."""
-    from megatron_spec.losses import kernels
+    from megatron_spec.ops.kernels import loss as kernels
 
     x = example()
     loss, overlap, gradient = exact(x, kind)
@@ -73,7 +73,7 @@ def test_two_shards(kind: str) -> None:
 
 
 def test_teacher_of_a_reduced_vocabulary() -> None:
-    from megatron_spec.losses import kernels
+    from megatron_spec.ops.kernels import loss as kernels
 
     whole, ids = draw(R, V), torch.arange(1, V, 2, device=DEVICE)[:4400]  # two blocks of draft ids, some tokens apart
     draft_ids = torch.full((V,), -1, dtype=torch.int64, device=DEVICE)

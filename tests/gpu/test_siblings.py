@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_spec import distributed, presets
 from megatron_spec.batch import Batch, Features
-from megatron_spec.config import BaseConfig, DraftConfig, ObjectiveConfig
+from megatron_spec.config import BaseConfig, DraftConfig, ObjectiveConfig, presets
 from megatron_spec.drafts import build_draft
-from megatron_spec.drafts.base import DraftLosses
+from megatron_spec.drafts.contract import DraftLosses
 from megatron_spec.drafts.eagle1 import feature_noise
 from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.runtime import distributed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

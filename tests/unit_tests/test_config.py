@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_spec import presets
-from megatron_spec.config import BaseConfig, DecodeConfig, EagleConfig, RopeConfig, TrainConfig, UserError
+from megatron_spec.config import BaseConfig, DecodeConfig, EagleConfig, RopeConfig, TrainConfig, UserError, presets
 
 LLAMA3 = RopeConfig(
     theta=5e5, type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,

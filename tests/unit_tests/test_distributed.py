@@ -6,7 +6,7 @@ import os
 
 import torch.distributed as dist
 
-from megatron_spec import distributed
+from megatron_spec.runtime import distributed
 
 
 def test_a_world_of_one_leaves_the_environment_alone() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_spec.config import UserError
-from megatron_spec.files import published_folder
+from megatron_spec.runtime.files import published_folder
 
 
 def test_leftovers_of_killed_runs_go_and_others_stay(tmp_path: Path) -> None:

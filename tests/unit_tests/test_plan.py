@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_spec import presets
-from megatron_spec.chain.plan import Cluster, plan
-from megatron_spec.config import BaseConfig, ObjectiveConfig, ParallelConfig, TrainConfig, UserError
-from megatron_spec.estimate import GIB, Place, draft_parameters, flops_per_token, memory
+from megatron_spec.commands.plan import Cluster, plan
+from megatron_spec.config import BaseConfig, ObjectiveConfig, ParallelConfig, TrainConfig, UserError, presets
+from megatron_spec.planning.estimate import GIB, Place, draft_parameters, flops_per_token, memory
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA_405B = {
@@ -86,9 +85,9 @@ def test_work_is_that_of_the_published_figures() -> None:
 def test_parameters_are_counted_as_they_are(algorithm: str) -> None:
     import torch
 
-    from megatron_spec import distributed
     from megatron_spec.drafts import build_draft
     from megatron_spec.drafts.vocab import DraftVocab
+    from megatron_spec.runtime import distributed
 
     base = LLAMA_8B.replace(
         hidden_size=32, intermediate_size=48, num_layers=8, num_attention_heads=4, num_key_value_heads=2, head_dim=8,

@@ -9,7 +9,7 @@ from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, 
 from megatron_spec.decoding.options import check_options, decoding_type, read_choices
 
 if TYPE_CHECKING:
-    from megatron_spec.pipeline.model import FrozenBase
+    from megatron_spec.base.model import FrozenBase
 
 __all__ = ["Context", "Drafter", "Observation", "Proposal", "build_drafter"]
 
@@ -64,7 +64,7 @@ def _without_draft(draft: Any, base: FrozenBase, config: DecodeConfig) -> Drafte
 
         assert config.drafter is not None
         return user_drafter(config.drafter, base, config)
-    from megatron_spec.pipeline.model import FrozenBase
+    from megatron_spec.base.model import FrozenBase
 
     if kind in (None, "DraftTarget") and isinstance(draft, FrozenBase):
         from megatron_spec.decoding.drafters.draft_target import DraftTargetDrafter

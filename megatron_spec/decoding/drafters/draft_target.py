@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_spec.base.schedule import run_base_everywhere
 from megatron_spec.batch import Batch
 from megatron_spec.config import UserError
 from megatron_spec.decoding import sampling
 from megatron_spec.decoding.cache import move_rows, rows_view
 from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, Proposal
 from megatron_spec.ops.attention import AttentionPlan
-from megatron_spec.pipeline.schedule import run_base_everywhere
 
 if TYPE_CHECKING:
-    from megatron_spec.pipeline.model import FrozenBase
+    from megatron_spec.base.model import FrozenBase
 
 PROBES = (
     "Hello, world!",

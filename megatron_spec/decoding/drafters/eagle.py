@@ -28,7 +28,7 @@ from megatron_spec.drafts.recurrent import RecurrentDraft
 from megatron_spec.ops.attention import AttentionPlan, attend
 
 if TYPE_CHECKING:
-    from megatron_spec.pipeline.model import FrozenBase
+    from megatron_spec.base.model import FrozenBase
 
 
 class EagleDrafter(Drafter):

@@ -21,7 +21,7 @@ from megatron_spec.decoding.tree import paths_to_parents
 from megatron_spec.drafts.medusa import MedusaDraft
 
 if TYPE_CHECKING:
-    from megatron_spec.pipeline.model import FrozenBase
+    from megatron_spec.base.model import FrozenBase
 
 
 class MedusaDrafter(Drafter):

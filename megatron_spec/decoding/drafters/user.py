@@ -10,7 +10,7 @@ from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.decoding.drafters.base import Drafter
 
 if TYPE_CHECKING:
-    from megatron_spec.pipeline.model import FrozenBase
+    from megatron_spec.base.model import FrozenBase
 
 
 def find_drafter(name: str) -> type[Drafter]:

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_spec import distributed
 from megatron_spec.checkpoint.base_import import inspect_base, load_base, load_ends
 from megatron_spec.checkpoint.fingerprint import fingerprint
 from megatron_spec.config import ParallelConfig, UserError
-from megatron_spec.distributed import World
-from tests.unit_tests.pipeline.tiny import save_tiny
+from megatron_spec.runtime import distributed
+from megatron_spec.runtime.distributed import World
+from tests.unit_tests.base.tiny import save_tiny
 from tests.worlds import run_world
 
 
@@ -225,9 +225,9 @@ def _batch() -> Any:
 def _megatron_cases(root: str) -> dict[str, Any]:
     from megatron.core import parallel_state
 
+    from megatron_spec.base.model import FrozenBase
+    from megatron_spec.base.schedule import run_base, run_base_everywhere
     from megatron_spec.ops.attention import AttentionPlan
-    from megatron_spec.pipeline.model import FrozenBase
-    from megatron_spec.pipeline.schedule import run_base, run_base_everywhere
 
     found: dict[str, Any] = {}
     expected: dict[str, Tensor] = {}

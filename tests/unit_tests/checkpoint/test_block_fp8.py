@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_spec.base_models import name_rules, parse_base_config, read_base_config
-from megatron_spec.base_models.names import Experts, read_shard
 from megatron_spec.checkpoint import block_fp8
 from megatron_spec.checkpoint.huggingface import HuggingFaceWeights
 from megatron_spec.config import UserError
-from tests.unit_tests.base_models.families import save
+from megatron_spec.families import name_rules, parse_base_config, read_base_config
+from megatron_spec.families.names import Experts, read_shard
+from tests.unit_tests.families.families import save
 
 BLOCK = (16, 16)
 KEPT = ("embed_tokens", "lm_head", "mlp.gate.", "norm")

@@ -26,8 +26,8 @@ def cases(root: str) -> float:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_spec import distributed
     from megatron_spec.checkpoint.base_import import inspect_base, load_base
+    from megatron_spec.runtime import distributed
 
     distributed.initialize()
     parallel_state.destroy_model_parallel()

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_spec import distributed
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
 from megatron_spec.checkpoint.megatron import read_config
 from megatron_spec.config import BaseConfig, ParallelConfig, UserError
-from megatron_spec.distributed import World
-from tests.unit_tests.base_models.families import save
+from megatron_spec.runtime import distributed
+from megatron_spec.runtime.distributed import World
+from tests.unit_tests.families.families import save
 from tests.worlds import run_world
 
 CASES = ("qwen2", "qwen3", "mixtral", "mixtral te", "qwen3_moe")

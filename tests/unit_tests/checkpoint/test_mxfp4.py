@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_spec import distributed
 from megatron_spec.checkpoint import mxfp4
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
 from megatron_spec.config import UserError
-from tests.unit_tests.base_models.families import save
+from megatron_spec.runtime import distributed
+from tests.unit_tests.families.families import save
 
 E, R, C = 3, 6, 64
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_spec import files
 from megatron_spec.config import UserError
 from megatron_spec.data import tokenise
 from megatron_spec.data.chat import ChatEncoder, read_conversations
 from megatron_spec.data.loader import BatchLoader, ConversationDataset
-from megatron_spec.data.parallel import ordered_map
 from megatron_spec.data.store import Block, TokenStore, runs_of
 from megatron_spec.data.tokenise import open_tokens
+from megatron_spec.data.workers import ordered_map
+from megatron_spec.runtime import files
 from tests.unit_tests.data.chat_fixtures import CHATML, FORGETS_THINKING, make_tokenizer, talk, write_lines
 
 TALKS = [

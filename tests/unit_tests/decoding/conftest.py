@@ -15,8 +15,8 @@ from tests.unit_tests.decoding import setting
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """folder, model (transformers), base, prompts, answers (transformers, no stop tokens), draft_tokens, draft."""
-    from megatron_spec import distributed
     from megatron_spec.decoding.engine import decode
+    from megatron_spec.runtime import distributed
 
     torch.set_num_threads(1)
     world = distributed.initialize()
@@ -40,8 +40,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="session")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """folder, base, tokenizer, prompts, stop_ids for conversations."""
-    from megatron_spec import distributed
-    from megatron_spec.decoding.prompts import read_prompts
+    from megatron_spec.generation.prompts import read_prompts
+    from megatron_spec.runtime import distributed
 
     folder = Path(tmp_path_factory.mktemp("chat"))
     setting.save_chat_base(folder)

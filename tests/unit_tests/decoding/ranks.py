@@ -7,7 +7,8 @@ from typing import Any
 
 def all_cases(layouts: tuple[Any, ...], siblings: tuple[Any, ...], questions: tuple[Any, ...]) -> dict[str, Any]:
     """What each test's function gives on this rank."""
-    from tests.unit_tests.decoding import test_parallel, test_questions, test_siblings
+    from tests.unit_tests.decoding import test_parallel, test_siblings
+    from tests.unit_tests.generation import test_questions
 
     return {
         "layouts": test_parallel.world_cases(*layouts),

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import DecodeConfig, ObjectiveConfig
-from megatron_spec.presets import eagle_config
-from tests.unit_tests.pipeline.tiny import save_tiny
+from megatron_spec.config.presets import eagle_config
+from tests.unit_tests.base.tiny import save_tiny
 
 CAPTURES = (0, 2, 5)
 VOCAB = 83
@@ -62,7 +62,7 @@ def new_draft(base: Any, draft_tokens: list[int] | None) -> Any:
 
 def overfit(base: Any, prompt: list[int], answer: list[int], draft: Any, steps: int) -> float:
     """Train the draft on one conversation with plain Adam; returns the accuracy of the worst draft step."""
-    from megatron_spec.pipeline.schedule import run_base
+    from megatron_spec.base.schedule import run_base
 
     tokens_BS = torch.tensor([prompt + answer])
     turns_BS = torch.tensor([[0] * len(prompt) + [1] * len(answer)], dtype=torch.int32)
@@ -128,7 +128,7 @@ def some_stops(base: Any, prompts: list[Any]) -> set[int]:
     """Tokens that end some answers of the chat base but not all."""
     from megatron_spec.data.chat import ChatEncoder
     from megatron_spec.decoding.engine import decode
-    from megatron_spec.decoding.prompts import Dialogue
+    from megatron_spec.generation.prompts import Dialogue
 
     encoder = ChatEncoder(chat_tokenizer())
     asked = [Dialogue(p).ask(encoder, 256) or [] for p in prompts]

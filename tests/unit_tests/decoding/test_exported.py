@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_spec import api
-from megatron_spec.chain import decode as chain
+from megatron_spec.commands import decode as chain
 from megatron_spec.config import DecodeConfig, ParallelConfig, QuantConfig, UserError
 from megatron_spec.decoding.engine import decode, two_best
 from megatron_spec.export.base import export_base
@@ -19,9 +19,9 @@ from megatron_spec.export.load import (
     load_exported_draft,
     read_exported_config,
 )
+from tests.unit_tests.base.tiny import save_tiny
 from tests.unit_tests.decoding import setting
 from tests.unit_tests.decoding.setting import CONFIG
-from tests.unit_tests.pipeline.tiny import save_tiny
 
 FEW = DecodeConfig(max_draft_len=2, max_new_tokens=6, batch_size=3)
 
@@ -42,7 +42,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Any:
     (here / "train.jsonl").write_text("\n".join(lines))
     world = api.initialize()
     base = setting.load(here / "base", world)
-    from megatron_spec.chain.data import open_dataset
+    from megatron_spec.commands.data import open_dataset
 
     loader = BatchLoader(open_dataset(str(here / "train.jsonl"), str(here / "base"), 96), 2, 2, device="cpu")
     for name, draft in (

@@ -14,10 +14,10 @@ from megatron_spec.decoding.drafters import Context, Drafter, Proposal, build_dr
 from megatron_spec.decoding.drafters.draft_target import check_tokenizers
 from megatron_spec.decoding.engine import decode
 from megatron_spec.decoding.options import decoding_type
+from tests.unit_tests.base.tiny import save_tiny
 from tests.unit_tests.data.chat_fixtures import CHATML, make_tokenizer
 from tests.unit_tests.decoding import setting
 from tests.unit_tests.decoding.setting import CONFIG
-from tests.unit_tests.pipeline.tiny import save_tiny
 
 
 class Repeat(Drafter):

@@ -12,9 +12,9 @@ from torch import Tensor
 from megatron_spec.config import ParallelConfig
 from megatron_spec.decoding.drafters.ngram import NGramDrafter
 from megatron_spec.decoding.engine import decode, two_best
-from megatron_spec.decoding.prompts import read_prompts
-from megatron_spec.decoding.synthesize import read_records, synthesize_to_file
-from megatron_spec.decoding.validate import validate
+from megatron_spec.evaluation.validate import validate
+from megatron_spec.generation.prompts import read_prompts
+from megatron_spec.generation.synthesize import read_records, synthesize_to_file
 from tests.unit_tests.decoding import setting
 from tests.unit_tests.decoding.setting import CHAT_CONFIG, CONFIG
 
@@ -56,7 +56,7 @@ def world_cases(
 ) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    from megatron_spec import distributed
+    from megatron_spec.runtime import distributed
 
     found: dict[str, Any] = {}
     for layout, sizes in LAYOUTS.items():

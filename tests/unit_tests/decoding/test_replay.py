@@ -55,8 +55,8 @@ class Last(Drafter):
 
 @pytest.mark.parametrize("kind", ["user", "NGram", "DraftTarget", "medusa", "medusa tree", "medusa choices"])
 def test_every_other_drafter(tiny: Any, kind: str) -> None:
-    from megatron_spec import presets
-    from megatron_spec.chain.convert import new_draft
+    from megatron_spec.commands.convert import new_draft
+    from megatron_spec.config import presets
     from megatron_spec.drafts.vocab import DraftVocab
 
     draft: Any = {"user": Last(), "DraftTarget": tiny.base}.get(kind)

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_spec import presets
 from megatron_spec.batch import Batch, Features
-from megatron_spec.config import DraftConfig, ObjectiveConfig
+from megatron_spec.config import DraftConfig, ObjectiveConfig, presets
 from megatron_spec.decoding.drafters import build_drafter
 from megatron_spec.decoding.engine import decode
 from megatron_spec.drafts import build_draft
@@ -38,7 +37,7 @@ def new_draft(base: Any, kind: str) -> Any:
 
 
 def text_features(base: Any, text: list[int], prompt: int) -> Features:
-    from megatron_spec.pipeline.schedule import run_base
+    from megatron_spec.base.schedule import run_base
 
     tokens_BS = torch.tensor([text])
     turns_BS = (torch.arange(len(text)) >= prompt).int()[None]
@@ -73,7 +72,7 @@ def drafts_from_scratch(base: Any, draft: Any, text: list[int]) -> list[int]:
     if hasattr(draft, "heads"):
         f = text_features(base, text, 0)
         return [int(draft.logits(f.state_SBH[-2:-1], i, base).argmax()) for i in range(LENGTH)]
-    from megatron_spec.drafts.base import shift
+    from megatron_spec.drafts.contract import shift
     from megatron_spec.ops.ttt_attention import TrainingTimeTest, trunk_layout
 
     f = text_features(base, text[:-1], 0)
@@ -110,7 +109,7 @@ def test_medusa_proposes_no_more_than_its_heads(tiny: Any, trained: dict[str, An
 
 def prepare_parallel(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """A base in `folder`, and of every kind of draft the weights and what they give in one process."""
-    from megatron_spec import distributed
+    from megatron_spec.runtime import distributed
 
     setting.save_tiny(folder, vocab_size=VOCAB + 1)
     weights, alone = {}, {}
@@ -131,8 +130,8 @@ def parallel(folder: str, weights: dict[str, dict[str, Tensor]]) -> dict[str, An
     """Answers and accepted lengths of every kind under tensor parallelism of two."""
     from megatron.core import parallel_state
 
-    from megatron_spec import distributed
     from megatron_spec.config import ParallelConfig
+    from megatron_spec.runtime import distributed
 
     world = distributed.initialize(ParallelConfig(tensor_model_parallel_size=2))
     found = {}

@@ -1,4 +1,4 @@
-"""`megatron_spec.ops.kernels` and `branch_kernels` in plain tensors, in the dtype they come in.
+"""`megatron_spec.ops.kernels.rows` and `ops.kernels.branch` in plain tensors, in the dtype they come in.
 
 They let the fused unroll run on a CPU (`install`), and are what the kernels are compared with.
 
@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_spec import ops
+from megatron_spec.ops import kernels
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
     """This module in the place of both."""
-    for name in ("kernels", "branch_kernels"):
-        patch.setitem(sys.modules, f"megatron_spec.ops.{name}", sys.modules[__name__])
-        patch.setattr(ops, name, sys.modules[__name__], raising=False)
+    for name in ("rows", "branch"):
+        patch.setitem(sys.modules, f"megatron_spec.ops.kernels.{name}", sys.modules[__name__])
+        patch.setattr(kernels, name, sys.modules[__name__], raising=False)
 
 
 def norm_forward(

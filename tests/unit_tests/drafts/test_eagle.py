@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_spec import distributed
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
 from megatron_spec.drafts import build_draft
-from megatron_spec.drafts.eagle import EagleDraft
+from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.drafts.linear import Placement
 from megatron_spec.ops.attention import AttentionPlan, attend
 from megatron_spec.ops.ttt_attention import TrainingTimeTest, trunk_layout
+from megatron_spec.runtime import distributed
 from tests.unit_tests.drafts.stand_in import (
     PlainEagle,
     StandInEnds,

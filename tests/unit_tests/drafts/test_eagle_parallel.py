@@ -12,15 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_spec import losses, platform
+from megatron_spec import ops
 from megatron_spec.batch import Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
-from megatron_spec.drafts import eagle, fused_unroll
-from megatron_spec.drafts.eagle import EagleDraft
+from megatron_spec.drafts import eagle3, fused_unroll
+from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.drafts.layer import local_kv_heads
 from megatron_spec.drafts.linear import Placement
 from megatron_spec.losses import vocab_parallel
 from megatron_spec.ops.attention import AttentionPlan, attend
+from megatron_spec.runtime import platform
 from tests.unit_tests.drafts import plain_kernels
 from tests.unit_tests.drafts.stand_in import StandInEnds, V, conversations, draft_vocab, eagle_config, features
 from tests.unit_tests.losses import plain_kernels as loss_kernels
@@ -61,12 +62,12 @@ def fusing(rows_below: float) -> Iterator[list[int]]:
     inner = fused_unroll.fused_unroll
     with pytest.MonkeyPatch.context() as patch:
         plain_kernels.install(patch)
-        patch.setitem(sys.modules, "megatron_spec.losses.kernels", loss_kernels)
-        patch.setattr(losses, "kernels", loss_kernels, raising=False)
+        patch.setitem(sys.modules, "megatron_spec.ops.kernels.loss", loss_kernels)
+        patch.setattr(ops.kernels, "loss", loss_kernels, raising=False)
         patch.setattr(vocab_parallel, "kernels_run", lambda *_: True)
         patch.setattr(fused_unroll, "why_not_fused", lambda *_: None)
         patch.setattr(fused_unroll, "COMPACT_BELOW", rows_below)
-        patch.setattr(eagle, "fused_unroll", lambda *a: taken.append(1) or inner(*a))
+        patch.setattr(eagle3, "fused_unroll", lambda *a: taken.append(1) or inner(*a))
         yield taken
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_spec.config import ObjectiveConfig, QuantConfig
-from megatron_spec.drafts import eagle, fused_unroll
-from megatron_spec.drafts.eagle import EagleDraft
+from megatron_spec.drafts import eagle3, fused_unroll
+from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.quantization.attach import attach_quantizers, draft_linears, quantizers
 from megatron_spec.quantization.quantizer import Mode
 from tests.unit_tests.drafts import plain_kernels
@@ -51,7 +51,7 @@ def as_a_gpu_would(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Take the fused way wherever everything but the machine allows it; returns how often it was taken."""
     monkeypatch.setattr(fused_unroll, "why_not_fused", lambda *_: None)
     inner, taken = fused_unroll.fused_unroll, []
-    monkeypatch.setattr(eagle, "fused_unroll", lambda *a: taken.append(1) or inner(*a))
+    monkeypatch.setattr(eagle3, "fused_unroll", lambda *a: taken.append(1) or inner(*a))
     return lambda: len(taken)
 
 

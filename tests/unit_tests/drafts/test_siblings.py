@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_spec import distributed, presets
-from megatron_spec.config import BaseConfig, DraftConfig, MedusaConfig, ObjectiveConfig, UserError
+from megatron_spec.config import BaseConfig, DraftConfig, MedusaConfig, ObjectiveConfig, UserError, presets
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.eagle1 import feature_noise
 from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.runtime import distributed
 from tests.unit_tests.drafts.plain_siblings import VOCAB, PlainSibling, plain_medusa
 from tests.unit_tests.drafts.stand_in import (
     SMALL_VOCAB,

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_spec import platform
 from megatron_spec.batch import Features
 from megatron_spec.config import DraftConfig, MedusaConfig, ObjectiveConfig
 from megatron_spec.drafts.linear import Placement
+from megatron_spec.runtime import platform
 from tests.unit_tests.drafts.plain_siblings import VOCAB
 from tests.unit_tests.drafts.stand_in import StandInEnds
 from tests.unit_tests.drafts.test_eagle_parallel import close
@@ -23,8 +23,8 @@ NAMES = [n for n in CASES if n not in ("eagle1, one step", "3.1 fc_norm", "3.1 n
 
 
 def kind(config: DraftConfig) -> Any:
-    from megatron_spec.drafts.eagle import EagleDraft
     from megatron_spec.drafts.eagle1 import Eagle1Draft
+    from megatron_spec.drafts.eagle3 import EagleDraft
     from megatron_spec.drafts.medusa import MedusaDraft
     from megatron_spec.drafts.mtp import MtpDraft
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_spec.batch import Batch
-from megatron_spec.drafts.base import shift
+from megatron_spec.drafts.contract import shift
 from megatron_spec.drafts.unroll import Supervision, supervised_rows
 from tests.unit_tests.drafts.stand_in import plain_supervised
 

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from megatron_spec.base_models.names import split_qkv
 from megatron_spec.config import QuantConfig, UserError
 from megatron_spec.export.base import export_base
+from megatron_spec.families.names import split_qkv
 from megatron_spec.quantization.calibrate import calibrate
-from tests.unit_tests.pipeline.tiny import save_tiny
+from tests.unit_tests.base.tiny import save_tiny
 from tests.unit_tests.quantization.tiny import OBJECTIVE, Tiny, make, world_of
 
 FP8 = QuantConfig(draft="none", kv_cache="fp8")

@@ -13,16 +13,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_spec.config import QuantConfig, UserError
-from megatron_spec.drafts.base import shift
+from megatron_spec.drafts.contract import shift
+from megatron_spec.export.check import check_folder
 from megatron_spec.export.common import VerificationError
 from megatron_spec.export.eagle import export_draft
 from megatron_spec.export.load import load_exported_draft
-from megatron_spec.export.rules import check_folder
 from megatron_spec.export.verify import two_steps, verify_draft
-from megatron_spec.fake_quant import dequantize
 from megatron_spec.quantization.calibrate import calibrate
+from megatron_spec.quantization.rounding import dequantize
+from tests.unit_tests.base.tiny import save_tiny
 from tests.unit_tests.export.reference import PlainEagle
-from tests.unit_tests.pipeline.tiny import save_tiny
 from tests.unit_tests.quantization.tiny import OBJECTIVE, D, Tiny, V, make, world_of
 
 FP8 = QuantConfig(base="none")

@@ -16,13 +16,13 @@ from torch import Tensor
 from megatron_spec.config import QuantConfig, UserError
 from megatron_spec.export import speculators, trtllm_legacy
 from megatron_spec.export.base import export_base
+from megatron_spec.export.check import check_folder
 from megatron_spec.export.common import VerificationError
 from megatron_spec.export.draft import export_draft
-from megatron_spec.export.rules import check_folder
 from megatron_spec.export.stream import TensorWriter
 from megatron_spec.quantization.calibrate import calibrate
+from tests.unit_tests.base.tiny import save_tiny
 from tests.unit_tests.export.test_sibling_export import make as make_sibling
-from tests.unit_tests.pipeline.tiny import save_tiny
 from tests.unit_tests.quantization.tiny import OBJECTIVE, D, V, make, world_of
 
 

@@ -16,7 +16,7 @@ from megatron_spec.export.common import VerificationError
 from megatron_spec.export.eagle import export_draft
 from megatron_spec.quantization.attach import attach_quantizers, base_amax_state, load_base_amax, quantizers
 from megatron_spec.quantization.calibrate import calibrate
-from tests.unit_tests.pipeline.tiny import save_tiny
+from tests.unit_tests.base.tiny import save_tiny
 from tests.unit_tests.quantization.tiny import OBJECTIVE, Tiny, batch, make, world_of
 from tests.worlds import run_world
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_spec.config import EagleConfig, UserError
 from megatron_spec.export import layout
+from megatron_spec.export.check import check_folder
 from megatron_spec.export.quant_metadata import DRAFT_EXCLUDES, hf_quant_config, quantization_config
-from megatron_spec.export.rules import check_folder
 
 ROOT = Path(__file__).parents[3]
 V, D, H = 50, 20, 8
@@ -266,7 +266,7 @@ def script(*args: str) -> subprocess.CompletedProcess[str]:
 
 def test_rules_and_serving_import_no_torch() -> None:
     code = (
-        "import sys, megatron_spec.export.rules, megatron_spec.serving.trtllm, megatron_spec.serving.vllm;"
+        "import sys, megatron_spec.export.check, megatron_spec.serving.trtllm, megatron_spec.serving.vllm;"
         "assert not {'torch', 'megatron.core'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

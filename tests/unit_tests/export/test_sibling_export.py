@@ -14,21 +14,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_spec import presets
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
-from megatron_spec.config import DraftConfig, QuantConfig, UserError
-from megatron_spec.distributed import World
+from megatron_spec.config import DraftConfig, QuantConfig, UserError, presets
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export import medusa
+from megatron_spec.export.check import check_folder
 from megatron_spec.export.common import VerificationError
 from megatron_spec.export.draft import export_draft
 from megatron_spec.export.layout import read_config_json
-from megatron_spec.export.rules import check_folder
 from megatron_spec.export.verify import verify_draft
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.quantization.calibrate import calibrate
-from tests.unit_tests.pipeline.tiny import save_tiny
+from megatron_spec.runtime.distributed import World
+from tests.unit_tests.base.tiny import save_tiny
 from tests.unit_tests.quantization.tiny import OBJECTIVE, batch, world_of
 from tests.worlds import run_world
 

@@ -13,7 +13,7 @@ import torch
 from megatron_spec.config import ParallelConfig, UserError
 from megatron_spec.data.chat import Sample
 from megatron_spec.features.store import FeatureStore, FeatureWriter, SampleFeatures, StoreManifest
-from tests.unit_tests.pipeline.tiny import save_tiny
+from tests.unit_tests.base.tiny import save_tiny
 from tests.worlds import run_world
 
 CAPTURES = (0, 2)
@@ -151,7 +151,7 @@ def _own_cases(root: Path, layout: str, world: Any) -> dict[str, Any]:
 def _cases(root: str) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    from megatron_spec import distributed
+    from megatron_spec.runtime import distributed
 
     found: dict[str, Any] = {}
     for layout, values in LAYOUTS.items():
@@ -258,7 +258,7 @@ def test_pipeline_ranks_own_equally_many(size: int) -> None:
 def test_disk_must_hold_what_is_missing_only(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
-    from megatron_spec.chain import features as chain
+    from megatron_spec.commands import features as chain
 
     per_token = (2 + 1) * 32 * 4 + 16
     (store / "features-00001.safetensors").unlink()  # samples 3, 4, 5 of 7, 11 and 5 tokens

@@ -1,4 +1,4 @@
-"""What `megatron_spec.losses.kernels` computes on one rank's shard of the vocabulary, in plain tensors.
+"""What `megatron_spec.ops.kernels.loss` computes on one rank's shard of the vocabulary, in plain tensors.
 
 R rows, D this rank's shard of the draft vocabulary, U teacher rows.
 """

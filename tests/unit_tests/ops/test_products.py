@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron_spec.ops.fused_head import StepRows, fused_head
+from megatron_spec.ops.head import StepRows, fused_head
 from megatron_spec.ops.products import GradientSums, add_product
 
 

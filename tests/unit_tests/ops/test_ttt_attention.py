@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_spec.ops import reference, ttt_attention
+from megatron_spec.ops import plain, ttt_attention
 from megatron_spec.ops.ttt_attention import TrainingTimeTest, merged_attention, trunk_layout
 
 DOCUMENTS = {
@@ -41,7 +41,7 @@ def test_equals_reference(
     ids = DOCUMENTS[documents]
     q, k, v, *rest = tensors(branches, heads, kv_heads)
     found = merged_attention(q, (k, v), pairs(tuple(rest)), trunk_layout(ids, q.dtype))
-    expected = reference.merged_attention(q, (k, v), pairs(tuple(rest)), ids)
+    expected = plain.merged_attention(q, (k, v), pairs(tuple(rest)), ids)
     if documents == "padded":  # rows of padding may look where they like: nobody reads them
         found, expected = found[:4], expected[:4]
     torch.testing.assert_close(found, expected)
@@ -71,7 +71,7 @@ def test_layers_and_steps_are_kept_apart(detach: bool) -> None:
     for i, (k, v) in enumerate(steps):
         other = attention(1, q, v, k)
         out = attention(0, q, k, v)
-        torch.testing.assert_close(out, reference.merged_attention(q, steps[0], steps[1 : i + 1], DOCUMENTS["one"]))
+        torch.testing.assert_close(out, plain.merged_attention(q, steps[0], steps[1 : i + 1], DOCUMENTS["one"]))
         assert not torch.allclose(out, other)
     grads = torch.autograd.grad(out.sum(), rest, allow_unused=True)
     assert [g is not None for g in grads] == [not detach] * 6 + [True] * 2

@@ -12,7 +12,7 @@ from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec
 from megatron_spec.config import QuantConfig, UserError
 from megatron_spec.quantization.attach import attach_quantizers, quantizers
 from megatron_spec.quantization.calibrate import calibrate
-from tests.unit_tests.pipeline.tiny import save_tiny
+from tests.unit_tests.base.tiny import save_tiny
 from tests.unit_tests.quantization.tiny import OBJECTIVE, Tiny, make, vocabulary, world_of
 
 QUANT = QuantConfig(base="none")

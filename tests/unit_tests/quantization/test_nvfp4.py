@@ -9,12 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_spec.config import QuantConfig, UserError
+from megatron_spec.export.check import check_folder
 from megatron_spec.export.eagle import export_draft
 from megatron_spec.export.load import load_exported_draft
-from megatron_spec.export.rules import check_folder
-from megatron_spec.fake_quant import fake_quant, nvfp4
+from megatron_spec.quantization import nvfp4
 from megatron_spec.quantization.calibrate import calibrate
-from tests.unit_tests.pipeline.tiny import save_tiny
+from megatron_spec.quantization.rounding import fake_quant
+from tests.unit_tests.base.tiny import save_tiny
 from tests.unit_tests.quantization.tiny import OBJECTIVE, Tiny, make, world_of
 
 QUANT = QuantConfig(base="none", draft="nvfp4")

@@ -12,7 +12,6 @@ import torch
 
 from megatron_spec.checkpoint.base_import import load_base
 from megatron_spec.config import QuantConfig, UserError
-from megatron_spec.fake_quant import round_trip
 from megatron_spec.quantization import histogram, report
 from megatron_spec.quantization.attach import (
     attach_quantizers,
@@ -24,7 +23,8 @@ from megatron_spec.quantization.attach import (
 )
 from megatron_spec.quantization.calibrate import calibrate
 from megatron_spec.quantization.quantizer import Mode, TensorQuantizer
-from tests.unit_tests.pipeline.tiny import save_tiny
+from megatron_spec.quantization.rounding import round_trip
+from tests.unit_tests.base.tiny import save_tiny
 from tests.unit_tests.quantization.tiny import OBJECTIVE, Tiny, make, world_of
 
 FP8 = QuantConfig()
@@ -231,7 +231,7 @@ def test_every_draft_parameter_still_receives_gradient(tiny: Tiny) -> None:
 
 def test_weights_are_rounded_once_while_they_do_not_change(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and gradients are those of rounding at every draft step; a changed weight is seen by the next forward."""
-    from megatron_spec.drafts.eagle import EagleDraft
+    from megatron_spec.drafts.eagle3 import EagleDraft
     from megatron_spec.quantization import quantizer as module
 
     run(tiny, DRAFT_ONLY)

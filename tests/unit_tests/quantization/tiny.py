@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from megatron_spec import distributed
+from megatron_spec.base.model import FrozenBase
 from megatron_spec.batch import Batch
 from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
 from megatron_spec.config import EagleConfig, ObjectiveConfig, ParallelConfig
-from megatron_spec.distributed import World
+from megatron_spec.config.presets import eagle_config
 from megatron_spec.drafts import build_draft
-from megatron_spec.drafts.eagle import EagleDraft
+from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.features.online import OnlineFeatures
-from megatron_spec.pipeline.model import FrozenBase
-from megatron_spec.presets import eagle_config
+from megatron_spec.runtime import distributed
+from megatron_spec.runtime.distributed import World
 
 OBJECTIVE = ObjectiveConfig(ttt_steps=3)
 V, D = 83, 40

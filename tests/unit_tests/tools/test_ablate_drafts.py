@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks import ablate_drafts, acceptance_page, comparison
 from megatron_spec.config import UserError
 from megatron_spec.training.optimizer import wrap_ddp
 from tests.functional_tests.workshop import make_base, write_conversations
-from tools import ablate_drafts, acceptance_page, comparison
 
 
 def write_questions(path: Path) -> str:

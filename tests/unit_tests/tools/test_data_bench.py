@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
+from benchmarks import data_scale, data_throughput
 from megatron_spec.config import UserError
 from tests.unit_tests.data.chat_fixtures import CHATML, make_tokenizer
 from tools import calibrate_draft_vocab, prepare_conversations
-from tools.bench import data_scale, data_throughput
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tools.bench import fake_quant
+from benchmarks import fake_quant
 
 
 def test_tiny(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from megatron_spec.config import UserError
 from megatron_spec.data import prepare as prepare_library
 from megatron_spec.data import sources
 from megatron_spec.data.chat import read_conversations
-from megatron_spec.decoding.prompts import read_prompts
+from megatron_spec.generation.prompts import read_prompts
 from tools import prepare_conversations
 
 

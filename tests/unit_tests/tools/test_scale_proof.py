@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.bench import scale, scale_proof
+from benchmarks import scale, scale_proof
 
 CHILD = """
 import json, sys

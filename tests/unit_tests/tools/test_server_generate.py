@@ -13,8 +13,8 @@ import pytest
 
 from megatron_spec.config import UserError
 from megatron_spec.data.chat import read_conversations
-from megatron_spec.decoding.prompts import read_prompts
-from megatron_spec.decoding.server import ServerOptions, generate_from_server
+from megatron_spec.generation.prompts import read_prompts
+from megatron_spec.generation.server import ServerOptions, generate_from_server
 from tests.unit_tests.tools.misbehaving_server import Server, echo, says
 from tools import server_generate
 
@@ -122,7 +122,7 @@ def test_a_refused_connection_moves_to_the_other_endpoint(prompts, tmp_path):
 
 
 def test_a_server_that_dies_ends_the_run_and_keeps_what_is_finished(prompts, tmp_path, monkeypatch):
-    from megatron_spec.decoding import server as library
+    from megatron_spec.generation import server as library
 
     monkeypatch.setattr(library, "GIVE_UP_AFTER", 3)
     output = tmp_path / "out.jsonl"

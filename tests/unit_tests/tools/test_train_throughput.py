@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.bench import train_throughput
-from tools.bench.random_models import SHAPES, base_shape
+from benchmarks import train_throughput
+from benchmarks.random_models import SHAPES, base_shape
 
 
 def test_counts_the_plain_algorithm() -> None:

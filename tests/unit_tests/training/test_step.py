@@ -39,12 +39,12 @@ def cases(folder: str, train: dict[str, Any]) -> dict[str, Any]:
     """One good step, then a NaN loss, a NaN and an infinite gradient, an empty batch, and a good step again."""
     from megatron.core import parallel_state
 
-    from megatron_spec import distributed, presets
-    from megatron_spec.chain.convert import new_draft
     from megatron_spec.checkpoint.base_import import inspect_base, load_base
-    from megatron_spec.config import ObjectiveConfig, TrainConfig
+    from megatron_spec.commands.convert import new_draft
+    from megatron_spec.config import ObjectiveConfig, TrainConfig, presets
     from megatron_spec.drafts.vocab import DraftVocab
     from megatron_spec.features.online import OnlineFeatures
+    from megatron_spec.runtime import distributed
     from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
     from megatron_spec.training.step import Trainer
 

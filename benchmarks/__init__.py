@@ -1,0 +1,1 @@
+"""Benchmarks: training speed, scale, fake quantisation, acceptance. None of them is a test."""

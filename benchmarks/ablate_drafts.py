@@ -1,0 +1,226 @@
+"""Train several drafts for one base on equal data and time, and compare what the base accepts of them.
+
+    python benchmarks/ablate_drafts.py --base BASE --prompts mt_bench.jsonl gsm8k.jsonl --output runs/compare --bf16
+
+1. The base writes its own training conversations without any prompt: it continues the bare header of a user turn, then
+   answers what it wrote (sampled questions without duplicates, greedy answers). Its features are computed once.
+2. EAGLE-3, EAGLE-1, MTP and Medusa train on them, in the same order, for --seconds each; NGram needs no training. Every
+   draft decodes the same questions with the same base. Other draft lengths and trees follow.
+3. Ablations of EAGLE-3 train for equally many steps, each with one setting changed; with --ablation-seeds 3 three
+   times, each time from other first weights and with the batches in another order.
+4. The other drafts train for as many steps as these.
+5. Base and drafts are fake-quantised (fp8, PTQ) and decode; the drafts train on for a while (QAT) and decode again.
+   As a control the unquantised drafts train on for as many steps.
+
+--parts chooses among them, so that several GPUs can share the work (each its --output, the same --data).
+OUTPUT/results.jsonl gets a line as soon as a figure is there and OUTPUT/acceptance.md the tables; a second start with
+the same OUTPUT goes on where the first ended. `benchmarks/acceptance_page.py` puts the tables into docs/acceptance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_spec import cli
+
+if TYPE_CHECKING:
+    from benchmarks.comparison import Comparison, Draft
+
+log = logging.getLogger("megatron_spec.ablate_drafts")
+
+PARTS = ("drafters", "lengths", "ablations", "steps", "fp8")
+HEADLINE = ("eagle3", "eagle1", "eagle-mtp", "medusa")
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "detached": {"detach": True},
+    "alignment target": {"alignment": "target"},
+    "alignment paper": {"alignment": "paper"},
+    "decay 1.0": {"step_decay": 1.0},
+    "all rows (no in_vocab_only)": {"in_vocab_only": False},
+    "loss lk": {"loss": "lk"},
+}
+"""What training does otherwise: fields of ObjectiveConfig."""
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "layer from the base's last": {"init_from_base_layer": True},
+    "fc from the average": {"fc_init": "average"},
+    "both": {"init_from_base_layer": True, "fc_init": "average"},
+}
+"""What the draft is, or starts from: fields of EagleConfig."""
+ALL_SETTINGS = {**ABLATIONS, **ARCHITECTURES}
+
+
+def make_parser() -> cli.Parser:
+    """The flags."""
+    p = cli.Parser(__doc__)
+    p.add_argument("--base", required=True, metavar="DIR", help="base model, Hugging Face folder")
+    p.add_argument("--prompts", required=True, nargs="+", metavar="JSONL", help="question files, one set each")
+    p.add_argument("--output", required=True, metavar="DIR")
+    p.add_argument("--data", metavar="JSONL", help="conversations to train on (default: the base writes them)")
+    p.add_argument("--conversations", type=cli.at_least_one, default=2048, help="to write (default: 2048)")
+    p.add_argument("--answer-tokens", type=cli.at_least_one, default=160, help="most tokens of an answer written")
+    p.add_argument("--seconds", type=float, default=20.0, help="training time of each draft (default: 20)")
+    p.add_argument("--ablation-seconds", type=float, default=10.0, help="of EAGLE-3; its steps are those of all")
+    p.add_argument("--ablation-seeds", type=cli.at_least_one, default=1, help="trainings of each (default: 1)")
+    p.add_argument(
+        "--ablations", nargs="+", choices=ALL_SETTINGS, default=list(ALL_SETTINGS), metavar="NAME",
+        help=f"some of: {', '.join(ALL_SETTINGS)} (default: all)",
+    )  # fmt: skip
+    p.add_argument("--qat-seconds", type=float, default=4.0, help="of each draft after quantisation (default: 4)")
+    p.add_argument("--draft-vocab-size", type=cli.at_least_one, default=8192, help="of EAGLE-3 (default: 8192)")
+    p.add_argument("--questions", type=cli.at_least_one, default=80, help="of each set (default: 80)")
+    p.add_argument(
+        "--few-questions", type=cli.at_least_one, default=40, help="of each set, for all but the first table"
+    )
+    p.add_argument("--max-new-tokens", type=cli.at_least_one, default=128)
+    p.add_argument("--max-draft-len", type=cli.at_least_one, default=4)
+    p.add_argument("--batch-size", type=cli.at_least_one, default=256)
+    p.add_argument("--global-batch-size", type=cli.at_least_one, default=32)
+    p.add_argument("--seq-length", type=cli.at_least_one, default=320)
+    p.add_argument("--lr", type=float, default=1e-3)
+    p.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is done (default: all)")
+    p.add_argument("--deadline", type=float, default=1e9, metavar="SECONDS", help="start nothing new after these")
+    p.add_argument("--reserve", type=float, default=0.0, help="of these seconds, kept for the quantised drafts")
+    p.add_argument("--bf16", action="store_true")
+    return p
+
+
+def compare_algorithms(run: Comparison) -> list[Draft]:
+    """Drafts of every algorithm on equal data and time, and NGram. Returns the trained ones."""
+    options = {"decoding_type": "NGram", "max_matching_ngram_size": 3, "is_public_pool": False, "is_use_oldest": False}
+    run.measure("NGram", None, {}, **options)
+    trained: list[Draft] = []
+    for algorithm in HEADLINE:
+        if run.late():
+            break
+        draft = run.trained(run.new(algorithm, algorithm), run.args.seconds, run.args.lr)
+        trained.append(draft)
+        run.measure(algorithm, lambda draft=draft: run.module(draft), draft.about)
+    return trained
+
+
+def vary_decoding(run: Comparison, trained: list[Draft]) -> None:
+    """Trees of EAGLE-3 and Medusa; a longer chain of those that run on their own output."""
+    longer = {"max_draft_len": 2 * run.args.max_draft_len}
+    tree = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4, "max_total_draft_tokens": 16}
+    for draft in trained:
+        ways = {"tree": tree} if draft.name == "medusa" else {f"length {longer['max_draft_len']}": longer}
+        ways |= {"tree": tree} if draft.name == "eagle3" else {}
+        for way, changes in ways.items():
+            if run.late(run.args.reserve):
+                return
+            run.measure(f"{draft.name} {way}", lambda d=draft: run.module(d), draft.about, few=True, **changes)
+
+
+def pace(run: Comparison) -> int:
+    """Steps of EAGLE-3 in --ablation-seconds. That draft itself is not measured: its schedule went by the clock."""
+    steps: int = run.trained(run.new("eagle3", "pace"), run.args.ablation_seconds, run.args.lr).about["steps"]
+    return steps
+
+
+def ablation(run: Comparison, name: str, seed: int, steps: int) -> None:
+    """EAGLE-3 trained with one setting changed for so many steps, and measured."""
+    changes = ALL_SETTINGS[name]
+    fields = {"fields": changes} if name in ARCHITECTURES else changes
+    fresh = run.new("eagle3", f"ablation {name}{f' seed {seed}' if seed else ''}", seed=seed, **fields)
+    draft = run.trained(fresh, 0.0, run.args.lr, steps=steps)
+    run.measure(draft.name, lambda: run.module(draft), draft.about, few=True)
+
+
+def ablate(run: Comparison, steps: int) -> None:
+    """EAGLE-3 with one setting changed at a time, equal data and steps; seed by seed."""
+    names = dict.fromkeys(["defaults", *run.args.ablations])
+    for seed in range(run.args.ablation_seeds):
+        for name in names:
+            if run.late(run.args.reserve):
+                return
+            ablation(run, name, seed, steps)
+
+
+def equal_steps(run: Comparison, steps: int) -> None:
+    """The other drafts after as many steps as the ablations, and so as much data."""
+    if run.late(run.args.reserve):
+        return
+    ablation(run, "defaults", 0, steps)
+    for algorithm in HEADLINE[1:]:
+        if run.late(run.args.reserve):
+            return
+        fresh = run.new(algorithm, f"equal steps {algorithm}")
+        draft = run.trained(fresh, 0.0, run.args.lr, steps=steps)
+        run.measure(draft.name, lambda draft=draft: run.module(draft), draft.about, few=True)
+
+
+def train_on(run: Comparison, trained: list[Draft]) -> dict[str, int]:
+    """Unquantised drafts trained for as long as QAT: what the training alone brings. Returns name -> steps."""
+    steps = {}
+    for draft in trained:
+        if run.late():
+            break
+        control = replace(draft, name=f"{draft.name} without QAT")
+        after = run.trained(control, run.args.qat_seconds, run.args.lr / 10)
+        steps[draft.name] = after.about["steps"]
+        run.measure(after.name, lambda after=after: run.module(after), after.about, few=True)
+    return steps
+
+
+def quantise(run: Comparison, trained: list[Draft], steps: dict[str, int]) -> None:
+    """fp8: base and drafts fake-quantised, then trained on."""
+    from megatron_spec.config import QuantConfig
+    from megatron_spec.features.online import OnlineFeatures
+    from megatron_spec.quantization.calibrate import calibrate
+
+    calibrated = []
+    for i, draft in enumerate(trained):
+        if run.late():
+            return
+        quant = QuantConfig() if i == 0 else QuantConfig(base="none")  # the base once
+        module, few = run.module(draft), [[b] for b in run.batches[:8]]
+        calibrate(run.base, module, OnlineFeatures(run.base), few, draft.objective, quant, run.world)
+        weights = {n: t.detach().clone() for n, t in module.state_dict().items()}
+        calibrated.append(replace(draft, name=f"{draft.name} fp8 QAT", weights=weights))
+    run.answer_alone("fp8")
+    run.compute_features()
+    for before, draft in zip(trained, calibrated, strict=True):
+        if not run.late():
+            run.measure(f"{before.name} fp8 PTQ", lambda draft=draft: run.module(draft, True), {}, few=True)
+    for before, draft in zip(trained, calibrated, strict=True):
+        if run.late():
+            return
+        more = steps.get(before.name, 0)
+        after = run.trained(draft, run.args.qat_seconds, run.args.lr / 10, quantised=True, steps=more)
+        run.measure(draft.name, lambda after=after: run.module(after, True), after.about, few=True)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Everything, the most important first."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from benchmarks.acceptance_page import write_page
+    from benchmarks.comparison import Comparison
+
+    run = Comparison(args)
+    try:
+        run.read(run.conversations())
+        run.ask()
+        run.answer_alone("bf16" if args.bf16 else "float32")
+        trained = compare_algorithms(run) if {"drafters", "lengths", "fp8"} & set(args.parts) else []
+        if "lengths" in args.parts:
+            vary_decoding(run, trained)
+        steps = pace(run) if {"ablations", "steps"} & set(args.parts) and not run.late(args.reserve) else 0
+        if "ablations" in args.parts:
+            ablate(run, steps)
+        if "steps" in args.parts:
+            equal_steps(run, steps)
+        if "fp8" in args.parts:
+            quantise(run, trained, train_on(run, trained))
+    finally:
+        write_page([str(run.results.path)], Path(args.output) / "acceptance.md")
+        log.info("tables: %s", Path(args.output) / "acceptance.md")
+
+
+if __name__ == "__main__":
+    cli.run(make_parser(), main)

@@ -1,0 +1,281 @@
+"""Tables of acceptance in markdown, from what benchmarks/ablate_drafts.py measured.
+
+    python benchmarks/acceptance_page.py runs/compare/results.jsonl --write docs/acceptance.md
+
+Without --write they are printed. With it they replace what stands between <!--measured--> and <!--/measured--> in PAGE
+(a page without these marks is written anew). Several results stand below one another; FILE:ablations,lengths shows only
+these tables of a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_spec import cli
+from megatron_spec.config import UserError
+from megatron_spec.evaluation.acceptance import bootstrap_ci95, change_ci95
+from megatron_spec.runtime.files import write_text
+
+BEGIN, END = "<!--measured-->", "<!--/measured-->"
+Line = dict[str, Any]
+
+
+def read_results(path: Path) -> tuple[Line, dict[str, Line], dict[str, Line], Line]:
+    """(settings, figures by name, the base alone by precision, training data). Raises UserError for another file."""
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path}: expected results.jsonl of benchmarks/ablate_drafts.py ({e})") from None
+    if not lines or lines[0].get("kind") != "settings":
+        raise UserError(
+            f"{path}: the first line has no settings: expected results.jsonl of benchmarks/ablate_drafts.py"
+        )
+    named = {kind: {x["name"]: x for x in lines if x["kind"] == kind} for kind in ("measured", "alone")}
+    data = next((x for x in lines if x["kind"] == "data"), {})
+    return lines[0], named["measured"], named["alone"], data
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of markdown; '' without rows."""
+    if not rows:
+        return ""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _length(stats: Line) -> str:
+    text = f"{stats['acceptance_length'] or 0.0:.3f}"
+    if stats["acceptance_length_ci95"] is None:
+        return text
+    low, high = stats["acceptance_length_ci95"]
+    return f"{text} ({low:.3f}-{high:.3f})"
+
+
+def _positions(stats: Line) -> str:
+    return " ".join(f"{x:.0%}" for x in stats["acceptance_per_position"])
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _training(line: Line) -> str:
+    if "steps" not in line:
+        return "none"
+    return (
+        f"{line['parameters'] / 1e6:.1f} M, {line['steps']} steps, {line['passes']:.1f} passes, {line['seconds']:.0f} s"
+    )
+
+
+def _drafters(found: dict[str, Line]) -> str:
+    rows = [
+        [name, _training(x), _length(x["overall"]), _positions(x["overall"]), f"{x['identical']:.1%}",
+         _times(x["predicted_speedup"]), _times(x["speedup"])]
+        for name, x in found.items() if x["speedup"] is not None
+    ]  # fmt: skip
+    head = ["drafter", "training", "acceptance length (95 %)", "per position", "same text", "batch 1", "whole batch"]
+    return table(head, sorted(rows, key=lambda row: row[2], reverse=True))
+
+
+def _sets(found: dict[str, Line]) -> str:
+    lines = {name: x for name, x in found.items() if x["speedup"] is not None}
+    names = sorted({name for x in lines.values() for name in x["sets"]})
+    rows = [[name, *(_length(x["sets"][s]) if s in x["sets"] else "-" for s in names)] for name, x in lines.items()]
+    return table(["acceptance length", *names], rows)
+
+
+def _difference(line: Line, base: Line) -> float:
+    return (line["few"]["acceptance_length"] or 0.0) - (base["few"]["acceptance_length"] or 0.0)
+
+
+def _change(line: Line, base: Line | None) -> str:
+    """Change against `base`, with a paired interval where the figures of single questions are there."""
+    if base is None or line is base:
+        return "-"
+    text = f"{_difference(line, base):+.3f}"
+    if not (line.get("few_steps") and base.get("few_steps")):  # of an older run
+        return text
+    if not (sum(line["few_steps"]) and sum(base["few_steps"])):  # answers of one token
+        return text
+    low, high = change_ci95((line["few_tokens"], line["few_steps"]), (base["few_tokens"], base["few_steps"]))
+    return f"{text} ({low:+.3f} to {high:+.3f})"
+
+
+def _some(found: dict[str, Line], chosen: Sequence[str], base: Line | None, what: str) -> str:
+    """Acceptance on the few questions of each set, beside that of `base`."""
+    rows = []
+    for name in chosen:
+        line = found[name]
+        stats = line["few"]
+        rows.append([name, _length(stats), _positions(stats), _change(line, base), f"{line['identical']:.1%}"])
+    return table([what, "acceptance length (95 %)", "per position", "change (95 %)", "same text"], rows)
+
+
+def pooled(lines: Sequence[Line]) -> Line:
+    """The same setting trained from several seeds, question by question together.
+
+    With a line of an older run, which says nothing of single questions, all questions together and no interval.
+    """
+    if not all("few_steps" in line for line in lines):
+        steps = sum(line["few"]["steps"] for line in lines)
+        tokens = sum((line["few"]["acceptance_length"] or 0.0) * line["few"]["steps"] for line in lines)
+        return {"few": {"acceptance_length": tokens / steps if steps else None, "acceptance_length_ci95": None}}
+    sums = {k: [sum(x) for x in zip(*(line[k] for line in lines), strict=True)] for k in ("few_tokens", "few_steps")}
+    asked = [(t, s) for t, s in zip(sums["few_tokens"], sums["few_steps"], strict=True) if s]
+    few = {
+        "acceptance_length": sum(sums["few_tokens"]) / sum(sums["few_steps"]) if asked else None,
+        "acceptance_length_ci95": bootstrap_ci95(*zip(*asked, strict=True)) if asked else None,
+    }
+    return {"few": few, **sums}
+
+
+def _ablations(found: dict[str, Line]) -> str:
+    """A row for each setting; with several seeds all of them together, and the change of each."""
+    seeds: dict[str, list[Line]] = {}
+    for name, line in found.items():
+        if name.startswith("ablation "):
+            seeds.setdefault(name.removeprefix("ablation ").split(" seed ")[0], []).append(line)
+    least = min(map(len, seeds.values()), default=0)
+    if least < 2 or "defaults" not in seeds:
+        first = {name: lines[0] for name, lines in seeds.items()}
+        return _some(first, list(first), first.get("defaults"), "EAGLE-3 trained with")
+    rows, base = [], [*seeds["defaults"][:least]]
+    for name, lines in seeds.items():
+        if name == "defaults":
+            each = [f"{x['few']['acceptance_length'] or 0.0:.3f}" for x in base]
+        else:
+            each = [f"{_difference(x, b):+.3f}" for x, b in zip(lines, base, strict=False)]
+        whole = pooled(lines[:least])
+        change = "-" if name == "defaults" else _change(whole, pooled(base))
+        rows.append([name, _length(whole["few"]), change, " ".join(each)])
+    head = ["EAGLE-3 trained with", "acceptance length (95 %)", "change (95 %)", f"each of {least} seeds"]
+    return table(head, rows)
+
+
+def _steps(found: dict[str, Line]) -> str:
+    """Drafts of every algorithm after equally many steps."""
+    first = {"eagle3": found["ablation defaults"]} if "ablation defaults" in found else {}
+    others = {n.removeprefix("equal steps "): x for n, x in found.items() if n.startswith("equal steps ")}
+    rows = [
+        [name, _training(line), _length(line["few"]), _positions(line["few"])]
+        for name, line in {**first, **others}.items() if others
+    ]  # fmt: skip
+    head = ["drafter", "training", "acceptance length (95 %)", "per position"]
+    return table(head, sorted(rows, key=lambda row: row[2], reverse=True))
+
+
+def _ways(found: dict[str, Line]) -> str:
+    drafts = [name for name, x in found.items() if x["speedup"] is not None]
+    parts = []
+    for draft in drafts:
+        others = [n for n in found if n.startswith(f"{draft} ") and "fp8" not in n and "QAT" not in n]
+        if others:
+            parts.append(_some(found, [draft, *others], found[draft], "decoding"))
+    return "\n".join(parts)
+
+
+def _fp8(found: dict[str, Line], precision: str) -> str:
+    parts = []
+    for draft in [name for name, x in found.items() if x["speedup"] is not None]:
+        forms = [n for n in (f"{draft} without QAT", f"{draft} fp8 PTQ", f"{draft} fp8 QAT") if n in found]
+        if forms:
+            named = {f"{draft} {precision}": found[draft], **{n: found[n] for n in forms}}
+            parts.append(_some(named, list(named), found[draft], "precision of base and draft"))
+    return "\n".join(parts)
+
+
+PARTS = ("drafters", "sets", "lengths", "ablations", "steps", "fp8")
+"""Names of the tables of a run, in their order."""
+
+
+def parse_results(text: str) -> tuple[Path, tuple[str, ...]]:
+    """'FILE' or 'FILE:PART,PART' -> the file, and which tables of it. Raises UserError for an unknown part."""
+    path, colon, chosen = text.rpartition(":")
+    if not colon or Path(text).is_file():
+        return Path(text), PARTS
+    parts = tuple(chosen.split(","))
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise UserError(f"{text}: no table is called {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    return Path(path), parts
+
+
+def _count(found: dict[str, Line]) -> str:
+    """'1234 steps each, ' of the ablations."""
+    line = found.get("ablation defaults", {})
+    return f"{line['steps']} steps each, " if "steps" in line else ""
+
+
+def render(path: Path, wanted: Sequence[str] = PARTS) -> str:
+    """The tables of one run."""
+    settings, found, alone, data = read_results(path)
+    precision = "bf16" if settings["bf16"] else "float32"
+    base = alone.get(precision)
+    timed = set(wanted) - {"ablations", "steps"} and any(
+        "steps" in x and x["speedup"] is not None for x in found.values()
+    )
+    spent = f", about {settings['seconds']:g} s of training for each draft" if timed else ""
+    text = [
+        f"### {settings['base']} on {settings['device']}\n",
+        f"torch {settings['torch']}, {precision}, greedy, {settings['max_draft_len']} draft tokens, answers of at most "
+        f"{settings['max_new_tokens']} tokens, batches of {settings['batch_size']}; "
+        f"{data.get('conversations', 0)} training conversations of the base's own{spent}; "
+        f"draft vocabulary of EAGLE-3 {settings['draft_vocab_size']} tokens "
+        f"({data.get('coverage', 0):.1%} of the answers' tokens).",
+    ]
+    if base:
+        text[-1] += (
+            f" The base alone: {base['step_seconds'] * 1000:.2f} ms a step at batch 1, "
+            f"{base['tokens_per_second']:.0f} tokens/s in batches; {base['questions']} questions."
+        )
+    few = f"On the first {settings['few_questions']} questions of each set"
+    tables = {
+        "drafters": ("**Drafters**, all questions.", _drafters(found)),
+        "sets": ("**Question sets.**", _sets(found)),
+        "lengths": (f"**Draft length and trees.** {few}.", _ways(found)),
+        "ablations": (f"**Ablations**, {_count(found)}equal data and steps. {few}.", _ablations(found)),
+        "steps": (f"**Equal steps**, the same batches for every draft. {few}.", _steps(found)),
+        "fp8": (
+            f"**fp8** of base and draft, simulated, so there is no speed to measure. {few}.",
+            _fp8(found, precision),
+        ),
+    }
+    chosen = [tables[part] for part in PARTS if part in wanted]
+    return "\n".join([*text, *(f"\n{title}\n\n{body}" for title, body in chosen if body)])
+
+
+def write_page(results: Sequence[str], page: Path) -> None:
+    """Put the tables between the marks of `page`, or write a page of them alone."""
+    tables = "\n".join(render(*parse_results(text)) for text in results)
+    old = page.read_text(encoding="utf-8") if page.is_file() else ""
+    if BEGIN in old and END in old:
+        before, after = old.split(BEGIN)[0], old.split(END)[1]
+    else:
+        before = after = ""
+    write_text(page, f"{before}{BEGIN}\n{tables}\n{END}{after or chr(10)}")
+
+
+def make_parser() -> cli.Parser:
+    """The flags."""
+    p = cli.Parser(__doc__)
+    p.add_argument(
+        "results", nargs="+", metavar="JSONL[:TABLES]",
+        help=f"results.jsonl of a run, several for several runs; TABLES: some of {','.join(PARTS)}",
+    )  # fmt: skip
+    p.add_argument("--write", metavar="PAGE", help="markdown page to write them into")
+    return p
+
+
+def main(args: argparse.Namespace) -> None:
+    """Print or write."""
+    if args.write:
+        write_page(args.results, Path(args.write))
+    else:
+        print("\n".join(render(*parse_results(text)) for text in args.results))
+
+
+if __name__ == "__main__":
+    cli.run(make_parser(), main)

@@ -1,0 +1,347 @@
+"""What benchmarks/ablate_drafts.py works with: base, data and questions, drafts that train and decode, figures on disk.
+
+Everything is on disk as soon as it is there, so a run that was cut off goes on: figures in results.jsonl, a line each,
+trained drafts in drafts/, questions with the base's answers in questions.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import logging
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_spec.batch import Features
+from megatron_spec.checkpoint.base_import import inspect_base, load_base
+from megatron_spec.commands.convert import new_draft
+from megatron_spec.commands.data import open_dataset
+from megatron_spec.config import DecodeConfig, ObjectiveConfig, QuantConfig, TrainConfig, UserError, presets
+from megatron_spec.data.chat import ChatEncoder
+from megatron_spec.data.loader import BatchLoader
+from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
+from megatron_spec.data.vocab_counts import count_supervised, coverage, select_draft_ids
+from megatron_spec.decoding.costs import Costs, now
+from megatron_spec.decoding.engine import Generation, decode
+from megatron_spec.decoding.replay import timed_recorder_for
+from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.evaluation.acceptance import acceptance_stats, by_category
+from megatron_spec.features.online import OnlineFeatures
+from megatron_spec.generation.prompts import Dialogue, read_prompts
+from megatron_spec.generation.questions import write_questions
+from megatron_spec.generation.synthesize import synthesize_to_file
+from megatron_spec.quantization.attach import attach_quantizers
+from megatron_spec.runtime import distributed
+from megatron_spec.runtime.files import read_json, write_json
+from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
+from megatron_spec.training.step import Trainer
+
+log = logging.getLogger("megatron_spec.ablate_drafts")
+
+SETTINGS = (
+    "prompts", "seconds", "ablation_seconds", "qat_seconds", "draft_vocab_size", "questions", "few_questions",
+    "max_new_tokens", "max_draft_len", "batch_size", "global_batch_size", "seq_length", "lr", "bf16",
+)  # fmt: skip
+"""Flags that the figures depend on."""
+HIDDEN = ("sets", "costs", "few", "few_tokens", "few_steps")
+"""What is too long for a line of the log."""
+
+
+class Results:
+    """results.jsonl: the settings, then one line per figure. Raises UserError when it is of another run."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path, self.start, self.lines = path, time.monotonic(), []
+        if path.is_file():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                with contextlib.suppress(ValueError):  # the last one may be half-written
+                    self.lines.append(json.loads(line))
+            path.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
+        settings = json.loads(json.dumps(settings))
+        if not self.lines:
+            self.add("settings", **settings)
+        changed = [k for k, v in settings.items() if self.lines[0].get(k) != v]
+        if changed:
+            found = ", ".join(f"{k}: found {self.lines[0].get(k)!r}, now {settings[k]!r}" for k in changed)
+            raise UserError(f"{path} is of a run with other settings ({found}): use another --output")
+
+    def add(self, kind: str, **values: Any) -> None:
+        """One line more."""
+        line = {"kind": kind, "at": round(time.monotonic() - self.start, 1), **values}
+        self.lines.append(line)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        log.info("%s", {k: v for k, v in line.items() if k not in HIDDEN})
+
+    def has(self, kind: str, name: str | None = None) -> bool:
+        """True when that figure is there."""
+        return any(line["kind"] == kind and line.get("name") == name for line in self.lines)
+
+
+TICKS = 1000
+
+
+class ByTheClock:
+    """A learning rate schedule of `TICKS` steps that goes by time: equal seconds are equal schedules."""
+
+    def __init__(self, scheduler: Any, seconds: float) -> None:
+        self.scheduler, self.seconds, self.begun, self.done = scheduler, seconds, time.monotonic(), 0
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self.begun
+
+    def step(self, increment: int) -> None:
+        """Go on to where the clock is, whatever the number of training steps."""
+        due = min(TICKS, int(TICKS * self.elapsed / self.seconds))
+        self.scheduler.step(increment=due - self.done)
+        self.done = due
+
+
+@dataclass
+class Draft:
+    """A draft: how to build it, and its weights once it is trained."""
+
+    name: str
+    config: Any
+    vocab: Any
+    objective: ObjectiveConfig
+    seed: int = 0
+    """Of its first weights, and of the order of the batches."""
+    weights: dict[str, Any] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+def order_of(batches: int, step: int, seed: int) -> int:
+    """The batch of a step: as they come for seed 0, else in another order in every pass."""
+    passed, place = divmod(step, batches)
+    if seed == 0:
+        return place
+    generator = torch.Generator().manual_seed(1_000_003 * seed + passed)
+    return int(torch.randperm(batches, generator=generator)[place])
+
+
+class Comparison:
+    """Base, data and questions of one run on one process."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.output = args, Path(args.output)
+        (self.output / "drafts").mkdir(parents=True, exist_ok=True)
+        self.ref, self.world = inspect_base(args.base), distributed.initialize()
+        if self.world.size > 1:
+            raise UserError("ablate_drafts.py compares on one process: start it with plain python")
+        cuda = self.world.device.type == "cuda"
+        settings = {name: getattr(args, name) for name in SETTINGS}
+        settings["prompts"] = [Path(p).name for p in args.prompts]
+        device = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
+        about = {"base": Path(args.base).name, "fingerprint": self.ref.fingerprint, "device": device}
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
+        self.results = Results(self.output / "results.jsonl", {**about, **versions, **settings})
+        self.dtype = torch.bfloat16 if args.bf16 else torch.float32
+        self.base = load_base(self.ref, self.world, presets.default_capture_ids(self.ref.config.num_layers), self.dtype)
+        self.tokenizer = load_tokenizer(args.base)
+        self.stop_ids = set(stop_token_ids(args.base, self.tokenizer))
+        self.decode = DecodeConfig(
+            max_draft_len=args.max_draft_len, max_new_tokens=args.max_new_tokens, batch_size=args.batch_size
+        )
+        self.cost_tokens, self.trial = (96, 32) if cuda else (24, 1)
+
+    def late(self, reserve: float = 0.0) -> bool:
+        """True when nothing new should be started, with `reserve` seconds kept for what follows."""
+        return time.monotonic() - self.results.start > self.args.deadline - reserve
+
+    # --- data ---------------------------------------------------------------------------------------------------
+
+    def conversations(self) -> Path:
+        """--data, or OUTPUT/train.jsonl, which the base writes when it is not there: questions and answers."""
+        if self.args.data:
+            return Path(self.args.data)
+        path, asking = self.output / "train.jsonl", self.output / "questions.jsonl"
+        config = self.decode.replace(batch_size=4 * self.args.batch_size, max_new_tokens=self.args.answer_tokens)
+        hot = config.replace(temperature=0.9, max_new_tokens=96)
+        prompts = write_questions(
+            self.base, self.tokenizer, self.args.conversations, hot, asking, self.stop_ids, {"base": self.args.base}
+        )
+        about = {"base": self.ref.fingerprint}
+        synthesize_to_file(
+            self.base, self.tokenizer, prompts, config, path, draft=None, stop_ids=self.stop_ids, about=about
+        )
+        return path
+
+    def read(self, path: Path) -> None:
+        """Batches of one pass over the conversations, their features, and the draft vocabulary."""
+        dataset = open_dataset(str(path), self.args.base, self.args.seq_length)
+        size = self.args.global_batch_size
+        loader = BatchLoader(dataset, size, size, device=self.world.device)
+        self.batches = [loader.step(i * size)[0] for i in range(max(1, len(dataset) // size))]
+        counts = count_supervised(dataset, self.ref.config.vocab_size)
+        ids = select_draft_ids(counts, min(self.args.draft_vocab_size, self.ref.config.vocab_size), self.stop_ids)
+        self.vocab, self.whole = DraftVocab(ids, len(counts)), DraftVocab.full(len(counts))
+        self.compute_features()
+        if not self.results.has("data"):
+            self.results.add("data", conversations=len(dataset), steps=len(self.batches), **coverage(counts, ids))
+
+    def compute_features(self) -> None:
+        """Features of every batch, kept in memory; those of before are dropped first."""
+        self.features: list[Features] = []
+        source = OnlineFeatures(self.base)
+        self.features = [source.features([b])[0] for b in self.batches]
+
+    def ask(self) -> None:
+        """All questions; the base's own answers are the histories of later rounds."""
+        path = self.output / "questions.json"
+        if path.is_file():
+            self.questions = [(name, ids) for name, ids in read_json(path)]
+            return
+        self.questions, limit, encoder = [], self.ref.config.max_position_embeddings, ChatEncoder(self.tokenizer)
+        dialogues = [
+            (Path(f).stem, Dialogue(p)) for f in self.args.prompts for p in read_prompts(f, self.args.questions)
+        ]
+        while asking := [(n, d, ids) for n, d in dialogues if d.waits and (ids := d.ask(encoder, limit))]:
+            answers = decode(self.base, [ids for *_, ids in asking], self.decode, self.stop_ids)
+            for (name, dialogue, ids), answer in zip(asking, answers, strict=True):
+                self.questions.append((name, ids))
+                dialogue.take(answer.tokens, answer.stopped, self.tokenizer)
+        write_json(path, self.questions)
+
+    def answer_alone(self, name: str) -> None:
+        """The text every draft must give, and the cost of a step without one; `name` is the precision."""
+        path = self.output / f"alone-{name}.json"
+        ids = [ids for _, ids in self.questions]
+        if not path.is_file():
+            self.cost(None, self.decode)  # warm
+            found, seconds = self._timed(ids, self.decode, None)
+            tokens, step = [g.tokens for g in found], sum(self.cost(None, self.decode).values())
+            write_json(path, {"tokens": tokens, "step": step, "seconds": seconds})
+            count = sum(map(len, tokens))
+            self.results.add(
+                "alone", name=name, questions=len(ids), tokens=count, seconds=seconds, step_seconds=step,
+                tokens_per_second=count / seconds,
+            )  # fmt: skip
+        found = read_json(path)
+        self.alone, self.step_seconds, self.alone_seconds = found["tokens"], found["step"], found["seconds"]
+
+    # --- drafts -------------------------------------------------------------------------------------------------
+
+    def new(
+        self, algorithm: str, name: str, fields: dict[str, Any] | None = None, seed: int = 0, **objective: Any
+    ) -> Draft:
+        """An untrained draft of an algorithm; `fields` of its architecture other than the defaults."""
+        base, goal = self.ref.config, ObjectiveConfig(ttt_steps=self.args.max_draft_len, **objective)
+        if algorithm == "medusa":
+            return Draft(name, presets.medusa_config(base, num_heads=goal.ttt_steps), self.whole, goal, seed)
+        vocab = self.vocab if algorithm.startswith("eagle3") else self.whole
+        config = presets.eagle_config(base, algorithm, {"draft_vocab_size": len(vocab), **(fields or {})})
+        return Draft(name, config, vocab, goal, seed)
+
+    def module(self, draft: Draft, quantised: bool = False) -> Any:
+        """The draft as a module, with its weights or fresh ones."""
+        module = new_draft(self.base, draft.config, draft.vocab, self.world, self.dtype, seed=1234 + draft.seed)
+        if quantised:
+            attach_quantizers(module, QuantConfig(), "draft")
+        if draft.weights:
+            module.load_state_dict(draft.weights)
+        return module
+
+    def train(self, draft: Draft, lr: float, quantised: bool, *, seconds: float = 0.0, steps: int = 0) -> Draft:
+        """The draft after some seconds of training over the data in order, or after some steps."""
+        gc.collect()  # DDP and its hooks hold each other: parameters and gradients of the last draft are still there
+        ticks = steps or TICKS
+        config = TrainConfig(
+            train_iters=ticks, lr=lr, lr_warmup_iters=max(1, ticks // 50),
+            bf16=self.args.bf16, adam_beta2=0.99, global_batch_size=self.args.global_batch_size,
+        )  # fmt: skip
+        ddp = wrap_ddp(self.module(draft, quantised), self.world, config)
+        optimizer, scheduler = build_optimizer(ddp, self.world, config)
+        clock = ByTheClock(scheduler, seconds)
+        schedule: Any = scheduler if steps else clock
+        trainer = Trainer(self.world, ddp, optimizer, schedule, self.base, draft.objective)
+        start, done, sums = now(), 0, [[0.0]] * 4
+        while done < steps if steps else clock.elapsed < seconds:
+            batch = self.features[order_of(len(self.features), done, draft.seed)]
+            last = trainer.step([batch], f"step {done}", 1)
+            done, sums = done + 1, last.sums
+        correct, rows = torch.as_tensor(sums)[[1, 3]].tolist()
+        about = {
+            "steps": done, "seconds": now() - start, "passes": done / len(self.features),
+            "accuracy": [c / max(r, 1) for c, r in zip(correct, rows, strict=True)],
+            "seed": draft.seed, "parameters": sum(p.numel() for p in ddp.module.parameters()),
+        }  # fmt: skip
+        weights = {n: t.detach().clone() for n, t in ddp.module.state_dict().items()}
+        return replace(draft, weights=weights, about=about)
+
+    def trained(self, draft: Draft, seconds: float, lr: float, quantised: bool = False, steps: int = 0) -> Draft:
+        """The draft after so many seconds of training (or `steps`), from disk when it is there."""
+        path = self.output / "drafts" / f"{draft.name.replace(' ', '_').replace('/', '_')}.pt"
+        if path.is_file():
+            kept = torch.load(path, map_location=self.world.device, weights_only=True)
+            return replace(draft, weights=kept["weights"], about=kept["about"])
+        # Kernels are compiled before, for the row counts of several batches.
+        self.train(draft, lr, quantised, steps=self.trial)
+        after = self.train(draft, lr, quantised, seconds=seconds, steps=steps)
+        part = path.with_suffix(".part")
+        torch.save({"weights": after.weights, "about": after.about}, part)
+        part.replace(path)
+        return after
+
+    # --- measuring ----------------------------------------------------------------------------------------------
+
+    def cost(self, draft: Any, config: DecodeConfig) -> dict[str, float]:
+        """Seconds of the phases of a step of one sequence."""
+        costs, config = Costs(), config.replace(batch_size=1, max_new_tokens=self.cost_tokens)
+        decode(self.base, [ids for _, ids in self.questions[:2]], config, set(), draft=draft, costs=costs)
+        return {phase: costs.typical(phase) for phase in ("draft", "base", "observe")}
+
+    def _timed(self, ids: list[list[int]], config: DecodeConfig, draft: Any) -> tuple[list[Generation], float]:
+        """(answers, seconds without those of recording CUDA graphs)."""
+        recorder, start = timed_recorder_for(self.base, config.cuda_graphs), now()
+        found = decode(self.base, ids, config, self.stop_ids, draft=draft, recorder=recorder)
+        return found, now() - start - (recorder.seconds if recorder else 0.0)
+
+    def few(self) -> list[int]:
+        """The first --few-questions of each set."""
+        return list(self._first(self.args.few_questions))
+
+    def _first(self, of_each: int) -> Iterator[int]:
+        counts: dict[str, int] = {}
+        for i, (name, _) in enumerate(self.questions):
+            counts[name] = counts.get(name, 0) + 1
+            if counts[name] <= of_each:
+                yield i
+
+    def measure(self, name: str, draft: Any, about: dict[str, Any], few: bool = False, **changes: Any) -> None:
+        """Acceptance on all questions (or a few of each set) and predicted speed-up, as one line.
+
+        Args:
+            draft: makes the module; not called when the figure is there.
+        """
+        if self.results.has("measured", name):
+            return
+        module, config = draft() if draft else None, self.decode.replace(**changes)
+        first = set(self.few())
+        chosen = sorted(first) if few else list(range(len(self.questions)))
+        ids = [self.questions[i][1] for i in chosen]
+        costs = self.cost(module, config)
+        found, seconds = self._timed(ids, config, module)
+        same = sum(g.tokens == self.alone[i] for g, i in zip(found, chosen, strict=True))
+        stats, step = acceptance_stats(found), sum(costs.values())
+        some: list[Generation] = [g for g, i in zip(found, chosen, strict=True) if i in first]
+        self.results.add(
+            "measured", name=name, decode=changes, **about, questions=len(ids), identical=same / len(ids),
+            seconds_to_decode=seconds, tokens=sum(len(g.tokens) for g in found), overall=asdict(stats),
+            speedup=None if few else self.alone_seconds / seconds,
+            predicted_speedup=(stats.acceptance_length or 0) * self.step_seconds / step, costs=costs,
+            alone_step=self.step_seconds, few=asdict(acceptance_stats(some)),
+            few_tokens=[sum(g.accepted_lengths) + len(g.accepted_lengths) for g in some],
+            few_steps=[len(g.accepted_lengths) for g in some],
+            sets={k: asdict(v) for k, v in by_category(found, [self.questions[i][0] for i in chosen]).items()},
+        )  # fmt: skip

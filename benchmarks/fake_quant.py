@@ -1,0 +1,131 @@
+"""What fp8 fake quantisation costs: the rounding alone, plain and as a kernel, and a draft step with and without it.
+
+    python benchmarks/fake_quant.py                       # Llama-3.1-8B's draft shape, on a GPU
+    python benchmarks/fake_quant.py --tiny                # a tiny shape: works on a CPU
+
+The draft step is forward and backward on random features, by the hand-written unroll (`drafts/fused_unroll.py`) and by
+the general one; the base is not run. `cost` is the share that fake quantisation adds to the step as training runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_spec import cli
+from megatron_spec.batch import Batch, Features
+from megatron_spec.config import EagleConfig, ObjectiveConfig, QuantConfig
+from megatron_spec.drafts import build_draft, eagle3
+from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.quantization import rounding
+from megatron_spec.quantization.attach import attach_quantizers, quantizers
+from megatron_spec.runtime import distributed
+
+SHAPES = {
+    False: dict(H=4096, M=14336, heads=32, groups=8, V=128256, D=32000, S=4096, B=2),
+    True: dict(H=64, M=128, heads=4, groups=2, V=300, D=100, S=64, B=2),
+}
+
+
+def make_parser() -> cli.Parser:
+    """The flags."""
+    p = cli.Parser(__doc__)
+    p.add_argument("--tiny", action="store_true")
+    p.add_argument("--ttt-steps", type=int, default=7)
+    p.add_argument("--repeats", type=int, default=5, help="the median of this many timings")
+    return p
+
+
+def timed(run: Callable[[], Any], repeats: int) -> float:
+    """Median seconds of a call, behind one that warms up."""
+    run()
+    times = []
+    for _ in range(repeats):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def round_trips(shape: dict[str, int], device: torch.device, repeats: int) -> dict[str, float]:
+    """GB/s (read and written) of the round trip of one input [S * B, 2H] in bfloat16."""
+    x = torch.randn(shape["S"] * shape["B"], 2 * shape["H"], device=device, dtype=torch.bfloat16)
+    amax = x.abs().amax().float()
+    size = 2 * x.numel() * x.element_size() / 1e9
+    found = {"plain_gb_s": size / timed(lambda: rounding.round_trip(x, amax), repeats)}
+    if x.is_cuda:
+        found["kernel_gb_s"] = size / timed(lambda: rounding.fake_quant(x, amax), repeats)
+    return found
+
+
+def steps(shape: dict[str, int], world: Any, ttt_steps: int, repeats: int) -> dict[str, float]:
+    """Seconds of forward and backward of a draft, as it is and fake-quantised."""
+    H, S, B, V = (shape[n] for n in ("H", "S", "B", "V"))
+    device, dtype = world.device, torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    config = EagleConfig(
+        "eagle3", H, shape["M"], shape["heads"], shape["groups"], H // shape["heads"], V, shape["D"], H, 2 * S,
+        capture_layer_ids=(1, 2, 3),
+    )  # fmt: skip
+    vocab = DraftVocab(torch.arange(shape["D"]) * (V // shape["D"]), V)
+    draft = build_draft(config, vocab, world, dtype)
+    with torch.no_grad():
+        for p in draft.parameters():
+            p.normal_(0, 0.02)
+    head = torch.randn(V, H, device=device, dtype=dtype) * 0.02
+    table = torch.randn(V, H, device=device, dtype=dtype)
+    ends: Any = SimpleNamespace(head_weight=head, vocab_size=V, embed=lambda tokens: table[tokens.t()])
+    tokens = torch.randint(V, (B, S), device=device)
+    ones = torch.ones_like(tokens, dtype=torch.int32)
+    batch = Batch(tokens, torch.arange(S, device=device).expand(B, S), ones, torch.zeros_like(ones))
+    captures = torch.randn(S, B, 3 * H, device=device, dtype=dtype)
+    features = Features(batch, captures, captures[..., :H].contiguous())
+    objective = ObjectiveConfig(ttt_steps=ttt_steps)
+
+    def step() -> None:
+        draft.zero_grad()
+        draft(features, ends, objective).total.backward()
+
+    def both_ways(name: str) -> dict[str, float]:
+        """Seconds as training goes, and by the general unroll where that is another way."""
+        found = {f"{name}_s": timed(step, repeats)}
+        if device.type == "cuda":
+            fused = eagle3.can_fuse
+            eagle3.can_fuse = lambda *_: False
+            try:
+                found[f"{name}_general_unroll_s"] = timed(step, repeats)
+            finally:
+                eagle3.can_fuse = fused
+        return found
+
+    found = both_ways("without")
+    attach_quantizers(draft, QuantConfig(base="none"), "draft")
+    for quantizer in quantizers(draft).values():
+        quantizer.set_amax(1.0)
+    found |= both_ways("with")
+    found["cost"] = found["with_s"] / found["without_s"] - 1
+    return found
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measure and print one JSON object."""
+    shape, world = SHAPES[args.tiny], distributed.initialize()
+    report: dict[str, Any] = {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", **shape}
+    report |= round_trips(shape, world.device, args.repeats)
+    report |= steps(shape, world, args.ttt_steps, args.repeats)
+    sys.stdout.write(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    cli.run(make_parser(), main)

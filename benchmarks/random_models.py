@@ -1,0 +1,72 @@
+"""Bases of known shapes (figures of the models' config.json) and their EAGLE-3 drafts, with random weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_spec.base.model import FrozenBase
+from megatron_spec.config import BaseConfig, presets
+from megatron_spec.drafts import build_draft
+from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.runtime.distributed import World
+
+_LLAMA: dict[str, Any] = dict(
+    family="llama", vocab_size=128256, max_position_embeddings=131072, head_dim=128, num_key_value_heads=8,
+    rope={"theta": 500000.0, "type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+)  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": dict(
+        family="llama", hidden_size=128, intermediate_size=256, num_layers=8, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=16, vocab_size=512, max_position_embeddings=512,
+    ),
+    "llama-3.2-3b": dict(
+        _LLAMA, hidden_size=3072, intermediate_size=8192, num_layers=28, num_attention_heads=24,
+    ),
+    "llama-3.1-8b": dict(
+        _LLAMA, hidden_size=4096, intermediate_size=14336, num_layers=32, num_attention_heads=32,
+    ),
+    "llama-3.1-70b": dict(
+        _LLAMA, hidden_size=8192, intermediate_size=28672, num_layers=80, num_attention_heads=64,
+    ),
+    "qwen2.5-7b": dict(
+        family="qwen2", hidden_size=3584, intermediate_size=18944, num_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, head_dim=128, vocab_size=152064, max_position_embeddings=131072,
+        rope={"theta": 1000000.0}, qkv_bias=True,
+    ),
+    "qwen3-8b": dict(
+        family="qwen3", hidden_size=4096, intermediate_size=12288, num_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
+        rope={"theta": 1000000.0}, qk_norm=True,
+    ),
+}  # fmt: skip
+
+
+def base_shape(name: str) -> BaseConfig:
+    """One of `SHAPES`."""
+    return BaseConfig.from_dict(SHAPES[name])
+
+
+def random_base(config: BaseConfig, world: World, dtype: torch.dtype, transformer_engine: bool = False) -> FrozenBase:
+    """A base that was never trained, with the captures of an EAGLE-3 draft."""
+    captures = presets.default_capture_ids(config.num_layers)
+    base = FrozenBase.build(config, world, captures, dtype, transformer_engine=transformer_engine)
+    _randomise(base)
+    return base
+
+
+def random_draft(base: BaseConfig, world: World, draft_vocab_size: int, dtype: torch.dtype) -> torch.nn.Module:
+    """An EAGLE-3 draft of a base; its tokens are spread over the base's vocabulary, at most all of them."""
+    size = min(draft_vocab_size, base.vocab_size)
+    config = presets.eagle_config(base, overrides={"draft_vocab_size": size})
+    vocab = DraftVocab(torch.arange(size) * (base.vocab_size // size), base.vocab_size)
+    draft = build_draft(config, vocab, world, dtype)
+    _randomise(draft)
+    return draft
+
+
+@torch.no_grad()
+def _randomise(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, 0.02)

@@ -1,0 +1,355 @@
+"""Speed of EAGLE-3 training at the shape of a base (Llama-3.1-8B), random weights, through the package's own classes.
+
+    python benchmarks/train_throughput.py --seq-length 4096 2048 --ttt-steps 7 3 --output bench.json
+    python benchmarks/train_throughput.py --offline         # features from disk; the base does not run
+    python benchmarks/train_throughput.py --shape qwen3-8b  # another base (benchmarks/random_models.py)
+    python benchmarks/train_throughput.py --plain           # the same in torch's own operations, for comparison
+    python benchmarks/train_throughput.py --tiny            # in miniature, on a CPU
+
+Every token is supervised, so no work is saved by dropping rows. Model FLOP utilisation counts the plain algorithm
+(`standard_flops`), whatever is saved by doing less, against the dense bf16 peak of one H100 SXM.
+
+The JSON holds one entry per (length, steps): tokens_per_second, mfu, peak_gib, seq_length, ttt_steps, shares of a step
+(base, head, optimizer, draft_layer), launches and synchronisations of one step, kernels compiled after warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.random_models import SHAPES, base_shape, random_base, random_draft
+from megatron_spec.base.model import FrozenBase
+from megatron_spec.batch import Batch
+from megatron_spec.config import BaseConfig, ObjectiveConfig, TrainConfig
+from megatron_spec.data.chat import Sample
+from megatron_spec.drafts import eagle3
+from megatron_spec.features.ahead import FeaturesAhead
+from megatron_spec.features.base import FeatureSource
+from megatron_spec.features.offline import OfflineFeatures, extract
+from megatron_spec.features.online import OnlineFeatures
+from megatron_spec.features.store import FeatureStore, StoreManifest
+from megatron_spec.runtime import distributed
+from megatron_spec.runtime.distributed import World
+from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
+from megatron_spec.training.step import Trainer
+
+PEAK = 990e12
+"""Dense bf16 FLOP/s of one H100 SXM."""
+
+
+def standard_flops(base: BaseConfig, draft_vocab: int, captures: int, S: int, T: int) -> dict[str, float]:
+    """FLOPs per token of the plain algorithm: base forward with its head; T draft steps forward and backward."""
+    H, M, attention = base.hidden_size, base.intermediate_size, base.num_attention_heads * base.head_dim
+    qkv = attention + 2 * base.num_key_value_heads * base.head_dim
+    scores = 2 * 2 * attention * S / 2  # causal: q k and p v over S / 2 keys
+    layer = 2 * (qkv * H + attention * H + 3 * M * H)
+    draft_layer = 2 * (qkv * 2 * H + attention * H + 3 * M * H) + scores
+    return {
+        "base": base.num_layers * (layer + scores) + 2 * H * base.vocab_size,
+        "draft": T * 3 * (draft_layer + 2 * H * draft_vocab) + 3 * 2 * captures * H * H,
+    }
+
+
+def supervised_batch(config: BaseConfig, B: int, S: int, device: torch.device, share: float = 1.0) -> Batch:
+    """Random tokens; the last `share` of every row is one assistant turn."""
+    positions = torch.arange(S).expand(B, S).contiguous()
+    turns = (positions >= round((1 - share) * S)).int()
+    tokens = torch.randint(0, config.vocab_size, (B, S))
+    return Batch(tokens, positions, turns, torch.zeros_like(turns)).to(device)
+
+
+def build_trainer(base: FrozenBase, world: World, draft_vocab: int, T: int, dtype: torch.dtype) -> Trainer:
+    """The draft with its optimizer, as finetune.py builds them."""
+    draft = random_draft(base.config, world, draft_vocab, dtype)
+    train = TrainConfig(train_iters=1000, bf16=dtype == torch.bfloat16)
+    ddp = wrap_ddp(draft, world, train)
+    optimizer, scheduler = build_optimizer(ddp, world, train)
+    return Trainer(world, ddp, optimizer, scheduler, base, ObjectiveConfig(ttt_steps=T))
+
+
+def offline_source(base: FrozenBase, world: World, batches: list[Batch], folder: Path | None) -> OfflineFeatures:
+    """The features of the batches, written to disk once, in the base's dtype."""
+    folder = Path(folder or tempfile.mkdtemp(prefix="features-"))
+    rows = [row for batch in batches for row in zip(batch.tokens_BS.cpu(), batch.turns_BS.cpu(), strict=True)]
+    manifest = StoreManifest(
+        base_fingerprint="random", capture_layer_ids=base.capture_layer_ids, hidden_size=base.config.hidden_size,
+        dtype=str(base.dtype).removeprefix("torch."), template_hash="", num_samples=len(rows),
+        seq_length=batches[0].tokens_BS.shape[1], samples_per_shard=1,
+    )  # fmt: skip
+
+    class Samples:
+        seq_length = manifest.seq_length
+
+        def __len__(self) -> int:
+            return len(rows)
+
+        def __getitem__(self, index: int) -> Sample:
+            return Sample(*rows[index])
+
+    extract(base, Samples(), folder, manifest)
+    return OfflineFeatures(FeatureStore(folder), world, base.dtype)
+
+
+class Stopwatch:
+    """Device time of marked regions (wall clock on a CPU)."""
+
+    def __init__(self, cuda: bool) -> None:
+        self.cuda, self.marks = cuda, []
+        self.marks: list[tuple[str, Any, Any]]
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextlib.contextmanager
+    def region(self, name: str) -> Iterator[None]:
+        begin = self._now()
+        yield
+        self.marks.append((name, begin, self._now()))
+
+    def watch(self, owner: Any, attribute: str, name: str) -> Callable[[], None]:
+        """Time every call of `owner.attribute`; returns what undoes it."""
+        original = getattr(owner, attribute)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.region(name):
+                return original(*args, **kwargs)
+
+        setattr(owner, attribute, timed)
+        return lambda: setattr(owner, attribute, original)
+
+    def totals(self) -> dict[str, float]:
+        """Milliseconds per region."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        out: dict[str, float] = {}
+        for name, begin, end in self.marks:
+            out[name] = out.get(name, 0.0) + (begin.elapsed_time(end) if self.cuda else (end - begin) * 1e3)
+        return out
+
+
+def shares(
+    step: Callable[[], Any], trainer: Trainer, source: FeatureSource, cuda: bool, repeats: int = 3
+) -> dict[str, float]:
+    """Parts of a step in milliseconds; `draft_layer` is what is left. `head` holds teacher, head, loss and gradient."""
+    clock = Stopwatch(cuda)
+    undo = [
+        clock.watch(source, "features", "base"), clock.watch(eagle3, "teach", "head"),
+        clock.watch(eagle3, "head_losses", "head"), clock.watch(trainer, "_update", "optimizer"),
+    ]  # fmt: skip
+    for _ in range(repeats):
+        with clock.region("step"):
+            step()
+    for restore in undo:
+        restore()
+    parts = {name: value / repeats for name, value in clock.totals().items()}
+    total = parts.pop("step")
+    return {**parts, "draft_layer": total - sum(parts.values())}
+
+
+def count_events(step: Callable[[], Any], table: Path | None) -> dict[str, float]:
+    """Launches, synchronisations and idle device time of one step, profiled; `table` gets the time per kernel."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        step()
+        torch.cuda.synchronize()
+    averages = found.key_averages()
+    if table is not None:
+        table.write_text(averages.table(sort_by="self_cuda_time_total", row_limit=70, max_name_column_width=90))
+
+    def total(*names: str) -> int:
+        return sum(e.count for e in averages if any(n in e.key for n in names))
+
+    spans = sorted((e.time_range.start, e.time_range.end) for e in found.events() if e.device_type == DeviceType.CUDA)
+    idle, end = 0.0, spans[0][0]
+    for begin, stop in spans:
+        idle, end = idle + max(0.0, begin - end), max(end, stop)
+    return {
+        "idle_ms": idle / 1e3,
+        "launches": total("LaunchKernel"),
+        "synchronisations": total("StreamSynchronize", "DeviceSynchronize", "EventSynchronize") - 1,  # ours
+    }
+
+
+def compiled_kernels() -> int:
+    """Variants of Triton kernels and torch.compile graphs so far."""
+    import torch._dynamo.utils as dynamo
+
+    count = int(dynamo.counters["stats"]["unique_graphs"])
+    with contextlib.suppress(ImportError):
+        from triton.runtime.jit import JITFunction
+
+        from megatron_spec.ops.kernels import branch, rows
+        from megatron_spec.ops.kernels import loss as losses
+
+        for kernel in (k for m in (losses, rows, branch) for k in vars(m).values() if isinstance(k, JITFunction)):
+            count += sum(len(cache[0]) for cache in kernel.device_caches.values())
+    return count
+
+
+def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Warm up, time whole steps, then take one apart."""
+    cuda, B = world.device.type == "cuda", args.micro_batch_size
+    D = args.draft_vocab_size
+    trainer = build_trainer(base, world, D, T, base.dtype)
+    trainer.ddp.module.fp8 = args.draft_fp8
+    batches = [supervised_batch(base.config, B, S, world.device, args.supervised_share) for _ in range(2)]
+    source: FeatureSource = OnlineFeatures(base)
+    if args.offline:
+        batches = [replace(b, sample_ids=tuple((j,) for j in range(i * B, (i + 1) * B))) for i, b in enumerate(batches)]
+        source = offline_source(base, world, batches, args.store)
+    ahead = FeaturesAhead(source, ([batches[i % 2]] for i in itertools.count()), world.pp_size)
+
+    def step() -> Any:
+        _, features, count = ahead.step()
+        return trainer.step(features, count=count)
+
+    def sync() -> None:
+        if cuda:
+            torch.cuda.synchronize()
+
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    step()
+    sync()
+    first = time.perf_counter() - begin
+    for _ in range(args.warmup):
+        step()
+    sync()
+    before, times = compiled_kernels(), []
+    for _ in range(args.repeats):
+        sync()
+        begin = time.perf_counter()
+        for _ in range(args.iters):
+            result = step()
+        sync()
+        times.append((time.perf_counter() - begin) / args.iters)
+    after = compiled_kernels()
+    seconds = statistics.median(times)
+    flops = standard_flops(base.config, D, len(base.capture_layer_ids), S, T)
+    if args.offline:
+        flops["base"] = 0.0
+    parts = shares(step, trainer, source, cuda)
+    entry: dict[str, Any] = {
+        "tokens_per_second": B * S / seconds,
+        "mfu": sum(flops.values()) * B * S / seconds / PEAK,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        "seq_length": S, "micro_batch_size": B, "ttt_steps": T, "step_ms": seconds * 1e3,
+        "step_ms_all": [t * 1e3 for t in times], "first_step_s": first, "shares_ms": parts,
+        "base_mfu": flops["base"] * B * S / (parts["base"] / 1e3) / PEAK if flops["base"] else None,
+        "compiled_after_warmup": after - before, "loss": float(result.loss),
+    }  # fmt: skip
+    if cuda:
+        entry.update(count_events(step, Path(f"{args.profile}_{S}_{T}.txt") if args.profile else None))
+    return entry
+
+
+def versions() -> dict[str, str]:
+    """Of everything that decides the speed."""
+    import importlib.metadata as metadata
+
+    found = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    if torch.cuda.is_available():
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    for name in ("megatron-core", "transformer-engine", "triton"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seq-length", type=int, nargs="+", default=[4096, 2048])
+    parser.add_argument("--ttt-steps", type=int, nargs="+", default=[7, 3])
+    parser.add_argument("--micro-batch-size", type=int, default=2)
+    parser.add_argument("--draft-vocab-size", type=int, default=32000)
+    parser.add_argument("--iters", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3, help="the median of this many timings is reported")
+    parser.add_argument("--base-fp8", action="store_true", help="run the base's linears in fp8")
+    parser.add_argument("--draft-fp8", action="store_true", help="run the draft layer's linears in fp8")
+    parser.add_argument("--offline", action="store_true", help="features from disk; MFU is that of the draft's work")
+    parser.add_argument("--store", type=Path, default=None, help="folder for the features of --offline (temporary)")
+    parser.add_argument("--supervised-share", type=float, default=1.0, help="share of the tokens that is supervised")
+    parser.add_argument("--only", nargs="+", default=None, metavar="SxT", help="pairs such as 4096x7, instead of all")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="of the base")
+    parser.add_argument("--plain", action="store_true", help="no fused unroll and no short forward of the base")
+    parser.add_argument("--transformer-engine", action="store_true", help="the base of its modules")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model: works on a CPU")
+    parser.add_argument("--profile", default=None, metavar="PREFIX", help="write the time per kernel to PREFIX_S_T.txt")
+    parser.add_argument("--output", type=Path, default=None, help="JSON file")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Measure every (length, steps) pair; print a table, write JSON."""
+    args = parse(argv)
+    if args.tiny:
+        args.seq_length, args.draft_vocab_size = [min(s, 64) for s in args.seq_length], 128
+        args.iters = args.warmup = args.repeats = 1
+    world = distributed.initialize()
+    cuda = world.device.type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    base = random_base(base_shape("tiny" if args.tiny else args.shape), world, dtype, args.transformer_engine)
+    if args.plain:
+        base.fast = base.lean = None
+        vars(eagle3)["can_fuse"] = lambda *_: False
+    if args.base_fp8:
+        from megatron_spec.base.fast_forward import run_in_fp8
+
+        run_in_fp8(base)
+    pairs = [tuple(map(int, p.split("x"))) for p in args.only] if args.only else [
+        (S, T) for S in dict.fromkeys(args.seq_length) for T in dict.fromkeys(args.ttt_steps)
+    ]  # fmt: skip
+    entries = []
+    for S, T in pairs:
+        entry = measure(base, world, S, T, args)
+        entries.append(entry)
+        memory = f"{entry['peak_gib']:.1f} GiB" if cuda else "-"
+        parts = " ".join(f"{k} {v:.1f}" for k, v in entry["shares_ms"].items())
+        print(
+            f"S={S} B={entry['micro_batch_size']} T={T}: {entry['step_ms']:.1f} ms, "
+            f"{entry['tokens_per_second']:.0f} tokens/s, MFU {100 * entry['mfu']:.1f} %, peak {memory}; ms: {parts}",
+            flush=True,
+        )
+        gc.collect()  # the wrapper of the draft holds cycles
+        if cuda:
+            torch.cuda.empty_cache()
+    report = {
+        **entries[0], "card": torch.cuda.get_device_name() if cuda else "CPU", "shape": args.shape, "plain": args.plain,
+        "transformer_engine": args.transformer_engine, "base_fp8": args.base_fp8,
+        "draft_fp8": args.draft_fp8, "offline": args.offline,
+        "supervised_share": args.supervised_share, "versions": versions(),
+        "command": [Path(sys.argv[0]).name, *(argv or sys.argv[1:])], "runs": entries,
+    }  # fmt: skip
+    if args.output is not None:
+        args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    distributed.shutdown()
+    return report
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Norms and MLP of the base's last layer, whole and on every rank: what a fresh draft may start from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_spec.base import te_spec
+from megatron_spec.base.model import FrozenBase
+from megatron_spec.families import name_rules
+from megatron_spec.families.names import NameRule, hf_shapes, join_shards, local_names, to_hf
+
+
+@torch.no_grad()
+def last_layer_tensors(base: FrozenBase) -> dict[str, Tensor]:
+    """Unsharded tensors by Hugging Face name inside the layer ("mlp.gate_proj.weight"), and "norm.weight". Collective.
+
+    The last pipeline stage joins its tensor parallel shards and sends them to the others. A layer of experts gives its
+    norms alone: the draft's MLP is one dense MLP, whatever the base's.
+    """
+    prefix = f"model.layers.{base.config.num_layers - 1}."
+    ranks = dist.get_process_group_ranks(base.world.pp)
+    found: dict[str, Tensor] = {}
+    for rule in name_rules(base.config):
+        part = rule.core.split(".")[3] if rule.layer == base.config.num_layers - 1 else rule.core.split(".")[1]
+        experts = rule.layer is not None and base.config.has_experts(rule.layer)
+        if part not in ("final_layernorm", "input_layernorm", "pre_mlp_layernorm", "mlp") or (
+            part == "mlp" and experts
+        ):
+            continue
+        tensors = _whole(base, rule) if base.world.is_last_stage else {}
+        for name, shape in hf_shapes(rule).items():
+            tensor = tensors.get(name, torch.empty(shape, dtype=base.dtype, device=base.world.device))
+            if base.world.pp_size > 1:
+                dist.broadcast(tensor, ranks[-1], group=base.world.pp)
+            found[name.removeprefix(prefix).removeprefix("model.")] = tensor
+    fused = found.pop("mlp.gate_up_proj.weight", None)
+    if fused is not None:
+        found["mlp.gate_proj.weight"], found["mlp.up_proj.weight"] = fused.chunk(2)
+    return found
+
+
+def _whole(base: FrozenBase, rule: NameRule) -> dict[str, Tensor]:
+    parameters: dict[str, Any] = dict(te_spec.named_parameters(base.gpt))
+    mine = parameters[local_names(rule, base.stage.first, base.experts)[0]].detach()
+    shards = [mine]
+    if rule.kind != "replicated" and base.world.tp_size > 1:
+        shards = [torch.empty_like(mine) for _ in range(base.world.tp_size)]
+        dist.all_gather(shards, mine.contiguous(), group=base.world.tp)
+    return to_hf(rule, join_shards(rule, shards), base.config)

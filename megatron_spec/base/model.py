@@ -1,0 +1,295 @@
+"""The frozen base: this rank's pipeline stage, with embedding and head on every rank.
+
+All that knows megatron-core's GPTModel is here and in `spec.py`, so another base class can be added beside it.
+
+S sequence, B micro-batch, H hidden, K captures, V padded vocabulary, TP tensor parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor, nn
+
+from megatron_spec.base import ends, placement, relay, te_spec
+from megatron_spec.base.capture import record_outputs
+from megatron_spec.base.fast_forward import FastForward
+from megatron_spec.base.lean_forward import LeanForward
+from megatron_spec.base.modules import PlannedAttention
+from megatron_spec.base.spec import block_spec
+from megatron_spec.batch import Batch
+from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.families.names import Experts, padded_vocab
+from megatron_spec.families.transformer_config import transformer_config
+from megatron_spec.ops.attention import AttentionPlan, KVCache
+from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
+from megatron_spec.planning import layouts
+from megatron_spec.runtime import platform
+from megatron_spec.runtime.distributed import World
+
+
+def plan_for(batch: Batch, dtype: torch.dtype = torch.float32) -> AttentionPlan:
+    """Causal attention for one document per row, block-causal when documents are packed."""
+    if batch.context is not None:
+        return AttentionPlan.sharded(batch.documents_BS, batch.context, dtype)
+    return AttentionPlan.causal() if batch.single_document else AttentionPlan.packed(batch.documents_BS, dtype)
+
+
+class FrozenBase(nn.Module):
+    """One pipeline stage of the base, frozen; fulfils `drafts.contract.BaseEnds` on every pipeline rank.
+
+    Attributes:
+        config: architecture.
+        world: process groups.
+        capture_layer_ids: layers whose outputs are captured, global, from 0.
+        dtype: of the weights.
+        gpt: megatron-core's GPTModel of this stage.
+        stage: what this stage holds, receives and sends.
+        fast: runs the layers without their modules where that gives the same result; None: not on this device.
+        lean: the same for decoding, on any device; None: not with this base.
+    """
+
+    def __init__(
+        self, config: BaseConfig, world: World, gpt: GPTModel, stages: list[placement.Stage], dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.config, self.world, self.dtype = config, world, dtype
+        self.gpt = gpt
+        self.stage = stages[world.pp_rank]
+        self.capture_layer_ids = stages[-1].captures_out
+        self.vocab_size = config.vocab_size
+        turning = config.mla.rope_head_dim if config.mla else config.head_dim
+        self.inv_freq: Tensor
+        self.register_buffer("inv_freq", inverse_frequencies(config.rope, turning, world.device), persistent=False)
+        self.inv_freq_long: Tensor | None
+        longrope = config.rope.type == "longrope"
+        long = inverse_frequencies(config.rope, turning, world.device, long=True) if longrope else None
+        self.register_buffer("inv_freq_long", long, persistent=False)
+        self.attentions = self._own_attentions()
+        self.fast, self.lean = self._short_forwards()
+        self._add_missing_ends()
+        self.requires_grad_(False)
+        self.eval()
+
+    @classmethod
+    def build(
+        cls,
+        config: BaseConfig,
+        world: World,
+        capture_layer_ids: Sequence[int] = (),
+        dtype: torch.dtype = torch.float32,
+        padded_vocab_size: int | None = None,
+        transformer_engine: bool = False,
+    ) -> FrozenBase:
+        """A stage whose weights are NaN until they are loaded.
+
+        Args:
+            padded_vocab_size: rows of embedding and head over all ranks; default: the vocabulary rounded up to a
+                multiple of the tensor parallel size.
+            transformer_engine: build the layers from Transformer Engine's modules (`te_spec`).
+
+        Raises:
+            UserError: the parallel sizes or capture ids do not fit the base.
+        """
+        placement.check_parallel(config, world.parallel)
+        if transformer_engine:
+            te_spec.check(config, world.device.type == "cuda")
+        stages = placement.place(config.num_layers, world.parallel, capture_layer_ids)
+        counts = [stage.count for stage in stages]
+        first, count = stages[world.pp_rank].first, counts[world.pp_rank]
+        spec = te_spec.block_spec(count) if transformer_engine else block_spec(config, world, first, count)
+        gpt = GPTModel(
+            config=transformer_config(config, world.parallel, counts, dtype),
+            transformer_layer_spec=spec,
+            vocab_size=padded_vocab_size or padded_vocab(config.vocab_size, world.tp_size),
+            max_sequence_length=config.max_position_embeddings,
+            pre_process=world.is_first_stage,
+            post_process=world.is_last_stage,
+            share_embeddings_and_output_weights=config.tie_word_embeddings,
+            position_embedding_type="none",  # angles come from ops.rope, for arbitrary positions
+            pg_collection=world.base_groups,
+        )
+        base = cls(config, world, gpt, stages, dtype)
+        for parameter in base.parameters():
+            parameter.data.fill_(float("nan"))
+        return base
+
+    @classmethod
+    def from_gpt_model(cls, gpt: Any, config: BaseConfig, world: World, capture_layer_ids: Sequence[int]) -> FrozenBase:
+        """Wrap a GPTModel (or a list of one chunk) that is built and loaded already, on every rank of `world`.
+
+        It keeps its own attention, so it serves causal training batches only: no packed documents, no KV cache.
+
+        Raises:
+            UserError: more than one model chunk, or capture ids that do not fit.
+        """
+        layouts.check("wrap", world.parallel)
+        chunks = gpt if isinstance(gpt, list) else [gpt]
+        if len(chunks) != 1:
+            raise UserError(
+                f"found {len(chunks)} model chunks (interleaved pipeline), expected one: build the base without "
+                "virtual pipeline stages"
+            )
+        model = chunks[0]
+        while not isinstance(model, GPTModel) and hasattr(model, "module"):
+            model = model.module
+        if not isinstance(model, GPTModel):
+            raise UserError(f"found {type(model).__name__}, expected megatron-core's GPTModel (or a list of one)")
+        counts: list[Any] = [None] * world.pp_size
+        dist.all_gather_object(counts, len(model.decoder.layers), group=world.pp)
+        placement.check_captures(config.num_layers, capture_layer_ids)
+        stages = placement.stages_from_counts(counts, capture_layer_ids)
+        base = cls(config, world, model, stages, next(model.parameters()).dtype)
+        base.share_ends()
+        return base
+
+    def _own_attentions(self) -> list[PlannedAttention]:
+        cores = [layer.self_attention.core_attention for layer in self.gpt.decoder.layers]
+        own = [core for core in cores if isinstance(core, PlannedAttention)]
+        for index, core in enumerate(own):
+            core.cache_layer = index
+        return own
+
+    def _short_forwards(self) -> tuple[FastForward | None, LeanForward | None]:
+        fused = any("layer_norm_weight" in name for name, _ in self.gpt.named_parameters())
+        if fused or len(self.attentions) != self.stage.count:
+            return None, None
+        decoder = self.gpt.decoder
+        final_norm = decoder.final_layernorm.weight if self.world.is_last_stage else None
+        stage = (self.config, list(decoder.layers), final_norm, self.world.tp)
+        if FastForward.applies(self.config, self.dtype, self.world):
+            return FastForward(*stage), None
+        return None, LeanForward(*stage) if LeanForward.suits(self.config, self.world) else None
+
+    def _add_missing_ends(self) -> None:
+        """Stages without embedding or head get a copy of its shard; a tied head is the embedding itself."""
+        shape = (self.gpt.vocab_size // self.world.tp_size, self.config.hidden_size)
+
+        def new() -> nn.Parameter:
+            """NaN until it is loaded."""
+            return nn.Parameter(torch.full(shape, float("nan"), dtype=self.dtype, device=self.world.device))
+
+        self.embedding_copy = None if self.gpt.pre_process else new()
+        has_head = self.gpt.post_process or self.config.tie_word_embeddings
+        self.head_copy = None if has_head else new()
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """[V / TP, H] this rank's rows of the embedding."""
+        return self.gpt.embedding.word_embeddings.weight if self.embedding_copy is None else self.embedding_copy
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V / TP, H] this rank's rows of the head; rows behind the true vocabulary are padding."""
+        if self.config.tie_word_embeddings:
+            return self.embedding_weight
+        return self.gpt.output_layer.weight if self.head_copy is None else self.head_copy
+
+    @torch.no_grad()
+    def share_ends(self) -> None:
+        """Send the embedding of the first stage and the head of the last one to all stages (after loading)."""
+        if self.world.pp_size == 1:
+            return
+        ranks = dist.get_process_group_ranks(self.world.pp)
+        dist.broadcast(self.embedding_weight.data, ranks[0], group=self.world.pp)
+        if not self.config.tie_word_embeddings:
+            dist.broadcast(self.head_weight.data, ranks[-1], group=self.world.pp)
+        elif self.gpt.post_process and not self.gpt.pre_process:
+            self.gpt.output_layer.weight.data.copy_(self.embedding_weight)
+
+    def embed(self, tokens_BS: Tensor) -> Tensor:
+        """[S, B, H] token embeddings; scattered to [S / TP, B, H] under sequence parallelism."""
+        return ends.embed(tokens_BS, self.embedding_weight, self.world.tp, self.world.parallel.sequence_parallel)
+
+    def logits(self, state_SBH: Tensor) -> Tensor:
+        """[S, B, V / TP] logits of this rank's vocabulary shard (full sequence); padding rows are -inf."""
+        parallel = self.world.parallel
+        return ends.logits(state_SBH, self.head_weight, self.vocab_size, self.world.tp, parallel.sequence_parallel)
+
+    def new_cache(self, batch: int, max_length: int) -> KVCache:
+        """Empty cache for the layers and key/value heads of this rank."""
+        if len(self.attentions) != self.stage.count:
+            raise UserError("a wrapped GPTModel keeps its own attention and cannot decode with a cache: use load_base")
+        config, world = self.config, self.world
+        heads = max(1, config.num_key_value_heads // world.tp_size)
+        return KVCache(
+            self.stage.count, batch, max_length, heads, config.head_dim, self.dtype, world.device, config.value_dim
+        )
+
+    @property
+    def experts(self) -> Experts:
+        """Experts of each layer on this rank."""
+        ep = self.world.parallel.expert_model_parallel_size
+        return Experts.of(self.config, self.world.base_groups.ep.rank() if ep > 1 else 0, ep)
+
+    def _frequencies(self, positions_BS: Tensor, plan: AttentionPlan) -> Tensor:
+        """longrope has two sets, by the length of the text: that of the longest row, or what the cache can hold."""
+        if self.inv_freq_long is None:
+            return self.inv_freq
+        length = int(positions_BS.max()) + 1 if plan.cache is None else plan.cache.keys.shape[2]
+        long = length > self.config.rope.original_max_position_embeddings
+        return self.inv_freq_long if long else self.inv_freq
+
+    @contextmanager
+    def _under(self, plan: AttentionPlan) -> Iterator[None]:
+        for attention in self.attentions:
+            attention.plan = plan
+        try:
+            yield
+        finally:
+            for attention in self.attentions:
+                attention.plan = None  # do not keep a cache or mask alive
+
+    def _angles(self, batch: Batch, plan: AttentionPlan) -> Tensor:
+        if len(self.attentions) == self.stage.count:
+            return rotary_angles(batch.local(batch.positions_BS), self._frequencies(batch.positions_BS, plan))
+        if plan.context is not None or plan.mask_B1SL is not None or plan.documents is not None:
+            raise UserError(
+                "a wrapped GPTModel keeps its own causal attention and cannot run packed documents, context "
+                "parallelism or a cache: load the base with load_base, or give one document per row"
+            )
+        # Fused kernels want one row of angles for the whole batch.
+        return rotary_angles(torch.arange(batch.tokens_BS.shape[1], device=self.world.device)[None], self.inv_freq)
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, plan: AttentionPlan, relayed: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """Run this stage.
+
+        Args:
+            batch: the micro-batch (its tokens are read on the first stage, its positions on all).
+            plan: who may look at whom.
+            relayed: [S, B, H * (1 + k_in)] from the stage before; None on the first stage.
+
+        Returns:
+            hidden [S, B, H] (after the final norm on the last stage) and the captures so far, each [S, B, H]
+            (S / TP rows under sequence parallelism).
+        """
+        captures: list[Tensor] = []
+        if relayed is None:
+            hidden = self.embed(batch.local(batch.tokens_BS))
+        else:
+            hidden, captures = relay.split(relayed, self.config.hidden_size)
+        decoder = self.gpt.decoder
+        short = self.fast or self.lean
+        if short is not None and short.can_run(plan):
+            wanted = [i - self.stage.first for i in self.stage.captures_own]
+            positions = batch.local(batch.positions_BS)
+            with platform.direct():
+                hidden, recorded = short(hidden, positions, self.inv_freq, wanted, plan)
+            return hidden, captures + recorded
+        if self.fast is not None and self.fast.only:
+            raise UserError("a base in fp8 serves training batches only: it has no weights for decoding or quantisers")
+        captured = [decoder.layers[i - self.stage.first] for i in self.stage.captures_own]
+        if not self.gpt.pre_process:
+            decoder.set_input_tensor(hidden)
+        own_layers = len(self.attentions) == self.stage.count  # known never to ask for CUDA by name
+        calls = platform.direct() if own_layers else nullcontext()
+        with self._under(plan), record_outputs(captured) as recorded, calls:
+            hidden = decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=self._angles(batch, plan))
+        decoder.set_input_tensor(None)
+        return hidden, captures + recorded

@@ -1,0 +1,187 @@
+"""Mixture of experts of a frozen base: every expert a pair of linears, tokens gathered over the expert parallel ranks.
+
+Names are megatron-core's (`router`, `experts.local_experts.0.linear_fc1`, `shared_experts`). Tensor parallel ranks hold
+a cut of every expert's matrices, expert parallel ranks whole experts; partial results are added once for all experts.
+
+S sequence, B micro-batch, H hidden, E experts, R rows (tokens), K experts a token passes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import sharded_state_dict_default
+from torch import Tensor, nn
+
+from megatron_spec.config import MoeConfig
+from megatron_spec.families.names import Experts
+from megatron_spec.ops.moe import choose, rows_of_experts
+
+
+def _sharded_children(module: nn.Module, prefix: str, offsets: tuple[Any, ...], metadata: Any) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    tp = parallel_state.get_tensor_model_parallel_group()
+    for name, child in module.named_children():
+        state.update(sharded_state_dict_default(child, f"{prefix}{name}.", offsets, metadata, tp_group=tp))
+    return state
+
+
+class Router(nn.Module):
+    """Scores of a token for every expert."""
+
+    def __init__(self, config: TransformerConfig, moe: MoeConfig) -> None:
+        super().__init__()
+        self.moe = moe
+        device = torch.cuda.current_device()
+
+        def new(*shape: int, dtype: torch.dtype = config.params_dtype) -> nn.Parameter:
+            """An empty parameter on the device."""
+            return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+
+        self.weight = new(moe.num_experts, config.hidden_size)
+        self.bias = new(moe.num_experts) if moe.bias else None
+        self.expert_bias = new(moe.num_experts, dtype=torch.float32) if moe.choice_bias else None
+
+    def forward(self, x_RH: Tensor) -> tuple[Tensor, Tensor]:
+        """(weights [R, K], chosen experts [R, K])."""
+        if self.moe.router == "sigmoid":
+            dtype = torch.promote_types(x_RH.dtype, torch.float32)
+            logits = F.linear(x_RH.to(dtype), self.weight.to(dtype))
+        else:
+            logits = F.linear(x_RH, self.weight, self.bias)
+        return choose(logits, self.moe, self.expert_bias)
+
+
+class Expert(nn.Module):
+    """One gated MLP, this rank's cut; its outputs are partial sums over the tensor parallel ranks."""
+
+    def __init__(self, config: TransformerConfig, width: int, groups: Any, moe: MoeConfig) -> None:
+        super().__init__()
+        self.clamp, self.alpha = moe.clamp, moe.alpha
+        self.first = groups.tp.rank() == 0
+        options = dict(
+            config=config, init_method=config.init_method, bias=moe.bias, skip_bias_add=True, is_expert=True,
+            tp_group=groups.tp,
+        )  # fmt: skip
+        self.linear_fc1 = ColumnParallelLinear(config.hidden_size, 2 * width, gather_output=False, **options)
+        self.linear_fc2 = RowParallelLinear(width, config.hidden_size, input_is_parallel=True, **options)
+
+    def forward(self, x_RH: Tensor) -> Tensor:
+        """[R, H] -> [R, H]."""
+        gate_up, bias = self.linear_fc1(x_RH)
+        out, out_bias = self.linear_fc2(self._gated(gate_up if bias is None else gate_up + bias))
+        return out + out_bias if out_bias is not None and self.first else out
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> Any:
+        """Where its tensors lie in a distributed checkpoint: as those of megatron-core's MLP, gate and up apart."""
+        state = _sharded_children(self, prefix, sharded_offsets, metadata)
+        for name in (f"{prefix}linear_fc1.weight", f"{prefix}linear_fc1.bias"):
+            if name in state:
+                state[name] = apply_swiglu_sharded_factory(state[name], sharded_offsets)
+        return state
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        if not self.clamp:
+            return F.silu(gate) * up
+        gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
+        return gate * torch.sigmoid(gate * self.alpha) * (up + 1)
+
+
+class LocalExperts(nn.Module):
+    """The experts of this rank."""
+
+    def __init__(self, config: TransformerConfig, moe: MoeConfig, groups: Any, experts: Experts) -> None:
+        super().__init__()
+        self.here, self.num_experts = experts, moe.num_experts
+        self.local_experts = nn.ModuleList(
+            Expert(config, moe.intermediate_size, groups, moe) for _ in range(experts.count)
+        )
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> Any:
+        """Where its tensors lie in a distributed checkpoint: all experts in one, as megatron-core's SequentialMLP."""
+        state: dict[str, Any] = {}
+        for i, expert in enumerate(self.local_experts):
+            own = f"{prefix}local_experts.{i}."
+            offsets = (*sharded_offsets, (len(sharded_offsets), self.here.first + i, self.num_experts))
+            part = expert.sharded_state_dict(own, offsets, metadata)  # type: ignore[operator]
+            replace_prefix_for_sharding(part, own, f"{prefix}experts.")
+            for tensor in part.values():  # copies are counted over the ranks that hold the same experts
+                tensor.replica_id = (*tensor.replica_id[:2], parallel_state.get_expert_data_parallel_rank())
+            state.update(part)
+        return state
+
+    def forward(self, x_RH: Tensor, weights_RK: Tensor, chosen_RK: Tensor) -> Tensor:
+        """[R, H] sums of this rank's experts, each times its weight."""
+        out_RH, weights = torch.zeros_like(x_RH), weights_RK.flatten().to(x_RH.dtype)
+        for index, rows, pairs in rows_of_experts(chosen_RK, self.here.first, self.here.count):
+            out_RH.index_add_(0, rows, self.local_experts[index](x_RH[rows]) * weights[pairs, None])
+        return out_RH
+
+
+class MixtureOfExperts(nn.Module):
+    """The MLP of a layer: routed experts and, when the base has one, a shared expert that every token passes."""
+
+    moe: MoeConfig
+    groups: Any
+
+    @staticmethod
+    def of(moe: MoeConfig, groups: Any) -> type[MixtureOfExperts]:
+        """A class that megatron-core can build from its configuration alone: it warns about MLPs with arguments."""
+        return type("MixtureOfExperts", (MixtureOfExperts,), {"moe": moe, "groups": groups})
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        super().__init__()
+        moe, groups = self.moe, self.groups
+        self.tp, self.ep = groups.tp, groups.ep
+        self.sequence_parallel = config.sequence_parallel
+        size = moe.num_experts // self.ep.size()
+        self.router = Router(config, moe)
+        self.experts = LocalExperts(config, moe, groups, Experts(self.ep.rank() * size, size))
+        shared = moe.shared_intermediate_size
+        self.shared_experts = Expert(config, shared, groups, moe) if shared else None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> Any:
+        """Where its tensors lie in a distributed checkpoint."""
+        return _sharded_children(self, prefix, sharded_offsets, metadata)
+
+    def forward(self, hidden_SBH: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """[S, B, H] -> ([S, B, H], no bias); [S / TP, B, H] under sequence parallelism."""
+        if self.sequence_parallel:
+            hidden_SBH = gather_from_sequence_parallel_region(hidden_SBH, group=self.tp)
+        x_RH = hidden_SBH.flatten(0, 1)
+        out_RH = self._spread(x_RH) if self.ep.size() > 1 else self.experts(x_RH, *self.router(x_RH))
+        if self.shared_experts is not None:
+            out_RH = out_RH + self.shared_experts(x_RH)
+        out_SBH = out_RH.view(hidden_SBH.shape)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(out_SBH, group=self.tp), None
+        return reduce_from_tensor_model_parallel_region(out_SBH, group=self.tp), None
+
+    def _spread(self, x_RH: Tensor) -> Tensor:
+        """Rows of all expert parallel ranks pass this rank's experts; the sums come back. Batches may differ."""
+        ranks, mine = self.ep.size(), len(x_RH)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=x_RH.device) for _ in range(ranks)]
+        dist.all_gather(sizes, torch.full_like(sizes[0], mine), group=self.ep)
+        longest = int(torch.stack(sizes).max())
+        padded = F.pad(x_RH, (0, 0, 0, longest - mine)).contiguous()
+        every = [torch.empty_like(padded) for _ in range(ranks)]
+        dist.all_gather(every, padded, group=self.ep)
+        x = torch.cat([rows[: int(size)] for rows, size in zip(every, sizes, strict=True)])
+        out = self.experts(x, *self.router(x))
+        dist.all_reduce(out, group=self.ep)
+        begin = sum(int(size) for size in sizes[: self.ep.rank()])
+        return out[begin : begin + mine]

@@ -1,0 +1,192 @@
+"""Base checkpoint -> draft checkpoint: a fresh draft whose every parameter is set, beside a link to its base."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_spec.base.last_layer import last_layer_tensors
+from megatron_spec.base.model import FrozenBase
+from megatron_spec.base.placement import check_parallel
+from megatron_spec.build import link
+from megatron_spec.checkpoint import sharded
+from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
+from megatron_spec.checkpoint.native_mtp import check_own_module, load_own_module
+from megatron_spec.checkpoint.spec import CheckpointSpec
+from megatron_spec.config import DraftConfig, EagleConfig, ParallelConfig, UserError, presets
+from megatron_spec.drafts import build_draft
+from megatron_spec.drafts.contract import Draft
+from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.export import native_mtp
+from megatron_spec.planning import layouts
+from megatron_spec.runtime import distributed
+from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.files import read_json, require_empty
+
+log = logging.getLogger(__name__)
+
+
+def draft_vocabulary(path: str | None, overrides: dict[str, Any], vocab_size: int) -> DraftVocab:
+    """The vocabulary of a new draft: calibrated when `path` is given, else the whole one.
+
+    Raises UserError when a reduced size is asked for without a calibrated vocabulary, or sizes contradict.
+    """
+    wanted = overrides.get("draft_vocab_size")
+    if path is None:
+        if wanted not in (None, vocab_size):
+            raise UserError(
+                f"draft_vocab_size is {wanted}, but no calibrated vocabulary was given: run "
+                "tools/calibrate_draft_vocab.py on the training conversations and pass --draft-vocab"
+            )
+        return DraftVocab.full(vocab_size)
+    file = Path(path)
+    vocab = DraftVocab.load(file / "draft_vocab.safetensors" if file.is_dir() else file)
+    if vocab.vocab_size != vocab_size:
+        raise UserError(f"{path} was made for a vocabulary of {vocab.vocab_size} tokens, the base has {vocab_size}")
+    if wanted not in (None, len(vocab)):
+        raise UserError(f"--eagle-config says draft_vocab_size {wanted}, {path} holds {len(vocab)} tokens")
+    return vocab
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """The draft that convert_model.py is asked for; None where its flag was not given.
+
+    Raises UserError when flags of one kind of draft are given for another.
+    """
+
+    algorithm: str = "eagle"
+    eagle_algorithm: str | None = None
+    eagle_config: str | None = None
+    draft_vocab: str | None = None
+    num_medusa_heads: int | None = None
+    num_medusa_layers: int | None = None
+    share_base_head: bool | None = None
+    mtp_from_base: bool | None = None
+
+    def __post_init__(self) -> None:
+        eagle = {
+            "--export-eagle-algorithm": self.eagle_algorithm, "--eagle-config": self.eagle_config,
+            "--draft-vocab": self.draft_vocab, "--mtp-from-base": self.mtp_from_base,
+        }  # fmt: skip
+        medusa = {
+            "--export-num-medusa-heads": self.num_medusa_heads, "--export-num-medusa-layers": self.num_medusa_layers,
+            "--medusa-share-base-head": self.share_base_head,
+        }  # fmt: skip
+        if self.algorithm not in ("eagle", "medusa"):
+            raise UserError(f"--export-algorithm {self.algorithm!r} is not known: use eagle or medusa")
+        other, owner = (eagle, "eagle") if self.algorithm == "medusa" else (medusa, "medusa")
+        given = [flag for flag, value in other.items() if value is not None]
+        if given:
+            raise UserError(
+                f"--export-algorithm {self.algorithm} and {', '.join(given)} contradict each other: "
+                f"{'they belong' if len(given) > 1 else 'it belongs'} to --export-algorithm {owner}"
+            )
+        if self.mtp_from_base and self.eagle_algorithm != "eagle-mtp":
+            raise UserError(
+                "--mtp-from-base loads the base's own prediction module: add --export-eagle-algorithm eagle-mtp"
+            )
+        taken = [f for f in ("--eagle-config", "--draft-vocab") if self.mtp_from_base and eagle[f] is not None]
+        if taken:
+            raise UserError(f"--mtp-from-base: the module is as the base has it: leave {', '.join(taken)} out")
+
+
+def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftVocab]:
+    """Architecture and vocabulary of the draft, checked before any weight is read."""
+    if request.algorithm == "medusa":
+        sizes = {"num_heads": request.num_medusa_heads, "num_layers": request.num_medusa_layers}
+        given: dict[str, Any] = {k: v for k, v in sizes.items() if v is not None}
+        config = presets.medusa_config(ref.config, share_base_head=bool(request.share_base_head), **given)
+        return config, DraftVocab.full(ref.config.vocab_size)
+    if request.mtp_from_base:
+        if ref.kind != "hf":
+            raise UserError("--mtp-from-base reads Hugging Face folders, this base is a Megatron checkpoint")
+        own = presets.own_mtp_config(ref.config)
+        check_own_module(Path(ref.path), own, native_mtp.weight_shapes(own))
+        return own, DraftVocab.full(ref.config.vocab_size)
+    return _plan_eagle(ref, request.eagle_algorithm or "eagle3", request.eagle_config, request.draft_vocab)
+
+
+def _plan_eagle(
+    ref: BaseReference, eagle_algorithm: str, eagle_config: str | None, draft_vocab: str | None
+) -> tuple[EagleConfig, DraftVocab]:
+    overrides = read_json(eagle_config) if eagle_config else {}
+    if not isinstance(overrides, dict):
+        raise UserError(f"{eagle_config} must hold a JSON object")
+    vocab = draft_vocabulary(draft_vocab, overrides, ref.config.vocab_size)
+    config = presets.eagle_config(ref.config, eagle_algorithm, {**overrides, "draft_vocab_size": len(vocab)})
+    return config, vocab
+
+
+def new_draft(
+    base: FrozenBase, config: DraftConfig, vocab: DraftVocab, world: World, dtype: torch.dtype, seed: int
+) -> Draft:
+    """A draft initialised from the base; the values do not depend on the parallel layout."""
+    draft = build_draft(config, vocab, world, dtype)
+    draft.initialize(base, last_layer_tensors(base), seed)
+    return draft
+
+
+def first_draft(
+    base: FrozenBase, ref: BaseReference, config: DraftConfig, vocab: DraftVocab, world: World, dtype: torch.dtype,
+    seed: int,
+) -> Draft:  # fmt: skip
+    """A fresh draft, or the module that the base ships, as `plan` decided."""
+    if not isinstance(config, EagleConfig) or config.layer_in_base is None:
+        return new_draft(base, config, vocab, world, dtype, seed)
+    draft: Draft = build_draft(config, vocab, world, dtype)
+    load_own_module(draft, Path(ref.path), world)
+    return draft
+
+
+def convert(
+    load: str, save: str, *, parallel: ParallelConfig | None = None, bf16: bool = False, seed: int = 1234,
+    **request: Any,
+) -> Path:  # fmt: skip
+    """Give a base (Hugging Face folder or Megatron checkpoint) a new draft and save it. Returns the iteration folder.
+
+    Args:
+        request: fields of `DraftRequest`.
+
+    Raises UserError for bases, configurations and layouts that do not fit, before any weight is read.
+    """
+    parallel, wanted = parallel or ParallelConfig(), DraftRequest(**request)
+    require_empty(save, "give another --save folder, or remove it to convert again")
+    ref = inspect_base(load)
+    config, vocab = plan(ref, wanted)
+    layouts.check("convert", parallel)
+    check_parallel(ref.config, parallel)
+    check_draft_parallel(config, parallel)
+    world = distributed.initialize(parallel, seed)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    base = load_base(ref, world, capture_layer_ids=config.capture_layer_ids, dtype=dtype)
+    draft = first_draft(base, ref, config, vocab, world, dtype, seed)
+    spec = CheckpointSpec(base=link(ref), draft=config)
+    folder = sharded.save(save, spec, draft, vocab, world, run_config={"seed": seed, "bf16": bf16})
+    parameters = sum(p.numel() for p in draft.parameters()) * 1e-6
+    log.info("draft %s, %.1f M parameters on this rank, D = %d: %s", config.algorithm, parameters, len(vocab), folder)
+    return folder
+
+
+def check_draft_parallel(config: DraftConfig, parallel: ParallelConfig) -> None:
+    """Raise UserError when tensor parallelism does not divide the draft's shapes."""
+    tp = parallel.tensor_model_parallel_size
+    own = ("vocab_size",) if isinstance(config, EagleConfig) and config.own_embedding else ()
+    for name in ("num_attention_heads", "intermediate_size", "draft_vocab_size", *own):
+        if not hasattr(config, name):  # Medusa heads have a vocabulary alone
+            continue
+        if getattr(config, name) % tp:
+            raise UserError(
+                f"--tensor-model-parallel-size {tp} does not divide the draft's {name} {getattr(config, name)}: "
+                "choose another size or, for EAGLE-3, change it in --eagle-config"
+            )
+    if isinstance(config, EagleConfig) and config.num_key_value_heads * config.head_dim % tp:
+        raise UserError(
+            f"--tensor-model-parallel-size {tp} does not divide the draft's keys: num_key_value_heads "
+            f"{config.num_key_value_heads} x head_dim {config.head_dim}: choose another size or change them in "
+            "--eagle-config"
+        )

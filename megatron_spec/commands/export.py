@@ -1,0 +1,168 @@
+"""Checkpoint -> folders that engines load, checked by reading them back, with a serving configuration beside them."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_spec.base.placement import check_parallel
+from megatron_spec.build import load_checkpoint
+from megatron_spec.checkpoint.spec import CheckpointSpec, read_spec, resolve
+from megatron_spec.config import ParallelConfig, UserError
+from megatron_spec.export import native_mtp, speculators, trtllm_legacy
+from megatron_spec.export.base import export_base
+from megatron_spec.export.common import shared_folder, together
+from megatron_spec.export.draft import export_draft
+from megatron_spec.families import config_json
+from megatron_spec.planning import layouts
+from megatron_spec.runtime import distributed
+from megatron_spec.runtime.files import require_empty, write_text
+from megatron_spec.serving.draft import exported
+from megatron_spec.serving.trtllm import trtllm_yaml
+
+log = logging.getLogger(__name__)
+
+
+FORMATS = ("hf", "trtllm-legacy", "speculators")
+
+
+@dataclass(frozen=True)
+class ExportRun:
+    """What export.py is asked to do.
+
+    Attributes:
+        load: draft checkpoint.
+        export_dir: new or empty folder.
+        extra_modules: write the draft; without it the base alone.
+        with_base: write the base also when it is not quantised.
+        base: the base's place, when it moved.
+        max_draft_len: draft length in serving configurations.
+        format: see FORMATS.
+        trtllm_tp: ranks of a trtllm-legacy checkpoint.
+        medusa_pt: write medusa_lm_head.pt too.
+        export_embeddings: write the base's embedding into the draft too.
+        bf16: hold the models in bfloat16.
+    """
+
+    load: str
+    export_dir: str
+    extra_modules: bool = True
+    with_base: bool = False
+    base: str | None = None
+    max_draft_len: int = 3
+    format: str = "hf"
+    trtllm_tp: int = 1
+    medusa_pt: bool = False
+    export_embeddings: bool = False
+    bf16: bool = False
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+
+def _check(run: ExportRun, spec: CheckpointSpec) -> None:
+    """All that can be refused without reading weights. Raises UserError."""
+    algorithm, quant = spec.draft.algorithm, spec.quant
+    if not run.extra_modules and not (_quantised_base(spec) or run.with_base):
+        raise UserError(
+            "nothing to export: the base is not quantised and --export-extra-modules is not given; add "
+            "--export-extra-modules for the draft or --export-base for the base"
+        )
+    if run.export_embeddings and algorithm == "medusa":
+        raise UserError("--export-embeddings: a Medusa draft reads no embedding")
+    if run.medusa_pt and algorithm != "medusa":
+        raise UserError(f"--export-medusa-pt: this draft is {algorithm}, and only Medusa heads have that format")
+    if run.format not in FORMATS:
+        raise UserError(f"--export-format {run.format!r} is not known; known: {', '.join(FORMATS)}")
+    if run.format != "hf" and not run.extra_modules:
+        raise UserError(f"--export-format {run.format} is of drafts: add --export-extra-modules, or use hf")
+    if run.trtllm_tp != 1 and run.format != "trtllm-legacy":
+        raise UserError("--trtllm-tp is of --export-format trtllm-legacy: leave it out")
+    if run.format == "trtllm-legacy":
+        if algorithm != "medusa":
+            raise UserError(
+                f"--export-format trtllm-legacy is written for Medusa, this draft is {algorithm}: use hf, which the "
+                "PyTorch backend of TensorRT-LLM (EAGLE-3) and its own converters (EAGLE-1) read"
+            )
+        trtllm_legacy.check(config_json(spec.base.config), run.trtllm_tp)
+    if run.format == "speculators":
+        speculators.check(algorithm, quant is not None and quant.draft != "none")
+    require_empty(run.export_dir, "give another --export-dir, or remove it to export again")
+    layouts.check("export", run.parallel)
+    check_parallel(spec.base.config, run.parallel)
+
+
+def _quantised_base(spec: CheckpointSpec) -> bool:
+    return spec.quant is not None and spec.quant.base != "none"
+
+
+def export(run: ExportRun) -> Path:
+    """Write EXPORT_DIR/draft and, for a fake-quantised base or on request, EXPORT_DIR/base.
+
+    A trtllm-legacy checkpoint holds base and draft together: it is EXPORT_DIR/trtllm.
+
+    Raises:
+        UserError: input that does not fit.
+        VerificationError: what was written is not what is in memory; nothing is published.
+    """
+    folder = resolve(run.load)
+    spec = read_spec(folder)
+    _check(run, spec)
+    world = distributed.initialize(run.parallel)
+    loaded = load_checkpoint(
+        folder, world, dtype=torch.bfloat16 if run.bf16 else torch.float32, base_path=run.base
+    )  # fmt: skip
+    out = Path(run.export_dir).resolve()
+    run_config = {"checkpoint": str(folder), "quant": spec.quant.to_dict() if spec.quant else None}
+    legacy = run.format == "trtllm-legacy"
+    with shared_folder(out, world, overwrite=False) as new:  # base and draft appear together or not at all
+        if _quantised_base(spec) or run.with_base or legacy:
+            export_base(loaded.base, loaded.base_ref, new / "base", spec.quant, world, run_config=run_config)
+        if run.extra_modules:
+            asked: dict[str, Any] = {"also_pt": True} if run.medusa_pt else {}
+            own = getattr(spec.draft, "own_embedding", False)  # then it is written anyway
+            if run.export_embeddings or (run.format == "speculators" and not own):
+                asked["export_embeddings"] = True
+            export_draft(
+                loaded.draft, loaded.base_ref, new / "draft", spec.quant, world, ends=loaded.base,
+                run_config=run_config, **asked,
+            )  # fmt: skip
+        together(lambda: _finish(run, spec, new, out, Path(loaded.base_ref.path)) if world.rank == 0 else None)
+    if run.extra_modules and spec.draft.algorithm == "eagle-mtp":
+        _say_who_loads_mtp(spec, whole_base=run.with_base and not _quantised_base(spec))
+    log.info("exported %s", out)
+    return out
+
+
+def _say_who_loads_mtp(spec: CheckpointSpec, whole_base: bool) -> None:
+    if not getattr(spec.draft, "of_base", False):
+        log.warning("no engine loads an MTP draft of this base: the folder is in a format of this package")
+    elif not whole_base:
+        log.warning(
+            "engines read a prediction module inside the folder of its base: add --export-base for a base in high "
+            "precision that holds it"
+        )
+
+
+def _finish(run: ExportRun, spec: CheckpointSpec, new: Path, out: Path, base: Path) -> None:
+    """On rank 0: what is made from the verified Hugging Face folders."""
+    if not run.extra_modules:
+        return
+    if run.with_base and getattr(spec.draft, "of_base", False) and not _quantised_base(spec):
+        native_mtp.add_to_base(new / "base", new / "draft")
+    if run.format == "trtllm-legacy":
+        trtllm_legacy.convert(new / "base", new / "draft", new / "trtllm", run.trtllm_tp)
+        if not (_quantised_base(spec) or run.with_base):
+            shutil.rmtree(new / "base")
+        shutil.rmtree(new / "draft")
+    elif run.format == "speculators":
+        (new / "draft").rename(new / "hf")
+        speculators.convert(new / "hf", base, new / "draft", run.max_draft_len)
+        shutil.rmtree(new / "hf")
+    elif spec.draft.algorithm.startswith("eagle3"):  # the one kind of draft that its PyTorch backend loads
+        plan = exported(new / "draft", run.max_draft_len, place=out / "draft")
+        served = out / "base" if (new / "base").is_dir() else base
+        write_text(new / "trtllm.yaml", trtllm_yaml(plan, str(served), str(out / "trtllm.yaml")))

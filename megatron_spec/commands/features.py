@@ -1,0 +1,138 @@
+"""Features of the base on disk: extracted by a script of their own, or by the first finetune run that wants them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import time
+from pathlib import Path
+
+import torch
+
+from megatron_spec.base.placement import check_parallel
+from megatron_spec.build import Loaded, load_checkpoint
+from megatron_spec.checkpoint.spec import read_spec, resolve
+from megatron_spec.commands.data import check_seq_length, open_dataset
+from megatron_spec.config import ParallelConfig, UserError
+from megatron_spec.data.loader import Dataset, lengths_of
+from megatron_spec.features.offline import OfflineFeatures, extract
+from megatron_spec.features.store import FeatureStore, StoreManifest, missing_shards
+from megatron_spec.planning import layouts
+from megatron_spec.runtime import distributed
+from megatron_spec.runtime.distributed import World
+
+log = logging.getLogger(__name__)
+
+
+def teacher_fingerprint(loaded: Loaded) -> str:
+    """Identity of the base as it computes: its content and, when fake-quantised, its ranges."""
+    if loaded.base_amax is None or not loaded.base_quantised:
+        return loaded.base_ref.fingerprint
+    ranges = json.dumps(loaded.base_amax, sort_keys=True).encode()
+    return f"{loaded.base_ref.fingerprint}+{hashlib.sha256(ranges).hexdigest()[:16]}"
+
+
+def template_hash(tokenizer_folder: str) -> str:
+    """Identity of tokenizer and chat template."""
+    digest = hashlib.sha256()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        path = Path(tokenizer_folder, name)
+        digest.update(path.read_bytes() if path.is_file() else b"")
+    return digest.hexdigest()[:16]
+
+
+def manifest_of(loaded: Loaded, dataset: Dataset, tokenizer_folder: str, dtype: str | None = None) -> StoreManifest:
+    """What a store of `dataset`'s features must say."""
+    return StoreManifest(
+        base_fingerprint=teacher_fingerprint(loaded),
+        capture_layer_ids=loaded.spec.draft.capture_layer_ids,
+        hidden_size=loaded.spec.base.config.hidden_size,
+        dtype=dtype or str(loaded.base.dtype).removeprefix("torch."),
+        template_hash=template_hash(tokenizer_folder),
+        num_samples=len(dataset),
+        seq_length=dataset.seq_length,
+    )
+
+
+def check_disk(folder: str, manifest: StoreManifest, dataset: Dataset, part: tuple[int, int] = (0, 1)) -> None:
+    """Log the size of what a store still lacks, and raise UserError when the disk cannot hold that."""
+    shards = [shard for shard in missing_shards(Path(folder), manifest) if shard % part[1] == part[0]]
+    pending = [i for shard in shards for i in manifest.samples_of(shard)]
+    need = int(lengths_of(dataset)[pending].sum(dtype="int64")) * manifest.bytes_per_token
+    check_room(folder, need, len(pending))
+
+
+def check_room(folder: str | Path, need: int, samples: int) -> None:
+    """Log the size of features to write, and raise UserError when the disk cannot hold it."""
+    place = Path(folder).absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    log.info("features of %d samples to write: %.2f GiB in %s", samples, need / 2**30, folder)
+    if need > free:
+        raise UserError(
+            f"{folder}: features need {need / 2**30:.1f} GiB more, {free / 2**30:.1f} GiB are free: free "
+            "space, give another folder or use fewer conversations"
+        )
+
+
+def cached_features(
+    folder: str, loaded: Loaded, dataset: Dataset, tokenizer_folder: str, world: World, micro_batch_size: int
+) -> OfflineFeatures:
+    """Features of `dataset` from `folder`, computed now where they are missing. Collective.
+
+    Raises UserError when the folder holds features of something else.
+    """
+    manifest = manifest_of(loaded, dataset, tokenizer_folder)
+    check_disk(folder, manifest, dataset)
+    written = extract(loaded.base, dataset, folder, manifest, micro_batch_size)
+    log.info("features: %d shards computed, the others were there", written)
+    return OfflineFeatures(FeatureStore(folder, manifest.to_dict()), world, loaded.base.dtype)
+
+
+def extract_features(
+    load: str, output_dir: str, data: str, *, seq_length: int = 2048, micro_batch_size: int = 1,
+    base: str | None = None, tokenizer: str | None = None, bf16: bool = False, parallel: ParallelConfig | None = None,
+    features_dtype: str | None = None, part: tuple[int, int] = (0, 1),
+) -> Path:  # fmt: skip
+    """Run the base of a checkpoint over conversations and write what a draft is trained from. Resumable.
+
+    Args:
+        features_dtype: on disk, see `StoreManifest.dtype`; default: that of the base.
+        part: (i, n): this run writes shards i, i + n, ... of the folder; n runs share the work.
+
+    Raises UserError for input that does not fit, before any weight is read where that is possible.
+    """
+    parallel = parallel or ParallelConfig()
+    spec = read_spec(resolve(load))
+    layouts.check("extract", parallel, spec.base.config.num_experts)
+    check_parallel(spec.base.config, parallel)
+    check_seq_length(seq_length, spec)
+    world = distributed.initialize(parallel)
+    loaded = load_checkpoint(load, world, dtype=torch.bfloat16 if bf16 else torch.float32, base_path=base)
+    tokenizer_folder = tokenizer or str(loaded.base_ref.path)
+    dataset = open_dataset(data, tokenizer_folder, seq_length)
+    manifest = manifest_of(loaded, dataset, tokenizer_folder, features_dtype)
+    check_disk(output_dir, manifest, dataset, part)
+    begin, written = time.monotonic(), extract(loaded.base, dataset, output_dir, manifest, micro_batch_size, part)
+    missing = len(missing_shards(Path(output_dir), manifest))
+    log.info(
+        "features: %d shards computed in %.0f s; %s", written, time.monotonic() - begin,
+        f"{missing} of {manifest.num_shards} are still missing" if missing else "the store is complete",
+    )  # fmt: skip
+    return Path(output_dir)
+
+
+def stored_features(folder: str, loaded: Loaded, world: World) -> OfflineFeatures:
+    """Features of a complete store for a draft: base, captures and width must be those of the checkpoint.
+
+    Raises UserError when they are not.
+    """
+    expected = {
+        "base_fingerprint": teacher_fingerprint(loaded),
+        "capture_layer_ids": loaded.spec.draft.capture_layer_ids,
+        "hidden_size": loaded.spec.base.config.hidden_size,
+    }
+    return OfflineFeatures(FeatureStore(folder, expected), world, loaded.base.dtype)

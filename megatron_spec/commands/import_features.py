@@ -1,0 +1,156 @@
+"""Features that another program computed, checked and written as a store that `finetune.py --offline-data` reads.
+
+n tokens of a sample, H hidden, C = captures * H.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_spec.base.schedule import run_base
+from megatron_spec.build import Loaded, load_checkpoint
+from megatron_spec.checkpoint.spec import read_spec, resolve
+from megatron_spec.commands.data import check_seq_length
+from megatron_spec.commands.features import check_room, teacher_fingerprint
+from megatron_spec.config import ParallelConfig, UserError
+from megatron_spec.data.chat import Sample
+from megatron_spec.data.packing import build_batch
+from megatron_spec.drafts.teacher import base_argmax
+from megatron_spec.features.dumps import Dump, dump_files, read_dump
+from megatron_spec.features.store import FeatureWriter, SampleFeatures, StoreManifest, missing_shards
+from megatron_spec.runtime import distributed
+
+log = logging.getLogger(__name__)
+
+NEAR = 0.06
+"""Median over rows of the relative difference up to which two programs are taken to compute the same: in bf16 they
+differ by a hundredth or three, the outputs of neighbouring layers by more."""
+
+
+class _Importer:
+    """Dumps of one folder for one base."""
+
+    def __init__(self, loaded: Loaded, files: list[Path], final_norm: str, seq_length: int) -> None:
+        self.loaded, self.files, self.final_norm, self.seq_length = loaded, files, final_norm, seq_length
+        self.cut = self.unmasked = 0
+
+    def read(self, path: Path) -> Dump:
+        """A checked dump."""
+        base = self.loaded.spec.base.config
+        return read_dump(path, base.hidden_size, self.loaded.spec.draft.capture_layer_ids, base.vocab_size)
+
+    @torch.no_grad()
+    def normed(self, state_NH: Tensor) -> Tensor:
+        """The state behind the base's final norm."""
+        base = self.loaded.base
+        state = state_NH.to(base.world.device, base.dtype)
+        return state if self.final_norm == "applied" else base.gpt.decoder.final_layernorm(state)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def sample(self, path: Path) -> SampleFeatures:
+        """A dump as it is stored, cut to the length of the store."""
+        dump, base = self.read(path), self.loaded.base
+        self.cut += len(dump.tokens) > self.seq_length
+        self.unmasked += not dump.masked
+        tokens, turns, captures, state = (
+            x[: self.seq_length] for x in (dump.tokens, dump.turns, dump.captures, dump.state)
+        )
+        state = self.normed(state)
+        return SampleFeatures(tokens, turns, captures, state, base_argmax(base, state, base.world.tp))
+
+    def check(self, path: Path) -> None:
+        """Run the base over one sample. Raises UserError when it finds other features than the dump has."""
+        dump, base, H = self.read(path), self.loaded.base, self.loaded.spec.base.config.hidden_size
+        tokens, turns = dump.tokens[: self.seq_length], dump.turns[: self.seq_length]
+        batch = build_batch([[Sample(tokens, turns, str(path))]], len(tokens), base.world.device)
+        captures_SBC, state_SBH = run_base(base, [batch])[0]
+        wrong = []
+        for i, layer in enumerate(self.loaded.spec.draft.capture_layer_ids):
+            part = slice(i * H, (i + 1) * H)
+            away = distance(dump.captures[: self.seq_length, part], captures_SBC[:, 0, part])
+            wrong += [f"the output of layer {layer} by {away:.2f}"] if away > NEAR else []
+        away = distance(self.normed(dump.state[: self.seq_length]), state_SBH[:, 0])
+        wrong += [f"the last state by {away:.2f}"] if away > NEAR else []
+        if wrong:
+            raise UserError(
+                f"{path}: this base computes other features for these tokens; they differ in {', '.join(wrong)} "
+                f"(relative, median over rows; up to {NEAR} is rounding). Is it this base? Layers count from 0 and the "
+                "embedding is none of them; --final-norm says whether hidden_states has passed the base's final norm; "
+                "captures have passed no norm"
+            )
+        log.info("%s: the base computes the same features", path)
+
+
+def distance(found_NX: Tensor, expected_NX: Tensor) -> float:
+    """Median over rows of |found - expected| / |expected|."""
+    expected = expected_NX.float().cpu()
+    rows_N = (found_NX.float().cpu() - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-12)
+    return float(rows_N.median())
+
+
+def import_features(
+    load: str, dumps: str, output_dir: str, *, final_norm: str, seq_length: int = 2048, check: int = 2,
+    base: str | None = None, bf16: bool = False, features_dtype: str | None = None,
+) -> Path:  # fmt: skip
+    """Write the dumps below a folder as a feature store; resumable. One process.
+
+    Args:
+        load: draft checkpoint: says which base and captures.
+        final_norm: 'applied' when the dumps' hidden_states have passed the base's final norm, 'missing' when not.
+        check: run the base over the first samples, this many, and compare; 0: load no layers of the base.
+        features_dtype: on disk, see `StoreManifest.dtype`; default: that of the first dump.
+
+    Raises UserError, with the name of the file, for whatever does not fit.
+    """
+    files = dump_files(dumps)
+    spec = read_spec(resolve(load))
+    check_seq_length(seq_length, spec)
+    if not spec.draft.capture_layer_ids:
+        raise UserError(
+            f"{load}: a {spec.draft.algorithm} draft reads no captured layers: extract its features instead"
+        )
+    if final_norm == "missing" and not check:
+        raise UserError("--final-norm missing needs the base's norm, --check-samples 0 loads none of its layers")
+    first = read_dump(
+        files[0], spec.base.config.hidden_size, spec.draft.capture_layer_ids, spec.base.config.vocab_size
+    )  # fmt: skip
+    world = distributed.initialize(ParallelConfig())
+    options: dict[str, Any] = {"dtype": torch.bfloat16 if bf16 else torch.float32, "base_path": base}
+    loaded = load_checkpoint(load, world, original_base=True, ends_only=not check, **options)
+    manifest = StoreManifest(
+        base_fingerprint=teacher_fingerprint(loaded),
+        capture_layer_ids=spec.draft.capture_layer_ids,
+        hidden_size=spec.base.config.hidden_size,
+        dtype=features_dtype or str(first.state.dtype).removeprefix("torch."),
+        template_hash="",
+        num_samples=len(files),
+        seq_length=seq_length,
+    )
+    importer = _Importer(loaded, files, final_norm, seq_length)
+    for path in files[:check]:
+        importer.check(path)
+    _write(importer, Path(output_dir), manifest, first.state.dtype)
+    return Path(output_dir)
+
+
+def _write(importer: _Importer, folder: Path, manifest: StoreManifest, read_dtype: torch.dtype) -> None:
+    pending = missing_shards(folder, manifest)
+    numbers = [i for shard in pending for i in manifest.samples_of(shard)]
+    size = sum(importer.files[i].stat().st_size for i in numbers)
+    check_room(folder, size * manifest.torch_dtype.itemsize // read_dtype.itemsize, len(numbers))
+    writer = FeatureWriter(folder, manifest)
+    for done, shard in enumerate(pending):
+        writer.write(shard, [importer.sample(importer.files[i]) for i in manifest.samples_of(shard)])
+        log.info("features: shard %d of %d", done + 1, len(pending))
+    if importer.cut:
+        log.warning(
+            "%d samples were longer than --seq-length and were cut to %d tokens", importer.cut, manifest.seq_length
+        )
+    if importer.unmasked:
+        log.warning("%d samples have no loss_mask: all of their tokens are supervised", importer.unmasked)
+    log.info("features: %d samples imported, the store is complete", len(numbers))

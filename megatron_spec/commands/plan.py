@@ -1,0 +1,186 @@
+"""What a run would do, from configurations alone: `finetune.py --dry-run`. Nothing is loaded, no GPU is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from megatron_spec.base.placement import Stage, check_parallel, place
+from megatron_spec.checkpoint.spec import read_spec, resolve
+from megatron_spec.config import (
+    BaseConfig,
+    DraftConfig,
+    ObjectiveConfig,
+    ParallelConfig,
+    TrainConfig,
+    UserError,
+    presets,
+)
+from megatron_spec.planning import layouts
+from megatron_spec.planning.estimate import (  # fmt: skip
+    GIB,
+    Place,
+    checkpoint_bytes,
+    draft_parameters,
+    end_parameters,
+    flops_per_token,
+    memory,
+)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines of a run that is only planned."""
+
+    num_nodes: int = 1
+    gpus_per_node: int = 8
+    gpu_memory_gib: float = 80.0
+
+    @property
+    def world_size(self) -> int:
+        """Processes, one per GPU."""
+        return self.num_nodes * self.gpus_per_node
+
+
+def architectures(load: str) -> tuple[BaseConfig, DraftConfig]:
+    """Of a draft checkpoint; or of a folder with a base's config.json alone, which gets the default EAGLE-3 draft."""
+    folder = Path(load)
+    if not (folder / "config.json").is_file():
+        spec = read_spec(resolve(load))
+        return spec.base.config, spec.draft
+    from megatron_spec.families import read_base_config
+
+    base = read_base_config(folder)
+    size = min(32000, base.vocab_size)
+    return base, presets.eagle_config(base, "eagle3", {"draft_vocab_size": size})
+
+
+def plan(
+    load: str, train: TrainConfig, objective: ObjectiveConfig, parallel: ParallelConfig, cluster: Cluster,
+    seq_length: int, offline: bool = False,
+) -> str:  # fmt: skip
+    """The layout, memory per rank, work and placement as text.
+
+    Raises UserError for everything that the run itself would refuse before it loads weights.
+    """
+    base, draft = architectures(load)
+    layouts.check("offline" if offline else "finetune", parallel, getattr(base, "num_experts", 0))
+    check_parallel(base, parallel)
+    objective = presets.objective_for(draft, objective)
+    layout = _layout(parallel, cluster, train)
+    stages = place(base.num_layers, parallel, draft.capture_layer_ids)
+    places = [
+        Place(
+            base, draft, parallel, train, seq_length, objective.ttt_steps, cluster.world_size, stage.count, offline,
+            last_stage=stage is stages[-1],
+        )
+        for stage in stages
+    ]  # fmt: skip
+    return "\n".join([
+        *_models(base, draft, parallel), "", *_layout_lines(layout, parallel, train, places[0]), "",
+        *_placement(stages, layout, cluster), "", *_memory(places, cluster), "",
+        *_work(base, draft, train, objective, seq_length, cluster),
+    ])  # fmt: skip
+
+
+def _layout(parallel: ParallelConfig, cluster: Cluster, train: TrainConfig) -> SimpleNamespace:
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    cp = parallel.context_parallel_size
+    copy = tp * pp * cp
+    if cluster.world_size % copy:
+        raise UserError(
+            f"{cluster.world_size} GPUs cannot hold copies of TP {tp} x PP {pp} x CP {cp}: use a multiple of {copy}"
+        )
+    dp = cluster.world_size // copy
+    unit = train.micro_batch_size * dp * pp
+    if train.global_batch_size % unit:
+        raise UserError(
+            f"--global-batch-size {train.global_batch_size} must be a multiple of micro-batch size "
+            f"{train.micro_batch_size} x data parallel {dp} x pipeline parallel {pp} = {unit}"
+        )
+    return SimpleNamespace(tp=tp, pp=pp, cp=cp, dp=dp, micro_batches=train.global_batch_size // unit)
+
+
+def _models(base: BaseConfig, draft: DraftConfig, parallel: ParallelConfig) -> list[str]:
+    whole = Place(base, draft, ParallelConfig(), TrainConfig(train_iters=1, bf16=True), 1, 1, 1, base.num_layers)
+    weights = (memory(whole)["base layers"] + end_parameters(base) * 2) / 2
+    captures = ", ".join(map(str, draft.capture_layer_ids)) or "none (the final state)"
+    return [
+        f"base   {base.family}, {weights / 1e9:.1f} B parameters, {base.num_layers} layers, hidden {base.hidden_size}, "
+        f"vocabulary {base.vocab_size}",
+        f"draft  {draft.algorithm}, {sum(draft_parameters(draft)) / 1e6:.0f} M parameters, draft vocabulary "
+        f"{draft.draft_vocab_size}, captured layers {captures}",
+    ]
+
+
+def _layout_lines(layout: SimpleNamespace, parallel: ParallelConfig, train: TrainConfig, first: Place) -> list[str]:
+    sequence = ", sequence parallel" if parallel.sequence_parallel else ""
+    experts = f" x EP {parallel.expert_model_parallel_size}" if parallel.expert_model_parallel_size > 1 else ""
+    lines = [
+        f"layout of the base: TP {layout.tp}{sequence} x CP {layout.cp} x DP {layout.dp} x PP {layout.pp}{experts}",
+        f"layout of the draft: TP {layout.tp}{sequence}, CP {layout.cp}, data parallel over the other "
+        f"{layout.dp * layout.pp}",
+        f"global batch {train.global_batch_size} = {layout.micro_batches} micro-batches of {train.micro_batch_size} on "
+        f"each of {layout.dp * layout.pp} ranks; features of {first.features_ahead} held ahead",
+    ]
+    if layout.pp > 1 and not first.offline:
+        n = first.features_ahead * layout.pp
+        lines.append(f"pipeline of the base busy {100 * n / (n + layout.pp - 1):.0f} % ({n} micro-batches at a time)")
+    return lines
+
+
+def _placement(stages: list[Stage], layout: SimpleNamespace, cluster: Cluster) -> list[str]:
+    """Ranks are counted with TP innermost, then CP, DP, PP."""
+    per_stage, per_node = layout.tp * layout.cp * layout.dp, cluster.gpus_per_node
+    lines = ["stage  layers      captures (own / passing)      ranks          nodes"]
+    for i, stage in enumerate(stages):
+        first, last = i * per_stage, (i + 1) * per_stage - 1
+        own = ",".join(map(str, stage.captures_own)) or "-"
+        passing = ",".join(map(str, stage.captures_in)) or "-"
+        lines.append(
+            f"{i:>5}  {stage.first:>4}-{stage.first + stage.count - 1:<6} {own + ' / ' + passing:<29} "
+            f"{first:>5}-{last:<8} {first // per_node}-{last // per_node}"
+        )
+    lines.append("rank = tp + TP * (cp + CP * (dp + DP * pp)); node = rank // GPUs of a node")
+    for name, size in (("tensor", layout.tp), ("tensor and context", layout.tp * layout.cp)):
+        if size > per_node or per_node % size:
+            lines.append(f"WARNING: a {name} parallel group of {size} does not stay inside a node of {per_node} GPUs")
+            break
+    return lines
+
+
+def _memory(places: list[Place], cluster: Cluster) -> list[str]:
+    totals = [sum(memory(p).values()) for p in places]
+    worst = max(range(len(places)), key=totals.__getitem__)
+    lines = [f"memory of a rank, GiB (stage {worst}, the fullest; estimate of the peak)"]
+    lines += [f"  {name:<20} {value / GIB:8.2f}" for name, value in memory(places[worst]).items()]
+    total = totals[worst] / GIB
+    lines.append(f"  {'sum':<20} {total:8.2f}  of {cluster.gpu_memory_gib:.0f}")
+    more = places[worst]
+    one = memory(more)["features"] / GIB
+    lines.append(f"  of the features, each micro-batch held ahead takes {one / max(1, more.features_ahead):.2f}")
+    if total > cluster.gpu_memory_gib:
+        lines.append(
+            "WARNING: this does not fit. More tensor or pipeline stages hold less of the base; --use-distributed-"
+            "optimizer, a shorter --seq-length, --context-parallel-size or a smaller --features-ahead hold less of the "
+            "rest"
+        )
+    return lines
+
+
+def _work(
+    base: BaseConfig, draft: DraftConfig, train: TrainConfig, objective: ObjectiveConfig, S: int, cluster: Cluster
+) -> list[str]:
+    work = flops_per_token(base, draft, S, objective.ttt_steps)
+    tokens = train.global_batch_size * S
+    step = sum(work.values()) * tokens
+    seconds = step / cluster.world_size / 400e12
+    return [
+        f"work of a token, GFLOP: base {work['base'] / 1e9:.1f}, draft {work['draft'] / 1e9:.1f} "
+        f"({objective.ttt_steps} steps forward and backward, {S} tokens a row)",
+        f"a step of {tokens} tokens: {step / 1e15:.2f} PFLOP, {step / cluster.world_size / 1e12:.0f} TFLOP a GPU; at "
+        f"400 TFLOP/s a GPU {seconds:.2f} s, {tokens / seconds:.0f} tokens/s",
+        f"{train.train_iters} steps: {train.train_iters * seconds / 3600:.1f} hours",
+        f"a checkpoint: {checkpoint_bytes(draft, train.bf16) / GIB:.2f} GiB (draft and optimizer)",
+    ]

@@ -1,0 +1,106 @@
+"""EAGLE-3 (arXiv 2503.01840): one decoder layer on the features of several base layers.
+
+Submodules carry the names of the export format, so that checkpoint, quantisation and export share one naming:
+fc, midlayer.* (or layers.{i}.* when there are several), norm, lm_head, and embed_tokens where the width is not the
+base's.
+
+S sequence, B micro-batch, K captured layers, C = K * target hidden size, H draft hidden size, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+
+from megatron_spec.batch import Features
+from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
+from megatron_spec.drafts.contract import Attention, BaseEnds, DraftLosses
+from megatron_spec.drafts.fused_unroll import can_fuse, fused_unroll
+from megatron_spec.drafts.layer import DraftLayer
+from megatron_spec.drafts.linear import ColumnLinear, Linear, Placement, RMSNorm, VocabEmbedding, enter
+from megatron_spec.drafts.recurrent import RecurrentDraft
+from megatron_spec.drafts.unroll import Supervision, head_losses, teach, unroll
+from megatron_spec.drafts.vocab import DraftVocab
+
+
+class EagleDraft(RecurrentDraft):
+    """The EAGLE-3 draft of one rank; EAGLE-3.1 adds norms before `fc` (input_norm, fc_norm.{i}) and `norm_output`."""
+
+    def __init__(self, config: EagleConfig, vocab: DraftVocab, place: Placement) -> None:
+        super().__init__(config, vocab, place)
+        if not config.capture_layer_ids:
+            raise UserError("EAGLE-3 needs capture_layer_ids: the base layers whose outputs it reads")
+        H = config.hidden_size
+        captured = len(config.capture_layer_ids) * config.target_hidden_size
+        norm = (config.rms_norm_eps, place)
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(captured, *norm)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, *norm) for _ in config.capture_layer_ids)
+        self.fc = Linear(captured, H, place)
+        layers = [DraftLayer(config, i == 0, place) for i in range(config.num_hidden_layers)]
+        if len(layers) == 1:
+            self.midlayer = layers[0]
+        else:
+            self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(H, *norm)
+        if config.own_embedding:
+            self.embed_tokens = VocabEmbedding(config.vocab_size, H, place)
+        self.lm_head = ColumnLinear(H, len(vocab), "draft_vocab_size", place)
+
+    @property
+    def decoder_layers(self) -> list[DraftLayer]:
+        """The decoder layers in order, whatever their names."""
+        layers = [self.midlayer] if self.config.num_hidden_layers == 1 else list(self.layers)
+        return layers  # type: ignore[return-value]
+
+    def embed(self, tokens_BS: Tensor, ends: BaseEnds) -> Tensor:
+        """See RecurrentDraft; trained, in a draft whose width is not the base's."""
+        return self.embed_tokens(tokens_BS) if self.config.own_embedding else super().embed(tokens_BS, ends)
+
+    def start(self, captures_SBC: Tensor, state_SBH: Tensor) -> Tensor:
+        """See RecurrentDraft: the captures, projected."""
+        return self.project(captures_SBC)
+
+    def project(self, captures_SBC: Tensor) -> Tensor:
+        """[S, B, H] feature of step 0 from the captured base layers."""
+        x = captures_SBC.to(self.fc.weight.dtype)
+        if self.config.norm_before_fc:
+            x = self.input_norm(x)
+        if self.config.fc_norm:
+            parts = x.chunk(len(self.fc_norm), dim=-1)
+            x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        out: Tensor = self.fc(x)
+        return out
+
+    def layer_step(
+        self, hidden_SBH: Tensor, embedding_SBH: Tensor, positions_BS: Tensor, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """See RecurrentDraft."""
+        cos, sin = self.rotary(positions_BS, hidden_SBH)
+        embedding_SBH = embedding_SBH.to(hidden_SBH.dtype)
+        for i, layer in enumerate(self.decoder_layers):
+            hidden_SBH = layer(hidden_SBH, embedding_SBH, cos, sin, attention, i)
+        normed_SBH = self.norm(hidden_SBH)
+        return (normed_SBH if self.config.norm_output else hidden_SBH), normed_SBH
+
+    def logits(self, normed_SBH: Tensor, ends: BaseEnds | None = None) -> Tensor:
+        """See RecurrentDraft; the head is the draft's own."""
+        out: Tensor = self.lm_head(enter(normed_SBH, self.tp_group, self.sequence_parallel))
+        return out
+
+    def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
+        """Unroll over the micro-batch and return the loss sums."""
+        group, scattered = self.tp_group, self.sequence_parallel
+        plan = Supervision.of(features.batch, objective.ttt_steps, objective.alignment)
+        teacher = teach(features, plan, self.teacher_head(ends), objective.temperature, group, scattered)
+        hidden = self.project(features.captures_SBC)
+        if features.batch.context is None and can_fuse(self, hidden, objective.detach, objective.ttt_steps):
+            states = fused_unroll(self, hidden, features.batch, plan.rows, plan.active, ends)
+        else:
+            embed = functools.partial(self.embed, ends=ends)
+            states = unroll(self.layer_step, hidden, features, embed, plan, objective, group, scattered)
+        states = [self.lm_head.quantized_input(x) for x in states]
+        return head_losses(states, self.lm_head.quantized_weight(), plan, teacher, objective, group)

@@ -1,0 +1,1 @@
+"""How a draft is judged: acceptance statistics, validation runs, reports."""

@@ -1,0 +1,79 @@
+"""What a validation has measured so far, on disk: a killed run goes on behind its last window of prompts.
+
+One file per data-parallel rank: a line that says what is measured, then a line per finished window.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_spec.evaluation.report import Answer, Part
+from megatron_spec.runtime.distributed import World
+
+log = logging.getLogger(__name__)
+
+
+class Journal:
+    """Finished windows of this data-parallel rank.
+
+    Attributes:
+        part: all of them together; empty when nothing fitting was found.
+        windows: how many.
+    """
+
+    def __init__(self, output: Path | None, meta: dict[str, Any], runs: int, world: World) -> None:
+        """Collective over all ranks. `meta` must hold all that the figures depend on."""
+        self.path = None if output is None else output.with_name(f"{output.name}.part{world.dp_rank}")
+        self.writes = self.path is not None and world.tp_rank == world.pp_rank == 0
+        lines = self._read(meta) if self.writes else []
+        if world.size > 1:  # the ranks of one model must all go on at the same place
+            found: list[Any] = [None] * world.size
+            dist.all_gather_object(found, (world.dp_rank, lines))
+            lines = max((x for rank, x in found if rank == world.dp_rank), key=len)
+        self.part, self.windows = Part([], [0.0] * (runs + 1), []), len(lines)
+        for line in lines:
+            self._take(Part([Answer.from_dict(a) for a in line["answers"]], line["seconds"], line["skipped"]))
+        if self.writes and not lines:
+            assert self.path is not None
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(meta) + "\n", encoding="utf-8")
+
+    def _read(self, meta: dict[str, Any]) -> list[dict[str, Any]]:
+        assert self.path is not None
+        raw = self.path.read_bytes().split(b"\n") if self.path.is_file() else [b""]
+        try:
+            first, *lines = [json.loads(line) for line in raw[:-1]]  # what follows the last line end is half-written
+        except ValueError:
+            return []
+        if first != json.loads(json.dumps(meta)):
+            log.warning("%s was left by a run with other settings: it is begun anew", self.path)
+            return []
+        if lines:
+            log.info("%s: %d answers are there already", self.path, sum(len(x["answers"]) for x in lines))
+        self.path.write_bytes(b"\n".join(raw[:-1]) + b"\n")
+        return lines
+
+    def _take(self, part: Part) -> None:
+        self.part.answers += part.answers
+        self.part.skipped += part.skipped
+        self.part.seconds = [a + b for a, b in zip(self.part.seconds, part.seconds, strict=True)]
+
+    def add(self, part: Part) -> None:
+        """A window is finished."""
+        self._take(part)
+        if self.writes:
+            assert self.path is not None
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(dataclasses.asdict(part)) + "\n")
+
+    def remove(self) -> None:
+        """The report is written: nothing is left to continue."""
+        if self.writes:
+            assert self.path is not None
+            self.path.unlink(missing_ok=True)

@@ -1,0 +1,263 @@
+"""The figures of a validation: what validate.json holds.
+
+Text: the base's own and the one with the draft, compared token for token. Acceptance: over all answers, by category of
+the prompt and by its length. Speed: as measured, and as predicted from the measured cost of a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_spec.config import DecodeConfig
+from megatron_spec.decoding.engine import Generation
+from megatron_spec.evaluation.acceptance import AcceptanceStats, acceptance_stats, by_category
+
+PROMPT_LENGTHS = (64, 256, 1024)
+"""Bounds of the groups by prompt length, in tokens."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """An answer that came out differently with the draft.
+
+    Attributes:
+        identifier: of the prompt.
+        round: 0 for the first question.
+        position: index in the answer of the first token that differs.
+        base_token: there, of the base alone; None when its answer ended before.
+        speculative_token: there, with the draft.
+        top_gap: difference of the two largest logits of the base after the common text.
+        near_tie: the gap is within what rounding can do (see `validate.tie_tolerance`).
+    """
+
+    identifier: str
+    round: int
+    position: int
+    base_token: int | None
+    speculative_token: int | None
+    top_gap: float
+    near_tie: bool
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens of the answers over wall-clock seconds, prefill included; of all data-parallel ranks together.
+
+    `seconds` are the slowest data-parallel rank's.
+    """
+
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Median seconds of one step at the batch size of the run, measured on some of its prompts.
+
+    Attributes:
+        base: a step of the base alone (one row a sequence).
+        draft: proposing.
+        verify: the base over the known token and the draft tokens.
+        observe: the draft taking in what was accepted.
+    """
+
+    base: float
+    draft: float
+    verify: float
+    observe: float
+
+    def speedup(self, acceptance_length: float) -> float:
+        """Tokens per second over those of the base alone, prefill left out: AL * base / (draft + verify + observe)."""
+        return acceptance_length * self.base / max(self.draft + self.verify + self.observe, 1e-12)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Decoding with one draft length.
+
+    Attributes:
+        max_draft_len: of this run.
+        text_identical: every answer is equal token for token; None where the text need not be equal (rejection
+            sampling draws other numbers, typical and relaxed acceptance other tokens).
+        mismatches: every answer that differs, where that matters.
+        near_ties: mismatches that rounding explains.
+        speculative: speed with the draft.
+        speedup: ratio of the measured speeds.
+        predicted_speedup: from the acceptance length and the costs.
+        costs: of a step; None when no step took place.
+        acceptance: over all answers.
+        acceptance_by_category: per category of the prompts.
+        acceptance_by_prompt_length: per group of prompt lengths, in tokens.
+        acceptance_distribution: for n = 0, 1, ... the share of the steps in which n draft tokens were accepted.
+    """
+
+    max_draft_len: int
+    text_identical: bool | None
+    mismatches: tuple[Mismatch, ...]
+    near_ties: int
+    speculative: Speed
+    speedup: float
+    predicted_speedup: float | None
+    costs: StepCosts | None
+    acceptance: AcceptanceStats
+    acceptance_by_category: dict[str, AcceptanceStats]
+    acceptance_by_prompt_length: dict[str, AcceptanceStats]
+    acceptance_distribution: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Content of validate.json: the run of the first draft length at the top, all of them in `sweep`.
+
+    Attributes:
+        answers: answers compared.
+        truncated: answers of the base that met no stop token.
+        skipped: prompts (or later rounds) that were not asked, and why.
+        base: speed without a draft.
+        runs: one per draft length.
+        decode: the configuration.
+        about: what was measured: draft, base, device.
+    """
+
+    answers: int
+    truncated: int
+    skipped: tuple[str, ...]
+    base: Speed
+    runs: tuple[Run, ...]
+    decode: dict[str, Any]
+    about: dict[str, Any]
+
+    @property
+    def first(self) -> Run:
+        """The run of the first draft length."""
+        return self.runs[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for json; the figures most readers want stand at the top."""
+        runs = [_flat(run) for run in self.runs]
+        rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("runs", "base")}
+        return {**runs[0], **rest, "base": dataclasses.asdict(self.base), "sweep": runs}
+
+
+def _flat(run: Run) -> dict[str, Any]:
+    found = run.acceptance
+    top = {
+        "acceptance_length": found.acceptance_length,
+        "ci95": found.acceptance_length_ci95,
+        "acceptance_per_position": found.acceptance_per_position,
+        "text_identical": run.text_identical,
+    }
+    return {**top, **dataclasses.asdict(run)}
+
+
+@dataclass
+class Answer:
+    """One answer without the draft, and with it once per draft length.
+
+    Attributes:
+        identifier, category, round: of the prompt.
+        prompt_tokens: length of the prompt, history included.
+        alone: of the base.
+        spoken: one per draft length.
+        mismatches: one per draft length, None where the text is the same.
+    """
+
+    identifier: str
+    category: str
+    round: int
+    prompt_tokens: int
+    alone: Generation
+    spoken: list[Generation]
+    mismatches: list[Mismatch | None]
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Answer:
+        """From what `dataclasses.asdict` gave."""
+        mismatches = [None if m is None else Mismatch(**m) for m in values["mismatches"]]
+        spoken = [Generation(**g) for g in values["spoken"]]
+        return Answer(**{**values, "alone": Generation(**values["alone"]), "spoken": spoken, "mismatches": mismatches})
+
+
+@dataclass
+class Part:
+    """What one data-parallel rank measured.
+
+    Attributes:
+        answers: in the order in which they were given.
+        seconds: without a draft, then with each draft length.
+        skipped: see Report.
+    """
+
+    answers: list[Answer]
+    seconds: list[float]
+    skipped: list[str]
+
+
+def length_group(tokens: int) -> str:
+    """Name of the group of a prompt length: '0001-0064', ... in tokens; names sort by length."""
+    low = 1
+    for high in PROMPT_LENGTHS:
+        if tokens <= high:
+            return f"{low:04d}-{high:04d}"
+        low = high + 1
+    return f"{low:04d} and more"
+
+
+def _speed(generations: Sequence[Generation], seconds: float) -> Speed:
+    tokens = sum(len(g.tokens) for g in generations)
+    return Speed(tokens, seconds, tokens / max(seconds, 1e-9))
+
+
+def _distribution(generations: Sequence[Generation]) -> tuple[float, ...]:
+    lengths = [n for g in generations for n in g.accepted_lengths]
+    return tuple(lengths.count(n) / len(lengths) for n in range(max(lengths, default=-1) + 1))
+
+
+def build_report(
+    parts: Sequence[Part], draft_lens: Sequence[int], costs: Sequence[StepCosts | None], config: DecodeConfig,
+    about: dict[str, Any], same_text: bool,
+) -> Report:  # fmt: skip
+    """The report over the parts of all data-parallel ranks.
+
+    Args:
+        same_text: the text with the draft should be the base's own.
+    """
+    answers = [a for part in parts for a in part.answers]
+    base = _speed([a.alone for a in answers], max(part.seconds[0] for part in parts))
+    runs = []
+    categories, groups = [a.category for a in answers], [length_group(a.prompt_tokens) for a in answers]
+    for i, length in enumerate(draft_lens):
+        spoken = [a.spoken[i] for a in answers]
+        mismatches = tuple(m for a in answers if (m := a.mismatches[i]) is not None)
+        speed = _speed(spoken, max(part.seconds[i + 1] for part in parts))
+        acceptance, cost = acceptance_stats(spoken, config.seed), costs[i]
+        predicted = None
+        if cost is not None and acceptance.acceptance_length is not None:
+            predicted = cost.speedup(acceptance.acceptance_length)
+        runs.append(Run(
+            max_draft_len=length,
+            text_identical=(not mismatches and bool(answers)) if same_text else None,
+            mismatches=mismatches,
+            near_ties=sum(m.near_tie for m in mismatches),
+            speculative=speed,
+            speedup=speed.tokens_per_second / max(base.tokens_per_second, 1e-9),
+            predicted_speedup=predicted,
+            costs=cost,
+            acceptance=acceptance,
+            acceptance_by_category=by_category(spoken, categories, config.seed),
+            acceptance_by_prompt_length=by_category(spoken, groups, config.seed),
+            acceptance_distribution=_distribution(spoken),
+        ))  # fmt: skip
+    return Report(
+        answers=len(answers),
+        truncated=sum(not a.alone.stopped for a in answers),
+        skipped=tuple(s for part in parts for s in part.skipped),
+        base=base,
+        runs=tuple(runs),
+        decode=config.to_dict(),
+        about=about,
+    )

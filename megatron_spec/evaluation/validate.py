@@ -1,0 +1,215 @@
+"""Is the text with a draft the text without, how much sooner is it there, and how much of the draft is accepted?
+
+The base alone answers first; its answers are the history of later rounds in all runs. In exact arithmetic the texts
+are equal. With rounding, a verification of several rows and a step of one row may differ in the last bits, so a text
+may part where the two largest logits are as good as equal: such places are listed as near ties, and still count as
+not identical. A fake-quantised base makes the last bit of an input that lies between two fp8 codes a step of 6 %, so
+its text is compared in float64, where that hardly ever happens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from megatron_spec.base.model import FrozenBase
+from megatron_spec.config import DecodeConfig, UserError
+from megatron_spec.data.chat import ChatEncoder
+from megatron_spec.decoding.costs import Costs, now
+from megatron_spec.decoding.drafters import build_drafter
+from megatron_spec.decoding.engine import Generation, decode, two_best
+from megatron_spec.decoding.replay import timed_recorder_for
+from megatron_spec.evaluation.journal import Journal
+from megatron_spec.evaluation.report import Answer, Mismatch, Part, Report, StepCosts, build_report
+from megatron_spec.generation.prompts import Dialogue, Prompt, check_stop_ids
+from megatron_spec.runtime.files import write_json
+
+log = logging.getLogger(__name__)
+
+WINDOW = 4
+"""Batches of dialogues that are held side by side; a killed run loses no more than these."""
+
+
+def tie_tolerance(dtype: torch.dtype, top: float) -> float:
+    """Gap of logits that rounding may close: 1e-3 in float32, else a few units in the last place of the largest."""
+    return 1e-3 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps * max(1.0, abs(top))
+
+
+def check_draft_lens(lens: Sequence[int]) -> None:
+    """Raise UserError unless all are different and at least 1."""
+    if min(lens) < 1 or len(set(lens)) < len(lens):
+        raise UserError(f"--max-draft-len: found {list(lens)}, expected different numbers from 1")
+
+
+def validate(
+    base: FrozenBase,
+    draft: Any,
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    config: DecodeConfig,
+    *,
+    stop_ids: set[int],
+    draft_lens: Sequence[int] | None = None,
+    output: Path | str | None = None,
+    about: dict[str, Any] | None = None,
+) -> Report:
+    """Answer all prompts with the base alone and with the draft; every rank calls it and gets the report.
+
+    Args:
+        draft: a draft model, a second base model, a Drafter, or None when config.decoding_type needs none.
+        stop_ids: tokens that end an answer (data.tokenizer.stop_token_ids).
+        draft_lens: draft lengths to measure, in one run; default: config.max_draft_len.
+        output: file for the report, written by rank 0; what is finished is kept beside it until then.
+        about: what is measured, in values of JSON. Part of the report; a rerun with another one begins anew.
+
+    Raises:
+        UserError: no prompts, no draft, a draft length of 0, or no stop token.
+    """
+    return _Validation(base, draft, prompts, tokenizer, config, stop_ids, draft_lens, output, about or {}).run()
+
+
+class _Validation:
+    """State of one call of `validate`."""
+
+    def __init__(
+        self, base: FrozenBase, draft: Any, prompts: Sequence[Prompt], tokenizer: Any, config: DecodeConfig,
+        stop_ids: set[int], draft_lens: Sequence[int] | None, output: Path | str | None, about: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.base, self.tokenizer, self.stop_ids, self.about = base, tokenizer, stop_ids, about
+        lens = tuple(draft_lens or (config.max_draft_len,))
+        drafted = draft is not None or config.decoding_type is not None
+        if not prompts or not drafted:
+            raise UserError("validate: expected prompts and a draft")
+        check_draft_lens(lens)
+        check_stop_ids(stop_ids)
+        self.config = config.replace(max_draft_len=lens[0])
+        self.alone = self.config.replace(decoding_type=None)
+        self.configs = [config.replace(max_draft_len=length) for length in lens]
+        self.drafters = [build_drafter(draft, base, c) for c in self.configs]
+        self.same_text = config.lossless and not config.use_rejection_sampling
+        self.encoder = ChatEncoder(tokenizer)
+        self.output = None if output is None else Path(output)
+        world = base.world
+        digest = hashlib.sha256(json.dumps([[p.identifier, p.rounds] for p in prompts]).encode()).hexdigest()
+        meta = {
+            "decode": self.config.to_dict(), "draft_lens": lens, "prompts": digest, "stop_ids": sorted(stop_ids),
+            "about": about, "dtype": str(base.dtype), "ranks": [world.size, world.dp_size],
+        }  # fmt: skip
+        self.journal = Journal(self.output, meta, len(lens), world)
+        mine = prompts[world.dp_rank :: world.dp_size]
+        size = WINDOW * config.batch_size
+        self.windows = [mine[i : i + size] for i in range(0, len(mine), size)]
+
+    def run(self) -> Report:
+        """See `validate`."""
+        world = self.base.world
+        self._warm_up()
+        left = self.windows[self.journal.windows :]
+        quiet = world.rank != 0 or not log.isEnabledFor(logging.INFO)
+        total = sum(len(p.rounds) for window in self.windows for p in window)
+        with tqdm(total=total, initial=len(self.journal.part.answers), unit="answer", disable=quiet) as bar:
+            for window in left:
+                self.journal.add(self._measure([Dialogue(p) for p in window], bar))
+        costs = [self._costs(c, d) for c, d in zip(self.configs, self.drafters, strict=True)]
+        parts = self._gather(self.journal.part)
+        lens = [c.max_draft_len for c in self.configs]
+        report = build_report(parts, lens, costs, self.config, self.about, self.same_text)
+        if self.output is not None and world.rank == 0:
+            write_json(self.output, report.to_dict())
+        if world.size > 1:
+            dist.barrier()
+        self.journal.remove()
+        return report
+
+    def _ways(self) -> list[tuple[DecodeConfig, Any]]:
+        return [(self.alone, None), *zip(self.configs, self.drafters, strict=True)]
+
+    def _ask(self, dialogue: Dialogue) -> list[int] | None:
+        return dialogue.ask(self.encoder, self.base.config.max_position_embeddings)
+
+    def _samples(self, count: int) -> Iterator[list[int]]:
+        """Some first questions."""
+        for prompt in (p for window in self.windows for p in window):
+            if count and (ids := self._ask(Dialogue(prompt))) is not None:
+                count -= 1
+                yield ids
+
+    def _warm_up(self) -> None:
+        """One short answer in each way: first calls pay for memory and kernels that later ones do not."""
+        for ids in self._samples(1):
+            for config, drafter in self._ways():
+                short = config.replace(max_new_tokens=max(c.max_draft_len for c in self.configs) + 2)
+                decode(self.base, [ids], short, set(), draft=drafter)
+
+    def _measure(self, dialogues: list[Dialogue], bar: Any) -> Part:
+        part = Part([], [0.0] * (len(self.configs) + 1), [])
+        while asking := [(d, ids) for d in dialogues if d.waits and (ids := self._ask(d)) is not None]:
+            questions, seeds = [ids for _, ids in asking], [d.seed(self.config.seed) for d, _ in asking]
+            results: list[list[Generation]] = []
+            for way, (config, drafter) in enumerate(self._ways()):
+                recorder, start = timed_recorder_for(self.base, config.cuda_graphs), now()
+                results.append(
+                    decode(self.base, questions, config, self.stop_ids, draft=drafter, seeds=seeds, recorder=recorder)
+                )
+                part.seconds[way] += now() - start - (recorder.seconds if recorder else 0.0)
+            for (d, ids), alone, *spoken in zip(asking, *results, strict=True):
+                prompt, round_ = d.prompt, len(d.answers)
+                mismatches = [self._compare(prompt, round_, ids, alone, g) for g in spoken]
+                part.answers.append(
+                    Answer(prompt.identifier, prompt.category, round_, len(ids), alone, spoken, mismatches)
+                )
+                d.take(alone.tokens, alone.stopped, self.tokenizer)
+                bar.update()
+        part.skipped += [f"{d.prompt.identifier}: {d.problem}" for d in dialogues if d.problem]
+        return part
+
+    def _compare(
+        self, prompt: Prompt, round_: int, ids: list[int], alone: Generation, spoken: Generation
+    ) -> Mismatch | None:
+        """Collective over the model parallel ranks, which all hold the same answers."""
+        a, b = alone.tokens, spoken.tokens
+        if a == b or not self.same_text:
+            return None
+        at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        values = two_best(self.base, [*ids, *a[:at]])[0]
+        gap = values[0] - values[1]
+        return Mismatch(
+            identifier=prompt.identifier,
+            round=round_,
+            position=at,
+            base_token=a[at] if at < len(a) else None,
+            speculative_token=b[at] if at < len(b) else None,
+            top_gap=gap,
+            near_tie=gap <= tie_tolerance(self.base.dtype, values[0]),
+        )
+
+    def _costs(self, config: DecodeConfig, drafter: Any) -> StepCosts | None:
+        """Steps of one batch, timed phase by phase; more of them on a GPU, where the first ones record graphs."""
+        ids = list(self._samples(config.batch_size))
+        steps = 16 if self.base.world.device.type == "cuda" else 4
+        short = config.replace(max_new_tokens=steps * (config.max_draft_len + 1) + 1)
+        alone, spoken = Costs(), Costs()
+        decode(self.base, ids, short.replace(decoding_type=None), set(), costs=alone)
+        decode(self.base, ids, short, set(), draft=drafter, costs=spoken)
+        if not ("base" in alone.seconds and "base" in spoken.seconds):
+            return None
+        return StepCosts(*(c.typical(phase) for c, phase in (
+            (alone, "base"), (spoken, "draft"), (spoken, "base"), (spoken, "observe")
+        )))  # fmt: skip
+
+    def _gather(self, part: Part) -> list[Part]:
+        """The parts of all data-parallel ranks, in order."""
+        world = self.base.world
+        if world.dp_size == 1:
+            return [part]
+        parts: list[Any] = [None] * world.dp_size
+        dist.all_gather_object(parts, part, group=world.dp)
+        return parts

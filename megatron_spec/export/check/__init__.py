@@ -1,0 +1,93 @@
+"""Rules a folder must follow so that engines load it as it was meant, for folders of any origin. No torch.
+
+Every rule says which engines break, what was found, and how to mend it. Many breaches load without a word and merely
+give a draft that nothing is accepted from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_spec.config import UserError
+from megatron_spec.export.check import eagle3, others
+from megatron_spec.export.check.finding import ALL, Engine, Finding, Folder
+from megatron_spec.export.native_mtp import is_own_module
+from megatron_spec.export.tensor_files import Entry, read_entries
+from megatron_spec.runtime.files import read_json
+
+__all__ = ["Engine", "Finding", "check_folder", "kind_of"]
+
+_CHECKS: dict[str, Callable[[Folder], Iterator[Finding]]] = {
+    "EAGLE-3": eagle3.check,
+    "EAGLE-1": others.check_eagle1,
+    "Medusa": others.check_medusa,
+    "MTP": others.check_mtp,
+    "speculators": others.check_speculators,
+    "TensorRT-LLM legacy": others.check_legacy,
+    "target": others.check_model,
+}
+_LOADED_BY: dict[str, tuple[tuple[Engine, ...], str]] = {
+    "EAGLE-1": (("vllm", "sglang"), "TensorRT-LLM's PyTorch backend takes EAGLE-3 only; its converters read this one"),
+    "Medusa": (
+        ("vllm",),
+        "SGLang and TensorRT-LLM's PyTorch backend have no Medusa; export trtllm-legacy for the latter",
+    ),
+    "MTP": ((), "engines load MTP only as a part of a base that ships it"),
+    "speculators": (("vllm",), "the format of speculators is vLLM's; export hf for the others"),
+    "TensorRT-LLM legacy": (("trtllm",), "this is a checkpoint of TensorRT-LLM up to 1.2.1; export hf for the others"),
+}
+"""Kind -> (engines that load it, what to do for the others); every engine loads what is not listed."""
+
+
+def kind_of(config: dict[str, Any], tensors: dict[str, Entry]) -> str:
+    """What a folder holds, by its config.json, or by its tensors where that says nothing useful."""
+    names = " ".join(config.get("architectures") or [])
+    if "architecture" in config and "mapping" in config:
+        return "TensorRT-LLM legacy"
+    if "speculators_model_type" in config:
+        return "speculators"
+    for part, kind in (
+        ("Eagle3", "EAGLE-3"),
+        ("LlamaForCausalLMEagle", "EAGLE-1"),
+        ("Medusa", "Medusa"),
+        ("MTP", "MTP"),
+    ):
+        if part in names:
+            return kind
+    if config.get("model_type") == "medusa" or any(n.split(".")[0].isdigit() for n in tensors):
+        return "Medusa"
+    if is_own_module(config) and "model.embed_tokens.weight" not in tensors and tensors:
+        return "MTP"
+    stems = {n.removeprefix("model.") for n in tensors}
+    if "fc.weight" in stems:
+        return "EAGLE-3" if any("hidden_norm" in n or n in ("d2t", "lm_head.weight") for n in stems) else "EAGLE-1"
+    return "MTP" if any("eh_proj" in n for n in stems) else "target"
+
+
+def check_folder(path: Path | str, engine: Engine | None = None, base: Path | str | None = None) -> list[Finding]:
+    """Everything that is wrong with a folder, for one engine or for all; errors first.
+
+    Args:
+        base: the target's folder; without it, what depends on the target is not checked.
+
+    Raises:
+        UserError: the folder cannot be read at all.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"{path} is not a folder")
+    base_config = read_json(Path(base) / "config.json") if base is not None else None
+    folder = Folder(path, read_json(path / "config.json"), read_entries(path), base_config)
+    kind = kind_of(folder.config, folder.tensors)
+    findings = [f for f in _CHECKS[kind](folder) if engine is None or engine in f.engines]
+    loaded_by, instead = _LOADED_BY.get(kind, (ALL, ""))
+    lost = tuple(e for e in ALL if e not in loaded_by and engine in (None, e))
+    if lost:
+        findings.append(
+            Finding(
+                "kind", f"this is a {kind} folder, which {', '.join(lost)} does not load", instead, lost, engine is None
+            )
+        )
+    return sorted(findings, key=lambda f: f.warning)

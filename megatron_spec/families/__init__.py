@@ -1,0 +1,54 @@
+"""What the package knows of each base family: its config.json, and one table of parameter names used both ways."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_spec.config import BaseConfig, UserError, suggest
+from megatron_spec.families.families import BY_ARCHITECTURE, REFUSED, parse
+from megatron_spec.families.rules import is_ignorable, name_rules
+from megatron_spec.families.written import config_json
+
+__all__ = [
+    "SUPPORTED_ARCHITECTURES",
+    "config_json",
+    "is_ignorable",
+    "name_rules",
+    "parse_base_config",
+    "read_base_config",
+]
+
+SUPPORTED_ARCHITECTURES = tuple(BY_ARCHITECTURE)
+
+
+def parse_base_config(raw: dict[str, object], where: str) -> BaseConfig:
+    """BaseConfig from the content of a config.json; `where` names its origin in errors.
+
+    Raises UserError for an unknown architecture, a missing field, or a feature that is not supported.
+    """
+    architectures = raw.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    if name in REFUSED:
+        raise UserError(f"{where}: {name} is not supported as a base: it {REFUSED[name]}")
+    if name not in BY_ARCHITECTURE:
+        hint = suggest(name, BY_ARCHITECTURE) if isinstance(name, str) else ""
+        raise UserError(
+            f"{where}: found architectures {architectures!r}, which is not supported as a base{hint}; "
+            f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    return parse(BY_ARCHITECTURE[name], raw, where)
+
+
+def read_base_config(folder: str | Path) -> BaseConfig:
+    """Architecture of the base in a Hugging Face folder. Raises UserError when it is missing or not supported."""
+    path = Path(folder, "config.json")
+    if not path.is_file():
+        raise UserError(f"{folder}: found no config.json; expected a folder in Hugging Face format")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise UserError(f"{path}: not valid JSON ({e}); copy the file again") from e
+    if not isinstance(raw, dict):
+        raise UserError(f"{path}: found {type(raw).__name__}, expected a JSON object")
+    return parse_base_config(raw, str(path))

@@ -1,0 +1,231 @@
+"""The families of bases: what each adds to the common fields of a config.json, and how it names its tensors.
+
+All turn the first half of a head's dimensions against the second, in Hugging Face and in megatron-core alike, so no
+row of q or k moves on import; DeepSeek turns pairs, which its attention does (`MlaConfig.interleaved`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_spec.config import BaseConfig, MlaConfig, MoeConfig, UserError
+from megatron_spec.families import fields
+
+Raw = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How the Hugging Face tensors of a family's layers are named and merged.
+
+    Attributes:
+        fused: q, k, v in one matrix, gate and up in another (Phi-3).
+        moe: prefix of the mixture of experts inside a layer.
+        router: name of the router in it.
+        gate, up, down: names of an expert's matrices.
+        stacked: one tensor holds all experts, transposed, gate and up alternating (gpt-oss).
+    """
+
+    fused: bool = False
+    moe: str = "mlp"
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    stacked: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    Attributes:
+        name: `BaseConfig.family`.
+        architecture: in config.json.
+        models: which models have it, as the README says.
+        extra: what it adds to the common arguments of BaseConfig, from (config.json, origin for errors).
+        naming: of its tensors.
+        prefix: config.json fields it defaults, for files that leave them out.
+    """
+
+    name: str
+    architecture: str
+    models: str
+    extra: Callable[[Raw, str], Raw]
+    naming: Naming = Naming()
+    quantized: str = ""
+    """quant_method of weights that are dequantised on import, beside fp8 by blocks, which every family may have."""
+
+
+def _window_everywhere(raw: Raw) -> Raw:
+    return fields.window(
+        raw.get("sliding_window"), fields.all_layers(raw), raw.get("max_position_embeddings", 2048)
+    )  # fmt: skip
+
+
+def _window_by_type(raw: Raw, default: tuple[int, ...]) -> Raw:
+    """Layers named in layer_types (transformers 5), else `default`."""
+    kinds = raw.get("layer_types")
+    layers = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention") if kinds else default
+    return fields.window(raw.get("sliding_window"), layers, raw.get("max_position_embeddings", 2048))
+
+
+def _llama(raw: Raw, where: str) -> Raw:
+    fields.refuse_true(raw, ("attention_bias", "mlp_bias"), where)
+    return {}
+
+
+def _mistral(raw: Raw, where: str) -> Raw:
+    return _window_everywhere(raw)
+
+
+def _phi3(raw: Raw, where: str) -> Raw:
+    fields.refuse_true(raw, ("attention_bias",), where)
+    return _window_everywhere(raw)
+
+
+def _qwen2(raw: Raw, where: str) -> Raw:
+    extra: Raw = {"qkv_bias": True}
+    if raw.get("use_sliding_window"):
+        begin = raw.get("max_window_layers", 28)
+        extra |= _window_by_type(raw, tuple(range(begin, raw["num_hidden_layers"])))
+    return extra
+
+
+def _qwen3(raw: Raw, where: str) -> Raw:
+    fields.refuse_true(raw, ("attention_bias",), where)
+    return {**_qwen2(raw, where), "qkv_bias": False, "qk_norm": True, "head_dim": raw.get("head_dim") or 128}
+
+
+def _mixtral(raw: Raw, where: str) -> Raw:
+    fields.require(raw, ("num_local_experts", "num_experts_per_tok"), where)
+    moe = MoeConfig(
+        num_experts=raw["num_local_experts"], experts_per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw["intermediate_size"],
+    )  # fmt: skip
+    return {**_window_everywhere(raw), "moe": moe}
+
+
+def _qwen3_moe(raw: Raw, where: str) -> Raw:
+    fields.refuse_true(raw, ("attention_bias",), where)
+    experts: Any = raw.get("num_experts") or raw.get("num_local_experts")
+    fields.require(
+        {**raw, "num_experts": experts}, ("num_experts", "num_experts_per_tok", "moe_intermediate_size"), where
+    )
+    step, only_dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    dense = tuple(i for i in fields.all_layers(raw) if i in only_dense or (i + 1) % step)
+    moe = MoeConfig(
+        num_experts=experts, experts_per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw["moe_intermediate_size"], normalize=bool(raw.get("norm_topk_prob", False)),
+        dense_layers=dense,
+    )  # fmt: skip
+    found: Raw = {"moe": moe, "qk_norm": True}
+    if raw.get("use_sliding_window"):
+        found |= _window_everywhere(raw)
+    return found
+
+
+def _gpt_oss(raw: Raw, where: str) -> Raw:
+    fields.require(raw, ("num_local_experts", "num_experts_per_tok", "head_dim"), where)
+    moe = MoeConfig(
+        num_experts=raw["num_local_experts"], experts_per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw["intermediate_size"], router="softmax_of_chosen", bias=True,
+        clamp=float(raw.get("swiglu_limit", 7.0)), alpha=float(raw.get("swiglu_alpha", 1.702)),
+    )  # fmt: skip
+    every_second = tuple(range(0, raw["num_hidden_layers"], 2))
+    return {
+        **_window_by_type(raw, every_second), "moe": moe, "attention_bias": bool(raw.get("attention_bias", True)),
+        "attention_sinks": True,
+    }  # fmt: skip
+
+
+def _deepseek_v3(raw: Raw, where: str) -> Raw:
+    needed = (
+        "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "num_experts_per_tok",
+        "moe_intermediate_size",
+    )  # fmt: skip
+    fields.require(raw, needed, where)
+    fields.refuse_true(raw, ("attention_bias",), where)
+    for name, expected in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+        if raw.get(name, expected) != expected:
+            raise UserError(f"{where}: {name} {raw[name]!r} is not supported; expected {expected!r}")
+    rope = fields.rope_values(raw)
+    factor = 1.0
+    if rope.get("rope_type", rope.get("type", "default")) != "default" and rope.get("mscale_all_dim"):
+        factor = fields.mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
+    mla = MlaConfig(
+        kv_lora_rank=raw["kv_lora_rank"], nope_head_dim=raw["qk_nope_head_dim"], rope_head_dim=raw["qk_rope_head_dim"],
+        v_head_dim=raw["v_head_dim"], q_lora_rank=raw.get("q_lora_rank"), score_factor=factor,
+        interleaved=bool(raw.get("rope_interleave", True)),
+    )  # fmt: skip
+    moe = MoeConfig(
+        num_experts=raw["n_routed_experts"], experts_per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw["moe_intermediate_size"], router="sigmoid",
+        normalize=bool(raw.get("norm_topk_prob", True)), scale=float(raw.get("routed_scaling_factor", 1.0)),
+        groups=raw.get("n_group") or 1, groups_per_token=raw.get("topk_group") or 1, choice_bias=True,
+        shared_intermediate_size=raw["moe_intermediate_size"] * (raw.get("n_shared_experts") or 0),
+        dense_layers=tuple(range(raw.get("first_k_dense_replace") or 0)),
+    )  # fmt: skip
+    heads = raw["num_attention_heads"]
+    return {
+        "mla": mla, "moe": moe, "head_dim": mla.nope_head_dim + mla.rope_head_dim, "num_key_value_heads": heads,
+        "mtp_layers": int(raw.get("num_nextn_predict_layers") or 0),
+    }  # fmt: skip
+
+
+FAMILIES = (
+    Family("llama", "LlamaForCausalLM", "Llama 2, 3, 3.1, 3.2, 3.3; SmolLM2", _llama),
+    Family("mistral", "MistralForCausalLM", "Mistral 7B, Nemo, Small", _mistral),
+    Family("phi3", "Phi3ForCausalLM", "Phi-3, Phi-3.5, Phi-4", _phi3, Naming(fused=True)),
+    Family("qwen2", "Qwen2ForCausalLM", "Qwen 1.5, 2, 2.5", _qwen2),
+    Family("qwen3", "Qwen3ForCausalLM", "Qwen3", _qwen3),
+    Family(
+        "mixtral", "MixtralForCausalLM", "Mixtral 8x7B, 8x22B", _mixtral,
+        Naming(moe="block_sparse_moe", gate="w1", up="w3", down="w2"),
+    ),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3 30B-A3B, 235B-A22B", _qwen3_moe),
+    Family(
+        "gpt_oss", "GptOssForCausalLM", "gpt-oss 20b, 120b", _gpt_oss, Naming(router="router", stacked=True),
+        quantized="mxfp4",
+    ),
+    Family("deepseek_v3", "DeepseekV3ForCausalLM", "DeepSeek-V3, R1 (fp8 or bf16)", _deepseek_v3),
+)  # fmt: skip
+
+REFUSED = {
+    "GemmaForCausalLM": "scales its embeddings, adds 1 to its norm weights, and uses GELU",
+    "Gemma2ForCausalLM": "caps its logits and norms its layers' outputs",
+    "Gemma3ForCausalLM": "norms its layers' outputs and has two rotary bases",
+    "Phi3SmallForCausalLM": "has block-sparse attention",
+    "PhiForCausalLM": "runs attention and MLP side by side",
+    "PhiMoEForCausalLM": "has a router (SparseMixer) that megatron-core lacks",
+    "Qwen2MoeForCausalLM": "gates its shared expert, which megatron-core 0.16 lacks",
+    "Qwen3NextForCausalLM": "has linear attention (a HybridModel), and the base here is a GPTModel",
+    "DeepseekV2ForCausalLM": "has another router than DeepSeek-V3, which is not built here yet",
+    "DeepseekV32ForCausalLM": "has sparse attention (an indexer), which is not built here yet",
+    "Llama4ForConditionalGeneration": "has chunked attention and images",
+    "CohereForCausalLM": "runs attention and MLP side by side and scales its logits",
+    "FalconForCausalLM": "runs attention and MLP side by side",
+    "GPT2LMHeadModel": "has learned positions and LayerNorm",
+    "GPTNeoXForCausalLM": "runs attention and MLP side by side, with LayerNorm",
+    "MambaForCausalLM": "has no attention, and the base here is a GPTModel",
+}
+"""Architectures that are refused by name, and why; the README shows the same list."""
+
+BY_NAME = {family.name: family for family in FAMILIES}
+BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
+
+
+def parse(family: Family, raw: Raw, where: str) -> BaseConfig:
+    """BaseConfig of a config.json. Raises UserError naming the field that is missing or not supported."""
+    quantization = raw.get("quantization_config") or {}
+    method = quantization.get("quant_method", "")
+    if method == "fp8":
+        fields.fp8_block(quantization, where)
+    elif quantization and method != family.quantized:
+        raise UserError(
+            f"{where}: the base is already quantised (quantization_config, {method or 'unknown method'}); give its "
+            "bf16 original"
+        )
+    return BaseConfig(**{"family": family.name, **fields.common(raw, where), **family.extra(raw, where)})

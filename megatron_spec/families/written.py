@@ -1,0 +1,42 @@
+"""A config.json for a base that came without one (a Megatron checkpoint of a dense family)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_spec.config import BaseConfig
+from megatron_spec.families.families import BY_NAME
+from megatron_spec.families.fields import ROPE_FIELDS
+
+
+def config_json(config: BaseConfig) -> dict[str, Any]:
+    """Content of a config.json that `parse_base_config` reads back as `config`."""
+    rope = config.rope
+    scaling = {"rope_type": rope.type, **{k: getattr(rope, k) for k in ROPE_FIELDS[rope.type]}}
+    ends = config.eos_token_ids
+    found: dict[str, Any] = {
+        "architectures": [BY_NAME[config.family].architecture],
+        "model_type": config.family,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": rope.theta,
+        "rope_scaling": None if rope.type == "default" else scaling,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": ends[0] if len(ends) == 1 else list(ends) or None,
+        "pad_token_id": config.pad_token_id,
+        "torch_dtype": config.torch_dtype,
+    }
+    if config.window is not None:
+        found |= {"sliding_window": config.window, "use_sliding_window": True}
+    return found

@@ -1,0 +1,152 @@
+"""The base writes the questions as well: behind the bare header of a user turn it goes on as the user (2406.08464).
+
+A draw is a function of its number and the seed, whatever is drawn beside it, and the questions kept are the first
+distinct ones: they do not depend on batch size or layout, and a killed run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_spec.base.model import FrozenBase
+from megatron_spec.config import DecodeConfig, UserError
+from megatron_spec.data.chat import ChatEncoder
+from megatron_spec.data.tokenizer import special_ids
+from megatron_spec.decoding.engine import decode_stream
+from megatron_spec.generation.prompts import Prompt, iter_prompts
+from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.files import changed_settings, read_json, write_json, write_text
+
+log = logging.getLogger(__name__)
+
+DRAWS_PER_QUESTION = 10
+"""After this many draws for each question that is wanted, the base has no more to ask."""
+
+
+def draw_questions(
+    base: FrozenBase, tokenizer: Any, numbers: range, config: DecodeConfig, stop_ids: set[int]
+) -> dict[int, str]:
+    """Number of a draw -> question; collective over all ranks, every rank gets all.
+
+    Left out: draws that met no end within max_new_tokens, and those without a word.
+    """
+    world, header = base.world, ChatEncoder(tokenizer).question_ids()
+    mine = list(numbers)[world.dp_rank :: world.dp_size]
+    seeds = [zlib.crc32(f"question:{config.seed}:{number}".encode()) for number in mine]
+    ends = stop_ids | special_ids(tokenizer)  # a template may end the user's turn with another token than answers
+    found: dict[int, str] = {}
+    if mine:
+        for i, answer in decode_stream(base, [header] * len(mine), config, ends, None, seeds):
+            text = tokenizer.decode(answer.tokens[:-1], skip_special_tokens=True).strip() if answer.stopped else ""
+            if text:
+                found[mine[i]] = text
+    if world.size > 1:
+        parts: list[Any] = [None] * world.size
+        dist.all_gather_object(parts, found)
+        found = {number: text for part in parts for number, text in part.items()}
+    return found
+
+
+def _same(text: str) -> str:
+    """Two questions with the same value are one."""
+    return " ".join(text.casefold().split())
+
+
+def write_questions(
+    base: FrozenBase,
+    tokenizer: Any,
+    count: int,
+    config: DecodeConfig,
+    path: Path,
+    stop_ids: set[int],
+    about: dict[str, Any] | None = None,
+) -> list[Prompt]:
+    """`count` distinct questions, also in `path` (a prompt file); collective over all ranks.
+
+    Args:
+        config: temperature must be positive.
+        about: identity of base and tokenizer; with the settings in PATH.meta.json, which a rerun must match.
+
+    Raises UserError when `path` was made with other settings, or when the base asks nothing.
+    """
+    world = base.world
+    kept = _begin(path, config, about or {}, world)
+    drawn = max(kept, default=-1) + 1
+    while len(kept) < count and drawn < DRAWS_PER_QUESTION * count + 100:
+        numbers = range(drawn, drawn + max(config.batch_size * world.dp_size, min(count - len(kept), 1024)))
+        seen = {_same(text) for text in kept.values()}
+        for number, text in sorted(draw_questions(base, tokenizer, numbers, config, stop_ids).items()):
+            if _same(text) not in seen and len(kept) < count:
+                seen.add(_same(text))
+                kept[number] = text
+        drawn = numbers.stop
+        if world.rank == 0:
+            _write(path, kept)
+            log.info("%d questions from %d draws", len(kept), drawn)
+    if not kept:
+        raise UserError(f"the base asked nothing in {drawn} draws: is it a chat model, and this its template?")
+    if len(kept) < count:
+        log.warning("%s: %d distinct questions instead of %d: the base repeats itself", path, len(kept), count)
+    if world.size > 1:
+        dist.barrier()
+    return list(iter_prompts(path, count))
+
+
+def _write(path: Path, questions: dict[int, str]) -> None:
+    lines = [{"conversation_id": f"draw-{number}", "turns": [text]} for number, text in questions.items()]
+    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+def _about(path: Path) -> Path:
+    return path.with_name(f"{path.name}.meta.json")
+
+
+def _settings(config: DecodeConfig, about: dict[str, Any]) -> dict[str, Any]:
+    """All that the questions depend on."""
+    names = ("seed", "temperature", "top_k", "top_p", "max_new_tokens")
+    return {**about, **{name: getattr(config, name) for name in names}}
+
+
+def _begin(path: Path, config: DecodeConfig, about: dict[str, Any], world: World) -> dict[int, str]:
+    """Number -> question of an earlier run. Rank 0 alone looks; its UserError is raised everywhere."""
+    box: list[Any] = [None]
+    meta = _settings(config, about)
+    if world.rank == 0:
+        try:
+            box = [check_questions(path, config, about)]
+            write_json(_about(path), meta)
+        except UserError as error:
+            box = [str(error)]
+    if world.size > 1:
+        dist.broadcast_object_list(box, src=0, device=world.device)
+    if isinstance(box[0], str):
+        raise UserError(box[0])
+    found: dict[int, str] = box[0]
+    return found
+
+
+def _read(path: Path, meta: dict[str, Any]) -> dict[int, str]:
+    found: dict[int, str] = {}
+    if path.is_file():
+        old = read_json(_about(path))
+        if changed := changed_settings(old, meta):
+            raise UserError(f"{path} was drawn with other settings ({changed}): use another output file")
+        for prompt in iter_prompts(path):
+            found[int(prompt.identifier.removeprefix("draw-"))] = prompt.rounds[0][0]["content"]
+    return found
+
+
+def check_questions(path: Path, config: DecodeConfig, about: dict[str, Any]) -> dict[int, str]:
+    """Number -> question of an earlier run of `write_questions` into `path`; `about` may be a part of the whole.
+
+    Raises UserError when that run had other settings, or with these none could be drawn.
+    """
+    if config.temperature <= 0:
+        raise UserError("--question-temperature: expected a number greater than 0: else all questions are the same")
+    return _read(path, _settings(config, about))

@@ -1,0 +1,344 @@
+"""A served model answers prompts: on-policy conversations through any OpenAI-compatible endpoint.
+
+Every finished conversation is a line of OUTPUT at once, so a rerun goes on. Lines beside it:
+
+    OUTPUT.rejected   conversations that were cut at the token limit, or that the server refused, with the reason
+    OUTPUT.meta.json        what the answers depend on (model, sampling, system prompt); a rerun must agree
+
+Failures of the connection, 408, 409, 429 and 5xx, and answers that are broken, are tried again with growing pauses, on
+another endpoint when there are several. A request that the server finds wrong (400, 422) rejects its conversation; a
+missing model or key (401, 403, 404) ends the run, and so do many conversations in a row that nobody answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_spec.config import UserError
+from megatron_spec.generation.prompts import Message, Prompt
+from megatron_spec.runtime.files import changed_settings, read_json, write_json
+
+log = logging.getLogger(__name__)
+
+AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+WRONG_REQUEST = frozenset({400, 413, 422})
+GIVE_UP_AFTER = 20
+"""Conversations in a row that no endpoint answered: then the servers are gone."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How to ask.
+
+    Attributes:
+        urls: endpoints, as http://host:8000/v1.
+        model: its name there; None: the first one that a server lists.
+        sampling: parameters of the request under OpenAI's names (temperature, max_tokens, top_p, ...).
+        extra_body: further parameters that engines know (top_k, min_p, chat_template_kwargs).
+        system_prompt: put in front of conversations that have no system turn.
+        concurrency: conversations held at the same time, over all endpoints.
+        retries: attempts after the first.
+        keep_truncated: write conversations whose last answer was cut.
+        timeout: seconds for one answer.
+        seed: each answer gets its own, made from this one, the conversation and the turn.
+    """
+
+    urls: tuple[str, ...]
+    model: str | None = None
+    api_key: str = "none"
+    sampling: dict[str, Any] = field(default_factory=dict)
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    system_prompt: str | None = None
+    concurrency: int = 64
+    retries: int = 8
+    keep_truncated: bool = False
+    timeout: float = 600.0
+    seed: int | None = None
+
+
+class Rejected(Exception):
+    """This conversation cannot be answered; the message says why."""
+
+
+class Unanswered(Exception):
+    """No endpoint answered in all attempts."""
+
+
+@dataclass
+class Totals:
+    """Of one run.
+
+    Attributes:
+        seconds: since a server was there.
+    """
+
+    written: int = 0
+    rejected: int = 0
+    unanswered: int = 0
+    tokens: int = 0
+    retries: int = 0
+    seconds: float = 0.0
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / max(self.seconds, 1e-9)
+
+
+class Endpoints:
+    """Clients of all endpoints; the least busy one that did not just fail is asked."""
+
+    def __init__(self, options: ServerOptions, sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep) -> None:
+        try:
+            from openai import AsyncOpenAI
+        except ImportError:
+            raise UserError("the openai package is not installed: pip install 'megatron-spec[data]'") from None
+        common: dict[str, Any] = {"api_key": options.api_key, "timeout": options.timeout, "max_retries": 0}
+        self.clients = [AsyncOpenAI(base_url=url, **common) for url in options.urls]
+        self.options, self.sleep = options, sleep
+        self.busy = [0] * len(self.clients)
+        self.failures = [0] * len(self.clients)
+        self.retried = 0
+
+    async def model(self) -> str:
+        """The served model's name; asked for when it is not given, with the pauses of any request between attempts."""
+        if self.options.model is not None:  # some servers list everything they could load, or fail to list
+            return self.options.model
+
+        async def ask(client: Any) -> str:
+            """The first model that the server lists."""
+            names = [model.id async for model in client.models.list()]
+            if not names:
+                raise UserError(f"{client.base_url} serves no model")
+            return str(names[0])
+
+        return await self._try(ask)
+
+    async def answer(self, model: str, messages: list[Message], seed: int | None) -> Any:
+        """One choice of the server, with `usage` of the response. Raises Rejected or Unanswered."""
+        sampling = {**self.options.sampling, **({} if seed is None else {"seed": seed})}
+
+        async def ask(client: Any) -> Any:
+            """The first choice of one request."""
+            response = await client.chat.completions.create(
+                model=model, messages=messages, extra_body=self.options.extra_body or None, **sampling
+            )
+            choices = getattr(response, "choices", None)
+            if not choices or choices[0].message is None or not choices[0].finish_reason:
+                raise ValueError("the answer has no choice or no finish reason")
+            return choices[0], getattr(response, "usage", None)
+
+        return await self._try(ask)
+
+    async def _try(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
+        problem = ""
+        for attempt in range(self.options.retries + 1):
+            i = min(range(len(self.clients)), key=lambda k: (self.failures[k] > 0, self.busy[k], self.failures[k]))
+            self.busy[i] += 1
+            try:
+                found = await ask(self.clients[i])
+                self.failures[i] = 0
+                return found
+            except (UserError, asyncio.CancelledError):
+                raise
+            except Exception as error:
+                problem = f"{self.options.urls[i]}: {_say(error)}"
+                wait = _pause(error, attempt, problem)
+                self.failures[i] += 1
+            finally:
+                self.busy[i] -= 1
+            if attempt < self.options.retries:
+                self.retried += 1
+                await self.sleep(wait)
+        raise Unanswered(problem)
+
+
+def _say(error: Exception) -> str:
+    cause = f" ({error.__cause__})" if error.__cause__ else ""
+    return f"{type(error).__name__}: {error}{cause}"[:300]
+
+
+def _pause(error: Exception, attempt: int, problem: str) -> float:
+    """Seconds until the next attempt. Raises Rejected or UserError when another attempt would not help."""
+    import openai
+
+    # What has no status is a refused, broken or slow connection, or an answer that cannot be read.
+    status = error.status_code if isinstance(error, openai.APIStatusError) else None
+    if status in WRONG_REQUEST:
+        raise Rejected(problem) from None
+    if status is not None and status not in AGAIN and status < 500:
+        raise UserError(f"{problem}: check --url, --model and the key") from None
+    if not isinstance(error, (openai.OpenAIError, ValueError, OSError, AttributeError, TypeError)):
+        raise error
+    pause = min(60.0, 0.5 * 2.0**attempt) * random.uniform(0.75, 1.25)
+    after = error.response.headers.get("retry-after", "") if isinstance(error, openai.APIStatusError) else ""
+    return max(pause, min(float(after), 300.0)) if after.replace(".", "", 1).isdigit() else pause
+
+
+async def hold(prompt: Prompt, endpoints: Endpoints, model: str) -> tuple[dict[str, Any], int]:
+    """(record, tokens written) of one conversation, its rounds asked one after the other."""
+    options, messages, reasons, tokens = endpoints.options, [], [], 0
+    if options.system_prompt and not any(m["role"] == "system" for m in prompt.rounds[0]):
+        messages = [{"role": "system", "content": options.system_prompt}]
+    for number, asked in enumerate(prompt.rounds):
+        messages = [*messages, *asked]
+        seed = None if options.seed is None else zlib.crc32(f"{options.seed}:{prompt.identifier}:{number}".encode())
+        choice, usage = await endpoints.answer(model, messages, seed)
+        tokens += getattr(usage, "completion_tokens", 0) or 0
+        text = choice.message.content
+        reasons.append(choice.finish_reason)
+        if not isinstance(text, str) or not text.strip():
+            raise Rejected(f"round {number} was answered without a word (finish reason {choice.finish_reason})")
+        thought = getattr(choice.message, "reasoning_content", None)
+        messages.append({"role": "assistant", "content": text, **({"reasoning_content": thought} if thought else {})})
+        if choice.finish_reason != "stop":
+            break
+    record = {
+        "conversation_id": prompt.identifier, "category": prompt.category, "conversations": messages,
+        "finish_reasons": reasons, "truncated": reasons[-1] != "stop",
+    }  # fmt: skip
+    return record, tokens
+
+
+class AnswerFile:
+    """OUTPUT and what lies beside it. Raises UserError when they were written with other settings."""
+
+    def __init__(self, output: Path, meta: dict[str, Any]) -> None:
+        self.output = output
+        self.rejected = output.with_name(f"{output.name}.rejected")
+        self.known = {i for path in (self.output, self.rejected) for i in _identifiers(path)}
+        about = output.with_name(f"{output.name}.meta.json")
+        if self.known and (changed := changed_settings(read_json(about), meta)):
+            raise UserError(f"{output} was answered with other settings ({changed}): use another output file")
+        write_json(about, meta)
+
+    def open(self) -> tuple[IO[str], IO[str]]:
+        """(output, rejected), to be appended to."""
+        return self.output.open("a", encoding="utf-8"), self.rejected.open("a", encoding="utf-8")
+
+
+def _identifiers(path: Path) -> Iterator[str]:
+    """Ids of the lines of a file; a half-written last line is cut off."""
+    if not path.is_file():
+        return
+    whole = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            whole += len(line)
+            try:
+                yield json.loads(line)["conversation_id"]
+            except (ValueError, KeyError, TypeError):
+                raise UserError(
+                    f"{path}: found a line that is no conversation record: use another output file"
+                ) from None
+    if whole < path.stat().st_size:
+        with path.open("r+b") as file:
+            file.truncate(whole)
+
+
+def _write(file: IO[str], record: dict[str, Any]) -> None:
+    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    file.flush()
+
+
+async def _generate(
+    prompts: Iterable[Prompt], output: Path, endpoints: Endpoints, report: Callable[[Totals], None]
+) -> Totals:
+    options, totals = endpoints.options, Totals()
+    model = await endpoints.model()
+    start = time.monotonic()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    meta = {
+        "model": model, "sampling": options.sampling, "extra_body": options.extra_body, "seed": options.seed,
+        "system_prompt": options.system_prompt, "keep_truncated": options.keep_truncated,
+    }  # fmt: skip
+    answers = AnswerFile(output, meta)
+    waiting = (p for p in prompts if p.identifier not in answers.known)
+    in_a_row = 0
+    good, bad = answers.open()
+
+    async def work() -> None:
+        """Hold dialogues until none is left."""
+        nonlocal in_a_row
+        for prompt in waiting:  # one iterator for all workers: nobody reads ahead
+            try:
+                record, tokens = await hold(prompt, endpoints, model)
+                totals.tokens += tokens
+                kept = options.keep_truncated or not record["truncated"]
+                _write(good if kept else bad, record if kept else {**record, "problem": "the last answer was cut"})
+                totals.written, totals.rejected = totals.written + kept, totals.rejected + (not kept)
+                in_a_row = 0
+            except Rejected as error:
+                _write(bad, {"conversation_id": prompt.identifier, "problem": str(error)})
+                totals.rejected += 1
+            except Unanswered as error:
+                totals.unanswered += 1
+                in_a_row += 1
+                log.warning("%s: %s", prompt.identifier, error)
+                if in_a_row >= GIVE_UP_AFTER:
+                    raise UserError(
+                        f"{in_a_row} conversations in a row were not answered (the last by {error}): what is finished "
+                        f"is in {output}; a rerun goes on"
+                    ) from None
+            totals.retries, totals.seconds = endpoints.retried, time.monotonic() - start
+            report(totals)
+
+    with good, bad:
+        tasks = [asyncio.ensure_future(work()) for _ in range(options.concurrency)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    return totals
+
+
+def generate_from_server(
+    prompts: Iterable[Prompt],
+    output: Path | str,
+    options: ServerOptions,
+    report: Callable[[Totals], None] = lambda totals: None,
+    sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
+) -> Totals:
+    """Answer the prompts that `output` does not hold yet.
+
+    Args:
+        prompts: read as they are needed, so memory holds those that are being answered, and the ids of finished ones.
+        report: called after every conversation.
+        sleep: for tests.
+
+    Raises UserError when the settings differ from those of an earlier run, when the server knows no such model, or when
+    nobody answers any more.
+    """
+
+    async def main() -> Totals:
+        """All workers side by side."""
+        endpoints = Endpoints(options, sleep)
+        try:
+            return await _generate(prompts, Path(output), endpoints, report)
+        except Unanswered as error:
+            raise UserError(
+                f"no server named its model: {error}: is it running, is --url right? With --model NAME it is not asked"
+            ) from None
+        finally:
+            for client in endpoints.clients:
+                await client.close()
+
+    totals = asyncio.run(main())
+    why = f" ({output}.rejected says why)" if totals.rejected else ""
+    log.info(
+        "%s: %d answered, %d rejected%s, %.0f tokens/s", output, totals.written, totals.rejected, why, totals.speed
+    )
+    return totals

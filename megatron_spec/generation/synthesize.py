@@ -1,0 +1,279 @@
+"""The base answers prompts: on-policy training conversations, on disk as soon as they are finished.
+
+`synthesize` yields conversations; `synthesize_to_file` writes them. While it runs, every data-parallel rank appends
+lines to a part file of its own beside the output; a killed run loses only what was in flight, because a rerun reads
+the parts, leaves out what they hold (a half-written last line does not count) and appends. In the end rank 0 merges the
+parts into the output in the order of the prompts, and removes them.
+
+Beside the output lies OUTPUT.meta.json: what the answers depend on (base, decoding settings, stop tokens). A rerun
+that would answer otherwise, or that asks other questions under the same identifiers, is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_spec.base.model import FrozenBase
+from megatron_spec.config import DecodeConfig, UserError
+from megatron_spec.data.chat import ChatEncoder
+from megatron_spec.decoding.engine import decode_stream
+from megatron_spec.generation.prompts import Dialogue, Prompt, check_stop_ids
+from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.files import changed_settings, read_json, write_json, write_text
+
+log = logging.getLogger(__name__)
+
+
+def synthesize(
+    base: FrozenBase,
+    tokenizer: Any,
+    prompts: Iterable[Prompt],
+    config: DecodeConfig,
+    *,
+    stop_ids: set[int],
+    draft: Any = None,
+) -> Iterator[dict[str, Any]]:
+    """Answer the prompts; collective over the model parallel ranks.
+
+    Args:
+        stop_ids: tokens that end an answer (data.tokenizer.stop_token_ids).
+        draft: decode with it (the same text, sooner).
+
+    Yields:
+        Records `conversation_id`, `category`, `conversations` (messages), `truncated` (the last answer met no stop
+        token before max_new_tokens or the context's end) and, when a round could not be held, `problem`. In the order
+        in which they end. `conversations` is empty when not even the first round was answered.
+    """
+    encoder, limit = ChatEncoder(tokenizer), base.config.max_position_embeddings
+    check_stop_ids(stop_ids)
+    for window in _windows([Dialogue(p) for p in prompts], config.batch_size):
+        while asking := [(d, ids) for d in window if d.waits and (ids := d.ask(encoder, limit)) is not None]:
+            seeds = [d.seed(config.seed) for d, _ in asking]
+            stream = decode_stream(base, [ids for _, ids in asking], config, stop_ids, draft, seeds)
+            for i, answer in stream:
+                dialogue = asking[i][0]
+                dialogue.take(answer.tokens, answer.stopped, tokenizer)
+                if not dialogue.waits:
+                    yield _record(dialogue)
+        yield from (_record(d) for d in window if d.unasked)
+
+
+def _windows(dialogues: list[Dialogue], batch_size: int) -> Iterator[list[Dialogue]]:
+    """Dialogues that are held side by side, round by round.
+
+    Those of one round end as soon as they are answered, so all share one window, in which free rows are always filled.
+    Longer ones end after their last round: a few batches at a time, or a killed run would lose them all.
+    """
+    single = [d for d in dialogues if len(d.prompt.rounds) == 1]
+    several = sorted((d for d in dialogues if len(d.prompt.rounds) > 1), key=lambda d: len(d.prompt.rounds))
+    yield from ([single] if single else [])
+    for start in range(0, len(several), 4 * batch_size):
+        yield several[start : start + 4 * batch_size]
+
+
+def _record(dialogue: Dialogue) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "conversation_id": dialogue.prompt.identifier,
+        "category": dialogue.prompt.category,
+        "conversations": dialogue.messages,
+        "truncated": dialogue.truncated,
+    }
+    return {**record, "problem": dialogue.problem} if dialogue.problem else record
+
+
+def read_records(path: Path) -> dict[str, dict[str, Any]]:
+    """Records of a file by conversation_id; {} without a file. A half-written last line is passed over.
+
+    Lines that are no records before the last one are passed over too, with a warning: the prompt is answered anew.
+    """
+    records: dict[str, dict[str, Any]] = {}
+    lines = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last line end is half-written, or nothing
+        try:
+            record = json.loads(line)
+            records[record["conversation_id"]] = record
+        except (ValueError, KeyError, TypeError):
+            log.warning("%s line %d is not a conversation record: it is left out", path, number)
+    return records
+
+
+def _drop_half_line(path: Path) -> None:
+    """Cut what a killed run left behind the last line end."""
+    if not path.is_file():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+
+
+def _parts(output: Path) -> list[Path]:
+    return sorted(output.parent.glob(f"{output.name}.part*"))
+
+
+def _known(output: Path) -> dict[str, dict[str, Any]]:
+    known: dict[str, dict[str, Any]] = {}
+    for path in (output, *_parts(output)):
+        known.update(read_records(path))
+    return known
+
+
+def _from_rank_0(value: Any, world: World) -> Any:
+    if world.size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=world.device)
+    return box[0]
+
+
+def answer_settings(config: DecodeConfig, stop_ids: set[int], about: dict[str, Any]) -> dict[str, Any]:
+    """All that the text of an answer depends on, beside its prompt. Batch size and draft change only the speed.
+
+    Args:
+        about: identity of base and tokenizer, and the dtype.
+    """
+    seed = config.seed if config.temperature > 0 else None
+    values = {"max_new_tokens": config.max_new_tokens, "temperature": config.temperature, "seed": seed}
+    return {**about, **values, "stop_ids": sorted(stop_ids)}
+
+
+def _asked(messages: Iterable[Any]) -> list[tuple[Any, Any]]:
+    return [(m["role"], m["content"]) for m in messages if m["role"] != "assistant"]
+
+
+def _answers_prompt(record: dict[str, Any], prompt: Prompt) -> bool:
+    """True when the record holds the questions of `prompt`; one that ended early holds the first of them."""
+    found, expected = _asked(record["conversations"]), _asked(m for r in prompt.rounds for m in r)
+    ended_early = record.get("truncated") or record.get("problem")
+    return found == (expected[: len(found)] if ended_early else expected)
+
+
+ANOTHER = "use another output file, or remove this one"
+
+
+def _meta_path(output: Path) -> Path:
+    return output.with_name(f"{output.name}.meta.json")
+
+
+def check_output(output: Path | str, prompts: Sequence[Prompt], settings: dict[str, Any]) -> list[str]:
+    """Identifiers of the prompts that an earlier run into `output` answered; nothing is written.
+
+    Args:
+        settings: `answer_settings`, or what is known of them: the rest is not looked at.
+
+    Raises UserError when `output` is something else than what such a run left, or when that run had other settings or
+    asked other questions.
+    """
+    output = Path(output)
+    if output.is_dir():
+        raise UserError(f"--output {output} is a folder, expected a file")
+    left = [p for p in (output, *_parts(output)) if p.is_file() and p.stat().st_size]
+    if left and not _meta_path(output).is_file():
+        raise UserError(
+            f"{left[0]} is there already, but {_meta_path(output).name} is missing, which tells how its conversations "
+            f"were made: {ANOTHER}"
+        )
+
+    known = _known(output)
+    if not known:
+        return []
+    if changed := changed_settings(read_json(_meta_path(output)), settings):
+        raise UserError(f"{output} was answered with other settings ({changed}): {ANOTHER}")
+    wrong = [p.identifier for p in prompts if p.identifier in known and not _answers_prompt(known[p.identifier], p)]
+    if wrong:
+        raise UserError(
+            f"{output}: {len(wrong)} conversations answer other questions than the prompts of the same identifier "
+            f"({', '.join(wrong[:5])}): {ANOTHER}"
+        )
+    return list(known)
+
+
+def _known_everywhere(output: Path, prompts: Sequence[Prompt], meta: dict[str, Any], world: World) -> set[str]:
+    """Rank 0 alone looks; its UserError is raised everywhere."""
+    answer: list[str] | str = []
+    if world.rank == 0:
+        try:
+            answer = check_output(output, prompts, meta)
+            write_json(_meta_path(output), meta)
+        except UserError as e:
+            answer = str(e)
+    answer = _from_rank_0(answer, world)
+    if isinstance(answer, str):
+        raise UserError(answer)
+    return set(answer)
+
+
+def synthesize_to_file(
+    base: FrozenBase,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    config: DecodeConfig,
+    output: Path | str,
+    *,
+    stop_ids: set[int],
+    draft: Any = None,
+    about: dict[str, Any] | None = None,
+) -> int:
+    """Answer the prompts that `output` does not hold yet, split over data-parallel ranks; every rank calls it.
+
+    All ranks of one run, and a rerun, must see the same folder. Lines whose dialogue did not get a single answer are
+    kept out of the output.
+
+    Args:
+        about: identity of base and tokenizer, in values of JSON; kept in OUTPUT.meta.json with the settings.
+
+    Returns:
+        Conversations answered by this run, all ranks together.
+
+    Raises:
+        UserError: the output holds answers of another base, of other settings, or to other questions.
+    """
+    output, world = Path(output), base.world
+    meta = answer_settings(config, stop_ids, {"dtype": str(base.dtype).removeprefix("torch."), **(about or {})})
+    known = _known_everywhere(output, prompts, meta, world)
+    todo = [p for p in prompts if p.identifier not in known]
+    if len(todo) < len(prompts):
+        log.info("%s: %d of %d conversations are there already", output, len(prompts) - len(todo), len(prompts))
+    mine = todo[world.dp_rank :: world.dp_size]
+    writes = world.tp_rank == 0 and world.pp_rank == 0
+    part = output.with_name(f"{output.name}.part{world.dp_rank}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if writes:
+        _drop_half_line(part)
+    done = 0
+    with open(part if writes else os.devnull, "a", encoding="utf-8") as file:
+        for record in synthesize(base, tokenizer, mine, config, draft=draft, stop_ids=stop_ids):
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            file.flush()
+            done += 1
+            if done % config.batch_size == 0 or done == len(mine):
+                log.info("answered %d of %d conversations", done, len(mine))
+    if world.size > 1:
+        dist.barrier()
+    if world.rank == 0:
+        _merge(output, prompts)
+    if world.size > 1:
+        dist.barrier()
+    return len(todo)
+
+
+def _merge(output: Path, prompts: Sequence[Prompt]) -> None:
+    known = _known(output)
+    order = dict.fromkeys([p.identifier for p in prompts] + list(known))  # behind them those of other prompts
+    records = [known[i] for i in order if i in known]
+    kept = [r for r in records if r["conversations"]]
+    for record in records:
+        if record.get("problem"):
+            log.warning("%s: %s", record["conversation_id"], record["problem"])
+    write_text(output, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
+    for path in _parts(output):
+        path.unlink()
+    log.info("%s: %d conversations, %d of them truncated", output, len(kept), sum(r["truncated"] for r in kept))

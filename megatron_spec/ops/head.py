@@ -1,0 +1,173 @@
+"""Draft head, loss and gradient in one pass over chunks of rows.
+
+The loss of a row needs its logits once, and so does the gradient: both are computed while the chunk's logits are
+alive, so that no [rows, D] tensor outlives its chunk. All draft steps go through in one call, which lets the
+gradient of the head be summed in a single buffer.
+
+R rows, H draft hidden size, D this rank's shard of the draft vocabulary, T draft steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_spec.ops.products import GradientSums, add_product, kernels_available
+
+CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1050 << 20}
+"""Size of one chunk's logits: the cache on a CPU, a matmul large enough on a GPU."""
+
+
+class RowResult(Protocol):
+    """What a row loss returns (losses.vocab_parallel.RowLosses)."""
+
+    loss_R: Tensor
+    overlap_R: Tensor
+    argmax_R: Tensor
+    grad_RD: Tensor
+
+
+RowLoss = Callable[[Tensor, Tensor], RowResult]
+"""(draft logits [R, D] in fp32, which it may overwrite; teacher rows [R]) -> losses and gradient of the rows."""
+
+
+RowLossInPlace = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(draft logits [R, D] in the compute dtype, replaced by the gradient of weight * loss; teacher rows [R]; weight [R]
+fp32) -> loss, overlap, argmax of the rows."""
+
+
+@dataclass
+class StepRows:
+    """The supervised rows of one draft step.
+
+    Attributes:
+        teacher_R: row of the teacher each one is compared with.
+        weight_R: factor of the row's loss in the total, fp32 (0 leaves the row to the metrics alone).
+        target_R: draft id that counts as correct; -1 where none can.
+    """
+
+    teacher_R: Tensor
+    weight_R: Tensor
+    target_R: Tensor
+
+
+class _FusedHead(torch.autograd.Function):
+    """forward -> (weighted total, [T, 3] of loss sum, correct, overlap sum); gradients are made in forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        row_loss: RowLoss,
+        in_place: RowLossInPlace | None,
+        steps: list[StepRows],
+        weight_DH: Tensor,
+        *hidden_RH: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """See `fused_head`."""
+        wide = torch.float64 if weight_DH.dtype == torch.float64 else torch.float32
+        train = any(ctx.needs_input_grad)
+        grad_weight = torch.zeros_like(weight_DH, dtype=wide) if train and ctx.needs_input_grad[3] else None
+        x_NH, counts = _joined(list(hidden_RH)), [len(h) for h in hidden_RH]
+        grad_NH = torch.empty_like(x_NH) if train else None
+        teacher, weight, target = (
+            torch.cat([getattr(step, name) for step in steps]) for name in ("teacher_R", "weight_R", "target_R")
+        )
+        weight = weight.to(wide)
+        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        for start in range(0, len(x_NH), _chunk_rows(weight_DH, in_place is not None)):
+            part = slice(start, start + _chunk_rows(weight_DH, in_place is not None))
+            x, grad_logits = x_NH[part], x_NH[part] @ weight_DH.t()
+            if in_place is not None:
+                found.append(in_place(grad_logits, teacher[part], weight[part]))
+            else:
+                result = row_loss(grad_logits.to(wide), teacher[part])
+                found.append((result.loss_R, result.overlap_R, result.argmax_R))
+                grad_logits = result.grad_RD.mul_(weight[part, None]).to(x.dtype)
+            if grad_NH is not None:
+                torch.mm(grad_logits, weight_DH, out=grad_NH[part])
+            if grad_weight is not None:
+                add_product(grad_weight, grad_logits.t(), x)
+        total, stats = _sums(found, weight, target, counts)
+        ctx.save_for_backward(grad_weight, grad_NH)
+        ctx.weight, ctx.counts = weight_DH, counts
+        ctx.mark_non_differentiable(stats)
+        return total, stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients found in the forward, times that of the total."""
+        grad_weight, grad_NH = ctx.saved_tensors
+        told = None
+        if grad_weight is not None:
+            sums = GradientSums()
+            sums.of(ctx.weight).addcmul_(grad_weight, grad_total)
+            told = sums.result(ctx.weight)
+        return None, None, None, told, *_scaled(grad_NH, grad_total).split(ctx.counts)
+
+
+def _chunk_rows(weight_DH: Tensor, in_place: bool) -> int:
+    row = weight_DH.shape[0] * (weight_DH.element_size() if in_place else 4)
+    return max(1, CHUNK_BYTES.get(weight_DH.device.type, 64 << 20) // row)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The rows of all parts; without a copy where they lie behind one another in one buffer."""
+    first, end = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or (part.numel() and part.data_ptr() != end):
+            return torch.cat(parts)
+        end += part.numel() * part.element_size()
+    if first.untyped_storage().nbytes() < end - first.untyped_storage().data_ptr():
+        return torch.cat(parts)  # neighbours by chance, in different buffers
+    return first.as_strided((sum(map(len, parts)), first.shape[1]), (first.shape[1], 1))
+
+
+def _sums(
+    found: list[tuple[Tensor, Tensor, Tensor]], weight_N: Tensor, target_N: Tensor, counts: list[int]
+) -> tuple[Tensor, Tensor]:
+    """(weighted total, [T, 3]) from (loss, overlap, argmax) of the chunks."""
+    if not found:
+        return weight_N.new_zeros(()), weight_N.new_zeros(len(counts), 3)
+    loss, overlap, argmax = (torch.cat(x) if len(found) > 1 else x[0] for x in zip(*found, strict=True))
+    # where a weight is 0 the loss may be infinite (a label outside): 0, not NaN
+    loss = torch.where(weight_N > 0, loss, 0)
+    columns = torch.stack([loss, (argmax == target_N).to(loss.dtype), overlap], 1)
+    return (loss * weight_N).sum(), torch.stack([part.sum(0) for part in columns.split(counts)])
+
+
+def _scaled(grad: Tensor, scale: Tensor) -> Tensor:
+    """grad * scale; in place on a GPU, where it is large and the scale is nearly always 1."""
+    if grad.is_cuda and kernels_available():
+        from megatron_spec.ops.kernels.rows import scale_
+
+        return scale_(grad, scale)
+    return grad * scale.to(grad.dtype)
+
+
+def fused_head(
+    hidden_RH: list[Tensor],
+    weight_DH: Tensor,
+    steps: list[StepRows],
+    row_loss: RowLoss,
+    in_place: RowLossInPlace | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Head, loss and metrics of the supervised rows of all draft steps.
+
+    Args:
+        hidden_RH: normed rows of each step, complete on every tensor parallel rank. Their gradient is that of this
+            rank's vocabulary shard alone: the caller brings them in through a region whose backward sums over ranks.
+        weight_DH: this rank's rows of the draft head.
+        in_place: used instead of `row_loss` when given.
+
+    Returns:
+        (total, stats [T, 3]): the weighted loss sum with gradient, and per step the loss sum over rows of weight > 0,
+        the number of correct rows and the overlap sum; fp32, equal on every tensor parallel rank.
+    """
+    out: tuple[Tensor, Tensor] = _FusedHead.apply(row_loss, in_place, steps, weight_DH, *hidden_RH)  # type: ignore[no-untyped-call]
+    return out

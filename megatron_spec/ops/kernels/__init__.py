@@ -1,0 +1,1 @@
+"""All Triton kernels. Import this package only where a fast path of `planning.paths` allows it."""

@@ -1,0 +1,183 @@
+"""Work and memory of a run from configurations alone: no weights, no GPU, no torch.
+
+Work counts the plain algorithm (what MFU is measured by, docs/performance.md). Memory is an estimate of the peak on one
+rank, built from what is allocated; against the measured peaks in docs/scale.md it is within a tenth.
+
+H base hidden size, D draft vocabulary, S sequence, B micro-batch, T draft steps, K captured layers, X width of q, k, v.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_spec.config import BaseConfig, DraftConfig, EagleConfig, MedusaConfig, ParallelConfig, TrainConfig
+
+GIB = 1 << 30
+HEAD_CHUNK = 1100 << 20
+"""Bytes of whole-vocabulary logits alive at a time on a GPU (drafts/teacher.py, ops/head.py)."""
+
+MOST_WHOLE_ROWS = 8 << 30
+"""Under sequence parallelism the fused unroll (drafts/fused_unroll.py) holds whole rows on every rank up to so many
+bytes; beyond, the plain one runs, which holds a rank's share."""
+
+
+def whole_rows_bytes(hidden_size: int, rows: float, steps: int, width: int) -> float:
+    """Of the residual stream and its norms in the fused unroll, `rows` rows of `width` bytes a number."""
+    return 9.0 * hidden_size * rows * steps * width
+
+
+def attention_width(config: BaseConfig | EagleConfig) -> int:
+    """Columns of the query projection."""
+    return config.num_attention_heads * config.head_dim
+
+
+def qkv_width(config: BaseConfig | EagleConfig) -> int:
+    """X: columns of the query, key and value projections."""
+    return attention_width(config) + 2 * config.num_key_value_heads * config.head_dim
+
+
+def base_layer_parameters(base: BaseConfig) -> tuple[int, int]:
+    """(parameters every token passes, parameters of all experts) of one base layer."""
+    H, experts = base.hidden_size, getattr(base, "num_experts", 0) or 0
+    mlp = 3 * H * (base.moe.intermediate_size if base.moe else base.intermediate_size)
+    shared = H * (qkv_width(base) + attention_width(base)) + 2 * H
+    return (shared + H * experts, experts * mlp) if experts else (shared + mlp, 0)
+
+
+def end_parameters(base: BaseConfig) -> int:
+    """Embedding and head, which every pipeline stage holds."""
+    return base.vocab_size * base.hidden_size * (1 if base.tie_word_embeddings else 2)
+
+
+def mlp_width(draft: EagleConfig, every_expert: bool = False) -> int:
+    """Width of the MLP that a token passes; or of all experts together."""
+    if draft.moe is None:
+        return draft.intermediate_size
+    count = draft.moe.num_experts if every_expert else draft.moe.experts_per_token
+    return count * draft.moe.intermediate_size + draft.moe.shared_intermediate_size
+
+
+def draft_parameters(draft: DraftConfig) -> tuple[int, int]:
+    """(parameters split over tensor parallel ranks, replicated parameters)."""
+    if isinstance(draft, MedusaConfig):
+        blocks = draft.num_heads * draft.num_layers * draft.hidden_size * (draft.hidden_size + 1)
+        heads = 0 if draft.share_base_head else draft.num_heads * draft.vocab_size * draft.hidden_size
+        return heads, blocks
+    H, eagle3 = draft.hidden_size, draft.algorithm.startswith("eagle3")
+    one = H * (qkv_width(draft) + attention_width(draft)) + 3 * H * mlp_width(draft, every_expert=True)
+    split = draft.num_hidden_layers * one
+    if eagle3:  # the first layer also reads the embedding; a head of its own
+        split += H * qkv_width(draft) + draft.draft_vocab_size * H
+    inputs = len(draft.capture_layer_ids) if eagle3 else 2
+    if draft.own_embedding:
+        split += draft.vocab_size * H
+    return split, inputs * draft.target_hidden_size * H + (2 * draft.num_hidden_layers + 3) * H
+
+
+def flops_per_token(base: BaseConfig, draft: DraftConfig, S: int, T: int) -> dict[str, float]:
+    """FLOPs a token of the plain algorithm: the base forward with its head, T draft steps forward and backward."""
+    H, scores = base.hidden_size, 2 * 2 * attention_width(base) * S / 2  # causal: q k and p v over S / 2 keys
+    shared, experts = base_layer_parameters(base)
+    if experts:
+        shared += experts * getattr(base, "num_experts_per_token", 2) // base.num_experts  # type: ignore[attr-defined]
+    found = {"base": base.num_layers * (2.0 * shared + scores) + 2.0 * H * base.vocab_size}
+    split, replicated = draft_parameters(draft)
+    if isinstance(draft, MedusaConfig):
+        head = draft.num_heads * draft.vocab_size * H if draft.share_base_head else 0
+        found["draft"] = 3 * 2.0 * (split + replicated + head)
+        return found
+    eagle3 = draft.algorithm.startswith("eagle3")
+    head = 0 if eagle3 else base.vocab_size * H
+    once = replicated if eagle3 else 0  # `fc` reads the captures once, the others' projection runs at every step
+    idle = 3 * H * (mlp_width(draft, every_expert=True) - mlp_width(draft))  # of experts a token does not pass
+    draft_scores = draft.num_hidden_layers * 4 * attention_width(draft) * S / 2
+    found["draft"] = T * 3 * (2.0 * (split - idle + head + replicated - once) + draft_scores) + 3 * 2.0 * once
+    return found
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how a run executes.
+
+    Attributes:
+        world_size: processes.
+        layers: base layers of the rank's stage.
+        pipelined: base layers are spread over stages.
+    """
+
+    base: BaseConfig
+    draft: DraftConfig
+    parallel: ParallelConfig
+    train: TrainConfig
+    seq_length: int
+    ttt_steps: int
+    world_size: int
+    layers: int
+    offline: bool = False
+    last_stage: bool = True
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def pp(self) -> int:
+        """Pipeline stages."""
+        return self.parallel.pipeline_model_parallel_size
+
+    @property
+    def features_ahead(self) -> int:
+        """Micro-batches computed at once (`features.ahead.default_ahead`)."""
+        return self.train.features_ahead or (4 if self.pp > 1 or self.offline else 1)
+
+
+def _activation_bytes(place: Place, rows: float, width: int) -> float:
+    """Saved by T draft steps for their backward."""
+    draft, tp = place.draft, place.parallel.tensor_model_parallel_size
+    if isinstance(draft, MedusaConfig):
+        return rows * draft.num_heads * (draft.num_layers * 3 + 1) * draft.hidden_size * width
+    scattered = place.parallel.sequence_parallel
+    fused = (
+        draft.algorithm == "eagle3" and place.train.bf16 and place.parallel.context_parallel_size == 1
+        and draft.num_key_value_heads % tp == 0
+        and not (scattered and whole_rows_bytes(draft.hidden_size, rows, place.ttt_steps, width) > MOST_WHOLE_ROWS)
+    )  # fmt: skip
+    residual, gate, qkv = (9.0, 2, 1) if fused else (3 + 11 / tp if scattered else 14.0, 4, 2)
+    wide = qkv * qkv_width(draft) + attention_width(draft) + gate * mlp_width(draft)
+    step = residual * draft.hidden_size + wide / tp
+    return rows * place.ttt_steps * draft.num_hidden_layers * step * width
+
+
+def checkpoint_bytes(draft: DraftConfig, bf16: bool) -> float:
+    """Of one saved iteration: the draft, fp32 master weights where it is in bf16, and two moments."""
+    return sum(draft_parameters(draft)) * (2 + 12 if bf16 else 4 + 8)
+
+
+def memory(place: Place) -> dict[str, float]:
+    """Bytes on one rank, by what they hold."""
+    base, parallel, train = place.base, place.parallel, place.train
+    tp, cp, ep = (
+        parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.expert_model_parallel_size,
+    )  # fmt: skip
+    width, H = 2 if train.bf16 else 4, base.hidden_size
+    shared, experts = base_layer_parameters(base)
+    layers = 0 if place.offline else place.layers
+    split, replicated = draft_parameters(place.draft)
+    own = split / tp + replicated
+    copies = place.world_size // tp if train.use_distributed_optimizer else 1
+    rows = place.train.micro_batch_size * place.seq_length / cp
+    spread = rows / (tp if parallel.sequence_parallel else 1)
+    captures = len(place.draft.capture_layer_ids) + 1
+    held = place.features_ahead + 1
+    if place.pp > 1 and place.last_stage and not place.offline:
+        held += place.features_ahead * place.pp  # the results of all stages, before they are sent to their owners
+    D = place.draft.draft_vocab_size
+    return {
+        "base layers": layers * (shared / tp + experts / tp / ep) * width,
+        "embedding and head": end_parameters(base) / tp * width,
+        "draft": own * width,
+        "gradients (fp32)": own * 4,
+        "optimizer": own * (12 if train.bf16 else 8) / copies,
+        "features": held * spread * captures * H * width,
+        "teacher": rows * D / tp * width,
+        "draft steps": _activation_bytes(place, rows, width),
+        "working space": HEAD_CHUNK
+        + (0 if place.offline else rows * (6 * H + 2 * base.intermediate_size / tp) * width),
+    }

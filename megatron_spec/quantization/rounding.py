@@ -1,0 +1,153 @@
+"""The E4M3 round trip and its gradient: pure functions (ALGORITHMS 6).
+
+Per-tensor: scale = amax / 448, q = cast(clamp(x / scale, -448, 448)), x' = q * scale. The arithmetic is fp32 whatever
+the dtype of x, so that what training sees is exactly what an exported fp8 tensor becomes when it is multiplied by its
+scale: `fake_quant(x, amax) == dequantize(quantize(x, scale_of(amax)), scale_of(amax))`, bit for bit.
+
+The round trip is idempotent for one amax: dividing q * scale by scale moves q by far less than half an E4M3 step, even
+when q * scale was stored in bf16.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_spec.quantization import nvfp4
+
+E4M3_MAX = 448.0
+"""Largest finite value of float8_e4m3fn."""
+
+
+def scale_of(amax: Tensor) -> Tensor:
+    """fp32 scale of a tensor whose largest magnitude is `amax`.
+
+    An amax of zero (a tensor of zeros) gives scale 1, because engines divide by the exported scale.
+    """
+    amax = amax.detach().float()
+    tiny = torch.finfo(torch.float32).tiny  # a smaller scale would be denormal, and flushed to zero on some devices
+    # Divided by a tensor: CUDA multiplies by the rounded reciprocal of a number, and the scale would differ by a bit.
+    scale = (amax / torch.full_like(amax, E4M3_MAX)).clamp_min(tiny)
+    return torch.where(amax == 0, torch.ones_like(amax), scale)
+
+
+def amax_of(scale: Tensor) -> Tensor:
+    """An amax whose `scale_of` is `scale` exactly (448 * scale may round to a neighbour)."""
+    guess = scale.float() * E4M3_MAX
+    infinity = torch.full_like(guess, torch.inf)
+    for candidate in (guess, torch.nextafter(guess, infinity), torch.nextafter(guess, -infinity)):
+        if torch.equal(scale_of(candidate), scale.float()):
+            return candidate
+    raise AssertionError(f"no amax gives scale {scale}")
+
+
+def quantize(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale (both on one device) as float8_e4m3fn, round to nearest even, saturating at +-448. NaN stays NaN."""
+    return (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """q * scale in fp32, rounded to `dtype`."""
+    return (q.float() * scale).to(dtype)
+
+
+def round_trip(x: Tensor, amax: Tensor) -> Tensor:
+    """`fake_quant` without a gradient."""
+    scale = scale_of(amax)
+    return dequantize(quantize(x, scale), scale, x.dtype)
+
+
+def round_trip_(x: Tensor, amax: Tensor) -> None:
+    """`round_trip` in place: one kernel on a GPU, the same bits."""
+    if _kernel_runs(x, amax) and x.is_contiguous():
+        from megatron_spec.ops.kernels import rounding
+
+        rounding.round_trip(x, amax, out=x)
+    else:
+        x.copy_(round_trip(x, amax))
+
+
+def _kernel_runs(x: Tensor, amax: Tensor) -> bool:
+    return x.is_cuda and amax.numel() == 1 and x.dtype != torch.float64 and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _rounded(x: Tensor, amax: Tensor, with_mask: bool, form: str = "fp8") -> tuple[Tensor, Tensor | None]:
+    """(round trip, bool |x| <= amax when asked for): one kernel on a GPU, the same bits."""
+    if form == "nvfp4":
+        return nvfp4.round_trip(x, amax), (x.detach().abs().float() <= amax) if with_mask else None
+    if _kernel_runs(x, amax):
+        from megatron_spec.ops.kernels import rounding
+
+        return rounding.round_trip(x.detach(), amax, with_mask)
+    return round_trip(x, amax), (x.detach().abs().float() <= amax) if with_mask else None
+
+
+class _FakeQuant(torch.autograd.Function):
+    """Straight-through estimator: the round trip forward, identity (or a window of +-amax) backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, amax: Tensor, clipped: bool, form: str) -> Tensor:
+        """See the class."""
+        out, inside = _rounded(x, amax, clipped, form)
+        if inside is not None:
+            ctx.save_for_backward(inside)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """Straight through, or clipped."""
+        (grad,) = grads
+        if ctx.saved_tensors:
+            grad = grad * ctx.saved_tensors[0]
+        return grad, None, None, None
+
+
+def fake_quant(x: Tensor, amax: Tensor, clipped: bool = False, form: str = "fp8") -> Tensor:
+    """x rounded to E4M3 under the per-tensor range `amax`, in the shape and dtype of x.
+
+    Args:
+        x: any shape, fp32 / bf16 / fp16.
+        amax: scalar, fp32; values beyond it saturate.
+        clipped: the gradient is zero where |x| > amax; otherwise it passes unchanged everywhere (Bengio et al.,
+            arXiv 1308.3432).
+        form: 'nvfp4' rounds a weight to E2M1 in blocks instead.
+    """
+    return _FakeQuant.apply(x, amax, clipped, form)  # type: ignore[no-any-return]
+
+
+class _StraightThrough(torch.autograd.Function):
+    """A value that was rounded before, with the gradient of `fake_quant`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounded: Tensor, inside: Tensor | None) -> Tensor:
+        """See the class."""
+        if inside is not None:
+            ctx.save_for_backward(inside)
+        return rounded.view_as(rounded)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Straight through, or clipped."""
+        (grad,) = grads
+        return grad * ctx.saved_tensors[0] if ctx.saved_tensors else grad, None, None
+
+
+class RoundedOnce:
+    """The round trip of a tensor that does not change for a while (a weight within an optimizer step)."""
+
+    def __init__(self, x: Tensor, amax: Tensor, clipped: bool, form: str = "fp8") -> None:
+        with torch.no_grad():
+            self.rounded, self.inside = _rounded(x, amax, clipped, form)
+
+    def of(self, x: Tensor) -> Tensor:
+        """`fake_quant(x, amax, clipped)` of the same x, without rounding again."""
+        return _StraightThrough.apply(x, self.rounded, self.inside)  # type: ignore[no-any-return]

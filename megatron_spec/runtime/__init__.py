@@ -1,0 +1,1 @@
+"""What every process needs: process groups, platform, failure, files on disk, provenance."""

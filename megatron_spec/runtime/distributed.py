@@ -1,0 +1,218 @@
+"""Start-up of torch.distributed and the process groups of one run.
+
+The base lives on megatron-core's own groups (tensor, pipeline, data). The draft is data parallel over *every* rank
+that has the same tensor parallel coordinate, so it gets a `ProcessGroupCollection` of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_spec.config import ParallelConfig, UserError
+from megatron_spec.runtime import failure, platform
+from megatron_spec.runtime.context import ContextShard
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class World:
+    """This rank's place, and every process group the package uses."""
+
+    parallel: ParallelConfig
+    rank: int
+    size: int
+    device: torch.device
+    tp: dist.ProcessGroup
+    """Ranks that share one layer's shards."""
+    pp: dist.ProcessGroup
+    """Ranks that hold the stages of one copy of the base, in order."""
+    dp: dist.ProcessGroup
+    """Ranks that hold the same shard of the base."""
+    draft_dp: dist.ProcessGroup
+    """Ranks that hold the same shard of the draft: same tensor parallel coordinate, any stage, any data rank, any part
+    of the sequence."""
+    base_groups: ProcessGroupCollection
+    draft_groups: ProcessGroupCollection
+    context: ContextShard | None = None
+    """Ranks that share every sequence; None without context parallelism."""
+
+    @property
+    def tp_rank(self) -> int:
+        """Place in the tensor parallel group."""
+        return self.tp.rank()
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that share a layer."""
+        return self.tp.size()
+
+    @property
+    def pp_rank(self) -> int:
+        """Pipeline stage of this rank."""
+        return self.pp.rank()
+
+    @property
+    def pp_size(self) -> int:
+        """Number of pipeline stages."""
+        return self.pp.size()
+
+    @property
+    def dp_rank(self) -> int:
+        """Which copy of the base this rank belongs to."""
+        return self.dp.rank()
+
+    @property
+    def dp_size(self) -> int:
+        """Copies of the base."""
+        return self.dp.size()
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks that share a sequence."""
+        return 1 if self.context is None else self.context.size
+
+    @property
+    def sequence_multiple(self) -> int:
+        """The length of a batch must be a multiple of this."""
+        chunks = 1 if self.context is None else self.context.multiple
+        return chunks * (self.tp_size if self.parallel.sequence_parallel else 1)
+
+    def local_rows(self, S: int) -> int:
+        """Rows of a sequence of S that this rank holds between layers."""
+        return S // self.cp_size // (self.tp_size if self.parallel.sequence_parallel else 1)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """True where tokens enter the base."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True where the base's final state comes out."""
+        return self.pp_rank == self.pp_size - 1
+
+
+def _start_process_group(timeout_minutes: float) -> None:
+    if dist.is_initialized():
+        return
+    if platform.has_cuda():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    timeout = timedelta(minutes=timeout_minutes)
+    if "RANK" in os.environ:
+        dist.init_process_group(platform.backend(), timeout=timeout)
+    else:  # plain python, a world of one: its store takes a port of its own, and its children inherit no rank
+        store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True, timeout=timeout)
+        dist.init_process_group(platform.backend(), timeout=timeout, store=store, rank=0, world_size=1)
+    failure.watch()
+
+
+def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
+    """Raise UserError when the sizes do not divide the number of processes."""
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    cp, ep = parallel.context_parallel_size, parallel.expert_model_parallel_size
+    copy = tp * pp * cp
+    if world_size % copy:
+        also = f" x CP {cp}" if cp > 1 else ""
+        raise UserError(
+            f"{world_size} processes cannot hold copies of TP {tp} x PP {pp}{also}: start a multiple of {copy} "
+            "(torchrun --nproc-per-node)"
+        )
+    if world_size // pp % (tp * ep):  # experts keep the tensor parallel size of the other layers
+        raise UserError(
+            f"{world_size} processes cannot spread experts over EP {ep} beside TP {tp} x PP {pp}: start a multiple of "
+            f"{tp * pp * ep}"
+        )
+
+
+def existing_parallel() -> ParallelConfig:
+    """The sizes megatron-core was initialised with in this process; all 1 when it was not."""
+    if not parallel_state.model_parallel_is_initialized():
+        return ParallelConfig()
+    return ParallelConfig(
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+    )
+
+
+def initialize(parallel: ParallelConfig | None = None, seed: int = 1234, timeout_minutes: float = 30) -> World:
+    """Start torch.distributed (torchrun's environment, or a world of one), the groups and the seeds.
+
+    Raises UserError when the world size does not fit the parallel sizes.
+    """
+    parallel = parallel or ParallelConfig()
+    check_world_size(parallel, int(os.environ.get("WORLD_SIZE", "1")))
+    platform.activate()
+    _start_process_group(timeout_minutes)
+    check_world_size(parallel, dist.get_world_size())
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            context_parallel_size=parallel.context_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+        )
+        seed_everything(seed)  # groups that were there belong to a program with seeds of its own
+    return _build_world(parallel)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch and megatron-core's dropout tracker (the CPU needs the inference tracker: no CUDA generator)."""
+    torch.manual_seed(seed)
+    if platform.has_cuda():
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    else:
+        tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
+
+
+def _draft_groups(tp: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ProcessGroupCollection]:
+    tp_size, world = tp.size(), dist.get_world_size()
+    # megatron-core orders ranks with tensor parallelism innermost: coordinate = rank % TP.
+    same_shard, _ = dist.new_subgroups_by_enumeration([list(range(t, world, tp_size)) for t in range(tp_size)])
+    alone, _ = dist.new_subgroups_by_enumeration([[r] for r in range(world)])
+    groups = dict(
+        tp=tp, mp=tp, pp=alone, cp=alone, embd=None, pos_embd=None, dp=same_shard, dp_cp=same_shard,
+        intra_dp_cp=same_shard, expt_dp=same_shard, intra_expt_dp=same_shard, ep=alone, expt_tp=tp, tp_ep=tp,
+        tp_ep_pp=tp, tp_cp=tp, intra_dist_opt=None, inter_dist_opt=None, tp_dp_cp=dist.group.WORLD,
+    )  # fmt: skip
+    known: Any = ProcessGroupCollection.__dataclass_fields__
+    return same_shard, ProcessGroupCollection(**{k: v for k, v in groups.items() if k in known})
+
+
+def _build_world(parallel: ParallelConfig) -> World:
+    tp = parallel_state.get_tensor_model_parallel_group()
+    draft_dp, draft_groups = _draft_groups(tp)
+    return World(
+        parallel=parallel,
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        device=platform.device(),
+        tp=tp,
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(),
+        draft_dp=draft_dp,
+        base_groups=ProcessGroupCollection.use_mpu_process_groups(),
+        draft_groups=draft_groups,
+        context=ContextShard(parallel_state.get_context_parallel_group())
+        if parallel.context_parallel_size > 1
+        else None,
+    )
+
+
+def shutdown() -> None:
+    """Tear down groups; safe to call twice."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,185 @@
+"""The validation report, with drafts that are honest and a base that is not."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_spec.config import UserError
+from megatron_spec.decoding import engine
+from megatron_spec.decoding.drafters.ngram import NGramDrafter
+from megatron_spec.evaluation.html import render, write_html
+from megatron_spec.evaluation.validate import tie_tolerance, validate
+from megatron_spec.generation.prompts import Dialogue, Prompt
+from tests.unit_tests.decoding.setting import CHAT_CONFIG
+from tests.unit_tests.decoding.tape import Tape
+
+module = importlib.import_module("megatron_spec.evaluation.validate")
+
+
+def test_report_of_an_honest_draft(chat: Any, tmp_path: Path) -> None:
+    output = tmp_path / "validate.json"
+    huge = Prompt("huge", "none", (({"role": "user", "content": "x" * 300},),))
+    report = validate(
+        chat.base, NGramDrafter(2), [*chat.prompts, huge], chat.tokenizer, CHAT_CONFIG, output=output,
+        stop_ids=chat.stop_ids,
+    )  # fmt: skip
+    run = report.first
+    assert run.text_identical and run.mismatches == ()
+    assert report.answers in (6, 7) and 0 < report.truncated < report.answers
+    assert len(report.skipped) == 1 and report.skipped[0].startswith("huge: round 0")
+    assert report.base.tokens == run.speculative.tokens > report.answers
+    assert report.base.seconds > 0 and run.speedup == pytest.approx(report.base.seconds / run.speculative.seconds)
+    by_category = run.acceptance_by_category
+    assert set(by_category) == {"math", "none", "qa"}
+    assert sum(s.steps for s in by_category.values()) == run.acceptance.steps > 0
+    assert sum(s.steps for s in run.acceptance_by_prompt_length.values()) == run.acceptance.steps
+    assert sum(run.acceptance_distribution) == pytest.approx(1)
+    assert run.acceptance.steps + run.acceptance.prompts <= report.base.tokens
+    assert run.costs is not None and run.costs.draft > 0 and run.predicted_speedup == pytest.approx(
+        (run.acceptance.acceptance_length or 0)
+        * run.costs.base / (run.costs.draft + run.costs.verify + run.costs.observe)
+    )  # fmt: skip
+    written = json.loads(output.read_text(encoding="utf-8"))
+    assert written == json.loads(json.dumps(report.to_dict()))
+    assert written["decode"]["max_draft_len"] == 3
+
+
+def test_recording_graphs_is_not_counted(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that stands still but for recording: answers take no time."""
+    clock, tape = [0.0], Tape()
+
+    def record(function: Any) -> Any:
+        clock[0] += 100.0
+        return tape(function)
+
+    for name in ("megatron_spec.evaluation.validate", "megatron_spec.decoding.replay"):
+        monkeypatch.setattr(importlib.import_module(name), "now", lambda: clock[0])
+    monkeypatch.setattr("megatron_spec.decoding.replay.recorder_for", lambda base: record)
+    measured = _seconds_of(chat)
+    assert clock[0] == 100.0 * tape.recorded > 0 and measured == [0.0, 0.0]
+
+
+def _seconds_of(chat: Any) -> list[float]:
+    config = CHAT_CONFIG.replace(max_new_tokens=24)
+    run = module._Validation(
+        chat.base, NGramDrafter(2), chat.prompts, chat.tokenizer, config, chat.stop_ids, None, None, {}
+    )
+    return run._measure([Dialogue(p) for p in chat.prompts[:2]], SimpleNamespace(update=lambda: None)).seconds
+
+
+def test_a_wrong_text_is_found(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verification that accepts whatever is drafted must not pass."""
+    real = engine.verify
+
+    def credulous(*args: Any) -> Any:
+        verdict = real(*args)
+        if args[1].depth:
+            verdict.emitted_BP = (verdict.emitted_BP + 1) % 200 + 30
+        return verdict
+
+    monkeypatch.setattr(engine, "verify", credulous)
+    report = validate(chat.base, NGramDrafter(2), chat.prompts[:1], chat.tokenizer, CHAT_CONFIG, stop_ids=chat.stop_ids)
+    assert report.first.text_identical is False
+    [mismatch] = report.first.mismatches
+    assert (mismatch.identifier, mismatch.round, mismatch.position) == (chat.prompts[0].identifier, 0, 1)
+    assert mismatch.speculative_token == ((mismatch.base_token or 0) + 1) % 200 + 30
+    assert mismatch.top_gap > 1e-3 and not mismatch.near_tie and report.first.near_ties == 0
+
+
+def test_nothing_to_validate_is_refused(chat: Any) -> None:
+    for draft, prompts, config in (
+        (None, chat.prompts, CHAT_CONFIG),
+        (NGramDrafter(), [], CHAT_CONFIG),
+        (NGramDrafter(), chat.prompts, CHAT_CONFIG.replace(max_draft_len=0)),
+    ):
+        with pytest.raises(UserError, match=r"expected prompts and a draft|--max-draft-len: found \[0\]"):
+            validate(chat.base, draft, prompts, chat.tokenizer, config, stop_ids={1})
+
+
+def test_tie_tolerance_grows_with_coarser_numbers() -> None:
+    assert tie_tolerance(torch.float32, 30.0) == 1e-3
+    assert tie_tolerance(torch.bfloat16, 16.0) == pytest.approx(0.5)
+
+
+def run_of(chat: Any, output: Path | None = None, draft: Any = None, **changes: Any) -> Any:
+    lens = changes.pop("draft_lens", None)
+    config = CHAT_CONFIG.replace(**{"decoding_type": "NGram", **changes})
+    return validate(
+        chat.base, draft, chat.prompts, chat.tokenizer, config, stop_ids=chat.stop_ids, output=output, draft_lens=lens
+    )
+
+
+def test_a_sweep_is_the_runs_one_by_one(chat: Any, tmp_path: Path) -> None:
+    output = tmp_path / "sweep.json"
+    report = run_of(chat, output, draft_lens=(1, 2, 4))
+    assert [run.max_draft_len for run in report.runs] == [1, 2, 4]
+    for run in report.runs:
+        alone = run_of(chat, max_draft_len=run.max_draft_len).first
+        assert run.text_identical and run.acceptance == alone.acceptance
+        assert run.acceptance_by_prompt_length == alone.acceptance_by_prompt_length
+    written = json.loads(output.read_text())
+    assert written["acceptance_length"] == written["sweep"][0]["acceptance_length"] and len(written["sweep"]) == 3
+    with pytest.raises(UserError, match=r"--max-draft-len: found \[2, 2\], expected different"):
+        run_of(chat, draft_lens=(2, 2))
+
+
+def test_a_killed_validation_continues(chat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "report.json"
+    monkeypatch.setattr(module, "WINDOW", 1)  # two dialogues at a time
+    expected = run_of(chat, draft_lens=(2, 3))
+    real, asked = module.decode, []
+
+    def dies(base: Any, prompts: Any, *args: Any, **options: Any) -> Any:
+        asked.append(len(prompts))
+        if len(asked) == 7:  # three ways to warm up, three ways for the first window
+            raise KeyboardInterrupt
+        return real(base, prompts, *args, **options)
+
+    monkeypatch.setattr(module, "decode", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run_of(chat, output, draft_lens=(2, 3))
+    part = tmp_path / "report.json.part0"
+    assert len(part.read_text().splitlines()) == 2 and not output.exists()
+    part.write_text(part.read_text() + '{"half')
+    again: list[int] = []
+    monkeypatch.setattr(module, "decode", lambda b, p, *a, **o: (again.append(len(p)), real(b, p, *a, **o))[1])
+    report = run_of(chat, output, draft_lens=(2, 3))
+    assert [run.acceptance for run in report.runs] == [run.acceptance for run in expected.runs]
+    assert (report.answers, report.skipped) == (expected.answers, expected.skipped)
+    assert not part.exists() and output.is_file() and sum(again[3:-4]) < 3 * report.answers
+    # What another run left is not taken for this one.
+    part.write_text('{"decode": "another"}\n{"answers": []}\n')
+    assert run_of(chat, output, draft_lens=(2, 3)).answers == expected.answers
+
+
+def test_text_is_not_compared_where_it_may_differ(chat: Any) -> None:
+    for options in (dict(typical_acceptance=True), dict(use_rejection_sampling=True)):
+        draft = NGramDrafter() if "use_rejection_sampling" in options else None
+        kind = {"decoding_type": None} if draft else {}
+        report = run_of(chat, draft=draft, temperature=1.0, **options, **kind)
+        assert report.first.text_identical is None and report.first.mismatches == ()
+
+
+def test_the_page_stands_alone(chat: Any, tmp_path: Path) -> None:
+    from xml.etree import ElementTree
+
+    report = run_of(chat, draft_lens=(1, 3)).to_dict()
+    write_html(tmp_path / "one.html", {"n-grams <2>": report})
+    write_html(tmp_path / "two.html", {"a": report, "b": report})
+    page = (tmp_path / "one.html").read_text()
+    assert "n-grams &lt;2&gt;" in page and page.count("<svg") == 6 and f"{report['acceptance_length']:.3f}" in page
+    links = re.findall(r"""(?:src|href)=["'](?!#)|https?://(?!www\.w3\.org)""", page)
+    assert links == []  # nothing is fetched
+    for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
+        ElementTree.fromstring(svg)
+    assert page == render({"n-grams <2>": report})
+    with pytest.raises(UserError, match="at least one report"):
+        write_html(tmp_path / "none.html", {})

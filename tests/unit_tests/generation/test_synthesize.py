@@ -1,0 +1,165 @@
+"""Answers on disk: right, flagged, and continued after a kill."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_spec.config import UserError
+from megatron_spec.data.chat import read_conversations
+from megatron_spec.decoding.drafters.ngram import NGramDrafter
+from megatron_spec.decoding.engine import decode
+from megatron_spec.generation import synthesize as module
+from megatron_spec.generation.prompts import Prompt
+from megatron_spec.generation.synthesize import read_records, synthesize, synthesize_to_file
+from tests.unit_tests.decoding.setting import CHAT_CONFIG
+
+
+@pytest.fixture(scope="module")
+def records(chat: Any) -> dict[str, dict[str, Any]]:
+    found = synthesize(chat.base, chat.tokenizer, chat.prompts, CHAT_CONFIG, stop_ids=chat.stop_ids)
+    return {r["conversation_id"]: r for r in found}
+
+
+def test_answers_are_the_bases_own(chat: Any, records: dict[str, dict[str, Any]]) -> None:
+    assert set(records) == {p.identifier for p in chat.prompts}
+    flags = [records[p.identifier]["truncated"] for p in chat.prompts]
+    assert True in flags and False in flags
+    for prompt in chat.prompts:
+        record, history = records[prompt.identifier], []
+        for i, message in enumerate(record["conversations"]):
+            if message["role"] == "assistant":
+                ids = chat.tokenizer.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
+                [answer] = decode(chat.base, [ids], CHAT_CONFIG, chat.stop_ids)
+                tokens = answer.tokens[:-1] if answer.stopped else answer.tokens
+                assert message["content"] == chat.tokenizer.decode(tokens, skip_special_tokens=True)
+                last = i == len(record["conversations"]) - 1
+                assert record["truncated"] == (not answer.stopped) or not last
+            history.append(message)
+        users = [m["content"] for m in history if m["role"] == "user"]
+        asked = [m["content"] for r in prompt.rounds for m in r]
+        assert users == asked[: len(users)] and (users == asked or record["truncated"])
+    assert any(len(r["conversations"]) == 4 for r in records.values())
+
+
+def test_a_draft_gives_the_same_answers(chat: Any, records: dict[str, dict[str, Any]]) -> None:
+    found = synthesize(
+        chat.base, chat.tokenizer, chat.prompts, CHAT_CONFIG, stop_ids=chat.stop_ids, draft=NGramDrafter()
+    )
+    assert {r["conversation_id"]: r for r in found} == records
+
+
+def test_temperature_is_seeded_by_conversation(chat: Any) -> None:
+    def run(prompts: list[Prompt], seed: int) -> dict[str, Any]:
+        config = CHAT_CONFIG.replace(temperature=1.0, seed=seed)
+        found = synthesize(chat.base, chat.tokenizer, prompts, config, stop_ids=chat.stop_ids)
+        return {r["conversation_id"]: r for r in found}
+
+    first = run(chat.prompts, 1)
+    assert run(chat.prompts[::-1][:2], 1) == {p.identifier: first[p.identifier] for p in chat.prompts[::-1][:2]}
+    assert run(chat.prompts, 2) != first
+
+
+def _to_file(
+    chat: Any, prompts: list[Prompt], output: Path, about: dict[str, Any] | None = None, **changes: Any
+) -> int:
+    config = CHAT_CONFIG.replace(**changes)
+    return synthesize_to_file(chat.base, chat.tokenizer, prompts, config, output, stop_ids=chat.stop_ids, about=about)
+
+
+def test_file_is_in_the_order_of_the_prompts_and_readable(
+    chat: Any, records: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    output = tmp_path / "deep" / "out.jsonl"
+    assert _to_file(chat, chat.prompts, output) == 5
+    lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert lines == [records[p.identifier] for p in chat.prompts]
+    assert [c.identifier for c in read_conversations(output)] == [p.identifier for p in chat.prompts]
+    meta = output.with_name("out.jsonl.meta.json")
+    assert sorted(output.parent.iterdir()) == [output, meta]  # no parts, no temporaries
+    before = output.read_bytes()
+    assert _to_file(chat, chat.prompts, output) == 0
+    assert output.read_bytes() == before
+
+
+def test_a_killed_run_continues(
+    chat: Any, records: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out.jsonl"
+    real = module._record
+    count = 0
+
+    def dies_at_the_fourth(dialogue: Any) -> dict[str, Any]:
+        nonlocal count
+        count += 1
+        if count == 4:
+            raise KeyboardInterrupt
+        return real(dialogue)
+
+    monkeypatch.setattr(module, "_record", dies_at_the_fourth)
+    with pytest.raises(KeyboardInterrupt):
+        _to_file(chat, chat.prompts, output)
+    monkeypatch.setattr(module, "_record", real)
+    part = tmp_path / "out.jsonl.part0"
+    assert len(read_records(part)) == 3 and not output.exists()  # each answer was on disk at once
+    part.write_bytes(part.read_bytes()[:-10])  # and the kill came in the middle of the third line
+    assert len(read_records(part)) == 2
+    assert _to_file(chat, chat.prompts, output) == 3
+    assert list(read_records(output).values()) == [records[p.identifier] for p in chat.prompts]
+    assert not part.exists()
+
+
+def test_parts_of_another_layout_are_used_and_new_prompts_added(
+    chat: Any, records: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    assert _to_file(chat, chat.prompts[:1], output) == 1
+    other = records[chat.prompts[3].identifier]
+    (tmp_path / "out.jsonl.part5").write_text(json.dumps(other) + '\nnonsense\n{"half', encoding="utf-8")
+    assert _to_file(chat, chat.prompts, output) == 3
+    assert list(read_records(output).values()) == [records[p.identifier] for p in chat.prompts]
+
+
+def test_prompts_that_cannot_be_answered_are_left_out_and_named(
+    chat: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    output = tmp_path / "out.jsonl"
+    huge = Prompt("huge", "none", (({"role": "user", "content": "x" * 300},),))
+    assert _to_file(chat, [huge, *chat.prompts[:1]], output) == 2
+    assert list(read_records(output)) == [chat.prompts[0].identifier]
+    assert "huge: round 0 has" in caplog.text
+
+
+def test_a_rerun_that_would_answer_otherwise_is_refused(chat: Any, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    asked = [chat.prompts[0], chat.prompts[4]]
+    assert _to_file(chat, asked, output, {"base_fingerprint": "a"}) == 2
+    before = output.read_bytes()
+    assert _to_file(chat, asked, output, {"base_fingerprint": "a"}, batch_size=1, seed=5, max_draft_len=1) == 0
+    for about, changes, message in (
+        ("b", {}, "base_fingerprint: found 'a', now 'b'"),
+        ("a", {"max_new_tokens": 13}, "max_new_tokens: found 12, now 13"),
+        ("a", {"temperature": 0.5}, "temperature: found 0.0, now 0.5; seed: found None, now 0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            _to_file(chat, asked, output, {"base_fingerprint": about}, **changes)
+    other = dataclasses.replace(asked[0], rounds=(({"role": "user", "content": "What is 2 + 3?"},),))
+    with pytest.raises(UserError, match=f"1 conversations answer other questions .*{other.identifier}"):
+        _to_file(chat, [other, asked[1]], output, {"base_fingerprint": "a"})
+    output.with_name("out.jsonl.meta.json").unlink()
+    with pytest.raises(UserError, match=r"meta\.json is missing"):
+        _to_file(chat, asked, output, {"base_fingerprint": "a"})
+    assert output.read_bytes() == before
+
+
+def test_a_file_of_something_else_is_not_overwritten(chat: Any, tmp_path: Path) -> None:
+    thesis = tmp_path / "thesis.tex"
+    thesis.write_text("do not lose me\n", encoding="utf-8")
+    for output, message in ((thesis, "thesis.tex is there already"), (tmp_path, "is a folder")):
+        with pytest.raises(UserError, match=message):
+            _to_file(chat, chat.prompts[:1], output)
+    assert thesis.read_text(encoding="utf-8") == "do not lose me\n" and list(tmp_path.iterdir()) == [thesis]

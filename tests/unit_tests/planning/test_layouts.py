@@ -1,0 +1,53 @@
+"""The table of layouts: the README shows it, the scripts refuse by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_spec.config import ParallelConfig, UserError
+from megatron_spec.planning import layouts
+from tools.support_table import updated
+
+README = Path(__file__).resolve().parents[3] / "README.md"
+
+
+def test_readme_shows_the_table() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert updated(text) == text, "run: python tools/support_table.py --write"
+
+
+@pytest.mark.parametrize(
+    ("row", "values", "message"),
+    [
+        ("decode", {"context_parallel_size": 2}, "--context-parallel-size does not work with validate.py, generate.py"),
+        ("decode", {"sequence_parallel": True, "tensor_model_parallel_size": 2}, "one token at a time"),
+        ("base_fp8", {"context_parallel_size": 2}, "read whole sequences"),
+        ("quantize", {"context_parallel_size": 2}, "trains under any layout"),
+        ("finetune", {"num_layers_per_virtual_pipeline_stage": 2}, "Checkpoints that were trained with it load"),
+    ],
+)
+def test_what_the_table_refuses_is_refused(row: str, values: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        layouts.check(row, ParallelConfig(**values))
+
+
+def test_every_yes_passes() -> None:
+    everything = {
+        "TP": {"tensor_model_parallel_size": 2}, "SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "PP": {"pipeline_model_parallel_size": 2}, "DP": {}, "CP": {"context_parallel_size": 2},
+        "EP": {"expert_model_parallel_size": 2},
+    }  # fmt: skip
+    for name, row in layouts.ROWS.items():
+        for axis, values in everything.items():
+            if axis not in row.refused:
+                layouts.check(name, ParallelConfig(**values))
+
+
+def test_experts_are_spread_evenly_over_ranks() -> None:
+    parallel = ParallelConfig(expert_model_parallel_size=4)
+    layouts.check("finetune", parallel, experts=8)
+    for experts in (0, 6):
+        with pytest.raises(UserError, match="expected a multiple of 4"):
+            layouts.check("finetune", parallel, experts=experts)
