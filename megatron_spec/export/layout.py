@@ -16,6 +16,8 @@ from typing import Any
 
 from megatron_spec.config import BaseConfig, EagleConfig, RopeConfig, UserError
 from megatron_spec.config.presets import default_capture_ids
+from megatron_spec.config.rope import rope_scaling_json
+from megatron_spec.config.structure import draft_tensors, layer_names
 from megatron_spec.export import native_mtp
 
 ARCHITECTURES: dict[str, list[str]] = {
@@ -38,72 +40,25 @@ SHARED_SCALE = (
 """Linears that engines fuse: one scale each."""
 
 
-def layer_names(config: EagleConfig) -> list[str]:
-    """Prefix of every decoder layer: 'midlayer' loads everywhere; more layers need the numbered form."""
-    if config.algorithm.startswith("eagle3") and config.num_hidden_layers == 1:
-        return ["midlayer"]
-    return [f"layers.{i}" for i in range(config.num_hidden_layers)]
-
-
 def linear_names(config: EagleConfig) -> list[str]:
     """Every linear that may be fp8."""
     return [f"{layer}.{linear}" for layer in layer_names(config) for linear in LINEARS]
 
 
-def _layer_shapes(config: EagleConfig, first: bool) -> dict[str, tuple[int, ...]]:
-    H, F = config.hidden_size, config.intermediate_size
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    is_eagle3 = config.algorithm.startswith("eagle3")
-    width = 2 * H if is_eagle3 and first else H
-    norms = {
-        "input_layernorm.weight": not (config.algorithm == "eagle1" and first),
-        "hidden_norm.weight": is_eagle3,  # in later layers a copy of input_layernorm: engines differ in what they read
-    }
-    return {
-        **{name: (H,) for name, there in norms.items() if there},
-        "self_attn.q_proj.weight": (queries, width),
-        "self_attn.k_proj.weight": (keys, width),
-        "self_attn.v_proj.weight": (keys, width),
-        "self_attn.o_proj.weight": (H, queries),
-        "post_attention_layernorm.weight": (H,),
-        "mlp.gate_proj.weight": (F, H),
-        "mlp.up_proj.weight": (F, H),
-        "mlp.down_proj.weight": (H, F),
-    }
-
-
-def _outer_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """Everything that is not in a decoder layer."""
-    H, captures = config.hidden_size, len(config.capture_layer_ids)
-    if config.algorithm == "eagle1":
-        return {"fc.weight": (H, 2 * H)}
-    if config.algorithm == "eagle-mtp":
-        norms = {f"layers.0.{n}.weight": (H,) for n in ("enorm", "hnorm", "shared_head.norm")}
-        return {"layers.0.eh_proj.weight": (H, 2 * H), **norms}
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, captures * config.target_hidden_size)}
-    if config.norm_before_fc:
-        shapes["input_norm.weight"] = (captures * config.target_hidden_size,)
-    if config.fc_norm:
-        shapes |= {f"fc_norm.{i}.weight": (config.target_hidden_size,) for i in range(captures)}
-    if config.own_embedding:
-        shapes["embed_tokens.weight"] = (config.vocab_size, H)
-    return {**shapes, "norm.weight": (H,), "lm_head.weight": (config.draft_vocab_size, H)}
-
-
 def weight_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """Every floating point tensor that is a parameter of the draft, with its shape in the file."""
-    if config.of_base:
-        return native_mtp.weight_shapes(config)
-    shapes = _outer_shapes(config)
-    for i, layer in enumerate(layer_names(config)):
-        shapes |= {f"{layer}.{name}": shape for name, shape in _layer_shapes(config, i == 0).items()}
+    """Every floating point tensor that is a parameter of the draft, with its shape in the file.
+
+    Later layers of EAGLE-3 hold their input norm under both names in use: engines differ in what they read.
+    """
+    shapes = {native_mtp.file_name(config, name): spec.shape for name, spec in draft_tensors(config).items()}
+    for layer in layer_names(config)[1:] if config.reads_captures else ():
+        shapes[f"{layer}.hidden_norm.weight"] = shapes[f"{layer}.input_layernorm.weight"]
     return shapes
 
 
 def zero_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """Tensors of zeros that only loaders want: one leaves EAGLE-1's bias random when it is missing."""
-    return {"fc.bias": (config.hidden_size,)} if config.algorithm == "eagle1" else {}
+    """Tensors of zeros that only loaders want: SGLang leaves EAGLE-1's bias random when it is missing."""
+    return {"fc.bias": (config.hidden_size,)} if config.regresses_state and not config.fc_bias else {}
 
 
 def expected_tensors(
@@ -156,12 +111,9 @@ def is_default_captures(config: EagleConfig, num_base_layers: int) -> bool:
 
 def _rope_keys(rope: RopeConfig) -> dict[str, Any]:
     """Top-level rope_theta and rope_scaling: a file with only `rope_parameters` is read as theta 10000 by many."""
-    keys: dict[str, Any] = {"rope_theta": rope.theta}
-    if rope.type == "linear":
-        keys["rope_scaling"] = {"rope_type": "linear", "factor": rope.factor}
-    if rope.type == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        keys["rope_scaling"] = {"rope_type": "llama3", **{name: getattr(rope, name) for name in names}}
+    keys: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": rope_scaling_json(rope)}
+    if rope.partial_rotary_factor != 1.0:
+        keys["partial_rotary_factor"] = rope.partial_rotary_factor
     return keys
 
 
@@ -171,7 +123,7 @@ def _capture_keys(config: EagleConfig, num_base_layers: int) -> dict[str, Any]:
     Options of EAGLE-3.1 stand in both places too; where something is nested, the ids always are.
     """
     options = {name: True for name in OPTIONS if getattr(config, name)}
-    if not config.algorithm.startswith("eagle3") or (not options and is_default_captures(config, num_base_layers)):
+    if not config.reads_captures or (not options and is_default_captures(config, num_base_layers)):
         return options
     ids = list(config.capture_layer_ids)
     return {
@@ -208,7 +160,7 @@ def config_json(config: EagleConfig, base: BaseConfig, dtype: str) -> dict[str, 
         "bos_token_id": base.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": base.pad_token_id,
-        **({"num_nextn_predict_layers": 1} if config.algorithm == "eagle-mtp" else {}),
+        **({"num_nextn_predict_layers": 1} if config.is_module else {}),
         **_capture_keys(config, base.num_layers),
     }
     return {key: value for key, value in values.items() if value is not None}
