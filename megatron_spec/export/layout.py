@@ -19,6 +19,7 @@ from megatron_spec.config.presets import default_capture_ids
 from megatron_spec.config.rope import rope_scaling_json
 from megatron_spec.config.structure import draft_tensors, layer_names
 from megatron_spec.export import native_mtp
+from megatron_spec.export.formats.eagle import OPTIONS
 
 ARCHITECTURES: dict[str, list[str]] = {
     "eagle1": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
@@ -26,9 +27,14 @@ ARCHITECTURES: dict[str, list[str]] = {
     "eagle3.1": ["LlamaForCausalLMEagle3"],
     "eagle-mtp": ["LlamaForCausalLMMTP"],
 }
-OPTIONS = ("norm_before_fc", "fc_norm", "norm_output")
-"""Keys of config.json that make EAGLE-3.1 of EAGLE-3; the last one is also an option of MTP."""
+QK_NORM_ARCHITECTURES = ["Eagle3Qwen3ForCausalLM"]
+"""vLLM's name of an EAGLE-3 draft with norms over query and key heads; other engines have none."""
 WEIGHTS = "model.safetensors"
+SERVED_BY: dict[str, tuple[str, ...]] = {
+    "qk_norm": ("vllm",), "attention_bias": ("vllm",), "mlp_bias": ("vllm",), "fc_bias": ("sglang",),
+    "norm_before_residual": ("vllm",),
+}  # fmt: skip
+"""Option of `EagleConfig` -> engines that compute it; every engine computes what is not listed."""
 LINEARS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
@@ -137,8 +143,8 @@ def config_json(config: EagleConfig, base: BaseConfig, dtype: str) -> dict[str, 
     """Content of config.json, without a `quantization_config`. Holds no null."""
     eos = list(base.eos_token_ids)
     values: dict[str, Any] = {
-        "architectures": ARCHITECTURES[config.algorithm],
-        "model_type": "llama",
+        "architectures": QK_NORM_ARCHITECTURES if config.qk_norm else ARCHITECTURES[config.algorithm],
+        "model_type": "qwen3" if config.qk_norm else "llama",
         "hidden_size": config.hidden_size,
         **({"target_hidden_size": config.target_hidden_size} if config.own_embedding else {}),
         "intermediate_size": config.intermediate_size,
@@ -153,8 +159,10 @@ def config_json(config: EagleConfig, base: BaseConfig, dtype: str) -> dict[str, 
         **_rope_keys(config.rope),
         # Engines size their rotary table and their longest context by it: a draft may not be shorter than its target.
         "max_position_embeddings": max(config.max_position_embeddings, base.max_position_embeddings),
-        "attention_bias": False,
-        "mlp_bias": False,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        **({"bias": True} if config.fc_bias else {}),
+        **({"norm_before_residual": True} if config.norm_before_residual else {}),
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
         "bos_token_id": base.bos_token_id,
@@ -170,50 +178,6 @@ def _read_rope(raw: dict[str, Any]) -> RopeConfig:
     scaling = dict(raw.get("rope_scaling") or {})
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
     return RopeConfig.from_dict({"theta": float(raw["rope_theta"]), "type": kind, **scaling})
-
-
-def _algorithm(raw: dict[str, Any], has_options: bool) -> str:
-    found = raw.get("architectures")
-    for algorithm, architectures in ARCHITECTURES.items():
-        if found == architectures:
-            return "eagle3.1" if algorithm == "eagle3" and has_options else algorithm
-    expected = sorted({names[0] for names in ARCHITECTURES.values()} | {"MedusaModel"})
-    raise UserError(f"config.json: architectures {found!r}, expected a draft: one of {', '.join(expected)}")
-
-
-def read_config_json(raw: dict[str, Any], num_base_layers: int) -> EagleConfig:
-    """The EagleConfig an engine would build from an exported config.json. Raises UserError on a missing key.
-
-    Fields that only matter before training (initialisation) keep their defaults.
-    """
-    if native_mtp.is_own_module(raw):
-        return native_mtp.read_config_json(raw)
-    options = {name: bool(raw.get(name, False)) for name in OPTIONS}
-    algorithm = _algorithm(raw, any(options.values()))
-    same = (
-        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-        "draft_vocab_size", "max_position_embeddings", "num_hidden_layers", "rms_norm_eps", "hidden_act",
-    )  # fmt: skip
-    missing = [key for key in (*same, "rope_theta") if key not in raw]
-    if missing:
-        raise UserError(f"config.json: missing {', '.join(missing)}")
-    inside = raw.get("eagle_config") or {}
-    differing = [name for name in OPTIONS if name in inside and bool(inside[name]) != options[name]]
-    if differing:
-        raise UserError(f"config.json: top level and eagle_config disagree about {', '.join(differing)}")
-    nested = inside.get("eagle_aux_hidden_state_layer_ids")
-    top = raw.get("eagle_aux_hidden_state_layer_ids")
-    if top is not None and nested is not None and [j + 1 for j in nested] != list(top):
-        raise UserError(f"config.json: capture ids disagree: top level {top} (state after k layers), nested {nested}")
-    if nested is None and top is not None:
-        nested = [k - 1 for k in top]
-    values = {key: raw[key] for key in same}
-    values |= {"algorithm": algorithm, **options}
-    values["target_hidden_size"] = raw.get("target_hidden_size", raw["hidden_size"])
-    if algorithm.startswith("eagle3"):
-        values["capture_layer_ids"] = list(nested if nested is not None else default_capture_ids(num_base_layers))
-    values["rope"] = _read_rope(raw)
-    return EagleConfig.from_dict(values)
 
 
 def has_layer_number(pattern: str) -> bool:

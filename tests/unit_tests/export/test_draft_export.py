@@ -208,7 +208,7 @@ def test_narrower_draft_has_its_own_embedding(base_folder: Path, tmp_path: Path)
     assert (config["hidden_size"], config["target_hidden_size"]) == (16, 32)
     assert load_file(str(out / "model.safetensors"))["embed_tokens.weight"].shape == (V, 16)
     (features,) = tiny.source.features(tiny.batches[1])
-    again = load_exported_draft(out, 8, tiny.world)
+    again = load_exported_draft(out, tiny.reference.config, tiny.world)
     with torch.no_grad():
         losses = [d(features, tiny.base, OBJECTIVE).loss_T for d in (tiny.draft, again)]
     assert torch.equal(*losses)
@@ -219,7 +219,7 @@ def test_narrower_draft_has_its_own_embedding(base_folder: Path, tmp_path: Path)
 def test_reloaded_draft_is_the_same(fp8: tuple[Tiny, Path], tmp_path: Path) -> None:
     tiny, _ = fp8
     out = export(tiny, tmp_path / "draft", FP8, dtype="float32")
-    again = load_exported_draft(out, 8, tiny.world)
+    again = load_exported_draft(out, tiny.reference.config, tiny.world)
     (features,) = tiny.source.features(tiny.batches[1])
     with torch.no_grad():
         a = tiny.draft(features, tiny.base, OBJECTIVE).loss_T
