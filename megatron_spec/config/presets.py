@@ -68,7 +68,7 @@ def _check_trainable(config: EagleConfig) -> None:
     """What the configuration class can say and no draft can be: refused before a base is loaded."""
     if config.hidden_act != "silu":
         raise UserError(f"--eagle-config: hidden_act {config.hidden_act!r} is not supported: use 'silu'")
-    if config.algorithm.startswith("eagle3") and not config.capture_layer_ids:
+    if config.reads_captures and not config.capture_layer_ids:
         raise UserError(
             f"--eagle-config: capture_layer_ids is empty, but {config.algorithm} reads layers of the base: name at "
             "least one, or leave it out for the default"
@@ -166,7 +166,7 @@ def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveC
     Raises UserError for settings that this draft cannot follow.
     """
     default = ObjectiveConfig()
-    if config.algorithm != "eagle1":
+    if not config.regresses_state:
         for name in ("feature_noise", "feature_weight", "token_weight"):
             if getattr(objective, name) != getattr(default, name):
                 flag = "--" + name.replace("_", "-")

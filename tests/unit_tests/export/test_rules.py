@@ -188,7 +188,7 @@ OTHERS: dict[str, tuple[str, Break, str, str]] = {
     "lost layer": ("eagle1", lambda t, c: (without(t, "o_proj"), c), "missing", "o_proj"),
     "theta": ("eagle1", lambda t, c: (t, without(c, "rope_theta")), "rope", "10000"),
     "fc bias key": ("medusa", lambda t, c: (t, without(c, "medusa_fc_bias")), "medusa_fc_bias", "drops the biases"),
-    "one head": ("medusa", lambda t, c: ({n: x for n, x in t.items() if n[0] == "0"}, c), "missing", "the tensors hold 1"),
+    "one head": ("medusa", lambda t, c: ({n: x for n, x in t.items() if n[0] == "0"}, c), "missing", "tensors hold 1"),
     "model type": ("medusa", lambda t, c: (t, without(c, "model_type")), "model_type", "something else"),
     "padded heads": ("medusa", lambda t, c: ({**t, "0.1.weight": torch.ones(64, H)}, c), "shape", "0.1.weight"),
     "lost norm": ("mtp", lambda t, c: (without(t, "enorm"), c), "missing", "enorm"),
