@@ -45,6 +45,12 @@ def check_eagle1(folder: Folder) -> Iterator[Finding]:
 
 def check_mtp(folder: Folder) -> Iterator[Finding]:
     """An MTP module in the format of this package, or a base's own in the names of its base."""
+    announced = folder.config.get("num_nextn_predict_layers") or 1
+    if announced != 1:
+        yield Finding(
+            "num_nextn_predict_layers", f"config.json announces {announced} modules: the first is read here",
+            "write 1 for a folder that holds one; serve several with the base that ships them", warning=True,
+        )  # fmt: skip
     own = native_mtp.is_own_module(folder.config)
     for rule in (check_fp8,) if own else (check_rope, check_fp8, check_target):
         yield from rule(folder)
