@@ -16,6 +16,7 @@ from megatron_spec.config import (
     UserError,
     suggest,
 )
+from megatron_spec.config.rope import read_rope, rope_scaling_json
 
 log = logging.getLogger(__name__)
 
@@ -42,15 +43,23 @@ def _rope_overrides(base: BaseConfig, overrides: dict[str, Any]) -> dict[str, An
             expected = "a number" if name == "rope_theta" else "an object or null"
             raise UserError(f"--eagle-config: {name} is {overrides[name]!r}, expected {expected}")
     theta = float(overrides.get("rope_theta", base.rope.theta))
-    # yarn, longrope and partial turning belong to the base's training: a fresh draft turns plainly.
+    # yarn, longrope and partial rotation belong to the base's training: a fresh draft rotates plainly.
     plain = base.rope.type in ("yarn", "longrope") or base.rope.partial_rotary_factor != 1.0
     rope = RopeConfig(theta=theta) if plain else base.rope.replace(theta=theta)
-    if "rope_scaling" in overrides:
-        scaling = {("type" if k == "rope_type" else k): v for k, v in (overrides["rope_scaling"] or {}).items()}
-        if scaling.get("type", rope.type if scaling else "default") != rope.type:
-            rope = RopeConfig(theta=theta)  # numbers of the base's kind of scaling mean nothing to another kind
-        return {**rope.to_dict(), **scaling}
-    return rope.to_dict()
+    if "rope_scaling" not in overrides:
+        return rope.to_dict()
+    scaling = dict(overrides["rope_scaling"] or {})
+    known = {*RopeConfig.__dataclass_fields__, "rope_type", "mscale", "mscale_all_dim"} - {"theta"}
+    for key in scaling.keys() - known:
+        raise UserError(f"--eagle-config: rope_scaling has unknown key {key!r}{suggest(key, known)}")
+    kind = scaling.pop("type", None)
+    if scaling:
+        scaling["rope_type"] = scaling.get("rope_type", kind or rope.type)
+    elif kind:
+        scaling["rope_type"] = kind
+    if scaling and scaling["rope_type"] == rope.type:  # what is not given is the base's
+        scaling = {**(rope_scaling_json(rope) or {}), **scaling}
+    return read_rope({"rope_theta": theta, "rope_scaling": scaling}, "--eagle-config").to_dict()
 
 
 def _draft_shape(base: BaseConfig) -> dict[str, int]:

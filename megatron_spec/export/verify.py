@@ -35,6 +35,10 @@ _NOT_EXPORTED = {"initializer_range", "init_from_base_layer", "fc_init", "max_po
 """Fields of EagleConfig that need not come back: three matter before training only, one may grow to the base's."""
 
 
+_WRITTEN = ("rope_theta", "head_dim", "draft_vocab_size")
+"""Keys whose absence engines fill with a default of their own."""
+
+
 class ExportedFolder:
     """A folder of our own, read by the one reader of drafts.
 
@@ -129,6 +133,8 @@ def check_config(exported: ExportedFolder, trained: EagleConfig, base: BaseConfi
             f"max_position_embeddings {exported.config.max_position_embeddings} is less than the base's "
             f"{base.max_position_embeddings}"
         )
+    lacking = [k for k in _WRITTEN if k not in exported.json and not trained.of_base]
+    problems += [f"config.json: missing {', '.join(lacking)}"] if lacking else []
     if nulls := [k for k, v in exported.json.items() if v is None]:
         problems.append(f"config.json holds null for {', '.join(nulls)}")
     return problems

@@ -13,7 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_spec import api
+from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
+from megatron_spec.commands.convert import convert
 from megatron_spec.config import MedusaConfig, RopeConfig, UserError, presets
 from megatron_spec.config.rope import mscale
 from megatron_spec.drafts import build_draft
@@ -22,6 +25,7 @@ from megatron_spec.export.check import check_folder
 from megatron_spec.export.draft import export_draft
 from megatron_spec.export.load import load_draft, open_draft
 from megatron_spec.export.rewrite import rewrite
+from megatron_spec.export.served import check_exportable
 from megatron_spec.runtime import distributed
 from tests.unit_tests.base.tiny import save_tiny
 
@@ -45,7 +49,7 @@ class Home:
         save_tiny(self.base, seed=2, num_hidden_layers=8, vocab_size=V, head_dim=8)
         self.reference = inspect_base(self.base)
         self.world = distributed.initialize()
-        self.ends = load_base(self.reference, self.world)
+        self.ends = load_base(self.reference, self.world, IDS)
         self.drafts: dict[str, Any] = {}
         self.embedding = self.ends.embedding_weight[:V].detach().clone()
 
@@ -315,3 +319,44 @@ def test_medusa_sizes_come_from_tensors(home: Home, tmp_path: Path) -> None:
     config = open_draft(write(tmp_path / "d", {}, tensors, "medusa_lm_head.pt"), home.reference).config
     assert config == MedusaConfig(num_heads=3, hidden_size=home.reference.config.hidden_size, vocab_size=V)
     shutil.rmtree(tmp_path / "d")
+
+
+def test_train_on_from_a_published_draft(home: Home, tmp_path: Path) -> None:
+    """convert_model.py --draft and convert(draft=...) give the draft of the folder, which exports as it was."""
+    raw, tensors = home.export("eagle3", "eagle3")
+    folder = write(tmp_path / "d", raw, drop(numbered(shuffled(tensors)), "t2d"))
+    convert(str(home.base), str(tmp_path / "checkpoint"), draft=str(folder))
+    loaded = load_checkpoint(tmp_path / "checkpoint", home.world)
+    same(loaded.draft, home.drafts["eagle3"])
+    model = api.convert(home.ends, base_path=home.base, draft=folder)
+    same(model.draft, home.drafts["eagle3"])
+    api.export_draft(model, tmp_path / "out", dtype="float32")
+    again = load_file(tmp_path / "out" / "model.safetensors")
+    assert again.keys() == tensors.keys() and all(torch.equal(again[n], tensors[n]) for n in tensors)
+    with pytest.raises(UserError, match="leave --draft-vocab out"):
+        convert(str(home.base), str(tmp_path / "other"), draft=str(folder), draft_vocab="x")
+    with pytest.raises(UserError, match="give no drafts and no vocab"):
+        api.convert(home.ends, [("eagle", {})], base_path=home.base, draft=folder)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"rope": {"type": "yarn", "factor": 4.0, "attention_factor": 1.5}}, "engines take 1.13863 for factor 4.0"),
+        ({"fc_bias": True, "qk_norm": True}, "qk_norm with fc_bias: no engine"),
+        ({"rope_scaling": {"rope_type": "yarn", "factr": 4.0}}, "did you mean 'factor'"),
+    ],
+)  # fmt: skip
+def test_what_export_cannot_write_is_refused_at_convert(home: Home, tmp_path: Path, asked: Json, message: str) -> None:
+    (tmp_path / "draft.json").write_text(json.dumps(asked))
+    with pytest.raises(UserError, match=message):
+        convert(str(home.base), str(tmp_path / "c"), eagle_config=str(tmp_path / "draft.json"))
+
+
+def test_what_engines_will_not_do_is_said_at_convert(home: Home) -> None:
+    base = home.reference.config
+    last = presets.eagle_config(base, "eagle3", {"capture_layer_ids": [1, 7]})
+    assert "SGLang never delivers" in check_exportable(last, base)[0]
+    assert "no engine loads an eagle-mtp" in check_exportable(presets.eagle_config(base, "eagle-mtp"), base)[0]
+    assert check_exportable(presets.eagle_config(base), base) == []
+    assert "only vllm computes" in check_exportable(presets.eagle_config(base, "eagle3", {"qk_norm": True}), base)[0]
