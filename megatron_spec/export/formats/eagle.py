@@ -139,7 +139,8 @@ class _Folder:
     def _shapes(self) -> dict[str, Any]:
         raw, source = self.raw, self.source
         H, heads = integer(raw, "hidden_size", source), integer(raw, "num_attention_heads", source)
-        base_width = self.base.hidden_size if self.base is not None else H
+        embeds = self.base is not None and "embed_tokens.weight" in self.found  # only then may its width be its own
+        base_width = self.base.hidden_size if self.base is not None and embeds else H
         target = integer(raw, "target_hidden_size", source, base_width if self.kind == "eagle3" else H)
         V = integer(raw, "vocab_size", source)
         head = self._shape("lm_head.weight")

@@ -292,7 +292,7 @@ def test_what_cannot_be_read_is_refused_by_reader_and_checker(home: Home, tmp_pa
 def test_a_draft_beside_another_base(home: Home, tmp_path: Path) -> None:
     home.export("eagle3", "eagle3")
     save_tiny(tmp_path / "wide", seed=2, num_hidden_layers=8, vocab_size=V, hidden_size=48)
-    with pytest.raises(UserError, match=r"no multiple of the target's hidden size 48|hidden size of 32"):
+    with pytest.raises(UserError, match="hidden size of 32, the target has 48"):
         open_draft(home.root / "eagle3", inspect_base(tmp_path / "wide"))
     save_tiny(tmp_path / "more", seed=2, num_hidden_layers=8, vocab_size=V + 2)
     with pytest.raises(UserError, match=f"vocabulary of {V}, the target has {V + 2}"):
