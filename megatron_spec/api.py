@@ -152,8 +152,7 @@ def convert(
 
 def _frozen(model: Any, reference: BaseReference, world: World, config: DraftConfig) -> FrozenBase:
     if isinstance(model, FrozenBase):
-        missing = [layer for layer in config.capture_layer_ids if layer not in model.capture_layer_ids]
-        if missing or len(model.capture_layer_ids) != len(config.capture_layer_ids):
+        if config.capture_layer_ids and tuple(model.capture_layer_ids) != tuple(config.capture_layer_ids):
             raise UserError(
                 f"convert: the base captures layers {list(model.capture_layer_ids)}, the draft reads "
                 f"{list(config.capture_layer_ids)}: load the base with those"

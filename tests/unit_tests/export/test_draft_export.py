@@ -81,7 +81,7 @@ def test_bf16_folder_has_exactly_the_format(base_folder: Path, tmp_path: Path) -
     ]  # fmt: skip
     assert json.loads((out / "config.json").read_text()) == {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 32,
-        "intermediate_size": 48, "num_attention_heads": 4, "k_proj.weight is": 2, "head_dim": 12,
+        "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
         "num_hidden_layers": 1, "vocab_size": V, "draft_vocab_size": D, "hidden_act": "silu", "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0, "max_position_embeddings": 64, "attention_bias": False, "mlp_bias": False,
         "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": [2, 5],

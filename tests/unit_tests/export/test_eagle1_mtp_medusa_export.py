@@ -110,7 +110,7 @@ def change(name: str) -> Callable[[dict[str, Tensor]], None]:
 
 DAMAGE = [
     ("eagle1", drop("fc.bias"), "missing fc.bias"),
-    ("eagle1", change("fc.bias"), "fc.bias is not zero"),
+    ("eagle1", change("fc.bias"), "gives fc_bias True"),
     ("eagle1", lambda t: t.update({"layers.0.input_layernorm.weight": t["fc.bias"] + 1}), "found layers.0.input_layer"),
     ("eagle1", drop("layers.1.input_layernorm.weight"), "missing layers.1.input_layernorm"),
     ("eagle3.1", drop("fc_norm.1.weight"), "missing fc_norm.1"),
