@@ -14,7 +14,7 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import link
 from megatron_spec.checkpoint import sharded
-from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
+from megatron_spec.checkpoint.base_import import BaseReference
 from megatron_spec.checkpoint.native_mtp import check_own_module, load_own_module
 from megatron_spec.checkpoint.spec import CheckpointSpec
 from megatron_spec.config import DraftConfig, EagleConfig, ParallelConfig, UserError, presets
@@ -22,7 +22,13 @@ from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export import native_mtp
-from megatron_spec.export.load import StoredTensors, load_draft, open_draft
+from megatron_spec.export.load import (
+    StoredTensors,
+    inspect_exported_base,
+    load_draft,
+    load_exported_base,
+    open_draft,
+)
 from megatron_spec.export.served import check_exportable
 from megatron_spec.planning import layouts
 from megatron_spec.runtime import distributed
@@ -175,7 +181,7 @@ def convert(
     """
     parallel, wanted = parallel or ParallelConfig(), DraftRequest(**request)
     require_empty(save, "give another --save folder, or remove it to convert again")
-    ref = inspect_base(load)
+    ref = inspect_exported_base(load)
     config, vocab = plan(ref, wanted)
     layouts.check("convert", parallel)
     check_parallel(ref.config, parallel)
@@ -184,7 +190,7 @@ def convert(
         log.warning("%s", said)
     world = distributed.initialize(parallel, seed)
     dtype = torch.bfloat16 if bf16 else torch.float32
-    base = load_base(ref, world, capture_layer_ids=config.capture_layer_ids, dtype=dtype)
+    base = load_exported_base(ref, world, capture_layer_ids=config.capture_layer_ids, dtype=dtype)
     draft = first_draft(base, ref, config, vocab, world, dtype, seed, wanted.draft)
     spec = CheckpointSpec(base=link(ref), draft=config)
     folder = sharded.save(save, spec, draft, vocab, world, run_config={"seed": seed, "bf16": bf16})

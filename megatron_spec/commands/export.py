@@ -71,6 +71,9 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> None:
             "nothing to export: the base is not quantised and --export-extra-modules is not given; add "
             "--export-extra-modules for the draft or --export-base for the base"
         )
+    on_disk = Path(run.base or spec.base.path)
+    if run.with_base and (on_disk / "hf_quant_config.json").is_file():
+        raise UserError(f"--export-base: {on_disk} is quantised already, as engines load it: serve that folder itself")
     if run.export_embeddings and algorithm == "medusa":
         raise UserError("--export-embeddings: a Medusa draft reads no embedding")
     if run.medusa_pt and algorithm != "medusa":
