@@ -275,12 +275,15 @@ def _ranges(reference: BaseReference, with_kv: bool) -> dict[str, float]:
     weights = _QuantisedWeights(Path(reference.path))
     with weights:
         for rule in name_rules(reference.config):
-            stem = rule.hf[0].removesuffix(".weight")
+            stems = [
+                name.removesuffix(".weight") for name in rule.hf
+            ]  # fused ones share the largest scale, as in engines
             place = rule.core.removeprefix("decoder.").removesuffix(".weight")
             for name, kind in (("weight_scale", "weight"), ("input_scale", "input")):
-                if (scale := weights.scalar(f"{stem}.{name}")) is not None:
+                scales = [x for stem in stems if (x := weights.scalar(f"{stem}.{name}")) is not None]
+                if scales:
                     where = place if kind == "weight" else input_place(place)
-                    found[f"{where}.{kind}"] = float(amax_of(torch.tensor(scale)))
+                    found[f"{where}.{kind}"] = float(amax_of(torch.tensor(max(scales))))
         for n in range(reference.config.num_layers if with_kv else 0):
             for which in ("k", "v"):
                 scale = weights.scalar(f"model.layers.{n}.self_attn.{which}_proj.{which}_scale")

@@ -83,7 +83,8 @@ def _read(source: Source, kind: str, base: dict[str, Any] | None) -> tuple[list[
 
 def _same_base(path: Path, base: Path) -> Iterator[Finding]:
     """The target's embedding and head are those that the draft was trained with, where the export recorded them."""
-    recorded = read_json(path / "run.json").get(KEY) if (path / "run.json").is_file() else None
+    run = read_json(path / "run.json") if (path / "run.json").is_file() else {}
+    recorded = (run.get("config") or {}).get(KEY) if isinstance(run, dict) else None
     if isinstance(recorded, dict) and (names := changed(recorded, base_rows(base))):
         yield Finding(
             "base", f"{' and '.join(names)} of the target are not those the draft was trained with: the target was "
