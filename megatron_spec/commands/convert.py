@@ -199,6 +199,15 @@ def convert(
     return folder
 
 
+def _way_out(config: DraftConfig, name: str) -> str:
+    """What to change when tensor parallelism does not divide a shape."""
+    sizes = [str(n) for n in range(1, 17) if getattr(config, name) % n == 0]
+    dividing = f"use {' or '.join(sizes)} with more pipeline stages or data parallel copies"
+    if "vocab" not in name:
+        return f"{dividing}, or change it in --eagle-config"
+    return f"{dividing}, or an EAGLE-3 draft with a reduced vocabulary (--draft-vocab), whose size is yours to choose"
+
+
 def check_draft_parallel(config: DraftConfig, parallel: ParallelConfig) -> None:
     """Raise UserError when tensor parallelism does not divide the draft's shapes."""
     tp = parallel.tensor_model_parallel_size
@@ -209,7 +218,7 @@ def check_draft_parallel(config: DraftConfig, parallel: ParallelConfig) -> None:
         if getattr(config, name) % tp:
             raise UserError(
                 f"--tensor-model-parallel-size {tp} does not divide the draft's {name} {getattr(config, name)}: "
-                "choose another size or, for EAGLE-3, change it in --eagle-config"
+                + _way_out(config, name)
             )
     if isinstance(config, EagleConfig) and config.num_key_value_heads * config.head_dim % tp:
         raise UserError(
