@@ -85,6 +85,11 @@ def _served_by_some(folder: Folder) -> Iterator[Finding]:
     config = folder.reading.config if folder.reading is not None else None
     if not isinstance(config, EagleConfig):
         return
+    if config.qk_norm and not set(folder.config.get("architectures") or []) & set(layout.QK_NORM_ARCHITECTURES):
+        yield Finding(
+            "architectures", "norms over query and key heads under an architecture that vLLM gives none",
+            f'write "architectures": {layout.QK_NORM_ARCHITECTURES} and "model_type": "qwen3"', ("vllm",),
+        )  # fmt: skip
     for name, served in layout.SERVED_BY.items():
         lost = tuple(e for e in ALL if e not in served)
         if getattr(config, name):
