@@ -3,7 +3,7 @@
     python tools/check_export.py DIR [--engine trtllm|vllm|sglang] [--base TARGET_DIR]
 
 Knows EAGLE-3, EAGLE-1, Medusa, MTP, the format of speculators, TensorRT-LLM's legacy checkpoint, and whole models.
-Prints every rule that is broken with how to mend it. Exit code 0: none; 1: at least one (warnings alone do not count);
+Prints every broken rule and how to fix it. Exit code 0: none; 1: at least one (warnings alone do not count);
 2: the folder cannot be read, or wrong usage.
 """
 

@@ -84,7 +84,7 @@ class EagleConfig(Config):
             self._validate_shared_head()
 
     def _validate_shared_head(self) -> None:
-        """Drafts that read the base's final state and speak through its head."""
+        """Drafts that read the base's final state and use its frozen LM head."""
         for name, expected in (("hidden_size", self.target_hidden_size), ("draft_vocab_size", self.vocab_size)):
             require(
                 getattr(self, name) == expected,
@@ -129,7 +129,7 @@ class MedusaConfig(Config):
     num_layers: int = 1
     """Residual blocks per head."""
     share_base_head: bool = False
-    """Use the base's frozen head behind the blocks, instead of a trained head each."""
+    """Use the base's frozen LM head after the blocks, instead of a trained head each."""
     algorithm: Literal["medusa"] = "medusa"
 
     def validate(self) -> None:
@@ -144,7 +144,7 @@ class MedusaConfig(Config):
 
     @property
     def draft_vocab_size(self) -> int:
-        """Heads speak the whole vocabulary."""
+        """Heads predict the whole vocabulary."""
         return self.vocab_size
 
 

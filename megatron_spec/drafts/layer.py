@@ -108,7 +108,7 @@ class DraftLayer(nn.Module):
         norm = (config.rms_norm_eps, place)
         self.reads_embedding = reads_embedding
         embedding_size = H if reads_embedding else 0  # the base's, or the draft's own of its own width
-        # FORMATS: in the first layer `input_layernorm` is the norm of the token embedding.
+        # docs/formats.md#eagle-3: in the first layer `input_layernorm` is the norm of the token embedding.
         self.input_layernorm: Any = RMSNorm(embedding_size or H, *norm) if input_norm else None
         if reads_embedding:
             self.hidden_norm = RMSNorm(H, *norm)

@@ -123,7 +123,7 @@ def name_rules(config: BaseConfig) -> list[NameRule]:
 def is_ignorable(name: str, config: BaseConfig) -> bool:
     """Tensors that a checkpoint may hold without meaning for the base.
 
-    Rotary buffers of old files, a copy of a tied head, and the prediction module behind the last layer (DeepSeek).
+    Rotary buffers of old files, a copy of a tied head, and the prediction module after the last layer (DeepSeek).
     """
     if config.family == "deepseek_v3" and name.startswith("model.layers."):
         number = name.split(".")[2]
