@@ -78,7 +78,7 @@ def commands(page: Path) -> Iterator[list[str]]:
         for name, value in re.findall(r"(?:^|; )(\w+)=(\"[^\"]*\"|[^\s;]+)", lines, re.M):
             lines = lines.replace(f"${name}", value.strip('"'))
         for line in re.sub(r'^\w+="[^"]*"$', "", lines, flags=re.M).splitlines():
-            if ".py" in line or ".sh" in line:
+            if re.match(r"\s*(python|torchrun|bash|\.venv)\b.*\.(py|sh)", line):
                 yield shlex.split(line, comments=True)
 
 
