@@ -29,6 +29,7 @@ from megatron_spec.quantization.attach import KV_PLACE, attach_quantizers, input
 from megatron_spec.quantization.rounding import amax_of, dequantize, quantize
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import read_json
+from megatron_spec.runtime.hub import model_folder
 
 _FP8 = "hf_quant_config.json"
 
@@ -97,7 +98,7 @@ class ExportedFolder:
 
 def read_exported_config(folder: Path | str, num_base_layers: int) -> DraftConfig:
     """Configuration of an exported draft of any kind. Raises UserError when there is none, or a malformed one."""
-    raw = read_json(Path(folder) / "config.json")
+    raw = read_json(model_folder(folder, weights=False) / "config.json")
     if raw.get("model_type") == "medusa":
         try:
             sizes = (raw["medusa_num_heads"], raw["hidden_size"], raw["vocab_size"], raw["medusa_num_layers"])
@@ -117,6 +118,7 @@ def load_exported_draft(
 
     Raises UserError on a missing tensor.
     """
+    folder = model_folder(folder)
     config = read_exported_config(folder, num_base_layers)
     if isinstance(config, MedusaConfig):
         return _load_medusa(Path(folder), config, world, dtype)
@@ -184,9 +186,9 @@ class _Fp8Weights(HuggingFaceWeights):
 
 def inspect_exported_base(path: Path | str) -> BaseReference:
     """`inspect_base`, also for a base that export.py wrote in fp8. Raises UserError as that does."""
-    folder = Path(path).absolute()
+    folder = model_folder(path).absolute()
     if not (folder / _FP8).is_file() or not (folder / "config.json").is_file():
-        return inspect_base(path)
+        return inspect_base(folder)
     raw = {k: v for k, v in read_json(folder / "config.json").items() if k != "quantization_config"}
     content = fingerprint((folder / "config.json").read_bytes(), weight_files(folder))
     return BaseReference(str(folder), "hf", content, parse_base_config(raw, str(folder / "config.json")))

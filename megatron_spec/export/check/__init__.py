@@ -16,6 +16,7 @@ from megatron_spec.export.check.finding import ALL, Engine, Finding, Folder
 from megatron_spec.export.native_mtp import is_own_module
 from megatron_spec.export.tensor_files import Entry, read_entries
 from megatron_spec.runtime.files import read_json
+from megatron_spec.runtime.hub import model_folder
 
 __all__ = ["Engine", "Finding", "check_folder", "kind_of"]
 
@@ -75,10 +76,10 @@ def check_folder(path: Path | str, engine: Engine | None = None, base: Path | st
     Raises:
         UserError: the folder cannot be read at all.
     """
-    path = Path(path)
+    path = model_folder(path)
     if not path.is_dir():
         raise UserError(f"{path} is not a folder")
-    base_config = read_json(Path(base) / "config.json") if base is not None else None
+    base_config = read_json(model_folder(base, weights=False) / "config.json") if base is not None else None
     folder = Folder(path, read_json(path / "config.json"), read_entries(path), base_config)
     kind = kind_of(folder.config, folder.tensors)
     findings = [f for f in _CHECKS[kind](folder) if engine is None or engine in f.engines]
