@@ -206,7 +206,8 @@ def setup_logging() -> None:
 def run(
     parser: Parser, main: Callable[[argparse.Namespace], int | None], argv: Sequence[str] | None = None
 ) -> NoReturn:
-    """Parse, run and leave. Exit code 0: done; 2: the user can mend it (no traceback); 1: a bug (traceback)."""
+    """Parse, run and leave. Exit code 0: done; 2: user error (no traceback); 1: a bug (traceback), or what `main`
+    returned."""
     args = parser.parse_args(argv)
     setup_logging()
     code: int | None = 0

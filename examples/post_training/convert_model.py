@@ -33,7 +33,7 @@ def parser() -> cli.Parser:
     p.add_argument("--export-num-medusa-layers", type=int, metavar="N", help="blocks per Medusa head (default: 1)")
     p.add_argument(
         "--medusa-share-base-head", action="store_const", const=True,
-        help="the base's frozen head behind the Medusa blocks, instead of a trained one each",
+        help="the base's frozen LM head after the Medusa blocks, instead of a trained one each",
     )  # fmt: skip
     p.add_argument("--eagle-config", metavar="JSON", help="overrides of the draft's architecture")
     p.add_argument(

@@ -86,8 +86,8 @@ def _base_config(base: dict[str, Any] | None) -> BaseConfig | None:
     names = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "num_hidden_layers": "num_layers"}
     if base is None or not all(isinstance(base.get(name), int) for name in names):
         return None
-    sizes = {ours: base[theirs] for theirs, ours in names.items()}
-    shape = dict(intermediate_size=1, num_attention_heads=1, num_key_value_heads=1, head_dim=1)
+    sizes: dict[str, Any] = {ours: base[theirs] for theirs, ours in names.items()}
+    shape: dict[str, Any] = dict(intermediate_size=1, num_attention_heads=1, num_key_value_heads=1, head_dim=1)
     return BaseConfig(family="", max_position_embeddings=1, **shape, **sizes)
 
 
