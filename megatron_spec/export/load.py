@@ -30,6 +30,7 @@ from megatron_spec.quantization.attach import KV_PLACE, attach_quantizers, input
 from megatron_spec.quantization.rounding import amax_of, dequantize, quantize
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import read_json
+from megatron_spec.runtime.hub import model_folder
 
 log = logging.getLogger(__name__)
 
@@ -205,9 +206,9 @@ class _QuantisedWeights(HuggingFaceWeights):
 
 def inspect_exported_base(path: Path | str) -> BaseReference:
     """`inspect_base`, also for a base in ModelOpt's fp8 or nvfp4, as export.py writes it. Raises UserError likewise."""
-    folder = Path(path).absolute()
+    folder = model_folder(path).absolute()
     if not (folder / "config.json").is_file() or _quantization(folder) is None:
-        return inspect_base(path)
+        return inspect_base(folder)
     raw = {k: v for k, v in read_json(folder / "config.json").items() if k != "quantization_config"}
     content = fingerprint((folder / "config.json").read_bytes(), weight_files(folder))
     return BaseReference(str(folder), "hf", content, parse_base_config(raw, str(folder / "config.json")))
