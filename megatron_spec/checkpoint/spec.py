@@ -21,9 +21,13 @@ class BaseLink(Config):
     """The base a draft belongs to: where it was, what it contains, what it is."""
 
     path: str
+    """Folder in which it was."""
     kind: str
+    """'hf' or 'megatron'."""
     fingerprint: str
+    """Hash of its content."""
     config: BaseConfig
+    """Its architecture."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,15 @@ class CheckpointSpec(Config):
     """Contents of spec.json."""
 
     base: BaseLink
+    """The base of the draft."""
     draft: EagleConfig | MedusaConfig
     """Told apart by `algorithm`."""
     quant: QuantConfig | None = None
+    """Fake quantisation; None: not quantised."""
     iteration: int = 0
+    """Optimizer steps of the run that saved it."""
     format_version: int = FORMAT_VERSION
+    """Version of this file."""
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch.distributed as dist
 from megatron_spec.build import Loaded, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.commands.data import check_file
-from megatron_spec.config import Config, DecodeConfig, ParallelConfig, UserError
+from megatron_spec.commands.runs import EvalRequest
+from megatron_spec.config import DecodeConfig, ParallelConfig, UserError
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.decoding.engine import Generation, decode
@@ -34,32 +34,12 @@ BEST, LOG = "best", "acceptance.jsonl"
 FILES = {BEST, LOG}
 
 
-@dataclass(frozen=True)
-class EvalRequest(Config):
-    """What finetune.py is asked to measure.
-
-    Attributes:
-        data: held-out prompts; their first questions are asked.
-        interval: steps between measurements; 0: none.
-        num_prompts: of the file.
-        max_draft_len, max_new_tokens: see DecodeConfig.
-    """
-
-    data: str | None = None
-    interval: int = 0
-    num_prompts: int = 32
-    max_draft_len: int = 3
-    max_new_tokens: int = 64
-
-
 def check(request: EvalRequest, parallel: ParallelConfig, other_base: dict[str, bool]) -> None:
     """Refuse what cannot be measured, before anything loads.
 
     Args:
         other_base: flags whose base has no cache to decode with -> whether they are set.
     """
-    if (request.data is None) != (request.interval == 0):
-        raise UserError("--eval-data and --eval-acceptance-interval belong together: give both, or neither")
     if request.interval == 0:
         return
     layouts.check("decode", parallel)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,13 @@ from megatron_spec.base.placement import check_parallel, layers_per_stage
 from megatron_spec.build import Loaded, load_checkpoint, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.background import BackgroundWriter
-from megatron_spec.checkpoint.spec import latest_iteration, read_spec, resolve
+from megatron_spec.checkpoint.spec import CheckpointSpec, latest_iteration, read_spec
+from megatron_spec.checkpoint.spec import resolve as resolve_folder
 from megatron_spec.commands import evaluate
 from megatron_spec.commands.data import check_file, check_seq_length, open_dataset
 from megatron_spec.commands.features import cached_features, stored_features
-from megatron_spec.config import (
-    BaseConfig,
-    ObjectiveConfig,
-    ParallelConfig,
-    QuantConfig,
-    TrainConfig,
-    UserError,
-    presets,
-)
+from megatron_spec.commands.runs import FinetuneRun, takes
+from megatron_spec.config import BaseConfig, ObjectiveConfig, QuantConfig, TrainConfig, UserError, presets
 from megatron_spec.data.loader import BatchLoader, Dataset
 from megatron_spec.data.tokenise import content_hash
 from megatron_spec.drafts.fused_unroll import check_fp8
@@ -46,37 +40,54 @@ from megatron_spec.training.step import Trainer
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class FinetuneRun:
-    """What finetune.py is asked to do."""
+@dataclass(frozen=True)
+class Resolved:
+    """What a run means, found out once, before any weight is read."""
 
-    load: str
-    save: str
-    data: str | None
-    train: TrainConfig
+    run: FinetuneRun
+    folder: Path
+    """Iteration folder to start from."""
+    resumed: bool
+    """That folder is of this run, which continues."""
+    spec: CheckpointSpec
+    """spec.json of that folder."""
     objective: ObjectiveConfig
-    parallel: ParallelConfig
-    seq_length: int | None = None
-    """Tokens a conversation is cut to; default: 2048, or what the stored features were cut to."""
-    data_cache_path: str | None = None
-    """Folder for tokenised conversations; default: beside the data."""
-    base: str | None = None
-    tokenizer: str | None = None
-    feature_cache: str | None = None
-    offline_data: str | None = None
-    """A store of features that takes the place of data and base layers."""
-    base_fp8: bool = False
-    draft_fp8: bool = False
-    transformer_impl: str = "local"
-    """Layers of the base: 'local' or 'transformer_engine'."""
-    teacher: str = "quantised"
-    """Of a checkpoint with a fake-quantised base: 'quantised', as it will be served, or 'original'."""
-    train_epochs: int | None = None
-    """Passes over the data; decides train.train_iters."""
-    tensorboard_dir: str | None = None
-    wandb_project: str | None = None
-    evaluation: evaluate.EvalRequest = field(default_factory=evaluate.EvalRequest)
-    """Acceptance on held-out prompts while the draft trains."""
+    """As it applies to this draft."""
+    seq_length: int
+    """Longest row in tokens."""
+    order: dict[str, Any]
+    """What decides which samples a step sees, by flag."""
+
+    @property
+    def layout_row(self) -> str:
+        """Row of `layouts.ROWS`."""
+        if self.run.base_fp8:
+            return "base_fp8"
+        if self.run.offline_data is not None:
+            return "offline"
+        return "finetune" if self.run.feature_cache is None else "extract"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return torch.bfloat16 if self.run.train.bf16 else torch.float32
+
+
+def resolve(run: FinetuneRun) -> Resolved:
+    """Find out what `run` means: the folder to start from, the draft and its objective, the order of the data.
+
+    Raises UserError for everything that can be refused without reading weights.
+    """
+    folder, resumed = starting_point(run)
+    spec = read_spec(folder)
+    length = row_length(run)
+    resolved = Resolved(
+        run, folder, resumed, spec, presets.objective_for(spec.draft, run.objective), length, data_order(run, length)
+    )
+    if resumed:
+        check_same_run(resolved)
+    check(resolved)
+    return resolved
 
 
 def starting_point(run: FinetuneRun) -> tuple[Path, bool]:
@@ -89,9 +100,9 @@ def starting_point(run: FinetuneRun) -> tuple[Path, bool]:
         # A run that was killed before its first save left these; it starts over.
         begun = tracking.FILES | evaluate.FILES
         require_empty(run.save, "it is not a run that could be continued; give another --save folder", begun)
-        return resolve(run.load), False
-    folder = resolve(run.save)
-    found, expected = read_spec(folder), read_spec(resolve(run.load))
+        return resolve_folder(run.load), False
+    folder = resolve_folder(run.save)
+    found, expected = read_spec(folder), read_spec(resolve_folder(run.load))
     if found.draft != expected.draft or found.base.fingerprint != expected.base.fingerprint:
         raise UserError(f"--save {run.save} holds a run of another draft than --load {run.load}: give another folder")
     if found.quant != expected.quant:
@@ -99,7 +110,6 @@ def starting_point(run: FinetuneRun) -> tuple[Path, bool]:
             f"--save {run.save} and --load {run.load} are not quantised alike ({_policy(found.quant)} and "
             f"{_policy(expected.quant)}): give another --save folder"
         )
-    check_same_run(run, folder)
     return folder, True
 
 
@@ -121,6 +131,7 @@ def content_file(run: FinetuneRun) -> Path:
 
 def row_length(run: FinetuneRun) -> int:
     """Longest row in tokens. Raises UserError when stored features were cut to another length than asked for."""
+    content_file(run)
     if run.offline_data is None:
         return run.seq_length or 2048
     stored = read_manifest(run.offline_data).seq_length
@@ -131,11 +142,11 @@ def row_length(run: FinetuneRun) -> int:
     return stored
 
 
-def data_order(run: FinetuneRun) -> dict[str, Any]:
+def data_order(run: FinetuneRun, seq_length: int) -> dict[str, Any]:
     """What decides which samples a step sees, by flag: a run that is continued with other values is another run."""
     return {
         "--data": content_hash(content_file(run), run.data_cache_path),
-        "--seq-length": row_length(run),
+        "--seq-length": seq_length,
         "--global-batch-size": run.train.global_batch_size,
         "--packing": run.train.packing,
         "--seed": run.train.seed,
@@ -143,10 +154,10 @@ def data_order(run: FinetuneRun) -> dict[str, Any]:
     }
 
 
-def check_same_run(run: FinetuneRun, folder: Path) -> None:
-    """Raise UserError when the run that was saved in `folder` went through other samples; warn of another objective."""
-    saved = sharded.read_extra(folder)
-    for flag, value in data_order(run).items():
+def check_same_run(resolved: Resolved) -> None:
+    """Raise UserError when the run that was saved went through other samples; warn of another objective."""
+    run, saved = resolved.run, sharded.read_extra(resolved.folder)
+    for flag, value in resolved.order.items():
         before = saved.get("data_order", {}).get(flag, value)
         if before != value:
             what = "holds other content (SHA-256)" if flag == "--data" else "is"
@@ -154,58 +165,54 @@ def check_same_run(run: FinetuneRun, folder: Path) -> None:
                 f"{flag} {what} {value}, but the run in --save {run.save} was made with {before}: continue it with the "
                 "same, or give another --save folder"
             )
-    objective = presets.objective_for(read_spec(folder).draft, run.objective).to_dict()
+    objective = resolved.objective.to_dict()
     before = {**objective, **saved.get("objective", {})}
     changed = [f"{k} {before[k]} -> {v}" for k, v in objective.items() if before[k] != v]
     if changed:
         log.warning("%s continues with another objective: %s", run.save, ", ".join(changed))
 
 
-def check_before_loading(run: FinetuneRun) -> tuple[Path, bool]:
-    """All that can be refused without reading weights."""
-    folder, resumed = starting_point(run)
-    spec = read_spec(folder)
-    content_file(run)
+def check(resolved: Resolved) -> None:
+    """Raise UserError for flags that do not fit the checkpoint, the layout, one another or this machine."""
+    run, base = resolved.run, resolved.spec.base.config
     tracking.check(run.tensorboard_dir, run.wandb_project)
-    stored = run.offline_data or run.feature_cache
-    row = "base_fp8" if run.base_fp8 else "offline" if run.offline_data else "extract" if stored else "finetune"
-    layouts.check(row, run.parallel, spec.base.config.num_experts)
-    check_parallel(spec.base.config, run.parallel)
-    check_seq_length(row_length(run), spec)
+    layouts.check(resolved.layout_row, run.parallel, base.num_experts)
+    check_parallel(base, run.parallel)
+    check_seq_length(resolved.seq_length, resolved.spec)
     if run.offline_data is not None:
         check_offline(run)
     if run.transformer_impl == "transformer_engine":
-        te_spec.check(spec.base.config, torch.cuda.is_available())
-    presets.objective_for(spec.draft, run.objective)
+        te_spec.check(base, torch.cuda.is_available())
     evaluate.check(run.evaluation, run.parallel, {
         "--base-fp8": run.base_fp8, "--offline-data": run.offline_data is not None,
         "--transformer-impl transformer_engine": run.transformer_impl != "local",
     })  # fmt: skip
-    if run.teacher == "original" and (spec.quant is None or spec.quant.base == "none"):
+    quant = resolved.spec.quant
+    if run.teacher == "original" and (quant is None or quant.base == "none"):
         raise UserError("--teacher original: the base of this checkpoint is not quantised; leave the flag out")
     if run.base_fp8 and run.feature_cache is not None:
         raise UserError("--base-fp8 is for features computed as training goes: leave it out with --feature-cache")
-    return folder, resumed
 
 
 def check_offline(run: FinetuneRun) -> None:
     """Refuse flags that mean nothing where the base does not run and nothing is tokenised."""
     given = {
         "--feature-cache": run.feature_cache, "--tokenizer": run.tokenizer, "--data-cache-path": run.data_cache_path,
-        "--base-fp8": run.base_fp8,        "--transformer-impl": run.transformer_impl != "local",
+        "--base-fp8": run.base_fp8, "--transformer-impl": run.transformer_impl != "local",
     }  # fmt: skip
     wrong = [flag for flag, value in given.items() if value]
     if wrong:
         raise UserError(f"{', '.join(wrong)} with --offline-data: the base does not run there; leave it out")
 
 
-def make_loader(run: FinetuneRun, loaded: Loaded, world: World) -> BatchLoader:
+def make_loader(resolved: Resolved, loaded: Loaded, world: World) -> BatchLoader:
     """Tokenised conversations in micro-batches for this rank's pipeline group."""
+    run = resolved.run
     if run.offline_data is not None:
         dataset: Dataset = stored_features(run.offline_data, loaded, world).store
     else:
         folder = run.tokenizer or str(loaded.base_ref.path)
-        dataset = open_dataset(str(run.data), folder, row_length(run), run.data_cache_path)
+        dataset = open_dataset(str(run.data), folder, resolved.seq_length, run.data_cache_path)
     return BatchLoader(
         dataset,
         micro_batch_size=run.train.micro_batch_size,
@@ -220,13 +227,13 @@ def make_loader(run: FinetuneRun, loaded: Loaded, world: World) -> BatchLoader:
     )
 
 
-def with_steps(run: FinetuneRun, rows: int) -> FinetuneRun:
-    """The run with the steps that its epochs take: the last one may reach into the next epoch."""
+def with_steps(run: FinetuneRun, rows: int) -> TrainConfig:
+    """The training loop with the steps that its epochs take: the last one may reach into the next epoch."""
     if run.train_epochs is None:
-        return run
+        return run.train
     steps = -(-rows * run.train_epochs // run.train.global_batch_size)
     log.info("%d epochs of %d rows, %d a step: %d steps", run.train_epochs, rows, run.train.global_batch_size, steps)
-    return replace(run, train=replace(run.train, train_iters=steps))
+    return run.train.replace(train_iters=steps)
 
 
 def feature_source(run: FinetuneRun, loaded: Loaded, loader: BatchLoader, world: World) -> FeatureSource:
@@ -251,54 +258,57 @@ def describe_layout(world: World, base: BaseConfig) -> str:
     )
 
 
+def load_models(resolved: Resolved, world: World) -> Loaded:
+    """Base and draft as the run wants them."""
+    run, spec = resolved.run, resolved.spec
+    if run.draft_fp8:
+        quantised = spec.quant is not None and spec.quant.draft != "none"
+        check_fp8(spec.draft, quantised, world.tp_size, world.device, resolved.dtype, resolved.objective.detach)
+    loaded = load_checkpoint(
+        resolved.folder,
+        world,
+        dtype=resolved.dtype,
+        base_path=run.base,
+        original_base=run.teacher == "original",
+        transformer_engine=run.transformer_impl == "transformer_engine",
+        ends_only=run.offline_data is not None,
+    )
+    loaded.draft.fp8 = run.draft_fp8
+    return loaded
+
+
+@takes(FinetuneRun)
 def finetune(run: FinetuneRun) -> bool:
     """Train (or continue to train) a draft. Returns False when a signal ended the run early, after saving it.
 
     Raises UserError for input that does not fit, before any weight is read where that is possible.
     """
-    folder, resumed = check_before_loading(run)
+    resolved = resolve(run)
     world = distributed.initialize(run.parallel, run.train.seed)
     check_world(world, run.train)
-    log.info("layout: %s", describe_layout(world, read_spec(folder).base.config))
-    dtype = torch.bfloat16 if run.train.bf16 else torch.float32
-    original = run.teacher == "original"
-    spec = read_spec(folder)
-    objective = presets.objective_for(spec.draft, run.objective)
-    if run.draft_fp8:
-        quantised = spec.quant is not None and spec.quant.draft != "none"
-        check_fp8(spec.draft, quantised, world.tp_size, world.device, dtype, objective.detach)
-    engine = run.transformer_impl == "transformer_engine"
-    loaded = load_checkpoint(
-        folder,
-        world,
-        dtype=dtype,
-        base_path=run.base,
-        original_base=original,
-        transformer_engine=engine,
-        ends_only=run.offline_data is not None,
-    )
-    loaded.draft.fp8 = run.draft_fp8
-    loader = make_loader(run, loaded, world)
-    run = with_steps(run, loader.samples_per_epoch)
-    ddp = wrap_ddp(loaded.draft, world, run.train)
-    optimizer, scheduler = build_optimizer(ddp, world, run.train)
+    log.info("layout: %s", describe_layout(world, resolved.spec.base.config))
+    loaded = load_models(resolved, world)
+    loader = make_loader(resolved, loaded, world)
+    settings = with_steps(run, loader.samples_per_epoch)
+    ddp = wrap_ddp(loaded.draft, world, settings)
+    optimizer, scheduler = build_optimizer(ddp, world, settings)
     position = Position()
-    if resumed:
-        extra = sharded.load(folder, loaded.draft, world, optimizer=optimizer)
+    if resolved.resumed:
+        extra = sharded.load(resolved.folder, loaded.draft, world, optimizer=optimizer)
         position = Position(extra["iteration"], extra["consumed_samples"])
         scheduler.step(increment=position.iteration)
         log.info("continuing %s at iteration %d", run.save, position.iteration)
-    trainer = Trainer(world, ddp, optimizer, scheduler, loaded.base, objective)
-    config = {k: v.to_dict() if hasattr(v, "to_dict") else v for k, v in vars(run).items()}
+    trainer = Trainer(world, ddp, optimizer, scheduler, loaded.base, resolved.objective)
+    config = run.replace(train=settings, train_epochs=None).to_dict()
     tracker = tracking.Tracker(
         Path(run.save), world.rank == 0, resumed_at=position.iteration, tensorboard_dir=run.tensorboard_dir,
         wandb_project=run.wandb_project, config=config,
     )  # fmt: skip
     source = feature_source(run, loaded, loader, world)
-    saver, evaluator = CheckpointSaver(run, loaded, trainer, config), None
+    saver, evaluator = CheckpointSaver(resolved, loaded, trainer, config), None
     if run.evaluation.interval:
         evaluator = evaluate.AcceptanceEvaluator(run.evaluation, loaded, run.save, run.tokenizer, position.iteration)
-    complete = train(trainer, loader, source, run.train, tracker, position, saver, evaluator)
+    complete = train(trainer, loader, source, settings, tracker, position, saver, evaluator)
     tracker.close()
     return complete
 
@@ -306,11 +316,11 @@ def finetune(run: FinetuneRun) -> bool:
 class CheckpointSaver:
     """Saves the draft with everything a run continues from."""
 
-    def __init__(self, run: FinetuneRun, loaded: Loaded, trainer: Trainer, config: dict[str, object]) -> None:
-        self.run, self.loaded, self.trainer, self.config = run, loaded, trainer, config
-        self.writer = BackgroundWriter() if run.train.async_save else None
-        self.fixed = {"data_order": data_order(run), "objective": trainer.objective.to_dict()}
-        self.latest = latest_iteration(run.save)
+    def __init__(self, resolved: Resolved, loaded: Loaded, trainer: Trainer, config: dict[str, Any]) -> None:
+        self.run, self.loaded, self.trainer, self.config = resolved.run, loaded, trainer, config
+        self.writer = BackgroundWriter() if self.run.train.async_save else None
+        self.fixed = {"data_order": resolved.order, "objective": resolved.objective.to_dict()}
+        self.latest = latest_iteration(self.run.save)
 
     def save(self, position: Position) -> None:
         """See `training.loop.Saver`. An iteration that is there already is not written again."""

@@ -51,10 +51,10 @@ def chain(root: str, name: str) -> dict[str, Any]:
     few = DecodeConfig(max_draft_len=3, max_new_tokens=10, batch_size=2)
     report = validate(data, load=f"{here}/tuned", num_prompts=3, decode=few)
     found["identical"], found["accepted"] = report.first.text_identical, report.first.acceptance.acceptance_length
-    export(ExportRun(f"{here}/tuned", f"{here}/bf16"))
+    export(ExportRun(f"{here}/tuned", f"{here}/bf16", extra_modules=True))
     quantize(f"{here}/tuned", f"{here}/quantized", data, samples=4, seq_length=96, micro_batch_size=2, objective=goal)
     found["qat"] = train("quantized", "qat", 2)
-    export(ExportRun(f"{here}/qat", f"{here}/fp8"))
+    export(ExportRun(f"{here}/qat", f"{here}/fp8", extra_modules=True))
     return found
 
 
@@ -193,7 +193,7 @@ def test_contradicting_flags_are_refused(tmp_path: Path, capsys: pytest.CaptureF
         "convert_model", *where, "--export-num-medusa-heads", 3
     )  # fmt: skip
     with pytest.raises(UserError, match=r"--export-eagle-algorithm, --draft-vocab contradict.*algorithm eagle"):
-        DraftRequest("medusa", eagle_algorithm="eagle3", draft_vocab="vocab")
+        DraftRequest(algorithm="medusa", eagle_algorithm="eagle3", draft_vocab="vocab")
     script = runpy.run_path(str(SCRIPTS / "convert_model.py"))
     with pytest.raises(SystemExit):
         script["parser"]().parse_args([*where, "--export-algorithm", "eagle", "--export-algorithm", "medusa"])

@@ -94,17 +94,18 @@ def test_a_run_that_was_killed_before_its_first_save_starts_over(root: Path) -> 
 def again(
     root: Path, data: str = "train.jsonl", seq_length: int = 64, save: str = "run", **changes: Any
 ) -> tuple[Path, bool]:
-    from megatron_spec.commands.finetune import FinetuneRun, check_before_loading
+    from megatron_spec.commands.finetune import FinetuneRun, resolve
     from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
 
     objective = ObjectiveConfig(ttt_steps=changes.pop("ttt_steps", 2))
     train = TrainConfig(**{"train_iters": 6, "global_batch_size": 2, **changes})
-    return check_before_loading(
+    found = resolve(
         FinetuneRun(
             load=f"{root}/draft", save=f"{root}/{save}", data=f"{root}/{data}", train=train, objective=objective,
             parallel=ParallelConfig(), seq_length=seq_length,
         )
     )  # fmt: skip
+    return found.folder, found.resumed
 
 
 @pytest.mark.parametrize(
