@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import shlex
@@ -14,7 +15,7 @@ import pytest
 import yaml
 
 from megatron_spec.config import UserError
-from megatron_spec.serving.docker import docker_command
+from megatron_spec.serving.docker import docker_command, mounts
 from megatron_spec.serving.draft import Speculation, exported
 from megatron_spec.serving.sglang import sglang_command
 from megatron_spec.serving.trtllm import trtllm_config, trtllm_yaml
@@ -170,12 +171,37 @@ def test_triton_repository(tmp_path: Path) -> None:
 
 
 def test_docker_mounts_what_the_command_names(tmp_path: Path) -> None:
-    base = draft(tmp_path / "my base")  # a space
+    base = draft(tmp_path / "my: base")  # a colon and a space
     plan = exported(draft(tmp_path / "draft"))
     command = docker_command("image", vllm_command(plan, str(base)), 8000)
-    mounts = [word for flag, word in itertools.pairwise(command) if flag == "-v"]
-    assert mounts == [f"{p}:{p}:ro" for p in (str(base), plan.model)]
+    found = [word for flag, word in itertools.pairwise(command) if flag == "--mount"]
+    assert found == [f"type=bind,source={p},target={p},readonly" for p in (str(base), plan.model)]
     assert command.index("image") == len(command) - len(vllm_command(plan, str(base))) - 1
+
+
+def test_docker_mounts_what_links_lead_to(tmp_path: Path) -> None:
+    """A snapshot of the hub's cache, under a link to another disk: as in a container, every file must be reachable."""
+    cache, snapshot = tmp_path / "cache", tmp_path / "cache/models--x/snapshots/abc"
+    (tmp_path / "disk/models--x/blobs").mkdir(parents=True)
+    (tmp_path / "disk/models--x/snapshots/abc").mkdir(parents=True)
+    cache.symlink_to(tmp_path / "disk")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "disk/models--x/blobs" / name).write_text("blob")
+        (snapshot / name).symlink_to(Path("../../blobs") / name)
+    (tmp_path / "a,b").write_text("tokenizer")
+    (snapshot / "tokenizer.json").symlink_to(tmp_path / "a,b")
+    found = mounts([str(snapshot)])
+    disk = tmp_path / "disk/models--x"
+    assert found == {
+        str(snapshot): str(disk / "snapshots/abc"), str(cache / "models--x/blobs"): str(disk / "blobs"),
+        str(tmp_path / "a,b"): str(tmp_path / "a,b"),
+    }  # fmt: skip
+    option = docker_command("image", ["serve", str(tmp_path / "a,b")])[9]
+    assert next(csv.reader([option])) == [
+        "type=bind",
+        *(f"{k}={tmp_path}/a,b" for k in ("source", "target")),
+        "readonly",
+    ]
 
 
 # ---- the script
@@ -206,12 +232,16 @@ def test_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(run(capsys, export, "--engine", "vllm", "--max-draft-len", "5"))
     assert words[2] == str(base.resolve()) and json.loads(words[-1])["num_speculative_tokens"] == 5
     words = shlex.split(run(capsys, export, "--engine", "sglang", "--docker", "--image", "mine"))
-    assert words[:2] == ["docker", "run"] and f"{base}:{base}:ro" in words and "mine" in words
+    assert (
+        words[:2] == ["docker", "run"]
+        and f"type=bind,source={base},target={base},readonly" in words
+        and "mine" in words
+    )
     text = run(capsys, export, "--engine", "trtllm", "--docker")
     assert text.count("docker run") == 1 and "trtllm-serve" in text and yaml.safe_load(text)["speculative_config"]
     out = str(tmp_path / "repo")
     words = shlex.split(run(capsys, export, "--engine", "triton", "--draft-model", "/s", "--docker", "--output", out))
-    assert "tritonserver" in words and f"{out}:{out}:ro" in words
+    assert "tritonserver" in words and f"type=bind,source={out},target={out},readonly" in words
     assert sorted(p.name for p in Path(out).iterdir()) == ["base_model", "draft_target_model", "eagle_model"]
     words = shlex.split(run(capsys, "--method", "ngram", "--engine", "vllm", "--base", "hub/name"))
     assert words[2] == "hub/name" and json.loads(words[-1])["method"] == "ngram"

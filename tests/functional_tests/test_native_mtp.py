@@ -25,7 +25,7 @@ from megatron_spec.export.check import check_folder
 from megatron_spec.export.load import load_exported_draft
 from megatron_spec.ops.attention import AttentionPlan, attend
 from megatron_spec.runtime import distributed
-from tests.functional_tests.workshop import run_here, write_conversations
+from tests.functional_tests.script_helpers import run_here, write_conversations
 from tests.unit_tests.data.chat_fixtures import CHATML_MARKED, make_tokenizer
 from tests.unit_tests.families.families import PredictionModule, save, tokens, with_module
 
