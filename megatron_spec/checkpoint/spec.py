@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_spec.config import BaseConfig, Config, EagleConfig, MedusaConfig, QuantConfig, UserError
-from megatron_spec.runtime.files import read_json
+from megatron_spec.runtime.files import read_json, sha256_of
 
 POINTER = "latest_checkpointed_iteration.txt"
 FORMAT_VERSION = 1
@@ -94,3 +94,8 @@ def resolve(checkpoint: Path | str) -> Path:
 def read_spec(folder: Path | str) -> CheckpointSpec:
     """spec.json of an iteration folder. Raises UserError on unknown keys or wrong types."""
     return CheckpointSpec.from_dict(read_json(Path(folder) / "spec.json"))
+
+
+def identity(folder: Path) -> dict[str, str]:
+    """Path of an iteration folder, and what tells its content from that of another."""
+    return {"path": str(folder.resolve()), "run.json": sha256_of(folder / "run.json")}

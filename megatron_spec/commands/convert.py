@@ -16,7 +16,7 @@ from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
 from megatron_spec.checkpoint.native_mtp import check_own_module, load_own_module
 from megatron_spec.checkpoint.spec import CheckpointSpec
-from megatron_spec.commands.runs import ConvertRun, DraftRequest, takes
+from megatron_spec.commands.runs import ConvertRun, DraftRequest, settings_of, takes
 from megatron_spec.config import DraftConfig, EagleConfig, ParallelConfig, UserError, presets
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
@@ -112,7 +112,7 @@ def convert(run: ConvertRun) -> Path:
     layouts.check("convert", run.parallel)
     check_parallel(ref.config, run.parallel)
     check_draft_parallel(config, run.parallel)
-    world = distributed.initialize(run.parallel, run.seed)
+    world = distributed.initialize(run.parallel, run.seed, settings=settings_of(run, load=ref.fingerprint))
     dtype = torch.bfloat16 if run.bf16 else torch.float32
     base = load_base(ref, world, capture_layer_ids=config.capture_layer_ids, dtype=dtype)
     draft = first_draft(base, ref, config, vocab, world, dtype, run.seed)

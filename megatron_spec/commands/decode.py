@@ -15,10 +15,10 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint.base_import import BaseReference, load_base
-from megatron_spec.checkpoint.spec import read_spec, resolve
+from megatron_spec.checkpoint.spec import identity, read_spec, resolve
 from megatron_spec.commands.data import check_file
 from megatron_spec.commands.features import teacher_fingerprint, template_hash
-from megatron_spec.commands.runs import GenerateRun, ValidateRun, takes
+from megatron_spec.commands.runs import GenerateRun, ValidateRun, settings_of, takes
 from megatron_spec.config import BaseConfig, DecodeConfig, DecodingType, ParallelConfig, UserError
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.decoding.drafters.draft_target import check_tokenizers
@@ -189,7 +189,7 @@ def validate(run: ValidateRun) -> Report:
     prompts = read_prompts(run.data, run.num_prompts)
     decode = run.decode if run.draft_lens is None else run.decode.replace(max_draft_len=run.draft_lens[0])
     planned = plan(run.load, run.base, decode, run.parallel, run.tokenizer, draft_needed=True)
-    world = distributed.initialize(run.parallel, decode.seed)
+    world = distributed.initialize(run.parallel, decode.seed, settings=_agreed(run))
     models = load_models(planned, world, dtype)
     about: dict[str, Any] = {
         "draft": (run.load if own_draft else None) or planned.decode.speculative_model or planned.kind,
@@ -211,6 +211,10 @@ def validate(run: ValidateRun) -> Report:
     if report.first.text_identical is False and models.fake_quantised and not run.fp64:
         log.info("inputs of an fp8 base round differently in other row shapes; --fp64 checks the text without that")
     return report
+
+
+def _agreed(run: ValidateRun | GenerateRun) -> dict[str, Any]:
+    return settings_of(run) if run.load is None else settings_of(run, load=identity(resolve(run.load)))
 
 
 def _device(world: World) -> str:
@@ -252,7 +256,7 @@ def generate(run: GenerateRun) -> int:
     check_output(output, prompts, answer_settings(planned.decode, stop_ids, {**about, **other}))
     if run.synthesize is not None:
         check_questions(questions, asking, about)
-    world = distributed.initialize(run.parallel, run.decode.seed)
+    world = distributed.initialize(run.parallel, run.decode.seed, settings=_agreed(run))
     models = load_models(planned, world, dtype)
     about["base_fingerprint"] = models.fingerprint
     if run.synthesize is not None:

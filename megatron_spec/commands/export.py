@@ -11,8 +11,8 @@ import torch
 
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint
-from megatron_spec.checkpoint.spec import CheckpointSpec, read_spec, resolve
-from megatron_spec.commands.runs import ExportRun, takes
+from megatron_spec.checkpoint.spec import CheckpointSpec, identity, read_spec, resolve
+from megatron_spec.commands.runs import ExportRun, settings_of, takes
 from megatron_spec.config import UserError
 from megatron_spec.export import native_mtp, speculators, trtllm_legacy
 from megatron_spec.export.base import export_base
@@ -75,7 +75,7 @@ def export(run: ExportRun) -> Path:
     folder = resolve(run.load)
     spec = read_spec(folder)
     _check(run, spec)
-    world = distributed.initialize(run.parallel)
+    world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
     loaded = load_checkpoint(
         folder, world, dtype=torch.bfloat16 if run.bf16 else torch.float32, base_path=run.base
     )  # fmt: skip

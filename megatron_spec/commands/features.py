@@ -13,9 +13,9 @@ import torch
 
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import Loaded, load_checkpoint
-from megatron_spec.checkpoint.spec import read_spec, resolve
+from megatron_spec.checkpoint.spec import identity, read_spec, resolve
 from megatron_spec.commands.data import check_seq_length, open_dataset
-from megatron_spec.commands.runs import ExtractRun, takes
+from megatron_spec.commands.runs import ExtractRun, settings_of, takes
 from megatron_spec.config import UserError
 from megatron_spec.data.loader import Dataset, lengths_of
 from megatron_spec.features.offline import OfflineFeatures, extract
@@ -104,7 +104,7 @@ def extract_features(run: ExtractRun) -> Path:
     layouts.check("extract", run.parallel, spec.base.config.num_experts)
     check_parallel(spec.base.config, run.parallel)
     check_seq_length(run.seq_length, spec)
-    world = distributed.initialize(run.parallel)
+    world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
     dtype = torch.bfloat16 if run.bf16 else torch.float32
     loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base)
     tokenizer_folder = run.tokenizer or str(loaded.base_ref.path)

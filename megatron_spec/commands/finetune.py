@@ -15,12 +15,12 @@ from megatron_spec.base.placement import check_parallel, layers_per_stage
 from megatron_spec.build import Loaded, load_checkpoint, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.background import BackgroundWriter
-from megatron_spec.checkpoint.spec import CheckpointSpec, latest_iteration, read_spec
+from megatron_spec.checkpoint.spec import CheckpointSpec, identity, latest_iteration, read_spec
 from megatron_spec.checkpoint.spec import resolve as resolve_folder
 from megatron_spec.commands import evaluate
 from megatron_spec.commands.data import check_file, check_seq_length, open_dataset
 from megatron_spec.commands.features import cached_features, stored_features
-from megatron_spec.commands.runs import FinetuneRun, takes
+from megatron_spec.commands.runs import FinetuneRun, settings_of, takes
 from megatron_spec.config import BaseConfig, ObjectiveConfig, QuantConfig, TrainConfig, UserError, presets
 from megatron_spec.data.loader import BatchLoader, Dataset
 from megatron_spec.data.tokenise import content_hash
@@ -34,7 +34,7 @@ from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import require_empty
 from megatron_spec.training import tracking
 from megatron_spec.training.loop import Position, check_world, train
-from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
+from megatron_spec.training.optimizer import KIND, apply_settings, build_optimizer, settings, wrap_ddp
 from megatron_spec.training.step import Trainer
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,21 @@ class Resolved:
     """Longest row in tokens."""
     order: dict[str, Any]
     """What decides which samples a step sees, by flag."""
+    start: dict[str, str]
+    """Path and identity of the checkpoint that the first step started from."""
+    saved: dict[str, Any]
+    """What an earlier start of this run saved beside the tensors."""
+
+    @property
+    def position(self) -> Position:
+        """Where the first step begins. Iterations continue those of a folder that the run is saved into."""
+        begun_at = self.saved.get("begun_at", 0) if self.resumed else self._iteration_of_start
+        iteration = self.saved["iteration"] if self.resumed else begun_at
+        return Position(iteration, self.saved["consumed_samples"] if self.resumed else 0, begun_at)
+
+    @property
+    def _iteration_of_start(self) -> int:
+        return self.spec.iteration if self.folder.parent == Path(self.run.save) else 0
 
     @property
     def layout_row(self) -> str:
@@ -79,13 +94,15 @@ def resolve(run: FinetuneRun) -> Resolved:
     Raises UserError for everything that can be refused without reading weights.
     """
     folder, resumed = starting_point(run)
-    spec = read_spec(folder)
-    length = row_length(run)
-    resolved = Resolved(
-        run, folder, resumed, spec, presets.objective_for(spec.draft, run.objective), length, data_order(run, length)
-    )
+    spec, length = read_spec(folder), row_length(run)
+    saved = sharded.read_extra(folder) if resumed else {}
+    objective = presets.objective_for(spec.draft, run.objective)
+    start = saved.get("start") or identity(resolve_folder(run.load))
+    resolved = Resolved(run, folder, resumed, spec, objective, length, data_order(run, length), start, saved)
     if resumed:
         check_same_run(resolved)
+        if run.train_epochs is None:  # else when the data are counted
+            continued(resolved, run.train)
     check(resolved)
     return resolved
 
@@ -102,6 +119,13 @@ def starting_point(run: FinetuneRun) -> tuple[Path, bool]:
         require_empty(run.save, "it is not a run that could be continued; give another --save folder", begun)
         return resolve_folder(run.load), False
     folder = resolve_folder(run.save)
+    if not sharded.has_optimizer(folder):
+        if resolve_folder(run.load).resolve() != folder.resolve():
+            raise UserError(
+                f"--save {run.save} holds a checkpoint without optimizer state, as convert_model.py and quantize.py "
+                f"write it: train it with --load {run.save}, or give another --save folder"
+            )
+        return folder, False
     found, expected = read_spec(folder), read_spec(resolve_folder(run.load))
     if found.draft != expected.draft or found.base.fingerprint != expected.base.fingerprint:
         raise UserError(f"--save {run.save} holds a run of another draft than --load {run.load}: give another folder")
@@ -165,11 +189,51 @@ def check_same_run(resolved: Resolved) -> None:
                 f"{flag} {what} {value}, but the run in --save {run.save} was made with {before}: continue it with the "
                 "same, or give another --save folder"
             )
+    load = resolve_folder(run.load)
+    own = load.resolve().parent == Path(run.save).resolve()
+    if not own and identity(load)["run.json"] != resolved.start["run.json"]:
+        raise UserError(
+            f"--load {run.load} is another checkpoint than {resolved.start['path']}, which the run in --save "
+            f"{run.save} started from: give that one, or another --save folder"
+        )
     objective = resolved.objective.to_dict()
     before = {**objective, **saved.get("objective", {})}
     changed = [f"{k} {before[k]} -> {v}" for k, v in objective.items() if before[k] != v]
     if changed:
         log.warning("%s continues with another objective: %s", run.save, ", ".join(changed))
+
+
+def continued(resolved: Resolved, train: TrainConfig) -> TrainConfig:
+    """The training loop of a run that continues; what it says of the optimizer is compared with the checkpoint.
+
+    Raises UserError for other settings, unless --override-opt-param-scheduler or --use-checkpoint-opt-param-scheduler
+    says which ones count, and for another kind of optimizer or precision.
+    """
+    run, wanted = resolved.run, settings(train)
+    before = {**wanted, **resolved.saved.get("optimizer_settings", {})}
+    changed = {name: before[name] for name in wanted if before[name] != wanted[name]}
+    if train.lr_decay_style == "constant" == before["lr_decay_style"]:
+        changed.pop("lr_decay_iters", None)
+    said = [f"--{n.replace('_', '-')} is {wanted[n]}, the checkpoint has {before[n]}" for n in changed]
+    kind = [line for name, line in zip(changed, said, strict=True) if name in KIND]
+    if kind:
+        raise UserError(
+            f"--save {run.save}: {'; '.join(kind)}. Its optimizer state has another form: continue with the same, or "
+            f"start a new run with --load {run.save} and another --save folder"
+        )
+    if not changed:
+        return train
+    if run.use_checkpoint_opt_param_scheduler:
+        log.warning("optimizer settings of the checkpoint: %s", "; ".join(said))
+        return train.replace(**changed)
+    if run.override_opt_param_scheduler:
+        log.warning("optimizer settings of the flags: %s", "; ".join(said))
+        return train
+    raise UserError(
+        f"--save {run.save} continues with other optimizer settings: {'; '.join(said)}. Give the same, or "
+        "--override-opt-param-scheduler (the flags count) or --use-checkpoint-opt-param-scheduler (the checkpoint "
+        "counts)"
+    )
 
 
 def check(resolved: Resolved) -> None:
@@ -284,31 +348,33 @@ def finetune(run: FinetuneRun) -> bool:
     Raises UserError for input that does not fit, before any weight is read where that is possible.
     """
     resolved = resolve(run)
-    world = distributed.initialize(run.parallel, run.train.seed)
+    agreed = settings_of(run, data=resolved.order["--data"], load=resolved.start, save=resolved.position)
+    world = distributed.initialize(run.parallel, run.train.seed, settings=agreed)
     check_world(world, run.train)
     log.info("layout: %s", describe_layout(world, resolved.spec.base.config))
     loaded = load_models(resolved, world)
     loader = make_loader(resolved, loaded, world)
-    settings = with_steps(run, loader.samples_per_epoch)
-    ddp = wrap_ddp(loaded.draft, world, settings)
-    optimizer, scheduler = build_optimizer(ddp, world, settings)
-    position = Position()
+    training, position = with_steps(run, loader.samples_per_epoch), resolved.position
     if resolved.resumed:
-        extra = sharded.load(resolved.folder, loaded.draft, world, optimizer=optimizer)
-        position = Position(extra["iteration"], extra["consumed_samples"])
-        scheduler.step(increment=position.iteration)
+        training = continued(resolved, training)
+    ddp = wrap_ddp(loaded.draft, world, training)
+    optimizer, scheduler = build_optimizer(ddp, world, training)
+    if resolved.resumed:
+        sharded.load(resolved.folder, loaded.draft, world, optimizer=optimizer)
+        apply_settings(optimizer, training)
+        scheduler.step(increment=position.done)
         log.info("continuing %s at iteration %d", run.save, position.iteration)
     trainer = Trainer(world, ddp, optimizer, scheduler, loaded.base, resolved.objective)
-    config = run.replace(train=settings, train_epochs=None).to_dict()
+    config = run.replace(train=training, train_epochs=None).to_dict()
     tracker = tracking.Tracker(
         Path(run.save), world.rank == 0, resumed_at=position.iteration, tensorboard_dir=run.tensorboard_dir,
         wandb_project=run.wandb_project, config=config,
     )  # fmt: skip
     source = feature_source(run, loaded, loader, world)
-    saver, evaluator = CheckpointSaver(resolved, loaded, trainer, config), None
+    saver, evaluator = CheckpointSaver(resolved, loaded, trainer, training, config), None
     if run.evaluation.interval:
         evaluator = evaluate.AcceptanceEvaluator(run.evaluation, loaded, run.save, run.tokenizer, position.iteration)
-    complete = train(trainer, loader, source, settings, tracker, position, saver, evaluator)
+    complete = train(trainer, loader, source, training, tracker, position, saver, evaluator)
     tracker.close()
     return complete
 
@@ -316,10 +382,15 @@ def finetune(run: FinetuneRun) -> bool:
 class CheckpointSaver:
     """Saves the draft with everything a run continues from."""
 
-    def __init__(self, resolved: Resolved, loaded: Loaded, trainer: Trainer, config: dict[str, Any]) -> None:
+    def __init__(
+        self, resolved: Resolved, loaded: Loaded, trainer: Trainer, training: TrainConfig, config: dict[str, Any]
+    ) -> None:
         self.run, self.loaded, self.trainer, self.config = resolved.run, loaded, trainer, config
         self.writer = BackgroundWriter() if self.run.train.async_save else None
-        self.fixed = {"data_order": resolved.order, "objective": resolved.objective.to_dict()}
+        self.fixed = {
+            "data_order": resolved.order, "objective": resolved.objective.to_dict(), "start": resolved.start,
+            "optimizer_settings": settings(training),
+        }  # fmt: skip
         self.latest = latest_iteration(self.run.save)
 
     def save(self, position: Position) -> None:
@@ -330,7 +401,7 @@ class CheckpointSaver:
         folder = sharded.save(
             run.save, respec(loaded.spec, iteration=position.iteration), loaded.draft, loaded.vocab, trainer.world,
             optimizer=trainer.optimizer, extra={**self.fixed, **position.state()}, base_amax=loaded.base_amax,
-            run_config=self.config, keep=run.train.ckpt_keep, writer=self.writer,
+            run_config=self.config, keep=run.train.ckpt_keep, keep_until=position.begun_at, writer=self.writer,
         )  # fmt: skip
         self.latest = position.iteration
         log.info("%s %s", "saved" if self.writer is None else "saving in the background", folder)

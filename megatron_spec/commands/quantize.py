@@ -10,9 +10,9 @@ import torch
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint, respec
 from megatron_spec.checkpoint import sharded
-from megatron_spec.checkpoint.spec import CheckpointSpec, read_spec, resolve
+from megatron_spec.checkpoint.spec import CheckpointSpec, identity, latest_iteration, read_spec, resolve
 from megatron_spec.commands.data import check_file, check_seq_length, open_dataset
-from megatron_spec.commands.runs import QuantizeRun, takes
+from megatron_spec.commands.runs import QuantizeRun, settings_of, takes
 from megatron_spec.config import ObjectiveConfig, QuantConfig, UserError, presets, suggest
 from megatron_spec.data.loader import BatchLoader, ConversationDataset
 from megatron_spec.features.online import OnlineFeatures
@@ -110,13 +110,13 @@ def quantize(run: QuantizeRun) -> Path:
     folder = resolve(run.load)
     spec = read_spec(folder)
     objective = check(run, spec, quant)
-    world = distributed.initialize(run.parallel)
+    world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
     dtype = torch.bfloat16 if run.bf16 else torch.float32
     loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base)
     run_config = {"policy": run.policy, "samples": run.samples, "quant": quant.to_dict()}
     if quant.base == quant.draft == "none":
         log.info("nothing is quantised: %s holds the checkpoint as it was", run.save)
-        plain = respec(loaded.spec, iteration=0)
+        plain = respec(loaded.spec, iteration=_iteration(run))
         return sharded.save(run.save, plain, loaded.draft, loaded.vocab, world, run_config=run_config)
     dataset = open_dataset(run.data, run.tokenizer or str(loaded.base_ref.path), run.seq_length)
     sequence_parallel = run.parallel.sequence_parallel
@@ -125,13 +125,23 @@ def quantize(run: QuantizeRun) -> Path:
     found = calibrate(loaded.base, loaded.draft, OnlineFeatures(loaded.base), batches, objective, quant, world)
     base_amax = base_amax_state(loaded.base) if quant.base != "none" else None
     saved = sharded.save(
-        run.save, respec(loaded.spec, quant=quant, iteration=0), loaded.draft, loaded.vocab, world,
+        run.save, respec(loaded.spec, quant=quant, iteration=_iteration(run)), loaded.draft, loaded.vocab, world,
         base_amax=base_amax, run_config=run_config,
     )  # fmt: skip
     if world.rank == 0:
         write_report(found, run.save)
     log.info("quantised with %s on %d conversations: %s", run.policy, steps * loader.global_batch_size, saved)
     return saved
+
+
+def _into_its_own_folder(run: QuantizeRun) -> bool:
+    return Path(run.save).resolve() in (Path(run.load).resolve(), resolve(run.load).parent.resolve())
+
+
+def _iteration(run: QuantizeRun) -> int:
+    """0; in the folder of --load the one after its latest, so that what was there stays."""
+    latest = latest_iteration(run.save) if _into_its_own_folder(run) else None
+    return 0 if latest is None else latest + 1
 
 
 def check(run: QuantizeRun, spec: CheckpointSpec, quant: QuantConfig) -> ObjectiveConfig:
@@ -141,7 +151,8 @@ def check(run: QuantizeRun, spec: CheckpointSpec, quant: QuantConfig) -> Objecti
     check_draft(spec.draft, quant)
     objective = presets.objective_for(spec.draft, run.objective)
     check_file(run.data)
-    require_empty(run.save, "give another --save folder, or remove it to quantise again")
+    if not _into_its_own_folder(run):
+        require_empty(run.save, "give another --save folder, or remove it to quantise again")
     layouts.check("quantize", run.parallel)
     check_parallel(spec.base.config, run.parallel)
     check_seq_length(run.seq_length, spec)

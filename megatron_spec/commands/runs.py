@@ -5,9 +5,11 @@ Every command takes its run, or the run's fields: `convert(ConvertRun("base", "d
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from megatron_spec.config import (
@@ -23,6 +25,7 @@ from megatron_spec.config import (
     option,
     require,
 )
+from megatron_spec.runtime.files import sha256_of
 
 R = TypeVar("R")
 
@@ -38,6 +41,29 @@ def takes(cls: type[Config]) -> Callable[[Callable[[Any], R]], Callable[..., R]]
         return call
 
     return decorate
+
+
+def settings_of(run: Config, **known: Any) -> dict[str, Any]:
+    """Flag -> value of a run, and the content of the files it names: what all ranks must agree on.
+
+    Args:
+        known: content of files, by field, that is known already; what is no field is added as it is.
+    """
+    found = dict(_flags(run))
+    for flag, value in list(found.items()):
+        name = flag.removeprefix("--").replace("-", "_")
+        if isinstance(value, str) and Path(value).is_file() and name not in known:
+            found[f"{flag} (content)"] = sha256_of(value)
+    return {**found, **{f"--{name.replace('_', '-')} (content)": value for name, value in known.items()}}
+
+
+def _flags(run: Config) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(run):
+        value = getattr(run, field.name)
+        if isinstance(value, Config):
+            yield from _flags(value)
+        else:
+            yield f"--{flag_name(field)}", value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +196,11 @@ class FinetuneRun(Config):
     """For a checkpoint with a quantised base: train on that base as it is served, or on the original one."""
     train_epochs: int | None = option(None, "N", least=1)
     """Instead of --train-iters: passes over the data."""
+    override_opt_param_scheduler: bool = False
+    """A run that continues takes learning rate, decay, betas and the other optimizer settings from these flags, not
+    from its checkpoint. Without this flag, other settings than those of the checkpoint are refused."""
+    use_checkpoint_opt_param_scheduler: bool = False
+    """A run that continues takes them from its checkpoint, whatever the flags say."""
     tensorboard_dir: str | None = option(None, "DIR")
     """Write TensorBoard events to this folder."""
     wandb_project: str | None = option(None, "NAME")
@@ -190,6 +221,10 @@ class FinetuneRun(Config):
         if self.dry_run:
             return
         require(bool(self.save), "--save is required")
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            raise UserError(
+                "found --override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler, expected one of them"
+            )
         if bool(self.train_epochs) == bool(self.train.train_iters):
             found = "both" if self.train_epochs else "neither"
             raise UserError(f"found {found} of --train-iters and --train-epochs, expected one")
@@ -206,7 +241,7 @@ class QuantizeRun(Config):
     load: str = option(metavar="DIR")
     """Draft checkpoint to quantise."""
     save: str = option(metavar="DIR")
-    """New or empty folder for the quantised checkpoint."""
+    """New or empty folder for the quantised checkpoint, or that of --load, where it becomes the next iteration."""
     data: str = option(metavar="JSONL")
     """Conversations to calibrate on."""
     policy: str = option("fp8", "POLICY", flag="export-quant-cfg")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_spec.config.core import Config, require
+from megatron_spec.config.core import Config, option, require
 
 LossKind = Literal["soft_ce", "kl", "reverse_kl", "tv", "lk", "hard_ce"]
 Alignment = Literal["serving", "paper", "target"]
@@ -99,6 +99,8 @@ class TrainConfig(Config):
     """Learning rate at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
     """Decay of the learning rate after the warm-up."""
+    lr_decay_iters: int | None = option(None, least=1)
+    """Steps after which the learning rate is min_lr (default: train_iters)."""
     lr_warmup_iters: int = 0
     """Steps in which the learning rate rises from 0."""
     weight_decay: float = 0.0

@@ -41,8 +41,8 @@ def chain(root: str, name: str) -> dict[str, Any]:
 
     def train(load: str, save: str, iterations: int, cache: str | None = None) -> list[Any]:
         settings = TrainConfig(iterations, micro_batch_size=2, global_batch_size=4, lr=3e-3)
-        run = FinetuneRun(f"{here}/{load}", f"{here}/{save}", data, settings, goal, ParallelConfig(), 96)
-        run.feature_cache = cache
+        where = f"{here}/{load}", f"{here}/{save}", data
+        run = FinetuneRun(*where, settings, goal, ParallelConfig(), 96, feature_cache=cache)
         assert finetune(run)
         lines = Path(here, save, "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]

@@ -32,9 +32,7 @@ def finetune_run(root: Path, load: str, save: str, **changes: Any) -> FinetuneRu
     run = FinetuneRun(
         str(root / load), str(root / save), str(root / "train.jsonl"), settings, GOAL, ParallelConfig(), 96
     )
-    for name, value in changes.items():
-        setattr(run, name, value)
-    return run
+    return run.replace(**changes)
 
 
 def losses(root: Path, save: str) -> list[float]:
