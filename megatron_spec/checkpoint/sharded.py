@@ -61,7 +61,7 @@ def save(
     base_amax: dict[str, float] | None = None,
     run_config: dict[str, Any] | None = None,
     keep: int = 0,
-    keep_until: int = 0,
+    keep_until: int = -1,
     writer: BackgroundWriter | None = None,
 ) -> Path:
     """Save one iteration; it becomes visible, and `latest`, only when it is complete.
@@ -107,7 +107,7 @@ def save(
     return final
 
 
-def publish(temporary: Path, final: Path, keep: int = 0, keep_until: int = 0) -> None:
+def publish(temporary: Path, final: Path, keep: int = 0, keep_until: int = -1) -> None:
     """A complete temporary folder becomes iteration `final`, then the latest one. Killed anywhere inside, `latest`
     names a complete iteration: the new one, or the one before."""
     checkpoint, old = final.parent, final.with_name(f".{final.name}.old.tmp")
@@ -134,7 +134,7 @@ def _number(folder: Path) -> int:
 def _remove_old(checkpoint: Path, keep: int, keep_until: int) -> None:
     latest = latest_iteration(checkpoint)
     # A run that is saved into the folder it started from does not remove what was there.
-    saved = [p for p in _iterations(checkpoint) if _number(p) > keep_until or keep_until == 0 == _number(p)]
+    saved = [p for p in _iterations(checkpoint) if _number(p) > keep_until]
     for old in saved[:-keep]:
         if latest is not None and old != iteration_folder(checkpoint, latest):
             doomed = old.with_name(f".{old.name}.old.tmp")  # half removed it must not look complete

@@ -102,7 +102,7 @@ def resolve(run: FinetuneRun) -> Resolved:
     if resumed:
         check_same_run(resolved)
         if run.train_epochs is None:  # else when the data are counted
-            continued(resolved, run.train)
+            changed_settings(resolved, run.train)
     check(resolved)
     return resolved
 
@@ -204,7 +204,17 @@ def check_same_run(resolved: Resolved) -> None:
 
 
 def continued(resolved: Resolved, train: TrainConfig) -> TrainConfig:
-    """The training loop of a run that continues; what it says of the optimizer is compared with the checkpoint.
+    """The training loop of a run that continues, with the optimizer settings that count. Raises UserError."""
+    changed = changed_settings(resolved, train)
+    if not changed:
+        return train
+    counts = "checkpoint" if resolved.run.use_checkpoint_opt_param_scheduler else "flags"
+    log.warning("optimizer settings of the %s count, which differ in %s", counts, ", ".join(changed))
+    return train.replace(**changed) if counts == "checkpoint" else train
+
+
+def changed_settings(resolved: Resolved, train: TrainConfig) -> dict[str, Any]:
+    """Optimizer settings of the checkpoint that are not those of `train`, and that may differ.
 
     Raises UserError for other settings, unless --override-opt-param-scheduler or --use-checkpoint-opt-param-scheduler
     says which ones count, and for another kind of optimizer or precision.
@@ -221,14 +231,8 @@ def continued(resolved: Resolved, train: TrainConfig) -> TrainConfig:
             f"--save {run.save}: {'; '.join(kind)}. Its optimizer state has another form: continue with the same, or "
             f"start a new run with --load {run.save} and another --save folder"
         )
-    if not changed:
-        return train
-    if run.use_checkpoint_opt_param_scheduler:
-        log.warning("optimizer settings of the checkpoint: %s", "; ".join(said))
-        return train.replace(**changed)
-    if run.override_opt_param_scheduler:
-        log.warning("optimizer settings of the flags: %s", "; ".join(said))
-        return train
+    if not changed or run.use_checkpoint_opt_param_scheduler or run.override_opt_param_scheduler:
+        return changed
     raise UserError(
         f"--save {run.save} continues with other optimizer settings: {'; '.join(said)}. Give the same, or "
         "--override-opt-param-scheduler (the flags count) or --use-checkpoint-opt-param-scheduler (the checkpoint "
