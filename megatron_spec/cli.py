@@ -33,7 +33,12 @@ USER_ERRORS = frozenset(
 OTHERS_WAIT = 3.0
 """Seconds for which a rank keeps a message back that the first rank of its machine is likely to print."""
 
-_ALIASES = {"tensor_model_parallel_size": ["--tp"], "pipeline_model_parallel_size": ["--pp"]}
+_ALIASES = {
+    "tensor_model_parallel_size": ["--tp"],
+    "pipeline_model_parallel_size": ["--pp"],
+    "draft_lens": ["--num-nextn-predict-layers"],
+}
+"""Other flags of a field."""
 
 
 class Once(argparse.Action):
@@ -43,7 +48,7 @@ class Once(argparse.Action):
         """Called by argparse for each occurrence."""
         given = namespace.__dict__.setdefault("_given", set())
         if self.dest in given:
-            raise argparse.ArgumentError(self, "given twice: one run makes one draft, start another for the other")
+            raise argparse.ArgumentError(self, "given twice: expected one value; start another run for the other")
         given.add(self.dest)
         setattr(namespace, self.dest, values)
 

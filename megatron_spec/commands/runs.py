@@ -374,7 +374,7 @@ class ValidateRun(Config):
     """Report (default: validate.json in the checkpoint)."""
     html_output: str | None = option(None, "HTML", flag="html")
     """Write the report as a page with plots, too."""
-    draft_lens: tuple[int, ...] | None = option(None, "N[,N...]", flag="max-draft-len", parse=_numbers)
+    draft_lens: tuple[int, ...] | None = option(None, "N[,N...]", flag="max-draft-len", parse=_numbers, once=True)
     """Draft tokens of a chain, or depth of a tree; several are measured in one run (default: 3)."""
     num_prompts: int | None = option(None, "N", least=1)
     """Use the first N prompts (default: all)."""

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+HUB_CACHE = "/root/.cache/huggingface"
+
 
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
@@ -64,13 +66,32 @@ def _mount_option(target: str, source: str) -> str:
     return ",".join('"' + f.replace('"', '""') + '"' if set(f) & set('",') else f for f in fields)
 
 
-def docker_command(image: str, command: list[str], port: int = 8000, also: Sequence[str] = ()) -> list[str]:
+def hub_options() -> list[str]:
+    """Options that give a container the hub's cache and token, for models named as on the hub.
+
+    The token goes by the name of its variable, so that no command line shows it. Without a cache here the container
+    gets a volume of its own, so that it downloads a model only once.
+    """
+    cache = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    source = f"type=bind,source={cache.resolve()}" if cache.is_dir() else "type=volume,source=huggingface"
+    return ["--mount", f"{source},target={HUB_CACHE}", "--env", "HF_TOKEN", "--env", f"HF_HOME={HUB_CACHE}"]
+
+
+def docker_command(
+    image: str, command: list[str], ports: Sequence[int] = (8000,), also: Sequence[str] = (),
+    written: Sequence[str] = (), hub: bool = False,
+) -> list[str]:  # fmt: skip
     """`docker run` around a server's command.
 
     Args:
+        ports: published under the same numbers.
         also: further words whose paths are needed inside.
+        written: files needed inside that may not exist yet.
+        hub: a model is named as on the hub.
     """
-    docker = ["docker", "run", "--rm", "--gpus", "all", "--ipc=host", "-p", f"{port}:{port}"]
-    for target, source in mounts(_paths([*command, *also])).items():
+    docker = ["docker", "run", "--rm", "--gpus", "all", "--ipc=host"]
+    for port in ports:
+        docker += ["-p", f"{port}:{port}"]
+    for target, source in mounts([*_paths([*command, *also]), *written]).items():
         docker += ["--mount", _mount_option(target, source)]
-    return [*docker, image, *command]
+    return [*docker, *(hub_options() if hub else []), image, *command]

@@ -96,6 +96,13 @@ def test_ngram_by_configuration(tiny: Any) -> None:
 
 def test_the_decoding_type_fits_the_draft() -> None:
     assert decoding_type("eagle3.1", None) == "Eagle3" and decoding_type("eagle-mtp", "MTP") == "MTP"
+    assert decoding_type("eagle3", "Eagle") == "Eagle3"  # the spelling of TensorRT-LLM's older releases
+    assert [DecodeConfig(decoding_type=name).decoding_type for name in ("UserProvided", "User_Provided")] == [
+        "User"
+    ] * 2
+    assert DecodeConfig(decoding_type="Draft_Target").decoding_type == "DraftTarget"
+    with pytest.raises(UserError, match="--mtp-from-base"):
+        decoding_type(None, "MTP")
     assert decoding_type(None, "NGram") == "NGram" == decoding_type("medusa", "NGram")
     with pytest.raises(UserError, match="--decoding-type Eagle, but the draft is medusa, which decodes as Medusa"):
         decoding_type("medusa", "Eagle")
