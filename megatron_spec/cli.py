@@ -22,7 +22,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn
 
-from megatron_spec.config import Config, UserError, flag_name, suggest
+from megatron_spec.config import Config, UserError, flag_name, megatron_flags, suggest
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        self.run_class = run
+        self.run_class, self.notes = run, list[str]()
         if run is not None:
             self._add_fields(run, self, "")
 
@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse; wrong, unknown and missing flags and values that contradict one another end the program together."""
-        words, problems = self._sort_out(sys.argv[1:] if args is None else list(args))
+        words, problems, shapes = self._sort_out(sys.argv[1:] if args is None else list(args))
         required = [a for a in self._actions if a.required and a.option_strings]
         for action in required:
             action.required = False
@@ -88,15 +88,17 @@ class Parser(argparse.ArgumentParser):
             names = ", ".join(a.option_strings[0] for a in missing)
             problems.append(f"the following arguments are required: {names}")
         if self.run_class is not None:
+            found.base_shapes = shapes
             found.run = _build(self.run_class, found, "", problems, complete=not missing)
         if problems:
             self.error(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} problems:", *problems]))
         return found
 
-    def _sort_out(self, words: list[str]) -> tuple[list[str], list[str]]:
-        """(words of flags that are known and have a value of their type, problems of the others)."""
+    def _sort_out(self, words: list[str]) -> tuple[list[str], list[str], tuple[tuple[str, str], ...]]:
+        """(words of known flags with a value of their type, problems of the others, shapes in Megatron's flags)."""
         good: list[str] = []
         problems: list[str] = []
+        shapes: list[tuple[str, str]] = []
         start = next((i for i, word in enumerate(words) if _is_flag(word)), len(words))
         good += words[:start]
         while start < len(words):
@@ -104,17 +106,40 @@ class Parser(argparse.ArgumentParser):
             name, equals, value = words[start].partition("=")
             values = ([value] if equals else []) + words[start + 1 : end]
             action = self._option_string_actions.get(name) or self._option_string_actions.get(_dashes(name))
-            problem = self._unknown(name) if action is None else self._wrong_value(action, values)
+            problem = self._unknown(name, values, shapes) if action is None else self._wrong_value(action, values)
             if problem is None and action is not None:
                 known = name if name in self._option_string_actions else _dashes(name)
                 good += [known + equals + value, *words[start + 1 : end]]
             elif problem:
                 problems.append(problem)
             start = end
-        return good, problems
+        return good, problems, tuple(shapes)
 
-    def _unknown(self, name: str) -> str | None:
+    def _unknown(self, name: str, values: list[str], shapes: list[tuple[str, str]]) -> str | None:
+        flag = _dashes(name)
+        known = megatron_flags.FLAGS.get(flag) or megatron_flags.opposite(flag)
+        if known is not None and self.run_class is not None:
+            return self._answer(flag, known, values, shapes)
         return f"unknown argument {name}{suggest(name, self._option_string_actions)}; see --help"
+
+    def _answer(
+        self, name: str, flag: megatron_flags.MegatronFlag, values: list[str], shapes: list[tuple[str, str]]
+    ) -> str | None:
+        """What to say of a flag of Megatron-LM; None where it may stay."""
+        if flag.verdict == "renamed":
+            here = flag.text in self._option_string_actions
+            return f"{name} is {flag.text} here" if here else f"{name}: this script has no such option ({flag.text})"
+        if flag.verdict == "refused":
+            return f"{name} is not supported: {flag.text}"
+        if len(values) != flag.takes_value:
+            return f"{name}: expected {'one value' if flag.takes_value else 'no value'}, found {values}"
+        if flag.verdict == "fixed" and values[0] not in flag.values:
+            return f"{name} {values[0]} is not supported, only {' or '.join(flag.values)}: {flag.text}"
+        if flag.verdict == "checked":
+            shapes.append((name, values[0]))
+        else:
+            self.notes.append(f"{name} is not needed: {flag.text}")
+        return None
 
     def _wrong_value(self, action: argparse.Action, values: list[str]) -> str | None:
         if action.nargs is not None:
@@ -124,7 +149,8 @@ class Parser(argparse.ArgumentParser):
         try:
             self._get_values(action, values[:1])
         except argparse.ArgumentError as e:
-            return str(e)
+            hint = megatron_flags.VALUES.get(values[0].lower())
+            return f"{e}{': ' + hint if hint else ''}"
         return None
 
     def add_model_flags(
@@ -293,6 +319,8 @@ def run(parser: Parser, main: Callable[[argparse.Namespace], None], argv: Sequen
     """Parse, run and leave. Exit code 0: done; 2: an error of the user (no traceback); 1: a bug (traceback)."""
     args = parser.parse_args(argv)
     setup_logging()
+    for note in parser.notes:
+        log.info(note)
     try:
         from megatron_spec.runtime.platform import check_optional_packages
 

@@ -16,6 +16,7 @@ from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
 from megatron_spec.checkpoint.native_mtp import check_own_module, load_own_module
 from megatron_spec.checkpoint.spec import CheckpointSpec
+from megatron_spec.commands.data import check_base_shapes
 from megatron_spec.commands.runs import ConvertRun, DraftRequest, settings_of, takes
 from megatron_spec.config import DraftConfig, EagleConfig, ParallelConfig, UserError, presets
 from megatron_spec.drafts import build_draft
@@ -108,6 +109,7 @@ def convert(run: ConvertRun) -> Path:
     """
     require_empty(run.save, "give another --save folder, or remove it to convert again")
     ref = inspect_base(run.load)
+    check_base_shapes(run, ref.config)
     config, vocab = plan(ref, run)
     layouts.check("convert", run.parallel)
     check_parallel(ref.config, run.parallel)

@@ -16,14 +16,21 @@ from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint.base_import import BaseReference, load_base
 from megatron_spec.checkpoint.spec import identity, read_spec, resolve
-from megatron_spec.commands.data import check_file
+from megatron_spec.commands.data import check_base_shapes, check_file
 from megatron_spec.commands.features import teacher_fingerprint, template_hash
 from megatron_spec.commands.runs import GenerateRun, ValidateRun, settings_of, takes
 from megatron_spec.config import BaseConfig, DecodeConfig, DecodingType, ParallelConfig, UserError
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.decoding.drafters.draft_target import check_tokenizers
 from megatron_spec.decoding.drafters.user import find_drafter
-from megatron_spec.decoding.options import WITHOUT_DRAFT, check_options, check_undrafted, decoding_type
+from megatron_spec.decoding.options import (
+    DECODING_TYPES,
+    WITHOUT_DRAFT,
+    check_lengths,
+    check_options,
+    check_undrafted,
+    decoding_type,
+)
 from megatron_spec.evaluation import html
 from megatron_spec.evaluation.report import Report, Run
 from megatron_spec.evaluation.validate import validate as run_validation
@@ -51,6 +58,7 @@ class Plan:
         kind: way of drafting; None: the base alone.
         load: draft checkpoint, or None.
         base: folder given for the base, or None.
+        base_config: architecture of the base.
         reference: the base, unless it comes with the checkpoint.
         captures: base layers whose outputs the draft reads.
         tokenizer: the tokenizer, and the folder it is from.
@@ -60,6 +68,7 @@ class Plan:
     kind: DecodingType | None
     load: str | None
     base: str | None
+    base_config: BaseConfig
     reference: BaseReference | None
     captures: Sequence[int]
     tokenizer: Any
@@ -99,11 +108,12 @@ def _draft_of(load: str | None, base: str | None, decode: DecodeConfig) -> tuple
 
 def plan(
     load: str | None, base: str | None, decode: DecodeConfig, parallel: ParallelConfig, tokenizer: str | None,
-    draft_needed: bool,
+    draft_needed: bool, lens: Sequence[int] | None = None,
 ) -> Plan:  # fmt: skip
     """Find out what is meant. Raises UserError for what does not fit together; no weight is read.
 
     Args:
+        lens: draft lengths; default: that of `decode`.
         draft_needed: without a draft there is nothing to do; else the base decodes alone.
     """
     algorithm, config, reference = _draft_of(load, base, decode)
@@ -120,6 +130,7 @@ def plan(
         check_undrafted(decode)
     else:
         check_options(decode, kind)
+        check_lengths(decode, lens or (decode.max_draft_len,), config if kind in DECODING_TYPES.values() else None)
     if kind == "User":
         find_drafter(decode.drafter or "")
     if kind == "DraftTarget":
@@ -127,7 +138,7 @@ def plan(
         check_parallel(inspect_exported_base(decode.speculative_model).config, parallel)
         check_tokenizers(opened, load_tokenizer(decode.speculative_model), decode.speculative_model)
     captures = config.capture_layer_ids if kind in ("Eagle3", "Eagle", "MTP") else ()
-    return Plan(kind, load, base, reference, captures, opened, source, decode)
+    return Plan(kind, load, base, base_config, reference, captures, opened, source, decode)
 
 
 @dataclass
@@ -188,7 +199,8 @@ def validate(run: ValidateRun) -> Report:
     check_file(run.data)
     prompts = read_prompts(run.data, run.num_prompts)
     decode = run.decode if run.draft_lens is None else run.decode.replace(max_draft_len=run.draft_lens[0])
-    planned = plan(run.load, run.base, decode, run.parallel, run.tokenizer, draft_needed=True)
+    planned = plan(run.load, run.base, decode, run.parallel, run.tokenizer, True, run.draft_lens)
+    check_base_shapes(run, planned.base_config)
     world = distributed.initialize(run.parallel, decode.seed, settings=_agreed(run))
     models = load_models(planned, world, dtype)
     about: dict[str, Any] = {
@@ -256,6 +268,7 @@ def generate(run: GenerateRun) -> int:
     check_output(output, prompts, answer_settings(planned.decode, stop_ids, {**about, **other}))
     if run.synthesize is not None:
         check_questions(questions, asking, about)
+    check_base_shapes(run, planned.base_config)
     world = distributed.initialize(run.parallel, run.decode.seed, settings=_agreed(run))
     models = load_models(planned, world, dtype)
     about["base_fingerprint"] = models.fingerprint

@@ -12,8 +12,9 @@ import torch
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint.spec import CheckpointSpec, identity, read_spec, resolve
+from megatron_spec.commands.data import check_base_shapes
 from megatron_spec.commands.runs import ExportRun, settings_of, takes
-from megatron_spec.config import UserError
+from megatron_spec.config import UserError, flag_name
 from megatron_spec.export import speculators, trtllm_legacy
 from megatron_spec.export.base import export_base
 from megatron_spec.export.common import shared_folder, together
@@ -31,10 +32,25 @@ log = logging.getLogger(__name__)
 def _check(run: ExportRun, spec: CheckpointSpec) -> None:
     """All that can be refused without reading weights. Raises UserError."""
     algorithm, quant = spec.draft.algorithm, spec.quant
+    check_base_shapes(run, spec.base.config)
     if not run.extra_modules and not (_quantised_base(spec) or run.with_base):
         raise UserError(
             "nothing to export: the base is not quantised and --export-extra-modules is not given; add "
             "--export-extra-modules for the draft or --export-base for the base"
+        )
+    alone = ("export_embeddings", "medusa_pt", "max_draft_len") if not run.extra_modules else ()
+    for name in alone:
+        if getattr(run, name):
+            flag = flag_name(run.__dataclass_fields__[name])
+            raise UserError(f"--{flag} is for the draft: add --export-extra-modules, or leave it out")
+    if (
+        run.max_draft_len
+        and run.format != "speculators"
+        and not (run.format == "hf" and algorithm.startswith("eagle3"))
+    ):
+        raise UserError(
+            f"--max-draft-len: no serving configuration is written for {algorithm} in the format {run.format}; "
+            "tools/make_serving_config.py writes one"
         )
     if run.export_embeddings and algorithm == "medusa":
         raise UserError("--export-embeddings: a Medusa draft reads no embedding")

@@ -14,7 +14,7 @@ import torch
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import Loaded, load_checkpoint
 from megatron_spec.checkpoint.spec import identity, read_spec, resolve
-from megatron_spec.commands.data import check_seq_length, open_dataset
+from megatron_spec.commands.data import check_base_shapes, check_seq_length, open_dataset
 from megatron_spec.commands.runs import ExtractRun, settings_of, takes
 from megatron_spec.config import UserError
 from megatron_spec.data.loader import Dataset, lengths_of
@@ -101,6 +101,7 @@ def extract_features(run: ExtractRun) -> Path:
     """
     folder = resolve(run.load)
     spec = read_spec(folder)
+    check_base_shapes(run, spec.base.config)
     layouts.check("extract", run.parallel, spec.base.config.num_experts)
     check_parallel(spec.base.config, run.parallel)
     check_seq_length(run.seq_length, spec)

@@ -18,7 +18,7 @@ from megatron_spec.checkpoint.background import BackgroundWriter
 from megatron_spec.checkpoint.spec import CheckpointSpec, identity, latest_iteration, read_spec
 from megatron_spec.checkpoint.spec import resolve as resolve_folder
 from megatron_spec.commands import evaluate
-from megatron_spec.commands.data import check_file, check_seq_length, open_dataset
+from megatron_spec.commands.data import check_base_shapes, check_file, check_seq_length, open_dataset
 from megatron_spec.commands.features import cached_features, stored_features
 from megatron_spec.commands.runs import FinetuneRun, settings_of, takes
 from megatron_spec.config import BaseConfig, ObjectiveConfig, QuantConfig, TrainConfig, UserError, presets
@@ -243,6 +243,7 @@ def changed_settings(resolved: Resolved, train: TrainConfig) -> dict[str, Any]:
 def check(resolved: Resolved) -> None:
     """Raise UserError for flags that do not fit the checkpoint, the layout, one another or this machine."""
     run, base = resolved.run, resolved.spec.base.config
+    check_base_shapes(run, base)
     tracking.check(run.tensorboard_dir, run.wandb_project)
     layouts.check(resolved.layout_row, run.parallel, base.num_experts)
     check_parallel(base, run.parallel)

@@ -11,7 +11,7 @@ from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.spec import CheckpointSpec, identity, latest_iteration, read_spec, resolve
-from megatron_spec.commands.data import check_file, check_seq_length, open_dataset
+from megatron_spec.commands.data import check_base_shapes, check_file, check_seq_length, open_dataset
 from megatron_spec.commands.runs import QuantizeRun, settings_of, takes
 from megatron_spec.config import ObjectiveConfig, QuantConfig, UserError, presets, suggest
 from megatron_spec.data.loader import BatchLoader, ConversationDataset
@@ -35,6 +35,18 @@ PRESETS = {
 }
 
 
+MODELOPT = {
+    "FP8_DEFAULT_CFG": "it is fp8 here (E4M3 per tensor, of base and draft)",
+    "FP8_KV_CFG": "it is --export-kv-cache-quant fp8 here, beside --export-quant-cfg fp8",
+    "NVFP4_DEFAULT_CFG": "here NVFP4 is for drafts: nvfp4_draft_only",
+    **dict.fromkeys(
+        ("INT8_DEFAULT_CFG", "INT8_SMOOTHQUANT_CFG", "INT4_AWQ_CFG", "W4A8_AWQ_BETA_CFG"),
+        "integer formats are not supported: use fp8",
+    ),
+}
+"""Names of ModelOpt -> what to give instead."""
+
+
 def quant_policy(name: str, kv_cache: str | None = None) -> QuantConfig:
     """The policy that --export-quant-cfg and --export-kv-cache-quant describe.
 
@@ -44,6 +56,8 @@ def quant_policy(name: str, kv_cache: str | None = None) -> QuantConfig:
 
     Raises UserError with a suggestion for an unknown preset or field, and for a contradiction.
     """
+    if name in MODELOPT:
+        raise UserError(f"--export-quant-cfg {name} is of ModelOpt: {MODELOPT[name]}")
     if name in PRESETS:
         policy = PRESETS[name]
     elif Path(name).suffix in (".json", ".yaml", ".yml"):
@@ -148,6 +162,7 @@ def check(run: QuantizeRun, spec: CheckpointSpec, quant: QuantConfig) -> Objecti
     """The objective as it applies to this draft. Raises UserError for all that can be refused without weights."""
     if spec.quant is not None:
         raise UserError(f"--load {run.load} is quantised already: quantise the checkpoint it was made from")
+    check_base_shapes(run, spec.base.config)
     check_draft(spec.draft, quant)
     objective = presets.objective_for(spec.draft, run.objective)
     check_file(run.data)

@@ -67,7 +67,15 @@ def _flags(run: Config) -> Iterator[tuple[str, Any]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftRequest(Config):
+class ScriptRun(Config):
+    """What all runs have."""
+
+    base_shapes: tuple[tuple[str, ...], ...] = option((), hidden=True)
+    """Pairs of a flag of Megatron-LM that describes the base's architecture, and its value: must be the base's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftRequest(ScriptRun):
     """The draft that convert_model.py makes; None where a flag was not given."""
 
     algorithm: Literal["eagle", "medusa"] = option("eagle", flag="export-algorithm", once=True)
@@ -126,6 +134,12 @@ class ConvertRun(DraftRequest):
     parallel: ParallelConfig = group(ParallelConfig)
     """Parallel layout."""
 
+    def validate(self) -> None:
+        """Raise UserError for flags that contradict one another."""
+        super().validate()
+        if self.mtp_from_base and self.seed != type(self).seed:
+            raise UserError("--seed does nothing with --mtp-from-base: no value is drawn; leave it out")
+
 
 @dataclass(frozen=True)
 class EvalRequest(Config):
@@ -159,7 +173,7 @@ class EvalRequest(Config):
 
 
 @dataclass(frozen=True)
-class FinetuneRun(Config):
+class FinetuneRun(ScriptRun):
     """finetune.py: train the draft of a checkpoint; on a quantised one this is quantisation-aware training."""
 
     load: str = option(metavar="DIR")
@@ -235,7 +249,7 @@ class FinetuneRun(Config):
 
 
 @dataclass(frozen=True)
-class QuantizeRun(Config):
+class QuantizeRun(ScriptRun):
     """quantize.py: attach fake quantisers to base and draft and calibrate their ranges."""
 
     load: str = option(metavar="DIR")
@@ -268,7 +282,7 @@ class QuantizeRun(Config):
 
 
 @dataclass(frozen=True)
-class ExportRun(Config):
+class ExportRun(ScriptRun):
     """export.py: write a draft, and its base where wanted, as engines load them."""
 
     load: str = option(metavar="DIR")
@@ -305,7 +319,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class ExtractRun(Config):
+class ExtractRun(ScriptRun):
     """offline_feature_extract.py: run the base over conversations and store its features."""
 
     load: str = option(metavar="DIR")
@@ -333,7 +347,7 @@ class ExtractRun(Config):
 
 
 @dataclass(frozen=True)
-class ImportRun(Config):
+class ImportRun(ScriptRun):
     """tools/import_features.py: features that another program computed become a store."""
 
     load: str = option(metavar="DIR")
@@ -361,7 +375,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class ValidateRun(Config):
+class ValidateRun(ScriptRun):
     """validate.py: the base decodes alone and with the draft; acceptance length and identity of the texts."""
 
     data: str = option(metavar="JSONL")
@@ -398,7 +412,7 @@ class ValidateRun(Config):
 
 
 @dataclass(frozen=True)
-class GenerateRun(Config):
+class GenerateRun(ScriptRun):
     """generate.py: a base answers prompts, alone or with a draft."""
 
     data: str | None = option(metavar="JSONL")

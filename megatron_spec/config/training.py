@@ -149,6 +149,8 @@ class TrainConfig(Config):
             require(getattr(self, name) > 0, f"{name} must be positive, found {getattr(self, name)}")
         for name in ("adam_beta1", "adam_beta2"):
             require(0 <= getattr(self, name) < 1, f"{name} must be in [0, 1), found {getattr(self, name)}")
+        for name in ("min_lr", "lr_decay_iters") if self.lr_decay_style == "constant" else ():
+            require(not getattr(self, name), f"{name} does nothing with lr_decay_style 'constant': leave it out")
         require(self.min_lr <= self.lr, f"min_lr {self.min_lr} must not be greater than lr {self.lr}")
 
 
@@ -179,6 +181,14 @@ class QuantConfig(Config):
         """Raise UserError when fields are out of range or contradict one another."""
         for name in ("base", "kv_cache"):
             require(getattr(self, name) != "nvfp4", f"{name} 'nvfp4' is not supported: that format is for drafts")
+        require(
+            self.calibration == "percentile" or self.percentile == type(self).percentile,
+            f"percentile {self.percentile} does nothing with calibration 'max': leave it out, or use 'percentile'",
+        )
+        for role, patterns in (("base", self.exclude_base), ("draft", self.exclude_draft)):
+            require(
+                not patterns or getattr(self, role) != "none", f"exclude_{role} does nothing: {role} is not quantised"
+            )
         require(0 < self.percentile <= 100, f"percentile must be in (0, 100], found {self.percentile}")
         require(
             self.kv_cache == "none" or self.base != "none",
