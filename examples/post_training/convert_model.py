@@ -1,7 +1,8 @@
-"""Give a base model a fresh draft model.
+"""Give a base model a draft model: a fresh one, or a published one to train on.
 
     python convert_model.py --export-algorithm eagle --export-eagle-algorithm eagle3 --load BASE --save DIR
     python convert_model.py --export-algorithm medusa --export-num-medusa-heads 4 --load BASE --save DIR
+    python convert_model.py --draft FOLDER --load BASE --save DIR
     torchrun --nproc-per-node 4 convert_model.py --tensor-model-parallel-size 4 --load BASE --save DIR ...
 
 BASE is a Hugging Face folder or a Megatron dist_checkpointing checkpoint. A reduced draft vocabulary comes from

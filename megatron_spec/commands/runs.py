@@ -95,10 +95,16 @@ class DraftRequest(ScriptRun):
     mtp_from_base: bool | None = None
     """eagle-mtp: load the prediction module that the base ships (DeepSeek-V3), instead of a fresh one."""
 
+    draft: str | None = option(None, "FOLDER")
+    """Train on from the draft in FOLDER, of any format that check_export.py knows, with its own vocabulary."""
+
     def validate(self) -> None:
         """Raise UserError when flags of one kind of draft are given for another."""
         eagle = ("eagle_algorithm", "eagle_config", "draft_vocab", "mtp_from_base")
         medusa = ("num_medusa_heads", "num_medusa_layers", "share_base_head")
+        given = self._given((*eagle, *medusa)) if self.draft is not None else []
+        if given:
+            raise UserError(f"--draft takes the draft as its folder has it: leave {', '.join(given)} out")
         other, owner = (eagle, "eagle") if self.algorithm == "medusa" else (medusa, "medusa")
         given = self._given(other)
         if given:
@@ -137,8 +143,9 @@ class ConvertRun(DraftRequest):
     def validate(self) -> None:
         """Raise UserError for flags that contradict one another."""
         super().validate()
-        if self.mtp_from_base and self.seed != type(self).seed:
-            raise UserError("--seed does nothing with --mtp-from-base: no value is drawn; leave it out")
+        flag = "--mtp-from-base" if self.mtp_from_base else "--draft"
+        if (self.mtp_from_base or self.draft is not None) and self.seed != type(self).seed:
+            raise UserError(f"--seed does nothing with {flag}: no value is drawn; leave it out")
 
 
 @dataclass(frozen=True)
