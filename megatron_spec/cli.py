@@ -138,7 +138,7 @@ class Parser(argparse.ArgumentParser):
         if flag.verdict == "checked":
             shapes.append((name, values[0]))
         else:
-            self.notes.append(f"{name} is not needed: {flag.text}")
+            self.notes.append(f"{name}{' is not needed' if flag.verdict == 'not needed' else ''}: {flag.text}")
         return None
 
     def _wrong_value(self, action: argparse.Action, values: list[str]) -> str | None:

@@ -11,6 +11,7 @@ import argparse
 
 from megatron_spec import cli
 from megatron_spec.commands.runs import GenerateRun
+from megatron_spec.config import UserError
 
 
 def parser() -> cli.Parser:
@@ -18,6 +19,13 @@ def parser() -> cli.Parser:
 
 
 def main(args: argparse.Namespace) -> None:
+    decode = args.run.decode
+    drafted = args.run.load or decode.speculative_model or decode.decoding_type
+    if decode.max_draft_len != type(decode).max_draft_len and not drafted:
+        raise UserError(
+            "--max-draft-len is for a draft, and without --load there is none: leave it out, or give --load, "
+            "--speculative-model or --decoding-type"
+        )
     from megatron_spec.commands.decode import generate
 
     generate(args.run)

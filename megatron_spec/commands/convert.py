@@ -19,6 +19,7 @@ from megatron_spec.checkpoint.spec import CheckpointSpec
 from megatron_spec.commands.data import check_base_shapes
 from megatron_spec.commands.runs import ConvertRun, DraftRequest, settings_of, takes
 from megatron_spec.config import DraftConfig, EagleConfig, ParallelConfig, UserError, presets
+from megatron_spec.config.modelopt import from_modelopt
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
@@ -87,6 +88,7 @@ def _plan_eagle(
     overrides = read_json(eagle_config) if eagle_config else {}
     if not isinstance(overrides, dict):
         raise UserError(f"{eagle_config} must hold a JSON object")
+    overrides = from_modelopt(overrides, eagle_algorithm)
     vocab = draft_vocabulary(draft_vocab, overrides, ref.config.vocab_size)
     config = presets.eagle_config(ref.config, eagle_algorithm, {**overrides, "draft_vocab_size": len(vocab)})
     return config, vocab

@@ -455,10 +455,3 @@ class GenerateRun(ScriptRun):
             raise UserError("--question-temperature is for --synthesize: leave it out with --data")
         if self.synthesize is not None and self.num_prompts is not None:
             raise UserError("--num-prompts is for --data: --synthesize already says how many questions are written")
-        if self.decode.max_draft_len != DecodeConfig().max_draft_len and not (
-            self.load or self.decode.speculative_model or self.decode.decoding_type
-        ):
-            raise UserError(
-                "--max-draft-len is for a draft, and without --load there is none: leave it out, or give --load, "
-                "--speculative-model or --decoding-type"
-            )

@@ -94,5 +94,5 @@ def test_the_learning_rate_that_counts_is_the_one_that_is_used(root: Path) -> No
     for name, rate in (("override", 0.5), ("checkpoint", 3e-3), ("same", 3e-3)):
         folder = root / name / "iter_0000004"
         saved = torch.load(folder / "dist" / "common.pt", weights_only=False)["optimizer"]
-        assert saved["optimizer"]["param_groups"][0]["max_lr"] == rate
+        assert saved["param_groups"][0]["max_lr"] == rate
         assert read_extra(folder)["optimizer_settings"]["lr"] == rate
