@@ -130,7 +130,7 @@ class ConvertRun(DraftRequest):
     """convert_model.py: a base gets a fresh draft."""
 
     load: str = option(metavar="BASE")
-    """Base: Hugging Face folder or Megatron checkpoint."""
+    """Base: Hugging Face folder, name on the hub, or Megatron checkpoint."""
     save: str = option(metavar="DIR")
     """New or empty folder for the draft checkpoint."""
     bf16: bool = False

@@ -1,4 +1,4 @@
-"""The training loop: data order is a pure function of samples consumed, so a killed run continues as if untouched.
+"""The training loop: data order is a pure function of samples consumed, so a killed run resumes exactly.
 
 All randomness of a step is derived from (seed, iteration), which makes the random state a part of the position.
 """
