@@ -46,7 +46,7 @@ class _Importer:
 
     @torch.no_grad()
     def normed(self, state_NH: Tensor) -> Tensor:
-        """The state behind the base's final norm."""
+        """The state after the base's final norm."""
         base = self.loaded.base
         state = state_NH.to(base.world.device, base.dtype)
         return state if self.final_norm == "applied" else base.gpt.decoder.final_layernorm(state)  # type: ignore[no-any-return]
