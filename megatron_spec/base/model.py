@@ -62,6 +62,8 @@ class FrozenBase(nn.Module):
         self.gpt = gpt
         self.stage = stages[world.pp_rank]
         self.capture_layer_ids = stages[-1].captures_out
+        self.quantised_on_disk = False
+        """The base's own files are in fp8, and it computes with their ranges: there is nothing to calibrate."""
         self.vocab_size = config.vocab_size
         turning = config.mla.rope_head_dim if config.mla else config.head_dim
         self.inv_freq: Tensor
