@@ -187,6 +187,10 @@ def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveC
             if getattr(objective, name) != getattr(default, name):
                 flag = "--" + name.replace("_", "-")
                 raise UserError(f"{flag} belongs to eagle1, the draft is {config.algorithm}: leave it out")
+    if not objective.in_vocab_only and config.draft_vocab_size == config.vocab_size:
+        raise UserError(
+            "--no-in-vocab-only: this draft has the whole vocabulary, so that no row is outside of it: leave it out"
+        )
     if not isinstance(config, MedusaConfig):
         return objective
     if objective.ttt_steps not in (default.ttt_steps, config.num_heads):

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.functional_tests.script_helpers import ROOT, environment, make_base, write_conversations
+from tests.worlds import free_port
 
 SLURM = ROOT / "examples" / "post_training" / "slurm"
 
@@ -54,9 +54,7 @@ def losses(run: Path) -> list[float]:
 
 
 def test_two_nodes_train_what_one_process_trains(root: Path) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     script = str(ROOT / "examples" / "post_training" / "finetune.py")
     agents = []
     for node in (1, 2):
