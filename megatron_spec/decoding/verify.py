@@ -1,6 +1,6 @@
 """Verification: which path of proposed tokens is accepted, and the bonus token (docs/algorithms.md#verification).
 
-exact      A node is accepted when it is the token the base chooses behind its parent: the argmax, or at a temperature
+exact      A node is accepted when it is the token the base chooses after its parent: the argmax, or at a temperature
            a sample drawn with a number that belongs to the place in the text. A most likely draft token is then
            accepted with just the base's probability of it, and the text is the one that the base alone draws.
 rejection  Tokens drawn from q are accepted with min(1, p/q), else one from max(p - q, 0) takes their place (speculative
@@ -50,7 +50,7 @@ class Verdict:
 
     Attributes:
         path_BP: int64 verification rows that were right, row 0 first; None where they are 0, 1, 2, ... (a chain).
-        emitted_BP: int64 tokens behind those rows: the accepted ones, then the base's own; the rest means nothing.
+        emitted_BP: int64 tokens after those rows: the accepted ones, then the base's own; the rest is meaningless.
         accepted_B: int64 accepted draft tokens.
     """
 
@@ -128,7 +128,7 @@ def verify(
 
 
 def _depths(drafted: Drafted, batch: int) -> Tensor:
-    """int64 [B, S] how many tokens behind the last known one each verification row stands."""
+    """int64 [B, S] how many tokens after the last known one each verification row stands."""
     tokens_BN = drafted.tokens_BN
     if drafted.tree is None:
         return torch.arange(tokens_BN.shape[1] + 1, device=tokens_BN.device).expand(batch, -1)
@@ -172,7 +172,7 @@ def _reject(
     p_BN, q_BN = (x.gather(2, token_BN1)[:, :, 0] for x in (p_BSV[:, :-1], q_BNV))
     ok_BN = (draws.accept_BP[:, : S - 1] * q_BN < p_BN) & drafted.valid_BN
     accepted_B = ok_BN.long().cumprod(dim=1).sum(dim=1)
-    # Behind a rejected token the rest of p; behind the last proposed one p itself (q counts as 0 there).
+    # After a rejected token the rest of p; after the last proposed one p itself (q counts as 0 there).
     counts_BN = torch.cat([drafted.valid_BN, drafted.valid_BN.new_zeros(B, 1)], dim=1)
     at_B11 = accepted_B[:, None, None].expand(-1, 1, p_BSV.shape[2])
     q_BSV = torch.cat([q_BNV, torch.zeros_like(q_BNV[:, :1])], dim=1) * counts_BN[:, :, None]
