@@ -50,7 +50,7 @@ class Verdict:
 
     Attributes:
         path_BP: int64 verification rows that were right, row 0 first; None where they are 0, 1, 2, ... (a chain).
-        emitted_BP: int64 tokens after those rows: the accepted ones, then the base's own; the rest is meaningless.
+        emitted_BP: int64 tokens after those rows: the accepted ones, then the base's own; the rest means nothing.
         accepted_B: int64 accepted draft tokens.
     """
 
@@ -106,11 +106,11 @@ def verify(
         parent_row_BN = drafted.tree.parent_row_BN
     ok_BN, score_BN = drafted.tokens_BN == chosen_BS.gather(1, parent_row_BN), None
     if not config.lossless:
-        behind_NV = logits_BSV.gather(1, parent_row_BN[:, :, None].expand(-1, -1, V)).flatten(0, 1)
+        after_NV = logits_BSV.gather(1, parent_row_BN[:, :, None].expand(-1, -1, V)).flatten(0, 1)
         if config.typical_acceptance:
-            ok_BN, score_BN = _typical(behind_NV, drafted, parent_row_BN, config, group)
+            ok_BN, score_BN = _typical(after_NV, drafted, parent_row_BN, config, group)
         elif thinking_BS is not None:
-            relaxed_BN = _relaxed(behind_NV, drafted.tokens_BN, config, group)
+            relaxed_BN = _relaxed(after_NV, drafted.tokens_BN, config, group)
             ok_BN = ok_BN | (relaxed_BN & thinking_BS.gather(1, parent_row_BN))
     ok_BN = ok_BN & drafted.valid_BN
     if drafted.tree is None:
@@ -136,10 +136,10 @@ def _depths(drafted: Drafted, batch: int) -> Tensor:
 
 
 def _typical(
-    behind_NV: Tensor, drafted: Drafted, parent_row_BN: Tensor, config: DecodeConfig, group: dist.ProcessGroup
+    after_NV: Tensor, drafted: Drafted, parent_row_BN: Tensor, config: DecodeConfig, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """(accepted if the parent is, score of the path up to the node), both [B, N]."""
-    scaled_NV = behind_NV.float() / config.temperature
+    scaled_NV = after_NV.float() / config.temperature
     tokens_BN = drafted.tokens_BN
     logp_N = sampling.at(scaled_NV, tokens_BN.flatten(), group) - sampling.log_normalizer(scaled_NV, group)
     bar_N = (config.posterior_alpha * (-sampling.entropy(scaled_NV, group)).exp()).clamp(max=config.posterior_threshold)
@@ -150,9 +150,9 @@ def _typical(
     return (logp_N.exp() > bar_N).view_as(tokens_BN), 0.999 * total_BN.clamp(max=0.0).exp()
 
 
-def _relaxed(behind_NV: Tensor, tokens_BN: Tensor, config: DecodeConfig, group: dist.ProcessGroup) -> Tensor:
+def _relaxed(after_NV: Tensor, tokens_BN: Tensor, config: DecodeConfig, group: dist.ProcessGroup) -> Tensor:
     """bool [B, N]; differences of log-probabilities are differences of logits."""
-    top_Nk, ids_Nk = sampling.topk(behind_NV, config.relaxed_topk, group)
+    top_Nk, ids_Nk = sampling.topk(after_NV, config.relaxed_topk, group)
     near_Nk = top_Nk >= top_Nk[:, :1] - config.relaxed_delta
     return ((ids_Nk == tokens_BN.flatten()[:, None]) & near_Nk).any(dim=1).view_as(tokens_BN)
 

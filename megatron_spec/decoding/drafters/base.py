@@ -18,7 +18,7 @@ class Observation:
 
     Attributes:
         first: first engine row the tensors speak of.
-        slots_BS: int64 positions of the S rows, those of a sequence in order.
+        slots_BS: int64 positions of the S rows, those of a sequence consecutive.
         next_tokens_BS: int64 the token that follows each of them (verified, or the base's own choice).
         counts_B: int64 number of leading rows that are final; rows after them hold rejected drafts or padding.
         captures_SBC: captured base layers of the rows.
@@ -42,7 +42,7 @@ class Context:
     """The running sequences: all that is known of rows 0..B-1.
 
     Attributes:
-        tokens_BL: int64 prompt and emitted tokens; entries from the length on are meaningless.
+        tokens_BL: int64 prompt and emitted tokens; entries at and past the length are meaningless.
         lengths_B: int64 number of known tokens. The last one has not been read by the base yet.
         uniform_BK: one number in [0, 1) for each place to be drafted, when drafts are to be drawn from the draft's own
             distribution (rejection sampling); None: the most likely tokens are wanted.
@@ -89,7 +89,7 @@ class Drafter:
         """Make room for `rows` sequences of up to `max_length` tokens; forgets everything before."""
 
     def observe(self, seen: Observation) -> None:
-        """Take in verified rows. What was computed from rejected drafts from them on is thereby rolled back."""
+        """Take in verified rows. What was computed from rejected drafts at or after them is thereby rolled back."""
 
     def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
         """Propose chains of up to `count` tokens, or trees of up to that depth."""
