@@ -187,7 +187,7 @@ class FrozenBase(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V / TP, H] this rank's rows of the head; rows behind the true vocabulary are padding."""
+        """[V / TP, H] this rank's rows of the head; rows past the true vocabulary are padding."""
         if self.config.tie_word_embeddings:
             return self.embedding_weight
         return self.gpt.output_layer.weight if self.head_copy is None else self.head_copy

@@ -105,7 +105,7 @@ def export_draft(
         write_stream(((n, x.to("cpu", chosen)) for n, x in _tensors(draft, ends, world)), writer)
 
         def finish() -> None:
-            """What is written behind the tensors."""
+            """What is written after the tensors."""
             copy_side_files(base.path, folder)
             write_json(folder / "config.json", config_json(config, base, dtype))
             if also_pt:
