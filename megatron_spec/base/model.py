@@ -126,9 +126,13 @@ class FrozenBase(nn.Module):
         It keeps its own attention, so it serves causal training batches only: no packed documents, no KV cache.
 
         Raises:
-            UserError: more than one model chunk, or capture ids that do not fit.
+            UserError: more than one model chunk, longrope, or capture ids that do not fit.
         """
         layouts.check("wrap", world.parallel)
+        if config.rope.longest_short is not None:
+            raise UserError(
+                "a wrapped GPTModel chooses longrope's frequencies by the batch: load the base with load_base"
+            )
         chunks = gpt if isinstance(gpt, list) else [gpt]
         if len(chunks) != 1:
             raise UserError(
@@ -204,7 +208,8 @@ class FrozenBase(nn.Module):
 
     def embed(self, tokens_BS: Tensor) -> Tensor:
         """[S, B, H] token embeddings; scattered to [S / TP, B, H] under sequence parallelism."""
-        return ends.embed(tokens_BS, self.embedding_weight, self.world.tp, self.world.parallel.sequence_parallel)
+        scattered = self.world.parallel.sequence_parallel
+        return ends.embed(tokens_BS, self.embedding_weight, self.world.tp, scattered, self.vocab_size)
 
     def logits(self, state_SBH: Tensor) -> Tensor:
         """[S, B, V / TP] logits of this rank's vocabulary shard (full sequence); padding rows are -inf."""
@@ -227,13 +232,17 @@ class FrozenBase(nn.Module):
         ep = self.world.parallel.expert_model_parallel_size
         return Experts.of(self.config, self.world.base_groups.ep.rank() if ep > 1 else 0, ep)
 
-    def _frequencies(self, positions_BS: Tensor, plan: AttentionPlan) -> Tensor:
-        """longrope has two sets, by the length of the text: that of the longest row, or what the cache can hold."""
-        if self.inv_freq_long is None:
+    def _frequencies(self, batch: Batch, plan: AttentionPlan) -> Tensor:
+        """longrope has two sets of frequencies: the length of each token's own text chooses (see ops/rope.py)."""
+        limit = self.config.rope.longest_short
+        if self.inv_freq_long is None or limit is None:
             return self.inv_freq
-        length = int(positions_BS.max()) + 1 if plan.cache is None else plan.cache.keys.shape[2]
-        long = length > self.config.rope.original_max_position_embeddings
-        return self.inv_freq_long if long else self.inv_freq
+        if plan.cache is None:
+            length_BS = batch.local(batch.document_lengths())
+        else:
+            known_B = plan.lengths_B if plan.lengths_B is not None else batch.positions_BS.amax(1) + 1
+            length_BS = known_B[:, None].expand_as(batch.positions_BS)
+        return torch.where(length_BS.t()[..., None] > limit, self.inv_freq_long, self.inv_freq)
 
     @contextmanager
     def _under(self, plan: AttentionPlan) -> Iterator[None]:
@@ -247,7 +256,7 @@ class FrozenBase(nn.Module):
 
     def _angles(self, batch: Batch, plan: AttentionPlan) -> Tensor:
         if len(self.attentions) == self.stage.count:
-            return rotary_angles(batch.local(batch.positions_BS), self._frequencies(batch.positions_BS, plan))
+            return rotary_angles(batch.local(batch.positions_BS), self._frequencies(batch, plan))
         if plan.context is not None or plan.mask_B1SL is not None or plan.documents is not None:
             raise UserError(
                 "a wrapped GPTModel keeps its own causal attention and cannot run packed documents, context "

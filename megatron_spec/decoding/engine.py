@@ -14,6 +14,9 @@ On one GPU a step runs from CUDA graphs (replay.py): nothing in it depends on th
 once a step, for a table of what was emitted. Rows behind the running ones may then be computed too; they stay inside
 their cache, and what they hold is overwritten before it is seen.
 
+A base with longrope reads short and long texts with other frequencies (ops/rope.py): a sequence that grows past the
+boundary ends there for its row, and waits to be read anew as a longer prompt.
+
 Every rank of the pipeline and tensor parallel groups takes the same decisions: tokens are reduced over tensor
 parallel ranks (sampling.py) and taken from the first pipeline stage. Data-parallel ranks know nothing of each other.
 
@@ -170,7 +173,7 @@ def two_best(base: FrozenBase, tokens: Sequence[int]) -> tuple[list[float], list
 
 @dataclass
 class _Sequence:
-    """A running sequence as the host knows it: which prompt, its answer, known tokens, most tokens."""
+    """A running sequence as the host knows it: which prompt, its answer, known tokens, most tokens in this row."""
 
     index: int
     generation: Generation
@@ -202,6 +205,7 @@ class _Engine:
         self.costs, self.replays = costs, replays
         self.waiting = group  # longest first: neighbours in a batch have similar lengths
         self.running: list[_Sequence] = []  # one for each row in use
+        self.begun: dict[int, Generation] = {}  # answers that wait to be read again
         self.ended: list[tuple[int, Generation]] = []
         self.draft_len = config.max_draft_len if drafter else 0
         self.rows = rows = min(config.batch_size, len(group))
@@ -223,6 +227,15 @@ class _Engine:
 
     def _limit(self, i: int) -> int:
         return min(len(self.prompts[i]) + self.config.max_new_tokens, self.base.config.max_position_embeddings)
+
+    def _text(self, i: int) -> list[int]:
+        """Prompt i and the answer so far."""
+        return [*self.prompts[i], *(self.begun[i].tokens if i in self.begun else ())]
+
+    def _row_limit(self, i: int) -> int:
+        """Most tokens of prompt i and its answer that a row can hold before it is read again."""
+        short = self.base.config.rope.longest_short
+        return self._limit(i) if short is None or len(self._text(i)) > short else min(self._limit(i), short + 1)
 
     def _key_slots(self, needed: int) -> int:
         return -(-needed // self.key_step) * self.key_step
@@ -246,14 +259,15 @@ class _Engine:
     ) -> tuple[Tensor, Tensor]:
         """Args: key_slots: how many are looked at; 0: the tokens begin their sequences."""
         view, positions_BS = rows_view(self.cache, first, tokens_BS.shape[0]), slots_BS
+        length_B = self.length_B[first : first + tokens_BS.shape[0]]
         if tree is not None:
             visible_BSL = visible_slots(slots_BS[:, 0], tree.above_BSS, key_slots)
-            plan = AttentionPlan.cached(view, slots_BS, visible_BSL, key_slots)
+            plan = AttentionPlan.cached(view, slots_BS, visible_BSL, key_slots, length_B)
             positions_BS = slots_BS[:, :1] + torch.cat([torch.zeros_like(slots_BS[:, :1]), tree.depth_BN], dim=1)
         elif key_slots:
-            plan = AttentionPlan.cached(view, slots_BS, length=key_slots)
+            plan = AttentionPlan.cached(view, slots_BS, length=key_slots, lengths_B=length_B)
         else:
-            plan = AttentionPlan.prefill(view, slots_BS)
+            plan = AttentionPlan.prefill(view, slots_BS, length_B)
         zeros_BS = torch.zeros_like(tokens_BS, dtype=torch.int32)
         return run_base_everywhere(self.base, Batch(tokens_BS, positions_BS, zeros_BS, zeros_BS), plan)
 
@@ -275,7 +289,7 @@ class _Engine:
 
     def _prefill(self, free: int) -> None:
         """Read waiting prompts into the free rows and emit their first tokens."""
-        widest = len(self.prompts[self.waiting[0]])
+        widest = len(self._text(self.waiting[0]))
         count = max(1, min(free, PREFILL_TOKENS // widest, len(self.waiting)))
         taken, self.waiting = self.waiting[:count], self.waiting[count:]
         first = len(self.running)
@@ -283,37 +297,40 @@ class _Engine:
         tokens_BS = self.tokens_BL[first : first + count, :widest]
         slots_BS = torch.arange(widest, device=tokens_BS.device).repeat(count, 1)
         here, row_B = slice(first, first + count), torch.arange(count, device=tokens_BS.device)
-        prompt_B = self.prompt_B[here]
+        length_B = self.length_B[here].clone()
+        draws_B = self._draws(here, length_B - self.prompt_B[here], 1)[:, 0, 0]
         with self.costs.phase("prefill"):
             captures_SBC, state_SBH = self._forward(first, tokens_BS, slots_BS, 0)
-            logits_MV = self.base.logits(state_SBH[prompt_B - 1, row_B][None])[0]
-            chosen_B = choose(logits_MV, self.uniform_BN3[here, 0, 0], self.config, self.base.world.tp)
+            logits_MV = self.base.logits(state_SBH[length_B - 1, row_B][None])[0]
+            chosen_B = choose(logits_MV, draws_B, self.config, self.base.world.tp)
         chosen_B = self._agree(chosen_B)
-        self.tokens_BL[here].scatter_(1, prompt_B[:, None], chosen_B[:, None])
+        self.tokens_BL[here].scatter_(1, length_B[:, None], chosen_B[:, None])
         if self.drafter:
             next_BS = self.tokens_BL[here, 1 : widest + 1]
-            self.drafter.observe(
-                Observation(first, slots_BS, next_BS, prompt_B.clone(), captures_SBC, state_SBH, prefill=True)
-            )
-        self.running += [_Sequence(i, Generation(), len(self.prompts[i]), self._limit(i)) for i in taken]
-        zeros_B = torch.zeros_like(prompt_B)
+            self.drafter.observe(Observation(first, slots_BS, next_BS, length_B, captures_SBC, state_SBH, prefill=True))
+        for i in taken:
+            known, limit = len(self._text(i)), self._row_limit(i)
+            self.running.append(_Sequence(i, self.begun.pop(i) if i in self.begun else Generation(), known, limit))
+        zeros_B = torch.zeros_like(length_B)
         self._book(first, self._advance(first, chosen_B[:, None], zeros_B, zeros_B).tolist(), verified=False)
 
     def _place(self, first: int, taken: list[int]) -> None:
         """Fill the rows from `first` on with prompts."""
         here, device = slice(first, first + len(taken)), self.tokens_BL.device
-        prompts = [torch.tensor(self.prompts[i], dtype=torch.int64) for i in taken]
+        prompts = [torch.tensor(self._text(i), dtype=torch.int64) for i in taken]
         whole_BL = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         self.tokens_BL[here] = 0
         self.tokens_BL[here, : whole_BL.shape[1]] = to_device(whole_BL, device)
-        numbers_B2 = to_device(torch.tensor([[len(self.prompts[i]), self._limit(i)] for i in taken]), device)
-        self.length_B[here] = self.prompt_B[here] = numbers_B2[:, 0]
-        self.limit_B[here] = numbers_B2[:, 1]
+        numbers = [[len(self._text(i)), len(self.prompts[i]), self._row_limit(i)] for i in taken]
+        for state, column_B in zip(
+            (self.length_B, self.prompt_B, self.limit_B), to_device(torch.tensor(numbers), device).t(), strict=True
+        ):
+            state[here] = column_B
         if self.config.temperature > 0:
             generators = [torch.Generator().manual_seed(self.seeds[i]) for i in taken]
             # The base's choices first: they are the same numbers whatever else is drawn.
-            numbers = [torch.rand(3, self.config.max_new_tokens, generator=g).t() for g in generators]
-            self.uniform_BN3[here] = to_device(torch.stack(numbers), device)
+            drawn = [torch.rand(3, self.config.max_new_tokens, generator=g).t() for g in generators]
+            self.uniform_BN3[here] = to_device(torch.stack(drawn), device)
 
     # --- verification -------------------------------------------------------------------------------------------
 
@@ -461,7 +478,7 @@ class _Engine:
             generation.tokens += chosen[:emitted]
             generation.stopped = bool(stopped)
             generation.num_base_forwards += 1
-            if self.drafter and verified:
+            if self.drafter and (verified or len(generation.tokens) > emitted):
                 generation.accepted_lengths.append(emitted - 1)
                 generation.drafted_lengths.append(emitted - 1 if stopped else proposed)
             if over:
@@ -471,7 +488,13 @@ class _Engine:
 
     def _free(self, ended: list[int]) -> None:
         """Move the last running rows into the places of the ended ones."""
-        self.ended += [(self.running[row].index, self.running[row].generation) for row in ended]
+        for sequence in (self.running[row] for row in ended):
+            if sequence.generation.stopped or sequence.length >= self._limit(sequence.index):
+                self.ended.append((sequence.index, sequence.generation))
+            else:  # it crossed longrope's boundary
+                self.begun[sequence.index] = sequence.generation
+                self.waiting.append(sequence.index)
+                self.waiting.sort(key=lambda i: -len(self._text(i)))
         left, gone = len(self.running) - len(ended), set(ended)
         target = [r for r in ended if r < left]
         source = [r for r in range(left, len(self.running)) if r not in gone]

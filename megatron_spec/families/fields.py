@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from typing import Any
 
 from megatron_spec.config import RopeConfig, UserError
+
+log = logging.getLogger(__name__)
 
 ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -15,6 +19,9 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
 """What rope_scaling must hold, by supported type."""
+
+_DEFAULT_THETA = {"mixtral": 1e6, "gpt_oss": 150000.0}
+"""By model_type, where a config.json gives none; 10000 for all others, as in transformers."""
 
 _SPELLINGS = {"su": "longrope"}
 """Old names of types."""
@@ -26,12 +33,43 @@ def mscale(factor: float, weight: float = 1.0) -> float:
 
 
 def rope_values(raw: dict[str, Any]) -> dict[str, Any]:
-    """Old files: rope_theta + rope_scaling; transformers 5: rope_parameters holding both."""
-    values = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
-        if name in raw:
+    """Old files: rope_theta + rope_scaling; transformers 5: rope_parameters holding both.
+
+    With transformers' precedence: rope_scaling before rope_parameters, which is not merged with it; the fields beside
+    them fill gaps, but for the original number of positions, which wins.
+    """
+    values = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    default_theta = _DEFAULT_THETA.get(str(raw.get("model_type")), 10000.0)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if raw.get(name) is not None:
             values.setdefault(name, raw[name])
+    values.setdefault("rope_theta", default_theta)
+    original = raw.get("original_max_position_embeddings")
+    if original is not None:
+        values["original_max_position_embeddings"] = original
     return values
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
+
+
+def _say_contradiction(raw: dict[str, Any], values: dict[str, Any], where: str) -> None:
+    """Warn, once a file, of fields that name the same thing and differ from what is read."""
+    scaling, parameters = (raw.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
+    other = dict(parameters) if scaling else {}
+    other |= {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if raw.get(name) is not None}
+    kind = other.pop("type", None)
+    other.setdefault("rope_type", kind or ("default" if scaling and parameters else None))
+    read = {"rope_type": values.get("type", "default"), **values}
+    differ = {name: x for name, x in other.items() if x is not None and name in read and read[name] != x}
+    if differ:
+        used = {name: read[name] for name in differ}
+        _warn_once(
+            f"{where}: rope_scaling, rope_parameters and the fields beside them disagree; as in transformers {used} "
+            f"is used, not {differ}: remove what does not hold"
+        )
 
 
 def _attention_factor(kind: str, values: dict[str, Any], raw: dict[str, Any]) -> float:
@@ -50,6 +88,7 @@ def _attention_factor(kind: str, values: dict[str, Any], raw: dict[str, Any]) ->
 def rope(raw: dict[str, Any], where: str) -> RopeConfig:
     """Rotary embedding of a config.json. Raises UserError for a type that is not known or lacks fields."""
     values = rope_values(raw)
+    _say_contradiction(raw, values, where)
     kind = values.get("rope_type", values.get("type", "default"))
     kind = _SPELLINGS.get(kind, kind)
     if kind not in ROPE_FIELDS:
@@ -69,7 +108,7 @@ def rope(raw: dict[str, Any], where: str) -> RopeConfig:
         found |= {name: float(values[name]) for name in ("beta_fast", "beta_slow") if values.get(name)}
         found["truncate"] = bool(values.get("truncate", True))
     return RopeConfig(
-        theta=float(values.get("rope_theta", 10000.0)), type=kind,
+        theta=float(values["rope_theta"]), type=kind,
         partial_rotary_factor=float(values.get("partial_rotary_factor", 1.0)), **found,
     )  # fmt: skip
 
