@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -15,6 +16,8 @@ from megatron_spec.config import (
     UserError,
     suggest,
 )
+
+log = logging.getLogger(__name__)
 
 _HUGGING_FACE_NAMES = {"rope_theta", "rope_scaling"}
 
@@ -129,6 +132,10 @@ def own_mtp_config(base: BaseConfig) -> EagleConfig:
         raise UserError(
             "--mtp-from-base: this base ships no prediction module (num_nextn_predict_layers in its config.json, "
             "DeepSeek-V3); without the flag, eagle-mtp makes a fresh one"
+        )
+    if base.mtp_layers > 1:
+        log.warning(
+            "the base ships %d prediction modules: the first is read, the others stay as they are", base.mtp_layers
         )
     return EagleConfig(
         algorithm="eagle-mtp",

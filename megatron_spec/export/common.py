@@ -35,6 +35,11 @@ class BaseLike(Protocol):
         ...
 
     @property
+    def kind(self) -> str:
+        """'hf' or 'megatron'."""
+        ...
+
+    @property
     def config(self) -> BaseConfig:
         """What it is."""
         ...

@@ -7,18 +7,15 @@ config.json is the base's: engines look for the module in a folder that says how
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import EagleConfig, MlaConfig, MoeConfig, presets
-from megatron_spec.export.tensor_files import read_entries
-from megatron_spec.runtime.files import read_json, write_json
+from megatron_spec.runtime.files import read_json
 
 Shapes = dict[str, tuple[int, ...]]
 
 _ARCHITECTURES = ("DeepseekV3ForCausalLM",)
-_FILE = "model-mtp.safetensors"
 _FLOAT32 = "e_score_correction_bias"
 
 
@@ -105,17 +102,3 @@ def read_config_json(raw: dict[str, Any]) -> EagleConfig:
     from megatron_spec.families import parse_base_config  # needs torch
 
     return presets.own_mtp_config(parse_base_config(raw, "config.json"))
-
-
-def add_to_base(base: Path, draft: Path) -> None:
-    """Make the module a part of an exported base: engines find it where the base ships it, behind its last layer."""
-    index, config = base / "model.safetensors.index.json", read_json(base / "config.json")
-    if index.is_file():
-        found = read_json(index)
-    else:
-        names = read_entries(base)
-        found = {"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}
-    shutil.copyfile(draft / "model.safetensors", base / _FILE)
-    found["weight_map"] |= dict.fromkeys(read_entries(draft), _FILE)
-    write_json(index, found)
-    write_json(base / "config.json", {**config, "num_nextn_predict_layers": 1})

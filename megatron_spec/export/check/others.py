@@ -109,6 +109,12 @@ def check_mtp(folder: Folder) -> Iterator[Finding]:
     if isinstance(config, Finding):
         yield config
         return
+    announced = folder.config.get("num_nextn_predict_layers") or 1
+    if announced != 1:
+        yield Finding(
+            "num_nextn_predict_layers", f"config.json announces {announced} modules: the first is read here",
+            "write 1 for a folder that holds one; serve several with the base that ships them", warning=True,
+        )  # fmt: skip
     expected = _bare(layout.weight_shapes(config))
     yield from _compare(expected, folder.tensors, "the draft cannot be rebuilt")
     known = {**expected, **_bare(layout.end_shapes(config)), "embed_tokens.weight": ()}

@@ -16,7 +16,7 @@ from megatron_spec.drafts.linear import Placement
 from megatron_spec.ops.attention import AttentionPlan, attend
 from megatron_spec.ops.ttt_attention import TrainingTimeTest, trunk_layout
 from megatron_spec.runtime import distributed
-from tests.unit_tests.drafts.stand_in import (
+from tests.unit_tests.drafts.plain_eagle3 import (
     PlainEagle,
     StandInEnds,
     V,

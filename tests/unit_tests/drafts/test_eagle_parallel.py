@@ -23,7 +23,7 @@ from megatron_spec.losses import vocab_parallel
 from megatron_spec.ops.attention import AttentionPlan, attend
 from megatron_spec.runtime import platform
 from tests.unit_tests.drafts import plain_kernels
-from tests.unit_tests.drafts.stand_in import StandInEnds, V, conversations, draft_vocab, eagle_config, features
+from tests.unit_tests.drafts.plain_eagle3 import StandInEnds, V, conversations, draft_vocab, eagle_config, features
 from tests.unit_tests.losses import plain_kernels as loss_kernels
 from tests.worlds import run_world
 

@@ -22,7 +22,7 @@ from megatron_spec.export.verify import two_steps, verify_draft
 from megatron_spec.quantization.calibrate import calibrate
 from megatron_spec.quantization.rounding import dequantize
 from tests.unit_tests.base.tiny import save_tiny
-from tests.unit_tests.export.reference import PlainEagle
+from tests.unit_tests.export.plain_eagle import PlainEagle
 from tests.unit_tests.quantization.tiny import OBJECTIVE, D, Tiny, V, make, world_of
 
 FP8 = QuantConfig(base="none")

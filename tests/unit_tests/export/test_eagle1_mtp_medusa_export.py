@@ -41,7 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Sibling:
+class Exported:
     world: World
     reference: Any
     base: Any
@@ -55,7 +55,7 @@ def config_of(kind: str, base: Any) -> DraftConfig:
     return presets.eagle_config(base, kind, {"num_hidden_layers": 2, **options} if kind == "eagle1" else options)
 
 
-def make(folder: str | Path, world: World, kind: str) -> Sibling:
+def make(folder: str | Path, world: World, kind: str) -> Exported:
     """A draft of every kind whose norms and biases are uneven, so that a lost one shows."""
     reference = inspect_base(folder)
     config = config_of(kind, reference.config)
@@ -68,10 +68,10 @@ def make(folder: str | Path, world: World, kind: str) -> Sibling:
                 p.mul_(torch.linspace(0.5, 1.5, p.numel()))
             elif "linear" in name:
                 p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.2)
-    return Sibling(world, reference, base, draft)
+    return Exported(world, reference, base, draft)
 
 
-def export(s: Sibling, out: Path, quant: QuantConfig | None = None) -> Path:
+def export(s: Exported, out: Path, quant: QuantConfig | None = None) -> Path:
     return export_draft(s.draft, s.reference, out, quant, s.world, ends=s.base)
 
 
