@@ -29,6 +29,7 @@ def parser() -> cli.Parser:
     p.add_argument("--feature-cache", metavar="DIR", help="compute the base's features once, into this folder")
     p.add_argument("--base-fp8", action="store_true", help="run the base in real fp8 (Hopper or newer, with --bf16)")
     p.add_argument("--draft-fp8", action="store_true", help="run the draft layer's linears in real fp8 as well")
+    p.add_argument("--plain", action="store_true", help="no fast path: plain code everywhere, to compare with")
     p.add_argument("--transformer-impl", choices=["local", "transformer_engine"], default="local", help="base layers")
     p.add_argument(
         "--teacher",
@@ -67,7 +68,9 @@ def dry_run(args: argparse.Namespace) -> None:
         cli.config_from(ParallelConfig, args),
     )
     cluster = Cluster(**{k: v for k, v in machines.items() if v is not None})
-    print(plan(args.load, *configs, cluster, args.seq_length or 2048, offline=args.offline_data is not None))
+    wanted = tuple(name for name in ("base_fp8", "draft_fp8") if getattr(args, name))
+    offline = args.offline_data is not None
+    print(plan(args.load, *configs, cluster, args.seq_length or 2048, offline, wanted, args.plain))
 
 
 def main(args: argparse.Namespace) -> None:
@@ -97,7 +100,15 @@ def main(args: argparse.Namespace) -> None:
         "base_fp8",
         "teacher",
     )
-    plain += ("data_cache_path", "draft_fp8", "transformer_impl", "tensorboard_dir", "wandb_project", "train_epochs")
+    plain += (
+        "plain",
+        "data_cache_path",
+        "draft_fp8",
+        "transformer_impl",
+        "tensorboard_dir",
+        "wandb_project",
+        "train_epochs",
+    )
     configs["evaluation"] = EvalRequest(
         args.eval_data, args.eval_acceptance_interval, args.eval_prompts, args.eval_draft_len, args.eval_tokens
     )

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from megatron_spec.base import te_spec
-from megatron_spec.base.fast_forward import run_in_fp8
+from megatron_spec.base.direct import run_in_fp8
 from megatron_spec.base.placement import check_parallel, layers_per_stage
-from megatron_spec.build import Loaded, load_checkpoint, respec
+from megatron_spec.build import Loaded, load_checkpoint, resolve_paths, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.background import BackgroundWriter
-from megatron_spec.checkpoint.spec import latest_iteration, read_spec, resolve
+from megatron_spec.checkpoint.spec import CheckpointSpec, latest_iteration, read_spec, resolve
 from megatron_spec.commands import evaluate
 from megatron_spec.commands.data import check_file, check_seq_length, open_dataset
 from megatron_spec.commands.features import cached_features, stored_features
@@ -30,12 +30,12 @@ from megatron_spec.config import (
 )
 from megatron_spec.data.loader import BatchLoader, Dataset
 from megatron_spec.data.tokenise import content_hash
-from megatron_spec.drafts.fused_unroll import check_fp8
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.features.store import manifest_file, read_manifest
 from megatron_spec.planning import layouts
-from megatron_spec.runtime import distributed
+from megatron_spec.planning.paths import Paths
+from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import require_empty
 from megatron_spec.training import tracking
@@ -67,6 +67,8 @@ class FinetuneRun:
     """A store of features that takes the place of data and base layers."""
     base_fp8: bool = False
     draft_fp8: bool = False
+    plain: bool = False
+    """No fast path (planning/paths.py): plain code everywhere, to compare with."""
     transformer_impl: str = "local"
     """Layers of the base: 'local' or 'transformer_engine'."""
     teacher: str = "quantised"
@@ -175,8 +177,8 @@ def check_before_loading(run: FinetuneRun) -> tuple[Path, bool]:
     if run.offline_data is not None:
         check_offline(run)
     if run.transformer_impl == "transformer_engine":
-        te_spec.check(spec.base.config, torch.cuda.is_available())
-    presets.objective_for(spec.draft, run.objective)
+        te_spec.check(spec.base.config, platform.machine())
+    fast_paths(run, spec)
     evaluate.check(run.evaluation, run.parallel, {
         "--base-fp8": run.base_fp8, "--offline-data": run.offline_data is not None,
         "--transformer-impl transformer_engine": run.transformer_impl != "local",
@@ -186,6 +188,17 @@ def check_before_loading(run: FinetuneRun) -> tuple[Path, bool]:
     if run.base_fp8 and run.feature_cache is not None:
         raise UserError("--base-fp8 is for features computed as training goes: leave it out with --feature-cache")
     return folder, resumed
+
+
+def fast_paths(run: FinetuneRun, spec: CheckpointSpec) -> Paths:
+    """The fast paths of the run. Raises UserError when one that was asked for cannot run."""
+    return resolve_paths(
+        spec, run.parallel, torch.bfloat16 if run.train.bf16 else torch.float32,
+        original_base=run.teacher == "original", transformer_engine=run.transformer_impl == "transformer_engine",
+        ends_only=run.offline_data is not None, objective=presets.objective_for(spec.draft, run.objective),
+        rows=run.train.micro_batch_size * row_length(run), plain=run.plain,
+        wanted=tuple(name for name in ("base_fp8", "draft_fp8") if getattr(run, name)),
+    )  # fmt: skip
 
 
 def check_offline(run: FinetuneRun) -> None:
@@ -264,9 +277,9 @@ def finetune(run: FinetuneRun) -> bool:
     original = run.teacher == "original"
     spec = read_spec(folder)
     objective = presets.objective_for(spec.draft, run.objective)
-    if run.draft_fp8:
-        quantised = spec.quant is not None and spec.quant.draft != "none"
-        check_fp8(spec.draft, quantised, world.tp_size, world.device, dtype, objective.detach)
+    paths = fast_paths(run, spec)
+    for line in paths.lines():
+        log.info("fast path %s", line)
     engine = run.transformer_impl == "transformer_engine"
     loaded = load_checkpoint(
         folder,
@@ -276,8 +289,8 @@ def finetune(run: FinetuneRun) -> bool:
         original_base=original,
         transformer_engine=engine,
         ends_only=run.offline_data is not None,
+        paths=paths,
     )
-    loaded.draft.fp8 = run.draft_fp8
     loader = make_loader(run, loaded, world)
     run = with_steps(run, loader.samples_per_epoch)
     ddp = wrap_ddp(loaded.draft, world, run.train)
@@ -290,6 +303,7 @@ def finetune(run: FinetuneRun) -> bool:
         log.info("continuing %s at iteration %d", run.save, position.iteration)
     trainer = Trainer(world, ddp, optimizer, scheduler, loaded.base, objective)
     config = {k: v.to_dict() if hasattr(v, "to_dict") else v for k, v in vars(run).items()}
+    config["fast_paths"] = paths.to_dict()
     tracker = tracking.Tracker(
         Path(run.save), world.rank == 0, resumed_at=position.iteration, tensorboard_dir=run.tensorboard_dir,
         wandb_project=run.wandb_project, config=config,

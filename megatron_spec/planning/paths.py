@@ -50,6 +50,8 @@ class Setting:
     """Rows of a micro-batch (its size times its length); 0: not known yet."""
     wanted: tuple[str, ...] = ()
     """Paths that run on request and were asked for."""
+    off: tuple[str, ...] = ()
+    """Paths that are turned off, to compare."""
     plain: bool = False
     """No fast path at all."""
 
@@ -81,6 +83,8 @@ class Path:
         """Why it does not run, or None."""
         if setting.plain:
             return "--plain turns it off"
+        if self.name in setting.off:
+            return "turned off"
         if self.flag is not None and self.name not in setting.wanted:
             return f"not asked for ({self.flag})"
         return next((reason for reason, holds in self.reasons(setting).items() if holds), None)
@@ -272,6 +276,10 @@ class Paths:
     def asked_for(self, *names: str) -> Paths:
         """The same with paths that run on request."""
         return Paths(replace(self.setting, wanted=tuple(dict.fromkeys((*self.setting.wanted, *names)))))
+
+    def without(self, *names: str) -> Paths:
+        """The same with paths turned off."""
+        return Paths(replace(self.setting, off=(*self.setting.off, *names)))
 
     def check(self) -> None:
         """Raise UserError when a path that was asked for cannot run, with what is in its way."""
