@@ -204,7 +204,7 @@ def setup_logging() -> None:
 
 
 def run(parser: Parser, main: Callable[[argparse.Namespace], None], argv: Sequence[str] | None = None) -> NoReturn:
-    """Parse, run and leave. Exit code 0: done; 2: the user can mend it (no traceback); 1: a bug (traceback)."""
+    """Parse, run and leave. Exit code 0: done; 2: user error (no traceback); 1: a bug (traceback)."""
     args = parser.parse_args(argv)
     setup_logging()
     try:

@@ -1,7 +1,8 @@
-"""Give a base model a fresh draft model.
+"""Give a base model a draft model: a fresh one, or a published one to train on.
 
     python convert_model.py --export-algorithm eagle --export-eagle-algorithm eagle3 --load BASE --save DIR
     python convert_model.py --export-algorithm medusa --export-num-medusa-heads 4 --load BASE --save DIR
+    python convert_model.py --draft FOLDER --load BASE --save DIR
     torchrun --nproc-per-node 4 convert_model.py --tensor-model-parallel-size 4 --load BASE --save DIR ...
 
 BASE is a Hugging Face folder or a Megatron dist_checkpointing checkpoint. A reduced draft vocabulary comes from
@@ -30,12 +31,16 @@ def parser() -> cli.Parser:
     p.add_argument("--export-num-medusa-layers", type=int, metavar="N", help="blocks per Medusa head (default: 1)")
     p.add_argument(
         "--medusa-share-base-head", action="store_const", const=True,
-        help="the base's frozen head behind the Medusa blocks, instead of a trained one each",
+        help="the base's frozen LM head after the Medusa blocks, instead of a trained one each",
     )  # fmt: skip
     p.add_argument("--eagle-config", metavar="JSON", help="overrides of the draft's architecture")
     p.add_argument(
         "--mtp-from-base", action="store_const", const=True,
         help="eagle-mtp: the prediction module that the base ships (DeepSeek-V3), instead of a fresh one",
+    )  # fmt: skip
+    p.add_argument(
+        "--draft", metavar="FOLDER",
+        help="train on from the draft in FOLDER, of any format that check_export.py knows, with its own vocabulary",
     )  # fmt: skip
     p.add_argument("--draft-vocab", metavar="DIR", help="calibrated draft vocabulary (default: the whole vocabulary)")
     p.add_argument("--bf16", action="store_true", help="bfloat16 weights (default: float32)")
@@ -47,7 +52,7 @@ def parser() -> cli.Parser:
 def main(args: argparse.Namespace) -> None:
     from megatron_spec.commands.convert import convert
 
-    names = ("eagle_config", "draft_vocab", "bf16", "seed")
+    names = ("eagle_config", "draft_vocab", "draft", "bf16", "seed")
     convert(
         args.load,
         args.save,

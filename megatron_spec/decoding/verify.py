@@ -1,4 +1,4 @@
-"""What the base says of proposed tokens: which path is accepted, and the token behind it (ALGORITHMS: verification).
+"""Verification: which path of proposed tokens is accepted, and the bonus token (docs/algorithms.md#verification).
 
 exact      A node is accepted when it is the token the base chooses behind its parent: the argmax, or at a temperature
            a sample drawn with a number that belongs to the place in the text. A most likely draft token is then

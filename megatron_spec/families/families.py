@@ -1,7 +1,7 @@
 """The families of bases: what each adds to the common fields of a config.json, and how it names its tensors.
 
-All turn the first half of a head's dimensions against the second, in Hugging Face and in megatron-core alike, so no
-row of q or k moves on import; DeepSeek turns pairs, which its attention does (`MlaConfig.interleaved`).
+All rotate the first half of a head's dimensions against the second, in Hugging Face and in megatron-core alike, so no
+row of q or k moves on import; DeepSeek rotates adjacent pairs (`MlaConfig.interleaved`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_spec.config import BaseConfig, MlaConfig, MoeConfig, UserError
+from megatron_spec.config.rope import mscale, rope_values
 from megatron_spec.families import fields
 
 Raw = dict[str, Any]
@@ -44,7 +45,7 @@ class Family:
     Attributes:
         name: `BaseConfig.family`.
         architecture: in config.json.
-        models: which models have it, as the README says.
+        models: which models have it, as docs/families.md says.
         extra: what it adds to the common arguments of BaseConfig, from (config.json, origin for errors).
         naming: of its tensors.
         prefix: config.json fields it defaults, for files that leave them out.
@@ -151,10 +152,10 @@ def _deepseek_v3(raw: Raw, where: str) -> Raw:
     for name, expected in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
         if raw.get(name, expected) != expected:
             raise UserError(f"{where}: {name} {raw[name]!r} is not supported; expected {expected!r}")
-    rope = fields.rope_values(raw)
+    rope = rope_values(raw)
     factor = 1.0
     if rope.get("rope_type", rope.get("type", "default")) != "default" and rope.get("mscale_all_dim"):
-        factor = fields.mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
+        factor = mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
     mla = MlaConfig(
         kv_lora_rank=raw["kv_lora_rank"], nope_head_dim=raw["qk_nope_head_dim"], rope_head_dim=raw["qk_rope_head_dim"],
         v_head_dim=raw["v_head_dim"], q_lora_rank=raw.get("q_lora_rank"), score_factor=factor,
@@ -211,7 +212,7 @@ REFUSED = {
     "GPTNeoXForCausalLM": "runs attention and MLP side by side, with LayerNorm",
     "MambaForCausalLM": "has no attention, and the base here is a GPTModel",
 }
-"""Architectures that are refused by name, and why; the README shows the same list."""
+"""Architectures that are refused by name, and why; docs/families.md shows the same list."""
 
 BY_NAME = {family.name: family for family in FAMILIES}
 BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}

@@ -144,7 +144,7 @@ def _base_fp8(s: Setting) -> Reasons:
 
 def _draft_fused(s: Setting) -> Reasons:
     config = s.draft
-    if not isinstance(config, EagleConfig) or config.algorithm not in ("eagle3", "eagle3.1"):
+    if not isinstance(config, EagleConfig) or not config.reads_captures:
         return {"the draft is no EAGLE-3 draft": True}
     steps = s.objective.ttt_steps if s.objective is not None else 0
     whole = whole_rows_bytes(config.hidden_size, s.rows, steps, 2) if s.parallel.sequence_parallel else 0
@@ -159,6 +159,7 @@ def _draft_fused(s: Setting) -> Reasons:
         "the draft has several layers": config.num_hidden_layers > 1,
         "the draft has an embedding of its own": config.own_embedding,
         "the draft feeds back a normed state (norm_output)": config.norm_output,
+        f"the draft's layer has {', '.join(config.layer_options)}": bool(config.layer_options),
         f"the draft's activation is {config.hidden_act}": config.hidden_act != "silu",
         f"the draft's head size is {config.head_dim}": config.head_dim < 16 or config.head_dim % 8 != 0,
         "fake quantisers clip gradients": clipped,

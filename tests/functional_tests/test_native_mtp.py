@@ -24,6 +24,7 @@ from megatron_spec.config import UserError, presets
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export.check import check_folder
 from megatron_spec.export.load import load_exported_draft
+from megatron_spec.families import read_base_config
 from megatron_spec.ops.attention import AttentionPlan, attend
 from megatron_spec.runtime import distributed
 from tests.functional_tests.script_helpers import run_here, write_conversations
@@ -109,7 +110,7 @@ def test_the_module_through_the_chain(tmp_path: Path, world: Any) -> None:
     tuned = load_checkpoint(tmp_path / "tuned", world)
     same = zip(tuned.draft.named_parameters(), again.named_parameters(), strict=True)
     assert all(torch.equal(p.bfloat16(), q.bfloat16()) for (_, p), (_, q) in same)
-    exported = load_exported_draft(tmp_path / "out tuned" / "draft", 4, world)
+    exported = load_exported_draft(tmp_path / "out tuned" / "draft", read_base_config(base), world)
     pairs = zip(tuned.draft.named_parameters(), exported.named_parameters(), strict=True)
     assert all(torch.equal(p.bfloat16(), q.bfloat16()) for (_, p), (_, q) in pairs)
 
