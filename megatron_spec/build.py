@@ -87,12 +87,11 @@ def resolve_paths(
         quant = quant.replace(base="none", kv_cache="none")
     name = str(dtype).removeprefix("torch.")
     base = None if ends_only else spec.base.config
-    paths = Paths(
-        Setting(
-            platform.machine(), name, parallel, base, spec.draft, objective, quant, transformer_engine, rows, wanted,
-            plain,
-        )
+    setting = Setting(
+        platform.machine(), name, parallel, base, spec.draft, objective, quant, transformer_engine, rows, wanted,
+        plain=plain,
     )  # fmt: skip
+    paths = Paths(setting)
     paths.check()
     return paths
 

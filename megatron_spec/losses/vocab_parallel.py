@@ -139,7 +139,8 @@ def kernel_row_loss(
         told = (logits_RD, teacher.logits_UD, teacher.lse_U, rows_R, weight_R)
         if group is None or group.size() == 1:
             return kernels.soft_rows(*told, temperature, kind == "kl")
-        best_R, lse_R = _agree(group, *kernels.largest(logits_RD, temperature), logits_RD.shape[-1])
+        top_R, lse_R, index_R = kernels.largest(logits_RD, temperature)
+        best_R, lse_R = _agree(group, top_R, lse_R, index_R, logits_RD.shape[-1])
         loss_R, overlap_R = kernels.soft_shard(*told, lse_R.float(), temperature, kind == "kl")
         _reduce_together(group, loss_R, overlap_R)
         return loss_R, overlap_R, best_R

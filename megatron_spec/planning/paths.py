@@ -148,6 +148,7 @@ def _draft_fused(s: Setting) -> Reasons:
         return {"the draft is no EAGLE-3 draft": True}
     steps = s.objective.ttt_steps if s.objective is not None else 0
     whole = whole_rows_bytes(config.hidden_size, s.rows, steps, 2) if s.parallel.sequence_parallel else 0
+    odd = s.machine.kernels == "triton" and (config.head_dim < 16 or config.head_dim % 8 != 0)
     clipped = s.quant is not None and s.quant.draft != "none" and s.quant.clipped_ste
     return {
         **_kernels(s),
@@ -161,7 +162,7 @@ def _draft_fused(s: Setting) -> Reasons:
         "the draft feeds back a normed state (norm_output)": config.norm_output,
         f"the draft's layer has {', '.join(config.layer_options)}": bool(config.layer_options),
         f"the draft's activation is {config.hidden_act}": config.hidden_act != "silu",
-        f"the draft's head size is {config.head_dim}": config.head_dim < 16 or config.head_dim % 8 != 0,
+        f"the draft's head size is {config.head_dim}": odd,
         "fake quantisers clip gradients": clipped,
         "whole rows would take too much memory under sequence parallelism": whole > MOST_WHOLE_ROWS,
     }
