@@ -18,7 +18,9 @@ from megatron_spec.config import EagleAlgorithm, ParallelConfig
 
 def parser() -> cli.Parser:
     p = cli.Parser(__doc__)
-    p.add_argument("--load", required=True, metavar="BASE", help="Hugging Face folder or Megatron checkpoint")
+    p.add_argument(
+        "--load", required=True, metavar="BASE", help="Hugging Face folder, name on the hub, or Megatron checkpoint"
+    )
     p.add_argument("--save", required=True, metavar="DIR", help="new or empty folder for the draft checkpoint")
     p.add_argument(
         "--export-algorithm", action=cli.Once, choices=["eagle", "medusa"], default="eagle", help="kind of draft"

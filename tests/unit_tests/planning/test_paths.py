@@ -102,6 +102,7 @@ ASKS = {
     "batch.py": "copies in the host's memory", "features/offline.py": "pinned memory",
     "training/loop.py": "peak memory of a device", "evaluation/validate.py": "warm-up of a timing",
     "commands/decode.py": "name of the device in a report",
+    "families/transformer_config.py": "says the dtype to megatron-core",
 }  # fmt: skip
 """Files that may ask about the device, and what for: never to choose a fast path."""
 
