@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint import sharded
-from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base, load_ends
-from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec, read_spec, resolve
+from megatron_spec.checkpoint.base_import import BaseReference
+from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec, held, read_spec
 from megatron_spec.config import ObjectiveConfig, ParallelConfig, UserError
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.export.load import inspect_exported_base, load_exported_base, load_exported_ends
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.quantization.attach import attach_quantizers, load_base_amax
 from megatron_spec.runtime import platform
@@ -59,7 +61,7 @@ def check_base(spec: CheckpointSpec, base_path: str | None) -> BaseReference:
     path = Path(base_path or spec.base.path)
     if not path.exists():
         raise UserError(f"the base of this checkpoint is not at {path}: give its new place with --base")
-    ref = inspect_base(path)
+    ref = inspect_exported_base(path)
     if ref.fingerprint != spec.base.fingerprint:
         raise UserError(
             f"{path} is not the base this draft was made for: its content has fingerprint {ref.fingerprint[:16]}, "
@@ -84,7 +86,7 @@ def resolve_paths(
     """
     quant = spec.quant
     if quant is not None and original_base:
-        quant = quant.replace(base="none", kv_cache="none")
+        quant = quant.replace(base="none", kv_cache="none", exclude_base=())
     name = str(dtype).removeprefix("torch.")
     base = None if ends_only else spec.base.config
     setting = Setting(
@@ -111,7 +113,24 @@ def load_checkpoint(
 
     Raises UserError for a missing, half-written or unfitting checkpoint, before any weight of the base is read.
     """
-    folder = resolve(path)
+    with held(path) as folder:
+        _check_same_on_all_ranks(folder)
+        return _load(folder, world, dtype, base_path, original_base, transformer_engine, ends_only, paths)
+
+
+def _check_same_on_all_ranks(folder: Path) -> None:
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, folder.name)
+    if len(set(names)) > 1:
+        raise UserError(
+            f"ranks found different iterations in {folder.parent} ({names}): it was just saved; start again"
+        )
+
+
+def _load(
+    folder: Path, world: World, dtype: torch.dtype, base_path: str | None, original_base: bool,
+    transformer_engine: bool, ends_only: bool, paths: Paths | None,
+) -> Loaded:  # fmt: skip
     spec = read_spec(folder)
     ref = check_base(spec, base_path)
     vocab = DraftVocab.load(folder / "vocab.safetensors")
@@ -134,9 +153,9 @@ def load_checkpoint(
         )
     base: Any
     if ends_only:
-        base = load_ends(ref, world, dtype)
+        base = load_exported_ends(ref, world, dtype)
     else:
-        base = load_base(ref, world, spec.draft.capture_layer_ids, dtype, transformer_engine, paths)
+        base = load_exported_base(ref, world, spec.draft.capture_layer_ids, dtype, transformer_engine, paths)
     quantised = spec.quant is not None and spec.quant.base != "none"
     if quantised:
         if base_amax is None:

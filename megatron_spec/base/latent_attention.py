@@ -1,5 +1,6 @@
 """Multi-head latent attention of DeepSeek-V3 (arXiv 2412.19437, section 2.1.1), under megatron-core's names.
 
+Queries and keys have a non-rotary and a rotary part; all heads share the rotary part of the keys.
 Keys and values are expanded before attention, so the cache holds them whole.
 
 S sequence, B micro-batch, H hidden, N heads of this rank, D = nope + rope sizes of a query or key head, V of a value.

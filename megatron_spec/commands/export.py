@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,18 @@ import torch
 
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint
-from megatron_spec.checkpoint.spec import CheckpointSpec, read_spec, resolve
-from megatron_spec.config import ParallelConfig, UserError
+from megatron_spec.checkpoint.spec import CheckpointSpec, held, identity, read_spec
+from megatron_spec.commands.data import check_base_shapes
+from megatron_spec.commands.runs import ExportRun, settings_of, takes
+from megatron_spec.config import UserError, flag_name
 from megatron_spec.export import speculators, trtllm_legacy
 from megatron_spec.export.base import export_base
-from megatron_spec.export.common import shared_folder, together
+from megatron_spec.export.common import shared_folder
 from megatron_spec.export.draft import export_draft
 from megatron_spec.families import config_json
 from megatron_spec.planning import layouts
 from megatron_spec.runtime import distributed
+from megatron_spec.runtime.distributed import together
 from megatron_spec.runtime.files import require_empty, write_text
 from megatron_spec.serving.draft import exported
 from megatron_spec.serving.trtllm import trtllm_yaml
@@ -28,55 +30,32 @@ from megatron_spec.serving.trtllm import trtllm_yaml
 log = logging.getLogger(__name__)
 
 
-FORMATS = ("hf", "trtllm-legacy", "speculators")
-
-
-@dataclass(frozen=True)
-class ExportRun:
-    """What export.py is asked to do.
-
-    Attributes:
-        load: draft checkpoint.
-        export_dir: new or empty folder.
-        extra_modules: write the draft; without it the base alone.
-        with_base: write the base also when it is not quantised.
-        base: the base's place, when it moved.
-        max_draft_len: draft length in serving configurations.
-        format: see FORMATS.
-        trtllm_tp: ranks of a trtllm-legacy checkpoint.
-        medusa_pt: write medusa_lm_head.pt too.
-        export_embeddings: write the base's embedding into the draft too.
-        bf16: hold the models in bfloat16.
-    """
-
-    load: str
-    export_dir: str
-    extra_modules: bool = True
-    with_base: bool = False
-    base: str | None = None
-    max_draft_len: int = 3
-    format: str = "hf"
-    trtllm_tp: int = 1
-    medusa_pt: bool = False
-    export_embeddings: bool = False
-    bf16: bool = False
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-
-
 def _check(run: ExportRun, spec: CheckpointSpec) -> None:
     """All that can be refused without reading weights. Raises UserError."""
     algorithm, quant = spec.draft.algorithm, spec.quant
+    check_base_shapes(run, spec.base.config)
     if not run.extra_modules and not (_quantised_base(spec) or run.with_base):
         raise UserError(
             "nothing to export: the base is not quantised and --export-extra-modules is not given; add "
             "--export-extra-modules for the draft or --export-base for the base"
         )
+    on_disk = Path(run.base or spec.base.path)
+    if run.with_base and (on_disk / "hf_quant_config.json").is_file():
+        raise UserError(f"--export-base: {on_disk} is quantised already, as engines load it: serve that folder itself")
+    alone = ("export_embeddings", "medusa_pt", "max_draft_len") if not run.extra_modules else ()
+    for name in alone:
+        if getattr(run, name):
+            flag = flag_name(run.__dataclass_fields__[name])
+            raise UserError(f"--{flag} is for the draft: add --export-extra-modules, or leave it out")
+    if run.max_draft_len and run.format != "speculators" and not (run.format == "hf" and spec.draft.reads_captures):
+        raise UserError(
+            f"--max-draft-len: no serving configuration is written for {algorithm} in the format {run.format}; "
+            "tools/make_serving_config.py writes one"
+        )
     if run.export_embeddings and algorithm == "medusa":
         raise UserError("--export-embeddings: a Medusa draft reads no embedding")
     if run.medusa_pt and algorithm != "medusa":
         raise UserError(f"--export-medusa-pt: this draft is {algorithm}, and only Medusa heads have that format")
-    if run.format not in FORMATS:
-        raise UserError(f"--export-format {run.format!r} is not known; known: {', '.join(FORMATS)}")
     if run.format != "hf" and not run.extra_modules:
         raise UserError(f"--export-format {run.format} is of drafts: add --export-extra-modules, or use hf")
     if run.trtllm_tp != 1 and run.format != "trtllm-legacy":
@@ -89,7 +68,7 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> None:
             )
         trtllm_legacy.check(config_json(spec.base.config), run.trtllm_tp)
     if run.format == "speculators":
-        speculators.check(algorithm, quant is not None and quant.draft != "none")
+        speculators.check(spec.draft, quant is not None and quant.draft != "none")
     require_empty(run.export_dir, "give another --export-dir, or remove it to export again")
     layouts.check("export", run.parallel)
     check_parallel(spec.base.config, run.parallel)
@@ -99,6 +78,7 @@ def _quantised_base(spec: CheckpointSpec) -> bool:
     return spec.quant is not None and spec.quant.base != "none"
 
 
+@takes(ExportRun)
 def export(run: ExportRun) -> Path:
     """Write EXPORT_DIR/draft and, for a fake-quantised base or on request, EXPORT_DIR/base.
 
@@ -108,13 +88,12 @@ def export(run: ExportRun) -> Path:
         UserError: input that does not fit.
         VerificationError: what was written is not what is in memory; nothing is published.
     """
-    folder = resolve(run.load)
-    spec = read_spec(folder)
-    _check(run, spec)
-    world = distributed.initialize(run.parallel)
-    loaded = load_checkpoint(
-        folder, world, dtype=torch.bfloat16 if run.bf16 else torch.float32, base_path=run.base
-    )  # fmt: skip
+    with held(run.load) as folder:
+        spec = read_spec(folder)
+        _check(run, spec)
+        world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
+        dtype = torch.bfloat16 if run.bf16 else torch.float32
+        loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base)
     out = Path(run.export_dir).resolve()
     run_config = {"checkpoint": str(folder), "quant": spec.quant.to_dict() if spec.quant else None}
     legacy, with_base = run.format == "trtllm-legacy", _quantised_base(spec) or run.with_base
@@ -135,7 +114,7 @@ def export(run: ExportRun) -> Path:
                 trained_module=new / "draft" if run.extra_modules and of_base else None, run_config=run_config,
             )  # fmt: skip
         together(lambda: _finish(run, spec, new, out, Path(loaded.base_ref.path)) if world.rank == 0 else None)
-    if run.extra_modules and spec.draft.algorithm == "eagle-mtp":
+    if run.extra_modules and spec.draft.is_module:
         _say_who_loads_mtp(of_base, with_base)
     log.info("exported %s", out)
     return out
@@ -159,9 +138,9 @@ def _finish(run: ExportRun, spec: CheckpointSpec, new: Path, out: Path, base: Pa
         shutil.rmtree(new / "draft")
     elif run.format == "speculators":
         (new / "draft").rename(new / "hf")
-        speculators.convert(new / "hf", base, new / "draft", run.max_draft_len)
+        speculators.convert(new / "hf", base, new / "draft", run.max_draft_len or 3)
         shutil.rmtree(new / "hf")
-    elif spec.draft.algorithm.startswith("eagle3"):  # the one kind of draft that its PyTorch backend loads
-        plan = exported(new / "draft", run.max_draft_len, place=out / "draft")
+    elif spec.draft.reads_captures:  # the one kind of draft that its PyTorch backend loads
+        plan = exported(new / "draft", run.max_draft_len or 3, place=out / "draft")
         served = out / "base" if (new / "base").is_dir() else base
         write_text(new / "trtllm.yaml", trtllm_yaml(plan, str(served), str(out / "trtllm.yaml")))

@@ -8,7 +8,17 @@ from typing import Literal
 from megatron_spec.config.core import Config, require
 
 DecodingType = Literal[
-    "Eagle3", "Eagle", "Medusa", "MTP", "NGram", "DraftTarget", "User", "Draft_Target", "UserProvided", "User_Provided"
+    "Eagle3",
+    "Eagle",
+    "Medusa",
+    "MTP",
+    "NGram",
+    "SA",
+    "DraftTarget",
+    "User",
+    "Draft_Target",
+    "UserProvided",
+    "User_Provided",
 ]
 _SPELLINGS: dict[str, DecodingType] = {
     "Draft_Target": "DraftTarget", "UserProvided": "User", "User_Provided": "User",
@@ -25,10 +35,13 @@ class DecodeConfig(Config):
     max_draft_len: int = 3
     """Draft tokens of a chain, or depth of a tree."""
     max_new_tokens: int = 128
+    """Longest answer, in tokens."""
     batch_size: int = 8
+    """Prompts that are decoded together."""
     cuda_graphs: bool = True
     """Replay the steps as CUDA graphs, on one GPU and without experts; the text is the same."""
     temperature: float = 0.0
+    """0: the most likely token, always."""
     top_k: int = 0
     """Sample from the k most likely tokens only; 0: from all."""
     top_p: float = 1.0
@@ -37,6 +50,7 @@ class DecodeConfig(Config):
     """Draw draft tokens from the draft's distribution q and accept with min(1, p/q) (arXiv 2302.01318). Default: the
     draft's most likely token, accepted with the base's probability of it, which gives the very text of the base."""
     seed: int = 0
+    """Seed of sampling."""
     use_dynamic_tree: bool = False
     """EAGLE-2: a tree grown by the draft's joint probability, instead of a chain (Eagle3, Eagle, MTP, Medusa)."""
     dynamic_tree_max_topK: int = 4
@@ -45,8 +59,11 @@ class DecodeConfig(Config):
     """Nodes of a dynamic tree that the base verifies: the most likely ones."""
     medusa_choices: str | None = None
     """A fixed tree of head ranks as a JSON list of paths, or a file of it: [[0], [1], [0, 0]] (Medusa)."""
-    max_matching_ngram_size: int = 2
-    """NGram: longest suffix that is looked up."""
+    max_matching_ngram_size: int | None = None
+    """NGram: longest suffix that is looked up (2). SA: length of the suffix, -1: the longest that occurred (-1)."""
+    sa_threshold: int | None = None
+    """Beside a draft: what followed the longest suffix that occurred before, when it is at least this long, is proposed
+    instead of the draft's tokens (TensorRT-LLM's sa_config)."""
     is_keep_all: bool = True
     """NGram: remember every continuation of a pattern, not only the first."""
     is_use_oldest: bool = True
@@ -62,11 +79,13 @@ class DecodeConfig(Config):
     posterior_threshold: float = 0.09
     """Typical acceptance: accept above min(posterior_threshold, posterior_alpha * exp(-entropy))."""
     posterior_alpha: float = 0.3
+    """Typical acceptance: see posterior_threshold."""
     use_relaxed_acceptance_for_thinking: bool = False
     """Inside a thinking phase accept the base's relaxed_topk best tokens within relaxed_delta of the best one."""
     relaxed_topk: int = 1
+    """Relaxed acceptance: how many of the base's best tokens may be accepted."""
     relaxed_delta: float = 0.0
-    """In natural log-probability."""
+    """Relaxed acceptance: distance to the best token, in natural log-probability."""
     begin_thinking_phase_token: int | None = None
     """Default: the tokenizer's <think>."""
     end_thinking_phase_token: int | None = None
@@ -85,10 +104,14 @@ class DecodeConfig(Config):
         """Raise UserError when fields are out of range or contradict one another."""
         for name, least in (
             ("max_draft_len", 0), ("max_new_tokens", 1), ("batch_size", 1), ("temperature", 0), ("top_k", 0),
-            ("dynamic_tree_max_topK", 1), ("max_total_draft_tokens", 1), ("max_matching_ngram_size", 1),
+            ("dynamic_tree_max_topK", 1), ("max_total_draft_tokens", 1), ("sa_threshold", 1),
             ("posterior_threshold", 0), ("posterior_alpha", 0), ("relaxed_topk", 1), ("relaxed_delta", 0),
         ):  # fmt: skip
-            require(getattr(self, name) >= least, f"{name} must be at least {least}, found {getattr(self, name)}")
+            value = getattr(self, name)
+            require(value is None or value >= least, f"{name} must be at least {least}, found {value}")
+        size = self.max_matching_ngram_size
+        longest = self.decoding_type == "SA" and size == -1
+        require(size is None or size >= 1 or longest, f"max_matching_ngram_size must be at least 1, found {size}")
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], found {self.top_p}")
         hot = self.temperature > 0
         for name, default in (

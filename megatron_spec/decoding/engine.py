@@ -38,6 +38,7 @@ from megatron_spec.decoding import sampling
 from megatron_spec.decoding.cache import move_rows
 from megatron_spec.decoding.costs import Costs, NoCosts
 from megatron_spec.decoding.drafters import Drafter, Observation, build_drafter
+from megatron_spec.decoding.drafters.lookup import SuffixAutomaton, replaced
 from megatron_spec.decoding.replay import Recorder, Replays, key_step, mapped, padded_rows, recorder_for
 from megatron_spec.decoding.rows import Outcome, Rows, read_outcomes
 from megatron_spec.decoding.step import DeviceSteps
@@ -103,6 +104,7 @@ def decode(
     seeds: Sequence[int] | None = None,
     costs: Costs | None = None,
     recorder: Recorder | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> list[Generation]:
     """Answer every prompt; results in the order of the prompts. Collective over the model parallel ranks.
 
@@ -114,16 +116,17 @@ def decode(
         seeds: one per prompt for temperature > 0; config.seed + the prompt's index otherwise.
         costs: where the time of each phase is kept.
         recorder: of CUDA graphs; default: where they pay, unless config.cuda_graphs is off.
+        stop: asked before every step; True, on all model parallel ranks alike, ends it with the answers that are ready.
 
     Raises:
         UserError: an empty or too long prompt, or a base under sequence parallelism.
     """
     answers: dict[int, Generation] = {}
-    for index, generation in decode_stream(base, prompts, config, stop_ids, draft, seeds, costs, recorder):
+    for index, generation in decode_stream(base, prompts, config, stop_ids, draft, seeds, costs, recorder, stop):
         answers[index] = generation
         if progress:
             progress(len(answers), len(prompts))
-    return [answers[i] for i in range(len(prompts))]
+    return [answers[i] for i in sorted(answers)]
 
 
 @torch.inference_mode()
@@ -136,6 +139,7 @@ def decode_stream(
     seeds: Sequence[int] | None = None,
     costs: Costs | None = None,
     recorder: Recorder | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> Iterator[tuple[int, Generation]]:
     """`decode`, yielding (index of the prompt, answer) as answers end."""
     _check(base, prompts)
@@ -145,7 +149,8 @@ def decode_stream(
         recorder = recorder_for(base)
     for group in _groups(prompts):
         replays = Replays(recorder)
-        yield from _Engine(base, prompts, group, config, stop_ids, drafter, seeds, costs or NoCosts(), replays).run()
+        engine = _Engine(base, prompts, group, config, stop_ids, drafter, seeds, costs or NoCosts(), replays)
+        yield from engine.run(stop or (lambda: False))
 
 
 def _groups(prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
@@ -189,12 +194,20 @@ def two_best(base: FrozenBase, tokens: Sequence[int]) -> tuple[list[float], list
 
 @dataclass
 class _Sequence:
-    """A running sequence as the host knows it: which prompt, its answer, known tokens, most tokens in this row."""
+    """A running sequence as the host knows it.
+
+    Attributes:
+        index: of the prompt.
+        generation: the answer so far.
+        length, limit: known tokens, and most tokens in this row.
+        automaton: of the text, where a lookup proposes beside the draft.
+    """
 
     index: int
     generation: Generation
     length: int
     limit: int
+    automaton: SuffixAutomaton | None = None
 
 
 class _Engine:
@@ -237,9 +250,9 @@ class _Engine:
     def _key_slots(self, needed: int) -> int:
         return -(-needed // self.key_step) * self.key_step
 
-    def run(self) -> Iterator[tuple[int, Generation]]:
+    def run(self, stop: Callable[[], bool]) -> Iterator[tuple[int, Generation]]:
         """Yield answers as they end."""
-        while self.running or self.waiting:
+        while (self.running or self.waiting) and not stop():
             free = self.count - len(self.running)
             # A prefill of few prompts costs nearly as much as a step: wait for a quarter of the rows.
             if self.waiting and (not self.running or free * 4 >= self.count):
@@ -262,9 +275,23 @@ class _Engine:
         if self.drafter:
             self.drafter.observe(step.seen)
         for i, text, limit in zip(taken, texts, limits, strict=True):
+            automaton = self._automaton(i)
             generation = self.begun.pop(i) if i in self.begun else Generation()
-            self.running.append(_Sequence(i, generation, len(text), limit))
+            self.running.append(_Sequence(i, generation, len(text), limit, automaton))
         self._book(first, read_outcomes(step.table_BX, count), verified=False)
+
+    def _automaton(self, i: int) -> SuffixAutomaton | None:
+        beside = self.drafter is not None and self.config.sa_threshold is not None
+        return SuffixAutomaton(self._text(i)) if beside else None
+
+    def _looked_up(self, drafted: Drafted) -> Drafted:
+        """What followed a match replaces the draft's tokens where the match is long enough."""
+        count, threshold = drafted.tokens_BN.shape[1], self.config.sa_threshold or 0
+        found = [
+            s.automaton.propose(min(count, s.limit - s.length - 1), threshold=threshold) if s.automaton else []
+            for s in self.running
+        ]
+        return replaced(drafted, found) if any(found) else drafted
 
     def _draft(self, batch: int) -> Drafted:
         """What is proposed for rows 0 .. batch - 1."""
@@ -293,6 +320,8 @@ class _Engine:
         batch = padded_rows(running, self.count) if self.replays.active else running
         with self.costs.phase("draft"):
             drafted = self._draft(batch)
+            if self.config.sa_threshold is not None:
+                drafted = self._looked_up(drafted)
         key_slots = self._key_slots(max(s.length for s in self.running) + drafted.tokens_BN.shape[1])
         name = ("base", batch, key_slots, drafted.depth)
         with self.costs.phase("base"):
@@ -321,6 +350,8 @@ class _Engine:
             sequence.length += outcome.emitted
             again = self.drafter is not None and bool(sequence.generation.tokens)  # read anew: a step without drafts
             sequence.generation.add(outcome, verified or again)
+            if sequence.automaton is not None:
+                sequence.automaton.extend(outcome.tokens[: outcome.emitted])
         ended = [row for row, outcome in enumerate(outcomes, start=first) if outcome.over]
         if ended:
             self._free(ended)

@@ -19,6 +19,7 @@ from megatron_spec.config import EagleConfig, QuantConfig, UserError
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export import layout, native_mtp
+from megatron_spec.export.base_rows import KEY, base_rows
 from megatron_spec.export.common import (
     BaseLike,
     copy_side_files,
@@ -26,7 +27,6 @@ from megatron_spec.export.common import (
     parse_dtype,
     shards_of,
     shared_folder,
-    together,
     whole,
 )
 from megatron_spec.export.quant_metadata import DRAFT_EXCLUDES, hf_quant_config, quantization_config
@@ -34,7 +34,7 @@ from megatron_spec.export.stream import TensorWriter, write_stream
 from megatron_spec.export.verify import verify_draft
 from megatron_spec.quantization import nvfp4
 from megatron_spec.quantization.rounding import quantize, scale_of
-from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.distributed import World, together
 from megatron_spec.runtime.files import write_json
 from megatron_spec.runtime.provenance import write_run_json
 
@@ -209,4 +209,4 @@ def _write(
         values["quantization_config"] = quantization_config(exclude, form=form)
         write_json(folder / "hf_quant_config.json", hf_quant_config(exclude, form=form))
     write_json(folder / "config.json", values)
-    write_run_json(folder, {"base": str(base.path), **(run_config or {})})
+    write_run_json(folder, {"base": str(base.path), KEY: base_rows(base.path), **(run_config or {})})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_spec.config import UserError
+from megatron_spec.runtime.lock import exclusive
 from tests.functional_tests.script_helpers import ROOT, environment, make_base, succeed, write_conversations
 from tests.worlds import run_world
 
@@ -50,9 +52,9 @@ def flags(root: Path, save: str, iterations: int) -> list[str]:
     ]  # fmt: skip
 
 
-def interrupt(root: Path, save: str, signal_name: str) -> subprocess.CompletedProcess[str]:
+def interrupt(root: Path, save: str, signal_name: str, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, signal_name, *flags(root, save, 4)],
+        [sys.executable, "-c", INTERRUPTED, signal_name, *flags(root, save, 4), *more],
         capture_output=True, text=True, timeout=200, env=environment(), cwd=ROOT,
     )  # fmt: skip
 
@@ -84,27 +86,40 @@ def test_ctrl_c_saves_too(root: Path) -> None:
 def test_a_run_that_was_killed_before_its_first_save_starts_over(root: Path) -> None:
     assert interrupt(root, "killed", "SIGKILL").returncode == -9
     left = {p.name for p in (root / "killed").iterdir()}
-    assert left == {"metrics.jsonl"}
+    assert left == {"metrics.jsonl", ".lock"}
     assert again(root, save="killed") == (root / "draft" / "iter_0000000", False)
     (root / "killed" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="killed is not empty: it is not a run that could be continued"):
         again(root, save="killed")
 
 
+def test_a_run_that_was_killed_after_a_save_ends_whole_and_is_adopted(root: Path) -> None:
+    """Whoever reads its output sees the end, although megatron-core has started a process to save (here: a pipe)."""
+    assert interrupt(root, "saved", "SIGKILL", "--save-interval", "1").returncode == -9
+    assert latest(root / "saved") == "1" and (root / "saved" / ".lock").is_file()
+    (root / "saved" / "latest_checkpointed_iteration.txt").unlink()  # killed before it was written
+    assert again(root, save="saved") == (root / "saved" / "iter_0000001", True)
+    with exclusive(root / "saved"):  # the lock of the killed run is none
+        pass
+
+
 def again(
     root: Path, data: str = "train.jsonl", seq_length: int = 64, save: str = "run", **changes: Any
 ) -> tuple[Path, bool]:
-    from megatron_spec.commands.finetune import FinetuneRun, check_before_loading
+    from megatron_spec.commands.finetune import FinetuneRun, resolve
     from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
 
     objective = ObjectiveConfig(ttt_steps=changes.pop("ttt_steps", 2))
-    train = TrainConfig(**{"train_iters": 6, "global_batch_size": 2, **changes})
-    return check_before_loading(
+    options = {name: changes.pop(name) for name in list(changes) if name in FinetuneRun.__dataclass_fields__}
+    train = TrainConfig(**{"train_iters": 4, "global_batch_size": 2, **changes})
+    found = resolve(
         FinetuneRun(
-            load=f"{root}/draft", save=f"{root}/{save}", data=f"{root}/{data}", train=train, objective=objective,
-            parallel=ParallelConfig(), seq_length=seq_length,
+            load=options.pop("load", f"{root}/draft"), save=f"{root}/{save}", data=f"{root}/{data}", train=train,
+            objective=objective,
+            parallel=ParallelConfig(), seq_length=seq_length, **options,
         )
     )  # fmt: skip
+    return found.folder, found.resumed
 
 
 @pytest.mark.parametrize(
@@ -124,7 +139,44 @@ def test_another_run_does_not_continue_it(root: Path, changes: dict[str, Any], e
 
 def test_another_place_of_the_same_data_and_more_steps_do(root: Path) -> None:
     (root / "moved.jsonl").write_bytes((root / "train.jsonl").read_bytes())
-    assert again(root, data="moved.jsonl", lr=1e-5)[1]
+    assert again(root, data="moved.jsonl", train_iters=6, lr_decay_iters=4)[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"lr": 1e-5}, "--lr is 1e-05, the checkpoint has 0.0001"),
+        ({"min_lr": 1e-6}, "--min-lr is 1e-06, the checkpoint has 0.0"),
+        ({"adam_beta2": 0.9, "adam_eps": 1e-7}, "--adam-beta2 is 0.9, .* 0.95; --adam-eps is 1e-07, .* 1e-08"),
+        ({"weight_decay": 0.1}, "--weight-decay is 0.1"),
+        ({"clip_grad": 0.5}, "--clip-grad is 0.5"),
+        ({"train_iters": 6}, "--lr-decay-iters is 6, the checkpoint has 4"),
+        ({"lr_decay_style": "linear"}, "--lr-decay-style is linear"),
+    ],
+)
+def test_other_optimizer_settings_are_refused_unless_asked_for(
+    root: Path, changes: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(UserError, match=expected):
+        again(root, **changes)
+    assert again(root, **changes, override_opt_param_scheduler=True)[1]
+    assert again(root, **changes, use_checkpoint_opt_param_scheduler=True)[1]
+
+
+@pytest.mark.parametrize(("name", "flag"), [("bf16", "--bf16"), ("use_distributed_optimizer", "--use-distributed-opt")])
+def test_another_precision_or_kind_of_optimizer_is_refused(root: Path, name: str, flag: str) -> None:
+    for how in ({}, {"override_opt_param_scheduler": True}):
+        with pytest.raises(UserError, match=f"{flag}.* is True, the checkpoint has False. Its optimizer state has"):
+            again(root, **{name: True}, **how)
+
+
+def test_another_draft_to_start_from_is_refused(root: Path) -> None:
+    shutil.copytree(root / "draft", root / "moved")
+    assert again(root, load=str(root / "moved"))[1], "the same checkpoint in another folder"
+    run_json = root / "moved" / "iter_0000000" / "run.json"
+    run_json.write_text(run_json.read_text().replace('"seed": 1234', '"seed": 1235'))
+    with pytest.raises(UserError, match=r"--load .*moved is another checkpoint than .*draft/iter_0000000, which"):
+        again(root, load=str(root / "moved"))
 
 
 def test_another_objective_is_said(root: Path, caplog: pytest.LogCaptureFixture) -> None:
