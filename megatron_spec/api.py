@@ -25,7 +25,7 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.batch import Batch
 from megatron_spec.build import link, load_checkpoint
 from megatron_spec.checkpoint import sharded
-from megatron_spec.checkpoint.base_import import BaseReference, inspect_base
+from megatron_spec.checkpoint.base_import import BaseReference
 from megatron_spec.checkpoint.spec import CheckpointSpec, resolve
 from megatron_spec.commands.convert import new_draft
 from megatron_spec.config import (
@@ -48,7 +48,7 @@ from megatron_spec.evaluation import validate as validation
 from megatron_spec.evaluation.report import Report
 from megatron_spec.export import base as exported_base
 from megatron_spec.export import draft as export
-from megatron_spec.export.load import load_draft, open_draft
+from megatron_spec.export.load import inspect_exported_base, load_draft, open_draft
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.generation.prompts import read_prompts
@@ -157,7 +157,7 @@ def convert(
         UserError: models, configurations or layouts that do not fit.
     """
     world = _world_of(model)
-    reference = getattr(model, "reference", None) if base_path is None else inspect_base(base_path)
+    reference = getattr(model, "reference", None) if base_path is None else inspect_exported_base(base_path)
     if reference is None:
         raise UserError("convert: found no base_path, expected the folder of the base that this model was loaded from")
     if draft is not None:

@@ -13,7 +13,7 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import link
 from megatron_spec.checkpoint import sharded
-from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
+from megatron_spec.checkpoint.base_import import BaseReference
 from megatron_spec.checkpoint.native_mtp import check_own_module, load_own_module
 from megatron_spec.checkpoint.spec import CheckpointSpec
 from megatron_spec.commands.data import check_base_shapes
@@ -24,7 +24,13 @@ from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export import native_mtp
-from megatron_spec.export.load import StoredTensors, load_draft, open_draft
+from megatron_spec.export.load import (
+    StoredTensors,
+    inspect_exported_base,
+    load_draft,
+    load_exported_base,
+    open_draft,
+)
 from megatron_spec.export.served import check_exportable
 from megatron_spec.planning import layouts
 from megatron_spec.runtime import distributed
@@ -124,7 +130,7 @@ def convert(run: ConvertRun) -> Path:
     Raises UserError for bases, configurations and layouts that do not fit, before any weight is read.
     """
     require_empty(run.save, "give another --save folder, or remove it to convert again")
-    ref = inspect_base(run.load)
+    ref = inspect_exported_base(run.load)
     check_base_shapes(run, ref.config)
     config, vocab = plan(ref, run)
     layouts.check("convert", run.parallel)
@@ -134,13 +140,22 @@ def convert(run: ConvertRun) -> Path:
         log.warning("%s", said)
     world = distributed.initialize(run.parallel, run.seed, settings=settings_of(run, load=ref.fingerprint))
     dtype = torch.bfloat16 if run.bf16 else torch.float32
-    base = load_base(ref, world, capture_layer_ids=config.capture_layer_ids, dtype=dtype)
+    base = load_exported_base(ref, world, capture_layer_ids=config.capture_layer_ids, dtype=dtype)
     draft = first_draft(base, ref, config, vocab, world, dtype, run.seed, run.draft)
     spec = CheckpointSpec(base=link(ref), draft=config)
     folder = sharded.save(run.save, spec, draft, vocab, world, run_config={"seed": run.seed, "bf16": run.bf16})
     parameters = sum(p.numel() for p in draft.parameters()) * 1e-6
     log.info("draft %s, %.1f M parameters on this rank, D = %d: %s", config.algorithm, parameters, len(vocab), folder)
     return folder
+
+
+def _way_out(config: DraftConfig, name: str) -> str:
+    """What to change when tensor parallelism does not divide a shape."""
+    sizes = [str(n) for n in range(1, 17) if getattr(config, name) % n == 0]
+    dividing = f"use {' or '.join(sizes)} with more pipeline stages or data parallel copies"
+    if "vocab" not in name:
+        return f"{dividing}, or change it in --eagle-config"
+    return f"{dividing}, or an EAGLE-3 draft with a reduced vocabulary (--draft-vocab), whose size is yours to choose"
 
 
 def check_draft_parallel(config: DraftConfig, parallel: ParallelConfig) -> None:
@@ -153,7 +168,7 @@ def check_draft_parallel(config: DraftConfig, parallel: ParallelConfig) -> None:
         if getattr(config, name) % tp:
             raise UserError(
                 f"--tensor-model-parallel-size {tp} does not divide the draft's {name} {getattr(config, name)}: "
-                "choose another size or, for EAGLE-3, change it in --eagle-config"
+                + _way_out(config, name)
             )
     if isinstance(config, EagleConfig) and config.num_key_value_heads * config.head_dim % tp:
         raise UserError(

@@ -14,7 +14,7 @@ import torch
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint
-from megatron_spec.checkpoint.base_import import BaseReference, load_base
+from megatron_spec.checkpoint.base_import import BaseReference
 from megatron_spec.checkpoint.spec import identity, read_spec, resolve
 from megatron_spec.commands.convert import check_draft_parallel
 from megatron_spec.commands.data import check_base_shapes, check_file
@@ -172,11 +172,11 @@ def load_models(planned: Plan, world: World, dtype: torch.dtype) -> Models:
         quantised = any(getattr(m, "input_quantizer", None) is not None for m in model.modules())
         found = Models(model, None, planned.reference.fingerprint, quantised)
     folder = planned.decode.speculative_model
-    if planned.kind in ("NGram", "User"):
+    if planned.kind in ("NGram", "SA", "User"):
         found.draft = None
     elif planned.kind == "DraftTarget":
         assert folder is not None
-        found.draft = load_base(inspect_exported_base(folder), world, dtype=dtype)
+        found.draft = load_exported_base(inspect_exported_base(folder), world, dtype=dtype)
     elif planned.reading is not None:
         found.draft = load_draft(planned.reading, world, dtype)
     return found

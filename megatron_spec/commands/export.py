@@ -38,16 +38,15 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> None:
             "nothing to export: the base is not quantised and --export-extra-modules is not given; add "
             "--export-extra-modules for the draft or --export-base for the base"
         )
+    on_disk = Path(run.base or spec.base.path)
+    if run.with_base and (on_disk / "hf_quant_config.json").is_file():
+        raise UserError(f"--export-base: {on_disk} is quantised already, as engines load it: serve that folder itself")
     alone = ("export_embeddings", "medusa_pt", "max_draft_len") if not run.extra_modules else ()
     for name in alone:
         if getattr(run, name):
             flag = flag_name(run.__dataclass_fields__[name])
             raise UserError(f"--{flag} is for the draft: add --export-extra-modules, or leave it out")
-    if (
-        run.max_draft_len
-        and run.format != "speculators"
-        and not (run.format == "hf" and algorithm.startswith("eagle3"))
-    ):
+    if run.max_draft_len and run.format != "speculators" and not (run.format == "hf" and spec.draft.reads_captures):
         raise UserError(
             f"--max-draft-len: no serving configuration is written for {algorithm} in the format {run.format}; "
             "tools/make_serving_config.py writes one"

@@ -68,7 +68,7 @@ class EagleConfig(Config):
     mlp_bias: bool = False
     """Biases on the three projections of the MLP. Served by vLLM alone."""
     fc_bias: bool = False
-    """A bias behind `fc`: EAGLE-1 as SafeAILab publishes it. Served by SGLang alone."""
+    """A bias after `fc`: EAGLE-1 as SafeAILab publishes it. Served by SGLang alone."""
     norm_before_residual: bool = False
     """EAGLE-3: the residual stream starts after `hidden_norm`, not before it. Served by vLLM alone."""
     own_embed_tokens: bool = False

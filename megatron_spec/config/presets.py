@@ -77,7 +77,7 @@ def _draft_shape(base: BaseConfig) -> dict[str, int]:
 
 
 def _check_trainable(config: EagleConfig) -> None:
-    """What the configuration class can say and no draft can be: refused before a base is loaded."""
+    """What the configuration class can hold and no draft computes: refused before a base is loaded."""
     if config.hidden_act != "silu":
         raise UserError(f"--eagle-config: hidden_act {config.hidden_act!r} is not supported: use 'silu'")
     if config.reads_captures and not config.capture_layer_ids:
