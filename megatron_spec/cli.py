@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import errno
 import inspect
+import json
 import logging
 import os
 import sys
@@ -101,7 +102,15 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--base", metavar="DIR", help=base)
         if tokenizer:
             self.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
+            self.add_template_flag()
         self.add_argument("--bf16", action="store_true", help="bfloat16 weights (default: float32)")
+
+    def add_template_flag(self) -> None:
+        """--chat-template-kwargs: what every script over conversations or prompts takes."""
+        self.add_argument(
+            "--chat-template-kwargs", type=json_object, metavar="JSON",
+            help='arguments of the chat template, as {"enable_thinking": false}; those of a line win',
+        )  # fmt: skip
 
     def add_config(self, cls: type[Config], skip: Sequence[str] = (), **defaults: Any) -> None:
         """One flag per field of a configuration class: `train_iters` becomes --train-iters.
@@ -163,6 +172,17 @@ def at_least_zero(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"must be at least 0, found {value}")
     return value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An argparse type: a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, found {text!r}")
+    return found
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:

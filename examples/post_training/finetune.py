@@ -26,6 +26,7 @@ def parser() -> cli.Parser:
     p.add_argument("--data-cache-path", metavar="DIR", help="folder for tokenised data (default: beside the data)")
     p.add_argument("--base", metavar="DIR", help="the base's place, when it moved since convert_model.py")
     p.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
+    p.add_template_flag()
     p.add_argument("--feature-cache", metavar="DIR", help="compute the base's features once, into this folder")
     p.add_argument("--base-fp8", action="store_true", help="run the base in real fp8 (Hopper or newer, with --bf16)")
     p.add_argument("--draft-fp8", action="store_true", help="run the draft layer's linears in real fp8 as well")
@@ -97,7 +98,15 @@ def main(args: argparse.Namespace) -> None:
         "base_fp8",
         "teacher",
     )
-    plain += ("data_cache_path", "draft_fp8", "transformer_impl", "tensorboard_dir", "wandb_project", "train_epochs")
+    plain += (
+        "chat_template_kwargs",
+        "data_cache_path",
+        "draft_fp8",
+        "transformer_impl",
+        "tensorboard_dir",
+        "wandb_project",
+        "train_epochs",
+    )
     configs["evaluation"] = EvalRequest(
         args.eval_data, args.eval_acceptance_interval, args.eval_prompts, args.eval_draft_len, args.eval_tokens
     )

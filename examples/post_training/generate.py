@@ -23,6 +23,7 @@ def parser() -> cli.Parser:
     p.add_argument("--output", required=True, metavar="JSONL", help="conversations with answers")
     p.add_argument("--num-prompts", type=cli.at_least_one, metavar="N", help="use the first N prompts (default: all)")
     p.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
+    p.add_template_flag()
     p.add_argument("--bf16", action="store_true", help="bfloat16 weights (default: float32)")
     default = DecodeConfig().max_draft_len
     p.add_argument("--max-draft-len", type=int, metavar="INT", help=f"draft tokens, with --load (default: {default})")
@@ -55,6 +56,7 @@ def main(args: argparse.Namespace) -> None:
         bf16=args.bf16,
         decode=decode,
         parallel=cli.config_from(ParallelConfig, args),
+        template_kwargs=args.chat_template_kwargs,
     )
 
 

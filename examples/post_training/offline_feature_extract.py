@@ -47,6 +47,7 @@ def main(args: argparse.Namespace) -> None:
     names = ("seq_length", "micro_batch_size", "base", "tokenizer", "bf16", "features_dtype", "part")
     options = {name: getattr(args, name) for name in names}
     parallel = cli.config_from(ParallelConfig, args)
+    options["template_kwargs"] = args.chat_template_kwargs
     extract_features(args.load, args.output_dir, args.data, parallel=parallel, **options)
 
 

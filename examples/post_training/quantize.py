@@ -49,6 +49,7 @@ def main(args: argparse.Namespace) -> None:
         args.save,
         args.data,
         policy=args.export_quant_cfg,
+        template_kwargs=args.chat_template_kwargs,
         kv_cache=args.export_kv_cache_quant,
         samples=args.calib_samples,
         objective=cli.config_from(ObjectiveConfig, args),

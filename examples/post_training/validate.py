@@ -49,6 +49,7 @@ def main(args: argparse.Namespace) -> None:
         fp64=args.fp64,
         decode=cli.config_from(DecodeConfig, args, max_draft_len=args.max_draft_len[0]),
         parallel=cli.config_from(ParallelConfig, args),
+        template_kwargs=args.chat_template_kwargs,
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_spec.checkpoint.spec import read_spec, resolve
 from megatron_spec.commands.data import check_file
 from megatron_spec.commands.features import teacher_fingerprint, template_hash
 from megatron_spec.config import BaseConfig, DecodeConfig, DecodingType, ParallelConfig, UserError
+from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.decoding.drafters.draft_target import check_tokenizers
 from megatron_spec.decoding.drafters.user import find_drafter
@@ -33,7 +35,7 @@ from megatron_spec.export.load import (
     load_exported_draft,
     read_exported_config,
 )
-from megatron_spec.generation.prompts import Prompt, read_prompts
+from megatron_spec.generation.prompts import Dialogue, Prompt, read_prompts
 from megatron_spec.generation.questions import check_questions, write_questions
 from megatron_spec.generation.synthesize import answer_settings, check_output, synthesize_to_file
 from megatron_spec.planning import layouts
@@ -55,6 +57,7 @@ class Plan:
         captures: base layers whose outputs the draft reads.
         tokenizer: the tokenizer, and the folder it is from.
         decode: the configuration, complete.
+        vocab_size: of the base.
     """
 
     kind: DecodingType | None
@@ -65,6 +68,17 @@ class Plan:
     tokenizer: Any
     source: str
     decode: DecodeConfig
+    vocab_size: int
+
+    def check_prompts(self, prompts: Sequence[Prompt], template_kwargs: Mapping[str, Any] | None) -> None:
+        """Raise UserError for a prompt that the template refuses, or with token ids that the base does not know.
+
+        The first prompt of all, and all where the tokenizer is larger than the base's vocabulary.
+        """
+        encoder = ChatEncoder(self.tokenizer, template_kwargs=template_kwargs, vocab_size=self.vocab_size)
+        beyond = max(self.tokenizer.get_vocab().values()) >= self.vocab_size
+        for prompt in prompts if beyond else prompts[:1]:
+            Dialogue(prompt).ask(encoder, sys.maxsize)
 
 
 def _thinking_tokens(decode: DecodeConfig, tokenizer: Any) -> DecodeConfig:
@@ -127,7 +141,7 @@ def plan(
         check_parallel(inspect_exported_base(decode.speculative_model).config, parallel)
         check_tokenizers(opened, load_tokenizer(decode.speculative_model), decode.speculative_model)
     captures = config.capture_layer_ids if kind in ("Eagle3", "Eagle", "MTP") else ()
-    return Plan(kind, load, base, reference, captures, opened, source, decode)
+    return Plan(kind, load, base, reference, captures, opened, source, decode, base_config.vocab_size)
 
 
 @dataclass
@@ -171,7 +185,7 @@ def validate(
     data: str, *, load: str | None = None, base: str | None = None, output: str | None = None,
     html_output: str | None = None, draft_lens: Sequence[int] | None = None, num_prompts: int | None = None,
     tokenizer: str | None = None, bf16: bool = False, fp64: bool = False, decode: DecodeConfig | None = None,
-    parallel: ParallelConfig | None = None,
+    parallel: ParallelConfig | None = None, template_kwargs: Mapping[str, Any] | None = None,
 ) -> Report:  # fmt: skip
     """Measure a draft on prompts; writes the report to `output` (default: validate.json in the checkpoint).
 
@@ -181,6 +195,7 @@ def validate(
         fp64: compute in float64. A verification of several rows and a step of one row differ in the last bits, and an
             fp8 base turns a last bit next to the edge of two codes into 6 % of that value: in float32 that happens
             thousands of times in an answer, in float64 practically never, so equality of the texts can be checked.
+        template_kwargs: see `ChatTemplate`.
 
     Raises UserError for input that does not fit, before any weight is read where that is possible.
     """
@@ -199,6 +214,7 @@ def validate(
     check_file(data)
     prompts = read_prompts(data, num_prompts)
     planned = plan(load, base, decode, parallel, tokenizer, draft_needed=True)
+    planned.check_prompts(prompts, template_kwargs)
     world = distributed.initialize(parallel, decode.seed)
     models = load_models(planned, world, dtype)
     about: dict[str, Any] = {
@@ -207,12 +223,14 @@ def validate(
         "decoding_type": planned.kind, "dtype": str(dtype).removeprefix("torch."), "device": _device(world),
         "fake_quantised_base": models.fake_quantised, "prompts": Path(data).name,
     }  # fmt: skip
+    if template_kwargs:
+        about["chat_template_kwargs"] = dict(template_kwargs)
     if load is not None:
         about["iteration"] = read_spec(resolve(load)).iteration
     report = run_validation(
         models.base, models.draft, prompts, planned.tokenizer, planned.decode, draft_lens=draft_lens, about=about,
         output=output or Path(load or "") / "validate.json",
-        stop_ids=set(stop_token_ids(planned.source, planned.tokenizer)),
+        stop_ids=set(stop_token_ids(planned.source, planned.tokenizer)), template_kwargs=template_kwargs,
     )  # fmt: skip
     if html_output is not None and world.rank == 0:
         html.write_html(html_output, {str(about["draft"]): report.to_dict()})
@@ -243,12 +261,14 @@ def generate(
     data: str | None, output: str, *, load: str | None = None, base: str | None = None, num_prompts: int | None = None,
     tokenizer: str | None = None, bf16: bool = False, decode: DecodeConfig | None = None,
     parallel: ParallelConfig | None = None, synthesize: int | None = None, question_temperature: float | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> int:  # fmt: skip
     """Answer prompts with a base, alone or with a draft. Returns the number of new answers.
 
     Args:
         synthesize: instead of `data`: the base writes this many questions itself, into OUTPUT.questions.jsonl.
         question_temperature: for sampling them; default 1.
+        template_kwargs: see `ChatTemplate`.
 
     Raises UserError for input that does not fit, before any weight is read where that is possible.
     """
@@ -264,12 +284,14 @@ def generate(
         check_file(data)
         prompts = read_prompts(data, num_prompts)
     planned = plan(load, base, decode, parallel, tokenizer, draft_needed=False)
+    planned.check_prompts(prompts, template_kwargs)
     dtype = torch.bfloat16 if bf16 else torch.float32
     stop_ids = set(stop_token_ids(planned.source, planned.tokenizer))
     asking = planned.decode.replace(temperature=1.0 if question_temperature is None else question_temperature)
     questions = Path(f"{output}.questions.jsonl")
     # Before any weight is read: all that is known without them.
-    about: dict[str, Any] = {"template_hash": template_hash(planned.source)}
+    about: dict[str, Any] = {"chat_template_kwargs": dict(template_kwargs)} if template_kwargs else {}
+    about["template_hash"] = template_hash(planned.source, template_kwargs)
     if planned.reference is not None:
         about["base_fingerprint"] = planned.reference.fingerprint
     other = {**_other_text(planned.decode), "dtype": str(dtype).removeprefix("torch.")}
@@ -280,10 +302,12 @@ def generate(
     models = load_models(planned, world, dtype)
     about["base_fingerprint"] = models.fingerprint
     if synthesize is not None:
-        prompts = write_questions(models.base, planned.tokenizer, synthesize, asking, questions, stop_ids, about)
+        prompts = write_questions(
+            models.base, planned.tokenizer, synthesize, asking, questions, stop_ids, about, template_kwargs
+        )
     done = synthesize_to_file(
         models.base, planned.tokenizer, prompts, planned.decode, output, draft=models.draft, stop_ids=stop_ids,
-        about={**about, **other},
+        about={**about, **other}, template_kwargs=template_kwargs,
     )  # fmt: skip
     log.info("%d new conversations in %s", done, output)
     return done

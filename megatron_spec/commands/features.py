@@ -7,14 +7,16 @@ import json
 import logging
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import Loaded, load_checkpoint
 from megatron_spec.checkpoint.spec import read_spec, resolve
-from megatron_spec.commands.data import check_seq_length, open_dataset
+from megatron_spec.commands.data import check_seq_length, open_dataset, tokenizer_folder
 from megatron_spec.config import ParallelConfig, UserError
 from megatron_spec.data.loader import Dataset, lengths_of
 from megatron_spec.features.offline import OfflineFeatures, extract
@@ -34,23 +36,25 @@ def teacher_fingerprint(loaded: Loaded) -> str:
     return f"{loaded.base_ref.fingerprint}+{hashlib.sha256(ranges).hexdigest()[:16]}"
 
 
-def template_hash(tokenizer_folder: str) -> str:
-    """Identity of tokenizer and chat template."""
+def template_hash(folder: str, template_kwargs: Mapping[str, Any] | None = None) -> str:
+    """Identity of tokenizer and chat template, with the arguments of the template."""
     digest = hashlib.sha256()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        path = Path(tokenizer_folder, name)
+        path = Path(folder, name)
         digest.update(path.read_bytes() if path.is_file() else b"")
+    if template_kwargs:
+        digest.update(json.dumps(dict(template_kwargs), sort_keys=True).encode())
     return digest.hexdigest()[:16]
 
 
-def manifest_of(loaded: Loaded, dataset: Dataset, tokenizer_folder: str, dtype: str | None = None) -> StoreManifest:
-    """What a store of `dataset`'s features must say."""
+def manifest_of(loaded: Loaded, dataset: Dataset, template: str, dtype: str | None = None) -> StoreManifest:
+    """What a store of `dataset`'s features must say; `template`: `template_hash`."""
     return StoreManifest(
         base_fingerprint=teacher_fingerprint(loaded),
         capture_layer_ids=loaded.spec.draft.capture_layer_ids,
         hidden_size=loaded.spec.base.config.hidden_size,
         dtype=dtype or str(loaded.base.dtype).removeprefix("torch."),
-        template_hash=template_hash(tokenizer_folder),
+        template_hash=template,
         num_samples=len(dataset),
         seq_length=dataset.seq_length,
     )
@@ -79,13 +83,13 @@ def check_room(folder: str | Path, need: int, samples: int) -> None:
 
 
 def cached_features(
-    folder: str, loaded: Loaded, dataset: Dataset, tokenizer_folder: str, world: World, micro_batch_size: int
+    folder: str, loaded: Loaded, dataset: Dataset, template: str, world: World, micro_batch_size: int
 ) -> OfflineFeatures:
     """Features of `dataset` from `folder`, computed now where they are missing. Collective.
 
     Raises UserError when the folder holds features of something else.
     """
-    manifest = manifest_of(loaded, dataset, tokenizer_folder)
+    manifest = manifest_of(loaded, dataset, template)
     check_disk(folder, manifest, dataset)
     written = extract(loaded.base, dataset, folder, manifest, micro_batch_size)
     log.info("features: %d shards computed, the others were there", written)
@@ -95,13 +99,14 @@ def cached_features(
 def extract_features(
     load: str, output_dir: str, data: str, *, seq_length: int = 2048, micro_batch_size: int = 1,
     base: str | None = None, tokenizer: str | None = None, bf16: bool = False, parallel: ParallelConfig | None = None,
-    features_dtype: str | None = None, part: tuple[int, int] = (0, 1),
+    features_dtype: str | None = None, part: tuple[int, int] = (0, 1), template_kwargs: Mapping[str, Any] | None = None,
 ) -> Path:  # fmt: skip
     """Run the base of a checkpoint over conversations and write what a draft is trained from. Resumable.
 
     Args:
         features_dtype: on disk, see `StoreManifest.dtype`; default: that of the base.
         part: (i, n): this run writes shards i, i + n, ... of the folder; n runs share the work.
+        template_kwargs: see `ChatTemplate`.
 
     Raises UserError for input that does not fit, before any weight is read where that is possible.
     """
@@ -111,10 +116,10 @@ def extract_features(
     check_parallel(spec.base.config, parallel)
     check_seq_length(seq_length, spec)
     world = distributed.initialize(parallel)
+    folder, known = tokenizer_folder(spec, base, tokenizer), spec.base.config.vocab_size
+    dataset = open_dataset(data, folder, seq_length, vocab_size=known, template_kwargs=template_kwargs)
     loaded = load_checkpoint(load, world, dtype=torch.bfloat16 if bf16 else torch.float32, base_path=base)
-    tokenizer_folder = tokenizer or str(loaded.base_ref.path)
-    dataset = open_dataset(data, tokenizer_folder, seq_length)
-    manifest = manifest_of(loaded, dataset, tokenizer_folder, features_dtype)
+    manifest = manifest_of(loaded, dataset, template_hash(folder, template_kwargs), features_dtype)
     check_disk(output_dir, manifest, dataset, part)
     begin, written = time.monotonic(), extract(loaded.base, dataset, output_dir, manifest, micro_batch_size, part)
     missing = len(missing_shards(Path(output_dir), manifest))

@@ -15,10 +15,10 @@ from megatron_spec.base.placement import check_parallel, layers_per_stage
 from megatron_spec.build import Loaded, load_checkpoint, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.background import BackgroundWriter
-from megatron_spec.checkpoint.spec import latest_iteration, read_spec, resolve
+from megatron_spec.checkpoint.spec import CheckpointSpec, latest_iteration, read_spec, resolve
 from megatron_spec.commands import evaluate
-from megatron_spec.commands.data import check_file, check_seq_length, open_dataset
-from megatron_spec.commands.features import cached_features, stored_features
+from megatron_spec.commands.data import check_file, check_seq_length, open_dataset, tokenizer_folder
+from megatron_spec.commands.features import cached_features, stored_features, template_hash
 from megatron_spec.config import (
     BaseConfig,
     ObjectiveConfig,
@@ -58,6 +58,8 @@ class FinetuneRun:
     parallel: ParallelConfig
     seq_length: int | None = None
     """Tokens a conversation is cut to; default: 2048, or what the stored features were cut to."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the chat template; a line's own win."""
     data_cache_path: str | None = None
     """Folder for tokenised conversations; default: beside the data."""
     base: str | None = None
@@ -139,6 +141,7 @@ def data_order(run: FinetuneRun) -> dict[str, Any]:
         "--global-batch-size": run.train.global_batch_size,
         "--packing": run.train.packing,
         "--seed": run.train.seed,
+        "--chat-template-kwargs": run.chat_template_kwargs or {},
         "--teacher": run.teacher,
     }
 
@@ -147,7 +150,8 @@ def check_same_run(run: FinetuneRun, folder: Path) -> None:
     """Raise UserError when the run that was saved in `folder` went through other samples; warn of another objective."""
     saved = sharded.read_extra(folder)
     for flag, value in data_order(run).items():
-        before = saved.get("data_order", {}).get(flag, value)
+        order = saved.get("data_order", {})
+        before = order.get(flag, {} if order and flag == "--chat-template-kwargs" else value)
         if before != value:
             what = "holds other content (SHA-256)" if flag == "--data" else "is"
             raise UserError(
@@ -192,6 +196,7 @@ def check_offline(run: FinetuneRun) -> None:
     """Refuse flags that mean nothing where the base does not run and nothing is tokenised."""
     given = {
         "--feature-cache": run.feature_cache, "--tokenizer": run.tokenizer, "--data-cache-path": run.data_cache_path,
+        "--chat-template-kwargs": run.chat_template_kwargs,
         "--base-fp8": run.base_fp8,        "--transformer-impl": run.transformer_impl != "local",
     }  # fmt: skip
     wrong = [flag for flag, value in given.items() if value]
@@ -199,13 +204,18 @@ def check_offline(run: FinetuneRun) -> None:
         raise UserError(f"{', '.join(wrong)} with --offline-data: the base does not run there; leave it out")
 
 
-def make_loader(run: FinetuneRun, loaded: Loaded, world: World) -> BatchLoader:
-    """Tokenised conversations in micro-batches for this rank's pipeline group."""
+def open_data(run: FinetuneRun, spec: CheckpointSpec) -> Dataset | None:
+    """The tokenised conversations of --data; None with stored features, which hold their samples."""
     if run.offline_data is not None:
-        dataset: Dataset = stored_features(run.offline_data, loaded, world).store
-    else:
-        folder = run.tokenizer or str(loaded.base_ref.path)
-        dataset = open_dataset(str(run.data), folder, row_length(run), run.data_cache_path)
+        return None
+    return open_dataset(
+        str(run.data), tokenizer_folder(spec, run.base, run.tokenizer), row_length(run), run.data_cache_path,
+        vocab_size=spec.base.config.vocab_size, template_kwargs=run.chat_template_kwargs,
+    )  # fmt: skip
+
+
+def make_loader(run: FinetuneRun, dataset: Dataset, world: World) -> BatchLoader:
+    """The dataset in micro-batches for this rank's pipeline group."""
     return BatchLoader(
         dataset,
         micro_batch_size=run.train.micro_batch_size,
@@ -237,8 +247,9 @@ def feature_source(run: FinetuneRun, loaded: Loaded, loader: BatchLoader, world:
         if run.base_fp8:
             run_in_fp8(loaded.base)
         return OnlineFeatures(loaded.base)
-    folder = run.tokenizer or str(loaded.base_ref.path)
-    return cached_features(run.feature_cache, loaded, loader.dataset, folder, world, run.train.micro_batch_size)
+    folder = tokenizer_folder(loaded.spec, run.base, run.tokenizer)
+    template = template_hash(folder, run.chat_template_kwargs)
+    return cached_features(run.feature_cache, loaded, loader.dataset, template, world, run.train.micro_batch_size)
 
 
 def describe_layout(world: World, base: BaseConfig) -> str:
@@ -268,6 +279,7 @@ def finetune(run: FinetuneRun) -> bool:
         quantised = spec.quant is not None and spec.quant.draft != "none"
         check_fp8(spec.draft, quantised, world.tp_size, world.device, dtype, objective.detach)
     engine = run.transformer_impl == "transformer_engine"
+    dataset = open_data(run, spec)
     loaded = load_checkpoint(
         folder,
         world,
@@ -278,7 +290,9 @@ def finetune(run: FinetuneRun) -> bool:
         ends_only=run.offline_data is not None,
     )
     loaded.draft.fp8 = run.draft_fp8
-    loader = make_loader(run, loaded, world)
+    if dataset is None:
+        dataset = stored_features(str(run.offline_data), loaded, world).store
+    loader = make_loader(run, dataset, world)
     run = with_steps(run, loader.samples_per_epoch)
     ddp = wrap_ddp(loaded.draft, world, run.train)
     optimizer, scheduler = build_optimizer(ddp, world, run.train)
@@ -297,7 +311,9 @@ def finetune(run: FinetuneRun) -> bool:
     source = feature_source(run, loaded, loader, world)
     saver, evaluator = CheckpointSaver(run, loaded, trainer, config), None
     if run.evaluation.interval:
-        evaluator = evaluate.AcceptanceEvaluator(run.evaluation, loaded, run.save, run.tokenizer, position.iteration)
+        evaluator = evaluate.AcceptanceEvaluator(
+            run.evaluation, loaded, run.save, run.tokenizer, position.iteration, run.chat_template_kwargs
+        )
     complete = train(trainer, loader, source, run.train, tracker, position, saver, evaluator)
     tracker.close()
     return complete

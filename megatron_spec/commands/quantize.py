@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +13,7 @@ from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.spec import read_spec, resolve
-from megatron_spec.commands.data import check_file, check_seq_length, open_dataset
+from megatron_spec.commands.data import check_file, check_seq_length, open_dataset, tokenizer_folder
 from megatron_spec.config import ObjectiveConfig, ParallelConfig, QuantConfig, UserError, presets, suggest
 from megatron_spec.data.loader import BatchLoader, ConversationDataset
 from megatron_spec.features.online import OnlineFeatures
@@ -102,11 +104,13 @@ def quantize(
     load: str, save: str, data: str, *, policy: str = "fp8", kv_cache: str | None = None, samples: int = 256,
     seq_length: int = 2048, micro_batch_size: int = 4, base: str | None = None, tokenizer: str | None = None,
     bf16: bool = False, objective: ObjectiveConfig | None = None, parallel: ParallelConfig | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Path:  # fmt: skip
     """Quantise a checkpoint. Returns the iteration folder; calibration.{json,md,png} beside it show every linear.
 
     Args:
         policy, kv_cache: see `quant_policy`; 'none' saves the checkpoint as it is.
+        template_kwargs: see `ChatTemplate`.
 
     Raises UserError for input that does not fit, before any weight is read where that is possible.
     """
@@ -127,13 +131,15 @@ def quantize(
     check_parallel(spec.base.config, parallel)
     check_seq_length(seq_length, spec)
     world = distributed.initialize(parallel)
+    texts, known = tokenizer_folder(spec, base, tokenizer), spec.base.config.vocab_size
+    if not quant.base == quant.draft == "none":
+        dataset = open_dataset(data, texts, seq_length, vocab_size=known, template_kwargs=template_kwargs)
     loaded = load_checkpoint(folder, world, dtype=torch.bfloat16 if bf16 else torch.float32, base_path=base)
     run_config = {"policy": policy, "samples": samples, "quant": quant.to_dict()}
     if quant.base == quant.draft == "none":
         log.info("nothing is quantised: %s holds the checkpoint as it was", save)
         plain = respec(loaded.spec, iteration=0)
         return sharded.save(save, plain, loaded.draft, loaded.vocab, world, run_config=run_config)
-    dataset = open_dataset(data, tokenizer or str(loaded.base_ref.path), seq_length)
     loader, steps = calibration_loader(dataset, world, samples, micro_batch_size, parallel.sequence_parallel)
     batches = [loader.step(i * loader.global_batch_size) for i in range(steps)]
     source = OnlineFeatures(loaded.base)
