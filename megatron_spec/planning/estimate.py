@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_spec.config import BaseConfig, DraftConfig, EagleConfig, MedusaConfig, ParallelConfig, TrainConfig
+from megatron_spec.config.structure import draft_tensors
 
 GIB = 1 << 30
 HEAD_CHUNK = 1100 << 20
@@ -59,19 +60,9 @@ def mlp_width(draft: EagleConfig, every_expert: bool = False) -> int:
 
 def draft_parameters(draft: DraftConfig) -> tuple[int, int]:
     """(parameters split over tensor parallel ranks, replicated parameters)."""
-    if isinstance(draft, MedusaConfig):
-        blocks = draft.num_heads * draft.num_layers * draft.hidden_size * (draft.hidden_size + 1)
-        heads = 0 if draft.share_base_head else draft.num_heads * draft.vocab_size * draft.hidden_size
-        return heads, blocks
-    H, eagle3 = draft.hidden_size, draft.algorithm.startswith("eagle3")
-    one = H * (qkv_width(draft) + attention_width(draft)) + 3 * H * mlp_width(draft, every_expert=True)
-    split = draft.num_hidden_layers * one
-    if eagle3:  # the first layer also reads the embedding; a head of its own
-        split += H * qkv_width(draft) + draft.draft_vocab_size * H
-    inputs = len(draft.capture_layer_ids) if eagle3 else 2
-    if draft.own_embedding:
-        split += draft.vocab_size * H
-    return split, inputs * draft.target_hidden_size * H + (2 * draft.num_hidden_layers + 3) * H
+    table = draft_tensors(draft).values()
+    split = sum(spec.size for spec in table if spec.split is not None)
+    return split, sum(spec.size for spec in table) - split
 
 
 def flops_per_token(base: BaseConfig, draft: DraftConfig, S: int, T: int) -> dict[str, float]:
@@ -86,9 +77,8 @@ def flops_per_token(base: BaseConfig, draft: DraftConfig, S: int, T: int) -> dic
         head = draft.num_heads * draft.vocab_size * H if draft.share_base_head else 0
         found["draft"] = 3 * 2.0 * (split + replicated + head)
         return found
-    eagle3 = draft.algorithm.startswith("eagle3")
-    head = 0 if eagle3 else base.vocab_size * H
-    once = replicated if eagle3 else 0  # `fc` reads the captures once, the others' projection runs at every step
+    head = 0 if draft.own_head else base.vocab_size * H
+    once = replicated if draft.reads_captures else 0  # `fc` reads captures once; other projections run at every step
     idle = 3 * H * (mlp_width(draft, every_expert=True) - mlp_width(draft))  # of experts a token does not pass
     draft_scores = draft.num_hidden_layers * 4 * attention_width(draft) * S / 2
     found["draft"] = T * 3 * (2.0 * (split - idle + head + replicated - once) + draft_scores) + 3 * 2.0 * once
