@@ -73,7 +73,7 @@ def tables(report: Any, seq_length: int) -> list[Any]:
 
     figures = Table("figure", "value", title="conversations")
     packed = {"rows with --packing": report.packed_rows, "filled share of them": round(report.packed_fill, 4)}
-    lost = {f"tokens behind {seq_length}": report.lost_tokens}
+    lost = {f"tokens after {seq_length}": report.lost_tokens}
     dropped = {f"dropped: {reason}": count for reason, count in report.dropped.items()}
     for name, value in {**report.statistics, **lost, **dropped, **packed}.items():
         figures.add_row(name.replace("_", " "), str(value))

@@ -193,8 +193,8 @@ class ChatEncoder:
         spans, asked_otherwise = self._incremental_spans(conversation, text, ends)
         answers = [message for message in conversation.messages if message["role"] == "assistant"]
         for turn, (begin, end) in enumerate(spans, start=1):
-            first, behind = places.tokens_of(begin, end)
-            turns_N[first:behind] = turn
+            first, after = places.tokens_of(begin, end)
+            turns_N[first:after] = turn
         held = [_holds(text[begin:end], answer) for (begin, end), answer in zip(spans, answers, strict=True)]
         return _sample(conversation, ids_N, turns_N, held.count(False), asked_otherwise)
 

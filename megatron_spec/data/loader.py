@@ -187,8 +187,8 @@ class BatchLoader:
     Under pipeline parallelism a loader belongs to a whole copy of the base: `dp_rank` and `dp_size` are the base's
     (`World.dp`), and every tensor and pipeline rank of the copy builds the same loader and reads the same batches.
 
-    A global batch is `global_batch_size` consecutive places of the order; micro-batch m of rank r holds the places
-    [(m * dp_size + r) * micro_batch_size, ...) of it, so the samples of a step do not depend on the layout.
+    A global batch is `global_batch_size` consecutive positions of the order; micro-batch m of rank r holds the
+    positions [(m * dp_size + r) * micro_batch_size, ...) of it, so the samples of a step do not depend on the layout.
 
     Args:
         micro_batch_size: rows in a micro-batch.
@@ -253,8 +253,8 @@ class BatchLoader:
             self._orders = {e: o for e, o in self._orders.items() if abs(e - epoch) <= 1} | {epoch: order}
         return self._orders[epoch]
 
-    def _row_at(self, place: int) -> int:
-        epoch, inside = divmod(place, len(self._rows))
+    def _row_at(self, position: int) -> int:
+        epoch, inside = divmod(position, len(self._rows))
         return int(self._order(epoch)[inside])
 
     def step(self, consumed_samples: int) -> list[Batch]:

@@ -118,7 +118,7 @@ def read_records(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _drop_half_line(path: Path) -> None:
-    """Cut what a killed run left behind the last line end."""
+    """Cut what a killed run left after the last line end."""
     if not path.is_file():
         return
     content = path.read_bytes()
@@ -258,9 +258,9 @@ def synthesize_to_file(
             prompt could be answered.
     """
     output, world = Path(output), base.world
-    given = {"chat_template_kwargs": dict(template_kwargs)} if template_kwargs else {}
-    dtype = {"dtype": str(base.dtype).removeprefix("torch.")}
-    meta = answer_settings(config, stop_ids, {**dtype, **given, **(about or {})})
+    given: dict[str, Any] = {"chat_template_kwargs": dict(template_kwargs)} if template_kwargs else {}
+    given["dtype"] = str(base.dtype).removeprefix("torch.")
+    meta = answer_settings(config, stop_ids, {**given, **(about or {})})
     known = _known_everywhere(output, prompts, meta, world)
     todo = [p for p in prompts if p.identifier not in known]
     if len(todo) < len(prompts):
@@ -271,12 +271,12 @@ def synthesize_to_file(
     output.parent.mkdir(parents=True, exist_ok=True)
     if writes:
         _drop_half_line(part)
-    done, options = 0, {"draft": draft, "stop_ids": stop_ids, "template_kwargs": template_kwargs}
+    options = {"draft": draft, "stop_ids": stop_ids, "template_kwargs": template_kwargs}
     with open(part if writes else os.devnull, "a", encoding="utf-8") as file:
-        for record in synthesize(base, tokenizer, mine, config, **options):
+        answered = synthesize(base, tokenizer, mine, config, **options)
+        for done, record in enumerate(answered, start=1):
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
             file.flush()
-            done += 1
             if done % config.batch_size == 0 or done == len(mine):
                 log.info("answered %d of %d conversations", done, len(mine))
     if world.size > 1:
