@@ -313,7 +313,7 @@ def test_tools_and_template_arguments_reach_server_and_file(tmp_path):
 def test_answers_that_are_cut_or_cannot_be_written_are_rejected_and_counted(prompts, tmp_path, caplog):
     output = tmp_path / "out.jsonl"
     answers = [message("length"), message(content="half \ud83d")]
-    with Server(lambda n, body: answers[n % 2]) as server:
+    with Server(lambda n, body: answers[1 - n % 2]) as server:
         totals, _ = ask(prompts, output, server, concurrency=1)
     assert (totals.rejected, totals.cut) == (10, 5) and "5 conversations were cut" in caplog.text
     problems = [r["problem"] for r in lines(tmp_path / "out.jsonl.rejected").values()]
