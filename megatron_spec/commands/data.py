@@ -28,7 +28,7 @@ def check_file(path: str, flag: str = "--data") -> None:
 def tokenizer_folder(spec: CheckpointSpec, base: str | None, tokenizer: str | None) -> str:
     """Where the tokenizer is: the folder given for it, or else that of the base. Raises UserError when that is gone."""
     folder = tokenizer or base or str(spec.base.path)
-    if tokenizer is None and not Path(folder).exists():
+    if tokenizer is None and base is None and not Path(folder).exists():
         raise UserError(f"the base of this checkpoint is not at {folder}: give its new place with --base")
     return folder
 

@@ -24,6 +24,7 @@ from megatron_spec.features.store import FeatureStore, StoreManifest, missing_sh
 from megatron_spec.planning import layouts
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.hub import model_folder
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +37,11 @@ def teacher_fingerprint(loaded: Loaded) -> str:
     return f"{loaded.base_ref.fingerprint}+{hashlib.sha256(ranges).hexdigest()[:16]}"
 
 
-def template_hash(folder: str, template_kwargs: Mapping[str, Any] | None = None) -> str:
+def template_hash(tokenizer_folder: str, template_kwargs: Mapping[str, Any] | None = None) -> str:
     """Identity of tokenizer and chat template, with the arguments of the template."""
-    digest = hashlib.sha256()
+    digest, folder = hashlib.sha256(), model_folder(tokenizer_folder, weights=False)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        path = Path(folder, name)
+        path = folder / name
         digest.update(path.read_bytes() if path.is_file() else b"")
     if template_kwargs:
         digest.update(json.dumps(dict(template_kwargs), sort_keys=True).encode())
