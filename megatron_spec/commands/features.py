@@ -15,9 +15,10 @@ import torch
 
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import Loaded, load_checkpoint
-from megatron_spec.checkpoint.spec import read_spec, resolve
-from megatron_spec.commands.data import check_seq_length, open_dataset, tokenizer_folder
-from megatron_spec.config import ParallelConfig, UserError
+from megatron_spec.checkpoint.spec import identity, read_spec, resolve
+from megatron_spec.commands.data import check_base_shapes, check_seq_length, open_dataset, tokenizer_folder
+from megatron_spec.commands.runs import ExtractRun, settings_of, takes
+from megatron_spec.config import UserError
 from megatron_spec.data.loader import Dataset, lengths_of
 from megatron_spec.features.offline import OfflineFeatures, extract
 from megatron_spec.features.store import FeatureStore, StoreManifest, missing_shards
@@ -97,38 +98,35 @@ def cached_features(
     return OfflineFeatures(FeatureStore(folder, manifest.to_dict()), world, loaded.base.dtype)
 
 
-def extract_features(
-    load: str, output_dir: str, data: str, *, seq_length: int = 2048, micro_batch_size: int = 1,
-    base: str | None = None, tokenizer: str | None = None, bf16: bool = False, parallel: ParallelConfig | None = None,
-    features_dtype: str | None = None, part: tuple[int, int] = (0, 1), template_kwargs: Mapping[str, Any] | None = None,
-) -> Path:  # fmt: skip
+@takes(ExtractRun)
+def extract_features(run: ExtractRun) -> Path:
     """Run the base of a checkpoint over conversations and write what a draft is trained from. Resumable.
-
-    Args:
-        features_dtype: on disk, see `StoreManifest.dtype`; default: that of the base.
-        part: (i, n): this run writes shards i, i + n, ... of the folder; n runs share the work.
-        template_kwargs: see `ChatTemplate`.
 
     Raises UserError for input that does not fit, before any weight is read where that is possible.
     """
-    parallel = parallel or ParallelConfig()
-    spec = read_spec(resolve(load))
-    layouts.check("extract", parallel, spec.base.config.num_experts)
-    check_parallel(spec.base.config, parallel)
-    check_seq_length(seq_length, spec)
-    world = distributed.initialize(parallel)
-    folder, known = tokenizer_folder(spec, base, tokenizer), spec.base.config.vocab_size
-    dataset = open_dataset(data, folder, seq_length, vocab_size=known, template_kwargs=template_kwargs)
-    loaded = load_checkpoint(load, world, dtype=torch.bfloat16 if bf16 else torch.float32, base_path=base)
-    manifest = manifest_of(loaded, dataset, template_hash(folder, template_kwargs), features_dtype)
-    check_disk(output_dir, manifest, dataset, part)
-    begin, written = time.monotonic(), extract(loaded.base, dataset, output_dir, manifest, micro_batch_size, part)
-    missing = len(missing_shards(Path(output_dir), manifest))
+    folder = resolve(run.load)
+    spec = read_spec(folder)
+    check_base_shapes(run, spec.base.config)
+    layouts.check("extract", run.parallel, spec.base.config.num_experts)
+    check_parallel(spec.base.config, run.parallel)
+    check_seq_length(run.seq_length, spec)
+    world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
+    dtype = torch.bfloat16 if run.bf16 else torch.float32
+    texts, kwargs = tokenizer_folder(spec, run.base, run.tokenizer), run.chat_template_kwargs
+    known = spec.base.config.vocab_size
+    dataset = open_dataset(run.data, texts, run.seq_length, vocab_size=known, template_kwargs=kwargs)
+    loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base)
+    manifest = manifest_of(loaded, dataset, template_hash(texts, kwargs), run.features_dtype)
+    part = (run.part[0], run.part[1])
+    check_disk(run.output_dir, manifest, dataset, part)
+    begin = time.monotonic()
+    written = extract(loaded.base, dataset, run.output_dir, manifest, run.micro_batch_size, part)
+    missing = len(missing_shards(Path(run.output_dir), manifest))
     log.info(
         "features: %d shards computed in %.0f s; %s", written, time.monotonic() - begin,
         f"{missing} of {manifest.num_shards} are still missing" if missing else "the store is complete",
     )  # fmt: skip
-    return Path(output_dir)
+    return Path(run.output_dir)
 
 
 def stored_features(folder: str, loaded: Loaded, world: World) -> OfflineFeatures:

@@ -7,7 +7,7 @@ error with a suggestion, a value of the wrong type an error with the type that w
 from __future__ import annotations
 
 from megatron_spec.config.base import BaseConfig, MlaConfig, MoeConfig, RopeConfig, RopeType, RouterKind
-from megatron_spec.config.core import Config, UserError, suggest
+from megatron_spec.config.core import Config, UserError, flag_name, group, option, require, suggest
 from megatron_spec.config.decoding import DecodeConfig, DecodingType
 from megatron_spec.config.draft import DraftConfig, EagleAlgorithm, EagleConfig, MedusaConfig
 from megatron_spec.config.training import (
@@ -42,5 +42,9 @@ __all__ = [
     "RouterKind",
     "TrainConfig",
     "UserError",
+    "flag_name",
+    "group",
+    "option",
+    "require",
     "suggest",
 ]
