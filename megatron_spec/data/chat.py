@@ -26,6 +26,8 @@ from megatron_spec.data.template import PLACEHOLDER, ChatTemplate
 from megatron_spec.data.tokenizer import beyond_vocabulary, special_ids, vocabulary_hash
 
 Array = NDArray[Any]
+LONGEST_PREFIX = 32
+"""Characters of what a prompt may open for the answer, such as <think> or an empty thought."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,9 @@ class ChatEncoder:
         for turn, (begin, end) in enumerate(spans, start=1):
             first, after = places.tokens_of(begin, end)
             turns_N[first:after] = turn
-        held = [_holds(text[begin:end], answer) for (begin, end), answer in zip(spans, answers, strict=True)]
+        # The words may begin with the prefix that the prompt ends with, which is not supervised.
+        begun = [(max(0, begin - LONGEST_PREFIX), end) for begin, end in spans]
+        held = [_holds(text[begin:end], answer) for (begin, end), answer in zip(begun, answers, strict=True)]
         return _sample(conversation, ids_N, turns_N, held.count(False), asked_otherwise)
 
     def _incremental_spans(
