@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from megatron_spec.base import te_spec
-from megatron_spec.base.fast_forward import run_in_fp8
+from megatron_spec.base.direct import run_in_fp8
 from megatron_spec.base.placement import check_parallel, layers_per_stage
-from megatron_spec.build import Loaded, load_checkpoint, respec
+from megatron_spec.build import Loaded, load_checkpoint, resolve_paths, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.background import BackgroundWriter
 from megatron_spec.checkpoint.spec import CheckpointSpec, identity, latest_iteration, read_spec
@@ -30,12 +30,12 @@ from megatron_spec.commands.runs import FinetuneRun, settings_of, takes
 from megatron_spec.config import BaseConfig, ObjectiveConfig, QuantConfig, TrainConfig, UserError, presets
 from megatron_spec.data.loader import BatchLoader, Dataset
 from megatron_spec.data.tokenise import content_hash
-from megatron_spec.drafts.fused_unroll import check_fp8
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.features.store import manifest_file, read_manifest
 from megatron_spec.planning import layouts
-from megatron_spec.runtime import distributed
+from megatron_spec.planning.paths import Paths
+from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import require_empty
 from megatron_spec.training import tracking
@@ -92,6 +92,17 @@ class Resolved:
     def dtype(self) -> torch.dtype:
         """Of weights and activations."""
         return torch.bfloat16 if self.run.train.bf16 else torch.float32
+
+
+def fast_paths(resolved: Resolved) -> Paths:
+    """The fast paths of the run. Raises UserError when one that was asked for cannot run."""
+    run = resolved.run
+    return resolve_paths(
+        resolved.spec, run.parallel, resolved.dtype, original_base=run.teacher == "original",
+        transformer_engine=run.transformer_impl == "transformer_engine", ends_only=run.offline_data is not None,
+        objective=resolved.objective, rows=run.train.micro_batch_size * resolved.seq_length, plain=run.plain,
+        wanted=tuple(name for name in ("base_fp8", "draft_fp8") if getattr(run, name)),
+    )  # fmt: skip
 
 
 def resolve(run: FinetuneRun) -> Resolved:
@@ -258,11 +269,12 @@ def check(resolved: Resolved) -> None:
     if run.offline_data is not None:
         check_offline(run)
     if run.transformer_impl == "transformer_engine":
-        te_spec.check(base, torch.cuda.is_available())
+        te_spec.check(base, platform.machine())
     evaluate.check(run.evaluation, run.parallel, {
         "--base-fp8": run.base_fp8, "--offline-data": run.offline_data is not None,
         "--transformer-impl transformer_engine": run.transformer_impl != "local",
     })  # fmt: skip
+    fast_paths(resolved)
     quant = resolved.spec.quant
     if run.teacher == "original" and (quant is None or quant.base == "none"):
         raise UserError("--teacher original: the base of this checkpoint is not quantised; leave the flag out")
@@ -342,11 +354,10 @@ def describe_layout(world: World, base: BaseConfig) -> str:
 
 def load_models(resolved: Resolved, world: World) -> Loaded:
     """Base and draft as the run wants them."""
-    run, spec = resolved.run, resolved.spec
-    if run.draft_fp8:
-        quantised = spec.quant is not None and spec.quant.draft != "none"
-        check_fp8(spec.draft, quantised, world.tp_size, world.device, resolved.dtype, resolved.objective.detach)
-    loaded = load_checkpoint(
+    run, paths = resolved.run, fast_paths(resolved)
+    for line in paths.lines():
+        log.info("fast path %s", line)
+    return load_checkpoint(
         resolved.folder,
         world,
         dtype=resolved.dtype,
@@ -354,9 +365,8 @@ def load_models(resolved: Resolved, world: World) -> Loaded:
         original_base=run.teacher == "original",
         transformer_engine=run.transformer_impl == "transformer_engine",
         ends_only=run.offline_data is not None,
+        paths=paths,
     )
-    loaded.draft.fp8 = run.draft_fp8
-    return loaded
 
 
 @takes(FinetuneRun)
@@ -396,7 +406,7 @@ def _finetune(run: FinetuneRun, resolved: Resolved, world: World) -> bool:
     config = run.replace(train=training, train_epochs=None).to_dict()
     tracker = tracking.Tracker(
         Path(run.save), world.rank == 0, resumed_at=position.iteration, tensorboard_dir=run.tensorboard_dir,
-        wandb_project=run.wandb_project, config=config,
+        wandb_project=run.wandb_project, config={**config, "fast_paths": loaded.draft.paths.to_dict()},
     )  # fmt: skip
     source = feature_source(run, loaded, loader, world)
     saver, evaluator = CheckpointSaver(resolved, loaded, trainer, training, config), None

@@ -214,6 +214,8 @@ class FinetuneRun(ScriptRun):
     """Run the base in real fp8 (Hopper or newer, with --bf16)."""
     draft_fp8: bool = False
     """Run the linears of the draft layer in real fp8, too."""
+    plain: bool = False
+    """Take no fast path (docs/performance.md): plain code everywhere, to compare with."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Modules of the base's layers."""
     teacher: Literal["quantised", "original"] = "quantised"

@@ -1,7 +1,7 @@
 """Files that appear whole or not at all (a temporary name, then one rename), and errors that name them.
 
 Everything the package writes goes through `writing`, `replacing` or `published_folder`: a disk that is full or a folder
-that cannot be written ends in one `UserError` with the path and the size, and leaves nothing behind.
+that cannot be written ends in one `UserError` with the path and the size, and leaves no partial file.
 """
 
 from __future__ import annotations

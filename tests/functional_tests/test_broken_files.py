@@ -17,7 +17,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "empty": lambda path: path.write_bytes(b""),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "binary": lambda path: path.write_bytes(bytes(range(256)) * 4),
-    "huge": lambda path: os.truncate(path, 2**36),
+    "huge": lambda path: os.truncate(path, 2**27 if path.suffix == ".jsonl" else 2**36),  # data is hashed whole
     "unreadable": lambda path: (path.unlink(), path.mkdir()),
     "of another type": lambda path: path.write_text('["x"]' if path.suffix in (".json", ".jsonl") else "{}"),
 }
@@ -84,7 +84,7 @@ def call(script: str, arguments: list[Any]) -> None:
 
 def outcome(script: str, arguments: list[Any]) -> str:
     """'' for a refusal as a script must make it, else what happened."""
-    from megatron_spec.cli import MENDABLE
+    from megatron_spec.cli import USER_ERRORS
     from megatron_spec.config import UserError
 
     try:
@@ -94,7 +94,7 @@ def outcome(script: str, arguments: list[Any]) -> str:
     except SystemExit as e:
         return "" if e.code in (1, 2) else f"exit code {e.code}"
     except OSError as e:
-        return "" if e.errno in MENDABLE and e.filename else f"{type(e).__name__}: {e}"
+        return "" if e.errno in USER_ERRORS and e.filename else f"{type(e).__name__}: {e}"
     except Exception as e:
         return f"{type(e).__name__}: {str(e)[:200]}"
     return "it ended well"
@@ -125,7 +125,7 @@ def prepare(place: str) -> None:
     call("convert_model", ["--load", root / "base", "--save", root / "draft", "--eagle-config", root / "eagle.json"])
     call("export", ["--load", root / "draft", "--export-dir", root / "new", "--export-extra-modules"])
     (root / "new" / "draft").rename(root / "exported")
-    sizes = ["--draft-vocab-size", 256]
+    sizes = ["--draft-vocab-size", 64]
     call("calibrate_draft_vocab", ["--model", root / "base", "--data", root / "train.jsonl", "--save-dir",
                                    root / "vocab", *sizes])  # fmt: skip
 
