@@ -33,7 +33,8 @@ class TensorSpec:
         shape: of the whole tensor, not of a shard.
         split: dimension that is split over tensor parallel ranks; None for a replicated one.
         first: what it starts from.
-        base: tensor of the base's last layer (its name there) that it may start from instead.
+        base: tensor of the base's last layer (its name there) that it may start from instead; where that is half as
+            wide, the second half alone does ([embedding ; feature]: the feature).
         linear: the weight of a linear that may be quantised.
     """
 
@@ -151,8 +152,9 @@ def _attention(config: EagleConfig, width: int) -> Table:
         "k": config.num_key_value_heads * d,
         "v": config.num_key_value_heads * d,
     }
-    table = {f"self_attn.{x}_proj.weight": _column(n, width) for x, n in rows.items()}
-    table["self_attn.o_proj.weight"] = _row(H, rows["q"])
+    names = {x: f"self_attn.{x}_proj.weight" if config.init_attention else None for x in "qkvo"}
+    table = {f"self_attn.{x}_proj.weight": _column(n, width, names[x]) for x, n in rows.items()}
+    table["self_attn.o_proj.weight"] = _row(H, rows["q"], names["o"])
     if config.attention_bias:
         table |= {f"self_attn.{x}_proj.bias": _bias(n, split=True) for x, n in rows.items()}
         table["self_attn.o_proj.bias"] = _bias(H, split=False)

@@ -31,8 +31,9 @@ from megatron_spec.quantization.rounding import scale_of
 from megatron_spec.runtime.distributed import World, together
 from megatron_spec.runtime.files import read_object
 
-_NOT_EXPORTED = {"initializer_range", "init_from_base_layer", "fc_init", "max_position_embeddings"}
-"""Fields of EagleConfig that need not come back: three matter before training only, one may grow to the base's."""
+STARTING_POINT = {"initializer_range", "init_from_base_layer", "init_attention", "frozen_head", "fc_init"}
+_NOT_EXPORTED = {*STARTING_POINT, "max_position_embeddings"}
+"""Fields of EagleConfig that need not come back: those of training, and one that may grow to the base's."""
 
 
 _WRITTEN = ("rope_theta", "head_dim", "draft_vocab_size")
