@@ -35,6 +35,7 @@ def cases(root: Path, out: Path) -> list[tuple[str, list[Any], list[str]]]:
     saved += ["draft/latest_checkpointed_iteration.txt"]
     quantize = ["--load", draft, "--save", out, "--data", data, *FLAGS, "--calib-samples", 1]
     finetune = ["--load", draft, "--save", out, "--data", data, *FLAGS, "--train-iters", 1, "--global-batch-size", 1]
+    short = ["--max-new-tokens", 2, "--num-prompts", 1]
     vocab = ["--draft-vocab", root / "vocab"]
     return [
         ("convert_model", ["--load", base, "--save", out, "--eagle-config", root / "eagle.json", *vocab],
@@ -45,8 +46,10 @@ def cases(root: Path, out: Path) -> list[tuple[str, list[Any], list[str]]]:
         ("finetune", [*finetune, "--eval-acceptance-interval", 1, "--eval-data", root / "eval.jsonl"], ["eval.jsonl"]),
         ("offline_feature_extract", ["--load", draft, "--data", data, *FLAGS, "--output-dir", out],
          [*saved[:1], "train.jsonl"]),
-        ("validate", ["--load", draft, "--data", data, "--output", out], [*saved[:1], "base/generation_config.json"]),
-        ("generate", ["--base", base, "--data", data, "--output", out], ["base/generation_config.json", "train.jsonl"]),
+        ("validate", ["--load", draft, "--data", data, "--output", out, *short],
+         [*saved[:1], "base/generation_config.json"]),
+        ("generate", ["--base", base, "--data", data, "--output", out, "--max-new-tokens", 2],
+         ["base/generation_config.json", "train.jsonl"]),
         ("export", ["--load", draft, "--export-dir", out, "--export-extra-modules"], saved),
         ("calibrate_draft_vocab", ["--model", base, "--data", data, "--save-dir", out, "--draft-vocab-size", 64],
          [*model[:1], "base/tokenizer.json", "train.jsonl"]),
