@@ -18,8 +18,14 @@ from megatron_spec.checkpoint.background import BackgroundWriter
 from megatron_spec.checkpoint.spec import CheckpointSpec, identity, latest_iteration, read_spec
 from megatron_spec.checkpoint.spec import resolve as resolve_folder
 from megatron_spec.commands import evaluate
-from megatron_spec.commands.data import check_base_shapes, check_file, check_seq_length, open_dataset
-from megatron_spec.commands.features import cached_features, stored_features
+from megatron_spec.commands.data import (
+    check_base_shapes,
+    check_file,
+    check_seq_length,
+    open_dataset,
+    tokenizer_folder,
+)
+from megatron_spec.commands.features import cached_features, stored_features, template_hash
 from megatron_spec.commands.runs import FinetuneRun, settings_of, takes
 from megatron_spec.config import BaseConfig, ObjectiveConfig, QuantConfig, TrainConfig, UserError, presets
 from megatron_spec.data.loader import BatchLoader, Dataset
@@ -185,6 +191,7 @@ def data_order(run: FinetuneRun, seq_length: int) -> dict[str, Any]:
         "--global-batch-size": run.train.global_batch_size,
         "--packing": run.train.packing,
         "--seed": run.train.seed,
+        "--chat-template-kwargs": run.chat_template_kwargs or {},
         "--teacher": run.teacher,
     }
 
@@ -193,7 +200,7 @@ def check_same_run(resolved: Resolved) -> None:
     """Raise UserError when the run that was saved went through other samples; warn of another objective."""
     run, saved = resolved.run, sharded.read_extra(resolved.folder)
     for flag, value in resolved.order.items():
-        before = saved.get("data_order", {}).get(flag, value)
+        before = saved.get("data_order", {}).get(flag, {} if flag == "--chat-template-kwargs" else value)
         if before != value:
             what = "holds other content (SHA-256)" if flag == "--data" else "is"
             raise UserError(
@@ -279,6 +286,7 @@ def check_offline(run: FinetuneRun) -> None:
     """Refuse flags that mean nothing where the base does not run and nothing is tokenised."""
     given = {
         "--feature-cache": run.feature_cache, "--tokenizer": run.tokenizer, "--data-cache-path": run.data_cache_path,
+        "--chat-template-kwargs": run.chat_template_kwargs,
         "--base-fp8": run.base_fp8, "--transformer-impl": run.transformer_impl != "local",
     }  # fmt: skip
     wrong = [flag for flag, value in given.items() if value]
@@ -286,14 +294,19 @@ def check_offline(run: FinetuneRun) -> None:
         raise UserError(f"{', '.join(wrong)} with --offline-data: the base does not run there; leave it out")
 
 
-def make_loader(resolved: Resolved, loaded: Loaded, world: World) -> BatchLoader:
-    """Tokenised conversations in micro-batches for this rank's pipeline group."""
-    run = resolved.run
+def open_data(resolved: Resolved) -> Dataset | None:
+    """The tokenised conversations of --data; None with stored features, which hold their samples."""
+    run, spec = resolved.run, resolved.spec
     if run.offline_data is not None:
-        dataset: Dataset = stored_features(run.offline_data, loaded, world).store
-    else:
-        folder = run.tokenizer or str(loaded.base_ref.path)
-        dataset = open_dataset(str(run.data), folder, resolved.seq_length, run.data_cache_path)
+        return None
+    return open_dataset(
+        str(run.data), tokenizer_folder(spec, run.base, run.tokenizer), resolved.seq_length, run.data_cache_path,
+        vocab_size=spec.base.config.vocab_size, template_kwargs=run.chat_template_kwargs,
+    )  # fmt: skip
+
+
+def make_loader(run: FinetuneRun, dataset: Dataset, world: World) -> BatchLoader:
+    """The dataset in micro-batches for this rank's pipeline group."""
     return BatchLoader(
         dataset,
         micro_batch_size=run.train.micro_batch_size,
@@ -325,8 +338,8 @@ def feature_source(run: FinetuneRun, loaded: Loaded, loader: BatchLoader, world:
         if run.base_fp8:
             run_in_fp8(loaded.base)
         return OnlineFeatures(loaded.base)
-    folder = run.tokenizer or str(loaded.base_ref.path)
-    return cached_features(run.feature_cache, loaded, loader.dataset, folder, world, run.train.micro_batch_size)
+    template = template_hash(tokenizer_folder(loaded.spec, run.base, run.tokenizer), run.chat_template_kwargs)
+    return cached_features(run.feature_cache, loaded, loader.dataset, template, world, run.train.micro_batch_size)
 
 
 def describe_layout(world: World, base: BaseConfig) -> str:
@@ -374,8 +387,11 @@ def finetune(run: FinetuneRun) -> bool:
 def _finetune(run: FinetuneRun, resolved: Resolved, world: World) -> bool:
     check_world(world, run.train)
     log.info("layout: %s", describe_layout(world, resolved.spec.base.config))
+    dataset = open_data(resolved)
     loaded = load_models(resolved, world)
-    loader = make_loader(resolved, loaded, world)
+    if dataset is None:
+        dataset = stored_features(str(run.offline_data), loaded, world).store
+    loader = make_loader(run, dataset, world)
     training, position = with_steps(run, loader.samples_per_epoch), resolved.position
     if resolved.resumed:
         training = continued(resolved, training)
@@ -395,7 +411,9 @@ def _finetune(run: FinetuneRun, resolved: Resolved, world: World) -> bool:
     source = feature_source(run, loaded, loader, world)
     saver, evaluator = CheckpointSaver(resolved, loaded, trainer, training, config), None
     if run.evaluation.interval:
-        evaluator = evaluate.AcceptanceEvaluator(run.evaluation, loaded, run.save, run.tokenizer, position.iteration)
+        evaluator = evaluate.AcceptanceEvaluator(
+            run.evaluation, loaded, run.save, run.tokenizer, position.iteration, run.chat_template_kwargs
+        )
     complete = train(trainer, loader, source, training, tracker, position, saver, evaluator)
     tracker.close()
     return complete

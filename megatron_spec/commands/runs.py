@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from megatron_spec.cli import json_object
 from megatron_spec.config import (
     Config,
     DecodeConfig,
@@ -203,6 +204,8 @@ class FinetuneRun(ScriptRun):
     """Where the base is, if it has moved since convert_model.py."""
     tokenizer: str | None = option(None, "DIR")
     """Tokenizer folder (default: the base's)."""
+    chat_template_kwargs: dict[str, Any] | None = option(None, "JSON", parse=json_object)
+    """Arguments of the chat template, as {"enable_thinking": false}; the chat_template_kwargs of a line win."""
     feature_cache: str | None = option(None, "DIR")
     """Compute the base's features once and keep them in this folder."""
     offline_data: str | None = option(None, "DIR")
@@ -282,6 +285,8 @@ class QuantizeRun(ScriptRun):
     """Where the base is, if it has moved since convert_model.py."""
     tokenizer: str | None = option(None, "DIR")
     """Tokenizer folder (default: the base's)."""
+    chat_template_kwargs: dict[str, Any] | None = option(None, "JSON", parse=json_object)
+    """Arguments of the chat template, as {"enable_thinking": false}; the chat_template_kwargs of a line win."""
     bf16: bool = False
     """Hold weights in bfloat16, not in float32."""
     objective: ObjectiveConfig = group(ObjectiveConfig, only=("ttt_steps", "alignment"))
@@ -345,6 +350,8 @@ class ExtractRun(ScriptRun):
     """Where the base is, if it has moved since convert_model.py."""
     tokenizer: str | None = option(None, "DIR")
     """Tokenizer folder (default: the base's)."""
+    chat_template_kwargs: dict[str, Any] | None = option(None, "JSON", parse=json_object)
+    """Arguments of the chat template, as {"enable_thinking": false}; the chat_template_kwargs of a line win."""
     bf16: bool = False
     """Hold weights in bfloat16, not in float32."""
     parallel: ParallelConfig = group(ParallelConfig)
@@ -403,6 +410,8 @@ class ValidateRun(ScriptRun):
     """Use the first N prompts (default: all)."""
     tokenizer: str | None = option(None, "DIR")
     """Tokenizer folder (default: the base's)."""
+    chat_template_kwargs: dict[str, Any] | None = option(None, "JSON", parse=json_object)
+    """Arguments of the chat template, as {"enable_thinking": false}; the chat_template_kwargs of a line win."""
     bf16: bool = False
     """Hold weights in bfloat16, not in float32."""
     fp64: bool = False
@@ -436,6 +445,8 @@ class GenerateRun(ScriptRun):
     """Use the first N prompts (default: all)."""
     tokenizer: str | None = option(None, "DIR")
     """Tokenizer folder (default: the base's)."""
+    chat_template_kwargs: dict[str, Any] | None = option(None, "JSON", parse=json_object)
+    """Arguments of the chat template, as {"enable_thinking": false}; the chat_template_kwargs of a line win."""
     bf16: bool = False
     """Hold weights in bfloat16, not in float32."""
     decode: DecodeConfig = group(DecodeConfig)

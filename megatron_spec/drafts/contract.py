@@ -53,6 +53,7 @@ class DraftLosses:
         correct_T: rows whose draft argmax is the base's argmax.
         overlap_T: sum over rows of sum_v min(p, q), the expected acceptance under sampling.
         rows_T: supervised rows per step (the denominator of loss and accuracy; in_vocab_only does not change it).
+        counted: scalar, rows of the first step that in_vocab_only leaves in the loss; None: all.
     """
 
     total: Tensor
@@ -60,6 +61,7 @@ class DraftLosses:
     correct_T: Tensor
     overlap_T: Tensor
     rows_T: Tensor
+    counted: Tensor | None = None
 
 
 class Draft(nn.Module):

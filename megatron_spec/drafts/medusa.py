@@ -116,8 +116,10 @@ class MedusaDraft(Draft):
             mine = Supervision([plan.rows[i]], [plan.active[i]], [plan.teacher_rows[i]], plan.teacher_U)
             found.append(head_losses([x], weight, mine, teacher, plain, group, labels, self.paths))
         total = torch.stack([objective.step_decay**i * losses.total for i, losses in enumerate(found)]).sum()
-        sums = (torch.cat([getattr(x, n) for x in found]) for n in ("loss_T", "correct_T", "overlap_T", "rows_T"))
-        return DraftLosses(total, *sums)
+        loss, correct, overlap, rows = (
+            torch.cat([getattr(x, n) for x in found]) for n in ("loss_T", "correct_T", "overlap_T", "rows_T")
+        )
+        return DraftLosses(total, loss, correct, overlap, rows, found[0].counted)
 
 
 def following_tokens(batch: Batch) -> Tensor:

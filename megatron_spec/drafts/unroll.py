@@ -177,7 +177,8 @@ def head_losses(
             in_place = kernel_row_loss(teacher, objective.loss, objective.temperature, group, kernels)
     total, stats = fused_head(states, weight_DH, steps, row_loss, in_place, scale_)
     rows_T = to_device(torch.tensor([len(rows) for rows in supervision.rows], dtype=stats.dtype), stats.device)
-    return DraftLosses(total, stats[:, 0], stats[:, 1], stats[:, 2], rows_T)
+    counted = teacher.in_vocab_U[supervision.teacher_rows[0]].sum() if objective.in_vocab_only else None
+    return DraftLosses(total, stats[:, 0], stats[:, 1], stats[:, 2], rows_T, counted)
 
 
 def unroll(
