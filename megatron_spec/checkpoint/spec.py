@@ -81,7 +81,7 @@ def latest_iteration(checkpoint: Path | str) -> int | None:
     been killed before it wrote the pointer.
     """
     pointer = Path(checkpoint) / POINTER
-    named = _named(pointer) if pointer.is_file() else None
+    named = _named(pointer) if os.path.lexists(pointer) else None
     if named is not None and iteration_folder(checkpoint, named).is_dir():
         return named
     complete = [p for p in iterations(checkpoint) if not missing_files(p)]
@@ -90,7 +90,8 @@ def latest_iteration(checkpoint: Path | str) -> int | None:
 
 def _named(pointer: Path) -> int:
     try:
-        text = pointer.read_text(encoding="utf-8").strip()
+        with pointer.open(encoding="utf-8") as file:
+            text = file.read(64).strip()
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{pointer} cannot be read: {e}") from None
     if not (text.isdecimal() and text.isascii()):

@@ -28,7 +28,7 @@ from megatron_spec.quantization.attach import base_amax_state, check_draft
 from megatron_spec.quantization.calibrate import LayerReport, calibrate
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World, together
-from megatron_spec.runtime.files import read_json, require_empty
+from megatron_spec.runtime.files import read_json, read_text, require_empty
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +88,8 @@ def _read_policy(path: Path) -> QuantConfig:
         import yaml
 
         try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except OSError:
-            raise UserError(f"{path} does not exist") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as e:
+            values = yaml.safe_load(read_text(path, "YAML"))
+        except (yaml.YAMLError, RecursionError) as e:
             raise UserError(f"{path} is not valid YAML: {e}") from None
     if not isinstance(values, dict):
         raise UserError(f"--export-quant-cfg {path} must hold an object with fields of QuantConfig")

@@ -18,6 +18,7 @@ def load_tokenizer(folder: Path | str) -> Any:
     folder = model_folder(folder, weights=False)
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder}: found no tokenizer.json; expected a folder with a fast Hugging Face tokenizer")
+    files.require_small(folder / "tokenizer.json", "JSON")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import AutoTokenizer
 
@@ -43,7 +44,7 @@ def stop_token_ids(folder: Path | str, tokenizer: Any | None = None) -> tuple[in
         found.add(int(tokenizer.eos_token_id))
     for name in ("generation_config.json", "config.json"):
         path = Path(folder, name)
-        if not path.is_file():
+        if not os.path.lexists(path):
             continue
         value = files.read_object(path, {"eos_token_id": (int, list)}).get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]

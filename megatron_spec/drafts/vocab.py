@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -98,7 +99,10 @@ class DraftVocab:
         """Read what `save` wrote. Raises UserError when tensors are missing or contradict one another."""
         if not Path(path).is_file():
             raise UserError(f"draft vocabulary: no file {os.fspath(path)}")
-        tensors = load_file(os.fspath(path))
+        try:
+            tensors = load_file(os.fspath(path))
+        except (SafetensorError, OSError) as e:
+            raise UserError(f"draft vocabulary {os.fspath(path)} cannot be read ({e}): copy the file again") from None
         if not {"d2t", "t2d"} <= set(tensors):
             raise UserError(f"draft vocabulary {os.fspath(path)}: found {sorted(tensors)}, expected d2t and t2d")
         return DraftVocab.from_tensors(tensors["d2t"], tensors["t2d"])

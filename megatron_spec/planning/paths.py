@@ -51,7 +51,7 @@ class Setting:
     wanted: tuple[str, ...] = ()
     """Paths that run on request and were asked for."""
     off: tuple[str, ...] = ()
-    """Paths that are turned off, to compare."""
+    """Paths switched off, to compare."""
     plain: bool = False
     """No fast path at all."""
 
@@ -280,7 +280,7 @@ class Paths:
         return Paths(replace(self.setting, wanted=tuple(dict.fromkeys((*self.setting.wanted, *names)))))
 
     def without(self, *names: str) -> Paths:
-        """The same with paths turned off."""
+        """The same with paths switched off."""
         return Paths(replace(self.setting, off=(*self.setting.off, *names)))
 
     def check(self) -> None:
@@ -300,7 +300,7 @@ class Paths:
 
 
 NO_PATHS = Paths()
-"""All off: of a model that nobody resolved paths for."""
+"""All off: of a model without resolved paths."""
 
 
 def table() -> str:

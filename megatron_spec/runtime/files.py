@@ -240,18 +240,35 @@ def published_folder(folder: Path | str, overwrite: bool = False, hint: str = ""
 # ---- reading
 
 
-def read_json(path: Path | str) -> Any:
-    """Parse a JSON file. Raises UserError naming the file when it is missing, malformed, or something else."""
+def read_text(path: Path | str, kind: str = "text") -> str:
+    """Content of a small file. Raises UserError naming it when it is missing, unreadable, huge, or no text.
+
+    Args:
+        kind: of text, for the message.
+    """
     path = Path(path)
+    require_small(path, kind)
     try:
-        if path.is_file() and path.stat().st_size > JSON_LIMIT:
-            raise UserError(f"{path} holds {human_size(path.stat().st_size)}: expected a JSON file of a model")
-        return json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except OSError as e:
         raise UserError(f"{path} cannot be read: {e.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path} is not valid {kind} ({e}): it may be damaged; copy it again") from None
+
+
+def require_small(path: Path, kind: str) -> None:
+    """Raise UserError for a file larger than any of its kind: it would fill the memory."""
+    if path.is_file() and path.stat().st_size > JSON_LIMIT:
+        raise UserError(f"{path} holds {human_size(path.stat().st_size)}: expected a {kind} file of a model")
+
+
+def read_json(path: Path | str) -> Any:
+    """Parse a JSON file. Raises UserError naming the file when it is missing, malformed, or something else."""
+    try:
+        return json.loads(read_text(path, "JSON"))
+    except json.JSONDecodeError as e:
         raise UserError(f"{path} is not valid JSON ({e}): it may be cut off; copy it again") from None
     except RecursionError:
         raise UserError(f"{path} is not valid JSON: it is nested too deeply") from None
