@@ -1,6 +1,7 @@
 """Give a base model a fresh draft model.
 
     python convert_model.py --export-algorithm eagle --export-eagle-algorithm eagle3 --load BASE --save DIR
+    python convert_model.py --export-algorithm dflash --load BASE --save DIR
     python convert_model.py --export-algorithm medusa --export-num-medusa-heads 4 --load BASE --save DIR
     torchrun --nproc-per-node 4 convert_model.py --tensor-model-parallel-size 4 --load BASE --save DIR ...
 
@@ -20,7 +21,11 @@ def parser() -> cli.Parser:
     p.add_argument("--load", required=True, metavar="BASE", help="Hugging Face folder or Megatron checkpoint")
     p.add_argument("--save", required=True, metavar="DIR", help="new or empty folder for the draft checkpoint")
     p.add_argument(
-        "--export-algorithm", action=cli.Once, choices=["eagle", "medusa"], default="eagle", help="kind of draft"
+        "--export-algorithm",
+        action=cli.Once,
+        choices=["eagle", "medusa", "dflash", "dspark"],
+        default="eagle",
+        help="kind of draft",
     )
     p.add_argument(
         "--export-eagle-algorithm", action=cli.Once, choices=typing.get_args(EagleAlgorithm),
@@ -33,6 +38,7 @@ def parser() -> cli.Parser:
         help="the base's frozen head behind the Medusa blocks, instead of a trained one each",
     )  # fmt: skip
     p.add_argument("--eagle-config", metavar="JSON", help="overrides of the draft's architecture")
+    p.add_argument("--draft-config", metavar="JSON", help="dflash, dspark: overrides of the draft's architecture")
     p.add_argument(
         "--mtp-from-base", action="store_const", const=True,
         help="eagle-mtp: the prediction module that the base ships (DeepSeek-V3), instead of a fresh one",
@@ -47,7 +53,7 @@ def parser() -> cli.Parser:
 def main(args: argparse.Namespace) -> None:
     from megatron_spec.commands.convert import convert
 
-    names = ("eagle_config", "draft_vocab", "bf16", "seed")
+    names = ("eagle_config", "draft_config", "draft_vocab", "bf16", "seed")
     convert(
         args.load,
         args.save,

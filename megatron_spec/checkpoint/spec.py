@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_spec.config import BaseConfig, Config, EagleConfig, MedusaConfig, QuantConfig, UserError
+from megatron_spec.config import BaseConfig, Config, DraftConfig, QuantConfig, UserError
 from megatron_spec.runtime.files import read_json
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -31,7 +31,7 @@ class CheckpointSpec(Config):
     """Contents of spec.json."""
 
     base: BaseLink
-    draft: EagleConfig | MedusaConfig
+    draft: DraftConfig
     """Told apart by `algorithm`."""
     quant: QuantConfig | None = None
     iteration: int = 0

@@ -17,7 +17,8 @@ from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
 from megatron_spec.checkpoint.native_mtp import check_own_module, load_own_module
 from megatron_spec.checkpoint.spec import CheckpointSpec
-from megatron_spec.config import DraftConfig, EagleConfig, ParallelConfig, UserError, presets
+from megatron_spec.config import BlockConfig, DraftConfig, EagleConfig, ParallelConfig, UserError, presets
+from megatron_spec.data import mask_token
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
@@ -67,6 +68,7 @@ class DraftRequest:
     num_medusa_layers: int | None = None
     share_base_head: bool | None = None
     mtp_from_base: bool | None = None
+    draft_config: str | None = None
 
     def __post_init__(self) -> None:
         eagle = {
@@ -77,11 +79,14 @@ class DraftRequest:
             "--export-num-medusa-heads": self.num_medusa_heads, "--export-num-medusa-layers": self.num_medusa_layers,
             "--medusa-share-base-head": self.share_base_head,
         }  # fmt: skip
-        if self.algorithm not in ("eagle", "medusa"):
-            raise UserError(f"--export-algorithm {self.algorithm!r} is not known: use eagle or medusa")
-        other, owner = (eagle, "eagle") if self.algorithm == "medusa" else (medusa, "medusa")
-        given = [flag for flag, value in other.items() if value is not None]
-        if given:
+        block = {"--draft-config": self.draft_config}
+        owners: dict[str, dict[str, Any]] = {"eagle": eagle, "medusa": medusa, "dflash": block, "dspark": block}
+        if self.algorithm not in owners:
+            raise UserError(f"--export-algorithm {self.algorithm!r} is not known: use {', '.join(owners)}")
+        for owner, flags in owners.items():
+            given = [flag for flag, value in flags.items() if value is not None]
+            if flags is owners[self.algorithm] or not given:
+                continue
             raise UserError(
                 f"--export-algorithm {self.algorithm} and {', '.join(given)} contradict each other: "
                 f"{'they belong' if len(given) > 1 else 'it belongs'} to --export-algorithm {owner}"
@@ -108,7 +113,21 @@ def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftV
         own = presets.own_mtp_config(ref.config)
         check_own_module(Path(ref.path), own, native_mtp.weight_shapes(own))
         return own, DraftVocab.full(ref.config.vocab_size)
+    if request.algorithm in ("dflash", "dspark"):
+        return _plan_block(ref, request), DraftVocab.full(ref.config.vocab_size)
     return _plan_eagle(ref, request.eagle_algorithm or "eagle3", request.eagle_config, request.draft_vocab)
+
+
+def _plan_block(ref: BaseReference, request: DraftRequest) -> BlockConfig:
+    overrides = read_json(request.draft_config) if request.draft_config else {}
+    if not isinstance(overrides, dict):
+        raise UserError(f"{request.draft_config} must hold a JSON object")
+    if "mask_token_id" not in overrides and ref.kind == "hf":
+        found = mask_token.find(Path(ref.path), ref.config.vocab_size)
+        if found is not None:
+            overrides = {**overrides, "mask_token_id": found}
+            log.info("mask token: %d", found)
+    return presets.block_config(ref.config, request.algorithm, overrides)
 
 
 def _plan_eagle(
@@ -184,7 +203,7 @@ def check_draft_parallel(config: DraftConfig, parallel: ParallelConfig) -> None:
                 f"--tensor-model-parallel-size {tp} does not divide the draft's {name} {getattr(config, name)}: "
                 "choose another size or, for EAGLE-3, change it in --eagle-config"
             )
-    if isinstance(config, EagleConfig) and config.num_key_value_heads * config.head_dim % tp:
+    if isinstance(config, (EagleConfig, BlockConfig)) and config.num_key_value_heads * config.head_dim % tp:
         raise UserError(
             f"--tensor-model-parallel-size {tp} does not divide the draft's keys: num_key_value_heads "
             f"{config.num_key_value_heads} x head_dim {config.head_dim}: choose another size or change them in "

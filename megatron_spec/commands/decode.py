@@ -126,7 +126,7 @@ def plan(
         assert decode.speculative_model is not None
         check_parallel(inspect_exported_base(decode.speculative_model).config, parallel)
         check_tokenizers(opened, load_tokenizer(decode.speculative_model), decode.speculative_model)
-    captures = config.capture_layer_ids if kind in ("Eagle3", "Eagle", "MTP") else ()
+    captures = config.capture_layer_ids if kind in ("Eagle3", "Eagle", "MTP", "DFlash", "DSpark") else ()
     return Plan(kind, load, base, reference, captures, opened, source, decode)
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron_spec.config.core import Config, require
 
-DecodingType = Literal["Eagle3", "Eagle", "Medusa", "MTP", "NGram", "DraftTarget", "User"]
+DecodingType = Literal["Eagle3", "Eagle", "Medusa", "MTP", "DFlash", "DSpark", "NGram", "DraftTarget", "User"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class DecodeConfig(Config):
     """Children a node may have, and nodes of a level that are drafted further."""
     max_total_draft_tokens: int = 16
     """Nodes of a dynamic tree that the base verifies: the most likely ones."""
+    confidence_threshold: float = 0.0
+    """DSpark: a block is cut where the product of its confidences falls below this; 0: never."""
     medusa_choices: str | None = None
     """A fixed tree of head ranks as a JSON list of paths, or a file of it: [[0], [1], [0, 0]] (Medusa)."""
     max_matching_ngram_size: int = 2
@@ -79,6 +81,10 @@ class DecodeConfig(Config):
             ("posterior_threshold", 0), ("posterior_alpha", 0), ("relaxed_topk", 1), ("relaxed_delta", 0),
         ):  # fmt: skip
             require(getattr(self, name) >= least, f"{name} must be at least {least}, found {getattr(self, name)}")
+        require(
+            0 <= self.confidence_threshold <= 1,
+            f"confidence_threshold must be in [0, 1], found {self.confidence_threshold}",
+        )
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], found {self.top_p}")
         hot = self.temperature > 0
         for name, default in (

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_spec.config.base import MlaConfig, MoeConfig, RopeConfig
+from megatron_spec.config.block import BlockConfig
 from megatron_spec.config.core import Config, require
 
 EagleAlgorithm = Literal["eagle1", "eagle3", "eagle3.1", "eagle-mtp"]
@@ -148,4 +149,4 @@ class MedusaConfig(Config):
         return self.vocab_size
 
 
-DraftConfig = EagleConfig | MedusaConfig
+DraftConfig = EagleConfig | MedusaConfig | BlockConfig

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megatron_spec.drafts.vocab import DraftVocab
     from megatron_spec.runtime.distributed import World
 
-ALGORITHMS = ("eagle1", "eagle3", "eagle3.1", "eagle-mtp", "medusa")
+ALGORITHMS = ("eagle1", "eagle3", "eagle3.1", "eagle-mtp", "medusa", "dflash", "dspark")
 
 
 def build_draft(config: DraftConfig, vocab: DraftVocab, world: World, dtype: torch.dtype) -> Any:
@@ -20,6 +20,8 @@ def build_draft(config: DraftConfig, vocab: DraftVocab, world: World, dtype: tor
 
     Raises UserError for sizes that do not fit the parallel layout.
     """
+    from megatron_spec.drafts.dflash import DFlashDraft
+    from megatron_spec.drafts.dspark import DSparkDraft
     from megatron_spec.drafts.eagle1 import Eagle1Draft
     from megatron_spec.drafts.eagle3 import EagleDraft
     from megatron_spec.drafts.linear import Placement
@@ -27,7 +29,11 @@ def build_draft(config: DraftConfig, vocab: DraftVocab, world: World, dtype: tor
     from megatron_spec.drafts.mtp import MtpDraft
 
     kinds: dict[str, Any] = dict(
-        zip(ALGORITHMS, (Eagle1Draft, EagleDraft, EagleDraft, MtpDraft, MedusaDraft), strict=True)
+        zip(
+            ALGORITHMS,
+            (Eagle1Draft, EagleDraft, EagleDraft, MtpDraft, MedusaDraft, DFlashDraft, DSparkDraft),
+            strict=True,
+        )
     )
     kind = kinds[config.algorithm]
     return kind(config, vocab, Placement(world.tp, world.parallel.sequence_parallel, dtype, world.device))

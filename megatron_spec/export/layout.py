@@ -14,9 +14,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megatron_spec.config import BaseConfig, EagleConfig, RopeConfig, UserError
+from megatron_spec.config import BaseConfig, BlockConfig, EagleConfig, RopeConfig, UserError
 from megatron_spec.config.presets import default_capture_ids
-from megatron_spec.export import native_mtp
+from megatron_spec.export import block, native_mtp
+
+Exported = EagleConfig | BlockConfig
+"""Drafts whose folder is described here."""
 
 ARCHITECTURES: dict[str, list[str]] = {
     "eagle1": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
@@ -38,14 +41,16 @@ SHARED_SCALE = (
 """Linears that engines fuse: one scale each."""
 
 
-def layer_names(config: EagleConfig) -> list[str]:
+def layer_names(config: Exported) -> list[str]:
     """Prefix of every decoder layer: 'midlayer' loads everywhere; more layers need the numbered form."""
+    if isinstance(config, BlockConfig):
+        return block.layer_names(config)
     if config.algorithm.startswith("eagle3") and config.num_hidden_layers == 1:
         return ["midlayer"]
     return [f"layers.{i}" for i in range(config.num_hidden_layers)]
 
 
-def linear_names(config: EagleConfig) -> list[str]:
+def linear_names(config: Exported) -> list[str]:
     """Every linear that may be fp8."""
     return [f"{layer}.{linear}" for layer in layer_names(config) for linear in LINEARS]
 
@@ -91,8 +96,10 @@ def _outer_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     return {**shapes, "norm.weight": (H,), "lm_head.weight": (config.draft_vocab_size, H)}
 
 
-def weight_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+def weight_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
     """Every floating point tensor that is a parameter of the draft, with its shape in the file."""
+    if isinstance(config, BlockConfig):
+        return block.weight_shapes(config)
     if config.of_base:
         return native_mtp.weight_shapes(config)
     shapes = _outer_shapes(config)
@@ -101,13 +108,13 @@ def weight_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def zero_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+def zero_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
     """Tensors of zeros that only loaders want: one leaves EAGLE-1's bias random when it is missing."""
     return {"fc.bias": (config.hidden_size,)} if config.algorithm == "eagle1" else {}
 
 
 def expected_tensors(
-    config: EagleConfig, dtype: str, fp8: set[str] | None = None, embeddings: bool = False, form: str = "fp8"
+    config: Exported, dtype: str, fp8: set[str] | None = None, embeddings: bool = False, form: str = "fp8"
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """name -> (dtype, shape) of every tensor of the file; dtypes in torch's spelling.
 
@@ -139,8 +146,10 @@ def expected_tensors(
     return tensors
 
 
-def end_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+def end_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
     """Tensors of the base that may be written too: its embedding, and beside its own prediction module its head."""
+    if isinstance(config, BlockConfig):
+        return {"embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     if config.of_base:
         return native_mtp.end_shapes(config)
     return {} if config.own_embedding else {"embed_tokens.weight": (config.vocab_size, config.target_hidden_size)}
@@ -181,8 +190,10 @@ def _capture_keys(config: EagleConfig, num_base_layers: int) -> dict[str, Any]:
     }
 
 
-def config_json(config: EagleConfig, base: BaseConfig, dtype: str) -> dict[str, Any]:
+def config_json(config: Exported, base: BaseConfig, dtype: str) -> dict[str, Any]:
     """Content of config.json, without a `quantization_config`. Holds no null."""
+    if isinstance(config, BlockConfig):
+        return block.config_json(config, base, dtype, _rope_keys(config.rope))
     eos = list(base.eos_token_ids)
     values: dict[str, Any] = {
         "architectures": ARCHITECTURES[config.algorithm],
@@ -225,15 +236,25 @@ def _algorithm(raw: dict[str, Any], has_options: bool) -> str:
     for algorithm, architectures in ARCHITECTURES.items():
         if found == architectures:
             return "eagle3.1" if algorithm == "eagle3" and has_options else algorithm
-    expected = sorted({names[0] for names in ARCHITECTURES.values()} | {"MedusaModel"})
+    others = {names[0] for names in block.ARCHITECTURES.values()}
+    expected = sorted({names[0] for names in ARCHITECTURES.values()} | others | {"MedusaModel"})
     raise UserError(f"config.json: architectures {found!r}, expected a draft: one of {', '.join(expected)}")
 
 
-def read_config_json(raw: dict[str, Any], num_base_layers: int) -> EagleConfig:
-    """The EagleConfig an engine would build from an exported config.json. Raises UserError on a missing key.
+def read_config_json(raw: dict[str, Any], num_base_layers: int) -> Exported:
+    """The configuration an engine would build from an exported config.json. Raises UserError on a missing key.
 
     Fields that only matter before training (initialisation) keep their defaults.
     """
+    if block.is_block_draft(raw):
+        if "rope_theta" not in raw:
+            raise UserError("config.json: missing rope_theta")
+        return block.read_config_json(raw, _read_rope(raw))
+    return read_eagle_config(raw, num_base_layers)
+
+
+def read_eagle_config(raw: dict[str, Any], num_base_layers: int) -> EagleConfig:
+    """`read_config_json` of an EAGLE or MTP draft."""
     if native_mtp.is_own_module(raw):
         return native_mtp.read_config_json(raw)
     options = {name: bool(raw.get(name, False)) for name in OPTIONS}

@@ -15,7 +15,7 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
 from megatron_spec.checkpoint.fingerprint import fingerprint
 from megatron_spec.checkpoint.huggingface import HuggingFaceWeights, load_huggingface, weight_files
-from megatron_spec.config import BaseConfig, DraftConfig, EagleConfig, MedusaConfig, QuantConfig, QuantFormat, UserError
+from megatron_spec.config import BaseConfig, DraftConfig, MedusaConfig, QuantConfig, QuantFormat, UserError
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
@@ -56,7 +56,7 @@ class ExportedFolder:
     def __init__(self, folder: Path | str, num_base_layers: int) -> None:
         self.folder = Path(folder)
         self.json: dict[str, Any] = read_json(self.folder / "config.json")
-        self.config: EagleConfig = layout.read_config_json(self.json, num_base_layers)
+        self.config: layout.Exported = layout.read_config_json(self.json, num_base_layers)
         path = self.folder / layout.WEIGHTS
         if not path.is_file():
             raise UserError(f"{self.folder} holds no {layout.WEIGHTS}")

@@ -10,7 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_spec.config import BaseConfig, DraftConfig, EagleConfig, MedusaConfig, ParallelConfig, TrainConfig
+from megatron_spec.config import (
+    BaseConfig,
+    BlockConfig,
+    DraftConfig,
+    EagleConfig,
+    MedusaConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 
 GIB = 1 << 30
 HEAD_CHUNK = 1100 << 20
@@ -26,12 +34,12 @@ def whole_rows_bytes(hidden_size: int, rows: float, steps: int, width: int) -> f
     return 9.0 * hidden_size * rows * steps * width
 
 
-def attention_width(config: BaseConfig | EagleConfig) -> int:
+def attention_width(config: BaseConfig | EagleConfig | BlockConfig) -> int:
     """Columns of the query projection."""
     return config.num_attention_heads * config.head_dim
 
 
-def qkv_width(config: BaseConfig | EagleConfig) -> int:
+def qkv_width(config: BaseConfig | EagleConfig | BlockConfig) -> int:
     """X: columns of the query, key and value projections."""
     return attention_width(config) + 2 * config.num_key_value_heads * config.head_dim
 
@@ -63,6 +71,8 @@ def draft_parameters(draft: DraftConfig) -> tuple[int, int]:
         blocks = draft.num_heads * draft.num_layers * draft.hidden_size * (draft.hidden_size + 1)
         heads = 0 if draft.share_base_head else draft.num_heads * draft.vocab_size * draft.hidden_size
         return heads, blocks
+    if isinstance(draft, BlockConfig):
+        return _block_parameters(draft)
     H, eagle3 = draft.hidden_size, draft.algorithm.startswith("eagle3")
     one = H * (qkv_width(draft) + attention_width(draft)) + 3 * H * mlp_width(draft, every_expert=True)
     split = draft.num_hidden_layers * one
@@ -74,7 +84,32 @@ def draft_parameters(draft: DraftConfig) -> tuple[int, int]:
     return split, inputs * draft.target_hidden_size * H + (2 * draft.num_hidden_layers + 3) * H
 
 
-def flops_per_token(base: BaseConfig, draft: DraftConfig, S: int, T: int) -> dict[str, float]:
+def _block_parameters(draft: BlockConfig) -> tuple[int, int]:
+    H, layers, r = draft.hidden_size, draft.num_hidden_layers, draft.markov_rank
+    one = H * (qkv_width(draft) + attention_width(draft)) + 3 * H * draft.intermediate_size
+    replicated = len(draft.capture_layer_ids) * H * H + 2 * H + layers * 2 * (H + draft.head_dim)
+    confidence = H + (r if draft.confidence_reads_markov else 0) + 1 if r else 0
+    return layers * one + 2 * draft.vocab_size * r, replicated + confidence
+
+
+def block_flops(draft: BlockConfig, S: int, anchors: int) -> float:
+    """FLOPs a token of training a block draft on sequences of S tokens with `anchors` blocks each.
+
+    The context's projections of every token; layers, scores (half the context on average) and head of every slot. The
+    base's head has no weight gradient; nothing is counted that is computed twice.
+    """
+    H, layers = draft.hidden_size, draft.num_hidden_layers
+    kv = 2 * draft.num_key_value_heads * draft.head_dim
+    context = len(draft.capture_layer_ids) * H * H + layers * H * kv
+    layer = H * (qkv_width(draft) + attention_width(draft)) + 3 * H * draft.intermediate_size
+    scores = 2 * attention_width(draft) * (S / 2 + draft.block_size)
+    head = (2 / 3 * H + draft.markov_rank) * draft.vocab_size
+    blocks = min(anchors, S) / S
+    slots = blocks * draft.block_size * layers * (2.0 * layer + scores) + blocks * draft.num_steps * 2.0 * head
+    return 3 * (2.0 * context + slots)
+
+
+def flops_per_token(base: BaseConfig, draft: DraftConfig, S: int, T: int, anchors: int = 512) -> dict[str, float]:
     """FLOPs a token of the plain algorithm: the base forward with its head, T draft steps forward and backward."""
     H, scores = base.hidden_size, 2 * 2 * attention_width(base) * S / 2  # causal: q k and p v over S / 2 keys
     shared, experts = base_layer_parameters(base)
@@ -85,6 +120,9 @@ def flops_per_token(base: BaseConfig, draft: DraftConfig, S: int, T: int) -> dic
     if isinstance(draft, MedusaConfig):
         head = draft.num_heads * draft.vocab_size * H if draft.share_base_head else 0
         found["draft"] = 3 * 2.0 * (split + replicated + head)
+        return found
+    if isinstance(draft, BlockConfig):
+        found["draft"] = block_flops(draft, S, anchors)
         return found
     eagle3 = draft.algorithm.startswith("eagle3")
     head = 0 if eagle3 else base.vocab_size * H
@@ -133,6 +171,11 @@ def _activation_bytes(place: Place, rows: float, width: int) -> float:
     draft, tp = place.draft, place.parallel.tensor_model_parallel_size
     if isinstance(draft, MedusaConfig):
         return rows * draft.num_heads * (draft.num_layers * 3 + 1) * draft.hidden_size * width
+    if isinstance(draft, BlockConfig):
+        slots = place.train.micro_batch_size * min(512, place.seq_length) * draft.block_size
+        kv = 2 * draft.num_key_value_heads * draft.head_dim
+        layer = 9.0 * draft.hidden_size + (3 * (attention_width(draft) + kv) + 4 * draft.intermediate_size) / tp
+        return width * (slots * draft.num_hidden_layers * layer + rows * draft.num_hidden_layers * 3 * kv / tp)
     scattered = place.parallel.sequence_parallel
     fused = (
         draft.algorithm == "eagle3" and place.train.bf16 and place.parallel.context_parallel_size == 1

@@ -53,7 +53,7 @@ def _draft_config(folder: Folder, algorithm: str) -> EagleConfig | Finding:
     if native_mtp.is_own_module(found):
         return native_mtp.read_config_json(found)
     try:
-        return layout.read_config_json({**assumed, **found, "architectures": layout.ARCHITECTURES[algorithm]}, 8)
+        return layout.read_eagle_config({**assumed, **found, "architectures": layout.ARCHITECTURES[algorithm]}, 8)
     except UserError as e:
         return Finding("config", str(e), "copy what is missing from the trained configuration")
 
