@@ -41,6 +41,7 @@ from megatron_spec.config import (
 from megatron_spec.drafts.contract import Draft, DraftLosses
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export import draft as export
+from megatron_spec.export.load import load_draft, open_draft
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.quantization.attach import base_amax_state
@@ -122,10 +123,10 @@ def _draft_config(drafts: Sequence[tuple[str, Any]], base: BaseConfig, vocab: Dr
 
 
 def convert(
-    model: Any, drafts: Sequence[tuple[str, Any]], *, base_path: str | Path, vocab: DraftVocab | None = None,
-    objective: ObjectiveConfig | None = None, seed: int = 1234,
+    model: Any, drafts: Sequence[tuple[str, Any]] = (), *, base_path: str | Path, vocab: DraftVocab | None = None,
+    objective: ObjectiveConfig | None = None, seed: int = 1234, draft: str | Path | None = None,
 ) -> SpecModel:  # fmt: skip
-    """Freeze a loaded megatron-core GPTModel and give it a fresh draft.
+    """Freeze a loaded megatron-core GPTModel and give it a draft: a fresh one, or the one in a folder.
 
     Args:
         model: GPTModel, or the list of model chunks Megatron passes around (of length one), or a `FrozenBase`.
@@ -133,20 +134,43 @@ def convert(
             `MedusaConfig`, a dictionary of overrides or None.
         base_path: the base on disk; describes the architecture and is what a saved draft refers to.
         vocab: calibrated draft vocabulary; default: the whole one.
+        draft: folder of a published draft, of any format that tools/check_export.py knows, to train on.
 
     Raises:
         UserError: models, configurations or layouts that do not fit.
     """
     world = _world_of(model)
     reference = inspect_base(base_path)
+    if draft is not None:
+        return _with_draft(model, drafts, draft, vocab, reference, world, objective)
     vocab = vocab or DraftVocab.full(reference.config.vocab_size)
     config = _draft_config(drafts, reference.config, vocab)
+    base = _frozen(model, reference, world, config)
+    fresh = new_draft(base, config, vocab, world, base.dtype, seed)
+    return SpecModel(base, fresh, vocab, reference, objective or ObjectiveConfig())
+
+
+def _frozen(model: Any, reference: BaseReference, world: World, config: DraftConfig) -> FrozenBase:
     if isinstance(model, FrozenBase):
-        base = model
-    else:
-        base = FrozenBase.from_gpt_model(model, reference.config, world, config.capture_layer_ids)
-    draft = new_draft(base, config, vocab, world, base.dtype, seed)
-    return SpecModel(base, draft, vocab, reference, objective or ObjectiveConfig())
+        if config.capture_layer_ids and tuple(model.capture_layer_ids) != tuple(config.capture_layer_ids):
+            raise UserError(
+                f"convert: the base captures layers {list(model.capture_layer_ids)}, the draft reads "
+                f"{list(config.capture_layer_ids)}: load the base with those"
+            )
+        return model
+    return FrozenBase.from_gpt_model(model, reference.config, world, config.capture_layer_ids)
+
+
+def _with_draft(
+    model: Any, drafts: Sequence[tuple[str, Any]], folder: str | Path, vocab: DraftVocab | None,
+    reference: BaseReference, world: World, objective: ObjectiveConfig | None,
+) -> SpecModel:  # fmt: skip
+    if drafts or vocab is not None:
+        raise UserError("convert: draft= takes configuration and vocabulary of its folder: give no drafts and no vocab")
+    reading = open_draft(folder, reference)
+    base = _frozen(model, reference, world, reading.config)
+    loaded = load_draft(reading, world, base.dtype)
+    return SpecModel(base, loaded, loaded.vocab, reference, objective or ObjectiveConfig())  # type: ignore[arg-type]
 
 
 def save(model: SpecModel, folder: str | Path, *, iteration: int = 0, optimizer: Any = None, keep: int = 0) -> Path:

@@ -1,18 +1,22 @@
 """Check that an exported folder, ours or anybody's, loads in serving engines as it was meant.
 
     python tools/check_export.py DIR [--engine trtllm|vllm|sglang] [--base TARGET_DIR]
+    python tools/check_export.py --fix DIR OUT --base TARGET_DIR
 
 Knows EAGLE-3, EAGLE-1, Medusa, MTP, the format of speculators, TensorRT-LLM's legacy checkpoint, and whole models.
-Prints every rule that is broken with how to mend it. Exit code 0: none; 1: at least one (warnings alone do not count);
-2: the folder cannot be read, or wrong usage.
+Prints every rule that is broken with how to fix it. Exit code 0: none; 1: at least one (warnings alone do not count);
+2: the folder cannot be read, or wrong usage. --fix writes a draft of any known format again, to the new folder OUT, in
+the spelling that engines load, and checks that.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from megatron_spec import cli
+from megatron_spec.config import UserError
 from megatron_spec.export.check import check_folder
 
 
@@ -20,13 +24,28 @@ def make_parser() -> cli.Parser:
     """The flags."""
     p = cli.Parser(__doc__)
     p.add_argument("folder", metavar="DIR", help="draft or model as engines read it")
+    p.add_argument("out", metavar="OUT", nargs="?", help="with --fix: new folder to write")
+    p.add_argument("--fix", action="store_true", help="write the draft in DIR again, to OUT, as engines load it")
     p.add_argument("--engine", choices=["trtllm", "vllm", "sglang"], help="rules of this engine only (default: all)")
     p.add_argument("--base", metavar="TARGET_DIR", help="the target's folder, for the rules that depend on it")
     return p
 
 
+def _fix(folder: str, out: str, base: str | None) -> Path:
+    if base is None:
+        raise UserError("--fix: name the target's folder with --base: layers and vocabulary are checked against it")
+    from megatron_spec.export.load import inspect_exported_base
+    from megatron_spec.export.rewrite import rewrite
+
+    return rewrite(folder, inspect_exported_base(base), out)
+
+
 def main(args: argparse.Namespace) -> None:
     """Check and print; exits with 1 when a rule is broken."""
+    if args.fix != (args.out is not None):
+        raise UserError("--fix DIR OUT: " + ("name the new folder OUT" if args.fix else "OUT is for --fix alone"))
+    if args.fix:
+        args.folder = str(_fix(args.folder, args.out, args.base))
     findings = check_folder(args.folder, args.engine, args.base)
     for finding in findings:
         sys.stdout.write(f"{finding}\n")

@@ -5,6 +5,7 @@
     python tools/make_serving_config.py EXPORT_DIR --engine sglang --base TARGET
     python tools/make_serving_config.py EXPORT_DIR --engine triton --base TARGET --output model_repository
     python tools/make_serving_config.py --method ngram --engine vllm --base TARGET
+    python tools/make_serving_config.py --method pard --draft-model SMALL --engine trtllm --base TARGET
 
 trtllm: a YAML file that begins with the commands that read it; vllm and sglang: a command line; triton: a model
 repository for its vLLM backend. Without --output the text goes to standard output. EXPORT_DIR is the draft's folder, or
@@ -14,6 +15,7 @@ the one of export.py that holds draft/ and base/.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import shlex
@@ -31,16 +33,30 @@ from megatron_spec.serving.draft import Speculation, exported
 log = logging.getLogger("megatron_spec.make_serving_config")
 
 ONLY = {
-    "max_matching_ngram_size": "--method ngram",
+    "max_matching_ngram_size": "--method ngram --engine trtllm, or --method ngram --engine vllm, "
+    "or --method ngram --engine triton, or --method sa",
+    "is_public_pool": "--method ngram --engine trtllm",
+    "is_keep_all": "--method ngram --engine trtllm",
+    "is_use_oldest": "--method ngram --engine trtllm",
+    "enable_global_pool": "--method sa",
+    "global_pool_size": "--method sa",
+    "sa_threshold": "--engine trtllm",
     "num_nextn_predict_layers": "--method mtp",
     "relaxed_topk": "--method mtp --engine trtllm",
     "relaxed_delta": "--method mtp --engine trtllm",
     "max_batch_size": "--engine trtllm",
+    "max_num_tokens": "--engine trtllm",
+    "max_seq_len": "--engine trtllm",
+    "free_gpu_memory_fraction": "--engine trtllm",
+    "enable_autotuner": "--engine trtllm",
     "older": "--engine trtllm",
     "name": "--engine triton",
-    "draft_model": "--method draft_target, or --engine triton",
+    "load_all": "--engine triton",
+    "draft_model": "--method draft_target, or --method pard, or --engine triton",
 }
 """Flags that mean something in one place only: given elsewhere they are refused."""
+METHODS = ["exported", "ngram", "sa", "draft_target", "pard", "mtp"]
+TWINS = argparse.BooleanOptionalAction
 
 
 def make_parser() -> cli.Parser:
@@ -48,29 +64,54 @@ def make_parser() -> cli.Parser:
     p = cli.Parser(__doc__)
     p.add_argument("export_dir", metavar="EXPORT_DIR", nargs="?", help="exported draft")
     p.add_argument("--engine", required=True, choices=["trtllm", "vllm", "sglang", "triton"])
-    p.add_argument(
-        "--method", choices=["exported", "ngram", "draft_target", "mtp"], default="exported",
-        help="way of drafting (default: the exported draft)",
-    )  # fmt: skip
+    p.add_argument("--method", choices=METHODS, default="exported", help="how to draft (default: the exported draft)")
     p.add_argument("--base", metavar="TARGET", help="the target's folder or hub name (default: EXPORT_DIR/base)")
     p.add_argument(
-        "--draft-model", metavar="DIR", help="draft_target: the smaller model; triton: a third model with it"
+        "--draft-model", metavar="DIR", help="draft_target and pard: the smaller model; triton: a third model with it"
     )
-    p.add_argument("--max-draft-len", type=int, default=3, help="tokens drafted per step (default: 3)")
-    p.add_argument("--max-matching-ngram-size", type=int, help="ngram: longest suffix looked up (default: 2)")
-    p.add_argument("--num-nextn-predict-layers", type=int, help="mtp: modules of the base (default: 1)")
-    p.add_argument("--relaxed-topk", type=int, help="mtp: relaxed acceptance in thinking, among the best K")
-    p.add_argument("--relaxed-delta", type=float, help="mtp: ... within this log-probability of the best")
-    p.add_argument("--max-batch-size", type=int, help="trtllm: largest batch with a CUDA graph (default: 1)")
     p.add_argument(
-        "--older", action="store_true", default=None, help="trtllm: releases with speculative_model_dir only"
+        "--max-draft-len", type=int, help="tokens drafted per step (default: 3; of a block draft, all of its block)"
     )
-    p.add_argument("--name", help="triton: name of the model with the draft (default: eagle_model)")
+    p.add_argument("--tp-size", type=cli.at_least_one, default=1, help="tensor parallel size (default: 1)")
     p.add_argument("--docker", action="store_true", help="a docker command line around the server's")
     p.add_argument("--image", help="docker image (default: the engine's own)")
-    p.add_argument("--port", type=int, default=8000)
+    p.add_argument("--port", type=int, default=8000, help="triton: of HTTP, gRPC is the next one (default: 8000)")
     p.add_argument("--output", metavar="PATH", help="file, or folder for triton (default: standard output)")
+    add_method_flags(p)
+    add_engine_flags(p)
     return p
+
+
+def add_method_flags(p: cli.Parser) -> None:
+    """Flags of one way of drafting each."""
+    group = p.add_argument_group("ways of drafting", "under TensorRT-LLM's names")
+    add = group.add_argument
+    add("--max-matching-ngram-size", type=int, help="ngram: longest suffix looked up (default: 2); sa: its length (-1)")
+    add("--is-public-pool", action=TWINS, help="ngram: all requests share what was seen (default: on)")
+    add("--is-keep-all", action=TWINS, help="ngram: keep every continuation of a pattern (default: on)")
+    add("--is-use-oldest", action=TWINS, help="ngram: propose the oldest continuation (default: on)")
+    add("--enable-global-pool", action="store_true", default=None, help="sa: look into other requests, too")
+    add("--global-pool-size", type=int, help="sa: requests that are kept in the pool")
+    add("--sa-threshold", type=int, help="EAGLE-3, mtp, pard: a lookup proposes when its match is at least so long")
+    add("--num-nextn-predict-layers", type=int, help="mtp: another name of --max-draft-len")
+    add("--relaxed-topk", type=int, help="mtp: relaxed acceptance in thinking, among the best K")
+    add("--relaxed-delta", type=float, help="mtp: ... within this log-probability of the best")
+
+
+def add_engine_flags(p: cli.Parser) -> None:
+    """Flags of one engine each."""
+    add = p.add_argument_group("engines").add_argument
+    add("--max-batch-size", type=int, help="trtllm: most requests in a step, all with CUDA graphs (default: 1)")
+    add("--max-num-tokens", type=int, help="trtllm: most tokens of one forward, prompts included")
+    add("--max-seq-len", type=int, help="trtllm: longest prompt and answer together")
+    add("--free-gpu-memory-fraction", type=float, help="trtllm: share of the free memory for the KV cache")
+    add("--enable-autotuner", action=TWINS, help="trtllm: try kernels at start (default: the engine's)")
+    add("--older", action="store_true", default=None, help="trtllm: the spelling of releases up to 1.2")
+    add("--name", help="triton: name of the model with the draft (default: eagle_model)")
+    add(
+        "--load-all", action="store_true", default=None,
+        help="triton: load the models to compare with, too; they share the memory (default: the one with the draft)",
+    )  # fmt: skip
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -86,6 +127,11 @@ def check_flags(args: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} is of {where}: leave it out")
     if (args.relaxed_topk is None) != (args.relaxed_delta is None):
         raise UserError("--relaxed-topk and --relaxed-delta come together")
+    if args.num_nextn_predict_layers and args.max_draft_len not in (None, args.num_nextn_predict_layers):
+        raise UserError(
+            f"--num-nextn-predict-layers {args.num_nextn_predict_layers}, but --max-draft-len {args.max_draft_len}: "
+            "each module drafts one token, give one of them"
+        )
     if args.image and not args.docker:
         raise UserError("--image is of --docker: leave it out")
     if args.method == "exported" and not args.export_dir:
@@ -100,16 +146,16 @@ def local(name: str) -> str:
 
 
 def plan_of(args: argparse.Namespace) -> Speculation:
-    """The way of drafting. Raises UserError."""
+    """How to draft. Raises UserError."""
+    names = {f.name for f in dataclasses.fields(Speculation)} - {"method", "max_draft_len", "model"}
+    options = {name: value for name, value in vars(args).items() if name in names and value is not None}
     if args.method == "exported":
-        return exported(args.export_dir, args.max_draft_len)
-    model = local(args.draft_model) if args.draft_model else None
-    relaxed = (args.relaxed_topk, args.relaxed_delta) if args.relaxed_topk is not None else None
-    return Speculation(
-        args.method, args.max_draft_len, model if args.method == "draft_target" else None,
-        max_matching_ngram_size=args.max_matching_ngram_size or 2, relaxed=relaxed,
-        num_nextn_predict_layers=args.num_nextn_predict_layers or 1,
-    )  # fmt: skip
+        return exported(args.export_dir, args.max_draft_len, **options)
+    model = local(args.draft_model) if args.draft_model and args.method in ("draft_target", "pard") else None
+    if args.relaxed_topk is not None:
+        options["relaxed"] = (args.relaxed_topk, args.relaxed_delta)
+    length = args.max_draft_len if args.max_draft_len is not None else args.num_nextn_predict_layers
+    return Speculation(args.method, 3 if length is None else length, model, **options)
 
 
 def target(args: argparse.Namespace) -> str:
@@ -147,40 +193,64 @@ def triton(args: argparse.Namespace, plan: Speculation) -> str:
     """Write the repository; the command that serves it."""
     if not args.output:
         raise UserError("--engine triton writes a folder: give --output")
-    other = None
-    if args.draft_model and args.method != "draft_target":
-        other = Speculation("draft_target", args.max_draft_len, local(args.draft_model))
-    models = vllm.triton_models(plan, target(args), args.name or "eagle_model", other)
+    other, name, base = None, args.name or "eagle_model", target(args)
+    if args.draft_model and args.method not in ("draft_target", "pard"):
+        other = Speculation("draft_target", plan.max_draft_len, local(args.draft_model))
+    share = vllm.MEMORY / (2 + (other is not None)) if args.load_all else vllm.MEMORY
+    models = vllm.triton_models(plan, base, name, other, args.tp_size, round(share, 2))
     vllm.write_triton_repository(args.output, models)
-    command = ["tritonserver", "--model-repository", str(Path(args.output).resolve()), "--http-port", str(args.port)]
+    loaded = list(models) if args.load_all else [name]
+    command = vllm.triton_command(str(Path(args.output).resolve()), loaded, args.port)
     if args.docker:
-        inside = [json.dumps(model) for model in models.values()]
-        command = docker_command(args.image or vllm.TRITON_IMAGE, command, args.port, inside)
+        ports, inside = range(args.port, args.port + 3), [json.dumps(model) for model in models.values()]
+        hub = from_hub(base, plan.model, other and other.model)
+        command = docker_command(args.image or vllm.TRITON_IMAGE, command, ports, inside, hub=hub)
+    return shlex.join(command) + "\n"
+
+
+def from_hub(*models: str | None) -> bool:
+    """True when one of the models is named as on the hub: it is no folder here."""
+    return any(model is not None and not Path(model).exists() for model in models)
+
+
+def trtllm_file(args: argparse.Namespace, plan: Speculation) -> str:
+    """The YAML file, after the commands that read it."""
+    path = trtllm.options_path(args.output)
+    known = args.base or (args.export_dir and (Path(args.export_dir) / "base").is_dir())
+    base = target(args) if known else None
+    names = {f.name for f in dataclasses.fields(trtllm.EngineOptions)}
+    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    options = trtllm.EngineOptions(**given)
+    content = trtllm.trtllm_yaml(plan, base, path, options, args.port)
+    if not args.docker:
+        return content
+    if base is None or not args.output:
+        raise UserError("--docker mounts the YAML file for a server of one target: give --base and --output")
+    inside = trtllm.serve_command(base, path, args.port, args.tp_size, host="0.0.0.0")
+    image = args.image or (trtllm.OLDER_IMAGE if options.older else trtllm.IMAGE)
+    command = docker_command(
+        image, inside, [args.port], [plan.model or ""], written=[path], hub=from_hub(base, plan.model)
+    )
+    return f"# {shlex.join(command)}\n" + content
+
+
+def command_line(args: argparse.Namespace, plan: Speculation) -> str:
+    """The command that starts vLLM or SGLang."""
+    base = target(args)
+    if args.engine == "vllm":
+        command, image = vllm.vllm_command(plan, base, args.port, args.tp_size), vllm.IMAGE
+        command = ["--model", *command[2:]] if args.docker else command  # the image starts `vllm serve` itself
+    else:
+        host, image = "0.0.0.0" if args.docker else None, sglang.IMAGE
+        command = sglang.sglang_command(plan, base, args.port, args.tp_size, host)
+    if args.docker:
+        command = docker_command(args.image or image, command, [args.port], hub=from_hub(base, plan.model))
     return shlex.join(command) + "\n"
 
 
 def text(args: argparse.Namespace, plan: Speculation) -> str:
     """The YAML file or command line."""
-    if args.engine == "trtllm":
-        place = trtllm.place_of(args.output)
-        known = args.base or (args.export_dir and (Path(args.export_dir) / "base").is_dir())
-        base = target(args) if known else None
-        options = {"max_batch_size": args.max_batch_size or 1, "older": bool(args.older)}
-        content = trtllm.trtllm_yaml(plan, base, place, **options)
-        if args.docker and base is not None:
-            inside = trtllm.serve_command(base, place, args.port)
-            command = docker_command(args.image or trtllm.IMAGE, inside, args.port, [plan.model or ""])
-            content = f"# {shlex.join(command)}\n" + content
-        return content
-    if args.engine == "vllm":
-        command = vllm.vllm_command(plan, target(args), args.port)
-        if args.docker:
-            command = docker_command(args.image or vllm.IMAGE, ["--model", *command[2:]], args.port)
-    else:
-        command = sglang.sglang_command(plan, target(args), args.port)
-        if args.docker:
-            command = docker_command(args.image or sglang.IMAGE, command, args.port)
-    return shlex.join(command) + "\n"
+    return trtllm_file(args, plan) if args.engine == "trtllm" else command_line(args, plan)
 
 
 def main(args: argparse.Namespace) -> None:

@@ -1,8 +1,9 @@
-"""Give a base model a fresh draft model.
+"""Give a base model a draft model: a fresh one, or a published one to train on.
 
     python convert_model.py --export-algorithm eagle --export-eagle-algorithm eagle3 --load BASE --save DIR
     python convert_model.py --export-algorithm dflash --load BASE --save DIR
     python convert_model.py --export-algorithm medusa --export-num-medusa-heads 4 --load BASE --save DIR
+    python convert_model.py --draft FOLDER --load BASE --save DIR
     torchrun --nproc-per-node 4 convert_model.py --tensor-model-parallel-size 4 --load BASE --save DIR ...
 
 BASE is a Hugging Face folder or a Megatron dist_checkpointing checkpoint. A reduced draft vocabulary comes from
@@ -43,6 +44,10 @@ def parser() -> cli.Parser:
         "--mtp-from-base", action="store_const", const=True,
         help="eagle-mtp: the prediction module that the base ships (DeepSeek-V3), instead of a fresh one",
     )  # fmt: skip
+    p.add_argument(
+        "--draft", metavar="FOLDER",
+        help="train on from the draft in FOLDER, of any format that check_export.py knows, with its own vocabulary",
+    )  # fmt: skip
     p.add_argument("--draft-vocab", metavar="DIR", help="calibrated draft vocabulary (default: the whole vocabulary)")
     p.add_argument("--bf16", action="store_true", help="bfloat16 weights (default: float32)")
     p.add_argument("--seed", type=int, default=1234, help="seed of the draft's initial values (default: 1234)")
@@ -53,7 +58,7 @@ def parser() -> cli.Parser:
 def main(args: argparse.Namespace) -> None:
     from megatron_spec.commands.convert import convert
 
-    names = ("eagle_config", "draft_config", "draft_vocab", "bf16", "seed")
+    names = ("eagle_config", "draft_config", "draft_vocab", "draft", "bf16", "seed")
     convert(
         args.load,
         args.save,

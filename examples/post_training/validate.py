@@ -20,7 +20,8 @@ def parser() -> cli.Parser:
     p.add_argument("--output", metavar="JSON", help="where the report goes (default: DIR/validate.json)")
     p.add_argument("--html", metavar="HTML", help="the report as a page with plots as well")
     p.add_argument(
-        "--max-draft-len", type=cli.whole_numbers, default=(3,), metavar="N[,N...]",
+        "--max-draft-len", "--num-nextn-predict-layers", type=cli.whole_numbers, default=(3,), metavar="N[,N...]",
+        action=cli.Once,
         help="draft tokens of a chain or depth of a tree; several are measured in one run (default: 3)",
     )  # fmt: skip
     p.add_argument("--num-prompts", type=cli.at_least_one, metavar="N", help="use the first N prompts (default: all)")

@@ -73,6 +73,18 @@ class HuggingFaceWeights:
         """Of every tensor."""
         return self._handle_of.keys()
 
+    @property
+    def parameters(self) -> set[str]:
+        """Names of all parameters, however they are stored: tensors that hold the scales of others are none."""
+        packed = {n.removesuffix(mxfp4.BLOCKS) for n in self.names if n.endswith(mxfp4.BLOCKS)}
+        parts = {name + part for name in packed for part in (mxfp4.BLOCKS, mxfp4.SCALES)}
+        scales = {name + block_fp8.SCALES for name in self.names if self.has_scales(name)}
+        return {*self.names, *packed} - parts - scales
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor as it is stored."""
+        return tuple(self._handle_of[name].get_slice(name).get_shape())
+
     def check(self, rules: list[NameRule], config: BaseConfig) -> None:
         """Raise UserError naming every missing tensor, unexpected tensor and wrong shape."""
         expected = {name: shape for rule in rules for name, shape in hf_shapes(rule).items()}

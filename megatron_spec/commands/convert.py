@@ -23,6 +23,8 @@ from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export import native_mtp
+from megatron_spec.export.load import StoredTensors, load_draft, open_draft
+from megatron_spec.export.served import check_exportable
 from megatron_spec.planning import layouts
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
@@ -69,6 +71,7 @@ class DraftRequest:
     share_base_head: bool | None = None
     mtp_from_base: bool | None = None
     draft_config: str | None = None
+    draft: str | None = None
 
     def __post_init__(self) -> None:
         eagle = {
@@ -80,6 +83,10 @@ class DraftRequest:
             "--medusa-share-base-head": self.share_base_head,
         }  # fmt: skip
         block = {"--draft-config": self.draft_config}
+        if self.draft is not None:
+            given = [flag for flag, value in {**eagle, **medusa, **block}.items() if value is not None]
+            if given:
+                raise UserError(f"--draft takes the draft as its folder has it: leave {', '.join(given)} out")
         owners: dict[str, dict[str, Any]] = {"eagle": eagle, "medusa": medusa, "dflash": block, "dspark": block}
         if self.algorithm not in owners:
             raise UserError(f"--export-algorithm {self.algorithm!r} is not known: use {', '.join(owners)}")
@@ -101,7 +108,17 @@ class DraftRequest:
 
 
 def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftVocab]:
-    """Architecture and vocabulary of the draft, checked before any weight is read."""
+    """Architecture and vocabulary of the draft, checked before any weight of the base is read."""
+    if request.draft is not None:
+        reading = open_draft(request.draft, ref)
+        if isinstance(reading.config, EagleConfig) and reading.config.of_base:
+            raise UserError("--draft: this folder holds a base's own prediction module: use --mtp-from-base instead")
+        if reading.quantised():
+            raise UserError(
+                f"--draft {request.draft}: its linears are in fp8 or nvfp4: take the high-precision draft, and "
+                "quantise it again with quantize.py after training"
+            )
+        return reading.config, StoredTensors(reading).vocab
     if request.algorithm == "medusa":
         sizes = {"num_heads": request.num_medusa_heads, "num_layers": request.num_medusa_layers}
         given: dict[str, Any] = {k: v for k, v in sizes.items() if v is not None}
@@ -152,9 +169,11 @@ def new_draft(
 
 def first_draft(
     base: FrozenBase, ref: BaseReference, config: DraftConfig, vocab: DraftVocab, world: World, dtype: torch.dtype,
-    seed: int,
+    seed: int, folder: str | None = None,
 ) -> Draft:  # fmt: skip
-    """A fresh draft, or the module that the base ships, as `plan` decided."""
+    """A fresh draft, the one in `folder`, or the module that the base ships, as `plan` decided."""
+    if folder is not None:
+        return load_draft(open_draft(folder, ref), world, dtype)
     if not isinstance(config, EagleConfig) or config.layer_in_base is None:
         return new_draft(base, config, vocab, world, dtype, seed)
     draft: Draft = build_draft(config, vocab, world, dtype)
@@ -180,10 +199,12 @@ def convert(
     layouts.check("convert", parallel)
     check_parallel(ref.config, parallel)
     check_draft_parallel(config, parallel)
+    for said in check_exportable(config, ref.config):
+        log.warning("%s", said)
     world = distributed.initialize(parallel, seed)
     dtype = torch.bfloat16 if bf16 else torch.float32
     base = load_base(ref, world, capture_layer_ids=config.capture_layer_ids, dtype=dtype)
-    draft = first_draft(base, ref, config, vocab, world, dtype, seed)
+    draft = first_draft(base, ref, config, vocab, world, dtype, seed, wanted.draft)
     spec = CheckpointSpec(base=link(ref), draft=config)
     folder = sharded.save(save, spec, draft, vocab, world, run_config={"seed": seed, "bf16": bf16})
     parameters = sum(p.numel() for p in draft.parameters()) * 1e-6

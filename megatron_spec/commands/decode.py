@@ -16,9 +16,10 @@ from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint.base_import import BaseReference, load_base
 from megatron_spec.checkpoint.spec import read_spec, resolve
+from megatron_spec.commands.convert import check_draft_parallel
 from megatron_spec.commands.data import check_file
 from megatron_spec.commands.features import teacher_fingerprint, template_hash
-from megatron_spec.config import BaseConfig, DecodeConfig, DecodingType, ParallelConfig, UserError
+from megatron_spec.config import BaseConfig, DecodeConfig, DecodingType, DraftConfig, ParallelConfig, UserError
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.decoding.drafters.draft_target import check_tokenizers
 from megatron_spec.decoding.drafters.user import find_drafter
@@ -27,12 +28,8 @@ from megatron_spec.evaluation import html
 from megatron_spec.evaluation.report import Report, Run
 from megatron_spec.evaluation.validate import check_draft_lens
 from megatron_spec.evaluation.validate import validate as run_validation
-from megatron_spec.export.load import (
-    inspect_exported_base,
-    load_exported_base,
-    load_exported_draft,
-    read_exported_config,
-)
+from megatron_spec.export.formats import Reading
+from megatron_spec.export.load import inspect_exported_base, load_draft, load_exported_base, open_draft
 from megatron_spec.generation.prompts import Prompt, read_prompts
 from megatron_spec.generation.questions import check_questions, write_questions
 from megatron_spec.generation.synthesize import answer_settings, check_output, synthesize_to_file
@@ -55,6 +52,7 @@ class Plan:
         captures: base layers whose outputs the draft reads.
         tokenizer: the tokenizer, and the folder it is from.
         decode: the configuration, complete.
+        reading: the draft of an exported folder.
     """
 
     kind: DecodingType | None
@@ -65,6 +63,7 @@ class Plan:
     tokenizer: Any
     source: str
     decode: DecodeConfig
+    reading: Reading | None = None
 
 
 def _thinking_tokens(decode: DecodeConfig, tokenizer: Any) -> DecodeConfig:
@@ -77,14 +76,15 @@ def _thinking_tokens(decode: DecodeConfig, tokenizer: Any) -> DecodeConfig:
     return decode.replace(**changes)
 
 
-def _draft_of(load: str | None, base: str | None, decode: DecodeConfig) -> tuple[str | None, Any, BaseReference | None]:
-    """(algorithm of the draft or None, its configuration, the base when it does not come with a checkpoint)."""
+def _draft_of(
+    load: str | None, base: str | None, decode: DecodeConfig
+) -> tuple[DraftConfig | None, Reading | None, BaseReference | None]:
+    """(configuration of the draft, its folder when it is an exported one, the base unless a checkpoint names it)."""
     exported = decode.speculative_model if decode.decoding_type not in WITHOUT_DRAFT else None
     if load is not None:
         if exported is not None:
             raise UserError("--load and --speculative-model are two drafts: give one of them")
-        config = read_spec(resolve(load)).draft
-        return config.algorithm, config, None
+        return read_spec(resolve(load)).draft, None, None
     if base is None:
         raise UserError(
             "give --load (a draft checkpoint), or --base with --speculative-model (an exported draft) or with "
@@ -93,8 +93,8 @@ def _draft_of(load: str | None, base: str | None, decode: DecodeConfig) -> tuple
     reference = inspect_exported_base(base)
     if exported is None:
         return None, None, reference
-    config = read_exported_config(exported, reference.config.num_layers)
-    return config.algorithm, config, reference
+    reading = open_draft(exported, reference)
+    return reading.config, reading, reference
 
 
 def plan(
@@ -106,13 +106,16 @@ def plan(
     Args:
         draft_needed: without a draft there is nothing to do; else the base decodes alone.
     """
-    algorithm, config, reference = _draft_of(load, base, decode)
+    config, reading, reference = _draft_of(load, base, decode)
+    algorithm = config.algorithm if config is not None else None
     kind = None
     if draft_needed or algorithm is not None or decode.decoding_type is not None:
         kind = decoding_type(algorithm, decode.decoding_type)
     base_config: BaseConfig = reference.config if reference else read_spec(resolve(load or "")).base.config
     layouts.check("decode", parallel)
     check_parallel(base_config, parallel)
+    if config is not None:
+        check_draft_parallel(config, parallel)
     source = tokenizer or base or read_spec(resolve(load or "")).base.path
     opened = load_tokenizer(source)
     decode = _thinking_tokens(decode, opened).replace(decoding_type=kind)
@@ -126,8 +129,9 @@ def plan(
         assert decode.speculative_model is not None
         check_parallel(inspect_exported_base(decode.speculative_model).config, parallel)
         check_tokenizers(opened, load_tokenizer(decode.speculative_model), decode.speculative_model)
-    captures = config.capture_layer_ids if kind in ("Eagle3", "Eagle", "MTP", "DFlash", "DSpark") else ()
-    return Plan(kind, load, base, reference, captures, opened, source, decode)
+    reads = ("Eagle3", "Eagle", "MTP", "DFlash", "DSpark")
+    captures = config.capture_layer_ids if config is not None and kind in reads else ()
+    return Plan(kind, load, base, reference, captures, opened, source, decode, reading)
 
 
 @dataclass
@@ -162,8 +166,8 @@ def load_models(planned: Plan, world: World, dtype: torch.dtype) -> Models:
     elif planned.kind == "DraftTarget":
         assert folder is not None
         found.draft = load_base(inspect_exported_base(folder), world, dtype=dtype)
-    elif folder is not None:
-        found.draft = load_exported_draft(folder, found.base.config.num_layers, world, dtype)
+    elif planned.reading is not None:
+        found.draft = load_draft(planned.reading, world, dtype)
     return found
 
 

@@ -14,7 +14,7 @@ from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint.spec import CheckpointSpec, read_spec, resolve
 from megatron_spec.config import ParallelConfig, UserError
-from megatron_spec.export import native_mtp, speculators, trtllm_legacy
+from megatron_spec.export import speculators, trtllm_legacy
 from megatron_spec.export.base import export_base
 from megatron_spec.export.common import shared_folder, together
 from megatron_spec.export.draft import export_draft
@@ -117,10 +117,9 @@ def export(run: ExportRun) -> Path:
     )  # fmt: skip
     out = Path(run.export_dir).resolve()
     run_config = {"checkpoint": str(folder), "quant": spec.quant.to_dict() if spec.quant else None}
-    legacy = run.format == "trtllm-legacy"
+    legacy, with_base = run.format == "trtllm-legacy", _quantised_base(spec) or run.with_base
+    of_base = getattr(spec.draft, "of_base", False)
     with shared_folder(out, world, overwrite=False) as new:  # base and draft appear together or not at all
-        if _quantised_base(spec) or run.with_base or legacy:
-            export_base(loaded.base, loaded.base_ref, new / "base", spec.quant, world, run_config=run_config)
         if run.extra_modules:
             asked: dict[str, Any] = {"also_pt": True} if run.medusa_pt else {}
             own = getattr(spec.draft, "own_embedding", False)  # then it is written anyway
@@ -130,29 +129,29 @@ def export(run: ExportRun) -> Path:
                 loaded.draft, loaded.base_ref, new / "draft", spec.quant, world, ends=loaded.base,
                 run_config=run_config, **asked,
             )  # fmt: skip
+        if with_base or legacy:
+            export_base(
+                loaded.base, loaded.base_ref, new / "base", spec.quant, world,
+                trained_module=new / "draft" if run.extra_modules and of_base else None, run_config=run_config,
+            )  # fmt: skip
         together(lambda: _finish(run, spec, new, out, Path(loaded.base_ref.path)) if world.rank == 0 else None)
     if run.extra_modules and spec.draft.algorithm == "eagle-mtp":
-        _say_who_loads_mtp(spec, whole_base=run.with_base and not _quantised_base(spec))
+        _say_who_loads_mtp(of_base, with_base)
     log.info("exported %s", out)
     return out
 
 
-def _say_who_loads_mtp(spec: CheckpointSpec, whole_base: bool) -> None:
-    if not getattr(spec.draft, "of_base", False):
+def _say_who_loads_mtp(of_base: bool, with_base: bool) -> None:
+    if not of_base:
         log.warning("no engine loads an MTP draft of this base: the folder is in a format of this package")
-    elif not whole_base:
-        log.warning(
-            "engines read a prediction module inside the folder of its base: add --export-base for a base in high "
-            "precision that holds it"
-        )
+    elif not with_base:
+        log.warning("engines read a prediction module in the folder of its base: add --export-base for a base with it")
 
 
 def _finish(run: ExportRun, spec: CheckpointSpec, new: Path, out: Path, base: Path) -> None:
     """On rank 0: what is made from the verified Hugging Face folders."""
     if not run.extra_modules:
         return
-    if run.with_base and getattr(spec.draft, "of_base", False) and not _quantised_base(spec):
-        native_mtp.add_to_base(new / "base", new / "draft")
     if run.format == "trtllm-legacy":
         trtllm_legacy.convert(new / "base", new / "draft", new / "trtllm", run.trtllm_tp)
         if not (_quantised_base(spec) or run.with_base):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megatron_spec.config.base import RopeConfig
 from megatron_spec.config.core import Config, require
@@ -55,6 +55,18 @@ class BlockConfig(Config):
     confidence_reads_markov: bool = True
     """DSpark: the confidence head reads W1 of the token before a slot beside the slot's state."""
 
+    attention_bias: ClassVar[bool] = False
+    mlp_bias: ClassVar[bool] = False
+    qk_norm: ClassVar[bool] = True
+    reads_captures: ClassVar[bool] = False
+    """Of EAGLE-3's first layer; a block draft reads captures as its context."""
+    own_head: ClassVar[bool] = False
+    of_base: ClassVar[bool] = False
+    own_embedding: ClassVar[bool] = False
+    own_embed_tokens: ClassVar[bool] = False
+    regresses_state: ClassVar[bool] = False
+    is_module: ClassVar[bool] = False
+
     @property
     def first_slot(self) -> int:
         """First slot that proposes: DSpark's anchor slot does, DFlash's does not."""
@@ -64,16 +76,6 @@ class BlockConfig(Config):
     def num_steps(self) -> int:
         """Tokens that a block proposes."""
         return self.block_size - self.first_slot
-
-    @property
-    def of_base(self) -> bool:
-        """Never the base's own prediction module."""
-        return False
-
-    @property
-    def own_embedding(self) -> bool:
-        """Always the base's embedding."""
-        return False
 
     @property
     def target_hidden_size(self) -> int:

@@ -7,7 +7,14 @@ from typing import Literal
 
 from megatron_spec.config.core import Config, require
 
-DecodingType = Literal["Eagle3", "Eagle", "Medusa", "MTP", "DFlash", "DSpark", "NGram", "DraftTarget", "User"]
+DecodingType = Literal[
+    "Eagle3", "Eagle", "Medusa", "MTP", "DFlash", "DSpark", "NGram", "DraftTarget", "User", "Draft_Target",
+    "UserProvided", "User_Provided",
+]  # fmt: skip
+_SPELLINGS: dict[str, DecodingType] = {
+    "Draft_Target": "DraftTarget", "UserProvided": "User", "User_Provided": "User",
+}  # fmt: skip
+"""Other spellings in TensorRT-LLM's releases -> ours."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,10 @@ class DecodeConfig(Config):
     def lossless(self) -> bool:
         """True when drafts change the speed alone."""
         return not (self.typical_acceptance or self.use_relaxed_acceptance_for_thinking)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "decoding_type", _SPELLINGS.get(self.decoding_type or "", self.decoding_type))
+        super().__post_init__()
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""

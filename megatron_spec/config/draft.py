@@ -49,6 +49,18 @@ class EagleConfig(Config):
     """EAGLE-3.1: a norm of its own for every capture, before `fc`."""
     norm_output: bool = False
     """EAGLE-3.1 and eagle-mtp: a draft step feeds back its state after the final norm, not before it."""
+    qk_norm: bool = False
+    """An RMSNorm over every query and key head, before rotation (Qwen 3). Served by vLLM alone."""
+    attention_bias: bool = False
+    """Biases on q, k, v and the output projection. Served by vLLM alone."""
+    mlp_bias: bool = False
+    """Biases on the three projections of the MLP. Served by vLLM alone."""
+    fc_bias: bool = False
+    """A bias behind `fc`: EAGLE-1 as SafeAILab publishes it. Served by SGLang alone."""
+    norm_before_residual: bool = False
+    """EAGLE-3: the residual stream starts after `hidden_norm`, not before it. Served by vLLM alone."""
+    own_embed_tokens: bool = False
+    """EAGLE-3: an embedding of its own, also at the base's width. Served by vLLM alone."""
     moe: MoeConfig | None = None
     """eagle-mtp: the base's own prediction module, a layer of the base's kind."""
     mla: MlaConfig | None = None
@@ -63,8 +75,40 @@ class EagleConfig(Config):
 
     @property
     def own_embedding(self) -> bool:
-        """A draft whose width is not the base's embeds tokens itself, at its own width."""
-        return self.hidden_size != self.target_hidden_size
+        """The draft embeds tokens itself: on request, and always where its width is not the base's."""
+        return self.own_embed_tokens or self.hidden_size != self.target_hidden_size
+
+    @property
+    def reads_captures(self) -> bool:
+        """EAGLE-3: step 0 starts from captured base layers, not from the base's final state.
+
+        Its first layer reads the token embedding beside the state, and it has a final norm and a head of its own.
+        """
+        return self.algorithm.startswith("eagle3")
+
+    @property
+    def own_head(self) -> bool:
+        """A head over the draft vocabulary; other drafts use the base's frozen head."""
+        return self.reads_captures
+
+    @property
+    def is_module(self) -> bool:
+        """MTP: one prediction module in DeepSeek-V3's form."""
+        return self.algorithm == "eagle-mtp"
+
+    @property
+    def regresses_state(self) -> bool:
+        """EAGLE-1: trained by regression on the base's next final state, too."""
+        return self.algorithm == "eagle1"
+
+    @property
+    def layer_options(self) -> tuple[str, ...]:
+        """Options of the decoder layer that a Llama layer does not have; only the plain unroll computes them."""
+        names = ("qk_norm", "attention_bias", "mlp_bias", "norm_before_residual")
+        found = [name for name in names if getattr(self, name)]
+        if self.mla is None and (self.rope.attention_factor != 1.0 or self.rope.partial_rotary_factor != 1.0):
+            found.append("rope")
+        return tuple(found)
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
@@ -73,7 +117,7 @@ class EagleConfig(Config):
         if self.algorithm == "eagle3.1":
             require(bool(options), "eagle3.1 without norm_before_fc, fc_norm and norm_output is eagle3: ask for that")
         else:
-            allowed = ["norm_output"] if self.algorithm == "eagle-mtp" else []
+            allowed = ["norm_output"] if self.is_module else []
             wrong = [n for n in options if n not in allowed]
             require(not wrong, f"{', '.join(wrong)}: options of eagle3.1, found with algorithm {self.algorithm}")
         own = [n for n in ("moe", "mla", "layer_in_base") if getattr(self, n) is not None]
@@ -81,11 +125,13 @@ class EagleConfig(Config):
             not own or (len(own) == 3 and self.algorithm == "eagle-mtp"),
             f"{', '.join(own)}: they are set together, by --mtp-from-base alone",
         )
-        if not self.algorithm.startswith("eagle3"):
+        if not self.reads_captures:
             self._validate_shared_head()
+        if self.mla is not None:
+            require(not self.layer_options, f"{', '.join(self.layer_options)}: not for a draft with latent attention")
 
     def _validate_shared_head(self) -> None:
-        """Drafts that read the base's final state and speak through its head."""
+        """Drafts that read the base's final state and use its head."""
         for name, expected in (("hidden_size", self.target_hidden_size), ("draft_vocab_size", self.vocab_size)):
             require(
                 getattr(self, name) == expected,
@@ -93,8 +139,10 @@ class EagleConfig(Config):
                 f"{getattr(self, name)}",
             )
         require(not self.capture_layer_ids, f"{self.algorithm} reads the base's final state: no capture_layer_ids")
+        for name in ("norm_before_residual", "own_embed_tokens", *(("fc_bias",) if self.is_module else ())):
+            require(not getattr(self, name), f"{name}: not for {self.algorithm}")
         require(
-            self.algorithm != "eagle-mtp" or self.num_hidden_layers == 1,
+            not self.is_module or self.num_hidden_layers == 1,
             f"eagle-mtp is one module applied at every step: num_hidden_layers must be 1, found "
             f"{self.num_hidden_layers}",
         )
@@ -122,7 +170,7 @@ class MedusaConfig(Config):
     """Architecture of Medusa heads (arXiv 2401.10774). Built by `presets.medusa_config(base, ...)`."""
 
     num_heads: int
-    """Head i (from 0) predicts the token 2 + i places ahead."""
+    """Number of heads; head i (from 0) predicts the token 2 + i positions ahead."""
     hidden_size: int
     """Of the base."""
     vocab_size: int
@@ -130,7 +178,7 @@ class MedusaConfig(Config):
     num_layers: int = 1
     """Residual blocks per head."""
     share_base_head: bool = False
-    """Use the base's frozen head behind the blocks, instead of a trained head each."""
+    """Use the base's frozen head after the blocks, instead of a trained head each."""
     algorithm: Literal["medusa"] = "medusa"
 
     def validate(self) -> None:
@@ -145,8 +193,19 @@ class MedusaConfig(Config):
 
     @property
     def draft_vocab_size(self) -> int:
-        """Heads speak the whole vocabulary."""
+        """Heads predict over the whole vocabulary."""
         return self.vocab_size
+
+    reads_captures = False
+    is_module = False
+    regresses_state = False
+    of_base = False
+    own_embedding = False
+
+    @property
+    def own_head(self) -> bool:
+        """Every head has rows of its own, unless the base's are shared."""
+        return not self.share_base_head
 
 
 DraftConfig = EagleConfig | MedusaConfig | BlockConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -16,6 +17,9 @@ from megatron_spec.config import (
     UserError,
     suggest,
 )
+from megatron_spec.config.rope import read_rope, rope_scaling_json
+
+log = logging.getLogger(__name__)
 
 _HUGGING_FACE_NAMES = {"rope_theta", "rope_scaling"}
 
@@ -40,15 +44,23 @@ def _rope_overrides(base: BaseConfig, overrides: dict[str, Any]) -> dict[str, An
             expected = "a number" if name == "rope_theta" else "an object or null"
             raise UserError(f"--eagle-config: {name} is {overrides[name]!r}, expected {expected}")
     theta = float(overrides.get("rope_theta", base.rope.theta))
-    # yarn, longrope and partial turning belong to the base's training: a fresh draft turns plainly.
+    # yarn, longrope and partial rotation belong to the base's training: a fresh draft rotates plainly.
     plain = base.rope.type in ("yarn", "longrope") or base.rope.partial_rotary_factor != 1.0
     rope = RopeConfig(theta=theta) if plain else base.rope.replace(theta=theta)
-    if "rope_scaling" in overrides:
-        scaling = {("type" if k == "rope_type" else k): v for k, v in (overrides["rope_scaling"] or {}).items()}
-        if scaling.get("type", rope.type if scaling else "default") != rope.type:
-            rope = RopeConfig(theta=theta)  # numbers of the base's kind of scaling mean nothing to another kind
-        return {**rope.to_dict(), **scaling}
-    return rope.to_dict()
+    if "rope_scaling" not in overrides:
+        return rope.to_dict()
+    scaling = dict(overrides["rope_scaling"] or {})
+    known = {*RopeConfig.__dataclass_fields__, "rope_type", "mscale", "mscale_all_dim"} - {"theta"}
+    for key in scaling.keys() - known:
+        raise UserError(f"--eagle-config: rope_scaling has unknown key {key!r}{suggest(key, known)}")
+    kind = scaling.pop("type", None)
+    if scaling:
+        scaling["rope_type"] = scaling.get("rope_type", kind or rope.type)
+    elif kind:
+        scaling["rope_type"] = kind
+    if scaling and scaling["rope_type"] == rope.type:  # what is not given is the base's
+        scaling = {**(rope_scaling_json(rope) or {}), **scaling}
+    return read_rope({"rope_theta": theta, "rope_scaling": scaling}, "--eagle-config").to_dict()
 
 
 def _draft_shape(base: BaseConfig) -> dict[str, int]:
@@ -69,7 +81,7 @@ def _check_trainable(config: EagleConfig) -> None:
     """What the configuration class can say and no draft can be: refused before a base is loaded."""
     if config.hidden_act != "silu":
         raise UserError(f"--eagle-config: hidden_act {config.hidden_act!r} is not supported: use 'silu'")
-    if config.algorithm.startswith("eagle3") and not config.capture_layer_ids:
+    if config.reads_captures and not config.capture_layer_ids:
         raise UserError(
             f"--eagle-config: capture_layer_ids is empty, but {config.algorithm} reads layers of the base: name at "
             "least one, or leave it out for the default"
@@ -130,6 +142,10 @@ def own_mtp_config(base: BaseConfig) -> EagleConfig:
         raise UserError(
             "--mtp-from-base: this base ships no prediction module (num_nextn_predict_layers in its config.json, "
             "DeepSeek-V3); without the flag, eagle-mtp makes a fresh one"
+        )
+    if base.mtp_layers > 1:
+        log.warning(
+            "the base ships %d prediction modules: the first is read, the others stay as they are", base.mtp_layers
         )
     return EagleConfig(
         algorithm="eagle-mtp",
@@ -253,7 +269,7 @@ def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveC
     Raises UserError for settings that this draft cannot follow.
     """
     default = ObjectiveConfig()
-    if config.algorithm != "eagle1":
+    if not config.regresses_state:
         for name in ("feature_noise", "feature_weight", "token_weight"):
             if getattr(objective, name) != getattr(default, name):
                 flag = "--" + name.replace("_", "-")

@@ -109,12 +109,20 @@ def decoding_type(algorithm: str | None, asked: DecodingType | None) -> Decoding
     """
     if asked in WITHOUT_DRAFT:
         return asked  # type: ignore[return-value]
+    if algorithm is None and asked == "MTP":
+        raise UserError(
+            "--decoding-type MTP needs a checkpoint of a prediction module: for the one that the base ships run "
+            "convert_model.py --load BASE --export-eagle-algorithm eagle-mtp --mtp-from-base --save DIR, then give "
+            "--load DIR"
+        )
     if algorithm is None:
         raise UserError(
             f"--decoding-type {asked or 'Eagle3, Eagle, Medusa or MTP'} needs a draft: give --load (a checkpoint) or "
             f"--speculative-model (an exported folder); without a draft there are {', '.join(WITHOUT_DRAFT)}"
         )
     found = DECODING_TYPES[algorithm]
+    if asked == "Eagle" and found == "Eagle3":
+        return found  # as TensorRT-LLM spells EAGLE-3 up to release 1.2
     if asked not in (None, found):
         raise UserError(f"--decoding-type {asked}, but the draft is {algorithm}, which decodes as {found}")
     return found

@@ -36,4 +36,21 @@ def build_draft(config: DraftConfig, vocab: DraftVocab, world: World, dtype: tor
         )
     )
     kind = kinds[config.algorithm]
-    return kind(config, vocab, Placement(world.tp, world.parallel.sequence_parallel, dtype, world.device))
+    draft = kind(config, vocab, Placement(world.tp, world.parallel.sequence_parallel, dtype, world.device))
+    _check_structure(draft, world.tp_size)
+    return draft
+
+
+def _check_structure(draft: Any, ranks: int) -> None:
+    """The module holds exactly the tensors of the table (an invariant: everything else is derived from the table)."""
+    from megatron_spec.config.structure import draft_tensors
+
+    expected = {}
+    for name, spec in draft_tensors(draft.config).items():
+        parts = [size // (ranks if dim == spec.split else 1) for dim, size in enumerate(spec.shape)]
+        expected[name] = (tuple(parts), spec.split)
+    found = {}
+    for name, p in draft.named_parameters():
+        found[name] = (tuple(p.shape), p.partition_dim if getattr(p, "tensor_model_parallel", False) else None)
+    wrong = {name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)}
+    assert not wrong, f"config/structure.py and the modules differ in {sorted(wrong)[:8]}"

@@ -15,10 +15,9 @@ size, T steps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_spec.batch import Features
@@ -27,14 +26,14 @@ from megatron_spec.drafts.anchors import BlockPlan
 from megatron_spec.drafts.block_losses import BlockHead, block_losses
 from megatron_spec.drafts.contract import BaseEnds, Draft, DraftLosses
 from megatron_spec.drafts.initial import initial_values, set_parameters
-from megatron_spec.drafts.layer import GatedMLP, SelfAttention
+from megatron_spec.drafts.layer import GatedMLP, HeadNorm, SelfAttention, rotate
 from megatron_spec.drafts.linear import Linear, Placement, RMSNorm, copy_to_ranks, enter
 from megatron_spec.drafts.teacher import TeacherHead
 from megatron_spec.drafts.unroll import teach
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.ops.attention import KVCache
 from megatron_spec.ops.block_attention import block_attention
-from megatron_spec.ops.rope import apply_rotary, inverse_frequencies, rotary_angles
+from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
 from megatron_spec.ops.rows import pick_rows
 
 Rotation = tuple[Tensor, Tensor]
@@ -47,24 +46,21 @@ BlockAttends = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class BlockAttention(SelfAttention):
     """Projections with a norm over each query and key head, shared by the context and the block."""
 
+    q_norm: HeadNorm
+    k_norm: HeadNorm
+
     def __init__(self, config: BlockConfig, place: Placement) -> None:
         super().__init__(config, config.hidden_size, place)  # type: ignore[arg-type]
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, place)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, place)
-
-    def _normed(self, norm: RMSNorm, heads: Tensor) -> Tensor:
-        """Every rank norms its own heads, so the gradient of the weight is the sum over ranks."""
-        return F.rms_norm(heads, (self.head_dim,), copy_to_ranks(norm.weight, self.group), norm.eps)
 
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Rotated keys and values [..., G, D] of context rows or slots [..., H] (entered already)."""
-        k = self._normed(self.k_norm, self._kv_heads(self.k_proj(x)))
-        return apply_rotary(k, *rotation), self._kv_heads(self.v_proj(x))
+        k = self.k_norm(self._kv_heads(self.k_proj(x)))
+        return rotate(k, *rotation), self._kv_heads(self.v_proj(x))
 
     def attend(self, x_PCH: Tensor, rotation: Rotation, attention: BlockAttends, layer: int) -> Tensor:
         """[P, C, H] of the normed state of the slots."""
         x = enter(x_PCH, self.group, False)
-        q = apply_rotary(self._normed(self.q_norm, self._heads(self.q_proj(x))), *rotation)
+        q = rotate(self.q_norm(self._heads(self.q_proj(x))), *rotation)
         out: Tensor = self.o_proj(attention(layer, q, *self.keys_values(x, rotation)))
         return out
 
@@ -117,16 +113,13 @@ class DFlashDraft(Draft):
         self, ends: BaseEnds, base_layer_tensors: Mapping[str, Tensor] | None = None, seed: int = 1234
     ) -> None:
         """Set every parameter; see `RecurrentDraft.initialize`."""
-        set_parameters(self, self._initial_values(ends, base_layer_tensors or {}, seed), self.tp_group)
-
-    def _initial_values(self, ends: BaseEnds, base: Mapping[str, Tensor], seed: int) -> Iterator[tuple[str, Tensor]]:
-        return initial_values(self, ends, base, seed)  # type: ignore[arg-type]
+        set_parameters(self, initial_values(self, ends, base_layer_tensors or {}, seed), self.tp_group)
 
     def rotation(self, positions_XY: Tensor, like: Tensor) -> Rotation:
         """(cos, sin) [X, Y, 1, D] of rotary positions, in the dtype of `like`."""
         self._inv_freq = self._inv_freq.to(like.device)
-        angles = rotary_angles(positions_XY.t(), self._inv_freq)
-        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+        angles, factor = rotary_angles(positions_XY.t(), self._inv_freq), self.config.rope.attention_factor
+        return (angles.cos() * factor).to(like.dtype), (angles.sin() * factor).to(like.dtype)
 
     def block_rotation(self, positions_P: Tensor, like: Tensor) -> Rotation:
         """Of all slots [P, C, 1, D] of blocks whose anchors stand at `positions_P`."""

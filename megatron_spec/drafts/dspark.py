@@ -11,8 +11,6 @@ R rows of a step, N rows of all steps, H hidden size, V vocabulary, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,9 +18,8 @@ from torch import Tensor, nn
 from megatron_spec.config import BlockConfig
 from megatron_spec.drafts.anchors import BlockPlan
 from megatron_spec.drafts.block_losses import BlockHead
-from megatron_spec.drafts.contract import BaseEnds, mark_sharded
+from megatron_spec.drafts.contract import mark_sharded
 from megatron_spec.drafts.dflash import DFlashDraft
-from megatron_spec.drafts.initial import draw_normal, initial_values, whole_shape
 from megatron_spec.drafts.linear import Placement, VocabEmbedding, copy_to_ranks
 from megatron_spec.drafts.vocab import DraftVocab
 
@@ -61,18 +58,6 @@ class DSparkDraft(DFlashDraft):
         self.markov_head = MarkovHead(config, blocks)
         inputs = config.hidden_size + (config.markov_rank if config.confidence_reads_markov else 0)
         self.confidence_head = ConfidenceHead(inputs, blocks)
-
-    def _initial_values(self, ends: BaseEnds, base: Mapping[str, Tensor], seed: int) -> Iterator[tuple[str, Tensor]]:
-        """The Markov head starts with W2 = 0: without effect, but with a gradient; the confidence head likewise."""
-        parameters = dict(self.named_parameters())
-        for name, value in initial_values(self, ends, base, seed):  # type: ignore[arg-type]
-            if name.startswith("markov_head.markov_w1"):
-                shape = whole_shape(parameters[name], self.tp_group)
-                yield name, draw_normal(name, shape, self.config.markov_rank**-0.5, seed)
-            elif name.startswith(("markov_head", "confidence_head")):
-                yield name, torch.zeros_like(value)
-            else:
-                yield name, value
 
     def markov(self, tokens_N: Tensor) -> Tensor:
         """[N, r] W1 of some tokens, complete on every rank."""

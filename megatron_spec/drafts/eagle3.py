@@ -1,8 +1,8 @@
 """EAGLE-3 (arXiv 2503.01840): one decoder layer on the features of several base layers.
 
 Submodules carry the names of the export format, so that checkpoint, quantisation and export share one naming:
-fc, midlayer.* (or layers.{i}.* when there are several), norm, lm_head, and embed_tokens where the width is not the
-base's.
+fc, midlayer.* (or layers.{i}.* when there are several), norm, lm_head, and embed_tokens where the draft has its own
+(`EagleConfig.own_embedding`).
 
 S sequence, B micro-batch, K captured layers, C = K * target hidden size, H draft hidden size, D draft vocabulary.
 """
@@ -39,7 +39,7 @@ class EagleDraft(RecurrentDraft):
             self.input_norm = RMSNorm(captured, *norm)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, *norm) for _ in config.capture_layer_ids)
-        self.fc = Linear(captured, H, place)
+        self.fc = Linear(captured, H, place, config.fc_bias)
         layers = [DraftLayer(config, i == 0, place) for i in range(config.num_hidden_layers)]
         if len(layers) == 1:
             self.midlayer = layers[0]
@@ -57,7 +57,7 @@ class EagleDraft(RecurrentDraft):
         return layers  # type: ignore[return-value]
 
     def embed(self, tokens_BS: Tensor, ends: BaseEnds) -> Tensor:
-        """See RecurrentDraft; trained, in a draft whose width is not the base's."""
+        """See RecurrentDraft; trained, in a draft with an embedding of its own."""
         return self.embed_tokens(tokens_BS) if self.config.own_embedding else super().embed(tokens_BS, ends)
 
     def start(self, captures_SBC: Tensor, state_SBH: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def why_not_fused(
     Args:
         detach: `ObjectiveConfig.detach`.
     """
-    if not isinstance(config, EagleConfig) or config.algorithm not in ("eagle3", "eagle3.1"):
+    if not isinstance(config, EagleConfig) or not config.reads_captures:
         return "it is not an EAGLE-3 draft"
     reasons = {
         "there is no GPU": device.type != "cuda",
@@ -71,6 +71,7 @@ def why_not_fused(
         "there are fewer key/value heads than tensor parallel ranks": bool(config.num_key_value_heads % tp_size),
         "it has several layers": config.num_hidden_layers > 1,
         "it has an embedding of its own": config.own_embedding,
+        f"its layer has {', '.join(config.layer_options)}": bool(config.layer_options),
         "it feeds back a normed state (norm_output)": config.norm_output,
         f"its activation is {config.hidden_act}": config.hidden_act != "silu",
         f"its head size is {config.head_dim}": config.head_dim < 16 or config.head_dim % 8 != 0,

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_spec.config import UserError
+from megatron_spec.config.structure import FINAL_NORM, TensorSpec, draft_tensors
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.linear import enter
 from megatron_spec.drafts.teacher import restricted_head
@@ -27,20 +28,6 @@ FC_NOISE = 0.05
 
 CHUNK_ROWS = 5040
 """Rows of an embedding at a time; sequence parallelism splits them over the ranks, so a number with many divisors."""
-
-_LAYER_NORMS = {
-    "hidden_norm.weight": "input_layernorm.weight",  # of the first draft layer: the norm of the residual stream
-    "post_attention_layernorm.weight": "post_attention_layernorm.weight",
-}
-_FINAL_NORMS = ("norm.weight", "layers.0.shared_head.norm.weight")
-
-
-def whole_shape(parameter: nn.Parameter, group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Shape of the parameter before it was split."""
-    shape = list(parameter.shape)
-    if getattr(parameter, "tensor_model_parallel", False):
-        shape[parameter.partition_dim] *= group.size()  # type: ignore[attr-defined]
-    return tuple(shape)
 
 
 def draw_normal(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
@@ -66,52 +53,57 @@ def _feature_alone(shape: tuple[int, ...], name: str, seed: int) -> Tensor:
 
 
 @torch.no_grad()
-def _projected_embedding(draft: RecurrentDraft, ends: BaseEnds, name: str, rows: int, seed: int) -> Tensor:
-    """[V / TP, H] this rank's rows of the base's embedding, brought to the draft's width by a random projection.
+def _embedding(draft: RecurrentDraft, ends: BaseEnds, name: str, rows: int, seed: int) -> Tensor:
+    """[V / TP, H] this rank's rows of the base's embedding, at another width by a random projection. A collective.
 
-    Such a projection keeps the angles between tokens nearly as they are (Johnson and Lindenstrauss). A collective.
+    Such a projection keeps the angles between tokens nearly as they are (Johnson and Lindenstrauss).
     """
     config, first = draft.config, draft.tp_group.rank() * rows
-    project = draw_normal(name, (config.target_hidden_size, config.hidden_size), config.hidden_size**-0.5, seed)
+    project: Tensor | None = None
+    if config.hidden_size != config.target_hidden_size:
+        project = draw_normal(name, (config.target_hidden_size, config.hidden_size), config.hidden_size**-0.5, seed)
     mine = []
     for start in range(0, config.vocab_size, CHUNK_ROWS):  # the same chunks in every layout: the same bits
         ids = torch.arange(start, min(start + CHUNK_ROWS, config.vocab_size), device=ends.head_weight.device)
-        whole = enter(ends.embed(ids[None]), draft.tp_group, draft.sequence_parallel)[:, 0].float()
-        part = whole @ project.to(whole.device)
+        part = enter(ends.embed(ids[None]), draft.tp_group, draft.sequence_parallel)[:, 0].float()
+        part = part if project is None else part @ project.to(part.device)
         mine.append(part[max(first - start, 0) : max(first + rows - start, 0)])
     return torch.cat(mine)
 
 
-def initial_values(
-    draft: RecurrentDraft, ends: BaseEnds, base: Mapping[str, Tensor], seed: int
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of every parameter but the head, which comes as (name, this rank's shard)."""
-    config, group = draft.config, draft.tp_group
-    for name, parameter in draft.named_parameters():
-        shape = whole_shape(parameter, group)
-        leaf = name.split(".", 1 if name.startswith("midlayer.") else 2)[-1]
-        first_layer = name.startswith(("midlayer.", "layers.0."))
-        same = leaf.startswith("mlp.") or (config.algorithm == "eagle-mtp" and leaf == "input_layernorm.weight")
-        source = base.get(_LAYER_NORMS.get(leaf, leaf if same else ""))
-        if name == "embed_tokens.weight":
-            yield name, _projected_embedding(draft, ends, name, parameter.shape[0], seed)
-        elif name == "lm_head.weight" and config.hidden_size == config.target_hidden_size:
-            yield name, restricted_head(ends, draft.vocab, group)
-        elif name.endswith("eh_proj.weight") or (name == "fc.weight" and config.algorithm == "eagle1"):
-            yield name, _feature_alone(shape, name, seed)
-        elif name == "fc.weight" and config.hidden_size == config.target_hidden_size:
-            yield (
-                name,
-                _captures_to_feature(config.hidden_size, len(config.capture_layer_ids), config.fc_init, name, seed),
-            )
-        elif name in _FINAL_NORMS and "norm.weight" in base and tuple(base["norm.weight"].shape) == shape:
-            yield name, base["norm.weight"]
-        elif config.init_from_base_layer and first_layer and source is not None and tuple(source.shape) == shape:
+def _first_value(draft: RecurrentDraft, ends: BaseEnds, name: str, spec: TensorSpec, seed: int) -> Tensor:
+    """What the table says, whole; rows of a head or an embedding come as this rank's shard."""
+    config, shape = draft.config, spec.shape
+    if spec.first in ("ones", "zeros"):
+        return torch.full(shape, 1.0 if spec.first == "ones" else 0.0)
+    if spec.first == "head":
+        return restricted_head(ends, draft.vocab, draft.tp_group)
+    if spec.first == "embedding":
+        return _embedding(draft, ends, name, shape[0] // draft.tp_group.size(), seed)
+    if spec.first == "feature":
+        return _feature_alone(shape, name, seed)
+    if spec.first == "captures":
+        return _captures_to_feature(shape[0], len(config.capture_layer_ids), config.fc_init, name, seed)
+    return draw_normal(name, shape, config.initializer_range, seed)
+
+
+def initial_values(draft: Any, ends: BaseEnds, base: Mapping[str, Tensor], seed: int) -> Iterator[tuple[str, Tensor]]:
+    """(name, value) of every parameter, by the table of `config.structure`. A collective.
+
+    Args:
+        draft: a `RecurrentDraft` or a `MedusaDraft`.
+        base: see `RecurrentDraft.initialize`.
+    """
+    copied = getattr(draft.config, "init_from_base_layer", False)
+    head: Tensor | None = None
+    for name, spec in draft_tensors(draft.config).items():
+        source = base.get(spec.base or "")
+        if source is not None and (copied or spec.base == FINAL_NORM) and tuple(source.shape) == spec.shape:
             yield name, source
-        elif len(shape) == 1:
-            yield name, torch.ones(shape)
-        else:
-            yield name, draw_normal(name, shape, config.initializer_range, seed)
+            continue
+        value = head if spec.first == "head" and head is not None else _first_value(draft, ends, name, spec, seed)
+        head = value if spec.first == "head" else head
+        yield name, value
 
 
 @torch.no_grad()

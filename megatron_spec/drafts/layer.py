@@ -16,10 +16,10 @@ from megatron.core.tensor_parallel import mappings
 from torch import Tensor, nn
 
 from megatron_spec.config import EagleConfig, UserError
-from megatron_spec.drafts.contract import Attention
+from megatron_spec.drafts.contract import Attention, mark_replicated
 from megatron_spec.drafts.experts import MixtureOfExperts
 from megatron_spec.drafts.latent import LatentAttention
-from megatron_spec.drafts.linear import ColumnLinear, Placement, RMSNorm, RowLinear, enter
+from megatron_spec.drafts.linear import ColumnLinear, Placement, RMSNorm, RowLinear, copy_to_ranks, enter
 from megatron_spec.ops.rope import apply_rotary
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
@@ -37,6 +37,28 @@ def local_kv_heads(num_heads: int, num_kv_heads: int, tp_size: int, tp_rank: int
     return distinct if even else needed
 
 
+def rotate(x_SBND: Tensor, cos_SB1D: Tensor, sin_SB1D: Tensor) -> Tensor:
+    """Rotary embedding of the first dimensions of each head, as many as cos and sin have."""
+    size = cos_SB1D.shape[-1]
+    if size == x_SBND.shape[-1]:
+        return apply_rotary(x_SBND, cos_SB1D, sin_SB1D)
+    return torch.cat([apply_rotary(x_SBND[..., :size], cos_SB1D, sin_SB1D), x_SBND[..., size:]], dim=-1)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm over each head. A rank sees its own heads, so the gradient of the weight is summed over ranks here."""
+
+    def __init__(self, size: int, eps: float, place: Placement) -> None:
+        super().__init__()
+        self.weight = mark_replicated(place.empty(size), sequence_parallel=False)
+        self.eps, self.group = eps, place.group
+
+    def forward(self, x_SBND: Tensor) -> Tensor:
+        """Same shape and dtype."""
+        weight = copy_to_ranks(self.weight, self.group)
+        return F.rms_norm(x_SBND, (x_SBND.shape[-1],), weight, self.eps)
+
+
 class SelfAttention(nn.Module):
     """q, k, v projections, rotary embedding, the attention it is given, output projection."""
 
@@ -47,10 +69,14 @@ class SelfAttention(nn.Module):
         place.divide(heads, "draft num_attention_heads")
         self.group, self.sequence_parallel = group, place.sequence_parallel
         what = "draft num_key_value_heads * head_dim"
-        self.q_proj = ColumnLinear(inputs, heads * self.head_dim, "draft query size", place)
-        self.k_proj = ColumnLinear(inputs, kv_heads * self.head_dim, what, place)
-        self.v_proj = ColumnLinear(inputs, kv_heads * self.head_dim, what, place)
-        self.o_proj = RowLinear(heads * self.head_dim, config.hidden_size, "draft query size", place)
+        bias, queries = config.attention_bias, heads * self.head_dim
+        self.q_proj = ColumnLinear(inputs, queries, "draft query size", place, bias)
+        self.k_proj = ColumnLinear(inputs, kv_heads * self.head_dim, what, place, bias)
+        self.v_proj = ColumnLinear(inputs, kv_heads * self.head_dim, what, place, bias)
+        self.o_proj = RowLinear(queries, config.hidden_size, "draft query size", place, bias)
+        self.q_norm, self.k_norm = None, None
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (HeadNorm(self.head_dim, config.rms_norm_eps, place) for _ in range(2))
         # Fewer key/value heads than ranks: projected in slices, gathered, and each rank picks what it reads.
         self.picked = None
         if kv_heads % group.size():
@@ -69,8 +95,10 @@ class SelfAttention(nn.Module):
     def forward(self, x_SBH: Tensor, cos_SB1D: Tensor, sin_SB1D: Tensor, attention: Attention, layer: int) -> Tensor:
         """[S, B, inputs] -> [S, B, H]; both [S / TP, ...] under sequence parallelism."""
         x = enter(x_SBH, self.group, self.sequence_parallel)
-        q = apply_rotary(self._heads(self.q_proj(x)), cos_SB1D, sin_SB1D)
-        k = apply_rotary(self._kv_heads(self.k_proj(x)), cos_SB1D, sin_SB1D)
+        q, k = self._heads(self.q_proj(x)), self._kv_heads(self.k_proj(x))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos_SB1D, sin_SB1D), rotate(k, cos_SB1D, sin_SB1D)
         out: Tensor = self.o_proj(attention(layer, q, k, self._kv_heads(self.v_proj(x))))
         return out
 
@@ -85,9 +113,9 @@ class GatedMLP(nn.Module):
         H, M, what = config.hidden_size, config.intermediate_size, "draft intermediate_size"
         self.act = ACTIVATIONS[config.hidden_act]
         self.group, self.sequence_parallel = place.group, place.sequence_parallel
-        self.gate_proj = ColumnLinear(H, M, what, place)
-        self.up_proj = ColumnLinear(H, M, what, place)
-        self.down_proj = RowLinear(M, H, what, place)
+        self.gate_proj = ColumnLinear(H, M, what, place, config.mlp_bias)
+        self.up_proj = ColumnLinear(H, M, what, place, config.mlp_bias)
+        self.down_proj = RowLinear(M, H, what, place, config.mlp_bias)
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, H]; [S / TP, B, H] under sequence parallelism."""
@@ -99,7 +127,8 @@ class GatedMLP(nn.Module):
 class DraftLayer(nn.Module):
     """Pre-norm decoder layer. With `reads_embedding`, attention reads [norm(embedding) ; norm(hidden)] (EAGLE-3).
 
-    The residual stream is the un-normed hidden state alone. Without `input_norm`, attention reads it bare (EAGLE-1).
+    The residual stream is the un-normed hidden state alone; with `config.norm_before_residual`, the normed one. Without
+    `input_norm`, attention reads it bare (EAGLE-1).
     """
 
     def __init__(self, config: EagleConfig, reads_embedding: bool, place: Placement, input_norm: bool = True) -> None:
@@ -107,6 +136,7 @@ class DraftLayer(nn.Module):
         H = config.hidden_size
         norm = (config.rms_norm_eps, place)
         self.reads_embedding = reads_embedding
+        self.norm_before_residual = reads_embedding and config.norm_before_residual
         embedding_size = H if reads_embedding else 0  # the base's, or the draft's own of its own width
         # FORMATS: in the first layer `input_layernorm` is the norm of the token embedding.
         self.input_layernorm: Any = RMSNorm(embedding_size or H, *norm) if input_norm else None
@@ -131,7 +161,9 @@ class DraftLayer(nn.Module):
     ) -> Tensor:
         """The next hidden state, same shape as the first argument."""
         if self.reads_embedding:
-            x = torch.cat([self.input_layernorm(embedding_SBH), self.hidden_norm(hidden_SBH)], dim=-1)
+            normed_SBH = self.hidden_norm(hidden_SBH)
+            x = torch.cat([self.input_layernorm(embedding_SBH), normed_SBH], dim=-1)
+            hidden_SBH = normed_SBH if self.norm_before_residual else hidden_SBH
         else:
             x = hidden_SBH if self.input_layernorm is None else self.input_layernorm(hidden_SBH)
         hidden_SBH = hidden_SBH + self.self_attn(x, cos_SB1D, sin_SB1D, attention, layer)

@@ -93,11 +93,11 @@ class Placement:
 
 
 class _Linear(nn.Module):
-    """y = x W^T, with optional fake quantisation of both factors."""
+    """y = x W^T (+ b), with optional fake quantisation of both factors."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.weight = weight
+        self.weight, self.bias = weight, bias
         self.input_quantizer: Callable[[Tensor], Tensor] | None = None
         self.weight_quantizer: Callable[[Tensor], Tensor] | None = None
 
@@ -111,21 +111,23 @@ class _Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Linear map of the last axis."""
-        return F.linear(self.quantized_input(x), self.quantized_weight())
+        return F.linear(self.quantized_input(x), self.quantized_weight(), self.bias)
 
 
 class Linear(_Linear):
     """Replicated: the same weight [out, in] on every rank; under sequence parallelism each sees its own rows."""
 
-    def __init__(self, inputs: int, outputs: int, place: Placement) -> None:
-        super().__init__(place.replicated(outputs, inputs))
+    def __init__(self, inputs: int, outputs: int, place: Placement, bias: bool = False) -> None:
+        super().__init__(place.replicated(outputs, inputs), place.replicated(outputs) if bias else None)
 
 
 class ColumnLinear(_Linear):
     """Rows of the weight are split: [out / TP, in]. The input comes from `enter`, the output stays split."""
 
-    def __init__(self, inputs: int, outputs: int, what: str, place: Placement) -> None:
-        super().__init__(mark_sharded(place.empty(place.divide(outputs, what), inputs), dim=0))
+    def __init__(self, inputs: int, outputs: int, what: str, place: Placement, bias: bool = False) -> None:
+        rows = place.divide(outputs, what)
+        own_bias = mark_sharded(place.empty(rows), dim=0) if bias else None
+        super().__init__(mark_sharded(place.empty(rows, inputs), dim=0), own_bias)
 
 
 class RowLinear(_Linear):
@@ -134,16 +136,19 @@ class RowLinear(_Linear):
     Under sequence parallelism the sum is scattered over the sequence.
     """
 
-    def __init__(self, inputs: int, outputs: int, what: str, place: Placement) -> None:
-        super().__init__(mark_sharded(place.empty(outputs, place.divide(inputs, what)), dim=1))
+    def __init__(self, inputs: int, outputs: int, what: str, place: Placement, bias: bool = False) -> None:
+        weight = mark_sharded(place.empty(outputs, place.divide(inputs, what)), dim=1)
+        super().__init__(weight, place.replicated(outputs) if bias else None)
         self.group, self.sequence_parallel = place.group, place.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, in / TP] -> [S, B, out], or [S / TP, B, out] under sequence parallelism."""
-        partial = super().forward(x)
+        partial = F.linear(self.quantized_input(x), self.quantized_weight())
         if self.sequence_parallel:
-            return mappings.reduce_scatter_to_sequence_parallel_region(partial, group=self.group)
-        return mappings.reduce_from_tensor_model_parallel_region(partial, group=self.group)
+            total = mappings.reduce_scatter_to_sequence_parallel_region(partial, group=self.group)
+        else:
+            total = mappings.reduce_from_tensor_model_parallel_region(partial, group=self.group)
+        return total if self.bias is None else total + self.bias
 
 
 class VocabEmbedding(nn.Module):

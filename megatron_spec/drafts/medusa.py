@@ -12,7 +12,7 @@ S sequence, B micro-batch, H base hidden size, V vocabulary, R supervised rows o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -22,23 +22,11 @@ from torch import Tensor, nn
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import MedusaConfig, ObjectiveConfig, UserError
 from megatron_spec.drafts.contract import BaseEnds, Draft, DraftLosses, shift
-from megatron_spec.drafts.initial import set_parameters
+from megatron_spec.drafts.initial import initial_values, set_parameters
 from megatron_spec.drafts.linear import ColumnLinear, Linear, Placement, copy_to_ranks, enter
-from megatron_spec.drafts.teacher import TeacherHead, restricted_head
+from megatron_spec.drafts.teacher import TeacherHead
 from megatron_spec.drafts.unroll import Supervision, head_losses, teach
 from megatron_spec.drafts.vocab import DraftVocab
-
-
-class _BiasedLinear(Linear):
-    """Replicated, with a bias."""
-
-    def __init__(self, size: int, place: Placement) -> None:
-        super().__init__(size, size, place)
-        self.bias = place.replicated(size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x W^T + b."""
-        return F.linear(self.quantized_input(x), self.quantized_weight(), self.bias)
 
 
 class ResidualBlock(nn.Module):
@@ -46,7 +34,7 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, size: int, place: Placement) -> None:
         super().__init__()
-        self.linear = _BiasedLinear(size, place)
+        self.linear = Linear(size, size, place, bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape."""
@@ -86,16 +74,7 @@ class MedusaDraft(Draft):
         self, ends: BaseEnds, base_layer_tensors: Mapping[str, Tensor] | None = None, seed: int = 1234
     ) -> None:
         """Set every parameter so that each head is the base's head. Nothing is random. A collective."""
-        set_parameters(self, self._initial_values(ends), self.tp_group)
-
-    def _initial_values(self, ends: BaseEnds) -> Iterator[tuple[str, Tensor]]:
-        rows: Tensor | None = None
-        for name, parameter in self.named_parameters():
-            if name.endswith("lm_head.weight"):
-                rows = restricted_head(ends, self.vocab, self.tp_group) if rows is None else rows
-                yield name, rows
-            else:
-                yield name, torch.zeros(parameter.shape)
+        set_parameters(self, initial_values(self, ends, {}, seed), self.tp_group)
 
     def teacher_head(self, ends: BaseEnds) -> TeacherHead:
         """The base's head, prepared on first use. A collective when it has to be built."""

@@ -40,8 +40,9 @@ class RecurrentDraft(Draft):
             )
         self.config, self.vocab = config, vocab
         self.tp_group, self.sequence_parallel = place.group, place.sequence_parallel
-        turning = config.mla.rope_head_dim if config.mla else config.head_dim
-        self._inv_freq = inverse_frequencies(config.rope, turning)  # no buffer: must stay fp32 in a bf16 model
+        rotated = config.mla.rope_head_dim if config.mla else config.head_dim
+        self._inv_freq = inverse_frequencies(config.rope, rotated)  # no buffer: must stay fp32 in a bf16 model
+        self._rotary_factor = 1.0 if config.mla else config.rope.attention_factor  # latent attention applies its own
         self._teacher: TeacherHead | None = None
 
     @property
@@ -50,7 +51,7 @@ class RecurrentDraft(Draft):
         raise NotImplementedError
 
     def start(self, captures_SBC: Tensor, state_SBH: Tensor) -> Tensor:
-        """[S, B, H] state of step 0 from what the base says ([S / TP, ...] under sequence parallelism)."""
+        """[S, B, H] state of step 0 from the features of the base ([S / TP, ...] under sequence parallelism)."""
         raise NotImplementedError
 
     def embed(self, tokens_BS: Tensor, ends: BaseEnds) -> Tensor:
@@ -74,7 +75,7 @@ class RecurrentDraft(Draft):
         """[S, B, D / TP] draft logits of this rank's shard (full sequence also under sequence parallelism).
 
         Args:
-            ends: the base, for drafts that speak through its head.
+            ends: the base, for drafts that use its head.
         """
         raise NotImplementedError
 
@@ -98,9 +99,10 @@ class RecurrentDraft(Draft):
         return self._inv_freq
 
     def rotary(self, positions_BS: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of the positions, in the dtype and on the device of `like`."""
+        """(cos, sin) of the positions, times YaRN's attention factor, in the dtype and on the device of `like`."""
         angles = rotary_angles(positions_BS, self.inv_freq_on(like.device))
-        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+        factor = self._rotary_factor
+        return (angles.cos() * factor).to(like.dtype), (angles.sin() * factor).to(like.dtype)
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """An empty cache for decoding: this rank's key/value heads of every draft layer."""
@@ -119,7 +121,7 @@ class RecurrentDraft(Draft):
 
 
 class SharedHeadDraft(RecurrentDraft):
-    """A draft that starts from the base's final state and speaks through the base's own, frozen head."""
+    """A draft that starts from the base's final state and uses the base's own, frozen head."""
 
     def start(self, captures_SBC: Tensor, state_SBH: Tensor) -> Tensor:
         """The base's final state itself."""

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from megatron_spec.config import BaseConfig, QuantConfig, UserError
+from megatron_spec.export.carried import Carried
 from megatron_spec.export.common import (
     BaseLike,
     VerificationError,
@@ -32,6 +33,7 @@ from megatron_spec.export.quant_metadata import BASE_EXCLUDES, hf_quant_config, 
 from megatron_spec.export.stream import TensorWriter, write_stream
 from megatron_spec.families import config_json, name_rules
 from megatron_spec.families.names import NameRule, hf_shapes, join_shards, local_names, to_hf
+from megatron_spec.quantization.attach import excluded
 from megatron_spec.quantization.rounding import quantize, scale_of
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import read_json, write_json
@@ -60,6 +62,7 @@ def export_base(
     dtype: str = "bfloat16",
     overwrite: bool = False,
     max_shard_bytes: int = 5 * 2**30,
+    trained_module: Path | None = None,
     run_config: dict[str, Any] | None = None,
 ) -> Path:
     """Write the base to `out_dir` (tensors, config, tokenizer, generation config) and verify it. Collective.
@@ -69,6 +72,8 @@ def export_base(
         reference: where it came from: its config.json and tokenizer are copied. A Megatron checkpoint may have
             neither: then config.json is written from the architecture.
         max_shard_bytes: size of one file of tensors.
+        trained_module: folder of an exported draft that is the base's own prediction module (DeepSeek-V3), to be
+            written in place of the original's. Every other tensor of the original is written too.
 
     Raises:
         UserError: policy and model do not agree, or the output folder is not empty. Nothing is written.
@@ -79,15 +84,15 @@ def export_base(
     scales = _gather_scales(base)
     shape: Any = base.config
     _check(scales, quant, source)
-    exclude = _excludes(quant) if scales.linears else None
+    first = world.rank == 0
+    carried = together(lambda: _carried(reference, trained_module) if first else None)
+    exclude = _excludes(shape, scales, quant, carried) if scales.linears else None
     with shared_folder(out_dir, world, overwrite) as folder:
-        plan = planned(shape, scales, dtype)
-        first = world.rank == 0
-        writer = together(lambda: TensorWriter(folder, plan, max_shard_bytes=max_shard_bytes) if first else None)
-        write_stream(_tensors(base, scales, dtype), writer)
+        writer = together(lambda: _writer(folder, shape, scales, dtype, carried, max_shard_bytes))
+        write_stream(_tensors(base, scales, dtype, carried), writer)
         kv = bool(scales.kv)
         together(lambda: _finish(folder, source, shape, exclude, kv, dtype, run_config) if first else None)
-        _verify(folder, base, scales, dtype, world)
+        _verify(folder, base, scales, dtype, carried)
     log.info("wrote the base (%s)", "fp8" if scales.linears else dtype)
     return Path(out_dir)
 
@@ -123,11 +128,29 @@ def _check(scales: Scales, quant: QuantConfig | None, source: Path) -> None:
         raise UserError(f"the base's folder {source} is not there any more: give its new place")
 
 
-def _excludes(quant: QuantConfig | None) -> list[str]:
-    """lm_head and embedding always; the user's patterns as far as an engine's module names can match them."""
+def _carried(reference: BaseLike, trained_module: Path | None) -> Carried:
+    carried = Carried(reference, trained_module)
+    if len(carried.layers) < reference.config.mtp_layers:
+        log.warning(
+            "%s/config.json says that the base ships %d prediction modules, its files hold %d: the export is the same",
+            reference.path, reference.config.mtp_layers, len(carried.layers),
+        )  # fmt: skip
+    return carried
+
+
+def _excludes(config: BaseConfig, scales: Scales, quant: QuantConfig | None, carried: Carried | None) -> list[str]:
+    """Every module that stays in high precision, as ModelOpt lists them: by pattern, else by its full name."""
     assert quant is not None
     defaults = set(QuantConfig().exclude)
-    return BASE_EXCLUDES + [p for p in quant.excludes("base") if p not in defaults and p not in BASE_EXCLUDES]
+    found = BASE_EXCLUDES + [p for p in quant.excludes("base") if p not in defaults and p not in BASE_EXCLUDES]
+    for rule in name_rules(config):
+        matrices = [name for name, shape in hf_shapes(rule).items() if len(shape) > 1 and not name.endswith("bias")]
+        modules = [
+            name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0] for name in matrices
+        ]
+        if _amax(rule, scales) is None:
+            found += [m for m in dict.fromkeys(modules) if not excluded([m], found)]
+    return found + [f"model.layers.{layer}*" for layer in (carried.layers if carried else ())]
 
 
 # ---- tensors, one at a time, to rank 0
@@ -188,6 +211,15 @@ def _to_first_stage(rule: NameRule, tensors: dict[str, Tensor], owner: int, base
     return received
 
 
+def _writer(
+    folder: Path, config: BaseConfig, scales: Scales, dtype: str, carried: Carried | None, max_shard_bytes: int
+) -> TensorWriter | None:
+    if carried is None:  # not the rank that writes
+        return None
+    plan = {**planned(config, scales, dtype), **carried.plan(dtype)}
+    return TensorWriter(folder, plan, max_shard_bytes=max_shard_bytes)
+
+
 def planned(config: BaseConfig, scales: Scales, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     """name -> (dtype, shape) of every tensor of the export."""
     plan: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -210,7 +242,7 @@ def _amax(rule: NameRule, scales: Scales) -> tuple[float, float] | None:
 
 
 @torch.no_grad()
-def _tensors(base: Any, scales: Scales, dtype: str) -> Iterator[tuple[str, Tensor]]:
+def _tensors(base: Any, scales: Scales, dtype: str, carried: Carried | None) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the export as it goes into the file, on rank 0; other ranks only take part."""
     for rule, tensors in _high_precision(base):
         amax = _amax(rule, scales)
@@ -228,6 +260,8 @@ def _tensors(base: Any, scales: Scales, dtype: str) -> Iterator[tuple[str, Tenso
         for layer, (k, v) in scales.kv.items():
             yield f"model.{layer}.self_attn.k_proj.k_scale", scale_of(torch.tensor(k))
             yield f"model.{layer}.self_attn.v_proj.v_scale", scale_of(torch.tensor(v))
+    if carried is not None:
+        yield from carried.tensors(dtype)
 
 
 # ---- files
@@ -249,21 +283,26 @@ def _finish(
     write_run_json(folder, {"base": str(source), **(run_config or {})})
 
 
-def _verify(folder: Path, base: Any, scales: Scales, dtype: str, world: World) -> None:
-    """Read every tensor back and compare it, bit for bit, with a second pass over the model."""
+def _verify(folder: Path, base: Any, scales: Scales, dtype: str, carried: Carried | None) -> None:
+    """Read every tensor back and compare it, bit for bit, with a second pass over the model.
+
+    The names are compared with those of the original as well (`carried`, on rank 0).
+    """
     problems: list[str] = []
     handles: dict[str, Any] = {}
-    if world.rank == 0:
+    if carried is not None:
         for path in sorted(folder.glob("*.safetensors")):
             handle = safe_open(str(path), framework="pt")
             handles |= dict.fromkeys(handle.keys(), handle)
     unseen = set(handles)
-    for name, expected in _tensors(base, scales, dtype):
+    for name, expected in _tensors(base, scales, dtype, carried):
         found = handles[name].get_tensor(name) if name in handles else None
         unseen.discard(name)
         if found is None or found.dtype != expected.dtype or not torch.equal(found.float(), expected.float()):
             problems.append(f"{name} {'is missing' if found is None else 'differs'}")
     problems += [f"unexpected {name}" for name in sorted(unseen)]
+    if carried is not None:
+        problems += [f"{name} of the original is missing" for name in carried.lost(handles)]
 
     def report() -> None:
         """Raise with everything that was found, or say nothing."""

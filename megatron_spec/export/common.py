@@ -35,6 +35,11 @@ class BaseLike(Protocol):
         ...
 
     @property
+    def kind(self) -> str:
+        """'hf' or 'megatron'."""
+        ...
+
+    @property
     def config(self) -> BaseConfig:
         """What it is."""
         ...
@@ -132,7 +137,7 @@ def shard(tensor: Tensor, like: Tensor, tp: dist.ProcessGroup) -> Tensor:
 def parameters_by_file_name(draft: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name in the file, parameter). Later layers of EAGLE-3 write their one input norm under both names in use."""
     names = dict(draft.named_parameters())
-    twins = draft.config.algorithm.startswith("eagle3")  # type: ignore[union-attr,operator]
+    twins = draft.config.reads_captures  # type: ignore[union-attr]
     for name, parameter in names.items():
         yield file_name(draft.config, name), parameter  # type: ignore[arg-type]
         if not twins:

@@ -16,10 +16,10 @@ from typing import Any
 
 from megatron_spec.config import BaseConfig, BlockConfig, EagleConfig, RopeConfig, UserError
 from megatron_spec.config.presets import default_capture_ids
+from megatron_spec.config.rope import rope_scaling_json
+from megatron_spec.config.structure import draft_tensors, layer_names
 from megatron_spec.export import block, native_mtp
-
-Exported = EagleConfig | BlockConfig
-"""Drafts whose folder is described here."""
+from megatron_spec.export.formats.eagle import OPTIONS
 
 ARCHITECTURES: dict[str, list[str]] = {
     "eagle1": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
@@ -27,9 +27,16 @@ ARCHITECTURES: dict[str, list[str]] = {
     "eagle3.1": ["LlamaForCausalLMEagle3"],
     "eagle-mtp": ["LlamaForCausalLMMTP"],
 }
-OPTIONS = ("norm_before_fc", "fc_norm", "norm_output")
-"""Keys of config.json that make EAGLE-3.1 of EAGLE-3; the last one is also an option of MTP."""
+QK_NORM_ARCHITECTURES = ["Eagle3Qwen3ForCausalLM"]
+"""vLLM's name of an EAGLE-3 draft with norms over query and key heads; other engines have none."""
+Exported = EagleConfig | BlockConfig
+"""Drafts whose folder is described here."""
 WEIGHTS = "model.safetensors"
+SERVED_BY: dict[str, tuple[str, ...]] = {
+    "qk_norm": ("vllm",), "attention_bias": ("vllm",), "mlp_bias": ("vllm",), "fc_bias": ("sglang",),
+    "norm_before_residual": ("vllm",),
+}  # fmt: skip
+"""Option of `EagleConfig` -> engines that compute it; every engine computes what is not listed."""
 LINEARS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
@@ -41,76 +48,29 @@ SHARED_SCALE = (
 """Linears that engines fuse: one scale each."""
 
 
-def layer_names(config: Exported) -> list[str]:
-    """Prefix of every decoder layer: 'midlayer' loads everywhere; more layers need the numbered form."""
-    if isinstance(config, BlockConfig):
-        return block.layer_names(config)
-    if config.algorithm.startswith("eagle3") and config.num_hidden_layers == 1:
-        return ["midlayer"]
-    return [f"layers.{i}" for i in range(config.num_hidden_layers)]
-
-
 def linear_names(config: Exported) -> list[str]:
     """Every linear that may be fp8."""
     return [f"{layer}.{linear}" for layer in layer_names(config) for linear in LINEARS]
 
 
-def _layer_shapes(config: EagleConfig, first: bool) -> dict[str, tuple[int, ...]]:
-    H, F = config.hidden_size, config.intermediate_size
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    is_eagle3 = config.algorithm.startswith("eagle3")
-    width = 2 * H if is_eagle3 and first else H
-    norms = {
-        "input_layernorm.weight": not (config.algorithm == "eagle1" and first),
-        "hidden_norm.weight": is_eagle3,  # in later layers a copy of input_layernorm: engines differ in what they read
-    }
-    return {
-        **{name: (H,) for name, there in norms.items() if there},
-        "self_attn.q_proj.weight": (queries, width),
-        "self_attn.k_proj.weight": (keys, width),
-        "self_attn.v_proj.weight": (keys, width),
-        "self_attn.o_proj.weight": (H, queries),
-        "post_attention_layernorm.weight": (H,),
-        "mlp.gate_proj.weight": (F, H),
-        "mlp.up_proj.weight": (F, H),
-        "mlp.down_proj.weight": (H, F),
-    }
-
-
-def _outer_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """Everything that is not in a decoder layer."""
-    H, captures = config.hidden_size, len(config.capture_layer_ids)
-    if config.algorithm == "eagle1":
-        return {"fc.weight": (H, 2 * H)}
-    if config.algorithm == "eagle-mtp":
-        norms = {f"layers.0.{n}.weight": (H,) for n in ("enorm", "hnorm", "shared_head.norm")}
-        return {"layers.0.eh_proj.weight": (H, 2 * H), **norms}
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, captures * config.target_hidden_size)}
-    if config.norm_before_fc:
-        shapes["input_norm.weight"] = (captures * config.target_hidden_size,)
-    if config.fc_norm:
-        shapes |= {f"fc_norm.{i}.weight": (config.target_hidden_size,) for i in range(captures)}
-    if config.own_embedding:
-        shapes["embed_tokens.weight"] = (config.vocab_size, H)
-    return {**shapes, "norm.weight": (H,), "lm_head.weight": (config.draft_vocab_size, H)}
-
-
 def weight_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
-    """Every floating point tensor that is a parameter of the draft, with its shape in the file."""
+    """Every floating point tensor that is a parameter of the draft, with its shape in the file.
+
+    Later layers of EAGLE-3 hold their input norm under both names in use: engines differ in what they read.
+    """
     if isinstance(config, BlockConfig):
-        return block.weight_shapes(config)
-    if config.of_base:
-        return native_mtp.weight_shapes(config)
-    shapes = _outer_shapes(config)
-    for i, layer in enumerate(layer_names(config)):
-        shapes |= {f"{layer}.{name}": shape for name, shape in _layer_shapes(config, i == 0).items()}
+        return {name: spec.shape for name, spec in draft_tensors(config).items()}
+    shapes = {native_mtp.file_name(config, name): spec.shape for name, spec in draft_tensors(config).items()}
+    for layer in layer_names(config)[1:] if config.reads_captures else ():
+        shapes[f"{layer}.hidden_norm.weight"] = shapes[f"{layer}.input_layernorm.weight"]
     return shapes
 
 
 def zero_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
-    """Tensors of zeros that only loaders want: one leaves EAGLE-1's bias random when it is missing."""
-    return {"fc.bias": (config.hidden_size,)} if config.algorithm == "eagle1" else {}
+    """Tensors of zeros that only loaders want: SGLang leaves EAGLE-1's bias random when it is missing."""
+    if isinstance(config, BlockConfig):
+        return {}
+    return {"fc.bias": (config.hidden_size,)} if config.regresses_state and not config.fc_bias else {}
 
 
 def expected_tensors(
@@ -148,9 +108,7 @@ def expected_tensors(
 
 def end_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
     """Tensors of the base that may be written too: its embedding, and beside its own prediction module its head."""
-    if isinstance(config, BlockConfig):
-        return {"embed_tokens.weight": (config.vocab_size, config.hidden_size)}
-    if config.of_base:
+    if isinstance(config, EagleConfig) and config.of_base:
         return native_mtp.end_shapes(config)
     return {} if config.own_embedding else {"embed_tokens.weight": (config.vocab_size, config.target_hidden_size)}
 
@@ -165,12 +123,9 @@ def is_default_captures(config: EagleConfig, num_base_layers: int) -> bool:
 
 def _rope_keys(rope: RopeConfig) -> dict[str, Any]:
     """Top-level rope_theta and rope_scaling: a file with only `rope_parameters` is read as theta 10000 by many."""
-    keys: dict[str, Any] = {"rope_theta": rope.theta}
-    if rope.type == "linear":
-        keys["rope_scaling"] = {"rope_type": "linear", "factor": rope.factor}
-    if rope.type == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        keys["rope_scaling"] = {"rope_type": "llama3", **{name: getattr(rope, name) for name in names}}
+    keys: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": rope_scaling_json(rope)}
+    if rope.partial_rotary_factor != 1.0:
+        keys["partial_rotary_factor"] = rope.partial_rotary_factor
     return keys
 
 
@@ -180,7 +135,7 @@ def _capture_keys(config: EagleConfig, num_base_layers: int) -> dict[str, Any]:
     Options of EAGLE-3.1 stand in both places too; where something is nested, the ids always are.
     """
     options = {name: True for name in OPTIONS if getattr(config, name)}
-    if not config.algorithm.startswith("eagle3") or (not options and is_default_captures(config, num_base_layers)):
+    if not config.reads_captures or (not options and is_default_captures(config, num_base_layers)):
         return options
     ids = list(config.capture_layer_ids)
     return {
@@ -196,8 +151,8 @@ def config_json(config: Exported, base: BaseConfig, dtype: str) -> dict[str, Any
         return block.config_json(config, base, dtype, _rope_keys(config.rope))
     eos = list(base.eos_token_ids)
     values: dict[str, Any] = {
-        "architectures": ARCHITECTURES[config.algorithm],
-        "model_type": "llama",
+        "architectures": QK_NORM_ARCHITECTURES if config.qk_norm else ARCHITECTURES[config.algorithm],
+        "model_type": "qwen3" if config.qk_norm else "llama",
         "hidden_size": config.hidden_size,
         **({"target_hidden_size": config.target_hidden_size} if config.own_embedding else {}),
         "intermediate_size": config.intermediate_size,
@@ -212,14 +167,16 @@ def config_json(config: Exported, base: BaseConfig, dtype: str) -> dict[str, Any
         **_rope_keys(config.rope),
         # Engines size their rotary table and their longest context by it: a draft may not be shorter than its target.
         "max_position_embeddings": max(config.max_position_embeddings, base.max_position_embeddings),
-        "attention_bias": False,
-        "mlp_bias": False,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        **({"bias": True} if config.fc_bias else {}),
+        **({"norm_before_residual": True} if config.norm_before_residual else {}),
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
         "bos_token_id": base.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": base.pad_token_id,
-        **({"num_nextn_predict_layers": 1} if config.algorithm == "eagle-mtp" else {}),
+        **({"num_nextn_predict_layers": 1} if config.is_module else {}),
         **_capture_keys(config, base.num_layers),
     }
     return {key: value for key, value in values.items() if value is not None}
@@ -229,60 +186,6 @@ def _read_rope(raw: dict[str, Any]) -> RopeConfig:
     scaling = dict(raw.get("rope_scaling") or {})
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
     return RopeConfig.from_dict({"theta": float(raw["rope_theta"]), "type": kind, **scaling})
-
-
-def _algorithm(raw: dict[str, Any], has_options: bool) -> str:
-    found = raw.get("architectures")
-    for algorithm, architectures in ARCHITECTURES.items():
-        if found == architectures:
-            return "eagle3.1" if algorithm == "eagle3" and has_options else algorithm
-    others = {names[0] for names in block.ARCHITECTURES.values()}
-    expected = sorted({names[0] for names in ARCHITECTURES.values()} | others | {"MedusaModel"})
-    raise UserError(f"config.json: architectures {found!r}, expected a draft: one of {', '.join(expected)}")
-
-
-def read_config_json(raw: dict[str, Any], num_base_layers: int) -> Exported:
-    """The configuration an engine would build from an exported config.json. Raises UserError on a missing key.
-
-    Fields that only matter before training (initialisation) keep their defaults.
-    """
-    if block.is_block_draft(raw):
-        if "rope_theta" not in raw:
-            raise UserError("config.json: missing rope_theta")
-        return block.read_config_json(raw, _read_rope(raw))
-    return read_eagle_config(raw, num_base_layers)
-
-
-def read_eagle_config(raw: dict[str, Any], num_base_layers: int) -> EagleConfig:
-    """`read_config_json` of an EAGLE or MTP draft."""
-    if native_mtp.is_own_module(raw):
-        return native_mtp.read_config_json(raw)
-    options = {name: bool(raw.get(name, False)) for name in OPTIONS}
-    algorithm = _algorithm(raw, any(options.values()))
-    same = (
-        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-        "draft_vocab_size", "max_position_embeddings", "num_hidden_layers", "rms_norm_eps", "hidden_act",
-    )  # fmt: skip
-    missing = [key for key in (*same, "rope_theta") if key not in raw]
-    if missing:
-        raise UserError(f"config.json: missing {', '.join(missing)}")
-    inside = raw.get("eagle_config") or {}
-    differing = [name for name in OPTIONS if name in inside and bool(inside[name]) != options[name]]
-    if differing:
-        raise UserError(f"config.json: top level and eagle_config disagree about {', '.join(differing)}")
-    nested = inside.get("eagle_aux_hidden_state_layer_ids")
-    top = raw.get("eagle_aux_hidden_state_layer_ids")
-    if top is not None and nested is not None and [j + 1 for j in nested] != list(top):
-        raise UserError(f"config.json: capture ids disagree: top level {top} (state after k layers), nested {nested}")
-    if nested is None and top is not None:
-        nested = [k - 1 for k in top]
-    values = {key: raw[key] for key in same}
-    values |= {"algorithm": algorithm, **options}
-    values["target_hidden_size"] = raw.get("target_hidden_size", raw["hidden_size"])
-    if algorithm.startswith("eagle3"):
-        values["capture_layer_ids"] = list(nested if nested is not None else default_capture_ids(num_base_layers))
-    values["rope"] = _read_rope(raw)
-    return EagleConfig.from_dict(values)
 
 
 def has_layer_number(pattern: str) -> bool:

@@ -1,4 +1,4 @@
-"""Builds drafts and fp8 bases from exported folders, under any parallel layout: what is measured is what is shipped."""
+"""Drafts of any known format, and fp8 bases, from folders, under any parallel layout."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
 from megatron_spec.checkpoint.fingerprint import fingerprint
 from megatron_spec.checkpoint.huggingface import HuggingFaceWeights, load_huggingface, weight_files
-from megatron_spec.config import BaseConfig, DraftConfig, MedusaConfig, QuantConfig, QuantFormat, UserError
+from megatron_spec.config import BaseConfig, EagleConfig, QuantConfig, QuantFormat, UserError
+from megatron_spec.config.structure import draft_tensors
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.export import layout, medusa
 from megatron_spec.export.common import shard
-from megatron_spec.export.native_mtp import file_name
+from megatron_spec.export.formats import Reading, read_draft
 from megatron_spec.families import name_rules, parse_base_config
 from megatron_spec.families.names import EVERYTHING, NameRule
 from megatron_spec.quantization import nvfp4
@@ -31,6 +30,8 @@ from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import read_json
 
 _FP8 = "hf_quant_config.json"
+_EMBEDDING_ROWS = 8192
+"""Rows of an embedding compared at a time."""
 
 
 class ExportedScale(nn.Module):
@@ -47,110 +48,106 @@ class ExportedScale(nn.Module):
         return dequantize(quantize(x, self.scale), self.scale, x.dtype)
 
 
-class ExportedFolder:
-    """An exported draft on disk: its configuration, its vocabulary, and its tensors one by one.
+class StoredTensors:
+    """The tensors of a draft that was read, under the names of its module, as it computes with them."""
 
-    Raises UserError when config.json or the file of tensors is missing or malformed.
-    """
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
+        self._files: dict[Path, Any] = {}
+        ids = reading.target_ids
+        self.order: Tensor | None = None
+        if ids is None:
+            self.vocab = DraftVocab.full(reading.config.vocab_size)
+        else:
+            self.order = torch.tensor(ids).argsort()
+            self.vocab = DraftVocab(torch.tensor(ids)[self.order], reading.config.vocab_size)
 
-    def __init__(self, folder: Path | str, num_base_layers: int) -> None:
-        self.folder = Path(folder)
-        self.json: dict[str, Any] = read_json(self.folder / "config.json")
-        self.config: layout.Exported = layout.read_config_json(self.json, num_base_layers)
-        path = self.folder / layout.WEIGHTS
-        if not path.is_file():
-            raise UserError(f"{self.folder} holds no {layout.WEIGHTS}")
-        self._file = safe_open(str(path), framework="pt")
-        self.names = set(self._file.keys())
-
-    def tensor(self, name: str) -> Tensor:
-        """A tensor as it is in the file, on the CPU."""
-        return self._file.get_tensor(name)  # type: ignore[no-any-return]
+    def stored(self, name: str) -> Tensor:
+        """A tensor of the folder as it is there, on the CPU."""
+        entry = self.reading.source.entries[name]
+        if entry.tensor is not None:
+            tensor: Tensor = entry.tensor
+            return tensor
+        if entry.path not in self._files:
+            self._files[entry.path] = safe_open(str(entry.path), framework="pt")
+        return self._files[entry.path].get_tensor(entry.name)  # type: ignore[no-any-return]
 
     def weight(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A parameter in `dtype`; fp8 and nvfp4 are multiplied by their scales."""
-        tensor = self.tensor(name)
+        """A tensor of the folder in `dtype`; fp8 and nvfp4 are multiplied by their scales."""
+        tensor, stem = self.stored(name), name.removesuffix(".weight")
         if tensor.dtype == torch.uint8:
-            stem = name.removesuffix(".weight")
-            scales = self.tensor(f"{stem}.weight_scale"), self.tensor(f"{stem}.weight_scale_2")
+            scales = self.stored(f"{stem}.weight_scale"), self.stored(f"{stem}.weight_scale_2")
             return nvfp4.decode(nvfp4.unpack(tensor), *scales, dtype)
         if tensor.dtype == torch.float8_e4m3fn:
-            return dequantize(tensor, self.tensor(f"{name.removesuffix('.weight')}.weight_scale"), dtype)
+            return dequantize(tensor, self.stored(f"{stem}.weight_scale").reshape(()), dtype)
         return tensor.to(dtype)
 
-    def vocab(self) -> DraftVocab:
-        """The draft vocabulary. Raises UserError when d2t and t2d are missing, contradict each other or the config."""
-        V, D = self.config.vocab_size, self.config.draft_vocab_size
-        if not {"d2t", "t2d"} & self.names:
-            if D < V:
-                raise UserError(f"{self.folder}: draft_vocab_size {D} < vocab_size {V}, but d2t and t2d are missing")
-            return DraftVocab.full(V)
-        if not {"d2t", "t2d"} <= self.names:
-            raise UserError(f"{self.folder}: d2t and t2d come together, found only one of them")
-        vocab = DraftVocab.from_tensors(self.tensor("d2t"), self.tensor("t2d"))
-        if (len(vocab), vocab.vocab_size) != (D, V):
-            raise UserError(
-                f"{self.folder}: d2t maps {len(vocab)} of {vocab.vocab_size} tokens, config.json says {D} of {V}"
-            )
-        return vocab
+    def parameter(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A parameter of the draft, whole; rows of the head in the order of the draft vocabulary."""
+        stored = self.reading.names[name]
+        if stored is None:
+            return torch.zeros(draft_tensors(self.reading.config)[name].shape, dtype=dtype)
+        tensor = self.weight(stored, dtype)
+        return tensor if self.order is None or name != "lm_head.weight" else tensor[self.order]
 
 
-def read_exported_config(folder: Path | str, num_base_layers: int) -> DraftConfig:
-    """Configuration of an exported draft of any kind. Raises UserError when there is none, or a malformed one."""
-    raw = read_json(Path(folder) / "config.json")
-    if raw.get("model_type") == "medusa":
-        try:
-            sizes = (raw["medusa_num_heads"], raw["hidden_size"], raw["vocab_size"], raw["medusa_num_layers"])
-        except KeyError as e:
-            raise UserError(f"{folder}/config.json: missing {e.args[0]}") from None
-        return MedusaConfig(*sizes)
-    try:
-        return layout.read_config_json(raw, num_base_layers)
-    except UserError as e:
-        raise UserError(f"{folder}/{e}") from None
+def open_draft(folder: Path | str, reference: BaseReference) -> Reading:
+    """The draft in a folder of any known format, beside its base. Reads its names, and its embedding where it has one.
+
+    Raises UserError for a folder that is no draft, that cannot be read whole, or that does not fit the base.
+    """
+    reading = read_draft(Path(folder), reference.config)
+    stored = reading.names.get("embed_tokens.weight")
+    config = reading.config
+    if isinstance(config, EagleConfig) and config.own_embed_tokens and stored is not None:
+        if _is_embedding_of(reading, stored, reference):
+            reading.without_embedding("the target's embedding")
+        return reading
+    spare = [name for name, why in reading.unused.items() if "target's embedding" in why]
+    if spare and reference.kind == "hf" and not _is_embedding_of(reading, spare[0], reference):
+        raise UserError(
+            f"{folder}: {spare[0]} is not the target's embedding, which engines use for a draft of this kind: take the "
+            "target that the draft was trained for"
+        )
+    return reading
+
+
+def _is_embedding_of(reading: Reading, stored: str, reference: BaseReference) -> bool:
+    """True when the tensor is the base's embedding, up to rounding to its dtype."""
+    name = "model.embed_tokens.weight"
+    if reference.kind != "hf":
+        return False
+    mine = StoredTensors(reading).stored(stored)
+    with HuggingFaceWeights(Path(reference.path)) as weights:
+        if name not in weights.names:
+            return False
+        for start in range(0, len(mine), _EMBEDDING_ROWS):
+            stop = min(start + _EMBEDDING_ROWS, len(mine))
+            if not torch.equal(weights.read(name, 0, start, stop).to(mine.dtype), mine[start:stop]):
+                return False
+    return True
+
+
+def load_draft(reading: Reading, world: World, dtype: torch.dtype = torch.float32) -> Draft:
+    """A draft with the weights of a folder; fp8 linears round their inputs as an engine does."""
+    tensors = StoredTensors(reading)
+    draft: Draft = build_draft(reading.config, tensors.vocab, world, dtype)
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            parameter.copy_(shard(tensors.parameter(name, parameter.dtype), parameter, world.tp))
+    modules = dict(draft.named_modules())
+    for name, stem in reading.quantised().items():
+        if f"{stem}.input_scale" in reading.source.entries:
+            linear: Any = modules[name]
+            linear.input_quantizer = ExportedScale(tensors.stored(f"{stem}.input_scale").reshape(()).to(world.device))
+    return draft
 
 
 def load_exported_draft(
-    folder: Path | str, num_base_layers: int, world: World, dtype: torch.dtype = torch.float32
+    folder: Path | str, base: BaseConfig, world: World, dtype: torch.dtype = torch.float32
 ) -> Draft:
-    """A draft with the weights of an exported folder; fp8 linears round their inputs as an engine does.
-
-    Raises UserError on a missing tensor.
-    """
-    config = read_exported_config(folder, num_base_layers)
-    if isinstance(config, MedusaConfig):
-        return _load_medusa(Path(folder), config, world, dtype)
-    exported = ExportedFolder(folder, num_base_layers)
-    draft = build_draft(exported.config, exported.vocab(), world, dtype)
-    parameters = {file_name(exported.config, name): p for name, p in draft.named_parameters()}
-    missing = sorted(parameters.keys() - exported.names)
-    if missing:
-        raise UserError(f"{folder}: missing {', '.join(missing[:8])}")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(shard(exported.weight(name, parameter.dtype), parameter, world.tp))
-    for name, module in draft.named_modules():
-        if f"{name}.input_scale" in exported.names:
-            linear: Any = module
-            linear.input_quantizer = ExportedScale(exported.tensor(f"{name}.input_scale").to(world.device))
-    return draft
-
-
-def _load_medusa(folder: Path, config: MedusaConfig, world: World, dtype: torch.dtype) -> Draft:
-    """Every head has a head of its own in the file, also where it was trained with the base's."""
-    draft: Draft = build_draft(config, DraftVocab.full(config.vocab_size), world, dtype)
-    if not (folder / medusa.WEIGHTS).is_file():
-        raise UserError(f"{folder} holds no {medusa.WEIGHTS}")
-    tensors = load_file(folder / medusa.WEIGHTS)
-    missing = sorted(medusa.expected_shapes(config).keys() - tensors.keys())
-    if missing:
-        raise UserError(f"{folder}: missing {', '.join(missing[:8])}")
-    with torch.no_grad():
-        for name, parameter in draft.named_parameters():
-            _, head, part, *rest = name.split(".")  # heads.H.blocks.L.linear.X or heads.H.lm_head.weight
-            stored = f"{head}.{config.num_layers}.weight" if part == "lm_head" else ".".join([head, *rest])
-            parameter.copy_(shard(tensors[stored].to(dtype), parameter, world.tp))
-    return draft
+    """`load_draft` of a folder that carries no copy of its target's embedding, or one that it may use as its own."""
+    return load_draft(read_draft(Path(folder), base), world, dtype)
 
 
 class _Fp8Weights(HuggingFaceWeights):

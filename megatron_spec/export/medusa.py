@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron_spec.config import BaseConfig, MedusaConfig, QuantConfig, UserError
+from megatron_spec.config.structure import draft_tensors
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.export.common import (
     BaseLike,
@@ -41,15 +42,16 @@ WEIGHTS = "medusa_lm_head.safetensors"
 PICKLED = "medusa_lm_head.pt"
 
 
+def file_name(config: MedusaConfig, name: str) -> str:
+    """Name in the file of a parameter: heads.H.blocks.L.linear.X or heads.H.lm_head.weight."""
+    _, head, part, *rest = name.split(".")
+    return f"{head}.{config.num_layers}.weight" if part == "lm_head" else ".".join([head, *rest])
+
+
 def expected_shapes(config: MedusaConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of the file."""
-    H = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {}
-    for h in range(config.num_heads):
-        for i in range(config.num_layers):
-            shapes |= {f"{h}.{i}.linear.weight": (H, H), f"{h}.{i}.linear.bias": (H,)}
-        shapes[f"{h}.{config.num_layers}.weight"] = (config.vocab_size, H)
-    return shapes
+    """Name -> shape of every tensor of the file; every head has rows of its own there, even where shared."""
+    own = config.replace(share_base_head=False)
+    return {file_name(own, name): spec.shape for name, spec in draft_tensors(own).items()}
 
 
 def config_json(config: MedusaConfig, base: BaseLike, dtype: str) -> dict[str, Any]:

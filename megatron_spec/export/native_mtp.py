@@ -7,19 +7,16 @@ config.json is the base's: engines look for the module in a folder that says how
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron_spec.config import BlockConfig, EagleConfig, MlaConfig, MoeConfig, presets
-from megatron_spec.export.tensor_files import read_entries
-from megatron_spec.runtime.files import read_json, write_json
+from megatron_spec.config import EagleConfig, presets
+from megatron_spec.config.structure import CHOICE_BIAS, draft_tensors
+from megatron_spec.runtime.files import read_json
 
 Shapes = dict[str, tuple[int, ...]]
 
 _ARCHITECTURES = ("DeepseekV3ForCausalLM",)
-_FILE = "model-mtp.safetensors"
-_FLOAT32 = "e_score_correction_bias"
 
 
 def prefix(config: EagleConfig) -> str:
@@ -27,59 +24,19 @@ def prefix(config: EagleConfig) -> str:
     return f"model.layers.{config.layer_in_base}."
 
 
-def file_name(config: EagleConfig | BlockConfig, name: str) -> str:
+def file_name(config: EagleConfig, name: str) -> str:
     """Name in the file of a parameter of the draft; for every other draft they are the same."""
-    if isinstance(config, BlockConfig) or not config.of_base:
-        return name
-    return prefix(config) + name.removeprefix("layers.0.")
+    return prefix(config) + name.removeprefix("layers.0.") if config.of_base else name
 
 
 def dtype_of(name: str, dtype: str) -> str:
     """dtype of a tensor in a file of this dtype: the bias of the router's choice stays in fp32."""
-    return "float32" if name.endswith(_FLOAT32) else dtype
-
-
-def _attention(config: EagleConfig, mla: MlaConfig) -> Shapes:
-    H, N = config.hidden_size, config.num_attention_heads
-    queries = N * (mla.nope_head_dim + mla.rope_head_dim)
-    shapes: Shapes = {
-        "kv_a_proj_with_mqa": (mla.kv_lora_rank + mla.rope_head_dim, H),
-        "kv_a_layernorm": (mla.kv_lora_rank,),
-        "kv_b_proj": (N * (mla.nope_head_dim + mla.v_head_dim), mla.kv_lora_rank),
-        "o_proj": (H, N * mla.v_head_dim),
-    }
-    if mla.q_lora_rank is None:
-        return {**shapes, "q_proj": (queries, H)}
-    low = mla.q_lora_rank
-    return {**shapes, "q_a_proj": (low, H), "q_a_layernorm": (low,), "q_b_proj": (queries, low)}
-
-
-def _experts(moe: MoeConfig, H: int) -> Shapes:
-    widths = {f"experts.{e}": moe.intermediate_size for e in range(moe.num_experts)}
-    if moe.shared_intermediate_size:
-        widths["shared_experts"] = moe.shared_intermediate_size
-    shapes: Shapes = {"gate": (moe.num_experts, H)}
-    for expert, width in widths.items():
-        shapes |= {
-            f"{expert}.gate_proj": (width, H),
-            f"{expert}.up_proj": (width, H),
-            f"{expert}.down_proj": (H, width),
-        }
-    return shapes
+    return "float32" if name.endswith(CHOICE_BIAS) else dtype
 
 
 def weight_shapes(config: EagleConfig) -> Shapes:
     """Every parameter, with its shape in the file."""
-    assert config.mla is not None and config.moe is not None
-    H, start = config.hidden_size, prefix(config)
-    norms = ("enorm", "hnorm", "shared_head.norm", "input_layernorm", "post_attention_layernorm")
-    shapes: Shapes = {"eh_proj": (H, 2 * H), **dict.fromkeys(norms, (H,))}
-    shapes |= {f"self_attn.{name}": shape for name, shape in _attention(config, config.mla).items()}
-    shapes |= {f"mlp.{name}": shape for name, shape in _experts(config.moe, H).items()}
-    found = {f"{start}{name}.weight": shape for name, shape in shapes.items()}
-    if config.moe.choice_bias:
-        found[f"{start}mlp.gate.{_FLOAT32}"] = (config.moe.num_experts,)
-    return found
+    return {file_name(config, name): spec.shape for name, spec in draft_tensors(config).items()}
 
 
 def end_shapes(config: EagleConfig) -> Shapes:
@@ -107,17 +64,3 @@ def read_config_json(raw: dict[str, Any]) -> EagleConfig:
     from megatron_spec.families import parse_base_config  # needs torch
 
     return presets.own_mtp_config(parse_base_config(raw, "config.json"))
-
-
-def add_to_base(base: Path, draft: Path) -> None:
-    """Make the module a part of an exported base: engines find it where the base ships it, behind its last layer."""
-    index, config = base / "model.safetensors.index.json", read_json(base / "config.json")
-    if index.is_file():
-        found = read_json(index)
-    else:
-        names = read_entries(base)
-        found = {"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}
-    shutil.copyfile(draft / "model.safetensors", base / _FILE)
-    found["weight_map"] |= dict.fromkeys(read_entries(draft), _FILE)
-    write_json(index, found)
-    write_json(base / "config.json", {**config, "num_nextn_predict_layers": 1})

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_spec.config import UserError
 from megatron_spec.export import layout
 from megatron_spec.export.common import VerificationError, copy_side_files
+from megatron_spec.export.formats.eagle import OPTIONS
 from megatron_spec.export.stream import TensorFile, TensorWriter, plan_of
 from megatron_spec.families import read_base_config
 from megatron_spec.runtime.files import read_json, write_json
@@ -52,7 +53,7 @@ def config_json(hf: dict[str, Any], base: Path, architectures: list[str], draft_
         "draft_vocab_size": hf["draft_vocab_size"],
         "dtype": hf["torch_dtype"],
         "norm_before_residual": False,
-        **{name: bool(hf.get(name, False)) for name in layout.OPTIONS},
+        **{name: bool(hf.get(name, False)) for name in OPTIONS},
         "tie_word_embeddings": False,
         **({"target_hidden_size": hf["target_hidden_size"]} if "target_hidden_size" in hf else {}),
         "speculators_config": {

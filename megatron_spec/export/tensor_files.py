@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import UserError
+from megatron_spec.runtime.files import read_json
 
 _HEADER_LIMIT = 100_000_000
 
@@ -28,13 +29,17 @@ class Entry:
     path: Path
     start: int
     stop: int
-    data: bytes | None = None
-    """Its bytes when they are in memory already."""
+    name: str = ""
+    """Its name in the file."""
+    tensor: Any = None
+    """The tensor itself, when the file is a pickle."""
 
     def raw(self) -> bytes:
         """Its bytes."""
-        if self.data is not None:
-            return self.data
+        if self.tensor is not None:
+            import torch
+
+            return bytes(self.tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
         with self.path.open("rb") as f:
             f.seek(self.start)
             return f.read(self.stop - self.start)
@@ -52,9 +57,9 @@ class Entry:
         return float(struct.unpack("<f", self.raw())[0])
 
 
-def _entry(path: Path, data: int, values: dict[str, Any]) -> Entry:
+def _entry(path: Path, name: str, data: int, values: dict[str, Any]) -> Entry:
     start, stop = values["data_offsets"]
-    return Entry(values["dtype"], tuple(values["shape"]), path, data + start, data + stop)
+    return Entry(values["dtype"], tuple(values["shape"]), path, data + start, data + stop, name)
 
 
 def _read_header(path: Path) -> dict[str, Entry]:
@@ -66,7 +71,7 @@ def _read_header(path: Path) -> dict[str, Entry]:
             raise UserError(f"{path} is not a safetensors file (or is cut off): found a header of {length} bytes")
         try:
             header = json.loads(f.read(length))
-            found = {name: _entry(path, 8 + length, v) for name, v in header.items() if name != "__metadata__"}
+            found = {name: _entry(path, name, 8 + length, v) for name, v in header.items() if name != "__metadata__"}
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise UserError(f"{path} is not a safetensors file: its header does not parse ({e})") from None
     if any(entry.stop > size for entry in found.values()):
@@ -81,20 +86,32 @@ _TORCH_DTYPES = {
 
 
 def _read_pickle(path: Path) -> dict[str, Entry]:
-    """A pytorch_model.bin, as older drafts have it. Needs torch; keeps the bytes of whole numbers and scalars only."""
+    """A pytorch_model.bin or medusa_lm_head.pt, as older drafts have it. Needs torch, which maps it into memory."""
     import torch
 
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
         found = {}
         for name, tensor in tensors.items():
-            small = not tensor.is_floating_point() or tensor.numel() == 1
-            data = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist()) if small else None
             dtype = _TORCH_DTYPES.get(str(tensor.dtype), str(tensor.dtype))
-            found[name] = Entry(dtype, tuple(tensor.shape), path, 0, 0, data)
+            found[name] = Entry(dtype, tuple(tensor.shape), path, 0, 0, name, tensor)
         return found
     except Exception as e:
         raise UserError(f"{path} does not load as a dictionary of tensors ({type(e).__name__}: {e})") from None
+
+
+def _indexed(folder: Path, pattern: str) -> list[Path]:
+    """The files that the index names; [] without an index. Raises UserError when one of them is missing."""
+    index = folder / "model.safetensors.index.json"
+    if pattern != "*.safetensors" or not index.is_file():
+        return []
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
+        raise UserError(f"{index}: expected weight_map, tensor names to file names beside it; copy the folder again")
+    missing = sorted({name for name in names.values() if not (folder / name).is_file()})
+    if missing:
+        raise UserError(f"{folder}: missing {', '.join(missing)}, named in {index.name}; copy the folder again")
+    return [folder / name for name in sorted(set(names.values()))]
 
 
 def read_entries(folder: Path, pattern: str = "*.safetensors") -> dict[str, Entry]:
@@ -102,10 +119,11 @@ def read_entries(folder: Path, pattern: str = "*.safetensors") -> dict[str, Entr
 
     Raises UserError when there are none, or a file is damaged.
     """
-    paths = sorted(folder.glob(pattern))
-    for old in ("pytorch_model.bin", "medusa_lm_head.pt"):
-        if not paths and (folder / old).is_file():
-            return _read_pickle(folder / old)
+    paths = _indexed(folder, pattern) or sorted(folder.glob(pattern))
+    if not paths:
+        pickles = sorted(folder.glob("pytorch_model*.bin")) or sorted(folder.glob("medusa_lm_head.pt"))
+        if pickles:
+            return {name: entry for path in pickles for name, entry in _read_pickle(path).items()}
     if not paths:
         others = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt")))
         hint = f"; found {', '.join(others)}: save its tensors as model.safetensors first" if others else ""

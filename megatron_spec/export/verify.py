@@ -18,13 +18,15 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base_everywhere
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import BaseConfig, EagleConfig, UserError
+from megatron_spec.config.structure import layer_names
 from megatron_spec.drafts.contract import BaseEnds, shift
 from megatron_spec.drafts.dflash import DFlashDraft
 from megatron_spec.drafts.dspark import DSparkDraft
 from megatron_spec.drafts.recurrent import SharedHeadDraft
 from megatron_spec.export import layout
 from megatron_spec.export.common import VerificationError, parameters_by_file_name, parse_dtype, shard, together
-from megatron_spec.export.load import ExportedFolder, load_exported_draft
+from megatron_spec.export.formats import read_draft
+from megatron_spec.export.load import StoredTensors, load_exported_draft
 from megatron_spec.export.native_mtp import dtype_of
 from megatron_spec.ops.attention import AttentionPlan, attend
 from megatron_spec.ops.block_attention import BlockLayout, block_attention
@@ -34,6 +36,36 @@ from megatron_spec.runtime.files import read_json
 
 _NOT_EXPORTED = {"initializer_range", "init_from_base_layer", "fc_init", "max_position_embeddings"}
 """Fields of EagleConfig that need not come back: three matter before training only, one may grow to the base's."""
+
+
+_WRITTEN = ("rope_theta", "head_dim", "draft_vocab_size")
+"""Keys whose absence engines fill with a default of their own."""
+
+
+class ExportedFolder:
+    """A folder of our own, read by the one reader of drafts.
+
+    Raises UserError when it is not a draft that can be read whole.
+    """
+
+    def __init__(self, folder: Path, base: BaseConfig, trained: EagleConfig) -> None:
+        self.folder = folder
+        self.json: dict[str, Any] = read_json(folder / "config.json")
+        self.reading = read_draft(folder, base)
+        found = self.reading.config
+        if isinstance(found, EagleConfig) and found.own_embed_tokens and not trained.own_embed_tokens:
+            self.reading.without_embedding("the target's embedding, on request")
+        self.config: EagleConfig = self.reading.config  # type: ignore[assignment]
+        self.tensors = StoredTensors(self.reading)
+        self.names = set(self.reading.source.entries)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as it is in the file, on the CPU."""
+        return self.tensors.stored(name)
+
+    def weight(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A parameter in `dtype`; fp8 and nvfp4 are multiplied by their scales."""
+        return self.tensors.weight(name, dtype)
 
 
 def verify_draft(
@@ -68,7 +100,7 @@ def verify_draft(
 
 def _check_folder(folder: Path | str, draft: nn.Module, base: BaseConfig, world: World, dtype: str) -> None:
     try:
-        exported = ExportedFolder(folder, base.num_layers)
+        exported = ExportedFolder(Path(folder), base, draft.config)  # type: ignore[arg-type]
         problems = check_config(exported, draft.config, base)  # type: ignore[arg-type]
         problems += check_tensors(exported, dtype, fp8_names(draft), form_of(draft))
         problems = problems or _check_vocab(exported, draft)
@@ -104,6 +136,8 @@ def check_config(exported: ExportedFolder, trained: EagleConfig, base: BaseConfi
             f"max_position_embeddings {exported.config.max_position_embeddings} is less than the base's "
             f"{base.max_position_embeddings}"
         )
+    lacking = [k for k in _WRITTEN if k not in exported.json and not trained.of_base]
+    problems += [f"config.json: missing {', '.join(lacking)}"] if lacking else []
     if nulls := [k for k, v in exported.json.items() if v is None]:
         problems.append(f"config.json holds null for {', '.join(nulls)}")
     return problems
@@ -143,7 +177,7 @@ def _check_metadata(exported: ExportedFolder, fp8: set[str]) -> list[str]:
 
 def _check_shared_scales(exported: ExportedFolder, fp8: set[str]) -> list[str]:
     problems = []
-    for layer in layout.layer_names(exported.config):
+    for layer in layer_names(exported.config):
         for group in layout.SHARED_SCALE:
             members = [f"{layer}.{name}" for name in group if f"{layer}.{name}" in fp8]
             for kind in ("weight_scale", "input_scale", "weight_scale_2"):
@@ -154,7 +188,7 @@ def _check_shared_scales(exported: ExportedFolder, fp8: set[str]) -> list[str]:
 
 
 def _check_vocab(exported: ExportedFolder, draft: Any) -> list[str]:
-    same = exported.vocab() == draft.vocab  # reading it checks that it is injective and in range
+    same = exported.tensors.vocab == draft.vocab  # reading it checked that it is distinct and in range
     return [] if same else ["d2t lists other tokens than the draft was trained with"]
 
 
@@ -226,7 +260,7 @@ def check_logits(
     Raises VerificationError when they differ by more than the order of summation explains.
     """
     memory: torch.dtype = next(draft.parameters()).dtype
-    fresh = load_exported_draft(folder, base.num_layers, world, memory)
+    fresh = load_exported_draft(folder, base, world, memory)
     inputs: Any
     if isinstance(draft, DFlashDraft):
         inputs = _BlockInputs.of(draft, world, memory, features)

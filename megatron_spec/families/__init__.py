@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_spec.config import BaseConfig, UserError, suggest
 from megatron_spec.families.families import BY_ARCHITECTURE, REFUSED, parse
-from megatron_spec.families.rules import is_ignorable, name_rules
+from megatron_spec.families.rules import is_ignorable, name_rules, prediction_layer
 from megatron_spec.families.written import config_json
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "is_ignorable",
     "name_rules",
     "parse_base_config",
+    "prediction_layer",
     "read_base_config",
 ]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_spec.config import BaseConfig, MlaConfig, MoeConfig, UserError
+from megatron_spec.config.rope import mscale, rope_values
 from megatron_spec.families import fields
 
 Raw = dict[str, Any]
@@ -151,10 +152,10 @@ def _deepseek_v3(raw: Raw, where: str) -> Raw:
     for name, expected in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
         if raw.get(name, expected) != expected:
             raise UserError(f"{where}: {name} {raw[name]!r} is not supported; expected {expected!r}")
-    rope = fields.rope_values(raw)
+    rope = rope_values(raw)
     factor = 1.0
     if rope.get("rope_type", rope.get("type", "default")) != "default" and rope.get("mscale_all_dim"):
-        factor = fields.mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
+        factor = mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
     mla = MlaConfig(
         kv_lora_rank=raw["kv_lora_rank"], nope_head_dim=raw["qk_nope_head_dim"], rope_head_dim=raw["qk_rope_head_dim"],
         v_head_dim=raw["v_head_dim"], q_lora_rank=raw.get("q_lora_rank"), score_factor=factor,

@@ -2,76 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from megatron_spec.config import RopeConfig, UserError
-
-ROPE_FIELDS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
-}
-"""What rope_scaling must hold, by supported type."""
-
-_SPELLINGS = {"su": "longrope"}
-"""Old names of types."""
-
-
-def mscale(factor: float, weight: float = 1.0) -> float:
-    """YaRN's growth of attention scores with the context (arXiv 2309.00071, section 3.4)."""
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-
-def rope_values(raw: dict[str, Any]) -> dict[str, Any]:
-    """Old files: rope_theta + rope_scaling; transformers 5: rope_parameters holding both."""
-    values = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
-        if name in raw:
-            values.setdefault(name, raw[name])
-    return values
-
-
-def _attention_factor(kind: str, values: dict[str, Any], raw: dict[str, Any]) -> float:
-    given = values.get("attention_factor")
-    if given is not None:
-        return float(given)
-    original = values["original_max_position_embeddings"]
-    factor = values.get("factor") or raw.get("max_position_embeddings", original) / original
-    if kind == "longrope":
-        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    if values.get("mscale") and values.get("mscale_all_dim"):
-        return mscale(factor, values["mscale"]) / mscale(factor, values["mscale_all_dim"])
-    return mscale(factor)
-
-
-def rope(raw: dict[str, Any], where: str) -> RopeConfig:
-    """Rotary embedding of a config.json. Raises UserError for a type that is not known or lacks fields."""
-    values = rope_values(raw)
-    kind = values.get("rope_type", values.get("type", "default"))
-    kind = _SPELLINGS.get(kind, kind)
-    if kind not in ROPE_FIELDS:
-        raise UserError(f"{where}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_FIELDS)}")
-    missing = [name for name in ROPE_FIELDS[kind] if values.get(name) is None]
-    if missing:
-        raise UserError(f"{where}: rope type {kind!r} needs {', '.join(missing)} in rope_scaling")
-    found: dict[str, Any] = {name: values[name] for name in ROPE_FIELDS[kind]}
-    for name in ("factor", "low_freq_factor", "high_freq_factor"):
-        if name in found:
-            found[name] = float(found[name])
-    if kind == "longrope":
-        found |= {name: tuple(map(float, found[name])) for name in ("short_factor", "long_factor")}
-    if kind in ("yarn", "longrope"):
-        found["attention_factor"] = _attention_factor(kind, values, raw)
-    if kind == "yarn":
-        found |= {name: float(values[name]) for name in ("beta_fast", "beta_slow") if values.get(name)}
-        found["truncate"] = bool(values.get("truncate", True))
-    return RopeConfig(
-        theta=float(values.get("rope_theta", 10000.0)), type=kind,
-        partial_rotary_factor=float(values.get("partial_rotary_factor", 1.0)), **found,
-    )  # fmt: skip
+from megatron_spec.config import UserError
+from megatron_spec.config.rope import read_rope
 
 
 def _ids(value: Any) -> tuple[int, ...]:
@@ -128,7 +62,7 @@ def common(raw: dict[str, Any], where: str) -> dict[str, Any]:
         vocab_size=raw["vocab_size"],
         max_position_embeddings=raw.get("max_position_embeddings", 2048),
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=rope(raw, where),
+        rope=read_rope(raw, where),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         torch_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
         bos_token_id=_first(raw.get("bos_token_id")),

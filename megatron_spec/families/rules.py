@@ -120,13 +120,19 @@ def name_rules(config: BaseConfig) -> list[NameRule]:
     return rules
 
 
+def prediction_layer(name: str, config: BaseConfig) -> int | None:
+    """Number of the prediction module that a tensor belongs to: a layer after the base's last one (DeepSeek-V3)."""
+    if config.family != "deepseek_v3" or not name.startswith("model.layers."):
+        return None
+    number = name.split(".")[2]
+    return int(number) if number.isdigit() and int(number) >= config.num_layers else None
+
+
 def is_ignorable(name: str, config: BaseConfig) -> bool:
     """Tensors that a checkpoint may hold without meaning for the base.
 
-    Rotary buffers of old files, a copy of a tied head, and the prediction module behind the last layer (DeepSeek).
+    Rotary buffers of old files, a copy of a tied head, and prediction modules after the last layer (DeepSeek).
     """
-    if config.family == "deepseek_v3" and name.startswith("model.layers."):
-        number = name.split(".")[2]
-        if number.isdigit() and int(number) >= config.num_layers:
-            return True
+    if prediction_layer(name, config) is not None:
+        return True
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_spec.config import BaseConfig
+from megatron_spec.config.rope import rope_scaling_json
 from megatron_spec.families.families import BY_NAME
-from megatron_spec.families.fields import ROPE_FIELDS
 
 
 def config_json(config: BaseConfig) -> dict[str, Any]:
     """Content of a config.json that `parse_base_config` reads back as `config`."""
     rope = config.rope
-    scaling = {"rope_type": rope.type, **{k: getattr(rope, k) for k in ROPE_FIELDS[rope.type]}}
     ends = config.eos_token_ids
     found: dict[str, Any] = {
         "architectures": [BY_NAME[config.family].architecture],
@@ -27,7 +26,7 @@ def config_json(config: BaseConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": rope.theta,
-        "rope_scaling": None if rope.type == "default" else scaling,
+        "rope_scaling": rope_scaling_json(rope),
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,

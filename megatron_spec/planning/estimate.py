@@ -19,6 +19,7 @@ from megatron_spec.config import (
     ParallelConfig,
     TrainConfig,
 )
+from megatron_spec.config.structure import draft_tensors
 
 GIB = 1 << 30
 HEAD_CHUNK = 1100 << 20
@@ -67,29 +68,9 @@ def mlp_width(draft: EagleConfig, every_expert: bool = False) -> int:
 
 def draft_parameters(draft: DraftConfig) -> tuple[int, int]:
     """(parameters split over tensor parallel ranks, replicated parameters)."""
-    if isinstance(draft, MedusaConfig):
-        blocks = draft.num_heads * draft.num_layers * draft.hidden_size * (draft.hidden_size + 1)
-        heads = 0 if draft.share_base_head else draft.num_heads * draft.vocab_size * draft.hidden_size
-        return heads, blocks
-    if isinstance(draft, BlockConfig):
-        return _block_parameters(draft)
-    H, eagle3 = draft.hidden_size, draft.algorithm.startswith("eagle3")
-    one = H * (qkv_width(draft) + attention_width(draft)) + 3 * H * mlp_width(draft, every_expert=True)
-    split = draft.num_hidden_layers * one
-    if eagle3:  # the first layer also reads the embedding; a head of its own
-        split += H * qkv_width(draft) + draft.draft_vocab_size * H
-    inputs = len(draft.capture_layer_ids) if eagle3 else 2
-    if draft.own_embedding:
-        split += draft.vocab_size * H
-    return split, inputs * draft.target_hidden_size * H + (2 * draft.num_hidden_layers + 3) * H
-
-
-def _block_parameters(draft: BlockConfig) -> tuple[int, int]:
-    H, layers, r = draft.hidden_size, draft.num_hidden_layers, draft.markov_rank
-    one = H * (qkv_width(draft) + attention_width(draft)) + 3 * H * draft.intermediate_size
-    replicated = len(draft.capture_layer_ids) * H * H + 2 * H + layers * 2 * (H + draft.head_dim)
-    confidence = H + (r if draft.confidence_reads_markov else 0) + 1 if r else 0
-    return layers * one + 2 * draft.vocab_size * r, replicated + confidence
+    table = draft_tensors(draft).values()
+    split = sum(spec.size for spec in table if spec.split is not None)
+    return split, sum(spec.size for spec in table) - split
 
 
 def block_flops(draft: BlockConfig, S: int, anchors: int) -> float:
@@ -124,9 +105,8 @@ def flops_per_token(base: BaseConfig, draft: DraftConfig, S: int, T: int, anchor
     if isinstance(draft, BlockConfig):
         found["draft"] = block_flops(draft, S, anchors)
         return found
-    eagle3 = draft.algorithm.startswith("eagle3")
-    head = 0 if eagle3 else base.vocab_size * H
-    once = replicated if eagle3 else 0  # `fc` reads the captures once, the others' projection runs at every step
+    head = 0 if draft.own_head else base.vocab_size * H
+    once = replicated if draft.reads_captures else 0  # `fc` reads captures once; other projections run at every step
     idle = 3 * H * (mlp_width(draft, every_expert=True) - mlp_width(draft))  # of experts a token does not pass
     draft_scores = draft.num_hidden_layers * 4 * attention_width(draft) * S / 2
     found["draft"] = T * 3 * (2.0 * (split - idle + head + replicated - once) + draft_scores) + 3 * 2.0 * once

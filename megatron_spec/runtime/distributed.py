@@ -178,16 +178,24 @@ def seed_everything(seed: int) -> None:
 
 def _draft_groups(tp: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ProcessGroupCollection]:
     tp_size, world = tp.size(), dist.get_world_size()
+    if world == 1:  # one group serves all: each new one costs three threads, and a process may initialise many times
+        return tp, _draft_collection(tp, tp, tp)
     # megatron-core orders ranks with tensor parallelism innermost: coordinate = rank % TP.
     same_shard, _ = dist.new_subgroups_by_enumeration([list(range(t, world, tp_size)) for t in range(tp_size)])
     alone, _ = dist.new_subgroups_by_enumeration([[r] for r in range(world)])
+    return same_shard, _draft_collection(tp, same_shard, alone)
+
+
+def _draft_collection(
+    tp: dist.ProcessGroup, same_shard: dist.ProcessGroup, alone: dist.ProcessGroup
+) -> ProcessGroupCollection:
     groups = dict(
         tp=tp, mp=tp, pp=alone, cp=alone, embd=None, pos_embd=None, dp=same_shard, dp_cp=same_shard,
         intra_dp_cp=same_shard, expt_dp=same_shard, intra_expt_dp=same_shard, ep=alone, expt_tp=tp, tp_ep=tp,
         tp_ep_pp=tp, tp_cp=tp, intra_dist_opt=None, inter_dist_opt=None, tp_dp_cp=dist.group.WORLD,
     )  # fmt: skip
     known: Any = ProcessGroupCollection.__dataclass_fields__
-    return same_shard, ProcessGroupCollection(**{k: v for k, v in groups.items() if k in known})
+    return ProcessGroupCollection(**{k: v for k, v in groups.items() if k in known})
 
 
 def _build_world(parallel: ParallelConfig) -> World:

@@ -1,4 +1,4 @@
-"""How a server is to draft: with an exported draft, with a second model, by looking back, or with the base's own MTP.
+"""How a server drafts: with an exported draft, a second model, a lookup, or the base's own prediction module.
 
 Everything an engine needs is gathered here once; `trtllm.py`, `vllm.py` and `sglang.py` spell it. No torch.
 """
@@ -7,20 +7,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_spec.config import UserError
 from megatron_spec.runtime.files import read_json
 
-Method = Literal["eagle3", "eagle", "medusa", "ngram", "draft_target", "mtp"]
+Method = Literal["eagle3", "eagle", "medusa", "dflash", "dspark", "ngram", "sa", "draft_target", "pard", "mtp"]
 
 _METHODS: tuple[tuple[str, Method], ...] = (
-    ("Eagle3", "eagle3"), ("LlamaForCausalLMEagle", "eagle"), ("MedusaModel", "medusa"),
+    ("Eagle3", "eagle3"), ("LlamaForCausalLMEagle", "eagle"), ("MedusaModel", "medusa"), ("DFlash", "dflash"),
+    ("DSpark", "dspark"),
 )  # fmt: skip
+"""Part of an architecture's name -> method; the first that fits counts."""
 NAMES: dict[Method, str] = {
-    "eagle3": "EAGLE-3", "eagle": "EAGLE-1", "medusa": "Medusa", "ngram": "NGram", "draft_target": "DraftTarget",
-    "mtp": "MTP",
+    "eagle3": "EAGLE-3", "eagle": "EAGLE-1", "medusa": "Medusa", "dflash": "DFlash", "dspark": "DSpark",
+    "ngram": "NGram", "sa": "SA", "draft_target": "DraftTarget", "pard": "PARD", "mtp": "MTP",
 }  # fmt: skip
+_SECOND_MODEL = ("draft_target", "pard")
+_PARALLEL_KEYS = ("ptd_token_id", "pard_token", "parallel_drafting")
+"""Keys of config.json by which engines know an EAGLE-3 draft that proposes all tokens at once (P-EAGLE)."""
 
 
 @dataclass(frozen=True)
@@ -32,26 +37,47 @@ class Speculation:
         max_draft_len: tokens drafted per step.
         model: folder of the draft (absolute, since servers start elsewhere) or of the second model; None without one.
         capture_layers: EAGLE-3: base layers whose outputs are read, from 0; None for the defaults every engine knows.
-        max_matching_ngram_size: NGram: longest suffix that is looked up.
+        parallel: EAGLE-3: all tokens are proposed in one forward (P-EAGLE).
+        max_matching_ngram_size: NGram: longest suffix that is looked up. SA: length of the suffix, -1 for the longest.
+        is_public_pool, is_keep_all, is_use_oldest: NGram: share the pool, keep every match, propose the oldest one.
+        enable_global_pool, global_pool_size: SA: look into other requests, too; how many are kept.
+        sa_threshold: beside EAGLE-3, MTP or PARD: a match of at least this length replaces the draft's tokens.
         relaxed: MTP: (relaxed_topk, relaxed_delta) of relaxed acceptance in a thinking phase; None verifies exactly.
-        num_nextn_predict_layers: MTP: modules the base ships.
     """
 
     method: Method
     max_draft_len: int = 3
     model: str | None = None
     capture_layers: tuple[int, ...] | None = None
-    max_matching_ngram_size: int = 2
+    parallel: bool = False
+    max_matching_ngram_size: int | None = None
+    is_public_pool: bool = True
+    is_keep_all: bool = True
+    is_use_oldest: bool = True
+    enable_global_pool: bool = False
+    global_pool_size: int | None = None
+    sa_threshold: int | None = None
     relaxed: tuple[int, float] | None = None
-    num_nextn_predict_layers: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_draft_len", "max_matching_ngram_size", "num_nextn_predict_layers"):
-            if getattr(self, name) < 1:
-                flag = "--" + name.replace("_", "-")
-                raise UserError(f"{flag} must be at least 1, found {getattr(self, name)}")
-        if self.method == "draft_target" and not self.model:
-            raise UserError("DraftTarget drafts with a second, smaller model: give --draft-model")
+        for name in ("max_draft_len", "global_pool_size", "sa_threshold"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"--{name.replace('_', '-')} must be at least 1, found {value}")
+        size = self.max_matching_ngram_size
+        if size is not None and size < 1 and not (self.method == "sa" and size == -1):
+            raise UserError(f"--max-matching-ngram-size must be at least 1 (or -1, the longest, of SA), found {size}")
+        if self.method in _SECOND_MODEL and not self.model:
+            raise UserError(f"{NAMES[self.method]} drafts with a second, smaller model: give --draft-model")
+        if self.global_pool_size is not None and not self.enable_global_pool:
+            raise UserError("--global-pool-size needs --enable-global-pool")
+        if self.sa_threshold is not None and self.method not in ("eagle3", "mtp", "pard"):
+            raise UserError(f"--sa-threshold goes with EAGLE-3, MTP and PARD, not with {NAMES[self.method]}")
+
+    @property
+    def ngram_size(self) -> int:
+        """`max_matching_ngram_size`, or the default of the method."""
+        return self.max_matching_ngram_size or (-1 if self.method == "sa" else 2)
 
     def require(self, methods: tuple[Method, ...], engine: str) -> None:
         """Raise UserError unless the engine can draft so."""
@@ -59,12 +85,21 @@ class Speculation:
             known = ", ".join(NAMES[m] for m in methods)
             raise UserError(f"{engine} does not serve {NAMES[self.method]} drafts; it serves {known}")
 
+    def require_plain(self, engine: str) -> None:
+        """Raise UserError for options that TensorRT-LLM alone has."""
+        if self.sa_threshold is not None or self.relaxed is not None:
+            raise UserError(f"--sa-threshold and --relaxed-topk are options of TensorRT-LLM, not of {engine}")
 
-def exported(folder: Path | str, max_draft_len: int = 3, place: Path | str | None = None) -> Speculation:
+
+def exported(
+    folder: Path | str, max_draft_len: int | None = None, place: Path | str | None = None, **options: Any
+) -> Speculation:
     """With the exported draft in `folder`, or in the 'draft' inside it.
 
     Args:
+        max_draft_len: default: 3, for DFlash and DSpark all tokens of a block.
         place: where it will be served from, when that is not where it is now.
+        options: further fields of `Speculation`.
 
     Raises UserError when there is no draft that an engine serves, or it cannot draft that far.
     """
@@ -72,21 +107,37 @@ def exported(folder: Path | str, max_draft_len: int = 3, place: Path | str | Non
     if not (path / "config.json").is_file() and (path / "draft" / "config.json").is_file():
         path = path / "draft"
     config = read_json(path / "config.json")
+    model = str(Path(place or path).resolve())
     if config.get("speculators_model_type") == "eagle3":
-        return Speculation("eagle3", max_draft_len, str(Path(place or path).resolve()))
+        return Speculation("eagle3", max_draft_len or 3, model, **options)
     architectures = config.get("architectures") or []
     method = next((m for part, m in _METHODS for name in architectures if part in name), None)
     if method is None:
         raise UserError(
-            f"{path}: found architectures {architectures}, expected an exported EAGLE-3, EAGLE-1 or Medusa draft, "
-            "which engines serve"
+            f"{path}: found architectures {architectures}, expected an exported EAGLE-3, EAGLE-1, Medusa, DFlash or "
+            "DSpark draft, which engines serve"
         )
-    heads = config.get("medusa_num_heads")
-    if heads is not None and max_draft_len > heads:
-        raise UserError(f"--max-draft-len {max_draft_len}, but the draft has {heads} Medusa heads")
+    length = _draft_len(method, config, max_draft_len)
+    parallel = method == "eagle3" and any(config.get(key) is not None for key in _PARALLEL_KEYS)
+    return Speculation(method, length, model, _captures(config), parallel, **options)
+
+
+def _draft_len(method: Method, config: dict[str, Any], asked: int | None) -> int:
+    """Tokens drafted per step. Raises UserError when the draft cannot go so far."""
+    heads, block = config.get("medusa_num_heads"), config.get("block_size")
+    if heads is not None and (asked or 3) > heads:
+        raise UserError(f"--max-draft-len {asked or 3}, but the draft has {heads} Medusa heads")
+    if block is None or method not in ("dflash", "dspark"):
+        return 3 if asked is None else asked
+    longest = block - 1 if method == "dflash" else block  # DFlash's first slot is the known token
+    if asked is not None and asked > longest:
+        raise UserError(f"--max-draft-len {asked}, but a block of this draft proposes {longest} tokens")
+    return longest if asked is None else asked
+
+
+def _captures(config: dict[str, Any]) -> tuple[int, ...] | None:
     nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     top = config.get("eagle_aux_hidden_state_layer_ids")
     if nested is None and top is not None:
         nested = [k - 1 for k in top]  # the top level counts 'state after k layers'
-    captures = tuple(nested) if nested is not None else None
-    return Speculation(method, max_draft_len, str(Path(place or path).resolve()), captures)
+    return tuple(nested) if nested is not None else None

@@ -3,42 +3,74 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import UserError
 from megatron_spec.runtime.files import published_folder, write_json, write_text
-from megatron_spec.serving.draft import Speculation
+from megatron_spec.serving.draft import Method, Speculation
 
 IMAGE = "vllm/vllm-openai:latest"
 TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:25.08-vllm-python-py3"
+MEMORY = 0.9
+"""Share of a GPU's memory that vLLM takes when it is alone (its own default)."""
+_METHODS: dict[Method, str] = {
+    "eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "dspark": "dspark", "mtp": "mtp",
+    "ngram": "ngram", "draft_target": "draft_model", "pard": "draft_model",
+}  # fmt: skip
 
 
 def speculative_config(plan: Speculation) -> dict[str, Any]:
-    """vLLM's speculative_config. The method is always named: guessing it from the folder's name fails silently."""
-    method = "draft_model" if plan.method == "draft_target" else plan.method
-    config: dict[str, Any] = {"method": method}
+    """vLLM's speculative_config. The method is always named: guessing it from the folder's name fails silently.
+
+    Raises UserError for what vLLM does not serve.
+    """
+    plan.require(tuple(_METHODS), "vLLM")
+    plan.require_plain("vLLM")
+    config: dict[str, Any] = {"method": _METHODS[plan.method]}
     if plan.model is not None:
         config["model"] = plan.model
+    if plan.parallel or plan.method == "pard":
+        config["parallel_drafting"] = True
     if plan.method == "ngram":
-        config |= {"prompt_lookup_max": plan.max_matching_ngram_size, "prompt_lookup_min": 1}
+        config |= {"prompt_lookup_max": plan.ngram_size, "prompt_lookup_min": 1}
     return {**config, "num_speculative_tokens": plan.max_draft_len}
 
 
-def vllm_command(plan: Speculation, base: str, port: int = 8000) -> list[str]:
+def vllm_command(plan: Speculation, base: str, port: int = 8000, tp_size: int = 1) -> list[str]:
     """Arguments that start an OpenAI-compatible server."""
+    parallel = ["--tensor-parallel-size", str(tp_size)] if tp_size > 1 else []
     text = json.dumps(speculative_config(plan))
-    return ["vllm", "serve", base, "--port", str(port), "--speculative-config", text]
+    return ["vllm", "serve", base, "--port", str(port), *parallel, "--speculative-config", text]
 
 
-def triton_models(plan: Speculation, base: str, name: str, other: Speculation | None) -> dict[str, dict[str, Any]]:
-    """Engine arguments by model name: with the draft, the base alone (to compare), and with a second model."""
-    models: dict[str, dict[str, Any]] = {name: {"model": base}, "base_model": {"model": base}}
-    models[name]["speculative_config"] = speculative_config(plan)
+def triton_models(
+    plan: Speculation, base: str, name: str, other: Speculation | None, tp_size: int = 1, memory: float = MEMORY
+) -> dict[str, dict[str, Any]]:
+    """Engine arguments by model name: with the draft, the base alone (to compare), and with a second model.
+
+    Args:
+        memory: share of a GPU's memory that a model may take.
+    """
+    engine: dict[str, Any] = {"model": base, "gpu_memory_utilization": memory}
+    if tp_size > 1:
+        engine["tensor_parallel_size"] = tp_size
+    models: dict[str, dict[str, Any]] = {name: {**engine, "speculative_config": speculative_config(plan)}}
+    models["base_model"] = dict(engine)
     if other is not None:
-        models["draft_target_model"] = {"model": base, "speculative_config": speculative_config(other)}
+        models["draft_target_model"] = {**engine, "speculative_config": speculative_config(other)}
     return models
+
+
+def triton_command(repository: str, models: Iterable[str], http_port: int = 8000) -> list[str]:
+    """`tritonserver` that loads `models` and no other; HTTP, gRPC and metrics on three ports from `http_port` on."""
+    command = ["tritonserver", "--model-repository", repository, "--model-control-mode", "explicit"]
+    for name in models:
+        command += ["--load-model", name]
+    for offset, flag in enumerate(("--http-port", "--grpc-port", "--metrics-port")):
+        command += [flag, str(http_port + offset)]
+    return command
 
 
 def write_triton_repository(folder: Path | str, models: Mapping[str, Any], overwrite: bool = False) -> None:

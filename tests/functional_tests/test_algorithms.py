@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from megatron_spec.commands.convert import DraftRequest
 from megatron_spec.config import UserError
-from tests.functional_tests.workshop import SCRIPTS, make_base, refuse, write_conversations
+from tests.functional_tests.script_helpers import SCRIPTS, make_base, refuse, write_conversations
 from tests.worlds import run_world
 
 REQUESTS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.functional_tests.workshop import ROOT, SCRIPTS, make_base, refuse, run_script, write_conversations
+from tests.functional_tests.script_helpers import ROOT, SCRIPTS, make_base, refuse, run_script, write_conversations
 from tests.worlds import run_world
 
 

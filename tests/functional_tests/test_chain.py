@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.functional_tests.workshop import make_base, refuse, succeed, write_conversations
+from tests.functional_tests.script_helpers import make_base, refuse, succeed, write_conversations
 
 TP2 = ("--tensor-model-parallel-size", 2)
 TP2_PP2 = (*TP2, "--pipeline-model-parallel-size", 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig, UserError
-from tests.functional_tests.workshop import conversation, make_base, write_conversations
+from tests.functional_tests.script_helpers import conversation, make_base, write_conversations
 from tests.worlds import run_world
 
 EVERY = 2

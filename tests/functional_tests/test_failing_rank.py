@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional_tests.workshop import environment
+from tests.functional_tests.script_helpers import environment
 
 # Rank 1 fails. Rank 0 waits for a signal that never comes and, like a rank that saves first, ignores SIGTERM: only the
 # watch can end it before the launcher's half a minute.

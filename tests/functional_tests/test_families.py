@@ -18,7 +18,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_spec.runtime import distributed
-from tests.functional_tests.workshop import run_here, write_conversations
+from tests.functional_tests.script_helpers import run_here, write_conversations
 from tests.support_results import same_as_committed
 from tests.unit_tests.data.chat_fixtures import CHATML_MARKED, make_tokenizer
 from tests.unit_tests.families.families import MODELS, save

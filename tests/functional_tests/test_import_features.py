@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.functional_tests.workshop import make_base, write_conversations
+from tests.functional_tests.script_helpers import make_base, write_conversations
 from tests.worlds import run_world
 
 CAPTURES, LENGTH = (0, 3, 6), 96

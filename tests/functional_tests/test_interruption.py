@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_spec.config import UserError
-from tests.functional_tests.workshop import ROOT, environment, make_base, succeed, write_conversations
+from tests.functional_tests.script_helpers import ROOT, environment, make_base, succeed, write_conversations
 from tests.worlds import run_world
 
 # finetune.py as it stands, over features (one micro-batch a step) that send a signal to their own process in step 2

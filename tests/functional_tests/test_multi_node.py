@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional_tests.workshop import ROOT, environment, make_base, write_conversations
+from tests.functional_tests.script_helpers import ROOT, environment, make_base, write_conversations
 
 SLURM = ROOT / "examples" / "post_training" / "slurm"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.functional_tests.workshop import ROOT, environment, make_base, write_conversations
+from tests.functional_tests.script_helpers import ROOT, environment, make_base, write_conversations
 from tests.worlds import run_world
 
 STEPS = 4

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.functional_tests.workshop import make_base, write_conversations
+from tests.functional_tests.script_helpers import make_base, write_conversations
 from tests.worlds import run_world
 
 SEQ_LENGTH = 256

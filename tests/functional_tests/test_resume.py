@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional_tests.workshop import make_base, write_conversations
+from tests.functional_tests.script_helpers import make_base, write_conversations
 from tests.worlds import run_world
 
 TOTAL, HALF = 6, 3

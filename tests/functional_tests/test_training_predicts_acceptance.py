@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import DecodeConfig, ObjectiveConfig, presets
-from tests.functional_tests.workshop import WORDS, make_base
+from tests.functional_tests.script_helpers import WORDS, make_base
 
 STEPS = 3
 LAYERS = (1, 3, 4)

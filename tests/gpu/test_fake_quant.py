@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_spec.quantization import rounding
-from tests.gpu.interpreted import DEVICE, INTERPRETED, MARKS
+from tests.gpu.triton_device import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.interpreted import DEVICE, MARKS
+from tests.gpu.triton_device import DEVICE, MARKS
 from tests.unit_tests.drafts import plain_kernels
 
 pytestmark = MARKS

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_spec.losses import reference
-from tests.gpu.interpreted import DEVICE, MARKS
+from tests.gpu.triton_device import DEVICE, MARKS
 
 pytestmark = MARKS
 

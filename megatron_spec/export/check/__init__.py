@@ -1,7 +1,7 @@
 """Rules a folder must follow so that engines load it as it was meant, for folders of any origin. No torch.
 
-Every rule says which engines break, what was found, and how to mend it. Many breaches load without a word and merely
-give a draft that nothing is accepted from.
+A draft is read by `export.formats`, as validate.py reads it: what cannot be read there is an error here. The rules of
+engines come on top: which engine misreads what, and how to fix it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_spec.config import UserError
+from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.export.check import eagle3, others
 from megatron_spec.export.check.finding import ALL, Engine, Finding, Folder
+from megatron_spec.export.formats import DraftProblems, Reading, Source, open_source, read_draft
 from megatron_spec.export.native_mtp import is_own_module
-from megatron_spec.export.tensor_files import Entry, read_entries
+from megatron_spec.export.tensor_files import Entry
 from megatron_spec.runtime.files import read_json
 
 __all__ = ["Engine", "Finding", "check_folder", "kind_of"]
@@ -66,6 +67,38 @@ def kind_of(config: dict[str, Any], tensors: dict[str, Entry]) -> str:
     return "MTP" if any("eh_proj" in n for n in stems) else "target"
 
 
+def _read(source: Source, kind: str, base: dict[str, Any] | None) -> tuple[list[Finding], Reading | None]:
+    """What the reader of drafts says: it refuses what validate.py would refuse, in the same words."""
+    if kind in ("target", "TensorRT-LLM legacy"):
+        return [], None
+    config = _base_config(base)
+    try:
+        return [], read_draft(source, config)
+    except DraftProblems as e:
+        return [Finding(p.rule, p.found, p.fix) for p in e.problems], None
+    except UserError as e:
+        return [Finding("config", str(e), "correct config.json")], None
+
+
+def _base_config(base: dict[str, Any] | None) -> BaseConfig | None:
+    """Of the target the little that a draft must fit; None when its config.json does not say it."""
+    names = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "num_hidden_layers": "num_layers"}
+    if base is None or not all(isinstance(base.get(name), int) for name in names):
+        return None
+    sizes = {ours: base[theirs] for theirs, ours in names.items()}
+    shape = dict(intermediate_size=1, num_attention_heads=1, num_key_value_heads=1, head_dim=1)
+    return BaseConfig(family="", max_position_embeddings=1, **shape, **sizes)
+
+
+def _rules(kind: str, folder: Folder, unreadable: bool) -> Iterator[Finding]:
+    """Rules of engines; of a folder that cannot be read, those that can be told all the same."""
+    try:
+        yield from _CHECKS[kind](folder)
+    except (KeyError, TypeError, AttributeError, ValueError):
+        if not unreadable:
+            raise
+
+
 def check_folder(path: Path | str, engine: Engine | None = None, base: Path | str | None = None) -> list[Finding]:
     """Everything that is wrong with a folder, for one engine or for all; errors first.
 
@@ -78,10 +111,12 @@ def check_folder(path: Path | str, engine: Engine | None = None, base: Path | st
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"{path} is not a folder")
-    base_config = read_json(Path(base) / "config.json") if base is not None else None
-    folder = Folder(path, read_json(path / "config.json"), read_entries(path), base_config)
-    kind = kind_of(folder.config, folder.tensors)
-    findings = [f for f in _CHECKS[kind](folder) if engine is None or engine in f.engines]
+    base_json = read_json(Path(base) / "config.json") if base is not None else None
+    source = open_source(path)
+    kind = kind_of(source.raw, source.entries)
+    problems, reading = _read(source, kind, base_json)
+    folder = Folder(path, read_json(path / "config.json"), source.entries, base_json, reading)
+    findings = problems + [f for f in _rules(kind, folder, bool(problems)) if engine is None or engine in f.engines]
     loaded_by, instead = _LOADED_BY.get(kind, (ALL, ""))
     lost = tuple(e for e in ALL if e not in loaded_by and engine in (None, e))
     if lost:

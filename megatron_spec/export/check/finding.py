@@ -1,4 +1,4 @@
-"""What a rule says when it is broken, and the folder it looks at. No torch."""
+"""What is wrong with a folder, and the folder that the rules look at. No torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_spec.export.formats import Reading
 from megatron_spec.export.tensor_files import Entry
 
 Engine = Literal["trtllm", "vllm", "sglang"]
@@ -18,14 +19,14 @@ class Finding:
 
     rule: str
     found: str
-    mend: str
+    fix: str
     engines: tuple[Engine, ...] = ALL
     warning: bool = False
     """Works, but is fragile."""
 
     def __str__(self) -> str:
         kind = "warning" if self.warning else "error"
-        return f"{kind} [{self.rule}] ({', '.join(self.engines)}): {self.found}\n    mend: {self.mend}"
+        return f"{kind} [{self.rule}] ({', '.join(self.engines)}): {self.found}\n    fix: {self.fix}"
 
 
 @dataclass
@@ -36,6 +37,8 @@ class Folder:
     config: dict[str, Any]
     tensors: dict[str, Entry]
     base: dict[str, Any] | None = None
+    reading: Reading | None = None
+    """The draft, when it can be read."""
     prefix: str = field(init=False, default="")
     """'model.' when the tensors carry it."""
 

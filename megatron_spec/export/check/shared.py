@@ -55,8 +55,8 @@ def check_fp8(folder: Folder) -> Iterator[Finding]:
         return
     if not declared or not sidecar:
         lacking = "hf_quant_config.json" if declared else "quantization_config in config.json"
-        mend = "write both hf_quant_config.json and quantization_config in config.json"
-        yield Finding("fp8", f"fp8 tensors without {lacking}", mend)
+        fix = "write both hf_quant_config.json and quantization_config in config.json"
+        yield Finding("fp8", f"fp8 tensors without {lacking}", fix)
     for name in fp8:
         stem = name.removesuffix(".weight")
         if stem in ("fc", "lm_head", "embed_tokens"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit_tests.decoding import setting
+from tests.unit_tests.decoding import tiny_models
 
 
 @pytest.fixture(scope="session")
@@ -21,16 +21,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
     torch.set_num_threads(1)
     world = distributed.initialize()
     folder = Path(tmp_path_factory.mktemp("base"))
-    model = setting.save_base(folder)
-    base, prompts = setting.load(folder, world), setting.prompts()
-    answers = [setting.reference_greedy(model, p, setting.CONFIG.max_new_tokens, set()) for p in prompts]
+    model = tiny_models.save_base(folder)
+    base, prompts = tiny_models.load(folder, world), tiny_models.prompts()
+    answers = [tiny_models.reference_greedy(model, p, tiny_models.CONFIG.max_new_tokens, set()) for p in prompts]
     # Some tokens more than are decoded: the last drafts look beyond the answer.
-    more = decode(base, prompts[:1], setting.CONFIG.replace(max_new_tokens=30), set())[0].tokens
+    more = decode(base, prompts[:1], tiny_models.CONFIG.replace(max_new_tokens=30), set())[0].tokens
     spoken = {t for a in answers for t in a[:4]} | set(more)
-    spoken |= set([t for t in range(setting.VOCAB) if t not in spoken][: len(spoken) % 2])  # even, to be split in two
+    # An even number, to be split in two.
+    spoken |= set([t for t in range(tiny_models.VOCAB) if t not in spoken][: len(spoken) % 2])
     draft_tokens = sorted(spoken)
-    draft = setting.new_draft(base, draft_tokens)
-    worst = setting.overfit(base, prompts[0], more, draft, steps=150)
+    draft = tiny_models.new_draft(base, draft_tokens)
+    worst = tiny_models.overfit(base, prompts[0], more, draft, steps=150)
     return SimpleNamespace(
         folder=folder, model=model, base=base, prompts=prompts, answers=answers, draft_tokens=draft_tokens,
         draft=draft, worst_accuracy=worst,
@@ -44,26 +45,33 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from megatron_spec.runtime import distributed
 
     folder = Path(tmp_path_factory.mktemp("chat"))
-    setting.save_chat_base(folder)
-    base = setting.load(folder, distributed.initialize(), captures=())
-    questions = setting.write_questions(folder / "questions.jsonl")
+    tiny_models.save_chat_base(folder)
+    base = tiny_models.load(folder, distributed.initialize(), captures=())
+    questions = tiny_models.write_questions(folder / "questions.jsonl")
     prompts = read_prompts(questions)
     return SimpleNamespace(
-        folder=folder, base=base, tokenizer=setting.chat_tokenizer(), questions=questions, prompts=prompts,
-        stop_ids=setting.some_stops(base, prompts),
+        folder=folder, base=base, tokenizer=tiny_models.chat_tokenizer(), questions=questions, prompts=prompts,
+        stop_ids=tiny_models.some_stops(base, prompts),
     )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
 def four_ranks(tiny: Any, chat: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """found: what `ranks.all_cases` gave on each rank; siblings_alone: those cases in one process."""
-    from tests.unit_tests.decoding import ranks, test_siblings
+    """found: what `four_ranks.all_cases` gave on each rank; algorithms_alone: those cases in one process."""
+    from tests.unit_tests.decoding import four_ranks as ranks
+    from tests.unit_tests.decoding import test_every_algorithm
     from tests.worlds import run_world
 
-    folder = Path(tmp_path_factory.mktemp("siblings"))
-    weights, alone = test_siblings.prepare_parallel(folder)
+    folder = Path(tmp_path_factory.mktemp("algorithms"))
+    weights, alone = test_every_algorithm.prepare_parallel(folder)
     chat.tokenizer.save_pretrained(chat.folder)
-    layouts = (str(tiny.folder), str(chat.folder), setting.whole_weights(tiny.draft), tiny.draft_tokens, chat.stop_ids)
+    layouts = (
+        str(tiny.folder),
+        str(chat.folder),
+        tiny_models.whole_weights(tiny.draft),
+        tiny.draft_tokens,
+        chat.stop_ids,
+    )
     questions = (str(chat.folder), [{}, {"tensor_model_parallel_size": 2}])
     found = run_world(4, ranks.all_cases, layouts, (str(folder), weights), questions)
-    return SimpleNamespace(found=found, siblings_alone=alone)
+    return SimpleNamespace(found=found, algorithms_alone=alone)

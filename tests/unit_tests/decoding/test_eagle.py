@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron_spec.decoding.drafters import Context, Drafter, Observation, Proposal
 from megatron_spec.decoding.drafters.eagle import EagleDrafter
 from megatron_spec.decoding.engine import decode
-from tests.unit_tests.decoding import setting
-from tests.unit_tests.decoding.setting import CAPTURES, CONFIG
+from tests.unit_tests.decoding import tiny_models
+from tests.unit_tests.decoding.tiny_models import CAPTURES, CONFIG
 
 
 class Recorder(Drafter):
@@ -99,4 +99,4 @@ def test_reduced_vocabulary_drafts_only_its_tokens(tiny: Any) -> None:
     recorder = Recorder(EagleDrafter(tiny.draft, tiny.base))
     decode(tiny.base, tiny.prompts[1:4], CONFIG, set(), draft=recorder)
     assert {t for _, drafts in recorder.notes for t in drafts} <= set(tiny.draft_tokens)
-    assert len(tiny.draft_tokens) < setting.VOCAB
+    assert len(tiny.draft_tokens) < tiny_models.VOCAB

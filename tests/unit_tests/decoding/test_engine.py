@@ -11,8 +11,8 @@ import torch
 from megatron_spec.config import UserError
 from megatron_spec.decoding.drafters.ngram import NGramDrafter
 from megatron_spec.decoding.engine import decode, two_best
-from tests.unit_tests.decoding import setting
-from tests.unit_tests.decoding.setting import CONFIG
+from tests.unit_tests.decoding import tiny_models
+from tests.unit_tests.decoding.tiny_models import CONFIG
 
 
 def _consistent(generation: Any) -> bool:
@@ -38,7 +38,7 @@ def test_base_alone_equals_transformers(tiny: Any, batch_size: int) -> None:
 
 def test_stop_tokens_end_answers_as_in_transformers(tiny: Any) -> None:
     stop = {tiny.answers[0][7], tiny.answers[1][0], tiny.answers[3][-1]}
-    expected = [setting.reference_greedy(tiny.model, p, CONFIG.max_new_tokens, stop) for p in tiny.prompts]
+    expected = [tiny_models.reference_greedy(tiny.model, p, CONFIG.max_new_tokens, stop) for p in tiny.prompts]
     for draft in (None, tiny.draft, NGramDrafter(2)):
         found = decode(tiny.base, tiny.prompts, CONFIG, stop, draft=draft)
         assert [g.tokens for g in found] == expected
@@ -48,7 +48,7 @@ def test_stop_tokens_end_answers_as_in_transformers(tiny: Any) -> None:
 
 
 def test_untrained_draft_changes_nothing_but_the_count(tiny: Any) -> None:
-    draft = setting.new_draft(tiny.base, None)
+    draft = tiny_models.new_draft(tiny.base, None)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in draft.parameters():
@@ -62,7 +62,7 @@ def test_untrained_draft_changes_nothing_but_the_count(tiny: Any) -> None:
 
 def test_overfitted_draft_is_accepted_to_the_last_token(tiny: Any) -> None:
     assert tiny.worst_accuracy == 1.0
-    assert len(tiny.draft.vocab) < setting.VOCAB  # drafts go through d2t
+    assert len(tiny.draft.vocab) < tiny_models.VOCAB  # drafts go through d2t
     [found] = decode(tiny.base, tiny.prompts[:1], CONFIG, set(), draft=tiny.draft)
     assert found.tokens == tiny.answers[0]
     assert found.accepted_lengths == [3] * 6 and found.drafted_lengths == [3] * 6  # 1 + 6 * 4 = 25
@@ -106,7 +106,7 @@ def test_bad_prompts_and_sequence_parallelism_are_refused(tiny: Any, monkeypatch
     with pytest.raises(UserError, match="prompt 1 has 0 tokens"):
         decode(tiny.base, [[1], []], CONFIG, set())
     with pytest.raises(UserError, match="prompt 0 has 64 tokens, expected 1 to 63"):
-        decode(tiny.base, [[1] * setting.LIMIT], CONFIG, set())
+        decode(tiny.base, [[1] * tiny_models.LIMIT], CONFIG, set())
     with pytest.raises(UserError, match=r"found a draft of type Linear .*expected a draft"):
         decode(tiny.base, [[1]], CONFIG, set(), draft=torch.nn.Linear(1, 1))
     parallel = dataclasses.replace(tiny.base.world.parallel, tensor_model_parallel_size=2, sequence_parallel=True)

@@ -16,8 +16,8 @@ from megatron_spec.decoding.engine import decode
 from megatron_spec.decoding.options import decoding_type
 from tests.unit_tests.base.tiny import save_tiny
 from tests.unit_tests.data.chat_fixtures import CHATML, make_tokenizer
-from tests.unit_tests.decoding import setting
-from tests.unit_tests.decoding.setting import CONFIG
+from tests.unit_tests.decoding import tiny_models
+from tests.unit_tests.decoding.tiny_models import CONFIG
 
 
 class Repeat(Drafter):
@@ -57,7 +57,7 @@ def test_the_base_as_its_own_draft_is_always_right(tiny: Any, batch_size: int) -
 
 def test_another_model_as_the_draft(tiny: Any, tmp_path: Path) -> None:
     save_tiny(tmp_path, seed=9, num_hidden_layers=2, hidden_size=16)
-    small = setting.load(tmp_path, tiny.base.world, captures=())
+    small = tiny_models.load(tmp_path, tiny.base.world, captures=())
     for config in (CONFIG, CONFIG.replace(batch_size=1, max_draft_len=5)):
         found = decode(tiny.base, tiny.prompts, config, set(), draft=small)
         assert [g.tokens for g in found] == tiny.answers
@@ -96,6 +96,13 @@ def test_ngram_by_configuration(tiny: Any) -> None:
 
 def test_the_decoding_type_fits_the_draft() -> None:
     assert decoding_type("eagle3.1", None) == "Eagle3" and decoding_type("eagle-mtp", "MTP") == "MTP"
+    assert decoding_type("eagle3", "Eagle") == "Eagle3"  # the spelling of TensorRT-LLM's older releases
+    assert [DecodeConfig(decoding_type=name).decoding_type for name in ("UserProvided", "User_Provided")] == [
+        "User"
+    ] * 2
+    assert DecodeConfig(decoding_type="Draft_Target").decoding_type == "DraftTarget"
+    with pytest.raises(UserError, match="--mtp-from-base"):
+        decoding_type(None, "MTP")
     assert decoding_type(None, "NGram") == "NGram" == decoding_type("medusa", "NGram")
     with pytest.raises(UserError, match="--decoding-type Eagle, but the draft is medusa, which decodes as Medusa"):
         decoding_type("medusa", "Eagle")

@@ -15,8 +15,8 @@ from megatron_spec.decoding.engine import decode, two_best
 from megatron_spec.evaluation.validate import validate
 from megatron_spec.generation.prompts import read_prompts
 from megatron_spec.generation.synthesize import read_records, synthesize_to_file
-from tests.unit_tests.decoding import setting
-from tests.unit_tests.decoding.setting import CHAT_CONFIG, CONFIG
+from tests.unit_tests.decoding import tiny_models
+from tests.unit_tests.decoding.tiny_models import CHAT_CONFIG, CONFIG
 
 LAYOUTS = {
     "tp2pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
@@ -61,13 +61,13 @@ def world_cases(
     found: dict[str, Any] = {}
     for layout, sizes in LAYOUTS.items():
         world = distributed.initialize(ParallelConfig(**sizes))
-        base = setting.load(folder, world)
-        draft = setting.new_draft(base, draft_tokens)
-        setting.set_weights(draft, weights)
-        found[layout] = _answers(base, draft, setting.prompts())
+        base = tiny_models.load(folder, world)
+        draft = tiny_models.new_draft(base, draft_tokens)
+        tiny_models.set_weights(draft, weights)
+        found[layout] = _answers(base, draft, tiny_models.prompts())
         if layout == "pp2":  # and two data-parallel ranks
-            chat = setting.load(chat_folder, world, captures=())
-            prompts, tokenizer = read_prompts(Path(chat_folder, "questions.jsonl")), setting.chat_tokenizer()
+            chat = tiny_models.load(chat_folder, world, captures=())
+            prompts, tokenizer = read_prompts(Path(chat_folder, "questions.jsonl")), tiny_models.chat_tokenizer()
             output = Path(chat_folder, "parallel.jsonl")
             found["count"] = synthesize_to_file(chat, tokenizer, prompts, CHAT_CONFIG, output, stop_ids=stop_ids)
             report = validate(chat, NGramDrafter(), prompts, tokenizer, CHAT_CONFIG, stop_ids=stop_ids)

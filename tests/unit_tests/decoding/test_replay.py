@@ -12,8 +12,8 @@ from megatron_spec.decoding.drafters import Context, Drafter, Proposal
 from megatron_spec.decoding.engine import decode
 from megatron_spec.decoding.replay import Replays, key_step, mapped, padded_rows, recorder_for
 from megatron_spec.decoding.verify import Drafted
-from tests.unit_tests.decoding import setting
-from tests.unit_tests.decoding.tape import Tape
+from tests.unit_tests.decoding import tiny_models
+from tests.unit_tests.decoding.cpu_recorder import CpuRecorder
 
 WAYS: dict[str, dict[str, Any]] = {
     "chain": {},
@@ -31,17 +31,17 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_replayed_steps_give_the_same_tokens(tiny: Any, way: str) -> None:
-    config = setting.CONFIG.replace(**WAYS[way])
+    config = tiny_models.CONFIG.replace(**WAYS[way])
     stops = {tiny.answers[3][9]}
     for draft in (tiny.draft, None):
         if draft is None and way in ("tree", "rejection", "typical", "relaxed"):
             continue
-        tape = Tape()
+        recorder = CpuRecorder()
         plain = decode(tiny.base, tiny.prompts, config, stops, draft=draft)
-        replayed = decode(tiny.base, tiny.prompts, config, stops, draft=draft, recorder=tape)
+        replayed = decode(tiny.base, tiny.prompts, config, stops, draft=draft, recorder=recorder)
         assert [g.tokens for g in replayed] == [g.tokens for g in plain]
         assert [g.accepted_lengths for g in replayed] == [g.accepted_lengths for g in plain]
-        assert tape.recorded and tape.replayed > tape.recorded
+        assert recorder.recorded and recorder.replayed > recorder.recorded
 
 
 class Last(Drafter):
@@ -63,27 +63,27 @@ def test_every_other_drafter(tiny: Any, kind: str) -> None:
     options: dict[str, Any] = {"decoding_type": kind} if kind in ("NGram", "DraftTarget") else {}
     if kind.startswith("medusa"):
         heads = presets.medusa_config(tiny.base.config, num_heads=3)
-        draft = new_draft(tiny.base, heads, DraftVocab.full(setting.VOCAB), tiny.base.world, torch.float32, seed=1)
+        draft = new_draft(tiny.base, heads, DraftVocab.full(tiny_models.VOCAB), tiny.base.world, torch.float32, seed=1)
         options = {
             "medusa tree": {"use_dynamic_tree": True},
             "medusa choices": {"medusa_choices": "[[0], [1], [0, 0]]"},
         }.get(kind, {})
     if kind == "DraftTarget":
         options["speculative_model"] = "folder"
-    config, tape = setting.CONFIG.replace(**options), Tape()
+    config, recorder = tiny_models.CONFIG.replace(**options), CpuRecorder()
     plain = decode(tiny.base, tiny.prompts, config, set(), draft=draft)
-    replayed = decode(tiny.base, tiny.prompts, config, set(), draft=draft, recorder=tape)
+    replayed = decode(tiny.base, tiny.prompts, config, set(), draft=draft, recorder=recorder)
     assert [g.tokens for g in plain] == tiny.answers == [g.tokens for g in replayed]
     assert [g.accepted_lengths for g in replayed] == [g.accepted_lengths for g in plain]
-    assert tape.replayed > tape.recorded > 0
+    assert recorder.replayed > recorder.recorded > 0
 
 
 def test_what_cannot_be_recorded_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    replays, tape = Replays(Tape()), torch.zeros(3)
+    replays, recorder = Replays(CpuRecorder()), torch.zeros(3)
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        tape.add_(float(x.sum()))  # the host reads a value
-        return tape * 2
+        recorder.add_(float(x.sum()))  # the host reads a value
+        return recorder * 2
 
     results = [replays.run("step", step, torch.full((2,), float(i))).tolist() for i in range(6)]
     assert results == [[2.0 * 2 * sum(range(i + 1))] * 3 for i in range(6)]
@@ -92,7 +92,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(caplog: pytest.LogCaptureFixture)
 
 def test_the_tape_fails_where_a_graph_would() -> None:
     """A number that the host put in stays what it was: the other tests would notice."""
-    replays, count = Replays(Tape()), [0]
+    replays, count = Replays(CpuRecorder()), [0]
 
     def step() -> torch.Tensor:
         count[0] += 1

@@ -13,8 +13,8 @@ from megatron_spec.decoding.drafters import Context, Drafter, Proposal, build_dr
 from megatron_spec.decoding.engine import decode
 from megatron_spec.decoding.options import read_choices
 from megatron_spec.decoding.tree import Tree, best_nodes, longest_path, visible_slots
-from tests.unit_tests.decoding import setting
-from tests.unit_tests.decoding.setting import CONFIG
+from tests.unit_tests.decoding import tiny_models
+from tests.unit_tests.decoding.tiny_models import CONFIG
 
 PARENTS = [[-1, -1, 0, 2, 1, 0], [-1, 0, 1, 2, 3, 4]]
 
@@ -81,7 +81,7 @@ class Wide(Drafter):
             row, above, right = [], [], -1
             for d, token in enumerate(coming):
                 place = (length + d) % 3
-                row += [token if i == place else (token + 1 + i) % setting.VOCAB for i in range(3)]
+                row += [token if i == place else (token + 1 + i) % tiny_models.VOCAB for i in range(3)]
                 above += [right] * 3
                 right = 3 * d + place
             tokens.append(row)
@@ -101,7 +101,7 @@ def test_every_right_path_is_found_whatever_stands_beside_it(tiny: Any, batch_si
 
 
 def test_dynamic_tree_gives_the_text_and_accepts_more_than_a_chain(tiny: Any) -> None:
-    draft = setting.new_draft(tiny.base, tiny.draft_tokens)
+    draft = tiny_models.new_draft(tiny.base, tiny.draft_tokens)
     for (name, p), (_, trained) in zip(draft.named_parameters(), tiny.draft.named_parameters(), strict=True):
         noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
         p.data.copy_(trained + 0.08 * noise)  # a draft that errs
@@ -184,7 +184,7 @@ def test_tree_nodes_are_the_likeliest_paths_of_the_draft(tiny: Any) -> None:
 
 
 def test_medusa_trees(tiny: Any) -> None:
-    from tests.unit_tests.decoding.test_siblings import new_draft
+    from tests.unit_tests.decoding.test_every_algorithm import new_draft
 
     base, draft = tiny.base, new_draft(tiny.base, "medusa")
     every = "[" + ",".join(str(list(p)) for n in (1, 2) for p in itertools.product(range(4), repeat=n)) + "]"

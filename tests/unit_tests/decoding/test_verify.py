@@ -15,8 +15,8 @@ from megatron_spec.decoding.engine import decode
 from megatron_spec.decoding.options import check_options
 from megatron_spec.decoding.tree import Tree
 from megatron_spec.decoding.verify import Drafted, Draws, Verdict, verify
-from tests.unit_tests.decoding import setting
-from tests.unit_tests.decoding.setting import CONFIG
+from tests.unit_tests.decoding import tiny_models
+from tests.unit_tests.decoding.tiny_models import CONFIG
 
 V = 7
 TRIALS = 60000
@@ -176,14 +176,14 @@ def test_relaxed_acceptance_only_while_thinking(tiny: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["draft", "medusa"])
 def test_rejection_sampling_runs_in_the_engine(tiny: Any, kind: str) -> None:
-    from tests.unit_tests.decoding.test_siblings import new_draft
+    from tests.unit_tests.decoding.test_every_algorithm import new_draft
 
     draft = tiny.draft if kind == "draft" else new_draft(tiny.base, "medusa")
     config = CONFIG.replace(temperature=0.3, use_rejection_sampling=True)
     first = decode(tiny.base, tiny.prompts, config, set(), draft=draft)
     again = decode(tiny.base, tiny.prompts[2:3], config, set(), draft=draft, seeds=[2])
     assert again[0].tokens == first[2].tokens  # whatever is decoded beside it
-    assert all(0 <= t < setting.VOCAB for g in first for t in g.tokens)
+    assert all(0 <= t < tiny_models.VOCAB for g in first for t in g.tokens)
     accepted = [a for g in first for a in g.accepted_lengths]
     assert 0 < sum(accepted) < 3 * len(accepted)
 

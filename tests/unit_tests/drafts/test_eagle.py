@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from megatron_spec.batch import Batch, Features
-from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
-from megatron_spec.drafts import build_draft
+from megatron_spec.config import EagleConfig, ObjectiveConfig, RopeConfig, UserError
+from megatron_spec.drafts import build_draft, fused_unroll
 from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.drafts.linear import Placement
 from megatron_spec.ops.attention import AttentionPlan, attend
 from megatron_spec.ops.ttt_attention import TrainingTimeTest, trunk_layout
 from megatron_spec.runtime import distributed
-from tests.unit_tests.drafts.stand_in import (
+from tests.unit_tests.drafts.plain_eagle3 import (
     PlainEagle,
     StandInEnds,
     V,
@@ -74,6 +74,28 @@ def test_two_layers_and_other_sizes() -> None:
     """Two layers; a draft narrower than the base; four draft steps."""
     compare(eagle_config(num_hidden_layers=2), ObjectiveConfig(ttt_steps=4))
     compare(eagle_config(hidden_size=8, num_key_value_heads=1), ObjectiveConfig(ttt_steps=2))
+
+
+LAYER_OPTIONS: dict[str, dict[str, Any]] = {
+    "biases": {"attention_bias": True, "mlp_bias": True, "fc_bias": True},
+    "qk_norm, two layers": {"qk_norm": True, "num_hidden_layers": 2, "head_dim": 8},
+    "norm_before_residual": {"norm_before_residual": True},
+    "own embedding": {"own_embed_tokens": True},
+    "partial rotary": {"rope": RopeConfig(partial_rotary_factor=0.5)},
+    "attention factor": {"rope": RopeConfig(attention_factor=2.0)},
+}
+
+
+@pytest.mark.parametrize("name", LAYER_OPTIONS)
+def test_options_of_the_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What published drafts have beyond a Llama layer; the hand-written unroll refuses it."""
+    config = eagle_config(**LAYER_OPTIONS[name])
+    compare(config, ObjectiveConfig(ttt_steps=2))
+    monkeypatch.setattr(fused_unroll, "kernels_available", lambda: True)
+    cuda, usual = torch.device("cuda"), eagle_config(head_dim=16)
+    assert fused_unroll.why_not_fused(usual, 1, cuda, torch.bfloat16, False) is None
+    asked = usual.replace(**LAYER_OPTIONS[name]).replace(head_dim=16)
+    assert fused_unroll.why_not_fused(asked, 1, cuda, torch.bfloat16, False) is not None
 
 
 def test_a_row_on_its_own_document_ignores_its_neighbours() -> None:

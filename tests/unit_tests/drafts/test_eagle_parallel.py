@@ -23,12 +23,16 @@ from megatron_spec.losses import vocab_parallel
 from megatron_spec.ops.attention import AttentionPlan, attend
 from megatron_spec.runtime import platform
 from tests.unit_tests.drafts import plain_kernels
-from tests.unit_tests.drafts.stand_in import StandInEnds, V, conversations, draft_vocab, eagle_config, features
+from tests.unit_tests.drafts.plain_eagle3 import StandInEnds, V, conversations, draft_vocab, eagle_config, features
 from tests.unit_tests.losses import plain_kernels as loss_kernels
 from tests.worlds import run_world
 
 HEADS_9_3 = {"hidden_size": 18, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 2}
 NARROW = {"hidden_size": 8, "vocab_size": 32}  # with an embedding of its own, whose rows are split
+OPTIONS = {
+    "attention_bias": True, "mlp_bias": True, "fc_bias": True, "qk_norm": True, "own_embed_tokens": True,
+    "norm_before_residual": True, "vocab_size": 32,
+}  # fmt: skip
 CASES: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
     "tp2": (2, False, {}, {}),
     "tp2 sp": (2, True, {}, {}),
@@ -41,6 +45,8 @@ CASES: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
     "tp2 hard_ce": (2, False, {}, {"loss": "hard_ce", "in_vocab_only": False}),
     "tp2 narrow": (2, False, {**NARROW, "num_hidden_layers": 2}, {}),
     "tp2 sp narrow": (2, True, NARROW, {}),
+    "tp2 options": (2, False, OPTIONS, {}),
+    "tp2 sp options": (2, True, {**OPTIONS, "num_key_value_heads": 1, "num_hidden_layers": 2}, {}),
     "tp3": (3, False, HEADS_9_3, {}),
     "tp3 sp": (3, True, HEADS_9_3, {}),
     "tp3 one kv head": (3, True, {**HEADS_9_3, "num_key_value_heads": 1, "head_dim": 6}, {}),

@@ -18,7 +18,7 @@ from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.quantization.attach import attach_quantizers, draft_linears, quantizers
 from megatron_spec.quantization.quantizer import Mode
 from tests.unit_tests.drafts import plain_kernels
-from tests.unit_tests.drafts.stand_in import StandInEnds, conversations, eagle_config, features
+from tests.unit_tests.drafts.plain_eagle3 import StandInEnds, conversations, eagle_config, features
 from tests.unit_tests.drafts.test_eagle import make
 
 OBJECTIVE = ObjectiveConfig(ttt_steps=3)

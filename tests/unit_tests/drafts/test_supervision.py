@@ -10,7 +10,7 @@ import torch
 from megatron_spec.batch import Batch
 from megatron_spec.drafts.contract import shift
 from megatron_spec.drafts.unroll import Supervision, supervised_rows
-from tests.unit_tests.drafts.stand_in import plain_supervised
+from tests.unit_tests.drafts.plain_eagle3 import plain_supervised
 
 #        row    0  1  2  3  4  5  6  7  8  9  pad
 TURNS = [0, 0, 1, 1, 1, 0, 2, 2, 2, 2, 0]

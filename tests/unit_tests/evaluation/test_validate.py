@@ -18,8 +18,8 @@ from megatron_spec.decoding.drafters.ngram import NGramDrafter
 from megatron_spec.evaluation.html import render, write_html
 from megatron_spec.evaluation.validate import tie_tolerance, validate
 from megatron_spec.generation.prompts import Dialogue, Prompt
-from tests.unit_tests.decoding.setting import CHAT_CONFIG
-from tests.unit_tests.decoding.tape import Tape
+from tests.unit_tests.decoding.cpu_recorder import CpuRecorder
+from tests.unit_tests.decoding.tiny_models import CHAT_CONFIG
 
 module = importlib.import_module("megatron_spec.evaluation.validate")
 
@@ -54,17 +54,17 @@ def test_report_of_an_honest_draft(chat: Any, tmp_path: Path) -> None:
 
 def test_recording_graphs_is_not_counted(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that stands still but for recording: answers take no time."""
-    clock, tape = [0.0], Tape()
+    clock, recorder = [0.0], CpuRecorder()
 
     def record(function: Any) -> Any:
         clock[0] += 100.0
-        return tape(function)
+        return recorder(function)
 
     for name in ("megatron_spec.evaluation.validate", "megatron_spec.decoding.replay"):
         monkeypatch.setattr(importlib.import_module(name), "now", lambda: clock[0])
     monkeypatch.setattr("megatron_spec.decoding.replay.recorder_for", lambda base: record)
     measured = _seconds_of(chat)
-    assert clock[0] == 100.0 * tape.recorded > 0 and measured == [0.0, 0.0]
+    assert clock[0] == 100.0 * recorder.recorded > 0 and measured == [0.0, 0.0]
 
 
 def _seconds_of(chat: Any) -> list[float]:

@@ -22,7 +22,7 @@ from megatron_spec.export.draft import export_draft
 from megatron_spec.export.stream import TensorWriter
 from megatron_spec.quantization.calibrate import calibrate
 from tests.unit_tests.base.tiny import save_tiny
-from tests.unit_tests.export.test_sibling_export import make as make_sibling
+from tests.unit_tests.export.test_eagle1_mtp_medusa_export import make as make_exported
 from tests.unit_tests.quantization.tiny import OBJECTIVE, D, V, make, world_of
 
 
@@ -197,7 +197,7 @@ def test_legacy_ranks_compute_the_model(base_folder: Path, tmp_path: Path, tp: i
     """The vocabulary (50 -> 83 tokens) is no multiple of the ranks, and tp 4 has more ranks than key/value heads."""
     from transformers import LlamaForCausalLM
 
-    s = make_sibling(base_folder, world_of(), "medusa")
+    s = make_exported(base_folder, world_of(), "medusa")
     options: dict[str, Any] = {"dtype": "float32"}
     heads = export_draft(s.draft, s.reference, tmp_path / "draft", None, s.world, ends=s.base, also_pt=True, **options)
     base = export_base(s.base, s.reference, tmp_path / "base", None, s.world, **options)
@@ -222,7 +222,7 @@ def test_legacy_fp8(base_folder: Path, tmp_path: Path) -> None:
     tiny = make(base_folder, world_of())
     calibrate(tiny.base, tiny.draft, tiny.source, tiny.batches, OBJECTIVE, quant, tiny.world)
     base = export_base(tiny.base, tiny.reference, tmp_path / "base", quant, tiny.world, dtype="float32")
-    s = make_sibling(base_folder, world_of(), "medusa")
+    s = make_exported(base_folder, world_of(), "medusa")
     heads = export_draft(s.draft, s.reference, tmp_path / "draft", None, s.world, ends=s.base)
     trtllm_legacy.convert(base, heads, tmp_path / "out", 2)
     assert check_folder(tmp_path / "out", "trtllm") == [] == check_folder(base)

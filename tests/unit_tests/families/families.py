@@ -151,14 +151,18 @@ def save_with_module(folder: Path, name: str = "deepseek_v3", **overrides: Any) 
 
 
 @torch.no_grad()
-def with_module(folder: Path, name: str = "deepseek_v3", **overrides: Any) -> tuple[Any, PredictionModule]:
-    """(the base, its module) that `folder` then holds."""
+def with_module(
+    folder: Path, name: str = "deepseek_v3", modules: int = 1, **overrides: Any
+) -> tuple[Any, PredictionModule]:
+    """(the base, the first of its modules) that `folder` then holds."""
     model = save(name, folder, **overrides)
-    module, number = PredictionModule(model.config).eval(), model.config.num_hidden_layers
-    tensors = load_file(folder / "model.safetensors") | module.stored(number)
-    for own, base in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
-        tensors[f"model.layers.{number}.{own}.weight"] = tensors[f"{base}.weight"].clone()
+    made, first = [PredictionModule(model.config).eval() for _ in range(modules)], model.config.num_hidden_layers
+    tensors = load_file(folder / "model.safetensors")
+    for number, module in enumerate(made, first):
+        tensors |= module.stored(number)
+        for own, base in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+            tensors[f"model.layers.{number}.{own}.weight"] = tensors[f"{base}.weight"].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**raw, "num_nextn_predict_layers": 1}))
-    return model, module
+    (folder / "config.json").write_text(json.dumps({**raw, "num_nextn_predict_layers": modules}))
+    return model, made[0]

@@ -11,7 +11,7 @@ import pytest
 from megatron_spec.config import UserError
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.generation.prompts import Dialogue, Prompt, check_stop_ids, read_prompts
-from tests.unit_tests.decoding import setting
+from tests.unit_tests.decoding import tiny_models
 
 
 def _write(path: Path, *records: Any) -> Path:
@@ -24,7 +24,7 @@ def _said(prompt: Prompt) -> list[list[tuple[str, str]]]:
 
 
 def test_question_files(tmp_path: Path) -> None:
-    path = setting.write_questions(tmp_path / "mt.jsonl")
+    path = tiny_models.write_questions(tmp_path / "mt.jsonl")
     found = read_prompts(path)
     assert [p.identifier for p in found] == ["mt-1", "mt-2", "mt-7", "mt-9", "mt-10"]
     assert [p.category for p in found] == ["math", "math", "none", "none", "qa"]
@@ -80,7 +80,7 @@ def test_no_stop_token_is_refused() -> None:
 
 
 def test_dialogue_renders_history_with_the_tokenizers_template() -> None:
-    tokenizer = setting.chat_tokenizer()
+    tokenizer = tiny_models.chat_tokenizer()
     encoder = ChatEncoder(tokenizer)
     prompt = Prompt("p", "none", (({"role": "user", "content": "a"},), ({"role": "user", "content": "b"},)))
     dialogue = Dialogue(prompt)
@@ -97,7 +97,7 @@ def test_dialogue_renders_history_with_the_tokenizers_template() -> None:
 
 
 def test_dialogue_ends_at_a_cut_an_empty_or_an_impossible_round() -> None:
-    tokenizer = setting.chat_tokenizer()
+    tokenizer = tiny_models.chat_tokenizer()
     encoder = ChatEncoder(tokenizer)
     prompt = Prompt("p", "none", (({"role": "user", "content": "a"},), ({"role": "user", "content": "b"},)))
     cut, silent, long = Dialogue(prompt), Dialogue(prompt), Dialogue(prompt)

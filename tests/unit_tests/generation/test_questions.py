@@ -10,7 +10,7 @@ from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.generation import questions
 from megatron_spec.generation.questions import draw_questions, write_questions
 from tests.unit_tests.data.chat_fixtures import BRACKETS, CHATML, make_tokenizer
-from tests.unit_tests.decoding.setting import CHAT_CONFIG
+from tests.unit_tests.decoding.tiny_models import CHAT_CONFIG
 
 CONFIG = CHAT_CONFIG.replace(temperature=1.5, seed=3)
 

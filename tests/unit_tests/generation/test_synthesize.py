@@ -16,7 +16,7 @@ from megatron_spec.decoding.engine import decode
 from megatron_spec.generation import synthesize as module
 from megatron_spec.generation.prompts import Prompt
 from megatron_spec.generation.synthesize import read_records, synthesize, synthesize_to_file
-from tests.unit_tests.decoding.setting import CHAT_CONFIG
+from tests.unit_tests.decoding.tiny_models import CHAT_CONFIG
 
 
 @pytest.fixture(scope="module")

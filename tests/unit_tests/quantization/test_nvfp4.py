@@ -93,7 +93,7 @@ def test_exported_codes_are_what_training_sees(folder: Path, tmp_path: Path) -> 
     shared = {float(found[f"midlayer.self_attn.{n}_proj.weight_scale_2"]) for n in "qkv"}
     assert len(shared) == 1
     assert [f for f in check_folder(out, base=folder) if not f.warning] == []
-    again = load_exported_draft(out, 8, tiny.world)
+    again = load_exported_draft(out, tiny.reference.config, tiny.world)
     (features,) = tiny.source.features(tiny.batches[1])
     with torch.no_grad():
         losses = [d(features, tiny.base, OBJECTIVE).loss_T for d in (tiny.draft, again)]

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import ablate_drafts, acceptance_page, comparison
 from megatron_spec.config import UserError
 from megatron_spec.training.optimizer import wrap_ddp
-from tests.functional_tests.workshop import make_base, write_conversations
+from tests.functional_tests.script_helpers import make_base, write_conversations
 
 
 def write_questions(path: Path) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_spec.batch import Features
 from megatron_spec.config import EagleConfig, MedusaConfig, ObjectiveConfig
-from tests.unit_tests.drafts.stand_in import StandInEnds, plain_row_loss, plain_supervised
+from tests.unit_tests.drafts.plain_eagle3 import StandInEnds, plain_row_loss, plain_supervised
 
 VOCAB = 32
 
@@ -28,7 +28,7 @@ def rotate(x_SND: Tensor, positions_S: Tensor, theta: float) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-class PlainSibling:
+class PlainDraft:
     """One conversation at a time, from a dictionary of parameters."""
 
     def __init__(self, config: EagleConfig, parameters: dict[str, Tensor], ends: StandInEnds, ids: Tensor) -> None:

@@ -13,7 +13,7 @@ from megatron_spec.commands.plan import Cluster, plan
 from megatron_spec.config import BaseConfig, ObjectiveConfig, ParallelConfig, TrainConfig, UserError, presets
 from megatron_spec.planning.estimate import GIB, Place, draft_parameters, flops_per_token, memory
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LLAMA_405B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248,
     "num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256,

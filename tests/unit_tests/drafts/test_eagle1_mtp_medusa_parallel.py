@@ -13,10 +13,10 @@ from megatron_spec.batch import Features
 from megatron_spec.config import DraftConfig, MedusaConfig, ObjectiveConfig
 from megatron_spec.drafts.linear import Placement
 from megatron_spec.runtime import platform
-from tests.unit_tests.drafts.plain_siblings import VOCAB
-from tests.unit_tests.drafts.stand_in import StandInEnds
+from tests.unit_tests.drafts.plain_drafts import VOCAB
+from tests.unit_tests.drafts.plain_eagle3 import StandInEnds
+from tests.unit_tests.drafts.test_eagle1_mtp_medusa import CASES, batch_features, goal_of, vocabulary
 from tests.unit_tests.drafts.test_eagle_parallel import close
-from tests.unit_tests.drafts.test_siblings import CASES, batch_features, goal_of, vocabulary
 from tests.worlds import run_world
 
 NAMES = [n for n in CASES if n not in ("eagle1, one step", "3.1 fc_norm", "3.1 norm_output")]

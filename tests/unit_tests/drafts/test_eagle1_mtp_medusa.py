@@ -12,8 +12,8 @@ from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.eagle1 import feature_noise
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.runtime import distributed
-from tests.unit_tests.drafts.plain_siblings import VOCAB, PlainSibling, plain_medusa
-from tests.unit_tests.drafts.stand_in import (
+from tests.unit_tests.drafts.plain_drafts import VOCAB, PlainDraft, plain_medusa
+from tests.unit_tests.drafts.plain_eagle3 import (
     SMALL_VOCAB,
     StandInEnds,
     conversations,
@@ -92,7 +92,7 @@ def test_losses_and_gradients(name: str) -> None:
     else:
         noisy = config.algorithm == "eagle1" and goal.feature_noise > 0
         noise = feature_noise(f.batch, f.state_SBH, goal.feature_noise) if noisy else None
-        total, stats = PlainSibling(config, parameters, ends, draft.vocab.target_ids)(f, goal, noise)
+        total, stats = PlainDraft(config, parameters, ends, draft.vocab.target_ids)(f, goal, noise)
     losses = draft(f, ends, goal)
     assert stats[:, 3].min() > 0, "the example must supervise every step"
     close: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}

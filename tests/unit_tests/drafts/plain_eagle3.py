@@ -143,12 +143,23 @@ class PlainEagle:
         w = {name[len(self.prefixes[i]) :]: p for name, p in self.p.items() if name.startswith(self.prefixes[i])}
         S, N, G, D = len(h), config.num_attention_heads, config.num_key_value_heads, config.head_dim
         if i == 0:
-            x = torch.cat([_rms(e, w["input_layernorm.weight"], eps), _rms(h, w["hidden_norm.weight"], eps)], -1)
+            normed = _rms(h, w["hidden_norm.weight"], eps)
+            x = torch.cat([_rms(e, w["input_layernorm.weight"], eps), normed], -1)
+            h = normed if config.norm_before_residual else h
         else:
             x = _rms(h, w["input_layernorm.weight"], eps)
-        q = _rotate((x @ w["self_attn.q_proj.weight"].T).view(S, N, D), pos, config.rope.theta)
-        k = _rotate((x @ w["self_attn.k_proj.weight"].T).view(S, G, D), pos, config.rope.theta)
-        v = (x @ w["self_attn.v_proj.weight"].T).view(S, G, D)
+
+        def linear(y: Tensor, name: str) -> Tensor:
+            return y @ w[f"{name}.weight"].T + w.get(f"{name}.bias", torch.zeros((), dtype=y.dtype))
+
+        def rotated(name: str, heads: int) -> Tensor:
+            y = linear(x, f"self_attn.{name}_proj").view(S, heads, D)
+            y = _rms(y, w[f"self_attn.{name}_norm.weight"], eps) if config.qk_norm else y
+            size = int(D * config.rope.partial_rotary_factor)
+            turned = _rotate(y[..., :size], pos, config.rope.theta) * config.rope.attention_factor
+            return torch.cat([turned, y[..., size:]], -1)
+
+        q, k, v = rotated("q", N), rotated("k", G), linear(x, "self_attn.v_proj").view(S, G, D)
         seen.append((k, v))
         keys, values = torch.cat([k for k, _ in seen]), torch.cat([v for _, v in seen])
         out = []
@@ -156,17 +167,16 @@ class PlainEagle:
             g = n // (N // G)
             score = (q[:, n] @ keys[:, g].T / math.sqrt(D)).masked_fill(~mask, -math.inf)
             out.append(score.softmax(-1) @ values[:, g])
-        h = h + torch.cat(out, -1) @ w["self_attn.o_proj.weight"].T
+        h = h + linear(torch.cat(out, -1), "self_attn.o_proj")
         x = _rms(h, w["post_attention_layernorm.weight"], eps)
-        gated = F.silu(x @ w["mlp.gate_proj.weight"].T) * (x @ w["mlp.up_proj.weight"].T)
-        return h + gated @ w["mlp.down_proj.weight"].T
+        return h + linear(F.silu(linear(x, "mlp.gate_proj")) * linear(x, "mlp.up_proj"), "mlp.down_proj")
 
     def conversation(self, f: Features, b: int, objective: ObjectiveConfig, stats: Tensor) -> Tensor:
         """Weighted loss of row b of the batch; adds to stats [T, (loss, correct, overlap, rows)]."""
         batch, S, temperature = f.batch, f.batch.tokens_BS.shape[1], objective.temperature
         tokens, turns, documents = (x[b].tolist() for x in (batch.tokens_BS, batch.turns_BS, batch.documents_BS))
         z = f.state_SBH[:, b] @ self.ends.head.T
-        h = f.captures_SBC[:, b] @ self.p["fc.weight"].T
+        h = f.captures_SBC[:, b] @ self.p["fc.weight"].T + self.p.get("fc.bias", torch.zeros((), dtype=z.dtype))
         trunk = torch.tensor([[i <= j and documents[i] == documents[j] for i in range(S)] for j in range(S)])
         seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.prefixes]
         total = torch.zeros((), dtype=h.dtype)

@@ -44,7 +44,7 @@ class _Writer(TorchDispatchMode):
                 kept.copy_(value)
 
 
-class Tape:
+class CpuRecorder:
     """See `decoding.replay.Recorder`.
 
     Attributes:

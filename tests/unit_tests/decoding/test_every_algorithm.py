@@ -15,9 +15,9 @@ from megatron_spec.decoding.drafters import build_drafter
 from megatron_spec.decoding.engine import decode
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.vocab import DraftVocab
-from tests.unit_tests.decoding import setting
-from tests.unit_tests.decoding.setting import CONFIG, VOCAB
+from tests.unit_tests.decoding import tiny_models
 from tests.unit_tests.decoding.test_eagle import Recorder
+from tests.unit_tests.decoding.tiny_models import CONFIG, VOCAB
 
 KINDS = ("eagle1", "eagle3.1", "eagle-mtp", "medusa")
 LENGTH = CONFIG.max_draft_len
@@ -26,7 +26,7 @@ LENGTH = CONFIG.max_draft_len
 def config_of(kind: str, base: Any) -> DraftConfig:
     if kind == "medusa":
         return presets.medusa_config(base.config, num_heads=LENGTH)
-    overrides = {"capture_layer_ids": setting.CAPTURES} if kind == "eagle3.1" else {}
+    overrides = {"capture_layer_ids": tiny_models.CAPTURES} if kind == "eagle3.1" else {}
     return presets.eagle_config(base.config, kind, overrides)
 
 
@@ -111,17 +111,17 @@ def prepare_parallel(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """A base in `folder`, and of every kind of draft the weights and what they give in one process."""
     from megatron_spec.runtime import distributed
 
-    setting.save_tiny(folder, vocab_size=VOCAB + 1)
+    tiny_models.save_tiny(folder, vocab_size=VOCAB + 1)
     weights, alone = {}, {}
     for kind in KINDS:
-        base = setting.load(folder, distributed.initialize(), setting.CAPTURES if kind == "eagle3.1" else ())
+        base = tiny_models.load(folder, distributed.initialize(), tiny_models.CAPTURES if kind == "eagle3.1" else ())
         draft = new_draft(base, kind)
         with torch.no_grad():
             for n, p in draft.named_parameters():
                 if "linear" in n:
                     p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n))) * 0.05)
-        weights[kind] = setting.whole_weights(draft)
-        prompts = setting.prompts()[:3]
+        weights[kind] = tiny_models.whole_weights(draft)
+        prompts = tiny_models.prompts()[:3]
         alone[kind] = [(g.tokens, g.accepted_lengths) for g in decode(base, prompts, CONFIG, set(), draft=draft)]
     return weights, alone
 
@@ -136,11 +136,11 @@ def parallel(folder: str, weights: dict[str, dict[str, Tensor]]) -> dict[str, An
     world = distributed.initialize(ParallelConfig(tensor_model_parallel_size=2))
     found = {}
     for kind, values in weights.items():
-        base = setting.load(folder, world, setting.CAPTURES if kind == "eagle3.1" else ())
+        base = tiny_models.load(folder, world, tiny_models.CAPTURES if kind == "eagle3.1" else ())
         draft = new_draft(base, kind)
-        setting.set_weights(draft, values)
+        tiny_models.set_weights(draft, values)
         found[kind] = [
-            (g.tokens, g.accepted_lengths) for g in decode(base, setting.prompts()[:3], CONFIG, set(), draft=draft)
+            (g.tokens, g.accepted_lengths) for g in decode(base, tiny_models.prompts()[:3], CONFIG, set(), draft=draft)
         ]
     parallel_state.destroy_model_parallel()
     return found
@@ -148,4 +148,4 @@ def parallel(folder: str, weights: dict[str, dict[str, Tensor]]) -> dict[str, An
 
 def test_tensor_parallel_drafts_are_the_same(four_ranks: Any) -> None:
     for found in four_ranks.found:
-        assert found["siblings"] == four_ranks.siblings_alone
+        assert found["algorithms"] == four_ranks.algorithms_alone

@@ -5,6 +5,7 @@ S sequence, B micro-batch, H hidden.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from megatron_spec.config import UserError, presets
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export.check import check_folder
 from megatron_spec.export.load import load_exported_draft
+from megatron_spec.families import read_base_config
 from megatron_spec.ops.attention import AttentionPlan, attend
 from megatron_spec.runtime import distributed
-from tests.functional_tests.workshop import run_here, write_conversations
+from tests.functional_tests.script_helpers import run_here, write_conversations
+from tests.unit_tests.checkpoint.test_block_fp8 import to_fp8
 from tests.unit_tests.data.chat_fixtures import CHATML_MARKED, make_tokenizer
 from tests.unit_tests.families.families import PredictionModule, save, tokens, with_module
 
@@ -100,15 +103,71 @@ def test_the_module_through_the_chain(tmp_path: Path, world: Any) -> None:
     check_names_and_values(tmp_path, base)
     with pytest.raises(UserError, match="quantise the base alone"):
         run_here("quantize", "--load", tmp_path / "tuned", "--save", tmp_path / "fp8", "--data", data)
+    check_fp8_base(tmp_path, data)
     # The exported base ships the trained module: it can be taken from there again.
     run_here("convert_model", "--load", tmp_path / "out tuned" / "base", "--save", tmp_path / "again", *asked)
     again = load_checkpoint(tmp_path / "again", world).draft
     tuned = load_checkpoint(tmp_path / "tuned", world)
     same = zip(tuned.draft.named_parameters(), again.named_parameters(), strict=True)
     assert all(torch.equal(p.bfloat16(), q.bfloat16()) for (_, p), (_, q) in same)
-    exported = load_exported_draft(tmp_path / "out tuned" / "draft", 4, world)
+    exported = load_exported_draft(tmp_path / "out tuned" / "draft", read_base_config(base), world)
     pairs = zip(tuned.draft.named_parameters(), exported.named_parameters(), strict=True)
     assert all(torch.equal(p.bfloat16(), q.bfloat16()) for (_, p), (_, q) in pairs)
+
+
+def check_fp8_base(root: Path, data: Path) -> None:
+    """The trained module is in the fp8 base, in high precision."""
+    quantise(root, "tuned", data, "fp8_base_only")
+    run_here("export", "--load", root / "tuned fp8", "--export-dir", root / "out fp8", "--export-extra-modules")
+    module, base = (load_file(root / "out fp8" / part / "model.safetensors") for part in ("draft", "base"))
+    assert module and all(torch.equal(base[name], tensor) for name, tensor in module.items())
+    assert base["model.layers.3.mlp.experts.0.up_proj.weight"].dtype == torch.float8_e4m3fn
+    check_ignored(root / "out fp8" / "base", base)
+
+
+def quantise(root: Path, load: str, data: Path, policy: str) -> None:
+    run_here(
+        "quantize", "--load", root / load, "--save", root / f"{load} fp8", "--data", data, "--seq-length", 64,
+        "--calib-samples", 2, "--micro-batch-size", 1, "--export-quant-cfg", policy,
+    )  # fmt: skip
+
+
+def check_ignored(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """`ignore` names every matrix in high precision, and no other."""
+    ignored = json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"]
+    assert json.loads((folder / "hf_quant_config.json").read_text())["quantization"]["exclude_modules"] == ignored
+    for name, tensor in tensors.items():
+        if name.endswith(".weight") and tensor.dim() == 2:
+            listed = any(fnmatch.fnmatchcase(name.removesuffix(".weight"), pattern) for pattern in ignored)
+            assert listed == (tensor.dtype != torch.float8_e4m3fn), name
+    assert "model.layers.1.mlp.gate" in ignored
+
+
+def test_three_modules_of_an_fp8_base_are_exported_beside_another_draft(
+    tmp_path: Path, world: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = make_tokenizer(CHATML_MARKED)
+    data = write_conversations(tmp_path / "train.jsonl", 2)
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    with_module(tmp_path / "source", modules=3, vocab_size=len(tokenizer), eos_token_id=end,
+                max_position_embeddings=512)  # fmt: skip
+    to_fp8(tmp_path / "source", tmp_path / "base", tmp_path / "plain")
+    tokenizer.save_pretrained(tmp_path / "base")
+    medusa = ("--export-algorithm", "medusa", "--export-num-medusa-heads", 1)
+    run_here("convert_model", "--load", tmp_path / "base", "--save", tmp_path / "draft", *medusa)
+    quantise(tmp_path, "draft", data, "fp8_base_only")
+    out = tmp_path / "out"
+    run_here("export", "--load", tmp_path / "draft fp8", "--export-dir", out, "--export-extra-modules")
+    original, found = (load_file(f / "model.safetensors") for f in (tmp_path / "plain", out / "base"))
+    assert original.keys() == {n for n in found if not n.endswith(("weight_scale", "input_scale"))}
+    for name in (n for n in original if n.startswith(("model.layers.4.", "model.layers.5.", "model.layers.6."))):
+        wide = name.endswith("e_score_correction_bias")
+        assert torch.equal(found[name], original[name] if wide else original[name].bfloat16()), name
+    assert json.loads((out / "base" / "config.json").read_text())["num_nextn_predict_layers"] == 3
+    check_ignored(out / "base", found)
+    assert "ships 3 prediction modules" not in caplog.text
+    presets.own_mtp_config(inspect_base(tmp_path / "base").config)
+    assert "ships 3 prediction modules: the first is read" in caplog.text
 
 
 def check_names_and_values(root: Path, base: Path) -> None:

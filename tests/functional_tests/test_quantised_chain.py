@@ -14,7 +14,7 @@ from megatron_spec.commands.finetune import FinetuneRun, check_before_loading
 from megatron_spec.commands.quantize import quant_policy
 from megatron_spec.config import ObjectiveConfig, ParallelConfig, QuantConfig, TrainConfig, UserError
 from megatron_spec.export.check import check_folder
-from tests.functional_tests.workshop import make_base, write_conversations
+from tests.functional_tests.script_helpers import make_base, write_conversations
 from tests.worlds import run_world
 
 GOAL = ObjectiveConfig(ttt_steps=2)

@@ -1,0 +1,107 @@
+"""Rotary embedding of a config.json, for bases and drafts: read into `RopeConfig` and written back."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from megatron_spec.config.base import RopeConfig
+from megatron_spec.config.core import UserError
+
+log = logging.getLogger(__name__)
+
+ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+}
+"""What rope_scaling must hold, by supported type."""
+
+_SPELLINGS = {"su": "longrope"}
+"""Old names of types."""
+
+
+def mscale(factor: float, weight: float = 1.0) -> float:
+    """YaRN's growth of attention scores with the context (arXiv 2309.00071, section 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def rope_values(raw: dict[str, Any]) -> dict[str, Any]:
+    """Old files: rope_theta + rope_scaling; transformers 5: rope_parameters with both. rope_scaling wins, as there."""
+    values = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        if name in raw:
+            values.setdefault(name, raw[name])
+    return values
+
+
+def _attention_factor(kind: str, values: dict[str, Any], raw: dict[str, Any]) -> float:
+    given = values.get("attention_factor")
+    if given is not None:
+        return float(given)
+    original = values["original_max_position_embeddings"]
+    factor = values.get("factor") or raw.get("max_position_embeddings", original) / original
+    if kind == "longrope":
+        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    if values.get("mscale") and values.get("mscale_all_dim"):
+        return mscale(factor, values["mscale"]) / mscale(factor, values["mscale_all_dim"])
+    return mscale(factor)
+
+
+def read_rope(raw: dict[str, Any], where: str) -> RopeConfig:
+    """Rotary embedding of a config.json. Raises UserError for a type that is not known or lacks fields."""
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(raw.get(name) or {}, dict):
+            raise UserError(f"{where}: {name} is {raw[name]!r}, expected an object or null")
+    values = rope_values(raw)
+    _warn_of_contradiction(raw, where)
+    kind = values.get("rope_type", values.get("type", "default"))
+    kind = _SPELLINGS.get(kind, kind)
+    if kind not in ROPE_FIELDS:
+        raise UserError(f"{where}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_FIELDS)}")
+    missing = [name for name in ROPE_FIELDS[kind] if values.get(name) is None]
+    if missing:
+        raise UserError(f"{where}: rope type {kind!r} needs {', '.join(missing)} in rope_scaling")
+    found: dict[str, Any] = {name: values[name] for name in ROPE_FIELDS[kind]}
+    for name in ("factor", "low_freq_factor", "high_freq_factor"):
+        if name in found:
+            found[name] = float(found[name])
+    if kind == "longrope":
+        found |= {name: tuple(map(float, found[name])) for name in ("short_factor", "long_factor")}
+    if kind in ("yarn", "longrope"):
+        found["attention_factor"] = _attention_factor(kind, values, raw)
+    if kind == "yarn":
+        found |= {name: float(values[name]) for name in ("beta_fast", "beta_slow") if values.get(name)}
+        found["truncate"] = bool(values.get("truncate", True))
+    return RopeConfig(
+        theta=float(values.get("rope_theta", 10000.0)), type=kind,
+        partial_rotary_factor=float(values.get("partial_rotary_factor", 1.0)), **found,
+    )  # fmt: skip
+
+
+def _warn_of_contradiction(raw: dict[str, Any], where: str) -> None:
+    scaling, parameters = raw.get("rope_scaling"), raw.get("rope_parameters")
+    if not scaling or not parameters:
+        return
+    types = [x.get("rope_type", x.get("type", "default")) for x in (scaling, parameters)]
+    if types[0] != types[1]:
+        log.warning("%s: rope_scaling (%s) and rope_parameters (%s) differ; rope_scaling counts", where, *types)
+
+
+def rope_scaling_json(rope: RopeConfig) -> dict[str, Any] | None:
+    """What `rope_scaling` holds for this embedding; None for the default. `read_rope` reads it back as it was."""
+    if rope.type == "default":
+        return None
+    found: dict[str, Any] = {"rope_type": rope.type, **{name: getattr(rope, name) for name in ROPE_FIELDS[rope.type]}}
+    if rope.type == "longrope":
+        found |= {name: list(found[name]) for name in ("short_factor", "long_factor")}
+    if rope.type in ("yarn", "longrope"):
+        found["attention_factor"] = rope.attention_factor
+    if rope.type == "yarn":
+        found |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        if rope.attention_factor == mscale(rope.factor):
+            del found["attention_factor"]  # engines derive it from the factor and ignore the key
+    return found

@@ -1,0 +1,46 @@
+"""Drafts as others publish them, read into one configuration and one naming.
+
+A format is a class with `matches` and `read` in `FORMATS`; adding one makes it readable by validate.py, generate.py,
+convert_model.py --draft, make_serving_config.py and check_export.py alike. No torch here: names, shapes and small
+tensors are enough to say what a folder holds. `export.load` fills a draft from the result.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.export.formats.block import Block
+from megatron_spec.export.formats.eagle import Eagle, OwnModule
+from megatron_spec.export.formats.medusa import Medusa
+from megatron_spec.export.formats.reading import DraftProblems, Format, Problem, Reading, Source
+
+__all__ = ["FORMATS", "DraftProblems", "Format", "Problem", "Reading", "Source", "open_source", "read_draft"]
+
+FORMATS: list[Format] = [OwnModule(), Block(), Medusa(), Eagle()]
+"""Tried in this order; the first that matches reads the folder."""
+
+
+def open_source(folder: Path | str) -> Source:
+    """config.json and the tensors of a folder. Raises UserError when either is missing or damaged."""
+    return Source.open(Path(folder))
+
+
+def read_draft(source: Source | Path | str, base: BaseConfig | None = None) -> Reading:
+    """The draft that a folder holds; nothing in the folder is left unread.
+
+    Args:
+        base: the target: default captures depend on it, and the draft must fit it.
+
+    Raises:
+        DraftProblems: (a UserError) with everything in the folder that cannot be read as a draft, or does not fit.
+        UserError: the folder is no draft at all.
+    """
+    source = source if isinstance(source, Source) else open_source(source)
+    for form in FORMATS:
+        if form.matches(source):
+            return form.read(source, base)
+    raise UserError(
+        f"{source.folder}: found architectures {source.raw.get('architectures')!r}, expected a draft: EAGLE-1, "
+        "EAGLE-3, MTP or Medusa, as this package or another publishes them"
+    )

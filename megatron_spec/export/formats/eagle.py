@@ -1,0 +1,320 @@
+"""EAGLE-1, EAGLE-3 and MTP drafts of ModelOpt, SpecForge, speculators, SafeAILab, AngelSlim, vLLM, SGLang. No torch.
+
+H draft hidden, Ht target hidden, K captured layers, V target vocabulary, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from megatron_spec.config import BaseConfig, EagleConfig, UserError
+from megatron_spec.config.presets import default_capture_ids
+from megatron_spec.config.rope import read_rope
+from megatron_spec.config.structure import draft_tensors
+from megatron_spec.export import native_mtp
+from megatron_spec.export.formats.options import check_options
+from megatron_spec.export.formats.reading import (
+    DraftProblems,
+    Problem,
+    Reading,
+    Source,
+    check_all,
+    check_fits,
+    integer,
+    meaningless,
+)
+from megatron_spec.export.formats.vocabulary import check_map
+
+OPTIONS = ("norm_before_fc", "fc_norm", "norm_output")
+"""Keys of config.json that make EAGLE-3.1 of EAGLE-3; the last one is also an option of MTP."""
+CAPTURE_KEY = "eagle_aux_hidden_state_layer_ids"
+
+_LAYER = re.compile(
+    r"^(?:model\.)?(?:midlayer\.(?:(?P<mid>\d+)\.)?|layers\.(?P<layer>\d+)\.|additional_layers\.(?P<more>\d+)\.)(?P<rest>.+)$"
+)
+_RENAMED = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
+"""speculators' names of EAGLE-1."""
+_REASONS = {
+    "input_layernorm": "an EAGLE-1 draft has no such tensor: engines have no norm before its first layer",
+    "lm_head.weight": "this draft uses the target's head; one of its own is not supported",
+    "norm.weight": "an EAGLE-1 draft has no final norm",
+    "kv_a_proj": "drafts with latent attention are not supported",
+    "experts.": "drafts with a mixture of experts are not supported",
+    "parallel_draft_heads": "parallel draft heads are not supported: export the draft without them",
+    "medusa": "parallel draft heads are not supported: export the draft without them",
+    "mask_hidden": "this is a draft that proposes all tokens in one pass (P-EAGLE)",
+    "sinks": "attention sinks in a draft are not supported",
+}
+
+
+def flatten(raw: dict[str, Any]) -> dict[str, Any]:
+    """Keys of nested model descriptions at the top: speculators' layer, vLLM's old `model`."""
+    layer = raw.get("transformer_layer_config") or raw.get("model")
+    if not isinstance(layer, dict):
+        return raw
+    return {**{key: value for key, value in layer.items() if value is not None}, **raw}
+
+
+class OwnModule:
+    """The prediction module that a base ships, in the names of the base's files (`export.native_mtp`)."""
+
+    def matches(self, source: Source) -> bool:
+        """A base's config.json beside the module alone."""
+        return native_mtp.is_own_module(source.raw) and "model.embed_tokens.weight" not in source.entries
+
+    def read(self, source: Source, base: BaseConfig | None) -> Reading:
+        """See `Format`."""
+        config = native_mtp.read_config_json(source.raw)
+        names: dict[str, str | None] = {name: native_mtp.file_name(config, name) for name in draft_tensors(config)}
+        copies = dict.fromkeys(native_mtp.end_shapes(config), "a copy of the target's")
+        unused = {name: why for name, why in copies.items() if name in source.entries}
+        reading = Reading(source, config, names, unused | meaningless(source.entries))
+        problems = check_all(reading) + (check_fits(reading, base) if base is not None else [])
+        if problems:
+            raise DraftProblems(source.folder, problems)
+        return reading
+
+
+class Eagle:
+    """EAGLE-1, EAGLE-3 and MTP in every spelling."""
+
+    def matches(self, source: Source) -> bool:
+        """By the names of architectures or tensors."""
+        named = any(part in source.architectures for part in ("Eagle", "EAGLE", "MTP"))
+        stems = {name.removeprefix("model.") for name in source.entries}
+        inside = bool({"fc.weight", "fusion_fc.weight"} & stems) or any("eh_proj" in name for name in stems)
+        return named or "speculators_model_type" in source.raw or inside
+
+    def read(self, source: Source, base: BaseConfig | None) -> Reading:
+        """See `Format`."""
+        return _Folder(source, base).read()
+
+
+class _Folder:
+    """One folder on its way from the names of others to ours."""
+
+    def __init__(self, source: Source, base: BaseConfig | None) -> None:
+        self.source, self.base, self.raw = source, base, flatten(source.raw)
+        self.found = self._canonical()
+        self.problems: list[Problem] = []
+        self.unused = meaningless(source.entries)
+        kind = str(source.raw.get("speculators_model_type", "eagle3"))
+        if kind not in ("eagle", "eagle3"):
+            raise UserError(
+                f"{source.folder}: speculators_model_type {kind!r} is not supported: expected eagle or eagle3"
+            )
+        self.kind = self._kind()
+
+    def _canonical(self) -> dict[str, str]:
+        """Name without prefixes, layers numbered from 0 -> name in the folder. Twins stay unread."""
+        found: dict[str, str] = {}
+        for stored in sorted(self.source.entries):
+            name = stored
+            for theirs, ours in _RENAMED.items():
+                name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
+            if match := _LAYER.match(name):
+                number = match["mid"] or match["layer"] or (int(match["more"]) + 1 if match["more"] else 0)
+                name = f"layers.{number}.{match['rest']}"
+            found.setdefault(name.removeprefix("model."), stored)
+        return found
+
+    def _kind(self) -> str:
+        if "MTP" in self.source.architectures or any("eh_proj" in name for name in self.found):
+            return "eagle-mtp"
+        marks = {"layers.0.hidden_norm.weight", "d2t"} & self.found.keys()
+        mid = any(stored.removeprefix("model.").startswith("midlayer") for stored in self.found.values())
+        named = "Eagle3" in self.source.architectures or self.source.raw.get("speculators_model_type") == "eagle3"
+        return "eagle3" if marks or mid or named else "eagle1"
+
+    # ---- sizes and options
+
+    def _layers(self) -> int:
+        """Number of decoder layers. SafeAILab's files carry the number of the target's layers."""
+        held = 1 + max((int(n.split(".")[1]) for n in self.found if n.startswith("layers.")), default=0)
+        said = integer(self.raw, "num_hidden_layers", self.source, held)
+        foreign = "Eagle" not in self.source.architectures and self.kind != "eagle-mtp"
+        return held if held == 1 and foreign else said
+
+    def _shapes(self) -> dict[str, Any]:
+        raw, source = self.raw, self.source
+        H, heads = integer(raw, "hidden_size", source), integer(raw, "num_attention_heads", source)
+        embeds = self.base is not None and "embed_tokens.weight" in self.found  # only then may its width be its own
+        base_width = self.base.hidden_size if self.base is not None and embeds else H
+        target = integer(raw, "target_hidden_size", source, base_width if self.kind == "eagle3" else H)
+        V = integer(raw, "vocab_size", source)
+        head = self._shape("lm_head.weight")
+        rows = head[0] if head and self.kind == "eagle3" else V
+        return dict(
+            hidden_size=H,
+            intermediate_size=integer(raw, "intermediate_size", source),
+            num_attention_heads=heads,
+            num_key_value_heads=integer(raw, "num_key_value_heads", source, heads),
+            head_dim=integer(raw, "head_dim", source, H // heads),
+            vocab_size=V,
+            draft_vocab_size=integer(raw, "draft_vocab_size", source, rows) if self.kind == "eagle3" else V,
+            target_hidden_size=target,
+            max_position_embeddings=integer(raw, "max_position_embeddings", source, 2048),
+            num_hidden_layers=self._layers(),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope=self._rope(),
+        )
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self.source.entries[self.found[name]].shape if name in self.found else ()
+
+    def _rope(self) -> Any:
+        rope = read_rope(self.raw, str(self.source.folder / "config.json"))
+        if rope.type == "longrope":
+            self.problems.append(Problem("rope", "rope type longrope in a draft", "train it with another rope"))
+        return rope
+
+    def _flag(self, name: str) -> bool:
+        """An option at the top level or in eagle_config."""
+        nested = self.raw.get("eagle_config") or {}
+        inside = nested.get(name) if isinstance(nested, dict) else None
+        top = self.raw.get(name)
+        if top is not None and inside is not None and bool(top) != bool(inside):
+            found = f"config.json: top level and eagle_config disagree about {name}"
+            self.problems.append(Problem("config", found, "make them agree"))
+        return bool(top) or bool(inside)
+
+    def _tensor_options(self) -> dict[str, bool]:
+        """Options that the tensors themselves show."""
+        names = self.found
+        attention = any(re.search(r"self_attn\.[qkvo]_proj\.bias$", n) for n in names)
+        if not attention and self.raw.get("attention_bias"):
+            found = "config.json says attention_bias, but there are no such biases"
+            self.problems.append(Problem("bias", found, "make them agree"))
+        fc_bias = "fc.bias" in names and any(self.source.entries[names["fc.bias"]].raw())
+        if "fc.bias" in names and not fc_bias:
+            self.unused[names["fc.bias"]] = "zeros"
+        return {
+            "attention_bias": attention,
+            "mlp_bias": any(re.search(r"mlp\.\w+_proj\.bias$", n) for n in names),
+            "fc_bias": fc_bias,
+            "qk_norm": any(re.search(r"self_attn\.[qk]_norm\.weight$", n) for n in names),
+        }
+
+    def _captures(self, target_hidden: int) -> tuple[int, ...]:
+        """Outputs of base layers, from 0. The top level counts 'state after k layers', eagle_config 'output of j'."""
+        top = self.raw.get(CAPTURE_KEY) or None
+        nested_keys = self.raw.get("eagle_config")
+        nested = (nested_keys.get(CAPTURE_KEY) or None) if isinstance(nested_keys, dict) else None
+        shape = self._shape("fc.weight")
+        if len(shape) != 2 or shape[1] % target_hidden:
+            found = f"fc.weight is {list(shape)}: its width is no multiple of the target's hidden size {target_hidden}"
+            fix = "write target_hidden_size when the target's hidden size is not the draft's"
+            raise self.source.problem("shape" if shape else "missing", found if shape else "missing fc.weight", fix)
+        count = shape[1] // target_hidden
+        for ids in (top, nested):
+            if ids is not None and not (isinstance(ids, list) and all(isinstance(j, int) for j in ids)):
+                raise self.source.problem("capture_ids", f"{CAPTURE_KEY} is {ids!r}", "write a list of layers")
+        if top is not None and nested is not None and [j + 1 for j in nested] != top:
+            found = f"capture ids disagree: top-level ids {top} must be the nested ids {nested} plus one"
+            fix = "top level: 'state after k layers'; eagle_config: 'output of layer j, from 0', k = j + 1"
+            raise self.source.problem("capture_ids", found, fix)
+        ids = nested if nested is not None else [k - 1 for k in top] if top is not None else None
+        if ids is None:
+            return self._default_captures(count)
+        if len(ids) != count:
+            raise self.source.problem(
+                "capture_ids", f"{len(ids)} layer ids, but fc reads {count} captures", "make them agree"
+            )
+        return tuple(ids)
+
+    def _default_captures(self, count: int) -> tuple[int, ...]:
+        if count != 3:
+            found = f"fc reads {count} captures, but no layer ids are given"
+            raise self.source.problem("capture_ids", found, f"write {CAPTURE_KEY}, in both places")
+        return default_capture_ids(self.base.num_layers) if self.base is not None else (0, 1, 2)
+
+    # ---- the whole
+
+    def read(self) -> Reading:
+        """See `Format`."""
+        values = self._shapes()
+        values |= {"algorithm": self.kind, **self._tensor_options()}
+        options = {name: self._flag(name) for name in (*OPTIONS, "norm_before_residual")}
+        if self.kind == "eagle3":
+            values |= {"capture_layer_ids": self._captures(values["target_hidden_size"]), **options}
+            values["own_embed_tokens"] = "embed_tokens.weight" in self.found and not self._other_width(values)
+            values["algorithm"] = "eagle3.1" if any(options[name] for name in OPTIONS) else "eagle3"
+        elif self.kind == "eagle-mtp":
+            values["norm_output"] = options["norm_output"]
+        try:
+            config = EagleConfig.from_dict({k: v.to_dict() if k == "rope" else v for k, v in values.items()})
+        except UserError as e:
+            raise self.source.problem("config", f"config.json: {e}", "correct it") from None
+        self.problems += check_options(self.source, self.raw, self.kind == "eagle3")
+        reading = Reading(self.source, config, self._names(config), self.unused, captures_given=self._ids_given())
+        self._vocabulary(reading)
+        reasons = {} if config.reads_captures else _REASONS
+        reasons = reasons or {
+            part: why for part, why in _REASONS.items() if part not in ("input_layernorm", "norm.weight")
+        }
+        self.problems += check_all(reading, reasons)
+        if self.base is not None and not self.problems:
+            self.problems += check_fits(reading, self.base)
+        if self.problems:
+            raise DraftProblems(self.source.folder, self.problems)
+        return reading
+
+    def _other_width(self, values: dict[str, Any]) -> bool:
+        return bool(values["hidden_size"] != values["target_hidden_size"])
+
+    def _ids_given(self) -> bool:
+        nested = self.raw.get("eagle_config")
+        return bool(self.raw.get(CAPTURE_KEY) or (isinstance(nested, dict) and nested.get(CAPTURE_KEY)))
+
+    def _names(self, config: EagleConfig) -> dict[str, str | None]:
+        """Parameter -> tensor of the folder; biases that are not there add nothing."""
+        self._fold_twin_norms(config)
+        names: dict[str, str | None] = {}
+        for name in draft_tensors(config):
+            plain = re.sub(r"^midlayer\.", "layers.0.", name)
+            if plain in self.found:
+                names[name] = self.found[plain]
+            elif name.endswith(".bias"):
+                names[name] = None
+        for stored in ("t2d", "verifier_norm.weight", "verifier_lm_head.weight"):
+            if stored in self.found:
+                self.unused[self.found[stored]] = "follows from d2t" if stored == "t2d" else "a copy of the target's"
+        if not config.reads_captures and "embed_tokens.weight" in self.found:
+            self.unused[self.found["embed_tokens.weight"]] = "engines use the target's embedding"
+        return names
+
+    def _fold_twin_norms(self, config: EagleConfig) -> None:
+        """The one input norm of a later EAGLE-3 layer is called input_layernorm, hidden_norm, or both."""
+        for i in range(1, config.num_hidden_layers if config.reads_captures else 1):
+            one, other = f"layers.{i}.input_layernorm.weight", f"layers.{i}.hidden_norm.weight"
+            if other not in self.found:
+                continue
+            twin = self.found[other]
+            if one not in self.found:
+                self.found[one] = twin
+            elif self.source.entries[twin].raw() == self.source.entries[self.found[one]].raw():
+                self.unused[twin] = f"the same as {self.found[one]}"
+
+    def _vocabulary(self, reading: Reading) -> None:
+        config, entries = reading.config, self.source.entries
+        stored, marks = self.found.get("d2t"), self.found.get("t2d")
+        full = config.draft_vocab_size == config.vocab_size
+        if stored is None:
+            if not full:
+                found = (
+                    f"draft_vocab_size {config.draft_vocab_size} < vocab_size {config.vocab_size}, but d2t is missing"
+                )
+                fix = (
+                    "write d2t, int64 [draft_vocab_size]: target id - draft id; without it every drafted token is wrong"
+                )
+                self.problems.append(Problem("d2t", found, fix))
+            return
+        found_map = check_map(
+            entries[stored], entries[marks] if marks else None, config.draft_vocab_size, config.vocab_size
+        )
+        self.problems += found_map
+        if full and not found_map and not any(entries[stored].integers()):
+            self.unused[stored] = "draft ids are target ids"
+        else:
+            reading.d2t = stored

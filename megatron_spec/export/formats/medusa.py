@@ -1,0 +1,102 @@
+"""Medusa heads: the reference code's names, the same under a prefix, vLLM's, TensorRT-LLM's. No torch.
+
+What config.json leaves out follows from the tensors.
+"""
+
+from __future__ import annotations
+
+import re
+
+from megatron_spec.config import BaseConfig, MedusaConfig
+from megatron_spec.config.structure import draft_tensors
+from megatron_spec.export.formats.reading import (
+    DraftProblems,
+    Problem,
+    Reading,
+    Source,
+    check_all,
+    check_fits,
+    integer,
+    meaningless,
+)
+
+_PREFIX = r"^(?:model\.)?(?:medusa_heads?\.)?"
+_BLOCK = re.compile(
+    _PREFIX + r"(?:(\d+)\.(?:medusa_layers\.)?(\d+)\.linear|blocks\.(\d+)\.layers\.(\d+))\.(weight|bias)$"
+)
+_HEAD = re.compile(_PREFIX + r"(?:(\d+)\.(?:lm_head|\d+)|lm_heads\.(\d+))\.weight$")
+_REASONS = {
+    "token_map": "a Medusa draft with a reduced vocabulary (vLLM's truncated_vocab_size) is not supported",
+    "lm_head.weight": "a draft that carries the target's own head (original_lm_head) is not supported",
+}
+
+
+def canonical(name: str) -> str | None:
+    """The parameter that a tensor holds, or None."""
+    if found := _BLOCK.match(name):
+        head, layer = (found[1], found[2]) if found[1] is not None else (found[3], found[4])
+        return f"heads.{head}.blocks.{layer}.linear.{found[5]}"
+    if found := _HEAD.match(name):
+        return f"heads.{found[1] if found[1] is not None else found[2]}.lm_head.weight"
+    return None
+
+
+class Medusa:
+    """Medusa in all its spellings."""
+
+    def matches(self, source: Source) -> bool:
+        """By config.json, or by the names of the tensors."""
+        named = "Medusa" in source.architectures or source.raw.get("model_type") == "medusa"
+        return named or any(_BLOCK.match(name) for name in source.entries)
+
+    def read(self, source: Source, base: BaseConfig | None) -> Reading:
+        """See `Format`."""
+        names: dict[str, str | None] = {}
+        for stored in sorted(source.entries):
+            name = canonical(stored)
+            if name is not None and name not in names:
+                names[name] = stored
+        config = self._config(source, names)
+        for name in draft_tensors(config):
+            if name.endswith(".bias"):
+                names.setdefault(name, None)  # a block without biases adds nothing
+        reading = Reading(source, config, names, meaningless(source.entries))
+        problems = self._options(source) + self._counts(source, config) + check_all(reading, _REASONS)
+        problems = problems or (check_fits(reading, base) if base is not None else [])
+        if problems:
+            raise DraftProblems(source.folder, problems)
+        return reading
+
+    def _config(self, source: Source, names: dict[str, str | None]) -> MedusaConfig:
+        heads = {int(name.split(".")[1]) for name in names}
+        layers = {int(name.split(".")[3]) for name in names if ".blocks." in name}
+        first = names.get("heads.0.lm_head.weight")
+        if not heads or not layers or first is None:
+            raise source.problem("missing", "missing the tensors of head 0", "copy the folder again")
+        shape = source.entries[first].shape
+        width = integer(source.raw, "hidden_size", source, shape[-1])
+        vocab = integer(source.raw, "vocab_size", source, shape[0])
+        count = integer(source.raw, "medusa_num_heads", source, source.raw.get("num_heads") or max(heads) + 1)
+        default_layers = source.raw.get("num_hidden_layers") if "num_heads" in source.raw else None
+        depth = integer(source.raw, "medusa_num_layers", source, default_layers or max(layers) + 1)
+        return MedusaConfig(num_heads=count, hidden_size=width, vocab_size=vocab, num_layers=depth)
+
+    def _counts(self, source: Source, config: MedusaConfig) -> list[Problem]:
+        """Heads or blocks beyond those of config.json are unread tensors; say it once."""
+        found = [c for c in map(canonical, source.entries) if c is not None]
+        heads = 1 + max(int(c.split(".")[1]) for c in found)
+        if heads == config.num_heads:
+            return []
+        says = f"config.json says {config.num_heads} heads, the tensors hold {heads}"
+        return [Problem("missing" if heads < config.num_heads else "config", says, "make them agree")]
+
+    def _options(self, source: Source) -> list[Problem]:
+        problems = []
+        truncated = source.raw.get("truncated_vocab_size")
+        if truncated is not None and truncated != source.raw.get("vocab_size"):
+            found = f"truncated_vocab_size is {truncated}"
+            problems.append(Problem("option", found, "a Medusa draft with a reduced vocabulary is not supported"))
+        for key, neutral in (("original_lm_head", False), ("logit_scale", 1.0)):
+            if source.raw.get(key, neutral) != neutral:
+                problems.append(Problem("option", f"{key} is {source.raw[key]!r}", "not supported here"))
+        return problems

@@ -1,0 +1,229 @@
+"""What every format shares: the folder as it is, the result of reading it, and what can be wrong. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_spec.config import BaseConfig, DraftConfig, EagleConfig, UserError
+from megatron_spec.config.structure import draft_tensors
+from megatron_spec.export.tensor_files import Entry, read_entries
+from megatron_spec.runtime.files import read_json
+
+SCALES = ("weight_scale", "input_scale", "weight_scale_2")
+"""Of a quantised linear."""
+KV_SCALES = ("k_scale", "v_scale")
+"""Ranges of an fp8 KV cache, which change nothing where the cache is not in fp8."""
+_BUFFERS = re.compile(r"rotary_emb\.|\.inv_freq$")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that keeps a folder from being read.
+
+    Attributes:
+        rule: short name, as tools/check_export.py prints it.
+    """
+
+    rule: str
+    found: str
+    fix: str
+
+
+class DraftProblems(UserError):
+    """A folder that cannot be read as a draft, with all its problems."""
+
+    def __init__(self, folder: Path, problems: list[Problem]) -> None:
+        self.problems = problems
+        super().__init__(f"{folder}: " + "; ".join(f"{p.found} ({p.fix})" for p in problems[:4]))
+
+
+@dataclass
+class Source:
+    """A folder as it is: its config.json without nulls, and its tensors by name."""
+
+    folder: Path
+    raw: dict[str, Any]
+    entries: dict[str, Entry]
+
+    @staticmethod
+    def open(folder: Path) -> Source:
+        """Raises UserError when config.json or every tensor file is missing, or one is damaged."""
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such folder")
+        raw = read_json(folder / "config.json")
+        if not isinstance(raw, dict):
+            raise UserError(f"{folder / 'config.json'}: expected a JSON object, found {type(raw).__name__}")
+        return Source(folder, {k: v for k, v in raw.items() if v is not None}, read_entries(folder))
+
+    @property
+    def architectures(self) -> str:
+        """All names in `architectures`, in one string."""
+        return " ".join(map(str, self.raw.get("architectures") or []))
+
+    def problem(self, rule: str, found: str, fix: str) -> DraftProblems:
+        """An error with one problem."""
+        return DraftProblems(self.folder, [Problem(rule, found, fix)])
+
+
+@dataclass
+class Reading:
+    """A draft that was read.
+
+    Attributes:
+        config: of the draft.
+        names: name of a parameter (as in the draft's module) -> name of its tensor in the folder; None: zeros.
+        unused: tensors that mean nothing for the draft -> why.
+        d2t: name of the vocabulary map in the folder, or None.
+        captures_given: the folder names its capture layers.
+    """
+
+    source: Source
+    config: DraftConfig
+    names: dict[str, str | None]
+    unused: dict[str, str] = field(default_factory=dict)
+    d2t: str | None = None
+    captures_given: bool = False
+
+    @property
+    def target_ids(self) -> list[int] | None:
+        """Target id of every draft id, in the order of the folder; None where they are the same."""
+        if self.d2t is None:
+            return None
+        return [i + offset for i, offset in enumerate(self.source.entries[self.d2t].integers())]
+
+    def quantised(self) -> dict[str, str]:
+        """Linears of the draft stored in fp8 or nvfp4: name of the module -> stem of its tensors in the folder."""
+        found = {}
+        for name, stored in self.names.items():
+            if stored is not None and self.source.entries[stored].dtype in ("F8_E4M3", "U8"):
+                found[name.removesuffix(".weight")] = stored.removesuffix(".weight")
+        return found
+
+    def without_embedding(self, why: str) -> None:
+        """The embedding in the folder is the target's: the draft has none of its own."""
+        assert isinstance(self.config, EagleConfig)
+        stored = self.names.pop("embed_tokens.weight")
+        assert stored is not None
+        self.unused[stored] = why
+        self.config = self.config.replace(own_embed_tokens=False)
+
+
+class Format(Protocol):
+    """One way of writing drafts."""
+
+    def matches(self, source: Source) -> bool:
+        """True when the folder is of this format."""
+        ...
+
+    def read(self, source: Source, base: BaseConfig | None) -> Reading:
+        """Raises DraftProblems naming every tensor and option that cannot be read."""
+        ...
+
+
+def check_all(reading: Reading, reasons: dict[str, str] | None = None) -> list[Problem]:
+    """Tensors that are missing, misshapen or read by no part of the draft.
+
+    Args:
+        reasons: part of a tensor's name -> why the draft has no such tensor.
+    """
+    entries, table = reading.source.entries, draft_tensors(reading.config)
+    problems = []
+    lost = [stored or name for name in table for stored in [reading.names.get(name, name)] if _lost(reading, name)]
+    if lost:
+        problems.append(
+            Problem(
+                "missing", f"missing {', '.join(sorted(lost)[:8])} ({len(lost)})", "they are parameters of the draft"
+            )
+        )
+    for name, stored in reading.names.items():
+        if stored is None or stored not in entries or name not in table:
+            continue
+        shape = logical_shape(entries[stored])
+        if shape != table[name].shape:
+            problems.append(
+                Problem(
+                    "shape", f"{stored} is {list(shape)}, config.json says {list(table[name].shape)}",
+                    "make config.json and the tensor agree; rows that only pad the vocabulary must be cut off",
+                )
+            )  # fmt: skip
+    return problems + _scales(reading) + _unread(reading, reasons or {})
+
+
+def _lost(reading: Reading, name: str) -> bool:
+    if name not in reading.names:
+        return True
+    stored = reading.names[name]
+    return stored is not None and stored not in reading.source.entries
+
+
+def logical_shape(entry: Entry) -> tuple[int, ...]:
+    """Shape of the numbers, where nvfp4 packs two in a byte."""
+    return (*entry.shape[:-1], 2 * entry.shape[-1]) if entry.dtype == "U8" and entry.shape else entry.shape
+
+
+def _scales(reading: Reading) -> list[Problem]:
+    entries, problems = reading.source.entries, []
+    for stem in reading.quantised().values():
+        four_bits = entries[f"{stem}.weight"].dtype == "U8"
+        needed = ("weight_scale", "weight_scale_2") if four_bits else ("weight_scale", "input_scale")
+        missing = [f"{stem}.{kind}" for kind in needed if f"{stem}.{kind}" not in entries]
+        if missing:
+            problems.append(
+                Problem("fp8", f"{stem}.weight is quantised, but {', '.join(missing)} is missing", "write amax / 448")
+            )
+        wide = [f"{stem}.{k}" for k in needed if f"{stem}.{k}" in entries and not four_bits]
+        if any(entries[name].shape not in ((), (1,)) for name in wide):
+            problems.append(Problem("fp8", f"scales of {stem} are not one number", "quantise with per-tensor scales"))
+    return problems
+
+
+def _unread(reading: Reading, reasons: dict[str, str]) -> list[Problem]:
+    used = {stored for stored in reading.names.values() if stored is not None} | reading.unused.keys()
+    if reading.d2t is not None:
+        used.add(reading.d2t)
+    used |= {f"{stem}.{kind}" for stem in reading.quantised().values() for kind in SCALES}
+    unread = sorted(reading.source.entries.keys() - used)
+    if not unread:
+        return []
+    known = [f"{n}: {why}" for n in unread for part, why in reasons.items() if part in n]
+    fix = known[0] if known else "a draft of this kind has no such tensor; leaving it out would measure another draft"
+    return [Problem("unknown", f"found {', '.join(unread[:8])} ({len(unread)}), which cannot be read", fix)]
+
+
+def meaningless(names: Iterable[str]) -> dict[str, str]:
+    """Buffers and ranges that change nothing here -> why."""
+    found = {name: "a buffer, computed from config.json" for name in names if _BUFFERS.search(name)}
+    return found | {n: "a range of an fp8 KV cache" for n in names if n.rpartition(".")[2] in KV_SCALES}
+
+
+def integer(raw: dict[str, Any], key: str, source: Source, default: int | None = None) -> int:
+    """A positive whole number of config.json. Raises DraftProblems when it is missing or something else."""
+    value = raw.get(key, default)
+    if value is None:
+        raise source.problem("config", f"config.json lacks {key}", "copy it from the trained configuration")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise source.problem(
+            "config", f"config.json: {key} is {value!r}, expected a positive whole number", "correct it"
+        )
+    return value
+
+
+def check_fits(reading: Reading, base: BaseConfig) -> list[Problem]:
+    """What of a draft does not fit the target."""
+    config, problems = reading.config, []
+    target = config.target_hidden_size if isinstance(config, EagleConfig) else config.hidden_size
+    pairs = (("hidden size", target, base.hidden_size), ("vocabulary", config.vocab_size, base.vocab_size))
+    for what, found, expected in pairs:
+        if found != expected:
+            rule = "vocab_size" if what == "vocabulary" else "target_hidden_size"
+            fix = "take the draft of this target, or the target of this draft"
+            problems.append(Problem(rule, f"the draft is for a {what} of {found}, the target has {expected}", fix))
+    outside = [j for j in config.capture_layer_ids if not 0 <= j < base.num_layers]
+    if outside:
+        found_ids = f"layer outputs {list(config.capture_layer_ids)} do not all exist: the target has {base.num_layers}"
+        problems.append(Problem("capture_ids", f"{found_ids} layers", "take the draft of this target"))
+    return problems

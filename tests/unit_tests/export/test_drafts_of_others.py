@@ -1,0 +1,362 @@
+"""Drafts in the formats of others: one of ours, rewritten by hand, is read back as the draft it was, or refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_spec import api
+from megatron_spec.build import load_checkpoint
+from megatron_spec.checkpoint.base_import import inspect_base, load_base
+from megatron_spec.commands.convert import convert
+from megatron_spec.config import MedusaConfig, RopeConfig, UserError, presets
+from megatron_spec.config.rope import mscale
+from megatron_spec.drafts import build_draft
+from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.export.check import check_folder
+from megatron_spec.export.draft import export_draft
+from megatron_spec.export.load import load_draft, open_draft
+from megatron_spec.export.rewrite import rewrite
+from megatron_spec.export.served import check_exportable
+from megatron_spec.runtime import distributed
+from tests.unit_tests.base.tiny import save_tiny
+
+Tensors = dict[str, Tensor]
+Json = dict[str, Any]
+V = 64
+IDS = (1, 3, 4)
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}
+MODELOPT = {
+    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+    "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": 1,
+}  # fmt: skip
+
+
+class Home:
+    """A tiny base, and of each kind of draft our own export of it with every parameter away from its start."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.base = root, root / "base"
+        save_tiny(self.base, seed=2, num_hidden_layers=8, vocab_size=V, head_dim=8)
+        self.reference = inspect_base(self.base)
+        self.world = distributed.initialize()
+        self.ends = load_base(self.reference, self.world, IDS)
+        self.drafts: dict[str, Any] = {}
+        self.embedding = self.ends.embedding_weight[:V].detach().clone()
+
+    def export(self, name: str, algorithm: str, **overrides: Any) -> tuple[Json, Tensors]:
+        """config.json and tensors of a draft."""
+        if name not in self.drafts:
+            ids = (
+                torch.arange(0, V, 2) if algorithm == "eagle3" and not overrides.pop("full", False) else torch.arange(V)
+            )
+            vocab = DraftVocab(ids, V)
+            config: Any = presets.medusa_config(self.reference.config, 3)
+            if algorithm != "medusa":
+                asked = {"draft_vocab_size": len(vocab), **overrides}
+                config = presets.eagle_config(self.reference.config, algorithm, asked)
+            draft = build_draft(config, vocab, self.world, torch.float32)
+            draft.initialize(self.ends, seed=4)
+            with torch.no_grad():
+                for i, p in enumerate(draft.parameters()):
+                    p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+            export_draft(draft, self.reference, self.root / name, None, self.world, dtype="float32", ends=self.ends)
+            self.drafts[name] = draft
+        file = "medusa_lm_head.safetensors" if algorithm == "medusa" else "model.safetensors"
+        raw = json.loads((self.root / name / "config.json").read_text())
+        return raw, load_file(self.root / name / file)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    return Home(tmp_path_factory.mktemp("drafts"))
+
+
+def write(folder: Path, raw: Json, tensors: Tensors, file: str = "model.safetensors") -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw))
+    stored = {n: t.clone().contiguous() for n, t in tensors.items()}
+    if file.endswith("safetensors"):
+        save_file(stored, folder / file)
+    else:
+        torch.save(stored, folder / file)
+    return folder
+
+
+def drop(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {n: x for n, x in values.items() if n not in names}
+
+
+def numbered(tensors: Tensors) -> Tensors:
+    return {n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}
+
+
+def prefixed(tensors: Tensors) -> Tensors:
+    return {n if n in ("d2t", "t2d", "lm_head.weight") else f"model.{n}": t for n, t in tensors.items()}
+
+
+def shuffled(tensors: Tensors) -> Tensors:
+    """The same draft with its vocabulary in another order."""
+    order = torch.randperm(len(tensors["d2t"]), generator=torch.Generator().manual_seed(0))
+    targets = tensors["d2t"] + torch.arange(len(order))
+    d2t = targets[order] - torch.arange(len(order))
+    return {**tensors, "lm_head.weight": tensors["lm_head.weight"][order], "d2t": d2t}
+
+
+def speculators(raw: Json) -> Json:
+    layer = {k: raw[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+                                 "head_dim", "num_hidden_layers", "rms_norm_eps", "vocab_size")}  # fmt: skip
+    layer |= {
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": raw["rope_theta"]},
+    }
+    return {
+        "architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "norm_before_residual": False,
+        "draft_vocab_size": raw["draft_vocab_size"], "target_hidden_size": None, "transformer_layer_config": layer,
+    }  # fmt: skip
+
+
+Change = Callable[[Json, Tensors], tuple[Json, Tensors]]
+READ: dict[str, tuple[str, Change, str]] = {
+    # name: (kind, what others write, file)
+    "no t2d, any order": ("eagle3", lambda c, t: (c, drop(shuffled(t), "t2d")), ""),
+    "modelopt": (
+        "eagle3",
+        lambda c, t: ({**c, "eagle_config": MODELOPT, "pretraining_tp": None}, drop(numbered(shuffled(t)), "t2d")), "",
+    ),
+    "specforge": ("eagle3", lambda c, t: (drop(c, "head_dim", "draft_vocab_size"), t), ""),
+    "safeailab eagle3": (
+        "eagle3", lambda c, t: ({**drop(c, "head_dim"), "architectures": ["LlamaForCausalLM"]}, t), "pytorch_model.bin"
+    ),
+    "layers of the base": (
+        "eagle3", lambda c, t: ({**c, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 8}, t), ""
+    ),
+    "angelslim": ("eagle3", lambda c, t: ({**c, "architectures": ["Eagle3LlamaForCausalLM"]}, t), ""),
+    "prefix": ("eagle3", lambda c, t: (c, prefixed(t)), ""),
+    "nulls": ("eagle3", lambda c, t: ({**c, "rope_scaling": None, "head_dim": None, "eagle_config": None}, t), ""),
+    "rope_parameters": (
+        "eagle3", lambda c, t: ({**drop(c, "rope_theta"), "rope_parameters": {"rope_theta": c["rope_theta"]}}, t), ""
+    ),
+    "buffers": ("eagle3", lambda c, t: (c, {**t, "midlayer.self_attn.rotary_emb.inv_freq": torch.ones(2)}), ""),
+    "zero fc bias": ("eagle3", lambda c, t: (c, {**t, "fc.bias": torch.zeros(c["hidden_size"])}), ""),
+    "speculators": ("eagle3", lambda c, t: (speculators(c), numbered(t)), ""),
+    "full, no key": ("full", lambda c, t: (drop(c, "draft_vocab_size"), t), ""),
+    "full, zero d2t": ("full", lambda c, t: (c, {**t, "d2t": torch.zeros(V, dtype=torch.int64)}), ""),
+    "two, input_layernorm": ("two", lambda c, t: (c, drop(t, "layers.1.hidden_norm.weight")), ""),
+    "two, hidden_norm": ("two", lambda c, t: (c, drop(t, "layers.1.input_layernorm.weight")), ""),
+    "two, midlayer": ("two", lambda c, t: (c, {n.replace("layers.", "midlayer."): x for n, x in t.items()}), ""),
+    "narrow, no key": ("narrow", lambda c, t: (drop(c, "target_hidden_size"), numbered(t)), ""),
+    "eagle1": (
+        "eagle1", lambda c, t: ({**c, "architectures": ["LlamaForCausalLM"]}, drop(t, "fc.bias")), "pytorch_model.bin"
+    ),
+    "eagle1 of vllm": (
+        "eagle1", lambda c, t: ({"architectures": ["EAGLEModel"], "model": drop(c, "architectures")}, t), ""
+    ),
+    "medusa, no sizes": (
+        "medusa", lambda c, t: ({"medusa_num_heads": 3, "medusa_num_layers": 1}, t), "medusa_lm_head.pt"
+    ),
+    "medusa of vllm": (
+        "medusa",
+        lambda c, t: (
+            {"model_type": "medusa", "num_heads": 3, "num_hidden_layers": 1},
+            {**{f"blocks.{h}.layers.0.{x}": t[f"{h}.0.linear.{x}"] for h in range(3) for x in ("weight", "bias")},
+             **{f"lm_heads.{h}.weight": t[f"{h}.1.weight"] for h in range(3)}},
+        ), "",
+    ),
+    "medusa, prefix": ("medusa", lambda c, t: (c, {f"medusa_heads.{n}": x for n, x in t.items()}), ""),
+}  # fmt: skip
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle3": ("eagle3", {}), "full": ("eagle3", {"full": True}), "two": ("eagle3", {"num_hidden_layers": 2}),
+    "narrow": ("eagle3", {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}),
+    "eagle1": ("eagle1", {}), "medusa": ("medusa", {}),
+    "options": ("eagle3", {"qk_norm": True, "attention_bias": True, "norm_before_residual": True,
+                           "own_embed_tokens": True}),
+    "yarn": ("eagle3", {"rope_scaling": YARN}),
+}  # fmt: skip
+
+
+def same(found: Any, expected: Any) -> None:
+    assert found.vocab == expected.vocab
+    names = dict(expected.named_parameters())
+    assert names.keys() == dict(found.named_parameters()).keys()
+    for name, p in found.named_parameters():
+        torch.testing.assert_close(p, names[name], rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_draft_of_others_is_the_draft_it_was(home: Home, tmp_path: Path, name: str) -> None:
+    """Read, and written again by --fix, which breaks no rule of any engine that loads its kind."""
+    kind, change, file = READ[name]
+    algorithm, overrides = KINDS[kind]
+    raw, tensors = home.export(kind, algorithm, **overrides)
+    folder = write(tmp_path / "d", *change(raw, tensors), file or "model.safetensors")
+    same(load_draft(open_draft(folder, home.reference), home.world), home.drafts[kind])
+    rewrite(folder, home.reference, tmp_path / "fixed")
+    again = load_draft(open_draft(tmp_path / "fixed", home.reference), home.world)
+    same(again, home.drafts[kind])
+    assert [f for f in check_folder(tmp_path / "fixed", base=home.base) if not f.warning] == []
+    assert json.loads((tmp_path / "fixed" / "config.json").read_text())["architectures"] == (raw["architectures"]), (
+        "our own spelling"
+    )
+
+
+@pytest.mark.parametrize("kind", ["options", "yarn"])
+def test_options_come_back_from_an_export(home: Home, kind: str) -> None:
+    algorithm, overrides = KINDS[kind]
+    home.export(kind, algorithm, **overrides)
+    found = load_draft(open_draft(home.root / kind, home.reference), home.world)
+    same(found, home.drafts[kind])
+    changes = {"init_from_base_layer", "fc_init", "initializer_range", "max_position_embeddings"}
+    one, two = (drop(x.config.to_dict(), *changes) for x in (found, home.drafts[kind]))
+    assert one == two
+    if kind == "options":
+        broken = {f.rule: f.engines for f in check_folder(home.root / kind, base=home.base) if not f.warning}
+        assert broken["qk_norm"] == ("trtllm", "sglang") and "norm_before_residual" in broken
+
+
+def test_yarn_keeps_its_attention_factor(home: Home, tmp_path: Path) -> None:
+    raw, tensors = home.export("eagle3", "eagle3")
+    folder = write(tmp_path / "d", {**raw, "rope_scaling": YARN}, tensors)
+    draft = load_draft(open_draft(folder, home.reference), home.world)
+    assert draft.config.rope == RopeConfig(  # type: ignore[union-attr]
+        theta=raw["rope_theta"], type="yarn", factor=32.0, original_max_position_embeddings=64,
+        attention_factor=mscale(32.0),
+    )  # fmt: skip
+    cos, sin = draft.rotary(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1))  # type: ignore[operator]
+    assert float(cos.max()) == pytest.approx(mscale(32.0)) and not sin.any()
+
+
+def test_the_embedding_of_the_target_is_not_the_drafts_own(home: Home, tmp_path: Path) -> None:
+    raw, tensors = home.export("eagle3", "eagle3")
+    folder = write(tmp_path / "copy", raw, {**tensors, "embed_tokens.weight": home.embedding.bfloat16()})
+    same(load_draft(open_draft(folder, home.reference), home.world), home.drafts["eagle3"])
+    other = torch.randn(home.embedding.shape, generator=torch.Generator().manual_seed(9))
+    folder = write(tmp_path / "own", raw, {**tensors, "embed_tokens.weight": other})
+    draft: Any = load_draft(open_draft(folder, home.reference), home.world)
+    assert draft.config.own_embedding and torch.equal(draft.embed_tokens.weight, other)
+    raw, tensors = home.export("eagle1", "eagle1")
+    folder = write(tmp_path / "one", raw, {**tensors, "embed_tokens.weight": home.embedding})
+    same(load_draft(open_draft(folder, home.reference), home.world), home.drafts["eagle1"])
+    folder = write(tmp_path / "two", raw, {**tensors, "embed_tokens.weight": other})
+    with pytest.raises(UserError, match="is not the target's embedding"):
+        open_draft(folder, home.reference)
+
+
+ONE = torch.ones
+REFUSED: dict[str, tuple[str, Change, str]] = {
+    "second layer": (
+        "eagle3", lambda c, t: (c, t | {n.replace("midlayer", "layers.1"): x for n, x in t.items() if "mid" in n}),
+        "layers.1",
+    ),
+    "input norm of EAGLE-1": ("eagle1", lambda c, t: (c, {**t, "layers.0.input_layernorm.weight": ONE(32)}), "no norm"),
+    "parallel heads": ("eagle3", lambda c, t: ({**c, "eagle_config": {"parallel_draft_step": 3}}, t), "parallel draft"),
+    "no captures": ("eagle3", lambda c, t: ({**c, "eagle_config": {"use_aux_hidden_state": False}}, t), "last state"),
+    "unknown option": ("eagle3", lambda c, t: ({**c, "eagle_config": {"new": 1}}, t), "holds new"),
+    "activation": ("eagle3", lambda c, t: ({**c, "hidden_act": "gelu"}, t), "hidden_act"),
+    "window": ("eagle3", lambda c, t: ({**c, "sliding_window": 8}, t), "sliding_window"),
+    "biases announced": ("eagle3", lambda c, t: ({**c, "attention_bias": True}, t), "no such biases"),
+    "no head": ("eagle3", lambda c, t: (c, drop(t, "lm_head.weight")), "missing lm_head.weight"),
+    "no map": ("eagle3", lambda c, t: (c, drop(t, "d2t", "t2d")), "d2t is missing"),
+    "width": ("eagle3", lambda c, t: ({**c, "intermediate_size": 40}, t), "gate_proj.weight is"),
+    "captures": (
+        "eagle3", lambda c, t: ({**c, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}, t), "2 layer"
+    ),
+    "text for a number": ("eagle3", lambda c, t: ({**c, "hidden_size": "32"}, t), "whole number"),
+    "rope of another type": ("eagle3", lambda c, t: ({**c, "rope_scaling": "yarn"}, t), "rope_scaling is 'yarn'"),
+    "narrow, no embedding": ("narrow", lambda c, t: (c, drop(t, "embed_tokens.weight")), "missing embed_tokens"),
+    "heads in config": ("medusa", lambda c, t: ({**c, "medusa_num_heads": 2}, t), "the tensors hold 3"),
+    "more heads": ("medusa", lambda c, t: ({**c, "medusa_num_heads": 5}, t), "the tensors hold 3"),
+    "token map": ("medusa", lambda c, t: (c, {**t, "token_map": ONE(3)}), "token_map"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_read_is_refused_by_reader_and_checker(home: Home, tmp_path: Path, name: str) -> None:
+    kind, change, message = REFUSED[name]
+    algorithm, overrides = KINDS[kind]
+    folder = write(tmp_path / "d", *change(*home.export(kind, algorithm, **overrides)))
+    with pytest.raises(UserError, match=message):
+        open_draft(folder, home.reference)
+    assert [f for f in check_folder(folder, base=home.base) if not f.warning]
+
+
+def test_a_draft_beside_another_base(home: Home, tmp_path: Path) -> None:
+    home.export("eagle3", "eagle3")
+    save_tiny(tmp_path / "wide", seed=2, num_hidden_layers=8, vocab_size=V, hidden_size=48)
+    with pytest.raises(UserError, match="hidden size of 32, the target has 48"):
+        open_draft(home.root / "eagle3", inspect_base(tmp_path / "wide"))
+    save_tiny(tmp_path / "more", seed=2, num_hidden_layers=8, vocab_size=V + 2)
+    with pytest.raises(UserError, match=f"vocabulary of {V}, the target has {V + 2}"):
+        open_draft(home.root / "eagle3", inspect_base(tmp_path / "more"))
+
+
+def test_shards_and_both_files(home: Home, tmp_path: Path) -> None:
+    """An index names the files; a file it does not name, or a .bin beside safetensors, is not read."""
+    raw, tensors = home.export("eagle3", "eagle3")
+    names = sorted(tensors)
+    folder = write(tmp_path / "d", raw, {n: tensors[n] for n in names[:5]}, "model-00001-of-00002.safetensors")
+    save_file({n: tensors[n] for n in names[5:]}, folder / "model-00002-of-00002.safetensors")
+    save_file({"spare": ONE(2)}, folder / "optimizer.safetensors")
+    weight_map = {n: f"model-0000{1 if n in names[:5] else 2}-of-00002.safetensors" for n in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    same(load_draft(open_draft(folder, home.reference), home.world), home.drafts["eagle3"])
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(UserError, match="named in model"):
+        open_draft(folder, home.reference)
+
+
+def test_medusa_sizes_come_from_tensors(home: Home, tmp_path: Path) -> None:
+    _, tensors = home.export("medusa", "medusa")
+    config = open_draft(write(tmp_path / "d", {}, tensors, "medusa_lm_head.pt"), home.reference).config
+    assert config == MedusaConfig(num_heads=3, hidden_size=home.reference.config.hidden_size, vocab_size=V)
+    shutil.rmtree(tmp_path / "d")
+
+
+def test_train_on_from_a_published_draft(home: Home, tmp_path: Path) -> None:
+    """convert_model.py --draft and convert(draft=...) give the draft of the folder, which exports as it was."""
+    raw, tensors = home.export("eagle3", "eagle3")
+    folder = write(tmp_path / "d", raw, drop(numbered(shuffled(tensors)), "t2d"))
+    convert(str(home.base), str(tmp_path / "checkpoint"), draft=str(folder))
+    loaded = load_checkpoint(tmp_path / "checkpoint", home.world)
+    same(loaded.draft, home.drafts["eagle3"])
+    model = api.convert(home.ends, base_path=home.base, draft=folder)
+    same(model.draft, home.drafts["eagle3"])
+    api.export_draft(model, tmp_path / "out", dtype="float32")
+    again = load_file(tmp_path / "out" / "model.safetensors")
+    assert again.keys() == tensors.keys() and all(torch.equal(again[n], tensors[n]) for n in tensors)
+    with pytest.raises(UserError, match="leave --draft-vocab out"):
+        convert(str(home.base), str(tmp_path / "other"), draft=str(folder), draft_vocab="x")
+    with pytest.raises(UserError, match="give no drafts and no vocab"):
+        api.convert(home.ends, [("eagle", {})], base_path=home.base, draft=folder)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"rope": {"type": "yarn", "factor": 4.0, "attention_factor": 1.5}}, "engines take 1.13863 for factor 4.0"),
+        ({"fc_bias": True, "qk_norm": True}, "qk_norm with fc_bias: no engine"),
+        ({"rope_scaling": {"rope_type": "yarn", "factr": 4.0}}, "did you mean 'factor'"),
+    ],
+)  # fmt: skip
+def test_what_export_cannot_write_is_refused_at_convert(home: Home, tmp_path: Path, asked: Json, message: str) -> None:
+    (tmp_path / "draft.json").write_text(json.dumps(asked))
+    with pytest.raises(UserError, match=message):
+        convert(str(home.base), str(tmp_path / "c"), eagle_config=str(tmp_path / "draft.json"))
+
+
+def test_what_engines_will_not_do_is_said_at_convert(home: Home) -> None:
+    base = home.reference.config
+    last = presets.eagle_config(base, "eagle3", {"capture_layer_ids": [1, 7]})
+    assert "SGLang never delivers" in check_exportable(last, base)[0]
+    assert "no engine loads an eagle-mtp" in check_exportable(presets.eagle_config(base, "eagle-mtp"), base)[0]
+    assert check_exportable(presets.eagle_config(base), base) == []
+    assert "only vllm computes" in check_exportable(presets.eagle_config(base, "eagle3", {"qk_norm": True}), base)[0]
