@@ -1,11 +1,14 @@
-# make setup | test | test-kernels | test-gpu | test-engines | quality | demo. PYTHON chooses the interpreter (3.10-3.12); without make see tools/*.sh.
+# make setup | check | test | test-kernels | test-gpu | test-engines | quality | demo. PYTHON chooses the interpreter (3.10-3.12); without make see tools/*.sh.
 BIN := .venv/bin
 PYTEST_ARGS ?=
 
-.PHONY: setup test test-kernels test-gpu test-engines quality format demo clean
+.PHONY: setup check test test-kernels test-gpu test-engines quality format demo clean
 
 setup:
 	@bash tools/setup_venv.sh
+
+check: setup
+	@bash tools/check.sh $(PYTEST_ARGS)
 
 test:
 	@bash tools/test.sh $(PYTEST_ARGS)

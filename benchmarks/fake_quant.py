@@ -45,7 +45,7 @@ def make_parser() -> cli.Parser:
 
 
 def timed(run: Callable[[], Any], repeats: int) -> float:
-    """Median seconds of a call, behind one that warms up."""
+    """Median seconds of a call, after one that warms up."""
     run()
     times = []
     for _ in range(repeats):

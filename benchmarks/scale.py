@@ -4,7 +4,7 @@
     python benchmarks/scale.py --gpus 2 --tiny                     # the same in miniature, on CPUs
     torchrun --nproc-per-node 4 benchmarks/scale.py pp4 --model 70b --no-equality --output large.json
 
-A layout is written tp2pp2cp1, sp behind it for sequence parallelism, te for Transformer Engine's layers, @16384x1 for
+A layout is written tp2pp2cp1, then sp for sequence parallelism, te for Transformer Engine's layers, @16384x1 for
 another sequence length and micro-batch size of the throughput; what is left is data parallel. Equality: a small model
 with weights on disk, in fp32 and bf16; throughput: random weights and every token supervised. `--reference` is written
 by the layout `one` and read by the others; --gpus does both, in processes of its own (`scale_proof.py`).

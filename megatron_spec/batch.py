@@ -1,4 +1,4 @@
-"""The two small dataclasses that travel through the house: `Batch` (tokens) and `Features` (what the base says).
+"""The two dataclasses that everything passes on: `Batch` (tokens) and `Features` (what the base computed for them).
 
 S sequence, B micro-batch, H base hidden size, K captured layers, C = K * H.
 """
@@ -25,12 +25,12 @@ class Batch:
         positions_BS: int64 rotary positions, restarting at 0 in every document.
         turns_BS: int32 supervision: 0 for tokens that are not supervised (system, user, padding), and a number
             greater than 0 that is unique in the row for the tokens of each assistant turn (its end-of-turn token
-            included). `m[j]` of ALGORITHMS is `turns[j] > 0`.
+            included).
         documents_BS: int32 document number inside the row, from 0; -1 for padding.
         sample_ids: indices in the dataset of the samples in each row, in order (features on disk are found by them).
         context: which rows of the sequence this rank computes, when several share it; the tensors here are whole on
             every rank, only activations are spread.
-        host: the same tensors in the host's memory, when they lie on a GPU: what is counted there makes nobody wait.
+        host: the same tensors in the host's memory, when they are on a GPU: counting there avoids a synchronisation.
     """
 
     tokens_BS: Tensor
@@ -46,7 +46,7 @@ class Batch:
 
     @property
     def single_document(self) -> bool:
-        """True when every row holds one document that starts at 0 (padding only behind it)."""
+        """True when every row holds one document that starts at 0 (padding only after it)."""
         return int((self.host or self).documents_BS.max()) <= 0
 
     @property
@@ -83,8 +83,8 @@ class Features:
             parallelism the first axis holds this rank's S / TP rows, under context parallelism those of `batch.context`
             (and S / CP / TP under both).
         state_SBH: [S, B, H] base state after its final norm: what the base head reads. Sharded as captures.
-        argmax_SB: int64 [S, B] target id that the base itself would say (never sharded), when somebody has computed it
-            already: the teacher then needs no product with the whole vocabulary.
+        argmax_SB: int64 [S, B] the base's argmax (never sharded), where it was computed already: the teacher then needs
+            no product with the whole vocabulary.
     """
 
     batch: Batch
@@ -93,5 +93,5 @@ class Features:
     argmax_SB: Tensor | None = None
 
     def argmax_of(self, rows_U: Tensor) -> Tensor | None:
-        """[U] the base's choices at flattened rows (s * B + b), when known."""
+        """[U] the base's argmax at flattened rows (s * B + b), when known."""
         return None if self.argmax_SB is None else self.argmax_SB.flatten()[rows_U]

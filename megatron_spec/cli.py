@@ -203,15 +203,19 @@ def setup_logging() -> None:
     warnings.filterwarnings("ignore", message=r"(?s).*(Transformer Engine|Apex|apex).*not installed.*")
 
 
-def run(parser: Parser, main: Callable[[argparse.Namespace], None], argv: Sequence[str] | None = None) -> NoReturn:
-    """Parse, run and leave. Exit code 0: done; 2: the user can mend it (no traceback); 1: a bug (traceback)."""
+def run(
+    parser: Parser, main: Callable[[argparse.Namespace], int | None], argv: Sequence[str] | None = None
+) -> NoReturn:
+    """Parse, run and leave. Exit code 0: done; 2: user error (no traceback); 1: a bug (traceback), or what `main`
+    returned."""
     args = parser.parse_args(argv)
     setup_logging()
+    code: int | None = 0
     try:
         from megatron_spec.runtime.platform import check_optional_packages
 
         check_optional_packages()
-        main(args)
+        code = main(args)
     except UserError as e:
         _leave(2, f"{parser.prog}: error: {e}")
     except KeyboardInterrupt:
@@ -221,7 +225,7 @@ def run(parser: Parser, main: Callable[[argparse.Namespace], None], argv: Sequen
             _leave(2, f"{parser.prog}: error: {e.filename or 'writing'}: {e.strerror}")
         log.exception("rank %d failed", rank())
         _leave(1, "", f"{type(e).__name__}: {e}")
-    _leave(0, "")
+    _leave(code or 0, "")
 
 
 def _leave(code: int, message: str, error: str = "") -> NoReturn:
@@ -235,7 +239,7 @@ def _leave(code: int, message: str, error: str = "") -> NoReturn:
     sys.stderr.flush()
     watching = sys.modules.get("megatron_spec.runtime.failure")
     if watching is not None:
-        watching.leave((error or message)[:300] if code else None)
+        watching.leave((error or message)[:300] or None if code else None)
     if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         os._exit(code)  # do not wait in destructors for ranks that wait for us: torchrun ends them
     started = sys.modules.get("megatron_spec.runtime.distributed")

@@ -1,4 +1,4 @@
-"""What the tests of the base families found, as the README's table shows it: written by them, compared by them.
+"""What the tests of the base families found, for the table of docs/families.md: written and compared by those tests.
 
 With MEGATRON_SPEC_WRITE_SUPPORT=1 the tests write `support_results.json`; otherwise a run whose findings differ from
 the file fails, so the file cannot be out of date while the tests pass. `tools/families_table.py` renders it.

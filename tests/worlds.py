@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import tempfile
 import traceback
@@ -43,11 +44,18 @@ def _entry(rank: int, size: int, port: int, folder: str, fn: Callable[..., Any],
     os._exit(code)  # skip interpreter teardown of process groups
 
 
+def free_port() -> int:
+    """A port below those that the system hands out for connections, so that no other world takes it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as s:
+            if s.connect_ex(("127.0.0.1", port)):
+                return port
+
+
 def run_world(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Results of `fn(*args)` on ranks 0..size-1. A failing rank ends the world and shows its traceback."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
         ranks = [context.Process(target=_entry, args=(r, size, port, folder, fn, args)) for r in range(size)]

@@ -5,7 +5,7 @@
 
 Per concurrency: tokens per second, percentiles of the time to the first token, of the latency and of the time between
 tokens, and the acceptance length where the server counts it. With --compare the second server answers the same prompts
-behind the first, level by level; at temperature 0 the share of equal answers is shown. Needs openai
+after the first, level by level; at temperature 0 the share of equal answers is shown. Needs openai
 (megatron-spec[serving]).
 """
 

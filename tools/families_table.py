@@ -1,4 +1,4 @@
-"""The README's table of base families, from what their tests found: python tools/families_table.py [--write].
+"""The table of base families in docs/families.md, from test results: python tools/families_table.py [--write].
 
 The tests compare `tests/support_results.json` with their own findings on every run; MEGATRON_SPEC_WRITE_SUPPORT=1 makes
 them write it.
@@ -17,10 +17,11 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_spec.families.families import FAMILIES, REFUSED  # noqa: E402
 
+PAGE = ROOT / "docs" / "families.md"
 RESULTS = ROOT / "tests" / "support_results.json"
 LAYOUTS = ("TP 2", "TP 2 SP", "PP 2", "EP 2")
 DRAFTS = ("eagle3", "eagle1", "eagle-mtp", "medusa")
-_PLACE = re.compile(r"(<!--families-->\n).*?(<!--/families-->)", re.DOTALL)
+_BETWEEN = re.compile(r"(<!--families-->\n).*?(<!--/families-->)", re.DOTALL)
 
 
 def _cell(found: dict[str, Any], name: str) -> str:
@@ -47,18 +48,17 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines) + f"\n\nRefused by name: {refused}.\n"
 
 
-def updated(readme: str) -> str:
-    """The README with the table of today."""
-    assert _PLACE.search(readme), "README.md lacks <!--families--> and <!--/families-->"
+def updated(page: str) -> str:
+    """The page with the current table."""
+    assert _BETWEEN.search(page), "docs/families.md lacks <!--families--> and <!--/families-->"
     text = table(json.loads(RESULTS.read_text(encoding="utf-8")))
-    return _PLACE.sub(lambda m: m[1] + text + m[2], readme)
+    return _BETWEEN.sub(lambda m: m[1] + text + m[2], page)
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    text = path.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     if "--write" in sys.argv[1:]:
-        path.write_text(updated(text), encoding="utf-8")
+        PAGE.write_text(updated(text), encoding="utf-8")
     else:
         print(table(json.loads(RESULTS.read_text(encoding="utf-8"))), end="")
         sys.exit(updated(text) != text)

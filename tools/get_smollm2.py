@@ -256,7 +256,7 @@ def convert(gguf_path: Path, folder: Path) -> None:
 
 
 def replace_folder(built: Path, output: Path) -> None:
-    """Put a finished folder in the place of `output`, so that nobody sees a half-written one."""
+    """Put a finished folder in the place of `output`, so that a half-written one is never seen."""
     if output.exists():
         old = Path(tempfile.mkdtemp(prefix=f".{output.name}.old.", dir=output.parent))
         os.rename(output, old / output.name)

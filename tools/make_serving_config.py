@@ -173,7 +173,7 @@ def target(args: argparse.Namespace) -> str:
 def check_target(args: argparse.Namespace) -> None:
     """Raise UserError for MTP with a base that ships none; warn of a base that the draft was not trained for."""
     if not args.base or not (Path(args.base) / "config.json").is_file():
-        return
+        return  # a name on the hub: the engine fetches it
     config = read_json(Path(args.base) / "config.json")
     if args.method == "mtp" and not any("nextn" in key or "mtp" in key for key in flat_keys(config)):
         raise UserError(f"--method mtp: {args.base} ships no prediction module (config.json names none)")

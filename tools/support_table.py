@@ -1,4 +1,7 @@
-"""The README's table of layouts, from megatron_spec/planning/layouts.py: python tools/support_table.py [--write]."""
+"""The table of layouts, from megatron_spec/planning/layouts.py: python tools/support_table.py [--write].
+
+README.md shows yes and no, docs/scale.md the reasons too.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,33 @@ import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-from megatron_spec.planning.layouts import table
+from megatron_spec.planning.layouts import table  # noqa: E402
 
-_PLACE = re.compile(r"(<!--support-->\n).*?(<!--/support-->)", re.DOTALL)
+_BETWEEN = re.compile(r"(<!--support-->\n).*?(<!--/support-->)", re.DOTALL)
+PAGES = (ROOT / "README.md", ROOT / "docs" / "scale.md")
 
 
-def updated(readme: str) -> str:
-    """The README with the table of today."""
-    assert _PLACE.search(readme), "README.md lacks <!--support--> and <!--/support-->"
-    return _PLACE.sub(lambda m: m[1] + table() + m[2], readme)
+def short_table() -> str:
+    """The table without its notes."""
+    return re.sub(r"no \(\d+\)", "no", table().split("\n\n")[0]) + "\n"
+
+
+def updated(page: Path) -> str:
+    """The text of a page with the current table."""
+    text = page.read_text(encoding="utf-8")
+    assert _BETWEEN.search(text), f"{page.name} lacks <!--support--> and <!--/support-->"
+    shown = short_table() if page.name == "README.md" else table()
+    return _BETWEEN.sub(lambda m: m[1] + shown + m[2], text)
 
 
 if __name__ == "__main__":
-    path = Path(__file__).resolve().parents[1] / "README.md"
-    text = path.read_text(encoding="utf-8")
+    outdated = [page for page in PAGES if updated(page) != page.read_text(encoding="utf-8")]
     if "--write" in sys.argv[1:]:
-        path.write_text(updated(text), encoding="utf-8")
+        for page in outdated:
+            page.write_text(updated(page), encoding="utf-8")
     else:
         print(table(), end="")
-        sys.exit(updated(text) != text)
+        sys.exit(bool(outdated))

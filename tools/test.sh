@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
 # Set up and run the tests: tools/test.sh [pytest arguments]
+# Two workers, files whole on one of them; another number: -n 4; one process: -n 0.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tools/setup_venv.sh
+workers=(-n 2 --dist loadgroup)
+case " $* " in *" -n"* | *" --dist"* | *" --numprocesses"*) workers=() ;; esac
 # Threads that wait go to sleep soon: with several ranks on few cores, spinning ones keep the others waiting.
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000} exec .venv/bin/python -m pytest -q "$@"
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000} \
+  exec .venv/bin/python -m pytest -q "${workers[@]}" "$@"

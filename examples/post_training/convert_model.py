@@ -19,7 +19,9 @@ from megatron_spec.config import EagleAlgorithm, ParallelConfig
 
 def parser() -> cli.Parser:
     p = cli.Parser(__doc__)
-    p.add_argument("--load", required=True, metavar="BASE", help="Hugging Face folder or Megatron checkpoint")
+    p.add_argument(
+        "--load", required=True, metavar="BASE", help="Hugging Face folder, name on the hub, or Megatron checkpoint"
+    )
     p.add_argument("--save", required=True, metavar="DIR", help="new or empty folder for the draft checkpoint")
     p.add_argument(
         "--export-algorithm",
@@ -36,7 +38,7 @@ def parser() -> cli.Parser:
     p.add_argument("--export-num-medusa-layers", type=int, metavar="N", help="blocks per Medusa head (default: 1)")
     p.add_argument(
         "--medusa-share-base-head", action="store_const", const=True,
-        help="the base's frozen head behind the Medusa blocks, instead of a trained one each",
+        help="the base's frozen LM head after the Medusa blocks, instead of a trained one each",
     )  # fmt: skip
     p.add_argument("--eagle-config", metavar="JSON", help="overrides of the draft's architecture")
     p.add_argument("--draft-config", metavar="JSON", help="dflash, dspark: overrides of the draft's architecture")

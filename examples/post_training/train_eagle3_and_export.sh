@@ -4,7 +4,7 @@
 #   bash examples/post_training/train_eagle3_and_export.sh                       # SmolLM2-135M on a laptop, no GPU
 #   bash examples/post_training/train_eagle3_and_export.sh --base_model PATH --num_gpu 8 --tp 2 --data chats.jsonl
 #
-# A second start with the same --output continues behind the last finished stage.
+# A second start with the same --output continues after the last finished stage.
 set -euo pipefail
 
 usage() {

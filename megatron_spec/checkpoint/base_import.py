@@ -20,6 +20,7 @@ from megatron_spec.checkpoint.fingerprint import fingerprint
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.families import read_base_config
 from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.hub import model_folder
 
 _COMPUTES = (
     "family", "hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_key_value_heads",
@@ -46,14 +47,16 @@ class BaseReference:
 
 
 def inspect_base(path: str | Path) -> BaseReference:
-    """What base lies at `path`. Reads configuration and samples of the weight files.
+    """What base lies at `path`, a folder or a name on the hub. Reads configuration and samples of the weight files.
 
     Raises:
         UserError: no such folder, neither format, an unsupported architecture, or missing files.
     """
-    folder = Path(path).absolute()
+    folder = model_folder(path).absolute()
     if not folder.is_dir():
-        raise UserError(f"{path}: no such folder; expected a base in Hugging Face or Megatron format")
+        raise UserError(
+            f"{path}: no such folder; expected a base in Hugging Face or Megatron format, or its name on the hub"
+        )
     shards = megatron.checkpoint_folder(folder)
     if shards is not None:
         config = megatron.read_config(folder, shards)

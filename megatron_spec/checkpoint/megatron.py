@@ -205,7 +205,7 @@ def _clear_padding(base: FrozenBase) -> None:
 
 
 def _clear_rows(weights: list[nn.Parameter], vocab_size: int, world: World) -> None:
-    """Rows behind the true vocabulary mean nothing, whatever the checkpoint holds there."""
+    """Rows past the true vocabulary are ignored, whatever the checkpoint holds there."""
     for weight in weights:
         real = min(max(vocab_size - world.tp_rank * weight.shape[0], 0), weight.shape[0])
         weight[real:].zero_()

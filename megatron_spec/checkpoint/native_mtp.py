@@ -12,7 +12,7 @@ from megatron_spec.drafts.contract import Draft
 from megatron_spec.runtime.distributed import World
 
 _ENDS = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-"""Tensors of the module that must be copies of the base's: a draft speaks through these."""
+"""Tensors of the module that must be copies of the base's: the draft uses these."""
 
 CHUNK_ROWS = 8192
 

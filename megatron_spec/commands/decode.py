@@ -36,6 +36,7 @@ from megatron_spec.generation.synthesize import answer_settings, check_output, s
 from megatron_spec.planning import layouts
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.hub import model_folder
 
 log = logging.getLogger(__name__)
 
@@ -213,6 +214,7 @@ def validate(
     }  # fmt: skip
     if load is not None:
         about["iteration"] = read_spec(resolve(load)).iteration
+    about |= _file_sizes(planned)
     report = run_validation(
         models.base, models.draft, prompts, planned.tokenizer, planned.decode, draft_lens=draft_lens, about=about,
         output=output or Path(load or "") / "validate.json",
@@ -227,6 +229,14 @@ def validate(
     return report
 
 
+def _file_sizes(planned: Plan) -> dict[str, float]:
+    """MiB of the folders that are served, where there are any: an fp8 base or draft is that small only there."""
+    named = {"base_files_mib": planned.base, "draft_files_mib": planned.decode.speculative_model}
+    folders = {name: model_folder(folder) for name, folder in named.items() if folder}
+    sizes = {name: sum(p.stat().st_size for p in f.glob("*.safetensors")) for name, f in folders.items()}
+    return {name: round(size / 2**20, 1) for name, size in sizes.items() if size}
+
+
 def _device(world: World) -> str:
     return torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
 
@@ -234,12 +244,15 @@ def _device(world: World) -> str:
 def _log_run(run: Run, report: Report) -> None:
     found = run.acceptance
     low, high = found.acceptance_length_ci95 or (0.0, 0.0)
-    text = {True: "identical", None: "not compared", False: f"DIFFERS in {len(run.mismatches)} answers"}
+    text = {True: "identical", None: "not compared", False: f"DIFFERS in {run.differences} answers"}[run.text_identical]
+    if run.exact_ties:
+        text += f" ({run.exact_ties} more part at exact ties of the two best logits)"
     log.info(
-        "draft length %d: acceptance length %.3f (95%% %.3f-%.3f), per position %s; %.1f tok/s alone, %.1f with the "
-        "draft; text %s", run.max_draft_len, found.acceptance_length or 0.0, low, high,
+        "draft length %d: acceptance length %.3f (95%% %.3f-%.3f; as engines count %.3f), per position %s; %.1f tok/s "
+        "alone, %.1f with the draft; text %s", run.max_draft_len, found.acceptance_length or 0.0, low, high,
+        found.engine_acceptance_length or 0.0,
         [round(x, 3) for x in found.acceptance_per_position], report.base.tokens_per_second,
-        run.speculative.tokens_per_second, text[run.text_identical],
+        run.speculative.tokens_per_second, text,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from megatron_spec.features.store import FeatureStore, StoreManifest, missing_sh
 from megatron_spec.planning import layouts
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.hub import model_folder
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +37,9 @@ def teacher_fingerprint(loaded: Loaded) -> str:
 
 def template_hash(tokenizer_folder: str) -> str:
     """Identity of tokenizer and chat template."""
-    digest = hashlib.sha256()
+    digest, folder = hashlib.sha256(), model_folder(tokenizer_folder, weights=False)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        path = Path(tokenizer_folder, name)
+        path = folder / name
         digest.update(path.read_bytes() if path.is_file() else b"")
     return digest.hexdigest()[:16]
 

@@ -24,7 +24,7 @@ class RopeConfig(Config):
     partial_rotary_factor: float = 1.0
     """Share of a head's dimensions that turns (the first ones)."""
     attention_factor: float = 1.0
-    """yarn, longrope: turned queries and keys are multiplied by this."""
+    """yarn, longrope: scales the rotary dimensions of queries and keys."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
@@ -86,7 +86,7 @@ class MlaConfig(Config):
     score_factor: float = 1.0
     """Scores are multiplied by this (yarn's mscale, squared)."""
     interleaved: bool = True
-    """Turned dimensions lie in pairs (0, 1), (2, 3), ... instead of halves."""
+    """Rotary dimensions are paired (0, 1), (2, 3), ... instead of (i, i + half)."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class BaseConfig(Config):
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
     mtp_layers: int = 0
-    """Prediction modules behind the last layer that the base ships (DeepSeek-V3)."""
+    """Prediction modules that the base ships after its last layer (DeepSeek-V3)."""
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""

@@ -13,7 +13,7 @@ T = TypeVar("T", bound="Config")
 
 
 class UserError(ValueError):
-    """A mistake the user can mend: scripts print its message and exit with code 2, without traceback."""
+    """A user error: scripts print its message and exit with code 2, without traceback."""
 
 
 def suggest(name: str, known: typing.Iterable[str]) -> str:

@@ -25,7 +25,7 @@ _HUGGING_FACE_NAMES = {"rope_theta", "rope_scaling"}
 
 
 def default_capture_ids(num_layers: int) -> tuple[int, int, int]:
-    """Base layers whose outputs EAGLE-3 reads: 1, L//2-1, L-4 counted from 0 (arXiv 2503.01840; ALGORITHMS 1).
+    """Base layers whose outputs EAGLE-3 reads: 1, L//2-1, L-4 counted from 0 (docs/algorithms.md#features).
 
     Raises UserError when a base is so small that they are not three distinct layers in ascending order.
     """

@@ -42,7 +42,7 @@ class ParallelConfig(Config):
 
 @dataclass(frozen=True)
 class ObjectiveConfig(Config):
-    """What a draft is trained for (ALGORITHMS: training-time test, alignment, losses)."""
+    """What a draft is trained for (docs/algorithms.md#training-time-test, #alignment, #losses)."""
 
     ttt_steps: int = 7
     """Draft steps T in training."""
@@ -156,7 +156,7 @@ class TrainConfig(Config):
 
 @dataclass(frozen=True)
 class QuantConfig(Config):
-    """Fake quantisation: per-tensor E4M3 of weights and inputs of linears (ALGORITHMS 6)."""
+    """Per-tensor E4M3 fake quantisation of weights and inputs of linears (docs/algorithms.md#fp8-fake-quantisation)."""
 
     base: QuantFormat = "fp8"
     draft: QuantFormat = "fp8"

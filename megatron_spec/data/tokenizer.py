@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, and the ids a turn can end with. Local files only: nothing is fetched."""
+"""The tokenizer of a model folder, and the ids a turn can end with. A name on the hub is fetched (`runtime.hub`)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 from megatron_spec.config import UserError
 from megatron_spec.runtime import files
+from megatron_spec.runtime.hub import model_folder
 
 
 def load_tokenizer(folder: Path | str) -> Any:
     """The fast Hugging Face tokenizer in `folder`. Raises UserError when there is none or it does not load."""
-    folder = Path(folder)
+    folder = model_folder(folder, weights=False)
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder}: found no tokenizer.json; expected a folder with a fast Hugging Face tokenizer")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -35,6 +36,7 @@ def stop_token_ids(folder: Path | str, tokenizer: Any | None = None) -> tuple[in
     Raises UserError when an id in the files is not a number.
     """
     found: set[int] = set()
+    folder = model_folder(folder, weights=False)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.add(int(tokenizer.eos_token_id))
     for name in ("generation_config.json", "config.json"):

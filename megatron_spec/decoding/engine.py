@@ -1,24 +1,22 @@
 """Decoding with the frozen base: plain, or speculative with a drafter. One loop serves both.
 
-Every step the base reads, for each running sequence, its last known token and the drafted ones, a chain or a tree
-(none without a drafter), says what it thinks of them (verify.py), and the accepted ones and one token of the base's own
-are added. At temperature 0 the text is the base's greedy text. At a higher temperature it has the base's distribution,
-and unless rejection sampling is asked for, it is even the text that the base alone draws from the same numbers.
+In every step the base reads, for each running sequence, its last known token and the drafted ones, a chain or a tree
+(none without a drafter). The verified ones (verify.py) and one token of the base's own are added. At temperature 0 the
+text is the base's greedy text. At a higher temperature it has the base's distribution, and unless rejection sampling is
+asked for, it is even the text that the base alone draws from the same numbers.
 
-Sequences of different lengths run side by side: caches are addressed by slot, so rejected tokens need no clean-up,
-they are never visible and soon overwritten. Nodes of a tree have the slots behind the text, and the accepted path
-closes up. Running sequences occupy the first rows of every cache; when one ends, the last running row moves into its
-place, and waiting prompts are prefilled into the free rows behind.
+Sequences of different lengths run side by side: caches are addressed by slot, so rejected tokens need no clean-up: they
+are never visible and soon overwritten. Nodes of a tree have the slots after the text, and the accepted path closes up.
+Running sequences occupy the first rows of every cache; when one ends, the last running row replaces it, and waiting
+prompts are prefilled into the free rows after the running ones.
 
-On one GPU a step runs from CUDA graphs (replay.py): nothing in it depends on the host, which waits for the device
-once a step, for a table of what was emitted. Rows behind the running ones may then be computed too; they stay inside
-their cache, and what they hold is overwritten before it is seen.
+This file holds the host's half: which prompt runs in which row, how much is drafted, what each answer is. The device's
+half (step.py, rows.py) depends on nothing that the host knows, so on one GPU a step runs from CUDA graphs (replay.py);
+the host waits for the device once a step, for a table of what was emitted. Rows after the running ones may then be
+computed too; they stay inside their cache, and what they hold is overwritten before it is seen.
 
-Every rank of the pipeline and tensor parallel groups takes the same decisions: tokens are reduced over tensor
-parallel ranks (sampling.py) and taken from the first pipeline stage. Data-parallel ranks know nothing of each other.
-
-B rows, S rows of one forward, N draft nodes, P rows of an accepted path, L token buffer, C captures width, H hidden
-size, V vocabulary, M rows of logits.
+Data-parallel ranks know nothing of each other. B rows, S rows of one forward, N draft nodes, P rows of an
+accepted path, H hidden size.
 """
 
 from __future__ import annotations
@@ -28,22 +26,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base_everywhere
 from megatron_spec.batch import Batch
 from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.decoding import sampling
-from megatron_spec.decoding.cache import move_rows, move_slots, rows_view
+from megatron_spec.decoding.cache import move_rows
 from megatron_spec.decoding.costs import Costs, NoCosts
-from megatron_spec.decoding.drafters import Context, Drafter, Observation, build_drafter
+from megatron_spec.decoding.drafters import Drafter, Observation, build_drafter
 from megatron_spec.decoding.replay import Recorder, Replays, key_step, mapped, padded_rows, recorder_for
-from megatron_spec.decoding.tree import Tree, visible_slots
-from megatron_spec.decoding.verify import Drafted, Draws, Verdict, choose, verify
-from megatron_spec.ops.attention import AttentionPlan, KVCache
-from megatron_spec.runtime.platform import to_device
+from megatron_spec.decoding.rows import Outcome, Rows, read_outcomes
+from megatron_spec.decoding.step import DeviceSteps
+from megatron_spec.decoding.verify import Drafted
+from megatron_spec.ops.attention import AttentionPlan
 
 PREFILL_TOKENS = 16384
 """Most prompt tokens (padding included) that one prefill forward reads: bounds its memory."""
@@ -64,7 +60,9 @@ class Generation:
             as the base's own token (which would have been the same), so that always
             len(tokens) == 1 + sum(accepted_lengths) + len(accepted_lengths). Empty without a drafter.
         drafted_lengths: per verification step, the draft tokens of a path that could have counted (the depth of a
-            tree): those behind a token that ends the text are as if never proposed.
+            tree): those after a token that ends the text are as if never proposed.
+        drafted_steps: verification steps in which anything was proposed.
+        accepted_after_end: draft tokens accepted after the token that ends the text. Engines count them, too.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -72,6 +70,24 @@ class Generation:
     num_base_forwards: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
     drafted_lengths: list[int] = field(default_factory=list)
+    drafted_steps: int = 0
+    accepted_after_end: int = 0
+
+    def add(self, outcome: Outcome, verified: bool) -> None:
+        """Take in what a step did.
+
+        Args:
+            verified: the step verified drafts.
+        """
+        emitted = outcome.emitted
+        self.tokens += outcome.tokens[:emitted]
+        self.stopped = bool(outcome.stopped)
+        self.num_base_forwards += 1
+        if verified:
+            self.accepted_lengths.append(emitted - 1)
+            self.drafted_lengths.append(emitted - 1 if outcome.stopped else outcome.proposed)
+            self.drafted_steps += outcome.proposed > 0
+            self.accepted_after_end += max(0, outcome.accepted - (emitted - 1))
 
 
 def decode(
@@ -178,21 +194,8 @@ class _Sequence:
     limit: int
 
 
-@dataclass
-class _Step:
-    """What a verification leaves.
-
-    Attributes:
-        seen: for the drafter.
-        table_BX: accepted, emitted, stopped, over, proposed, then the emitted tokens: all that the host wants to know.
-    """
-
-    seen: Observation
-    table_BX: Tensor
-
-
 class _Engine:
-    """State of one call of `decode`. Tensors have one row per cache row; rows 0..running-1 are in use."""
+    """The host's half of one call of `decode`: rows 0..running-1 of every tensor are in use."""
 
     def __init__(
         self, base: FrozenBase, prompts: Sequence[Sequence[int]], group: list[int], config: DecodeConfig,
@@ -204,22 +207,16 @@ class _Engine:
         self.running: list[_Sequence] = []  # one for each row in use
         self.ended: list[tuple[int, Generation]] = []
         self.draft_len = config.max_draft_len if drafter else 0
-        self.rows = rows = min(config.batch_size, len(group))
+        self.count = count = min(config.batch_size, len(group))
         self.nodes = max(drafter.max_nodes(self.draft_len), self.draft_len) if drafter else 0
         longest = max(self._limit(i) for i in group) + self.nodes + 1
         self.key_step = key_step(longest)
         longest = self._key_slots(longest)
-        self.cache: KVCache = base.new_cache(rows, longest)
+        self.cache = base.new_cache(count, longest)
         if drafter:
-            drafter.open(rows, longest)
-        device = base.world.device
-        self.tokens_BL = torch.zeros(rows, longest + 1, dtype=torch.int64, device=device)
-        self.length_B = torch.ones(rows, dtype=torch.int64, device=device)  # known tokens
-        self.prompt_B = torch.ones_like(self.length_B)  # tokens of the prompt
-        self.limit_B = torch.ones_like(self.length_B)  # most tokens, prompt included
-        self.uniform_BN3 = torch.zeros(rows, config.max_new_tokens if config.temperature > 0 else 1, 3, device=device)
-        """Numbers for each place of the answer: the base's choice, acceptance, the draft's choice."""
-        self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
+            drafter.open(count, longest)
+        self.rows = Rows(count, longest + 1, config, stop_ids, base.world.device)
+        self.device = DeviceSteps(base, config, self.rows, self.cache, drafter)
 
     def _limit(self, i: int) -> int:
         return min(len(self.prompts[i]) + self.config.max_new_tokens, self.base.config.max_position_embeddings)
@@ -230,92 +227,30 @@ class _Engine:
     def run(self) -> Iterator[tuple[int, Generation]]:
         """Yield answers as they end."""
         while self.running or self.waiting:
-            free = self.rows - len(self.running)
+            free = self.count - len(self.running)
             # A prefill of few prompts costs nearly as much as a step: wait for a quarter of the rows.
-            if self.waiting and (not self.running or free * 4 >= self.rows):
+            if self.waiting and (not self.running or free * 4 >= self.count):
                 self._prefill(free)
             else:
                 self._verify()
             yield from self.ended
             self.ended = []
 
-    # --- one base forward ---------------------------------------------------------------------------------------
-
-    def _forward(
-        self, first: int, tokens_BS: Tensor, slots_BS: Tensor, key_slots: int, tree: Tree | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Args: key_slots: how many are looked at; 0: the tokens begin their sequences."""
-        view, positions_BS = rows_view(self.cache, first, tokens_BS.shape[0]), slots_BS
-        if tree is not None:
-            visible_BSL = visible_slots(slots_BS[:, 0], tree.above_BSS, key_slots)
-            plan = AttentionPlan.cached(view, slots_BS, visible_BSL, key_slots)
-            positions_BS = slots_BS[:, :1] + torch.cat([torch.zeros_like(slots_BS[:, :1]), tree.depth_BN], dim=1)
-        elif key_slots:
-            plan = AttentionPlan.cached(view, slots_BS, length=key_slots)
-        else:
-            plan = AttentionPlan.prefill(view, slots_BS)
-        zeros_BS = torch.zeros_like(tokens_BS, dtype=torch.int32)
-        return run_base_everywhere(self.base, Batch(tokens_BS, positions_BS, zeros_BS, zeros_BS), plan)
-
-    def _draws(self, rows: slice, place_B: Tensor, count: int) -> Tensor:
-        """[B, count, 3] the numbers of `count` places of the answers from `place_B` on."""
-        places_BP = place_B[:, None] + torch.arange(count, device=place_B.device)
-        places_BP = places_BP.clamp(max=self.uniform_BN3.shape[1] - 1)
-        return self.uniform_BN3[rows].gather(1, places_BP[:, :, None].expand(-1, -1, 3))
-
-    def _agree(self, tokens: Tensor) -> Tensor:
-        """The first pipeline stage's tokens: stages must never differ, whatever their arithmetic."""
-        pp = self.base.world.pp
-        if pp.size() > 1:
-            tokens = tokens.contiguous()
-            dist.broadcast(tokens, src=dist.get_global_rank(pp, 0), group=pp)
-        return tokens
-
-    # --- prefill ------------------------------------------------------------------------------------------------
-
     def _prefill(self, free: int) -> None:
         """Read waiting prompts into the free rows and emit their first tokens."""
         widest = len(self.prompts[self.waiting[0]])
         count = max(1, min(free, PREFILL_TOKENS // widest, len(self.waiting)))
         taken, self.waiting = self.waiting[:count], self.waiting[count:]
-        first = len(self.running)
-        self._place(first, taken)
-        tokens_BS = self.tokens_BL[first : first + count, :widest]
-        slots_BS = torch.arange(widest, device=tokens_BS.device).repeat(count, 1)
-        here, row_B = slice(first, first + count), torch.arange(count, device=tokens_BS.device)
-        prompt_B = self.prompt_B[here]
+        first, limits = len(self.running), [self._limit(i) for i in taken]
+        self.rows.place(first, [self.prompts[i] for i in taken], limits, [self.seeds[i] for i in taken])
         with self.costs.phase("prefill"):
-            captures_SBC, state_SBH = self._forward(first, tokens_BS, slots_BS, 0)
-            logits_MV = self.base.logits(state_SBH[prompt_B - 1, row_B][None])[0]
-            chosen_B = choose(logits_MV, self.uniform_BN3[here, 0, 0], self.config, self.base.world.tp)
-        chosen_B = self._agree(chosen_B)
-        self.tokens_BL[here].scatter_(1, prompt_B[:, None], chosen_B[:, None])
+            step = self.device.prefill(first, count, widest)
         if self.drafter:
-            next_BS = self.tokens_BL[here, 1 : widest + 1]
-            self.drafter.observe(
-                Observation(first, slots_BS, next_BS, prompt_B.clone(), captures_SBC, state_SBH, prefill=True)
-            )
-        self.running += [_Sequence(i, Generation(), len(self.prompts[i]), self._limit(i)) for i in taken]
-        zeros_B = torch.zeros_like(prompt_B)
-        self._book(first, self._advance(first, chosen_B[:, None], zeros_B, zeros_B).tolist(), verified=False)
-
-    def _place(self, first: int, taken: list[int]) -> None:
-        """Fill the rows from `first` on with prompts."""
-        here, device = slice(first, first + len(taken)), self.tokens_BL.device
-        prompts = [torch.tensor(self.prompts[i], dtype=torch.int64) for i in taken]
-        whole_BL = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-        self.tokens_BL[here] = 0
-        self.tokens_BL[here, : whole_BL.shape[1]] = to_device(whole_BL, device)
-        numbers_B2 = to_device(torch.tensor([[len(self.prompts[i]), self._limit(i)] for i in taken]), device)
-        self.length_B[here] = self.prompt_B[here] = numbers_B2[:, 0]
-        self.limit_B[here] = numbers_B2[:, 1]
-        if self.config.temperature > 0:
-            generators = [torch.Generator().manual_seed(self.seeds[i]) for i in taken]
-            # The base's choices first: they are the same numbers whatever else is drawn.
-            numbers = [torch.rand(3, self.config.max_new_tokens, generator=g).t() for g in generators]
-            self.uniform_BN3[here] = to_device(torch.stack(numbers), device)
-
-    # --- verification -------------------------------------------------------------------------------------------
+            self.drafter.observe(step.seen)
+        self.running += [
+            _Sequence(i, Generation(), len(self.prompts[i]), limit) for i, limit in zip(taken, limits, strict=True)
+        ]
+        self._book(first, read_outcomes(step.table_BX, count), verified=False)
 
     def _draft(self, batch: int) -> Drafted:
         """What is proposed for rows 0 .. batch - 1."""
@@ -323,58 +258,36 @@ class _Engine:
         if self.replays.active:
             count = self.draft_len  # one shape; nodes that no sequence may still grow do not count
         if count == 0 or self.drafter is None:
-            nothing_BN = self.tokens_BL.new_empty(batch, 0)
+            nothing_BN = self.rows.tokens_BL.new_empty(batch, 0)
             return Drafted(nothing_BN, nothing_BN.bool(), None, 0)
-        key_slots = self._key_slots(max(s.length for s in self.running) + self.nodes)
+        lengths = [s.length for s in self.running]
+        key_slots = self._key_slots(max(lengths) + self.nodes)
         if self.drafter.fixed_shapes:
             name = ("draft", batch, count, key_slots)
-            return self.replays.run(name, lambda: self._propose(batch, count, key_slots))
+            return self.replays.run(name, lambda: self.device.propose(batch, count, key_slots, lengths))
         running = len(self.running)
-        drafted = self._propose(running, count, key_slots)
+        drafted = self.device.propose(running, count, key_slots, lengths)
         if running == batch:
             return drafted
-        rows_B = torch.arange(batch, device=self.tokens_BL.device).clamp(max=running - 1)
+        rows_B = torch.arange(batch, device=self.rows.tokens_BL.device).clamp(max=running - 1)
         filled: Drafted = mapped(drafted, lambda tensor: tensor[rows_B])
         return filled
 
-    def _propose(self, batch: int, count: int, key_slots: int) -> Drafted:
-        """Ask the drafter; nodes deeper than a sequence may still grow do not count."""
-        assert self.drafter is not None
-        length_B = self.length_B[:batch]
-        room_B = self.limit_B[:batch] - length_B - 1
-        lengths = [s.length for s in self.running]
-        context = Context(self.tokens_BL[:batch], length_B, lengths=lengths, key_slots=key_slots)
-        if self.config.use_rejection_sampling:
-            places = self._draws(slice(0, batch), length_B - self.prompt_B[:batch], count)
-            context.uniform_BK, context.temperature = places[:, :, 2], self.config.temperature
-        proposal = self.drafter.prepare_draft_tokens(context, count)
-        tokens_BN = self._agree(proposal.tokens_BN)
-        N = tokens_BN.shape[1]
-        index_N = torch.arange(N, device=tokens_BN.device)
-        tree, depth_BN, depth = None, (index_N + 1).expand(batch, -1), N
-        if proposal.parents_BN is not None:
-            tree = Tree.of(self._agree(proposal.parents_BN), count)
-            depth_BN, depth = tree.depth_BN, count
-        valid_BN = depth_BN <= room_B[:, None]
-        if proposal.proposed_B is not None:
-            valid_BN = valid_BN & (index_N < self._agree(proposal.proposed_B)[:, None])
-        return Drafted(tokens_BN, valid_BN, tree, depth, proposal.q_BNV)
-
     def _verify(self) -> None:
-        """One step of every running sequence. Only `table` makes the host wait for the device."""
+        """One step of every running sequence. Only reading the table makes the host wait for the device."""
         running = len(self.running)
-        batch = padded_rows(running, self.rows) if self.replays.active else running
+        batch = padded_rows(running, self.count) if self.replays.active else running
         with self.costs.phase("draft"):
             drafted = self._draft(batch)
         key_slots = self._key_slots(max(s.length for s in self.running) + drafted.tokens_BN.shape[1])
         name = ("base", batch, key_slots, drafted.depth)
         with self.costs.phase("base"):
-            step = self.replays.run(name, lambda given: self._judged(batch, key_slots, given), drafted)
-            table = step.table_BX.tolist()
+            step = self.replays.run(name, lambda given: self.device.judged(batch, key_slots, given), drafted)
+            outcomes = read_outcomes(step.table_BX, running)
         if self.drafter:
             with self.costs.phase("observe"):
-                self._observe(step.seen, 1 + max(accepted for accepted, *_ in table[:running]))
-        self._book(0, table[:running], verified=True)
+                self._observe(step.seen, 1 + max(outcome.accepted for outcome in outcomes))
+        self._book(0, outcomes, verified=self.drafter is not None)
 
     def _observe(self, seen: Observation, longest: int) -> None:
         """Args: longest: most rows of a sequence that are final."""
@@ -388,97 +301,24 @@ class _Engine:
             seen.state_SBH[:P, :B], seen.key_slots,
         ))  # fmt: skip
 
-    def _judged(self, batch: int, key_slots: int, drafted: Drafted) -> _Step:
-        """Read the drafts, decide, and write down what is emitted: all of a step that the device does alone."""
-        length_B = self.length_B[:batch]
-        tokens_BS = torch.cat([self.tokens_BL[:batch].gather(1, length_B[:, None] - 1), drafted.tokens_BN], dim=1)
-        slots_BS = length_B[:, None] - 1 + torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        captures_SBC, state_SBH = self._forward(0, tokens_BS, slots_BS, key_slots, drafted.tree)
-        verdict = self._judge(tokens_BS, state_SBH, drafted)
-        path_BP, emitted_BP, accepted_B = verdict.path_BP, verdict.emitted_BP, verdict.accepted_B
-        places_BP = slots_BS[:, : emitted_BP.shape[1]]
-        self.tokens_BL[:batch].scatter_(1, places_BP + 1, emitted_BP)  # behind the accepted ones they mean nothing
-        if path_BP is not None:
-            move_slots(rows_view(self.cache, 0, batch), slots_BS.gather(1, path_BP), places_BP)
-            rows_P1B = (path_BP.t(), torch.arange(batch, device=path_BP.device))
-            captures_SBC, state_SBH = captures_SBC[rows_P1B], state_SBH[rows_P1B]
-        depth_BN = drafted.tree.depth_BN if drafted.tree is not None else places_BP[:, 1:] - places_BP[:, :1]
-        proposed_B = torch.cat([accepted_B[:, None] * 0, depth_BN * drafted.valid_BN], dim=1).amax(dim=1)
-        seen = Observation(0, places_BP, emitted_BP, accepted_B + 1, captures_SBC, state_SBH, key_slots)
-        return _Step(seen, self._advance(0, emitted_BP, accepted_B, proposed_B))
-
-    def _judge(self, tokens_BS: Tensor, state_SBH: Tensor, drafted: Drafted) -> Verdict:
-        batch = tokens_BS.shape[0]
-        places = self._draws(slice(0, batch), self.length_B[:batch] - self.prompt_B[:batch], drafted.depth + 1)
-        draws = Draws(places[:, :, 0], places[:, :, 1])
-        logits_BSV = self.base.logits(state_SBH).transpose(0, 1)
-        thinking_BS = self._thinking(tokens_BS, drafted) if self.config.use_relaxed_acceptance_for_thinking else None
-        verdict = verify(logits_BSV, drafted, draws, self.config, self.base.world.tp, thinking_BS)
-        verdict.emitted_BP, verdict.accepted_B = self._agree(verdict.emitted_BP), self._agree(verdict.accepted_B)
-        if verdict.path_BP is not None:
-            verdict.path_BP = self._agree(verdict.path_BP)
-        return verdict
-
-    def _thinking(self, tokens_BS: Tensor, drafted: Drafted) -> Tensor:
-        """bool [B, S]: the token behind this verification row stands in a thinking phase."""
-        begin, end = self.config.begin_thinking_phase_token, self.config.end_thinking_phase_token
-        batch, N = drafted.tokens_BN.shape
-        here_L = torch.arange(self.tokens_BL.shape[1], device=tokens_BS.device)
-        known_BL = here_L < self.length_B[:batch, None]
-        last_begin_B, last_end_B = (
-            ((self.tokens_BL[:batch] == token) & known_BL).long().mul(here_L + 1).amax(dim=1) for token in (begin, end)
-        )
-        inside_BS = (last_begin_B > last_end_B)[:, None].expand(-1, N + 1)
-        parent_BN = torch.arange(N, device=tokens_BS.device).expand(batch, -1)
-        parent_BN = parent_BN if drafted.tree is None else drafted.tree.parent_row_BN
-        for _ in range(drafted.depth):
-            inherited_BN = inside_BS.gather(1, parent_BN)
-            inside_BN = (inherited_BN | (drafted.tokens_BN == begin)) & (drafted.tokens_BN != end)
-            inside_BS = torch.cat([inside_BS[:, :1], inside_BN], dim=1)
-        return inside_BS
-
-    # --- bookkeeping --------------------------------------------------------------------------------------------
-
-    def _advance(self, first: int, chosen_BP: Tensor, accepted_B: Tensor, proposed_B: Tensor) -> Tensor:
-        """Lengthen rows `first`.. by what they emit, up to a stop token; see `_Step.table_BX`."""
-        here = slice(first, first + chosen_BP.shape[0])
-        stops_BP = (chosen_BP[:, :, None] == self.stop_ids).any(dim=2)
-        stops_BP = stops_BP & (torch.arange(chosen_BP.shape[1], device=chosen_BP.device) <= accepted_B[:, None])
-        stopped_B = stops_BP.any(dim=1)
-        emitted_B = torch.where(stopped_B, stops_BP.long().argmax(dim=1), accepted_B) + 1
-        length_B = torch.minimum(self.length_B[here] + emitted_B, self.limit_B[here])  # rows not in use stay inside
-        self.length_B[here] = length_B
-        over_B = stopped_B | (length_B >= self.limit_B[here])
-        return torch.cat([torch.stack([accepted_B, emitted_B, stopped_B, over_B, proposed_B], dim=1), chosen_BP], dim=1)
-
-    def _book(self, first: int, table: list[list[int]], verified: bool) -> None:
+    def _book(self, first: int, outcomes: list[Outcome], verified: bool) -> None:
         """Add the emitted tokens of rows `first`.. to their answers and free the ended rows."""
-        ended: list[int] = []
-        for row, (_, emitted, stopped, over, proposed, *chosen) in enumerate(table, start=first):
-            sequence = self.running[row]
-            generation = sequence.generation
-            sequence.length += emitted
-            generation.tokens += chosen[:emitted]
-            generation.stopped = bool(stopped)
-            generation.num_base_forwards += 1
-            if self.drafter and verified:
-                generation.accepted_lengths.append(emitted - 1)
-                generation.drafted_lengths.append(emitted - 1 if stopped else proposed)
-            if over:
-                ended.append(row)
+        for sequence, outcome in zip(self.running[first:], outcomes, strict=True):
+            sequence.length += outcome.emitted
+            sequence.generation.add(outcome, verified)
+        ended = [row for row, outcome in enumerate(outcomes, start=first) if outcome.over]
         if ended:
             self._free(ended)
 
     def _free(self, ended: list[int]) -> None:
-        """Move the last running rows into the places of the ended ones."""
+        """Move the last running rows over the ended ones."""
         self.ended += [(self.running[row].index, self.running[row].generation) for row in ended]
         left, gone = len(self.running) - len(ended), set(ended)
         target = [r for r in ended if r < left]
         source = [r for r in range(left, len(self.running)) if r not in gone]
         if source:
             move_rows(self.cache, source, target)
-            for state in (self.tokens_BL, self.length_B, self.prompt_B, self.limit_B, self.uniform_BN3):
-                state[target] = state[source]
+            self.rows.move(source, target)
             if self.drafter:
                 self.drafter.move_rows(source, target)
         for s, t in zip(source, target, strict=True):

@@ -1,4 +1,4 @@
-"""What the base says of proposed tokens: which path is accepted, and the token behind it (ALGORITHMS: verification).
+"""Verification: which path of proposed tokens is accepted, and the bonus token (docs/algorithms.md#verification).
 
 exact      A node is accepted when it is the token the base chooses behind its parent: the argmax, or at a temperature
            a sample drawn with a number that belongs to the place in the text. A most likely draft token is then
@@ -182,3 +182,26 @@ def _reject(
     own_B = sampling.draw(rest_BV, draws.choose_BP.gather(1, accepted_B[:, None])[:, 0])
     emitted_BP = torch.cat([drafted.tokens_BN, drafted.tokens_BN.new_zeros(B, 1)], dim=1)
     return Verdict(None, emitted_BP.scatter(1, accepted_B[:, None], own_B[:, None]), accepted_B)
+
+
+def thinking_rows(tokens_BL: Tensor, length_B: Tensor, drafted: Drafted, config: DecodeConfig) -> Tensor:
+    """bool [B, S]: the token after this verification row stands in a thinking phase.
+
+    Args:
+        tokens_BL: the text, of which `length_B` tokens are known.
+    """
+    begin, end = config.begin_thinking_phase_token, config.end_thinking_phase_token
+    batch, N = drafted.tokens_BN.shape
+    here_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
+    known_BL = here_L < length_B[:, None]
+    last_begin_B, last_end_B = (
+        ((tokens_BL == token) & known_BL).long().mul(here_L + 1).amax(dim=1) for token in (begin, end)
+    )
+    inside_BS = (last_begin_B > last_end_B)[:, None].expand(-1, N + 1)
+    parent_BN = torch.arange(N, device=tokens_BL.device).expand(batch, -1)
+    parent_BN = parent_BN if drafted.tree is None else drafted.tree.parent_row_BN
+    for _ in range(drafted.depth):
+        inherited_BN = inside_BS.gather(1, parent_BN)
+        inside_BN = (inherited_BN | (drafted.tokens_BN == begin)) & (drafted.tokens_BN != end)
+        inside_BS = torch.cat([inside_BS[:, :1], inside_BN], dim=1)
+    return inside_BS

@@ -1,4 +1,4 @@
-"""EAGLE-3 (arXiv 2503.01840): one decoder layer on the features of several base layers.
+"""EAGLE-3 (arXiv 2503.01840; docs/algorithms.md#eagle-3): one decoder layer on captures of several base layers.
 
 Submodules carry the names of the export format, so that checkpoint, quantisation and export share one naming:
 fc, midlayer.* (or layers.{i}.* when there are several), norm, lm_head, and embed_tokens where the draft has its own

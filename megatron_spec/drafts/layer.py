@@ -138,7 +138,7 @@ class DraftLayer(nn.Module):
         self.reads_embedding = reads_embedding
         self.norm_before_residual = reads_embedding and config.norm_before_residual
         embedding_size = H if reads_embedding else 0  # the base's, or the draft's own of its own width
-        # FORMATS: in the first layer `input_layernorm` is the norm of the token embedding.
+        # docs/formats.md#eagle-3: in the first layer `input_layernorm` is the norm of the token embedding.
         self.input_layernorm: Any = RMSNorm(embedding_size or H, *norm) if input_norm else None
         if reads_embedding:
             self.hidden_norm = RMSNorm(H, *norm)

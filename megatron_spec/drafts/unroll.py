@@ -1,4 +1,5 @@
 """Training-time test (EAGLE-3, arXiv 2503.01840 section 3.2): the draft is unrolled on its own output for T steps.
+See docs/algorithms.md#training-time-test.
 
 Row j at step k reads token t_{j+1+k} and its own state of step k, is compared with the base's logits z_{j+1+k}, and
 predicts t_{j+2+k}. Everything about which row is supervised when is decided here, once per micro-batch; only

@@ -21,6 +21,8 @@ class HasSteps(Protocol):
 
     accepted_lengths: list[int]
     drafted_lengths: list[int]
+    drafted_steps: int
+    accepted_after_end: int
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class AcceptanceStats:
         prompts: answers.
         steps: verification steps of all answers.
         acceptance_length: see the module's text.
+        engine_acceptance_length: as engines count it: 1 + accepted tokens per step that proposed anything, also those
+            accepted after the end of an answer. To be compared with vLLM's metrics.
         acceptance_length_ci95: bounds of the percentile bootstrap interval over prompts.
         acceptance_per_position: for draft position i = 1.., the share of the steps that proposed a token there in
             which it (and so all before it) was accepted.
@@ -48,6 +52,7 @@ class AcceptanceStats:
     conditional_acceptance_per_position: tuple[float | None, ...]
     full_acceptance_share: float | None
     draft_tokens_accepted_share: float | None
+    engine_acceptance_length: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for json."""
@@ -133,7 +138,13 @@ def acceptance_stats(generations: Sequence[HasSteps], seed: int = 0) -> Acceptan
         conditional_acceptance_per_position=tuple(_share(t, r) for t, r in zip(taken, reached, strict=True)),
         full_acceptance_share=_share(sum(a == d > 0 for a, d in pairs), sum(d > 0 for d in drafted)),
         draft_tokens_accepted_share=_share(sum(accepted), sum(drafted)),
+        engine_acceptance_length=_engine_length(generations),
     )
+
+
+def _engine_length(generations: Sequence[HasSteps]) -> float | None:
+    steps = sum(g.drafted_steps for g in generations)
+    return _share(sum(sum(g.accepted_lengths) + g.accepted_after_end for g in generations) + steps, steps)
 
 
 def by_category(

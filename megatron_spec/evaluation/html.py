@@ -83,7 +83,8 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 def _summary(reports: Reports) -> str:
     head = [
-        "draft", "draft length", "acceptance length", "95 % interval", "all accepted", "tokens/s alone", "with draft",
+        "draft", "draft length", "acceptance length", "95 % interval", "as engines count",
+        "all accepted", "tokens/s alone", "with draft",
         "speed-up", "predicted", "text",
     ]  # fmt: skip
     rows = []
@@ -91,30 +92,48 @@ def _summary(reports: Reports) -> str:
         for run in report["sweep"]:
             found = run["acceptance"]
             low, high = found["acceptance_length_ci95"] or (None, None)
-            text = {True: '<span class="good">identical</span>', None: "not compared"}.get(
-                run["text_identical"],
-                f'<span class="bad">{len(run["mismatches"])} of {report["answers"]} differ</span>, '
-                f"{run['near_ties']} near ties",
-            )
             rows.append([
                 html.escape(name), str(run["max_draft_len"]), _number(found["acceptance_length"]),
-                f"{_number(low)} to {_number(high)}", _number(found["full_acceptance_share"], ".1%"),
+                f"{_number(low)} to {_number(high)}", _number(found.get("engine_acceptance_length")),
+                _number(found["full_acceptance_share"], ".1%"),
                 _number(report["base"]["tokens_per_second"], ".1f"),
                 _number(run["speculative"]["tokens_per_second"], ".1f"), _number(run["speedup"], ".2f"),
-                _number(run["predicted_speedup"], ".2f"), text,
+                _number(run["predicted_speedup"], ".2f"), _text(run, report["answers"]),
             ])  # fmt: skip
     note = (
         '<p class="note">Acceptance length: tokens per base forward after the prefill, the base\'s own included; mean '
-        "over steps, interval by bootstrap over answers. Speed-up: tokens per second, prefill included; predicted: "
-        "from acceptance length and the measured cost of a step, prefill left out.</p>"
+        "over steps, interval by bootstrap over answers. As engines count: 1 + accepted tokens per step that drafted, "
+        "tokens after the end of an answer included. Exact tie: both tokens have the largest logit. Speed-up: tokens "
+        "per second, prefill included; predicted: from acceptance length and the measured cost of a step, prefill left "
+        "out.</p>"
     )
     return _table(head, rows) + note
+
+
+def _text(run: dict[str, Any], answers: int) -> str:
+    """Whether the text is the base's own."""
+    ties = f", {run['exact_ties']} exact ties" if run.get("exact_ties") else ""
+    if run["text_identical"] is None:
+        return "not compared"
+    if run["text_identical"]:
+        return f'<span class="good">identical</span>{ties}'
+    different = run.get("differences", len(run["mismatches"]))
+    return f'<span class="bad">{different} of {answers} differ</span>, {run["near_ties"]} near ties{ties}'
+
+
+def _memory(memory: dict[str, int]) -> str:
+    cache = f"KV cache of {memory['sequences']} texts of {memory['tokens']} tokens"
+    names = {"base": "weights", "draft": "weights", "base_cache": cache, "draft_cache": cache}
+    rows = [[k.removesuffix("_cache"), what, f"{memory[k] / 2**20:,.1f}"] for k, what in names.items()]
+    return _table(["memory of", "", "MiB"], rows)
 
 
 def _details(name: str, report: dict[str, Any]) -> str:
     parts = [f"<h2>{html.escape(name)}</h2>"]
     about = {**report["about"], "answers": report["answers"], "truncated": report["truncated"]}
     parts.append(_table(["measured", ""], [[html.escape(str(k)), html.escape(str(v))] for k, v in about.items()]))
+    if "memory" in report:
+        parts.append(_memory(report["memory"]))
     rows = [
         [html.escape(c), str(s["prompts"]), str(s["steps"]), _number(s["acceptance_length"]),
          " ".join(_number(x, ".0%") for x in s["acceptance_per_position"])]
@@ -122,9 +141,18 @@ def _details(name: str, report: dict[str, Any]) -> str:
     ]  # fmt: skip
     parts.append(_table(["category or prompt tokens", "answers", "steps", "acceptance length", "per position"], rows))
     if report["mismatches"]:
-        head = ["prompt", "round", "position", "base", "draft", "gap of logits", "near tie"]
-        names = ("identifier", "round", "position", "base_token", "speculative_token", "top_gap", "near_tie")
-        parts.append(_table(head, [[html.escape(str(m[n])) for n in names] for m in report["mismatches"][:50]]))
+        head = ["prompt", "round", "position", "base", "draft", "gap of logits", "near tie", "exact tie"]
+        names = (
+            "identifier",
+            "round",
+            "position",
+            "base_token",
+            "speculative_token",
+            "top_gap",
+            "near_tie",
+            "exact_tie",
+        )
+        parts.append(_table(head, [[html.escape(str(m.get(n))) for n in names] for m in report["mismatches"][:50]]))
     if report["skipped"]:
         parts.append(f'<p class="note">Not asked: {html.escape("; ".join(report["skipped"][:20]))}</p>')
     return "\n".join(parts)

@@ -7,7 +7,7 @@ the prompt and by its length. Speed: as measured, and as predicted from the meas
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ class Mismatch:
         speculative_token: there, with the draft.
         top_gap: difference of the two largest logits of the base after the common text.
         near_tie: the gap is within what rounding can do (see `validate.tie_tolerance`).
+        exact_tie: greedy text, and the two tokens share the largest logit: either of them is right.
     """
 
     identifier: str
@@ -40,6 +41,27 @@ class Mismatch:
     speculative_token: int | None
     top_gap: float
     near_tie: bool
+    exact_tie: bool = False
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes held by the ranks of one replica together.
+
+    Attributes:
+        base, draft: weights, as this run holds them (a fake-quantised base is in high precision; the files of an
+            exported one are smaller).
+        base_cache, draft_cache: keys and values of `sequences` texts of `tokens` tokens.
+        sequences: the batch size.
+        tokens: of the longest text, prompt and answer.
+    """
+
+    base: int
+    draft: int
+    base_cache: int
+    draft_cache: int
+    sequences: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -81,10 +103,12 @@ class Run:
 
     Attributes:
         max_draft_len: of this run.
-        text_identical: every answer is equal token for token; None where the text need not be equal (rejection
-            sampling draws other numbers, typical and relaxed acceptance other tokens).
+        text_identical: every answer is equal token for token, exact ties aside; None where the text need not be equal
+            (rejection sampling draws other numbers, typical and relaxed acceptance other tokens).
         mismatches: every answer that differs, where that matters.
-        near_ties: mismatches that rounding explains.
+        exact_ties: mismatches that begin where two tokens share the largest logit: no differences.
+        differences: the other mismatches.
+        near_ties: differences that rounding explains.
         speculative: speed with the draft.
         speedup: ratio of the measured speeds.
         predicted_speedup: from the acceptance length and the costs.
@@ -98,6 +122,8 @@ class Run:
     max_draft_len: int
     text_identical: bool | None
     mismatches: tuple[Mismatch, ...]
+    exact_ties: int
+    differences: int
     near_ties: int
     speculative: Speed
     speedup: float
@@ -107,6 +133,11 @@ class Run:
     acceptance_by_category: dict[str, AcceptanceStats]
     acceptance_by_prompt_length: dict[str, AcceptanceStats]
     acceptance_distribution: tuple[float, ...]
+
+    @property
+    def unexplained(self) -> int:
+        """Differences that neither a tie nor rounding explains: a fault of the draft's verification."""
+        return self.differences - self.near_ties
 
 
 @dataclass(frozen=True)
@@ -118,6 +149,7 @@ class Report:
         truncated: answers of the base that met no stop token.
         skipped: prompts (or later rounds) that were not asked, and why.
         base: speed without a draft.
+        memory: of base, draft and cache.
         runs: one per draft length.
         decode: the configuration.
         about: what was measured: draft, base, device.
@@ -127,6 +159,7 @@ class Report:
     truncated: int
     skipped: tuple[str, ...]
     base: Speed
+    memory: Memory
     runs: tuple[Run, ...]
     decode: dict[str, Any]
     about: dict[str, Any]
@@ -139,8 +172,9 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Ready for json; the figures most readers want stand at the top."""
         runs = [_flat(run) for run in self.runs]
-        rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("runs", "base")}
-        return {**runs[0], **rest, "base": dataclasses.asdict(self.base), "sweep": runs}
+        nested = {"base": dataclasses.asdict(self.base), "memory": dataclasses.asdict(self.memory), "sweep": runs}
+        rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("runs", *nested)}
+        return {**runs[0], **rest, **nested}
 
 
 def _flat(run: Run) -> dict[str, Any]:
@@ -148,6 +182,7 @@ def _flat(run: Run) -> dict[str, Any]:
     top = {
         "acceptance_length": found.acceptance_length,
         "ci95": found.acceptance_length_ci95,
+        "engine_acceptance_length": found.engine_acceptance_length,
         "acceptance_per_position": found.acceptance_per_position,
         "text_identical": run.text_identical,
     }
@@ -217,9 +252,45 @@ def _distribution(generations: Sequence[Generation]) -> tuple[float, ...]:
     return tuple(lengths.count(n) / len(lengths) for n in range(max(lengths, default=-1) + 1))
 
 
+def _run(
+    answers: Sequence[Answer], which: int, length: int, seconds: float, base: Speed, cost: StepCosts | None, seed: int,
+    same_text: bool,
+) -> Run:  # fmt: skip
+    """Figures of one draft length, the one at index `which`."""
+    spoken = [a.spoken[which] for a in answers]
+    categories, groups = [a.category for a in answers], [length_group(a.prompt_tokens) for a in answers]
+    mismatches = tuple(m for a in answers if (m := a.mismatches[which]) is not None)
+    different = [m for m in mismatches if not m.exact_tie]
+    speed, acceptance = _speed(spoken, seconds), acceptance_stats(spoken, seed)
+    predicted = None
+    if cost is not None and acceptance.acceptance_length is not None:
+        predicted = cost.speedup(acceptance.acceptance_length)
+    return Run(
+        max_draft_len=length,
+        text_identical=(not different and bool(answers)) if same_text else None,
+        mismatches=mismatches,
+        exact_ties=len(mismatches) - len(different),
+        differences=len(different),
+        near_ties=sum(m.near_tie for m in different),
+        speculative=speed,
+        speedup=speed.tokens_per_second / max(base.tokens_per_second, 1e-9),
+        predicted_speedup=predicted,
+        costs=cost,
+        acceptance=acceptance,
+        acceptance_by_category=by_category(spoken, categories, seed),
+        acceptance_by_prompt_length=by_category(spoken, groups, seed),
+        acceptance_distribution=_distribution(spoken),
+    )
+
+
+def longest_text(answers: Iterable[Answer]) -> int:
+    """Tokens of the longest prompt and answer together; 0 without answers."""
+    return max((a.prompt_tokens + len(a.alone.tokens) for a in answers), default=0)
+
+
 def build_report(
     parts: Sequence[Part], draft_lens: Sequence[int], costs: Sequence[StepCosts | None], config: DecodeConfig,
-    about: dict[str, Any], same_text: bool,
+    about: dict[str, Any], same_text: bool, memory: Memory,
 ) -> Report:  # fmt: skip
     """The report over the parts of all data-parallel ranks.
 
@@ -228,35 +299,16 @@ def build_report(
     """
     answers = [a for part in parts for a in part.answers]
     base = _speed([a.alone for a in answers], max(part.seconds[0] for part in parts))
-    runs = []
-    categories, groups = [a.category for a in answers], [length_group(a.prompt_tokens) for a in answers]
-    for i, length in enumerate(draft_lens):
-        spoken = [a.spoken[i] for a in answers]
-        mismatches = tuple(m for a in answers if (m := a.mismatches[i]) is not None)
-        speed = _speed(spoken, max(part.seconds[i + 1] for part in parts))
-        acceptance, cost = acceptance_stats(spoken, config.seed), costs[i]
-        predicted = None
-        if cost is not None and acceptance.acceptance_length is not None:
-            predicted = cost.speedup(acceptance.acceptance_length)
-        runs.append(Run(
-            max_draft_len=length,
-            text_identical=(not mismatches and bool(answers)) if same_text else None,
-            mismatches=mismatches,
-            near_ties=sum(m.near_tie for m in mismatches),
-            speculative=speed,
-            speedup=speed.tokens_per_second / max(base.tokens_per_second, 1e-9),
-            predicted_speedup=predicted,
-            costs=cost,
-            acceptance=acceptance,
-            acceptance_by_category=by_category(spoken, categories, config.seed),
-            acceptance_by_prompt_length=by_category(spoken, groups, config.seed),
-            acceptance_distribution=_distribution(spoken),
-        ))  # fmt: skip
+    runs = [
+        _run(answers, i, length, max(part.seconds[i + 1] for part in parts), base, costs[i], config.seed, same_text)
+        for i, length in enumerate(draft_lens)
+    ]
     return Report(
         answers=len(answers),
         truncated=sum(not a.alone.stopped for a in answers),
         skipped=tuple(s for part in parts for s in part.skipped),
         base=base,
+        memory=memory,
         runs=tuple(runs),
         decode=config.to_dict(),
         about=about,

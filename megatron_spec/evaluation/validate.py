@@ -2,9 +2,10 @@
 
 The base alone answers first; its answers are the history of later rounds in all runs. In exact arithmetic the texts
 are equal. With rounding, a verification of several rows and a step of one row may differ in the last bits, so a text
-may part where the two largest logits are as good as equal: such places are listed as near ties, and still count as
-not identical. A fake-quantised base makes the last bit of an input that lies between two fp8 codes a step of 6 %, so
-its text is compared in float64, where that hardly ever happens.
+may part where the two largest logits are nearly equal: such answers are listed as near ties, and count as different.
+Where both tokens share the largest logit exactly (in bfloat16 that is common), either is the greedy one: such exact
+ties are listed, and are no differences. A fake-quantised base makes the last bit of an input that lies between two fp8
+codes a step of 6 %, so its text is compared in float64, where that hardly ever happens.
 """
 
 from __future__ import annotations
@@ -28,8 +29,18 @@ from megatron_spec.decoding.drafters import build_drafter
 from megatron_spec.decoding.engine import Generation, decode, two_best
 from megatron_spec.decoding.replay import timed_recorder_for
 from megatron_spec.evaluation.journal import Journal
-from megatron_spec.evaluation.report import Answer, Mismatch, Part, Report, StepCosts, build_report
+from megatron_spec.evaluation.report import (
+    Answer,
+    Memory,
+    Mismatch,
+    Part,
+    Report,
+    StepCosts,
+    build_report,
+    longest_text,
+)
 from megatron_spec.generation.prompts import Dialogue, Prompt, check_stop_ids
+from megatron_spec.ops.attention import KVCache
 from megatron_spec.runtime.files import write_json
 
 log = logging.getLogger(__name__)
@@ -41,6 +52,20 @@ WINDOW = 4
 def tie_tolerance(dtype: torch.dtype, top: float) -> float:
     """Gap of logits that rounding may close: 1e-3 in float32, else a few units in the last place of the largest."""
     return 1e-3 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps * max(1.0, abs(top))
+
+
+def _weight_bytes(module: torch.nn.Module | None) -> int:
+    if module is None:
+        return 0
+    return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+
+
+def _bytes_per_token(cache: KVCache | None) -> float:
+    """Of one sequence, on this rank."""
+    if cache is None:
+        return 0.0
+    slots = cache.keys.shape[1] * cache.keys.shape[2]
+    return sum(t.numel() * t.element_size() for t in (cache.keys, cache.values)) / slots
 
 
 def check_draft_lens(lens: Sequence[int]) -> None:
@@ -83,7 +108,7 @@ class _Validation:
         self, base: FrozenBase, draft: Any, prompts: Sequence[Prompt], tokenizer: Any, config: DecodeConfig,
         stop_ids: set[int], draft_lens: Sequence[int] | None, output: Path | str | None, about: dict[str, Any],
     ) -> None:  # fmt: skip
-        self.base, self.tokenizer, self.stop_ids, self.about = base, tokenizer, stop_ids, about
+        self.base, self.draft, self.tokenizer, self.stop_ids, self.about = base, draft, tokenizer, stop_ids, about
         lens = tuple(draft_lens or (config.max_draft_len,))
         drafted = draft is not None or config.decoding_type is not None
         if not prompts or not drafted:
@@ -120,8 +145,9 @@ class _Validation:
                 self.journal.add(self._measure([Dialogue(p) for p in window], bar))
         costs = [self._costs(c, d) for c, d in zip(self.configs, self.drafters, strict=True)]
         parts = self._gather(self.journal.part)
+        memory = self._memory(longest_text(a for part in parts for a in part.answers))
         lens = [c.max_draft_len for c in self.configs]
-        report = build_report(parts, lens, costs, self.config, self.about, self.same_text)
+        report = build_report(parts, lens, costs, self.config, self.about, self.same_text, memory)
         if self.output is not None and world.rank == 0:
             write_json(self.output, report.to_dict())
         if world.size > 1:
@@ -179,7 +205,8 @@ class _Validation:
         if a == b or not self.same_text:
             return None
         at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        values = two_best(self.base, [*ids, *a[:at]])[0]
+        values, best = two_best(self.base, [*ids, *a[:at]])
+        said = {a[at] if at < len(a) else None, b[at] if at < len(b) else None}
         gap = values[0] - values[1]
         return Mismatch(
             identifier=prompt.identifier,
@@ -189,6 +216,7 @@ class _Validation:
             speculative_token=b[at] if at < len(b) else None,
             top_gap=gap,
             near_tie=gap <= tie_tolerance(self.base.dtype, values[0]),
+            exact_tie=gap == 0 and said == set(best) and self.config.temperature == 0,
         )
 
     def _costs(self, config: DecodeConfig, drafter: Any) -> StepCosts | None:
@@ -204,6 +232,19 @@ class _Validation:
         return StepCosts(*(c.typical(phase) for c, phase in (
             (alone, "base"), (spoken, "draft"), (spoken, "base"), (spoken, "observe")
         )))  # fmt: skip
+
+    def _memory(self, tokens: int) -> Memory:
+        """Collective. The caches are those of a batch of the longest text that was measured."""
+        model = self.draft if isinstance(self.draft, torch.nn.Module) else None
+        caches = [self.base.new_cache(1, 1), getattr(self.drafters[0], "cache", None)]
+        texts = self.config.batch_size * tokens
+        held = [_weight_bytes(self.base), _weight_bytes(model), *(texts * _bytes_per_token(c) for c in caches)]
+        world = self.base.world
+        held_F = torch.tensor(held, dtype=torch.float64, device=world.device)
+        if world.size > 1:
+            dist.all_reduce(held_F)
+        base, draft, base_cache, draft_cache = (round(x / world.dp_size) for x in held_F.tolist())
+        return Memory(base, draft, base_cache, draft_cache, self.config.batch_size, tokens)
 
     def _gather(self, part: Part) -> list[Part]:
         """The parts of all data-parallel ranks, in order."""

@@ -1,8 +1,8 @@
 """What an exported EAGLE or MTP folder contains, derived from its configuration alone: names, shapes, config.json.
 
-No torch here: the exporter writes by this layout, the verifier and `tools/check_export.py` read by it.
+See docs/formats.md. No torch here: the exporter writes by this layout; verifier and `tools/check_export.py` read by it.
 
-Another MTP draft than a base's own (`own_module.py`) has no format that engines share: tensors are named as inside a
+Another MTP draft than a base's own (`native_mtp.py`) has no format that engines share: tensors are named as inside a
 layer of DeepSeek-V3, the layer counted from 0 here, and the architecture has a name of its own, so that no engine takes
 it for something else.
 

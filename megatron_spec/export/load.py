@@ -28,6 +28,7 @@ from megatron_spec.quantization.attach import KV_PLACE, attach_quantizers, input
 from megatron_spec.quantization.rounding import amax_of, dequantize, quantize
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import read_json
+from megatron_spec.runtime.hub import model_folder
 
 _FP8 = "hf_quant_config.json"
 _EMBEDDING_ROWS = 8192
@@ -181,9 +182,9 @@ class _Fp8Weights(HuggingFaceWeights):
 
 def inspect_exported_base(path: Path | str) -> BaseReference:
     """`inspect_base`, also for a base that export.py wrote in fp8. Raises UserError as that does."""
-    folder = Path(path).absolute()
+    folder = model_folder(path).absolute()
     if not (folder / _FP8).is_file() or not (folder / "config.json").is_file():
-        return inspect_base(path)
+        return inspect_base(folder)
     raw = {k: v for k, v in read_json(folder / "config.json").items() if k != "quantization_config"}
     content = fingerprint((folder / "config.json").read_bytes(), weight_files(folder))
     return BaseReference(str(folder), "hf", content, parse_base_config(raw, str(folder / "config.json")))

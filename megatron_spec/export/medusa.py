@@ -1,7 +1,8 @@
 """Exports Medusa heads as the folder that vLLM and the reference code load, and TensorRT-LLM's legacy converter reads.
 
-{h}.{l}.linear.{weight, bias} and {h}.{layers}.weight in medusa_lm_head.safetensors, beside config.json. No loader of
-this format knows fp8: heads that were fake-quantised are written with their rounded weights in high precision.
+{h}.{l}.linear.{weight, bias} and {h}.{layers}.weight in medusa_lm_head.safetensors, beside config.json
+(docs/formats.md#medusa). No loader of this format knows fp8: heads that were fake-quantised are written with their
+rounded weights in high precision.
 
 H base hidden size, V target vocabulary.
 """

@@ -9,6 +9,7 @@ from megatron_spec.config import BaseConfig, UserError, suggest
 from megatron_spec.families.families import BY_ARCHITECTURE, REFUSED, parse
 from megatron_spec.families.rules import is_ignorable, name_rules, prediction_layer
 from megatron_spec.families.written import config_json
+from megatron_spec.runtime.hub import model_folder
 
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
@@ -42,8 +43,11 @@ def parse_base_config(raw: dict[str, object], where: str) -> BaseConfig:
 
 
 def read_base_config(folder: str | Path) -> BaseConfig:
-    """Architecture of the base in a Hugging Face folder. Raises UserError when it is missing or not supported."""
-    path = Path(folder, "config.json")
+    """Architecture of the base in a Hugging Face folder, or of that name on the hub.
+
+    Raises UserError when it is missing or not supported.
+    """
+    path = model_folder(folder, weights=False) / "config.json"
     if not path.is_file():
         raise UserError(f"{folder}: found no config.json; expected a folder in Hugging Face format")
     try:

@@ -1,7 +1,7 @@
 """The families of bases: what each adds to the common fields of a config.json, and how it names its tensors.
 
-All turn the first half of a head's dimensions against the second, in Hugging Face and in megatron-core alike, so no
-row of q or k moves on import; DeepSeek turns pairs, which its attention does (`MlaConfig.interleaved`).
+All rotate the first half of a head's dimensions against the second, in Hugging Face and in megatron-core alike, so no
+row of q or k moves on import; DeepSeek rotates adjacent pairs (`MlaConfig.interleaved`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Family:
     Attributes:
         name: `BaseConfig.family`.
         architecture: in config.json.
-        models: which models have it, as the README says.
+        models: which models have it, as docs/families.md says.
         extra: what it adds to the common arguments of BaseConfig, from (config.json, origin for errors).
         naming: of its tensors.
         prefix: config.json fields it defaults, for files that leave them out.
@@ -212,7 +212,7 @@ REFUSED = {
     "GPTNeoXForCausalLM": "runs attention and MLP side by side, with LayerNorm",
     "MambaForCausalLM": "has no attention, and the base here is a GPTModel",
 }
-"""Architectures that are refused by name, and why; the README shows the same list."""
+"""Architectures that are refused by name, and why; docs/families.md shows the same list."""
 
 BY_NAME = {family.name: family for family in FAMILIES}
 BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}

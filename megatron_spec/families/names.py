@@ -155,7 +155,7 @@ def _read_qkv(rule: NameRule, config: BaseConfig, tp_rank: int, tp_size: int, re
 
 
 def _read_vocab(name: str, config: BaseConfig, rows: int, tp_rank: int, read: ReadSlice) -> Tensor:
-    """This rank's rows of a vocabulary matrix; rows behind the true vocabulary are zero."""
+    """This rank's rows of a vocabulary matrix; rows past the true vocabulary are zero."""
     start = min(tp_rank * rows, config.vocab_size)
     stop = min(start + rows, config.vocab_size)
     part = read(name, 0, start, stop)

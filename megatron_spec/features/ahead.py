@@ -1,8 +1,8 @@
 """Features before the optimizer needs them, so that the pipeline of the base does not drain between steps.
 
 The base never changes: features of coming steps may be computed at any time, with the same result. A pipeline of PP
-stages is idle for PP - 1 of n + PP - 1 places when n micro-batches run through it, so micro-batches of several steps go
-through together. Features from disk are read by a thread while the draft trains.
+stages is idle in PP - 1 of n + PP - 1 slots when n micro-batches run through it, so micro-batches of several steps
+go through together. Features from disk are read by a thread while the draft trains.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FeaturesAhead:
         """The next step: its micro-batches, the features of those this rank owns, and how many these are.
 
         All of them must be drawn before the next call. Raises UserError when their number is not a multiple of the
-        pipeline size, StopIteration behind the last step.
+        pipeline size, StopIteration after the last step.
         """
         if not self._drawn:
             self._draw()

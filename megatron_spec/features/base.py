@@ -1,4 +1,4 @@
-"""The contract of a source of features: what a training step asks, whether the base runs now or ran long ago."""
+"""The contract of a source of features: how a training step gets them, whether the base runs now or ran long ago."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dumps of other tools: one file per sample with the features that some other program computed for its tokens.
+"""Features computed by other programs: one file per sample.
 
 A .pt file (read with weights_only) or a .safetensors file holds, and may hold a leading dimension of one in each:
 

@@ -4,7 +4,7 @@
     FOLDER/features-00000.safetensors  samples 0 .. samples_per_shard-1, and so on
 
 A shard holds five tensors per sample i, without padding: "i.tokens" int64 [n], "i.turns" int32 [n], "i.captures"
-[n, C], "i.state" [n, H], "i.argmax" int32 [n] (what the base itself says next). In fp8 (float8_e4m3fn) captures and
+[n, C], "i.state" [n, H], "i.argmax" int32 [n] (the base's next token). In fp8 (float8_e4m3fn) captures and
 state are divided by the scale of their row and layer: "i.capture_scales" float32 [n, captures], "i.state_scale" [n, 1].
 Shards appear only when they are complete, so a killed run continues with what is missing.
 

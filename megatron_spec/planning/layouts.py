@@ -1,4 +1,4 @@
-"""What works under which parallel layout: one table, read by the scripts before anything loads and shown in the README.
+"""What works under which parallel layout: one table, read by the scripts before anything loads and shown in the docs.
 
 Standard library only. `tools/support_table.py --write` renders it.
 """
@@ -26,7 +26,7 @@ class Row:
     """One way of running and the layouts it refuses.
 
     Attributes:
-        title: as the README shows it.
+        title: as the pages show it.
         refused: axis -> reason.
     """
 

@@ -29,7 +29,7 @@ def magnitudes(x: Tensor) -> Tensor:
 
 
 def bin_values(device: torch.device | str) -> Tensor:
-    """fp32 [BINS]: the magnitude each bin stands for; those behind infinity are never counted, and 0 here."""
+    """fp32 [BINS]: the magnitude each bin stands for; those past infinity are never counted, and 0 here."""
     index = torch.arange(BINS, dtype=torch.int32, device=device)
     return (torch.where(index <= _INFINITY, index, 0) << 16).view(torch.float32)
 

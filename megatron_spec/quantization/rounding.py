@@ -1,4 +1,4 @@
-"""The E4M3 round trip and its gradient: pure functions (ALGORITHMS 6).
+"""The E4M3 round trip and its gradient: pure functions (docs/algorithms.md#fp8-fake-quantisation).
 
 Per-tensor: scale = amax / 448, q = cast(clamp(x / scale, -448, 448)), x' = q * scale. The arithmetic is fp32 whatever
 the dtype of x, so that what training sees is exactly what an exported fp8 tensor becomes when it is multiplied by its

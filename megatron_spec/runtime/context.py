@@ -51,7 +51,7 @@ class ContextShard:
         return torch.cat([torch.arange(*chunk, device=device) for chunk in self.chunks(S)])
 
     def order(self, S: int, device: torch.device | str) -> Tensor:
-        """int64 [S]: global positions in the order in which the ranks' rows lie behind one another."""
+        """int64 [S]: global positions in the order of the ranks' concatenated rows."""
         parts = [torch.arange(*chunk, device=device) for r in range(self.size) for chunk in self.chunks(S, r)]
         return torch.cat(parts)
 
@@ -69,7 +69,7 @@ class ContextShard:
         """[U, H]: rows of a tensor that is spread over the ranks, without gradient. A collective.
 
         Args:
-            rows_U: flattened global rows (s * B + b), each on this rank or at most `ahead` places behind one of its
+            rows_U: flattened global rows (s * B + b), each on this rank or at most `ahead` rows after one of its
                 chunks: only these borders travel.
             ahead: draft steps, the same on every rank.
         """

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from megatron_spec.config import UserError
 from megatron_spec.runtime.files import read_json
+from megatron_spec.runtime.hub import is_hub_name, model_folder
 
 Method = Literal["eagle3", "eagle", "medusa", "dflash", "dspark", "ngram", "sa", "draft_target", "pard", "mtp"]
 
@@ -94,7 +95,7 @@ class Speculation:
 def exported(
     folder: Path | str, max_draft_len: int | None = None, place: Path | str | None = None, **options: Any
 ) -> Speculation:
-    """With the exported draft in `folder`, or in the 'draft' inside it.
+    """With the exported draft in `folder`, or in the 'draft' inside it; or of that name on the hub.
 
     Args:
         max_draft_len: default: 3, for DFlash and DSpark all tokens of a block.
@@ -103,11 +104,11 @@ def exported(
 
     Raises UserError when there is no draft that an engine serves, or it cannot draft that far.
     """
-    path = Path(folder)
+    path, named = model_folder(folder, weights=False), is_hub_name(folder)
     if not (path / "config.json").is_file() and (path / "draft" / "config.json").is_file():
         path = path / "draft"
     config = read_json(path / "config.json")
-    model = str(Path(place or path).resolve())
+    model = str(folder) if named else str(Path(place or path).resolve())  # an engine downloads it itself
     if config.get("speculators_model_type") == "eagle3":
         return Speculation("eagle3", max_draft_len or 3, model, **options)
     architectures = config.get("architectures") or []

@@ -1,4 +1,4 @@
-"""The training loop: data order is a pure function of samples consumed, so a killed run continues as if untouched.
+"""The training loop: data order is a pure function of samples consumed, so a killed run resumes exactly.
 
 All randomness of a step is derived from (seed, iteration), which makes the random state a part of the position.
 """
@@ -115,7 +115,7 @@ def train(
 ) -> bool:  # fmt: skip
     """Run from `position` to train.train_iters, saving on the way and at the end.
 
-    `evaluate` is called behind every step with the iteration and whether it is the last one.
+    `evaluate` is called after every step with the iteration and whether it is the last one.
 
     Returns True when the run is complete, False when a signal ended it early (after a save).
     Raises NonFiniteLossError, with the iteration and the samples of the batch, when loss or gradient are not finite.

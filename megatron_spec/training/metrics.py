@@ -57,7 +57,7 @@ def predicted_acceptance_length(share_per_step: list[float]) -> float:
 
 
 def truncate_log(path: Path, last_iteration: int) -> None:
-    """Drop lines behind `last_iteration` (and a half-written one) from metrics.jsonl, before a resumed run appends."""
+    """Drop lines after `last_iteration` (and a half-written one) from metrics.jsonl, before a resumed run appends."""
     if not path.is_file():
         return
     kept = []

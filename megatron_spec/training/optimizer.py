@@ -1,7 +1,7 @@
 """megatron-core's DDP, optimizer and schedule around the draft alone, on process groups of its own.
 
 Gradients are summed over all ranks that hold the same shard of the draft and divided once by the number of supervised
-rows of the whole global batch; means of per-micro-batch means would be wrong (ALGORITHMS 1, Loss).
+rows of the whole global batch; means of per-micro-batch means would be wrong (docs/algorithms.md#losses).
 """
 
 from __future__ import annotations

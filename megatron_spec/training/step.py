@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class NonFiniteLossError(RuntimeError):
-    """The loss or the gradient of a step is not a number: training on would only destroy the draft."""
+    """The loss or the gradient of a step is not a number: further training would destroy the draft."""
 
 
 @dataclass

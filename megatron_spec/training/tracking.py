@@ -25,7 +25,7 @@ FILES = {METRICS, WANDB_ID, "wandb"}
 
 
 def check(tensorboard_dir: str | None, wandb_project: str | None) -> None:
-    """Raise UserError when a library that was asked for is not installed: better now than behind the loading."""
+    """Raise UserError when a requested library is not installed: before anything loads."""
     asked = (("--tensorboard-dir", tensorboard_dir, "tensorboard"), ("--wandb-project", wandb_project, "wandb"))
     for flag, value, module in asked:
         if value is not None and importlib.util.find_spec(module) is None:
@@ -49,7 +49,7 @@ class Tracker:
         if tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
-            # What an earlier run wrote behind its last save is hidden: those steps come again.
+            # What an earlier run wrote after its last save is hidden: those steps run again.
             self._tensorboard = SummaryWriter(tensorboard_dir, purge_step=resumed_at + 1)
         if wandb_project:
             self._wandb = _wandb_run(wandb_project, folder, config or {})

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.functional_tests.script_helpers import ROOT, environment, make_base, write_conversations
+from tests.worlds import free_port
 
 SLURM = ROOT / "examples" / "post_training" / "slurm"
 
@@ -54,9 +54,7 @@ def losses(run: Path) -> list[float]:
 
 
 def test_two_nodes_train_what_one_process_trains(root: Path) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     script = str(ROOT / "examples" / "post_training" / "finetune.py")
     agents = []
     for node in (1, 2):
@@ -77,22 +75,37 @@ def test_two_nodes_train_what_one_process_trains(root: Path) -> None:
 
 
 SRUN = """#!/usr/bin/env bash
-while [ $# -gt 0 ]; do case $1 in --overlap) shift ;; --*) shift 2 ;; *) break ;; esac; done
+[ -z "${STEPS:-}" ] || echo "$*" >> "$STEPS"
+while [ $# -gt 0 ]; do
+  case $1 in --overlap | --*=* | --kill-on-bad-exit) shift ;; --*) shift 2 ;; *) break ;; esac
+done
 exec "$@"
 """
 SCONTROL = """#!/usr/bin/env bash
-case $1 in show) echo localhost ;; requeue) echo "$2" >> "$REQUEUED" ;; esac
+case $1 in
+  requeue) echo "$2" >> "$REQUEUED" ;;
+  show) case $2 in hostnames) echo localhost ;; job) echo "   Command=$COMMAND" ;; esac ;;
+esac
+"""
+PYTHON = """#!/usr/bin/env bash
+printf '%s\\n' "$PWD" "$@" > "$RECORD"
 """
 
 
+def stand_ins(folder: Path, **programs: str) -> str:
+    """Value of PATH with stand-ins for SLURM's commands, and `programs`, before all others."""
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, **programs}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
 def test_the_slurm_script_saves_is_queued_again_and_goes_on(root: Path, tmp_path: Path) -> None:
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    path = stand_ins(tmp_path)
     (tmp_path / "repository").symlink_to(ROOT)  # its processes are found by this path
     job = environment(
         CUDA_VISIBLE_DEVICES="",
-        PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}", REPO=f"{tmp_path}/repository", PYTHON=sys.executable,
+        PATH=path, REPO=f"{tmp_path}/repository", PYTHON=sys.executable,
         SLURM_SUBMIT_DIR=str(SLURM), SLURM_JOB_ID=str(os.getpid()), SLURM_JOB_NUM_NODES="1", SLURM_JOB_NODELIST="n",
         GPUS="1", TP="1", PRECISION="", REQUEUED=f"{tmp_path}/requeued", DRAFT=f"{root}/draft", SAVE=f"{root}/slurm",
         DATA=f"{root}/train.jsonl",
@@ -120,17 +133,59 @@ def test_the_slurm_script_saves_is_queued_again_and_goes_on(root: Path, tmp_path
     assert iterations == list(range(1, last + 3))
 
 
-@pytest.mark.parametrize("script", sorted(SLURM.glob("*.sbatch")), ids=lambda p: p.stem)
-def test_scripts_are_valid_and_ask_for_nothing_unknown(script: Path) -> None:
-    subprocess.run(["bash", "-n", str(script)], check=True)
-    name = re.search(r"^launch (\w+)\.py", script.read_text(), re.MULTILINE)
-    if name is None:
-        return  # it starts a server, not a script of the chain
-    sys.path.insert(0, str(ROOT / "examples" / "post_training"))
+TASK = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "CONTAINER": "image.sqsh"}
+GIVEN = {
+    "BASE": "/m/base", "DRAFT": "/r/c0", "LOAD": "/r/c1", "SAVE": "/r/c2", "DATA": "train.jsonl", "VOCAB": "/r/vocab",
+    "FEATURES": "", "EXPORT": "/out", "OUTPUT": "answers.jsonl",
+}  # fmt: skip
+FLAGS = {
+    "calibrate": ["--draft-vocab-size", "32"], "finetune": ["--train-iters", "9"], "export": ["--export-extra-modules"],
+    "validate": ["--output", "v.json"], "extract_features": ["--seq-length", "64"],
+}  # fmt: skip
+
+
+def submit(script: str, tmp_path: Path, *flags: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """As sbatch starts a script: a copy of it, in another folder, with what SLURM sets."""
+    original = SLURM / f"{script}.sbatch"
+    spool = tmp_path / "spool" / "slurm_script"
+    spool.parent.mkdir(exist_ok=True)
+    spool.write_text(original.read_text())
+    env = environment(
+        PATH=stand_ins(tmp_path, python=PYTHON), PYTHON=f"{tmp_path}/python", RECORD=f"{tmp_path}/record",
+        STEPS=f"{tmp_path}/steps", COMMAND=f"{original} --export-dir x", **{**TASK, **GIVEN, **more},
+    )  # fmt: skip
+    return subprocess.run(["bash", str(spool), *flags], cwd=tmp_path, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("script", sorted(p.stem for p in SLURM.glob("*.sbatch") if p.stem != "server_generate"))
+def test_scripts_run_from_any_folder_through_the_container(script: str, tmp_path: Path) -> None:
+    array = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MAX": "3"}
+    given = {**array, "FEATURES": "/features"} if script == "extract_features" else {}
+    done = submit(script, tmp_path, *FLAGS.get(script, []), **given)
+    assert done.returncode == 0, done.stderr
+    assert "--container-image image.sqsh --container-mounts" in (tmp_path / "steps").read_text()
+    folder, *words = (tmp_path / "record").read_text().splitlines()
+    assert folder == str(tmp_path)  # relative paths mean what the reader typed
+    index = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    program, arguments = Path(words[index]), words[index + 1 :]
+    assert program.is_file() and program.is_relative_to(ROOT)
+    assert script == "calibrate" or words[:4] == ["-m", "torch.distributed.run", "--nnodes", "2"]
+    sys.path.insert(0, str(program.parent))
     try:
-        known = __import__(name[1]).parser()._option_string_actions
+        module = __import__(program.stem)
     finally:
         sys.path.pop(0)
-    command = script.read_text().split("launch ", 1)[1].split('"$@"')[0]
-    for flag in re.findall(r" (--[a-z][a-z0-9-]+)", command):
-        assert flag in known, flag
+    parsed = (module.parser if hasattr(module, "parser") else module.make_parser)().parse_args(arguments)
+    if script == "extract_features":
+        assert parsed.part == (3, 4)
+
+
+def test_single_parts_of_an_array_are_run_again(tmp_path: Path) -> None:
+    """--array 3,7 of sixteen: the number of parts is not that of the tasks."""
+    again = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_ARRAY_TASK_MAX": "7", "FEATURES": "/f"}
+    done = submit("extract_features", tmp_path, "--seq-length", "64", **again, SHARDS="16")
+    assert done.returncode == 0 and "--part\n7/16\n" in (tmp_path / "record").read_text(), done.stderr
+    for shards, words in ({}, "set SHARDS"), ({"SHARDS": "4"}, "parts are numbered from 0"):
+        (tmp_path / "record").unlink(missing_ok=True)
+        done = submit("extract_features", tmp_path, "--seq-length", "64", **again, **shards)
+        assert done.returncode != 0 and words in done.stderr and not (tmp_path / "record").exists()

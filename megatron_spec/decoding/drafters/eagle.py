@@ -1,4 +1,4 @@
-"""EAGLE and MTP drafting with a draft KV cache (arXiv 2503.01840; ALGORITHMS: training-time test): a chain, or a tree.
+"""EAGLE and MTP drafting with a draft KV cache (docs/algorithms.md#training-time-test): a chain, or a tree.
 
 Draft row j holds the base features of position j and the token of position j + 1; it predicts the token of position
 j + 2. Rows of verified tokens are run with their true base features. The last of them gives the first draft token;

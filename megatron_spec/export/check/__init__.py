@@ -17,6 +17,7 @@ from megatron_spec.export.formats import DraftProblems, Reading, Source, open_so
 from megatron_spec.export.native_mtp import is_own_module
 from megatron_spec.export.tensor_files import Entry
 from megatron_spec.runtime.files import read_json
+from megatron_spec.runtime.hub import model_folder
 
 __all__ = ["Engine", "Finding", "check_folder", "kind_of"]
 
@@ -85,8 +86,8 @@ def _base_config(base: dict[str, Any] | None) -> BaseConfig | None:
     names = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "num_hidden_layers": "num_layers"}
     if base is None or not all(isinstance(base.get(name), int) for name in names):
         return None
-    sizes = {ours: base[theirs] for theirs, ours in names.items()}
-    shape = dict(intermediate_size=1, num_attention_heads=1, num_key_value_heads=1, head_dim=1)
+    sizes: dict[str, Any] = {ours: base[theirs] for theirs, ours in names.items()}
+    shape: dict[str, Any] = dict(intermediate_size=1, num_attention_heads=1, num_key_value_heads=1, head_dim=1)
     return BaseConfig(family="", max_position_embeddings=1, **shape, **sizes)
 
 
@@ -108,10 +109,10 @@ def check_folder(path: Path | str, engine: Engine | None = None, base: Path | st
     Raises:
         UserError: the folder cannot be read at all.
     """
-    path = Path(path)
+    path = model_folder(path)
     if not path.is_dir():
         raise UserError(f"{path} is not a folder")
-    base_json = read_json(Path(base) / "config.json") if base is not None else None
+    base_json = read_json(model_folder(base, weights=False) / "config.json") if base is not None else None
     source = open_source(path)
     kind = kind_of(source.raw, source.entries)
     problems, reading = _read(source, kind, base_json)

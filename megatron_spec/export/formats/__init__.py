@@ -14,6 +14,7 @@ from megatron_spec.export.formats.block import Block
 from megatron_spec.export.formats.eagle import Eagle, OwnModule
 from megatron_spec.export.formats.medusa import Medusa
 from megatron_spec.export.formats.reading import DraftProblems, Format, Problem, Reading, Source
+from megatron_spec.runtime.hub import model_folder
 
 __all__ = ["FORMATS", "DraftProblems", "Format", "Problem", "Reading", "Source", "open_source", "read_draft"]
 
@@ -22,8 +23,11 @@ FORMATS: list[Format] = [OwnModule(), Block(), Medusa(), Eagle()]
 
 
 def open_source(folder: Path | str) -> Source:
-    """config.json and the tensors of a folder. Raises UserError when either is missing or damaged."""
-    return Source.open(Path(folder))
+    """config.json and the tensors of a folder, or of a name on the hub.
+
+    Raises UserError when either is missing or damaged.
+    """
+    return Source.open(model_folder(folder))
 
 
 def read_draft(source: Source | Path | str, base: BaseConfig | None = None) -> Reading:

@@ -43,6 +43,11 @@ def test_stop_tokens_end_answers_as_in_transformers(tiny: Any) -> None:
         found = decode(tiny.base, tiny.prompts, CONFIG, stop, draft=draft)
         assert [g.tokens for g in found] == expected
         assert [g.stopped for g in found] == [e[-1] in stop for e in expected]
+        if draft is tiny.draft:  # it drafts every token: three a step, also those after the stop token
+            answer = found[0]
+            assert answer.drafted_steps == len(answer.accepted_lengths) > 0
+            assert sum(answer.accepted_lengths) + answer.accepted_after_end == 3 * answer.drafted_steps
+            assert answer.accepted_after_end > 0
     lengths = {len(e) for e in expected}
     assert 1 in lengths and len(lengths) > 2  # one answer ends with the prefill, others at different steps
 

@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused_before_loading(
         (dict(base=base), {}, "needs a draft"),
         (dict(base=base), dict(speculative_model=medusa, decoding_type="Eagle3"), "which decodes as Medusa"),
         (dict(base=base), dict(speculative_model=str(tmp_path)), "config.json"),
-        (dict(base=base), dict(speculative_model=base), f"{base}/: .* expected a draft"),
+        (dict(base=base), dict(speculative_model=base), f"{base}: .* expected a draft"),
         (dict(base=base), dict(speculative_model=medusa, decoding_type="NGram"), "is an option of .* not of NGram"),
         (dict(base=base, draft_lens=(2, 2)), dict(decoding_type="NGram"), r"--max-draft-len: found \[2, 2\]"),
         (dict(base=base), dict(decoding_type="DraftTarget", speculative_model=str(other)), "another tokenizer"),

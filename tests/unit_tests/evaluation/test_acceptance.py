@@ -34,6 +34,15 @@ def test_positions_count_only_steps_that_proposed_there() -> None:
     assert stats.draft_tokens_accepted_share == pytest.approx(12 / 22)
 
 
+def test_length_as_engines_count_it() -> None:
+    """Steps that proposed nothing do not count, tokens accepted after the end of an answer do."""
+    found = answer((3, 3), (0, 0), (1, 1))
+    found.drafted_steps, found.accepted_after_end = 2, 2
+    assert acceptance_stats([found]).engine_acceptance_length == 1 + (4 + 2) / 2
+    assert acceptance_stats([found]).acceptance_length == pytest.approx(1 + 4 / 3)
+    assert acceptance_stats([answer((0, 0))]).engine_acceptance_length is None
+
+
 def test_nothing_drafted_is_not_a_full_acceptance() -> None:
     stats = acceptance_stats([answer((0, 0), (2, 2))])
     assert stats.full_acceptance_share == 1.0 and stats.acceptance_length == 2.0

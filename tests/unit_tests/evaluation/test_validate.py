@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_spec.config import UserError
-from megatron_spec.decoding import engine
+from megatron_spec.decoding import step
 from megatron_spec.decoding.drafters.ngram import NGramDrafter
 from megatron_spec.evaluation.html import render, write_html
 from megatron_spec.evaluation.validate import tie_tolerance, validate
@@ -77,7 +77,7 @@ def _seconds_of(chat: Any) -> list[float]:
 
 def test_a_wrong_text_is_found(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A verification that accepts whatever is drafted must not pass."""
-    real = engine.verify
+    real = step.verify
 
     def credulous(*args: Any) -> Any:
         verdict = real(*args)
@@ -85,13 +85,51 @@ def test_a_wrong_text_is_found(chat: Any, monkeypatch: pytest.MonkeyPatch) -> No
             verdict.emitted_BP = (verdict.emitted_BP + 1) % 200 + 30
         return verdict
 
-    monkeypatch.setattr(engine, "verify", credulous)
+    monkeypatch.setattr(step, "verify", credulous)
     report = validate(chat.base, NGramDrafter(2), chat.prompts[:1], chat.tokenizer, CHAT_CONFIG, stop_ids=chat.stop_ids)
     assert report.first.text_identical is False
     [mismatch] = report.first.mismatches
     assert (mismatch.identifier, mismatch.round, mismatch.position) == (chat.prompts[0].identifier, 0, 1)
     assert mismatch.speculative_token == ((mismatch.base_token or 0) + 1) % 200 + 30
     assert mismatch.top_gap > 1e-3 and not mismatch.near_tie and report.first.near_ties == 0
+
+
+def test_exact_ties_are_no_differences(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same wrong text, where the two tokens are said to share the largest logit: both numbers are reported."""
+    real, prompts = step.verify, chat.prompts[:1]
+
+    def other_choice(*args: Any) -> Any:
+        verdict = real(*args)
+        if args[1].depth:
+            verdict.emitted_BP = (verdict.emitted_BP + 1) % 200 + 30
+        return verdict
+
+    monkeypatch.setattr(step, "verify", other_choice)
+    wrong = validate(chat.base, NGramDrafter(2), prompts, chat.tokenizer, CHAT_CONFIG, stop_ids=chat.stop_ids).first
+    [mismatch] = wrong.mismatches
+    assert (wrong.differences, wrong.exact_ties, wrong.unexplained) == (1, 0, 1) and not mismatch.exact_tie
+    pair = [mismatch.base_token, mismatch.speculative_token]
+    for best, values, tie in ((pair, [4.0, 4.0], True), (pair, [4.0, 3.9], False), ([1, 2], [4.0, 4.0], False)):
+        monkeypatch.setattr(module, "two_best", lambda *args, best=best, values=values: (values, best))
+        report = validate(chat.base, NGramDrafter(2), prompts, chat.tokenizer, CHAT_CONFIG, stop_ids=chat.stop_ids)
+        run = report.first
+        assert (run.exact_ties, run.differences, run.text_identical) == (int(tie), int(not tie), tie)
+        written = report.to_dict()
+        assert (written["exact_ties"], written["differences"]) == (run.exact_ties, run.differences)
+        assert ("1 exact ties" in render({"d": written})) is tie
+
+
+def test_memory_is_reported(chat: Any) -> None:
+    report = run_of(chat)
+    memory = report.memory
+    config = chat.base.config
+    assert memory.base == sum(t.numel() * t.element_size() for t in (*chat.base.parameters(), *chat.base.buffers()))
+    assert memory.draft == memory.draft_cache == 0 and memory.sequences == CHAT_CONFIG.batch_size
+    kv = 2 * config.num_layers * config.num_key_value_heads * config.head_dim * 4
+    assert memory.base_cache == memory.sequences * memory.tokens * kv > 0
+    page = render({"d": report.to_dict()})
+    assert f"{memory.base / 2**20:,.1f}" in page and f"KV cache of {memory.sequences} texts" in page
+    assert "memory of" not in render({"d": {k: v for k, v in report.to_dict().items() if k != "memory"}})
 
 
 def test_nothing_to_validate_is_refused(chat: Any) -> None:

@@ -1,7 +1,7 @@
 """Every family against transformers: logits, captures, packed documents, decoding, export, over layouts; and the first
 loss of every kind of draft against one process.
 
-One spawned world of two ranks runs all families; what it found is also what the README's table says.
+One spawned world of two ranks runs all families; docs/families.md shows what it found.
 S sequence, B micro-batch, V vocabulary, K captures, M micro-batches.
 """
 

@@ -1,21 +1,17 @@
-"""The table of layouts: the README shows it, the scripts refuse by it."""
+"""The table of layouts: README.md and docs/scale.md show it, the scripts refuse by it."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from megatron_spec.config import ParallelConfig, UserError
 from megatron_spec.planning import layouts
-from tools.support_table import updated
-
-README = Path(__file__).resolve().parents[3] / "README.md"
+from tools.support_table import PAGES, updated
 
 
-def test_readme_shows_the_table() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert updated(text) == text, "run: python tools/support_table.py --write"
+def test_the_pages_show_the_table() -> None:
+    for page in PAGES:
+        assert updated(page) == page.read_text(encoding="utf-8"), "run: python tools/support_table.py --write"
 
 
 @pytest.mark.parametrize(

@@ -233,13 +233,19 @@ Server(port=int(sys.argv[sys.argv.index("--port") + 1])).http.serve_forever()
 
 
 def test_a_task_of_a_job_array_starts_its_server_and_asks_for_its_share(prompts, tmp_path):
+    (tmp_path / "srun").write_text(
+        "#!/usr/bin/env bash\nwhile true; do case $1 in --*=*) shift ;; --*) shift 2 ;; *) break ;; esac; done\n"
+        'exec "$@"\n'
+    )
+    (tmp_path / "srun").chmod(0o755)
+
     def task(index, dies=False, **more):
         program = tmp_path / "vllm"
         program.write_text(VLLM.format(python=sys.executable, root=str(ROOT), dies=dies))
         program.chmod(0o755)
         job = {
             "MODEL": "MODEL", "DATA": str(prompts), "OUTPUT": str(tmp_path / "train.jsonl"), "TP": "2",
-            "REPO": str(ROOT), "PYTHON": sys.executable, "SLURM_JOB_ID": str(os.getpid()),
+            "REPO": str(ROOT), "PYTHON": sys.executable, "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": "1",
             "SLURM_ARRAY_TASK_ID": str(index), **more,
         }  # fmt: skip
         script = ROOT / "examples/post_training/slurm/server_generate.sbatch"

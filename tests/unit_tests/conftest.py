@@ -1,4 +1,4 @@
-"""One base and one overfitted draft for all tests of this folder."""
+"""One base and one overfitted draft for the tests of decoding, generation and evaluation."""
 
 from __future__ import annotations
 

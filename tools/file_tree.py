@@ -1,4 +1,4 @@
-"""The README's tree, one line per file, from the first line of every module: python tools/readme_tree.py [--write]"""
+"""The file tree of docs/architecture.md, from the modules' docstrings: python tools/file_tree.py [--write]."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!--tree-->", "<!--/tree-->"
 
 
@@ -37,20 +38,19 @@ def tree() -> str:
     return "\n".join(lines)
 
 
-def insert(readme: str) -> str:
-    """The README with the current tree between its marks."""
-    before, rest = readme.split(BEGIN, 1)
+def insert(page: str) -> str:
+    """The page with the current tree between its marks."""
+    before, rest = page.split(BEGIN, 1)
     after = rest.split(END, 1)[1]
     return f"{before}{BEGIN}\n```\n{tree()}\n```\n{END}{after}"
 
 
 def main() -> None:
-    """Print the tree, or write it into the README."""
+    """Print the tree, or write it into the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="replace the tree in README.md")
+    parser.add_argument("--write", action="store_true", help="replace the tree in docs/architecture.md")
     if parser.parse_args().write:
-        path = ROOT / "README.md"
-        path.write_text(insert(path.read_text(encoding="utf-8")), encoding="utf-8")
+        PAGE.write_text(insert(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     else:
         print(tree())
 

@@ -1,0 +1,114 @@
+"""The running sequences on the device: known tokens, lengths, limits and random numbers, one row each.
+
+Rows 0 .. running - 1 are in use. A step writes down what it emits without a look at the host, which learns all of it
+from one table (`Outcome`).
+
+B rows, P tokens that a step may emit, L token buffer, N tokens of an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_spec.config import DecodeConfig
+from megatron_spec.runtime.platform import to_device
+
+
+class Outcome(NamedTuple):
+    """What a step did to a row: a line of the table that `Rows.advance` returns.
+
+    Attributes:
+        accepted: draft tokens accepted, also after a token that ends the text.
+        emitted: tokens added to the text.
+        stopped: the last of them is a stop token.
+        over: the sequence has ended, by a stop token or by its limit.
+        proposed: depth of the draft tokens that counted.
+        tokens: those emitted come first.
+    """
+
+    accepted: int
+    emitted: int
+    stopped: int
+    over: int
+    proposed: int
+    tokens: list[int]
+
+
+_NUMBERS = ("accepted", "emitted", "stopped", "over", "proposed")
+
+
+def read_outcomes(table_BX: Tensor, count: int) -> list[Outcome]:
+    """The first `count` lines of a table. Waits for the device."""
+    width = len(_NUMBERS)
+    lines: list[list[int]] = table_BX.tolist()[:count]
+    return [Outcome(**dict(zip(_NUMBERS, line, strict=False)), tokens=line[width:]) for line in lines]
+
+
+class Rows:
+    """State of the running sequences; one row per cache row.
+
+    Attributes:
+        tokens_BL: int64 prompt and answer; entries from the length on are meaningless.
+        length_B: int64 known tokens.
+        prompt_B: int64 tokens of the prompt.
+        limit_B: int64 most tokens, prompt included.
+        uniform_BN3: numbers in [0, 1) for each token of the answer: the base's choice, acceptance, the draft's choice.
+    """
+
+    def __init__(self, rows: int, slots: int, config: DecodeConfig, stop_ids: set[int], device: torch.device) -> None:
+        self.config = config
+        self.tokens_BL = torch.zeros(rows, slots, dtype=torch.int64, device=device)
+        self.length_B = torch.ones(rows, dtype=torch.int64, device=device)
+        self.prompt_B = torch.ones_like(self.length_B)
+        self.limit_B = torch.ones_like(self.length_B)
+        self.uniform_BN3 = torch.zeros(rows, config.max_new_tokens if config.temperature > 0 else 1, 3, device=device)
+        self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
+
+    def place(self, first: int, prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int]) -> None:
+        """Fill the rows from `first` on with prompts."""
+        here, device = slice(first, first + len(prompts)), self.tokens_BL.device
+        whole_BL = torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts], batch_first=True
+        )
+        self.tokens_BL[here] = 0
+        self.tokens_BL[here, : whole_BL.shape[1]] = to_device(whole_BL, device)
+        numbers = [[len(prompt), limit] for prompt, limit in zip(prompts, limits, strict=True)]
+        numbers_B2 = to_device(torch.tensor(numbers), device)
+        self.length_B[here] = self.prompt_B[here] = numbers_B2[:, 0]
+        self.limit_B[here] = numbers_B2[:, 1]
+        if self.config.temperature > 0:
+            generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+            # The base's choices first: they are the same numbers whatever else is drawn.
+            drawn = [torch.rand(3, self.config.max_new_tokens, generator=g).t() for g in generators]
+            self.uniform_BN3[here] = to_device(torch.stack(drawn), device)
+
+    def draws(self, batch: int, count: int) -> Tensor:
+        """[B, count, 3] the numbers of the next `count` tokens of rows 0 .. batch - 1."""
+        first_B = self.length_B[:batch] - self.prompt_B[:batch]
+        index_BP = first_B[:, None] + torch.arange(count, device=first_B.device)
+        index_BP = index_BP.clamp(max=self.uniform_BN3.shape[1] - 1)
+        return self.uniform_BN3[:batch].gather(1, index_BP[:, :, None].expand(-1, -1, 3))
+
+    def advance(self, first: int, chosen_BP: Tensor, accepted_B: Tensor, proposed_B: Tensor) -> Tensor:
+        """Lengthen rows `first`.. by what they emit, up to a stop token. Returns the table of `Outcome`s, [B, X]."""
+        here = slice(first, first + chosen_BP.shape[0])
+        stops_BP = (chosen_BP[:, :, None] == self.stop_ids).any(dim=2)
+        stops_BP = stops_BP & (torch.arange(chosen_BP.shape[1], device=chosen_BP.device) <= accepted_B[:, None])
+        stopped_B = stops_BP.any(dim=1)
+        emitted_B = torch.where(stopped_B, stops_BP.long().argmax(dim=1), accepted_B) + 1
+        length_B = torch.minimum(self.length_B[here] + emitted_B, self.limit_B[here])  # rows not in use stay inside
+        self.length_B[here] = length_B
+        over_B = stopped_B | (length_B >= self.limit_B[here])
+        numbers = {
+            "accepted": accepted_B, "emitted": emitted_B, "stopped": stopped_B, "over": over_B, "proposed": proposed_B,
+        }  # fmt: skip
+        return torch.cat([torch.stack([numbers[name] for name in _NUMBERS], dim=1), chosen_BP], dim=1)
+
+    def move(self, source: list[int], target: list[int]) -> None:
+        """Copy rows `source` over rows `target`."""
+        for state in (self.tokens_BL, self.length_B, self.prompt_B, self.limit_B, self.uniform_BN3):
+            state[target] = state[source]

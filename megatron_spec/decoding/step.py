@@ -1,0 +1,145 @@
+"""The device's half of a decoding step: base forwards over the running rows, drafts, verdicts.
+
+Nothing here looks at values on the host, so that a step may run from a CUDA graph (replay.py). Every rank of the
+pipeline and tensor parallel groups takes the same decisions: tokens are reduced over tensor parallel ranks
+(sampling.py) and taken from the first pipeline stage.
+
+B rows, S rows of one forward, N draft nodes, P rows of an accepted path, C captures width, H hidden size, M rows of
+logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_spec.base.model import FrozenBase
+from megatron_spec.base.schedule import run_base_everywhere
+from megatron_spec.batch import Batch
+from megatron_spec.config import DecodeConfig
+from megatron_spec.decoding.cache import move_slots, rows_view
+from megatron_spec.decoding.drafters import Context, Drafter, Observation
+from megatron_spec.decoding.rows import Rows
+from megatron_spec.decoding.tree import Tree, visible_slots
+from megatron_spec.decoding.verify import Drafted, Draws, Verdict, choose, thinking_rows, verify
+from megatron_spec.ops.attention import AttentionPlan, KVCache
+
+
+@dataclass
+class Step:
+    """What a forward of the base leaves.
+
+    Attributes:
+        seen: for the drafter.
+        table_BX: all that the host wants to know (`rows.Outcome`).
+    """
+
+    seen: Observation
+    table_BX: Tensor
+
+
+class DeviceSteps:
+    """Forwards over the rows of one call of `decode`."""
+
+    def __init__(
+        self, base: FrozenBase, config: DecodeConfig, rows: Rows, cache: KVCache, drafter: Drafter | None
+    ) -> None:
+        self.base, self.config, self.rows, self.cache, self.drafter = base, config, rows, cache, drafter
+
+    def prefill(self, first: int, count: int, widest: int) -> Step:
+        """Read the prompts of rows first .. first + count - 1 and choose their first tokens."""
+        rows, here = self.rows, slice(first, first + count)
+        tokens_BS, prompt_B = rows.tokens_BL[here, :widest], rows.prompt_B[here]
+        slots_BS = torch.arange(widest, device=tokens_BS.device).repeat(count, 1)
+        row_B = torch.arange(count, device=tokens_BS.device)
+        captures_SBC, state_SBH = self._forward(first, tokens_BS, slots_BS, 0)
+        logits_MV = self.base.logits(state_SBH[prompt_B - 1, row_B][None])[0]
+        chosen_B = self._agree(choose(logits_MV, rows.uniform_BN3[here, 0, 0], self.config, self.base.world.tp))
+        rows.tokens_BL[here].scatter_(1, prompt_B[:, None], chosen_B[:, None])
+        next_BS, zeros_B = rows.tokens_BL[here, 1 : widest + 1], torch.zeros_like(prompt_B)
+        seen = Observation(first, slots_BS, next_BS, prompt_B.clone(), captures_SBC, state_SBH, prefill=True)
+        return Step(seen, rows.advance(first, chosen_B[:, None], zeros_B, zeros_B))
+
+    def propose(self, batch: int, count: int, key_slots: int, lengths: Sequence[int]) -> Drafted:
+        """Ask the drafter; nodes deeper than a sequence may still grow do not count."""
+        assert self.drafter is not None
+        length_B = self.rows.length_B[:batch]
+        room_B = self.rows.limit_B[:batch] - length_B - 1
+        context = Context(self.rows.tokens_BL[:batch], length_B, lengths=lengths, key_slots=key_slots)
+        if self.config.use_rejection_sampling:
+            context.uniform_BK = self.rows.draws(batch, count)[:, :, 2]
+            context.temperature = self.config.temperature
+        proposal = self.drafter.prepare_draft_tokens(context, count)
+        tokens_BN = self._agree(proposal.tokens_BN)
+        N = tokens_BN.shape[1]
+        index_N = torch.arange(N, device=tokens_BN.device)
+        tree, depth_BN, depth = None, (index_N + 1).expand(batch, -1), N
+        if proposal.parents_BN is not None:
+            tree = Tree.of(self._agree(proposal.parents_BN), count)
+            depth_BN, depth = tree.depth_BN, count
+        valid_BN = depth_BN <= room_B[:, None]
+        if proposal.proposed_B is not None:
+            valid_BN = valid_BN & (index_N < self._agree(proposal.proposed_B)[:, None])
+        return Drafted(tokens_BN, valid_BN, tree, depth, proposal.q_BNV)
+
+    def judged(self, batch: int, key_slots: int, drafted: Drafted) -> Step:
+        """Read the drafts, decide, and write down what is emitted: all of a step that the device does alone."""
+        length_B = self.rows.length_B[:batch]
+        tokens_BS = torch.cat([self.rows.tokens_BL[:batch].gather(1, length_B[:, None] - 1), drafted.tokens_BN], dim=1)
+        slots_BS = length_B[:, None] - 1 + torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        captures_SBC, state_SBH = self._forward(0, tokens_BS, slots_BS, key_slots, drafted.tree)
+        verdict = self._judge(tokens_BS, state_SBH, drafted)
+        path_BP, emitted_BP, accepted_B = verdict.path_BP, verdict.emitted_BP, verdict.accepted_B
+        path_slots_BP = slots_BS[:, : emitted_BP.shape[1]]
+        self.rows.tokens_BL[:batch].scatter_(1, path_slots_BP + 1, emitted_BP)  # after the accepted ones: meaningless
+        if path_BP is not None:
+            move_slots(rows_view(self.cache, 0, batch), slots_BS.gather(1, path_BP), path_slots_BP)
+            rows_P1B = (path_BP.t(), torch.arange(batch, device=path_BP.device))
+            captures_SBC, state_SBH = captures_SBC[rows_P1B], state_SBH[rows_P1B]
+        depth_BN = drafted.tree.depth_BN if drafted.tree is not None else path_slots_BP[:, 1:] - path_slots_BP[:, :1]
+        proposed_B = torch.cat([accepted_B[:, None] * 0, depth_BN * drafted.valid_BN], dim=1).amax(dim=1)
+        seen = Observation(0, path_slots_BP, emitted_BP, accepted_B + 1, captures_SBC, state_SBH, key_slots)
+        return Step(seen, self.rows.advance(0, emitted_BP, accepted_B, proposed_B))
+
+    def _forward(
+        self, first: int, tokens_BS: Tensor, slots_BS: Tensor, key_slots: int, tree: Tree | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Args: key_slots: how many are looked at; 0: the tokens begin their sequences."""
+        view, positions_BS = rows_view(self.cache, first, tokens_BS.shape[0]), slots_BS
+        if tree is not None:
+            visible_BSL = visible_slots(slots_BS[:, 0], tree.above_BSS, key_slots)
+            plan = AttentionPlan.cached(view, slots_BS, visible_BSL, key_slots)
+            positions_BS = slots_BS[:, :1] + torch.cat([torch.zeros_like(slots_BS[:, :1]), tree.depth_BN], dim=1)
+        elif key_slots:
+            plan = AttentionPlan.cached(view, slots_BS, length=key_slots)
+        else:
+            plan = AttentionPlan.prefill(view, slots_BS)
+        zeros_BS = torch.zeros_like(tokens_BS, dtype=torch.int32)
+        return run_base_everywhere(self.base, Batch(tokens_BS, positions_BS, zeros_BS, zeros_BS), plan)
+
+    def _judge(self, tokens_BS: Tensor, state_SBH: Tensor, drafted: Drafted) -> Verdict:
+        batch = tokens_BS.shape[0]
+        numbers = self.rows.draws(batch, drafted.depth + 1)
+        draws = Draws(numbers[:, :, 0], numbers[:, :, 1])
+        logits_BSV = self.base.logits(state_SBH).transpose(0, 1)
+        thinking_BS = None
+        if self.config.use_relaxed_acceptance_for_thinking:
+            rows = self.rows
+            thinking_BS = thinking_rows(rows.tokens_BL[:batch], rows.length_B[:batch], drafted, self.config)
+        verdict = verify(logits_BSV, drafted, draws, self.config, self.base.world.tp, thinking_BS)
+        verdict.emitted_BP, verdict.accepted_B = self._agree(verdict.emitted_BP), self._agree(verdict.accepted_B)
+        if verdict.path_BP is not None:
+            verdict.path_BP = self._agree(verdict.path_BP)
+        return verdict
+
+    def _agree(self, tokens: Tensor) -> Tensor:
+        """The first pipeline stage's tokens: stages must never differ, whatever their arithmetic."""
+        pp = self.base.world.pp
+        if pp.size() > 1:
+            tokens = tokens.contiguous()
+            dist.broadcast(tokens, src=dist.get_global_rank(pp, 0), group=pp)
+        return tokens

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Quick tests: the unit tests of what changed since main, or a fixed core: tools/check.sh [pytest arguments]
+# A change counts when it is committed on the branch, staged, or in the working tree. BASE=branch compares with another branch.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+base=$(git merge-base HEAD "${BASE:-main}" 2>/dev/null || git rev-parse HEAD)
+changed=$(git diff --name-only --diff-filter=d "$base"; git ls-files --others --exclude-standard)
+tests=()
+while read -r file; do
+  case $file in
+    tests/unit_tests/*/test_*.py | tests/unit_tests/test_*.py) tests+=("$file") ;;
+    tests/unit_tests/*/*.py) tests+=("$(dirname "$file")") ;;
+    megatron_spec/*/*.py) package=${file#megatron_spec/}; tests+=("tests/unit_tests/${package%%/*}") ;;
+    tools/* | benchmarks/* | *.md) tests+=(tests/unit_tests/tools/test_pages.py tests/unit_tests/tools/test_file_tree.py) ;;
+  esac
+done <<<"$changed"
+existing=()
+for path in $(printf '%s\n' "${tests[@]}" | sort -u); do [ -e "$path" ] && existing+=("$path"); done
+core=(tests/unit_tests/{losses,ops,planning,drafts,test_config.py,test_cli.py})
+[ ${#existing[@]} -gt 0 ] || existing=("${core[@]}")
+echo "checking ${existing[*]}" >&2
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000} \
+  exec .venv/bin/python -m pytest -q -n 2 --dist loadgroup --timeout 180 "${existing[@]}" "$@"
