@@ -14,7 +14,7 @@ from megatron_spec.drafts.anchors import BlockPlan, draw, supervised_slots
 from megatron_spec.drafts.linear import Placement
 from megatron_spec.drafts.vocab import DraftVocab
 from tests.unit_tests.drafts.plain_blocks import plain_loss
-from tests.unit_tests.drafts.stand_in import StandInEnds, V
+from tests.unit_tests.drafts.plain_eagle3 import StandInEnds, V
 
 H, S = 16, 22
 
