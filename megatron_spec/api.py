@@ -24,7 +24,7 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.batch import Batch
 from megatron_spec.build import link, load_checkpoint
 from megatron_spec.checkpoint import sharded
-from megatron_spec.checkpoint.base_import import BaseReference, inspect_base
+from megatron_spec.checkpoint.base_import import BaseReference
 from megatron_spec.checkpoint.spec import CheckpointSpec, resolve
 from megatron_spec.commands.convert import new_draft
 from megatron_spec.config import (
@@ -41,7 +41,7 @@ from megatron_spec.config import (
 from megatron_spec.drafts.contract import Draft, DraftLosses
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export import draft as export
-from megatron_spec.export.load import load_draft, open_draft
+from megatron_spec.export.load import inspect_exported_base, load_draft, open_draft
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.quantization.attach import base_amax_state
@@ -140,7 +140,7 @@ def convert(
         UserError: models, configurations or layouts that do not fit.
     """
     world = _world_of(model)
-    reference = inspect_base(base_path)
+    reference = inspect_exported_base(base_path)
     if draft is not None:
         return _with_draft(model, drafts, draft, vocab, reference, world, objective)
     vocab = vocab or DraftVocab.full(reference.config.vocab_size)

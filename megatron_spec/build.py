@@ -12,12 +12,13 @@ import torch
 
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint import sharded
-from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base, load_ends
+from megatron_spec.checkpoint.base_import import BaseReference
 from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec, read_spec, resolve
 from megatron_spec.config import UserError
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.export.load import inspect_exported_base, load_exported_base, load_exported_ends
 from megatron_spec.quantization.attach import attach_quantizers, load_base_amax
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import read_json
@@ -57,7 +58,7 @@ def check_base(spec: CheckpointSpec, base_path: str | None) -> BaseReference:
     path = Path(base_path or spec.base.path)
     if not path.exists():
         raise UserError(f"the base of this checkpoint is not at {path}: give its new place with --base")
-    ref = inspect_base(path)
+    ref = inspect_exported_base(path)
     if ref.fingerprint != spec.base.fingerprint:
         raise UserError(
             f"{path} is not the base this draft was made for: its content has fingerprint {ref.fingerprint[:16]}, "
@@ -97,9 +98,9 @@ def load_checkpoint(
         )
     base: Any
     if ends_only:
-        base = load_ends(ref, world, dtype)
+        base = load_exported_ends(ref, world, dtype)
     else:
-        base = load_base(ref, world, spec.draft.capture_layer_ids, dtype, transformer_engine)
+        base = load_exported_base(ref, world, spec.draft.capture_layer_ids, dtype, transformer_engine)
     quantised = spec.quant is not None and spec.quant.base != "none"
     if quantised:
         if base_amax is None:

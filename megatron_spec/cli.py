@@ -9,30 +9,36 @@ import argparse
 import ast
 import dataclasses
 import errno
+import functools
 import inspect
 import logging
 import os
+import re
 import sys
 import textwrap
 import time
 import types
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn
 
-from megatron_spec.config import Config, UserError, suggest
+from megatron_spec.config import Config, UserError, flag_name, megatron_flags, suggest
 
-C = TypeVar("C", bound=Config)
 log = logging.getLogger(__name__)
 
-MENDABLE = frozenset(
+USER_ERRORS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
 )
 """Errors of the system that say what to do: no space, no permission, a file in place of a folder. No traceback."""
 OTHERS_WAIT = 3.0
 """Seconds for which a rank keeps a message back that the first rank of its machine is likely to print."""
 
-_ALIASES = {"tensor_model_parallel_size": ["--tp"], "pipeline_model_parallel_size": ["--pp"]}
+_ALIASES = {
+    "tensor_model_parallel_size": ["--tp"],
+    "pipeline_model_parallel_size": ["--pp"],
+    "draft_lens": ["--num-nextn-predict-layers"],
+}
+"""Other flags of a field."""
 
 
 class Once(argparse.Action):
@@ -42,18 +48,25 @@ class Once(argparse.Action):
         """Called by argparse for each occurrence."""
         given = namespace.__dict__.setdefault("_given", set())
         if self.dest in given:
-            raise argparse.ArgumentError(self, "given twice: one run makes one draft, start another for the other")
+            raise argparse.ArgumentError(self, "given twice: expected one value; start another run for the other")
         given.add(self.dest)
         setattr(namespace, self.dest, values)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with exact flags only, exit code 2, and a suggestion for an unknown flag."""
+    """argparse with exact flags only and exit code 2. All problems of a command line are said at once.
 
-    def __init__(self, description: str) -> None:
+    Args:
+        run: configuration whose fields become flags; the parsed namespace holds it as `run`.
+    """
+
+    def __init__(self, description: str | None, run: type[Config] | None = None) -> None:
         super().__init__(
             description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
         )
+        self.run_class, self.notes = run, list[str]()
+        if run is not None:
+            self._add_fields(run, self, "")
 
     def error(self, message: str) -> NoReturn:
         """Leave with exit code 2 and one line."""
@@ -61,37 +74,87 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n" if local_rank() == 0 else None)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse; an unknown flag ends the program with a suggestion."""
-        words = sys.argv[1:] if args is None else list(args)
-        dry_run = "--dry-run" in words and "--dry-run" in self._option_string_actions
-        required = [a for a in self._actions if a.required and a.dest != "load"] if dry_run else []
+        """Parse; wrong, unknown and missing flags and values that contradict one another end the program together."""
+        words, problems, shapes = self._sort_out(sys.argv[1:] if args is None else list(args))
+        required = [a for a in self._actions if a.required and a.option_strings]
         for action in required:
             action.required = False
         found, unknown = self.parse_known_args(words, namespace)
+        missing = [a for a in required if getattr(found, a.dest, None) is None]
         for action in required:
             action.required = True
-        if not dry_run and any(getattr(found, name, None) for name in ("num_nodes", "gpus_per_node", "gpu_memory_gib")):
-            self.error(
-                "--num-nodes, --gpus-per-node and --gpu-memory-gib belong to --dry-run; torchrun starts processes"
-            )
-        if unknown:
-            name = unknown[0].split("=")[0]
-            self.error(f"unknown argument {name}{suggest(name, self._option_string_actions)}; see --help")
+        problems += [f"unexpected argument {word!r}" for word in unknown]
+        if missing and not (problems and all(word in ("-h", "--help") for word in words)):
+            names = ", ".join(a.option_strings[0] for a in missing)
+            problems.append(f"the following arguments are required: {names}")
+        if self.run_class is not None:
+            found.base_shapes = shapes
+            found.run = _build(self.run_class, found, "", problems, complete=not missing)
+        if problems:
+            self.error(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} problems:", *problems]))
         return found
 
-    def add_dry_run(self) -> None:
-        """--dry-run and the machines it plans for; with it no other flag is required."""
-        group = self.add_argument_group("plan, without weights or GPUs")
-        group.add_argument(
-            "--dry-run", action="store_true",
-            help="print layout, placement, memory and work, and end; --load may be a folder with a config.json alone",
-        )  # fmt: skip
-        group.add_argument("--num-nodes", type=at_least_one, metavar="N", help="machines of the plan (default: 1)")
-        group.add_argument("--gpus-per-node", type=at_least_one, metavar="N", help="of the plan (default: 8)")
-        group.add_argument("--gpu-memory-gib", type=float, metavar="GIB", help="of the plan (default: 80)")
+    def _sort_out(self, words: list[str]) -> tuple[list[str], list[str], tuple[tuple[str, str], ...]]:
+        """(words of known flags with a value of their type, problems of the others, shapes in Megatron's flags)."""
+        good: list[str] = []
+        problems: list[str] = []
+        shapes: list[tuple[str, str]] = []
+        start = next((i for i, word in enumerate(words) if _is_flag(word)), len(words))
+        good += words[:start]
+        while start < len(words):
+            end = next((i for i in range(start + 1, len(words)) if _is_flag(words[i])), len(words))
+            name, equals, value = words[start].partition("=")
+            values = ([value] if equals else []) + words[start + 1 : end]
+            action = self._option_string_actions.get(name) or self._option_string_actions.get(_dashes(name))
+            problem = self._unknown(name, values, shapes) if action is None else self._wrong_value(action, values)
+            if problem is None and action is not None:
+                known = name if name in self._option_string_actions else _dashes(name)
+                good += [known + equals + value, *words[start + 1 : end]]
+            elif problem:
+                problems.append(problem)
+            start = end
+        return good, problems, tuple(shapes)
+
+    def _unknown(self, name: str, values: list[str], shapes: list[tuple[str, str]]) -> str | None:
+        flag = _dashes(name)
+        known = megatron_flags.FLAGS.get(flag) or megatron_flags.opposite(flag)
+        if known is not None and self.run_class is not None:
+            return self._answer(flag, known, values, shapes)
+        return f"unknown argument {name}{suggest(name, self._option_string_actions)}; see --help"
+
+    def _answer(
+        self, name: str, flag: megatron_flags.MegatronFlag, values: list[str], shapes: list[tuple[str, str]]
+    ) -> str | None:
+        """What to say of a flag of Megatron-LM; None where it may stay."""
+        if flag.verdict == "renamed":
+            here = flag.text in self._option_string_actions
+            return f"{name} is {flag.text} here" if here else f"{name}: this script has no such option ({flag.text})"
+        if flag.verdict == "refused":
+            return f"{name} is not supported: {flag.text}"
+        if len(values) != flag.takes_value:
+            return f"{name}: expected {'one value' if flag.takes_value else 'no value'}, found {values}"
+        if flag.verdict == "fixed" and values[0] not in flag.values:
+            return f"{name} {values[0]} is not supported, only {' or '.join(flag.values)}: {flag.text}"
+        if flag.verdict == "checked":
+            shapes.append((name, values[0]))
+        else:
+            self.notes.append(f"{name}{' is not needed' if flag.verdict == 'not needed' else ''}: {flag.text}")
+        return None
+
+    def _wrong_value(self, action: argparse.Action, values: list[str]) -> str | None:
+        if action.nargs is not None:
+            return None
+        if not values:
+            return f"argument {'/'.join(action.option_strings)}: expected one argument"
+        try:
+            self._get_values(action, values[:1])
+        except argparse.ArgumentError as e:
+            hint = megatron_flags.VALUES.get(values[0].lower())
+            return f"{e}{': ' + hint if hint else ''}"
+        return None
 
     def add_model_flags(
-        self, tokenizer: bool = True, base: str = "the base's place, when it moved since convert_model.py"
+        self, tokenizer: bool = True, base: str = "where the base is, if it has moved since convert_model.py"
     ) -> None:
         """Where base and tokenizer are, and the precision: what every script over a checkpoint asks.
 
@@ -103,27 +166,75 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
         self.add_argument("--bf16", action="store_true", help="bfloat16 weights (default: float32)")
 
-    def add_config(self, cls: type[Config], skip: Sequence[str] = (), **defaults: Any) -> None:
-        """One flag per field of a configuration class: `train_iters` becomes --train-iters.
-
-        Args:
-            skip: fields that get no flag.
-            defaults: other defaults than those of the class.
-        """
-        group = self.add_argument_group(cls.__name__)
+    def _add_fields(self, cls: type[Config], to: Any, path: str, only: Sequence[str] = (), skip: Any = ()) -> None:
+        """One flag per field of a configuration class: `train_iters` becomes --train-iters. Groups nest."""
         hints, docs = typing.get_type_hints(cls), field_docs(cls)
         for field in dataclasses.fields(cls):
-            if field.name in skip:
+            if field.name in skip or (only and field.name not in only) or field.metadata.get("hidden"):
                 continue
-            default = defaults.get(field.name, field.default)
-            required = default is dataclasses.MISSING
-            flags = ["--" + field.name.replace("_", "-"), *_ALIASES.get(field.name, [])]
-            kwargs: dict[str, Any] = _argument(hints[field.name])
-            kwargs.update(
-                dest=field.name, help=docs.get(field.name, " ") + ("" if required else f" (default: {default})")
-            )
-            kwargs.update({"required": True} if required else {"default": default})
-            group.add_argument(*flags, **kwargs)
+            hint = hints[field.name]
+            if isinstance(hint, type) and issubclass(hint, Config):
+                title = self.add_argument_group(docs[field.name].rstrip("."))
+                about = field.metadata
+                self._add_fields(hint, title, f"{path}{field.name}.", about.get("only", ()), about.get("skip", ()))
+            else:
+                self._add_flag(field, hint, docs[field.name], to, path + field.name)
+
+    def _add_flag(self, field: dataclasses.Field[Any], hint: Any, text: str, to: Any, dest: str) -> None:
+        options = _argument(hint)
+        about = field.metadata
+        if "parse" in about:
+            options = {"type": about["parse"]}
+        elif "least" in about:
+            options["type"] = functools.partial(_bounded, options["type"], about["least"])
+        if "metavar" in about:
+            options["metavar"] = about["metavar"]
+        if about.get("once"):
+            options["action"] = Once
+        optional = type(None) in typing.get_args(hint)
+        default = None if field.default is dataclasses.MISSING else field.default
+        if default is not None and "default:" not in text:
+            text += f" (default: {str(default).replace('%', '%%')})"
+        required = field.default is dataclasses.MISSING and not optional
+        flags = ["--" + flag_name(field), *_ALIASES.get(field.name, [])]
+        to.add_argument(*flags, dest=dest, help=text, default=default, required=required, **options)
+
+
+def _is_flag(word: str) -> bool:
+    return len(word) > 1 and word[0] == "-" and not re.fullmatch(r"-\.?\d.*", word)
+
+
+def _dashes(name: str) -> str:
+    return "--" + name.lstrip("-").replace("_", "-")
+
+
+def _bounded(kind: Callable[[str], Any], least: float, text: str) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid {kind.__name__} value: {text!r}") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, found {value}")
+    return value
+
+
+def _build(
+    cls: type[Config], found: argparse.Namespace, path: str, problems: list[str], complete: bool = True
+) -> Config | None:
+    """The configuration that parsed flags describe; what it refuses joins `problems`."""
+    hints, values = typing.get_type_hints(cls), {}
+    for field in dataclasses.fields(cls):
+        hint, dest = hints[field.name], path + field.name
+        if isinstance(hint, type) and issubclass(hint, Config):
+            values[field.name] = _build(hint, found, f"{dest}.", problems)
+            complete = complete and values[field.name] is not None
+        elif hasattr(found, dest):
+            values[field.name] = getattr(found, dest)
+    try:
+        return cls(**values) if complete else None
+    except UserError as e:
+        problems.append(str(e))
+        return None
 
 
 def _argument(hint: Any) -> dict[str, Any]:
@@ -138,7 +249,15 @@ def _argument(hint: Any) -> dict[str, Any]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The strings written below the fields of a dataclass, by field name."""
+    """The strings written below the fields of a dataclass and of its parents, by field name."""
+    docs: dict[str, str] = {}
+    for part in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(part):
+            docs.update(_own_field_docs(part))
+    return docs
+
+
+def _own_field_docs(cls: type) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}
@@ -173,13 +292,6 @@ def whole_numbers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"expected numbers separated by commas, found {text!r}") from None
 
 
-def config_from(cls: type[C], args: argparse.Namespace, **fixed: Any) -> C:
-    """The configuration that parsed flags describe."""
-    names = {f.name for f in dataclasses.fields(cls)}
-    values = {k: v for k, v in vars(args).items() if k in names}
-    return cls(**{**values, **fixed})
-
-
 def rank() -> int:
     """Rank of this process as torchrun set it."""
     return int(os.environ.get("RANK", "0"))
@@ -211,6 +323,8 @@ def run(
     args = parser.parse_args(argv)
     setup_logging()
     code: int | None = 0
+    for note in parser.notes:
+        log.info(note)
     try:
         from megatron_spec.runtime.platform import check_optional_packages
 
@@ -221,7 +335,7 @@ def run(
     except KeyboardInterrupt:
         _leave(130, f"{parser.prog}: interrupted")
     except Exception as e:
-        if isinstance(e, OSError) and e.errno in MENDABLE:
+        if isinstance(e, OSError) and e.errno in USER_ERRORS:
             _leave(2, f"{parser.prog}: error: {e.filename or 'writing'}: {e.strerror}")
         log.exception("rank %d failed", rank())
         _leave(1, "", f"{type(e).__name__}: {e}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Quick tests: the unit tests of what changed since main, or a fixed core: tools/check.sh [pytest arguments]
+# Quick tests: the unit tests of what changed since main, or a core: tools/check.sh [pytest arguments]
 # A change counts when it is committed on the branch, staged, or in the working tree. BASE=branch compares with another branch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -17,7 +17,12 @@ done <<<"$changed"
 existing=()
 for path in $(printf '%s\n' "${tests[@]}" | sort -u); do [ -e "$path" ] && existing+=("$path"); done
 core=(tests/unit_tests/{losses,ops,planning,drafts,test_config.py,test_cli.py})
-[ ${#existing[@]} -gt 0 ] || existing=("${core[@]}")
+# Changes all over the package: the core, and the changed tests themselves.
+if [ ${#existing[@]} -eq 0 ]; then existing=("${core[@]}"); fi
+if [ ${#existing[@]} -gt 6 ]; then
+  mapfile -t files < <(printf '%s\n' "${existing[@]}" | grep '\.py$' || true)
+  existing=("${core[@]}" "${files[@]}")
+fi
 echo "checking ${existing[*]}" >&2
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000} \
   exec .venv/bin/python -m pytest -q -n 2 --dist loadgroup --timeout 180 "${existing[@]}" "$@"

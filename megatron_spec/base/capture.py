@@ -1,4 +1,4 @@
-"""Record the outputs of chosen layers in one forward pass: the residual stream behind the layer, before any norm."""
+"""Record the outputs of chosen layers in one forward pass: the residual stream after the layer, before any norm."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Multi-head latent attention of DeepSeek-V3 (arXiv 2412.19437, section 2.1.1), under megatron-core's names.
 
-Queries and keys have dimensions that do not turn and dimensions that do; the turned part of a key is one for all heads.
+Queries and keys have a non-rotary and a rotary part; all heads share the rotary part of the keys.
 Keys and values are expanded before attention, so the cache holds them whole.
 
 S sequence, B micro-batch, H hidden, N heads of this rank, D = nope + rope sizes of a query or key head, V of a value.
@@ -62,16 +62,16 @@ class LatentAttention(nn.Module):
         assert rotary_pos_emb is not None
         mla = self.mla
         q = self._queries(hidden_SBH).unflatten(-1, (self.heads, -1))
-        latent, k_turned = self.linear_kv_down_proj(hidden_SBH).split([mla.kv_lora_rank, mla.rope_head_dim], -1)
+        latent, k_rotary = self.linear_kv_down_proj(hidden_SBH).split([mla.kv_lora_rank, mla.rope_head_dim], -1)
         if self.sequence_parallel:  # the latent is gathered by the projection itself
-            k_turned = gather_from_sequence_parallel_region(k_turned.contiguous(), group=self.tp)
+            k_rotary = gather_from_sequence_parallel_region(k_rotary.contiguous(), group=self.tp)
         kv = self.linear_kv_up_proj(self.kv_layernorm(latent))[0].unflatten(-1, (self.heads, -1))
-        k_still, value = kv.split([mla.nope_head_dim, mla.v_head_dim], -1)
-        q_still, q_turned = q.split([mla.nope_head_dim, mla.rope_head_dim], -1)
+        k_plain, value = kv.split([mla.nope_head_dim, mla.v_head_dim], -1)
+        q_plain, q_rotary = q.split([mla.nope_head_dim, mla.rope_head_dim], -1)
         cos, sin = rotary_pos_emb.cos().to(q.dtype), rotary_pos_emb.sin().to(q.dtype)
-        q_turned, k_turned = (apply_rotary(self._halves(x), cos, sin) for x in (q_turned, k_turned[:, :, None]))
-        query = torch.cat([q_still, q_turned], -1)
-        key = torch.cat([k_still, k_turned.expand(-1, -1, self.heads, -1)], -1)
+        q_rotary, k_rotary = (apply_rotary(self._halves(x), cos, sin) for x in (q_rotary, k_rotary[:, :, None]))
+        query = torch.cat([q_plain, q_rotary], -1)
+        key = torch.cat([k_plain, k_rotary.expand(-1, -1, self.heads, -1)], -1)
         out: tuple[Tensor, Tensor | None] = self.linear_proj(self.core_attention(query, key, value.contiguous()))
         return out
 

@@ -79,7 +79,7 @@ class LeanForward:
             plan: who may look at whom; default: causal.
 
         Returns:
-            (state behind the last layer, after the final norm when there is one; captured outputs), all [S, B, H].
+            (state after the last layer, after the final norm when there is one; captured outputs), all [S, B, H].
         """
         S, B, H = hidden_SBH.shape
         plan = plan or AttentionPlan.causal()
@@ -143,15 +143,15 @@ class LeanForward:
         Its columns are those of megatron-core's linear_qkv: per group the queries, the key, the value.
 
         Args:
-            norms: weights [D] of the RMS norms of each query and key head, taken before they turn.
+            norms: weights [D] of the RMS norms of each query and key head, taken before rotation.
         """
         split = qkv.view(S, B, self.kv_heads, self.heads // self.kv_heads + 2, self.config.head_dim)
         straight = split[..., :-1, :]
         if norms is not None:
             weights = torch.cat([norms[0].expand(straight.shape[-2] - 1, -1), norms[1][None]])
             straight = F.rms_norm(straight, norms[0].shape, eps=self.config.rms_norm_eps) * weights
-        turned = apply_rotary(straight, *tables)
-        return turned[..., :-1, :].flatten(2, 3), turned[..., -1, :], split[..., -1, :]
+        rotated = apply_rotary(straight, *tables)
+        return rotated[..., :-1, :].flatten(2, 3), rotated[..., -1, :], split[..., -1, :]
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Any]:
         """(x + delta, its norm as an activation)."""

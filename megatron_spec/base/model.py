@@ -62,6 +62,8 @@ class FrozenBase(nn.Module):
         self.gpt = gpt
         self.stage = stages[world.pp_rank]
         self.capture_layer_ids = stages[-1].captures_out
+        self.quantised_on_disk = False
+        """The base's own files are in fp8, and it computes with their ranges: there is nothing to calibrate."""
         self.vocab_size = config.vocab_size
         turning = config.mla.rope_head_dim if config.mla else config.head_dim
         self.inv_freq: Tensor
@@ -185,7 +187,7 @@ class FrozenBase(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V / TP, H] this rank's rows of the head; rows behind the true vocabulary are padding."""
+        """[V / TP, H] this rank's rows of the head; rows past the true vocabulary are padding."""
         if self.config.tie_word_embeddings:
             return self.embedding_weight
         return self.gpt.output_layer.weight if self.head_copy is None else self.head_copy

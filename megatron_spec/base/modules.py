@@ -51,14 +51,14 @@ class PlannedAttention(nn.Module):
         window: sliding window of this layer.
         sinks: heads have a sink (`softmax_offset`, this rank's heads).
         scale: of the scores; None: 1/sqrt(D).
-        turned: dimensions of a head that turn, the first ones or (`turned_last`) the last.
-        turned_factor: what these are multiplied by.
+        rotary: rotary dimensions of a head, the first ones or (`rotary_last`) the last.
+        rotary_factor: what these are multiplied by.
         tp_group: ranks that share the heads, when the groups do not come as `pg_collection`.
     """
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, *_: Any, window: int | None = None, sinks: bool = False,
-        scale: float | None = None, turned: int = 0, turned_factor: float = 1.0, turned_last: bool = False,
+        scale: float | None = None, rotary: int = 0, rotary_factor: float = 1.0, rotary_last: bool = False,
         pg_collection: Any = None, tp_group: Any = None, **__: Any,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -66,15 +66,15 @@ class PlannedAttention(nn.Module):
         self.cache_layer = 0
         """Index of this layer in the stage's KVCache."""
         self.window, self.scale = window, scale
-        self.turned, self.turned_factor, self.turned_last = turned, turned_factor, turned_last
+        self.rotary, self.rotary_factor, self.rotary_last = rotary, rotary_factor, rotary_last
         self.softmax_offset: nn.Parameter | None = None
         if sinks:
             group = tp_group if pg_collection is None else pg_collection.tp
             heads = config.num_attention_heads // group.size()
             device = torch.cuda.current_device()
             self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
-        if turned_factor != 1.0:  # before hooks of others: a quantiser of keys sees what the cache holds
-            self.register_forward_pre_hook(_multiply_turned)
+        if rotary_factor != 1.0:  # before hooks of others: a quantiser of keys sees what the cache holds
+            self.register_forward_pre_hook(_scale_rotary)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """query [S, B, N, D], key and value [S, B, G, D], rotated -> [S, B, N*D]. The mask argument is not used."""
@@ -85,11 +85,11 @@ class PlannedAttention(nn.Module):
         return attend(query, key, value, self.plan, self.cache_layer, variant)
 
 
-def _multiply_turned(core: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """yarn and longrope multiply cosines and sines by a factor: the turned dimensions of queries and keys are."""
+def _scale_rotary(core: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """YaRN and LongRoPE scale the rotary dimensions of queries and keys."""
     query, key, *rest = args
-    still = query.shape[-1] - core.turned
-    factor = query.new_full((core.turned,), core.turned_factor)
-    parts = [query.new_ones(still), factor] if core.turned_last else [factor, query.new_ones(still)]
+    still = query.shape[-1] - core.rotary
+    factor = query.new_full((core.rotary,), core.rotary_factor)
+    parts = [query.new_ones(still), factor] if core.rotary_last else [factor, query.new_ones(still)]
     factor_D = torch.cat(parts)
     return (query * factor_D, key * factor_D, *rest)

@@ -1,4 +1,4 @@
-"""What travels between two stages: the hidden state with the captures behind it, as one tensor.
+"""What travels between two stages: the hidden state followed by the captures, as one tensor.
 
 S sequence (this rank's part under sequence parallelism), B micro-batch, H hidden, k captures so far.
 """

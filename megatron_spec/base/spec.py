@@ -27,9 +27,9 @@ def core_options(config: BaseConfig, layer: int) -> dict[str, Any]:
     return {
         "window": config.window_of(layer),
         "sinks": config.attention_sinks,
-        "turned": config.rope.rotary_dim(size),
-        "turned_factor": config.rope.attention_factor,
-        "turned_last": config.mla is not None,
+        "rotary": config.rope.rotary_dim(size),
+        "rotary_factor": config.rope.attention_factor,
+        "rotary_last": config.mla is not None,
     }
 
 

@@ -1,4 +1,4 @@
-"""The frozen base's layers from Transformer Engine's modules: norms fused into the linears behind them.
+"""The frozen base's layers from Transformer Engine's modules: norms fused into the linears after them.
 
 Attention stays `PlannedAttention` (flash or cuDNN attention through torch), so packed documents, context parallelism
 and the KV cache work as with the local spec. The weights, the checkpoints and, within rounding, the numbers are the

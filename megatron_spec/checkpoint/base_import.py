@@ -103,12 +103,15 @@ def load_base(
     return base
 
 
-def load_ends(reference: BaseReference, world: World, dtype: torch.dtype = torch.float32) -> EndsOnly:
+def load_ends(
+    reference: BaseReference, world: World, dtype: torch.dtype = torch.float32,
+    reader: type[huggingface.HuggingFaceWeights] = huggingface.HuggingFaceWeights,
+) -> EndsOnly:  # fmt: skip
     """Embedding and head of the base without its layers. Raises UserError as `load_base` does."""
     config, path = reference.config, Path(reference.path)
     if reference.kind == "hf":
         ends = EndsOnly(config, world, dtype)
-        huggingface.load_ends(ends, path)
+        huggingface.load_ends(ends, path, reader)
     else:
         folder = megatron.checkpoint_folder(path)
         if folder is None:

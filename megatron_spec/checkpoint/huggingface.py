@@ -163,11 +163,11 @@ def load_huggingface(base: FrozenBase, folder: Path, reader: type[HuggingFaceWei
 
 
 @torch.no_grad()
-def load_ends(ends: EndsOnly, folder: Path) -> None:
+def load_ends(ends: EndsOnly, folder: Path, reader: type[HuggingFaceWeights] = HuggingFaceWeights) -> None:
     """Fill embedding and head alone; the whole folder is checked by names and shapes all the same."""
     config, world = ends.config, ends.world
     rules = name_rules(config)
-    with HuggingFaceWeights(folder) as weights:
+    with reader(folder) as weights:
         weights.check(rules, config)
         for rule in (r for r in rules if r.kind == "vocab"):
             weight = ends.embedding_weight if rule.core.startswith("embedding") else ends.head_weight

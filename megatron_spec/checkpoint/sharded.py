@@ -61,6 +61,7 @@ def save(
     base_amax: dict[str, float] | None = None,
     run_config: dict[str, Any] | None = None,
     keep: int = 0,
+    keep_until: int = -1,
     writer: BackgroundWriter | None = None,
 ) -> Path:
     """Save one iteration; it becomes visible, and `latest`, only when it is complete.
@@ -70,6 +71,7 @@ def save(
         extra: small picklable state (samples consumed, scheduler), equal on all ranks.
         base_amax: activation ranges of a fake-quantised base, by layer name.
         keep: iterations to keep, older ones are removed; 0 keeps all.
+        keep_until: iterations up to this one are of earlier runs and stay.
         writer: writes beside the training; what it wrote before is published first. Default: write now.
     """
     if writer is not None:
@@ -94,7 +96,7 @@ def save(
     def publish_everywhere() -> None:
         """Rename the finished folder, once all ranks have written."""
         if world.rank == 0:
-            publish(temporary, final, keep)
+            publish(temporary, final, keep, keep_until)
         dist.barrier()
 
     if writer is not None:
@@ -105,7 +107,7 @@ def save(
     return final
 
 
-def publish(temporary: Path, final: Path, keep: int = 0) -> None:
+def publish(temporary: Path, final: Path, keep: int = 0, keep_until: int = -1) -> None:
     """A complete temporary folder becomes iteration `final`, then the latest one. Killed anywhere inside, `latest`
     names a complete iteration: the new one, or the one before."""
     checkpoint, old = final.parent, final.with_name(f".{final.name}.old.tmp")
@@ -118,7 +120,7 @@ def publish(temporary: Path, final: Path, keep: int = 0) -> None:
     write_text(checkpoint / POINTER, f"{_number(final)}\n")
     shutil.rmtree(old, ignore_errors=True)
     if keep:
-        _remove_old(checkpoint, keep)
+        _remove_old(checkpoint, keep, keep_until)
 
 
 def _iterations(checkpoint: Path) -> list[Path]:
@@ -129,9 +131,10 @@ def _number(folder: Path) -> int:
     return int(folder.name.removeprefix("iter_"))
 
 
-def _remove_old(checkpoint: Path, keep: int) -> None:
+def _remove_old(checkpoint: Path, keep: int, keep_until: int) -> None:
     latest = latest_iteration(checkpoint)
-    saved = _iterations(checkpoint)
+    # A run that is saved into the folder it started from does not remove what was there.
+    saved = [p for p in _iterations(checkpoint) if _number(p) > keep_until]
     for old in saved[:-keep]:
         if latest is not None and old != iteration_folder(checkpoint, latest):
             doomed = old.with_name(f".{old.name}.old.tmp")  # half removed it must not look complete
@@ -172,6 +175,17 @@ def read_extra(folder: Path | str) -> dict[str, Any]:
     """
     try:
         return dict(dist_checkpointing.load_common_state_dict(str(Path(folder) / "dist")).get("extra") or {})
+    except Exception as e:
+        raise UserError(f"checkpoint {folder} does not load: {type(e).__name__}: {e}") from e
+
+
+def has_optimizer(folder: Path | str) -> bool:
+    """Whether an iteration folder holds optimizer state, so that a run can continue from it.
+
+    Raises UserError when it cannot be read.
+    """
+    try:
+        return "optimizer" in dist_checkpointing.load_common_state_dict(str(Path(folder) / "dist"))
     except Exception as e:
         raise UserError(f"checkpoint {folder} does not load: {type(e).__name__}: {e}") from e
 

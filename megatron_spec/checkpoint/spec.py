@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_spec.config import BaseConfig, Config, DraftConfig, QuantConfig, UserError
-from megatron_spec.runtime.files import read_json
+from megatron_spec.runtime.files import read_json, sha256_of
 
 POINTER = "latest_checkpointed_iteration.txt"
 FORMAT_VERSION = 1
@@ -21,9 +21,13 @@ class BaseLink(Config):
     """The base a draft belongs to: where it was, what it contains, what it is."""
 
     path: str
+    """Folder in which it was."""
     kind: str
+    """'hf' or 'megatron'."""
     fingerprint: str
+    """Hash of its content."""
     config: BaseConfig
+    """Its architecture."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,15 @@ class CheckpointSpec(Config):
     """Contents of spec.json."""
 
     base: BaseLink
+    """The base of the draft."""
     draft: DraftConfig
     """Told apart by `algorithm`."""
     quant: QuantConfig | None = None
+    """Fake quantisation; None: not quantised."""
     iteration: int = 0
+    """Optimizer steps of the run that saved it."""
     format_version: int = FORMAT_VERSION
+    """Version of this file."""
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
@@ -86,3 +94,8 @@ def resolve(checkpoint: Path | str) -> Path:
 def read_spec(folder: Path | str) -> CheckpointSpec:
     """spec.json of an iteration folder. Raises UserError on unknown keys or wrong types."""
     return CheckpointSpec.from_dict(read_json(Path(folder) / "spec.json"))
+
+
+def identity(folder: Path) -> dict[str, str]:
+    """Path of an iteration folder, and what tells its content from that of another."""
+    return {"path": str(folder.resolve()), "run.json": sha256_of(folder / "run.json")}

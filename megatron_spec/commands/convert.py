@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,25 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import link
 from megatron_spec.checkpoint import sharded
-from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
+from megatron_spec.checkpoint.base_import import BaseReference
 from megatron_spec.checkpoint.native_mtp import check_own_module, load_own_module
 from megatron_spec.checkpoint.spec import CheckpointSpec
+from megatron_spec.commands.data import check_base_shapes
+from megatron_spec.commands.runs import ConvertRun, DraftRequest, settings_of, takes
 from megatron_spec.config import BlockConfig, DraftConfig, EagleConfig, ParallelConfig, UserError, presets
+from megatron_spec.config.modelopt import from_modelopt
 from megatron_spec.data import mask_token
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export import native_mtp
-from megatron_spec.export.load import StoredTensors, load_draft, open_draft
+from megatron_spec.export.load import (
+    StoredTensors,
+    inspect_exported_base,
+    load_draft,
+    load_exported_base,
+    open_draft,
+)
 from megatron_spec.export.served import check_exportable
 from megatron_spec.planning import layouts
 from megatron_spec.runtime import distributed
@@ -53,58 +61,6 @@ def draft_vocabulary(path: str | None, overrides: dict[str, Any], vocab_size: in
     if wanted not in (None, len(vocab)):
         raise UserError(f"--eagle-config says draft_vocab_size {wanted}, {path} holds {len(vocab)} tokens")
     return vocab
-
-
-@dataclass(frozen=True)
-class DraftRequest:
-    """The draft that convert_model.py is asked for; None where its flag was not given.
-
-    Raises UserError when flags of one kind of draft are given for another.
-    """
-
-    algorithm: str = "eagle"
-    eagle_algorithm: str | None = None
-    eagle_config: str | None = None
-    draft_vocab: str | None = None
-    num_medusa_heads: int | None = None
-    num_medusa_layers: int | None = None
-    share_base_head: bool | None = None
-    mtp_from_base: bool | None = None
-    draft_config: str | None = None
-    draft: str | None = None
-
-    def __post_init__(self) -> None:
-        eagle = {
-            "--export-eagle-algorithm": self.eagle_algorithm, "--eagle-config": self.eagle_config,
-            "--draft-vocab": self.draft_vocab, "--mtp-from-base": self.mtp_from_base,
-        }  # fmt: skip
-        medusa = {
-            "--export-num-medusa-heads": self.num_medusa_heads, "--export-num-medusa-layers": self.num_medusa_layers,
-            "--medusa-share-base-head": self.share_base_head,
-        }  # fmt: skip
-        block = {"--draft-config": self.draft_config}
-        if self.draft is not None:
-            given = [flag for flag, value in {**eagle, **medusa, **block}.items() if value is not None]
-            if given:
-                raise UserError(f"--draft takes the draft as its folder has it: leave {', '.join(given)} out")
-        owners: dict[str, dict[str, Any]] = {"eagle": eagle, "medusa": medusa, "dflash": block, "dspark": block}
-        if self.algorithm not in owners:
-            raise UserError(f"--export-algorithm {self.algorithm!r} is not known: use {', '.join(owners)}")
-        for owner, flags in owners.items():
-            given = [flag for flag, value in flags.items() if value is not None]
-            if flags is owners[self.algorithm] or not given:
-                continue
-            raise UserError(
-                f"--export-algorithm {self.algorithm} and {', '.join(given)} contradict each other: "
-                f"{'they belong' if len(given) > 1 else 'it belongs'} to --export-algorithm {owner}"
-            )
-        if self.mtp_from_base and self.eagle_algorithm != "eagle-mtp":
-            raise UserError(
-                "--mtp-from-base loads the base's own prediction module: add --export-eagle-algorithm eagle-mtp"
-            )
-        taken = [f for f in ("--eagle-config", "--draft-vocab") if self.mtp_from_base and eagle[f] is not None]
-        if taken:
-            raise UserError(f"--mtp-from-base: the module is as the base has it: leave {', '.join(taken)} out")
 
 
 def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftVocab]:
@@ -153,6 +109,7 @@ def _plan_eagle(
     overrides = read_json(eagle_config) if eagle_config else {}
     if not isinstance(overrides, dict):
         raise UserError(f"{eagle_config} must hold a JSON object")
+    overrides = from_modelopt(overrides, eagle_algorithm)
     vocab = draft_vocabulary(draft_vocab, overrides, ref.config.vocab_size)
     config = presets.eagle_config(ref.config, eagle_algorithm, {**overrides, "draft_vocab_size": len(vocab)})
     return config, vocab
@@ -181,35 +138,39 @@ def first_draft(
     return draft
 
 
-def convert(
-    load: str, save: str, *, parallel: ParallelConfig | None = None, bf16: bool = False, seed: int = 1234,
-    **request: Any,
-) -> Path:  # fmt: skip
+@takes(ConvertRun)
+def convert(run: ConvertRun) -> Path:
     """Give a base (Hugging Face folder or Megatron checkpoint) a new draft and save it. Returns the iteration folder.
-
-    Args:
-        request: fields of `DraftRequest`.
 
     Raises UserError for bases, configurations and layouts that do not fit, before any weight is read.
     """
-    parallel, wanted = parallel or ParallelConfig(), DraftRequest(**request)
-    require_empty(save, "give another --save folder, or remove it to convert again")
-    ref = inspect_base(load)
-    config, vocab = plan(ref, wanted)
-    layouts.check("convert", parallel)
-    check_parallel(ref.config, parallel)
-    check_draft_parallel(config, parallel)
+    require_empty(run.save, "give another --save folder, or remove it to convert again")
+    ref = inspect_exported_base(run.load)
+    check_base_shapes(run, ref.config)
+    config, vocab = plan(ref, run)
+    layouts.check("convert", run.parallel)
+    check_parallel(ref.config, run.parallel)
+    check_draft_parallel(config, run.parallel)
     for said in check_exportable(config, ref.config):
         log.warning("%s", said)
-    world = distributed.initialize(parallel, seed)
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    base = load_base(ref, world, capture_layer_ids=config.capture_layer_ids, dtype=dtype)
-    draft = first_draft(base, ref, config, vocab, world, dtype, seed, wanted.draft)
+    world = distributed.initialize(run.parallel, run.seed, settings=settings_of(run, load=ref.fingerprint))
+    dtype = torch.bfloat16 if run.bf16 else torch.float32
+    base = load_exported_base(ref, world, capture_layer_ids=config.capture_layer_ids, dtype=dtype)
+    draft = first_draft(base, ref, config, vocab, world, dtype, run.seed, run.draft)
     spec = CheckpointSpec(base=link(ref), draft=config)
-    folder = sharded.save(save, spec, draft, vocab, world, run_config={"seed": seed, "bf16": bf16})
+    folder = sharded.save(run.save, spec, draft, vocab, world, run_config={"seed": run.seed, "bf16": run.bf16})
     parameters = sum(p.numel() for p in draft.parameters()) * 1e-6
     log.info("draft %s, %.1f M parameters on this rank, D = %d: %s", config.algorithm, parameters, len(vocab), folder)
     return folder
+
+
+def _way_out(config: DraftConfig, name: str) -> str:
+    """What to change when tensor parallelism does not divide a shape."""
+    sizes = [str(n) for n in range(1, 17) if getattr(config, name) % n == 0]
+    dividing = f"use {' or '.join(sizes)} with more pipeline stages or data parallel copies"
+    if "vocab" not in name:
+        return f"{dividing}, or change it in --eagle-config"
+    return f"{dividing}, or an EAGLE-3 draft with a reduced vocabulary (--draft-vocab), whose size is yours to choose"
 
 
 def check_draft_parallel(config: DraftConfig, parallel: ParallelConfig) -> None:
@@ -222,7 +183,7 @@ def check_draft_parallel(config: DraftConfig, parallel: ParallelConfig) -> None:
         if getattr(config, name) % tp:
             raise UserError(
                 f"--tensor-model-parallel-size {tp} does not divide the draft's {name} {getattr(config, name)}: "
-                "choose another size or, for EAGLE-3, change it in --eagle-config"
+                + _way_out(config, name)
             )
     if isinstance(config, (EagleConfig, BlockConfig)) and config.num_key_value_heads * config.head_dim % tp:
         raise UserError(

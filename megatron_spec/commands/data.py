@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 
 from megatron_spec.checkpoint.spec import CheckpointSpec
-from megatron_spec.config import UserError
+from megatron_spec.commands.runs import ScriptRun
+from megatron_spec.config import BaseConfig, UserError, megatron_flags
 from megatron_spec.data.loader import ConversationDataset
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 
@@ -27,3 +29,18 @@ def open_dataset(data: str, tokenizer_folder: str, seq_length: int, cache: str |
     """Conversations of a JSON lines file, tokenised with the tokenizer of a folder; `cache`: `data.tokenise`."""
     tokenizer = load_tokenizer(tokenizer_folder)
     return ConversationDataset(data, tokenizer, seq_length, stop_token_ids(tokenizer_folder, tokenizer), cache)
+
+
+def check_base_shapes(run: ScriptRun, base: BaseConfig) -> None:
+    """Raise UserError when flags of Megatron-LM describe another architecture than the base's."""
+    wrong = []
+    for name, text in run.base_shapes:
+        found = operator.attrgetter(megatron_flags.FLAGS[name].attribute)(base)
+        try:
+            same = float(text) == float(found)
+        except ValueError:
+            same = False
+        if not same:
+            wrong.append(f"{name} {text}, but the base has {found}")
+    if wrong:
+        raise UserError(f"the architecture is that of the base in --load: {'; '.join(wrong)}")

@@ -14,19 +14,26 @@ import torch
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint
-from megatron_spec.checkpoint.base_import import BaseReference, load_base
-from megatron_spec.checkpoint.spec import read_spec, resolve
+from megatron_spec.checkpoint.base_import import BaseReference
+from megatron_spec.checkpoint.spec import identity, read_spec, resolve
 from megatron_spec.commands.convert import check_draft_parallel
-from megatron_spec.commands.data import check_file
+from megatron_spec.commands.data import check_base_shapes, check_file
 from megatron_spec.commands.features import teacher_fingerprint, template_hash
+from megatron_spec.commands.runs import GenerateRun, ValidateRun, settings_of, takes
 from megatron_spec.config import BaseConfig, DecodeConfig, DecodingType, DraftConfig, ParallelConfig, UserError
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.decoding.drafters.draft_target import check_tokenizers
 from megatron_spec.decoding.drafters.user import find_drafter
-from megatron_spec.decoding.options import WITHOUT_DRAFT, check_options, check_undrafted, decoding_type
+from megatron_spec.decoding.options import (
+    DECODING_TYPES,
+    WITHOUT_DRAFT,
+    check_lengths,
+    check_options,
+    check_undrafted,
+    decoding_type,
+)
 from megatron_spec.evaluation import html
 from megatron_spec.evaluation.report import Report, Run
-from megatron_spec.evaluation.validate import check_draft_lens
 from megatron_spec.evaluation.validate import validate as run_validation
 from megatron_spec.export.formats import Reading
 from megatron_spec.export.load import inspect_exported_base, load_draft, load_exported_base, open_draft
@@ -49,6 +56,7 @@ class Plan:
         kind: way of drafting; None: the base alone.
         load: draft checkpoint, or None.
         base: folder given for the base, or None.
+        base_config: architecture of the base.
         reference: the base, unless it comes with the checkpoint.
         captures: base layers whose outputs the draft reads.
         tokenizer: the tokenizer, and the folder it is from.
@@ -59,6 +67,7 @@ class Plan:
     kind: DecodingType | None
     load: str | None
     base: str | None
+    base_config: BaseConfig
     reference: BaseReference | None
     captures: Sequence[int]
     tokenizer: Any
@@ -100,11 +109,12 @@ def _draft_of(
 
 def plan(
     load: str | None, base: str | None, decode: DecodeConfig, parallel: ParallelConfig, tokenizer: str | None,
-    draft_needed: bool,
+    draft_needed: bool, lens: Sequence[int] | None = None,
 ) -> Plan:  # fmt: skip
     """Find out what is meant. Raises UserError for what does not fit together; no weight is read.
 
     Args:
+        lens: draft lengths; default: that of `decode`.
         draft_needed: without a draft there is nothing to do; else the base decodes alone.
     """
     config, reading, reference = _draft_of(load, base, decode)
@@ -124,6 +134,7 @@ def plan(
         check_undrafted(decode)
     else:
         check_options(decode, kind)
+        check_lengths(decode, lens or (decode.max_draft_len,), config if kind in DECODING_TYPES.values() else None)
     if kind == "User":
         find_drafter(decode.drafter or "")
     if kind == "DraftTarget":
@@ -132,7 +143,7 @@ def plan(
         check_tokenizers(opened, load_tokenizer(decode.speculative_model), decode.speculative_model)
     reads = ("Eagle3", "Eagle", "MTP", "DFlash", "DSpark")
     captures = config.capture_layer_ids if config is not None and kind in reads else ()
-    return Plan(kind, load, base, reference, captures, opened, source, decode, reading)
+    return Plan(kind, load, base, base_config, reference, captures, opened, source, decode, reading)
 
 
 @dataclass
@@ -166,65 +177,56 @@ def load_models(planned: Plan, world: World, dtype: torch.dtype) -> Models:
         found.draft = None
     elif planned.kind == "DraftTarget":
         assert folder is not None
-        found.draft = load_base(inspect_exported_base(folder), world, dtype=dtype)
+        found.draft = load_exported_base(inspect_exported_base(folder), world, dtype=dtype)
     elif planned.reading is not None:
         found.draft = load_draft(planned.reading, world, dtype)
     return found
 
 
-def validate(
-    data: str, *, load: str | None = None, base: str | None = None, output: str | None = None,
-    html_output: str | None = None, draft_lens: Sequence[int] | None = None, num_prompts: int | None = None,
-    tokenizer: str | None = None, bf16: bool = False, fp64: bool = False, decode: DecodeConfig | None = None,
-    parallel: ParallelConfig | None = None,
-) -> Report:  # fmt: skip
+@takes(ValidateRun)
+def validate(run: ValidateRun) -> Report:
     """Measure a draft on prompts; writes the report to `output` (default: validate.json in the checkpoint).
 
-    Args:
-        draft_lens: draft lengths to measure; default: decode.max_draft_len.
-        html_output: the same as a page with plots.
-        fp64: compute in float64. A verification of several rows and a step of one row differ in the last bits, and an
-            fp8 base turns a last bit next to the edge of two codes into 6 % of that value: in float32 that happens
-            thousands of times in an answer, in float64 practically never, so equality of the texts can be checked.
+    float64: a verification of several rows and a step of one row differ in the last bits, and an fp8 base turns a last
+    bit next to the edge of two codes into 6 % of that value: in float32 that happens thousands of times in an answer,
+    in float64 practically never, so equality of the texts can be checked.
 
     Raises UserError for input that does not fit, before any weight is read where that is possible.
     """
-    decode, parallel = decode or DecodeConfig(), parallel or ParallelConfig()
-    if bf16 and fp64:
-        raise UserError("--bf16 and --fp64: expected one of them")
-    own_draft = load is not None and decode.decoding_type not in WITHOUT_DRAFT
-    if output is None and not own_draft:
+    own_draft = run.load is not None and run.decode.decoding_type not in WITHOUT_DRAFT
+    if run.output is None and not own_draft:
         raise UserError("--output: expected a file for the report (the default is for the draft of --load)")
-    if any(p is not None and Path(p).resolve() == Path(data).resolve() for p in (output, html_output)):
-        raise UserError(f"--data {data} is the output, too: it would be overwritten")
-    check_draft_lens(draft_lens or (decode.max_draft_len,))
-    if html_output is not None:
+    if any(p is not None and Path(p).resolve() == Path(run.data).resolve() for p in (run.output, run.html_output)):
+        raise UserError(f"--data {run.data} is the output, too: it would be overwritten")
+    if run.html_output is not None:
         html.require_matplotlib()
-    dtype = torch.float64 if fp64 else torch.bfloat16 if bf16 else torch.float32
-    check_file(data)
-    prompts = read_prompts(data, num_prompts)
-    planned = plan(load, base, decode, parallel, tokenizer, draft_needed=True)
-    world = distributed.initialize(parallel, decode.seed)
+    dtype = torch.float64 if run.fp64 else torch.bfloat16 if run.bf16 else torch.float32
+    check_file(run.data)
+    prompts = read_prompts(run.data, run.num_prompts)
+    decode = run.decode if run.draft_lens is None else run.decode.replace(max_draft_len=run.draft_lens[0])
+    planned = plan(run.load, run.base, decode, run.parallel, run.tokenizer, True, run.draft_lens)
+    check_base_shapes(run, planned.base_config)
+    world = distributed.initialize(run.parallel, decode.seed, settings=_agreed(run))
     models = load_models(planned, world, dtype)
     about: dict[str, Any] = {
-        "draft": (load if own_draft else None) or planned.decode.speculative_model or planned.kind,
+        "draft": (run.load if own_draft else None) or planned.decode.speculative_model or planned.kind,
         "base": models.fingerprint,
         "decoding_type": planned.kind, "dtype": str(dtype).removeprefix("torch."), "device": _device(world),
-        "fake_quantised_base": models.fake_quantised, "prompts": Path(data).name,
+        "fake_quantised_base": models.fake_quantised, "prompts": Path(run.data).name,
     }  # fmt: skip
-    if load is not None:
-        about["iteration"] = read_spec(resolve(load)).iteration
+    if run.load is not None:
+        about["iteration"] = read_spec(resolve(run.load)).iteration
     about |= _file_sizes(planned)
     report = run_validation(
-        models.base, models.draft, prompts, planned.tokenizer, planned.decode, draft_lens=draft_lens, about=about,
-        output=output or Path(load or "") / "validate.json",
+        models.base, models.draft, prompts, planned.tokenizer, planned.decode, draft_lens=run.draft_lens, about=about,
+        output=run.output or Path(run.load or "") / "validate.json",
         stop_ids=set(stop_token_ids(planned.source, planned.tokenizer)),
     )  # fmt: skip
-    if html_output is not None and world.rank == 0:
-        html.write_html(html_output, {str(about["draft"]): report.to_dict()})
-    for run in report.runs:
-        _log_run(run, report)
-    if report.first.text_identical is False and models.fake_quantised and not fp64:
+    if run.html_output is not None and world.rank == 0:
+        html.write_html(run.html_output, {str(about["draft"]): report.to_dict()})
+    for measured in report.runs:
+        _log_run(measured, report)
+    if report.first.text_identical is False and models.fake_quantised and not run.fp64:
         log.info("inputs of an fp8 base round differently in other row shapes; --fp64 checks the text without that")
     return report
 
@@ -235,6 +237,10 @@ def _file_sizes(planned: Plan) -> dict[str, float]:
     folders = {name: model_folder(folder) for name, folder in named.items() if folder}
     sizes = {name: sum(p.stat().st_size for p in f.glob("*.safetensors")) for name, f in folders.items()}
     return {name: round(size / 2**20, 1) for name, size in sizes.items() if size}
+
+
+def _agreed(run: ValidateRun | GenerateRun) -> dict[str, Any]:
+    return settings_of(run) if run.load is None else settings_of(run, load=identity(resolve(run.load)))
 
 
 def _device(world: World) -> str:
@@ -256,34 +262,20 @@ def _log_run(run: Run, report: Report) -> None:
     )  # fmt: skip
 
 
-def generate(
-    data: str | None, output: str, *, load: str | None = None, base: str | None = None, num_prompts: int | None = None,
-    tokenizer: str | None = None, bf16: bool = False, decode: DecodeConfig | None = None,
-    parallel: ParallelConfig | None = None, synthesize: int | None = None, question_temperature: float | None = None,
-) -> int:  # fmt: skip
+@takes(GenerateRun)
+def generate(run: GenerateRun) -> int:
     """Answer prompts with a base, alone or with a draft. Returns the number of new answers.
-
-    Args:
-        synthesize: instead of `data`: the base writes this many questions itself, into OUTPUT.questions.jsonl.
-        question_temperature: for sampling them; default 1.
 
     Raises UserError for input that does not fit, before any weight is read where that is possible.
     """
-    decode, parallel = decode or DecodeConfig(), parallel or ParallelConfig()
-    if load is None and base is None:
-        raise UserError("give --base for a base model alone, or --load for a draft checkpoint")
-    if (data is None) == (synthesize is None):
-        raise UserError("expected one of --data (prompts) and --synthesize (the base writes them)")
-    if synthesize is None and question_temperature is not None:
-        raise UserError("--question-temperature is for --synthesize: leave it out with --data")
-    prompts: list[Prompt] = []
-    if data is not None:
-        check_file(data)
-        prompts = read_prompts(data, num_prompts)
-    planned = plan(load, base, decode, parallel, tokenizer, draft_needed=False)
-    dtype = torch.bfloat16 if bf16 else torch.float32
+    output, prompts = run.output, list[Prompt]()
+    if run.data is not None:
+        check_file(run.data)
+        prompts = read_prompts(run.data, run.num_prompts)
+    planned = plan(run.load, run.base, run.decode, run.parallel, run.tokenizer, draft_needed=False)
+    dtype = torch.bfloat16 if run.bf16 else torch.float32
     stop_ids = set(stop_token_ids(planned.source, planned.tokenizer))
-    asking = planned.decode.replace(temperature=1.0 if question_temperature is None else question_temperature)
+    asking = planned.decode.replace(temperature=1.0 if run.question_temperature is None else run.question_temperature)
     questions = Path(f"{output}.questions.jsonl")
     # Before any weight is read: all that is known without them.
     about: dict[str, Any] = {"template_hash": template_hash(planned.source)}
@@ -291,13 +283,14 @@ def generate(
         about["base_fingerprint"] = planned.reference.fingerprint
     other = {**_other_text(planned.decode), "dtype": str(dtype).removeprefix("torch.")}
     check_output(output, prompts, answer_settings(planned.decode, stop_ids, {**about, **other}))
-    if synthesize is not None:
+    if run.synthesize is not None:
         check_questions(questions, asking, about)
-    world = distributed.initialize(parallel, decode.seed)
+    check_base_shapes(run, planned.base_config)
+    world = distributed.initialize(run.parallel, run.decode.seed, settings=_agreed(run))
     models = load_models(planned, world, dtype)
     about["base_fingerprint"] = models.fingerprint
-    if synthesize is not None:
-        prompts = write_questions(models.base, planned.tokenizer, synthesize, asking, questions, stop_ids, about)
+    if run.synthesize is not None:
+        prompts = write_questions(models.base, planned.tokenizer, run.synthesize, asking, questions, stop_ids, about)
     done = synthesize_to_file(
         models.base, planned.tokenizer, prompts, planned.decode, output, draft=models.draft, stop_ids=stop_ids,
         about={**about, **other},

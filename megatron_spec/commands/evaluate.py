@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_spec.build import Loaded, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.commands.data import check_file
-from megatron_spec.config import Config, DecodeConfig, ParallelConfig, UserError
+from megatron_spec.commands.runs import EvalRequest
+from megatron_spec.config import DecodeConfig, ParallelConfig, UserError
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.decoding.engine import Generation, decode
-from megatron_spec.evaluation.acceptance import acceptance_stats
+from megatron_spec.evaluation.acceptance import AcceptanceStats, acceptance_stats
 from megatron_spec.generation.prompts import Dialogue, read_prompts
 from megatron_spec.planning import layouts
+from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import read_json, write_json
 from megatron_spec.training.metrics import truncate_log
 
@@ -34,32 +37,12 @@ BEST, LOG = "best", "acceptance.jsonl"
 FILES = {BEST, LOG}
 
 
-@dataclass(frozen=True)
-class EvalRequest(Config):
-    """What finetune.py is asked to measure.
-
-    Attributes:
-        data: held-out prompts; their first questions are asked.
-        interval: steps between measurements; 0: none.
-        num_prompts: of the file.
-        max_draft_len, max_new_tokens: see DecodeConfig.
-    """
-
-    data: str | None = None
-    interval: int = 0
-    num_prompts: int = 32
-    max_draft_len: int = 3
-    max_new_tokens: int = 64
-
-
 def check(request: EvalRequest, parallel: ParallelConfig, other_base: dict[str, bool]) -> None:
     """Refuse what cannot be measured, before anything loads.
 
     Args:
         other_base: flags whose base has no cache to decode with -> whether they are set.
     """
-    if (request.data is None) != (request.interval == 0):
-        raise UserError("--eval-data and --eval-acceptance-interval belong together: give both, or neither")
     if request.interval == 0:
         return
     layouts.check("decode", parallel)
@@ -98,16 +81,30 @@ class AcceptanceEvaluator:
         record = self.save / BEST / "acceptance.json"
         self.best = float(read_json(record)["acceptance_length"]) if resumed_at and record.is_file() else 0.0
 
-    def __call__(self, iteration: int, last: bool) -> None:
-        """Measure when it is time, or at the end of training."""
+    def __call__(self, iteration: int, last: bool, interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Measure when it is time, or at the end of training; end at once, without a result, when interrupted."""
         if iteration % self.request.interval and not last:
             return
+        base = self.loaded.base
+        found = _everywhere(self._answers(interrupted), base.world)
+        if found is None:
+            log.warning("the acceptance evaluation of step %d was interrupted", iteration)
+            return
+        self._record(iteration, acceptance_stats(found))
+
+    def _answers(self, interrupted: Callable[[], bool]) -> list[Generation] | None:
+        """Answers to this rank's questions; None when a signal came first."""
         base, draft = self.loaded.base, self.loaded.draft
-        training = draft.training
+        training, stopped = draft.training, _AgreedStop(base.world, interrupted)
         draft.eval()
-        found = decode(base, self.questions, self.config, self.stop_ids, draft=draft) if self.questions else []
-        draft.train(training)
-        stats = acceptance_stats(_everywhere(found, base.world))
+        try:
+            asked = self.questions
+            found = decode(base, asked, self.config, self.stop_ids, draft=draft, stop=stopped) if asked else []
+        finally:
+            draft.train(training)
+        return None if stopped.stopped else found
+
+    def _record(self, iteration: int, stats: AcceptanceStats) -> None:
         length = stats.acceptance_length or 0.0
         record: dict[str, Any] = {
             "iteration": iteration, "acceptance_length": length, "ci95": stats.acceptance_length_ci95,
@@ -119,7 +116,7 @@ class AcceptanceEvaluator:
             "step %d  acceptance length %.3f (95%% %.3f-%.3f) on %d held-out prompts%s", iteration, length, low, high,
             stats.prompts, ", the best so far" if better else "",
         )  # fmt: skip
-        if base.world.rank == 0:
+        if self.loaded.base.world.rank == 0:
             with self.log_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         if better:
@@ -137,10 +134,25 @@ class AcceptanceEvaluator:
             write_json(self.save / BEST / "acceptance.json", record)
 
 
-def _everywhere(found: list[Generation], world: Any) -> list[Generation]:
-    """The answers of all data-parallel ranks, so that every rank comes to the same figures."""
+class _AgreedStop:
+    """True on all model parallel ranks as soon as one of them is interrupted: they decode in lockstep."""
+
+    def __init__(self, world: World, interrupted: Callable[[], bool]) -> None:
+        self.world, self.interrupted, self.stopped = world, interrupted, False
+
+    def __call__(self) -> bool:
+        flag = torch.tensor(float(self.interrupted()), device=self.world.device)
+        for group in (self.world.tp, self.world.pp):
+            if group.size() > 1:
+                dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        self.stopped = bool(flag)
+        return self.stopped
+
+
+def _everywhere(found: list[Generation] | None, world: World) -> list[Generation] | None:
+    """The answers of all data-parallel ranks, so that every rank comes to the same figures; None when one has none."""
     if world.dp_size == 1:
         return found
     parts: list[Any] = [None] * world.dp_size
     dist.all_gather_object(parts, found, group=world.dp)
-    return [g for part in parts for g in part]
+    return None if any(part is None for part in parts) else [g for part in parts for g in part]

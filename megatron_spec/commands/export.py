@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,10 @@ import torch
 
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint
-from megatron_spec.checkpoint.spec import CheckpointSpec, read_spec, resolve
-from megatron_spec.config import ParallelConfig, UserError
+from megatron_spec.checkpoint.spec import CheckpointSpec, identity, read_spec, resolve
+from megatron_spec.commands.data import check_base_shapes
+from megatron_spec.commands.runs import ExportRun, settings_of, takes
+from megatron_spec.config import UserError, flag_name
 from megatron_spec.export import speculators, trtllm_legacy
 from megatron_spec.export.base import export_base
 from megatron_spec.export.common import shared_folder, together
@@ -28,55 +29,32 @@ from megatron_spec.serving.trtllm import trtllm_yaml
 log = logging.getLogger(__name__)
 
 
-FORMATS = ("hf", "trtllm-legacy", "speculators")
-
-
-@dataclass(frozen=True)
-class ExportRun:
-    """What export.py is asked to do.
-
-    Attributes:
-        load: draft checkpoint.
-        export_dir: new or empty folder.
-        extra_modules: write the draft; without it the base alone.
-        with_base: write the base also when it is not quantised.
-        base: the base's place, when it moved.
-        max_draft_len: draft length in serving configurations.
-        format: see FORMATS.
-        trtllm_tp: ranks of a trtllm-legacy checkpoint.
-        medusa_pt: write medusa_lm_head.pt too.
-        export_embeddings: write the base's embedding into the draft too.
-        bf16: hold the models in bfloat16.
-    """
-
-    load: str
-    export_dir: str
-    extra_modules: bool = True
-    with_base: bool = False
-    base: str | None = None
-    max_draft_len: int = 3
-    format: str = "hf"
-    trtllm_tp: int = 1
-    medusa_pt: bool = False
-    export_embeddings: bool = False
-    bf16: bool = False
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-
-
 def _check(run: ExportRun, spec: CheckpointSpec) -> None:
     """All that can be refused without reading weights. Raises UserError."""
     algorithm, quant = spec.draft.algorithm, spec.quant
+    check_base_shapes(run, spec.base.config)
     if not run.extra_modules and not (_quantised_base(spec) or run.with_base):
         raise UserError(
             "nothing to export: the base is not quantised and --export-extra-modules is not given; add "
             "--export-extra-modules for the draft or --export-base for the base"
         )
+    on_disk = Path(run.base or spec.base.path)
+    if run.with_base and (on_disk / "hf_quant_config.json").is_file():
+        raise UserError(f"--export-base: {on_disk} is quantised already, as engines load it: serve that folder itself")
+    alone = ("export_embeddings", "medusa_pt", "max_draft_len") if not run.extra_modules else ()
+    for name in alone:
+        if getattr(run, name):
+            flag = flag_name(run.__dataclass_fields__[name])
+            raise UserError(f"--{flag} is for the draft: add --export-extra-modules, or leave it out")
+    if run.max_draft_len and run.format != "speculators" and not (run.format == "hf" and spec.draft.reads_captures):
+        raise UserError(
+            f"--max-draft-len: no serving configuration is written for {algorithm} in the format {run.format}; "
+            "tools/make_serving_config.py writes one"
+        )
     if run.export_embeddings and algorithm == "medusa":
         raise UserError("--export-embeddings: a Medusa draft reads no embedding")
     if run.medusa_pt and algorithm != "medusa":
         raise UserError(f"--export-medusa-pt: this draft is {algorithm}, and only Medusa heads have that format")
-    if run.format not in FORMATS:
-        raise UserError(f"--export-format {run.format!r} is not known; known: {', '.join(FORMATS)}")
     if run.format != "hf" and not run.extra_modules:
         raise UserError(f"--export-format {run.format} is of drafts: add --export-extra-modules, or use hf")
     if run.trtllm_tp != 1 and run.format != "trtllm-legacy":
@@ -99,6 +77,7 @@ def _quantised_base(spec: CheckpointSpec) -> bool:
     return spec.quant is not None and spec.quant.base != "none"
 
 
+@takes(ExportRun)
 def export(run: ExportRun) -> Path:
     """Write EXPORT_DIR/draft and, for a fake-quantised base or on request, EXPORT_DIR/base.
 
@@ -111,7 +90,7 @@ def export(run: ExportRun) -> Path:
     folder = resolve(run.load)
     spec = read_spec(folder)
     _check(run, spec)
-    world = distributed.initialize(run.parallel)
+    world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
     loaded = load_checkpoint(
         folder, world, dtype=torch.bfloat16 if run.bf16 else torch.float32, base_path=run.base
     )  # fmt: skip
@@ -159,9 +138,9 @@ def _finish(run: ExportRun, spec: CheckpointSpec, new: Path, out: Path, base: Pa
         shutil.rmtree(new / "draft")
     elif run.format == "speculators":
         (new / "draft").rename(new / "hf")
-        speculators.convert(new / "hf", base, new / "draft", run.max_draft_len)
+        speculators.convert(new / "hf", base, new / "draft", run.max_draft_len or 3)
         shutil.rmtree(new / "hf")
     elif spec.draft.algorithm.startswith("eagle3"):  # the one kind of draft that its PyTorch backend loads
-        plan = exported(new / "draft", run.max_draft_len, place=out / "draft")
+        plan = exported(new / "draft", run.max_draft_len or 3, place=out / "draft")
         served = out / "base" if (new / "base").is_dir() else base
         write_text(new / "trtllm.yaml", trtllm_yaml(plan, str(served), str(out / "trtllm.yaml")))

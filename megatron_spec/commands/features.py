@@ -13,9 +13,10 @@ import torch
 
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import Loaded, load_checkpoint
-from megatron_spec.checkpoint.spec import read_spec, resolve
-from megatron_spec.commands.data import check_seq_length, open_dataset
-from megatron_spec.config import ParallelConfig, UserError
+from megatron_spec.checkpoint.spec import identity, read_spec, resolve
+from megatron_spec.commands.data import check_base_shapes, check_seq_length, open_dataset
+from megatron_spec.commands.runs import ExtractRun, settings_of, takes
+from megatron_spec.config import UserError
 from megatron_spec.data.loader import Dataset, lengths_of
 from megatron_spec.features.offline import OfflineFeatures, extract
 from megatron_spec.features.store import FeatureStore, StoreManifest, missing_shards
@@ -93,37 +94,34 @@ def cached_features(
     return OfflineFeatures(FeatureStore(folder, manifest.to_dict()), world, loaded.base.dtype)
 
 
-def extract_features(
-    load: str, output_dir: str, data: str, *, seq_length: int = 2048, micro_batch_size: int = 1,
-    base: str | None = None, tokenizer: str | None = None, bf16: bool = False, parallel: ParallelConfig | None = None,
-    features_dtype: str | None = None, part: tuple[int, int] = (0, 1),
-) -> Path:  # fmt: skip
+@takes(ExtractRun)
+def extract_features(run: ExtractRun) -> Path:
     """Run the base of a checkpoint over conversations and write what a draft is trained from. Resumable.
-
-    Args:
-        features_dtype: on disk, see `StoreManifest.dtype`; default: that of the base.
-        part: (i, n): this run writes shards i, i + n, ... of the folder; n runs share the work.
 
     Raises UserError for input that does not fit, before any weight is read where that is possible.
     """
-    parallel = parallel or ParallelConfig()
-    spec = read_spec(resolve(load))
-    layouts.check("extract", parallel, spec.base.config.num_experts)
-    check_parallel(spec.base.config, parallel)
-    check_seq_length(seq_length, spec)
-    world = distributed.initialize(parallel)
-    loaded = load_checkpoint(load, world, dtype=torch.bfloat16 if bf16 else torch.float32, base_path=base)
-    tokenizer_folder = tokenizer or str(loaded.base_ref.path)
-    dataset = open_dataset(data, tokenizer_folder, seq_length)
-    manifest = manifest_of(loaded, dataset, tokenizer_folder, features_dtype)
-    check_disk(output_dir, manifest, dataset, part)
-    begin, written = time.monotonic(), extract(loaded.base, dataset, output_dir, manifest, micro_batch_size, part)
-    missing = len(missing_shards(Path(output_dir), manifest))
+    folder = resolve(run.load)
+    spec = read_spec(folder)
+    check_base_shapes(run, spec.base.config)
+    layouts.check("extract", run.parallel, spec.base.config.num_experts)
+    check_parallel(spec.base.config, run.parallel)
+    check_seq_length(run.seq_length, spec)
+    world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
+    dtype = torch.bfloat16 if run.bf16 else torch.float32
+    loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base)
+    tokenizer_folder = run.tokenizer or str(loaded.base_ref.path)
+    dataset = open_dataset(run.data, tokenizer_folder, run.seq_length)
+    manifest = manifest_of(loaded, dataset, tokenizer_folder, run.features_dtype)
+    part = (run.part[0], run.part[1])
+    check_disk(run.output_dir, manifest, dataset, part)
+    begin = time.monotonic()
+    written = extract(loaded.base, dataset, run.output_dir, manifest, run.micro_batch_size, part)
+    missing = len(missing_shards(Path(run.output_dir), manifest))
     log.info(
         "features: %d shards computed in %.0f s; %s", written, time.monotonic() - begin,
         f"{missing} of {manifest.num_shards} are still missing" if missing else "the store is complete",
     )  # fmt: skip
-    return Path(output_dir)
+    return Path(run.output_dir)
 
 
 def stored_features(folder: str, loaded: Loaded, world: World) -> OfflineFeatures:

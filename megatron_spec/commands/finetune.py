@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,13 @@ from megatron_spec.base.placement import check_parallel, layers_per_stage
 from megatron_spec.build import Loaded, load_checkpoint, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.background import BackgroundWriter
-from megatron_spec.checkpoint.spec import latest_iteration, read_spec, resolve
+from megatron_spec.checkpoint.spec import CheckpointSpec, identity, latest_iteration, read_spec
+from megatron_spec.checkpoint.spec import resolve as resolve_folder
 from megatron_spec.commands import evaluate
-from megatron_spec.commands.data import check_file, check_seq_length, open_dataset
+from megatron_spec.commands.data import check_base_shapes, check_file, check_seq_length, open_dataset
 from megatron_spec.commands.features import cached_features, stored_features
-from megatron_spec.config import (
-    BaseConfig,
-    ObjectiveConfig,
-    ParallelConfig,
-    QuantConfig,
-    TrainConfig,
-    UserError,
-    presets,
-)
+from megatron_spec.commands.runs import FinetuneRun, settings_of, takes
+from megatron_spec.config import BaseConfig, ObjectiveConfig, QuantConfig, TrainConfig, UserError, presets
 from megatron_spec.data.loader import BatchLoader, Dataset
 from megatron_spec.data.tokenise import content_hash
 from megatron_spec.drafts.fused_unroll import check_fp8
@@ -40,43 +34,77 @@ from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import require_empty
 from megatron_spec.training import tracking
 from megatron_spec.training.loop import Position, check_world, train
-from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
+from megatron_spec.training.optimizer import KIND, apply_settings, build_optimizer, settings, wrap_ddp
 from megatron_spec.training.step import Trainer
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class FinetuneRun:
-    """What finetune.py is asked to do."""
+@dataclass(frozen=True)
+class Resolved:
+    """What a run means, found out once, before any weight is read."""
 
-    load: str
-    save: str
-    data: str | None
-    train: TrainConfig
+    run: FinetuneRun
+    folder: Path
+    """Iteration folder to start from."""
+    resumed: bool
+    """That folder is of this run, which continues."""
+    spec: CheckpointSpec
+    """spec.json of that folder."""
     objective: ObjectiveConfig
-    parallel: ParallelConfig
-    seq_length: int | None = None
-    """Tokens a conversation is cut to; default: 2048, or what the stored features were cut to."""
-    data_cache_path: str | None = None
-    """Folder for tokenised conversations; default: beside the data."""
-    base: str | None = None
-    tokenizer: str | None = None
-    feature_cache: str | None = None
-    offline_data: str | None = None
-    """A store of features that takes the place of data and base layers."""
-    base_fp8: bool = False
-    draft_fp8: bool = False
-    transformer_impl: str = "local"
-    """Layers of the base: 'local' or 'transformer_engine'."""
-    teacher: str = "quantised"
-    """Of a checkpoint with a fake-quantised base: 'quantised', as it will be served, or 'original'."""
-    train_epochs: int | None = None
-    """Passes over the data; decides train.train_iters."""
-    tensorboard_dir: str | None = None
-    wandb_project: str | None = None
-    evaluation: evaluate.EvalRequest = field(default_factory=evaluate.EvalRequest)
-    """Acceptance on held-out prompts while the draft trains."""
+    """As it applies to this draft."""
+    seq_length: int
+    """Longest row in tokens."""
+    order: dict[str, Any]
+    """What decides which samples a step sees, by flag."""
+    start: dict[str, str]
+    """Path and identity of the checkpoint that the first step started from."""
+    saved: dict[str, Any]
+    """What an earlier start of this run saved beside the tensors."""
+
+    @property
+    def position(self) -> Position:
+        """Where the first step begins. Iterations continue those of a folder that the run is saved into."""
+        begun_at = self.saved.get("begun_at", 0) if self.resumed else self._iteration_of_start
+        iteration = self.saved["iteration"] if self.resumed else begun_at
+        return Position(iteration, self.saved["consumed_samples"] if self.resumed else 0, begun_at)
+
+    @property
+    def _iteration_of_start(self) -> int:
+        return self.spec.iteration if self.folder.parent == Path(self.run.save) else 0
+
+    @property
+    def layout_row(self) -> str:
+        """Row of `layouts.ROWS`."""
+        if self.run.base_fp8:
+            return "base_fp8"
+        if self.run.offline_data is not None:
+            return "offline"
+        return "finetune" if self.run.feature_cache is None else "extract"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return torch.bfloat16 if self.run.train.bf16 else torch.float32
+
+
+def resolve(run: FinetuneRun) -> Resolved:
+    """Find out what `run` means: the folder to start from, the draft and its objective, the order of the data.
+
+    Raises UserError for everything that can be refused without reading weights.
+    """
+    folder, resumed = starting_point(run)
+    spec, length = read_spec(folder), row_length(run)
+    saved = sharded.read_extra(folder) if resumed else {}
+    objective = presets.objective_for(spec.draft, run.objective)
+    start = saved.get("start") or identity(resolve_folder(run.load))
+    resolved = Resolved(run, folder, resumed, spec, objective, length, data_order(run, length), start, saved)
+    if resumed:
+        check_same_run(resolved)
+        if run.train_epochs is None:  # else when the data are counted
+            changed_settings(resolved, run.train)
+    check(resolved)
+    return resolved
 
 
 def starting_point(run: FinetuneRun) -> tuple[Path, bool]:
@@ -89,9 +117,16 @@ def starting_point(run: FinetuneRun) -> tuple[Path, bool]:
         # A run that was killed before its first save left these; it starts over.
         begun = tracking.FILES | evaluate.FILES
         require_empty(run.save, "it is not a run that could be continued; give another --save folder", begun)
-        return resolve(run.load), False
-    folder = resolve(run.save)
-    found, expected = read_spec(folder), read_spec(resolve(run.load))
+        return resolve_folder(run.load), False
+    folder = resolve_folder(run.save)
+    if not sharded.has_optimizer(folder):
+        if resolve_folder(run.load).resolve() != folder.resolve():
+            raise UserError(
+                f"--save {run.save} holds a checkpoint without optimizer state, as convert_model.py and quantize.py "
+                f"write it: train it with --load {run.save}, or give another --save folder"
+            )
+        return folder, False
+    found, expected = read_spec(folder), read_spec(resolve_folder(run.load))
     if found.draft != expected.draft or found.base.fingerprint != expected.base.fingerprint:
         raise UserError(f"--save {run.save} holds a run of another draft than --load {run.load}: give another folder")
     if found.quant != expected.quant:
@@ -99,7 +134,6 @@ def starting_point(run: FinetuneRun) -> tuple[Path, bool]:
             f"--save {run.save} and --load {run.load} are not quantised alike ({_policy(found.quant)} and "
             f"{_policy(expected.quant)}): give another --save folder"
         )
-    check_same_run(run, folder)
     return folder, True
 
 
@@ -121,6 +155,7 @@ def content_file(run: FinetuneRun) -> Path:
 
 def row_length(run: FinetuneRun) -> int:
     """Longest row in tokens. Raises UserError when stored features were cut to another length than asked for."""
+    content_file(run)
     if run.offline_data is None:
         return run.seq_length or 2048
     stored = read_manifest(run.offline_data).seq_length
@@ -131,11 +166,11 @@ def row_length(run: FinetuneRun) -> int:
     return stored
 
 
-def data_order(run: FinetuneRun) -> dict[str, Any]:
+def data_order(run: FinetuneRun, seq_length: int) -> dict[str, Any]:
     """What decides which samples a step sees, by flag: a run that is continued with other values is another run."""
     return {
         "--data": content_hash(content_file(run), run.data_cache_path),
-        "--seq-length": row_length(run),
+        "--seq-length": seq_length,
         "--global-batch-size": run.train.global_batch_size,
         "--packing": run.train.packing,
         "--seed": run.train.seed,
@@ -143,10 +178,10 @@ def data_order(run: FinetuneRun) -> dict[str, Any]:
     }
 
 
-def check_same_run(run: FinetuneRun, folder: Path) -> None:
-    """Raise UserError when the run that was saved in `folder` went through other samples; warn of another objective."""
-    saved = sharded.read_extra(folder)
-    for flag, value in data_order(run).items():
+def check_same_run(resolved: Resolved) -> None:
+    """Raise UserError when the run that was saved went through other samples; warn of another objective."""
+    run, saved = resolved.run, sharded.read_extra(resolved.folder)
+    for flag, value in resolved.order.items():
         before = saved.get("data_order", {}).get(flag, value)
         if before != value:
             what = "holds other content (SHA-256)" if flag == "--data" else "is"
@@ -154,58 +189,99 @@ def check_same_run(run: FinetuneRun, folder: Path) -> None:
                 f"{flag} {what} {value}, but the run in --save {run.save} was made with {before}: continue it with the "
                 "same, or give another --save folder"
             )
-    objective = presets.objective_for(read_spec(folder).draft, run.objective).to_dict()
+    load = resolve_folder(run.load)
+    own = load.resolve().parent == Path(run.save).resolve()
+    if not own and identity(load)["run.json"] != resolved.start["run.json"]:
+        raise UserError(
+            f"--load {run.load} is another checkpoint than {resolved.start['path']}, which the run in --save "
+            f"{run.save} started from: give that one, or another --save folder"
+        )
+    objective = resolved.objective.to_dict()
     before = {**objective, **saved.get("objective", {})}
     changed = [f"{k} {before[k]} -> {v}" for k, v in objective.items() if before[k] != v]
     if changed:
         log.warning("%s continues with another objective: %s", run.save, ", ".join(changed))
 
 
-def check_before_loading(run: FinetuneRun) -> tuple[Path, bool]:
-    """All that can be refused without reading weights."""
-    folder, resumed = starting_point(run)
-    spec = read_spec(folder)
-    content_file(run)
+def continued(resolved: Resolved, train: TrainConfig) -> TrainConfig:
+    """The training loop of a run that continues, with the optimizer settings that count. Raises UserError."""
+    changed = changed_settings(resolved, train)
+    if not changed:
+        return train
+    counts = "checkpoint" if resolved.run.use_checkpoint_opt_param_scheduler else "flags"
+    log.warning("optimizer settings of the %s count, which differ in %s", counts, ", ".join(changed))
+    return train.replace(**changed) if counts == "checkpoint" else train
+
+
+def changed_settings(resolved: Resolved, train: TrainConfig) -> dict[str, Any]:
+    """Optimizer settings of the checkpoint that are not those of `train`, and that may differ.
+
+    Raises UserError for other settings, unless --override-opt-param-scheduler or --use-checkpoint-opt-param-scheduler
+    says which ones count, and for another kind of optimizer or precision.
+    """
+    run, wanted = resolved.run, settings(train)
+    before = {**wanted, **resolved.saved.get("optimizer_settings", {})}
+    changed = {name: before[name] for name in wanted if before[name] != wanted[name]}
+    if train.lr_decay_style == "constant" == before["lr_decay_style"]:
+        changed.pop("lr_decay_iters", None)
+    said = [f"--{n.replace('_', '-')} is {wanted[n]}, the checkpoint has {before[n]}" for n in changed]
+    kind = [line for name, line in zip(changed, said, strict=True) if name in KIND]
+    if kind:
+        raise UserError(
+            f"--save {run.save}: {'; '.join(kind)}. Its optimizer state has another form: continue with the same, or "
+            f"start a new run with --load {run.save} and another --save folder"
+        )
+    if not changed or run.use_checkpoint_opt_param_scheduler or run.override_opt_param_scheduler:
+        return changed
+    raise UserError(
+        f"--save {run.save} continues with other optimizer settings: {'; '.join(said)}. Give the same, or "
+        "--override-opt-param-scheduler (the flags count) or --use-checkpoint-opt-param-scheduler (the checkpoint "
+        "counts)"
+    )
+
+
+def check(resolved: Resolved) -> None:
+    """Raise UserError for flags that do not fit the checkpoint, the layout, one another or this machine."""
+    run, base = resolved.run, resolved.spec.base.config
+    check_base_shapes(run, base)
     tracking.check(run.tensorboard_dir, run.wandb_project)
-    stored = run.offline_data or run.feature_cache
-    row = "base_fp8" if run.base_fp8 else "offline" if run.offline_data else "extract" if stored else "finetune"
-    layouts.check(row, run.parallel, spec.base.config.num_experts)
-    check_parallel(spec.base.config, run.parallel)
-    check_seq_length(row_length(run), spec)
+    layouts.check(resolved.layout_row, run.parallel, base.num_experts)
+    check_parallel(base, run.parallel)
+    check_seq_length(resolved.seq_length, resolved.spec)
     if run.offline_data is not None:
         check_offline(run)
     if run.transformer_impl == "transformer_engine":
-        te_spec.check(spec.base.config, torch.cuda.is_available())
-    presets.objective_for(spec.draft, run.objective)
+        te_spec.check(base, torch.cuda.is_available())
     evaluate.check(run.evaluation, run.parallel, {
         "--base-fp8": run.base_fp8, "--offline-data": run.offline_data is not None,
         "--transformer-impl transformer_engine": run.transformer_impl != "local",
     })  # fmt: skip
-    if run.teacher == "original" and (spec.quant is None or spec.quant.base == "none"):
+    quant = resolved.spec.quant
+    if run.teacher == "original" and (quant is None or quant.base == "none"):
         raise UserError("--teacher original: the base of this checkpoint is not quantised; leave the flag out")
     if run.base_fp8 and run.feature_cache is not None:
         raise UserError("--base-fp8 is for features computed as training goes: leave it out with --feature-cache")
-    return folder, resumed
 
 
 def check_offline(run: FinetuneRun) -> None:
     """Refuse flags that mean nothing where the base does not run and nothing is tokenised."""
     given = {
         "--feature-cache": run.feature_cache, "--tokenizer": run.tokenizer, "--data-cache-path": run.data_cache_path,
-        "--base-fp8": run.base_fp8,        "--transformer-impl": run.transformer_impl != "local",
+        "--base-fp8": run.base_fp8, "--transformer-impl": run.transformer_impl != "local",
     }  # fmt: skip
     wrong = [flag for flag, value in given.items() if value]
     if wrong:
         raise UserError(f"{', '.join(wrong)} with --offline-data: the base does not run there; leave it out")
 
 
-def make_loader(run: FinetuneRun, loaded: Loaded, world: World) -> BatchLoader:
+def make_loader(resolved: Resolved, loaded: Loaded, world: World) -> BatchLoader:
     """Tokenised conversations in micro-batches for this rank's pipeline group."""
+    run = resolved.run
     if run.offline_data is not None:
         dataset: Dataset = stored_features(run.offline_data, loaded, world).store
     else:
         folder = run.tokenizer or str(loaded.base_ref.path)
-        dataset = open_dataset(str(run.data), folder, row_length(run), run.data_cache_path)
+        dataset = open_dataset(str(run.data), folder, resolved.seq_length, run.data_cache_path)
     return BatchLoader(
         dataset,
         micro_batch_size=run.train.micro_batch_size,
@@ -220,13 +296,13 @@ def make_loader(run: FinetuneRun, loaded: Loaded, world: World) -> BatchLoader:
     )
 
 
-def with_steps(run: FinetuneRun, rows: int) -> FinetuneRun:
-    """The run with the steps that its epochs take: the last one may reach into the next epoch."""
+def with_steps(run: FinetuneRun, rows: int) -> TrainConfig:
+    """The training loop with the steps that its epochs take: the last one may reach into the next epoch."""
     if run.train_epochs is None:
-        return run
+        return run.train
     steps = -(-rows * run.train_epochs // run.train.global_batch_size)
     log.info("%d epochs of %d rows, %d a step: %d steps", run.train_epochs, rows, run.train.global_batch_size, steps)
-    return replace(run, train=replace(run.train, train_iters=steps))
+    return run.train.replace(train_iters=steps)
 
 
 def feature_source(run: FinetuneRun, loaded: Loaded, loader: BatchLoader, world: World) -> FeatureSource:
@@ -251,54 +327,59 @@ def describe_layout(world: World, base: BaseConfig) -> str:
     )
 
 
+def load_models(resolved: Resolved, world: World) -> Loaded:
+    """Base and draft as the run wants them."""
+    run, spec = resolved.run, resolved.spec
+    if run.draft_fp8:
+        quantised = spec.quant is not None and spec.quant.draft != "none"
+        check_fp8(spec.draft, quantised, world.tp_size, world.device, resolved.dtype, resolved.objective.detach)
+    loaded = load_checkpoint(
+        resolved.folder,
+        world,
+        dtype=resolved.dtype,
+        base_path=run.base,
+        original_base=run.teacher == "original",
+        transformer_engine=run.transformer_impl == "transformer_engine",
+        ends_only=run.offline_data is not None,
+    )
+    loaded.draft.fp8 = run.draft_fp8
+    return loaded
+
+
+@takes(FinetuneRun)
 def finetune(run: FinetuneRun) -> bool:
     """Train (or continue to train) a draft. Returns False when a signal ended the run early, after saving it.
 
     Raises UserError for input that does not fit, before any weight is read where that is possible.
     """
-    folder, resumed = check_before_loading(run)
-    world = distributed.initialize(run.parallel, run.train.seed)
+    resolved = resolve(run)
+    agreed = settings_of(run, data=resolved.order["--data"], load=resolved.start, save=resolved.position)
+    world = distributed.initialize(run.parallel, run.train.seed, settings=agreed)
     check_world(world, run.train)
-    log.info("layout: %s", describe_layout(world, read_spec(folder).base.config))
-    dtype = torch.bfloat16 if run.train.bf16 else torch.float32
-    original = run.teacher == "original"
-    spec = read_spec(folder)
-    objective = presets.objective_for(spec.draft, run.objective)
-    if run.draft_fp8:
-        quantised = spec.quant is not None and spec.quant.draft != "none"
-        check_fp8(spec.draft, quantised, world.tp_size, world.device, dtype, objective.detach)
-    engine = run.transformer_impl == "transformer_engine"
-    loaded = load_checkpoint(
-        folder,
-        world,
-        dtype=dtype,
-        base_path=run.base,
-        original_base=original,
-        transformer_engine=engine,
-        ends_only=run.offline_data is not None,
-    )
-    loaded.draft.fp8 = run.draft_fp8
-    loader = make_loader(run, loaded, world)
-    run = with_steps(run, loader.samples_per_epoch)
-    ddp = wrap_ddp(loaded.draft, world, run.train)
-    optimizer, scheduler = build_optimizer(ddp, world, run.train)
-    position = Position()
-    if resumed:
-        extra = sharded.load(folder, loaded.draft, world, optimizer=optimizer)
-        position = Position(extra["iteration"], extra["consumed_samples"])
-        scheduler.step(increment=position.iteration)
+    log.info("layout: %s", describe_layout(world, resolved.spec.base.config))
+    loaded = load_models(resolved, world)
+    loader = make_loader(resolved, loaded, world)
+    training, position = with_steps(run, loader.samples_per_epoch), resolved.position
+    if resolved.resumed:
+        training = continued(resolved, training)
+    ddp = wrap_ddp(loaded.draft, world, training)
+    optimizer, scheduler = build_optimizer(ddp, world, training)
+    if resolved.resumed:
+        sharded.load(resolved.folder, loaded.draft, world, optimizer=optimizer)
+        apply_settings(optimizer, training)
+        scheduler.step(increment=position.done)
         log.info("continuing %s at iteration %d", run.save, position.iteration)
-    trainer = Trainer(world, ddp, optimizer, scheduler, loaded.base, objective)
-    config = {k: v.to_dict() if hasattr(v, "to_dict") else v for k, v in vars(run).items()}
+    trainer = Trainer(world, ddp, optimizer, scheduler, loaded.base, resolved.objective)
+    config = run.replace(train=training, train_epochs=None).to_dict()
     tracker = tracking.Tracker(
         Path(run.save), world.rank == 0, resumed_at=position.iteration, tensorboard_dir=run.tensorboard_dir,
         wandb_project=run.wandb_project, config=config,
     )  # fmt: skip
     source = feature_source(run, loaded, loader, world)
-    saver, evaluator = CheckpointSaver(run, loaded, trainer, config), None
+    saver, evaluator = CheckpointSaver(resolved, loaded, trainer, training, config), None
     if run.evaluation.interval:
         evaluator = evaluate.AcceptanceEvaluator(run.evaluation, loaded, run.save, run.tokenizer, position.iteration)
-    complete = train(trainer, loader, source, run.train, tracker, position, saver, evaluator)
+    complete = train(trainer, loader, source, training, tracker, position, saver, evaluator)
     tracker.close()
     return complete
 
@@ -306,11 +387,16 @@ def finetune(run: FinetuneRun) -> bool:
 class CheckpointSaver:
     """Saves the draft with everything a run continues from."""
 
-    def __init__(self, run: FinetuneRun, loaded: Loaded, trainer: Trainer, config: dict[str, object]) -> None:
-        self.run, self.loaded, self.trainer, self.config = run, loaded, trainer, config
-        self.writer = BackgroundWriter() if run.train.async_save else None
-        self.fixed = {"data_order": data_order(run), "objective": trainer.objective.to_dict()}
-        self.latest = latest_iteration(run.save)
+    def __init__(
+        self, resolved: Resolved, loaded: Loaded, trainer: Trainer, training: TrainConfig, config: dict[str, Any]
+    ) -> None:
+        self.run, self.loaded, self.trainer, self.config = resolved.run, loaded, trainer, config
+        self.writer = BackgroundWriter() if self.run.train.async_save else None
+        self.fixed = {
+            "data_order": resolved.order, "objective": resolved.objective.to_dict(), "start": resolved.start,
+            "optimizer_settings": settings(training),
+        }  # fmt: skip
+        self.latest = latest_iteration(self.run.save)
 
     def save(self, position: Position) -> None:
         """See `training.loop.Saver`. An iteration that is there already is not written again."""
@@ -320,7 +406,7 @@ class CheckpointSaver:
         folder = sharded.save(
             run.save, respec(loaded.spec, iteration=position.iteration), loaded.draft, loaded.vocab, trainer.world,
             optimizer=trainer.optimizer, extra={**self.fixed, **position.state()}, base_amax=loaded.base_amax,
-            run_config=self.config, keep=run.train.ckpt_keep, writer=self.writer,
+            run_config=self.config, keep=run.train.ckpt_keep, keep_until=position.begun_at, writer=self.writer,
         )  # fmt: skip
         self.latest = position.iteration
         log.info("%s %s", "saved" if self.writer is None else "saving in the background", folder)

@@ -15,8 +15,9 @@ from torch import Tensor
 from megatron_spec.base.schedule import run_base
 from megatron_spec.build import Loaded, load_checkpoint
 from megatron_spec.checkpoint.spec import read_spec, resolve
-from megatron_spec.commands.data import check_seq_length
+from megatron_spec.commands.data import check_base_shapes, check_seq_length
 from megatron_spec.commands.features import check_room, teacher_fingerprint
+from megatron_spec.commands.runs import ImportRun, takes
 from megatron_spec.config import ParallelConfig, UserError
 from megatron_spec.data.chat import Sample
 from megatron_spec.data.packing import build_batch
@@ -46,7 +47,7 @@ class _Importer:
 
     @torch.no_grad()
     def normed(self, state_NH: Tensor) -> Tensor:
-        """The state behind the base's final norm."""
+        """The state after the base's final norm."""
         base = self.loaded.base
         state = state_NH.to(base.world.device, base.dtype)
         return state if self.final_norm == "applied" else base.gpt.decoder.final_layernorm(state)  # type: ignore[no-any-return]
@@ -93,49 +94,42 @@ def distance(found_NX: Tensor, expected_NX: Tensor) -> float:
     return float(rows_N.median())
 
 
-def import_features(
-    load: str, dumps: str, output_dir: str, *, final_norm: str, seq_length: int = 2048, check: int = 2,
-    base: str | None = None, bf16: bool = False, features_dtype: str | None = None,
-) -> Path:  # fmt: skip
+@takes(ImportRun)
+def import_features(run: ImportRun) -> Path:
     """Write the dumps below a folder as a feature store; resumable. One process.
-
-    Args:
-        load: draft checkpoint: says which base and captures.
-        final_norm: 'applied' when the dumps' hidden_states have passed the base's final norm, 'missing' when not.
-        check: run the base over the first samples, this many, and compare; 0: load no layers of the base.
-        features_dtype: on disk, see `StoreManifest.dtype`; default: that of the first dump.
 
     Raises UserError, with the name of the file, for whatever does not fit.
     """
-    files = dump_files(dumps)
-    spec = read_spec(resolve(load))
-    check_seq_length(seq_length, spec)
-    if not spec.draft.capture_layer_ids:
+    files = dump_files(run.dumps)
+    folder = resolve(run.load)
+    spec = read_spec(folder)
+    check_seq_length(run.seq_length, spec)
+    base, captures = spec.base.config, spec.draft.capture_layer_ids
+    check_base_shapes(run, base)
+    if not captures:
         raise UserError(
-            f"{load}: a {spec.draft.algorithm} draft reads no captured layers: extract its features instead"
+            f"{run.load}: a {spec.draft.algorithm} draft reads no captured layers: extract its features instead"
         )
-    if final_norm == "missing" and not check:
+    if run.final_norm == "missing" and not run.check:
         raise UserError("--final-norm missing needs the base's norm, --check-samples 0 loads none of its layers")
-    first = read_dump(
-        files[0], spec.base.config.hidden_size, spec.draft.capture_layer_ids, spec.base.config.vocab_size
-    )  # fmt: skip
+    first = read_dump(files[0], base.hidden_size, captures, base.vocab_size)
     world = distributed.initialize(ParallelConfig())
-    options: dict[str, Any] = {"dtype": torch.bfloat16 if bf16 else torch.float32, "base_path": base}
-    loaded = load_checkpoint(load, world, original_base=True, ends_only=not check, **options)
+    options: dict[str, Any] = {"dtype": torch.bfloat16 if run.bf16 else torch.float32, "base_path": run.base}
+    loaded = load_checkpoint(folder, world, original_base=True, ends_only=not run.check, **options)
     manifest = StoreManifest(
         base_fingerprint=teacher_fingerprint(loaded),
-        capture_layer_ids=spec.draft.capture_layer_ids,
-        hidden_size=spec.base.config.hidden_size,
-        dtype=features_dtype or str(first.state.dtype).removeprefix("torch."),
+        capture_layer_ids=captures,
+        hidden_size=base.hidden_size,
+        dtype=run.features_dtype or str(first.state.dtype).removeprefix("torch."),
         template_hash="",
         num_samples=len(files),
-        seq_length=seq_length,
+        seq_length=run.seq_length,
     )
-    importer = _Importer(loaded, files, final_norm, seq_length)
-    for path in files[:check]:
+    importer = _Importer(loaded, files, run.final_norm, run.seq_length)
+    for path in files[: run.check]:
         importer.check(path)
-    _write(importer, Path(output_dir), manifest, first.state.dtype)
-    return Path(output_dir)
+    _write(importer, Path(run.output_dir), manifest, first.state.dtype)
+    return Path(run.output_dir)
 
 
 def _write(importer: _Importer, folder: Path, manifest: StoreManifest, read_dtype: torch.dtype) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from megatron_spec.base.placement import Stage, check_parallel, place
 from megatron_spec.checkpoint.spec import read_spec, resolve
+from megatron_spec.commands.runs import FinetuneRun
 from megatron_spec.config import (
     BaseConfig,
     DraftConfig,
@@ -82,6 +83,15 @@ def plan(
         *_placement(stages, layout, cluster), "", *_memory(places, cluster), "",
         *_work(base, draft, train, objective, seq_length, cluster),
     ])  # fmt: skip
+
+
+def plan_run(run: FinetuneRun) -> str:
+    """The plan of a run with --dry-run."""
+    machines = {name: getattr(run, name) for name in ("num_nodes", "gpus_per_node", "gpu_memory_gib")}
+    cluster = Cluster(**{name: value for name, value in machines.items() if value is not None})
+    train = run.train.replace(train_iters=run.train.train_iters or 1)
+    offline = run.offline_data is not None
+    return plan(run.load, train, run.objective, run.parallel, cluster, run.seq_length or 2048, offline)
 
 
 def _layout(parallel: ParallelConfig, cluster: Cluster, train: TrainConfig) -> SimpleNamespace:

@@ -10,15 +10,16 @@ import torch
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint, respec
 from megatron_spec.checkpoint import sharded
-from megatron_spec.checkpoint.spec import read_spec, resolve
-from megatron_spec.commands.data import check_file, check_seq_length, open_dataset
-from megatron_spec.config import ObjectiveConfig, ParallelConfig, QuantConfig, UserError, presets, suggest
+from megatron_spec.checkpoint.spec import CheckpointSpec, identity, latest_iteration, read_spec, resolve
+from megatron_spec.commands.data import check_base_shapes, check_file, check_seq_length, open_dataset
+from megatron_spec.commands.runs import QuantizeRun, settings_of, takes
+from megatron_spec.config import ObjectiveConfig, QuantConfig, UserError, presets, suggest
 from megatron_spec.data.loader import BatchLoader, ConversationDataset
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.planning import layouts
 from megatron_spec.quantization import report
 from megatron_spec.quantization.attach import base_amax_state, check_draft
-from megatron_spec.quantization.calibrate import calibrate
+from megatron_spec.quantization.calibrate import LayerReport, calibrate
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import read_json, require_empty
@@ -34,6 +35,18 @@ PRESETS = {
 }
 
 
+MODELOPT = {
+    "FP8_DEFAULT_CFG": "it is fp8 here (E4M3 per tensor, of base and draft)",
+    "FP8_KV_CFG": "it is --export-kv-cache-quant fp8 here, beside --export-quant-cfg fp8",
+    "NVFP4_DEFAULT_CFG": "here NVFP4 is for drafts: nvfp4_draft_only",
+    **dict.fromkeys(
+        ("INT8_DEFAULT_CFG", "INT8_SMOOTHQUANT_CFG", "INT4_AWQ_CFG", "W4A8_AWQ_BETA_CFG"),
+        "integer formats are not supported: use fp8",
+    ),
+}
+"""Names of ModelOpt -> what to give instead."""
+
+
 def quant_policy(name: str, kv_cache: str | None = None) -> QuantConfig:
     """The policy that --export-quant-cfg and --export-kv-cache-quant describe.
 
@@ -43,6 +56,8 @@ def quant_policy(name: str, kv_cache: str | None = None) -> QuantConfig:
 
     Raises UserError with a suggestion for an unknown preset or field, and for a contradiction.
     """
+    if name in MODELOPT:
+        raise UserError(f"--export-quant-cfg {name} is of ModelOpt: {MODELOPT[name]}")
     if name in PRESETS:
         policy = PRESETS[name]
     elif Path(name).suffix in (".json", ".yaml", ".yml"):
@@ -98,59 +113,70 @@ def calibration_loader(
     return loader, max(1, min(samples, len(dataset)) // per_step)
 
 
-def quantize(
-    load: str, save: str, data: str, *, policy: str = "fp8", kv_cache: str | None = None, samples: int = 256,
-    seq_length: int = 2048, micro_batch_size: int = 4, base: str | None = None, tokenizer: str | None = None,
-    bf16: bool = False, objective: ObjectiveConfig | None = None, parallel: ParallelConfig | None = None,
-) -> Path:  # fmt: skip
+@takes(QuantizeRun)
+def quantize(run: QuantizeRun) -> Path:
     """Quantise a checkpoint. Returns the iteration folder; calibration.{json,md,png} beside it show every linear.
 
-    Args:
-        policy, kv_cache: see `quant_policy`; 'none' saves the checkpoint as it is.
-
-    Raises UserError for input that does not fit, before any weight is read where that is possible.
+    The policy 'none' saves the checkpoint as it is. Raises UserError for input that does not fit, before any weight is
+    read where that is possible.
     """
-    parallel, objective = parallel or ParallelConfig(), objective or ObjectiveConfig()
-    quant = quant_policy(policy, kv_cache)
-    for flag, number in (("--calib-samples", samples), ("--micro-batch-size", micro_batch_size)):
-        if number < 1:
-            raise UserError(f"{flag} must be at least 1, found {number}")
-    folder = resolve(load)
+    quant = quant_policy(run.policy, run.kv_cache)
+    folder = resolve(run.load)
     spec = read_spec(folder)
-    if spec.quant is not None:
-        raise UserError(f"--load {load} is quantised already: quantise the checkpoint it was made from")
-    check_draft(spec.draft, quant)
-    objective = presets.objective_for(spec.draft, objective)
-    check_file(data)
-    require_empty(save, "give another --save folder, or remove it to quantise again")
-    layouts.check("quantize", parallel)
-    check_parallel(spec.base.config, parallel)
-    check_seq_length(seq_length, spec)
-    world = distributed.initialize(parallel)
-    loaded = load_checkpoint(folder, world, dtype=torch.bfloat16 if bf16 else torch.float32, base_path=base)
-    run_config = {"policy": policy, "samples": samples, "quant": quant.to_dict()}
+    objective = check(run, spec, quant)
+    world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
+    dtype = torch.bfloat16 if run.bf16 else torch.float32
+    loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base)
+    run_config = {"policy": run.policy, "samples": run.samples, "quant": quant.to_dict()}
     if quant.base == quant.draft == "none":
-        log.info("nothing is quantised: %s holds the checkpoint as it was", save)
-        plain = respec(loaded.spec, iteration=0)
-        return sharded.save(save, plain, loaded.draft, loaded.vocab, world, run_config=run_config)
-    dataset = open_dataset(data, tokenizer or str(loaded.base_ref.path), seq_length)
-    loader, steps = calibration_loader(dataset, world, samples, micro_batch_size, parallel.sequence_parallel)
+        log.info("nothing is quantised: %s holds the checkpoint as it was", run.save)
+        plain = respec(loaded.spec, iteration=_iteration(run))
+        return sharded.save(run.save, plain, loaded.draft, loaded.vocab, world, run_config=run_config)
+    dataset = open_dataset(run.data, run.tokenizer or str(loaded.base_ref.path), run.seq_length)
+    sequence_parallel = run.parallel.sequence_parallel
+    loader, steps = calibration_loader(dataset, world, run.samples, run.micro_batch_size, sequence_parallel)
     batches = [loader.step(i * loader.global_batch_size) for i in range(steps)]
-    source = OnlineFeatures(loaded.base)
-    found = calibrate(loaded.base, loaded.draft, source, batches, objective, quant, world)
+    found = calibrate(loaded.base, loaded.draft, OnlineFeatures(loaded.base), batches, objective, quant, world)
     base_amax = base_amax_state(loaded.base) if quant.base != "none" else None
     saved = sharded.save(
-        save, respec(loaded.spec, quant=quant, iteration=0), loaded.draft, loaded.vocab, world,
+        run.save, respec(loaded.spec, quant=quant, iteration=_iteration(run)), loaded.draft, loaded.vocab, world,
         base_amax=base_amax, run_config=run_config,
     )  # fmt: skip
     if world.rank == 0:
-        report.write(found, Path(save))
-        worst = max(found, key=lambda line: line.input_error or 0.0)
-        log.info(
-            "largest rounding error of an input: %.3f, %s; all: %s/calibration.md",
-            worst.input_error or 0.0,
-            worst.name,
-            save,
-        )
-    log.info("quantised with %s on %d conversations: %s", policy, steps * loader.global_batch_size, saved)
+        write_report(found, run.save)
+    log.info("quantised with %s on %d conversations: %s", run.policy, steps * loader.global_batch_size, saved)
     return saved
+
+
+def _into_its_own_folder(run: QuantizeRun) -> bool:
+    return Path(run.save).resolve() in (Path(run.load).resolve(), resolve(run.load).parent.resolve())
+
+
+def _iteration(run: QuantizeRun) -> int:
+    """0; in the folder of --load the one after its latest, so that what was there stays."""
+    latest = latest_iteration(run.save) if _into_its_own_folder(run) else None
+    return 0 if latest is None else latest + 1
+
+
+def check(run: QuantizeRun, spec: CheckpointSpec, quant: QuantConfig) -> ObjectiveConfig:
+    """The objective as it applies to this draft. Raises UserError for all that can be refused without weights."""
+    if spec.quant is not None:
+        raise UserError(f"--load {run.load} is quantised already: quantise the checkpoint it was made from")
+    check_base_shapes(run, spec.base.config)
+    check_draft(spec.draft, quant)
+    objective = presets.objective_for(spec.draft, run.objective)
+    check_file(run.data)
+    if not _into_its_own_folder(run):
+        require_empty(run.save, "give another --save folder, or remove it to quantise again")
+    layouts.check("quantize", run.parallel)
+    check_parallel(spec.base.config, run.parallel)
+    check_seq_length(run.seq_length, spec)
+    return objective
+
+
+def write_report(found: list[LayerReport], save: str) -> None:
+    """calibration.{json,md,png}, and a line about the worst linear."""
+    report.write(found, Path(save))
+    worst = max(found, key=lambda line: line.input_error or 0.0)
+    error = worst.input_error or 0.0
+    log.info("largest rounding error of an input: %.3f, %s; all: %s/calibration.md", error, worst.name, save)

@@ -16,24 +16,34 @@ class RopeConfig(Config):
     """Rotary embedding, in the terms of a Hugging Face config.json."""
 
     theta: float = 10000.0
+    """Base of the frequencies."""
     type: RopeType = "default"
+    """How frequencies are scaled for long contexts."""
     factor: float = 1.0
+    """linear, llama3, yarn: ratio of the long to the original context."""
     low_freq_factor: float = 1.0
+    """llama3: wavelengths above original_max_position_embeddings / this are scaled by `factor`."""
     high_freq_factor: float = 4.0
+    """llama3: wavelengths below original_max_position_embeddings / this stay as they are."""
     original_max_position_embeddings: int = 8192
+    """Positions of the training before it was extended."""
     partial_rotary_factor: float = 1.0
-    """Share of a head's dimensions that turns (the first ones)."""
+    """Share of a head's dimensions that is rotated (the first ones)."""
     attention_factor: float = 1.0
-    """yarn, longrope: scales the rotary dimensions of queries and keys."""
+    """yarn, longrope: the rotary dimensions of queries and keys are scaled by this."""
     beta_fast: float = 32.0
+    """yarn: dimensions that rotate more often than this over the original context are not scaled."""
     beta_slow: float = 1.0
+    """yarn: dimensions that rotate less often than this over the original context are scaled by `factor`."""
     truncate: bool = True
+    """yarn: round the two limits to whole dimensions."""
     short_factor: tuple[float, ...] = ()
     """longrope: divisors of the frequencies up to the original number of positions."""
     long_factor: tuple[float, ...] = ()
+    """longrope: divisors of the frequencies beyond the original number of positions."""
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Dimensions of a head that turn."""
+        """Rotary dimensions of a head."""
         return int(head_dim * self.partial_rotary_factor)
 
 
@@ -42,7 +52,9 @@ class MoeConfig(Config):
     """Mixture-of-experts MLP of a base."""
 
     num_experts: int
+    """Routed experts of a layer."""
     experts_per_token: int
+    """Routed experts that a token passes."""
     intermediate_size: int
     """Width of one expert."""
     router: RouterKind = "softmax"
@@ -50,8 +62,11 @@ class MoeConfig(Config):
     normalize: bool = True
     """Weights of the chosen experts add up to 1 (before `scale`)."""
     scale: float = 1.0
+    """Factor of the routed experts' output."""
     groups: int = 1
+    """Groups of experts; a token chooses among the experts of some groups only."""
     groups_per_token: int = 1
+    """Groups that a token chooses."""
     choice_bias: bool = False
     """A bias per expert that counts for the choice only (DeepSeek-V3)."""
     shared_intermediate_size: int = 0
@@ -61,6 +76,7 @@ class MoeConfig(Config):
     clamp: float = 0.0
     """gpt-oss: gate and up are clamped to this, and the activation is gate * sigmoid(alpha * gate) * (up + 1)."""
     alpha: float = 1.702
+    """gpt-oss: see `clamp`."""
     dense_layers: tuple[int, ...] = ()
     """Layers with an ordinary MLP."""
 
@@ -78,15 +94,19 @@ class MlaConfig(Config):
     """Multi-head latent attention of a base (DeepSeek)."""
 
     kv_lora_rank: int
+    """Width of the compressed keys and values."""
     nope_head_dim: int
-    """Dimensions of a query or key head that do not turn; `head_dim` is these and `rope_head_dim`."""
+    """Non-rotary dimensions of a query or key head; `head_dim` is these plus `rope_head_dim`."""
     rope_head_dim: int
+    """Rotary dimensions of a query or key head."""
     v_head_dim: int
+    """Dimensions of a value head."""
     q_lora_rank: int | None = None
+    """Width of the compressed queries; None: queries are not compressed."""
     score_factor: float = 1.0
     """Scores are multiplied by this (yarn's mscale, squared)."""
     interleaved: bool = True
-    """Rotary dimensions are paired (0, 1), (2, 3), ... instead of (i, i + half)."""
+    """Rotary dimensions lie in pairs (0, 1), (2, 3), ... instead of halves."""
 
 
 @dataclass(frozen=True)
@@ -94,26 +114,43 @@ class BaseConfig(Config):
     """Architecture of the frozen base, derived from its config.json and never written by hand."""
 
     family: str
+    """Name of its kind, a key of `families`."""
     hidden_size: int
+    """Width H of the residual stream."""
     intermediate_size: int
+    """Width of the MLP."""
     num_layers: int
+    """Decoder layers L."""
     num_attention_heads: int
+    """Query heads."""
     num_key_value_heads: int
+    """Key and value heads."""
     head_dim: int
+    """Dimensions of a query or key head."""
     vocab_size: int
-    """True vocabulary V: never the padded one."""
+    """True vocabulary V, without padding."""
     max_position_embeddings: int
+    """Longest sequence."""
     rms_norm_eps: float = 1e-5
+    """Epsilon of the norms."""
     rope: RopeConfig = field(default_factory=RopeConfig)
+    """Rotary embedding."""
     tie_word_embeddings: bool = False
+    """The LM head is the embedding."""
     attention_bias: bool = False
     """Biases on q, k, v and the output projection."""
     mlp_bias: bool = False
+    """Biases on the projections of the MLP."""
     hidden_act: str = "silu"
+    """Activation of the MLP."""
     torch_dtype: str = "bfloat16"
+    """Type of the weights on disk."""
     bos_token_id: int | None = None
+    """Token that begins a text."""
     eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end an answer."""
     pad_token_id: int | None = None
+    """Token that fills rows."""
     qkv_bias: bool = False
     """Biases on q, k and v alone (Qwen 2)."""
     qk_norm: bool = False
@@ -125,9 +162,11 @@ class BaseConfig(Config):
     window_layers: tuple[int, ...] = ()
     """Layers with the window."""
     moe: MoeConfig | None = None
+    """Mixture of experts; None: dense MLPs."""
     mla: MlaConfig | None = None
+    """Latent attention; None: ordinary attention."""
     mtp_layers: int = 0
-    """Prediction modules that the base ships after its last layer (DeepSeek-V3)."""
+    """Prediction modules after the last layer that the base ships (DeepSeek-V3)."""
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""

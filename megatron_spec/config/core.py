@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import types
 import typing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -13,7 +14,41 @@ T = TypeVar("T", bound="Config")
 
 
 class UserError(ValueError):
-    """A user error: scripts print its message and exit with code 2, without traceback."""
+    """A mistake of the user: scripts print its message and exit with code 2, without traceback."""
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    metavar: str | None = None,
+    *,
+    flag: str | None = None,
+    least: int | None = None,
+    parse: Callable[[str], Any] | None = None,
+    once: bool = False,
+    hidden: bool = False,
+) -> Any:
+    """A field of a configuration whose flag needs more than its name, type and docstring.
+
+    Args:
+        metavar: of the value in the help text.
+        flag: without the dashes; default: the name of the field.
+        least: smallest allowed number.
+        parse: text of the flag -> value; default: the type of the field.
+        once: refuse the flag when it is given twice; default: the last one counts.
+        hidden: no flag is made.
+    """
+    about = {"metavar": metavar, "flag": flag, "least": least, "parse": parse, "once": once, "hidden": hidden}
+    return dataclasses.field(default=default, metadata={k: v for k, v in about.items() if v is not None})
+
+
+def group(cls: type[Any], *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Any:
+    """A field that holds a configuration of its own, which becomes a group of flags.
+
+    Args:
+        only: fields that get a flag; default: all of them
+        skip: but these.
+    """
+    return dataclasses.field(default_factory=cls, metadata={"only": only, "skip": skip})
 
 
 def suggest(name: str, known: typing.Iterable[str]) -> str:
@@ -62,6 +97,9 @@ class Config:
                 raise UserError(f"{type(self).__name__}.{f.name}: found {value!r}, expected {_readable(hints[f.name])}")
             if isinstance(value, list):
                 object.__setattr__(self, f.name, tuple(value))
+            least = f.metadata.get("least")
+            if least is not None and value is not None and value < least:
+                raise UserError(f"--{flag_name(f)} must be at least {least}, found {value}")
         self.validate()
 
     def validate(self) -> None:
@@ -103,6 +141,11 @@ def _tagged(kinds: list[type[Config]], value: dict[str, Any]) -> type[Config]:
         if value.get("algorithm") in typing.get_args(typing.get_type_hints(kind).get("algorithm")):
             return kind
     return kinds[0]
+
+
+def flag_name(field: dataclasses.Field[Any]) -> str:
+    """The flag of a field, without its dashes."""
+    return str(field.metadata.get("flag") or field.name.replace("_", "-"))
 
 
 def require(condition: bool, message: str) -> None:

@@ -26,10 +26,13 @@ class DecodeConfig(Config):
     max_draft_len: int = 3
     """Draft tokens of a chain, or depth of a tree."""
     max_new_tokens: int = 128
+    """Longest answer, in tokens."""
     batch_size: int = 8
+    """Prompts that are decoded together."""
     cuda_graphs: bool = True
     """Replay the steps as CUDA graphs, on one GPU and without experts; the text is the same."""
     temperature: float = 0.0
+    """0: the most likely token, always."""
     top_k: int = 0
     """Sample from the k most likely tokens only; 0: from all."""
     top_p: float = 1.0
@@ -38,6 +41,7 @@ class DecodeConfig(Config):
     """Draw draft tokens from the draft's distribution q and accept with min(1, p/q) (arXiv 2302.01318). Default: the
     draft's most likely token, accepted with the base's probability of it, which gives the very text of the base."""
     seed: int = 0
+    """Seed of sampling."""
     use_dynamic_tree: bool = False
     """EAGLE-2: a tree grown by the draft's joint probability, instead of a chain (Eagle3, Eagle, MTP, Medusa)."""
     dynamic_tree_max_topK: int = 4
@@ -65,11 +69,13 @@ class DecodeConfig(Config):
     posterior_threshold: float = 0.09
     """Typical acceptance: accept above min(posterior_threshold, posterior_alpha * exp(-entropy))."""
     posterior_alpha: float = 0.3
+    """Typical acceptance: see posterior_threshold."""
     use_relaxed_acceptance_for_thinking: bool = False
     """Inside a thinking phase accept the base's relaxed_topk best tokens within relaxed_delta of the best one."""
     relaxed_topk: int = 1
+    """Relaxed acceptance: how many of the base's best tokens may be accepted."""
     relaxed_delta: float = 0.0
-    """In natural log-probability."""
+    """Relaxed acceptance: distance to the best token, in natural log-probability."""
     begin_thinking_phase_token: int | None = None
     """Default: the tokenizer's <think>."""
     end_thinking_phase_token: int | None = None

@@ -21,26 +21,39 @@ class EagleConfig(Config):
     """
 
     algorithm: EagleAlgorithm
+    """EAGLE variant."""
     hidden_size: int
+    """Width of the draft."""
     intermediate_size: int
+    """Width of its MLP."""
     num_attention_heads: int
+    """Query heads."""
     num_key_value_heads: int
+    """Key and value heads."""
     head_dim: int
+    """Dimensions of a head."""
     vocab_size: int
     """Target vocabulary V."""
     draft_vocab_size: int
     """Draft vocabulary D <= V; D = V needs no d2t."""
     target_hidden_size: int
+    """Width of the base."""
     max_position_embeddings: int
+    """Longest sequence."""
     capture_layer_ids: tuple[int, ...] = ()
     """Base layers whose *outputs* are captured, from 0, ascending, global (EAGLE-3)."""
     num_hidden_layers: int = 1
+    """Decoder layers of the draft."""
     rms_norm_eps: float = 1e-5
+    """Epsilon of the norms."""
     rope: RopeConfig = field(default_factory=RopeConfig)
+    """Rotary embedding."""
     hidden_act: str = "silu"
+    """Activation of the MLP: silu."""
     initializer_range: float = 0.02
+    """Standard deviation of fresh matrices."""
     fc_init: Literal["last_capture", "average"] = "last_capture"
-    """What the feature is at the start. The last capture learned faster than the average in a sweep on SmolLM2."""
+    """First value of `fc`: it passes the last capture on, or the average of the captures."""
     init_from_base_layer: bool = False
     """Copy MLP and norms of the first draft layer from the base's last layer where shapes agree."""
     norm_before_fc: bool = False
@@ -56,7 +69,7 @@ class EagleConfig(Config):
     mlp_bias: bool = False
     """Biases on the three projections of the MLP. Served by vLLM alone."""
     fc_bias: bool = False
-    """A bias behind `fc`: EAGLE-1 as SafeAILab publishes it. Served by SGLang alone."""
+    """A bias after `fc`: EAGLE-1 as SafeAILab publishes it. Served by SGLang alone."""
     norm_before_residual: bool = False
     """EAGLE-3: the residual stream starts after `hidden_norm`, not before it. Served by vLLM alone."""
     own_embed_tokens: bool = False
@@ -64,7 +77,7 @@ class EagleConfig(Config):
     moe: MoeConfig | None = None
     """eagle-mtp: the base's own prediction module, a layer of the base's kind."""
     mla: MlaConfig | None = None
-    """eagle-mtp: the same."""
+    """eagle-mtp: latent attention of the base's own prediction module."""
     layer_in_base: int | None = None
     """eagle-mtp: number of the base's own prediction module among the layers of its files."""
 
@@ -131,7 +144,7 @@ class EagleConfig(Config):
             require(not self.layer_options, f"{', '.join(self.layer_options)}: not for a draft with latent attention")
 
     def _validate_shared_head(self) -> None:
-        """Drafts that read the base's final state and use its head."""
+        """Drafts that read the base's final state and use its frozen LM head."""
         for name, expected in (("hidden_size", self.target_hidden_size), ("draft_vocab_size", self.vocab_size)):
             require(
                 getattr(self, name) == expected,
@@ -178,8 +191,9 @@ class MedusaConfig(Config):
     num_layers: int = 1
     """Residual blocks per head."""
     share_base_head: bool = False
-    """Use the base's frozen head after the blocks, instead of a trained head each."""
+    """Use the base's frozen LM head after the blocks, instead of a trained head for each."""
     algorithm: Literal["medusa"] = "medusa"
+    """Tells this draft from the others."""
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
@@ -193,7 +207,7 @@ class MedusaConfig(Config):
 
     @property
     def draft_vocab_size(self) -> int:
-        """Heads predict over the whole vocabulary."""
+        """The whole vocabulary."""
         return self.vocab_size
 
     reads_captures = False

@@ -78,7 +78,7 @@ def _draft_shape(base: BaseConfig) -> dict[str, int]:
 
 
 def _check_trainable(config: EagleConfig) -> None:
-    """What the configuration class can say and no draft can be: refused before a base is loaded."""
+    """What the configuration class can hold and no draft computes: refused before a base is loaded."""
     if config.hidden_act != "silu":
         raise UserError(f"--eagle-config: hidden_act {config.hidden_act!r} is not supported: use 'silu'")
     if config.reads_captures and not config.capture_layer_ids:
@@ -280,6 +280,10 @@ def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveC
     if objective.loss == "ce_l1":
         raise UserError(f"--loss ce_l1 is for block drafts, the draft is {config.algorithm}: choose another")
     _refuse_unread(objective, ["row_keep", "row_keep_least"], f"are for p-eagle, the draft is {config.algorithm}")
+    if not objective.in_vocab_only and config.draft_vocab_size == config.vocab_size:
+        raise UserError(
+            "--no-in-vocab-only: this draft has the whole vocabulary, so that no row is outside of it: leave it out"
+        )
     if not isinstance(config, MedusaConfig):
         return objective
     if objective.ttt_steps not in (default.ttt_steps, config.num_heads):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_spec.config.core import Config, require
+from megatron_spec.config.core import Config, option, require
 
 LossKind = Literal["soft_ce", "kl", "reverse_kl", "tv", "lk", "hard_ce", "ce_l1"]
 BlockWeights = Literal["exponential", "d-pace"]
@@ -18,12 +18,19 @@ class ParallelConfig(Config):
     """Sizes of the process groups, under Megatron's names."""
 
     tensor_model_parallel_size: int = 1
+    """Ranks that share the matrices of a layer."""
     pipeline_model_parallel_size: int = 1
+    """Stages that the base's layers are split into."""
     context_parallel_size: int = 1
+    """Ranks that share the tokens of a sequence."""
     expert_model_parallel_size: int = 1
+    """Ranks that the base's experts are spread over."""
     sequence_parallel: bool = False
+    """Split the activations between layers over the tensor parallel ranks."""
     decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first pipeline stage (default: as many as the others)."""
     decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last pipeline stage (default: as many as the others)."""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Refused: no interleaved pipeline schedule."""
     num_virtual_stages_per_pipeline_rank: int | None = None
@@ -49,11 +56,14 @@ class ObjectiveConfig(Config):
     step_decay: float = 0.8
     """Weight of step k is step_decay ** k."""
     loss: LossKind = "soft_ce"
+    """Distance between draft and base: cross entropy with the base's distribution, KL divergence in either direction,
+    total variation, the acceptance loss lk, or cross entropy with the base's most likely token."""
     temperature: float = 1.0
     """Teacher and draft logits are divided by it before the softmax."""
     alignment: Alignment = "serving"
+    """Which base row supervises a draft step: as engines verify it, as in the EAGLE-3 paper, or the next token."""
     in_vocab_only: bool = True
-    """Rows whose teacher argmax is outside the draft vocabulary add nothing to the loss."""
+    """Rows in which the base's most likely token is outside the draft vocabulary add nothing to the loss."""
     detach: bool = False
     """Stop gradients between draft steps (fed-back hidden states, keys and values of earlier steps)."""
     feature_noise: float = 0.1
@@ -112,45 +122,72 @@ class ObjectiveConfig(Config):
 class TrainConfig(Config):
     """The training loop, under Megatron's names."""
 
-    train_iters: int
+    train_iters: int = 0
+    """Optimizer steps. 0: as many as the epochs of the run take."""
     micro_batch_size: int = 1
+    """Rows per forward pass of a rank."""
     global_batch_size: int = 8
+    """Rows per optimizer step, over all ranks."""
     packing: bool = False
     """Put several conversations into one row of seq_length tokens, each seeing itself alone; batch sizes count rows."""
     lr: float = 1e-4
+    """Highest learning rate."""
     min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
+    """Decay of the learning rate after the warm-up."""
+    lr_decay_iters: int | None = option(None, least=1)
+    """Steps after which the learning rate is min_lr (default: train_iters)."""
     lr_warmup_iters: int = 0
+    """Steps in which the learning rate rises from 0."""
     weight_decay: float = 0.0
+    """AdamW: decoupled weight decay."""
     adam_beta1: float = 0.9
+    """AdamW: decay of the first moment."""
     adam_beta2: float = 0.95
+    """AdamW: decay of the second moment."""
     adam_eps: float = 1e-8
+    """AdamW: added to the root of the second moment."""
     clip_grad: float = 1.0
     """Gradients are scaled down to this norm; 0: never."""
     bf16: bool = False
+    """Weights and activations in bfloat16, optimizer state in float32."""
     use_distributed_optimizer: bool = False
+    """Shard the optimizer state over the ranks that hold the same part of the draft."""
     features_ahead: int = 0
     """Micro-batches of each rank whose features are held ready for the optimizer, also those of coming steps: keeps the
     pipeline of the base full. Changes memory and speed, never a result. 0: 1, or 4 with a pipeline or from disk."""
     save_interval: int = 0
-    """0: only at the end."""
+    """Steps between checkpoints. 0: only at the end."""
     async_save: bool = False
     """Write checkpoints in a process beside the training; each appears when it is complete."""
     ckpt_keep: int = 2
     """Checkpoints to keep, the newest ones."""
     log_interval: int = 1
+    """Steps between progress lines; metrics.jsonl has every step."""
     seed: int = 1234
+    """Seed of the data order and of the noise in training."""
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
-        for name in ("train_iters", "micro_batch_size", "global_batch_size", "log_interval", "ckpt_keep"):
+        for name in ("micro_batch_size", "global_batch_size", "log_interval", "ckpt_keep"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, found {getattr(self, name)}")
-        for name in ("lr_warmup_iters", "save_interval", "features_ahead", "min_lr", "weight_decay", "clip_grad"):
+        for name in (
+            "train_iters",
+            "lr_warmup_iters",
+            "save_interval",
+            "features_ahead",
+            "min_lr",
+            "weight_decay",
+            "clip_grad",
+        ):
             require(getattr(self, name) >= 0, f"{name} must not be negative, found {getattr(self, name)}")
         for name in ("lr", "adam_eps"):
             require(getattr(self, name) > 0, f"{name} must be positive, found {getattr(self, name)}")
         for name in ("adam_beta1", "adam_beta2"):
             require(0 <= getattr(self, name) < 1, f"{name} must be in [0, 1), found {getattr(self, name)}")
+        for name in ("min_lr", "lr_decay_iters") if self.lr_decay_style == "constant" else ():
+            require(not getattr(self, name), f"{name} does nothing with lr_decay_style 'constant': leave it out")
         require(self.min_lr <= self.lr, f"min_lr {self.min_lr} must not be greater than lr {self.lr}")
 
 
@@ -159,8 +196,9 @@ class QuantConfig(Config):
     """Per-tensor E4M3 fake quantisation of weights and inputs of linears (docs/algorithms.md#fp8-fake-quantisation)."""
 
     base: QuantFormat = "fp8"
+    """Linears of the base."""
     draft: QuantFormat = "fp8"
-    """'nvfp4' rounds weights alone: E2M1 in blocks of 16 with E4M3 scales."""
+    """Linears of the draft. 'nvfp4' rounds weights alone: E2M1 in blocks of 16 with E4M3 scales."""
     exclude: tuple[str, ...] = ("*lm_head*", "*output_layer*", "*embed*", "*fc.*", "*fc", "*eh_proj*", "*router*")
     """Patterns (fnmatch) of module names that stay in high precision, in base and draft."""
     exclude_base: tuple[str, ...] = ()
@@ -174,11 +212,20 @@ class QuantConfig(Config):
     calibration: Literal["max", "percentile"] = "max"
     """Range of an input: the largest magnitude seen, or the magnitude that `percentile` % of the values stay within."""
     percentile: float = 99.99
+    """For calibration 'percentile'."""
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
         for name in ("base", "kv_cache"):
             require(getattr(self, name) != "nvfp4", f"{name} 'nvfp4' is not supported: that format is for drafts")
+        require(
+            self.calibration == "percentile" or self.percentile == type(self).percentile,
+            f"percentile {self.percentile} does nothing with calibration 'max': leave it out, or use 'percentile'",
+        )
+        for role, patterns in (("base", self.exclude_base), ("draft", self.exclude_draft)):
+            require(
+                not patterns or getattr(self, role) != "none", f"exclude_{role} does nothing: {role} is not quantised"
+            )
         require(0 < self.percentile <= 100, f"percentile must be in (0, 100], found {self.percentile}")
         require(
             self.kv_cache == "none" or self.base != "none",

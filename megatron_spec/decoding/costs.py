@@ -30,7 +30,7 @@ class Costs:
 
 
 class NoCosts(Costs):
-    """Nobody wants to know: nothing waits for the device."""
+    """Measures nothing: nothing waits for the device."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

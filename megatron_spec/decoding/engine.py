@@ -100,6 +100,7 @@ def decode(
     seeds: Sequence[int] | None = None,
     costs: Costs | None = None,
     recorder: Recorder | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> list[Generation]:
     """Answer every prompt; results in the order of the prompts. Collective over the model parallel ranks.
 
@@ -111,16 +112,17 @@ def decode(
         seeds: one per prompt for temperature > 0; config.seed + the prompt's index otherwise.
         costs: where the time of each phase is kept.
         recorder: of CUDA graphs; default: where they pay, unless config.cuda_graphs is off.
+        stop: asked before every step; True, on all model parallel ranks alike, ends it with the answers that are ready.
 
     Raises:
         UserError: an empty or too long prompt, or a base under sequence parallelism.
     """
     answers: dict[int, Generation] = {}
-    for index, generation in decode_stream(base, prompts, config, stop_ids, draft, seeds, costs, recorder):
+    for index, generation in decode_stream(base, prompts, config, stop_ids, draft, seeds, costs, recorder, stop):
         answers[index] = generation
         if progress:
             progress(len(answers), len(prompts))
-    return [answers[i] for i in range(len(prompts))]
+    return [answers[i] for i in sorted(answers)]
 
 
 @torch.inference_mode()
@@ -133,6 +135,7 @@ def decode_stream(
     seeds: Sequence[int] | None = None,
     costs: Costs | None = None,
     recorder: Recorder | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> Iterator[tuple[int, Generation]]:
     """`decode`, yielding (index of the prompt, answer) as answers end."""
     _check(base, prompts)
@@ -142,7 +145,8 @@ def decode_stream(
         recorder = recorder_for(base)
     for group in _groups(prompts):
         replays = Replays(recorder)
-        yield from _Engine(base, prompts, group, config, stop_ids, drafter, seeds, costs or NoCosts(), replays).run()
+        engine = _Engine(base, prompts, group, config, stop_ids, drafter, seeds, costs or NoCosts(), replays)
+        yield from engine.run(stop or (lambda: False))
 
 
 def _groups(prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
@@ -224,9 +228,9 @@ class _Engine:
     def _key_slots(self, needed: int) -> int:
         return -(-needed // self.key_step) * self.key_step
 
-    def run(self) -> Iterator[tuple[int, Generation]]:
+    def run(self, stop: Callable[[], bool]) -> Iterator[tuple[int, Generation]]:
         """Yield answers as they end."""
-        while self.running or self.waiting:
+        while (self.running or self.waiting) and not stop():
             free = self.count - len(self.running)
             # A prefill of few prompts costs nearly as much as a step: wait for a quarter of the rows.
             if self.waiting and (not self.running or free * 4 >= self.count):

@@ -6,10 +6,11 @@ An option that would silently do nothing is refused.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_spec.config import DecodeConfig, DecodingType, UserError
+from megatron_spec.config import DecodeConfig, DecodingType, DraftConfig, MedusaConfig, UserError
 
 DECODING_TYPES: dict[str, DecodingType] = {
     "eagle1": "Eagle", "eagle3": "Eagle3", "eagle3.1": "Eagle3", "eagle-mtp": "MTP", "medusa": "Medusa",
@@ -66,6 +67,10 @@ def check_options(config: DecodeConfig, kind: DecodingType) -> None:
             raise UserError(
                 f"--{name.replace('_', '-')} shapes the dynamic tree: give --use-dynamic-tree, or leave it out"
             )
+    if not config.is_use_oldest and not config.is_keep_all:
+        raise UserError(
+            "--no-is-use-oldest does nothing with --no-is-keep-all: only the first continuation is kept; leave it out"
+        )
     trees = [n for n in ("use_dynamic_tree", "medusa_choices") if getattr(config, n)]
     if len(trees) == 2:
         raise UserError("found --use-dynamic-tree and --medusa-choices, expected one tree")
@@ -78,6 +83,36 @@ def check_options(config: DecodeConfig, kind: DecodingType) -> None:
     if config.medusa_choices is not None:
         read_choices(config.medusa_choices)
     _check_acceptance(config)
+
+
+def check_lengths(config: DecodeConfig, lens: Sequence[int], draft: DraftConfig | None) -> None:
+    """Raise UserError for draft lengths and trees that cannot be drafted.
+
+    Args:
+        lens: draft lengths, the levels of a tree.
+        draft: trained draft, where there is one.
+    """
+    deepest = max(lens)
+    if config.use_dynamic_tree and deepest > config.max_total_draft_tokens:
+        raise UserError(
+            f"--max-draft-len {deepest} with --max-total-draft-tokens {config.max_total_draft_tokens}: a tree has at "
+            "least one node on each level, so give at most as many levels as nodes"
+        )
+    if config.use_dynamic_tree and draft is not None and config.dynamic_tree_max_topK > draft.draft_vocab_size:
+        raise UserError(
+            f"--dynamic-tree-max-topK {config.dynamic_tree_max_topK}: the draft has {draft.draft_vocab_size} tokens"
+        )
+    if not isinstance(draft, MedusaConfig):
+        return
+    paths = read_choices(config.medusa_choices) if config.medusa_choices else ()
+    depth, rank = max(map(len, paths), default=0), max((max(p) for p in paths), default=0)
+    if depth > draft.num_heads or rank >= draft.vocab_size:
+        raise UserError(
+            f"--medusa-choices: found a path of {depth} tokens and rank {rank}, but the draft has {draft.num_heads} "
+            f"heads and ranks up to {draft.vocab_size - 1}"
+        )
+    if deepest > draft.num_heads and not paths:
+        raise UserError(f"--max-draft-len {deepest}: the draft has {draft.num_heads} Medusa heads, a token each")
 
 
 def _check_acceptance(config: DecodeConfig) -> None:

@@ -59,7 +59,7 @@ def sample(logits_NV: Tensor, uniform_N: Tensor, temperature: float, group: dist
     owner_N = (target_N >= edges_TN[:-1]).sum(dim=0)
     below_N = (edges_TN - mass_TN).gather(0, owner_N[None])[0]
     inside_N1 = torch.searchsorted(cumulative_NV, (target_N - below_N)[:, None], right=True)
-    # Rounding may put the target behind the last entry that has any mass: step back to that entry.
+    # Rounding may put the target past the last entry that has any mass: step back to that entry.
     last_N1 = (cumulative_NV < cumulative_NV[:, -1:]).sum(dim=-1, keepdim=True)
     id_N = torch.minimum(inside_N1, last_N1)[:, 0] + group.rank() * logits_NV.shape[-1]
     return _gather(id_N, group).gather(0, owner_N[None])[0]
@@ -92,7 +92,7 @@ def draw(p_NV: Tensor, uniform_N: Tensor) -> Tensor:
     cumulative_NV = p_NV.double().cumsum(dim=-1)
     target_N1 = uniform_N.double()[:, None] * cumulative_NV[:, -1:]
     id_N1 = torch.searchsorted(cumulative_NV, target_N1, right=True)
-    last_N1 = (cumulative_NV < cumulative_NV[:, -1:]).sum(dim=-1, keepdim=True)  # rounding must not go behind it
+    last_N1 = (cumulative_NV < cumulative_NV[:, -1:]).sum(dim=-1, keepdim=True)  # rounding must not go past it
     return torch.minimum(id_N1, last_N1)[:, 0]
 
 

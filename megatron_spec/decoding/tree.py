@@ -76,7 +76,7 @@ def longest_path(
         score_BN: in [0, 1), decides between paths of equal length.
 
     Returns:
-        int64 [B, P] verification rows of the path from row 0 on (what stands behind its end means nothing), and int64
+        int64 [B, P] verification rows of the path from row 0 on (entries past its end mean nothing), and int64
         [B] its length in nodes.
     """
     B = ok_BN.shape[0]

@@ -1,6 +1,6 @@
 """Verification: which path of proposed tokens is accepted, and the bonus token (docs/algorithms.md#verification).
 
-exact      A node is accepted when it is the token the base chooses behind its parent: the argmax, or at a temperature
+exact      A node is accepted when it is the token the base chooses after its parent: the argmax, or at a temperature
            a sample drawn with a number that belongs to the place in the text. A most likely draft token is then
            accepted with just the base's probability of it, and the text is the one that the base alone draws.
 rejection  Tokens drawn from q are accepted with min(1, p/q), else one from max(p - q, 0) takes their place (speculative
@@ -50,7 +50,7 @@ class Verdict:
 
     Attributes:
         path_BP: int64 verification rows that were right, row 0 first; None where they are 0, 1, 2, ... (a chain).
-        emitted_BP: int64 tokens behind those rows: the accepted ones, then the base's own; the rest means nothing.
+        emitted_BP: int64 tokens after those rows: the accepted ones, then the base's own; the rest means nothing.
         accepted_B: int64 accepted draft tokens.
     """
 
@@ -106,11 +106,11 @@ def verify(
         parent_row_BN = drafted.tree.parent_row_BN
     ok_BN, score_BN = drafted.tokens_BN == chosen_BS.gather(1, parent_row_BN), None
     if not config.lossless:
-        behind_NV = logits_BSV.gather(1, parent_row_BN[:, :, None].expand(-1, -1, V)).flatten(0, 1)
+        after_NV = logits_BSV.gather(1, parent_row_BN[:, :, None].expand(-1, -1, V)).flatten(0, 1)
         if config.typical_acceptance:
-            ok_BN, score_BN = _typical(behind_NV, drafted, parent_row_BN, config, group)
+            ok_BN, score_BN = _typical(after_NV, drafted, parent_row_BN, config, group)
         elif thinking_BS is not None:
-            relaxed_BN = _relaxed(behind_NV, drafted.tokens_BN, config, group)
+            relaxed_BN = _relaxed(after_NV, drafted.tokens_BN, config, group)
             ok_BN = ok_BN | (relaxed_BN & thinking_BS.gather(1, parent_row_BN))
     ok_BN = ok_BN & drafted.valid_BN
     if drafted.tree is None:
@@ -128,7 +128,7 @@ def verify(
 
 
 def _depths(drafted: Drafted, batch: int) -> Tensor:
-    """int64 [B, S] how many tokens behind the last known one each verification row stands."""
+    """int64 [B, S] how many tokens after the last known one each verification row stands."""
     tokens_BN = drafted.tokens_BN
     if drafted.tree is None:
         return torch.arange(tokens_BN.shape[1] + 1, device=tokens_BN.device).expand(batch, -1)
@@ -136,10 +136,10 @@ def _depths(drafted: Drafted, batch: int) -> Tensor:
 
 
 def _typical(
-    behind_NV: Tensor, drafted: Drafted, parent_row_BN: Tensor, config: DecodeConfig, group: dist.ProcessGroup
+    after_NV: Tensor, drafted: Drafted, parent_row_BN: Tensor, config: DecodeConfig, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """(accepted if the parent is, score of the path up to the node), both [B, N]."""
-    scaled_NV = behind_NV.float() / config.temperature
+    scaled_NV = after_NV.float() / config.temperature
     tokens_BN = drafted.tokens_BN
     logp_N = sampling.at(scaled_NV, tokens_BN.flatten(), group) - sampling.log_normalizer(scaled_NV, group)
     bar_N = (config.posterior_alpha * (-sampling.entropy(scaled_NV, group)).exp()).clamp(max=config.posterior_threshold)
@@ -150,9 +150,9 @@ def _typical(
     return (logp_N.exp() > bar_N).view_as(tokens_BN), 0.999 * total_BN.clamp(max=0.0).exp()
 
 
-def _relaxed(behind_NV: Tensor, tokens_BN: Tensor, config: DecodeConfig, group: dist.ProcessGroup) -> Tensor:
+def _relaxed(after_NV: Tensor, tokens_BN: Tensor, config: DecodeConfig, group: dist.ProcessGroup) -> Tensor:
     """bool [B, N]; differences of log-probabilities are differences of logits."""
-    top_Nk, ids_Nk = sampling.topk(behind_NV, config.relaxed_topk, group)
+    top_Nk, ids_Nk = sampling.topk(after_NV, config.relaxed_topk, group)
     near_Nk = top_Nk >= top_Nk[:, :1] - config.relaxed_delta
     return ((ids_Nk == tokens_BN.flatten()[:, None]) & near_Nk).any(dim=1).view_as(tokens_BN)
 
@@ -172,7 +172,7 @@ def _reject(
     p_BN, q_BN = (x.gather(2, token_BN1)[:, :, 0] for x in (p_BSV[:, :-1], q_BNV))
     ok_BN = (draws.accept_BP[:, : S - 1] * q_BN < p_BN) & drafted.valid_BN
     accepted_B = ok_BN.long().cumprod(dim=1).sum(dim=1)
-    # Behind a rejected token the rest of p; behind the last proposed one p itself (q counts as 0 there).
+    # After a rejected token the rest of p; after the last proposed one p itself (q counts as 0 there).
     counts_BN = torch.cat([drafted.valid_BN, drafted.valid_BN.new_zeros(B, 1)], dim=1)
     at_B11 = accepted_B[:, None, None].expand(-1, 1, p_BSV.shape[2])
     q_BSV = torch.cat([q_BNV, torch.zeros_like(q_BNV[:, :1])], dim=1) * counts_BN[:, :, None]

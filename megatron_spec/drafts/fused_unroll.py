@@ -12,7 +12,7 @@ What is gained:
   where that saves enough.
 
 Tensor parallel: rows are whole on every rank, heads and intermediate columns are split. Partial sums are added over
-ranks behind the two row-sharded products, and behind the gradients of what column-sharded ones and the head read; the
+ranks after the two row-sharded products, and after the gradients of what column-sharded ones and the head read; the
 embedding's norm alone is left with its own share, of which only the weight's gradient [E] travels. Under sequence
 parallelism the unroll holds whole rows all the same (up to `estimate.MOST_WHOLE_ROWS`), so it may drop those that no
 step supervises.
@@ -297,7 +297,7 @@ class _Unroll:
         self.branch_kernels.merge_forward(q, o, lse, *branches, self._at(self.out, k), index)
 
     def _finish(self, k: int, inner: Tensor, delta: Tensor, state: Tensor) -> None:
-        """Sum and norms behind step k: what the head reads, and what the next step starts from."""
+        """Sum and norms after step k: what the head reads, and what the next step starts from."""
         w, after = self.w, torch.empty_like(inner)
         last, dropping = k + 1 == self.T, k == 0 and self.steps.index is not None
         following = None if last or dropping else (w.hidden_norm, self._at(self.normed, k + 1))

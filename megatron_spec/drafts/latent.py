@@ -1,8 +1,7 @@
 """Multi-head latent attention of a draft with a layer of its base's own kind (DeepSeek-V3, arXiv 2412.19437, 2.1.1).
 
-Parameters carry DeepSeek's names. Queries and keys have dimensions that do not turn and dimensions that do; the turned
-part of a key is one for all heads. Values are narrower than keys: they are filled up with zeros for the attention that
-the draft is given, and cut again behind it.
+Parameters carry DeepSeek's names. Queries and keys have a non-rotary and a rotary part; all heads share the rotary part
+of the keys. Values are narrower than keys: they are padded with zeros for the attention and cut again after it.
 
 S sequence, B batch, H hidden, N heads of this rank, D = nope + rope sizes of a query or key head, V of a value.
 """
@@ -28,7 +27,7 @@ class LatentAttention(nn.Module):
     def __init__(self, config: EagleConfig, mla: MlaConfig, place: Placement) -> None:
         super().__init__()
         self.mla, self.group, self.sequence_parallel = mla, place.group, place.sequence_parallel
-        self.turned_factor = config.rope.attention_factor
+        self.rotary_factor = config.rope.attention_factor
         heads, H, what = config.num_attention_heads, config.hidden_size, "draft num_attention_heads"
         self.num_kv_heads = place.divide(heads, what)
         self.head_dim = mla.nope_head_dim + mla.rope_head_dim
@@ -45,16 +44,16 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_SBH: Tensor, cos_SB1D: Tensor, sin_SB1D: Tensor, attention: Attention, layer: int) -> Tensor:
         """[S, B, H] -> [S, B, H]; both [S / TP, ...] under sequence parallelism."""
-        mla, factor = self.mla, self.turned_factor
-        q_still, q_turned = self._heads(self._queries(x_SBH)).split([mla.nope_head_dim, mla.rope_head_dim], -1)
-        latent, k_turned = self.kv_a_proj_with_mqa(x_SBH).split([mla.kv_lora_rank, mla.rope_head_dim], -1)
+        mla, factor = self.mla, self.rotary_factor
+        q_plain, q_rotary = self._heads(self._queries(x_SBH)).split([mla.nope_head_dim, mla.rope_head_dim], -1)
+        latent, k_rotary = self.kv_a_proj_with_mqa(x_SBH).split([mla.kv_lora_rank, mla.rope_head_dim], -1)
         kv = self._heads(self.kv_b_proj(self._enter(self.kv_a_layernorm(latent))))
-        k_still, value = kv.split([mla.nope_head_dim, mla.v_head_dim], -1)
-        k_turned = self._enter(k_turned)[:, :, None]
+        k_plain, value = kv.split([mla.nope_head_dim, mla.v_head_dim], -1)
+        k_rotary = self._enter(k_rotary)[:, :, None]
         cos, sin = cos_SB1D * factor, sin_SB1D * factor
-        q_turned, k_turned = (apply_rotary(self._halves(x), cos, sin) for x in (q_turned, k_turned))
-        query = torch.cat([q_still, q_turned], -1) * mla.score_factor
-        key = torch.cat([k_still, k_turned.expand(-1, -1, self.num_kv_heads, -1)], -1)
+        q_rotary, k_rotary = (apply_rotary(self._halves(x), cos, sin) for x in (q_rotary, k_rotary))
+        query = torch.cat([q_plain, q_rotary], -1) * mla.score_factor
+        key = torch.cat([k_plain, k_rotary.expand(-1, -1, self.num_kv_heads, -1)], -1)
         out = self._heads(attention(layer, query, key, F.pad(value, (0, self.head_dim - mla.v_head_dim))))
         projected: Tensor = self.o_proj(out[..., : mla.v_head_dim].flatten(2))
         return projected

@@ -1,7 +1,7 @@
 """Multi-token prediction as a draft (DeepSeek-V3, arXiv 2412.19437): one module, applied at every draft step.
 
 Row j reads [norm(embedding(t_{j+1})) ; norm(h_j)], h_0 the base state after its final norm, projects it to H, runs one
-decoder layer of the base's kind, and speaks through a final norm and the base's own head. The state before that norm is
+decoder layer of the base's kind, and ends in a final norm and the base's frozen LM head. The state before that norm is
 fed back (after it with `norm_output`). Trained with the same steps, rows and losses as EAGLE-3.
 
 Parameters are named as inside a layer of DeepSeek-V3, the layer being counted from 0 here:
@@ -25,7 +25,7 @@ from megatron_spec.drafts.vocab import DraftVocab
 
 
 class MtpModule(DraftLayer):
-    """A decoder layer with what stands before and behind it."""
+    """A decoder layer with the projection before it and the norm after it."""
 
     def __init__(self, config: EagleConfig, place: Placement) -> None:
         super().__init__(config, False, place)

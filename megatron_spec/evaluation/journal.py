@@ -1,4 +1,4 @@
-"""What a validation has measured so far, on disk: a killed run goes on behind its last window of prompts.
+"""What a validation has measured so far, on disk: a killed run resumes after its last window of prompts.
 
 One file per data-parallel rank: a line that says what is measured, then a line per finished window.
 """

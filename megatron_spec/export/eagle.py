@@ -19,6 +19,7 @@ from megatron_spec.config import EagleConfig, QuantConfig, UserError
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export import layout, native_mtp
+from megatron_spec.export.base_rows import KEY, base_rows
 from megatron_spec.export.common import (
     BaseLike,
     copy_side_files,
@@ -210,4 +211,4 @@ def _write(
         values["quantization_config"] = quantization_config(exclude, form=form)
         write_json(folder / "hf_quant_config.json", hf_quant_config(exclude, form=form))
     write_json(folder / "config.json", values)
-    write_run_json(folder, {"base": str(base.path), **(run_config or {})})
+    write_run_json(folder, {"base": str(base.path), KEY: base_rows(base.path), **(run_config or {})})

@@ -37,10 +37,6 @@ SERVED_BY: dict[str, tuple[str, ...]] = {
     "norm_before_residual": ("vllm",),
 }  # fmt: skip
 """Option of `EagleConfig` -> engines that compute it; every engine computes what is not listed."""
-LINEARS = (
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-)  # fmt: skip
 SHARED_SCALE = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("mlp.gate_proj", "mlp.up_proj"),
@@ -50,7 +46,8 @@ SHARED_SCALE = (
 
 def linear_names(config: Exported) -> list[str]:
     """Every linear that may be fp8."""
-    return [f"{layer}.{linear}" for layer in layer_names(config) for linear in LINEARS]
+    table = draft_tensors(config).items()
+    return [n.removesuffix(".weight") for n, spec in table if spec.linear and (".self_attn." in n or ".mlp." in n)]
 
 
 def weight_shapes(config: Exported) -> dict[str, tuple[int, ...]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from megatron_spec.base.ends_only import EndsOnly
 from megatron_spec.base.model import FrozenBase
-from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
+from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base, load_ends
 from megatron_spec.checkpoint.fingerprint import fingerprint
 from megatron_spec.checkpoint.huggingface import HuggingFaceWeights, load_huggingface, weight_files
 from megatron_spec.config import BaseConfig, EagleConfig, QuantConfig, QuantFormat, UserError
@@ -22,7 +24,7 @@ from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export.common import shard
 from megatron_spec.export.formats import Reading, read_draft
 from megatron_spec.families import name_rules, parse_base_config
-from megatron_spec.families.names import EVERYTHING, NameRule
+from megatron_spec.families.names import EVERYTHING
 from megatron_spec.quantization import nvfp4
 from megatron_spec.quantization.attach import KV_PLACE, attach_quantizers, input_place, load_base_amax
 from megatron_spec.quantization.rounding import amax_of, dequantize, quantize
@@ -30,7 +32,12 @@ from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import read_json
 from megatron_spec.runtime.hub import model_folder
 
+log = logging.getLogger(__name__)
+
 _FP8 = "hf_quant_config.json"
+_ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4")
+"""ModelOpt's names of what is read."""
+_SCALES = ("_scale", "_scale_inv", "_scale_2")
 _EMBEDDING_ROWS = 8192
 """Rows of an embedding compared at a time."""
 
@@ -151,79 +158,133 @@ def load_exported_draft(
     return load_draft(read_draft(Path(folder), base), world, dtype)
 
 
-class _Fp8Weights(HuggingFaceWeights):
-    """Tensors of an fp8 folder, multiplied by their scales."""
+class _QuantisedWeights(HuggingFaceWeights):
+    """Tensors of a base in fp8 (one scale each) or nvfp4, multiplied by their scales."""
 
-    def check(self, rules: list[NameRule], config: BaseConfig) -> None:
-        """As for any folder, the scales apart."""
+    def check_names(self, expected: dict[str, tuple[int, ...]], ignorable: Callable[[str], bool]) -> None:
+        """As for any folder, the scales apart; nvfp4 packs two numbers in a byte."""
         every = self._handle_of
-        self._handle_of = {n: h for n, h in every.items() if not n.endswith(("_scale", "_scale_inv"))}
+        self._handle_of = {n: h for n, h in every.items() if not n.endswith(_SCALES)}
+        packed = {n: (*shape[:-1], shape[-1] // 2) for n, shape in expected.items() if self._is_packed(n)}
         try:
-            super().check(rules, config)
+            super().check_names({**expected, **packed}, ignorable)
         finally:
             self._handle_of = every
 
+    def _is_packed(self, name: str) -> bool:
+        return name in self._handle_of and self._handle_of[name].get_slice(name).get_dtype() == "U8"
+
     def has_scales(self, name: str) -> bool:
-        """They are per tensor, and `read` finds them."""
+        """They are checked where they are read."""
         return True
 
     def scalar(self, name: str) -> float | None:
-        """A scale; None without one."""
-        return float(self._handle_of[name].get_tensor(name)) if name in self._handle_of else None
+        """A scale; None without one. Raises UserError for scales by channel or block."""
+        if name not in self._handle_of:
+            return None
+        scale: Tensor = self._handle_of[name].get_tensor(name)
+        if scale.numel() != 1:
+            raise UserError(f"{self.folder}: {name} is {list(scale.shape)}: only fp8 with one scale per tensor is read")
+        return float(scale)
 
     def read(self, name: str, dim: int, start: int, stop: int, outer: slice = EVERYTHING) -> Tensor:
         """See HuggingFaceWeights."""
-        tensor, scale = (
-            super().read(name, dim, start, stop, outer),
-            self.scalar(f"{name.removesuffix('.weight')}.weight_scale"),
-        )
-        return tensor if scale is None else dequantize(tensor, torch.tensor(scale), torch.float32)
+        stem = name.removesuffix(".weight")
+        if self._is_packed(name):
+            parts = [self._handle_of[n].get_tensor(n) for n in (name, f"{stem}.weight_scale", f"{stem}.weight_scale_2")]
+            index = [outer] + [slice(None)] * dim if dim else [EVERYTHING]
+            index[dim] = slice(start, stop)
+            return nvfp4.decode(nvfp4.unpack(parts[0]), parts[1], parts[2], torch.float32)[tuple(index)]
+        tensor = super().read(name, dim, start, stop, outer)
+        if tensor.dtype != torch.float8_e4m3fn:
+            return tensor
+        scale = self.scalar(f"{stem}.weight_scale")
+        if scale is None:
+            raise UserError(f"{self.folder}: {name} is in fp8 without {stem}.weight_scale")
+        return dequantize(tensor, torch.tensor(scale), torch.float32)
 
 
 def inspect_exported_base(path: Path | str) -> BaseReference:
-    """`inspect_base`, also for a base that export.py wrote in fp8. Raises UserError as that does."""
+    """`inspect_base`, also for a base in ModelOpt's fp8 or nvfp4, as export.py writes it. Raises UserError likewise."""
     folder = model_folder(path).absolute()
-    if not (folder / _FP8).is_file() or not (folder / "config.json").is_file():
+    if not (folder / "config.json").is_file() or _quantization(folder) is None:
         return inspect_base(folder)
     raw = {k: v for k, v in read_json(folder / "config.json").items() if k != "quantization_config"}
     content = fingerprint((folder / "config.json").read_bytes(), weight_files(folder))
     return BaseReference(str(folder), "hf", content, parse_base_config(raw, str(folder / "config.json")))
 
 
+def _quantization(folder: Path) -> dict[str, Any] | None:
+    """What hf_quant_config.json, or config.json alone, says of a base that ModelOpt (or we) quantised; else None.
+
+    Raises UserError for a kind that is not known.
+    """
+    found: dict[str, Any] | None = None
+    if (folder / _FP8).is_file():
+        found = read_json(folder / _FP8).get("quantization")
+        if not isinstance(found, dict):
+            raise UserError(f"{folder / _FP8}: expected an object `quantization`")
+    elif (folder / "config.json").is_file():
+        inside = read_json(folder / "config.json").get("quantization_config") or {}
+        if isinstance(inside, dict) and inside.get("quant_method") == "modelopt":
+            found = {**inside, "exclude_modules": inside.get("ignore")}
+            found["kv_cache_quant_algo"] = "FP8" if inside.get("kv_cache_scheme") else None
+    if found is not None and found.get("quant_algo") not in _ALGORITHMS:
+        known = ", ".join(_ALGORITHMS)
+        raise UserError(f"{folder}: found quant_algo {found.get('quant_algo')!r}, expected one of {known}")
+    return found
+
+
 def load_exported_base(
-    reference: BaseReference, world: World, capture_layer_ids: Sequence[int] = (), dtype: torch.dtype = torch.float32
-) -> FrozenBase:
-    """`load_base`, and for an fp8 folder also the quantisers of its inputs, as engines apply them.
+    reference: BaseReference, world: World, capture_layer_ids: Sequence[int] = (), dtype: torch.dtype = torch.float32,
+    transformer_engine: bool = False,
+) -> FrozenBase:  # fmt: skip
+    """`load_base`; an fp8 base computes with its own quantisers, as engines apply them, an nvfp4 one is dequantised.
 
     Raises UserError as `load_base` does.
     """
-    metadata = Path(reference.path) / _FP8
-    if reference.kind != "hf" or not metadata.is_file():
-        return load_base(reference, world, capture_layer_ids, dtype)
-    quantization = read_json(metadata)["quantization"]
-    if quantization.get("quant_algo") != "FP8":
-        raise UserError(f"{metadata}: found quant_algo {quantization.get('quant_algo')!r}, expected 'FP8'")
+    quantization = _quantization(Path(reference.path)) if reference.kind == "hf" else None
+    if quantization is None:
+        return load_base(reference, world, capture_layer_ids, dtype, transformer_engine)
+    if transformer_engine:
+        raise UserError(
+            f"--transformer-impl transformer_engine: {reference.path} is quantised, and Transformer Engine's layers "
+            "hold no quantisers here: use local"
+        )
     base = FrozenBase.build(reference.config, world, capture_layer_ids, dtype)
-    load_huggingface(base, Path(reference.path), _Fp8Weights)
+    load_huggingface(base, Path(reference.path), _QuantisedWeights)
+    if quantization["quant_algo"] != "FP8":
+        log.info("%s: %s weights are dequantised; inputs are not rounded", reference.path, quantization["quant_algo"])
+        return base
     kv_cache: QuantFormat = "fp8" if quantization.get("kv_cache_quant_algo") else "none"
     exclude = tuple(quantization.get("exclude_modules") or ())
     attach_quantizers(base, QuantConfig(draft="none", exclude=exclude, kv_cache=kv_cache), "base")
     load_base_amax(base, _ranges(reference, kv_cache == "fp8"))
+    base.quantised_on_disk = True
     return base
+
+
+def load_exported_ends(reference: BaseReference, world: World, dtype: torch.dtype = torch.float32) -> EndsOnly:
+    """`load_ends`, also of a quantised base: its embedding and head are in high precision."""
+    quantised = reference.kind == "hf" and _quantization(Path(reference.path)) is not None
+    return load_ends(reference, world, dtype, _QuantisedWeights if quantised else HuggingFaceWeights)
 
 
 def _ranges(reference: BaseReference, with_kv: bool) -> dict[str, float]:
     """Ranges of an exported fp8 base under the names of its quantisers."""
     found: dict[str, float] = {}
-    weights = _Fp8Weights(Path(reference.path))
+    weights = _QuantisedWeights(Path(reference.path))
     with weights:
         for rule in name_rules(reference.config):
-            stem = rule.hf[0].removesuffix(".weight")
+            stems = [
+                name.removesuffix(".weight") for name in rule.hf
+            ]  # fused ones share the largest scale, as in engines
             place = rule.core.removeprefix("decoder.").removesuffix(".weight")
             for name, kind in (("weight_scale", "weight"), ("input_scale", "input")):
-                if (scale := weights.scalar(f"{stem}.{name}")) is not None:
+                scales = [x for stem in stems if (x := weights.scalar(f"{stem}.{name}")) is not None]
+                if scales:
                     where = place if kind == "weight" else input_place(place)
-                    found[f"{where}.{kind}"] = float(amax_of(torch.tensor(scale)))
+                    found[f"{where}.{kind}"] = float(amax_of(torch.tensor(max(scales))))
         for n in range(reference.config.num_layers if with_kv else 0):
             for which in ("k", "v"):
                 scale = weights.scalar(f"model.layers.{n}.self_attn.{which}_proj.{which}_scale")

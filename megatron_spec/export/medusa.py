@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megatron_spec.config import BaseConfig, MedusaConfig, QuantConfig, UserError
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.drafts.contract import BaseEnds
+from megatron_spec.export.base_rows import KEY, base_rows
 from megatron_spec.export.common import (
     BaseLike,
     VerificationError,
@@ -104,12 +105,12 @@ def export_draft(
         write_stream(((n, x.to("cpu", chosen)) for n, x in _tensors(draft, ends, world)), writer)
 
         def finish() -> None:
-            """What is written behind the tensors."""
+            """What is written after the tensors."""
             copy_side_files(base.path, folder)
             write_json(folder / "config.json", config_json(config, base, dtype))
             if also_pt:
                 torch.save(load_file(str(folder / WEIGHTS)), folder / PICKLED)
-            write_run_json(folder, {"base": str(base.path), **(run_config or {})})
+            write_run_json(folder, {"base": str(base.path), KEY: base_rows(base.path), **(run_config or {})})
 
         together(lambda: finish() if first else None)
         verify(folder, draft, base.config, world, dtype=dtype, ends=ends, also_pt=also_pt)

@@ -19,6 +19,7 @@ from megatron_spec.export.load import StoredTensors, open_draft
 from megatron_spec.export.quant_metadata import DRAFT_EXCLUDES, hf_quant_config, quantization_config
 from megatron_spec.export.stream import Plan, TensorWriter
 from megatron_spec.runtime.files import published_folder, write_json
+from megatron_spec.runtime.provenance import write_run_json
 
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -51,7 +52,7 @@ def rewrite(folder: Path | str, reference: BaseReference, out: Path | str) -> Pa
         writer.close()
         copy_side_files(reference.path, new)
         write_json(new / "config.json", values)
-        write_json(new / "run.json", {"base": str(reference.path), "rewritten_from": str(Path(folder).resolve())})
+        write_run_json(new, {"base": str(reference.path), "rewritten_from": str(Path(folder).resolve())})
     return Path(out)
 
 

@@ -44,7 +44,7 @@ def config_json(hf: dict[str, Any], base: Path, architectures: list[str], draft_
     """Content of config.json, from that of the Hugging Face folder."""
     rope = dict(hf.get("rope_scaling") or {"rope_type": "default"})
     layer = {key: hf[key] for key in _LAYER_KEYS if key in hf}
-    layer |= {"model_type": "llama", "tie_word_embeddings": False, "dtype": hf["torch_dtype"]}
+    layer |= {"model_type": hf["model_type"], "tie_word_embeddings": False, "dtype": hf["torch_dtype"]}
     layer["rope_parameters"] = {"rope_theta": hf["rope_theta"], **rope}
     values = {
         "architectures": ["Eagle3Speculator"],
@@ -52,7 +52,7 @@ def config_json(hf: dict[str, Any], base: Path, architectures: list[str], draft_
         "speculators_version": VERSION,
         "draft_vocab_size": hf["draft_vocab_size"],
         "dtype": hf["torch_dtype"],
-        "norm_before_residual": False,
+        "norm_before_residual": bool(hf.get("norm_before_residual", False)),
         **{name: bool(hf.get(name, False)) for name in OPTIONS},
         "tie_word_embeddings": False,
         **({"target_hidden_size": hf["target_hidden_size"]} if "target_hidden_size" in hf else {}),

@@ -369,7 +369,7 @@ def two_steps(
 ) -> list[Tensor]:  # fmt: skip
     """Logits of a first draft step and of one that reads the state fed back.
 
-    Without the base, a draft that speaks through its head gives the states that the head would read.
+    Without the base, a draft that uses its head gives the states that the head would read.
     """
     plan = AttentionPlan.causal()
     logits = []

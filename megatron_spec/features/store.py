@@ -43,18 +43,25 @@ class StoreManifest(Config):
     """Contents of manifest.json: all that must agree between the run that wrote and the run that reads."""
 
     base_fingerprint: str
+    """Hash of the base's content, and of its ranges when it was fake-quantised."""
     capture_layer_ids: tuple[int, ...]
+    """Base layers whose outputs are stored."""
     hidden_size: int
+    """Width of the base."""
     dtype: str
     """Of captures and state on disk: float32, bfloat16, float16 or float8_e4m3fn."""
     template_hash: str
     """Identity of tokenizer and chat template; '' when unknown."""
     num_samples: int
+    """Conversations."""
     seq_length: int
     """Longest sample allowed."""
     samples_per_shard: int = 16
+    """Conversations in a file."""
     convention: str = CONVENTION
+    """What the stored states are."""
     format_version: int = FORMAT_VERSION
+    """Version of this file."""
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""

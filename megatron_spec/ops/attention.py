@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class KVCache:
     """Keys and values of every layer for a batch of sequences of different lengths.
 
-    Rolling back costs nothing: rows behind the accepted length are never visible to a later query, because
+    Rolling back costs nothing: rows past the accepted length are never visible to a later query, because
     `AttentionPlan.cached` masks by slot, and they are overwritten by the next tokens.
     """
 
@@ -230,7 +230,7 @@ def within_window(mask: Tensor, window: int) -> Tensor:
     """The last `window` keys that each row of `mask` [..., S, L] sees.
 
     What a row sees is a path that ends in itself and lies in the order of the text: a prefix of its document, or, in
-    a tree, accepted tokens and its ancestors. So distance is the number of visible keys behind a key.
+    a tree, accepted tokens and its ancestors. So distance is the number of visible keys after a key.
     """
     return mask & (mask.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1) <= window)
 

@@ -118,7 +118,7 @@ def chunk_rows(weight_DH: Tensor, in_place: bool = False) -> int:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """The rows of all parts; without a copy where they lie behind one another in one buffer."""
+    """The rows of all parts; without a copy where they are adjacent in one buffer."""
     first, end = parts[0], parts[0].data_ptr()
     for part in parts:
         if not part.is_contiguous() or (part.numel() and part.data_ptr() != end):

@@ -62,7 +62,7 @@ class TrunkLayout:
 def trunk_layout(
     documents_BS: Tensor, dtype: torch.dtype, context: ContextShard | None = None, single_document: bool | None = None
 ) -> TrunkLayout:
-    """Layout for rows of several documents; causal when each row holds one (padding behind it is harmless).
+    """Layout for rows of several documents; causal when each row holds one (padding after it is harmless).
 
     Args:
         documents_BS: int document number of every row, -1 for padding; documents are contiguous.
@@ -267,7 +267,7 @@ class _Places:
         self.index = None if rows_R is None else (rows_R % shape_BS[0], rows_R // shape_BS[0])
 
     def spread(self, x: Tensor) -> Tensor:
-        """Zero elsewhere: such a query sees keys, but nobody reads the outcome and its gradient is zero."""
+        """Zero elsewhere: such a query sees keys, but its output is not read and its gradient is zero."""
         if self.index is None:
             return x
         return x.new_zeros(*self.shape, *x.shape[1:]).index_put_(self.index, x)

@@ -165,6 +165,11 @@ def _attach_base(base: nn.Module, quant: QuantConfig) -> int:
             "fp8 for the base: found no ColumnParallelLinear or RowParallelLinear in its layers; a base built with "
             "other layers (Transformer Engine) is not supported: load it with load_base"
         )
+    if model.quantised_on_disk:
+        raise UserError(
+            "fp8 for the base: its own files are in fp8 already, and it computes with their ranges: quantise the draft "
+            "alone (--export-quant-cfg fp8_draft_only)"
+        )
     names_of = {r.module: [n.removesuffix(".weight") for n in r.hf] for r in name_rules(model.config)}
     stacked = 0
     for name, _, linear in found:

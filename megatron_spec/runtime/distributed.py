@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_spec.config import ParallelConfig, UserError
 from megatron_spec.runtime import failure, platform
+from megatron_spec.runtime.agreement import check_agreement
 from megatron_spec.runtime.context import ContextShard
 
 log = logging.getLogger(__name__)
@@ -146,15 +148,26 @@ def existing_parallel() -> ParallelConfig:
     )
 
 
-def initialize(parallel: ParallelConfig | None = None, seed: int = 1234, timeout_minutes: float = 30) -> World:
+def initialize(
+    parallel: ParallelConfig | None = None,
+    seed: int = 1234,
+    timeout_minutes: float = 30,
+    settings: Mapping[str, Any] | None = None,
+) -> World:
     """Start torch.distributed (torchrun's environment, or a world of one), the groups and the seeds.
 
-    Raises UserError when the world size does not fit the parallel sizes.
+    Args:
+        settings: flag -> value, which must be the same on every rank.
+
+    Raises UserError when the world size does not fit the parallel sizes, or the ranks' settings differ.
     """
     parallel = parallel or ParallelConfig()
-    check_world_size(parallel, int(os.environ.get("WORLD_SIZE", "1")))
+    if settings is None:
+        check_world_size(parallel, int(os.environ.get("WORLD_SIZE", "1")))
     platform.activate()
     _start_process_group(timeout_minutes)
+    if settings is not None:
+        check_agreement(settings)
     check_world_size(parallel, dist.get_world_size())
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(

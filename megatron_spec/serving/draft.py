@@ -5,13 +5,17 @@ Everything an engine needs is gathered here once; `trtllm.py`, `vllm.py` and `sg
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_spec.config import UserError
+from megatron_spec.config import MedusaConfig, UserError
+from megatron_spec.export.formats import read_draft
 from megatron_spec.runtime.files import read_json
 from megatron_spec.runtime.hub import is_hub_name, model_folder
+
+log = logging.getLogger(__name__)
 
 Method = Literal["eagle3", "eagle", "medusa", "dflash", "dspark", "ngram", "sa", "draft_target", "pard", "mtp"]
 
@@ -113,14 +117,29 @@ def exported(
         return Speculation("eagle3", max_draft_len or 3, model, **options)
     architectures = config.get("architectures") or []
     method = next((m for part, m in _METHODS for name in architectures if part in name), None)
-    if method is None:
-        raise UserError(
-            f"{path}: found architectures {architectures}, expected an exported EAGLE-3, EAGLE-1, Medusa, DFlash or "
-            "DSpark draft, which engines serve"
-        )
+    method = method or _method_of_tensors(path, architectures)
     length = _draft_len(method, config, max_draft_len)
     parallel = method == "eagle3" and any(config.get(key) is not None for key in _PARALLEL_KEYS)
     return Speculation(method, length, model, _captures(config), parallel, **options)
+
+
+def _method_of_tensors(path: Path, architectures: list[Any]) -> Method:
+    """For a folder whose config.json does not name its kind. Raises UserError for one that no engine serves."""
+    try:
+        config = read_draft(path).config
+    except UserError as e:
+        raise UserError(
+            f"{path}: found architectures {architectures}, expected an exported EAGLE-3, EAGLE-1, Medusa, DFlash or "
+            f"DSpark draft, which engines serve ({e})"
+        ) from None
+    if config.is_module:
+        raise UserError(f"{path}: found architectures {architectures}: an MTP draft that no engine serves by itself")
+    method: Method = "medusa" if isinstance(config, MedusaConfig) else "eagle3" if config.reads_captures else "eagle"
+    log.warning(
+        "%s: engines do not know this %s draft by its architectures %s: tools/check_export.py --fix writes it again",
+        path, NAMES[method], architectures,
+    )  # fmt: skip
+    return method
 
 
 def _draft_len(method: Method, config: dict[str, Any], asked: int | None) -> int:

@@ -24,7 +24,7 @@ _COUNTERS = {
     "draft_tokens": ("vllm:spec_decode_num_draft_tokens",),
     "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "sglang:spec_accepted_tokens"),
 }
-"""Our name -> counters of engines (with or without '_total' behind)."""
+"""Our name -> counters of engines (with or without the suffix '_total')."""
 _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 

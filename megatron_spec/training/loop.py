@@ -36,10 +36,17 @@ class Position:
 
     iteration: int = 0
     consumed_samples: int = 0
+    begun_at: int = 0
+    """Iteration of the checkpoint that the run started from, when it is saved into the same folder."""
+
+    @property
+    def done(self) -> int:
+        """Steps of this run."""
+        return self.iteration - self.begun_at
 
     def state(self) -> dict[str, int]:
         """For the checkpoint."""
-        return {"iteration": self.iteration, "consumed_samples": self.consumed_samples}
+        return {"iteration": self.iteration, "consumed_samples": self.consumed_samples, "begun_at": self.begun_at}
 
 
 class Saver(Protocol):
@@ -56,6 +63,11 @@ class Saver(Protocol):
     def wait(self) -> None:
         """Return when all that was begun is complete."""
         ...
+
+
+Evaluate = Callable[[int, bool, Callable[[], bool]], None]
+"""Called with the iteration, whether it is the last one, and a function that says on this rank whether a signal asks to
+end."""
 
 
 @dataclass
@@ -111,25 +123,26 @@ class StopSignal:
 
 def train(
     trainer: Trainer, loader: BatchLoader, source: FeatureSource, train: TrainConfig, tracker: Tracker,
-    position: Position, saver: Saver, evaluate: Callable[[int, bool], None] | None = None,
+    position: Position, saver: Saver, evaluate: Evaluate | None = None,
 ) -> bool:  # fmt: skip
     """Run from `position` to train.train_iters, saving on the way and at the end.
 
-    `evaluate` is called after every step with the iteration and whether it is the last one.
+    `evaluate` is called after every step, and after its checkpoint, but not when a signal ends the run.
 
     Returns True when the run is complete, False when a signal ended it early (after a save).
     Raises NonFiniteLossError, with the iteration and the samples of the batch, when loss or gradient are not finite.
     """
-    progress = Progress(train.train_iters, position.iteration)
-    first, left, size = position.consumed_samples, train.train_iters - position.iteration, train.global_batch_size
+    last = position.begun_at + train.train_iters
+    progress = Progress(last, position.iteration)
+    first, left, size = position.consumed_samples, last - position.iteration, train.global_batch_size
     steps = (loader.step(first + i * size) for i in range(left))
     with (
         StopSignal() as stop,
         closing(FeaturesAhead(source, steps, trainer.world.pp_size, train.features_ahead)) as ahead,
     ):
-        while position.iteration < train.train_iters:
+        while position.iteration < last:
             begin = time.monotonic()
-            torch.manual_seed(train.seed * 1_000_003 + position.iteration)
+            torch.manual_seed(train.seed * 1_000_003 + position.done)
             trainer.iteration = position.iteration
             batches, features, count = ahead.step()
             describe = f"iteration {position.iteration + 1}, samples {[b.sample_ids for b in batches]}"
@@ -138,15 +151,15 @@ def train(
             position.consumed_samples += train.global_batch_size
             tokens = sum(b.num_tokens for b in batches) * trainer.world.dp_size
             _report(result, trainer, position, tokens / (time.monotonic() - begin), train, tracker, progress)
-            ended = position.iteration == train.train_iters
+            ended = position.iteration == last
             stopping = stop.agreed(trainer.world.device)
-            if evaluate is not None:
-                evaluate(position.iteration, ended)
             saver.poll()
-            if ended or stopping or (train.save_interval and position.iteration % train.save_interval == 0):
+            if ended or stopping or (train.save_interval and position.done % train.save_interval == 0):
                 saver.save(position)
             if ended or stopping:
                 saver.wait()
+            if evaluate is not None and not stopping:
+                evaluate(position.iteration, ended, lambda: stop.received)
             if stopping and not ended:
                 log.warning("stopped by a signal at iteration %d: start again to continue", position.iteration)
                 return False
@@ -169,7 +182,7 @@ def _report(
     if torch.cuda.is_available():
         metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
     tracker.write(metrics)
-    if position.iteration % train.log_interval == 0 or position.iteration == train.train_iters:
+    if position.iteration % train.log_interval == 0 or position.done == train.train_iters:
         log.info(progress.line(metrics))
 
 

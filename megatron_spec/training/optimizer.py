@@ -6,6 +6,8 @@ rows of the whole global batch; means of per-micro-batch means would be wrong (d
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -66,7 +68,7 @@ def build_optimizer(
         max_lr=train.lr,
         min_lr=train.min_lr,
         lr_warmup_steps=train.lr_warmup_iters,
-        lr_decay_steps=max(train.train_iters, train.lr_warmup_iters + 1),
+        lr_decay_steps=max(train.lr_decay_iters or train.train_iters, train.lr_warmup_iters + 1),
         lr_decay_style=train.lr_decay_style,
         start_wd=train.weight_decay,
         end_wd=train.weight_decay,
@@ -76,6 +78,29 @@ def build_optimizer(
         override_opt_param_scheduler=True,
     )
     return optimizer, scheduler
+
+
+SETTINGS = (
+    "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "weight_decay", "adam_beta1", "adam_beta2",
+    "adam_eps", "clip_grad",
+)  # fmt: skip
+"""Fields of TrainConfig that a run which continues may change only on request."""
+
+KIND = ("bf16", "use_distributed_optimizer")
+"""Fields of TrainConfig that decide what the saved state looks like."""
+
+
+def settings(train: TrainConfig) -> dict[str, Any]:
+    """What a checkpoint records of its optimizer."""
+    found = {name: getattr(train, name) for name in (*SETTINGS, *KIND)}
+    return {**found, "lr_decay_iters": train.lr_decay_iters or train.train_iters}
+
+
+def apply_settings(optimizer: MegatronOptimizer, train: TrainConfig) -> None:
+    """Write the settings of `train` into parameter groups that were restored with others."""
+    for group in optimizer.param_groups:
+        group.update(max_lr=train.lr, min_lr=train.min_lr, eps=train.adam_eps)
+        group["betas"] = (train.adam_beta1, train.adam_beta2)
 
 
 def _use_fused_adam(optimizer: MegatronOptimizer) -> None:

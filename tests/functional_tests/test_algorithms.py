@@ -56,20 +56,21 @@ def chain(root: str, name: str) -> dict[str, Any]:
 
     def train(load: str, save: str, iterations: int, cache: str | None = None) -> list[Any]:
         settings = TrainConfig(iterations, micro_batch_size=2, global_batch_size=4, lr=3e-3)
-        run = FinetuneRun(f"{here}/{load}", f"{here}/{save}", data, settings, goal, ParallelConfig(), 96)
-        run.feature_cache = cache
+        where = f"{here}/{load}", f"{here}/{save}", data
+        run = FinetuneRun(*where, settings, goal, ParallelConfig(), 96, feature_cache=cache)
         assert finetune(run)
         lines = Path(here, save, "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
     found: dict[str, Any] = {"tuned": train("draft", "tuned", 10, f"{here}/features")}
-    few = DecodeConfig(max_draft_len=2 if name.startswith("d") else 3, max_new_tokens=10, batch_size=2)
+    heads = 2 if name in ("dflash", "dspark") else REQUESTS[name].get("num_medusa_heads", 3)
+    few = DecodeConfig(max_draft_len=heads, max_new_tokens=10, batch_size=2)
     report = validate(data, load=f"{here}/tuned", num_prompts=3, decode=few)
     found["identical"], found["accepted"] = report.first.text_identical, report.first.acceptance.acceptance_length
-    export(ExportRun(f"{here}/tuned", f"{here}/bf16"))
+    export(ExportRun(f"{here}/tuned", f"{here}/bf16", extra_modules=True))
     quantize(f"{here}/tuned", f"{here}/quantized", data, samples=4, seq_length=96, micro_batch_size=2, objective=goal)
     found["qat"] = train("quantized", "qat", 2)
-    export(ExportRun(f"{here}/qat", f"{here}/fp8"))
+    export(ExportRun(f"{here}/qat", f"{here}/fp8", extra_modules=True))
     return found
 
 
@@ -227,7 +228,7 @@ def test_contradicting_flags_are_refused(tmp_path: Path, capsys: pytest.CaptureF
         "convert_model", *where, "--export-num-medusa-heads", 3
     )  # fmt: skip
     with pytest.raises(UserError, match=r"--export-eagle-algorithm, --draft-vocab contradict.*algorithm eagle"):
-        DraftRequest("medusa", eagle_algorithm="eagle3", draft_vocab="vocab")
+        DraftRequest(algorithm="medusa", eagle_algorithm="eagle3", draft_vocab="vocab")
     script = runpy.run_path(str(SCRIPTS / "convert_model.py"))
     with pytest.raises(SystemExit):
         script["parser"]().parse_args([*where, "--export-algorithm", "eagle", "--export-algorithm", "medusa"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def train(here: Path, save: str, iterations: int, evaluated: bool = True, **opti
     return finetune(FinetuneRun(
         load=str(here / "draft"), save=str(here / save), data=str(here / "train.jsonl"), seq_length=96,
         train=TrainConfig(
-            train_iters=iterations, micro_batch_size=2, global_batch_size=4, lr=5e-3, lr_decay_style="constant"
+            train_iters=iterations, micro_batch_size=2, global_batch_size=4, lr=5e-3, lr_decay_style="constant",
+            **options.pop("train_changes", {}),
         ),
         objective=ObjectiveConfig(ttt_steps=2), evaluation=options.pop("evaluation", evaluation),
         parallel=options.pop("parallel", ParallelConfig()), **options,
@@ -108,13 +110,45 @@ def test_several_ranks_measure_the_same(here: Path, layout: dict[str, int]) -> N
     assert [x["acceptance_per_position"] for x in found] == [x["acceptance_per_position"] for x in read(here, "run")]
 
 
+def test_a_signal_ends_an_evaluation_at_once_and_after_the_save(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_spec.checkpoint.spec import latest_iteration
+    from megatron_spec.decoding.engine import _Engine
+
+    steps: list[int | None] = []
+    verify = _Engine._verify
+
+    def interrupted(engine: _Engine) -> None:
+        steps.append(latest_iteration(here / "stopped"))
+        signal.raise_signal(signal.SIGTERM)
+        verify(engine)
+
+    monkeypatch.setattr(_Engine, "_verify", interrupted)
+    assert not train(here, "stopped", 5, train_changes={"save_interval": 2})
+    assert steps == [2], "one step of decoding, with the checkpoint of its iteration on disk"
+    assert not (here / "stopped" / "acceptance.jsonl").exists() and latest_iteration(here / "stopped") == 3
+    monkeypatch.undo()
+    assert train(here, "stopped", 5, train_changes={"save_interval": 2})
+    assert [x["iteration"] for x in read(here, "stopped")] == [4, 5]
+
+
+def test_options_of_an_evaluation_that_never_happens_are_refused() -> None:
+    from megatron_spec.commands.evaluate import EvalRequest
+
+    for fields, message in (
+        ({"data": "x"}, "belong together"), ({"interval": 2}, "belong together"),
+        ({"num_prompts": 4}, "--eval-prompts does nothing without"),
+        ({"max_draft_len": 4}, "--eval-draft-len does nothing without"),
+        ({"max_new_tokens": 4}, "--eval-tokens does nothing without"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            EvalRequest(**fields)  # type: ignore[arg-type]
+
+
 def test_what_cannot_be_measured_is_refused(here: Path) -> None:
     from megatron_spec.commands.evaluate import EvalRequest
 
     data = str(here / "held_out.jsonl")
     for evaluation, options, message in (
-        (EvalRequest(data, 0), {}, "belong together"),
-        (EvalRequest(None, 2), {}, "belong together"),
         (EvalRequest(str(here / "no.jsonl"), 2), {}, "--eval-data .*no such file"),
         (EvalRequest(data, 2), {"base_fp8": True}, "--base-fp8 leaves out"),
         (EvalRequest(data, 2), {"parallel": ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)},

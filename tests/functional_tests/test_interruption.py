@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,17 +95,20 @@ def test_a_run_that_was_killed_before_its_first_save_starts_over(root: Path) -> 
 def again(
     root: Path, data: str = "train.jsonl", seq_length: int = 64, save: str = "run", **changes: Any
 ) -> tuple[Path, bool]:
-    from megatron_spec.commands.finetune import FinetuneRun, check_before_loading
+    from megatron_spec.commands.finetune import FinetuneRun, resolve
     from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
 
     objective = ObjectiveConfig(ttt_steps=changes.pop("ttt_steps", 2))
-    train = TrainConfig(**{"train_iters": 6, "global_batch_size": 2, **changes})
-    return check_before_loading(
+    options = {name: changes.pop(name) for name in list(changes) if name in FinetuneRun.__dataclass_fields__}
+    train = TrainConfig(**{"train_iters": 4, "global_batch_size": 2, **changes})
+    found = resolve(
         FinetuneRun(
-            load=f"{root}/draft", save=f"{root}/{save}", data=f"{root}/{data}", train=train, objective=objective,
-            parallel=ParallelConfig(), seq_length=seq_length,
+            load=options.pop("load", f"{root}/draft"), save=f"{root}/{save}", data=f"{root}/{data}", train=train,
+            objective=objective,
+            parallel=ParallelConfig(), seq_length=seq_length, **options,
         )
     )  # fmt: skip
+    return found.folder, found.resumed
 
 
 @pytest.mark.parametrize(
@@ -124,7 +128,44 @@ def test_another_run_does_not_continue_it(root: Path, changes: dict[str, Any], e
 
 def test_another_place_of_the_same_data_and_more_steps_do(root: Path) -> None:
     (root / "moved.jsonl").write_bytes((root / "train.jsonl").read_bytes())
-    assert again(root, data="moved.jsonl", lr=1e-5)[1]
+    assert again(root, data="moved.jsonl", train_iters=6, lr_decay_iters=4)[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"lr": 1e-5}, "--lr is 1e-05, the checkpoint has 0.0001"),
+        ({"min_lr": 1e-6}, "--min-lr is 1e-06, the checkpoint has 0.0"),
+        ({"adam_beta2": 0.9, "adam_eps": 1e-7}, "--adam-beta2 is 0.9, .* 0.95; --adam-eps is 1e-07, .* 1e-08"),
+        ({"weight_decay": 0.1}, "--weight-decay is 0.1"),
+        ({"clip_grad": 0.5}, "--clip-grad is 0.5"),
+        ({"train_iters": 6}, "--lr-decay-iters is 6, the checkpoint has 4"),
+        ({"lr_decay_style": "linear"}, "--lr-decay-style is linear"),
+    ],
+)
+def test_other_optimizer_settings_are_refused_unless_asked_for(
+    root: Path, changes: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(UserError, match=expected):
+        again(root, **changes)
+    assert again(root, **changes, override_opt_param_scheduler=True)[1]
+    assert again(root, **changes, use_checkpoint_opt_param_scheduler=True)[1]
+
+
+@pytest.mark.parametrize(("name", "flag"), [("bf16", "--bf16"), ("use_distributed_optimizer", "--use-distributed-opt")])
+def test_another_precision_or_kind_of_optimizer_is_refused(root: Path, name: str, flag: str) -> None:
+    for how in ({}, {"override_opt_param_scheduler": True}):
+        with pytest.raises(UserError, match=f"{flag}.* is True, the checkpoint has False. Its optimizer state has"):
+            again(root, **{name: True}, **how)
+
+
+def test_another_draft_to_start_from_is_refused(root: Path) -> None:
+    shutil.copytree(root / "draft", root / "moved")
+    assert again(root, load=str(root / "moved"))[1], "the same checkpoint in another folder"
+    run_json = root / "moved" / "iter_0000000" / "run.json"
+    run_json.write_text(run_json.read_text().replace('"seed": 1234', '"seed": 1235'))
+    with pytest.raises(UserError, match=r"--load .*moved is another checkpoint than .*draft/iter_0000000, which"):
+        again(root, load=str(root / "moved"))
 
 
 def test_another_objective_is_said(root: Path, caplog: pytest.LogCaptureFixture) -> None:

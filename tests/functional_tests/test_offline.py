@@ -137,7 +137,7 @@ def test_fp8_features_are_near(runs: tuple[Path, dict[str, list[float]]]) -> Non
 def test_what_does_not_fit_is_refused(
     runs: tuple[Path, dict[str, list[float]]], changes: dict[str, Any], message: str
 ) -> None:
-    from megatron_spec.commands.finetune import FinetuneRun, check_before_loading
+    from megatron_spec.commands.finetune import FinetuneRun, resolve
     from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig, UserError
 
     root, _ = runs
@@ -149,7 +149,7 @@ def test_what_does_not_fit_is_refused(
         parallel=ParallelConfig(), **values,
     )  # fmt: skip
     with pytest.raises(UserError, match=message):
-        check_before_loading(run)
+        resolve(run)
 
 
 def test_features_of_another_base_are_refused(runs: tuple[Path, dict[str, list[float]]]) -> None:

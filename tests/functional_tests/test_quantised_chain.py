@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_spec.commands.export import ExportRun, export
-from megatron_spec.commands.finetune import FinetuneRun, check_before_loading
+from megatron_spec.commands.finetune import FinetuneRun, resolve
 from megatron_spec.commands.quantize import quant_policy
 from megatron_spec.config import ObjectiveConfig, ParallelConfig, QuantConfig, TrainConfig, UserError
 from megatron_spec.export.check import check_folder
@@ -32,9 +32,7 @@ def finetune_run(root: Path, load: str, save: str, **changes: Any) -> FinetuneRu
     run = FinetuneRun(
         str(root / load), str(root / save), str(root / "train.jsonl"), settings, GOAL, ParallelConfig(), 96
     )
-    for name, value in changes.items():
-        setattr(run, name, value)
-    return run
+    return run.replace(**changes)
 
 
 def losses(root: Path, save: str) -> list[float]:
@@ -58,12 +56,18 @@ def chain(place: str) -> dict[str, Any]:
         found[teacher] = losses(root, f"qat-{teacher}")
     assert finetune(finetune_run(root, "none", "plain"))
     found["plain"] = losses(root, "plain")
-    export(ExportRun(str(root / "qat-original"), str(root / "fp8")))
-    export(ExportRun(str(root / "plain"), str(root / "speculators"), format="speculators", max_draft_len=2))
+    export(ExportRun(str(root / "qat-original"), str(root / "fp8"), extra_modules=True))
+    export(
+        ExportRun(
+            str(root / "plain"), str(root / "speculators"), extra_modules=True, format="speculators", max_draft_len=2
+        )
+    )
     export(ExportRun(str(root / "q"), str(root / "base-only"), extra_modules=False))
     convert(str(root / "base"), str(root / "heads"), algorithm="medusa", num_medusa_heads=2)
-    export(ExportRun(str(root / "heads"), str(root / "legacy"), format="trtllm-legacy", trtllm_tp=2))
-    export(ExportRun(str(root / "heads"), str(root / "pt"), medusa_pt=True))
+    export(
+        ExportRun(str(root / "heads"), str(root / "legacy"), extra_modules=True, format="trtllm-legacy", trtllm_tp=2)
+    )
+    export(ExportRun(str(root / "heads"), str(root / "pt"), extra_modules=True, medusa_pt=True))
     return found
 
 
@@ -131,15 +135,15 @@ def test_export_refuses_before_loading(
     done: tuple[Path, dict[str, Any]], tmp_path: Path, load: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        export(ExportRun(str(done[0] / load), str(tmp_path / "out"), **changes))
+        export(ExportRun(str(done[0] / load), str(tmp_path / "out"), **{"extra_modules": True, **changes}))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_teacher_of_a_base_that_is_not_quantised_is_refused(done: tuple[Path, dict[str, Any]]) -> None:
     with pytest.raises(UserError, match="not quantised; leave the flag out"):
-        check_before_loading(finetune_run(done[0], "none", "x", teacher="original"))
+        resolve(finetune_run(done[0], "none", "x", teacher="original"))
     with pytest.raises(UserError, match="--teacher is original, but the run"):
-        check_before_loading(finetune_run(done[0], "q", "qat-quantised", teacher="original"))
+        resolve(finetune_run(done[0], "q", "qat-quantised", teacher="original"))
 
 
 def test_policies(tmp_path: Path) -> None:

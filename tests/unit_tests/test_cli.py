@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import dataclass
 
 import pytest
 
 from megatron_spec import cli
-from megatron_spec.config import DecodeConfig, UserError
+from megatron_spec.config import Config, DecodeConfig, UserError, group
+
+
+@dataclass(frozen=True)
+class Some(Config):
+    """A run."""
+
+    decode: DecodeConfig = group(DecodeConfig, skip=("seed",))
+    """Decoding."""
 
 
 def parser() -> cli.Parser:
-    p = cli.Parser("test")
+    p = cli.Parser("test", Some)
     p.add_argument("--count", type=cli.at_least_one, default=1)
-    p.add_config(DecodeConfig, skip=["seed"])
     return p
 
 

@@ -22,7 +22,7 @@ BASE = BaseConfig(
     ("field", "value"),
     [
         ("save_interval", -1), ("clip_grad", -1.0), ("lr_warmup_iters", -1), ("weight_decay", -0.1), ("min_lr", -1e-5),
-        ("lr", 0.0), ("adam_eps", 0.0), ("adam_beta1", 1.0), ("adam_beta2", -0.1), ("train_iters", 0),
+        ("lr", 0.0), ("adam_eps", 0.0), ("adam_beta1", 1.0), ("adam_beta2", -0.1), ("train_iters", -1),
     ],
 )  # fmt: skip
 def test_training_values_out_of_range(field: str, value: float) -> None:

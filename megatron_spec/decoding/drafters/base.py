@@ -18,9 +18,9 @@ class Observation:
 
     Attributes:
         first: first engine row the tensors speak of.
-        slots_BS: int64 positions of the S rows, those of a sequence one behind the other.
+        slots_BS: int64 positions of the S rows, those of a sequence consecutive.
         next_tokens_BS: int64 the token that follows each of them (verified, or the base's own choice).
-        counts_B: int64 number of leading rows that are final; rows behind them hold rejected drafts or padding.
+        counts_B: int64 number of leading rows that are final; rows after them hold rejected drafts or padding.
         captures_SBC: captured base layers of the rows.
         state_SBH: base state after the final norm of the rows.
         key_slots: a bound of the positions, known without looking at the device; not set in a prefill.
@@ -42,7 +42,7 @@ class Context:
     """The running sequences: all that is known of rows 0..B-1.
 
     Attributes:
-        tokens_BL: int64 prompt and emitted tokens; entries at and behind the length are meaningless.
+        tokens_BL: int64 prompt and emitted tokens; entries at and past the length are meaningless.
         lengths_B: int64 number of known tokens. The last one has not been read by the base yet.
         uniform_BK: one number in [0, 1) for each place to be drafted, when drafts are to be drawn from the draft's own
             distribution (rejection sampling); None: the most likely tokens are wanted.
@@ -83,13 +83,13 @@ class Drafter:
 
     fixed_shapes = False
     """`observe` (but of a prefill) and `prepare_draft_tokens` use the same memory every time and never look at values
-    on the host: they may then run from a CUDA graph, with idle rows behind the running ones."""
+    on the host: they may then run from a CUDA graph, with idle rows after the running ones."""
 
     def open(self, rows: int, max_length: int) -> None:
         """Make room for `rows` sequences of up to `max_length` tokens; forgets everything before."""
 
     def observe(self, seen: Observation) -> None:
-        """Take in verified rows. What was computed from rejected drafts at or behind them is thereby rolled back."""
+        """Take in verified rows. What was computed from rejected drafts at or after them is thereby rolled back."""
 
     def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
         """Propose chains of up to `count` tokens, or trees of up to that depth."""

@@ -6,7 +6,7 @@ draft step k then feeds back the draft's own hidden state with the token just dr
 cache slot j + k, so it sees the true rows <= j and its own earlier steps: exactly the rows it was trained on. The
 next observation starts at slot j + 1 and overwrites what the steps left there: rolling back costs nothing.
 
-In a tree (EAGLE-2) every expanded node has a slot of its own behind j, sees the true rows and its ancestors, and has
+In a tree (EAGLE-2) every expanded node has a slot of its own after j, sees the true rows and its ancestors, and has
 the rotary position of its depth: along each path the same rows as in a chain.
 
 B rows of the running batch, S rows of one observation, C captures width, H draft hidden size, k expanded nodes.
@@ -36,7 +36,7 @@ class EagleDrafter(Drafter):
 
     fixed_shapes = True
     spare_slots = 0
-    """Cache slots needed behind those of the text."""
+    """Cache slots needed after those of the text."""
 
     def __init__(self, draft: RecurrentDraft, base: FrozenBase) -> None:
         self.draft, self.base = draft, base

@@ -1,4 +1,4 @@
-"""Drafting with Medusa heads: head i proposes the token i places behind the next one, all from one base state.
+"""Drafting with Medusa heads: head i proposes the token i positions after the next one, all from one base state.
 
 A chain of every head's best token, a fixed tree of head ranks (arXiv 2401.10774 section 2.1.2), or a tree of the
 likeliest combinations, the heads taken as independent.

@@ -74,7 +74,7 @@ class NGramDrafter(Drafter):
                 self.pools[row] = Pool(self.keep_all)
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
-        """See Drafter. The rows left behind are begun anew before they are used."""
+        """See Drafter. Rows that were moved from are begun anew before they are used."""
         for s, t in zip(source, target, strict=True):
             self.pools[t], self.texts[t] = self.pools[s], self.texts[s]
 

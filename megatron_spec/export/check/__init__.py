@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.export.base_rows import KEY, base_rows, changed
 from megatron_spec.export.check import eagle3, others
 from megatron_spec.export.check.finding import ALL, Engine, Finding, Folder
 from megatron_spec.export.formats import DraftProblems, Reading, Source, open_source, read_draft
@@ -81,6 +82,18 @@ def _read(source: Source, kind: str, base: dict[str, Any] | None) -> tuple[list[
         return [Finding("config", str(e), "correct config.json")], None
 
 
+def _same_base(path: Path, base: Path) -> Iterator[Finding]:
+    """The target's embedding and head are those that the draft was trained with, where the export recorded them."""
+    run = read_json(path / "run.json") if (path / "run.json").is_file() else {}
+    recorded = (run.get("config") or {}).get(KEY) if isinstance(run, dict) else None
+    if isinstance(recorded, dict) and (names := changed(recorded, base_rows(base))):
+        yield Finding(
+            "base", f"{' and '.join(names)} of the target are not those the draft was trained with: the target was "
+            "changed since (rotated, finetuned), so that hidden states are others and nothing will be accepted",
+            "serve the target of the training, or finetune the draft on this one",
+        )  # fmt: skip
+
+
 def _base_config(base: dict[str, Any] | None) -> BaseConfig | None:
     """Of the target the little that a draft must fit; None when its config.json does not say it."""
     names = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "num_hidden_layers": "num_layers"}
@@ -117,6 +130,8 @@ def check_folder(path: Path | str, engine: Engine | None = None, base: Path | st
     kind = kind_of(source.raw, source.entries)
     problems, reading = _read(source, kind, base_json)
     folder = Folder(path, read_json(path / "config.json"), source.entries, base_json, reading)
+    if base is not None and kind != "target":
+        problems += list(_same_base(path, model_folder(base, weights=False)))
     findings = problems + [f for f in _rules(kind, folder, bool(problems)) if engine is None or engine in f.engines]
     loaded_by, instead = _LOADED_BY.get(kind, (ALL, ""))
     lost = tuple(e for e in ALL if e not in loaded_by and engine in (None, e))

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from megatron_spec.config import EagleConfig, UserError
 from megatron_spec.config.presets import default_capture_ids
 from megatron_spec.export import layout
-from megatron_spec.export.check.finding import ALL, Finding, Folder
-from megatron_spec.export.check.shared import check_embedding, check_fp8, check_rope, check_target
+from megatron_spec.export.check.finding import ALL, Engine, Finding, Folder
+from megatron_spec.export.check.shared import check_biases, check_embedding, check_fp8, check_rope, check_target
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", *layout.QK_NORM_ARCHITECTURES)
 _SIZES = (
@@ -23,7 +23,8 @@ def check(folder: Folder) -> Iterator[Finding]:
     yield from findings
     if not any(f.rule == "config" for f in findings):
         for rule in (
-            _names, _vocab_map, _served_by_some, _capture_ids, check_rope, check_fp8, check_target, check_embedding,
+            _names, _later_layers, check_biases, _vocab_map, _served_by_some, _capture_ids, check_rope, check_fp8,
+            check_target, check_embedding,
         ):  # fmt: skip
             yield from rule(folder)
 
@@ -44,9 +45,9 @@ def _config_keys(folder: Folder) -> Iterator[Finding]:
     for key in ("target_hidden_size", "eagle_config"):
         if key in config and config[key] is None:
             yield Finding("null", f"{key} is null, which engines read as a value", f"remove {key} from config.json")
-    if "draft_vocab_size" not in config:
+    if config.get("draft_vocab_size") is None:
         yield Finding(
-            "draft_vocab_size", "config.json lacks draft_vocab_size",
+            "draft_vocab_size", "draft_vocab_size is missing or null: SGLang takes the target's head",
             'write "draft_vocab_size": the number of rows of lm_head.weight, also when it is the whole vocabulary',
         )  # fmt: skip
     if "head_dim" not in config and config.get("hidden_size", 0) % max(config.get("num_attention_heads", 1), 1):
@@ -71,6 +72,20 @@ def _names(folder: Folder) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _later_layers(folder: Folder) -> Iterator[Finding]:
+    """Layers after the first: engines differ in what they call the one input norm, and none numbers `midlayer`."""
+    if any(name.startswith("midlayer.") and name.split(".")[1].isdigit() for name in folder.tensors):
+        yield Finding("midlayer", "layers are called midlayer.N, which no engine loads", "rename them to layers.N")
+        return
+    engines: dict[str, tuple[Engine, ...]] = {"input_layernorm": ("vllm",), "hidden_norm": ("sglang", "trtllm")}
+    count = getattr(folder.reading.config, "num_hidden_layers", 1) if folder.reading is not None else 1
+    for i in range(1, count):
+        for norm, readers in engines.items():
+            if f"layers.{i}.{norm}.weight" not in folder.tensors:
+                found = f"layers.{i} has no {norm}, the name by which {' and '.join(readers)} reads its input norm"
+                yield Finding("norm", found, "write the same vector under both names", readers)
+
+
 def _vocab_map(folder: Folder) -> Iterator[Finding]:
     d2t, full = folder.tensors.get("d2t"), folder.draft_vocab == folder.config["vocab_size"]
     if full and d2t is not None:
@@ -85,6 +100,11 @@ def _served_by_some(folder: Folder) -> Iterator[Finding]:
     config = folder.reading.config if folder.reading is not None else None
     if not isinstance(config, EagleConfig):
         return
+    if config.qk_norm and not set(folder.config.get("architectures") or []) & set(layout.QK_NORM_ARCHITECTURES):
+        yield Finding(
+            "architectures", "norms over query and key heads under an architecture that vLLM gives none",
+            f'write "architectures": {layout.QK_NORM_ARCHITECTURES} and "model_type": "qwen3"', ("vllm",),
+        )  # fmt: skip
     for name, served in layout.SERVED_BY.items():
         lost = tuple(e for e in ALL if e not in served)
         if getattr(config, name):

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_spec.export import layout, native_mtp
 from megatron_spec.export.check.finding import Finding, Folder
-from megatron_spec.export.check.shared import check_fp8, check_rope, check_target
+from megatron_spec.export.check.shared import check_biases, check_fp8, check_rope, check_target
 from megatron_spec.export.tensor_files import read_entries
 
 
@@ -36,7 +36,7 @@ def check_eagle1(folder: Folder) -> Iterator[Finding]:
         )  # fmt: skip
     elif any(bias.raw()):
         yield Finding("fc.bias", "fc.bias is not zero: vLLM drops it silently", "train without it", ("vllm",))
-    for rule in (check_rope, check_fp8, check_target):
+    for rule in (check_biases, check_rope, check_fp8, check_target):
         yield from rule(folder)
 
 

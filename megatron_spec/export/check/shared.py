@@ -88,6 +88,19 @@ def _shared_scales(folder: Folder) -> Iterator[Finding]:
                     )  # fmt: skip
 
 
+# ---- tensors that engines want
+
+
+def check_biases(folder: Folder) -> Iterator[Finding]:
+    """Biases that are not there beside others that are: engines create them all at once."""
+    missing = [n for n, stored in folder.reading.names.items() if stored is None] if folder.reading else []
+    if missing:
+        yield Finding(
+            "bias", f"{', '.join(missing[:8])} ({len(missing)}) are missing beside others of their kind: "
+            "engines leave them random", "write zeros (tools/check_export.py --fix does)",
+        )  # fmt: skip
+
+
 # ---- the target
 
 
@@ -102,12 +115,14 @@ def check_target(folder: Folder, with_context: bool = True) -> Iterator[Finding]
             "max_position_embeddings", f"max_position_embeddings is {found}, the target's is {needed}: longer contexts "
             "are cut off or read beyond the rotary table", f"write at least {needed}",
         )  # fmt: skip
-    if base.get("vocab_size") not in (None, config["vocab_size"]):
+    if config.get("vocab_size") not in (None, base.get("vocab_size", config.get("vocab_size"))):
         yield Finding(
             "vocab_size", f"vocab_size is {config['vocab_size']}, the target's is {base['vocab_size']}",
             "write the target's true vocabulary, without padding",
         )  # fmt: skip
-    if base.get("hidden_size") not in (None, config["hidden_size"]) and not config.get("target_hidden_size"):
+    if config.get("hidden_size") not in (None, base.get("hidden_size", config.get("hidden_size"))) and not config.get(
+        "target_hidden_size"
+    ):
         yield Finding(
             "target_hidden_size",
             f"the target's hidden size is {base['hidden_size']}, the draft's {config['hidden_size']}",

@@ -117,11 +117,11 @@ def compare(config: BaseConfig, parallel: ParallelConfig = ONE) -> None:
         p.data = before * 1.5 if p.dim() > 1 else before.flip(0)
         assert not torch.allclose(decoded(base)[-1], layers[-1], atol=1e-3), name
         p.data = before
-    from megatron_spec import ops
+    import megatron_spec.ops.kernels as package
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "megatron_spec.ops.kernels.rows", kernels())
-        patch.setattr(ops.kernels, "rows", sys.modules["megatron_spec.ops.kernels.rows"], raising=False)
+        patch.setattr(package, "rows", sys.modules["megatron_spec.ops.kernels.rows"], raising=False)
         base.fast = FastForward(lean.config, lean.layers, lean.final_norm, lean.tp)
         for a, b in zip(decoded(base) + batch_of(base), layers + trained, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

@@ -17,7 +17,7 @@ from megatron_spec import api
 from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
 from megatron_spec.commands.convert import convert
-from megatron_spec.config import MedusaConfig, RopeConfig, UserError, presets
+from megatron_spec.config import MedusaConfig, QuantConfig, RopeConfig, UserError, presets
 from megatron_spec.config.rope import mscale
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.vocab import DraftVocab
@@ -26,6 +26,8 @@ from megatron_spec.export.draft import export_draft
 from megatron_spec.export.load import load_draft, open_draft
 from megatron_spec.export.rewrite import rewrite
 from megatron_spec.export.served import check_exportable
+from megatron_spec.quantization import nvfp4
+from megatron_spec.quantization.attach import attach_quantizers
 from megatron_spec.runtime import distributed
 from tests.unit_tests.base.tiny import save_tiny
 
@@ -360,3 +362,53 @@ def test_what_engines_will_not_do_is_said_at_convert(home: Home) -> None:
     assert "no engine loads an eagle-mtp" in check_exportable(presets.eagle_config(base, "eagle-mtp"), base)[0]
     assert check_exportable(presets.eagle_config(base), base) == []
     assert "only vllm computes" in check_exportable(presets.eagle_config(base, "eagle3", {"qk_norm": True}), base)[0]
+
+
+def test_a_base_that_was_changed_after_training(home: Home, tmp_path: Path) -> None:
+    home.export("eagle3", "eagle3")
+    shutil.copytree(home.base, tmp_path / "rotated")
+    file = tmp_path / "rotated" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "model.embed_tokens.weight": tensors["model.embed_tokens.weight"].flip(1)}, file)
+    assert [f.rule for f in check_folder(home.root / "eagle3", base=tmp_path / "rotated")] == ["base"]
+    assert check_folder(home.root / "eagle3", base=home.base) == []
+
+
+def quantised(folder: Path, form: str) -> dict[str, Tensor]:
+    """Rewrite a base as ModelOpt writes it; returns the weights as they stand there."""
+    tensors = load_file(folder / "model.safetensors")
+    stored, meant = dict(tensors), dict(tensors)
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        stem, weight, scale = name.removesuffix(".weight"), tensors[name], tensors[name].abs().max() / 448
+        stored[f"{stem}.input_scale"] = torch.tensor(0.05)
+        if form == "FP8":
+            stored[name], stored[f"{stem}.weight_scale"] = (weight / scale).to(torch.float8_e4m3fn), scale
+            meant[name] = stored[name].float() * scale
+        else:
+            codes, blocks = nvfp4.encode(weight, weight.abs().max())
+            whole = nvfp4.global_scale(weight.abs().max())
+            stored |= {name: nvfp4.pack(codes), f"{stem}.weight_scale": blocks, f"{stem}.weight_scale_2": whole}
+            meant[name] = nvfp4.decode(codes, blocks, whole)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    sidecar = {"quantization": {"quant_algo": form, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(sidecar))
+    return meant
+
+
+@pytest.mark.parametrize("form", ["FP8", "NVFP4"])
+def test_quantised_bases_convert_and_load(home: Home, tmp_path: Path, form: str) -> None:
+    """An fp8 base is frozen as it is served, its inputs rounded; an nvfp4 one is dequantised."""
+    base = tmp_path / "base"
+    shutil.copytree(home.base, base)
+    meant = quantised(base, form)
+    convert(str(base), str(tmp_path / "c"), eagle_algorithm="eagle3")
+    loaded = load_checkpoint(tmp_path / "c", home.world)
+    down = dict(loaded.base.named_parameters())["gpt.decoder.layers.0.mlp.linear_fc2.weight"]
+    torch.testing.assert_close(down, meant["model.layers.0.mlp.down_proj.weight"], rtol=1e-6, atol=1e-7)
+    rounding = [m for m in loaded.base.modules() if getattr(m, "input_quantizer", None) is not None]
+    assert bool(rounding) == (form == "FP8") == loaded.base.quantised_on_disk
+    ends = load_checkpoint(tmp_path / "c", home.world, ends_only=True).base
+    assert torch.equal(ends.head_weight[:V], home.ends.head_weight[:V])
+    if form == "FP8":
+        with pytest.raises(UserError, match="fp8_draft_only"):
+            attach_quantizers(loaded.base, QuantConfig(), "base")

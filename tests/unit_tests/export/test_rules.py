@@ -135,7 +135,7 @@ BROKEN: dict[str, tuple[Break, str, str, bool]] = {
         lambda t, c: ({**t, "lm_head.weight": torch.ones(V, H)}, {**c, "draft_vocab_size": V}), "d2t", "raises", False
     ),
     "prefix": (lambda t, c: ({f"model.{n}": x for n, x in t.items()}, c), "prefix", "model.", False),
-    "no draft_vocab_size": (lambda t, c: (t, without(c, "draft_vocab_size")), "draft_vocab_size", "lacks", False),
+    "no draft_vocab_size": (lambda t, c: (t, without(c, "draft_vocab_size")), "draft_vocab_size", "missing", False),
     "rope_parameters": (
         lambda t, c: (t, {**without(c, "rope_theta"), "rope_parameters": {"rope_theta": 5e5}}), "rope", "10000", False
     ),

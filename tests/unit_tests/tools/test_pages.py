@@ -130,3 +130,12 @@ def test_few_unwanted_words() -> None:
 
 ALLOWED = 600
 """Many stand in packages that are being rewritten."""
+
+
+def test_the_layers_are_those_of_the_contract() -> None:
+    contract = text_of(ROOT / "pyproject.toml").split('name = "imports go down only"')[1].split("layers = [")[1]
+    layers = [{part.strip() for part in line.split("|")} for line in re.findall(r'"([^"]+)"', contract.split("\n]")[0])]
+    chain = re.search(r"```\n(api -> .*?)```", text_of(ROOT / "CONTRIBUTING.md"), re.S).group(1)  # type: ignore[union-attr]
+    assert [{part.strip() for part in layer.split("|")} for layer in chain.split("->")] == layers
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", text_of(ROOT / "docs" / "architecture.md"), re.M)
+    assert [set(re.findall(r"\w+", row)) for row in rows] == layers

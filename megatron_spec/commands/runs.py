@@ -1,0 +1,461 @@
+"""What each script is asked to do: one dataclass per script, whose fields make its flags and help text. No torch here.
+
+Every command takes its run, or the run's fields: `convert(ConvertRun("base", "draft"))` and `convert("base", "draft")`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from megatron_spec.config import (
+    Config,
+    DecodeConfig,
+    EagleAlgorithm,
+    ObjectiveConfig,
+    ParallelConfig,
+    TrainConfig,
+    UserError,
+    flag_name,
+    group,
+    option,
+    require,
+)
+from megatron_spec.runtime.files import sha256_of
+
+R = TypeVar("R")
+
+
+def takes(cls: type[Config]) -> Callable[[Callable[[Any], R]], Callable[..., R]]:
+    """Decorate a command so that it takes a run of `cls`, or the fields of one."""
+
+    def decorate(command: Callable[[Any], R]) -> Callable[..., R]:
+        @functools.wraps(command)
+        def call(*args: Any, **fields: Any) -> R:
+            return command(args[0] if args and isinstance(args[0], cls) else cls(*args, **fields))
+
+        return call
+
+    return decorate
+
+
+def settings_of(run: Config, **known: Any) -> dict[str, Any]:
+    """Flag -> value of a run, and the content of the files it names: what all ranks must agree on.
+
+    Args:
+        known: content of files, by field, that is known already; what is no field is added as it is.
+    """
+    found = dict(_flags(run))
+    for flag, value in list(found.items()):
+        name = flag.removeprefix("--").replace("-", "_")
+        if isinstance(value, str) and Path(value).is_file() and name not in known:
+            found[f"{flag} (content)"] = sha256_of(value)
+    return {**found, **{f"--{name.replace('_', '-')} (content)": value for name, value in known.items()}}
+
+
+def _flags(run: Config) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(run):
+        value = getattr(run, field.name)
+        if isinstance(value, Config):
+            yield from _flags(value)
+        else:
+            yield f"--{flag_name(field)}", value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptRun(Config):
+    """What all runs have."""
+
+    base_shapes: tuple[tuple[str, ...], ...] = option((), hidden=True)
+    """Pairs of a flag of Megatron-LM that describes the base's architecture, and its value: must be the base's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftRequest(ScriptRun):
+    """The draft that convert_model.py makes; None where a flag was not given."""
+
+    algorithm: Literal["eagle", "medusa", "dflash", "dspark"] = option("eagle", flag="export-algorithm", once=True)
+    """Kind of draft."""
+    eagle_algorithm: EagleAlgorithm | None = option(None, flag="export-eagle-algorithm", once=True)
+    """EAGLE variant; eagle-mtp is multi-token prediction (default: eagle3)."""
+    eagle_config: str | None = option(None, "JSON")
+    """File with overrides of the draft's architecture."""
+    draft_vocab: str | None = option(None, "DIR")
+    """Calibrated draft vocabulary, from tools/calibrate_draft_vocab.py (default: the whole vocabulary)."""
+    num_medusa_heads: int | None = option(None, "N", flag="export-num-medusa-heads")
+    """Medusa heads (default: 4)."""
+    num_medusa_layers: int | None = option(None, "N", flag="export-num-medusa-layers")
+    """Blocks per Medusa head (default: 1)."""
+    share_base_head: bool | None = option(None, flag="medusa-share-base-head")
+    """Use the base's frozen LM head after the Medusa blocks, instead of a trained head for each."""
+    mtp_from_base: bool | None = None
+    """eagle-mtp: load the prediction module that the base ships (DeepSeek-V3), instead of a fresh one."""
+
+    draft_config: str | None = option(None, "JSON")
+    """dflash, dspark: file with overrides of the draft's architecture (mask_token_id, block_size, ...)."""
+    draft: str | None = option(None, "FOLDER")
+    """Train on from the draft in FOLDER, of any format that check_export.py knows, with its own vocabulary."""
+
+    def validate(self) -> None:
+        """Raise UserError when flags of one kind of draft are given for another."""
+        eagle = ("eagle_algorithm", "eagle_config", "draft_vocab", "mtp_from_base")
+        medusa = ("num_medusa_heads", "num_medusa_layers", "share_base_head")
+        block = ("draft_config",)
+        given = self._given((*eagle, *medusa, *block)) if self.draft is not None else []
+        if given:
+            raise UserError(f"--draft takes the draft as its folder has it: leave {', '.join(given)} out")
+        owners = {"eagle": eagle, "medusa": medusa, "dflash": block, "dspark": block}
+        for owner, names in owners.items():
+            given = self._given(names) if names is not owners[self.algorithm] else []
+            if given:
+                raise UserError(
+                    f"--export-algorithm {self.algorithm} and {', '.join(given)} contradict each other: "
+                    f"{'they belong' if len(given) > 1 else 'it belongs'} to --export-algorithm {owner}"
+                )
+        if self.mtp_from_base and self.eagle_algorithm != "eagle-mtp":
+            raise UserError(
+                "--mtp-from-base loads the base's own prediction module: add --export-eagle-algorithm eagle-mtp"
+            )
+        taken = self._given(("eagle_config", "draft_vocab")) if self.mtp_from_base else []
+        if taken:
+            raise UserError(f"--mtp-from-base: the module is as the base has it: leave {', '.join(taken)} out")
+
+    def _given(self, names: tuple[str, ...]) -> list[str]:
+        fields = self.__dataclass_fields__
+        return [f"--{flag_name(fields[name])}" for name in names if getattr(self, name) is not None]
+
+
+@dataclass(frozen=True)
+class ConvertRun(DraftRequest):
+    """convert_model.py: a base gets a fresh draft."""
+
+    load: str = option(metavar="BASE")
+    """Base: Hugging Face folder, name on the hub, or Megatron checkpoint."""
+    save: str = option(metavar="DIR")
+    """New or empty folder for the draft checkpoint."""
+    bf16: bool = False
+    """Hold weights in bfloat16, not in float32."""
+    seed: int = 1234
+    """Seed of the draft's initial values."""
+    parallel: ParallelConfig = group(ParallelConfig)
+    """Parallel layout."""
+
+    def validate(self) -> None:
+        """Raise UserError for flags that contradict one another."""
+        super().validate()
+        flag = "--mtp-from-base" if self.mtp_from_base else "--draft"
+        if (self.mtp_from_base or self.draft is not None) and self.seed != type(self).seed:
+            raise UserError(f"--seed does nothing with {flag}: no value is drawn; leave it out")
+
+
+@dataclass(frozen=True)
+class EvalRequest(Config):
+    """Acceptance on held-out prompts while a draft trains."""
+
+    data: str | None = option(None, "JSONL", flag="eval-data")
+    """Held-out prompts for --eval-acceptance-interval; their first questions are asked."""
+    interval: int = option(0, "N", flag="eval-acceptance-interval", least=0)
+    """Decode the held-out prompts with the draft every N steps and at the end; SAVE/best keeps the draft whose tokens
+    are accepted most. 0: never."""
+    num_prompts: int = option(32, "N", flag="eval-prompts", least=1)
+    """Held-out prompts to use, the first N."""
+    max_draft_len: int = option(3, "N", flag="eval-draft-len", least=1)
+    """Draft tokens of the evaluation."""
+    max_new_tokens: int = option(64, "N", flag="eval-tokens", least=1)
+    """Longest answer of the evaluation, in tokens."""
+
+    def validate(self) -> None:
+        """Raise UserError for options of an evaluation that never happens."""
+        if (self.data is None) != (self.interval == 0):
+            raise UserError("--eval-data and --eval-acceptance-interval belong together: give both, or neither")
+        if self.interval:
+            return
+        for name in ("num_prompts", "max_draft_len", "max_new_tokens"):
+            field = self.__dataclass_fields__[name]
+            if getattr(self, name) != field.default:
+                raise UserError(
+                    f"--{flag_name(field)} does nothing without --eval-data and --eval-acceptance-interval: give them, "
+                    "or leave it out"
+                )
+
+
+@dataclass(frozen=True)
+class FinetuneRun(ScriptRun):
+    """finetune.py: train the draft of a checkpoint; on a quantised one this is quantisation-aware training."""
+
+    load: str = option(metavar="DIR")
+    """Draft checkpoint to start from."""
+    save: str = option("", "DIR")
+    """Folder of this run: checkpoints and metrics.jsonl. A folder that holds the run already continues it."""
+    data: str | None = option(None, "JSONL")
+    """Conversations, one JSON object per line."""
+    train: TrainConfig = group(TrainConfig)
+    """Training loop."""
+    objective: ObjectiveConfig = group(ObjectiveConfig)
+    """Objective of the draft."""
+    parallel: ParallelConfig = group(ParallelConfig)
+    """Parallel layout."""
+    seq_length: int | None = option(None, least=1)
+    """Conversations are cut to this many tokens (default: 2048, or the length of stored features)."""
+    data_cache_path: str | None = option(None, "DIR")
+    """Folder for tokenised conversations (default: next to the data)."""
+    base: str | None = option(None, "DIR")
+    """Where the base is, if it has moved since convert_model.py."""
+    tokenizer: str | None = option(None, "DIR")
+    """Tokenizer folder (default: the base's)."""
+    feature_cache: str | None = option(None, "DIR")
+    """Compute the base's features once and keep them in this folder."""
+    offline_data: str | None = option(None, "DIR")
+    """Instead of --data: features written by offline_feature_extract.py. The base's layers are not loaded."""
+    base_fp8: bool = False
+    """Run the base in real fp8 (Hopper or newer, with --bf16)."""
+    draft_fp8: bool = False
+    """Run the linears of the draft layer in real fp8, too."""
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    """Modules of the base's layers."""
+    teacher: Literal["quantised", "original"] = "quantised"
+    """For a checkpoint with a quantised base: train on that base as it is served, or on the original one."""
+    train_epochs: int | None = option(None, "N", least=1)
+    """Instead of --train-iters: passes over the data."""
+    override_opt_param_scheduler: bool = False
+    """A run that continues takes learning rate, decay, betas and the other optimizer settings from these flags, not
+    from its checkpoint. Without this flag, other settings than those of the checkpoint are refused."""
+    use_checkpoint_opt_param_scheduler: bool = False
+    """A run that continues takes them from its checkpoint, whatever the flags say."""
+    tensorboard_dir: str | None = option(None, "DIR")
+    """Write TensorBoard events to this folder."""
+    wandb_project: str | None = option(None, "NAME")
+    """Log to this project of Weights & Biases."""
+    evaluation: EvalRequest = group(EvalRequest)
+    """Acceptance on held-out prompts while the draft trains."""
+    dry_run: bool = False
+    """Print layout, placement, memory and work, and exit. --load may be a folder that holds only a config.json."""
+    num_nodes: int | None = option(None, "N", least=1)
+    """--dry-run: machines of the plan (default: 1)."""
+    gpus_per_node: int | None = option(None, "N", least=1)
+    """--dry-run: GPUs per machine (default: 8)."""
+    gpu_memory_gib: float | None = option(None, "GIB", least=1)
+    """--dry-run: memory of a GPU (default: 80)."""
+
+    def validate(self) -> None:
+        """Raise UserError for flags that are missing or contradict one another."""
+        if self.dry_run:
+            return
+        require(bool(self.save), "--save is required")
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            raise UserError(
+                "found --override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler, expected one of them"
+            )
+        if bool(self.train_epochs) == bool(self.train.train_iters):
+            found = "both" if self.train_epochs else "neither"
+            raise UserError(f"found {found} of --train-iters and --train-epochs, expected one")
+        if self.num_nodes or self.gpus_per_node or self.gpu_memory_gib:
+            raise UserError(
+                "--num-nodes, --gpus-per-node and --gpu-memory-gib belong to --dry-run; torchrun starts processes"
+            )
+
+
+@dataclass(frozen=True)
+class QuantizeRun(ScriptRun):
+    """quantize.py: attach fake quantisers to base and draft and calibrate their ranges."""
+
+    load: str = option(metavar="DIR")
+    """Draft checkpoint to quantise."""
+    save: str = option(metavar="DIR")
+    """New or empty folder for the quantised checkpoint, or that of --load, where it becomes the next iteration."""
+    data: str = option(metavar="JSONL")
+    """Conversations to calibrate on."""
+    policy: str = option("fp8", "POLICY", flag="export-quant-cfg")
+    """fp8 (base and draft), fp8_draft_only, fp8_base_only, nvfp4_draft_only, none, or a JSON or YAML file with fields
+    of QuantConfig: exclude, exclude_base, exclude_draft, calibration, ..."""
+    kv_cache: Literal["none", "fp8"] | None = option(None, flag="export-kv-cache-quant")
+    """Keys and values of the base (default: as the policy says)."""
+    samples: int = option(256, "N", flag="calib-samples", least=1)
+    """Conversations to calibrate on, the first N."""
+    seq_length: int = 2048
+    """Conversations are cut to this many tokens."""
+    micro_batch_size: int = option(4, least=1)
+    """Conversations per forward pass."""
+    base: str | None = option(None, "DIR")
+    """Where the base is, if it has moved since convert_model.py."""
+    tokenizer: str | None = option(None, "DIR")
+    """Tokenizer folder (default: the base's)."""
+    bf16: bool = False
+    """Hold weights in bfloat16, not in float32."""
+    objective: ObjectiveConfig = group(ObjectiveConfig, only=("ttt_steps", "alignment"))
+    """Draft steps that are calibrated (the loss decides no range)."""
+    parallel: ParallelConfig = group(ParallelConfig)
+    """Parallel layout."""
+
+
+@dataclass(frozen=True)
+class ExportRun(ScriptRun):
+    """export.py: write a draft, and its base where wanted, as engines load them."""
+
+    load: str = option(metavar="DIR")
+    """Draft checkpoint."""
+    export_dir: str = option(metavar="OUT")
+    """New or empty folder."""
+    extra_modules: bool = option(False, flag="export-extra-modules")
+    """Write the draft; without this flag only the base is written."""
+    with_base: bool = option(False, flag="export-base")
+    """Write the base next to the draft even if it is not quantised."""
+    base: str | None = option(None, "DIR")
+    """Where the base is, if it has moved since convert_model.py."""
+    max_draft_len: int | None = option(None, "N", least=1)
+    """Draft length in the serving configuration (default: 3)."""
+    format: Literal["hf", "trtllm-legacy", "speculators"] = option("hf", flag="export-format")
+    """Format of the draft; vLLM, SGLang and TensorRT-LLM load hf."""
+    trtllm_tp: int = option(1, "N", least=1)
+    """trtllm-legacy: number of ranks."""
+    medusa_pt: bool = option(False, flag="export-medusa-pt")
+    """Medusa: write medusa_lm_head.pt, too."""
+    export_embeddings: bool = False
+    """Write the base's embedding into the draft, too."""
+    bf16: bool = False
+    """Hold weights in bfloat16, not in float32."""
+    parallel: ParallelConfig = group(ParallelConfig)
+    """Parallel layout."""
+
+
+def _part(text: str) -> tuple[int, int]:
+    index, count = map(int, text.split("/"))
+    if not 0 <= index < count:
+        raise ValueError
+    return index, count
+
+
+@dataclass(frozen=True)
+class ExtractRun(ScriptRun):
+    """offline_feature_extract.py: run the base over conversations and store its features."""
+
+    load: str = option(metavar="DIR")
+    """Draft checkpoint; it names the base and the captured layers."""
+    output_dir: str = option(metavar="DIR")
+    """Folder of the features."""
+    data: str = option(metavar="JSONL")
+    """Conversations."""
+    seq_length: int = 2048
+    """Conversations are cut to this many tokens."""
+    micro_batch_size: int = option(4, least=1)
+    """Conversations per forward pass."""
+    base: str | None = option(None, "DIR")
+    """Where the base is, if it has moved since convert_model.py."""
+    tokenizer: str | None = option(None, "DIR")
+    """Tokenizer folder (default: the base's)."""
+    bf16: bool = False
+    """Hold weights in bfloat16, not in float32."""
+    parallel: ParallelConfig = group(ParallelConfig)
+    """Parallel layout."""
+    features_dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] | None = None
+    """Type on disk (default: the base's); fp8 halves bfloat16 and has a scale per row and layer."""
+    part: tuple[int, ...] = option((0, 1), "I/N", parse=_part)
+    """Share of the work, I from 0: this run writes shards I, I + N, ... (default: 0/1)."""
+
+
+@dataclass(frozen=True)
+class ImportRun(ScriptRun):
+    """tools/import_features.py: features that another program computed become a store."""
+
+    load: str = option(metavar="DIR")
+    """Draft checkpoint; it names the base and the captured layers."""
+    dumps: str = option(metavar="DIR")
+    """Folder of the dumps (subfolders included)."""
+    output_dir: str = option(metavar="DIR")
+    """Folder of the features."""
+    final_norm: Literal["applied", "missing"] = option()
+    """Whether hidden_states has passed the base's final norm (the last one that transformers returns has)."""
+    seq_length: int = 2048
+    """Samples are cut to this many tokens."""
+    check: int = option(2, "N", flag="check-samples", least=0)
+    """Run the base over the first N samples and compare; 0 loads only embedding and LM head."""
+    base: str | None = option(None, "DIR")
+    """Where the base is, if it has moved since convert_model.py."""
+    bf16: bool = False
+    """Hold weights in bfloat16, not in float32."""
+    features_dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = None
+    """Type on disk (default: that of the first dump)."""
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+@dataclass(frozen=True)
+class ValidateRun(ScriptRun):
+    """validate.py: the base decodes alone and with the draft; acceptance length and identity of the texts."""
+
+    data: str = option(metavar="JSONL")
+    """Prompts."""
+    load: str | None = option(None, "DIR")
+    """Draft checkpoint (plain or quantised)."""
+    base: str | None = option(None, "DIR")
+    """Base for drafts that bring none; with --load: where the base is, if it has moved."""
+    output: str | None = option(None, "JSON")
+    """Report (default: validate.json in the checkpoint)."""
+    html_output: str | None = option(None, "HTML", flag="html")
+    """Write the report as a page with plots, too."""
+    draft_lens: tuple[int, ...] | None = option(None, "N[,N...]", flag="max-draft-len", parse=_numbers, once=True)
+    """Draft tokens of a chain, or depth of a tree; several are measured in one run (default: 3)."""
+    num_prompts: int | None = option(None, "N", least=1)
+    """Use the first N prompts (default: all)."""
+    tokenizer: str | None = option(None, "DIR")
+    """Tokenizer folder (default: the base's)."""
+    bf16: bool = False
+    """Hold weights in bfloat16, not in float32."""
+    fp64: bool = False
+    """Compute in float64, where a fake-quantised base gives the same text for every row shape."""
+    decode: DecodeConfig = group(DecodeConfig, skip=("max_draft_len",))
+    """Decoding."""
+    parallel: ParallelConfig = group(ParallelConfig)
+    """Parallel layout."""
+
+    def validate(self) -> None:
+        """Raise UserError for flags that contradict one another."""
+        require(not (self.bf16 and self.fp64), "--bf16 and --fp64: expected one of them")
+        lens = self.draft_lens
+        if lens is not None and (not lens or min(lens) < 1 or len(set(lens)) < len(lens)):
+            raise UserError(f"--max-draft-len: found {list(lens)}, expected different numbers from 1")
+
+
+@dataclass(frozen=True)
+class GenerateRun(ScriptRun):
+    """generate.py: a base answers prompts, alone or with a draft."""
+
+    data: str | None = option(metavar="JSONL")
+    """Prompts."""
+    output: str = option(metavar="JSONL")
+    """Conversations with answers."""
+    load: str | None = option(None, "DIR")
+    """Draft checkpoint to speculate with."""
+    base: str | None = option(None, "BASE")
+    """Base (needed without --load, or if it has moved)."""
+    num_prompts: int | None = option(None, "N", least=1)
+    """Use the first N prompts (default: all)."""
+    tokenizer: str | None = option(None, "DIR")
+    """Tokenizer folder (default: the base's)."""
+    bf16: bool = False
+    """Hold weights in bfloat16, not in float32."""
+    decode: DecodeConfig = group(DecodeConfig)
+    """Decoding."""
+    parallel: ParallelConfig = group(ParallelConfig)
+    """Parallel layout."""
+    synthesize: int | None = option(None, "N", least=1)
+    """Instead of --data: the base writes N questions itself, into OUTPUT.questions.jsonl."""
+    question_temperature: float | None = option(None, "T", least=0)
+    """Temperature of the questions (--synthesize; default: 1)."""
+
+    def validate(self) -> None:
+        """Raise UserError for flags that are missing or contradict one another."""
+        if self.load is None and self.base is None:
+            raise UserError("give --base for a base model alone, or --load for a draft checkpoint")
+        if (self.data is None) == (self.synthesize is None):
+            raise UserError("expected one of --data (prompts) and --synthesize (the base writes them)")
+        if self.synthesize is None and self.question_temperature is not None:
+            raise UserError("--question-temperature is for --synthesize: leave it out with --data")
+        if self.synthesize is not None and self.num_prompts is not None:
+            raise UserError("--num-prompts is for --data: --synthesize already says how many questions are written")

@@ -1,0 +1,180 @@
+"""Flags and files of Megatron-LM's and ModelOpt's pages: understood, or answered completely."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_spec import cli
+from megatron_spec.commands import runs
+from megatron_spec.commands.data import check_base_shapes
+from megatron_spec.config import BaseConfig, Config, DecodeConfig, MedusaConfig, UserError, megatron_flags, presets
+from megatron_spec.config.modelopt import from_modelopt
+from megatron_spec.decoding.options import check_lengths, check_options
+from tools.megatron_flags_table import page
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = BaseConfig(
+    family="llama", hidden_size=32, intermediate_size=48, num_layers=12, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=8, vocab_size=96, max_position_embeddings=256,
+)  # fmt: skip
+SCRIPTS = sorted((ROOT / "examples" / "post_training").glob("*.py"))
+RUNS = [c for c in vars(runs).values() if isinstance(c, type) and issubclass(c, runs.ScriptRun)]
+
+
+def said(run: type[Config], capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as left:
+        cli.Parser("test", run).parse_args(words)
+    assert left.value.code == 2
+    return capsys.readouterr().err
+
+
+def finetune(*words: str) -> tuple[Any, list[str]]:
+    parser = cli.Parser("test", runs.FinetuneRun)
+    return parser.parse_args(["--load", "d", "--save", "s", "--train-iters", "3", *words]).run, parser.notes
+
+
+def test_the_page_is_that_of_the_table() -> None:
+    text = (ROOT / "docs" / "megatron_flags.md").read_text(encoding="utf-8")
+    assert text == page(), "run: python tools/megatron_flags_table.py --write"
+
+
+def test_arguments_of_megatrons_page_get_through() -> None:
+    words = [
+        "--tokenizer-type", "HuggingFaceTokenizer", "--use-checkpoint-args", "--ckpt-format", "torch_dist",
+        "--finetune", "--num-layers", "12", "--hidden-size", "32", "--num-query-groups", "2", "--overlap-grad-reduce",
+        "--no-overlap-param-gather", "--distributed-backend", "gloo", "--micro_batch_size", "2", "--lr_decay_style",
+        "cosine", "--no-masked-softmax-fusion", "--normalization", "RMSNorm",
+    ]  # fmt: skip
+    run, notes = finetune(*words)
+    assert run.train.micro_batch_size == 2
+    assert run.base_shapes == (("--num-layers", "12"), ("--hidden-size", "32"), ("--num-query-groups", "2"))
+    assert len(notes) == 9 and notes[4].startswith("--overlap-grad-reduce is not needed: fast paths")
+    check_base_shapes(run, BASE)
+    with pytest.raises(UserError, match="--num-layers 12, but the base has 13"):
+        check_base_shapes(run, BASE.replace(num_layers=13))
+
+
+def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(
+        runs.FinetuneRun, capsys, "--load", "d", "--fp16", "--train-samples", "8", "--eval-interval", "10", "--lr", "x",
+        "--finetune-hf-dataset", "nvidia/Daring-Anteater", "--offline-distillation-data", "f", "--ckpt-format", "torch",
+        "--micro-bach-size", "2", "--eval-prompts", "3", "--hidden-dropout", "0.1", "--ttt-steps", "0",
+    )  # fmt: skip
+    for expected in (
+        "11 problems", "--fp16 is not supported: half precision is --bf16", "--train-samples is not supported: give",
+        "--eval-interval is --eval-acceptance-interval here", "--lr: invalid float value: 'x'", "prepare_conversations",
+        "--offline-distillation-data is --offline-data here", "--ckpt-format torch is not supported, only torch_dist",
+        "did you mean '--micro-batch-size'", "--eval-prompts does nothing without", "--hidden-dropout 0.1",
+        "ttt_steps must be at least 1",
+    ):  # fmt: skip
+        assert expected in text, expected
+
+
+def test_hints_for_names_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron_spec.commands.quantize import quant_policy
+
+    convert = ("--load", "b", "--save", "s", "--export-eagle-algorithm", "eagle2")
+    assert "decode with --use-dynamic-tree" in said(runs.ConvertRun, capsys, *convert)
+    run = cli.Parser("x", runs.ExportRun).parse_args(["--load", "d", "--export_dir", "o", "-export-extra-modules"]).run
+    assert run.extra_modules and run.export_dir == "o"
+    with pytest.raises(UserError, match="FP8_DEFAULT_CFG is of ModelOpt: it is fp8 here"):
+        quant_policy("FP8_DEFAULT_CFG")
+
+
+def test_no_flag_of_ours_is_in_the_table() -> None:
+    for run in RUNS:
+        ours = cli.Parser("x", run)._option_string_actions
+        assert not [name for name in megatron_flags.FLAGS if name in ours]
+
+
+MODELOPT: dict[str, Any] = {
+    "eagle_decoder_type": "llama", "eagle_freeze_base_model": True, "eagle_use_torch_compile": True,
+    "eagle_architecture_config": {
+        "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 4, 9], "use_last_layernorm": True,
+        "use_input_layernorm_in_first_layer": True, "use_mtp_layernorm": False, "parallel_draft_step": 1,
+        "parallel_draft_heads_num_layers": None, "has_lm_head": True, "intermediate_size": 64, "head_dim": None,
+        "torch_dtype": "bfloat16", "rope_theta": 1e6,
+    },
+}  # fmt: skip
+
+
+def test_modelopts_configuration_is_understood() -> None:
+    config = presets.eagle_config(BASE, overrides=from_modelopt(MODELOPT, "eagle3"))
+    assert (config.capture_layer_ids, config.intermediate_size, config.rope.theta) == ((0, 4, 9), 64, 1e6)
+    assert from_modelopt({"capture_layer_ids": [1, 2]}, "eagle3") == {"capture_layer_ids": [1, 2]}
+    assert from_modelopt({"algorithm": "eagle1", "rope_scaling": None}, "eagle1") == {"rope_scaling": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"eagle_ttt_steps": 3, "eagle_loss_decay_factor": 0.9}, "finetune.py --ttt-steps; eagle_loss.* --step-decay"),
+        ({"parallel_draft_step": 4}, "parallel_draft_step is 4: .* --export-algorithm medusa"),
+        ({"use_aux_hidden_state": False}, "use_aux_hidden_state is False with eagle3"),
+        ({"algorithm": "eagle1"}, "algorithm is 'eagle1', but --export-eagle-algorithm is eagle3"),
+        ({"eagle_architecture_config": [1]}, "expected an object"),
+    ],
+)
+def test_what_modelopt_has_elsewhere_or_otherwise_is_answered(changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        from_modelopt(changes, "eagle3")
+
+
+def test_trees_and_lengths_that_cannot_be_drafted_are_refused() -> None:
+    heads = MedusaConfig(num_heads=2, hidden_size=8, vocab_size=96)
+    tree = DecodeConfig(use_dynamic_tree=True, max_total_draft_tokens=2)
+    with pytest.raises(UserError, match="--max-draft-len 3 with --max-total-draft-tokens 2"):
+        check_lengths(tree, (1, 3), None)
+    with pytest.raises(UserError, match="--max-draft-len 3: the draft has 2 Medusa heads"):
+        check_lengths(DecodeConfig(), (3,), heads)
+    for choices in ("[[0], [0, 0], [0, 0, 0]]", "[[96]]"):
+        with pytest.raises(UserError, match="--medusa-choices: found a path"):
+            check_lengths(DecodeConfig(medusa_choices=choices), (2,), heads)
+    check_lengths(tree, (2,), None)
+    check_lengths(DecodeConfig(medusa_choices="[[0], [0, 95]]"), (2,), heads)
+    with pytest.raises(UserError, match="--no-is-use-oldest does nothing"):
+        check_options(DecodeConfig(is_keep_all=False, is_use_oldest=False), "NGram")
+
+
+def test_every_field_of_every_configuration_is_documented() -> None:
+    import megatron_spec.checkpoint.spec
+    import megatron_spec.features.store  # noqa: F401
+
+    kinds, seen = [Config], set()
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        if dataclasses.is_dataclass(kind) and kind.__module__.startswith("megatron_spec") and kind not in seen:
+            seen.add(kind)
+            missing = {f.name for f in dataclasses.fields(kind)} - cli.field_docs(kind).keys()
+            assert not missing, (kind, missing)
+    assert len(seen) > 20
+
+
+def test_help_needs_neither_torch_nor_much() -> None:
+    """No clock: what takes the time is an import, so modules are counted."""
+    code = "import sys, runpy\nfor s in sys.argv[1:]:\n    sys.argv = [s, '--help']\n"
+    code += "    try: runpy.run_path(s, run_name='__main__')\n    except SystemExit as e: assert e.code == 0\n"
+    code += "heavy = [m for m in ('torch', 'numpy', 'transformers', 'megatron.core', 'yaml', 'asyncio')]\n"
+    code += "print([m for m in heavy if m in sys.modules], len(sys.modules) < 200)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}", *map(str, SCRIPTS)],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "[] True", done.stdout[-300:] + done.stderr[-2000:]
+
+
+def test_every_script_is_made_from_its_run() -> None:
+    for path in SCRIPTS:
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module: Any = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert module.parser().run_class in RUNS

@@ -1,0 +1,31 @@
+"""docs/megatron_flags.md from its table: python tools/megatron_flags_table.py [--write]."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_spec.config.megatron_flags import table
+
+HEAD = """# Flags of Megatron-LM
+
+Flags that mean the same here are in `--help` of each script (`--tensor-model-parallel-size`, `--micro-batch-size`,
+`--lr`, ...); underscores may stand for dashes. The other common ones:
+
+"""
+
+
+def page() -> str:
+    """The page of today."""
+    return HEAD + table()
+
+
+if __name__ == "__main__":
+    path = Path(__file__).resolve().parents[1] / "docs" / "megatron_flags.md"
+    if "--write" in sys.argv[1:]:
+        path.write_text(page(), encoding="utf-8")
+    else:
+        print(page(), end="")
+        sys.exit(not path.is_file() or path.read_text(encoding="utf-8") != page())
