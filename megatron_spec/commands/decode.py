@@ -173,7 +173,7 @@ def load_models(planned: Plan, world: World, dtype: torch.dtype) -> Models:
         quantised = any(getattr(m, "input_quantizer", None) is not None for m in model.modules())
         found = Models(model, None, planned.reference.fingerprint, quantised)
     folder = planned.decode.speculative_model
-    if planned.kind in ("NGram", "User"):
+    if planned.kind in ("NGram", "SA", "User"):
         found.draft = None
     elif planned.kind == "DraftTarget":
         assert folder is not None

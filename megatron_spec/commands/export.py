@@ -67,7 +67,7 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> None:
             )
         trtllm_legacy.check(config_json(spec.base.config), run.trtllm_tp)
     if run.format == "speculators":
-        speculators.check(algorithm, quant is not None and quant.draft != "none")
+        speculators.check(spec.draft, quant is not None and quant.draft != "none")
     require_empty(run.export_dir, "give another --export-dir, or remove it to export again")
     layouts.check("export", run.parallel)
     check_parallel(spec.base.config, run.parallel)
@@ -114,7 +114,7 @@ def export(run: ExportRun) -> Path:
                 trained_module=new / "draft" if run.extra_modules and of_base else None, run_config=run_config,
             )  # fmt: skip
         together(lambda: _finish(run, spec, new, out, Path(loaded.base_ref.path)) if world.rank == 0 else None)
-    if run.extra_modules and spec.draft.algorithm == "eagle-mtp":
+    if run.extra_modules and spec.draft.is_module:
         _say_who_loads_mtp(of_base, with_base)
     log.info("exported %s", out)
     return out
@@ -140,7 +140,7 @@ def _finish(run: ExportRun, spec: CheckpointSpec, new: Path, out: Path, base: Pa
         (new / "draft").rename(new / "hf")
         speculators.convert(new / "hf", base, new / "draft", run.max_draft_len or 3)
         shutil.rmtree(new / "hf")
-    elif spec.draft.algorithm.startswith("eagle3"):  # the one kind of draft that its PyTorch backend loads
+    elif spec.draft.reads_captures:  # the one kind of draft that its PyTorch backend loads
         plan = exported(new / "draft", run.max_draft_len or 3, place=out / "draft")
         served = out / "base" if (new / "base").is_dir() else base
         write_text(new / "trtllm.yaml", trtllm_yaml(plan, str(served), str(out / "trtllm.yaml")))

@@ -8,9 +8,20 @@ from typing import Literal
 from megatron_spec.config.core import Config, require
 
 DecodingType = Literal[
-    "Eagle3", "Eagle", "Medusa", "MTP", "DFlash", "DSpark", "NGram", "DraftTarget", "User", "Draft_Target",
-    "UserProvided", "User_Provided",
-]  # fmt: skip
+    "Eagle3",
+    "Eagle",
+    "Medusa",
+    "MTP",
+    "DFlash",
+    "DSpark",
+    "NGram",
+    "SA",
+    "DraftTarget",
+    "User",
+    "Draft_Target",
+    "UserProvided",
+    "User_Provided",
+]
 _SPELLINGS: dict[str, DecodingType] = {
     "Draft_Target": "DraftTarget", "UserProvided": "User", "User_Provided": "User",
 }  # fmt: skip
@@ -52,8 +63,11 @@ class DecodeConfig(Config):
     """DSpark: a block is cut where the product of its confidences falls below this; 0: never."""
     medusa_choices: str | None = None
     """A fixed tree of head ranks as a JSON list of paths, or a file of it: [[0], [1], [0, 0]] (Medusa)."""
-    max_matching_ngram_size: int = 2
-    """NGram: longest suffix that is looked up."""
+    max_matching_ngram_size: int | None = None
+    """NGram: longest suffix that is looked up (2). SA: length of the suffix, -1: the longest that occurred (-1)."""
+    sa_threshold: int | None = None
+    """Beside a draft: what followed the longest suffix that occurred before, when it is at least this long, is proposed
+    instead of the draft's tokens (TensorRT-LLM's sa_config)."""
     is_keep_all: bool = True
     """NGram: remember every continuation of a pattern, not only the first."""
     is_use_oldest: bool = True
@@ -94,10 +108,14 @@ class DecodeConfig(Config):
         """Raise UserError when fields are out of range or contradict one another."""
         for name, least in (
             ("max_draft_len", 0), ("max_new_tokens", 1), ("batch_size", 1), ("temperature", 0), ("top_k", 0),
-            ("dynamic_tree_max_topK", 1), ("max_total_draft_tokens", 1), ("max_matching_ngram_size", 1),
+            ("dynamic_tree_max_topK", 1), ("max_total_draft_tokens", 1), ("sa_threshold", 1),
             ("posterior_threshold", 0), ("posterior_alpha", 0), ("relaxed_topk", 1), ("relaxed_delta", 0),
         ):  # fmt: skip
-            require(getattr(self, name) >= least, f"{name} must be at least {least}, found {getattr(self, name)}")
+            value = getattr(self, name)
+            require(value is None or value >= least, f"{name} must be at least {least}, found {value}")
+        size = self.max_matching_ngram_size
+        longest = self.decoding_type == "SA" and size == -1
+        require(size is None or size >= 1 or longest, f"max_matching_ngram_size must be at least 1, found {size}")
         require(
             0 <= self.confidence_threshold <= 1,
             f"confidence_threshold must be in [0, 1], found {self.confidence_threshold}",

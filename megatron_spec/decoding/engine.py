@@ -35,6 +35,7 @@ from megatron_spec.decoding import sampling
 from megatron_spec.decoding.cache import move_rows
 from megatron_spec.decoding.costs import Costs, NoCosts
 from megatron_spec.decoding.drafters import Drafter, Observation, build_drafter
+from megatron_spec.decoding.drafters.lookup import SuffixAutomaton, replaced
 from megatron_spec.decoding.replay import Recorder, Replays, key_step, mapped, padded_rows, recorder_for
 from megatron_spec.decoding.rows import Outcome, Rows, read_outcomes
 from megatron_spec.decoding.step import DeviceSteps
@@ -190,12 +191,20 @@ def two_best(base: FrozenBase, tokens: Sequence[int]) -> tuple[list[float], list
 
 @dataclass
 class _Sequence:
-    """A running sequence as the host knows it: which prompt, its answer, known tokens, most tokens."""
+    """A running sequence as the host knows it.
+
+    Attributes:
+        index: of the prompt.
+        generation: the answer so far.
+        length, limit: known tokens, and most tokens.
+        automaton: of the text, where a lookup proposes beside the draft.
+    """
 
     index: int
     generation: Generation
     length: int
     limit: int
+    automaton: SuffixAutomaton | None = None
 
 
 class _Engine:
@@ -252,9 +261,23 @@ class _Engine:
         if self.drafter:
             self.drafter.observe(step.seen)
         self.running += [
-            _Sequence(i, Generation(), len(self.prompts[i]), limit) for i, limit in zip(taken, limits, strict=True)
+            _Sequence(i, Generation(), len(self.prompts[i]), limit, self._automaton(i))
+            for i, limit in zip(taken, limits, strict=True)
         ]
         self._book(first, read_outcomes(step.table_BX, count), verified=False)
+
+    def _automaton(self, i: int) -> SuffixAutomaton | None:
+        beside = self.drafter is not None and self.config.sa_threshold is not None
+        return SuffixAutomaton(self.prompts[i]) if beside else None
+
+    def _looked_up(self, drafted: Drafted) -> Drafted:
+        """What followed a match replaces the draft's tokens where the match is long enough."""
+        count, threshold = drafted.tokens_BN.shape[1], self.config.sa_threshold or 0
+        found = [
+            s.automaton.propose(min(count, s.limit - s.length - 1), threshold=threshold) if s.automaton else []
+            for s in self.running
+        ]
+        return replaced(drafted, found) if any(found) else drafted
 
     def _draft(self, batch: int) -> Drafted:
         """What is proposed for rows 0 .. batch - 1."""
@@ -283,6 +306,8 @@ class _Engine:
         batch = padded_rows(running, self.count) if self.replays.active else running
         with self.costs.phase("draft"):
             drafted = self._draft(batch)
+            if self.config.sa_threshold is not None:
+                drafted = self._looked_up(drafted)
         key_slots = self._key_slots(max(s.length for s in self.running) + drafted.tokens_BN.shape[1])
         name = ("base", batch, key_slots, drafted.depth)
         with self.costs.phase("base"):
@@ -310,6 +335,8 @@ class _Engine:
         for sequence, outcome in zip(self.running[first:], outcomes, strict=True):
             sequence.length += outcome.emitted
             sequence.generation.add(outcome, verified)
+            if sequence.automaton is not None:
+                sequence.automaton.extend(outcome.tokens[: outcome.emitted])
         ended = [row for row, outcome in enumerate(outcomes, start=first) if outcome.over]
         if ended:
             self._free(ended)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_spec.config import UserError
+from megatron_spec.config import DraftConfig, UserError
 from megatron_spec.export import layout
 from megatron_spec.export.common import VerificationError, copy_side_files
 from megatron_spec.export.formats.eagle import OPTIONS
@@ -30,10 +30,14 @@ _LAYER_KEYS = (
 )  # fmt: skip
 
 
-def check(algorithm: str, fp8: bool) -> None:
-    """Raise UserError for a draft that this format has no place for."""
-    if not algorithm.startswith("eagle3"):
-        raise UserError(f"--export-format speculators: that format holds EAGLE-3 drafts, this one is {algorithm}")
+def check(config: DraftConfig, fp8: bool) -> None:
+    """Raise UserError for a draft that this format cannot hold."""
+    if not config.reads_captures:
+        raise UserError(
+            f"--export-format speculators: that format holds EAGLE-3 drafts, this one is {config.algorithm}"
+        )
+    if getattr(config, "fc_bias", False):
+        raise UserError("--export-format speculators: that format has no bias after fc; use hf")
     if fp8:
         raise UserError(
             "--export-format speculators: that format knows no fp8 of this kind; export the bf16 checkpoint, or use hf"

@@ -205,6 +205,6 @@ async def run_level(server: Server, prompts: Sequence[str], concurrency: int) ->
 
 
 async def warm_up(server: Server, prompts: Sequence[str], count: int) -> None:
-    """`count` answers whose times are not looked at."""
+    """`count` answers whose times do not count."""
     for i in range(count):
         await server.ask(prompts[i % len(prompts)])

@@ -59,13 +59,17 @@ def _of_draft(draft: Any, base: FrozenBase, config: DecodeConfig) -> Drafter:
 
 def _without_draft(draft: Any, base: FrozenBase, config: DecodeConfig) -> Drafter:
     kind = config.decoding_type
-    if kind in ("NGram", "User"):
+    if kind in ("NGram", "SA", "User"):
         check_options(config, kind)
+    if kind == "SA":
+        from megatron_spec.decoding.drafters.lookup import LookupDrafter
+
+        return LookupDrafter(config.max_matching_ngram_size or -1)
     if kind == "NGram":
         from megatron_spec.decoding.drafters.ngram import NGramDrafter
 
         return NGramDrafter(
-            config.max_matching_ngram_size, config.is_keep_all, config.is_use_oldest, config.is_public_pool
+            config.max_matching_ngram_size or 2, config.is_keep_all, config.is_use_oldest, config.is_public_pool
         )
     if kind == "User":
         from megatron_spec.decoding.drafters.user import user_drafter

@@ -96,7 +96,7 @@ class Drafter:
         raise NotImplementedError
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
-        """Copy the state of rows `source` to rows `target` (finished sequences make place)."""
+        """Copy the state of rows `source` to rows `target` (finished sequences make room)."""
 
     def max_nodes(self, count: int) -> int:
         """Most nodes that `prepare_draft_tokens` returns for depth `count`."""

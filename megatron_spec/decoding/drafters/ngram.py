@@ -48,7 +48,38 @@ class Pool:
         return () if not known else known[0 if oldest else -1]
 
 
-class NGramDrafter(Drafter):
+class TextDrafter(Drafter):
+    """A drafter that reads the text of each row on the host, each token once."""
+
+    def open(self, rows: int, max_length: int) -> None:
+        """See Drafter."""
+        self.texts: list[list[int]] = [[] for _ in range(rows)]  # tokens of each row that have been read
+
+    def begin(self, row: int) -> None:
+        """Another sequence begins in this row."""
+        self.texts[row] = []
+
+    def observe(self, seen: Observation) -> None:
+        """See Drafter: only a prefill matters, which begins rows anew."""
+        for row in range(seen.first, seen.first + seen.slots_BS.shape[0] if seen.prefill else 0):
+            self.begin(row)
+
+    def move_rows(self, source: list[int], target: list[int]) -> None:
+        """See Drafter. The rows left over are begun anew before they are used."""
+        for s, t in zip(source, target, strict=True):
+            self.texts[t] = self.texts[s]
+
+    def fresh(self, context: Context) -> list[list[int]]:
+        """Tokens of each row that are not in `texts` yet: they alone come from the device."""
+        known = torch.tensor([len(text) for text in self.texts[: len(context.lengths)]])
+        counts = (torch.tensor(context.lengths) - known).tolist()
+        index_BN = known[:, None] + torch.arange(max(counts))
+        index_BN = index_BN.clamp(max=context.tokens_BL.shape[1] - 1).to(context.tokens_BL.device)
+        rows = context.tokens_BL.gather(1, index_BN).tolist()
+        return [row[:n] for row, n in zip(rows, counts, strict=True)]
+
+
+class NGramDrafter(TextDrafter):
     """Chains from pools of n-grams, one for all sequences or one for each."""
 
     def __init__(
@@ -62,39 +93,30 @@ class NGramDrafter(Drafter):
 
     def open(self, rows: int, max_length: int) -> None:
         """See Drafter."""
+        super().open(rows, max_length)
         shared = Pool(self.keep_all)
         self.pools = [shared if self.public else Pool(self.keep_all) for _ in range(rows)]
-        self.texts: list[list[int]] = [[] for _ in range(rows)]  # tokens of each row that the pool knows
 
-    def observe(self, seen: Observation) -> None:
-        """A row that begins anew begins with an empty pool of its own."""
-        for row in range(seen.first, seen.first + seen.slots_BS.shape[0] if seen.prefill else 0):
-            self.texts[row] = []
-            if not self.public:
-                self.pools[row] = Pool(self.keep_all)
+    def begin(self, row: int) -> None:
+        """See TextDrafter: with an empty pool of its own, where pools are not shared."""
+        super().begin(row)
+        if not self.public:
+            self.pools[row] = Pool(self.keep_all)
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
-        """See Drafter. Rows that were moved from are begun anew before they are used."""
+        """See Drafter."""
+        super().move_rows(source, target)
         for s, t in zip(source, target, strict=True):
-            self.pools[t], self.texts[t] = self.pools[s], self.texts[s]
+            self.pools[t] = self.pools[s]
 
     def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
         """See Drafter. Rows without a match propose nothing."""
         rows, device = context.tokens_BL.shape[0], context.tokens_BL.device
-        for row, fresh in enumerate(self._fresh(context)):
+        for row, fresh in enumerate(self.fresh(context)):
             self._add(row, fresh, count)
         found = [self._lookup(self.pools[row], self.texts[row])[:count] for row in range(rows)]
         drafts_BK = torch.tensor([[*tokens, *[0] * (count - len(tokens))] for tokens in found], dtype=torch.int64)
         return Proposal(drafts_BK.to(device), torch.tensor([len(tokens) for tokens in found], device=device))
-
-    def _fresh(self, context: Context) -> list[list[int]]:
-        """Tokens of each row that are not in `texts` yet: they alone come from the device."""
-        known = torch.tensor([len(text) for text in self.texts[: len(context.lengths)]])
-        counts = (torch.tensor(context.lengths) - known).tolist()
-        places_BN = known[:, None] + torch.arange(max(counts))
-        places_BN = places_BN.clamp(max=context.tokens_BL.shape[1] - 1).to(context.tokens_BL.device)
-        rows = context.tokens_BL.gather(1, places_BN).tolist()
-        return [row[:n] for row, n in zip(rows, counts, strict=True)]
 
     def _add(self, row: int, fresh: list[int], count: int) -> None:
         """Add the patterns whose continuation has grown."""

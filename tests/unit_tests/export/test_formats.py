@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_spec.config import QuantConfig, UserError
+from megatron_spec.config import MedusaConfig, QuantConfig, UserError
 from megatron_spec.export import speculators, trtllm_legacy
 from megatron_spec.export.base import export_base
 from megatron_spec.export.check import check_folder
@@ -22,6 +22,7 @@ from megatron_spec.export.draft import export_draft
 from megatron_spec.export.stream import TensorWriter
 from megatron_spec.quantization.calibrate import calibrate
 from tests.unit_tests.base.tiny import save_tiny
+from tests.unit_tests.drafts.plain_eagle3 import eagle_config
 from tests.unit_tests.export.test_eagle1_mtp_medusa_export import make as make_exported
 from tests.unit_tests.quantization.tiny import OBJECTIVE, D, V, make, world_of
 
@@ -120,10 +121,12 @@ def _first(tensors: dict[str, Tensor], suffix: str) -> Tensor:
 
 
 def test_speculators_refuses_what_it_cannot_hold() -> None:
-    with pytest.raises(UserError, match="this one is eagle1"):
-        speculators.check("eagle1", False)
+    with pytest.raises(UserError, match="this one is medusa"):
+        speculators.check(MedusaConfig(num_heads=2, hidden_size=8, vocab_size=8), False)
     with pytest.raises(UserError, match="no fp8"):
-        speculators.check("eagle3", True)
+        speculators.check(eagle_config(), True)
+    with pytest.raises(UserError, match="no bias after fc"):
+        speculators.check(eagle_config(fc_bias=True), False)
 
 
 # ---- TensorRT-LLM, legacy

@@ -1,0 +1,96 @@
+"""The suffix automaton against a search of the whole text, alone and beside a draft: the text is the base's own."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_spec.config import DecodeConfig, UserError
+from megatron_spec.decoding.drafters.lookup import SuffixAutomaton, replaced
+from megatron_spec.decoding.drafters.ngram import NGramDrafter
+from megatron_spec.decoding.engine import decode
+from megatron_spec.decoding.options import check_options
+from megatron_spec.decoding.verify import Drafted
+from tests.unit_tests.decoding.cpu_recorder import CpuRecorder
+from tests.unit_tests.decoding.tiny_models import CONFIG
+
+
+def searched(text: list[int], size: int) -> tuple[int, int]:
+    """What `SuffixAutomaton.match` says, by comparing every place."""
+    for length in [size] if size > 0 else range(len(text) - 1, 0, -1):
+        for start in range(len(text) - length):
+            if text[start : start + length] == text[len(text) - length :]:
+                return length, start + length
+    return 0, 0
+
+
+def test_the_longest_suffix_that_occurred_before() -> None:
+    numbers = random.Random(0)
+    for letters in (1, 2, 3, 6):
+        for _ in range(20):
+            text = [numbers.randrange(letters) for _ in range(40)]
+            automaton = SuffixAutomaton()
+            for n, token in enumerate(text, start=1):
+                automaton.extend([token])
+                for size in (-1, 1, 2, 4):
+                    assert automaton.match(size) == searched(text[:n], size), (text[:n], size)
+    automaton = SuffixAutomaton([1, 2, 3, 9, 8, 1, 2, 3])
+    assert automaton.propose(2) == [9, 8] and automaton.propose(2, threshold=4) == []
+    assert automaton.propose(9, threshold=3) == [9, 8, 1, 2, 3] and SuffixAutomaton([4]).propose(3) == []
+
+
+def test_a_row_with_a_match_takes_it_and_the_others_keep_their_draft() -> None:
+    drafted = Drafted(torch.tensor([[1, 2, 3]] * 3), torch.tensor([[True, True, False]] * 3), None, 3)
+    found = replaced(drafted, [[7, 8], []])  # the third row is idle
+    assert found.tokens_BN.tolist() == [[7, 8, 0], [1, 2, 3], [1, 2, 3]]
+    assert found.valid_BN.tolist() == [[True, True, False]] * 3
+    assert replaced(drafted, [[7]]).valid_BN.tolist()[0] == [True, False, False]
+
+
+LONG = CONFIG.replace(max_new_tokens=48)
+
+
+def test_the_text_is_the_bases_own(tiny: Any) -> None:
+    prompts = [p + p for p in tiny.prompts[:4]]
+    expected = [g.tokens for g in decode(tiny.base, prompts, LONG, set())]
+    alone = decode(tiny.base, prompts, LONG.replace(decoding_type="SA"), set())
+    short = decode(tiny.base, prompts, LONG.replace(decoding_type="SA", max_matching_ngram_size=1), set())
+    assert [g.tokens for g in alone] == [g.tokens for g in short] == expected
+    assert sum(sum(g.accepted_lengths) for g in alone) > 0  # greedy text of a tiny base repeats itself
+    draft = decode(tiny.base, prompts, LONG, set(), draft=tiny.draft)
+    accepted = {0: [g.accepted_lengths for g in draft]}
+    for threshold in (1, 4, 1000):
+        config = LONG.replace(sa_threshold=threshold)
+        beside = decode(tiny.base, prompts, config, set(), draft=tiny.draft)
+        assert [g.tokens for g in beside] == expected
+        accepted[threshold] = [g.accepted_lengths for g in beside]
+        replayed = decode(tiny.base, prompts, config, set(), draft=tiny.draft, recorder=CpuRecorder())
+        assert [g.tokens for g in replayed] == expected
+        assert [g.accepted_lengths for g in replayed] == accepted[threshold]
+    assert accepted[1000] == accepted[0] != accepted[1]
+
+
+def test_sampled_text_is_the_same(tiny: Any) -> None:
+    hot = CONFIG.replace(temperature=0.7)
+    expected = [g.tokens for g in decode(tiny.base, tiny.prompts, hot, set())]
+    found = decode(tiny.base, tiny.prompts, hot.replace(sa_threshold=1), set(), draft=tiny.draft)
+    assert [g.tokens for g in found] == expected
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    for options, message in (
+        (dict(use_dynamic_tree=True), "replaces the tokens of a chain"),
+        (dict(use_rejection_sampling=True, temperature=1.0), "replaces the tokens of a chain"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_options(DecodeConfig(sa_threshold=4, **options), "Eagle3")
+    with pytest.raises(UserError, match="--sa-threshold is an option of"):
+        check_options(DecodeConfig(sa_threshold=4), "NGram")
+    for size, kind in ((0, "SA"), (-1, "NGram")):
+        with pytest.raises(UserError, match="max_matching_ngram_size must be at least 1"):
+            DecodeConfig(decoding_type=kind, max_matching_ngram_size=size)  # type: ignore[arg-type]
+    assert DecodeConfig(decoding_type="SA", max_matching_ngram_size=-1).max_matching_ngram_size == -1
+    assert NGramDrafter().size == 2
