@@ -18,6 +18,9 @@ _EXPORTS = {
     "load_optimizer": "megatron_spec.api",
     "quantize": "megatron_spec.api",
     "export_draft": "megatron_spec.api",
+    "export_base": "megatron_spec.api",
+    "validate": "megatron_spec.api",
+    "decode": "megatron_spec.api",
     "initialize": "megatron_spec.api",
     "SpecModel": "megatron_spec.api",
 }

@@ -4,7 +4,7 @@
     losses = model(batches)         # one DraftLosses per micro-batch of this rank: sums; .total carries the gradient
     megatron_spec.save(model, "ckpt", iteration=100, optimizer=optimizer)
     megatron_spec.quantize(model, batches)
-    megatron_spec.export_draft(model, "out")
+    megatron_spec.export_draft(model, "out")     # and export_base, validate, decode
 
 megatron-core's process groups must be initialised, as they are in any training script; `megatron_spec.initialize` does
 it for a process that has none.
@@ -12,6 +12,7 @@ it for a process that has none.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from megatron_spec.checkpoint.spec import CheckpointSpec, resolve
 from megatron_spec.commands.convert import new_draft
 from megatron_spec.config import (
     BaseConfig,
+    DecodeConfig,
     DraftConfig,
     EagleConfig,
     MedusaConfig,
@@ -38,16 +40,27 @@ from megatron_spec.config import (
     UserError,
     presets,
 )
+from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
+from megatron_spec.decoding import engine
 from megatron_spec.drafts.contract import Draft, DraftLosses
 from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.evaluation import validate as validation
+from megatron_spec.evaluation.report import Report
+from megatron_spec.export import base as exported_base
 from megatron_spec.export import draft as export
 from megatron_spec.export.load import inspect_exported_base, load_draft, open_draft
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
+from megatron_spec.generation.prompts import read_prompts
 from megatron_spec.quantization.attach import base_amax_state
 from megatron_spec.quantization.calibrate import LayerReport, calibrate
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
+
+MAIN_GUARD = (
+    "saving starts a process, which imports this program once more: put its code into a function that is called below "
+    'if __name__ == "__main__":'
+)
 
 
 @dataclass
@@ -94,6 +107,8 @@ class SpecModel:
 
 def initialize(parallel: ParallelConfig | None = None, seed: int = 1234) -> World:
     """Start torch.distributed and megatron-core's groups, or take over those that exist already."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # a child that imports the main module
+        raise UserError(MAIN_GUARD)
     return distributed.initialize(parallel or distributed.existing_parallel(), seed)
 
 
@@ -123,8 +138,9 @@ def _draft_config(drafts: Sequence[tuple[str, Any]], base: BaseConfig, vocab: Dr
 
 
 def convert(
-    model: Any, drafts: Sequence[tuple[str, Any]] = (), *, base_path: str | Path, vocab: DraftVocab | None = None,
-    objective: ObjectiveConfig | None = None, seed: int = 1234, draft: str | Path | None = None,
+    model: Any, drafts: Sequence[tuple[str, Any]] = (), *, base_path: str | Path | None = None,
+    vocab: DraftVocab | None = None, objective: ObjectiveConfig | None = None, seed: int = 1234,
+    draft: str | Path | None = None,
 ) -> SpecModel:  # fmt: skip
     """Freeze a loaded megatron-core GPTModel and give it a draft: a fresh one, or the one in a folder.
 
@@ -132,7 +148,8 @@ def convert(
         model: GPTModel, or the list of model chunks Megatron passes around (of length one), or a `FrozenBase`.
         drafts: one pair (kind, configuration); kind 'eagle' or 'medusa', configuration an `EagleConfig` or
             `MedusaConfig`, a dictionary of overrides or None.
-        base_path: the base on disk; describes the architecture and is what a saved draft refers to.
+        base_path: the base on disk; describes the architecture and is what a saved draft refers to. Default: where
+            `load_base` read it from.
         vocab: calibrated draft vocabulary; default: the whole one.
         draft: folder of a published draft, of any format that tools/check_export.py knows, to train on.
 
@@ -140,7 +157,9 @@ def convert(
         UserError: models, configurations or layouts that do not fit.
     """
     world = _world_of(model)
-    reference = inspect_exported_base(base_path)
+    reference = getattr(model, "reference", None) if base_path is None else inspect_exported_base(base_path)
+    if reference is None:
+        raise UserError("convert: found no base_path, expected the folder of the base that this model was loaded from")
     if draft is not None:
         return _with_draft(model, drafts, draft, vocab, reference, world, objective)
     vocab = vocab or DraftVocab.full(reference.config.vocab_size)
@@ -152,6 +171,8 @@ def convert(
 
 def _frozen(model: Any, reference: BaseReference, world: World, config: DraftConfig) -> FrozenBase:
     if isinstance(model, FrozenBase):
+        if not model.capture_layer_ids:
+            model.capture(config.capture_layer_ids)
         if config.capture_layer_ids and tuple(model.capture_layer_ids) != tuple(config.capture_layer_ids):
             raise UserError(
                 f"convert: the base captures layers {list(model.capture_layer_ids)}, the draft reads "
@@ -178,9 +199,13 @@ def save(model: SpecModel, folder: str | Path, *, iteration: int = 0, optimizer:
     spec = CheckpointSpec(link(model.reference), model.draft.config, model.quant, iteration)  # type: ignore[arg-type]
     amax = base_amax_state(model.base) if model.quant is not None and model.quant.base != "none" else None
     extra = {"iteration": iteration, "consumed_samples": 0, "objective": model.objective.to_dict()}
-    return sharded.save(
-        folder, spec, model.draft, model.vocab, model.world, optimizer=optimizer, extra=extra, base_amax=amax, keep=keep
-    )
+    try:
+        return sharded.save(
+            folder, spec, model.draft, model.vocab, model.world, optimizer=optimizer, extra=extra, base_amax=amax,
+            keep=keep,
+        )  # fmt: skip
+    except EOFError as e:  # of the child that could not start
+        raise UserError(MAIN_GUARD) from e
 
 
 def load(folder: str | Path, *, dtype: torch.dtype = torch.float32, base_path: str | None = None) -> SpecModel:
@@ -210,3 +235,56 @@ def export_draft(model: SpecModel, folder: str | Path, **options: Any) -> Path:
     """Write the draft as engines load it, verified; options as `export.draft.export_draft`. Collective."""
     draft: nn.Module = model.draft
     return export.export_draft(draft, model.reference, folder, model.quant, model.world, ends=model.base, **options)
+
+
+def export_base(model: SpecModel, folder: str | Path, **options: Any) -> Path:
+    """Write the base as engines load it, in fp8 when it is quantised, verified; options as `export.base.export_base`.
+
+    Collective.
+    """
+    return exported_base.export_base(model.base, model.reference, folder, model.quant, model.world, **options)
+
+
+def validate(
+    model: SpecModel, prompts: str | Path, config: DecodeConfig | None = None, *, num_prompts: int | None = None,
+    draft_lens: Sequence[int] | None = None, tokenizer: str | None = None, output: str | Path | None = None,
+) -> Report:  # fmt: skip
+    """Answer prompts with the base alone and with the draft, and compare speed and texts. Collective.
+
+    Args:
+        prompts: file of prompts, as validate.py reads it.
+        config: how to decode; default: greedy, 3 draft tokens.
+        tokenizer: folder; default: the base's.
+        output: file for the report.
+    """
+    folder = tokenizer or str(model.reference.path)
+    opened = load_tokenizer(folder)
+    was_training = model.draft.training
+    model.draft.eval()
+    try:
+        return validation.validate(
+            model.base, model.draft, read_prompts(str(prompts), num_prompts), opened, config or DecodeConfig(),
+            stop_ids=set(stop_token_ids(folder, opened)), draft_lens=draft_lens, output=output,
+        )  # fmt: skip
+    finally:
+        model.draft.train(was_training)
+
+
+def decode(
+    model: SpecModel, prompts: Sequence[Sequence[int]], config: DecodeConfig | None = None, *,
+    stop_ids: Sequence[int] = (), speculate: bool = True,
+) -> list[engine.Generation]:  # fmt: skip
+    """Answers to prompts of token ids, drafted and verified, or (`speculate=False`) of the base alone. Collective.
+
+    Args:
+        stop_ids: tokens that end an answer; default: the base's.
+    """
+    was_training = model.draft.training
+    model.draft.eval()
+    try:
+        return engine.decode(
+            model.base, prompts, config or DecodeConfig(), stop_ids or model.base.config.eos_token_ids,
+            draft=model.draft if speculate else None,
+        )  # fmt: skip
+    finally:
+        model.draft.train(was_training)

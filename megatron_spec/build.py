@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference
-from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec, read_spec, resolve
+from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec, held, read_spec
 from megatron_spec.config import UserError
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
@@ -80,7 +81,24 @@ def load_checkpoint(
 
     Raises UserError for a missing, half-written or unfitting checkpoint, before any weight of the base is read.
     """
-    folder = resolve(path)
+    with held(path) as folder:
+        _check_same_on_all_ranks(folder)
+        return _load(folder, world, dtype, base_path, original_base, transformer_engine, ends_only)
+
+
+def _check_same_on_all_ranks(folder: Path) -> None:
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, folder.name)
+    if len(set(names)) > 1:
+        raise UserError(
+            f"ranks found different iterations in {folder.parent} ({names}): it was just saved; start again"
+        )
+
+
+def _load(
+    folder: Path, world: World, dtype: torch.dtype, base_path: str | None, original_base: bool,
+    transformer_engine: bool, ends_only: bool,
+) -> Loaded:  # fmt: skip
     spec = read_spec(folder)
     ref = check_base(spec, base_path)
     vocab = DraftVocab.load(folder / "vocab.safetensors")

@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron_spec import cli
 from megatron_spec.config import UserError
-from megatron_spec.runtime.files import read_json, write_text
+from megatron_spec.runtime.files import read_object, write_text
 from megatron_spec.serving import sglang, trtllm, vllm
 from megatron_spec.serving.docker import docker_command
 from megatron_spec.serving.draft import Speculation, exported
@@ -174,13 +174,13 @@ def check_target(args: argparse.Namespace) -> None:
     """Raise UserError for MTP with a base that ships none; warn of a base that the draft was not trained for."""
     if not args.base or not (Path(args.base) / "config.json").is_file():
         return  # a name on the hub: the engine fetches it
-    config = read_json(Path(args.base) / "config.json")
+    config = read_object(Path(args.base) / "config.json")
     if args.method == "mtp" and not any("nextn" in key or "mtp" in key for key in flat_keys(config)):
         raise UserError(f"--method mtp: {args.base} ships no prediction module (config.json names none)")
     if args.method != "exported":
         return
     own = Path(args.export_dir) / "base" / "config.json"
-    if own.is_file() and "quantization_config" in read_json(own) and "quantization_config" not in config:
+    if own.is_file() and "quantization_config" in read_object(own) and "quantization_config" not in config:
         log.warning("the draft was trained for the quantised base in %s; %s is not quantised", own.parent, args.base)
 
 

@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
+if [ -L "$venv" ]; then exit 0; fi # a link to the environment of another checkout (git worktrees): used as it is
 stamp=$(cat setup.py constraints.txt | cksum)
 if [ -f "$venv/.ready" ] && [ "$(cat "$venv/.ready")" = "$stamp" ]; then exit 0; fi
 

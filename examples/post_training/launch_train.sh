@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train an EAGLE-3 draft on one node: convert once, then finetune; started again it goes on where it was.
+# Train a draft on one node: convert once, then finetune; started again it goes on where it was.
 #
 #   bash launch_train.sh --model /models/llama --data train.jsonl --output_dir runs/llama --num_gpu 8 --num_epochs 2
 #   bash launch_train.sh --model /models/llama --offline-data FEATURES --output_dir runs/llama --num_gpu 8 --num_epochs 2
@@ -9,9 +9,11 @@ usage() {
   sed -n '2,5s/^# \{0,1\}//p' "$0"
   cat <<'END'
 options (defaults in brackets):
-  --model DIR          base: Hugging Face folder or Megatron checkpoint
+  --model DIR          base: Hugging Face folder, name on the hub, or Megatron checkpoint
   --data FILE          conversations (JSON lines)
-  --offline-data DIR   instead: features of offline_feature_extract.py; no base layers are loaded
+  --offline-data DIR   features of offline_feature_extract.py, which hold their conversations: --data is not read then,
+                       and no base layers are loaded
+  --algorithm NAME     eagle3, eagle3.1, eagle1, eagle-mtp or medusa [eagle3]
   --output_dir DIR     DIR/draft (the fresh draft) and DIR/run (checkpoints, metrics.jsonl)
   --num_gpu N          processes, one per GPU; 0: one process on the CPU [1]
   --num_epochs N       passes over the data [1]
@@ -19,19 +21,23 @@ options (defaults in brackets):
   --draft_vocab DIR    of tools/calibrate_draft_vocab.py [the whole vocabulary]
   --tp N, --pp N       tensor and pipeline parallel sizes [1]
   --batch N            global batch size [8 for each data parallel rank]
+  --eval_data FILE     held-out prompts: every --eval_interval steps the base decodes them with the draft, and
+                       DIR/run/best keeps the best [runs/mt_bench.jsonl, where it is there and --data is given]
+  --eval_interval N    [200]
 What follows -- goes to finetune.py as it is, for example: -- --lr 2e-4 --seq-length 4096 --packing
 END
 }
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
 scripts=$root/examples/post_training
-model="" data="" offline="" output="" num_gpu=1 epochs=1 eagle="" vocab="" tp=1 pp=1 batch=""
+model="" data="" offline="" output="" num_gpu=1 epochs=1 eagle="" vocab="" tp=1 pp=1 batch="" algorithm=eagle3 eval="" eval_interval=200
 fail() { echo "error: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
   [ "$1" = -- ] && { shift; break; }
   case $1 in -h|--help) usage; exit 0 ;; esac
   [ $# -ge 2 ] || fail "$1 needs a value"
   case $1 in
+    --algorithm) algorithm=$2 ;; --eval_data) eval=$2 ;; --eval_interval) eval_interval=$2 ;;
     --model) model=$2 ;; --data) data=$2 ;; --offline-data) offline=$2 ;; --output_dir) output=$2 ;;
     --num_gpu) num_gpu=$2 ;; --num_epochs) epochs=$2 ;; --eagle_config) eagle=$2 ;; --draft_vocab) vocab=$2 ;;
     --tp) tp=$2 ;; --pp) pp=$2 ;; --batch) batch=$2 ;;
@@ -40,15 +46,35 @@ while [ $# -gt 0 ]; do
   shift 2
 done
 [ -n "$model" ] && [ -n "$output" ] || { usage >&2; fail "--model and --output_dir are needed"; }
-[ -n "$data$offline" ] && [ -z "${data:+$offline}" ] || fail "give one of --data and --offline-data"
+[ -n "$data$offline" ] || fail "give --data or --offline-data"
+if [ -n "$data" ] && [ -n "$offline" ]; then
+  echo "--offline-data holds its conversations: --data $data is not read" >&2
+  data=""
+fi
+case $algorithm in
+  medusa) kind=(--export-algorithm medusa) ;;
+  eagle3|eagle3.1|eagle1|eagle-mtp) kind=(--export-algorithm eagle --export-eagle-algorithm "$algorithm") ;;
+  *) fail "--algorithm $algorithm: expected eagle3, eagle3.1, eagle1, eagle-mtp or medusa" ;;
+esac
 number() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1 $2: expected a whole number of at least 1"; }
 number --num_epochs "$epochs"; number --tp "$tp"; number --pp "$pp"; number --batch "${batch:-1}"
+number --eval_interval "$eval_interval"
 [ "$num_gpu" = 0 ] || number --num_gpu "$num_gpu"
-[ -d "$model" ] || fail "--model $model: no such folder"
+[ -d "$model" ] || [[ $model =~ ^[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+$ ]] || fail "--model $model: no such folder"
 [ -z "$data" ] || [ -f "$data" ] || fail "--data $data: no such file"
 [ -z "$offline" ] || [ -f "$offline/manifest.json" ] || fail "--offline-data $offline holds no features (manifest.json is missing)"
 
+if [ -z "$eval" ] && [ -n "$data" ]; then
+  if [ -f "$root/runs/mt_bench.jsonl" ]; then eval=$root/runs/mt_bench.jsonl
+  else echo "no held-out prompts: for acceptance while it trains run tools/prepare_conversations.py mt_bench" \
+    "--make-prompts --output runs/mt_bench.jsonl, or give --eval_data" >&2; fi
+fi
+[ -z "$eval" ] || [ -f "$eval" ] || fail "--eval_data $eval: no such file"
+[ -z "$eval" ] || [ -z "$offline" ] || fail "--eval_data decodes with the base, whose layers --offline-data leaves out"
+evaluation=(${eval:+--eval-data "$eval" --eval-acceptance-interval "$eval_interval"})
+
 python=${PYTHON:-python3}
+if [ -z "${PYTHON:-}" ] && [ -x "$root/.venv/bin/python" ]; then python=$root/.venv/bin/python; fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false
 ranks=$((num_gpu > 1 ? num_gpu : 1))
 : "${batch:=$((8 * ranks / tp))}"
@@ -65,7 +91,7 @@ launch() { # script arguments...
 }
 
 [ -f "$output/draft/latest_checkpointed_iteration.txt" ] || launch convert_model.py --load "$model" \
-  --save "$output/draft" ${eagle:+--eagle-config "$eagle"} ${vocab:+--draft-vocab "$vocab"}
+  "${kind[@]}" --save "$output/draft" ${eagle:+--eagle-config "$eagle"} ${vocab:+--draft-vocab "$vocab"}
 launch finetune.py --load "$output/draft" --save "$output/run" ${data:+--data "$data"} \
   ${offline:+--offline-data "$offline"} --global-batch-size "$batch" --train-epochs "$epochs" \
-  --save-interval 200 --async-save "$@"
+  --save-interval 200 --async-save "${evaluation[@]}" "$@"

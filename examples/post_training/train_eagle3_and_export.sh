@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The whole chain in one command: an EAGLE-3 draft for a base model, trained, quantised, exported and validated.
+# The whole chain in one command: a draft for a base model (EAGLE-3 unless --algorithm says otherwise), trained,
+# quantised, exported and validated.
 #
 #   bash examples/post_training/train_eagle3_and_export.sh                       # SmolLM2-135M on a laptop, no GPU
 #   bash examples/post_training/train_eagle3_and_export.sh --base_model PATH --num_gpu 8 --tp 2 --data chats.jsonl
@@ -16,7 +17,10 @@ options (defaults in brackets):
   --tokenizer DIR     tokenizer of a base whose folder has none
   --data FILE         training conversations (JSON lines) [synthesised with the base from --prompts]
   --prompts FILE      prompts to synthesise from [examples/post_training/data/prompts.jsonl]
-  --heldout FILE      prompts to validate on [examples/post_training/data/heldout_prompts.jsonl]
+  --heldout FILE      prompts to validate on [with --base_model: runs/mt_bench.jsonl, where it is there; else
+                      examples/post_training/data/heldout_prompts.jsonl]
+  --algorithm NAME    eagle3, eagle3.1, eagle1, eagle-mtp or medusa [eagle3]
+  --eagle_config FILE architecture of the draft as JSON [examples/post_training/eagle_config_demo.json]
   --output DIR        where everything goes [runs/eagle3]
   --draft_vocab N     draft vocabulary size [4096; 32000 with --base_model]
   --train_iters N, --qat_iters N, --batch N, --seq_length N, --lr X, --ttt_steps N, --max_new_tokens N, --loss KIND,
@@ -29,22 +33,37 @@ EOF
 root=$(cd "$(dirname "$0")/../.." && pwd)
 scripts=$root/examples/post_training
 base_model="" tokenizer="" num_gpu=0 tp=1 pp=1 data="" output=$root/runs/eagle3
-prompts=$scripts/data/prompts.jsonl heldout=$scripts/data/heldout_prompts.jsonl
+prompts=$scripts/data/prompts.jsonl heldout="" algorithm=eagle3 eagle_config=$scripts/eagle_config_demo.json
 draft_vocab="" train_iters="" qat_iters="" batch="" seq_length="" lr="" ttt_steps="" max_new_tokens="" loss="" num_prompts="" eval_prompts="" eval_tokens="" step_decay="" beta2=""
 fail() { echo "error: $1" >&2; exit 2; }
 
 while [ $# -gt 0 ]; do
   case $1 in
-    -h|--help) sed -n '2,8s/^# \{0,1\}//p' "$0"; usage; exit 0 ;;
-    --base_model|--tokenizer|--num_gpu|--tp|--pp|--data|--prompts|--heldout|--output|--draft_vocab|--train_iters|--qat_iters|--batch|\
+    -h|--help) sed -n '2,9s/^# \{0,1\}//p' "$0"; usage; exit 0 ;;
+    --base_model|--tokenizer|--num_gpu|--tp|--pp|--data|--prompts|--heldout|--algorithm|--eagle_config|--output|--draft_vocab|--train_iters|--qat_iters|--batch|\
     --seq_length|--lr|--ttt_steps|--max_new_tokens|--loss|--num_prompts|--eval_prompts|--eval_tokens|--step_decay|--beta2)
       [ $# -ge 2 ] || fail "$1 needs a value"
       printf -v "${1#--}" '%s' "$2"; shift 2 ;;
     *) usage >&2; fail "unknown option $1" ;;
   esac
 done
-for f in "$prompts" "$heldout" ${data:+"$data"}; do [ -f "$f" ] || fail "$f: no such file"; done
-[ -z "$base_model" ] || [ -d "$base_model" ] || fail "--base_model $base_model: no such folder"
+if [ -z "$heldout" ] && [ -n "$base_model" ] && [ -f "$root/runs/mt_bench.jsonl" ]; then
+  heldout=$root/runs/mt_bench.jsonl
+elif [ -z "$heldout" ]; then
+  heldout=$scripts/data/heldout_prompts.jsonl
+  [ -z "$base_model" ] || echo "validating on $heldout; for MT-Bench run tools/prepare_conversations.py mt_bench" \
+    "--make-prompts --output runs/mt_bench.jsonl" >&2
+fi
+vocabulary=() # a reduced one is EAGLE-3's alone
+case $algorithm in
+  medusa) kind=(--export-algorithm medusa) ;;
+  eagle3|eagle3.1) vocabulary=(--draft-vocab "$output/vocab") ;;&
+  eagle3|eagle3.1|eagle1|eagle-mtp)
+    kind=(--export-algorithm eagle --export-eagle-algorithm "$algorithm" --eagle-config "$eagle_config") ;;
+  *) fail "--algorithm $algorithm: expected eagle3, eagle3.1, eagle1, eagle-mtp or medusa" ;;
+esac
+for f in "$prompts" "$heldout" "$eagle_config" ${data:+"$data"}; do [ -f "$f" ] || fail "$f: no such file"; done
+[ -z "$base_model" ] || [ -d "$base_model" ] || [[ $base_model =~ ^[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+$ ]] || fail "--base_model $base_model: no such folder"
 [ $((num_gpu > 1 ? num_gpu : 1)) -ge $((tp * pp)) ] || fail "--tp $tp x --pp $pp needs at least $((tp * pp)) GPUs, --num_gpu is $num_gpu"
 
 # Small settings fit a two-core machine; with a model of the user's own the usual ones of the EAGLE-3 paper.
@@ -87,7 +106,7 @@ launch() { # script arguments...
 
 # The folder remembers what it was made with: other options would mix two runs.
 mkdir -p "$output/.stages"
-options="base_model=$base_model tokenizer=$tokenizer data=$data prompts=$prompts num_prompts=$num_prompts draft_vocab=$draft_vocab \
+options="algorithm=$algorithm eagle_config=$eagle_config base_model=$base_model tokenizer=$tokenizer data=$data prompts=$prompts num_prompts=$num_prompts draft_vocab=$draft_vocab \
 train_iters=$train_iters qat_iters=$qat_iters batch=$global_batch seq_length=$seq_length lr=$lr ttt_steps=$ttt_steps loss=$loss step_decay=$step_decay beta2=$beta2 \
 max_new_tokens=$max_new_tokens"
 if [ -f "$output/.stages/options" ] && [ "$(cat "$output/.stages/options")" != "$options" ]; then
@@ -116,19 +135,20 @@ rows=() # many short conversations share a row of seq_length tokens; the demo's 
 [ -z "$base_model" ] || rows=(--packing)
 train=${data:-$output/train.jsonl}
 conversations=(--data "$train" --seq-length "$seq_length" "${words[@]}")
-training=("${conversations[@]}" --ttt-steps "$ttt_steps" --loss "$loss" --step-decay "$step_decay" --adam-beta2 "$beta2" --micro-batch-size "$micro_batch" \
+steps=() # Medusa has a step per head
+[ "$algorithm" = medusa ] || steps=(--ttt-steps "$ttt_steps")
+training=("${conversations[@]}" "${steps[@]}" --loss "$loss" --step-decay "$step_decay" --adam-beta2 "$beta2" --micro-batch-size "$micro_batch" \
   --global-batch-size "$global_batch" --log-interval 10 "${rows[@]}")
 
 [ -n "$data" ] || stage synthesize "" launch generate.py --base "$base" --data "$prompts" --output "$train" \
   --max-new-tokens "$max_new_tokens" --batch-size 64 --num-prompts "$num_prompts" "${words[@]}"
-stage calibrate_vocab "$output/vocab" "$python" "$root/tools/calibrate_draft_vocab.py" --model "$base" --data "$train" \
+[ ${#vocabulary[@]} -eq 0 ] || stage calibrate_vocab "$output/vocab" "$python" "$root/tools/calibrate_draft_vocab.py" --model "$base" --data "$train" \
   --draft-vocab-size "$draft_vocab" --save-dir "$output/vocab" "${words[@]}"
-stage convert "$output/draft" launch convert_model.py --export-algorithm eagle --export-eagle-algorithm eagle3 \
-  --eagle-config "$scripts/eagle_config_demo.json" --draft-vocab "$output/vocab" --load "$base" --save "$output/draft"
+stage convert "$output/draft" launch convert_model.py "${kind[@]}" "${vocabulary[@]}" --load "$base" --save "$output/draft"
 stage finetune "" launch finetune.py --load "$output/draft" --save "$output/finetuned" "${training[@]}" "${cache[@]}" \
   --train-iters "$train_iters" --save-interval "$((train_iters / 5 + 1))" --lr "$lr" --lr-warmup-iters 5
 stage quantize "$output/quantized" launch quantize.py --export-quant-cfg fp8 --load "$output/finetuned" \
-  --save "$output/quantized" "${conversations[@]}" --ttt-steps "$ttt_steps" --calib-samples 32
+  --save "$output/quantized" "${conversations[@]}" "${steps[@]}" --calib-samples 32
 stage qat "" launch finetune.py --load "$output/quantized" --save "$output/qat" "${training[@]}" \
   --train-iters "$qat_iters" --lr "$qat_lr"
 stage export_bf16 "$output/export_bf16" launch export.py --load "$output/finetuned" --export-dir "$output/export_bf16" \

@@ -62,6 +62,8 @@ class FrozenBase(nn.Module):
         self.gpt = gpt
         self.stage = stages[world.pp_rank]
         self.capture_layer_ids = stages[-1].captures_out
+        self.stage_counts = [stage.count for stage in stages]
+        self.reference: Any = None  # `BaseReference`, where it was loaded from disk
         self.quantised_on_disk = False
         """The base's own files are in fp8, and it computes with their ranges: there is nothing to calibrate."""
         self.vocab_size = config.vocab_size
@@ -120,6 +122,12 @@ class FrozenBase(nn.Module):
         for parameter in base.parameters():
             parameter.data.fill_(float("nan"))
         return base
+
+    def capture(self, layer_ids: Sequence[int]) -> None:
+        """Capture the outputs of these layers from now on. Raises UserError for layers that the base has not."""
+        placement.check_captures(self.config.num_layers, layer_ids)
+        stages = placement.stages_from_counts(self.stage_counts, layer_ids)
+        self.stage, self.capture_layer_ids = stages[self.world.pp_rank], stages[-1].captures_out
 
     @classmethod
     def from_gpt_model(cls, gpt: Any, config: BaseConfig, world: World, capture_layer_ids: Sequence[int]) -> FrozenBase:

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+from megatron_spec.runtime.children import managers_end_with_parent
+
+Guard = Callable[[], AbstractContextManager[Any]]
 
 
 class BackgroundWriter:
@@ -20,20 +25,29 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._queue = AsyncCallsQueue()
+        self._guard: Guard = nullcontext
 
-    def save(self, state: dict[str, Any], folder: Path, publish: Callable[[], None]) -> None:
-        """Begin to write a sharded state; `publish` runs on every rank when all have finished."""
+    def save(self, state: dict[str, Any], folder: Path, publish: Callable[[], None], guard: Guard) -> None:
+        """Begin to write a sharded state; `publish` runs on every rank when all have finished.
+
+        Args:
+            guard: makes the context in which a part of the writing may fail.
+        """
+        self._guard = guard
         options = {"async_sharded_save": True}
         if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
             options["async_strategy"] = "mcore"  # type: ignore[assignment]  # its default is a package of its own
-        request: Any = dist_checkpointing.save(state, str(folder), **options)
-        request.add_finalize_fn(publish)
-        self._queue.schedule_async_request(request)
+        with guard(), managers_end_with_parent():
+            request: Any = dist_checkpointing.save(state, str(folder), **options)
+            request.add_finalize_fn(publish)
+            self._queue.schedule_async_request(request)
 
     def poll(self) -> None:
         """Publish what is complete."""
-        self._queue.maybe_finalize_async_calls(blocking=False)
+        with self._guard():
+            self._queue.maybe_finalize_async_calls(blocking=False)
 
     def wait(self) -> None:
         """Publish what was begun."""
-        self._queue.maybe_finalize_async_calls(blocking=True)
+        with self._guard():
+            self._queue.maybe_finalize_async_calls(blocking=True)

@@ -99,6 +99,7 @@ def load_base(
         rows = megatron.padded_vocab_size(folder, config, world)
         base = FrozenBase.build(config, world, capture_layer_ids, dtype, rows, transformer_engine)
         megatron.load_megatron(base, folder)
+    base.reference = reference
     _check_finite(base, reference.path)
     return base
 

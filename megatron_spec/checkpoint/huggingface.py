@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
@@ -21,7 +20,7 @@ from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.families import is_ignorable, name_rules
 from megatron_spec.families.fields import fp8_block
 from megatron_spec.families.names import EVERYTHING, NameRule, hf_shapes, local_names, read_shard
-from megatron_spec.runtime.files import read_json
+from megatron_spec.runtime.files import read_object
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +30,11 @@ _INDEX = "model.safetensors.index.json"
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of the folder. Raises UserError when there are none or one of the index is missing."""
     if (folder / _INDEX).is_file():
-        weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_object(folder / _INDEX, {"weight_map": dict}, ("weight_map",))["weight_map"]
+        wrong = [tensor for tensor, name in weight_map.items() if not (isinstance(name, str) and name)]
+        if wrong or not weight_map:
+            what = f"names no file for {wrong[0]}" if wrong else "is empty"
+            raise UserError(f"{folder / _INDEX}: weight_map {what}, expected the file of every tensor; copy it again")
         names = sorted(set(weight_map.values()))
         bad = [name for name in names if Path(name).name != name]
         if bad:
@@ -136,7 +139,7 @@ class HuggingFaceWeights:
 
 
 def _fp8_block_of(config_json: Path) -> tuple[int, int] | None:
-    raw = read_json(config_json) if config_json.is_file() else {}
+    raw = read_object(config_json, {"quantization_config": dict}) if config_json.is_file() else {}
     quantization = raw.get("quantization_config") or {}
     return fp8_block(quantization, str(config_json)) if quantization.get("quant_method") == "fp8" else None
 

@@ -23,7 +23,7 @@ from megatron_spec.families import name_rules, parse_base_config
 from megatron_spec.families.megatron_args import config_from_args
 from megatron_spec.families.names import NameRule
 from megatron_spec.runtime.distributed import World
-from megatron_spec.runtime.files import read_json
+from megatron_spec.runtime.files import read_object
 
 _POINTER = "latest_checkpointed_iteration.txt"
 _PREFIXES = ("", "module.", "model.")
@@ -65,7 +65,7 @@ def read_config(path: Path, folder: Path) -> BaseConfig:
     """Architecture: from a config.json beside or inside the checkpoint, else from the stored arguments."""
     for place in (folder, path):
         if (place / "config.json").is_file():
-            raw = read_json(place / "config.json")
+            raw = read_object(place / "config.json")
             return _readable(parse_base_config(raw, str(place / "config.json")), path)
     try:
         with torch.serialization.safe_globals(SAFE_GLOBALS):

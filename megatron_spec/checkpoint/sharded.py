@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import re
+import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -18,11 +18,19 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import nn
 
 from megatron_spec.checkpoint.background import BackgroundWriter
-from megatron_spec.checkpoint.spec import POINTER, CheckpointSpec, iteration_folder, latest_iteration
+from megatron_spec.checkpoint.spec import (
+    POINTER,
+    CheckpointSpec,
+    in_use,
+    iteration_folder,
+    iterations,
+    latest_iteration,
+)
 from megatron_spec.config import UserError
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.runtime.distributed import World
-from megatron_spec.runtime.files import write_json, write_text
+from megatron_spec.runtime.children import managers_end_with_parent
+from megatron_spec.runtime.distributed import World, together
+from megatron_spec.runtime.files import rename, require_space, write_json, write_text, writing
 from megatron_spec.runtime.provenance import write_run_json
 
 
@@ -78,53 +86,72 @@ def save(
         writer.wait()
     final = iteration_folder(checkpoint, spec.iteration)
     temporary = final.with_name(f".{final.name}.tmp")
-    if world.rank == 0:
-        for leftover in Path(checkpoint).glob(".iter_*.tmp"):  # of killed runs
-            shutil.rmtree(leftover, ignore_errors=True)
-        (temporary / "dist").mkdir(parents=True)
-    dist.barrier()
     state: dict[str, Any] = {"model": sharded_state(draft, world), "extra": extra or {}}
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(state["model"], metadata=_optimizer_metadata())
-    if world.rank == 0:
-        vocab.save(temporary / "vocab.safetensors")
-        if base_amax is not None:
-            write_json(temporary / "base_amax.json", base_amax)
-        write_run_json(temporary, run_config or {})
-        write_json(temporary / "spec.json", spec.to_dict())
+    size = _size(state["model"], optimizer is not None)
+
+    def begin() -> None:
+        """The folder and its small files."""
+        with _written(final, temporary, size):
+            for leftover in final.parent.glob(".iter_*.tmp"):  # of killed runs
+                shutil.rmtree(leftover, ignore_errors=True)
+            require_space(final, size)
+            (temporary / "dist").mkdir(parents=True)
+            vocab.save(temporary / "vocab.safetensors")
+            if base_amax is not None:
+                write_json(temporary / "base_amax.json", base_amax)
+            write_run_json(temporary, run_config or {})
+            write_json(temporary / "spec.json", spec.to_dict())
+
+    together(lambda: begin() if world.rank == 0 else None)
 
     def publish_everywhere() -> None:
         """Rename the finished folder, once all ranks have written."""
-        if world.rank == 0:
-            publish(temporary, final, keep, keep_until)
-        dist.barrier()
+        together(lambda: publish(temporary, final, keep, keep_until) if world.rank == 0 else None)
 
     if writer is not None:
-        writer.save(state, temporary / "dist", publish_everywhere)
+        writer.save(state, temporary / "dist", publish_everywhere, lambda: _written(final, temporary, size))
         return final
-    dist_checkpointing.save(state, str(temporary / "dist"))
+    with _written(final, temporary, size), managers_end_with_parent():
+        dist_checkpointing.save(state, str(temporary / "dist"))
     publish_everywhere()
     return final
+
+
+def _size(model: dict[str, ShardedTensor], with_optimizer: bool) -> int:
+    """Bytes of the checkpoint: every value, and three numbers in fp32 beside it (its master copy and two moments)."""
+    return sum(
+        math.prod(t.global_shape) * (t.data.itemsize + 12 * (with_optimizer and t.data.requires_grad))
+        for t in model.values()
+    )  # fmt: skip
+
+
+@contextmanager
+def _written(final: Path, temporary: Path, size: int) -> Iterator[None]:
+    """Inside, an iteration is written; when that fails, nothing of it stays. Raises UserError for a full disk."""
+    try:
+        with writing(final, size):
+            yield
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def publish(temporary: Path, final: Path, keep: int = 0, keep_until: int = -1) -> None:
     """A complete temporary folder becomes iteration `final`, then the latest one. Killed anywhere inside, `latest`
     names a complete iteration: the new one, or the one before."""
     checkpoint, old = final.parent, final.with_name(f".{final.name}.old.tmp")
-    others = [p for p in _iterations(checkpoint) if p != final]
+    others = [p for p in iterations(checkpoint) if p != final]
     if final.exists():  # the same iteration saved again: until it is there, another one is the latest
         if others:
             write_text(checkpoint / POINTER, f"{_number(others[-1])}\n")
-        os.replace(final, old)
-    os.replace(temporary, final)
+        rename(final, old)
+    rename(temporary, final)
     write_text(checkpoint / POINTER, f"{_number(final)}\n")
     shutil.rmtree(old, ignore_errors=True)
     if keep:
         _remove_old(checkpoint, keep, keep_until)
-
-
-def _iterations(checkpoint: Path) -> list[Path]:
-    return sorted(p for p in checkpoint.iterdir() if re.fullmatch(r"iter_\d{7,}", p.name))
 
 
 def _number(folder: Path) -> int:
@@ -134,12 +161,12 @@ def _number(folder: Path) -> int:
 def _remove_old(checkpoint: Path, keep: int, keep_until: int) -> None:
     latest = latest_iteration(checkpoint)
     # A run that is saved into the folder it started from does not remove what was there.
-    saved = [p for p in _iterations(checkpoint) if _number(p) > keep_until]
+    saved = [p for p in iterations(checkpoint) if _number(p) > keep_until]
     for old in saved[:-keep]:
-        if latest is not None and old != iteration_folder(checkpoint, latest):
+        if latest is not None and old != iteration_folder(checkpoint, latest) and not in_use(old):
             doomed = old.with_name(f".{old.name}.old.tmp")  # half removed it must not look complete
-            os.replace(old, doomed)
-            shutil.rmtree(doomed)
+            rename(old, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 def load(folder: Path | str, draft: nn.Module, world: World, *, optimizer: Any = None) -> dict[str, Any]:
@@ -154,11 +181,13 @@ def load(folder: Path | str, draft: nn.Module, world: World, *, optimizer: Any =
         wanted["optimizer"] = optimizer.sharded_state_dict(
             wanted["model"], is_loading=True, metadata=_optimizer_metadata()
         )
-    _check_names(Path(folder), wanted["model"])
     try:
+        _check_names(Path(folder), wanted["model"])
         loaded = dist_checkpointing.load(wanted, str(Path(folder) / "dist"), strict=StrictHandling.RAISE_UNEXPECTED)
+    except UserError:
+        raise
     except Exception as e:
-        raise UserError(f"checkpoint {folder} does not load: {type(e).__name__}: {e}") from e
+        raise _unreadable(folder, e) from e
     draft.load_state_dict(loaded["model"])
     if optimizer is not None:
         optimizer.load_state_dict(loaded["optimizer"])
@@ -176,7 +205,13 @@ def read_extra(folder: Path | str) -> dict[str, Any]:
     try:
         return dict(dist_checkpointing.load_common_state_dict(str(Path(folder) / "dist")).get("extra") or {})
     except Exception as e:
-        raise UserError(f"checkpoint {folder} does not load: {type(e).__name__}: {e}") from e
+        raise _unreadable(folder, e) from e
+
+
+def _unreadable(folder: Path | str, error: Exception) -> UserError:
+    if not Path(folder).is_dir():
+        return UserError(f"checkpoint {folder} was removed while it was read: start again, or give another iteration")
+    return UserError(f"checkpoint {folder} does not load: {type(error).__name__}: {error}")
 
 
 def has_optimizer(folder: Path | str) -> bool:

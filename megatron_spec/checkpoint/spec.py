@@ -6,11 +6,16 @@ with spec.json, run.json, vocab.safetensors and the sharded tensors of `dist_che
 
 from __future__ import annotations
 
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_spec.config import BaseConfig, Config, DraftConfig, QuantConfig, UserError
-from megatron_spec.runtime.files import read_json, sha256_of
+from megatron_spec.runtime.files import read_object, sha256_of
 
 POINTER = "latest_checkpointed_iteration.txt"
 FORMAT_VERSION = 1
@@ -58,13 +63,37 @@ def iteration_folder(checkpoint: Path | str, iteration: int) -> Path:
     return Path(checkpoint) / f"iter_{iteration:07d}"
 
 
+def iterations(checkpoint: Path | str) -> list[Path]:
+    """The iteration folders of a checkpoint, oldest first."""
+    path = Path(checkpoint)
+    return sorted(p for p in path.iterdir() if re.fullmatch(r"iter_\d{7,}", p.name)) if path.is_dir() else []
+
+
+def missing_files(folder: Path) -> list[str]:
+    """What an iteration folder lacks to be complete."""
+    return [name for name in ("spec.json", "vocab.safetensors", "dist/metadata.json") if not (folder / name).is_file()]
+
+
 def latest_iteration(checkpoint: Path | str) -> int | None:
-    """Iteration the pointer names, or None when the folder holds no checkpoint. Raises UserError on a broken one."""
+    """Iteration the pointer names; None when the folder holds no checkpoint. Raises UserError on a broken one.
+
+    Without a pointer, or with one to an iteration that is gone, the newest complete iteration is taken: a run may have
+    been killed before it wrote the pointer.
+    """
     pointer = Path(checkpoint) / POINTER
-    if not pointer.is_file():
-        return None
-    text = pointer.read_text(encoding="utf-8").strip()
-    if not text.isdigit():
+    named = _named(pointer) if pointer.is_file() else None
+    if named is not None and iteration_folder(checkpoint, named).is_dir():
+        return named
+    complete = [p for p in iterations(checkpoint) if not missing_files(p)]
+    return int(complete[-1].name.removeprefix("iter_")) if complete else named
+
+
+def _named(pointer: Path) -> int:
+    try:
+        text = pointer.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"{pointer} cannot be read: {e}") from None
+    if not (text.isdecimal() and text.isascii()):
         raise UserError(f"{pointer} should hold an iteration number, found {text[:40]!r}")
     return int(text)
 
@@ -85,15 +114,54 @@ def resolve(checkpoint: Path | str) -> Path:
                 "give the --save folder of convert_model.py, finetune.py or quantize.py"
             )
         path = iteration_folder(path, latest)
-    for name in ("spec.json", "vocab.safetensors", "dist/metadata.json"):
-        if not (path / name).is_file():
-            raise UserError(f"checkpoint {path} is incomplete: {name} is missing; use another iteration or save again")
+    missing = missing_files(path)
+    if missing:
+        raise UserError(
+            f"checkpoint {path} is incomplete: {', '.join(missing)} is missing; use another iteration or save again"
+        )
     return path
+
+
+@contextmanager
+def held(checkpoint: Path | str) -> Iterator[Path]:
+    """`resolve`, and keep a run that saves there (--ckpt-keep) from removing the iteration while it is read."""
+    while True:
+        folder = resolve(checkpoint)
+        try:
+            handle = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # removed since
+            continue
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_SH)
+            if missing_files(folder):  # removed since; of a checkpoint's folder another one is the latest now
+                continue
+            yield folder
+            return
+        finally:
+            os.close(handle)
+
+
+def in_use(folder: Path) -> bool:
+    """True while another process holds an iteration (`held`)."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
 
 
 def read_spec(folder: Path | str) -> CheckpointSpec:
     """spec.json of an iteration folder. Raises UserError on unknown keys or wrong types."""
-    return CheckpointSpec.from_dict(read_json(Path(folder) / "spec.json"))
+    return CheckpointSpec.from_dict(read_object(Path(folder) / "spec.json"))
 
 
 def identity(folder: Path) -> dict[str, str]:

@@ -36,7 +36,7 @@ from megatron_spec.export.served import check_exportable
 from megatron_spec.planning import layouts
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
-from megatron_spec.runtime.files import read_json, require_empty
+from megatron_spec.runtime.files import read_object, require_empty
 
 log = logging.getLogger(__name__)
 
@@ -106,9 +106,7 @@ def _plan_block(ref: BaseReference, request: DraftRequest) -> BlockConfig:
 def _plan_eagle(
     ref: BaseReference, eagle_algorithm: str, eagle_config: str | None, draft_vocab: str | None
 ) -> tuple[EagleConfig, DraftVocab]:
-    overrides = read_json(eagle_config) if eagle_config else {}
-    if not isinstance(overrides, dict):
-        raise UserError(f"{eagle_config} must hold a JSON object")
+    overrides = read_object(eagle_config) if eagle_config else {}
     overrides = from_modelopt(overrides, eagle_algorithm)
     vocab = draft_vocabulary(draft_vocab, overrides, ref.config.vocab_size)
     config = presets.eagle_config(ref.config, eagle_algorithm, {**overrides, "draft_vocab_size": len(vocab)})
@@ -154,6 +152,11 @@ def convert(run: ConvertRun) -> Path:
     for said in check_exportable(config, ref.config):
         log.warning("%s", said)
     world = distributed.initialize(run.parallel, run.seed, settings=settings_of(run, load=ref.fingerprint))
+    with distributed.sole_run(run.save, world):
+        return _convert(run, ref, config, vocab, world)
+
+
+def _convert(run: ConvertRun, ref: BaseReference, config: DraftConfig, vocab: DraftVocab, world: World) -> Path:
     dtype = torch.bfloat16 if run.bf16 else torch.float32
     base = load_exported_base(ref, world, capture_layer_ids=config.capture_layer_ids, dtype=dtype)
     draft = first_draft(base, ref, config, vocab, world, dtype, run.seed, run.draft)

@@ -26,7 +26,7 @@ from megatron_spec.evaluation.acceptance import AcceptanceStats, acceptance_stat
 from megatron_spec.generation.prompts import Dialogue, read_prompts
 from megatron_spec.planning import layouts
 from megatron_spec.runtime.distributed import World
-from megatron_spec.runtime.files import read_json, write_json
+from megatron_spec.runtime.files import append_text, read_json, write_json
 from megatron_spec.training.metrics import truncate_log
 
 log = logging.getLogger(__name__)
@@ -117,8 +117,7 @@ class AcceptanceEvaluator:
             stats.prompts, ", the best so far" if better else "",
         )  # fmt: skip
         if self.loaded.base.world.rank == 0:
-            with self.log_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            append_text(self.log_file, json.dumps(record) + "\n")
         if better:
             self.best = length
             self._keep(iteration, record)

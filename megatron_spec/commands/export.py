@@ -11,17 +11,18 @@ import torch
 
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint
-from megatron_spec.checkpoint.spec import CheckpointSpec, identity, read_spec, resolve
+from megatron_spec.checkpoint.spec import CheckpointSpec, held, identity, read_spec
 from megatron_spec.commands.data import check_base_shapes
 from megatron_spec.commands.runs import ExportRun, settings_of, takes
 from megatron_spec.config import UserError, flag_name
 from megatron_spec.export import speculators, trtllm_legacy
 from megatron_spec.export.base import export_base
-from megatron_spec.export.common import shared_folder, together
+from megatron_spec.export.common import shared_folder
 from megatron_spec.export.draft import export_draft
 from megatron_spec.families import config_json
 from megatron_spec.planning import layouts
 from megatron_spec.runtime import distributed
+from megatron_spec.runtime.distributed import together
 from megatron_spec.runtime.files import require_empty, write_text
 from megatron_spec.serving.draft import exported
 from megatron_spec.serving.trtllm import trtllm_yaml
@@ -87,13 +88,12 @@ def export(run: ExportRun) -> Path:
         UserError: input that does not fit.
         VerificationError: what was written is not what is in memory; nothing is published.
     """
-    folder = resolve(run.load)
-    spec = read_spec(folder)
-    _check(run, spec)
-    world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
-    loaded = load_checkpoint(
-        folder, world, dtype=torch.bfloat16 if run.bf16 else torch.float32, base_path=run.base
-    )  # fmt: skip
+    with held(run.load) as folder:
+        spec = read_spec(folder)
+        _check(run, spec)
+        world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
+        dtype = torch.bfloat16 if run.bf16 else torch.float32
+        loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base)
     out = Path(run.export_dir).resolve()
     run_config = {"checkpoint": str(folder), "quant": spec.quant.to_dict() if spec.quant else None}
     legacy, with_base = run.format == "trtllm-legacy", _quantised_base(spec) or run.with_base

@@ -352,9 +352,16 @@ def finetune(run: FinetuneRun) -> bool:
 
     Raises UserError for input that does not fit, before any weight is read where that is possible.
     """
-    resolved = resolve(run)
+    before, resolved = latest_iteration(run.save), resolve(run)
     agreed = settings_of(run, data=resolved.order["--data"], load=resolved.start, save=resolved.position)
     world = distributed.initialize(run.parallel, run.train.seed, settings=agreed)
+    with distributed.sole_run(run.save, world):
+        if latest_iteration(run.save) != before:
+            raise UserError(f"--save {run.save}: another run saved there meanwhile: start again to continue it")
+        return _finetune(run, resolved, world)
+
+
+def _finetune(run: FinetuneRun, resolved: Resolved, world: World) -> bool:
     check_world(world, run.train)
     log.info("layout: %s", describe_layout(world, resolved.spec.base.config))
     loaded = load_models(resolved, world)

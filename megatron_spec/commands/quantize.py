@@ -21,7 +21,7 @@ from megatron_spec.quantization import report
 from megatron_spec.quantization.attach import base_amax_state, check_draft
 from megatron_spec.quantization.calibrate import LayerReport, calibrate
 from megatron_spec.runtime import distributed
-from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.distributed import World, together
 from megatron_spec.runtime.files import read_json, require_empty
 
 log = logging.getLogger(__name__)
@@ -125,6 +125,13 @@ def quantize(run: QuantizeRun) -> Path:
     spec = read_spec(folder)
     objective = check(run, spec, quant)
     world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
+    with distributed.sole_run(run.save, world):
+        return _quantize(run, folder, quant, objective, world)
+
+
+def _quantize(
+    run: QuantizeRun, folder: Path, quant: QuantConfig, objective: ObjectiveConfig, world: World
+) -> Path:  # fmt: skip
     dtype = torch.bfloat16 if run.bf16 else torch.float32
     loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base)
     run_config = {"policy": run.policy, "samples": run.samples, "quant": quant.to_dict()}
@@ -137,13 +144,11 @@ def quantize(run: QuantizeRun) -> Path:
     loader, steps = calibration_loader(dataset, world, run.samples, run.micro_batch_size, sequence_parallel)
     batches = [loader.step(i * loader.global_batch_size) for i in range(steps)]
     found = calibrate(loaded.base, loaded.draft, OnlineFeatures(loaded.base), batches, objective, quant, world)
-    base_amax = base_amax_state(loaded.base) if quant.base != "none" else None
+    together(lambda: write_report(found, run.save) if world.rank == 0 else None)  # nothing is complete without it
     saved = sharded.save(
         run.save, respec(loaded.spec, quant=quant, iteration=_iteration(run)), loaded.draft, loaded.vocab, world,
-        base_amax=base_amax, run_config=run_config,
+        base_amax=base_amax_state(loaded.base) if quant.base != "none" else None, run_config=run_config,
     )  # fmt: skip
-    if world.rank == 0:
-        write_report(found, run.save)
     log.info("quantised with %s on %d conversations: %s", run.policy, steps * loader.global_batch_size, saved)
     return saved
 
@@ -167,7 +172,7 @@ def check(run: QuantizeRun, spec: CheckpointSpec, quant: QuantConfig) -> Objecti
     objective = presets.objective_for(spec.draft, run.objective)
     check_file(run.data)
     if not _into_its_own_folder(run):
-        require_empty(run.save, "give another --save folder, or remove it to quantise again")
+        require_empty(run.save, "give another --save folder, or remove it to quantise again", report.FILES)
     layouts.check("quantize", run.parallel)
     check_parallel(spec.base.config, run.parallel)
     check_seq_length(run.seq_length, spec)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_spec.config import UserError
-from megatron_spec.runtime.files import read_json, write_json
+from megatron_spec.runtime.files import read_object, write_json
 
 FORMAT = 1
 _FILES = ("tokens", "lengths", "runs", "run_counts")
@@ -103,7 +103,7 @@ class TokenStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.meta = read_json(folder / "meta.json")
+        self.meta = read_object(folder / "meta.json")
         self.dtype = np.dtype(self.meta["dtype"])
         N = self.meta["samples"]
         self.lengths = np.fromfile(folder / "lengths.bin", dtype=np.int32)

@@ -142,7 +142,7 @@ class _Job:
 def _build(job: _Job, folder: Path, about: dict[str, Any]) -> None:
     start, size = time.monotonic(), job.path.stat().st_size
     args = (job.encoder.tokenizer, job.stop_token_ids, str(job.path))
-    with published_folder(folder, overwrite=True) as temporary:
+    with published_folder(folder, overwrite=True, hint="give another --data-cache-path") as temporary:
         writer = StoreWriter(temporary, len(job.encoder.tokenizer))
         done = told = tokens = 0
         try:

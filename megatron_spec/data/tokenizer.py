@@ -43,9 +43,9 @@ def stop_token_ids(folder: Path | str, tokenizer: Any | None = None) -> tuple[in
         path = Path(folder, name)
         if not path.is_file():
             continue
-        value = files.read_json(path).get("eos_token_id")
+        value = files.read_object(path, {"eos_token_id": (int, list)}).get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(i, int) for i in ids):
+        if not all(type(i) is int for i in ids):
             raise UserError(f"{path}: found eos_token_id {value!r}, expected a number or a list of numbers")
         found.update(ids)
     return tuple(sorted(found))

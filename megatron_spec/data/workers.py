@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any, TypeVar
 
+from megatron_spec.runtime.children import end_with_parent
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -51,6 +53,7 @@ _work: list[Callable[[Any], Any]] = []
 
 
 def _start(make_work: Callable[..., Callable[[Any], Any]], args: tuple[Any, ...]) -> None:
+    end_with_parent()
     _work[:] = [make_work(*args)]
 
 

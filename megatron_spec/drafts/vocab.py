@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_spec.config import UserError
+from megatron_spec.runtime.files import replacing
 
 
 class DraftVocab:
@@ -89,9 +90,8 @@ class DraftVocab:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `d2t` and `t2d` as safetensors (to a temporary name, then renamed)."""
-        temporary = f"{os.fspath(path)}.tmp"
-        save_file({"d2t": self.d2t, "t2d": self.t2d}, temporary)
-        os.replace(temporary, path)
+        with replacing(Path(path), self.d2t.nbytes + self.t2d.nbytes) as temporary:
+            save_file({"d2t": self.d2t, "t2d": self.t2d}, temporary)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> DraftVocab:

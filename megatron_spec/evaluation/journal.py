@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_spec.evaluation.report import Answer, Part
 from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.files import append_text, write_text
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,7 @@ class Journal:
             self._take(Part([Answer.from_dict(a) for a in line["answers"]], line["seconds"], line["skipped"]))
         if self.writes and not lines:
             assert self.path is not None
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(meta) + "\n", encoding="utf-8")
+            write_text(self.path, json.dumps(meta) + "\n")
 
     def _read(self, meta: dict[str, Any]) -> list[dict[str, Any]]:
         assert self.path is not None
@@ -69,8 +69,7 @@ class Journal:
         self._take(part)
         if self.writes:
             assert self.path is not None
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(dataclasses.asdict(part)) + "\n")
+            append_text(self.path, json.dumps(dataclasses.asdict(part)) + "\n")
 
     def remove(self) -> None:
         """The report is written: nothing is left to continue."""

@@ -27,7 +27,6 @@ from megatron_spec.export.common import (
     parse_dtype,
     shards_of,
     shared_folder,
-    together,
 )
 from megatron_spec.export.quant_metadata import BASE_EXCLUDES, hf_quant_config, quantization_config
 from megatron_spec.export.stream import TensorWriter, write_stream
@@ -35,8 +34,8 @@ from megatron_spec.families import config_json, name_rules
 from megatron_spec.families.names import NameRule, hf_shapes, join_shards, local_names, to_hf
 from megatron_spec.quantization.attach import excluded
 from megatron_spec.quantization.rounding import quantize, scale_of
-from megatron_spec.runtime.distributed import World
-from megatron_spec.runtime.files import read_json, write_json
+from megatron_spec.runtime.distributed import World, together
+from megatron_spec.runtime.files import read_object, write_json
 from megatron_spec.runtime.provenance import write_run_json
 
 log = logging.getLogger(__name__)
@@ -273,7 +272,7 @@ def _finish(
 ) -> None:  # fmt: skip
     copy_side_files(source, folder)
     found = source / "config.json"
-    config: dict[str, Any] = read_json(found) if found.is_file() else config_json(architecture)
+    config: dict[str, Any] = read_object(found) if found.is_file() else config_json(architecture)
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     config.pop("quantization_config", None)  # a base in MXFP4 was dequantised on import
     if exclude is not None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.export.native_mtp import file_name
-from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.distributed import World, together
 from megatron_spec.runtime.files import published_folder
-
-T = TypeVar("T")
 
 _COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 _NOT_COPIED = {"config.json", "hf_quant_config.json", "run.json", "source.json"}
@@ -54,27 +52,6 @@ def parse_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise UserError(f"export dtype {name!r} is not known: use one of {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def together(action: Callable[[], T]) -> T:
-    """Run `action` on every rank of the world; when it fails anywhere, every rank raises.
-
-    The rank that failed raises its own error, the others name it. Without this, they would wait for ever.
-    """
-    result, error = None, None
-    try:
-        result = action()
-    except Exception as e:
-        error = e
-    found: list[tuple[type[Exception], str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (type(error), str(error)) if error is not None else None)
-    if error is not None:
-        raise error
-    for rank, other in enumerate(found):
-        if other is not None:
-            kind = UserError if other[0] is UserError else VerificationError
-            raise kind(f"rank {rank} failed: {other[1]}")
-    return result  # type: ignore[return-value]
 
 
 @contextmanager

@@ -27,7 +27,6 @@ from megatron_spec.export.common import (
     parse_dtype,
     shards_of,
     shared_folder,
-    together,
     whole,
 )
 from megatron_spec.export.quant_metadata import DRAFT_EXCLUDES, hf_quant_config, quantization_config
@@ -35,7 +34,7 @@ from megatron_spec.export.stream import TensorWriter, write_stream
 from megatron_spec.export.verify import verify_draft
 from megatron_spec.quantization import nvfp4
 from megatron_spec.quantization.rounding import quantize, scale_of
-from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.distributed import World, together
 from megatron_spec.runtime.files import write_json
 from megatron_spec.runtime.provenance import write_run_json
 

@@ -29,7 +29,7 @@ from megatron_spec.quantization import nvfp4
 from megatron_spec.quantization.attach import KV_PLACE, attach_quantizers, input_place, load_base_amax
 from megatron_spec.quantization.rounding import amax_of, dequantize, quantize
 from megatron_spec.runtime.distributed import World
-from megatron_spec.runtime.files import read_json
+from megatron_spec.runtime.files import read_object
 from megatron_spec.runtime.hub import model_folder
 
 log = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ def inspect_exported_base(path: Path | str) -> BaseReference:
     folder = model_folder(path).absolute()
     if not (folder / "config.json").is_file() or _quantization(folder) is None:
         return inspect_base(folder)
-    raw = {k: v for k, v in read_json(folder / "config.json").items() if k != "quantization_config"}
+    raw = {k: v for k, v in read_object(folder / "config.json").items() if k != "quantization_config"}
     content = fingerprint((folder / "config.json").read_bytes(), weight_files(folder))
     return BaseReference(str(folder), "hf", content, parse_base_config(raw, str(folder / "config.json")))
 
@@ -221,11 +221,11 @@ def _quantization(folder: Path) -> dict[str, Any] | None:
     """
     found: dict[str, Any] | None = None
     if (folder / _FP8).is_file():
-        found = read_json(folder / _FP8).get("quantization")
+        found = read_object(folder / _FP8).get("quantization")
         if not isinstance(found, dict):
             raise UserError(f"{folder / _FP8}: expected an object `quantization`")
     elif (folder / "config.json").is_file():
-        inside = read_json(folder / "config.json").get("quantization_config") or {}
+        inside = read_object(folder / "config.json").get("quantization_config") or {}
         if isinstance(inside, dict) and inside.get("quant_method") == "modelopt":
             found = {**inside, "exclude_modules": inside.get("ignore")}
             found["kv_cache_quant_algo"] = "FP8" if inside.get("kv_cache_scheme") else None

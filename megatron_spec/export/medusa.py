@@ -30,12 +30,11 @@ from megatron_spec.export.common import (
     parse_dtype,
     shards_of,
     shared_folder,
-    together,
     whole,
 )
 from megatron_spec.export.stream import TensorFile, TensorWriter, write_stream
-from megatron_spec.runtime.distributed import World
-from megatron_spec.runtime.files import read_json, write_json
+from megatron_spec.runtime.distributed import World, together
+from megatron_spec.runtime.files import read_object, write_json
 from megatron_spec.runtime.provenance import write_run_json
 
 log = logging.getLogger(__name__)
@@ -177,7 +176,7 @@ def verify(
 
 
 def _check_config(folder: Path, config: MedusaConfig, base: BaseConfig) -> list[str]:
-    raw = read_json(folder / "config.json")
+    raw = read_object(folder / "config.json")
     wanted = {
         "medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers, "medusa_fc_bias": True,
         "hidden_size": base.hidden_size, "vocab_size": base.vocab_size,

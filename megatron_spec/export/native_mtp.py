@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_spec.config import BlockConfig, EagleConfig, presets
 from megatron_spec.config.structure import CHOICE_BIAS, draft_tensors
-from megatron_spec.runtime.files import read_json
+from megatron_spec.runtime.files import read_object
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -55,7 +55,7 @@ def is_own_module(raw: dict[str, Any]) -> bool:
 
 def config_json(base: Path | str, dtype: str) -> dict[str, Any]:
     """Content of config.json: the base's own, for tensors in `dtype`."""
-    values = {k: v for k, v in read_json(Path(base) / "config.json").items() if v is not None}
+    values = {k: v for k, v in read_object(Path(base) / "config.json").items() if v is not None}
     values.pop("quantization_config", None)
     values["dtype" if "dtype" in values else "torch_dtype"] = dtype
     return {**values, "num_nextn_predict_layers": 1}

@@ -19,7 +19,7 @@ from megatron_spec.export.common import VerificationError, copy_side_files
 from megatron_spec.export.formats.eagle import OPTIONS
 from megatron_spec.export.stream import TensorFile, TensorWriter, plan_of
 from megatron_spec.families import read_base_config
-from megatron_spec.runtime.files import read_json, write_json
+from megatron_spec.runtime.files import read_object, write_json
 
 VERSION = "0.9.0"
 """Release of speculators whose format this is."""
@@ -95,19 +95,19 @@ def convert(folder: Path, base: Path | str, out: Path, draft_len: int = 3) -> No
     if "embed_tokens.weight" not in source.names:
         raise VerificationError(f"{folder} holds no embed_tokens.weight, which speculators needs")
     out.mkdir(parents=True, exist_ok=True)
-    hf = read_json(folder / "config.json")
+    hf = read_object(folder / "config.json")
     base = Path(base)
     architectures = ["LlamaForCausalLM"]
     if (base / "config.json").is_file():
         read_base_config(base)  # says what is wrong with it
-        architectures = read_json(base / "config.json")["architectures"]
+        architectures = read_object(base / "config.json")["architectures"]
     writer = TensorWriter(out, {name: plan_of(tensor) for name, tensor in _tensors(source)})
     for name, tensor in _tensors(source):
         writer.add(name, tensor)
     writer.close()
     copy_side_files(folder, out)
     write_json(out / "config.json", config_json(hf, base, architectures, draft_len))
-    write_json(out / "run.json", read_json(folder / "run.json"))
+    write_json(out / "run.json", read_object(folder / "run.json"))
     written = TensorFile(out / layout.WEIGHTS)
     wrong = [name for name, tensor in _tensors(source) if not torch.equal(written.tensor(name), tensor)]
     if wrong:

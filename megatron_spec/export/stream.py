@@ -16,8 +16,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron_spec.export.common import VerificationError, together
-from megatron_spec.runtime.files import write_json
+from megatron_spec.export.common import VerificationError
+from megatron_spec.runtime.distributed import together
+from megatron_spec.runtime.files import require_space, write_json
 
 Plan = Mapping[str, tuple[str, tuple[int, ...]]]
 """name -> (dtype in torch's spelling, shape)."""
@@ -83,6 +84,7 @@ class TensorWriter:
         self.place: dict[str, tuple[Path, int]] = {}
         groups = self._groups(max_shard_bytes)
         names = [f"{name}-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+        require_space(folder, sum(map(_size, self.plan.values())))
         if len(groups) == 1:
             names = [f"{name}.safetensors"]
         for group, file in zip(groups, names, strict=True):

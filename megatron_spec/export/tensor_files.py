@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import UserError
-from megatron_spec.runtime.files import read_json
+from megatron_spec.runtime.files import read_object
 
 _HEADER_LIMIT = 100_000_000
 
@@ -105,7 +105,7 @@ def _indexed(folder: Path, pattern: str) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if pattern != "*.safetensors" or not index.is_file():
         return []
-    names = read_json(index).get("weight_map")
+    names = read_object(index, {"weight_map": dict}).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
         raise UserError(f"{index}: expected weight_map, tensor names to file names beside it; copy the folder again")
     missing = sorted({name for name in names.values() if not (folder / name).is_file()})

@@ -21,7 +21,7 @@ from megatron_spec.config import UserError
 from megatron_spec.export.common import VerificationError, copy_side_files
 from megatron_spec.export.medusa import WEIGHTS
 from megatron_spec.export.stream import TensorFolder, TensorWriter, plan_of
-from megatron_spec.runtime.files import read_json, write_json
+from megatron_spec.runtime.files import read_object, write_json
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 EXCLUDED = ["*lm_head*", "*vocab_embedding*", "*medusa_heads*"]
@@ -178,7 +178,7 @@ def convert(base: Path, heads: Path, out: Path, tp: int = 1, max_draft_len: int 
         UserError: a base that the format or the ranks do not fit.
         VerificationError: what was written differs.
     """
-    base_json, heads_json = read_json(base / "config.json"), read_json(heads / "config.json")
+    base_json, heads_json = read_object(base / "config.json"), read_object(heads / "config.json")
     check(base_json, tp)
     config = config_json(base_json, heads_json, tp, max_draft_len)
     out.mkdir(parents=True, exist_ok=True)
@@ -196,4 +196,4 @@ def convert(base: Path, heads: Path, out: Path, tp: int = 1, max_draft_len: int 
             raise VerificationError(f"{out}/rank{rank}.safetensors: {', '.join(wrong[:8])} differ from the model")
     copy_side_files(base, out)
     write_json(out / "config.json", config)
-    write_json(out / "run.json", read_json(heads / "run.json"))
+    write_json(out / "run.json", read_object(heads / "run.json"))

@@ -24,15 +24,15 @@ from megatron_spec.drafts.dflash import DFlashDraft
 from megatron_spec.drafts.dspark import DSparkDraft
 from megatron_spec.drafts.recurrent import SharedHeadDraft
 from megatron_spec.export import layout
-from megatron_spec.export.common import VerificationError, parameters_by_file_name, parse_dtype, shard, together
+from megatron_spec.export.common import VerificationError, parameters_by_file_name, parse_dtype, shard
 from megatron_spec.export.formats import read_draft
 from megatron_spec.export.load import StoredTensors, load_exported_draft
 from megatron_spec.export.native_mtp import dtype_of
 from megatron_spec.ops.attention import AttentionPlan, attend
 from megatron_spec.ops.block_attention import BlockLayout, block_attention
 from megatron_spec.quantization.rounding import scale_of
-from megatron_spec.runtime.distributed import World
-from megatron_spec.runtime.files import read_json
+from megatron_spec.runtime.distributed import World, together
+from megatron_spec.runtime.files import read_object
 
 _NOT_EXPORTED = {"initializer_range", "init_from_base_layer", "fc_init", "max_position_embeddings"}
 """Fields of EagleConfig that need not come back: three matter before training only, one may grow to the base's."""
@@ -50,7 +50,7 @@ class ExportedFolder:
 
     def __init__(self, folder: Path, base: BaseConfig, trained: EagleConfig) -> None:
         self.folder = folder
-        self.json: dict[str, Any] = read_json(folder / "config.json")
+        self.json: dict[str, Any] = read_object(folder / "config.json")
         self.reading = read_draft(folder, base)
         found = self.reading.config
         if isinstance(found, EagleConfig) and found.own_embed_tokens and not trained.own_embed_tokens:
@@ -169,7 +169,7 @@ def _check_metadata(exported: ExportedFolder, fp8: set[str]) -> list[str]:
         return ["fp8 metadata beside a draft that is not fp8"] if inside or sidecar.exists() else []
     if not inside or not sidecar.is_file():
         return ["fp8 tensors without hf_quant_config.json and quantization_config"]
-    outside = read_json(sidecar)["quantization"]
+    outside = read_object(sidecar)["quantization"]
     if outside["quant_algo"] != inside["quant_algo"] or outside["exclude_modules"] != inside["ignore"]:
         return ["hf_quant_config.json and quantization_config in config.json disagree"]
     return []

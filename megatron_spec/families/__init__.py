@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from megatron_spec.config import BaseConfig, UserError, suggest
 from megatron_spec.families.families import BY_ARCHITECTURE, REFUSED, parse
 from megatron_spec.families.rules import is_ignorable, name_rules, prediction_layer
+from megatron_spec.families.types import check_config
 from megatron_spec.families.written import config_json
+from megatron_spec.runtime.files import read_object
 from megatron_spec.runtime.hub import model_folder
 
 __all__ = [
@@ -29,6 +30,7 @@ def parse_base_config(raw: dict[str, object], where: str) -> BaseConfig:
 
     Raises UserError for an unknown architecture, a missing field, or a feature that is not supported.
     """
+    raw = check_config(raw, where)
     architectures = raw.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     if name in REFUSED:
@@ -50,10 +52,4 @@ def read_base_config(folder: str | Path) -> BaseConfig:
     path = model_folder(folder, weights=False) / "config.json"
     if not path.is_file():
         raise UserError(f"{folder}: found no config.json; expected a folder in Hugging Face format")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise UserError(f"{path}: not valid JSON ({e}); copy the file again") from e
-    if not isinstance(raw, dict):
-        raise UserError(f"{path}: found {type(raw).__name__}, expected a JSON object")
-    return parse_base_config(raw, str(path))
+    return parse_base_config(read_object(path), str(path))

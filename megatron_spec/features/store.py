@@ -13,7 +13,6 @@ n tokens of a sample, C = captures * H, H hidden.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from megatron_spec.config import Config, UserError
 from megatron_spec.data.chat import Sample
-from megatron_spec.runtime.files import read_json, write_json
+from megatron_spec.runtime.files import read_object, replacing, write_json
 
 FORMAT_VERSION = 2
 CONVENTION = "captures: layer outputs before any norm; state: after the base's final norm"
@@ -146,7 +145,7 @@ def manifest_file(folder: str | Path) -> Path:
 
 def read_manifest(folder: str | Path) -> StoreManifest:
     """Manifest of a store. Raises UserError when there is none, or it cannot be read."""
-    return StoreManifest.from_dict(read_json(manifest_file(folder)))
+    return StoreManifest.from_dict(read_object(manifest_file(folder)))
 
 
 class FeatureWriter:
@@ -161,7 +160,7 @@ class FeatureWriter:
         if not path.is_file():
             write_json(path, manifest.to_dict())
             return
-        wrong = differences(StoreManifest.from_dict(read_json(path)), manifest.to_dict())
+        wrong = differences(StoreManifest.from_dict(read_object(path)), manifest.to_dict())
         if wrong:
             raise UserError(
                 f"{self.folder} was begun with other settings ({'; '.join(wrong)}): use another folder, or remove it"
@@ -182,13 +181,8 @@ class FeatureWriter:
             self._add(tensors, f"{i}.captures", f"{i}.capture_scales", sample.captures)
             self._add(tensors, f"{i}.state", f"{i}.state_scale", sample.state)
             tensors[f"{i}.argmax"] = sample.argmax.to("cpu", torch.int32).contiguous()
-        final = shard_path(self.folder, shard)
-        temporary = final.with_name(f".{final.name}.tmp-{os.getpid()}")
-        try:
+        with replacing(shard_path(self.folder, shard), sum(t.nbytes for t in tensors.values())) as temporary:
             save_file(tensors, temporary, metadata={"format": "pt"})
-            os.replace(temporary, final)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def _add(self, tensors: dict[str, Tensor], name: str, scale_name: str, x_NC: Tensor) -> None:
         dtype = self.manifest.torch_dtype

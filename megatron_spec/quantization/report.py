@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_spec.quantization.quantizer import TensorQuantizer
-from megatron_spec.runtime.files import write_json, write_text
+from megatron_spec.runtime.files import replacing, write_json, write_text
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,12 @@ def plot(report: Sequence[LayerReport], path: Path) -> None:
         axis.legend(fontsize="small")
     if len(report) <= 80:
         axes[2].set_xticks(list(x), [r.name for r in report], rotation=90, fontsize=5)
-    figure.savefig(path, dpi=120)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
     plt.close(figure)
+
+
+FILES = ("calibration.json", "calibration.md", "calibration.png")
 
 
 def write(report: Sequence[LayerReport], folder: Path) -> None:

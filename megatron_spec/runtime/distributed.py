@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,11 +21,12 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_spec.config import ParallelConfig, UserError
-from megatron_spec.runtime import failure, platform
+from megatron_spec.runtime import failure, lock, platform
 from megatron_spec.runtime.agreement import check_agreement
 from megatron_spec.runtime.context import ContextShard
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass
@@ -229,6 +232,35 @@ def _build_world(parallel: ParallelConfig) -> World:
         if parallel.context_parallel_size > 1
         else None,
     )
+
+
+def together(action: Callable[[], T]) -> T:
+    """Run `action` on every rank of the world; when it fails anywhere, every rank raises.
+
+    The rank that failed raises its own error, the others name it. Without this, they would wait for ever.
+    """
+    result, error = None, None
+    try:
+        result = action()
+    except Exception as e:
+        error = e
+    found: list[tuple[type[Exception], str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (type(error), str(error)) if error is not None else None)
+    if error is not None:
+        raise error
+    for rank, other in enumerate(found):
+        if other is not None:
+            kind = other[0] if other[0].__module__.startswith("megatron_spec.") else RuntimeError
+            raise kind(f"rank {rank} failed: {other[1]}")
+    return result  # type: ignore[return-value]
+
+
+@contextmanager
+def sole_run(folder: Path | str, world: World) -> Iterator[None]:
+    """Inside, this run owns an output folder. Collective; raises UserError naming the other run that has it."""
+    with ExitStack() as stack:
+        together(lambda: stack.enter_context(lock.exclusive(folder)) if world.rank == 0 else None)
+        yield
 
 
 def shutdown() -> None:

@@ -1,43 +1,302 @@
-"""Writing so that nothing half-written is ever found: a temporary name first, then one rename."""
+"""Files that appear whole or not at all (a temporary name, then one rename), and errors that name them.
+
+Everything the package writes goes through `writing`, `replacing` or `published_folder`: a disk that is full or a folder
+that cannot be written ends in one `UserError` with the path and the size, and leaves no partial file.
+"""
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import UserError
 
+JSON_LIMIT = 2**28
+"""Bytes. No JSON file of a model is as large: a larger one is something else."""
+
+_REFUSED = (
+    errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EIO,
+    errno.EINVAL, errno.EOPNOTSUPP,
+)  # fmt: skip
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_TEXTS = (
+    "no space left", "disk quota exceeded", "file too large",
+    "pytorchstreamwriter failed writing", "basic_ios::clear: iostream error", "unexpected pos ",  # torch.save
+)  # fmt: skip
+
+
+# ---- writing
+
+
+def human_size(size: float) -> str:
+    """'1.5 GiB' of a number of bytes."""
+    if size < 1024:
+        return f"{size:.0f} bytes"
+    power = min(int(math.log(size, 1024)), 4)
+    return f"{size / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+
+
+def free_space(path: Path) -> int:
+    """Bytes that can be written where `path` is or will be."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def require_space(path: Path | str, size: int) -> None:
+    """Raise UserError when fewer than `size` bytes are free where `path` will be: before anything is written."""
+    path = Path(path).absolute()
+    free = free_space(path)
+    if free < size:
+        raise UserError(_full(path, size, free))
+
+
+def _full(path: Path, size: int | None, free: int, hint: str = "make room, then start again") -> str:
+    needed = f"about {human_size(size)} are needed, " if size else ""
+    return f"{path} cannot be written: no space left on the disk ({needed}{human_size(free)} free): {hint}"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that led to it, also those of other processes (megatron-core's writers)."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        failures = getattr(seen, "failures", None)  # torch's CheckpointException: {rank: (error, traceback)}
+        for failure in failures.values() if isinstance(failures, Mapping) else ():
+            yield from _causes(failure[0] if isinstance(failure, tuple) else failure)
+        seen = seen.__cause__ or seen.__context__
+
+
+def write_error(
+    path: Path | str, error: BaseException, size: int | None = None, hint: str = ""
+) -> UserError | None:  # fmt: skip
+    """What a user can do about a failure to write `path`; None when it was no failure of the system.
+
+    Args:
+        size: bytes that were to be written.
+        hint: what to do, where that is not to make room or to choose another place.
+    """
+    path = Path(path).absolute()
+    for cause in _causes(error):
+        number = cause.errno if isinstance(cause, OSError) else None
+        if number in _FULL or any(text in str(cause).lower() for text in _FULL_TEXTS):
+            return UserError(_full(path, size, free_space(path), *([hint] if hint else [])))
+        name = getattr(cause, "filename", None)
+        where = Path(os.fsdecode(name)).absolute() if isinstance(name, (str, bytes)) else path
+        if number in _REFUSED or (number == errno.ENOENT and where.is_relative_to(path.parent)):
+            return UserError(f"{where} cannot be written ({os.strerror(number)}): {hint or 'choose a place that can'}")
+    return None
+
+
+@contextmanager
+def writing(path: Path | str, size: int | None = None, hint: str = "") -> Iterator[None]:
+    """Inside, `path` is written: a failure of the system is raised as a UserError that names it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as e:
+        told = write_error(path, e, size, hint)
+        if told is None:
+            raise
+        raise told from e
+
+
+def rename(source: Path | str, target: Path | str) -> None:
+    """The one place where something that was written gets its final name."""
+    os.replace(source, target)
+
+
+@contextmanager
+def replacing(path: Path | str, size: int | None = None) -> Iterator[Path]:
+    """A temporary name beside `path`: what is written there replaces `path` when the block ends well.
+
+    It is removed otherwise, and so are the temporaries of killed processes.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    with writing(path, size):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in _leftovers(path):
+            leftover.unlink(missing_ok=True)
+        try:
+            yield temporary
+            rename(temporary, path)
+        finally:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
 
 def write_text(path: Path | str, text: str) -> None:
-    """Replace a file atomically."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    """Replace a file atomically. Raises UserError when it cannot be written."""
+    with replacing(path, len(text)) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path | str, value: Any) -> None:
-    """Replace a file by indented JSON, atomically."""
+    """Replace a file by indented JSON, atomically. Raises UserError when it cannot be written."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def append_text(path: Path | str, text: str) -> None:
+    """Add whole lines to a file; what of them does not fit on the disk is taken back. Raises UserError then."""
+    data = text.encode("utf-8")
+    with writing(path, len(data)), open(path, "ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def require_empty(
+    folder: Path | str, hint: str = "choose another folder or remove it", apart_from: Collection[str] = ()
+) -> None:
+    """Raise UserError when an output folder already holds something, or when it cannot be written.
+
+    A temporary of a killed run does not count.
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file, expected a folder")
+    try:
+        found = folder.is_dir() and any(
+            not p.name.startswith(".") and p.name not in apart_from for p in folder.iterdir()
+        )
+    except OSError as e:
+        raise UserError(f"{folder} cannot be read ({e.strerror}): choose another folder") from None
+    if found:
+        raise UserError(f"{folder} is not empty: {hint}")
+    require_writable(folder)
+
+
+def require_writable(folder: Path | str) -> None:
+    """Raise UserError when nothing can be written into a folder that exists or is to be made."""
+    folder = Path(folder).absolute()
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    try:  # asks the file system: permission bits do not tell of read-only mounts, or of /proc
+        os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=existing))
+    except OSError as e:
+        where = folder if existing == folder else f"{folder}: {existing}"
+        raise UserError(f"{where} cannot be written ({e.strerror}): choose another folder") from None
+
+
+def _leftovers(path: Path) -> list[Path]:
+    """Temporaries that killed processes left beside `path`."""
+    prefix = f".{path.name}.tmp-"
+    numbers = {p: p.name[len(prefix) :] for p in path.parent.iterdir() if p.name.startswith(prefix)}
+    return [p for p, number in numbers.items() if number.isdecimal() and not process_exists(int(number))]
+
+
+def process_exists(pid: int) -> bool:
+    """True while another process of this number runs on this machine."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return pid != os.getpid()
+
+
+@contextmanager
+def published_folder(folder: Path | str, overwrite: bool = False, hint: str = "") -> Iterator[Path]:
+    """A temporary folder beside `folder` that replaces it when the block ends well, and is removed otherwise.
+
+    Raises UserError when it cannot be written.
+    """
+    folder = Path(folder)
+    if not overwrite:
+        require_empty(folder)
+    temporary = folder.parent / f".{folder.name}.tmp-{os.getpid()}"
+    with writing(folder, hint=hint):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in _leftovers(folder):
+            shutil.rmtree(leftover, ignore_errors=True)
+        temporary.mkdir()
+        try:
+            yield temporary
+            if folder.exists():
+                shutil.rmtree(folder)
+            rename(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+# ---- reading
+
+
 def read_json(path: Path | str) -> Any:
-    """Parse a JSON file. Raises UserError naming the file when it is missing or malformed."""
+    """Parse a JSON file. Raises UserError naming the file when it is missing, malformed, or something else."""
     path = Path(path)
     try:
+        if path.is_file() and path.stat().st_size > JSON_LIMIT:
+            raise UserError(f"{path} holds {human_size(path.stat().st_size)}: expected a JSON file of a model")
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
+    except OSError as e:
+        raise UserError(f"{path} cannot be read: {e.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise UserError(f"{path} is not valid JSON: {e}") from None
+        raise UserError(f"{path} is not valid JSON ({e}): it may be cut off; copy it again") from None
+    except RecursionError:
+        raise UserError(f"{path} is not valid JSON: it is nested too deeply") from None
+
+
+Types = Mapping[str, type | tuple[type, ...]]
+"""Expected types of the values of a JSON object, by key."""
+
+_NAMES = {
+    dict: "an object", list: "a list", str: "a string", int: "a whole number", float: "a number", bool: "true or false",
+    type(None): "null",
+}  # fmt: skip
+
+
+def read_object(path: Path | str, types: Types | None = None, required: Collection[str] = ()) -> dict[str, Any]:
+    """A JSON file that holds an object, its values checked by `check_object`."""
+    return check_object(read_json(path), str(path), types, required)
+
+
+def check_object(value: Any, where: str, types: Types | None = None, required: Collection[str] = ()) -> dict[str, Any]:
+    """Raise UserError naming origin, key, and expected type unless `value` is an object that fits.
+
+    Args:
+        types: of keys that may be there; `float` takes whole numbers as well, null is always an absent value.
+        required: keys that must be there.
+    """
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: found {_NAMES.get(type(value), type(value).__name__)}, expected a JSON object")
+    missing = [key for key in required if value.get(key) is None]
+    if missing:
+        raise UserError(f"{where}: missing {', '.join(missing)}")
+    for key, expected in (types or {}).items():
+        found = value.get(key)
+        if found is not None and not _is_a(found, expected):
+            kinds = expected if isinstance(expected, tuple) else (expected,)
+            wanted = " or ".join(_NAMES[kind] for kind in kinds)
+            raise UserError(f"{where}: {key} is {json.dumps(found)[:60]}, expected {wanted}")
+    return value
+
+
+def _is_a(value: Any, expected: type | tuple[type, ...]) -> bool:
+    kinds = expected if isinstance(expected, tuple) else (expected,)
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, (*kinds, int) if float in kinds else kinds)
 
 
 def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -59,40 +318,3 @@ def _sha256_of(path: str, size: int, changed: int) -> str:
         while block := file.read(2**20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def require_empty(
-    folder: Path | str, hint: str = "choose another folder or remove it", apart_from: Collection[str] = ()
-) -> None:
-    """Raise UserError when an output folder already holds something (a temporary of a killed run does not count)."""
-    folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file, expected a folder")
-    if folder.is_dir() and any(not p.name.startswith(".") and p.name not in apart_from for p in folder.iterdir()):
-        raise UserError(f"{folder} is not empty: {hint}")
-
-
-def _leftovers(folder: Path) -> list[Path]:
-    """Temporary folders that killed runs left beside `folder`."""
-    prefix = f".{folder.name}.tmp-"
-    return [p for p in folder.parent.iterdir() if p.name.startswith(prefix) and p.name[len(prefix) :].isdecimal()]
-
-
-@contextmanager
-def published_folder(folder: Path | str, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its place when the block ends well, and is removed otherwise."""
-    folder = Path(folder)
-    if not overwrite:
-        require_empty(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.parent / f".{folder.name}.tmp-{os.getpid()}"
-    for leftover in _leftovers(folder):
-        shutil.rmtree(leftover, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        yield temporary
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from megatron_spec.config import MedusaConfig, UserError
 from megatron_spec.export.formats import read_draft
-from megatron_spec.runtime.files import read_json
+from megatron_spec.runtime.files import read_object
 from megatron_spec.runtime.hub import is_hub_name, model_folder
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def exported(
     path, named = model_folder(folder, weights=False), is_hub_name(folder)
     if not (path / "config.json").is_file() and (path / "draft" / "config.json").is_file():
         path = path / "draft"
-    config = read_json(path / "config.json")
+    config = read_object(path / "config.json")
     model = str(folder) if named else str(Path(place or path).resolve())  # an engine downloads it itself
     if config.get("speculators_model_type") == "eagle3":
         return Speculation("eagle3", max_draft_len or 3, model, **options)

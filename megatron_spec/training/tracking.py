@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import UserError
-from megatron_spec.runtime.files import write_text
+from megatron_spec.runtime.files import append_text, write_text, writing
 from megatron_spec.training.metrics import truncate_log
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,8 @@ class Tracker:
         self._wandb: Any = None
         if not active:
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         truncate_log(self.path, resumed_at)
         if tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
@@ -58,8 +59,7 @@ class Tracker:
         """Append one step. Lists become one series per draft step."""
         if not self.active:
             return
-        with self.path.open("a", encoding="utf-8") as f:
-            f.write(json.dumps(metrics) + "\n")
+        append_text(self.path, json.dumps(metrics) + "\n")
         flat = flatten(metrics)
         if self._tensorboard is not None:
             for name, value in flat.items():

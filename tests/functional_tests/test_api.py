@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.functional_tests.script_helpers import ROOT, make_base, write_conversations
+from tests.functional_tests.script_helpers import ROOT, environment, make_base, write_conversations
 from tests.worlds import run_world
 
 
@@ -40,6 +42,54 @@ def test_readme_example(tmp_path: Path) -> None:
     assert sum(result["losses"][-5:]) < 0.95 * sum(result["losses"][:5])
     assert result["same"] and result["quantised"]
     assert (tmp_path / "exported" / "model.safetensors").is_file()
+
+
+PROGRAM = """
+import json
+
+import torch
+
+import megatron_spec
+from megatron_spec.checkpoint.base_import import inspect_base, load_base
+from megatron_spec.config import DecodeConfig, ObjectiveConfig
+from tests.tiny import make_batch
+
+
+def main() -> None:
+    world = megatron_spec.initialize()
+    base = load_base(inspect_base("base"), world)
+    model = megatron_spec.convert(base, [("eagle", {})], objective=ObjectiveConfig(ttt_steps=2))
+    model(make_batch(2, 24, seed=0))[0].total.backward()
+    megatron_spec.save(model, "draft")
+    few = DecodeConfig(max_draft_len=2, max_new_tokens=5, batch_size=2)
+    report = megatron_spec.validate(model, "train.jsonl", few, num_prompts=2)
+    prompts = [[5, 6, 7], [8, 9]]
+    drafted = megatron_spec.decode(model, prompts, few)
+    alone = megatron_spec.decode(model, prompts, few, speculate=False)
+    megatron_spec.export_base(model, "out/base")
+    megatron_spec.export_draft(model, "out/draft")
+    print(json.dumps([report.first.text_identical, [d.tokens for d in drafted] == [a.tokens for a in alone]]))
+
+
+GUARD
+"""
+
+
+@pytest.mark.parametrize(("guard", "code"), [('if __name__ == "__main__":\n    main()', 0), ("main()", 1)])
+def test_a_program_of_ones_own(tmp_path: Path, guard: str, code: int) -> None:
+    """On a base that knows its folder, from convert to export; without a main guard it says what is missing."""
+    make_base(tmp_path / "base", num_hidden_layers=8)
+    write_conversations(tmp_path / "train.jsonl", 3)
+    (tmp_path / "program.py").write_text(PROGRAM.replace("GUARD", guard))
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, env=environment()
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr[-3000:]
+    if code:
+        assert "UserError: saving starts a process" in done.stderr
+        return
+    assert done.stdout.splitlines()[-1] == "[true, true]"
+    assert (tmp_path / "out" / "base" / "config.json").is_file() and (tmp_path / "draft" / "iter_0000000").is_dir()
 
 
 def tp2_wrapped(root: str) -> list[float]:

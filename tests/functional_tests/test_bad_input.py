@@ -272,6 +272,8 @@ def test_a_half_installed_optional_package_is_explained(place: Path, tmp_path: P
         (["--base_model", "nowhere"], "no such folder"),
         (["--data", "nowhere.jsonl"], "no such file"),
         (["--tp", "2"], "needs at least 2 GPUs"),
+        (["--algorithm", "eagle2"], "expected eagle3, eagle3.1, eagle1, eagle-mtp or medusa"),
+        (["--eagle_config", "nowhere.json"], "nowhere.json: no such file"),
     ],
 )
 def test_the_one_command_chain_refuses_before_it_sets_up(arguments: list[str], expected: str) -> None:

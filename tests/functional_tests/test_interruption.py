@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_spec.config import UserError
+from megatron_spec.runtime.lock import exclusive
 from tests.functional_tests.script_helpers import ROOT, environment, make_base, succeed, write_conversations
 from tests.worlds import run_world
 
@@ -51,9 +52,9 @@ def flags(root: Path, save: str, iterations: int) -> list[str]:
     ]  # fmt: skip
 
 
-def interrupt(root: Path, save: str, signal_name: str) -> subprocess.CompletedProcess[str]:
+def interrupt(root: Path, save: str, signal_name: str, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, signal_name, *flags(root, save, 4)],
+        [sys.executable, "-c", INTERRUPTED, signal_name, *flags(root, save, 4), *more],
         capture_output=True, text=True, timeout=200, env=environment(), cwd=ROOT,
     )  # fmt: skip
 
@@ -85,11 +86,21 @@ def test_ctrl_c_saves_too(root: Path) -> None:
 def test_a_run_that_was_killed_before_its_first_save_starts_over(root: Path) -> None:
     assert interrupt(root, "killed", "SIGKILL").returncode == -9
     left = {p.name for p in (root / "killed").iterdir()}
-    assert left == {"metrics.jsonl"}
+    assert left == {"metrics.jsonl", ".lock"}
     assert again(root, save="killed") == (root / "draft" / "iter_0000000", False)
     (root / "killed" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="killed is not empty: it is not a run that could be continued"):
         again(root, save="killed")
+
+
+def test_a_run_that_was_killed_after_a_save_ends_whole_and_is_adopted(root: Path) -> None:
+    """Whoever reads its output sees the end, although megatron-core has started a process to save (here: a pipe)."""
+    assert interrupt(root, "saved", "SIGKILL", "--save-interval", "1").returncode == -9
+    assert latest(root / "saved") == "1" and (root / "saved" / ".lock").is_file()
+    (root / "saved" / "latest_checkpointed_iteration.txt").unlink()  # killed before it was written
+    assert again(root, save="saved") == (root / "saved" / "iter_0000001", True)
+    with exclusive(root / "saved"):  # the lock of the killed run is none
+        pass
 
 
 def again(

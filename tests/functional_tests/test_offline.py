@@ -181,7 +181,10 @@ def test_one_command_trains_on_either(runs: tuple[Path, dict[str, list[float]]])
     assert (root / "launched" / "run" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
     here = ["--model", str(root / "base"), "--output_dir", str(root / "never")]
     for flags, message in (
-        (["--data", "d", "--offline-data", "f"], "one of --data and --offline-data"),
+        (["--data", "d", "--offline-data", "f"], "holds its conversations: --data d is not read"),
+        (["--offline-data", f"{root}/store", "--algorithm", "eagle2"], "--algorithm eagle2: expected eagle3"),
+        (["--data", f"{root}/train.jsonl", "--eval_data", "no"], "--eval_data no: no such file"),
+        ([], "give --data or --offline-data"),
         (["--data", "d"], "--data d: no such file"),
         (["--offline-data", str(root)], "holds no features"),
         (["--data", "d", "--num_gpu", "two"], "--num_gpu two: expected a whole number"),

@@ -17,7 +17,7 @@ from megatron_spec.export.check.finding import ALL, Engine, Finding, Folder
 from megatron_spec.export.formats import DraftProblems, Reading, Source, open_source, read_draft
 from megatron_spec.export.native_mtp import is_own_module
 from megatron_spec.export.tensor_files import Entry
-from megatron_spec.runtime.files import read_json
+from megatron_spec.runtime.files import read_object
 from megatron_spec.runtime.hub import model_folder
 
 __all__ = ["Engine", "Finding", "check_folder", "kind_of"]
@@ -84,8 +84,8 @@ def _read(source: Source, kind: str, base: dict[str, Any] | None) -> tuple[list[
 
 def _same_base(path: Path, base: Path) -> Iterator[Finding]:
     """The target's embedding and head are those that the draft was trained with, where the export recorded them."""
-    run = read_json(path / "run.json") if (path / "run.json").is_file() else {}
-    recorded = (run.get("config") or {}).get(KEY) if isinstance(run, dict) else None
+    run = read_object(path / "run.json") if (path / "run.json").is_file() else {}
+    recorded = (run.get("config") or {}).get(KEY)
     if isinstance(recorded, dict) and (names := changed(recorded, base_rows(base))):
         yield Finding(
             "base", f"{' and '.join(names)} of the target are not those the draft was trained with: the target was "
@@ -125,11 +125,11 @@ def check_folder(path: Path | str, engine: Engine | None = None, base: Path | st
     path = model_folder(path)
     if not path.is_dir():
         raise UserError(f"{path} is not a folder")
-    base_json = read_json(model_folder(base, weights=False) / "config.json") if base is not None else None
+    base_json = read_object(model_folder(base, weights=False) / "config.json") if base is not None else None
     source = open_source(path)
     kind = kind_of(source.raw, source.entries)
     problems, reading = _read(source, kind, base_json)
-    folder = Folder(path, read_json(path / "config.json"), source.entries, base_json, reading)
+    folder = Folder(path, read_object(path / "config.json"), source.entries, base_json, reading)
     if base is not None and kind != "target":
         problems += list(_same_base(path, model_folder(base, weights=False)))
     findings = problems + [f for f in _rules(kind, folder, bool(problems)) if engine is None or engine in f.engines]

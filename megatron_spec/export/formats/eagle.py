@@ -56,6 +56,47 @@ def flatten(raw: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in layer.items() if value is not None}, **raw}
 
 
+def _nested(raw: dict[str, Any], key: str) -> Any:
+    """A key of `eagle_config`; None without one."""
+    inside = raw.get("eagle_config")
+    return inside.get(key) if isinstance(inside, dict) else None
+
+
+def capture_ids(
+    source: Source, raw: dict[str, Any], shape: tuple[int, ...], target_hidden: int, base: BaseConfig | None
+) -> tuple[int, ...]:
+    """Outputs of base layers, from 0. The top level counts 'state after k layers', eagle_config 'output of layer j'.
+
+    Args:
+        shape: of fc.weight; () when it is missing.
+
+    Raises DraftProblems when ids, fc and the target's hidden size disagree.
+    """
+    top, nested = raw.get(CAPTURE_KEY) or None, _nested(raw, CAPTURE_KEY) or None
+    if len(shape) != 2 or shape[1] % target_hidden:
+        found = f"fc.weight is {list(shape)}: its width is no multiple of the target's hidden size {target_hidden}"
+        fix = "write target_hidden_size when the target's hidden size is not the draft's"
+        raise source.problem("shape" if shape else "missing", found if shape else "missing fc.weight", fix)
+    count = shape[1] // target_hidden
+    for ids in (top, nested):
+        if ids is not None and not (isinstance(ids, list) and all(isinstance(j, int) for j in ids)):
+            raise source.problem("capture_ids", f"{CAPTURE_KEY} is {ids!r}", "write a list of layers")
+    if top is not None and nested is not None and [j + 1 for j in nested] != top:
+        found = f"capture ids disagree: top-level ids {top} must be the nested ids {nested} plus one"
+        fix = "top level: 'state after k layers'; eagle_config: 'output of layer j, from 0', k = j + 1"
+        raise source.problem("capture_ids", found, fix)
+    ids = nested if nested is not None else [k - 1 for k in top] if top is not None else None
+    if ids is not None and len(ids) != count:
+        found = f"{len(ids)} layer ids, but fc reads {count} captures"
+        raise source.problem("capture_ids", found, "make them agree")
+    if ids is not None:
+        return tuple(ids)
+    if count != 3:
+        found = f"fc reads {count} captures, but no layer ids are given"
+        raise source.problem("capture_ids", found, f"write {CAPTURE_KEY}, in both places")
+    return default_capture_ids(base.num_layers) if base is not None else (0, 1, 2)
+
+
 class OwnModule:
     """The prediction module that a base ships, in the names of the base's files (`export.native_mtp`)."""
 
@@ -171,9 +212,7 @@ class _Folder:
 
     def _flag(self, name: str) -> bool:
         """An option at the top level or in eagle_config."""
-        nested = self.raw.get("eagle_config") or {}
-        inside = nested.get(name) if isinstance(nested, dict) else None
-        top = self.raw.get(name)
+        inside, top = _nested(self.raw, name), self.raw.get(name)
         if top is not None and inside is not None and bool(top) != bool(inside):
             found = f"config.json: top level and eagle_config disagree about {name}"
             self.problems.append(Problem("config", found, "make them agree"))
@@ -196,39 +235,6 @@ class _Folder:
             "qk_norm": any(re.search(r"self_attn\.[qk]_norm\.weight$", n) for n in names),
         }
 
-    def _captures(self, target_hidden: int) -> tuple[int, ...]:
-        """Outputs of base layers, from 0. The top level counts 'state after k layers', eagle_config 'output of j'."""
-        top = self.raw.get(CAPTURE_KEY) or None
-        nested_keys = self.raw.get("eagle_config")
-        nested = (nested_keys.get(CAPTURE_KEY) or None) if isinstance(nested_keys, dict) else None
-        shape = self._shape("fc.weight")
-        if len(shape) != 2 or shape[1] % target_hidden:
-            found = f"fc.weight is {list(shape)}: its width is no multiple of the target's hidden size {target_hidden}"
-            fix = "write target_hidden_size when the target's hidden size is not the draft's"
-            raise self.source.problem("shape" if shape else "missing", found if shape else "missing fc.weight", fix)
-        count = shape[1] // target_hidden
-        for ids in (top, nested):
-            if ids is not None and not (isinstance(ids, list) and all(isinstance(j, int) for j in ids)):
-                raise self.source.problem("capture_ids", f"{CAPTURE_KEY} is {ids!r}", "write a list of layers")
-        if top is not None and nested is not None and [j + 1 for j in nested] != top:
-            found = f"capture ids disagree: top-level ids {top} must be the nested ids {nested} plus one"
-            fix = "top level: 'state after k layers'; eagle_config: 'output of layer j, from 0', k = j + 1"
-            raise self.source.problem("capture_ids", found, fix)
-        ids = nested if nested is not None else [k - 1 for k in top] if top is not None else None
-        if ids is None:
-            return self._default_captures(count)
-        if len(ids) != count:
-            raise self.source.problem(
-                "capture_ids", f"{len(ids)} layer ids, but fc reads {count} captures", "make them agree"
-            )
-        return tuple(ids)
-
-    def _default_captures(self, count: int) -> tuple[int, ...]:
-        if count != 3:
-            found = f"fc reads {count} captures, but no layer ids are given"
-            raise self.source.problem("capture_ids", found, f"write {CAPTURE_KEY}, in both places")
-        return default_capture_ids(self.base.num_layers) if self.base is not None else (0, 1, 2)
-
     # ---- the whole
 
     def read(self) -> Reading:
@@ -237,7 +243,7 @@ class _Folder:
         values |= {"algorithm": self.kind, **self._tensor_options()}
         options = {name: self._flag(name) for name in (*OPTIONS, "norm_before_residual")}
         if self.kind == "eagle3":
-            values |= {"capture_layer_ids": self._captures(values["target_hidden_size"]), **options}
+            values |= {**options, "capture_layer_ids": self._captures(values["target_hidden_size"])}
             values["own_embed_tokens"] = "embed_tokens.weight" in self.found and not self._other_width(values)
             values["algorithm"] = "eagle3.1" if any(options[name] for name in OPTIONS) else "eagle3"
         elif self.kind == "eagle-mtp":
@@ -260,12 +266,14 @@ class _Folder:
             raise DraftProblems(self.source.folder, self.problems)
         return reading
 
+    def _captures(self, target_hidden: int) -> tuple[int, ...]:
+        return capture_ids(self.source, self.raw, self._shape("fc.weight"), target_hidden, self.base)
+
     def _other_width(self, values: dict[str, Any]) -> bool:
         return bool(values["hidden_size"] != values["target_hidden_size"])
 
     def _ids_given(self) -> bool:
-        nested = self.raw.get("eagle_config")
-        return bool(self.raw.get(CAPTURE_KEY) or (isinstance(nested, dict) and nested.get(CAPTURE_KEY)))
+        return bool(self.raw.get(CAPTURE_KEY) or _nested(self.raw, CAPTURE_KEY))
 
     def _names(self, config: EagleConfig) -> dict[str, str | None]:
         """Parameter -> tensor of the folder; biases that are not there add nothing."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from megatron_spec.config import BaseConfig, DraftConfig, EagleConfig, UserError
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.export.tensor_files import Entry, read_entries
-from megatron_spec.runtime.files import read_json
+from megatron_spec.runtime.files import read_object
 
 SCALES = ("weight_scale", "input_scale", "weight_scale_2")
 """Of a quantised linear."""
@@ -54,7 +54,7 @@ class Source:
         """Raises UserError when config.json or every tensor file is missing, or one is damaged."""
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder")
-        raw = read_json(folder / "config.json")
+        raw = read_object(folder / "config.json")
         if not isinstance(raw, dict):
             raise UserError(f"{folder / 'config.json'}: expected a JSON object, found {type(raw).__name__}")
         return Source(folder, {k: v for k, v in raw.items() if v is not None}, read_entries(folder))

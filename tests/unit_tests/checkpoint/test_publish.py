@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_spec.checkpoint import sharded
-from megatron_spec.checkpoint.spec import POINTER, latest_iteration, resolve
+from megatron_spec.checkpoint.spec import POINTER, held, latest_iteration, resolve
+from megatron_spec.config import UserError
 
 
 def write_iteration(folder: Path, content: str) -> Path:
@@ -48,7 +49,7 @@ def test_every_moment_of_publishing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         temporary = write_iteration(root / f".{final.name}.tmp", "new")
         calls.update(count=0, die_at=moment)
         with monkeypatch.context() as patch:
-            patch.setattr(sharded.os, "replace", dying(replace))
+            patch.setattr(sharded, "rename", dying(replace))
             patch.setattr(sharded.shutil, "rmtree", dying(remove))
             patch.setattr(sharded, "write_text", dying(write))
             try:
@@ -64,3 +65,33 @@ def test_every_moment_of_publishing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert moments >= 4, "the test must have killed it at several moments"
     assert (resolve(root) / "spec.json").read_text() == "new" and latest_iteration(root) == (2 if same else 3)
     assert sorted(p.name for p in root.glob("*iter_*")) == [f"iter_000000{i}" for i in ((1, 2) if same else (2, 3))]
+
+
+def test_the_first_iteration_counts_without_its_pointer(tmp_path: Path) -> None:
+    write_iteration(tmp_path / "iter_0000003", "three")
+    (tmp_path / "iter_0000004").mkdir()  # not complete
+    assert latest_iteration(tmp_path) == 3 and resolve(tmp_path).name == "iter_0000003"
+    (tmp_path / POINTER).write_text("9\n")  # gone
+    assert resolve(tmp_path).name == "iter_0000003"
+    write_iteration(tmp_path / "iter_0000005", "five")
+    (tmp_path / POINTER).write_text("3\n")  # set back by hand
+    assert resolve(tmp_path).name == "iter_0000003"
+    for text in ("", "x", "-1", "²"):
+        (tmp_path / POINTER).write_text(text)
+        with pytest.raises(UserError, match="should hold an iteration number"):
+            resolve(tmp_path)
+
+
+def test_an_iteration_that_is_read_is_not_removed(tmp_path: Path) -> None:
+    for number in (1, 2):
+        write_iteration(tmp_path / f"iter_000000{number}", str(number))
+    (tmp_path / POINTER).write_text("1\n")
+    with held(tmp_path) as folder:
+        assert folder.name == "iter_0000001"
+        sharded.publish(write_iteration(tmp_path / ".iter_0000003.tmp", "new"), tmp_path / "iter_0000003", keep=1)
+        assert folder.is_dir() and not (tmp_path / "iter_0000002").exists()
+        shutil.rmtree(folder)  # where locks do not reach
+        with pytest.raises(UserError, match="was removed while it was read"):
+            sharded.read_extra(folder)
+    sharded.publish(write_iteration(tmp_path / ".iter_0000004.tmp", "new"), tmp_path / "iter_0000004", keep=1)
+    assert [p.name for p in sorted(tmp_path.glob("iter_*"))] == ["iter_0000004"]

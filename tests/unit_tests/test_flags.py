@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.util
 import subprocess
@@ -12,9 +13,21 @@ from typing import Any
 import pytest
 
 from megatron_spec import cli
+from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec
 from megatron_spec.commands import runs
 from megatron_spec.commands.data import check_base_shapes
-from megatron_spec.config import BaseConfig, Config, DecodeConfig, MedusaConfig, UserError, megatron_flags, presets
+from megatron_spec.config import (
+    BaseConfig,
+    Config,
+    DecodeConfig,
+    MedusaConfig,
+    ObjectiveConfig,
+    QuantConfig,
+    TrainConfig,
+    UserError,
+    megatron_flags,
+    presets,
+)
 from megatron_spec.config.modelopt import from_modelopt
 from megatron_spec.decoding.options import check_lengths, check_options
 from tools.megatron_flags_table import page
@@ -141,6 +154,61 @@ def test_trees_and_lengths_that_cannot_be_drafted_are_refused() -> None:
     check_lengths(DecodeConfig(medusa_choices="[[0], [0, 95]]"), (2,), heads)
     with pytest.raises(UserError, match="--no-is-use-oldest does nothing"):
         check_options(DecodeConfig(is_keep_all=False, is_use_oldest=False), "NGram")
+
+
+def test_every_flag_is_read_by_something() -> None:
+    """A field that nothing but its own class names is a flag that is ignored."""
+    named: set[str] = set()
+    for path in (*(ROOT / "megatron_spec").rglob("*.py"), *SCRIPTS):
+        if path.parent.name == "config" or path.name == "runs.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            named |= {node.attr} if isinstance(node, ast.Attribute) else set()
+            named |= {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
+    checked = 0
+    for run in RUNS:
+        for action in cli.Parser("x", run)._actions:
+            name = action.dest.rpartition(".")[2]
+            assert name == "help" or name in named, (run, name)
+            checked += 1
+    assert checked > 200
+
+
+def spec(draft: Any, quant: QuantConfig | None = None) -> CheckpointSpec:
+    return CheckpointSpec(BaseLink("base", "hf", "sha256:0", BASE), draft, quant)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "fields", "message"),
+    [
+        ("eagle1", {"max_draft_len": 4}, "--max-draft-len: no serving configuration is written for eagle1"),
+        ("eagle3", {"max_draft_len": 4, "extra_modules": False}, "--max-draft-len is for the draft"),
+        ("eagle3", {"export_embeddings": True, "extra_modules": False}, "--export-embeddings is for the draft"),
+    ],
+)
+def test_options_of_export_that_would_do_nothing(algorithm: str, fields: dict[str, Any], message: str) -> None:
+    from megatron_spec.commands.export import _check
+
+    run = runs.ExportRun("d", "o", **{"extra_modules": True, "with_base": True, **fields})
+    with pytest.raises(UserError, match=message):
+        _check(run, spec(presets.eagle_config(BASE, algorithm)))
+
+
+def test_settings_that_would_do_nothing() -> None:
+    cases: list[tuple[Any, str]] = [
+        (lambda: QuantConfig(percentile=99.0), "percentile 99.0 does nothing with calibration 'max'"),
+        (lambda: QuantConfig(base="none", exclude_base=("*x",)), "exclude_base does nothing"),
+        (lambda: TrainConfig(lr_decay_style="constant", min_lr=1e-6), "min_lr does nothing with lr_decay_style"),
+        (lambda: TrainConfig(lr_decay_style="constant", lr_decay_iters=3), "lr_decay_iters does nothing"),
+        (lambda: runs.ConvertRun("b", "s", draft="d", seed=1), "--seed does nothing with --draft"),
+        (lambda: runs.ConvertRun("b", "s", eagle_algorithm="eagle-mtp", mtp_from_base=True, seed=1), "--mtp-from-base"),
+        (lambda: runs.GenerateRun(None, "o", base="b", synthesize=2, num_prompts=2), "--num-prompts is for --data"),
+        (lambda: presets.objective_for(presets.medusa_config(BASE), ObjectiveConfig(in_vocab_only=False)),
+         "--no-in-vocab-only: this draft has the whole vocabulary"),
+    ]  # fmt: skip
+    for make, message in cases:
+        with pytest.raises(UserError, match=message):
+            make()
 
 
 def test_every_field_of_every_configuration_is_documented() -> None:

@@ -1,0 +1,120 @@
+"""One run at a time in an output folder.
+
+FOLDER/.lock names host and process of the run. A lock of the system goes with its process, so one that a killed run
+left is recognised at once on the same machine; on another machine when the file, which a run touches every
+`TOUCH` seconds, has not changed for `STALE`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_spec.config import UserError
+from megatron_spec.runtime.files import process_exists, writing
+
+NAME = ".lock"
+TOUCH, STALE = 10.0, 60.0
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        found = json.loads(content)
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _owner(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError):
+        return _parsed(path.read_bytes())
+    return {}
+
+
+def _refuse(folder: Path, owner: dict[str, Any]) -> UserError:
+    who = f"process {owner.get('pid', '?')} on {owner.get('host', 'another machine')}"
+    return UserError(
+        f"{folder} is in use by {who} (since {owner.get('since', '?')}): wait for that run or end it, or give another "
+        f"folder; if it is gone, remove {folder / NAME}"
+    )
+
+
+def _take(folder: Path) -> tuple[int, bool]:
+    """File descriptor of the lock, and whether the system holds it for us. Raises UserError when another run has it."""
+    path = folder / NAME
+    while True:
+        handle, locked = os.open(path, os.O_RDWR | os.O_CREAT, 0o644), True
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            os.close(handle)
+            raise _refuse(folder, _owner(path)) from None
+        except OSError:  # a file system without locks: what the file says must do
+            locked = False
+        with contextlib.suppress(FileNotFoundError):
+            if os.fstat(handle).st_ino == os.stat(path).st_ino:
+                return handle, locked
+        os.close(handle)  # the run before removed the file in between
+
+
+def _check_owner(folder: Path, handle: int, locked: bool) -> None:
+    """Refuse a folder whose owner still runs where locks of the system do not tell: on another machine, or anywhere."""
+    owner = _parsed(os.pread(handle, 4096, 0))  # opening the file again would give the lock back
+    if owner.get("host") == socket.gethostname():
+        alive = not locked and process_exists(int(owner.get("pid", 0)))
+    else:
+        alive = bool(owner) and _clock_of(folder) - os.fstat(handle).st_mtime < STALE
+    if alive:
+        raise _refuse(folder, owner)
+
+
+def _clock_of(folder: Path) -> float:
+    """The time of the file system, which may not be that of this machine."""
+    probe = folder / f"{NAME}.now-{os.getpid()}"
+    probe.touch()
+    try:
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+@contextmanager
+def exclusive(folder: Path | str) -> Iterator[None]:
+    """Hold the folder of a run. Raises UserError naming host and process when another run has it."""
+    folder = Path(folder)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, locked = _take(folder)
+    done = threading.Event()
+
+    def touch() -> None:
+        while not done.wait(TOUCH):
+            with contextlib.suppress(OSError):
+                os.utime(handle)
+
+    try:
+        _check_owner(folder, handle, locked)
+        about = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        with writing(folder):
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, json.dumps(about).encode(), 0)
+    except BaseException:
+        os.close(handle)
+        raise
+    threading.Thread(target=touch, name="lock", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+        with contextlib.suppress(OSError):
+            (folder / NAME).unlink(missing_ok=True)
+        os.close(handle)

@@ -1,0 +1,44 @@
+"""Children end with a parent that is killed: whoever reads its output sees the end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+MANAGER = """
+with managers_end_with_parent():
+    manager = multiprocessing.get_context("spawn").Manager()
+manager.Queue().put(1)
+"""
+POOL = """
+found = ordered_map(Work, (), itertools.count(), 2)
+next(found)
+"""
+PROGRAM = """
+import itertools, multiprocessing, os, signal
+from megatron_spec.data.workers import ordered_map
+from megatron_spec.runtime.children import managers_end_with_parent
+from tests.unit_tests.runtime.test_children import Work
+if __name__ == "__main__":
+    {body}
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+class Work:
+    """Doubles a number."""
+
+    def __call__(self, x: int) -> int:
+        """2 x."""
+        return 2 * x
+
+
+@pytest.mark.parametrize("body", [MANAGER, POOL], ids=["manager", "pool"])
+def test_output_ends_with_a_killed_parent(body: str) -> None:
+    program = PROGRAM.replace("{body}", body.strip().replace("\n", "\n    "))
+    # capture_output waits until the last process that holds the pipes is gone
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr

@@ -1,0 +1,157 @@
+"""Folders appear whole or not at all, and what killed runs left goes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_spec.config import UserError
+from megatron_spec.runtime.files import (
+    append_text,
+    check_object,
+    published_folder,
+    read_json,
+    read_object,
+    replacing,
+    require_empty,
+    require_space,
+    write_text,
+    writing,
+)
+
+
+def test_leftovers_of_killed_runs_go_and_others_stay(tmp_path: Path) -> None:
+    here = os.getppid()  # of a process that runs
+    for name in (".out.tmp-99999998", f".out.tmp-{here}", ".out.tmp-mine", ".outer.tmp-1", ".other.tmp-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    with published_folder(tmp_path / "out") as temporary:
+        (temporary / "file").write_text("whole")
+    left = [".other.tmp-1", f".out.tmp-{here}", ".out.tmp-mine", ".outer.tmp-1", "out"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == left
+    assert (tmp_path / "out" / "file").read_text() == "whole"
+
+
+def test_a_failed_block_publishes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no"), published_folder(tmp_path / "out") as temporary:
+        (temporary / "file").write_text("half")
+        raise RuntimeError("no")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="not empty"), published_folder(tmp_path):
+        pass
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+# ---- a full disk, and places that cannot be written
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_names_path_and_size_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(tmp_path / "file", "before")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(UserError, match=rf"{tmp_path}/file cannot be written: no space left .*about 1.5 KiB are"):
+            write_text(tmp_path / "file", "x" * 1536)
+    with pytest.raises(UserError, match=r"/out cannot be written.*no space"), published_folder(tmp_path / "out") as new:
+        (new / "half").write_text("x")
+        full()
+    assert [p.name for p in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "before"
+
+
+def test_full_disks_of_other_writers_are_recognised(tmp_path: Path) -> None:
+    """safetensors and torch report them in words of their own, and megatron-core's writers from another process."""
+    with pytest.raises(UserError, match="no space left"), replacing(tmp_path / "x") as temporary:
+        temporary.symlink_to("/dev/full")
+        with temporary.open("w") as file:
+            file.write("x" * 10_000)
+    with pytest.raises(UserError, match="no space left"), writing(tmp_path / "x"):
+        torch.save(torch.zeros(10_000), "/dev/full")
+    with pytest.raises(UserError, match="no space left"), writing(tmp_path / "x"):
+        raise CheckpointException("save", {1: (OSError(errno.ENOSPC, "x"), traceback.StackSummary())})
+    with pytest.raises(UserError, match=r"missing/x cannot be written.*No such file"), writing(tmp_path / "x"):
+        save_file({"a": torch.zeros(1)}, tmp_path / "missing" / "x")
+    with pytest.raises(ZeroDivisionError), writing(tmp_path / "x"):
+        raise ZeroDivisionError  # a bug stays one
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_half_a_line_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_text(path, "one\n")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (7, hard))  # three bytes of the next line fit
+    try:
+        with pytest.raises(UserError, match=r"metrics.jsonl cannot be written: no space left"):
+            append_text(path, "two two\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, old)
+    assert path.read_text() == "one\n"
+
+
+def test_space_is_asked_for_before_writing(tmp_path: Path) -> None:
+    require_space(tmp_path / "not" / "yet", 1000)
+    with pytest.raises(
+        UserError, match=r"out cannot be written: no space left on the disk \(about 1024.0 TiB are needed"
+    ):
+        require_space(tmp_path / "out", 2**50)
+
+
+@pytest.mark.parametrize("place", ["/proc/out", "/proc/self/out", "/dev/null/out", "file/out"])
+def test_places_that_cannot_be_written(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    folder = tmp_path / place
+    for action in (require_empty, lambda f: published_folder(f).__enter__(), lambda f: write_text(f / "x", "x")):
+        with pytest.raises(UserError, match=r"cannot be (written|read)"):
+            action(folder)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+# ---- JSON
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "not valid JSON"), (b'{"a": [1, 2', "may be cut off"), (b"\x80\x00\xff", "not valid JSON"),
+        (b"[" * 200_000, "nested too deeply|not valid JSON"), (b"[1]", "found a list, expected a JSON object"),
+        (b'{"b": {}}', "missing a"), (b'{"a": {}, "b": "x"}', 'b is "x", expected a number'),
+        (b'{"a": true, "b": 1}', "a is true, expected an object or a list"),
+    ],
+)  # fmt: skip
+def test_json_names_file_key_and_type(tmp_path: Path, content: bytes, expected: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=expected) as error:
+        read_object(path, {"a": (dict, list), "b": float}, required=("a",))
+    assert str(path) in str(error.value)
+
+
+def test_json_that_is_no_file_or_huge(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+        read_json(tmp_path)
+    with pytest.raises(UserError, match="does not exist"):
+        read_json(tmp_path / "x")
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(UserError, match=r"holds 1.0 TiB: expected a JSON file"):
+        read_json(tmp_path / "huge")
+    assert check_object({"a": None, "n": 3, "x": 1}, "here", {"a": dict, "n": float}) == {"a": None, "n": 3, "x": 1}

@@ -1,0 +1,61 @@
+"""One run at a time in a folder; what a killed run left does not count."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_spec.config import UserError
+from megatron_spec.runtime.lock import NAME, STALE, exclusive
+
+HOLD = """
+import os, signal, sys
+from megatron_spec.runtime.lock import exclusive
+with exclusive(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_folder_in_use_names_host_and_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None and other.stdout.readline() == "held\n"
+    in_use = f"in use by process {other.pid} on {socket.gethostname()}"
+    with pytest.raises(UserError, match=in_use), exclusive(tmp_path / "run"):
+        pass
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    assert (tmp_path / "run" / NAME).is_file(), "a killed run leaves it"
+    with exclusive(tmp_path / "run"):
+        assert json.loads((tmp_path / "run" / NAME).read_text())["pid"] == os.getpid()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize(("age", "stale"), [(0.0, False), (2 * STALE, True)])
+def test_a_run_of_another_machine(tmp_path: Path, age: float, stale: bool) -> None:
+    path = tmp_path / NAME
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "since": "today"}))
+    os.utime(path, (time.time() - age,) * 2)
+    if stale:
+        with exclusive(tmp_path):
+            pass
+    else:
+        with pytest.raises(UserError, match="process 7 on elsewhere"), exclusive(tmp_path):
+            pass
+    assert path.exists() != stale
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\xff", b"[1]"])
+def test_a_broken_lock_file_is_no_owner(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / NAME).write_bytes(content)
+    with exclusive(tmp_path):
+        pass
