@@ -92,9 +92,7 @@ def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftV
 
 
 def _plan_block(ref: BaseReference, request: DraftRequest) -> BlockConfig:
-    overrides = read_json(request.draft_config) if request.draft_config else {}
-    if not isinstance(overrides, dict):
-        raise UserError(f"{request.draft_config} must hold a JSON object")
+    overrides = read_object(request.draft_config) if request.draft_config else {}
     if "mask_token_id" not in overrides and ref.kind == "hf":
         found = mask_token.find(Path(ref.path), ref.config.vocab_size)
         if found is not None:
