@@ -4,7 +4,15 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-DEV = ["pytest>=8", "pytest-timeout", "ruff>=0.6", "mypy>=1.11", "import-linter>=2.1", "pre-commit>=3.5"]
+DEV = [
+    "pytest>=8",
+    "pytest-timeout",
+    "pytest-xdist>=3.6",
+    "ruff>=0.6",
+    "mypy>=1.11",
+    "import-linter>=2.1",
+    "pre-commit>=3.5",
+]
 
 DATA = ["datasets>=2.19", "pyarrow>=14", "openai>=1.40", "rich>=13"]
 

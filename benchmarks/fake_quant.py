@@ -23,7 +23,7 @@ import torch
 from megatron_spec import cli
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig, QuantConfig
-from megatron_spec.drafts import build_draft, eagle3
+from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.quantization import rounding
 from megatron_spec.quantization.attach import attach_quantizers, quantizers
@@ -66,7 +66,7 @@ def round_trips(shape: dict[str, int], device: torch.device, repeats: int) -> di
     size = 2 * x.numel() * x.element_size() / 1e9
     found = {"plain_gb_s": size / timed(lambda: rounding.round_trip(x, amax), repeats)}
     if x.is_cuda:
-        found["kernel_gb_s"] = size / timed(lambda: rounding.fake_quant(x, amax), repeats)
+        found["kernel_gb_s"] = size / timed(lambda: rounding.fake_quant(x, amax, kernel=True), repeats)
     return found
 
 
@@ -101,12 +101,11 @@ def steps(shape: dict[str, int], world: Any, ttt_steps: int, repeats: int) -> di
         """Seconds as training goes, and by the general unroll where that is another way."""
         found = {f"{name}_s": timed(step, repeats)}
         if device.type == "cuda":
-            fused = eagle3.can_fuse
-            eagle3.can_fuse = lambda *_: False
+            taken, draft.paths = draft.paths, draft.paths.without("draft_fused")
             try:
                 found[f"{name}_general_unroll_s"] = timed(step, repeats)
             finally:
-                eagle3.can_fuse = fused
+                draft.paths = taken
         return found
 
     found = both_ways("without")

@@ -213,7 +213,12 @@ def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Names
     cuda, B = world.device.type == "cuda", args.micro_batch_size
     D = args.draft_vocab_size
     trainer = build_trainer(base, world, D, T, base.dtype)
-    trainer.ddp.module.fp8 = args.draft_fp8
+    draft = trainer.ddp.module
+    if args.draft_fp8:
+        draft.paths = draft.paths.asked_for("draft_fp8")
+        draft.paths.check()
+    if args.plain:
+        draft.paths = draft.paths.without("draft_fused")
     batches = [supervised_batch(base.config, B, S, world.device, args.supervised_share) for _ in range(2)]
     source: FeatureSource = OnlineFeatures(base)
     if args.offline:
@@ -315,10 +320,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     dtype = torch.bfloat16 if cuda else torch.float32
     base = random_base(base_shape("tiny" if args.tiny else args.shape), world, dtype, args.transformer_engine)
     if args.plain:
-        base.fast = base.lean = None
-        vars(eagle3)["can_fuse"] = lambda *_: False
+        base.direct = None
     if args.base_fp8:
-        from megatron_spec.base.fast_forward import run_in_fp8
+        from megatron_spec.base.direct import run_in_fp8
 
         run_in_fp8(base)
     pairs = [tuple(map(int, p.split("x"))) for p in args.only] if args.only else [

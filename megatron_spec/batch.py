@@ -54,6 +54,12 @@ class Batch:
         """Tokens that are not padding."""
         return int(((self.host or self).documents_BS >= 0).sum())
 
+    def document_lengths(self) -> Tensor:
+        """int64 [B, S] tokens of the document that each token lies in."""
+        number_BS = self.documents_BS.long() + 1
+        counts = number_BS.new_zeros(number_BS.shape[0], number_BS.shape[1] + 1)
+        return counts.scatter_add_(1, number_BS, torch.ones_like(number_BS)).gather(1, number_BS)
+
     def local(self, x_BS: Tensor) -> Tensor:
         """Columns of a [B, S] tensor that this rank computes."""
         return x_BS if self.context is None else self.context.part(x_BS, 1)

@@ -15,12 +15,14 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference
 from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec, held, read_spec
-from megatron_spec.config import UserError
+from megatron_spec.config import ObjectiveConfig, ParallelConfig, UserError
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export.load import inspect_exported_base, load_exported_base, load_exported_ends
+from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.quantization.attach import attach_quantizers, load_base_amax
+from megatron_spec.runtime import platform
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import read_json
 
@@ -68,9 +70,38 @@ def check_base(spec: CheckpointSpec, base_path: str | None) -> BaseReference:
     return ref
 
 
+def resolve_paths(
+    spec: CheckpointSpec, parallel: ParallelConfig, dtype: torch.dtype, *, original_base: bool = False,
+    transformer_engine: bool = False, ends_only: bool = False, objective: ObjectiveConfig | None = None, rows: int = 0,
+    wanted: tuple[str, ...] = (), plain: bool = False,
+) -> Paths:  # fmt: skip
+    """The fast paths that base and draft of a checkpoint take on this machine: the one place that decides it.
+
+    Args:
+        rows: of a micro-batch; 0: not known.
+        wanted: paths that run on request.
+        plain: none of them.
+
+    Raises UserError when a path that was asked for cannot run.
+    """
+    quant = spec.quant
+    if quant is not None and original_base:
+        quant = quant.replace(base="none", kv_cache="none", exclude_base=())
+    name = str(dtype).removeprefix("torch.")
+    base = None if ends_only else spec.base.config
+    setting = Setting(
+        platform.machine(), name, parallel, base, spec.draft, objective, quant, transformer_engine, rows, wanted,
+        plain=plain,
+    )  # fmt: skip
+    paths = Paths(setting)
+    paths.check()
+    return paths
+
+
 def load_checkpoint(
     path: str | Path, world: World, *, dtype: torch.dtype = torch.float32, base_path: str | None = None,
     original_base: bool = False, transformer_engine: bool = False, ends_only: bool = False,
+    paths: Paths | None = None,
 ) -> Loaded:  # fmt: skip
     """Base and draft of a checkpoint folder, fake-quantised when the checkpoint is.
 
@@ -78,12 +109,13 @@ def load_checkpoint(
         original_base: leave the base in high precision although the checkpoint quantises it.
         transformer_engine: build the base's layers from Transformer Engine's modules.
         ends_only: of the base load embedding and head alone: features come from disk.
+        paths: the fast paths of the run (`resolve_paths`); default: all that run here.
 
     Raises UserError for a missing, half-written or unfitting checkpoint, before any weight of the base is read.
     """
     with held(path) as folder:
         _check_same_on_all_ranks(folder)
-        return _load(folder, world, dtype, base_path, original_base, transformer_engine, ends_only)
+        return _load(folder, world, dtype, base_path, original_base, transformer_engine, ends_only, paths)
 
 
 def _check_same_on_all_ranks(folder: Path) -> None:
@@ -97,12 +129,17 @@ def _check_same_on_all_ranks(folder: Path) -> None:
 
 def _load(
     folder: Path, world: World, dtype: torch.dtype, base_path: str | None, original_base: bool,
-    transformer_engine: bool, ends_only: bool,
+    transformer_engine: bool, ends_only: bool, paths: Paths | None,
 ) -> Loaded:  # fmt: skip
     spec = read_spec(folder)
     ref = check_base(spec, base_path)
     vocab = DraftVocab.load(folder / "vocab.safetensors")
-    draft = build_draft(spec.draft, vocab, world, dtype)
+    if paths is None:
+        paths = resolve_paths(
+            spec, world.parallel, dtype, original_base=original_base, transformer_engine=transformer_engine,
+            ends_only=ends_only,
+        )  # fmt: skip
+    draft = build_draft(spec.draft, vocab, world, dtype, paths)
     base_amax = None
     if spec.quant is not None:
         attach_quantizers(draft, spec.quant, role="draft")
@@ -118,7 +155,7 @@ def _load(
     if ends_only:
         base = load_exported_ends(ref, world, dtype)
     else:
-        base = load_exported_base(ref, world, spec.draft.capture_layer_ids, dtype, transformer_engine)
+        base = load_exported_base(ref, world, spec.draft.capture_layer_ids, dtype, transformer_engine, paths)
     quantised = spec.quant is not None and spec.quant.base != "none"
     if quantised:
         if base_amax is None:

@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import functools
 import inspect
+import json
 import logging
 import os
 import re
@@ -166,6 +167,13 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
         self.add_argument("--bf16", action="store_true", help="bfloat16 weights (default: float32)")
 
+    def add_template_flag(self) -> None:
+        """--chat-template-kwargs, as the scripts that read conversations or prompts take it."""
+        self.add_argument(
+            "--chat-template-kwargs", type=json_object, metavar="JSON",
+            help='arguments of the chat template, as {"enable_thinking": false}; those of a line win',
+        )  # fmt: skip
+
     def _add_fields(self, cls: type[Config], to: Any, path: str, only: Sequence[str] = (), skip: Any = ()) -> None:
         """One flag per field of a configuration class: `train_iters` becomes --train-iters. Groups nest."""
         hints, docs = typing.get_type_hints(cls), field_docs(cls)
@@ -282,6 +290,17 @@ def at_least_zero(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"must be at least 0, found {value}")
     return value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An argparse type: a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, found {text!r}")
+    return found
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:

@@ -39,6 +39,7 @@ def make_parser() -> cli.Parser:
     p.add_argument("--draft-vocab-size", type=int, metavar="D", help="needed without --load")
     p.add_argument("--save-dir", required=True, metavar="DIR")
     p.add_argument("--seq-length", type=int, default=4096, help="count the first tokens only (default: %(default)s)")
+    p.add_template_flag()
     p.add_argument("--data-cache-path", metavar="DIR", help="folder for tokenised data (default: beside the data)")
     p.add_argument(
         "--num-workers", type=cli.at_least_one, metavar="N", help="processes that tokenise (default: as is useful)"
@@ -77,7 +78,7 @@ def given_vocabulary(args: argparse.Namespace) -> tuple[str, DraftVocab | None]:
     vocab = DraftVocab.load(folder / "vocab.safetensors")
     if args.draft_vocab_size not in (None, len(vocab)):
         raise UserError(
-            f"--load {args.load} has a draft vocabulary of {len(vocab)} tokens, and its head speaks no other: leave "
+            f"--load {args.load} has a draft vocabulary of {len(vocab)} tokens, and its head has no others: leave "
             f"--draft-vocab-size {args.draft_vocab_size} out, or convert a new draft"
         )
     return args.model or read_spec(folder).base.path, vocab
@@ -91,14 +92,17 @@ def calibrate(args: argparse.Namespace) -> None:
     vocab_size = read_vocab_size(Path(model)) if vocab is None else vocab.vocab_size
     if not isinstance(vocab_size, int) or (vocab is None and not 1 <= args.draft_vocab_size <= vocab_size):
         raise UserError(f"--draft-vocab-size {args.draft_vocab_size}: expected 1 to the base's vocab_size {vocab_size}")
-    from megatron_spec.data.loader import ConversationDataset
+    from megatron_spec.commands.data import open_dataset
     from megatron_spec.data.tokenizer import load_tokenizer, special_ids, stop_token_ids
     from megatron_spec.data.vocab_counts import choose, count_supervised, coverage, coverage_curve, turn_end_ids
 
     source = args.tokenizer or model
     tokenizer = load_tokenizer(source)
     stops = stop_token_ids(source, tokenizer)
-    dataset = ConversationDataset(args.data, tokenizer, args.seq_length, stops, args.data_cache_path, args.num_workers)
+    dataset = open_dataset(
+        args.data, source, args.seq_length, args.data_cache_path,
+        vocab_size=vocab_size, template_kwargs=args.chat_template_kwargs, workers=args.num_workers,
+    )  # fmt: skip
     ends = sorted({*stops, *turn_end_ids(dataset, special_ids(tokenizer))})
     counts_V = count_supervised(dataset, vocab_size)
     if vocab is None:
@@ -106,7 +110,7 @@ def calibrate(args: argparse.Namespace) -> None:
         check_not_replaced(folder, vocab)
     curve = coverage_curve(counts_V, ends)
     report = {
-        **coverage(counts_V, vocab.target_ids), "always_included": list(ends), "data": args.data,
+        **coverage(counts_V, vocab.target_ids, ends), "always_included": list(ends), "data": args.data,
         "data_sha256": dataset.store.meta["data"], "curve": curve,
     }  # fmt: skip
     write(folder, vocab, report)
@@ -167,8 +171,8 @@ def say(folder: Path, report: dict[str, Any]) -> None:
     )
     if report["draft_tokens_never_seen"]:
         sys.stdout.write(
-            f"note: {report['draft_tokens_never_seen']} of them never occur in {report['data']}: a smaller "
-            "--draft-vocab-size would do\n"
+            f"note: {report['draft_tokens_never_seen']} of them never occur in {report['data']}: --draft-vocab-size "
+            f"{report['draft_vocab_size'] - report['draft_tokens_never_seen']} covers as much\n"
         )
 
 

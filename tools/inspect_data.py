@@ -30,6 +30,7 @@ def make_parser() -> cli.Parser:
     p.add_argument(
         "--samples", type=cli.at_least_zero, default=3, metavar="N", help="print the first N (default: %(default)s)"
     )
+    p.add_template_flag()
     p.add_argument("--data-cache-path", metavar="DIR", help="folder for tokenised data (default: beside the data)")
     p.add_argument(
         "--num-workers", type=cli.at_least_one, metavar="N", help="processes that tokenise (default: as is useful)"
@@ -40,13 +41,15 @@ def make_parser() -> cli.Parser:
 
 def inspect_data(args: argparse.Namespace) -> None:
     """Tokenise where needed, and report. Raises UserError for data that cannot be trained on."""
+    from megatron_spec.commands.data import open_dataset
     from megatron_spec.data.inspect import inspect, pieces
-    from megatron_spec.data.loader import ConversationDataset
-    from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
+    from megatron_spec.data.tokenizer import load_tokenizer
 
+    dataset = open_dataset(
+        args.data, args.tokenizer, args.seq_length, args.data_cache_path,
+        template_kwargs=args.chat_template_kwargs, workers=args.num_workers,
+    )  # fmt: skip
     tokenizer = load_tokenizer(args.tokenizer)
-    stops = stop_token_ids(args.tokenizer, tokenizer)
-    dataset = ConversationDataset(args.data, tokenizer, args.seq_length, stops, args.data_cache_path, args.num_workers)
     report = inspect(dataset)
     if args.json:
         sys.stdout.write(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
@@ -70,7 +73,7 @@ def tables(report: Any, seq_length: int) -> list[Any]:
 
     figures = Table("figure", "value", title="conversations")
     packed = {"rows with --packing": report.packed_rows, "filled share of them": round(report.packed_fill, 4)}
-    lost = {f"tokens behind {seq_length}": report.lost_tokens}
+    lost = {f"tokens after {seq_length}": report.lost_tokens}
     dropped = {f"dropped: {reason}": count for reason, count in report.dropped.items()}
     for name, value in {**report.statistics, **lost, **dropped, **packed}.items():
         figures.add_row(name.replace("_", " "), str(value))

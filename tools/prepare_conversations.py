@@ -65,10 +65,10 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def say(report: Report) -> None:
-    """What was written, dropped and mended."""
+    """What was written, dropped and corrected."""
     for path, lines in report.written.items():
         sys.stdout.write(f"{lines} conversations in {path}\n")
-    for title, counts in (("dropped", report.dropped), ("mended", report.repairs)):
+    for title, counts in (("dropped", report.dropped), ("corrected", report.repairs)):
         sys.stdout.write(f"{counts.total()} {title}{':' if counts else ''}\n")
         for reason, count in counts.most_common():
             example = report.examples.get(reason) if title == "dropped" else None

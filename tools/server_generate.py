@@ -1,4 +1,4 @@
-"""Let the target model behind an OpenAI-compatible server answer prompts: training data in its own words.
+"""Let the target model answer prompts from an OpenAI-compatible server: training data in its own words.
 
     vllm serve MODEL &      # or trtllm-serve MODEL, or python -m sglang.launch_server --model-path MODEL
     python tools/server_generate.py --url http://localhost:8000/v1 --data-path prompts.jsonl --output-path train.jsonl
@@ -39,6 +39,7 @@ def make_parser() -> cli.Parser:
     p.add_argument("--max-tokens", type=cli.at_least_one, default=2048, help="of an answer (default: %(default)s)")
     p.add_argument("--seed", type=int, help="each answer gets its own, made from this one, conversation and turn")
     p.add_argument("--extra-body", metavar="JSON", help="further parameters of the request, as one JSON object")
+    p.add_template_flag()
     p.add_argument("--concurrency", type=cli.at_least_one, default=64, help="conversations at a time (default: 64)")
     p.add_argument(
         "--retries", type=cli.at_least_zero, default=8, help="attempts after the first (default: %(default)s)"
@@ -75,8 +76,18 @@ def extra_body(args: argparse.Namespace) -> dict[str, Any]:
     return {**extra, **({} if args.top_k is None else {"top_k": args.top_k})}
 
 
+def template_kwargs(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the chat template, from --chat-template-kwargs or --extra-body. Raises UserError for both."""
+    from megatron_spec.data.conversations import read_kwargs
+
+    inside = extra.pop("chat_template_kwargs", None)
+    if inside is not None and args.chat_template_kwargs is not None:
+        raise UserError("--chat-template-kwargs and chat_template_kwargs in --extra-body: give one of them")
+    return read_kwargs(inside or args.chat_template_kwargs or {}, "chat_template_kwargs")
+
+
 def check(args: argparse.Namespace) -> None:
-    """Raise UserError for values that cannot work, before anybody is asked."""
+    """Raise UserError for values that cannot work, before a server is asked."""
     wrong = [url for url in args.url if not url.startswith(("http://", "https://"))]
     if wrong:
         raise UserError(f"--url {wrong[0]}: expected http://HOST:PORT/v1")
@@ -87,8 +98,9 @@ def check(args: argparse.Namespace) -> None:
 
 
 def generate(args: argparse.Namespace) -> None:
-    """Ask and write. Raises UserError for input that does not fit, or when nobody answers."""
+    """Ask and write. Raises UserError for input that does not fit, or when no server answers."""
     shard, extra = read_shard(args.shard), extra_body(args)
+    kwargs = template_kwargs(args, extra)
     from tqdm import tqdm
 
     from megatron_spec.generation.prompts import iter_prompts
@@ -97,7 +109,7 @@ def generate(args: argparse.Namespace) -> None:
     sampling = {k: getattr(args, k) for k in ("temperature", "top_p", "max_tokens") if getattr(args, k) is not None}
     options = ServerOptions(
         tuple(args.url), args.model, os.environ.get("OPENAI_API_KEY", "none"), sampling, extra, args.system_prompt,
-        args.concurrency, args.retries, args.keep_truncated, args.timeout, args.seed,
+        args.concurrency, args.retries, args.keep_truncated, args.timeout, args.seed, kwargs,
     )  # fmt: skip
     check(args)
     prompts = islice(iter_prompts(args.data_path, args.num_prompts), shard[0], None, shard[1])

@@ -1,6 +1,6 @@
-"""The table of layouts, from megatron_spec/planning/layouts.py: python tools/support_table.py [--write].
+"""The tables of layouts and of fast paths, from megatron_spec/planning: python tools/support_table.py [--write].
 
-README.md shows yes and no, docs/scale.md the reasons too.
+README.md shows which layouts work, docs/scale.md the reasons too; docs/performance.md shows the fast paths.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megatron_spec.planning import paths  # noqa: E402
 from megatron_spec.planning.layouts import table  # noqa: E402
 
 _BETWEEN = re.compile(r"(<!--support-->\n).*?(<!--/support-->)", re.DOTALL)
-PAGES = (ROOT / "README.md", ROOT / "docs" / "scale.md")
+_DOCS = ROOT / "docs"
+PAGES = (ROOT / "README.md", _DOCS / "scale.md", _DOCS / "performance.md")
 
 
 def short_table() -> str:
@@ -27,7 +29,7 @@ def updated(page: Path) -> str:
     """The text of a page with the current table."""
     text = page.read_text(encoding="utf-8")
     assert _BETWEEN.search(text), f"{page.name} lacks <!--support--> and <!--/support-->"
-    shown = short_table() if page.name == "README.md" else table()
+    shown = {"README.md": short_table, "scale.md": table, "performance.md": paths.table}[page.name]()
     return _BETWEEN.sub(lambda m: m[1] + shown + m[2], text)
 
 

@@ -39,7 +39,8 @@ class EndsOnly(nn.Module):
 
     def embed(self, tokens_BS: Tensor) -> Tensor:
         """See `BaseEnds.embed`."""
-        return ends.embed(tokens_BS, self.embedding_weight, self.world.tp, self.world.parallel.sequence_parallel)
+        scattered = self.world.parallel.sequence_parallel
+        return ends.embed(tokens_BS, self.embedding_weight, self.world.tp, scattered, self.vocab_size)
 
     def logits(self, state_SBH: Tensor) -> Tensor:
         """See `BaseEnds.logits`."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,10 +17,7 @@ from torch import Tensor, nn
 
 from megatron_spec.base.modules import PlannedAttention, ReplicatedLinear, RMSNorm
 from megatron_spec.config import MlaConfig
-from megatron_spec.ops.rope import apply_rotary
-
-LATENT_EPS = 1e-6
-"""Of the norms of the latents, whatever the model's other norms have."""
+from megatron_spec.ops import latent as latent_ops
 
 
 class LatentAttention(nn.Module):
@@ -34,7 +30,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.mla, self.tp, self.sequence_parallel = mla, pg_collection.tp, config.sequence_parallel
         heads, size = config.num_attention_heads, mla.nope_head_dim + mla.rope_head_dim
-        self.heads, H, eps = heads // self.tp.size(), config.hidden_size, LATENT_EPS
+        self.heads, H, eps = heads // self.tp.size(), config.hidden_size, latent_ops.LATENT_EPS
         options = dict(config=config, init_method=config.init_method, bias=False, tp_group=self.tp)
         column = dict(options, gather_output=False)
         self.linear_q_proj = self.linear_q_down_proj = self.linear_q_up_proj = self.q_layernorm = None
@@ -61,17 +57,13 @@ class LatentAttention(nn.Module):
         """[S, B, H] -> ([S, B, H], no bias); rows are spread over ranks under sequence parallelism."""
         assert rotary_pos_emb is not None
         mla = self.mla
-        q = self._queries(hidden_SBH).unflatten(-1, (self.heads, -1))
         latent, k_rotary = self.linear_kv_down_proj(hidden_SBH).split([mla.kv_lora_rank, mla.rope_head_dim], -1)
         if self.sequence_parallel:  # the latent is gathered by the projection itself
             k_rotary = gather_from_sequence_parallel_region(k_rotary.contiguous(), group=self.tp)
-        kv = self.linear_kv_up_proj(self.kv_layernorm(latent))[0].unflatten(-1, (self.heads, -1))
-        k_plain, value = kv.split([mla.nope_head_dim, mla.v_head_dim], -1)
-        q_plain, q_rotary = q.split([mla.nope_head_dim, mla.rope_head_dim], -1)
+        q, kv = self._queries(hidden_SBH), self.linear_kv_up_proj(self.kv_layernorm(latent))[0]
+        q, kv = (x.unflatten(-1, (self.heads, -1)) for x in (q, kv))
         cos, sin = rotary_pos_emb.cos().to(q.dtype), rotary_pos_emb.sin().to(q.dtype)
-        q_rotary, k_rotary = (apply_rotary(self._halves(x), cos, sin) for x in (q_rotary, k_rotary[:, :, None]))
-        query = torch.cat([q_plain, q_rotary], -1)
-        key = torch.cat([k_plain, k_rotary.expand(-1, -1, self.heads, -1)], -1)
+        query, key, value = latent_ops.expand(q, k_rotary, kv, mla, cos, sin)
         out: tuple[Tensor, Tensor | None] = self.linear_proj(self.core_attention(query, key, value.contiguous()))
         return out
 
@@ -82,7 +74,3 @@ class LatentAttention(nn.Module):
         assert self.q_layernorm is not None
         latent = self.q_layernorm(self.linear_q_down_proj(hidden_SBH))
         return self.linear_q_up_proj(latent)[0]  # type: ignore[no-any-return]
-
-    def _halves(self, x: Tensor) -> Tensor:
-        """Pairs (0, 1), (2, 3), ... to halves (0, 2, ...; 1, 3, ...), in queries and keys alike: the same scores."""
-        return torch.cat([x[..., ::2], x[..., 1::2]], -1) if self.mla.interleaved else x

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from megatron_spec.base import ends, placement, relay, te_spec
 from megatron_spec.base.capture import record_outputs
-from megatron_spec.base.fast_forward import FastForward
-from megatron_spec.base.lean_forward import LeanForward
+from megatron_spec.base.direct import DirectForward
 from megatron_spec.base.modules import PlannedAttention
 from megatron_spec.base.spec import block_spec
 from megatron_spec.batch import Batch
@@ -29,6 +28,7 @@ from megatron_spec.families.transformer_config import transformer_config
 from megatron_spec.ops.attention import AttentionPlan, KVCache
 from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
 from megatron_spec.planning import layouts
+from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import platform
 from megatron_spec.runtime.distributed import World
 
@@ -50,13 +50,14 @@ class FrozenBase(nn.Module):
         dtype: of the weights.
         gpt: megatron-core's GPTModel of this stage.
         stage: what this stage holds, receives and sends.
-        fast: runs the layers without their modules where that gives the same result; None: not on this device.
-        lean: the same for decoding, on any device; None: not with this base.
+        paths: the fast paths it may take.
+        direct: runs the layers without their modules where that gives the same result; None: not with this base.
     """
 
     def __init__(
-        self, config: BaseConfig, world: World, gpt: GPTModel, stages: list[placement.Stage], dtype: torch.dtype
-    ) -> None:
+        self, config: BaseConfig, world: World, gpt: GPTModel, stages: list[placement.Stage], dtype: torch.dtype,
+        paths: Paths | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.config, self.world, self.dtype = config, world, dtype
         self.gpt = gpt
@@ -75,7 +76,9 @@ class FrozenBase(nn.Module):
         long = inverse_frequencies(config.rope, turning, world.device, long=True) if longrope else None
         self.register_buffer("inv_freq_long", long, persistent=False)
         self.attentions = self._own_attentions()
-        self.fast, self.lean = self._short_forwards()
+        name = str(dtype).removeprefix("torch.")
+        self.paths = paths or Paths(Setting(platform.machine(), name, world.parallel, config))
+        self.direct = self._direct_forward()
         self._add_missing_ends()
         self.requires_grad_(False)
         self.eval()
@@ -89,6 +92,7 @@ class FrozenBase(nn.Module):
         dtype: torch.dtype = torch.float32,
         padded_vocab_size: int | None = None,
         transformer_engine: bool = False,
+        paths: Paths | None = None,
     ) -> FrozenBase:
         """A stage whose weights are NaN until they are loaded.
 
@@ -96,13 +100,14 @@ class FrozenBase(nn.Module):
             padded_vocab_size: rows of embedding and head over all ranks; default: the vocabulary rounded up to a
                 multiple of the tensor parallel size.
             transformer_engine: build the layers from Transformer Engine's modules (`te_spec`).
+            paths: fast paths it may take; default: all that run here.
 
         Raises:
             UserError: the parallel sizes or capture ids do not fit the base.
         """
         placement.check_parallel(config, world.parallel)
         if transformer_engine:
-            te_spec.check(config, world.device.type == "cuda")
+            te_spec.check(config, platform.machine())
         stages = placement.place(config.num_layers, world.parallel, capture_layer_ids)
         counts = [stage.count for stage in stages]
         first, count = stages[world.pp_rank].first, counts[world.pp_rank]
@@ -118,7 +123,7 @@ class FrozenBase(nn.Module):
             position_embedding_type="none",  # angles come from ops.rope, for arbitrary positions
             pg_collection=world.base_groups,
         )
-        base = cls(config, world, gpt, stages, dtype)
+        base = cls(config, world, gpt, stages, dtype, paths)
         for parameter in base.parameters():
             parameter.data.fill_(float("nan"))
         return base
@@ -136,9 +141,13 @@ class FrozenBase(nn.Module):
         It keeps its own attention, so it serves causal training batches only: no packed documents, no KV cache.
 
         Raises:
-            UserError: more than one model chunk, or capture ids that do not fit.
+            UserError: more than one model chunk, longrope, or capture ids that do not fit.
         """
         layouts.check("wrap", world.parallel)
+        if config.rope.longest_short is not None:
+            raise UserError(
+                "a wrapped GPTModel chooses longrope's frequencies by the batch: load the base with load_base"
+            )
         chunks = gpt if isinstance(gpt, list) else [gpt]
         if len(chunks) != 1:
             raise UserError(
@@ -165,16 +174,13 @@ class FrozenBase(nn.Module):
             core.cache_layer = index
         return own
 
-    def _short_forwards(self) -> tuple[FastForward | None, LeanForward | None]:
+    def _direct_forward(self) -> DirectForward | None:
         fused = any("layer_norm_weight" in name for name, _ in self.gpt.named_parameters())
-        if fused or len(self.attentions) != self.stage.count:
-            return None, None
+        if fused or len(self.attentions) != self.stage.count or not self.paths.on("base_direct"):
+            return None
         decoder = self.gpt.decoder
         final_norm = decoder.final_layernorm.weight if self.world.is_last_stage else None
-        stage = (self.config, list(decoder.layers), final_norm, self.world.tp)
-        if FastForward.applies(self.config, self.dtype, self.world):
-            return FastForward(*stage), None
-        return None, LeanForward(*stage) if LeanForward.suits(self.config, self.world) else None
+        return DirectForward(self.config, list(decoder.layers), final_norm, self.world.tp, self.paths)
 
     def _add_missing_ends(self) -> None:
         """Stages without embedding or head get a copy of its shard; a tied head is the embedding itself."""
@@ -214,7 +220,8 @@ class FrozenBase(nn.Module):
 
     def embed(self, tokens_BS: Tensor) -> Tensor:
         """[S, B, H] token embeddings; scattered to [S / TP, B, H] under sequence parallelism."""
-        return ends.embed(tokens_BS, self.embedding_weight, self.world.tp, self.world.parallel.sequence_parallel)
+        scattered = self.world.parallel.sequence_parallel
+        return ends.embed(tokens_BS, self.embedding_weight, self.world.tp, scattered, self.vocab_size)
 
     def logits(self, state_SBH: Tensor) -> Tensor:
         """[S, B, V / TP] logits of this rank's vocabulary shard (full sequence); padding rows are -inf."""
@@ -237,13 +244,17 @@ class FrozenBase(nn.Module):
         ep = self.world.parallel.expert_model_parallel_size
         return Experts.of(self.config, self.world.base_groups.ep.rank() if ep > 1 else 0, ep)
 
-    def _frequencies(self, positions_BS: Tensor, plan: AttentionPlan) -> Tensor:
-        """longrope has two sets, by the length of the text: that of the longest row, or what the cache can hold."""
-        if self.inv_freq_long is None:
+    def _frequencies(self, batch: Batch, plan: AttentionPlan) -> Tensor:
+        """longrope has two sets of frequencies: the length of each token's own text chooses (see ops/rope.py)."""
+        limit = self.config.rope.longest_short
+        if self.inv_freq_long is None or limit is None:
             return self.inv_freq
-        length = int(positions_BS.max()) + 1 if plan.cache is None else plan.cache.keys.shape[2]
-        long = length > self.config.rope.original_max_position_embeddings
-        return self.inv_freq_long if long else self.inv_freq
+        if plan.cache is None:
+            length_BS = batch.local(batch.document_lengths())
+        else:
+            known_B = plan.lengths_B if plan.lengths_B is not None else batch.positions_BS.amax(1) + 1
+            length_BS = known_B[:, None].expand_as(batch.positions_BS)
+        return torch.where(length_BS.t()[..., None] > limit, self.inv_freq_long, self.inv_freq)
 
     @contextmanager
     def _under(self, plan: AttentionPlan) -> Iterator[None]:
@@ -257,7 +268,7 @@ class FrozenBase(nn.Module):
 
     def _angles(self, batch: Batch, plan: AttentionPlan) -> Tensor:
         if len(self.attentions) == self.stage.count:
-            return rotary_angles(batch.local(batch.positions_BS), self._frequencies(batch.positions_BS, plan))
+            return rotary_angles(batch.local(batch.positions_BS), self._frequencies(batch, plan))
         if plan.context is not None or plan.mask_B1SL is not None or plan.documents is not None:
             raise UserError(
                 "a wrapped GPTModel keeps its own causal attention and cannot run packed documents, context "
@@ -285,14 +296,14 @@ class FrozenBase(nn.Module):
         else:
             hidden, captures = relay.split(relayed, self.config.hidden_size)
         decoder = self.gpt.decoder
-        short = self.fast or self.lean
-        if short is not None and short.can_run(plan):
+        direct = self.direct
+        if direct is not None and direct.can_run(plan):
             wanted = [i - self.stage.first for i in self.stage.captures_own]
             positions = batch.local(batch.positions_BS)
             with platform.direct():
-                hidden, recorded = short(hidden, positions, self.inv_freq, wanted, plan)
+                hidden, recorded = direct(hidden, positions, self.inv_freq, wanted, plan)
             return hidden, captures + recorded
-        if self.fast is not None and self.fast.only:
+        if direct is not None and direct.operators.only:
             raise UserError("a base in fp8 serves training batches only: it has no weights for decoding or quantisers")
         captured = [decoder.layers[i - self.stage.first] for i in self.stage.captures_own]
         if not self.gpt.pre_process:

@@ -51,14 +51,14 @@ class PlannedAttention(nn.Module):
         window: sliding window of this layer.
         sinks: heads have a sink (`softmax_offset`, this rank's heads).
         scale: of the scores; None: 1/sqrt(D).
-        rotary: rotary dimensions of a head, the first ones or (`rotary_last`) the last.
+        rotary_size: dimensions of a head that rotate, the first ones or (`rotary_last`) the last.
         rotary_factor: what these are multiplied by.
         tp_group: ranks that share the heads, when the groups do not come as `pg_collection`.
     """
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, *_: Any, window: int | None = None, sinks: bool = False,
-        scale: float | None = None, rotary: int = 0, rotary_factor: float = 1.0, rotary_last: bool = False,
+        scale: float | None = None, rotary_size: int = 0, rotary_factor: float = 1.0, rotary_last: bool = False,
         pg_collection: Any = None, tp_group: Any = None, **__: Any,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -66,7 +66,7 @@ class PlannedAttention(nn.Module):
         self.cache_layer = 0
         """Index of this layer in the stage's KVCache."""
         self.window, self.scale = window, scale
-        self.rotary, self.rotary_factor, self.rotary_last = rotary, rotary_factor, rotary_last
+        self.rotary_size, self.rotary_factor, self.rotary_last = rotary_size, rotary_factor, rotary_last
         self.softmax_offset: nn.Parameter | None = None
         if sinks:
             group = tp_group if pg_collection is None else pg_collection.tp
@@ -86,10 +86,10 @@ class PlannedAttention(nn.Module):
 
 
 def _scale_rotary(core: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """YaRN and LongRoPE scale the rotary dimensions of queries and keys."""
+    """yarn and longrope multiply cosines and sines by a factor: here the rotary dimensions of queries and keys."""
     query, key, *rest = args
-    still = query.shape[-1] - core.rotary
-    factor = query.new_full((core.rotary,), core.rotary_factor)
-    parts = [query.new_ones(still), factor] if core.rotary_last else [factor, query.new_ones(still)]
+    plain = query.shape[-1] - core.rotary_size
+    factor = query.new_full((core.rotary_size,), core.rotary_factor)
+    parts = [query.new_ones(plain), factor] if core.rotary_last else [factor, query.new_ones(plain)]
     factor_D = torch.cat(parts)
     return (query * factor_D, key * factor_D, *rest)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from megatron_spec.config import MoeConfig
 from megatron_spec.families.names import Experts
-from megatron_spec.ops.moe import choose, rows_of_experts
+from megatron_spec.ops.moe import choose, mixed
 
 
 def _sharded_children(module: nn.Module, prefix: str, offsets: tuple[Any, ...], metadata: Any) -> dict[str, Any]:
@@ -126,10 +126,8 @@ class LocalExperts(nn.Module):
 
     def forward(self, x_RH: Tensor, weights_RK: Tensor, chosen_RK: Tensor) -> Tensor:
         """[R, H] sums of this rank's experts, each times its weight."""
-        out_RH, weights = torch.zeros_like(x_RH), weights_RK.flatten().to(x_RH.dtype)
-        for index, rows, pairs in rows_of_experts(chosen_RK, self.here.first, self.here.count):
-            out_RH.index_add_(0, rows, self.local_experts[index](x_RH[rows]) * weights[pairs, None])
-        return out_RH
+        weights = weights_RK.flatten().to(x_RH.dtype)
+        return mixed(x_RH, weights, chosen_RK, self.local_experts, self.here.first)
 
 
 class MixtureOfExperts(nn.Module):

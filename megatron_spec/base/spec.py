@@ -27,7 +27,7 @@ def core_options(config: BaseConfig, layer: int) -> dict[str, Any]:
     return {
         "window": config.window_of(layer),
         "sinks": config.attention_sinks,
-        "rotary": config.rope.rotary_dim(size),
+        "rotary_size": config.rope.rotary_dim(size),
         "rotary_factor": config.rope.attention_factor,
         "rotary_last": config.mla is not None,
     }

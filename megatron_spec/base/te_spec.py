@@ -22,6 +22,7 @@ from torch import nn
 
 from megatron_spec.base.modules import PlannedAttention, RMSNorm
 from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.config.machine import Machine
 
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -30,14 +31,14 @@ FUSED_NORMS = {
 """Names of the norms inside the linears -> their own names."""
 
 
-def check(config: BaseConfig, cuda: bool) -> None:
+def check(config: BaseConfig, machine: Machine) -> None:
     """Raise UserError when the base cannot be built from Transformer Engine's modules here."""
     if importlib.util.find_spec("transformer_engine") is None:
         raise UserError(
             "--transformer-impl transformer_engine: Transformer Engine is not installed (pip install "
             "'megatron-spec[te]'); use --transformer-impl local"
         )
-    if not cuda:
+    if not machine.gpu:
         raise UserError("--transformer-impl transformer_engine needs a GPU; use --transformer-impl local")
     if config.family != "llama":
         raise UserError(f"--transformer-impl transformer_engine: {config.family} is built from local layers only")

@@ -19,6 +19,7 @@ from megatron_spec.checkpoint import huggingface, megatron
 from megatron_spec.checkpoint.fingerprint import fingerprint
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.families import read_base_config
+from megatron_spec.planning.paths import Paths
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.hub import model_folder
 
@@ -75,11 +76,13 @@ def load_base(
     capture_layer_ids: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
     transformer_engine: bool = False,
+    paths: Paths | None = None,
 ) -> FrozenBase:
     """Build this rank's stage of the base and load its shards; every rank calls it.
 
     Args:
         transformer_engine: build the layers from Transformer Engine's modules.
+        paths: fast paths it may take; default: all that run here.
 
     Returns:
         The stage in eval mode, without gradients.
@@ -90,14 +93,14 @@ def load_base(
     """
     config, path = reference.config, Path(reference.path)
     if reference.kind == "hf":
-        base = FrozenBase.build(config, world, capture_layer_ids, dtype, transformer_engine=transformer_engine)
+        base = FrozenBase.build(config, world, capture_layer_ids, dtype, None, transformer_engine, paths)
         huggingface.load_huggingface(base, path)
     else:
         folder = megatron.checkpoint_folder(path)
         if folder is None:
             raise UserError(f"{path}: expected a Megatron checkpoint, and it is not there any more")
         rows = megatron.padded_vocab_size(folder, config, world)
-        base = FrozenBase.build(config, world, capture_layer_ids, dtype, rows, transformer_engine)
+        base = FrozenBase.build(config, world, capture_layer_ids, dtype, rows, transformer_engine, paths)
         megatron.load_megatron(base, folder)
     base.reference = reference
     _check_finite(base, reference.path)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_spec.checkpoint.spec import CheckpointSpec
 from megatron_spec.commands.runs import ScriptRun
@@ -25,10 +27,28 @@ def check_file(path: str, flag: str = "--data") -> None:
         raise UserError(f"{flag} {path}: no such file")
 
 
-def open_dataset(data: str, tokenizer_folder: str, seq_length: int, cache: str | None = None) -> ConversationDataset:
-    """Conversations of a JSON lines file, tokenised with the tokenizer of a folder; `cache`: `data.tokenise`."""
+def tokenizer_folder(spec: CheckpointSpec, base: str | None, tokenizer: str | None) -> str:
+    """Where the tokenizer is: the folder given for it, or else that of the base. Raises UserError when that is gone."""
+    folder = tokenizer or base or str(spec.base.path)
+    if tokenizer is None and base is None and not Path(folder).exists():
+        raise UserError(f"the base of this checkpoint is not at {folder}: give its new place with --base")
+    return folder
+
+
+def open_dataset(
+    data: str,
+    tokenizer_folder: str,
+    seq_length: int,
+    cache: str | None = None,
+    *,
+    vocab_size: int | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    workers: int | None = None,
+) -> ConversationDataset:
+    """Conversations of a JSON lines file, tokenised with the tokenizer of a folder; see `ConversationDataset`."""
     tokenizer = load_tokenizer(tokenizer_folder)
-    return ConversationDataset(data, tokenizer, seq_length, stop_token_ids(tokenizer_folder, tokenizer), cache)
+    stops = stop_token_ids(tokenizer_folder, tokenizer)
+    return ConversationDataset(data, tokenizer, seq_length, stops, cache, workers, template_kwargs, vocab_size)
 
 
 def check_base_shapes(run: ScriptRun, base: BaseConfig) -> None:

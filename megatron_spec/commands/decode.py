@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megatron_spec.commands.data import check_base_shapes, check_file
 from megatron_spec.commands.features import teacher_fingerprint, template_hash
 from megatron_spec.commands.runs import GenerateRun, ValidateRun, settings_of, takes
 from megatron_spec.config import BaseConfig, DecodeConfig, DecodingType, DraftConfig, ParallelConfig, UserError
+from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.decoding.drafters.draft_target import check_tokenizers
 from megatron_spec.decoding.drafters.user import find_drafter
@@ -37,7 +39,7 @@ from megatron_spec.evaluation.report import Report, Run
 from megatron_spec.evaluation.validate import validate as run_validation
 from megatron_spec.export.formats import Reading
 from megatron_spec.export.load import inspect_exported_base, load_draft, load_exported_base, open_draft
-from megatron_spec.generation.prompts import Prompt, read_prompts
+from megatron_spec.generation.prompts import Dialogue, Prompt, read_prompts
 from megatron_spec.generation.questions import check_questions, write_questions
 from megatron_spec.generation.synthesize import answer_settings, check_output, synthesize_to_file
 from megatron_spec.planning import layouts
@@ -74,6 +76,16 @@ class Plan:
     source: str
     decode: DecodeConfig
     reading: Reading | None = None
+
+    def check_prompts(self, prompts: Sequence[Prompt], template_kwargs: Mapping[str, Any] | None) -> None:
+        """Raise UserError for a prompt that the template refuses, or with token ids that the base does not know.
+
+        The first prompt of all, and all where the tokenizer is larger than the base's vocabulary.
+        """
+        known = self.base_config.vocab_size
+        encoder = ChatEncoder(self.tokenizer, template_kwargs=template_kwargs, vocab_size=known)
+        for prompt in prompts if max(self.tokenizer.get_vocab().values()) >= known else prompts[:1]:
+            Dialogue(prompt).ask(encoder, sys.maxsize)
 
 
 def _thinking_tokens(decode: DecodeConfig, tokenizer: Any) -> DecodeConfig:
@@ -206,6 +218,7 @@ def validate(run: ValidateRun) -> Report:
     decode = run.decode if run.draft_lens is None else run.decode.replace(max_draft_len=run.draft_lens[0])
     planned = plan(run.load, run.base, decode, run.parallel, run.tokenizer, True, run.draft_lens)
     check_base_shapes(run, planned.base_config)
+    planned.check_prompts(prompts, run.chat_template_kwargs)
     world = distributed.initialize(run.parallel, decode.seed, settings=_agreed(run))
     models = load_models(planned, world, dtype)
     about: dict[str, Any] = {
@@ -214,13 +227,15 @@ def validate(run: ValidateRun) -> Report:
         "decoding_type": planned.kind, "dtype": str(dtype).removeprefix("torch."), "device": _device(world),
         "fake_quantised_base": models.fake_quantised, "prompts": Path(run.data).name,
     }  # fmt: skip
+    if run.chat_template_kwargs:
+        about["chat_template_kwargs"] = run.chat_template_kwargs
     if run.load is not None:
         about["iteration"] = read_spec(resolve(run.load)).iteration
     about |= _file_sizes(planned)
     report = run_validation(
         models.base, models.draft, prompts, planned.tokenizer, planned.decode, draft_lens=run.draft_lens, about=about,
         output=run.output or Path(run.load or "") / "validate.json",
-        stop_ids=set(stop_token_ids(planned.source, planned.tokenizer)),
+        stop_ids=set(stop_token_ids(planned.source, planned.tokenizer)), template_kwargs=run.chat_template_kwargs,
     )  # fmt: skip
     if run.html_output is not None and world.rank == 0:
         html.write_html(run.html_output, {str(about["draft"]): report.to_dict()})
@@ -278,7 +293,9 @@ def generate(run: GenerateRun) -> int:
     asking = planned.decode.replace(temperature=1.0 if run.question_temperature is None else run.question_temperature)
     questions = Path(f"{output}.questions.jsonl")
     # Before any weight is read: all that is known without them.
-    about: dict[str, Any] = {"template_hash": template_hash(planned.source)}
+    kwargs = run.chat_template_kwargs
+    about: dict[str, Any] = {"chat_template_kwargs": kwargs} if kwargs else {}
+    about["template_hash"] = template_hash(planned.source, kwargs)
     if planned.reference is not None:
         about["base_fingerprint"] = planned.reference.fingerprint
     other = {**_other_text(planned.decode), "dtype": str(dtype).removeprefix("torch.")}
@@ -286,14 +303,17 @@ def generate(run: GenerateRun) -> int:
     if run.synthesize is not None:
         check_questions(questions, asking, about)
     check_base_shapes(run, planned.base_config)
+    planned.check_prompts(prompts, kwargs)
     world = distributed.initialize(run.parallel, run.decode.seed, settings=_agreed(run))
     models = load_models(planned, world, dtype)
     about["base_fingerprint"] = models.fingerprint
     if run.synthesize is not None:
-        prompts = write_questions(models.base, planned.tokenizer, run.synthesize, asking, questions, stop_ids, about)
+        prompts = write_questions(
+            models.base, planned.tokenizer, run.synthesize, asking, questions, stop_ids, about, kwargs
+        )
     done = synthesize_to_file(
         models.base, planned.tokenizer, prompts, planned.decode, output, draft=models.draft, stop_ids=stop_ids,
-        about={**about, **other},
+        about={**about, **other}, template_kwargs=kwargs,
     )  # fmt: skip
     log.info("%d new conversations in %s", done, output)
     return done

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,16 @@ class AcceptanceEvaluator:
     SAVE/acceptance.jsonl gets a line per measurement, SAVE/best the draft that did best.
     """
 
-    def __init__(self, request: EvalRequest, loaded: Loaded, save: str, tokenizer: str | None, resumed_at: int) -> None:
+    def __init__(
+        self, request: EvalRequest, loaded: Loaded, save: str, tokenizer: str | None, resumed_at: int,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self.request, self.loaded, self.save = request, loaded, Path(save)
         world = loaded.base.world
         folder = tokenizer or str(loaded.base_ref.path)
         opened = load_tokenizer(folder)
-        encoder, limit = ChatEncoder(opened), loaded.base.config.max_position_embeddings
+        encoder = ChatEncoder(opened, template_kwargs=template_kwargs, vocab_size=loaded.base.vocab_size)
+        limit = loaded.base.config.max_position_embeddings
         prompts = read_prompts(str(request.data), request.num_prompts)
         asked = [Dialogue(p).ask(encoder, limit) for p in prompts]
         self.questions = [ids for ids in asked if ids is not None][world.dp_rank :: world.dp_size]

@@ -7,14 +7,16 @@ import json
 import logging
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import Loaded, load_checkpoint
 from megatron_spec.checkpoint.spec import identity, read_spec, resolve
-from megatron_spec.commands.data import check_base_shapes, check_seq_length, open_dataset
+from megatron_spec.commands.data import check_base_shapes, check_seq_length, open_dataset, tokenizer_folder
 from megatron_spec.commands.runs import ExtractRun, settings_of, takes
 from megatron_spec.config import UserError
 from megatron_spec.data.loader import Dataset, lengths_of
@@ -36,23 +38,25 @@ def teacher_fingerprint(loaded: Loaded) -> str:
     return f"{loaded.base_ref.fingerprint}+{hashlib.sha256(ranges).hexdigest()[:16]}"
 
 
-def template_hash(tokenizer_folder: str) -> str:
-    """Identity of tokenizer and chat template."""
+def template_hash(tokenizer_folder: str, template_kwargs: Mapping[str, Any] | None = None) -> str:
+    """Identity of tokenizer and chat template, with the arguments of the template."""
     digest, folder = hashlib.sha256(), model_folder(tokenizer_folder, weights=False)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         path = folder / name
         digest.update(path.read_bytes() if path.is_file() else b"")
+    if template_kwargs:
+        digest.update(json.dumps(dict(template_kwargs), sort_keys=True).encode())
     return digest.hexdigest()[:16]
 
 
-def manifest_of(loaded: Loaded, dataset: Dataset, tokenizer_folder: str, dtype: str | None = None) -> StoreManifest:
-    """What a store of `dataset`'s features must say."""
+def manifest_of(loaded: Loaded, dataset: Dataset, template: str, dtype: str | None = None) -> StoreManifest:
+    """What a store of `dataset`'s features must say; `template`: `template_hash`."""
     return StoreManifest(
         base_fingerprint=teacher_fingerprint(loaded),
         capture_layer_ids=loaded.spec.draft.capture_layer_ids,
         hidden_size=loaded.spec.base.config.hidden_size,
         dtype=dtype or str(loaded.base.dtype).removeprefix("torch."),
-        template_hash=template_hash(tokenizer_folder),
+        template_hash=template,
         num_samples=len(dataset),
         seq_length=dataset.seq_length,
     )
@@ -81,13 +85,13 @@ def check_room(folder: str | Path, need: int, samples: int) -> None:
 
 
 def cached_features(
-    folder: str, loaded: Loaded, dataset: Dataset, tokenizer_folder: str, world: World, micro_batch_size: int
+    folder: str, loaded: Loaded, dataset: Dataset, template: str, world: World, micro_batch_size: int
 ) -> OfflineFeatures:
     """Features of `dataset` from `folder`, computed now where they are missing. Collective.
 
     Raises UserError when the folder holds features of something else.
     """
-    manifest = manifest_of(loaded, dataset, tokenizer_folder)
+    manifest = manifest_of(loaded, dataset, template)
     check_disk(folder, manifest, dataset)
     written = extract(loaded.base, dataset, folder, manifest, micro_batch_size)
     log.info("features: %d shards computed, the others were there", written)
@@ -108,10 +112,11 @@ def extract_features(run: ExtractRun) -> Path:
     check_seq_length(run.seq_length, spec)
     world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
     dtype = torch.bfloat16 if run.bf16 else torch.float32
+    texts, kwargs = tokenizer_folder(spec, run.base, run.tokenizer), run.chat_template_kwargs
+    known = spec.base.config.vocab_size
+    dataset = open_dataset(run.data, texts, run.seq_length, vocab_size=known, template_kwargs=kwargs)
     loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base)
-    tokenizer_folder = run.tokenizer or str(loaded.base_ref.path)
-    dataset = open_dataset(run.data, tokenizer_folder, run.seq_length)
-    manifest = manifest_of(loaded, dataset, tokenizer_folder, run.features_dtype)
+    manifest = manifest_of(loaded, dataset, template_hash(texts, kwargs), run.features_dtype)
     part = (run.part[0], run.part[1])
     check_disk(run.output_dir, manifest, dataset, part)
     begin = time.monotonic()

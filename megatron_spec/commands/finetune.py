@@ -10,26 +10,32 @@ from typing import Any
 import torch
 
 from megatron_spec.base import te_spec
-from megatron_spec.base.fast_forward import run_in_fp8
+from megatron_spec.base.direct import run_in_fp8
 from megatron_spec.base.placement import check_parallel, layers_per_stage
-from megatron_spec.build import Loaded, load_checkpoint, respec
+from megatron_spec.build import Loaded, load_checkpoint, resolve_paths, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.background import BackgroundWriter
 from megatron_spec.checkpoint.spec import CheckpointSpec, identity, latest_iteration, read_spec
 from megatron_spec.checkpoint.spec import resolve as resolve_folder
 from megatron_spec.commands import evaluate
-from megatron_spec.commands.data import check_base_shapes, check_file, check_seq_length, open_dataset
-from megatron_spec.commands.features import cached_features, stored_features
+from megatron_spec.commands.data import (
+    check_base_shapes,
+    check_file,
+    check_seq_length,
+    open_dataset,
+    tokenizer_folder,
+)
+from megatron_spec.commands.features import cached_features, stored_features, template_hash
 from megatron_spec.commands.runs import FinetuneRun, settings_of, takes
 from megatron_spec.config import BaseConfig, ObjectiveConfig, QuantConfig, TrainConfig, UserError, presets
 from megatron_spec.data.loader import BatchLoader, Dataset
 from megatron_spec.data.tokenise import content_hash
-from megatron_spec.drafts.fused_unroll import check_fp8
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.features.store import manifest_file, read_manifest
 from megatron_spec.planning import layouts
-from megatron_spec.runtime import distributed
+from megatron_spec.planning.paths import Paths
+from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import require_empty
 from megatron_spec.training import tracking
@@ -86,6 +92,17 @@ class Resolved:
     def dtype(self) -> torch.dtype:
         """Of weights and activations."""
         return torch.bfloat16 if self.run.train.bf16 else torch.float32
+
+
+def fast_paths(resolved: Resolved) -> Paths:
+    """The fast paths of the run. Raises UserError when one that was asked for cannot run."""
+    run = resolved.run
+    return resolve_paths(
+        resolved.spec, run.parallel, resolved.dtype, original_base=run.teacher == "original",
+        transformer_engine=run.transformer_impl == "transformer_engine", ends_only=run.offline_data is not None,
+        objective=resolved.objective, rows=run.train.micro_batch_size * resolved.seq_length, plain=run.plain,
+        wanted=tuple(name for name in ("base_fp8", "draft_fp8") if getattr(run, name)),
+    )  # fmt: skip
 
 
 def resolve(run: FinetuneRun) -> Resolved:
@@ -174,6 +191,7 @@ def data_order(run: FinetuneRun, seq_length: int) -> dict[str, Any]:
         "--global-batch-size": run.train.global_batch_size,
         "--packing": run.train.packing,
         "--seed": run.train.seed,
+        "--chat-template-kwargs": run.chat_template_kwargs or {},
         "--teacher": run.teacher,
     }
 
@@ -182,7 +200,7 @@ def check_same_run(resolved: Resolved) -> None:
     """Raise UserError when the run that was saved went through other samples; warn of another objective."""
     run, saved = resolved.run, sharded.read_extra(resolved.folder)
     for flag, value in resolved.order.items():
-        before = saved.get("data_order", {}).get(flag, value)
+        before = saved.get("data_order", {}).get(flag, {} if flag == "--chat-template-kwargs" else value)
         if before != value:
             what = "holds other content (SHA-256)" if flag == "--data" else "is"
             raise UserError(
@@ -251,11 +269,12 @@ def check(resolved: Resolved) -> None:
     if run.offline_data is not None:
         check_offline(run)
     if run.transformer_impl == "transformer_engine":
-        te_spec.check(base, torch.cuda.is_available())
+        te_spec.check(base, platform.machine())
     evaluate.check(run.evaluation, run.parallel, {
         "--base-fp8": run.base_fp8, "--offline-data": run.offline_data is not None,
         "--transformer-impl transformer_engine": run.transformer_impl != "local",
     })  # fmt: skip
+    fast_paths(resolved)
     quant = resolved.spec.quant
     if run.teacher == "original" and (quant is None or quant.base == "none"):
         raise UserError("--teacher original: the base of this checkpoint is not quantised; leave the flag out")
@@ -267,6 +286,7 @@ def check_offline(run: FinetuneRun) -> None:
     """Refuse flags that mean nothing where the base does not run and nothing is tokenised."""
     given = {
         "--feature-cache": run.feature_cache, "--tokenizer": run.tokenizer, "--data-cache-path": run.data_cache_path,
+        "--chat-template-kwargs": run.chat_template_kwargs,
         "--base-fp8": run.base_fp8, "--transformer-impl": run.transformer_impl != "local",
     }  # fmt: skip
     wrong = [flag for flag, value in given.items() if value]
@@ -274,14 +294,19 @@ def check_offline(run: FinetuneRun) -> None:
         raise UserError(f"{', '.join(wrong)} with --offline-data: the base does not run there; leave it out")
 
 
-def make_loader(resolved: Resolved, loaded: Loaded, world: World) -> BatchLoader:
-    """Tokenised conversations in micro-batches for this rank's pipeline group."""
-    run = resolved.run
+def open_data(resolved: Resolved) -> Dataset | None:
+    """The tokenised conversations of --data; None with stored features, which hold their samples."""
+    run, spec = resolved.run, resolved.spec
     if run.offline_data is not None:
-        dataset: Dataset = stored_features(run.offline_data, loaded, world).store
-    else:
-        folder = run.tokenizer or str(loaded.base_ref.path)
-        dataset = open_dataset(str(run.data), folder, resolved.seq_length, run.data_cache_path)
+        return None
+    return open_dataset(
+        str(run.data), tokenizer_folder(spec, run.base, run.tokenizer), resolved.seq_length, run.data_cache_path,
+        vocab_size=spec.base.config.vocab_size, template_kwargs=run.chat_template_kwargs,
+    )  # fmt: skip
+
+
+def make_loader(run: FinetuneRun, dataset: Dataset, world: World) -> BatchLoader:
+    """The dataset in micro-batches for this rank's pipeline group."""
     return BatchLoader(
         dataset,
         micro_batch_size=run.train.micro_batch_size,
@@ -313,8 +338,8 @@ def feature_source(run: FinetuneRun, loaded: Loaded, loader: BatchLoader, world:
         if run.base_fp8:
             run_in_fp8(loaded.base)
         return OnlineFeatures(loaded.base)
-    folder = run.tokenizer or str(loaded.base_ref.path)
-    return cached_features(run.feature_cache, loaded, loader.dataset, folder, world, run.train.micro_batch_size)
+    template = template_hash(tokenizer_folder(loaded.spec, run.base, run.tokenizer), run.chat_template_kwargs)
+    return cached_features(run.feature_cache, loaded, loader.dataset, template, world, run.train.micro_batch_size)
 
 
 def describe_layout(world: World, base: BaseConfig) -> str:
@@ -329,11 +354,10 @@ def describe_layout(world: World, base: BaseConfig) -> str:
 
 def load_models(resolved: Resolved, world: World) -> Loaded:
     """Base and draft as the run wants them."""
-    run, spec = resolved.run, resolved.spec
-    if run.draft_fp8:
-        quantised = spec.quant is not None and spec.quant.draft != "none"
-        check_fp8(spec.draft, quantised, world.tp_size, world.device, resolved.dtype, resolved.objective.detach)
-    loaded = load_checkpoint(
+    run, paths = resolved.run, fast_paths(resolved)
+    for line in paths.lines():
+        log.info("fast path %s", line)
+    return load_checkpoint(
         resolved.folder,
         world,
         dtype=resolved.dtype,
@@ -341,9 +365,8 @@ def load_models(resolved: Resolved, world: World) -> Loaded:
         original_base=run.teacher == "original",
         transformer_engine=run.transformer_impl == "transformer_engine",
         ends_only=run.offline_data is not None,
+        paths=paths,
     )
-    loaded.draft.fp8 = run.draft_fp8
-    return loaded
 
 
 @takes(FinetuneRun)
@@ -364,8 +387,11 @@ def finetune(run: FinetuneRun) -> bool:
 def _finetune(run: FinetuneRun, resolved: Resolved, world: World) -> bool:
     check_world(world, run.train)
     log.info("layout: %s", describe_layout(world, resolved.spec.base.config))
+    dataset = open_data(resolved)
     loaded = load_models(resolved, world)
-    loader = make_loader(resolved, loaded, world)
+    if dataset is None:
+        dataset = stored_features(str(run.offline_data), loaded, world).store
+    loader = make_loader(run, dataset, world)
     training, position = with_steps(run, loader.samples_per_epoch), resolved.position
     if resolved.resumed:
         training = continued(resolved, training)
@@ -380,12 +406,14 @@ def _finetune(run: FinetuneRun, resolved: Resolved, world: World) -> bool:
     config = run.replace(train=training, train_epochs=None).to_dict()
     tracker = tracking.Tracker(
         Path(run.save), world.rank == 0, resumed_at=position.iteration, tensorboard_dir=run.tensorboard_dir,
-        wandb_project=run.wandb_project, config=config,
+        wandb_project=run.wandb_project, config={**config, "fast_paths": loaded.draft.paths.to_dict()},
     )  # fmt: skip
     source = feature_source(run, loaded, loader, world)
     saver, evaluator = CheckpointSaver(resolved, loaded, trainer, training, config), None
     if run.evaluation.interval:
-        evaluator = evaluate.AcceptanceEvaluator(run.evaluation, loaded, run.save, run.tokenizer, position.iteration)
+        evaluator = evaluate.AcceptanceEvaluator(
+            run.evaluation, loaded, run.save, run.tokenizer, position.iteration, run.chat_template_kwargs
+        )
     complete = train(trainer, loader, source, training, tracker, position, saver, evaluator)
     tracker.close()
     return complete

@@ -18,6 +18,7 @@ from megatron_spec.config import (
     UserError,
     presets,
 )
+from megatron_spec.config.machine import H100
 from megatron_spec.planning import layouts
 from megatron_spec.planning.estimate import (  # fmt: skip
     GIB,
@@ -28,6 +29,7 @@ from megatron_spec.planning.estimate import (  # fmt: skip
     flops_per_token,
     memory,
 )
+from megatron_spec.planning.paths import Paths, Setting
 
 
 @dataclass(frozen=True)
@@ -59,29 +61,42 @@ def architectures(load: str) -> tuple[BaseConfig, DraftConfig]:
 
 def plan(
     load: str, train: TrainConfig, objective: ObjectiveConfig, parallel: ParallelConfig, cluster: Cluster,
-    seq_length: int, offline: bool = False,
+    seq_length: int, offline: bool = False, wanted: tuple[str, ...] = (), plain: bool = False,
 ) -> str:  # fmt: skip
     """The layout, memory per rank, work and placement as text.
+
+    Args:
+        wanted: fast paths that run on request.
+        plain: no fast path.
 
     Raises UserError for everything that the run itself would refuse before it loads weights.
     """
     base, draft = architectures(load)
-    layouts.check("offline" if offline else "finetune", parallel, getattr(base, "num_experts", 0))
+    row = "base_fp8" if "base_fp8" in wanted else "offline" if offline else "finetune"
+    layouts.check(row, parallel, getattr(base, "num_experts", 0))
     check_parallel(base, parallel)
     objective = presets.objective_for(draft, objective)
     layout = _layout(parallel, cluster, train)
+    spec = None if (Path(load) / "config.json").is_file() else read_spec(resolve(load))
+    setting = Setting(
+        H100, "bfloat16" if train.bf16 else "float32", parallel, None if offline else base, draft, objective,
+        spec.quant if spec is not None else None, rows=train.micro_batch_size * seq_length, wanted=wanted, plain=plain,
+    )  # fmt: skip
+    paths = Paths(setting)
+    paths.check()
     stages = place(base.num_layers, parallel, draft.capture_layer_ids)
     places = [
         Place(
             base, draft, parallel, train, seq_length, objective.ttt_steps, cluster.world_size, stage.count, offline,
-            last_stage=stage is stages[-1],
+            last_stage=stage is stages[-1], paths=paths,
         )
         for stage in stages
     ]  # fmt: skip
     return "\n".join([
         *_models(base, draft, parallel), "", *_layout_lines(layout, parallel, train, places[0]), "",
         *_placement(stages, layout, cluster), "", *_memory(places, cluster), "",
-        *_work(base, draft, train, objective, seq_length, cluster),
+        *_work(base, draft, train, objective, seq_length, cluster), "",
+        "fast paths on an H100", *(f"  {line}" for line in paths.lines()),
     ])  # fmt: skip
 
 
@@ -91,7 +106,10 @@ def plan_run(run: FinetuneRun) -> str:
     cluster = Cluster(**{name: value for name, value in machines.items() if value is not None})
     train = run.train.replace(train_iters=run.train.train_iters or 1)
     offline = run.offline_data is not None
-    return plan(run.load, train, run.objective, run.parallel, cluster, run.seq_length or 2048, offline)
+    wanted = tuple(name for name in ("base_fp8", "draft_fp8") if getattr(run, name))
+    return plan(
+        run.load, train, run.objective, run.parallel, cluster, run.seq_length or 2048, offline, wanted, run.plain
+    )
 
 
 def _layout(parallel: ParallelConfig, cluster: Cluster, train: TrainConfig) -> SimpleNamespace:

@@ -11,7 +11,13 @@ from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.spec import CheckpointSpec, identity, latest_iteration, read_spec, resolve
-from megatron_spec.commands.data import check_base_shapes, check_file, check_seq_length, open_dataset
+from megatron_spec.commands.data import (
+    check_base_shapes,
+    check_file,
+    check_seq_length,
+    open_dataset,
+    tokenizer_folder,
+)
 from megatron_spec.commands.runs import QuantizeRun, settings_of, takes
 from megatron_spec.config import ObjectiveConfig, QuantConfig, UserError, presets, suggest
 from megatron_spec.data.loader import BatchLoader, ConversationDataset
@@ -133,13 +139,13 @@ def _quantize(
     run: QuantizeRun, folder: Path, quant: QuantConfig, objective: ObjectiveConfig, world: World
 ) -> Path:  # fmt: skip
     dtype = torch.bfloat16 if run.bf16 else torch.float32
+    dataset = None if quant.base == quant.draft == "none" else open_data(run, read_spec(folder))
     loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base)
     run_config = {"policy": run.policy, "samples": run.samples, "quant": quant.to_dict()}
-    if quant.base == quant.draft == "none":
+    if dataset is None:
         log.info("nothing is quantised: %s holds the checkpoint as it was", run.save)
         plain = respec(loaded.spec, iteration=_iteration(run))
         return sharded.save(run.save, plain, loaded.draft, loaded.vocab, world, run_config=run_config)
-    dataset = open_dataset(run.data, run.tokenizer or str(loaded.base_ref.path), run.seq_length)
     sequence_parallel = run.parallel.sequence_parallel
     loader, steps = calibration_loader(dataset, world, run.samples, run.micro_batch_size, sequence_parallel)
     batches = [loader.step(i * loader.global_batch_size) for i in range(steps)]
@@ -151,6 +157,13 @@ def _quantize(
     )  # fmt: skip
     log.info("quantised with %s on %d conversations: %s", run.policy, steps * loader.global_batch_size, saved)
     return saved
+
+
+def open_data(run: QuantizeRun, spec: CheckpointSpec) -> ConversationDataset:
+    """The tokenised conversations to calibrate on."""
+    folder, known = tokenizer_folder(spec, run.base, run.tokenizer), spec.base.config.vocab_size
+    kwargs = run.chat_template_kwargs
+    return open_dataset(run.data, folder, run.seq_length, vocab_size=known, template_kwargs=kwargs)
 
 
 def _into_its_own_folder(run: QuantizeRun) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from megatron_spec.cli import json_object
 from megatron_spec.config import (
     Config,
     DecodeConfig,
@@ -207,6 +208,8 @@ class FinetuneRun(ScriptRun):
     """Where the base is, if it has moved since convert_model.py."""
     tokenizer: str | None = option(None, "DIR")
     """Tokenizer folder (default: the base's)."""
+    chat_template_kwargs: dict[str, Any] | None = option(None, "JSON", parse=json_object)
+    """Arguments of the chat template, as {"enable_thinking": false}; the chat_template_kwargs of a line win."""
     feature_cache: str | None = option(None, "DIR")
     """Compute the base's features once and keep them in this folder."""
     offline_data: str | None = option(None, "DIR")
@@ -215,6 +218,8 @@ class FinetuneRun(ScriptRun):
     """Run the base in real fp8 (Hopper or newer, with --bf16)."""
     draft_fp8: bool = False
     """Run the linears of the draft layer in real fp8, too."""
+    plain: bool = False
+    """Take no fast path (docs/performance.md): plain code everywhere, to compare with."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Modules of the base's layers."""
     teacher: Literal["quantised", "original"] = "quantised"
@@ -284,6 +289,8 @@ class QuantizeRun(ScriptRun):
     """Where the base is, if it has moved since convert_model.py."""
     tokenizer: str | None = option(None, "DIR")
     """Tokenizer folder (default: the base's)."""
+    chat_template_kwargs: dict[str, Any] | None = option(None, "JSON", parse=json_object)
+    """Arguments of the chat template, as {"enable_thinking": false}; the chat_template_kwargs of a line win."""
     bf16: bool = False
     """Hold weights in bfloat16, not in float32."""
     objective: ObjectiveConfig = group(ObjectiveConfig, only=("ttt_steps", "alignment"))
@@ -347,6 +354,8 @@ class ExtractRun(ScriptRun):
     """Where the base is, if it has moved since convert_model.py."""
     tokenizer: str | None = option(None, "DIR")
     """Tokenizer folder (default: the base's)."""
+    chat_template_kwargs: dict[str, Any] | None = option(None, "JSON", parse=json_object)
+    """Arguments of the chat template, as {"enable_thinking": false}; the chat_template_kwargs of a line win."""
     bf16: bool = False
     """Hold weights in bfloat16, not in float32."""
     parallel: ParallelConfig = group(ParallelConfig)
@@ -405,6 +414,8 @@ class ValidateRun(ScriptRun):
     """Use the first N prompts (default: all)."""
     tokenizer: str | None = option(None, "DIR")
     """Tokenizer folder (default: the base's)."""
+    chat_template_kwargs: dict[str, Any] | None = option(None, "JSON", parse=json_object)
+    """Arguments of the chat template, as {"enable_thinking": false}; the chat_template_kwargs of a line win."""
     bf16: bool = False
     """Hold weights in bfloat16, not in float32."""
     fp64: bool = False
@@ -438,6 +449,8 @@ class GenerateRun(ScriptRun):
     """Use the first N prompts (default: all)."""
     tokenizer: str | None = option(None, "DIR")
     """Tokenizer folder (default: the base's)."""
+    chat_template_kwargs: dict[str, Any] | None = option(None, "JSON", parse=json_object)
+    """Arguments of the chat template, as {"enable_thinking": false}; the chat_template_kwargs of a line win."""
     bf16: bool = False
     """Hold weights in bfloat16, not in float32."""
     decode: DecodeConfig = group(DecodeConfig)

@@ -38,9 +38,14 @@ class RopeConfig(Config):
     truncate: bool = True
     """yarn: round the two limits to whole dimensions."""
     short_factor: tuple[float, ...] = ()
-    """longrope: divisors of the frequencies up to the original number of positions."""
+    """longrope: divisors of the frequencies in texts of up to the original number of positions."""
     long_factor: tuple[float, ...] = ()
-    """longrope: divisors of the frequencies beyond the original number of positions."""
+    """longrope: the same for every token of a longer text."""
+
+    @property
+    def longest_short(self) -> int | None:
+        """longrope: most tokens of a text that is read with the short factors; None: one set of factors for all."""
+        return self.original_max_position_embeddings if self.type == "longrope" else None
 
     def rotary_dim(self, head_dim: int) -> int:
         """Rotary dimensions of a head."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from typing import Any
@@ -20,6 +21,9 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
 }
 """What rope_scaling must hold, by supported type."""
 
+_DEFAULT_THETA = {"mixtral": 1e6, "gpt_oss": 150000.0}
+"""By model_type, where a config.json gives none; 10000 for all others, as in transformers."""
+
 _SPELLINGS = {"su": "longrope"}
 """Old names of types."""
 
@@ -30,11 +34,18 @@ def mscale(factor: float, weight: float = 1.0) -> float:
 
 
 def rope_values(raw: dict[str, Any]) -> dict[str, Any]:
-    """Old files: rope_theta + rope_scaling; transformers 5: rope_parameters with both. rope_scaling wins, as there."""
+    """Old files: rope_theta + rope_scaling; transformers 5: rope_parameters with both.
+
+    With transformers' precedence: rope_scaling before rope_parameters, which is not merged with it; the fields beside
+    them fill gaps, but for the original number of positions, which wins.
+    """
     values = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
-    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
-        if name in raw:
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if raw.get(name) is not None:
             values.setdefault(name, raw[name])
+    values.setdefault("rope_theta", _DEFAULT_THETA.get(str(raw.get("model_type")), 10000.0))
+    if raw.get("original_max_position_embeddings") is not None:
+        values["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     return values
 
 
@@ -57,7 +68,7 @@ def read_rope(raw: dict[str, Any], where: str) -> RopeConfig:
         if not isinstance(raw.get(name) or {}, dict):
             raise UserError(f"{where}: {name} is {raw[name]!r}, expected an object or null")
     values = rope_values(raw)
-    _warn_of_contradiction(raw, where)
+    _warn_of_contradiction(raw, values, where)
     kind = values.get("rope_type", values.get("type", "default"))
     kind = _SPELLINGS.get(kind, kind)
     if kind not in ROPE_FIELDS:
@@ -77,18 +88,31 @@ def read_rope(raw: dict[str, Any], where: str) -> RopeConfig:
         found |= {name: float(values[name]) for name in ("beta_fast", "beta_slow") if values.get(name)}
         found["truncate"] = bool(values.get("truncate", True))
     return RopeConfig(
-        theta=float(values.get("rope_theta", 10000.0)), type=kind,
+        theta=float(values["rope_theta"]), type=kind,
         partial_rotary_factor=float(values.get("partial_rotary_factor", 1.0)), **found,
     )  # fmt: skip
 
 
-def _warn_of_contradiction(raw: dict[str, Any], where: str) -> None:
-    scaling, parameters = raw.get("rope_scaling"), raw.get("rope_parameters")
-    if not scaling or not parameters:
-        return
-    types = [x.get("rope_type", x.get("type", "default")) for x in (scaling, parameters)]
-    if types[0] != types[1]:
-        log.warning("%s: rope_scaling (%s) and rope_parameters (%s) differ; rope_scaling counts", where, *types)
+def _warn_of_contradiction(raw: dict[str, Any], values: dict[str, Any], where: str) -> None:
+    """Of fields that name the same thing and differ from what is read; once a file."""
+    scaling, parameters = (raw.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
+    other = dict(parameters) if scaling else {}
+    other |= {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if raw.get(name) is not None}
+    kind = other.pop("type", None)
+    other.setdefault("rope_type", kind or ("default" if scaling and parameters else None))
+    read = {"rope_type": values.get("type", "default"), **values}
+    differ = {name: x for name, x in other.items() if x is not None and name in read and read[name] != x}
+    if differ:
+        used = {name: read[name] for name in differ}
+        _warn_once(
+            f"{where}: rope_scaling, rope_parameters and the fields beside them differ; as in transformers {used} "
+            f"counts, not {differ}: remove what does not hold"
+        )
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 def rope_scaling_json(rope: RopeConfig) -> dict[str, Any] | None:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_spec.data.chat import ROLES, BadConversation, parse_conversation
+from megatron_spec.data.conversations import ROLES, BadConversation, Conversation, parse_conversation
 
 _KEYS = ("messages", "conversations", "conversation")
+_PAIRS = {
+    "instruction": ("output", "response", "completion"), "prompt": ("response", "completion", "output", "answer"),
+    "question": ("answer", "response", "output"), "query": ("response", "answer", "output"),
+}  # fmt: skip
+"""Columns with a question -> those with its answer, the first that is there (alpaca, dolly, prompt and response)."""
+_INPUTS = ("input", "context")
+"""Columns whose text belongs to an instruction."""
 _MORE_ROLES = {"prompter": "user", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "bot": "assistant"}
 Messages = list[dict[str, Any]]
 
@@ -35,7 +42,7 @@ class Cleaned:
     Attributes:
         line: ready to be written, or None.
         reason: why not, '' otherwise.
-        repairs: what was mended.
+        repairs: what was corrected.
     """
 
     line: dict[str, Any] | None = None
@@ -57,15 +64,17 @@ def is_held_out(name: str, share: float) -> bool:
 def clean(record: Any, options: CleanOptions) -> Cleaned:
     """A line with a stable id, or the reason why the record cannot be used.
 
-    Understood: `messages`, `conversations` or `conversation` under OpenAI's or ShareGPT's names, a `system` text beside
-    them, and question files with `turns` or `prompt` (a list of texts; only with `make_prompts`).
+    Understood: `messages`, `conversations` or `conversation` under OpenAI's or ShareGPT's names; alpaca's columns and
+    other pairs of question and answer (`_PAIRS`, with `history`); question files with `turns` or `prompt` (a list of
+    texts; only with `make_prompts`). Beside them: `system`, `tools`, `chat_template_kwargs` and `answer_ids`.
     """
     result = Cleaned()
     try:
-        messages = parse_conversation({"messages": _messages(record, result.repairs)}, "").messages
+        conversation = parse_conversation(_conversation(record, result.repairs), "")
     except BadConversation as error:
         result.reason = error.reason
         return result
+    messages = conversation.messages
     roles = {message["role"] for message in messages}
     if "user" not in roles:
         result.reason = "no user turn"
@@ -75,30 +84,56 @@ def clean(record: Any, options: CleanOptions) -> Cleaned:
         messages = _trim(messages, result.repairs, keep_questions=options.make_prompts)
         result.reason = _problem(messages, options)
     if not result.reason:
-        result.line = _line(record, messages, options)
+        ids = record.get("answer_ids") if messages == conversation.messages else None
+        result.repairs["answer_ids removed, because messages were"] += bool(record.get("answer_ids")) and ids is None
+        result.line = _line(replace(conversation, messages=messages), record.get("category"), ids, options)
     return result
 
 
-def _messages(record: Any, repairs: Counter[str]) -> list[Any]:
-    """The record's messages under names that `parse_conversation` knows. Raises BadConversation when it has none."""
+def _conversation(record: Any, repairs: Counter[str]) -> dict[str, Any]:
+    """The record under names that `parse_conversation` knows. Raises BadConversation when it holds no messages."""
     if not isinstance(record, dict):
         raise BadConversation("", f"a JSON {type(record).__name__} instead of an object")
+    beside = {k: record[k] for k in ("tools", "chat_template_kwargs", "answer_ids") if record.get(k)}
+    system = record.get("system") or record.get("system_prompt")
+    return {"messages": _messages(record, repairs), "system": system, **beside}
+
+
+def _messages(record: dict[str, Any], repairs: Counter[str]) -> list[Any]:
     keys = [key for key in _KEYS if isinstance(record.get(key), list)]
     texts = [record[key] for key in ("turns", "prompt") if isinstance(record.get(key), list)]
     if keys:
         messages = [_renamed(message) for message in record[keys[0]]]
-    elif texts:
-        messages = [{"role": "user", "content": text} for text in texts[0]]
+    elif texts and not isinstance(record.get("completion"), list):
+        messages = [m if isinstance(m, dict) else {"role": "user", "content": m} for m in texts[0]]
+    elif found := _pair(record):
+        messages = [_renamed(message) for message in found]
     else:
         raise BadConversation("", f"no messages or conversations, only the keys {', '.join(record)[:80] or '(none)'}")
     if not messages:
         raise BadConversation("", "no messages")
     told = [m for m in messages if not _is_empty_system(m)]
     repairs["empty system turn removed"] += len(messages) - len(told)
-    system = record.get("system")
-    if isinstance(system, str) and system.strip() and not (told and _role(told[0]) == "system"):
-        told = [{"role": "system", "content": system}, *told]
     return told
+
+
+def _pair(record: dict[str, Any]) -> list[Any]:
+    """Messages of a record with a question and, perhaps, its answer in columns; [] when there is no question."""
+    question = next((key for key in _PAIRS if record.get(key)), None)
+    if question is None:
+        return []
+    answer = next((record[key] for key in _PAIRS[question] if record.get(key)), None)
+    if isinstance(record[question], list):  # messages in both columns
+        return [*record[question], *(answer if isinstance(answer, list) else [])]
+    parts = [record[question], *(record[key] for key in _INPUTS if question == "instruction" and record.get(key))]
+    asked = "\n\n".join(parts) if all(isinstance(part, str) for part in parts) else record[question]
+    history = record.get("history") or []
+    if not (isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)):
+        raise BadConversation("", "history that is not a list of questions and answers")
+    roles = ("user", "assistant")
+    before = [{"role": r, "content": text} for pair in history for r, text in zip(roles, pair, strict=True)]
+    said = [] if answer is None else [{"role": "assistant", "content": answer}]
+    return [*before, {"role": "user", "content": asked}, *said]
 
 
 def _role(message: Any) -> Any:
@@ -125,7 +160,7 @@ def _is_empty_system(message: Any) -> bool:
 
 
 def _trim(messages: Messages, repairs: Counter[str], keep_questions: bool) -> Messages:
-    """Without answers before the first question and, unless `keep_questions`, questions behind the last answer."""
+    """Without answers before the first question and, unless `keep_questions`, questions after the last answer."""
     head = 0
     while head < len(messages) and messages[head]["role"] == "system":
         head += 1
@@ -135,7 +170,7 @@ def _trim(messages: Messages, repairs: Counter[str], keep_questions: bool) -> Me
     end = len(messages)
     while not keep_questions and end > begin and messages[end - 1]["role"] != "assistant":
         end -= 1
-    if begin < end:  # else the conversation is dropped, and nothing was mended
+    if begin < end:  # else the conversation is dropped, and nothing was corrected
         repairs["answer without a question removed at the start"] += begin > head
         repairs["question without an answer removed at the end"] += end < len(messages)
     return messages[:head] + messages[begin:end]
@@ -165,13 +200,18 @@ def _problem(messages: Messages, options: CleanOptions) -> str:
     return ""
 
 
-def _line(record: dict[str, Any], messages: Messages, options: CleanOptions) -> dict[str, Any]:
+def _line(conversation: Conversation, category: Any, ids: Any, options: CleanOptions) -> dict[str, Any]:
+    messages = conversation.messages
+    beside = {"tools": conversation.tools, "chat_template_kwargs": dict(conversation.template_kwargs)}
+    beside = {key: value for key, value in beside.items() if value}
     if not options.make_prompts:
-        line: dict[str, Any] = {"conversation_id": identifier(messages), "conversations": messages}
-        return {**line, "tools": record["tools"]} if record.get("tools") else line
-    asked = {
+        about = [messages, beside] if beside else messages
+        line = {"conversation_id": identifier(about), "conversations": messages, **beside}
+        return {**line, "answer_ids": ids} if ids else line
+    asked: dict[str, Any] = {
         "system": "\n".join(m["content"] for m in messages if m["role"] == "system"),
         "turns": [m["content"] for m in messages if m["role"] == "user"],
+        **beside,
     }
-    about = {"conversation_id": identifier(asked), "category": record.get("category")}
-    return {key: value for key, value in {**about, **asked}.items() if value}
+    line = {"conversation_id": identifier(asked), "category": category, **asked}
+    return {key: value for key, value in line.items() if value}

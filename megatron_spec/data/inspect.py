@@ -25,7 +25,7 @@ class DataReport:
         lengths: tokens of a conversation before the cut, at `QUANTILES`.
         answer_lengths: supervised tokens of a turn before the cut, at `QUANTILES`.
         turns: assistant turns -> conversations, before the cut.
-        lost_tokens: tokens behind the cut.
+        lost_tokens: tokens after the cut.
         packed_rows: rows of `seq_length` that hold all conversations with --packing.
         packed_fill: share of these rows that is no padding.
     """
@@ -41,11 +41,11 @@ class DataReport:
 
 
 def inspect(dataset: ConversationDataset) -> DataReport:
-    """The report of a dataset. Reads no tokens, only lengths and places of turns."""
+    """The report of a dataset. Reads no tokens, only lengths and positions of turns."""
     store = dataset.store
     sizes: list[NDArray[Any]] = []
-    for first, behind in store.ranges():
-        runs = store.runs(first, behind)
+    for first, after in store.ranges():
+        runs = store.runs(first, after)
         sizes.append(runs[:, 1] - runs[:, 0])
     turns, counts = np.unique(np.diff(store.run_starts), return_counts=True)
     rows = len(pack(dataset.lengths, dataset.seq_length))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +21,8 @@ from megatron_spec.batch import Batch
 from megatron_spec.config import UserError
 from megatron_spec.data.chat import Sample
 from megatron_spec.data.packing import Rows, build_batch, pack
-from megatron_spec.data.tokenise import open_tokens
+from megatron_spec.data.tokenise import FAULTS, open_tokens
+from megatron_spec.data.tokenizer import beyond_vocabulary
 from megatron_spec.runtime.context import ContextShard
 
 log = logging.getLogger(__name__)
@@ -63,9 +64,11 @@ class ConversationDataset:
         statistics: figures of the mask, as logged.
 
     Args:
-        cache, workers: see `data.tokenise.open_tokens`.
+        cache, workers, template_kwargs: see `data.tokenise.open_tokens`.
+        vocab_size: of the base; None: token ids are not looked at.
 
-    Raises UserError for what `open_tokens` refuses, and when nothing supervised is left.
+    Raises UserError for what `open_tokens` refuses, for a token id that the base does not know, and when nothing
+    supervised is left.
     """
 
     def __init__(
@@ -76,17 +79,23 @@ class ConversationDataset:
         stop_token_ids: Collection[int] = (),
         cache: Path | str | None = None,
         workers: int | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         if seq_length < 2:
             raise UserError(f"seq_length must be at least 2, found {seq_length}")
         self.path = Path(path)
         self.seq_length = seq_length
-        self.store = open_tokens(self.path, tokenizer, stop_token_ids, cache, workers)
+        self.store = open_tokens(self.path, tokenizer, stop_token_ids, cache, workers, template_kwargs)
+        largest, line = self.store.meta["largest_id"]
+        if vocab_size is not None and largest >= vocab_size:
+            raise beyond_vocabulary(f"{self.path} line {line}", largest, vocab_size, tokenizer)
         longest, figures = self._measure_runs()
         self.kept = np.flatnonzero(longest >= 2)
         self.lengths = np.minimum(self.store.lengths[self.kept], seq_length)
         self.dropped: Counter[str] = Counter()
         self._report_dropped(np.flatnonzero(longest < 2))
+        self._report_faults()
         self.statistics = self._statistics(figures)
         log.info("%s: %s", self.path, ", ".join(f"{key} {value}" for key, value in self.statistics.items()))
 
@@ -94,13 +103,13 @@ class ConversationDataset:
         """(longest supervised stretch of each sample after the cut, turns and supervised tokens of those kept)."""
         longest = np.zeros(len(self.store), dtype=np.int32)
         figures: Counter[str] = Counter()
-        for first, behind in self.store.ranges():
-            runs = self.store.runs(first, behind)
-            counts = np.diff(self.store.run_starts[first : behind + 1])
+        for first, after in self.store.ranges():
+            runs = self.store.runs(first, after)
+            counts = np.diff(self.store.run_starts[first : after + 1])
             sizes = np.minimum(runs[:, 1], self.seq_length) - np.minimum(runs[:, 0], self.seq_length)
-            sample = np.repeat(np.arange(behind - first), counts)
-            np.maximum.at(longest[first:behind], sample, sizes)
-            inside = (longest[first:behind] >= 2)[sample] & (sizes > 0)
+            sample = np.repeat(np.arange(after - first), counts)
+            np.maximum.at(longest[first:after], sample, sizes)
+            inside = (longest[first:after] >= 2)[sample] & (sizes > 0)
             figures["supervised"] += int(sizes[inside].sum())
             figures["turns"] += int(inside.sum())
         return longest, figures
@@ -123,6 +132,12 @@ class ConversationDataset:
         said = ", ".join(f"{count} x {reason}" for reason, count in self.dropped.items())
         log.warning("%s: dropped %s; the first is %s", self.path, said, example)
 
+    def _report_faults(self) -> None:
+        """Warn of answers that are trained otherwise than they are written or served."""
+        turns = self.store.meta["turns"]
+        for name, (count, line) in self.store.meta["faults"].items():
+            log.warning("%s: %d of %d answers %s; the first: line %d", self.path, count, turns, FAULTS[name], line)
+
     def _statistics(self, figures: Counter[str]) -> dict[str, float]:
         tokens = int(self.lengths.sum(dtype=np.int64))
         return {
@@ -134,10 +149,11 @@ class ConversationDataset:
             "supervised": figures["supervised"],
             "supervised_share": round(figures["supervised"] / tokens, 4),
             "longest": int(self.lengths.max()),
+            **{f"answers {name}".replace("_", " "): count for name, (count, _) in self.store.meta["faults"].items()},
         }
 
     def _where(self, number: int) -> str:
-        return f"{self.path} line {number + 1}"  # a file has no empty lines
+        return f"{self.path} line {self.store.lines[number]}"
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -158,10 +174,11 @@ class ConversationDataset:
         """(supervised tokens, line of each) of all samples, some million at a time."""
         is_kept = np.zeros(len(self.store), dtype=bool)
         is_kept[self.kept] = True
-        for first, behind in self.store.ranges():
-            tokens, sample = self.store.block(first, behind).supervised(self.seq_length)
+        for first, after in self.store.ranges():
+            block = self.store.block(first, after)
+            tokens, sample = block.supervised(self.seq_length)
             kept = is_kept[first + sample]
-            yield tokens[kept], sample[kept] + first + 1
+            yield tokens[kept], block.lines[sample[kept]]
 
 
 class BatchLoader:
@@ -170,8 +187,8 @@ class BatchLoader:
     Under pipeline parallelism a loader belongs to a whole copy of the base: `dp_rank` and `dp_size` are the base's
     (`World.dp`), and every tensor and pipeline rank of the copy builds the same loader and reads the same batches.
 
-    A global batch is `global_batch_size` consecutive places of the order; micro-batch m of rank r holds the places
-    [(m * dp_size + r) * micro_batch_size, ...) of it, so the samples of a step do not depend on the layout.
+    A global batch is `global_batch_size` consecutive positions of the order; micro-batch m of rank r holds the
+    positions [(m * dp_size + r) * micro_batch_size, ...) of it, so the samples of a step do not depend on the layout.
 
     Args:
         micro_batch_size: rows in a micro-batch.
@@ -236,8 +253,8 @@ class BatchLoader:
             self._orders = {e: o for e, o in self._orders.items() if abs(e - epoch) <= 1} | {epoch: order}
         return self._orders[epoch]
 
-    def _row_at(self, place: int) -> int:
-        epoch, inside = divmod(place, len(self._rows))
+    def _row_at(self, position: int) -> int:
+        epoch, inside = divmod(position, len(self._rows))
         return int(self._order(epoch)[inside])
 
     def step(self, consumed_samples: int) -> list[Batch]:

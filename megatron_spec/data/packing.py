@@ -1,4 +1,4 @@
-"""Rows of a batch from samples: one sample a row, or several short ones packed one behind the other.
+"""Rows of a batch from samples: one sample a row, or several short ones packed one after the other.
 
 B rows, S row length.
 """
@@ -101,7 +101,7 @@ def build_batch(
     sample_ids: tuple[tuple[int, ...], ...] | None = None,
     context: ContextShard | None = None,
 ) -> Batch:
-    """A Batch [B, S=length] with the samples of each row one behind the other and padding at the end.
+    """A Batch [B, S=length] with the samples of each row one after the other and padding at the end.
 
     Positions restart in every document, documents are numbered from 0 in a row (-1 on padding), turn numbers stay
     unique in a row. Padding continues the positions of the last document. Raises ValueError when a row is too long.

@@ -58,7 +58,7 @@ class Report:
 
 @dataclass(frozen=True)
 class _Cleaned:
-    """What came of a piece; `place` is behind it."""
+    """What came of a piece; the next one begins at `place`."""
 
     place: int
     lines: bytes
@@ -91,7 +91,7 @@ class _PieceCleaner:
                 continue
             ids.append(int(result.line["conversation_id"], 16))
             lines.append(json.dumps(result.line, ensure_ascii=False) + "\n")
-        text = "".join(lines).encode("utf-8", "replace")  # a lone surrogate cannot be written
+        text = "".join(lines).encode("utf-8")
         return _Cleaned(place, text, np.array(ids, np.uint64), len(records), dropped, +repairs, examples)
 
 
@@ -122,7 +122,7 @@ class _Work:
                     "one, or remove the folder"
                 )
             self.state.update(found)
-            log.info("going on behind %d records in %s", found["read"], self.folder)
+            log.info("going on after %d records in %s", found["read"], self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def open(self, stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:

@@ -1,7 +1,7 @@
 """Where conversations come from: local files (JSON, JSON lines, parquet) and datasets of the Hugging Face hub.
 
-Everything streams: a source yields pieces of some hundred records, each with the place behind it, from which the source
-can be opened again.
+Everything streams: a source yields pieces of some hundred records, each with the position after it, from which the
+source can be opened again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_spec.config import UserError, suggest
 
 PIECE_BYTES, PIECE_RECORDS = 2**20, 500
 Piece = tuple[int, list[tuple[str, Any]]]
-"""(place behind it, [(what to call the record, its JSON line as bytes or its value)])."""
+"""(position after it, [(what to call the record, its JSON line as bytes or its value)])."""
 _SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 
 
@@ -76,7 +76,7 @@ class Source:
         return [str(self.path.absolute()), status.st_size, status.st_mtime_ns]
 
     def pieces(self, start: int = 0) -> Iterator[Piece]:
-        """Pieces from place `start` on. Raises UserError when the input cannot be read."""
+        """Pieces from position `start` on. Raises UserError when the input cannot be read."""
         try:
             yield from self._pieces(start)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -129,15 +129,15 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _lines(path: Path, start: int) -> Iterator[Piece]:
-    """Places are bytes; what lies before `start` is read again, because lines are counted from the first."""
+    """Positions are bytes; what lies before `start` is read again, because lines are counted from the first."""
     number, size = 0, 0
     records: list[tuple[str, Any]] = []
     with _open(path) as file:
-        place = 0
+        position = 0
         for line in file:
             number += 1
-            place += len(line)
-            if place <= start:
+            position += len(line)
+            if position <= start:
                 continue
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
@@ -145,10 +145,10 @@ def _lines(path: Path, start: int) -> Iterator[Piece]:
                 records.append((f"{path} line {number}", line))
                 size += len(line)
             if size >= PIECE_BYTES:
-                yield place, records
+                yield position, records
                 records, size = [], 0
     if records:
-        yield place, records
+        yield position, records
 
 
 def _numbered(values: Iterable[Any], start: int, name: str, word: str) -> Iterator[Piece]:
@@ -169,31 +169,31 @@ def _array_records(path: Path, chunk: int = 2**20) -> Iterator[Any]:
     decoder = json.JSONDecoder()
     with _open(path) as raw:
         decode = _decoder(path)
-        text, place, at_end = "", 0, False
+        text, position, at_end = "", 0, False
 
         def more() -> None:
-            """Read another block behind what is left."""
-            nonlocal text, place, at_end
-            block = raw.read(max(chunk, len(text) - place))  # doubles, so that a long entry is not parsed often
+            """Read another block after what is left."""
+            nonlocal text, position, at_end
+            block = raw.read(max(chunk, len(text) - position))  # doubles, so that a long entry is not parsed often
             at_end = not block
-            text, place = text[place:] + decode(block, at_end), 0
+            text, position = text[position:] + decode(block, at_end), 0
 
         while "[" not in text:  # `Source.pieces` has seen it
             more()
-        place = text.index("[") + 1
+        position = text.index("[") + 1
         number = 0
         while True:
-            while place < len(text) and text[place] in " \t\r\n,":
-                place += 1
-            if place == len(text) and not at_end:
+            while position < len(text) and text[position] in " \t\r\n,":
+                position += 1
+            if position == len(text) and not at_end:
                 more()
                 continue
-            if text[place : place + 1] == "]":
+            if text[position : position + 1] == "]":
                 return
             try:
-                value, place = decoder.raw_decode(text, place)
+                value, position = decoder.raw_decode(text, position)
             except ValueError as error:
-                cut = str(error).startswith(("Unterminated", "Expecting")) and len(text) - place < 2**28
+                cut = str(error).startswith(("Unterminated", "Expecting")) and len(text) - position < 2**28
                 if at_end or not cut:
                     raise UserError(f"{path} entry {number}: malformed JSON ({error})") from None
                 more()

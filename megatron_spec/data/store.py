@@ -1,9 +1,10 @@
 """Tokenised conversations on disk: written once per file, tokenizer and template, read sample by sample.
 
     FOLDER/meta.json     what was tokenised with what; written last, so a folder with it is complete
-    FOLDER/tokens.bin    token ids of all samples, one behind the other (uint16, or uint32 for larger vocabularies)
+    FOLDER/tokens.bin    token ids of all samples, one after the other (uint16, or uint32 for larger vocabularies)
     FOLDER/lengths.bin   int32 [N]: tokens of each sample, uncut
-    FOLDER/runs.bin      int32 [R, 3]: first token, token behind the last, turn number of each supervised stretch
+    FOLDER/lines.bin     int32 [N]: line of the file that each sample is from
+    FOLDER/runs.bin      int32 [R, 3]: first token, token after the last, turn number of each supervised stretch
     FOLDER/run_counts.bin  int32 [N]: stretches of each sample
 
 Nothing here depends on seq_length: cutting is left to the reader. Tokens are read with plain reads and not mapped, so
@@ -26,17 +27,24 @@ from numpy.typing import NDArray
 from megatron_spec.config import UserError
 from megatron_spec.runtime.files import read_object, write_json
 
-FORMAT = 1
-_FILES = ("tokens", "lengths", "runs", "run_counts")
+FORMAT = 2
+_FILES = ("tokens", "lengths", "lines", "runs", "run_counts")
 Array = NDArray[Any]
 
 
 @dataclass
 class Block:
-    """Consecutive samples as flat arrays: tokens [sum n], lengths [N], runs [R, 3], run_counts [N]."""
+    """Consecutive samples as flat arrays.
+
+    Attributes:
+        tokens: [sum n].
+        lengths, lines, run_counts: [N].
+        runs: [R, 3].
+    """
 
     tokens: Array
     lengths: Array
+    lines: Array
     runs: Array
     run_counts: Array
 
@@ -48,8 +56,8 @@ class Block:
         ends = np.minimum(self.runs[:, 1], seq_length) + starts[sample]
         sizes = ends - begins
         first = np.cumsum(sizes) - sizes
-        places = np.repeat(begins - first, sizes) + np.arange(int(sizes.sum()))
-        return self.tokens[places], np.repeat(sample, sizes)
+        numbers = np.repeat(begins - first, sizes) + np.arange(int(sizes.sum()))
+        return self.tokens[numbers], np.repeat(sample, sizes)
 
 
 def runs_of(turns: Array) -> Array:
@@ -61,16 +69,21 @@ def runs_of(turns: Array) -> Array:
 
 
 class StoreWriter:
-    """Appends blocks; `finish` writes meta.json."""
+    """Appends blocks; `finish` writes meta.json, with the largest token id and its line among the totals."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self.folder = folder
-        self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+        # Room for ids beyond the tokenizer's: bases pad their vocabulary, and may generate those ids.
+        self.dtype = np.dtype(np.uint16 if vocab_size <= 60_000 else np.uint32)
         self._files = {name: (folder / f"{name}.bin").open("wb") for name in _FILES}
         self._totals = {"samples": 0, "tokens": 0, "supervised": 0, "turns": 0, "longest": 0}
+        self._largest = [-1, 0]
 
     def append(self, block: Block) -> None:
-        """The next samples."""
+        """The next samples. Raises UserError for an id that no vocabulary of this size has."""
+        largest = int(block.tokens.max(initial=0))
+        if largest > np.iinfo(self.dtype).max:
+            raise UserError(f"found token id {largest}, far beyond the tokenizer: answer_ids are damaged")
         for name in _FILES:
             dtype = self.dtype if name == "tokens" else np.dtype(np.int32)
             getattr(block, name).astype(dtype).tofile(self._files[name])
@@ -80,6 +93,9 @@ class StoreWriter:
         totals["supervised"] += int((block.runs[:, 1] - block.runs[:, 0]).sum())
         totals["turns"] += len(block.runs)
         totals["longest"] = max(totals["longest"], int(block.lengths.max(initial=0)))
+        if largest > self._largest[0]:
+            sample = int(np.searchsorted(np.cumsum(block.lengths), int(block.tokens.argmax()), side="right"))
+            self._largest = [largest, int(block.lines[sample])]
 
     def finish(self, about: dict[str, Any]) -> None:
         """Close the files and write meta.json."""
@@ -87,7 +103,8 @@ class StoreWriter:
             file.flush()
             os.fsync(file.fileno())
             file.close()
-        write_json(self.folder / "meta.json", {"format": FORMAT, "dtype": self.dtype.name, **self._totals, **about})
+        totals = {**self._totals, "largest_id": self._largest}
+        write_json(self.folder / "meta.json", {"format": FORMAT, "dtype": self.dtype.name, **totals, **about})
 
     def abandon(self) -> None:
         """Close the files."""
@@ -96,7 +113,7 @@ class StoreWriter:
 
 
 class TokenStore:
-    """Reads what `StoreWriter` wrote. Lengths are in memory (4 bytes a sample, and as much again for places).
+    """Reads what `StoreWriter` wrote. In memory are lengths, lines and offsets: 24 bytes a sample.
 
     Raises UserError when the folder is incomplete or a file is shorter than meta.json says.
     """
@@ -107,38 +124,40 @@ class TokenStore:
         self.dtype = np.dtype(self.meta["dtype"])
         N = self.meta["samples"]
         self.lengths = np.fromfile(folder / "lengths.bin", dtype=np.int32)
+        self.lines = np.fromfile(folder / "lines.bin", dtype=np.int32)
         run_counts = np.fromfile(folder / "run_counts.bin", dtype=np.int32)
         self.starts = _starts(self.lengths)
         self.run_starts = _starts(run_counts)
         sizes = {"tokens": int(self.starts[-1]) * self.dtype.itemsize, "runs": int(self.run_starts[-1]) * 12}
         wrong = [name for name, size in sizes.items() if (folder / f"{name}.bin").stat().st_size != size]
-        if len(self.lengths) != N or len(run_counts) != N or wrong:
+        if {len(self.lengths), len(self.lines), len(run_counts)} != {N} or wrong:
             raise UserError(f"{folder} is damaged ({', '.join(wrong) or 'lengths'}): remove it, it is made again")
         self._tokens, self._runs = _Reader(folder / "tokens.bin"), _Reader(folder / "runs.bin")
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def block(self, first: int, behind: int) -> Block:
-        """Samples first .. behind-1."""
-        begin, end = int(self.starts[first]), int(self.starts[behind])
+    def block(self, first: int, after: int) -> Block:
+        """Samples first .. after-1."""
+        begin, end = int(self.starts[first]), int(self.starts[after])
         tokens = np.frombuffer(self._tokens.read(begin, end, self.dtype.itemsize), dtype=self.dtype)
-        counts = np.diff(self.run_starts[first : behind + 1])
-        return Block(tokens, self.lengths[first:behind], self.runs(first, behind), counts)
+        counts = np.diff(self.run_starts[first : after + 1])
+        lengths, lines = self.lengths[first:after], self.lines[first:after]
+        return Block(tokens, lengths, lines, self.runs(first, after), counts)
 
-    def runs(self, first: int, behind: int) -> Array:
-        """int32 [R, 3] supervised stretches of samples first .. behind-1."""
-        begin, end = int(self.run_starts[first]), int(self.run_starts[behind])
+    def runs(self, first: int, after: int) -> Array:
+        """int32 [R, 3] supervised stretches of samples first .. after-1."""
+        begin, end = int(self.run_starts[first]), int(self.run_starts[after])
         return np.frombuffer(self._runs.read(begin, end, 12), dtype=np.int32).reshape(-1, 3)
 
     def ranges(self, tokens: int = 2**22) -> Iterator[tuple[int, int]]:
-        """(first, behind) of blocks of about `tokens` tokens that make up the store."""
+        """(first, after) of blocks of about `tokens` tokens that make up the store."""
         first = 0
         while first < len(self):
-            behind = int(np.searchsorted(self.starts, self.starts[first] + tokens, side="right")) - 1
-            behind = max(behind, first + 1)
-            yield first, behind
-            first = behind
+            after = int(np.searchsorted(self.starts, self.starts[first] + tokens, side="right")) - 1
+            after = max(after, first + 1)
+            yield first, after
+            first = after
 
 
 def _starts(counts: Array) -> Array:

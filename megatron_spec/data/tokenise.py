@@ -1,8 +1,8 @@
 """Conversation file -> TokenStore, in several processes, kept on disk until file, tokenizer or template change.
 
 The store lies in `FILE.tokens/KEY` beside the file (or under the folder that is given), where KEY is a hash of the
-file's content, the tokenizer, its template, the ids that end a turn, and the code that makes masks. It may be removed
-at any time. Processes that want the same one at the same time wait for the first.
+file's content, the tokenizer, its template and the arguments of that, the ids that end a turn, and the code that makes
+masks. It may be removed at any time. Processes that want the same one at the same time wait for the first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from megatron_spec.config import UserError
-from megatron_spec.data.chat import ChatEncoder, numbered_lines, parse_line
+from megatron_spec.data.chat import ChatEncoder
+from megatron_spec.data.conversations import numbered_lines, parse_line
 from megatron_spec.data.store import FORMAT, Block, StoreWriter, TokenStore, runs_of
 from megatron_spec.data.workers import ordered_map, usable_cpus
 from megatron_spec.runtime.files import published_folder, read_json, sha256_of, write_json
@@ -34,6 +36,14 @@ PIECE = 2**20
 PARALLEL_FROM = 16 * 2**20
 """Smaller files are tokenised in this process: starting others takes seconds."""
 
+CODE = ("chat.py", "conversations.py", "offsets.py", "template.py")
+"""Files that decide on tokens and masks."""
+
+FAULTS = {
+    "shortened": "have a beginning that the chat template leaves out (reasoning, or text that it cuts)",
+    "asked_otherwise": "begin otherwise than the chat template asks for them (a prefix such as <think>)",
+}
+"""Counts of `Sample` -> what is said of such answers."""
 
 REMEMBER_FROM = 2**28
 """Bytes from which the hash of a file is kept on disk: every rank of a run needs it."""
@@ -72,6 +82,7 @@ def open_tokens(
     stop_token_ids: Collection[int] = (),
     cache: Path | str | None = None,
     workers: int | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> TokenStore:
     """The tokens of a conversation file, from the cache when they are there.
 
@@ -79,6 +90,7 @@ def open_tokens(
         stop_token_ids: see `ChatEncoder`.
         cache: folder for stores; default: `FILE.tokens` beside the file, or ~/.cache when that cannot be written.
         workers: processes; default: all processors for large files, none for small ones.
+        template_kwargs: see `ChatTemplate`.
 
     Raises UserError for what `numbered_lines`, `parse_line` and `ChatEncoder` refuse, and when the cache cannot be
     written.
@@ -86,12 +98,14 @@ def open_tokens(
     path = Path(path)
     if not path.is_file():
         next(numbered_lines(path))  # says what is wrong
-    encoder = ChatEncoder(tokenizer, stop_token_ids)  # refuses a useless tokenizer before any work
+    # Refuses a useless tokenizer before any work.
+    encoder = ChatEncoder(tokenizer, stop_token_ids, template_kwargs=template_kwargs)
     about = {
         "data": content_hash(path, cache),
         "tokenizer": tokenizer_hash(tokenizer),
         "stop_token_ids": sorted(stop_token_ids),
-        "code": [sha256_of(Path(__file__).with_name(name)) for name in ("chat.py", "byte_lengths.py")],
+        "chat_template_kwargs": encoder.template.kwargs,
+        "code": [sha256_of(Path(__file__).with_name(name)) for name in CODE],
     }
     key = hashlib.sha256(json.dumps([FORMAT, about], sort_keys=True).encode()).hexdigest()[:16]
     parent = _cache_folder(path, cache)
@@ -141,18 +155,23 @@ class _Job:
 
 def _build(job: _Job, folder: Path, about: dict[str, Any]) -> None:
     start, size = time.monotonic(), job.path.stat().st_size
-    args = (job.encoder.tokenizer, job.stop_token_ids, str(job.path))
+    args = (job.encoder.tokenizer, job.stop_token_ids, str(job.path), job.encoder.template.kwargs)
+    faults: Counter[str] = Counter()
+    first: dict[str, int] = {}
     with published_folder(folder, overwrite=True, hint="give another --data-cache-path") as temporary:
         writer = StoreWriter(temporary, len(job.encoder.tokenizer))
         done = told = tokens = 0
         try:
-            for block, read in ordered_map(_PieceEncoder, args, _pieces(job.path), job.workers):
+            for block, read, found in ordered_map(_PieceEncoder, args, _pieces(job.path), job.workers):
                 writer.append(block)
+                for fault, line, count in found:
+                    faults[fault] += count
+                    first.setdefault(fault, line)
                 done, tokens = done + read, tokens + len(block.tokens)
                 if done - told >= max(size // 20, 2**26):
                     told, seconds = done, time.monotonic() - start
                     log.info("tokenised %.0f %% of %s, %.0f tokens/s", 100 * done / size, job.path, tokens / seconds)
-            writer.finish(about)
+            writer.finish({**about, "faults": {name: [count, first[name]] for name, count in faults.items()}})
         finally:
             writer.abandon()
     seconds = time.monotonic() - start
@@ -175,19 +194,32 @@ def _pieces(path: Path) -> Iterator[list[tuple[int, bytes]]]:
 
 
 class _PieceEncoder:
-    """Lines of a file -> (their samples, bytes read)."""
+    """Lines of a file -> (their samples, bytes read, [(fault, line, answers)])."""
 
-    def __init__(self, tokenizer: Any, stop_token_ids: tuple[int, ...], path: str) -> None:
+    def __init__(
+        self, tokenizer: Any, stop_token_ids: tuple[int, ...], path: str, template_kwargs: dict[str, Any]
+    ) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a process
-        self.encoder, self.path = ChatEncoder(tokenizer, stop_token_ids), path
+        self.encoder = ChatEncoder(tokenizer, stop_token_ids, template_kwargs=template_kwargs)
+        self.path = path
 
-    def __call__(self, piece: list[tuple[int, bytes]]) -> tuple[Block, int]:
-        samples = self.encoder.encode_all([parse_line(line, f"{self.path} line {number}") for number, line in piece])
+    def __call__(self, piece: list[tuple[int, bytes]]) -> tuple[Block, int, list[tuple[str, int, int]]]:
+        parsed = [parse_line(line, f"{self.path} line {number}") for number, line in piece]
+        found = self.encoder.encode_all(parsed)
+        samples = [sample for samples in found for sample in samples]
+        lines = [number for (number, _), samples in zip(piece, found, strict=True) for _ in samples]
         runs = [runs_of(sample.turns.numpy()) for sample in samples]
         block = Block(
             np.concatenate([sample.tokens.numpy() for sample in samples]).astype(np.uint32),
             np.array([len(sample) for sample in samples], dtype=np.int32),
+            np.array(lines, dtype=np.int32),
             np.concatenate(runs),
             np.array([len(run) for run in runs], dtype=np.int32),
         )
-        return block, sum(len(line) for _, line in piece)
+        faults = [
+            (fault, line, count)
+            for sample, line in zip(samples, lines, strict=True)
+            for fault in FAULTS
+            if (count := getattr(sample, fault))
+        ]
+        return block, sum(len(line) for _, line in piece), faults

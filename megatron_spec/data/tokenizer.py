@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -49,3 +51,18 @@ def stop_token_ids(folder: Path | str, tokenizer: Any | None = None) -> tuple[in
             raise UserError(f"{path}: found eos_token_id {value!r}, expected a number or a list of numbers")
         found.update(ids)
     return tuple(sorted(found))
+
+
+def vocabulary_hash(tokenizer: Any) -> str:
+    """Identity of the tokens and their ids, 16 hexadecimal digits: token ids on disk belong to it."""
+    tokens = sorted((int(i), token) for token, i in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
+
+
+def beyond_vocabulary(where: str, token: int, vocab_size: int, tokenizer: Any = None) -> UserError:
+    """The error for a token id that the base has no embedding for; it names the place, the id and the token."""
+    name = tokenizer.convert_ids_to_tokens(token) if tokenizer is not None and token < len(tokenizer) else None
+    return UserError(
+        f"{where}: found token id {token}{f' ({name!r})' if name is not None else ''}, the base knows ids below "
+        f"{vocab_size}: tokenizer and base do not belong together"
+    )

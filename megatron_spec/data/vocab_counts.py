@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_spec.config import UserError
 from megatron_spec.data.loader import ConversationDataset
+from megatron_spec.data.tokenizer import beyond_vocabulary
 from megatron_spec.drafts.vocab import DraftVocab
 
 
@@ -23,10 +24,7 @@ def count_supervised(dataset: ConversationDataset, vocab_size: int) -> Tensor:
     for tokens, lines in dataset.supervised():
         wrong = np.flatnonzero(tokens >= vocab_size)
         if len(wrong):
-            raise UserError(
-                f"{dataset.path} line {lines[wrong[0]]}: found token id {tokens[wrong[0]]}, the base knows ids below "
-                f"{vocab_size}: tokenizer and base do not belong together"
-            )
+            raise beyond_vocabulary(f"{dataset.path} line {lines[wrong[0]]}", int(tokens[wrong[0]]), vocab_size)
         counts_V += np.bincount(tokens, minlength=vocab_size)
     return torch.from_numpy(counts_V)
 
@@ -34,8 +32,8 @@ def count_supervised(dataset: ConversationDataset, vocab_size: int) -> Tensor:
 def turn_end_ids(dataset: ConversationDataset, special_ids: Collection[int]) -> list[int]:
     """Ascending ids among `special_ids` that an assistant turn of the data ends with."""
     ends: set[int] = set()
-    for first, behind in dataset.store.ranges():
-        block = dataset.store.block(first, behind)
+    for first, after in dataset.store.ranges():
+        block = dataset.store.block(first, after)
         starts = np.repeat(np.cumsum(block.lengths) - block.lengths, block.run_counts)
         ends.update(np.unique(block.tokens[starts + block.runs[:, 1] - 1]).tolist())
     return sorted(ends & set(special_ids))
@@ -73,12 +71,25 @@ def select_draft_ids(counts_V: Tensor, draft_vocab_size: int, always: Collection
 
 
 def choose(counts_V: Tensor, draft_vocab_size: int, always: Collection[int] = ()) -> DraftVocab:
-    """The draft vocabulary of `select_draft_ids`."""
-    return DraftVocab(select_draft_ids(counts_V, draft_vocab_size, always), len(counts_V))
+    """The draft vocabulary of `select_draft_ids`.
+
+    Raises UserError when these are the first D ids of a larger vocabulary: engines take that for a missing map.
+    """
+    ids, vocab_size = select_draft_ids(counts_V, draft_vocab_size, always), len(counts_V)
+    if draft_vocab_size < vocab_size and int(ids[-1]) == draft_vocab_size - 1:
+        raise UserError(
+            f"--draft-vocab-size {draft_vocab_size}: all but the last {vocab_size - draft_vocab_size} of {vocab_size} "
+            "ids, which is no choice among them: take fewer tokens, or leave the draft vocabulary out (the draft then "
+            "has the base's)"
+        )
+    return DraftVocab(ids, vocab_size)
 
 
-def coverage(counts_V: Tensor, draft_ids_D: Tensor) -> dict[str, Any]:
-    """What share of the supervised tokens the draft can say."""
+def coverage(counts_V: Tensor, draft_ids_D: Tensor, always: Collection[int] = ()) -> dict[str, Any]:
+    """What share of the supervised tokens the draft can say.
+
+    `draft_tokens_never_seen` leaves out `always`: a smaller vocabulary would hold them, too.
+    """
     total, inside = int(counts_V.sum()), int(counts_V[draft_ids_D].sum())
     return {
         "vocab_size": len(counts_V),
@@ -87,5 +98,5 @@ def coverage(counts_V: Tensor, draft_ids_D: Tensor) -> dict[str, Any]:
         "covered_tokens": inside,
         "coverage": inside / max(total, 1),
         "distinct_tokens": int((counts_V > 0).sum()),
-        "draft_tokens_never_seen": int((counts_V[draft_ids_D] == 0).sum()),
+        "draft_tokens_never_seen": len(set(draft_ids_D[counts_V[draft_ids_D] == 0].tolist()) - set(always)),
     }

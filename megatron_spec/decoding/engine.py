@@ -15,6 +15,9 @@ half (step.py, rows.py) depends on nothing that the host knows, so on one GPU a 
 the host waits for the device once a step, for a table of what was emitted. Rows after the running ones may then be
 computed too; they stay inside their cache, and what they hold is overwritten before it is seen.
 
+A base with longrope reads short and long texts with other frequencies (ops/rope.py): a sequence that grows past the
+boundary ends there for its row, and waits to be read anew as a longer prompt.
+
 Data-parallel ranks know nothing of each other. B rows, S rows of one forward, N draft nodes, P rows of an
 accepted path, H hidden size.
 """
@@ -196,7 +199,7 @@ class _Sequence:
     Attributes:
         index: of the prompt.
         generation: the answer so far.
-        length, limit: known tokens, and most tokens.
+        length, limit: known tokens, and most tokens in this row.
         automaton: of the text, where a lookup proposes beside the draft.
     """
 
@@ -218,6 +221,7 @@ class _Engine:
         self.costs, self.replays = costs, replays
         self.waiting = group  # longest first: neighbours in a batch have similar lengths
         self.running: list[_Sequence] = []  # one for each row in use
+        self.begun: dict[int, Generation] = {}  # answers that wait to be read again
         self.ended: list[tuple[int, Generation]] = []
         self.draft_len = config.max_draft_len if drafter else 0
         self.count = count = min(config.batch_size, len(group))
@@ -233,6 +237,15 @@ class _Engine:
 
     def _limit(self, i: int) -> int:
         return min(len(self.prompts[i]) + self.config.max_new_tokens, self.base.config.max_position_embeddings)
+
+    def _text(self, i: int) -> list[int]:
+        """Prompt i and the answer so far."""
+        return [*self.prompts[i], *(self.begun[i].tokens if i in self.begun else ())]
+
+    def _row_limit(self, i: int) -> int:
+        """Most tokens of prompt i and its answer that a row can hold before it is read again."""
+        short = self.base.config.rope.longest_short
+        return self._limit(i) if short is None or len(self._text(i)) > short else min(self._limit(i), short + 1)
 
     def _key_slots(self, needed: int) -> int:
         return -(-needed // self.key_step) * self.key_step
@@ -251,24 +264,25 @@ class _Engine:
 
     def _prefill(self, free: int) -> None:
         """Read waiting prompts into the free rows and emit their first tokens."""
-        widest = len(self.prompts[self.waiting[0]])
+        widest = len(self._text(self.waiting[0]))
         count = max(1, min(free, PREFILL_TOKENS // widest, len(self.waiting)))
         taken, self.waiting = self.waiting[:count], self.waiting[count:]
-        first, limits = len(self.running), [self._limit(i) for i in taken]
-        self.rows.place(first, [self.prompts[i] for i in taken], limits, [self.seeds[i] for i in taken])
+        first, texts, limits = len(self.running), [self._text(i) for i in taken], [self._row_limit(i) for i in taken]
+        prompts = [len(self.prompts[i]) for i in taken]
+        self.rows.place(first, texts, prompts, limits, [self.seeds[i] for i in taken])
         with self.costs.phase("prefill"):
             step = self.device.prefill(first, count, widest)
         if self.drafter:
             self.drafter.observe(step.seen)
-        self.running += [
-            _Sequence(i, Generation(), len(self.prompts[i]), limit, self._automaton(i))
-            for i, limit in zip(taken, limits, strict=True)
-        ]
+        for i, text, limit in zip(taken, texts, limits, strict=True):
+            automaton = self._automaton(i)
+            generation = self.begun.pop(i) if i in self.begun else Generation()
+            self.running.append(_Sequence(i, generation, len(text), limit, automaton))
         self._book(first, read_outcomes(step.table_BX, count), verified=False)
 
     def _automaton(self, i: int) -> SuffixAutomaton | None:
         beside = self.drafter is not None and self.config.sa_threshold is not None
-        return SuffixAutomaton(self.prompts[i]) if beside else None
+        return SuffixAutomaton(self._text(i)) if beside else None
 
     def _looked_up(self, drafted: Drafted) -> Drafted:
         """What followed a match replaces the draft's tokens where the match is long enough."""
@@ -334,7 +348,8 @@ class _Engine:
         """Add the emitted tokens of rows `first`.. to their answers and free the ended rows."""
         for sequence, outcome in zip(self.running[first:], outcomes, strict=True):
             sequence.length += outcome.emitted
-            sequence.generation.add(outcome, verified)
+            again = self.drafter is not None and bool(sequence.generation.tokens)  # read anew: a step without drafts
+            sequence.generation.add(outcome, verified or again)
             if sequence.automaton is not None:
                 sequence.automaton.extend(outcome.tokens[: outcome.emitted])
         ended = [row for row, outcome in enumerate(outcomes, start=first) if outcome.over]
@@ -343,7 +358,13 @@ class _Engine:
 
     def _free(self, ended: list[int]) -> None:
         """Move the last running rows over the ended ones."""
-        self.ended += [(self.running[row].index, self.running[row].generation) for row in ended]
+        for sequence in (self.running[row] for row in ended):
+            if sequence.generation.stopped or sequence.length >= self._limit(sequence.index):
+                self.ended.append((sequence.index, sequence.generation))
+            else:  # it crossed longrope's boundary
+                self.begun[sequence.index] = sequence.generation
+                self.waiting.append(sequence.index)
+                self.waiting.sort(key=lambda i: -len(self._text(i)))
         left, gone = len(self.running) - len(ended), set(ended)
         target = [r for r in ended if r < left]
         source = [r for r in range(left, len(self.running)) if r not in gone]

@@ -67,14 +67,8 @@ class TimedRecorder:
 
 
 def recorder_for(base: Any) -> Recorder | None:
-    """A recorder where graphs are known to work: one GPU holds the whole base, and it has no experts.
-
-    Other ranks would have to replay in step, and experts are sent as many tokens as happen to choose them.
-    """
-    world = base.world
-    if world.device.type != "cuda" or world.tp_size * world.pp_size > 1 or base.config.moe is not None:
-        return None
-    return CudaRecorder()
+    """A recorder where the base may take the path `cuda_graphs`: other ranks would have to replay in step."""
+    return CudaRecorder() if base.paths.on("cuda_graphs") else None
 
 
 def timed_recorder_for(base: Any, wanted: bool) -> TimedRecorder | None:

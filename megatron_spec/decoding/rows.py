@@ -68,30 +68,32 @@ class Rows:
         self.uniform_BN3 = torch.zeros(rows, config.max_new_tokens if config.temperature > 0 else 1, 3, device=device)
         self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
 
-    def place(self, first: int, prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int]) -> None:
-        """Fill the rows from `first` on with prompts."""
-        here, device = slice(first, first + len(prompts)), self.tokens_BL.device
+    def place(
+        self, first: int, texts: Sequence[Sequence[int]], prompts: Sequence[int], limits: Sequence[int],
+        seeds: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Fill the rows from `first` on with texts that begin with prompts of so many tokens."""
+        here, device = slice(first, first + len(texts)), self.tokens_BL.device
         whole_BL = torch.nn.utils.rnn.pad_sequence(
-            [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts], batch_first=True
+            [torch.tensor(text, dtype=torch.int64) for text in texts], batch_first=True
         )
         self.tokens_BL[here] = 0
         self.tokens_BL[here, : whole_BL.shape[1]] = to_device(whole_BL, device)
-        numbers = [[len(prompt), limit] for prompt, limit in zip(prompts, limits, strict=True)]
-        numbers_B2 = to_device(torch.tensor(numbers), device)
-        self.length_B[here] = self.prompt_B[here] = numbers_B2[:, 0]
-        self.limit_B[here] = numbers_B2[:, 1]
+        numbers = to_device(torch.tensor([[len(text) for text in texts], list(prompts), list(limits)]), device)
+        self.length_B[here], self.prompt_B[here], self.limit_B[here] = numbers
         if self.config.temperature > 0:
             generators = [torch.Generator().manual_seed(seed) for seed in seeds]
             # The base's choices first: they are the same numbers whatever else is drawn.
             drawn = [torch.rand(3, self.config.max_new_tokens, generator=g).t() for g in generators]
             self.uniform_BN3[here] = to_device(torch.stack(drawn), device)
 
-    def draws(self, batch: int, count: int) -> Tensor:
-        """[B, count, 3] the numbers of the next `count` tokens of rows 0 .. batch - 1."""
-        first_B = self.length_B[:batch] - self.prompt_B[:batch]
+    def draws(self, batch: int, count: int, first: int = 0) -> Tensor:
+        """[B, count, 3] the numbers of the next `count` tokens of rows first .. first + batch - 1."""
+        here = slice(first, first + batch)
+        first_B = self.length_B[here] - self.prompt_B[here]
         index_BP = first_B[:, None] + torch.arange(count, device=first_B.device)
         index_BP = index_BP.clamp(max=self.uniform_BN3.shape[1] - 1)
-        return self.uniform_BN3[:batch].gather(1, index_BP[:, :, None].expand(-1, -1, 3))
+        return self.uniform_BN3[here].gather(1, index_BP[:, :, None].expand(-1, -1, 3))
 
     def advance(self, first: int, chosen_BP: Tensor, accepted_B: Tensor, proposed_B: Tensor) -> Tensor:
         """Lengthen rows `first`.. by what they emit, up to a stop token. Returns the table of `Outcome`s, [B, X]."""

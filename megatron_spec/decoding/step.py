@@ -53,15 +53,16 @@ class DeviceSteps:
     def prefill(self, first: int, count: int, widest: int) -> Step:
         """Read the prompts of rows first .. first + count - 1 and choose their first tokens."""
         rows, here = self.rows, slice(first, first + count)
-        tokens_BS, prompt_B = rows.tokens_BL[here, :widest], rows.prompt_B[here]
+        tokens_BS, length_B = rows.tokens_BL[here, :widest], rows.length_B[here].clone()
         slots_BS = torch.arange(widest, device=tokens_BS.device).repeat(count, 1)
         row_B = torch.arange(count, device=tokens_BS.device)
         captures_SBC, state_SBH = self._forward(first, tokens_BS, slots_BS, 0)
-        logits_MV = self.base.logits(state_SBH[prompt_B - 1, row_B][None])[0]
-        chosen_B = self._agree(choose(logits_MV, rows.uniform_BN3[here, 0, 0], self.config, self.base.world.tp))
-        rows.tokens_BL[here].scatter_(1, prompt_B[:, None], chosen_B[:, None])
-        next_BS, zeros_B = rows.tokens_BL[here, 1 : widest + 1], torch.zeros_like(prompt_B)
-        seen = Observation(first, slots_BS, next_BS, prompt_B.clone(), captures_SBC, state_SBH, prefill=True)
+        logits_MV = self.base.logits(state_SBH[length_B - 1, row_B][None])[0]
+        draws_B = rows.draws(count, 1, first)[:, 0, 0]
+        chosen_B = self._agree(choose(logits_MV, draws_B, self.config, self.base.world.tp))
+        rows.tokens_BL[here].scatter_(1, length_B[:, None], chosen_B[:, None])
+        next_BS, zeros_B = rows.tokens_BL[here, 1 : widest + 1], torch.zeros_like(length_B)
+        seen = Observation(first, slots_BS, next_BS, length_B, captures_SBC, state_SBH, prefill=True)
         return Step(seen, rows.advance(first, chosen_B[:, None], zeros_B, zeros_B))
 
     def propose(self, batch: int, count: int, key_slots: int, lengths: Sequence[int]) -> Drafted:
@@ -110,14 +111,15 @@ class DeviceSteps:
     ) -> tuple[Tensor, Tensor]:
         """Args: key_slots: how many are looked at; 0: the tokens begin their sequences."""
         view, positions_BS = rows_view(self.cache, first, tokens_BS.shape[0]), slots_BS
+        length_B = self.rows.length_B[first : first + tokens_BS.shape[0]]
         if tree is not None:
             visible_BSL = visible_slots(slots_BS[:, 0], tree.above_BSS, key_slots)
-            plan = AttentionPlan.cached(view, slots_BS, visible_BSL, key_slots)
+            plan = AttentionPlan.cached(view, slots_BS, visible_BSL, key_slots, length_B)
             positions_BS = slots_BS[:, :1] + torch.cat([torch.zeros_like(slots_BS[:, :1]), tree.depth_BN], dim=1)
         elif key_slots:
-            plan = AttentionPlan.cached(view, slots_BS, length=key_slots)
+            plan = AttentionPlan.cached(view, slots_BS, length=key_slots, lengths_B=length_B)
         else:
-            plan = AttentionPlan.prefill(view, slots_BS)
+            plan = AttentionPlan.prefill(view, slots_BS, length_B)
         zeros_BS = torch.zeros_like(tokens_BS, dtype=torch.int32)
         return run_base_everywhere(self.base, Batch(tokens_BS, positions_BS, zeros_BS, zeros_BS), plan)
 

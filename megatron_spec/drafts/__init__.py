@@ -10,13 +10,19 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_spec.drafts.vocab import DraftVocab
+    from megatron_spec.planning.paths import Paths
     from megatron_spec.runtime.distributed import World
 
 ALGORITHMS = ("eagle1", "eagle3", "eagle3.1", "eagle-mtp", "medusa", "dflash", "dspark")
 
 
-def build_draft(config: DraftConfig, vocab: DraftVocab, world: World, dtype: torch.dtype) -> Any:
+def build_draft(
+    config: DraftConfig, vocab: DraftVocab, world: World, dtype: torch.dtype, paths: Paths | None = None
+) -> Any:
     """The draft of `config.algorithm` on this rank; parameters are NaN until initialised or loaded.
+
+    Args:
+        paths: fast paths it may take; default: all that run here.
 
     Raises UserError for sizes that do not fit the parallel layout.
     """
@@ -27,6 +33,8 @@ def build_draft(config: DraftConfig, vocab: DraftVocab, world: World, dtype: tor
     from megatron_spec.drafts.linear import Placement
     from megatron_spec.drafts.medusa import MedusaDraft
     from megatron_spec.drafts.mtp import MtpDraft
+    from megatron_spec.planning.paths import Paths, Setting
+    from megatron_spec.runtime.platform import machine
 
     kinds: dict[str, Any] = dict(
         zip(
@@ -37,6 +45,10 @@ def build_draft(config: DraftConfig, vocab: DraftVocab, world: World, dtype: tor
     )
     kind = kinds[config.algorithm]
     draft = kind(config, vocab, Placement(world.tp, world.parallel.sequence_parallel, dtype, world.device))
+    if paths is None:
+        name = str(dtype).removeprefix("torch.")
+        paths = Paths(Setting(machine(), name, world.parallel, draft=config))
+    draft.paths = paths
     _check_structure(draft, world.tp_size)
     return draft
 

@@ -20,7 +20,9 @@ from megatron_spec.drafts.anchors import BlockPlan
 from megatron_spec.drafts.contract import DraftLosses
 from megatron_spec.losses import block
 from megatron_spec.losses.vocab_parallel import RowLosses, Teacher, kernel_row_loss, row_losses
+from megatron_spec.ops import backend
 from megatron_spec.ops.head import StepRows, chunk_rows, fused_head
+from megatron_spec.planning.paths import NO_PATHS, Paths
 from megatron_spec.runtime.platform import to_device
 
 
@@ -151,6 +153,7 @@ def _label_probabilities(head: BlockHead, temperature: float, label_N: Tensor, g
 
 def block_losses(
     head: BlockHead, plan: BlockPlan, teacher: Teacher, objective: ObjectiveConfig, group: dist.ProcessGroup,
+    paths: Paths = NO_PATHS,
 ) -> DraftLosses:  # fmt: skip
     """Losses of all steps. `hard_ce`, `ce_l1` and D-PACE compare with the text, the others with the base.
 
@@ -163,10 +166,10 @@ def block_losses(
     steps = [
         StepRows(r, w, teacher.label_U[r]) for r, w in zip(rows, weight_N.split([len(r) for r in rows]), strict=True)
     ]
-    total, stats, overlap_N = _one_pass(head, steps, told, weight_N, objective, group)
+    total, stats, overlap_N = _one_pass(head, steps, told, weight_N, objective, group, paths)
     share = objective.backbone_weight
     if share and head.low_Nr is not None:
-        plain, _, _ = _one_pass(head.backbone, steps, told, weight_N, objective, group)
+        plain, _, _ = _one_pass(head.backbone, steps, told, weight_N, objective, group, paths)
         total = share * plain + (1 - share) * total
     if head.confidence_N is not None and objective.confidence_weight:
         confidence = block.confidence_losses(head.confidence_N.to(overlap_N.dtype), overlap_N)
@@ -177,13 +180,16 @@ def block_losses(
 
 def _one_pass(
     head: BlockHead, steps: list[StepRows], told: Teacher, weight_N: Tensor, objective: ObjectiveConfig,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup, paths: Paths,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(total, stats [T, 3], overlap [N]) of every row."""
     row_loss = _Rows(head, told, weight_N, objective, group)
-    in_place = None
-    if head.low_Nr is None and head.confidence_N is None and objective.loss != "ce_l1":
-        in_place = kernel_row_loss(told, objective.loss, objective.temperature, group)
-    total, stats = fused_head(head.rows, head.weight_VH, steps, row_loss, in_place)
+    in_place = scale_ = None
+    if paths.kernels() != "none":
+        kernels = backend.load(paths.kernels())
+        scale_, plain = kernels.scale_, head.low_Nr is None and head.confidence_N is None
+        if plain and objective.loss in ("soft_ce", "kl") and paths.under(objective).on("loss_kernel"):
+            in_place = kernel_row_loss(told, objective.loss, objective.temperature, group, kernels)
+    total, stats = fused_head(head.rows, head.weight_VH, steps, row_loss, in_place, scale_)
     overlap_N = weight_N.new_zeros(0) if in_place is not None else torch.cat(row_loss.overlap)
     return row_loss.attach(total), stats, overlap_N

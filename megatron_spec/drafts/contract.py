@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron_spec.batch import Features
 from megatron_spec.config import ObjectiveConfig
+from megatron_spec.planning.paths import NO_PATHS, Paths
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [S,B,N,D], k [S,B,G,D], v [S,B,G,D]), all rotated -> [S, B, N*D]. The draft does not know whether it
@@ -52,6 +53,7 @@ class DraftLosses:
         correct_T: rows whose draft argmax is the base's argmax.
         overlap_T: sum over rows of sum_v min(p, q), the expected acceptance under sampling.
         rows_T: supervised rows per step (the denominator of loss and accuracy; in_vocab_only does not change it).
+        counted: scalar, rows of the first step that in_vocab_only leaves in the loss; None: all.
     """
 
     total: Tensor
@@ -59,6 +61,7 @@ class DraftLosses:
     correct_T: Tensor
     overlap_T: Tensor
     rows_T: Tensor
+    counted: Tensor | None = None
 
 
 class Draft(nn.Module):
@@ -69,8 +72,8 @@ class Draft(nn.Module):
     those of the export format where one exists, so that checkpoint, quantisation and export share one naming.
     """
 
-    fp8 = False
-    """The linears of the layer compute in real fp8, where `fused_unroll.check_fp8` allows it."""
+    paths: Paths = NO_PATHS
+    """The fast paths it may take; `drafts.build_draft` sets them."""
 
     def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
         """Unroll over the micro-batch and return the loss sums."""

@@ -31,6 +31,7 @@ from megatron_spec.drafts.linear import Linear, Placement, RMSNorm, copy_to_rank
 from megatron_spec.drafts.teacher import TeacherHead
 from megatron_spec.drafts.unroll import teach
 from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.ops import backend
 from megatron_spec.ops.attention import KVCache
 from megatron_spec.ops.block_attention import block_attention
 from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
@@ -159,7 +160,9 @@ class DFlashDraft(Draft):
     def teacher_head(self, ends: BaseEnds) -> TeacherHead:
         """The base's frozen head, prepared on first use. A collective when it has to be built."""
         if self._teacher is None or not self._teacher.fits(ends):
-            self._teacher = TeacherHead(ends, self.vocab, self.tp_group)
+            kind = self.paths.kernels("teacher_kernel")
+            kernels = None if kind == "none" else backend.load(kind)
+            self._teacher = TeacherHead(ends, self.vocab, self.tp_group, kernels)
         return self._teacher
 
     def logits(self, normed_SBH: Tensor, ends: BaseEnds) -> Tensor:
@@ -168,7 +171,7 @@ class DFlashDraft(Draft):
 
     def states(self, features: Features, plan: BlockPlan, ends: BaseEnds) -> Tensor:
         """[P * C, H] normed states of every slot of a micro-batch."""
-        batch = features.batch
+        batch, triton = features.batch, self.paths.kernels() == "triton"
         context_SBH = self.context(features.captures_SBC)
         turning = self.rotation(batch.local(batch.positions_BS).t(), context_SBH)
 
@@ -178,7 +181,7 @@ class DFlashDraft(Draft):
             if batch.context is not None:
                 keys, values = batch.context.gather(torch.cat([keys, values], 2)).chunk(2, 2)
             keys, values = (x.transpose(0, 1).flatten(0, 1) for x in (keys, values))
-            return block_attention(q, k, v, keys, values, plan.layout)
+            return block_attention(q, k, v, keys, values, plan.layout, triton)
 
         state_PCH = self.block_embedding(plan.tokens_P, ends)
         rotation = self.block_rotation(plan.positions_P, state_PCH)
@@ -197,7 +200,7 @@ class DFlashDraft(Draft):
         teacher = teach(features, plan.supervision, head, objective.temperature, group, self.sequence_parallel)
         states = self.states(features, plan, ends)
         rows = [pick_rows(states, r) for r in plan.supervision.rows]
-        return block_losses(self.block_head(rows, head.draft_rows(), plan), plan, teacher, objective, group)
+        return block_losses(self.block_head(rows, head.draft_rows(), plan), plan, teacher, objective, group, self.paths)
 
     def block_head(self, rows: list[Tensor], weight_VH: Tensor, plan: BlockPlan) -> BlockHead:
         """What the losses read: supervised rows [R, H] of every step, and the head."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron_spec.batch import Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
 from megatron_spec.drafts.contract import Attention, BaseEnds, DraftLosses
-from megatron_spec.drafts.fused_unroll import can_fuse, fused_unroll
+from megatron_spec.drafts.fused_unroll import fused_unroll, suits
 from megatron_spec.drafts.layer import DraftLayer
 from megatron_spec.drafts.linear import ColumnLinear, Linear, Placement, RMSNorm, VocabEmbedding, enter
 from megatron_spec.drafts.recurrent import RecurrentDraft
@@ -97,10 +97,11 @@ class EagleDraft(RecurrentDraft):
         plan = Supervision.of(features.batch, objective.ttt_steps, objective.alignment)
         teacher = teach(features, plan, self.teacher_head(ends), objective.temperature, group, scattered)
         hidden = self.project(features.captures_SBC)
-        if features.batch.context is None and can_fuse(self, hidden, objective.detach, objective.ttt_steps):
+        fused = self.paths.under(objective).on("draft_fused")
+        if fused and suits(self, hidden, features.batch, objective.ttt_steps):
             states = fused_unroll(self, hidden, features.batch, plan.rows, plan.active, ends)
         else:
             embed = functools.partial(self.embed, ends=ends)
             states = unroll(self.layer_step, hidden, features, embed, plan, objective, group, scattered)
         states = [self.lm_head.quantized_input(x) for x in states]
-        return head_losses(states, self.lm_head.quantized_weight(), plan, teacher, objective, group)
+        return head_losses(states, self.lm_head.quantized_weight(), plan, teacher, objective, group, paths=self.paths)

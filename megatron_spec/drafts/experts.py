@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_spec.config import EagleConfig, MoeConfig
 from megatron_spec.drafts.linear import ColumnLinear, Placement, RowLinear, enter
-from megatron_spec.ops.moe import choose, rows_of_experts
+from megatron_spec.ops.moe import choose, mixed
 
 
 class Router(nn.Module):
@@ -79,9 +79,7 @@ class MixtureOfExperts(nn.Module):
         if self.sequence_parallel:
             chosen_SBK = mappings.gather_from_sequence_parallel_region(chosen_SBK, group=self.group)
         x_RH = x.flatten(0, 1)
-        out_RH = torch.zeros_like(x_RH)
-        for number, rows, pairs in rows_of_experts(chosen_SBK.flatten(0, 1), 0, len(self.experts)):
-            out_RH.index_add_(0, rows, self.experts[number](x_RH[rows]) * weights[pairs, None])
+        out_RH = mixed(x_RH, weights, chosen_SBK.flatten(0, 1), self.experts)
         if self.shared_experts is not None:
             out_RH = out_RH + self.shared_experts(x_RH)
         out = out_RH.view(x.shape)

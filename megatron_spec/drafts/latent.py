@@ -1,24 +1,20 @@
 """Multi-head latent attention of a draft with a layer of its base's own kind (DeepSeek-V3, arXiv 2412.19437, 2.1.1).
 
-Parameters carry DeepSeek's names. Queries and keys have a non-rotary and a rotary part; all heads share the rotary part
-of the keys. Values are narrower than keys: they are padded with zeros for the attention and cut again after it.
+Parameters carry DeepSeek's names. Values are narrower than keys: they are padded with zeros for the attention that the
+draft is given, and cut again after it.
 
 S sequence, B batch, H hidden, N heads of this rank, D = nope + rope sizes of a query or key head, V of a value.
 """
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_spec.config import EagleConfig, MlaConfig
 from megatron_spec.drafts.contract import Attention
 from megatron_spec.drafts.linear import ColumnLinear, Linear, Placement, RMSNorm, RowLinear, enter
-from megatron_spec.ops.rope import apply_rotary
-
-LATENT_EPS = 1e-6
-"""Of the norms of the latents, whatever the model's other norms have."""
+from megatron_spec.ops.latent import LATENT_EPS, expand
 
 
 class LatentAttention(nn.Module):
@@ -45,15 +41,11 @@ class LatentAttention(nn.Module):
     def forward(self, x_SBH: Tensor, cos_SB1D: Tensor, sin_SB1D: Tensor, attention: Attention, layer: int) -> Tensor:
         """[S, B, H] -> [S, B, H]; both [S / TP, ...] under sequence parallelism."""
         mla, factor = self.mla, self.rotary_factor
-        q_plain, q_rotary = self._heads(self._queries(x_SBH)).split([mla.nope_head_dim, mla.rope_head_dim], -1)
+        q = self._heads(self._queries(x_SBH))
         latent, k_rotary = self.kv_a_proj_with_mqa(x_SBH).split([mla.kv_lora_rank, mla.rope_head_dim], -1)
         kv = self._heads(self.kv_b_proj(self._enter(self.kv_a_layernorm(latent))))
-        k_plain, value = kv.split([mla.nope_head_dim, mla.v_head_dim], -1)
-        k_rotary = self._enter(k_rotary)[:, :, None]
-        cos, sin = cos_SB1D * factor, sin_SB1D * factor
-        q_rotary, k_rotary = (apply_rotary(self._halves(x), cos, sin) for x in (q_rotary, k_rotary))
-        query = torch.cat([q_plain, q_rotary], -1) * mla.score_factor
-        key = torch.cat([k_plain, k_rotary.expand(-1, -1, self.num_kv_heads, -1)], -1)
+        query, key, value = expand(q, self._enter(k_rotary), kv, mla, cos_SB1D * factor, sin_SB1D * factor)
+        query = query * mla.score_factor
         out = self._heads(attention(layer, query, key, F.pad(value, (0, self.head_dim - mla.v_head_dim))))
         projected: Tensor = self.o_proj(out[..., : mla.v_head_dim].flatten(2))
         return projected
@@ -68,7 +60,3 @@ class LatentAttention(nn.Module):
         if self.mla.q_lora_rank is None:
             return self.q_proj(self._enter(x_SBH))  # type: ignore[no-any-return]
         return self.q_b_proj(self._enter(self.q_a_layernorm(self.q_a_proj(x_SBH))))  # type: ignore[no-any-return]
-
-    def _halves(self, x: Tensor) -> Tensor:
-        """Pairs (0, 1), (2, 3), ... to halves (0, 2, ...; 1, 3, ...), in queries and keys alike: the same scores."""
-        return torch.cat([x[..., ::2], x[..., 1::2]], -1) if self.mla.interleaved else x

@@ -27,6 +27,7 @@ from megatron_spec.drafts.linear import ColumnLinear, Linear, Placement, copy_to
 from megatron_spec.drafts.teacher import TeacherHead
 from megatron_spec.drafts.unroll import Supervision, head_losses, teach
 from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.ops import backend
 
 
 class ResidualBlock(nn.Module):
@@ -79,7 +80,9 @@ class MedusaDraft(Draft):
     def teacher_head(self, ends: BaseEnds) -> TeacherHead:
         """The base's head, prepared on first use. A collective when it has to be built."""
         if self._teacher is None or not self._teacher.fits(ends):
-            self._teacher = TeacherHead(ends, self.vocab, self.tp_group)
+            kind = self.paths.kernels("teacher_kernel")
+            kernels = None if kind == "none" else backend.load(kind)
+            self._teacher = TeacherHead(ends, self.vocab, self.tp_group, kernels)
         return self._teacher
 
     def logits(self, state_SBH: Tensor, head: int, ends: BaseEnds) -> Tensor:
@@ -111,10 +114,12 @@ class MedusaDraft(Draft):
             if head.lm_head is not None:
                 x, weight = head.lm_head.quantized_input(x), head.lm_head.quantized_weight()  # type: ignore[union-attr,operator]
             mine = Supervision([plan.rows[i]], [plan.active[i]], [plan.teacher_rows[i]], plan.teacher_U)
-            found.append(head_losses([x], weight, mine, teacher, plain, group, labels))
+            found.append(head_losses([x], weight, mine, teacher, plain, group, labels, self.paths))
         total = torch.stack([objective.step_decay**i * losses.total for i, losses in enumerate(found)]).sum()
-        sums = (torch.cat([getattr(x, n) for x in found]) for n in ("loss_T", "correct_T", "overlap_T", "rows_T"))
-        return DraftLosses(total, *sums)
+        loss, correct, overlap, rows = (
+            torch.cat([getattr(x, n) for x in found]) for n in ("loss_T", "correct_T", "overlap_T", "rows_T")
+        )
+        return DraftLosses(total, loss, correct, overlap, rows, found[0].counted)
 
 
 def following_tokens(batch: Batch) -> Tensor:

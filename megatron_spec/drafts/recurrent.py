@@ -21,6 +21,7 @@ from megatron_spec.drafts.teacher import TeacherHead
 from megatron_spec.drafts.unroll import Supervision, head_losses, teach, unroll
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.losses.vocab_parallel import Teacher
+from megatron_spec.ops import backend
 from megatron_spec.ops.attention import KVCache
 from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
 
@@ -116,7 +117,9 @@ class RecurrentDraft(Draft):
     def teacher_head(self, ends: BaseEnds) -> TeacherHead:
         """The frozen restricted head, built on first use. A collective when it has to be built."""
         if self._teacher is None or not self._teacher.fits(ends):
-            self._teacher = TeacherHead(ends, self.vocab, self.tp_group)
+            kind = self.paths.kernels("teacher_kernel")
+            kernels = None if kind == "none" else backend.load(kind)
+            self._teacher = TeacherHead(ends, self.vocab, self.tp_group, kernels)
         return self._teacher
 
 
@@ -142,4 +145,5 @@ class SharedHeadDraft(RecurrentDraft):
         teacher = teach(features, plan, head, objective.temperature, group, scattered)
         embed = functools.partial(self.embed, ends=ends)
         states = unroll(self.layer_step, hidden_SBH, features, embed, plan, objective, group, scattered)
-        return head_losses(states, head.draft_rows(), plan, teacher, objective, group), states, plan, teacher
+        losses = head_losses(states, head.draft_rows(), plan, teacher, objective, group, paths=self.paths)
+        return losses, states, plan, teacher

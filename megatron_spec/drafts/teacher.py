@@ -7,6 +7,7 @@ V / TP this rank's shard of the (padded) target vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.losses.vocab_parallel import Teacher, argmax_and_lse, argmax_over_ranks, kernels_run
+from megatron_spec.losses.vocab_parallel import Teacher, argmax_and_lse, argmax_over_ranks
 
 CHUNK_BYTES = 256 << 20
 """Size of one chunk of whole-vocabulary logits."""
@@ -82,10 +83,13 @@ class TeacherHead:
     Draft and target vocabulary are split at different tokens, so with several tensor parallel ranks the restricted
     logits come from rows of their own; whole-vocabulary logits are reduced to an argmax, chunk by chunk. On one rank
     the restricted logits are picked from the whole ones.
+
+    Args:
+        kernels: operators (`ops.backend.load`) where the path `teacher_kernel` runs.
     """
 
-    def __init__(self, ends: BaseEnds, vocab: DraftVocab, group: dist.ProcessGroup) -> None:
-        self.ends, self.vocab, self.group = ends, vocab, group
+    def __init__(self, ends: BaseEnds, vocab: DraftVocab, group: dist.ProcessGroup, kernels: Any = None) -> None:
+        self.ends, self.vocab, self.group, self.kernels = ends, vocab, group, kernels
         device = ends.head_weight.device
         self.source = (ends.head_weight.data_ptr(), ends.head_weight.dtype, device)
         shard, first = ends.head_weight.shape[0], group.rank() * ends.head_weight.shape[0]
@@ -124,7 +128,7 @@ class TeacherHead:
             argmax_U: the base's choices at these rows, when known; they are computed otherwise.
         """
         weight = self.ends.head_weight[: self.valid]
-        if argmax_U is None and self.group.size() == 1 and kernels_run(weight):
+        if argmax_U is None and self.kernels is not None:
             return self._with_kernel(state_UH.to(weight.dtype), weight, temperature)
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         parts: list[tuple[Tensor, ...]] = []
@@ -150,12 +154,10 @@ class TeacherHead:
             yield F.linear(state, rows), argmax.to(rows.device)
 
     def _with_kernel(self, state_UH: Tensor, weight_VH: Tensor, temperature: float) -> Teacher:
-        from megatron_spec.ops.kernels.loss import teacher_rows
-
         logits = torch.empty(len(state_UH), len(self.vocab), dtype=weight_VH.dtype, device=weight_VH.device)
         chunk = max(1, KERNEL_CHUNK_BYTES // (weight_VH.shape[0] * weight_VH.element_size()))
         parts = [
-            teacher_rows(F.linear(state, weight_VH), self.target_ids, self.draft_ids, temperature, out)
+            self.kernels.teacher_rows(F.linear(state, weight_VH), self.target_ids, self.draft_ids, temperature, out)
             for state, out in zip(state_UH.split(chunk), logits.split(chunk), strict=True)
         ]
         return Teacher(logits, *(torch.cat(x) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True)))

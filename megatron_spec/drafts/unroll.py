@@ -24,9 +24,11 @@ from megatron_spec.drafts.contract import Attention, DraftLosses, shift
 from megatron_spec.drafts.linear import copy_to_ranks, enter
 from megatron_spec.drafts.teacher import TeacherHead
 from megatron_spec.losses.vocab_parallel import Teacher, kernel_row_loss, row_losses
+from megatron_spec.ops import backend
 from megatron_spec.ops.head import StepRows, fused_head
 from megatron_spec.ops.rows import pick_rows
 from megatron_spec.ops.ttt_attention import TrainingTimeTest, trunk_layout
+from megatron_spec.planning.paths import NO_PATHS, Paths
 from megatron_spec.runtime.platform import to_device
 
 Step = Callable[[Tensor, Tensor, Tensor, Attention], tuple[Tensor, Tensor]]
@@ -146,11 +148,13 @@ def head_losses(
     objective: ObjectiveConfig,
     group: dist.ProcessGroup,
     labels_U: Tensor | None = None,
+    paths: Paths = NO_PATHS,
 ) -> DraftLosses:
     """Losses of all steps from the supervised rows [R, H] of each.
 
     Args:
         labels_U: draft ids that `hard_ce` compares with; default: the base's argmax. Accuracy is always by the latter.
+        paths: of the draft.
     """
     told = teacher if labels_U is None else dataclasses.replace(teacher, label_U=labels_U)
     steps = []
@@ -165,10 +169,16 @@ def head_losses(
         """Losses of rows of logits, differentiable."""
         return row_losses(logits_RD, told, rows_R, objective.loss, objective.temperature, group)
 
-    in_place = kernel_row_loss(teacher, objective.loss, objective.temperature, group)
-    total, stats = fused_head(states, weight_DH, steps, row_loss, in_place)
+    in_place = scale_ = None
+    if paths.kernels() != "none":
+        kernels = backend.load(paths.kernels())
+        scale_ = kernels.scale_
+        if paths.under(objective).on("loss_kernel"):
+            in_place = kernel_row_loss(teacher, objective.loss, objective.temperature, group, kernels)
+    total, stats = fused_head(states, weight_DH, steps, row_loss, in_place, scale_)
     rows_T = to_device(torch.tensor([len(rows) for rows in supervision.rows], dtype=stats.dtype), stats.device)
-    return DraftLosses(total, stats[:, 0], stats[:, 1], stats[:, 2], rows_T)
+    counted = teacher.in_vocab_U[supervision.teacher_rows[0]].sum() if objective.in_vocab_only else None
+    return DraftLosses(total, stats[:, 0], stats[:, 1], stats[:, 2], rows_T, counted)
 
 
 def unroll(

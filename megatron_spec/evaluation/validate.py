@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,7 @@ def validate(
     draft_lens: Sequence[int] | None = None,
     output: Path | str | None = None,
     about: dict[str, Any] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Report:
     """Answer all prompts with the base alone and with the draft; every rank calls it and gets the report.
 
@@ -94,21 +95,23 @@ def validate(
         draft_lens: draft lengths to measure, in one run; default: config.max_draft_len.
         output: file for the report, written by rank 0; what is finished is kept beside it until then.
         about: what is measured, in values of JSON. Part of the report; a rerun with another one begins anew.
+        template_kwargs: see `ChatTemplate`.
 
     Raises:
-        UserError: no prompts, no draft, a draft length of 0, or no stop token.
+        UserError: no prompts, no draft, a draft length of 0, no stop token, or no prompt that could be answered.
     """
-    return _Validation(base, draft, prompts, tokenizer, config, stop_ids, draft_lens, output, about or {}).run()
+    encoder = ChatEncoder(tokenizer, stop_ids, template_kwargs=template_kwargs, vocab_size=base.vocab_size)
+    return _Validation(base, draft, prompts, encoder, config, stop_ids, draft_lens, output, about or {}).run()
 
 
 class _Validation:
     """State of one call of `validate`."""
 
     def __init__(
-        self, base: FrozenBase, draft: Any, prompts: Sequence[Prompt], tokenizer: Any, config: DecodeConfig,
+        self, base: FrozenBase, draft: Any, prompts: Sequence[Prompt], encoder: ChatEncoder, config: DecodeConfig,
         stop_ids: set[int], draft_lens: Sequence[int] | None, output: Path | str | None, about: dict[str, Any],
     ) -> None:  # fmt: skip
-        self.base, self.draft, self.tokenizer, self.stop_ids, self.about = base, draft, tokenizer, stop_ids, about
+        self.base, self.draft, self.encoder, self.stop_ids, self.about = base, draft, encoder, stop_ids, about
         lens = tuple(draft_lens or (config.max_draft_len,))
         drafted = draft is not None or config.decoding_type is not None
         if not prompts or not drafted:
@@ -120,10 +123,10 @@ class _Validation:
         self.configs = [config.replace(max_draft_len=length) for length in lens]
         self.drafters = [build_drafter(draft, base, c) for c in self.configs]
         self.same_text = config.lossless and not config.use_rejection_sampling
-        self.encoder = ChatEncoder(tokenizer)
         self.output = None if output is None else Path(output)
         world = base.world
-        digest = hashlib.sha256(json.dumps([[p.identifier, p.rounds] for p in prompts]).encode()).hexdigest()
+        asked = [[p.identifier, p.rounds, p.tools, dict(p.template_kwargs)] for p in prompts]
+        digest = hashlib.sha256(json.dumps([asked, encoder.template.kwargs]).encode()).hexdigest()
         meta = {
             "decode": self.config.to_dict(), "draft_lens": lens, "prompts": digest, "stop_ids": sorted(stop_ids),
             "about": about, "dtype": str(base.dtype), "ranks": [world.size, world.dp_size],
@@ -143,8 +146,9 @@ class _Validation:
         with tqdm(total=total, initial=len(self.journal.part.answers), unit="answer", disable=quiet) as bar:
             for window in left:
                 self.journal.add(self._measure([Dialogue(p) for p in window], bar))
-        costs = [self._costs(c, d) for c, d in zip(self.configs, self.drafters, strict=True)]
         parts = self._gather(self.journal.part)
+        self._check_answered(parts)
+        costs = [self._costs(c, d) for c, d in zip(self.configs, self.drafters, strict=True)]
         memory = self._memory(longest_text(a for part in parts for a in part.answers))
         lens = [c.max_draft_len for c in self.configs]
         report = build_report(parts, lens, costs, self.config, self.about, self.same_text, memory)
@@ -154,6 +158,18 @@ class _Validation:
             dist.barrier()
         self.journal.remove()
         return report
+
+    def _check_answered(self, parts: list[Part]) -> None:
+        """Say which dialogues ended early. Raises UserError when there is no answer at all, so nothing to compare."""
+        skipped = [line for part in parts for line in part.skipped]
+        if not any(part.answers for part in parts):
+            self.journal.remove()
+            raise UserError(f"none of {len(skipped)} prompts could be answered, the first: {skipped[0]}")
+        if skipped and self.base.world.rank == 0:
+            log.warning(
+                "%d dialogues ended before their last question (the report lists them), the first: %s", len(skipped),
+                skipped[0],
+            )  # fmt: skip
 
     def _ways(self) -> list[tuple[DecodeConfig, Any]]:
         return [(self.alone, None), *zip(self.configs, self.drafters, strict=True)]
@@ -192,7 +208,7 @@ class _Validation:
                 part.answers.append(
                     Answer(prompt.identifier, prompt.category, round_, len(ids), alone, spoken, mismatches)
                 )
-                d.take(alone.tokens, alone.stopped, self.tokenizer)
+                d.take(alone.tokens, alone.stopped, self.encoder.tokenizer)
                 bar.update()
         part.skipped += [f"{d.prompt.identifier}: {d.problem}" for d in dialogues if d.problem]
         return part

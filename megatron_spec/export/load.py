@@ -25,6 +25,7 @@ from megatron_spec.export.common import shard
 from megatron_spec.export.formats import Reading, read_draft
 from megatron_spec.families import name_rules, parse_base_config
 from megatron_spec.families.names import EVERYTHING
+from megatron_spec.planning.paths import Paths
 from megatron_spec.quantization import nvfp4
 from megatron_spec.quantization.attach import KV_PLACE, attach_quantizers, input_place, load_base_amax
 from megatron_spec.quantization.rounding import amax_of, dequantize, quantize
@@ -237,7 +238,7 @@ def _quantization(folder: Path) -> dict[str, Any] | None:
 
 def load_exported_base(
     reference: BaseReference, world: World, capture_layer_ids: Sequence[int] = (), dtype: torch.dtype = torch.float32,
-    transformer_engine: bool = False,
+    transformer_engine: bool = False, paths: Paths | None = None,
 ) -> FrozenBase:  # fmt: skip
     """`load_base`; an fp8 base computes with its own quantisers, as engines apply them, an nvfp4 one is dequantised.
 
@@ -245,13 +246,13 @@ def load_exported_base(
     """
     quantization = _quantization(Path(reference.path)) if reference.kind == "hf" else None
     if quantization is None:
-        return load_base(reference, world, capture_layer_ids, dtype, transformer_engine)
+        return load_base(reference, world, capture_layer_ids, dtype, transformer_engine, paths)
     if transformer_engine:
         raise UserError(
             f"--transformer-impl transformer_engine: {reference.path} is quantised, and Transformer Engine's layers "
             "hold no quantisers here: use local"
         )
-    base = FrozenBase.build(reference.config, world, capture_layer_ids, dtype)
+    base = FrozenBase.build(reference.config, world, capture_layer_ids, dtype, paths=paths)
     load_huggingface(base, Path(reference.path), _QuantisedWeights)
     if quantization["quant_algo"] != "FP8":
         log.info("%s: %s weights are dequantised; inputs are not rounded", reference.path, quantization["quant_algo"])

@@ -52,7 +52,7 @@ def check(base: dict[str, Any], tp: int) -> None:
 def config_json(base: dict[str, Any], heads: dict[str, Any], tp: int, max_draft_len: int) -> dict[str, Any]:
     """Content of config.json, from those of the two Hugging Face folders."""
     quantised = base.get("quantization_config") or {}
-    rope = dict(base.get("rope_parameters") or base.get("rope_scaling") or {})
+    rope = dict(base.get("rope_scaling") or base.get("rope_parameters") or {})
     theta = rope.pop("rope_theta", base.get("rope_theta", 10000.0))
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     N = base["num_attention_heads"]

@@ -6,17 +6,23 @@ left out: the base gives its own. An assistant message before the first question
 
 from __future__ import annotations
 
-import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_spec.config import UserError
-from megatron_spec.data.chat import ChatEncoder, Conversation, parse_conversation
-
-Message = dict[str, Any]
+from megatron_spec.data.chat import ChatEncoder
+from megatron_spec.data.conversations import (
+    Conversation,
+    check_text,
+    load_line,
+    numbered_lines,
+    parse_conversation,
+    read_extras,
+)
+from megatron_spec.generation.answers import Message, answer_ids, answer_message
 
 
 @dataclass(frozen=True)
@@ -28,12 +34,15 @@ class Prompt:
         category: of the question file; 'none' without one.
         rounds: messages before the first answer, before the second, ...
         where: 'FILE line N', for messages.
+        tools, template_kwargs: see `Conversation`.
     """
 
     identifier: str
     category: str
     rounds: tuple[tuple[Message, ...], ...]
     where: str = ""
+    tools: list[Any] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_prompts(path: Path | str, limit: int | None = None) -> list[Prompt]:
@@ -45,8 +54,8 @@ def iter_prompts(path: Path | str, limit: int | None = None) -> Iterator[Prompt]
     """The prompts of a JSON lines file, at most `limit`, one after the other.
 
     A line is a question `{"question_id": 81, "category": "writing", "turns": ["...", "..."]}` (with a `system` text if
-    wanted) or a conversation as data.chat reads it. Identifiers are conversation_id, id, or question_id behind the
-    file's name (question files begin at the same number); the line number when there is none.
+    wanted) or a conversation as data.conversations reads it. Identifiers are conversation_id, id, or question_id after
+    the file's name (question files begin at the same number); the line number when there is none.
 
     Raises:
         UserError: no such file, no prompt, malformed lines (file and line are named), equal identifiers, tool turns.
@@ -67,21 +76,12 @@ def iter_prompts(path: Path | str, limit: int | None = None) -> Iterator[Prompt]
 
 
 def _records(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    if not path.is_file():
-        raise UserError(f"{path} does not exist or is not a file: expected prompts in JSON lines")
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            where = f"{path} line {number}"
-            try:
-                line = raw.decode("utf-8-sig")
-                record = json.loads(line) if line.strip() else None
-            except ValueError as e:
-                raise UserError(f"{where}: not UTF-8 JSON ({e}): expected one JSON object a line") from None
-            if record is None:
-                continue
-            if not isinstance(record, dict):
-                raise UserError(f"{where}: found a JSON {type(record).__name__}, expected an object")
-            yield where, number, record
+    for number, line in numbered_lines(path, "prompt", gaps=True):
+        where = f"{path} line {number}"
+        record = load_line(line, where)
+        if not isinstance(record, dict):
+            raise UserError(f"{where}: found a JSON {type(record).__name__}, expected an object")
+        yield where, number, record
 
 
 def _question(record: dict[str, Any], where: str, stem: str, number: int) -> Prompt:
@@ -91,14 +91,15 @@ def _question(record: dict[str, Any], where: str, stem: str, number: int) -> Pro
     system = record.get("system")
     if system is not None and not isinstance(system, str):
         raise UserError(f"{where}: found system {str(system)[:80]!r}, expected a text")
-    told: tuple[Message, ...] = ({"role": "system", "content": system},) if system else ()
+    check_text([turns, system], where)
+    told: tuple[Message, ...] = ({"role": "system", "content": system},) if system and system.strip() else ()
     rounds = tuple((*(() if i else told), {"role": "user", "content": turn}) for i, turn in enumerate(turns))
     identifier = str(record.get("conversation_id") or f"{stem}-{record.get('question_id', number)}")
-    return Prompt(identifier, str(record.get("category") or "none"), rounds, where)
+    return Prompt(identifier, str(record.get("category") or "none"), rounds, where, *read_extras(record, where))
 
 
 def _chat(record: dict[str, Any], where: str, stem: str, number: int) -> Prompt:
-    conversation = parse_conversation(record, where)
+    conversation = parse_conversation({k: v for k, v in record.items() if k != "answer_ids"}, where)
     rounds: list[tuple[Message, ...]] = []
     waiting: list[Message] = []
     for message in conversation.messages:
@@ -115,7 +116,8 @@ def _chat(record: dict[str, Any], where: str, stem: str, number: int) -> Prompt:
     if not rounds:
         raise UserError(f"{where}: no user message, so nothing to answer")
     identifier = conversation.identifier or f"{stem}-{number}"
-    return Prompt(identifier, str(record.get("category") or "none"), tuple(rounds), where)
+    category = str(record.get("category") or "none")
+    return Prompt(identifier, category, tuple(rounds), where, conversation.tools, conversation.template_kwargs)
 
 
 def check_stop_ids(stop_ids: set[int]) -> None:
@@ -133,6 +135,7 @@ class Dialogue:
     Attributes:
         prompt: what is asked.
         messages: what was said so far, answers included.
+        asked: token ids of the prompt of each answer so far.
         answers: tokens of each answer so far, the stop token included.
         truncated: the last answer was cut; nothing is asked after a cut answer.
         problem: why it ended before its last round, '' otherwise.
@@ -141,35 +144,52 @@ class Dialogue:
 
     prompt: Prompt
     messages: list[Message] = field(default_factory=list)
+    asked: list[list[int]] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
     truncated: bool = False
     problem: str = ""
     unasked: bool = False
+    _waiting: list[int] = field(default_factory=list)
 
     @property
     def waits(self) -> bool:
         """True when there is something left to answer."""
         return len(self.answers) < len(self.prompt.rounds) and not self.truncated and not self.problem
 
+    def _conversation(self, messages: list[Message]) -> Conversation:
+        prompt = self.prompt
+        return Conversation(messages, prompt.where, prompt.identifier, prompt.tools, prompt.template_kwargs)
+
     def ask(self, encoder: ChatEncoder, limit: int) -> list[int] | None:
         """Token ids of the next round; None, with `problem` set, when they leave no room for an answer in `limit`."""
         messages = [*self.messages, *self.prompt.rounds[len(self.answers)]]
-        ids = encoder.prompt_ids(Conversation(messages, self.prompt.where, self.prompt.identifier))
+        ids = encoder.prompt_ids(self._conversation(messages))
         if len(ids) >= limit:
             self.problem = f"round {len(self.answers)} has {len(ids)} tokens, the context holds {limit}"
             self.unasked = True
             return None
+        self._waiting = ids
         return ids
 
     def take(self, tokens: list[int], stopped: bool, tokenizer: Any) -> None:
         """Add an answer. One without text ends the dialogue and is left out: a template cannot render it."""
-        text = tokenizer.decode(tokens[:-1] if stopped else tokens, skip_special_tokens=True)
-        if not text.strip():
+        message = answer_message(tokens[:-1] if stopped else tokens, tokenizer)
+        if message is None:
             self.problem = f"round {len(self.answers)} was answered without a word"
             return
-        self.messages += [*self.prompt.rounds[len(self.answers)], {"role": "assistant", "content": text}]
+        self.messages += [*self.prompt.rounds[len(self.answers)], message]
+        self.asked.append(self._waiting)
         self.answers.append(tokens)
         self.truncated = not stopped
+        if self.truncated and (left := len(self.prompt.rounds) - len(self.answers)):
+            self.problem = (
+                f"round {len(self.answers) - 1} was cut at {len(tokens)} tokens (max_new_tokens, or the end of the "
+                f"context), so {left} further rounds were not asked"
+            )
+
+    def answer_ids(self, encoder: ChatEncoder) -> dict[str, Any] | None:
+        """What its line needs beside the text to train back to the answers; see `generation.answers`."""
+        return answer_ids(encoder, self._conversation(self.messages), self.asked, self.answers)
 
     def seed(self, seed: int) -> int:
         """For sampling the next answer: the same whatever is answered beside it."""

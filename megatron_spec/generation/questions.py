@@ -1,4 +1,4 @@
-"""The base writes the questions as well: behind the bare header of a user turn it goes on as the user (2406.08464).
+"""The base writes the questions as well: after the bare header of a user turn it goes on as the user (2406.08464).
 
 A draw is a function of its number and the seed, whatever is drawn beside it, and the questions kept are the first
 distinct ones: they do not depend on batch size or layout, and a killed run goes on where it was.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,13 @@ DRAWS_PER_QUESTION = 10
 
 
 def draw_questions(
-    base: FrozenBase, tokenizer: Any, numbers: range, config: DecodeConfig, stop_ids: set[int]
+    base: FrozenBase, encoder: ChatEncoder, numbers: range, config: DecodeConfig, stop_ids: set[int]
 ) -> dict[int, str]:
     """Number of a draw -> question; collective over all ranks, every rank gets all.
 
     Left out: draws that met no end within max_new_tokens, and those without a word.
     """
-    world, header = base.world, ChatEncoder(tokenizer).question_ids()
+    world, tokenizer, header = base.world, encoder.tokenizer, encoder.question_ids()
     mine = list(numbers)[world.dp_rank :: world.dp_size]
     seeds = [zlib.crc32(f"question:{config.seed}:{number}".encode()) for number in mine]
     ends = stop_ids | special_ids(tokenizer)  # a template may end the user's turn with another token than answers
@@ -66,22 +67,24 @@ def write_questions(
     path: Path,
     stop_ids: set[int],
     about: dict[str, Any] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Prompt]:
     """`count` distinct questions, also in `path` (a prompt file); collective over all ranks.
 
     Args:
         config: temperature must be positive.
         about: identity of base and tokenizer; with the settings in PATH.meta.json, which a rerun must match.
+        template_kwargs: see `ChatTemplate`.
 
     Raises UserError when `path` was made with other settings, or when the base asks nothing.
     """
-    world = base.world
+    world, encoder = base.world, ChatEncoder(tokenizer, template_kwargs=template_kwargs)
     kept = _begin(path, config, about or {}, world)
     drawn = max(kept, default=-1) + 1
     while len(kept) < count and drawn < DRAWS_PER_QUESTION * count + 100:
         numbers = range(drawn, drawn + max(config.batch_size * world.dp_size, min(count - len(kept), 1024)))
         seen = {_same(text) for text in kept.values()}
-        for number, text in sorted(draw_questions(base, tokenizer, numbers, config, stop_ids).items()):
+        for number, text in sorted(draw_questions(base, encoder, numbers, config, stop_ids).items()):
             if _same(text) not in seen and len(kept) < count:
                 seen.add(_same(text))
                 kept[number] = text

@@ -3,11 +3,11 @@
 Every finished conversation is a line of OUTPUT at once, so a rerun goes on. Lines beside it:
 
     OUTPUT.rejected   conversations that were cut at the token limit, or that the server refused, with the reason
-    OUTPUT.meta.json        what the answers depend on (model, sampling, system prompt); a rerun must agree
+    OUTPUT.meta.json  what the answers depend on (model, sampling, system prompt); a rerun must agree
 
 Failures of the connection, 408, 409, 429 and 5xx, and answers that are broken, are tried again with growing pauses, on
 another endpoint when there are several. A request that the server finds wrong (400, 422) rejects its conversation; a
-missing model or key (401, 403, 404) ends the run, and so do many conversations in a row that nobody answers.
+missing model or key (401, 403, 404) ends the run, and so do many conversations in a row that get no answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_spec.config import UserError
-from megatron_spec.generation.prompts import Message, Prompt
+from megatron_spec.data.conversations import parse_message
+from megatron_spec.generation.answers import Message
+from megatron_spec.generation.prompts import Prompt
 from megatron_spec.runtime.files import changed_settings, read_json, write_json
 
 log = logging.getLogger(__name__)
@@ -43,7 +45,8 @@ class ServerOptions:
         urls: endpoints, as http://host:8000/v1.
         model: its name there; None: the first one that a server lists.
         sampling: parameters of the request under OpenAI's names (temperature, max_tokens, top_p, ...).
-        extra_body: further parameters that engines know (top_k, min_p, chat_template_kwargs).
+        extra_body: further parameters that engines know (top_k, min_p).
+        template_kwargs: arguments of the chat template; those of a prompt win, and lines keep what was used.
         system_prompt: put in front of conversations that have no system turn.
         concurrency: conversations held at the same time, over all endpoints.
         retries: attempts after the first.
@@ -63,6 +66,7 @@ class ServerOptions:
     keep_truncated: bool = False
     timeout: float = 600.0
     seed: int | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 class Rejected(Exception):
@@ -78,6 +82,8 @@ class Totals:
     """Of one run.
 
     Attributes:
+        cut: conversations whose last answer met the token limit.
+        unreturned: answers with far fewer bytes of text than the server counts tokens.
         seconds: since a server was there.
     """
 
@@ -86,6 +92,8 @@ class Totals:
     unanswered: int = 0
     tokens: int = 0
     retries: int = 0
+    cut: int = 0
+    unreturned: int = 0
     seconds: float = 0.0
 
     @property
@@ -123,14 +131,18 @@ class Endpoints:
 
         return await self._try(ask)
 
-    async def answer(self, model: str, messages: list[Message], seed: int | None) -> Any:
+    async def answer(self, model: str, messages: list[Message], seed: int | None, prompt: Prompt) -> Any:
         """One choice of the server, with `usage` of the response. Raises Rejected or Unanswered."""
         sampling = {**self.options.sampling, **({} if seed is None else {"seed": seed})}
+        if prompt.tools:
+            sampling["tools"] = prompt.tools
+        kwargs = {**self.options.template_kwargs, **prompt.template_kwargs}
+        extra = {**self.options.extra_body, **({"chat_template_kwargs": kwargs} if kwargs else {})}
 
         async def ask(client: Any) -> Any:
             """The first choice of one request."""
             response = await client.chat.completions.create(
-                model=model, messages=messages, extra_body=self.options.extra_body or None, **sampling
+                model=model, messages=messages, extra_body=extra or None, **sampling
             )
             choices = getattr(response, "choices", None)
             if not choices or choices[0].message is None or not choices[0].finish_reason:
@@ -184,7 +196,30 @@ def _pause(error: Exception, attempt: int, problem: str) -> float:
     return max(pause, min(float(after), 300.0)) if after.replace(".", "", 1).isdigit() else pause
 
 
-async def hold(prompt: Prompt, endpoints: Endpoints, model: str) -> tuple[dict[str, Any], int]:
+def kept_message(choice: Any, where: str) -> Message:
+    """What a line keeps of an answer: its text, its reasoning under either name, its tool calls.
+
+    Raises Rejected for an answer without any word or call, or with text that no file can hold.
+    """
+    message = choice.message
+    thought = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
+    calls = [call.model_dump(exclude_none=True) for call in getattr(message, "tool_calls", None) or []]
+    given = {"content": message.content, "reasoning_content": thought, "tool_calls": calls}
+    if not calls and not (isinstance(message.content, str) and message.content.strip()):
+        raise Rejected(f"{where} was answered without a word (finish reason {choice.finish_reason})")
+    try:
+        return parse_message({"role": "assistant", **{k: v for k, v in given.items() if v or k == "content"}}, where)
+    except UserError as error:
+        raise Rejected(f"{where} was answered with what cannot be kept: {error}") from None
+
+
+def is_short(message: Message, tokens: int) -> bool:
+    """True when the server counts far more tokens than the text has bytes: it kept something (reasoning) to itself."""
+    kept = json.dumps([message.get(k) for k in ("content", "reasoning_content", "tool_calls")], ensure_ascii=False)
+    return tokens > len(kept.encode()) + 16
+
+
+async def hold(prompt: Prompt, endpoints: Endpoints, model: str, totals: Totals) -> tuple[dict[str, Any], int]:
     """(record, tokens written) of one conversation, its rounds asked one after the other."""
     options, messages, reasons, tokens = endpoints.options, [], [], 0
     if options.system_prompt and not any(m["role"] == "system" for m in prompt.rounds[0]):
@@ -192,20 +227,23 @@ async def hold(prompt: Prompt, endpoints: Endpoints, model: str) -> tuple[dict[s
     for number, asked in enumerate(prompt.rounds):
         messages = [*messages, *asked]
         seed = None if options.seed is None else zlib.crc32(f"{options.seed}:{prompt.identifier}:{number}".encode())
-        choice, usage = await endpoints.answer(model, messages, seed)
-        tokens += getattr(usage, "completion_tokens", 0) or 0
-        text = choice.message.content
+        choice, usage = await endpoints.answer(model, messages, seed, prompt)
+        written = getattr(usage, "completion_tokens", 0) or 0
+        tokens += written
         reasons.append(choice.finish_reason)
-        if not isinstance(text, str) or not text.strip():
-            raise Rejected(f"round {number} was answered without a word (finish reason {choice.finish_reason})")
-        thought = getattr(choice.message, "reasoning_content", None)
-        messages.append({"role": "assistant", "content": text, **({"reasoning_content": thought} if thought else {})})
+        messages.append(kept_message(choice, f"round {number}"))
+        totals.unreturned += is_short(messages[-1], written)
         if choice.finish_reason != "stop":
             break
+    kwargs = {**options.template_kwargs, **prompt.template_kwargs}
     record = {
         "conversation_id": prompt.identifier, "category": prompt.category, "conversations": messages,
-        "finish_reasons": reasons, "truncated": reasons[-1] != "stop",
+        "finish_reasons": reasons, "truncated": reasons[-1] not in ("stop", "tool_calls"),
+        **({"tools": prompt.tools} if prompt.tools else {}), **({"chat_template_kwargs": kwargs} if kwargs else {}),
     }  # fmt: skip
+    if left := len(prompt.rounds) - len(reasons):
+        why = "called a tool" if reasons[-1] == "tool_calls" else f"was cut (finish reason {reasons[-1]})"
+        record["problem"] = f"round {len(reasons) - 1} {why}, so {left} further rounds were not asked"
     return record, tokens
 
 
@@ -262,6 +300,7 @@ async def _generate(
     meta = {
         "model": model, "sampling": options.sampling, "extra_body": options.extra_body, "seed": options.seed,
         "system_prompt": options.system_prompt, "keep_truncated": options.keep_truncated,
+        **({"chat_template_kwargs": options.template_kwargs} if options.template_kwargs else {}),
     }  # fmt: skip
     answers = AnswerFile(output, meta)
     waiting = (p for p in prompts if p.identifier not in answers.known)
@@ -271,12 +310,13 @@ async def _generate(
     async def work() -> None:
         """Hold dialogues until none is left."""
         nonlocal in_a_row
-        for prompt in waiting:  # one iterator for all workers: nobody reads ahead
+        for prompt in waiting:  # one iterator for all workers: none reads ahead
             try:
-                record, tokens = await hold(prompt, endpoints, model)
+                record, tokens = await hold(prompt, endpoints, model, totals)
                 totals.tokens += tokens
                 kept = options.keep_truncated or not record["truncated"]
-                _write(good if kept else bad, record if kept else {**record, "problem": "the last answer was cut"})
+                totals.cut += record["truncated"]
+                _write(good if kept else bad, record if kept else {"problem": "the last answer was cut", **record})
                 totals.written, totals.rejected = totals.written + kept, totals.rejected + (not kept)
                 in_a_row = 0
             except Rejected as error:
@@ -320,7 +360,7 @@ def generate_from_server(
         sleep: for tests.
 
     Raises UserError when the settings differ from those of an earlier run, when the server knows no such model, or when
-    nobody answers any more.
+    no endpoint answers any more.
     """
 
     async def main() -> Totals:
@@ -341,4 +381,11 @@ def generate_from_server(
     log.info(
         "%s: %d answered, %d rejected%s, %.0f tokens/s", output, totals.written, totals.rejected, why, totals.speed
     )
+    if totals.cut:
+        log.warning("%d conversations were cut at the token limit: a larger --max-tokens lets them end", totals.cut)
+    if totals.unreturned:
+        log.warning(
+            "%d answers hold far less text than the server counts tokens: it does not return all that the model wrote "
+            "(reasoning), and a draft would not learn it; see the server's reasoning parser", totals.unreturned,
+        )  # fmt: skip
     return totals

@@ -6,7 +6,8 @@ the parts, leaves out what they hold (a half-written last line does not count) a
 parts into the output in the order of the prompts, and removes them.
 
 Beside the output lies OUTPUT.meta.json: what the answers depend on (base, decoding settings, stop tokens). A rerun
-that would answer otherwise, or that asks other questions under the same identifiers, is refused.
+that would answer otherwise, or that asks other questions under the same identifiers, is refused. OUTPUT.rejected
+names the prompts that got no answer, and why.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +40,24 @@ def synthesize(
     *,
     stop_ids: set[int],
     draft: Any = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Answer the prompts; collective over the model parallel ranks.
 
     Args:
         stop_ids: tokens that end an answer (data.tokenizer.stop_token_ids).
         draft: decode with it (the same text, sooner).
+        template_kwargs: see `ChatTemplate`.
 
     Yields:
         Records `conversation_id`, `category`, `conversations` (messages), `truncated` (the last answer met no stop
-        token before max_new_tokens or the context's end) and, when a round could not be held, `problem`. In the order
-        in which they end. `conversations` is empty when not even the first round was answered.
+        token before max_new_tokens or the context's end), `tools` and `chat_template_kwargs` where they were used,
+        `answer_ids` where the text does not train back to the answers (`generation.answers`) and, when a round could
+        not be held, `problem`. In the order in which they end. `conversations` is empty when not even the first round
+        was answered.
     """
-    encoder, limit = ChatEncoder(tokenizer), base.config.max_position_embeddings
+    encoder = ChatEncoder(tokenizer, stop_ids, template_kwargs=template_kwargs, vocab_size=base.vocab_size)
+    limit = base.config.max_position_embeddings
     check_stop_ids(stop_ids)
     for window in _windows([Dialogue(p) for p in prompts], config.batch_size):
         while asking := [(d, ids) for d in window if d.waits and (ids := d.ask(encoder, limit)) is not None]:
@@ -61,8 +67,8 @@ def synthesize(
                 dialogue = asking[i][0]
                 dialogue.take(answer.tokens, answer.stopped, tokenizer)
                 if not dialogue.waits:
-                    yield _record(dialogue)
-        yield from (_record(d) for d in window if d.unasked)
+                    yield _record(dialogue, encoder)
+        yield from (_record(d, encoder) for d in window if d.unasked)
 
 
 def _windows(dialogues: list[Dialogue], batch_size: int) -> Iterator[list[Dialogue]]:
@@ -78,14 +84,21 @@ def _windows(dialogues: list[Dialogue], batch_size: int) -> Iterator[list[Dialog
         yield several[start : start + 4 * batch_size]
 
 
-def _record(dialogue: Dialogue) -> dict[str, Any]:
+def _record(dialogue: Dialogue, encoder: ChatEncoder) -> dict[str, Any]:
+    prompt = dialogue.prompt
     record: dict[str, Any] = {
-        "conversation_id": dialogue.prompt.identifier,
-        "category": dialogue.prompt.category,
+        "conversation_id": prompt.identifier,
+        "category": prompt.category,
         "conversations": dialogue.messages,
         "truncated": dialogue.truncated,
     }
-    return {**record, "problem": dialogue.problem} if dialogue.problem else record
+    more = {
+        "tools": prompt.tools,
+        "chat_template_kwargs": {**encoder.template.kwargs, **prompt.template_kwargs},
+        "answer_ids": dialogue.answer_ids(encoder) if dialogue.answers else None,
+        "problem": dialogue.problem,
+    }
+    return {**record, **{key: value for key, value in more.items() if value}}
 
 
 def read_records(path: Path) -> dict[str, dict[str, Any]]:
@@ -105,7 +118,7 @@ def read_records(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _drop_half_line(path: Path) -> None:
-    """Cut what a killed run left behind the last line end."""
+    """Cut what a killed run left after the last line end."""
     if not path.is_file():
         return
     content = path.read_bytes()
@@ -149,8 +162,11 @@ def _asked(messages: Iterable[Any]) -> list[tuple[Any, Any]]:
     return [(m["role"], m["content"]) for m in messages if m["role"] != "assistant"]
 
 
-def _answers_prompt(record: dict[str, Any], prompt: Prompt) -> bool:
+def _answers_prompt(record: dict[str, Any], prompt: Prompt, template_kwargs: dict[str, Any]) -> bool:
     """True when the record holds the questions of `prompt`; one that ended early holds the first of them."""
+    kwargs = {**template_kwargs, **prompt.template_kwargs}
+    if (record.get("tools"), record.get("chat_template_kwargs", {})) != (prompt.tools, kwargs):
+        return False
     found, expected = _asked(record["conversations"]), _asked(m for r in prompt.rounds for m in r)
     ended_early = record.get("truncated") or record.get("problem")
     return found == (expected[: len(found)] if ended_early else expected)
@@ -187,7 +203,9 @@ def check_output(output: Path | str, prompts: Sequence[Prompt], settings: dict[s
         return []
     if changed := changed_settings(read_json(_meta_path(output)), settings):
         raise UserError(f"{output} was answered with other settings ({changed}): {ANOTHER}")
-    wrong = [p.identifier for p in prompts if p.identifier in known and not _answers_prompt(known[p.identifier], p)]
+    kwargs = settings.get("chat_template_kwargs", {})
+    here = [p for p in prompts if p.identifier in known]
+    wrong = [p.identifier for p in here if not _answers_prompt(known[p.identifier], p, kwargs)]
     if wrong:
         raise UserError(
             f"{output}: {len(wrong)} conversations answer other questions than the prompts of the same identifier "
@@ -221,23 +239,28 @@ def synthesize_to_file(
     stop_ids: set[int],
     draft: Any = None,
     about: dict[str, Any] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> int:
     """Answer the prompts that `output` does not hold yet, split over data-parallel ranks; every rank calls it.
 
-    All ranks of one run, and a rerun, must see the same folder. Lines whose dialogue did not get a single answer are
-    kept out of the output.
+    All ranks of one run, and a rerun, must see the same folder. Prompts whose dialogue did not get a single answer are
+    in OUTPUT.rejected.
 
     Args:
         about: identity of base and tokenizer, in values of JSON; kept in OUTPUT.meta.json with the settings.
+        template_kwargs: see `ChatTemplate`.
 
     Returns:
         Conversations answered by this run, all ranks together.
 
     Raises:
-        UserError: the output holds answers of another base, of other settings, or to other questions.
+        UserError: the output holds answers of another base, of other settings, or to other questions; or not one
+            prompt could be answered.
     """
     output, world = Path(output), base.world
-    meta = answer_settings(config, stop_ids, {"dtype": str(base.dtype).removeprefix("torch."), **(about or {})})
+    given: dict[str, Any] = {"chat_template_kwargs": dict(template_kwargs)} if template_kwargs else {}
+    given["dtype"] = str(base.dtype).removeprefix("torch.")
+    meta = answer_settings(config, stop_ids, {**given, **(about or {})})
     known = _known_everywhere(output, prompts, meta, world)
     todo = [p for p in prompts if p.identifier not in known]
     if len(todo) < len(prompts):
@@ -248,32 +271,57 @@ def synthesize_to_file(
     output.parent.mkdir(parents=True, exist_ok=True)
     if writes:
         _drop_half_line(part)
-    done = 0
+    options = {"draft": draft, "stop_ids": stop_ids, "template_kwargs": template_kwargs}
     with open(part if writes else os.devnull, "a", encoding="utf-8") as file:
-        for record in synthesize(base, tokenizer, mine, config, draft=draft, stop_ids=stop_ids):
+        answered = synthesize(base, tokenizer, mine, config, **options)
+        for done, record in enumerate(answered, start=1):
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
             file.flush()
-            done += 1
             if done % config.batch_size == 0 or done == len(mine):
                 log.info("answered %d of %d conversations", done, len(mine))
     if world.size > 1:
         dist.barrier()
-    if world.rank == 0:
-        _merge(output, prompts)
-    if world.size > 1:
-        dist.barrier()
-    return len(todo)
+    problems = _from_rank_0(_merge(output, prompts) if world.rank == 0 else {}, world)
+    unanswered = [p for p in prompts if p.identifier in problems]
+    if prompts and len(unanswered) == len(prompts):
+        first = unanswered[0]
+        raise UserError(
+            f"none of {len(prompts)} prompts could be answered, the first ({first.where or first.identifier}): "
+            f"{problems[first.identifier]}; {_rejected_path(output)} lists all"
+        )
+    return len(todo) - len(unanswered)
 
 
-def _merge(output: Path, prompts: Sequence[Prompt]) -> None:
-    known = _known(output)
-    order = dict.fromkeys([p.identifier for p in prompts] + list(known))  # behind them those of other prompts
+def _rejected_path(output: Path) -> Path:
+    return output.with_name(f"{output.name}.rejected")
+
+
+def _merge(output: Path, prompts: Sequence[Prompt]) -> dict[str, str]:
+    """Write the output from its parts, and OUTPUT.rejected. Returns identifier -> reason of what got no answer."""
+    known, rejected = _known(output), _rejected_path(output)
+    order = dict.fromkeys([p.identifier for p in prompts] + list(known))  # after them those of other prompts
     records = [known[i] for i in order if i in known]
     kept = [r for r in records if r["conversations"]]
+    problems = {i: r["problem"] for i, r in read_records(rejected).items() if i not in known}
+    problems.update({r["conversation_id"]: r["problem"] for r in records if not r["conversations"]})
     for record in records:
         if record.get("problem"):
             log.warning("%s: %s", record["conversation_id"], record["problem"])
-    write_text(output, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
+    if kept:
+        write_text(output, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
+    lines = [json.dumps({"conversation_id": i, "problem": why}, ensure_ascii=False) for i, why in problems.items()]
+    if lines:
+        write_text(rejected, "\n".join(lines) + "\n")
+    else:
+        rejected.unlink(missing_ok=True)
     for path in _parts(output):
         path.unlink()
-    log.info("%s: %d conversations, %d of them truncated", output, len(kept), sum(r["truncated"] for r in kept))
+    cut = [r for r in kept if r["truncated"]]
+    log.info("%s: %d conversations, %d of them cut at the token limit", output, len(kept), len(cut))
+    if early := sum(bool(r.get("problem")) for r in cut):
+        log.warning("%d of them were cut before their last question: a larger --max-new-tokens asks all", early)
+    if problems:
+        log.warning("%d prompts got no answer: %s says why", len(problems), rejected)
+    ids = sum("answer_ids" in r for r in kept)
+    log.info("%d of %d lines keep the token ids of their answers: their text does not give them again", ids, len(kept))
+    return problems

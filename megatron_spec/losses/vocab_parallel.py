@@ -8,9 +8,9 @@ R rows, D this rank's shard of the draft vocabulary, U rows the teacher was comp
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -125,28 +125,23 @@ def row_losses(
     return RowLosses(loss_R, overlap_R, argmax_R, grad_RD)
 
 
-def kernels_run(x: Tensor) -> bool:
-    """True where `ops.kernels.loss` can replace the plain code: half precision on a GPU."""
-    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return importlib.util.find_spec("triton") is not None
-
-
 def kernel_row_loss(
-    teacher: Teacher, kind: LossKind, temperature: float, group: dist.ProcessGroup | None
-) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None:
-    """`row_losses` as one kernel that turns logits into weighted gradients in place; None where there is none."""
-    if kind not in ("soft_ce", "kl") or not kernels_run(teacher.logits_UD):
-        return None
-    from megatron_spec.ops.kernels import loss
+    teacher: Teacher, kind: LossKind, temperature: float, group: dist.ProcessGroup | None, kernels: Any
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """`row_losses` of soft_ce or kl as one kernel that turns logits into weighted gradients in place.
+
+    Args:
+        kernels: operators (`ops.backend.load`).
+    """
 
     def in_place(logits_RD: Tensor, rows_R: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, overlap and best column; the gradient replaces the logits."""
         told = (logits_RD, teacher.logits_UD, teacher.lse_U, rows_R, weight_R)
         if group is None or group.size() == 1:
-            return loss.soft_rows(*told, temperature, kind == "kl")
-        best_R, lse_R = _agree(group, *loss.largest(logits_RD, temperature), logits_RD.shape[-1])
-        loss_R, overlap_R = loss.soft_shard(*told, lse_R.float(), temperature, kind == "kl")
+            return kernels.soft_rows(*told, temperature, kind == "kl")
+        top_R, lse_R, index_R = kernels.largest(logits_RD, temperature)
+        best_R, lse_R = _agree(group, top_R, lse_R, index_R, logits_RD.shape[-1])
+        loss_R, overlap_R = kernels.soft_shard(*told, lse_R.float(), temperature, kind == "kl")
         reduce_together(group, loss_R, overlap_R)
         return loss_R, overlap_R, best_R
 

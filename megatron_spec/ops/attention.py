@@ -88,6 +88,7 @@ class AttentionPlan:
         cache: where keys and values live while decoding; None in training.
         slots_BS: int64 cache slots that the S new rows are written to (decoding only).
         length: cache slots that are looked at (decoding only); 0: the new rows are the first of their sequences.
+        lengths_B: tokens of each text that are known (decoding only); None: up to the last new row.
         documents: packed documents, instead of a mask (half precision on a GPU).
         context: the ranks that share the sequence; rows are this rank's, keys and values are gathered, and the mask is
             [B, 1, L, S].
@@ -98,6 +99,7 @@ class AttentionPlan:
     cache: KVCache | None = None
     slots_BS: Tensor | None = None
     length: int = 0
+    lengths_B: Tensor | None = None
     documents: Documents | None = None
     context: ContextShard | None = None
     chunks: list[context_attention.Chunk] | None = None
@@ -129,14 +131,15 @@ class AttentionPlan:
         return AttentionPlan(mask_B1SL=context_attention.visible(documents_BS, context), context=context)
 
     @staticmethod
-    def prefill(cache: KVCache, slots_BS: Tensor) -> AttentionPlan:
+    def prefill(cache: KVCache, slots_BS: Tensor, lengths_B: Tensor | None = None) -> AttentionPlan:
         """The rows begin their sequences: they see one another causally, and are written to `slots_BS`."""
-        return AttentionPlan(cache=cache, slots_BS=slots_BS)
+        return AttentionPlan(cache=cache, slots_BS=slots_BS, lengths_B=lengths_B)
 
     @staticmethod
     def cached(
-        cache: KVCache, slots_BS: Tensor, visible_BSL: Tensor | None = None, length: int | None = None
-    ) -> AttentionPlan:
+        cache: KVCache, slots_BS: Tensor, visible_BSL: Tensor | None = None, length: int | None = None,
+        lengths_B: Tensor | None = None,
+    ) -> AttentionPlan:  # fmt: skip
         """New rows are written to `slots_BS` and see every slot up to their own, or `visible_BSL` (trees).
 
         Args:
@@ -146,7 +149,7 @@ class AttentionPlan:
             length = int(slots_BS.max()) + 1
         if visible_BSL is None:
             visible_BSL = torch.arange(length, device=slots_BS.device) <= slots_BS[:, :, None]
-        return AttentionPlan(visible_BSL[:, None], cache, slots_BS, length)
+        return AttentionPlan(visible_BSL[:, None], cache, slots_BS, length, lengths_B)
 
     def remember(self, layer: int, k_SBGD: Tensor, v_SBGD: Tensor) -> None:
         """Write the new rows of a layer to the cache."""

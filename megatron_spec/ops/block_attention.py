@@ -11,7 +11,6 @@ D head size.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -133,14 +132,14 @@ class _PlainBlockAttention(torch.autograd.Function):
         return None, dq, dk, dv, dkeys, dvalues
 
 
-def kernel_runs(q: Tensor) -> bool:
-    """True where `ops.kernels.block` replaces the plain version: half precision on a GPU, head sizes with tiles."""
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and half and q.shape[-1] in (64, 128) and importlib.util.find_spec("triton") is not None
-
-
 def block_attention(
-    q_PCND: Tensor, k_PCGD: Tensor, v_PCGD: Tensor, keys_LGD: Tensor, values_LGD: Tensor, layout: BlockLayout
+    q_PCND: Tensor,
+    k_PCGD: Tensor,
+    v_PCGD: Tensor,
+    keys_LGD: Tensor,
+    values_LGD: Tensor,
+    layout: BlockLayout,
+    triton: bool = False,
 ) -> Tensor:
     """Attention of every slot: [P, C, N * D], differentiable in every tensor.
 
@@ -148,8 +147,9 @@ def block_attention(
         q_PCND: queries of the slots, rotated.
         k_PCGD, v_PCGD: keys (rotated) and values of the slots.
         keys_LGD, values_LGD: keys (rotated) and values of the context.
+        triton: Triton's kernels may run (half precision on a GPU); they have tiles for heads of 64 and 128.
     """
-    if kernel_runs(q_PCND):
+    if triton and q_PCND.shape[-1] in (64, 128):
         from megatron_spec.ops.kernels.block import attention
 
         return attention(q_PCND, k_PCGD, v_PCGD, keys_LGD, values_LGD, layout).flatten(2)

@@ -5,6 +5,7 @@ S sequence, B micro-batch, H width, V (padded) vocabulary, TP tensor parallel si
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
@@ -13,9 +14,40 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_spec.config import UserError
 
-def embed(tokens_BS: Tensor, weight: Tensor, tp: ProcessGroup, sequence_parallel: bool) -> Tensor:
-    """[S, B, H] (or [S / TP, B, H] under sequence parallelism) embeddings from the shard `weight` [V / TP, H]."""
+
+def check_ids(tokens_BS: Tensor, vocab_size: int) -> None:
+    """Refuse ids that no row of the table stands for; on a GPU by an assertion that the host does not wait for.
+
+    Raises:
+        UserError: naming the first such id (on a CPU).
+    """
+    outside_BS = (tokens_BS < 0) | (tokens_BS >= vocab_size)
+    said = f"found token ids outside of the vocabulary of {vocab_size}"
+    try:
+        torch._assert_async(~outside_BS.any(), said)
+    except RuntimeError as error:
+        if said not in str(error):
+            raise
+        raise UserError(
+            f"found token id {int(tokens_BS[outside_BS][0])}, expected ids from 0 to {vocab_size - 1}, the rows of the "
+            "embedding: use the tokenizer that belongs to the base, and data that was tokenised with it"
+        ) from None
+
+
+def embed(
+    tokens_BS: Tensor, weight: Tensor, tp: ProcessGroup, sequence_parallel: bool, vocab_size: int | None = None
+) -> Tensor:
+    """[S, B, H] (or [S / TP, B, H] under sequence parallelism) embeddings from the shard `weight` [V / TP, H].
+
+    Args:
+        vocab_size: rows over all ranks without padding; default: with it.
+
+    Raises:
+        UserError: an id that is outside (see `check_ids`).
+    """
+    check_ids(tokens_BS, vocab_size or weight.shape[0] * tp.size())
     if tp.size() == 1:
         return F.embedding(tokens_BS.t(), weight)
     rows = weight.shape[0]

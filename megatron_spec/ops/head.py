@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_spec.ops.products import GradientSums, add_product, kernels_available
+from megatron_spec.ops.products import GradientSums, add_product
 
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1050 << 20}
 """Size of one chunk's logits: the cache on a CPU, a matmul large enough on a GPU."""
@@ -39,6 +39,10 @@ RowLoss = Callable[[Tensor, Tensor], RowResult]
 RowLossInPlace = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(draft logits [R, D] in the compute dtype, replaced by the gradient of weight * loss; teacher rows [R]; weight [R]
 fp32) -> loss, overlap, argmax of the rows."""
+
+
+Scale = Callable[[Tensor, Tensor], Tensor]
+"""(x, scalar on the device) -> x times it; x may be overwritten."""
 
 
 @dataclass
@@ -64,6 +68,7 @@ class _FusedHead(torch.autograd.Function):
         ctx: Any,
         row_loss: RowLoss,
         in_place: RowLossInPlace | None,
+        scale_: Scale | None,
         steps: list[StepRows],
         weight_DH: Tensor,
         *hidden_RH: Tensor,
@@ -71,7 +76,7 @@ class _FusedHead(torch.autograd.Function):
         """See `fused_head`."""
         wide = torch.float64 if weight_DH.dtype == torch.float64 else torch.float32
         train = any(ctx.needs_input_grad)
-        grad_weight = torch.zeros_like(weight_DH, dtype=wide) if train and ctx.needs_input_grad[3] else None
+        grad_weight = torch.zeros_like(weight_DH, dtype=wide) if train and ctx.needs_input_grad[4] else None
         x_NH, counts = _joined(list(hidden_RH)), [len(h) for h in hidden_RH]
         grad_NH = torch.empty_like(x_NH) if train else None
         teacher, weight, target = (
@@ -94,7 +99,7 @@ class _FusedHead(torch.autograd.Function):
                 add_product(grad_weight, grad_logits.t(), x)
         total, stats = _sums(found, weight, target, counts)
         ctx.save_for_backward(grad_weight, grad_NH)
-        ctx.weight, ctx.counts = weight_DH, counts
+        ctx.weight, ctx.counts, ctx.scale_ = weight_DH, counts, scale_
         ctx.mark_non_differentiable(stats)
         return total, stats
 
@@ -108,7 +113,11 @@ class _FusedHead(torch.autograd.Function):
             sums = GradientSums()
             sums.of(ctx.weight).addcmul_(grad_weight, grad_total)
             told = sums.result(ctx.weight)
-        return None, None, None, told, *_scaled(grad_NH, grad_total).split(ctx.counts)
+        if ctx.scale_ is not None:
+            scaled = ctx.scale_(grad_NH, grad_total)
+        else:
+            scaled = grad_NH * grad_total.to(grad_NH.dtype)
+        return None, None, None, None, told, *scaled.split(ctx.counts)
 
 
 def chunk_rows(weight_DH: Tensor, in_place: bool = False) -> int:
@@ -142,21 +151,13 @@ def _sums(
     return (loss * weight_N).sum(), torch.stack([part.sum(0) for part in columns.split(counts)])
 
 
-def _scaled(grad: Tensor, scale: Tensor) -> Tensor:
-    """grad * scale; in place on a GPU, where it is large and the scale is nearly always 1."""
-    if grad.is_cuda and kernels_available():
-        from megatron_spec.ops.kernels.rows import scale_
-
-        return scale_(grad, scale)
-    return grad * scale.to(grad.dtype)
-
-
 def fused_head(
     hidden_RH: list[Tensor],
     weight_DH: Tensor,
     steps: list[StepRows],
     row_loss: RowLoss,
     in_place: RowLossInPlace | None = None,
+    scale_: Scale | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Head, loss and metrics of the supervised rows of all draft steps.
 
@@ -165,10 +166,11 @@ def fused_head(
             rank's vocabulary shard alone: the caller brings them in through a region whose backward sums over ranks.
         weight_DH: this rank's rows of the draft head.
         in_place: used instead of `row_loss` when given.
+        scale_: multiplies the gradient in place, which is large, by a scalar that is nearly always 1.
 
     Returns:
         (total, stats [T, 3]): the weighted loss sum with gradient, and per step the loss sum over rows of weight > 0,
         the number of correct rows and the overlap sum; fp32, equal on every tensor parallel rank.
     """
-    out: tuple[Tensor, Tensor] = _FusedHead.apply(row_loss, in_place, steps, weight_DH, *hidden_RH)  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, Tensor] = _FusedHead.apply(row_loss, in_place, scale_, steps, weight_DH, *hidden_RH)  # type: ignore[no-untyped-call]
     return out

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_spec.config import MoeConfig
 
@@ -50,3 +50,16 @@ def rows_of_experts(chosen_RK: Tensor, first: int, count: int) -> Iterator[tuple
             pairs = order[at : at + size]
             yield index, pairs // chosen_RK.shape[1], pairs
         at += size
+
+
+def mixed(x_RH: Tensor, weights_P: Tensor, chosen_RK: Tensor, experts: nn.ModuleList, first: int = 0) -> Tensor:
+    """[R, H] sums of the experts' outputs, each times its weight.
+
+    Args:
+        weights_P: of the flattened [R * K] choices.
+        experts: those of this rank, numbers `first` and on.
+    """
+    out_RH = torch.zeros_like(x_RH)
+    for index, rows, pairs in rows_of_experts(chosen_RK, first, len(experts)):
+        out_RH.index_add_(0, rows, experts[index](x_RH[rows]) * weights_P[pairs, None])
+    return out_RH

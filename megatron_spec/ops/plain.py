@@ -1,6 +1,10 @@
-"""Plain versions of the operators of this package, for reading and for tests: S x (k+1)S scores, ordinary autograd.
+"""The plain twin of every operator: attention with S x (k+1)S scores and autograd, and what the Triton kernels compute.
 
-S rows, B batch, N query heads, G key/value heads, D head size, k number of branches.
+For reading, and for the fast paths where kernels cannot run (tests on a CPU, in fp64 too): arithmetic is in the dtype
+that comes in. Arguments and results are those of the kernel that a docstring names.
+
+S rows, B batch, N query heads, G key/value heads, D head size, k number of branches, R flattened rows, H hidden, M
+intermediate, T draft steps, D (of logits) this rank's shard of the draft vocabulary, V vocabulary, U teacher rows.
 """
 
 from __future__ import annotations
@@ -30,3 +34,228 @@ def merged_attention(
     scores = torch.einsum("sbnd,tbnd->bnst", q_SBND, keys) / math.sqrt(q_SBND.shape[-1])
     scores = scores.masked_fill(~ttt_mask(documents_BS, len(branches))[:, None], -math.inf)
     return torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), values).flatten(2)
+
+
+def norm_forward(
+    a_RH: Tensor,
+    eps: float,
+    b_RH: Tensor | None = None,
+    sum_RH: Tensor | None = None,
+    first: tuple[Tensor, Tensor] | None = None,
+    second: tuple[Tensor, Tensor] | None = None,
+    place_R: Tensor | None = None,
+) -> Tensor:
+    """`kernels.rows.norm_forward`."""
+    x = a_RH
+    if b_RH is not None:
+        assert sum_RH is not None
+        x = sum_RH.copy_(a_RH + b_RH)
+    rstd = (x.square().mean(1) + eps).rsqrt()
+    normed = x * rstd[:, None]
+    if first is not None:
+        first[1].copy_(normed * first[0])
+    if second is not None:
+        kept = torch.arange(len(x), device=x.device) if place_R is None else (place_R >= 0).nonzero()[:, 0]
+        second[1][kept if place_R is None else place_R[kept].long()] = (normed * second[0])[kept]
+    return rstd
+
+
+def norm_partials(H: int, device: torch.device) -> Tensor:
+    """`kernels.rows.norm_partials`."""
+    return torch.zeros(1, H, dtype=torch.float64, device=device)
+
+
+def norm_backward(
+    x_RH: Tensor,
+    rstd_R: Tensor,
+    dx_RH: Tensor | None,
+    first: tuple[Tensor, Tensor, Tensor] | None = None,
+    second: tuple[Tensor, Tensor, Tensor] | None = None,
+    place_R: Tensor | None = None,
+    add_RH: Tensor | None = None,
+) -> None:
+    """`kernels.rows.norm_backward`."""
+    normed, g = x_RH * rstd_R[:, None], torch.zeros_like(x_RH)
+    for (dy, w, dw), place in (
+        *(((first, None),) if first is not None else ()),
+        *(((second, place_R),) if second is not None else ()),
+    ):
+        if place is not None:
+            padded = torch.cat([dy, dy.new_zeros(1, dy.shape[1])])
+            dy = padded[place.long()]  # -1 is the row of zeros
+        dw += (dy * normed).sum(0)
+        g += dy * w
+    if dx_RH is not None:
+        dx = rstd_R[:, None] * (g - normed * (g * normed).mean(1, keepdim=True))
+        dx_RH.copy_(dx if add_RH is None else dx + add_RH)
+
+
+def _rotate(x_RhD: Tensor, tables: tuple[Tensor, Tensor], sign: int) -> Tensor:
+    cos, sin = (t[:, None].to(x_RhD.dtype) for t in tables)
+    a, b = x_RhD.chunk(2, -1)
+    return torch.cat([a * cos - sign * b * sin, b * cos + sign * a * sin], -1)
+
+
+def rotary_forward(
+    x_RX: Tensor, tables: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor | None, heads: int, kv_heads: int,
+    e_EX: Tensor | None = None, place_R: Tensor | None = None, grouped: bool = False,
+    norms: tuple[Tensor, Tensor] | None = None, eps: float = 0.0,
+) -> None:  # fmt: skip
+    """`kernels.rows.rotary_forward`."""
+    if e_EX is not None:
+        x_RX = x_RX + (e_EX[: len(x_RX)] if place_R is None else e_EX[place_R])
+    if grouped:
+        parts = x_RX.unflatten(1, (kv_heads, heads // kv_heads + 2, -1))
+        q_RND, k_RGD, v_RGD = parts[:, :, :-2].flatten(1, 2), parts[:, :, -2], parts[:, :, -1]
+    else:
+        x = x_RX.unflatten(1, (heads + 2 * kv_heads, -1))
+        q_RND, k_RGD, v_RGD = x.split([heads, kv_heads, kv_heads], 1)
+    if norms is not None:
+        q_RND, k_RGD = (
+            x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * w
+            for x, w in zip((q_RND, k_RGD), norms, strict=True)
+        )
+    q.copy_(_rotate(q_RND, tables, 1).flatten(1))
+    k.copy_(_rotate(k_RGD, tables, 1).flatten(1))
+    if v is not None:
+        v.copy_(v_RGD.flatten(1))
+
+
+def rotary_backward(
+    q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, Tensor], x_RX: Tensor, heads: int, kv_heads: int
+) -> None:
+    """`kernels.rows.rotary_backward`."""
+    dq, dk, dv = (x.unflatten(1, (n, -1)).to(x_RX.dtype) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
+    x_RX.copy_(torch.cat([_rotate(dq, tables, -1), _rotate(dk, tables, -1), dv], 1).flatten(1))
+
+
+def gated_forward(x_RX: Tensor, h_RM: Tensor) -> None:
+    """`kernels.rows.gated_forward`."""
+    gate, up = x_RX.chunk(2, 1)
+    h_RM.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def gated_backward(x_RX: Tensor, dh_RM: Tensor, h_RM: Tensor) -> None:
+    """`kernels.rows.gated_backward`."""
+    gate, up = (x.clone() for x in x_RX.chunk(2, 1))
+    gated_forward(x_RX, h_RM)
+    sig = gate.sigmoid()
+    x_RX.copy_(torch.cat([dh_RM * up * (sig + gate * sig * (1 - sig)), dh_RM * gate * sig], 1))
+
+
+def _places(rows: int, B: int, place_R: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    place = torch.arange(rows, device=device) if place_R is None else place_R
+    return place % B, place // B
+
+
+def _scores(q_RX: Tensor, k_TRY: Tensor, D: int) -> tuple[Tensor, Tensor]:
+    """Queries [R, N, D], scores [k, R, N]."""
+    q, k = q_RX.unflatten(1, (-1, D)), k_TRY.unflatten(2, (-1, D))
+    if len(k) == 0:  # of another number of rows when later steps have fewer
+        return q, q.new_zeros(0, *q.shape[:2])
+    k = k.repeat_interleave(q.shape[1] // k.shape[2], 2)
+    return q, (q * k).sum(-1) * D**-0.5
+
+
+def merge_forward(
+    q_RX: Tensor, o0_BSND: Tensor, lse_BNS: Tensor, k_TRY: Tensor, v_TRY: Tensor, out_RX: Tensor,
+    place_R: Tensor | None = None,
+) -> None:  # fmt: skip
+    """`kernels.branch.merge_forward`."""
+    B, _, N, D = o0_BSND.shape
+    b, s = _places(len(q_RX), B, place_R, q_RX.device)
+    _, scores = _scores(q_RX, k_TRY, D)
+    trunk = lse_BNS[b, :, s]
+    lse = torch.cat([trunk[None], scores]).logsumexp(0)
+    out = o0_BSND[b, s] * (trunk - lse).exp()[..., None]
+    for score, v_RY in zip(scores, v_TRY, strict=True):
+        v = v_RY.unflatten(1, (-1, D))
+        out += (score - lse).exp()[..., None] * v.repeat_interleave(N // v.shape[1], 1)
+    out_RX.copy_(out.flatten(1))
+    lse_BNS[b, :, s] = lse
+
+
+def merge_backward(
+    q_RX: Tensor, o_RX: Tensor, do_RX: Tensor, lse_BNS: Tensor, k_TRY: Tensor, v_TRY: Tensor, dq0_BSND: Tensor,
+    dq_RX: Tensor, dk_TRY: Tensor, dv_TRY: Tensor, first: bool, place_R: Tensor | None = None,
+) -> None:  # fmt: skip
+    """`kernels.branch.merge_backward`."""
+    B, _, N, D = dq0_BSND.shape
+    b, s = _places(len(q_RX), B, place_R, q_RX.device)
+    q, scores = _scores(q_RX, k_TRY, D)
+    do, o = (x.unflatten(1, (N, D)) for x in (do_RX, o_RX))
+    dq = dq0_BSND[b, s].clone()
+    for i, score in enumerate(scores):
+        k, v = (x[i].unflatten(1, (-1, D)) for x in (k_TRY, v_TRY))
+        G = k.shape[1]
+        p = (score - lse_BNS[b, :, s]).exp()
+        ds = p * ((do * v.repeat_interleave(N // G, 1)).sum(-1) - (do * o).sum(-1)) * D**-0.5
+        dq += ds[..., None] * k.repeat_interleave(N // G, 1)
+        for total, part in ((dk_TRY, ds[..., None] * q), (dv_TRY, p[..., None] * do)):
+            found = part.unflatten(1, (G, -1)).sum(2).flatten(1)
+            total[i] = found if first else total[i] + found
+    dq_RX.copy_(dq.flatten(1))
+
+
+def shifted_sum(x_NW: Tensor, R: int, later: int, steps: int, B: int, place_R: Tensor | None = None) -> Tensor:
+    """`kernels.rows.shifted_sum`."""
+    out = x_NW.new_zeros(R + (steps - 1) * B, x_NW.shape[1])
+    out[:R] += x_NW[:R]
+    place = torch.arange(R, device=x_NW.device) if place_R is None else place_R.long()
+    rows = (place >= 0).nonzero()[:, 0]
+    for k in range(1, steps):
+        out[rows + k * B] += x_NW[R + (k - 1) * later + place[rows]]
+    return out
+
+
+def largest(logits_RD: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`kernels.loss.largest`."""
+    u_RD = logits_RD / temperature
+    return u_RD.amax(1), u_RD.logsumexp(1), u_RD.argmax(1)
+
+
+def soft_shard(
+    logits_RD: Tensor, teacher_UD: Tensor, teacher_lse_U: Tensor, rows_R: Tensor, weight_R: Tensor, lse_R: Tensor,
+    temperature: float, kl: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`kernels.loss.soft_shard`."""
+    logq = logits_RD / temperature - lse_R[:, None]
+    logp = teacher_UD[rows_R] / temperature - teacher_lse_U[rows_R, None]
+    p, q = logp.exp(), logq.exp()
+    logits_RD.copy_((q - p) * weight_R[:, None] / temperature)
+    return (p * (logp - logq) if kl else -p * logq).sum(1), p.minimum(q).sum(1)
+
+
+def soft_rows(
+    logits_RD: Tensor, teacher_UD: Tensor, teacher_lse_U: Tensor, rows_R: Tensor, weight_R: Tensor, temperature: float,
+    kl: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`kernels.loss.soft_rows`."""
+    _, lse_R, best_R = largest(logits_RD, temperature)
+    told = (teacher_UD, teacher_lse_U, rows_R, weight_R)
+    return *soft_shard(logits_RD, *told, lse_R, temperature, kl), best_R
+
+
+def teacher_rows(
+    whole_RV: Tensor, target_ids_D: Tensor, draft_ids_V: Tensor, temperature: float, logits_RD: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`kernels.loss.teacher_rows`."""
+    logits_RD.copy_(whole_RV[:, target_ids_D])
+    argmax_R = whole_RV.argmax(1)
+    id_R = draft_ids_V[argmax_R]
+    inside_R = id_R >= 0
+    lse_R = (logits_RD / temperature).logsumexp(1)
+    return lse_R, argmax_R, torch.where(inside_R, id_R, logits_RD.argmax(1)), inside_R
+
+
+def scale_(x: Tensor, scale: Tensor) -> Tensor:
+    """`kernels.rows.scale_`."""
+    return x.mul_(scale.to(x.dtype))
+
+
+OPERATORS = frozenset({
+    "norm_forward", "norm_partials", "norm_backward", "rotary_forward", "rotary_backward", "gated_forward",
+    "gated_backward", "shifted_sum", "scale_", "merge_forward", "merge_backward", "largest", "soft_shard", "soft_rows",
+    "teacher_rows",
+})  # fmt: skip
+"""Names that `ops.backend` gives, here and in `ops.kernels`."""

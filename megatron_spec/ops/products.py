@@ -6,17 +6,8 @@ saves the intermediate gradient and the pass that adds it (what megatron-core ca
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-
 import torch
 from torch import Tensor, nn
-
-
-@functools.cache
-def kernels_available() -> bool:
-    """True when Triton is there (it comes with torch for CUDA)."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def add_product(target: Tensor, a: Tensor, b: Tensor) -> None:

@@ -1,7 +1,12 @@
 """Rotary embedding in the rotate-half convention of Llama, for arbitrary positions (base and draft share it).
 
 Scalings: default, linear, llama3 (the frequency-dependent scaling of Llama 3.1), yarn (arXiv 2309.00071), longrope
-(arXiv 2402.13753). Equal to transformers' in fp32. What turns is the first `partial_rotary_factor` of a head.
+(arXiv 2402.13753). Equal to transformers' in fp32. The first `partial_rotary_factor` of a head's dimensions rotates.
+
+longrope has two sets of frequencies. A text (a packed document, a prompt with the answer so far) of more than
+`original_max_position_embeddings` tokens uses the long one for all of its tokens, any other the short one: never the
+batch, the packing or the cache decides. An answer that grows past that number is read again (decoding/engine.py), as
+transformers does.
 """
 
 from __future__ import annotations
@@ -69,7 +74,11 @@ def _llama3(rope: RopeConfig, inv: Tensor) -> Tensor:
 
 
 def rotary_angles(positions_BS: Tensor, inv_freq: Tensor) -> Tensor:
-    """fp32 angles [S, B, 1, rotary dimensions], the layout of megatron-core's `rotary_pos_emb`."""
+    """fp32 angles [S, B, 1, rotary dimensions], the layout of megatron-core's `rotary_pos_emb`.
+
+    Args:
+        inv_freq: [rotary dimensions / 2], or [S, B, rotary dimensions / 2] where rows differ.
+    """
     half = positions_BS.t()[:, :, None].float() * inv_freq
     return torch.cat([half, half], dim=-1)[:, :, None, :]
 

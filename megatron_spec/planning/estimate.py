@@ -8,7 +8,7 @@ H base hidden size, D draft vocabulary, S sequence, B micro-batch, T draft steps
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megatron_spec.config import (
     BaseConfig,
@@ -16,23 +16,17 @@ from megatron_spec.config import (
     DraftConfig,
     EagleConfig,
     MedusaConfig,
+    ObjectiveConfig,
     ParallelConfig,
     TrainConfig,
 )
+from megatron_spec.config.machine import H100
 from megatron_spec.config.structure import draft_tensors
+from megatron_spec.planning.paths import Paths, Setting
 
 GIB = 1 << 30
 HEAD_CHUNK = 1100 << 20
 """Bytes of whole-vocabulary logits alive at a time on a GPU (drafts/teacher.py, ops/head.py)."""
-
-MOST_WHOLE_ROWS = 8 << 30
-"""Under sequence parallelism the fused unroll (drafts/fused_unroll.py) holds whole rows on every rank up to so many
-bytes; beyond, the plain one runs, which holds a rank's share."""
-
-
-def whole_rows_bytes(hidden_size: int, rows: float, steps: int, width: int) -> float:
-    """Of the residual stream and its norms in the fused unroll, `rows` rows of `width` bytes a number."""
-    return 9.0 * hidden_size * rows * steps * width
 
 
 def attention_width(config: BaseConfig | EagleConfig | BlockConfig) -> int:
@@ -133,12 +127,22 @@ class Place:
     layers: int
     offline: bool = False
     last_stage: bool = True
-    parts: dict[str, float] = field(default_factory=dict)
+    paths: Paths | None = None
+    """Default: what an H100 takes."""
 
     @property
     def pp(self) -> int:
         """Pipeline stages."""
         return self.parallel.pipeline_model_parallel_size
+
+    @property
+    def fast_paths(self) -> Paths:
+        """The fast paths that the memory is estimated for."""
+        if self.paths is not None:
+            return self.paths
+        dtype, rows = "bfloat16" if self.train.bf16 else "float32", self.train.micro_batch_size * self.seq_length
+        objective = ObjectiveConfig(ttt_steps=self.ttt_steps)
+        return Paths(Setting(H100, dtype, self.parallel, self.base, self.draft, objective, rows=rows))
 
     @property
     def features_ahead(self) -> int:
@@ -156,12 +160,7 @@ def _activation_bytes(place: Place, rows: float, width: int) -> float:
         kv = 2 * draft.num_key_value_heads * draft.head_dim
         layer = 9.0 * draft.hidden_size + (3 * (attention_width(draft) + kv) + 4 * draft.intermediate_size) / tp
         return width * (slots * draft.num_hidden_layers * layer + rows * draft.num_hidden_layers * 3 * kv / tp)
-    scattered = place.parallel.sequence_parallel
-    fused = (
-        draft.algorithm == "eagle3" and place.train.bf16 and place.parallel.context_parallel_size == 1
-        and draft.num_key_value_heads % tp == 0
-        and not (scattered and whole_rows_bytes(draft.hidden_size, rows, place.ttt_steps, width) > MOST_WHOLE_ROWS)
-    )  # fmt: skip
+    scattered, fused = place.parallel.sequence_parallel, place.fast_paths.on("draft_fused")
     residual, gate, qkv = (9.0, 2, 1) if fused else (3 + 11 / tp if scattered else 14.0, 4, 2)
     wide = qkv * qkv_width(draft) + attention_width(draft) + gate * mlp_width(draft)
     step = residual * draft.hidden_size + wide / tp
@@ -193,7 +192,7 @@ def memory(place: Place) -> dict[str, float]:
         held += place.features_ahead * place.pp  # the results of all stages, before they are sent to their owners
     D = place.draft.draft_vocab_size
     return {
-        "base layers": layers * (shared / tp + experts / tp / ep) * width,
+        "base layers": layers * (shared / tp + experts / tp / ep) * (1 if place.fast_paths.on("base_fp8") else width),
         "embedding and head": end_parameters(base) / tp * width,
         "draft": own * width,
         "gradients (fp32)": own * 4,

@@ -67,6 +67,11 @@ def attach_quantizers(module: nn.Module, quant: QuantConfig, role: Role) -> int:
     return count
 
 
+def _kernel(model: Any) -> bool:
+    """The model may take the path `rounding_kernel`; False for a module that carries no paths."""
+    return hasattr(model, "paths") and model.paths.on("rounding_kernel")
+
+
 # ---- draft
 
 
@@ -99,7 +104,7 @@ def shared_scale_groups(names: Iterable[str]) -> list[tuple[str, ...]]:
 
 def _attach_draft(draft: nn.Module, quant: QuantConfig) -> int:
     check_draft(draft.config, quant)  # type: ignore[arg-type]
-    linears = draft_linears(draft)
+    linears, kernel = draft_linears(draft), _kernel(draft)
     chosen = [n for n in linears if not excluded([n], quant.excludes("draft"))]
     for name in chosen:
         if name.rpartition(".")[2] in ("fc", "lm_head", "eh_proj"):
@@ -118,12 +123,12 @@ def _attach_draft(draft: nn.Module, quant: QuantConfig) -> int:
         linear: Any = linears[name]
         if linear.weight_quantizer is None:
             device = linear.weight.device
-            weight = TensorQuantizer(f"{name}.weight", quant.clipped_ste, device, constant=True, form=quant.draft)
+            weight = TensorQuantizer(f"{name}.weight", quant.clipped_ste, device, True, quant.draft, kernel)
             linear.weight_quantizer = weight
             if quant.draft == "nvfp4":
                 _check_blocks(name, linear.weight)
                 continue  # weights alone
-            linear.input_quantizer = TensorQuantizer(f"{name}.input", quant.clipped_ste, device)
+            linear.input_quantizer = TensorQuantizer(f"{name}.input", quant.clipped_ste, device, kernel=kernel)
     if quant.draft == "nvfp4":
         return len(chosen)
     for group in shared_scale_groups(chosen):
@@ -181,11 +186,12 @@ def _attach_base(base: nn.Module, quant: QuantConfig) -> int:
         log.warning("fp8: %d linears of experts stay as they are: their format has no place for scales", stacked)
     fresh = [(n, m) for n, m in chosen if getattr(m, "input_quantizer", None) is None]
     inputs: dict[str, TensorQuantizer] = {}
+    kernel = _kernel(base)
     for name, linear in fresh:
         device = linear.weight.device
         place = f"{input_place(name)}.input"
-        linear.input_quantizer = inputs.setdefault(place, TensorQuantizer(place, device=device))
-        linear.weight_quantizer = TensorQuantizer(f"{name}.weight", device=device)
+        linear.input_quantizer = inputs.setdefault(place, TensorQuantizer(place, device=device, kernel=kernel))
+        linear.weight_quantizer = TensorQuantizer(f"{name}.weight", device=device, kernel=kernel)
         linear.weight_quantizer.mode = Mode.DISABLED  # the weight itself is rounded
         linear.register_forward_pre_hook(_quantize_input)
     quantize_weights_(fresh, model.world.tp)
@@ -253,7 +259,7 @@ def _attach_kv(base: Any) -> None:
         device = next(layer.parameters()).device
         for which in ("k", "v"):
             place = f"layers.{number}.{KV_PLACE}.{which}"
-            core.add_module(f"{which}_quantizer", TensorQuantizer(place, device=device))
+            core.add_module(f"{which}_quantizer", TensorQuantizer(place, device=device, kernel=_kernel(base)))
         core.register_forward_pre_hook(_quantize_kv)
 
 

@@ -53,6 +53,7 @@ class TensorQuantizer(nn.Module):
         clipped: zero gradient outside +-amax.
         constant: it rounds a weight, which stays as it is between `hold` and `release`.
         form: 'fp8', or 'nvfp4' for a weight.
+        kernel: the model may take the path `rounding_kernel`.
     """
 
     amax: Tensor
@@ -65,11 +66,11 @@ class TensorQuantizer(nn.Module):
 
     def __init__(
         self, name: str, clipped: bool = False, device: torch.device | str = "cpu", constant: bool = False,
-        form: str = "fp8",
+        form: str = "fp8", kernel: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.name = name
-        self.clipped, self.constant, self.form = clipped, constant, form
+        self.clipped, self.constant, self.form, self.kernel = clipped, constant, form, kernel
         self.shared: SharedInput | None = None
         self.mode = Mode.ENABLED
         self._checked = False
@@ -165,13 +166,13 @@ class TensorQuantizer(nn.Module):
             self.check()
         if self._held and self.constant:
             if self._rounded is None:
-                self._rounded = RoundedOnce(x, self.amax, self.clipped, self.form)
+                self._rounded = RoundedOnce(x, self.amax, self.clipped, self.form, self.kernel)
             return self._rounded.of(x)
         if self._held and self.shared is not None:
             if self.shared.x is not x or self.shared.rounded is None:
-                self.shared.x, self.shared.rounded = x, fake_quant(x, self.amax, self.clipped)
+                self.shared.x, self.shared.rounded = x, fake_quant(x, self.amax, self.clipped, kernel=self.kernel)
             return self.shared.rounded
-        return fake_quant(x, self.amax, self.clipped, self.form)
+        return fake_quant(x, self.amax, self.clipped, self.form, self.kernel)
 
     @property
     def straight(self) -> bool:
@@ -185,13 +186,13 @@ class TensorQuantizer(nn.Module):
         if self.mode is Mode.ENABLED:
             if not self._checked:
                 self.check()
-            round_trip_(x, self.amax)
+            round_trip_(x, self.amax, self.kernel)
         return x
 
     @torch.no_grad()
     def rounded(self, x: Tensor) -> Tensor:
         """x as an enabled quantiser gives it, without a gradient and whatever the mode."""
-        return fake_quant(x.detach(), self.amax, form=self.form)
+        return fake_quant(x.detach(), self.amax, form=self.form, kernel=self.kernel)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._forget()

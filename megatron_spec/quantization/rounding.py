@@ -10,8 +10,6 @@ when q * scale was stored in bf16.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from typing import Any
 
 import torch
@@ -61,9 +59,9 @@ def round_trip(x: Tensor, amax: Tensor) -> Tensor:
     return dequantize(quantize(x, scale), scale, x.dtype)
 
 
-def round_trip_(x: Tensor, amax: Tensor) -> None:
-    """`round_trip` in place: one kernel on a GPU, the same bits."""
-    if _kernel_runs(x, amax) and x.is_contiguous():
+def round_trip_(x: Tensor, amax: Tensor, kernel: bool = False) -> None:
+    """`round_trip` in place; by one kernel where the path `rounding_kernel` runs, with the same bits."""
+    if kernel and amax.numel() == 1 and x.is_contiguous():
         from megatron_spec.ops.kernels import rounding
 
         rounding.round_trip(x, amax, out=x)
@@ -71,20 +69,13 @@ def round_trip_(x: Tensor, amax: Tensor) -> None:
         x.copy_(round_trip(x, amax))
 
 
-def _kernel_runs(x: Tensor, amax: Tensor) -> bool:
-    return x.is_cuda and amax.numel() == 1 and x.dtype != torch.float64 and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _rounded(x: Tensor, amax: Tensor, with_mask: bool, form: str = "fp8") -> tuple[Tensor, Tensor | None]:
-    """(round trip, bool |x| <= amax when asked for): one kernel on a GPU, the same bits."""
+def _rounded(
+    x: Tensor, amax: Tensor, with_mask: bool, form: str = "fp8", kernel: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(round trip, bool |x| <= amax when asked for)."""
     if form == "nvfp4":
         return nvfp4.round_trip(x, amax), (x.detach().abs().float() <= amax) if with_mask else None
-    if _kernel_runs(x, amax):
+    if kernel and amax.numel() == 1:
         from megatron_spec.ops.kernels import rounding
 
         return rounding.round_trip(x.detach(), amax, with_mask)
@@ -95,23 +86,23 @@ class _FakeQuant(torch.autograd.Function):
     """Straight-through estimator: the round trip forward, identity (or a window of +-amax) backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, amax: Tensor, clipped: bool, form: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, amax: Tensor, clipped: bool, form: str, kernel: bool) -> Tensor:
         """See the class."""
-        out, inside = _rounded(x, amax, clipped, form)
+        out, inside = _rounded(x, amax, clipped, form, kernel)
         if inside is not None:
             ctx.save_for_backward(inside)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Straight through, or clipped."""
         (grad,) = grads
         if ctx.saved_tensors:
             grad = grad * ctx.saved_tensors[0]
-        return grad, None, None, None
+        return grad, None, None, None, None
 
 
-def fake_quant(x: Tensor, amax: Tensor, clipped: bool = False, form: str = "fp8") -> Tensor:
+def fake_quant(x: Tensor, amax: Tensor, clipped: bool = False, form: str = "fp8", kernel: bool = False) -> Tensor:
     """x rounded to E4M3 under the per-tensor range `amax`, in the shape and dtype of x.
 
     Args:
@@ -120,8 +111,9 @@ def fake_quant(x: Tensor, amax: Tensor, clipped: bool = False, form: str = "fp8"
         clipped: the gradient is zero where |x| > amax; otherwise it passes unchanged everywhere (Bengio et al.,
             arXiv 1308.3432).
         form: 'nvfp4' rounds a weight to E2M1 in blocks instead.
+        kernel: the path `rounding_kernel` runs (x on a GPU, not in fp64): one kernel, the same bits.
     """
-    return _FakeQuant.apply(x, amax, clipped, form)  # type: ignore[no-any-return]
+    return _FakeQuant.apply(x, amax, clipped, form, kernel)  # type: ignore[no-any-return]
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -144,9 +136,9 @@ class _StraightThrough(torch.autograd.Function):
 class RoundedOnce:
     """The round trip of a tensor that does not change for a while (a weight within an optimizer step)."""
 
-    def __init__(self, x: Tensor, amax: Tensor, clipped: bool, form: str = "fp8") -> None:
+    def __init__(self, x: Tensor, amax: Tensor, clipped: bool, form: str = "fp8", kernel: bool = False) -> None:
         with torch.no_grad():
-            self.rounded, self.inside = _rounded(x, amax, clipped, form)
+            self.rounded, self.inside = _rounded(x, amax, clipped, form, kernel)
 
     def of(self, x: Tensor) -> Tensor:
         """`fake_quant(x, amax, clipped)` of the same x, without rounding again."""

@@ -91,6 +91,7 @@ def _clock_of(folder: Path) -> float:
 def exclusive(folder: Path | str) -> Iterator[None]:
     """Hold the folder of a run. Raises UserError naming host and process when another run has it."""
     folder = Path(folder)
+    made = not folder.exists()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         handle, locked = _take(folder)
@@ -117,4 +118,6 @@ def exclusive(folder: Path | str) -> Iterator[None]:
         done.set()
         with contextlib.suppress(OSError):
             (folder / NAME).unlink(missing_ok=True)
+            if made and not any(folder.iterdir()):  # the run failed before it wrote anything
+                folder.rmdir()
         os.close(handle)

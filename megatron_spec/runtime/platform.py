@@ -8,6 +8,7 @@ of these for the CPU, once, at start-up. With a GPU it does nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_spec.config import UserError
+from megatron_spec.config.machine import Machine
 
 _CUDA_TYPES = {
     torch.float32: "torch.cuda.FloatTensor",
@@ -66,6 +68,15 @@ def has_cuda() -> bool:
 def device() -> torch.device:
     """The device this process computes on."""
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
+
+
+@functools.cache
+def machine() -> Machine:
+    """What decides which fast paths can run on this rank."""
+    if not has_cuda():
+        return Machine()
+    triton = importlib.util.find_spec("triton") is not None
+    return Machine(True, torch.cuda.get_device_capability(), "triton" if triton else "none")
 
 
 def backend() -> str:

@@ -8,6 +8,7 @@ accuracy of training-time test is the estimate of a_k.
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,25 @@ from torch import Tensor
 from megatron_spec.drafts.contract import DraftLosses
 from megatron_spec.runtime.files import write_text
 
+log = logging.getLogger(__name__)
+
 
 def pack(losses: DraftLosses) -> Tensor:
-    """fp64 [4, T] sums of one micro-batch: loss, correct, overlap, rows."""
-    return torch.stack(
-        [x.detach().double() for x in (losses.loss_T, losses.correct_T, losses.overlap_T, losses.rows_T)]
-    )
+    """fp64 [5, T] sums of one micro-batch: loss, correct, overlap, rows, and rows in the loss (of the first step)."""
+    counted_T = torch.zeros_like(losses.rows_T)
+    counted_T[0] = losses.rows_T[0] if losses.counted is None else losses.counted
+    found = (losses.loss_T, losses.correct_T, losses.overlap_T, losses.rows_T, counted_T)
+    return torch.stack([x.detach().double() for x in found])
+
+
+def warn_uncounted(rows: float, counted: float, describe: str) -> None:
+    """Warn when the draft vocabulary leaves less than half of the supervised rows in the loss."""
+    if counted < rows / 2:
+        log.warning(
+            "%.1f %% of %d supervised rows count at %s: in the others the base's choice is not in the draft vocabulary "
+            "(is it of this base and data? tools/calibrate_draft_vocab.py measures it)", 100 * counted / rows, rows,
+            describe,
+        )  # fmt: skip
 
 
 def reduce_sums(sums: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -33,8 +47,8 @@ def reduce_sums(sums: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def name_metrics(sums: Tensor) -> dict[str, Any]:
-    """Reduced [4, T] sums as the dictionary that is logged."""
-    loss, correct, overlap, rows = sums.cpu()
+    """Reduced [5, T] sums as the dictionary that is logged."""
+    loss, correct, overlap, rows, counted = sums.cpu()
     rows = rows.clamp(min=1)
     accuracy, expected = (correct / rows).tolist(), (overlap / rows).tolist()
     return {
@@ -42,6 +56,7 @@ def name_metrics(sums: Tensor) -> dict[str, Any]:
         "accuracy_per_step": accuracy,
         "overlap_per_step": expected,
         "supervised_rows": int(sums[3, 0]),
+        "counted_share": float(counted[0] / rows[0]),
         "predicted_acceptance_length": predicted_acceptance_length(accuracy),
         "predicted_acceptance_length_sampling": predicted_acceptance_length(expected),
     }

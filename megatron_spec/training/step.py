@@ -22,7 +22,7 @@ from megatron_spec.batch import Features
 from megatron_spec.config import ObjectiveConfig
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.runtime.distributed import World
-from megatron_spec.training.metrics import pack, reduce_sums
+from megatron_spec.training.metrics import pack, reduce_sums, warn_uncounted
 from megatron_spec.training.optimizer import finish_gradients
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ class NonFiniteLossError(RuntimeError):
 
 @dataclass
 class StepResult:
-    """Reduced sums [4, T] (loss, correct, overlap, rows), the loss that was minimised, both on the host, and the
-    gradient norm before clipping."""
+    """Reduced sums [5, T] of `metrics.pack`, the loss that was minimised, both on the host, and the gradient norm
+    before clipping."""
 
     sums: Tensor
     loss: Tensor
@@ -62,12 +62,12 @@ class Trainer:
             features: of this rank's micro-batches; an iterator (`FeaturesAhead.step`) need not hold them all at once.
             count: how many there are; None counts them, which holds them all.
 
-        Returns the reduced sums [4, T] and the loss: weighted step losses per supervised row of step 0.
+        Returns the reduced sums [5, T] and the loss: weighted step losses per supervised row of step 0.
         """
         self.ddp.train()
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = torch.zeros(5, self.objective.ttt_steps, dtype=torch.float64, device=self.world.device)
+        sums = torch.zeros(6, self.objective.ttt_steps, dtype=torch.float64, device=self.world.device)
         if count is None:
             features = list(features)
             count = len(features)
@@ -78,15 +78,15 @@ class Trainer:
                 with self.ddp.no_sync() if left else contextlib.nullcontext():
                     losses = self.ddp(micro_batch, self.ends, objective)
                     losses.total.backward()
-                sums[:4] += pack(losses)
-                sums[4, 0] += losses.total.detach()
+                sums[:5] += pack(losses)
+                sums[5, 0] += losses.total.detach()
                 del micro_batch, losses  # before the next features are computed
         assert left == 0, (left, count)
         reduce_sums(sums, self.world.draft_dp)
         rows = sums[3, 0]
         # Without any supervised row all gradients are zero: the division must not make them NaN.
         finish_gradients(self.ddp, self.world, rows.clamp(min=1).to(torch.float32))
-        return sums[:4], sums[4, 0] / rows.clamp(min=1)
+        return sums[:5], sums[5, 0] / rows.clamp(min=1)
 
     def step(self, features: Iterable[Features], describe: str = "", count: int | None = None) -> StepResult:
         """One optimizer step. A batch without any supervised row changes neither parameters nor moments.
@@ -110,6 +110,7 @@ class Trainer:
             if not math.isfinite(number):  # clipping by such a norm would make every parameter NaN
                 raise NonFiniteLossError(f"the {what} is {number} at {describe}: nothing was updated")
         if rows:
+            warn_uncounted(rows, float(sums[4, 0]), describe)
             self._update(norm)
         else:
             log.warning("no token is supervised at %s: this step changes nothing", describe)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_spec.base import te_spec
-from megatron_spec.base.fast_forward import run_in_fp8
+from megatron_spec.base.direct import KernelOperators, run_in_fp8
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base
 from megatron_spec.batch import Batch, Features
@@ -22,9 +22,9 @@ from megatron_spec.drafts import build_draft, eagle3, fused_unroll
 from megatron_spec.drafts.contract import DraftLosses
 from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.losses import vocab_parallel
 from megatron_spec.ops import attention, plain
 from megatron_spec.ops.ttt_attention import merged_attention, trunk_layout
+from megatron_spec.planning.paths import NO_PATHS, Paths
 from megatron_spec.quantization.attach import attach_quantizers, draft_linears
 from megatron_spec.runtime import distributed
 
@@ -81,11 +81,11 @@ def make_batch(packed: bool) -> Batch:
     return Batch(tokens, positions, turns, documents).to("cuda")
 
 
-def make_draft(dtype: torch.dtype) -> EagleDraft:
+def make_draft(dtype: torch.dtype, paths: Paths | None = None) -> EagleDraft:
     overrides = {"draft_vocab_size": DRAFT_VOCAB, "capture_layer_ids": list(CAPTURES)}
     config = presets.eagle_config(CONFIG, overrides=overrides)
     vocab = DraftVocab(torch.arange(DRAFT_VOCAB) * 2, CONFIG.vocab_size)
-    draft = build_draft(config, vocab, distributed.initialize(), dtype)
+    draft = build_draft(config, vocab, distributed.initialize(), dtype, paths)
     random_weights(draft, 0.05)
     return draft
 
@@ -94,10 +94,11 @@ def make_draft(dtype: torch.dtype) -> EagleDraft:
 @pytest.mark.parametrize("packed", [False, True])
 def test_base_forward(packed: bool, name: str) -> None:
     batch, exact, base = make_batch(packed), *(make_base(d, BASES[name]) for d in (torch.float32, torch.bfloat16))
-    assert exact.fast is None and base.fast is not None and base.fast.can_run(attention.AttentionPlan.causal())
+    assert base.direct is not None and base.direct.can_run(attention.AttentionPlan.causal())
+    assert exact.direct is not None and not isinstance(exact.direct.operators, KernelOperators)
     wanted = run_base(exact, [batch])[0]
     fast = run_base(base, [batch])[0]
-    base.fast = None
+    base.direct = None
     plain = run_base(base, [batch])[0]
     for f, p, w in zip(fast, plain, wanted, strict=True):
         assert distance(p, w) < 2e-2, "the example is too wild for bf16"
@@ -107,9 +108,9 @@ def test_base_forward(packed: bool, name: str) -> None:
 def test_hooks_are_not_bypassed() -> None:
     """A base whose linears carry quantisers runs its modules."""
     base = make_base(torch.bfloat16)
-    assert base.fast is not None
+    assert base.direct is not None
     base.gpt.decoder.layers[3].mlp.linear_fc1.register_forward_pre_hook(lambda *_: None)
-    assert not base.fast.can_run(attention.AttentionPlan.causal())
+    assert not base.direct.can_run(attention.AttentionPlan.causal())
 
 
 def train_once(
@@ -153,9 +154,8 @@ def compare_unrolls(objective: ObjectiveConfig, packed: bool, monkeypatch: pytes
     monkeypatch.setattr(eagle3, "fused_unroll", lambda *a: taken.append(1) or inner(*a))
     fused, fused_grads = train_once(make_draft(torch.bfloat16), features, ends, objective)
     assert taken == [1]
-    monkeypatch.setattr(eagle3, "can_fuse", lambda *_: False)
-    monkeypatch.setattr(vocab_parallel, "kernels_run", lambda *_: False)
-    _, plain_grads = train_once(make_draft(torch.bfloat16), features, ends, objective)
+    _, plain_grads = train_once(make_draft(torch.bfloat16, NO_PATHS), features, ends, objective)
+    assert taken == [1]
     wide = Features(batch, captures.float(), state.float())
     exact, exact_grads = train_once(make_draft(torch.float32), wide, ends_fp32, objective)
     assert torch.equal(fused.rows_T.double(), exact.rows_T.double())
@@ -189,8 +189,8 @@ def test_fused_unroll_of_a_quantised_draft(compact: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(eagle3, "fused_unroll", lambda *a: taken.append(1) or inner(*a))
     fused, fused_grads = train_once(quantised(make_draft(torch.bfloat16)), features, ends, objective)
     assert taken == [1]
-    monkeypatch.setattr(eagle3, "can_fuse", lambda *_: False)
-    _, plain_grads = train_once(quantised(make_draft(torch.bfloat16)), features, ends, objective)
+    _, plain_grads = train_once(quantised(make_draft(torch.bfloat16, NO_PATHS)), features, ends, objective)
+    assert taken == [1]
     exact, exact_grads = train_once(quantised(make_draft(torch.float32)), wide, ends_fp32, objective)
     assert distance(fused.total, exact.total) < 1e-2 and distance(fused.loss_T, exact.loss_T) < 1e-2
     assert fused_grads.keys() == exact_grads.keys()
@@ -374,15 +374,15 @@ def test_fp8_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     features = Features(batch, *run_base(ends, [batch])[0])
     plain, plain_grads = train_once(make_draft(torch.bfloat16), features, ends, objective)
     draft = make_draft(torch.bfloat16)
-    fused_unroll.check_fp8(draft.config, False, 1, torch.device("cuda"), torch.bfloat16, False)
-    draft.fp8 = True
+    draft.paths = draft.paths.asked_for("draft_fp8")
+    draft.paths.check()
     losses, grads = train_once(draft, features, ends, objective)
     assert 0 < distance(losses.loss_T, plain.loss_T) < 0.05
     for name, wanted in plain_grads.items():
         assert distance(grads[name], wanted) < 0.25, name
     assert distance(grads["midlayer.mlp.down_proj.weight"], plain_grads["midlayer.mlp.down_proj.weight"]) > 1e-3
     with pytest.raises(UserError, match="detached"):
-        fused_unroll.check_fp8(draft.config, False, 1, torch.device("cuda"), torch.bfloat16, True)
+        draft.paths.under(ObjectiveConfig(detach=True)).check()
 
 
 def test_products_of_a_weight_in_fp8() -> None:
@@ -406,14 +406,14 @@ def test_transformer_engine_base(packed: bool) -> None:
     batch, exact, local = make_batch(packed), make_base(torch.float32), make_base(torch.bfloat16)
     engine = FrozenBase.build(CONFIG, distributed.initialize(), CAPTURES, torch.bfloat16, transformer_engine=True)
     kinds = {type(m).__name__ for m in engine.modules()}
-    assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear"} <= kinds and engine.fast is None
+    assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear"} <= kinds and engine.direct is None
     own = dict(local.gpt.named_parameters())
     with torch.no_grad():
         for name, parameter in te_spec.named_parameters(engine.gpt):
             parameter.copy_(own.pop(name))
     assert not own
     wanted = run_base(exact, [batch])[0]
-    local.fast = None
+    local.direct = None
     for e, p, w in zip(run_base(engine, [batch])[0], run_base(local, [batch])[0], wanted, strict=True):
         assert distance(p, w) < 2e-2, "the example is too wild for bf16"
         assert distance(e, w) < 1.3 * distance(p, w)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_spec.ops import plain
 from tests.gpu.triton_device import DEVICE, MARKS
-from tests.unit_tests.drafts import plain_kernels
 
 pytestmark = MARKS
 
@@ -33,7 +33,7 @@ def make(seed: int) -> Callable[..., Tensor]:
 
 def agree(run: Callable[[Any], list[Tensor]], module: Any) -> None:
     """What the kernels of `module` write is what the plain ones write."""
-    found, expected = run(module), run(plain_kernels)
+    found, expected = run(module), run(plain)
     for i, (f, e) in enumerate(zip(found, expected, strict=True)):
         assert bool(e.ne(0).any()), f"result {i} tells nothing"
         torch.testing.assert_close(f.double(), e.double(), rtol=2e-5, atol=2e-5, msg=lambda m, i=i: f"{i}: {m}")
@@ -102,7 +102,7 @@ def test_rotary_of_a_projection_by_groups(heads: tuple[int, int, int], normed: b
     parts = [x.reshape(ROWS, -1) for x in (q, k, v)]
     wanted, found = ([torch.zeros(ROWS, n * D, device=DEVICE) for n in (N, G, G)] for _ in range(2))
     nothing = torch.zeros(ROWS, (N + 2 * G) * D, device=DEVICE)
-    plain_kernels.rotary_forward(torch.cat(parts, 1), tables, *wanted, N, G, nothing)
+    plain.rotary_forward(torch.cat(parts, 1), tables, *wanted, N, G, nothing)
     kernels.rotary_forward(
         grouped.flatten(1), tables, found[0], found[1], None, N, G, grouped=True, norms=norms, eps=eps
     )

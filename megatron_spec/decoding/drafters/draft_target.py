@@ -54,9 +54,10 @@ class DraftTargetDrafter(Drafter):
             count = seen.slots_BS.shape[0]
             self.read[seen.first : seen.first + count] = [0] * count
 
-    def _logits(self, tokens_BS: Tensor, slots_BS: Tensor, last_B: Tensor, key_slots: int) -> Tensor:
+    def _logits(self, tokens_BS: Tensor, slots_BS: Tensor, last_B: Tensor, key_slots: int, lengths_B: Tensor) -> Tensor:
         zeros_BS = torch.zeros_like(tokens_BS, dtype=torch.int32)
-        plan = AttentionPlan.cached(rows_view(self.cache, 0, tokens_BS.shape[0]), slots_BS, length=key_slots)
+        view = rows_view(self.cache, 0, tokens_BS.shape[0])
+        plan = AttentionPlan.cached(view, slots_BS, length=key_slots, lengths_B=lengths_B)
         _, state_SBH = run_base_everywhere(self.model, Batch(tokens_BS, slots_BS, zeros_BS, zeros_BS), plan)
         rows = torch.arange(tokens_BS.shape[0], device=tokens_BS.device)
         return self.model.logits(state_SBH[last_B, rows][None])[0]
@@ -72,7 +73,7 @@ class DraftTargetDrafter(Drafter):
         tokens: list[Tensor] = []
         q: list[Tensor] = []
         for k in range(count):
-            logits_BV = self._logits(tokens_BS, slots_BS, last_B, context.key_slots)
+            logits_BV = self._logits(tokens_BS, slots_BS, last_B, context.key_slots, lengths_B)
             if context.uniform_BK is None:
                 tokens.append(sampling.argmax(logits_BV, self.group))
             else:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from megatron_spec.config import ParallelConfig
+from megatron_spec.config import ParallelConfig, UserError
 from tests.unit_tests.base.tiny import LLAMA3, save_tiny
 from tests.worlds import run_world
 
@@ -126,6 +126,9 @@ def _forward_gaps(base: Any, world: Any, ref: dict[str, Tensor]) -> dict[str, fl
     captures, state = run_base_everywhere(base, batches[0], AttentionPlan.causal())
     gaps["everywhere"] = _gap(_gather(base.logits(state), world, -1), ref["logits"][0])
     gaps["everywhere captures"] = _gap(_gather(captures, world, 0) if sp else captures, ref["captures"][0])
+    for outside in (-1, base.vocab_size, base.vocab_size + 40):  # ids of padding rows, and of no row at all
+        with pytest.raises(UserError, match=f"found token id {outside}, expected ids from 0 to {base.vocab_size - 1}"):
+            base.embed(torch.tensor([[0, 1, outside, 2] * 3]))
     return gaps
 
 

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from megatron_spec.config import UserError
-from megatron_spec.data.chat import ChatEncoder, Conversation, parse_conversation, read_conversations
+from megatron_spec.data.chat import ChatEncoder
+from megatron_spec.data.conversations import Conversation, parse_conversation, read_conversations
 from tests.unit_tests.data import chat_fixtures as chats
 from tests.unit_tests.data.chat_fixtures import make_tokenizer, talk
 

@@ -14,7 +14,8 @@ import pytest
 from tokenizers import AddedToken
 
 from megatron_spec.config import UserError
-from megatron_spec.data.chat import ChatEncoder, Sample, parse_conversation
+from megatron_spec.data.chat import ChatEncoder, Sample
+from megatron_spec.data.conversations import parse_conversation
 from tests.unit_tests.data.chat_fixtures import make_tokenizer
 
 HERE = Path(__file__).parent

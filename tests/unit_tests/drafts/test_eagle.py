@@ -10,11 +10,13 @@ import torch
 
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig, RopeConfig, UserError
-from megatron_spec.drafts import build_draft, fused_unroll
+from megatron_spec.config.machine import H100
+from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.drafts.linear import Placement
 from megatron_spec.ops.attention import AttentionPlan, attend
 from megatron_spec.ops.ttt_attention import TrainingTimeTest, trunk_layout
+from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed
 from tests.unit_tests.drafts.plain_eagle3 import (
     PlainEagle,
@@ -87,15 +89,14 @@ LAYER_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", LAYER_OPTIONS)
-def test_options_of_the_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_the_layer(name: str) -> None:
     """What published drafts have beyond a Llama layer; the hand-written unroll refuses it."""
     config = eagle_config(**LAYER_OPTIONS[name])
     compare(config, ObjectiveConfig(ttt_steps=2))
-    monkeypatch.setattr(fused_unroll, "kernels_available", lambda: True)
-    cuda, usual = torch.device("cuda"), eagle_config(head_dim=16)
-    assert fused_unroll.why_not_fused(usual, 1, cuda, torch.bfloat16, False) is None
+    usual = eagle_config(head_dim=16)
+    assert Paths(Setting(H100, "bfloat16", draft=usual)).on("draft_fused")
     asked = usual.replace(**LAYER_OPTIONS[name]).replace(head_dim=16)
-    assert fused_unroll.why_not_fused(asked, 1, cuda, torch.bfloat16, False) is not None
+    assert not Paths(Setting(H100, "bfloat16", draft=asked)).on("draft_fused")
 
 
 def test_a_row_on_its_own_document_ignores_its_neighbours() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,19 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_spec import ops
 from megatron_spec.batch import Features
-from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
+from megatron_spec.config import EagleConfig, ObjectiveConfig, ParallelConfig, UserError
+from megatron_spec.config.machine import Machine
 from megatron_spec.drafts import eagle3, fused_unroll
 from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.drafts.layer import local_kv_heads
 from megatron_spec.drafts.linear import Placement
-from megatron_spec.losses import vocab_parallel
 from megatron_spec.ops.attention import AttentionPlan, attend
+from megatron_spec.planning.paths import NO_PATHS, Paths, Setting
 from megatron_spec.runtime import platform
-from tests.unit_tests.drafts import plain_kernels
 from tests.unit_tests.drafts.plain_eagle3 import StandInEnds, V, conversations, draft_vocab, eagle_config, features
-from tests.unit_tests.losses import plain_kernels as loss_kernels
 from tests.worlds import run_world
 
 HEADS_9_3 = {"hidden_size": 18, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 2}
@@ -63,15 +60,10 @@ FUSED: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
 
 @contextmanager
 def fusing(rows_below: float) -> Iterator[list[int]]:
-    """Drafts take the fused way as on a GPU, with plain tensors for kernels; the list grows by one each time."""
+    """Counts fused unrolls: the list grows by one each time."""
     taken: list[int] = []
     inner = fused_unroll.fused_unroll
     with pytest.MonkeyPatch.context() as patch:
-        plain_kernels.install(patch)
-        patch.setitem(sys.modules, "megatron_spec.ops.kernels.loss", loss_kernels)
-        patch.setattr(ops.kernels, "loss", loss_kernels, raising=False)
-        patch.setattr(vocab_parallel, "kernels_run", lambda *_: True)
-        patch.setattr(fused_unroll, "why_not_fused", lambda *_: None)
         patch.setattr(fused_unroll, "COMPACT_BELOW", rows_below)
         patch.setattr(eagle3, "fused_unroll", lambda *a: taken.append(1) or inner(*a))
         yield taken
@@ -90,7 +82,9 @@ def decoded(draft: EagleDraft, ends: StandInEnds, captures_SBC: Tensor, full_len
         return draft.logits(normed)
 
 
-def outcome(config: EagleConfig, objective: ObjectiveConfig, group: Any, sequence_parallel: bool) -> dict[str, Tensor]:
+def outcome(
+    config: EagleConfig, objective: ObjectiveConfig, group: Any, sequence_parallel: bool, paths: Paths = NO_PATHS
+) -> dict[str, Tensor]:
     """Initial values, losses, logits and gradients on this rank; replicated gradients summed as the trainer does."""
     whole = features(conversations(), config, torch.float32)
     ends = StandInEnds(
@@ -101,6 +95,7 @@ def outcome(config: EagleConfig, objective: ObjectiveConfig, group: Any, sequenc
         parts = [x.chunk(group.size())[group.rank()].contiguous() for x in (whole.captures_SBC, whole.state_SBH)]
         f = Features(whole.batch, *parts)
     draft = EagleDraft(config, draft_vocab(config), Placement(group, sequence_parallel))
+    draft.paths = paths
     draft.initialize(ends, seed=6)
     found = draft(f, ends, objective)
     found.total.backward()
@@ -132,8 +127,10 @@ def ranks() -> dict[str, Any]:
     for name, (size, sequence_parallel, sizes, objective) in FUSED.items():
         if rank < size:
             config, goal = eagle_config(**sizes), ObjectiveConfig(ttt_steps=3, **objective)
+            layout = ParallelConfig(tensor_model_parallel_size=size, sequence_parallel=sequence_parallel)
+            paths = Paths(Setting(Machine(kernels="plain"), parallel=layout, draft=config))
             with fusing(1.0 if "fewer" in name else 0.0) as taken:
-                found[name] = outcome(config, goal, groups[size], sequence_parallel)
+                found[name] = outcome(config, goal, groups[size], sequence_parallel, paths)
             assert taken == [1], name
             if rank == 0:
                 found[name + " alone"] = outcome(config, goal, alone, False)

@@ -1,11 +1,10 @@
-"""The unroll with a hand-written backward against the plain one, on the CPU: kernels are replaced by plain tensors.
+"""The unroll with a hand-written backward against the plain one, on the CPU, over the plain twins of the kernels.
 
 With and without fake quantisation, with and without dropping unsupervised rows. (Kernels: tests/gpu/test_kernels.py.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,20 +12,16 @@ import torch
 from torch import Tensor
 
 from megatron_spec.config import ObjectiveConfig, QuantConfig
+from megatron_spec.config.machine import Machine
 from megatron_spec.drafts import eagle3, fused_unroll
 from megatron_spec.drafts.eagle3 import EagleDraft
+from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.quantization.attach import attach_quantizers, draft_linears, quantizers
 from megatron_spec.quantization.quantizer import Mode
-from tests.unit_tests.drafts import plain_kernels
 from tests.unit_tests.drafts.plain_eagle3 import StandInEnds, conversations, eagle_config, features
 from tests.unit_tests.drafts.test_eagle import make
 
 OBJECTIVE = ObjectiveConfig(ttt_steps=3)
-
-
-@pytest.fixture(autouse=True)
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain_kernels.install(monkeypatch)
 
 
 def quantised(quant: QuantConfig | None) -> tuple[EagleDraft, StandInEnds]:
@@ -47,12 +42,17 @@ def results(draft: EagleDraft, ends: StandInEnds) -> dict[str, Tensor]:
     return {"loss": losses.loss_T.detach(), **{n: p.grad.clone() for n, p in draft.named_parameters()}}
 
 
-def as_a_gpu_would(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Take the fused way wherever everything but the machine allows it; returns how often it was taken."""
-    monkeypatch.setattr(fused_unroll, "why_not_fused", lambda *_: None)
-    inner, taken = fused_unroll.fused_unroll, []
-    monkeypatch.setattr(eagle3, "fused_unroll", lambda *a: taken.append(1) or inner(*a))
-    return lambda: len(taken)
+def fuse(draft: EagleDraft) -> None:
+    """Let a draft take the fused unroll, over plain twins."""
+    draft.paths = Paths(Setting(Machine(kernels="plain"), draft=draft.config))
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with every fused unroll."""
+    inner, found = fused_unroll.fused_unroll, []
+    monkeypatch.setattr(eagle3, "fused_unroll", lambda *a: found.append(1) or inner(*a))
+    return found
 
 
 POLICIES: dict[str, QuantConfig | None] = {
@@ -64,13 +64,14 @@ POLICIES: dict[str, QuantConfig | None] = {
 
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_losses_and_gradients(policy: str, compact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_and_gradients(policy: str, compact: bool, monkeypatch: pytest.MonkeyPatch, taken: list[int]) -> None:
     draft, ends = quantised(POLICIES[policy])
     expected = results(draft, ends)
-    taken = as_a_gpu_would(monkeypatch)
+    assert not taken
+    fuse(draft)
     monkeypatch.setattr(fused_unroll, "COMPACT_BELOW", 1.0 if compact else 0.0)
     found = results(draft, ends)
-    assert taken() == 1
+    assert taken == [1]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
     if policy == "fp8":
@@ -78,16 +79,17 @@ def test_losses_and_gradients(policy: str, compact: bool, monkeypatch: pytest.Mo
         assert not torch.allclose(results(other, ends)["loss"], found["loss"], rtol=1e-3)  # rounding matters here
 
 
-def test_what_takes_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_the_plain_unroll(taken: list[int]) -> None:
     """Clipped gradients, and calibration."""
-    taken = as_a_gpu_would(monkeypatch)
     draft, ends = quantised(QuantConfig(base="none", clipped_ste=True))
+    fuse(draft)
     results(draft, ends)
     draft, ends = quantised(QuantConfig(base="none"))
     for quantizer in quantizers(draft).values():
         quantizer.mode = Mode.CALIBRATING
+    fuse(draft)
     results(draft, ends)
-    assert taken() == 0
+    assert not taken
 
 
 def test_a_quantiser_rounds_in_place() -> None:

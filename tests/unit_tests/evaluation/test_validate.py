@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_spec.config import UserError
+from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.decoding import step
 from megatron_spec.decoding.drafters.ngram import NGramDrafter
 from megatron_spec.evaluation.html import render, write_html
@@ -34,7 +35,8 @@ def test_report_of_an_honest_draft(chat: Any, tmp_path: Path) -> None:
     run = report.first
     assert run.text_identical and run.mismatches == ()
     assert report.answers in (6, 7) and 0 < report.truncated < report.answers
-    assert len(report.skipped) == 1 and report.skipped[0].startswith("huge: round 0")
+    huge, *early = sorted(report.skipped, key=lambda line: not line.startswith("huge"))
+    assert huge.startswith("huge: round 0 has") and all("round 0 was cut at 12 tokens" in line for line in early)
     assert report.base.tokens == run.speculative.tokens > report.answers
     assert report.base.seconds > 0 and run.speedup == pytest.approx(report.base.seconds / run.speculative.seconds)
     by_category = run.acceptance_by_category
@@ -70,7 +72,7 @@ def test_recording_graphs_is_not_counted(chat: Any, monkeypatch: pytest.MonkeyPa
 def _seconds_of(chat: Any) -> list[float]:
     config = CHAT_CONFIG.replace(max_new_tokens=24)
     run = module._Validation(
-        chat.base, NGramDrafter(2), chat.prompts, chat.tokenizer, config, chat.stop_ids, None, None, {}
+        chat.base, NGramDrafter(2), chat.prompts, ChatEncoder(chat.tokenizer), config, chat.stop_ids, None, None, {}
     )
     return run._measure([Dialogue(p) for p in chat.prompts[:2]], SimpleNamespace(update=lambda: None)).seconds
 
@@ -140,6 +142,9 @@ def test_nothing_to_validate_is_refused(chat: Any) -> None:
     ):
         with pytest.raises(UserError, match=r"expected prompts and a draft|--max-draft-len: found \[0\]"):
             validate(chat.base, draft, prompts, chat.tokenizer, config, stop_ids={1})
+    huge = [Prompt("huge", "none", (({"role": "user", "content": "x" * 300},),))]
+    with pytest.raises(UserError, match=r"none of 1 prompts could be answered, the first: huge: round 0 has"):
+        validate(chat.base, NGramDrafter(), huge, chat.tokenizer, CHAT_CONFIG, stop_ids={1})
 
 
 def test_tie_tolerance_grows_with_coarser_numbers() -> None:

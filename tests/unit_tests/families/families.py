@@ -55,6 +55,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 CAPTURES = (0, 1, 3)
 LENGTH = 24
+START = 16
+"""Tokens that a cache reads piece by piece: Phi-3's short factors hold up to here."""
 
 
 def save(name: str, folder: Path, seed: int = 0, max_shard_size: str = "50GB", **overrides: Any) -> Any:
@@ -85,8 +87,8 @@ def tokens(vocab: int = SHAPE["vocab_size"]) -> Tensor:
 
 @torch.no_grad()
 def answers(model: Any) -> dict[str, Tensor]:
-    """Logits [M, B, S, V], captured layer outputs [M, B, S, K * H], and logits of two documents in a row."""
-    found: dict[str, list[Tensor]] = {"logits": [], "captures": [], "packed": []}
+    """Logits [M, B, S, V], captured layer outputs [M, B, S, K * H], logits of packed documents and of the start."""
+    found: dict[str, list[Tensor]] = {"logits": [], "captures": [], "packed": [], "start": []}
     last: list[Tensor] = []
     handle = model.model.layers[-1].register_forward_hook(
         lambda _m, _i, out: last.append(out[0] if isinstance(out, tuple) else out)
@@ -96,6 +98,7 @@ def answers(model: Any) -> dict[str, Tensor]:
         found["logits"].append(out.logits)
         states = [*(out.hidden_states[i + 1] for i in CAPTURES[:-1]), last[-1]]  # hidden_states[-1] is normed
         found["captures"].append(torch.cat(states, -1))
+        found["start"].append(model(batch[:, :START]).logits)
         found["packed"].append(torch.cat([model(batch[:, :9]).logits, model(batch[:, 9:]).logits], 1))
     handle.remove()
     return {name: torch.stack(values) for name, values in found.items()}

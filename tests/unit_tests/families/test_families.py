@@ -99,7 +99,7 @@ def decode_gap(base: Any, world: Any, expected: dict[str, Tensor]) -> float:
     for count in (7, 1, 3, 2):
         slots = torch.arange(done, done + count).expand(len(ids), -1)
         logits = run(ids[:, done : done + count], slots, AttentionPlan.cached(cache, slots))
-        worst = max(worst, float((logits - expected["logits"][0][:, done : done + count]).abs().max()))
+        worst = max(worst, float((logits - expected["start"][0][:, done : done + count]).abs().max()))
         done += count
     # The tree: the true next token in the middle of its siblings, then the true one after it, and one more.
     tree = torch.stack(
@@ -112,7 +112,7 @@ def decode_gap(base: Any, world: Any, expected: dict[str, Tensor]) -> float:
     for node, ancestors in enumerate(([0], [1], [2], [1, 3], [1, 3, 4])):
         visible[:, node, [done + a for a in ancestors]] = True
     logits = run(tree, positions, AttentionPlan.cached(cache, slots, visible))
-    return max(worst, float((logits[:, [1, 3, 4]] - expected["logits"][0][:, done : done + 3]).abs().max()))
+    return max(worst, float((logits[:, [1, 3, 4]] - expected["start"][0][:, done : done + 3]).abs().max()))
 
 
 def draft_losses(base: Any, world: Any) -> dict[str, dict[int, float]]:

@@ -43,6 +43,36 @@ def test_rope_in_every_spelling(changes: dict[str, Any], expected: RopeConfig) -
     assert parse(**changes).rope == expected
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+DEFAULT = {"rope_type": "default", "rope_theta": 7e4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rope_parameters": DEFAULT, "rope_scaling": YARN}, "'rope_type': 'yarn', 'rope_theta': 10000.0"),
+        ({"rope_parameters": DEFAULT, "rope_scaling": {**YARN, "rope_theta": 7e4}}, "'rope_type': 'yarn'"),
+        ({"rope_parameters": {**YARN, "rope_theta": 7e4}, "rope_scaling": {**YARN, "factor": 2.0}, "rope_theta": 7e4},
+         "'factor': 2.0"),
+        ({"rope_parameters": {**YARN, "rope_theta": 7e4}, "rope_theta": 5e5}, "'rope_theta': 70000.0"),
+        ({"rope_parameters": {**YARN, "rope_theta": 7e4}, "rope_scaling": None, "rope_theta": 7e4}, ""),
+        ({"rope_parameters": DEFAULT, "rope_scaling": {"type": "default"}, "rope_theta": 7e4}, ""),
+    ],
+)  # fmt: skip
+def test_rope_said_twice_is_read_as_transformers_does(
+    changes: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from copy import deepcopy
+
+    from transformers import LlamaConfig
+
+    expected = LlamaConfig(**deepcopy({**RAW, **changes})).rope_parameters
+    rope = parse_base_config({**RAW, **changes}, f"{said} config.json").rope
+    assert (rope.type, rope.theta) == (expected["rope_type"], expected["rope_theta"])
+    assert rope.factor == expected.get("factor", 1.0)
+    assert said in caplog.text and bool(said) == ("differ" in caplog.text)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

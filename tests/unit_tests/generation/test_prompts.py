@@ -53,7 +53,7 @@ def test_chat_files_lose_their_answers_and_keep_the_rest(tmp_path: Path) -> None
     ("records", "message"),
     [
         ([], "holds no prompt"),
-        (["{"], "line 1: not UTF-8 JSON"),
+        (["{"], "line 1: malformed JSON"),
         (["[1]"], "line 1: found a JSON list"),
         ([{"turns": []}], "line 1: found turns"),
         ([{"turns": ["a", " "]}], "line 1: found turns"),

@@ -25,7 +25,7 @@ def test_the_header_is_what_stands_before_the_users_words():
 
 
 def test_questions_are_distinct_the_first_of_their_kind_and_do_not_depend_on_the_batch(chat, tmp_path):
-    draws = draw_questions(chat.base, chat.tokenizer, range(60), CONFIG, chat.stop_ids)
+    draws = draw_questions(chat.base, ChatEncoder(chat.tokenizer), range(60), CONFIG, chat.stop_ids)
     assert 10 < len(draws) <= 60 and all(text.strip() == text != "" for text in draws.values())
     expected = []
     for number in sorted(draws):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_spec.config import UserError
-from megatron_spec.data.chat import read_conversations
+from megatron_spec.data.conversations import read_conversations
 from megatron_spec.decoding.drafters.ngram import NGramDrafter
 from megatron_spec.decoding.engine import decode
 from megatron_spec.generation import synthesize as module
@@ -93,12 +93,12 @@ def test_a_killed_run_continues(
     real = module._record
     count = 0
 
-    def dies_at_the_fourth(dialogue: Any) -> dict[str, Any]:
+    def dies_at_the_fourth(dialogue: Any, encoder: Any) -> dict[str, Any]:
         nonlocal count
         count += 1
         if count == 4:
             raise KeyboardInterrupt
-        return real(dialogue)
+        return real(dialogue, encoder)
 
     monkeypatch.setattr(module, "_record", dies_at_the_fourth)
     with pytest.raises(KeyboardInterrupt):
@@ -129,9 +129,50 @@ def test_prompts_that_cannot_be_answered_are_left_out_and_named(
 ) -> None:
     output = tmp_path / "out.jsonl"
     huge = Prompt("huge", "none", (({"role": "user", "content": "x" * 300},),))
-    assert _to_file(chat, [huge, *chat.prompts[:1]], output) == 2
+    assert _to_file(chat, [huge, *chat.prompts[:1]], output) == 1
     assert list(read_records(output)) == [chat.prompts[0].identifier]
-    assert "huge: round 0 has" in caplog.text
+    assert "huge: round 0 has" in caplog.text and "1 prompts got no answer" in caplog.text
+    rejected = tmp_path / "out.jsonl.rejected"
+    assert "round 0 has" in read_records(rejected)["huge"]["problem"]
+    assert _to_file(chat, [*chat.prompts[:2]], output) == 1 and list(read_records(rejected)) == ["huge"]
+
+
+def test_no_answer_at_all_is_an_error_and_leaves_no_output(chat: Any, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    huge = [Prompt(f"huge {i}", "none", (({"role": "user", "content": "x" * 300},),), f"p line {i}") for i in (1, 2)]
+    with pytest.raises(UserError, match=r"none of 2 prompts could be answered, the first \(p line 1\): round 0 has"):
+        _to_file(chat, huge, output)
+    assert not output.exists() and len(read_records(tmp_path / "out.jsonl.rejected")) == 2
+
+
+def test_cut_answers_and_the_questions_after_them_are_counted(
+    chat: Any, records: dict[str, dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _to_file(chat, chat.prompts, tmp_path / "out.jsonl", max_new_tokens=2)
+    lines = list(read_records(tmp_path / "out.jsonl").values())
+    early = [r for r in lines if r.get("problem")]
+    assert early and all(r["truncated"] and "cut at 2 tokens" in r["problem"] for r in early)
+    assert f"{len(early)} of them were cut before their last question" in caplog.text
+    assert all(len(r["answer_ids"]["turns"][-1]) == 2 for r in lines if r["truncated"])
+
+
+def test_the_file_trains_on_the_tokens_of_the_base(
+    chat: Any, records: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    from megatron_spec.data.loader import ConversationDataset
+
+    output = tmp_path / "out.jsonl"
+    _to_file(chat, chat.prompts, output)
+    data = ConversationDataset(output, chat.tokenizer, 10**6, chat.stop_ids, vocab_size=chat.base.vocab_size)
+    checked = 0
+    for sample in (data[i] for i in range(len(data))):
+        tokens, turns = sample.tokens.tolist(), sample.turns.tolist()
+        for turn in sorted(set(turns) - {0}):
+            begin, count = turns.index(turn), turns.count(turn)
+            [answer] = decode(chat.base, [tokens[:begin]], CHAT_CONFIG, chat.stop_ids)
+            assert answer.tokens == tokens[begin : begin + count]  # the base says it again
+            checked += 1
+    assert checked == sum(m["role"] == "assistant" for r in records.values() for m in r["conversations"])
 
 
 def test_a_rerun_that_would_answer_otherwise_is_refused(chat: Any, tmp_path: Path) -> None:

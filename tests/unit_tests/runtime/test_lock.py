@@ -38,6 +38,9 @@ def test_a_folder_in_use_names_host_and_process(tmp_path: Path) -> None:
     with exclusive(tmp_path / "run"):
         assert json.loads((tmp_path / "run" / NAME).read_text())["pid"] == os.getpid()
     assert list((tmp_path / "run").iterdir()) == []
+    with exclusive(tmp_path / "new"):
+        pass
+    assert not (tmp_path / "new").exists(), "nothing was written"
 
 
 @pytest.mark.parametrize(("age", "stale"), [(0.0, False), (2 * STALE, True)])

@@ -43,6 +43,7 @@ def test_writes_the_vocabulary_and_its_coverage(model, tmp_path, capsys):
     assert report["curve"][-1] == [vocab.vocab_size, 1.0] and (out / "coverage.png").stat().st_size > 1000
     said = capsys.readouterr().out
     assert "88.89%" in said and "100.000%" in said
+    assert "never occur" not in said  # only <eos>, which is always in: fewer tokens would cover less
     run(folder, data, 4, out)
     with pytest.raises(UserError, match=r"holds another vocabulary, and a draft may"):
         run(folder, data, 3, out)
@@ -64,10 +65,20 @@ def test_the_vocabulary_of_a_draft_is_written_and_measured_not_rebuilt(model, tm
     parser = calibrate_draft_vocab.make_parser()
     calibrate_draft_vocab.calibrate(parser.parse_args(flags))
     assert DraftVocab.load(out / "draft_vocab.safetensors") == vocab
-    with pytest.raises(UserError, match=r"has a draft vocabulary of 4 tokens, and its head speaks no other"):
+    with pytest.raises(UserError, match=r"has a draft vocabulary of 4 tokens, and its head has no others"):
         calibrate_draft_vocab.calibrate(parser.parse_args([*flags, "--draft-vocab-size", "5"]))
     with pytest.raises(UserError, match=r"give --model and --draft-vocab-size, or --load"):
         calibrate_draft_vocab.calibrate(parser.parse_args(flags[2:]))
+
+
+def test_advice_on_sizes_near_the_whole_vocabulary(model, tmp_path, capsys):
+    folder, tokenizer = model
+    data, size = write_lines(tmp_path / "d.jsonl", DATA), len(tokenizer) + 3
+    with pytest.raises(UserError, match=rf"--draft-vocab-size {size - 2}: all but the last 2 of {size} ids"):
+        run(folder, data, size - 2, tmp_path / "vocab")
+    run(folder, data, 9, tmp_path / "nine")
+    # a, b, c, <|end|> and <eos> are all that is needed
+    assert "note: 4 of them never occur" in (said := capsys.readouterr().out) and "--draft-vocab-size 5 covers" in said
 
 
 def test_megatron_base_with_a_tokenizer_elsewhere(model, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from megatron_spec.config import UserError
 from megatron_spec.data import prepare as prepare_library
 from megatron_spec.data import sources
-from megatron_spec.data.chat import read_conversations
+from megatron_spec.data.conversations import read_conversations
 from megatron_spec.generation.prompts import read_prompts
 from tools import prepare_conversations
 
@@ -119,7 +119,7 @@ def test_turns_are_mended_or_the_reason_is_counted(tmp_path, capsys):
         "1 x broken alternation: system after user", "1 x empty content", "1 x no user turn",
         "1 x no question with an answer", "1 x unknown role 'judge'", "1 x no messages (first",
         "1 x a JSON str instead", "3 x content that is not text", "1 x message without role and content",
-        "2 mended", "1 x answer without a question removed at the start",
+        "2 corrected", "1 x answer without a question removed at the start",
         "1 x question without an answer removed at the end",
     ):  # fmt: skip
         assert reason in said, reason

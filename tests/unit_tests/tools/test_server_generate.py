@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_spec.config import UserError
-from megatron_spec.data.chat import read_conversations
+from megatron_spec.data.conversations import read_conversations
 from megatron_spec.generation.prompts import read_prompts
 from megatron_spec.generation.server import ServerOptions, generate_from_server
 from tests.unit_tests.tools.misbehaving_server import Server, echo, says
@@ -277,3 +277,61 @@ def test_shards_make_up_the_whole(prompts, tmp_path):
     assert sorted(len(lines(p)) for p in parts) == [3, 3, 4]
     output.write_text("".join(p.read_text() for p in parts))
     check(output)
+
+
+def message(finish="stop", tokens=3, **values):
+    body = says("It is 25.", finish, tokens)
+    body["choices"][0]["message"].update(values)
+    return body
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_is_kept_under_one_name(prompts, tmp_path, name, caplog):
+    output = tmp_path / "out.jsonl"
+    with Server(lambda n, body: message(tokens=40, **{name: "Five times five, so 25."})) as server:
+        ask(prompts, output, server)
+    said = lines(output)["c0"]["conversations"][-1]
+    assert said == {"role": "assistant", "content": "It is 25.", "reasoning_content": "Five times five, so 25."}
+    assert "far less text" not in caplog.text
+
+
+def test_text_that_the_server_keeps_to_itself_is_counted(prompts, tmp_path, caplog):
+    with Server(lambda n, body: message(tokens=200)) as server:
+        totals, _ = ask(prompts, tmp_path / "out.jsonl", server)
+    assert totals.unreturned == 15 and "15 answers hold far less text than the server counts" in caplog.text
+
+
+def test_tools_and_template_arguments_reach_server_and_file(tmp_path):
+    path, output = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    record = {"conversation_id": "a", "turns": ["Bern?", "Rome?"], "tools": json.dumps(tools), "system": "Be brief."}
+    path.write_text(json.dumps({**record, "chat_template_kwargs": {"thinking": True}}) + "\n")
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+    with Server(lambda n, body: message("tool_calls", content=None, tool_calls=[call])) as server:
+        totals, _ = ask(path, output, server, template_kwargs={"thinking": False, "lang": "de"})
+    sent, line = server.requests[0], lines(output)["a"]
+    assert sent["tools"] == line["tools"] == tools and totals.written == 1
+    assert sent["chat_template_kwargs"] == line["chat_template_kwargs"] == {"thinking": True, "lang": "de"}
+    assert line["conversations"][-1]["tool_calls"][0]["function"]["arguments"] == {"city": "Bern"}
+    assert "round 0 called a tool, so 1 further rounds" in line["problem"] and line["truncated"] is False
+
+
+def test_answers_that_are_cut_or_cannot_be_written_are_rejected_and_counted(prompts, tmp_path, caplog):
+    output = tmp_path / "out.jsonl"
+    answers = [message("length"), message(content="half \ud83d")]
+    with Server(lambda n, body: answers[1 - n % 2]) as server:
+        totals, _ = ask(prompts, output, server, concurrency=1)
+    assert (totals.rejected, totals.cut) == (10, 5) and "5 conversations were cut" in caplog.text
+    problems = [r["problem"] for r in lines(tmp_path / "out.jsonl.rejected").values()]
+    assert any("found \\ud83d, a lone surrogate" in p for p in problems)
+    assert any("was cut (finish reason length), so 1 further rounds" in p for p in problems)
+
+
+def test_template_arguments_are_given_once():
+    parse = server_generate.make_parser().parse_args
+    flags = ["--data-path", "p", "--output-path", "o"]
+    extra = {"chat_template_kwargs": {"a": 1}, "min_p": 0.1}
+    assert server_generate.template_kwargs(parse(flags), extra) == {"a": 1} and extra == {"min_p": 0.1}
+    both = parse([*flags, "--chat-template-kwargs", '{"a": 1}'])
+    with pytest.raises(UserError, match=r"give one of them"):
+        server_generate.template_kwargs(both, {"chat_template_kwargs": {}})

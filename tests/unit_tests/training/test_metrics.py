@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -13,7 +14,14 @@ import pytest
 import torch
 
 from megatron_spec.config import UserError
-from megatron_spec.training.metrics import name_metrics, predicted_acceptance_length, truncate_log
+from megatron_spec.drafts.contract import DraftLosses
+from megatron_spec.training.metrics import (
+    name_metrics,
+    pack,
+    predicted_acceptance_length,
+    truncate_log,
+    warn_uncounted,
+)
 from megatron_spec.training.tracking import Progress, Tracker, check, flatten
 
 
@@ -25,16 +33,28 @@ def test_predicted_acceptance_length(shares: list[float], expected: float) -> No
 
 
 def test_sums_become_means_over_rows_of_their_step() -> None:
-    sums = torch.tensor([[20.0, 9.0], [8.0, 3.0], [5.0, 1.5], [10.0, 6.0]], dtype=torch.float64)
+    sums = torch.tensor([[20.0, 9.0], [8.0, 3.0], [5.0, 1.5], [10.0, 6.0], [4.0, 0.0]], dtype=torch.float64)
     assert name_metrics(sums) == {
         "loss_per_step": [2.0, 1.5],
         "accuracy_per_step": [0.8, 0.5],
         "overlap_per_step": [0.5, 0.25],
         "supervised_rows": 10,
+        "counted_share": 0.4,
         "predicted_acceptance_length": pytest.approx(2.2),
         "predicted_acceptance_length_sampling": pytest.approx(1.625),
     }
-    assert name_metrics(torch.zeros(4, 2, dtype=torch.float64))["loss_per_step"] == [0.0, 0.0]
+    assert name_metrics(torch.zeros(5, 2, dtype=torch.float64))["loss_per_step"] == [0.0, 0.0]
+
+
+def test_rows_that_the_draft_vocabulary_leaves_out_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    rows_T = torch.tensor([10.0, 9.0])
+    zeros = torch.zeros(2)
+    some = DraftLosses(torch.tensor(1.0), zeros, zeros, zeros, rows_T, torch.tensor(3))
+    assert pack(some)[4].tolist() == [3, 0] and pack(dataclasses.replace(some, counted=None))[4].tolist() == [10, 0]
+    warn_uncounted(10, 5, "iteration 1")
+    assert caplog.text == ""
+    warn_uncounted(10, 0, "iteration 2")
+    assert "0.0 % of 10 supervised rows count at iteration 2" in caplog.text
 
 
 def test_a_resumed_log_loses_what_was_not_saved(tmp_path: Path) -> None:

@@ -1,26 +1,22 @@
-"""The short forward against megatron-core's layers, and the fused one with stand-ins for its kernels.
+"""The direct forward against megatron-core's layers: plain operators, and the plain twins of its kernels.
 
 In fp32, for bases with biases and norms of heads too, on one rank and on two.
 """
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-from typing import Any
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_spec.base.fast_forward import FastForward
+from megatron_spec.base.direct import DirectForward, run_in_fp8
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base_everywhere
 from megatron_spec.batch import Batch
-from megatron_spec.config import BaseConfig, ParallelConfig
+from megatron_spec.config import BaseConfig, ParallelConfig, UserError
+from megatron_spec.config.machine import Machine
 from megatron_spec.ops.attention import AttentionPlan
-from megatron_spec.ops.rope import apply_rotary
+from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed
 from tests.worlds import run_world
 
@@ -74,61 +70,29 @@ def batch_of(base: FrozenBase) -> list[Tensor]:
     return list(run_base_everywhere(base, batch, AttentionPlan.causal()))
 
 
-def kernels() -> ModuleType:
-    """What ops.kernels does on a GPU, in plain torch."""
-    module: Any = ModuleType("megatron_spec.ops.kernels.rows")
-
-    def norm_forward(x: Tensor, eps: float, delta: Any, total: Any, *branches: tuple[Tensor, Tensor]) -> None:
-        summed = x if delta is None else total.copy_(x + delta)
-        for weight, out in branches:
-            out.copy_(F.rms_norm(summed, weight.shape, weight, eps))
-
-    def rotary_forward(
-        x: Tensor, tables: Any, q: Tensor, k: Tensor, v: None, N: int, G: int, grouped: bool, norms: Any, eps: float
-    ) -> None:
-        split = x.view(len(x), G, N // G + 2, -1)
-        cos, sin = (torch.cat([t, t], dim=1)[:, None, None] for t in tables)
-        heads, weights = (split[:, :, :-2], split[:, :, -2:-1]), norms or (None, None)
-        for out, head, weight in zip((q, k), heads, weights, strict=True):
-            if weight is not None:
-                head = head * (head.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
-            out.copy_(apply_rotary(head, cos, sin).reshape(out.shape))
-
-    def gated_forward(x: Tensor, out: Tensor) -> None:
-        gate, up = x.chunk(2, dim=1)
-        out.copy_(F.silu(gate) * up)
-
-    module.norm_forward, module.rotary_forward, module.gated_forward = norm_forward, rotary_forward, gated_forward
-    return module
-
-
 def compare(config: BaseConfig, parallel: ParallelConfig = ONE) -> None:
-    """Both short forwards against the layers, decoding and on a training batch."""
+    """Both sets of operators against the layers, decoding and on a training batch."""
     base = make_base(config, parallel)
-    lean, base.lean = base.lean, None
-    assert lean is not None and base.fast is None
+    direct, base.direct = base.direct, None
+    assert direct is not None
     layers, trained = decoded(base), batch_of(base)
-    base.lean = lean
-    short = decoded(base)
-    for a, b in zip(short, layers, strict=True):
+    base.direct = direct
+    for a, b in zip(decoded(base), layers, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     for name, p in base.gpt.decoder.layers[2].named_parameters():  # every weight is used
         before = p.data
         p.data = before * 1.5 if p.dim() > 1 else before.flip(0)
         assert not torch.allclose(decoded(base)[-1], layers[-1], atol=1e-3), name
         p.data = before
-    import megatron_spec.ops.kernels as package
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "megatron_spec.ops.kernels.rows", kernels())
-        patch.setattr(package, "rows", sys.modules["megatron_spec.ops.kernels.rows"], raising=False)
-        base.fast = FastForward(lean.config, lean.layers, lean.final_norm, lean.tp)
-        for a, b in zip(decoded(base) + batch_of(base), layers + trained, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    paths = Paths(Setting(Machine(kernels="plain"), parallel=parallel, base=config))
+    base.direct = DirectForward(config, direct.layers, direct.final_norm, direct.tp, paths)
+    assert base.direct.can_run(AttentionPlan.causal()) and not direct.can_run(AttentionPlan.causal())
+    for a, b in zip(decoded(base) + batch_of(base), layers + trained, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_lean_and_fused_forward_give_what_the_layers_give(name: str) -> None:
+def test_equals_the_layers(name: str) -> None:
     compare(BASES[name])
 
 
@@ -151,3 +115,9 @@ def test_hooks_are_not_bypassed(name: str) -> None:
     handle.remove()
     decoded(base)
     assert len(seen) == 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
+def test_a_cpu_refuses_fp8() -> None:
+    with pytest.raises(UserError, match="--base-fp8 cannot run here: there is no GPU"):
+        run_in_fp8(make_base())

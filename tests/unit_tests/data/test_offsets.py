@@ -6,8 +6,9 @@ from tokenizers import normalizers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from megatron_spec.data import chat
-from megatron_spec.data.byte_lengths import TokenPlaces, byte_lengths
-from megatron_spec.data.chat import ChatEncoder, Conversation
+from megatron_spec.data.chat import ChatEncoder
+from megatron_spec.data.conversations import Conversation
+from megatron_spec.data.offsets import TokenOffsets, TokenPlaces, byte_lengths
 from tests.unit_tests.data.chat_fixtures import BRACKETS, CHATML, make_tokenizer, talk
 
 TEXTS = ["plain <|end|> text", "né 😀 ö", "<bos>😀<eos>", " a  b ", "日本語の<|end|>文"]
@@ -23,7 +24,7 @@ def test_every_span_has_the_same_tokens(text):
     tokenizer = make_tokenizer(CHATML)
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     places = TokenPlaces(text, np.array(encoding.ids), byte_lengths(tokenizer))
-    offsets = chat._TokenOffsets(encoding)
+    offsets = TokenOffsets(encoding)
     assert places.fits
     for begin in range(len(text)):
         for end in range(begin + 1, len(text) + 1):
@@ -41,9 +42,9 @@ def test_masks_do_not_depend_on_how_places_are_found(template, kind, monkeypatch
     if kind == "prefix space":
         tokenizer.backend_tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=True)
     conversations = [Conversation(messages, "here") for messages in TALKS]
-    fast = ChatEncoder(tokenizer).encode_all(conversations)
+    fast = [ChatEncoder(tokenizer).encode(c) for c in conversations]
     monkeypatch.setattr(chat, "byte_lengths", lambda tokenizer: None)
-    slow = ChatEncoder(tokenizer).encode_all(conversations)
+    slow = [ChatEncoder(tokenizer).encode(c) for c in conversations]
     for a, b in zip(fast, slow, strict=True):
         assert a.tokens.tolist() == b.tokens.tolist() and a.turns.tolist() == b.turns.tolist()
 

@@ -1,0 +1,282 @@
+"""The layers of the frozen base as a short list of products and element-wise operations, without modules or autograd.
+
+Runs what the stage's megatron-core layers run, on their own weights, with the same result, over one of three sets of
+operators: plain torch (decoding on any device: a step of it is bound by the host, and takes a fraction of the calls),
+fused kernels (half precision on a GPU, training too: fewer passes over memory), and fp8 linears (training alone).
+
+S sequence, B micro-batch, R = S * B rows, H hidden, N query and G key/value heads of this rank, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.ops import backend
+from megatron_spec.ops.attention import AttentionPlan, attend, causal_attention
+from megatron_spec.ops.rope import apply_rotary, rotary_angles
+from megatron_spec.planning.paths import Paths
+
+Norms = tuple[Tensor, Tensor] | None
+"""Weights [D] of the RMS norms of each query and each key head, taken before they are rotated."""
+
+
+class PlainOperators:
+    """In plain torch, in any dtype. An activation is what `linear` accepts: here, a tensor [R, inputs]."""
+
+    only = False
+    """True when the layers themselves cannot run any more."""
+
+    def __init__(self, config: BaseConfig, heads: int, kv_heads: int) -> None:
+        self.config, self.heads, self.kv_heads, self.eps = config, heads, kv_heads, config.rms_norm_eps
+
+    def serves(self, plan: AttentionPlan) -> bool:
+        """True where these operators gain something: decoding."""
+        return plan.cache is not None
+
+    def attend(
+        self, qkv: Tensor, tables: tuple[Tensor, Tensor], S: int, B: int, plan: AttentionPlan, layer: int, norms: Norms
+    ) -> Tensor:
+        """[R, N * D] attention of a layer from its projection [R, (N + 2G) * D]."""
+        q, k, v = self.split_rotated(qkv, tables, S, B, norms)
+        return attend(q, k, v, plan, layer).reshape(S * B, -1)
+
+    def tables(self, angles_SB1D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos, sin) as `split_rotated` wants them."""
+        return angles_SB1D.cos().to(dtype)[:, :, None], angles_SB1D.sin().to(dtype)[:, :, None]
+
+    def split_rotated(
+        self, qkv: Tensor, tables: tuple[Tensor, Tensor], S: int, B: int, norms: Norms
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [S, B, N, D] and k [S, B, G, D], rotated, and v [S, B, G, D] of a projection [R, (N + 2G) * D].
+
+        Its columns are those of megatron-core's linear_qkv: per group the queries, the key, the value.
+        """
+        split = qkv.view(S, B, self.kv_heads, self.heads // self.kv_heads + 2, self.config.head_dim)
+        rotated = split[..., :-1, :]
+        if norms is not None:
+            weights = torch.cat([norms[0].expand(rotated.shape[-2] - 1, -1), norms[1][None]])
+            rotated = F.rms_norm(rotated, norms[0].shape, eps=self.eps) * weights
+        rotated = apply_rotary(rotated, *tables)
+        return rotated[..., :-1, :].flatten(2, 3), rotated[..., -1, :], split[..., -1, :]
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Any]:
+        """(x + delta, its norm as an activation)."""
+        total = x if delta is None else x + delta
+        return total, F.rms_norm(total, weight.shape, weight, self.eps)
+
+    def final(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + delta, its norm)."""
+        return self.add_norm(x, delta, weight)
+
+    def linear(self, activation: Any, module: Any, bias: Tensor | None) -> Tensor:
+        """Product with the module's weight, plus a bias, [R, outputs of this rank]."""
+        return F.linear(activation, module.weight, bias)
+
+    def gated(self, gate_up: Tensor) -> Any:
+        """silu(gate) * up as an activation."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def activation(self, x: Tensor) -> Any:
+        """x as an activation."""
+        return x
+
+
+class KernelOperators(PlainOperators):
+    """With fused kernels (residual sum with norm, rotary embedding with the split of q, k and v, gate), for training
+    batches and decoding; attention from the fastest kernel that is there.
+
+    Args:
+        kernels: operators (`ops.backend.load`).
+    """
+
+    def __init__(self, config: BaseConfig, heads: int, kv_heads: int, kernels: Any) -> None:
+        super().__init__(config, heads, kv_heads)
+        self.kernels = kernels
+
+    def serves(self, plan: AttentionPlan) -> bool:
+        """Decoding, and causal or packed batches, also of shared sequences."""
+        return plan.mask_B1SL is None or plan.cache is not None
+
+    def attend(
+        self, qkv: Tensor, tables: tuple[Tensor, Tensor], S: int, B: int, plan: AttentionPlan, layer: int, norms: Norms
+    ) -> Tensor:
+        """See `PlainOperators.attend`."""
+        if plan.context is not None or plan.cache is not None:
+            return super().attend(qkv, tables, S, B, plan, layer, norms)
+        q, k, v = self.split_rotated(qkv, tables, S, B, norms)
+        return causal_attention(q, k, v, plan.documents).reshape(S * B, -1)
+
+    def tables(self, angles_SB1D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """See `PlainOperators.tables`; fp32 [R, D / 2]."""
+        angles = angles_SB1D.flatten(0, 2)[:, : self.config.head_dim // 2]
+        return angles.cos().contiguous(), angles.sin().contiguous()
+
+    def split_rotated(
+        self, qkv: Tensor, tables: tuple[Tensor, Tensor], S: int, B: int, norms: Norms
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `PlainOperators.split_rotated`."""
+        N, G, D = self.heads, self.kv_heads, self.config.head_dim
+        q, k = qkv.new_empty(S * B, N * D), qkv.new_empty(S * B, G * D)
+        self.kernels.rotary_forward(qkv, tables, q, k, None, N, G, grouped=True, norms=norms, eps=self.eps)
+        return q.view(S, B, N, D), k.view(S, B, G, D), qkv.view(S, B, G, N // G + 2, D)[:, :, :, -1]
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Any]:
+        """See `PlainOperators.add_norm`."""
+        total, normed = x if delta is None else torch.empty_like(x), torch.empty_like(x)
+        self.kernels.norm_forward(x, self.eps, delta, None if delta is None else total, (weight, normed))
+        return total, normed
+
+    def final(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """See `PlainOperators.final`; never in another number format."""
+        return KernelOperators.add_norm(self, x, delta, weight)
+
+    def gated(self, gate_up: Tensor) -> Any:
+        """See `PlainOperators.gated`."""
+        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        self.kernels.gated_forward(gate_up, out)
+        return out
+
+
+class Fp8Operators(KernelOperators):
+    """The same with the four linears of every layer in real fp8; norms, attention and residual stream stay as they are.
+
+    The bf16 weights of the linears are released: such a base serves training batches only.
+    """
+
+    only = True
+
+    def __init__(self, plain: KernelOperators, layers: list[Any]) -> None:
+        from megatron_spec.ops.kernels import fp8
+
+        super().__init__(plain.config, plain.heads, plain.kv_heads, plain.kernels)
+        self.fp8, self.dtype = fp8, layers[0].input_layernorm.weight.dtype
+        self.weights: dict[int, Any] = {}
+        for layer in layers:
+            attention, mlp = layer.self_attention, layer.mlp
+            for module in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
+                self.weights[id(module)] = fp8.Fp8Matrix.of_weight(module.weight.data)
+                module.weight.data = module.weight.data.new_empty(0)
+
+    def serves(self, plan: AttentionPlan) -> bool:
+        """Training batches only: `FrozenBase` refuses the rest."""
+        return plan.cache is None and super().serves(plan)
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Any]:
+        """See `PlainOperators.add_norm`."""
+        total = x if delta is None else torch.empty_like(x)
+        return total, self.fp8.norm(x, delta, None if delta is None else total, weight, self.eps)
+
+    def linear(self, activation: Any, module: Any, bias: Tensor | None) -> Tensor:
+        """See `PlainOperators.linear`."""
+        out: Tensor = self.fp8.product(activation, self.weights[id(module)], self.dtype)
+        return out if bias is None else out.add_(bias)
+
+    def gated(self, gate_up: Tensor) -> Any:
+        """See `PlainOperators.gated`."""
+        return self.fp8.gated(gate_up)
+
+    def activation(self, x: Tensor) -> Any:
+        """See `PlainOperators.activation`."""
+        return self.fp8.quantize(x)
+
+
+class DirectForward:
+    """Forward of one stage's layers.
+
+    Args:
+        layers: megatron-core TransformerLayers with this package's local spec.
+        final_norm: weight of the final norm on the last stage.
+        paths: of the base; `base_direct` is on.
+    """
+
+    def __init__(
+        self, config: BaseConfig, layers: list[Any], final_norm: Tensor | None, tp: dist.ProcessGroup, paths: Paths
+    ) -> None:
+        self.config, self.layers, self.final_norm, self.tp = config, layers, final_norm, tp
+        heads = (config.num_attention_heads // tp.size(), config.num_key_value_heads // tp.size())
+        kind = paths.kernels("base_direct")
+        self.operators: PlainOperators = PlainOperators(config, *heads)
+        if kind != "none":
+            self.operators = KernelOperators(config, *heads, backend.load(kind))
+        self._parts = [m for layer in layers for m in layer.modules()]
+
+    def untouched(self) -> bool:
+        """No hooks (quantisers, observers): these must run, so such layers are not bypassed."""
+        return not any(m._forward_pre_hooks or m._forward_hooks for m in self._parts)
+
+    def can_run(self, plan: AttentionPlan) -> bool:
+        """True for what the operators serve, when nothing hooks into the layers."""
+        return self.operators.serves(plan) and self.untouched()
+
+    @torch.no_grad()
+    def __call__(
+        self, hidden_SBH: Tensor, positions_BS: Tensor, inv_freq: Tensor, captured: Collection[int],
+        plan: AttentionPlan | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """Run all layers.
+
+        Args:
+            captured: indices in `layers` whose outputs are wanted.
+            plan: key visibility; default: causal.
+
+        Returns:
+            (state after the last layer, after the final norm when there is one; captured outputs), all [S, B, H].
+        """
+        (S, B, H), do = hidden_SBH.shape, self.operators
+        plan = plan or AttentionPlan.causal()
+        tables = do.tables(rotary_angles(positions_BS, inv_freq), hidden_SBH.dtype)
+        x, delta, recorded = hidden_SBH.reshape(S * B, H), None, []
+        for i, layer in enumerate(self.layers):
+            attention, mlp = layer.self_attention, layer.mlp
+            x, normed = do.add_norm(x, delta, layer.input_layernorm.weight)
+            if i - 1 in captured:
+                recorded.append(x.view(S, B, H))
+            qkv = do.linear(normed, attention.linear_qkv, attention.linear_qkv.bias)
+            attended = do.attend(qkv, tables, S, B, plan, i, self._head_norms(attention))
+            delta = self._summed(do.activation(attended), attention.linear_proj)
+            x, normed = do.add_norm(x, delta, layer.pre_mlp_layernorm.weight)
+            delta = self._summed(do.gated(do.linear(normed, mlp.linear_fc1, mlp.linear_fc1.bias)), mlp.linear_fc2)
+        if self.final_norm is not None:
+            x, out = do.final(x, delta, self.final_norm)
+        else:
+            x = out = x if delta is None else x + delta
+        if len(self.layers) - 1 in captured:
+            recorded.append(x.view(S, B, H))
+        return out.view(S, B, H), recorded
+
+    def _head_norms(self, attention: Any) -> Norms:
+        return (attention.q_layernorm.weight, attention.k_layernorm.weight) if self.config.qk_norm else None
+
+    def _summed(self, activation: Any, module: Any) -> Tensor:
+        """Output of a row-parallel module: the ranks' products summed, then its bias, which every rank holds whole."""
+        if self.tp.size() == 1:
+            return self.operators.linear(activation, module, module.bias)
+        out = self.operators.linear(activation, module, None)
+        dist.all_reduce(out, group=self.tp)
+        return out if module.bias is None else out.add_(module.bias)
+
+
+def run_in_fp8(base: Any) -> None:
+    """Give a loaded `FrozenBase` real fp8 (E4M3) linears, in place: twice the arithmetic rate, half the memory.
+
+    Scales are per output channel for weights and per row for activations, found as the rows are computed. The head
+    and the embedding stay as they are. The path `base_fp8` must be on (`paths.check` says why not).
+
+    Raises:
+        UserError: the base carries quantisers, or keeps its own layers.
+    """
+    paths: Paths = base.paths.asked_for("base_fp8")
+    paths.check()
+    direct: DirectForward | None = base.direct
+    if direct is None or not direct.can_run(AttentionPlan.causal()):
+        raise UserError("--base-fp8: this base carries fake quantisers, or layers of its own; leave --base-fp8 out")
+    assert isinstance(direct.operators, KernelOperators)
+    direct.operators, base.paths = Fp8Operators(direct.operators, direct.layers), paths

@@ -1,0 +1,345 @@
+"""Conversations in JSON lines: how a line is read, and what is refused with its number.
+
+A line is `{"conversations": [{"role": "user", "content": "..."}, ...]}`; the key may be `messages`, and ShareGPT's
+`from`/`value` with `human`/`gpt` are understood. Beside the messages: `system` (a system text), `tools` (schemas),
+`chat_template_kwargs` (arguments of the chat template, such as enable_thinking) and `answer_ids` (see `AnswerIds`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_spec.config import UserError, suggest
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+"""Role names that are understood -> the role a chat template knows."""
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names under which servers and chat templates keep what a model thinks; lines keep the first."""
+
+LONGEST_LINE = 2**26
+"""Bytes. No tokenizer is asked for more at once: a line is one conversation, not a corpus."""
+
+RESERVED_KWARGS = frozenset(
+    {
+        "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
+        "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+        "return_assistant_tokens_mask", "tokenizer_kwargs",
+    }
+)  # fmt: skip
+"""Arguments of apply_chat_template that are not the template's own."""
+
+NOT_TEXT, NO_MESSAGE = "content that is not text", "message without role and content"
+SURROGATE = "a lone surrogate, half of a character"
+
+
+class BadConversation(UserError):
+    """A conversation that cannot be used. `reason` says why in words that many conversations share, to be counted."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class AnswerIds:
+    """Token ids that a base generated, of a line whose text does not tokenise to them again.
+
+    Attributes:
+        tokenizer: `data.tokenizer.vocabulary_hash` of the tokenizer that they belong to.
+        turns: one entry per assistant message: its ids with the end token if there was one, or None for a message
+            that the base did not write.
+    """
+
+    tokenizer: str
+    turns: list[list[int] | None]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One line of a file, checked.
+
+    Attributes:
+        messages: dictionaries with `role` (system, user, assistant, tool), `content`, and whatever else the line gave
+            (`reasoning_content`, `tool_calls`, `name`): templates read it. `arguments` of tool calls are objects.
+        where: 'FILE line N', for messages.
+        tools: tool schemas for the template, or None.
+        template_kwargs: arguments of the chat template; they win over those of the run.
+        answer_ids: train on these instead of the text of the answers.
+    """
+
+    messages: list[dict[str, Any]]
+    where: str
+    identifier: str = ""
+    tools: list[Any] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    answer_ids: AnswerIds | None = None
+
+
+def check_text(value: Any, where: str) -> None:
+    """Raise BadConversation when a text in a JSON value holds a lone surrogate: it has no UTF-8, and no tokens."""
+    if isinstance(value, str):
+        if not value.isascii():
+            try:
+                value.encode("utf-8")
+            except UnicodeEncodeError as error:
+                found = f"\\u{ord(value[error.start]):04x}"
+                raise BadConversation(f"{where}: found {found}, {SURROGATE}: correct the text", SURROGATE) from None
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            check_text(key, where)
+            check_text(item, where)
+    elif isinstance(value, list):
+        for item in value:
+            check_text(item, where)
+
+
+def _from_json(value: Any, kind: type, what: str, where: str) -> Any:
+    """`value`, or what it holds as JSON text, of the type `kind`. Raises BadConversation."""
+    words = "a JSON object" if kind is dict else "a JSON list"
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value or "{}")
+        except ValueError:
+            found = None
+    if not isinstance(found, kind):
+        problem = f"{what} that are not {words}"
+        raise BadConversation(f"{where}: found {what} {str(value)[:80]!r}, expected {words}", problem)
+    return found
+
+
+def read_kwargs(value: Any, where: str) -> dict[str, Any]:
+    """Arguments of a chat template from a JSON object or its text. Raises BadConversation with `where`."""
+    found: dict[str, Any] = _from_json(value, dict, "chat_template_kwargs", where)
+    if wrong := sorted(RESERVED_KWARGS & set(found)):
+        problem = f"chat_template_kwargs with {wrong[0]}, which is not an argument of the template"
+        raise BadConversation(f"{where}: {problem}: leave it out", problem)
+    return found
+
+
+def _content(message: dict[str, Any], where: str, may_be_empty: bool) -> str:
+    value = message.get("content", message.get("value"))
+    if isinstance(value, list):  # OpenAI's list of parts
+        bad = [part for part in value if not (isinstance(part, dict) and isinstance(part.get("text"), str))]
+        if bad:
+            problem = f"{where}: content part {str(bad[0])[:80]!r} is not text: only text is supported"
+            raise BadConversation(problem, NOT_TEXT)
+        value = "".join(part["text"] for part in value)
+    if value is None and may_be_empty:
+        return ""
+    if not isinstance(value, str):
+        raise BadConversation(f"{where}: found content {str(value)[:80]!r}, expected text", NOT_TEXT)
+    if not value.strip() and not may_be_empty:
+        raise BadConversation(f"{where}: empty content: remove the message or the conversation", "empty content")
+    check_text(value, where)
+    return value
+
+
+def _reasoning(message: dict[str, Any], where: str) -> str:
+    """What the message thinks, under any of the names; '' for nothing."""
+    found = {name: message[name] for name in REASONING if message.get(name)}
+    if any(not isinstance(value, str) for value in found.values()):
+        raise BadConversation(f"{where}: found reasoning that is not text", "reasoning that is not text")
+    if len(set(found.values())) > 1:
+        problem = f"{' and '.join(found)} that differ"
+        raise BadConversation(f"{where}: found {problem}: keep one of them", problem)
+    return next(iter(found.values()), "")
+
+
+def _tool_calls(value: Any, where: str) -> list[Any]:
+    """Calls with `arguments` as objects: servers write them as JSON text, templates read objects."""
+    calls = []
+    for call in _from_json(value, list, "tool_calls", where):
+        if not isinstance(call, dict):
+            raise BadConversation(f"{where}: found tool call {str(call)[:80]!r}, expected an object", "bad tool call")
+        inner = call.get("function", call)
+        if isinstance(inner, dict) and isinstance(inner.get("arguments"), str):
+            inner = {**inner, "arguments": _from_json(inner["arguments"], dict, "arguments of a tool call", where)}
+        calls.append({**call, "function": inner} if "function" in call else inner)
+    return calls
+
+
+def parse_message(message: Any, where: str) -> dict[str, Any]:
+    """A message with `role` and `content` under the names templates know. Raises BadConversation with `where`."""
+    if not isinstance(message, dict):
+        found = str(message)[:80]
+        raise BadConversation(f"{where}: found {found!r}, expected an object with role and content", NO_MESSAGE)
+    name = message.get("role", message.get("from"))
+    if name is None or ("content" not in message and "value" not in message and not message.get("tool_calls")):
+        found = ", ".join(message) or "none"
+        raise BadConversation(f"{where}: found keys {found}, expected role and content (or from, value)", NO_MESSAGE)
+    if not isinstance(name, str) or name not in ROLES:
+        problem = f"unknown role {name!r}"
+        raise BadConversation(f"{where}: {problem}{suggest(str(name), ROLES)}; known: {', '.join(ROLES)}", problem)
+    role, reasoning = ROLES[name], _reasoning(message, where)
+    calls_tools = role == "assistant" and bool(message.get("tool_calls"))
+    known = ("role", "from", "content", "value", "tool_calls", *REASONING)
+    rest = {key: value for key, value in message.items() if key not in known}
+    if calls_tools:
+        rest["tool_calls"] = _tool_calls(message["tool_calls"], where)
+    if reasoning:
+        rest["reasoning_content"] = reasoning
+    check_text(rest, where)
+    may_be_empty = calls_tools or (role == "assistant" and bool(reasoning))
+    return {"role": role, "content": _content(message, where, may_be_empty), **rest}
+
+
+def _with_system(messages: list[dict[str, Any]], system: Any, where: str) -> list[dict[str, Any]]:
+    """`messages` with the text of a `system` key in front. One that the messages hold already is not said twice."""
+    if system is None or (isinstance(system, str) and not system.strip()):
+        return messages
+    told = parse_message({"role": "system", "content": system}, f"{where}, system")
+    if messages[0]["role"] != "system":
+        return [told, *messages]
+    if messages[0]["content"].strip() != told["content"].strip():
+        problem = "a system text beside the messages that differs from their system message"
+        raise BadConversation(f"{where}: found {problem}: keep one of them", problem)
+    return messages
+
+
+def _answer_ids(value: Any, messages: list[dict[str, Any]], where: str) -> AnswerIds:
+    """`{"tokenizer": HASH, "turns": [[ids] or null, ...]}`. Raises BadConversation."""
+    turns = value.get("turns") if isinstance(value, dict) else None
+    name = value.get("tokenizer") if isinstance(value, dict) else None
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+
+    def fits(ids: Any) -> bool:
+        """Ids of one answer, or None."""
+        return ids is None or (isinstance(ids, list) and bool(ids) and all(type(i) is int and i >= 0 for i in ids))
+
+    right = isinstance(turns, list) and isinstance(name, str) and len(turns) == len(answers) and all(map(fits, turns))
+    if not right or not any(turns or []) or (answers[0] == 0 and turns and turns[0]):
+        problem = "answer_ids that do not fit the messages"
+        raise BadConversation(
+            f"{where}: found {problem}: expected a tokenizer and turns, a list of token ids (or null) for each of the "
+            f"{len(answers)} answers; or remove the key to train on the text",
+            problem,
+        )
+    assert isinstance(name, str) and isinstance(turns, list)
+    return AnswerIds(name, turns)
+
+
+def parse_conversation(record: Any, where: str) -> Conversation:
+    """A checked conversation from one JSON value. Raises UserError with `where`."""
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: found a JSON {type(record).__name__}, expected an object")
+    keys = [key for key in ("conversations", "messages") if key in record]
+    if len(keys) != 1:
+        found = " and ".join(keys) or f"keys {', '.join(record) or 'none'}"
+        raise UserError(f"{where}: found {found}, expected exactly one of conversations, messages")
+    raw = record[keys[0]]
+    if not isinstance(raw, list) or not raw:
+        raise BadConversation(f"{where}: {keys[0]} must be a list of at least one message", "no messages")
+    messages = [parse_message(message, f"{where}, message {i}") for i, message in enumerate(raw)]
+    messages = _with_system(messages, record.get("system"), where)
+    identifier = str(record.get("conversation_id", record.get("id", "")))
+    check_text(identifier, where)
+    given = record.get("answer_ids")
+    answer_ids = None if given is None else _answer_ids(given, messages, where)
+    return Conversation(messages, where, identifier, *read_extras(record, where), answer_ids)
+
+
+def read_extras(record: dict[str, Any], where: str) -> tuple[list[Any] | None, dict[str, Any]]:
+    """(tools, chat_template_kwargs) of a line, from values or JSON text. Raises BadConversation with `where`."""
+    tools = _from_json(record["tools"], list, "tools", where) if record.get("tools") else None
+    kwargs = read_kwargs(record["chat_template_kwargs"], where) if record.get("chat_template_kwargs") else {}
+    check_text([tools, kwargs], where)
+    return tools or None, kwargs
+
+
+def refuse_other_formats(path: Path | str) -> None:
+    """Raise UserError when a file is in a form that tools/prepare_conversations.py reads: array, gzip, parquet."""
+    with Path(path).open("rb") as file:
+        start = file.read(4096)
+    kind = ""
+    if start.startswith(b"\x1f\x8b"):
+        kind = "compressed with gzip"
+    elif start.startswith(b"PAR1"):
+        kind = "a parquet file"
+    elif start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        first = start.removeprefix(b"\xef\xbb\xbf").lstrip()[1:].lstrip()[:1]
+        kind = "a JSON array" if first in (b"{", b"]", b"") else ""
+    if kind:
+        raise UserError(
+            f"{path} is {kind}, expected one JSON object a line: python tools/prepare_conversations.py {path} "
+            "--output PREPARED.jsonl writes that"
+        )
+
+
+def numbered_lines(path: Path | str, what: str = "conversation", gaps: bool = False) -> Iterator[tuple[int, bytes]]:
+    """(line number, line) of a JSON lines file; empty lines at its end are left out.
+
+    Args:
+        what: a line is, for messages.
+        gaps: leave out empty lines inside, too.
+
+    Raises UserError for a missing file, one that prepare_conversations.py has to read first, an empty line inside it,
+    a line of more than `LONGEST_LINE` bytes, and a file without any line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path} does not exist or is not a file: expected {what}s in JSON lines")
+    refuse_other_formats(path)
+    blank = found = number = 0
+    with path.open("rb") as file:
+        while raw := file.readline(LONGEST_LINE + 1):
+            number += 1
+            if len(raw) > LONGEST_LINE:
+                raise UserError(
+                    f"{path} line {number}: longer than {LONGEST_LINE // 2**20} MiB, expected one {what} a line"
+                )
+            line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+            if not line.strip():
+                blank = blank or number
+                continue
+            if blank and not gaps:
+                raise UserError(f"{path} line {blank}: empty line inside the file: remove it")
+            found += 1
+            yield number, line
+    if not found:
+        raise UserError(f"{path} holds no {what}")
+
+
+def load_line(raw: bytes, where: str) -> Any:
+    """The JSON value of one line. Raises UserError with `where`."""
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 ({error.reason}): convert the file to UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: malformed JSON ({error}): expected one JSON object a line") from None
+
+
+def parse_line(raw: bytes, where: str, require_assistant: bool = True) -> Conversation:
+    """The conversation of one line. Raises UserError with `where`, also when there is no assistant turn."""
+    conversation = parse_conversation(load_line(raw, where), where)
+    if require_assistant and not any(m["role"] == "assistant" for m in conversation.messages):
+        raise UserError(f"{where}: no assistant turn, so nothing to learn from: answer the prompts first")
+    return conversation
+
+
+def read_conversations(path: Path | str, require_assistant: bool = True) -> Iterator[Conversation]:
+    """Every conversation of a JSON lines file, in order.
+
+    Raises UserError with file and line number: missing file, malformed JSON, empty line inside, missing keys, unknown
+    role, empty content and (unless `require_assistant` is False: prompt files) no assistant turn; also for an empty
+    file.
+    """
+    for number, line in numbered_lines(path):
+        yield parse_line(line, f"{path} line {number}", require_assistant)

@@ -1,0 +1,99 @@
+"""A tokenizer's chat template: how messages become text, with the arguments and spellings that the template reads."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_spec.config import UserError
+from megatron_spec.data.conversations import REASONING, Conversation, read_kwargs
+
+Messages = list[dict[str, Any]]
+PLACEHOLDER = "placeholder"
+_GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class ChatTemplate:
+    """Renders conversations with a tokenizer's own template.
+
+    Reasoning is given under each of the names that templates read (`conversations.REASONING`), and the arguments of
+    tool calls as an object, or as JSON text where the template writes only text.
+
+    Args:
+        kwargs: arguments of the template (enable_thinking, ...) for all conversations; those of a conversation win.
+
+    Raises UserError when the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise UserError("the tokenizer has no chat template: add chat_template to its tokenizer_config.json")
+        self.tokenizer = tokenizer
+        self.kwargs = read_kwargs(dict(kwargs or {}), "--chat-template-kwargs")
+
+    def render(self, conversation: Conversation, messages: Messages | None = None, **options: Any) -> Any:
+        """Text of `messages` (default: all), or what transformers' apply_chat_template gives with `options`.
+
+        Raises UserError when the template refuses them.
+        """
+        messages = conversation.messages if messages is None else messages
+        try:
+            return self._apply([self._spelt(m) for m in messages], conversation, options)
+        except Exception as error:  # templates raise what they like
+            message = f"{conversation.where}: the chat template refuses this conversation: {error}"
+            raise UserError(message) from error
+
+    def _apply(self, messages: Messages, conversation: Conversation, options: dict[str, Any]) -> Any:
+        given = {"tokenize": False, **self.kwargs, **conversation.template_kwargs, **options}
+        return self.tokenizer.apply_chat_template(messages, tools=conversation.tools, **given)
+
+    def _spelt(self, message: dict[str, Any]) -> dict[str, Any]:
+        if thought := message.get("reasoning_content"):
+            message = {**message, **{name: message.get(name, thought) for name in REASONING}}
+        if message.get("tool_calls") and self._arguments_are_text:
+            message = {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+        return message
+
+    @functools.cached_property
+    def _arguments_are_text(self) -> bool:
+        """The template writes `arguments` as they are (so an object would become Python's words, or fail)."""
+
+        def text(form: Any) -> str | None:
+            """Rendering of a tool call with arguments in this form; None when it fails."""
+            call = {"id": "call00000", "type": "function", "function": {"name": PLACEHOLDER, "arguments": form}}
+            asked = {"role": "user", "content": PLACEHOLDER}
+            messages: Messages = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            try:
+                return str(self._apply(messages, Conversation(messages, "a tool call"), {}))
+            except Exception:
+                return None
+
+        as_object = text({"argument": "value"})
+        if as_object is not None and "{'argument'" not in as_object:
+            return False
+        return text('{"argument": "value"}') is not None
+
+    @functools.cached_property
+    def opens_answers(self) -> bool:
+        """The template writes the assistant's header when it is asked for an answer."""
+        asked = Conversation([{"role": "user", "content": PLACEHOLDER}], "a question")
+        texts = [str(self.render(asked, add_generation_prompt=asks)) for asks in (False, True)]
+        return texts[1] != texts[0]
+
+    @property
+    def has_generation_marks(self) -> bool:
+        """The template marks what the assistant writes."""
+        template = self.tokenizer.chat_template
+        if not isinstance(template, str):
+            template = self.tokenizer.get_chat_template()
+        return bool(_GENERATION_MARK.search(template))
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    inner = call.get("function", call)
+    if isinstance(inner, dict) and isinstance(inner.get("arguments"), dict):
+        inner = {**inner, "arguments": json.dumps(inner["arguments"], ensure_ascii=False)}
+    return {**call, "function": inner} if "function" in call else inner

@@ -1,0 +1,151 @@
+"""The backward of the fused unroll (`fused_unroll.py`), written by hand over the buffers of its forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_spec.drafts.fused_tape import Tape, round_
+from megatron_spec.ops.products import GradientSums, add_product
+from megatron_spec.ops.ttt_attention import trunk_backward
+
+ROWS_AT_ONCE = 65536
+"""Rows whose weight gradient is one product: bounds the memory of the backward at long sequences."""
+
+Above = tuple[Tensor, Tensor]
+"""What reaches a step's state from the step after it: (gradient past the residual, gradient of the normed state)."""
+
+
+class Backward:
+    """Gradients of one micro-batch, from the last step to the first.
+
+    Args:
+        tape: left by the forward; its `gate_up` is overwritten.
+        sums: where weight gradients go.
+    """
+
+    def __init__(self, tape: Tape, sums: GradientSums) -> None:
+        self.tape, self.sums = tape, sums
+        sizes, steps, weights = tape.sizes, tape.steps, tape.weights
+        self.groups = steps.groups(ROWS_AT_ONCE)
+        most = max(steps.span(*g).stop - steps.span(*g).start for g in self.groups)
+        self.d_after, self.d_inner = (tape.empty(most, sizes.hidden) for _ in range(2))
+        self.gated = tape.empty(most, sizes.intermediate)
+        self.d_qkv = tape.empty(steps.span(0, sizes.steps).stop, sizes.qkv_width)
+        self.d_trunk = [torch.empty_like(x, dtype=torch.float32) for x in tape.trunk]
+        self.d_branches = [torch.empty_like(x, dtype=torch.float32) for x in tape.branches]
+        self.d_gated = tape.empty(sizes.rows, sizes.intermediate)
+        norms = (weights.hidden_norm, weights.post_norm, weights.final_norm)
+        self.norms = {p: tape.kernels.norm_partials(sizes.hidden, tape.q.device) for p in norms}
+
+    def run(self, grad_states: tuple[Tensor, ...]) -> Tensor:
+        """Gradient of the first hidden state, from those of the states that the head read."""
+        tape, above = self.tape, None
+        if tape.tp.size() > 1:  # of each rank's part of the head; one message
+            grad_states = tape.summed(torch.cat(grad_states)).split([len(g) for g in grad_states])
+        for start, end in self.groups:
+            for k in reversed(range(start, end)):
+                first = tape.steps.span(start, k).stop - tape.steps.span(start, k).start
+                above = self._step(k, slice(first, first + tape.steps.count(k)), grad_states[k], above)
+            self._weight_gradients(start, end)
+        assert above is not None
+        out = torch.empty_like(tape.saved.before[0])
+        self._into_before(0, above, out)
+        self._embedding_gradients()
+        # Under sequence parallelism the trainer sums the gradients of norms over ranks; here each has the whole.
+        once = not tape.sequence_parallel or tape.tp.rank() == 0
+        for parameter, partial in self.norms.items():
+            self.sums.of(parameter).add_(partial.sum(0), alpha=int(once))
+        return out
+
+    def _step(self, k: int, part: slice, d_state: Tensor, above: Above | None) -> Above:
+        """One step; `part` are its rows in the buffers of its group."""
+        tape, post_norm = self.tape, self.tape.weights.post_norm
+        d_after, d_inner, gated = self.d_after[part], self.d_inner[part], self.gated[part]
+        self._into_after(k, d_state, above, d_after)
+        d_gated, gate_up = self.d_gated[: tape.steps.count(k)], tape.at(tape.gate_up, k)
+        tape.down_product.backward(d_after, out=d_gated)
+        tape.kernels.gated_backward(gate_up, d_gated, gated)
+        round_(tape.mlp.down_proj, gated)
+        first = (tape.summed(tape.gate_up_product.backward(gate_up)), post_norm, self.norms[post_norm])
+        tape.kernels.norm_backward(
+            tape.at(tape.inner, k), tape.saved.rstd_inner[k], d_inner, first, add_RH=d_after
+        )  # fmt: skip
+        self._attention(k, d_inner)
+        return d_inner, tape.summed(tape.qkv_product.backward(tape.at(self.d_qkv, k)))
+
+    def _into_before(self, k: int, above: Above, out: Tensor) -> None:
+        """Gradient of the state that step k reads: past its residual, and through its norm."""
+        tape, (residual, d_normed) = self.tape, above
+        first = (d_normed, tape.weights.hidden_norm, self.norms[tape.weights.hidden_norm])
+        tape.kernels.norm_backward(tape.saved.before[k], tape.saved.rstd_before[k], out, first, add_RH=residual)
+
+    def _into_after(self, k: int, d_state: Tensor, above: Above | None, out: Tensor) -> None:
+        """Gradient of the state that step k ends with: from the head and from the step after it."""
+        tape, weights, first, residual = self.tape, self.tape.weights, None, None
+        index = tape.steps.index
+        if above is not None and k == 0 and index is not None:
+            kept = torch.empty_like(above[0])
+            self._into_before(1, above, kept)
+            residual = torch.zeros_like(out).index_copy_(0, index, kept)
+        elif above is not None:
+            residual, first = above[0], (above[1], weights.hidden_norm, self.norms[weights.hidden_norm])
+        second = (d_state, weights.final_norm, self.norms[weights.final_norm])
+        tape.kernels.norm_backward(
+            tape.saved.after[k], tape.saved.rstd_after[k], out, first, second, tape.steps.places[k], residual
+        )
+
+    def _attention(self, k: int, d_inner: Tensor) -> None:
+        tape, sizes, saved = self.tape, self.tape.sizes, self.tape.saved
+        index, q, out = tape.steps.compacted(k), tape.at(tape.q, k), tape.at(tape.out, k)
+        last = k == sizes.steps - 1
+        d_out = tape.o_product.backward(d_inner)
+        dq0, *trunk = trunk_backward(
+            tape.spread(d_out, k), tape.spread(q, k), tape.by_heads(tape.trunk[0]), tape.by_heads(tape.trunk[1]),
+            tape.spread(out, k), saved.lse[k], saved.rng[k], tape.layout,
+        )  # fmt: skip
+        for total, part in zip(self.d_trunk, trunk, strict=True):
+            if last:
+                tape.by_heads(total).copy_(part)
+            else:
+                tape.by_heads(total).add_(part)
+        dq = torch.empty_like(q)
+        tape.kernels.merge_backward(
+            q, out, d_out, saved.lse[k], tape.branches[0][:k], tape.branches[1][:k], dq0, dq, *self.d_branches, last,
+            index,
+        )  # fmt: skip
+        dk, dv = tape.keys_values(self.d_trunk, self.d_branches, k)
+        tape.kernels.rotary_backward(dq, dk, dv, tape.tables[k], tape.at(self.d_qkv, k), sizes.heads, sizes.kv_heads)
+
+    def _weight_gradients(self, start: int, end: int) -> None:
+        """Of steps start..end-1, in one product each."""
+        tape, sums, weights = self.tape, self.sums, self.tape.weights
+        span, width = tape.steps.span(start, end), tape.sizes.intermediate
+        rows = slice(0, span.stop - span.start)
+        add_product(sums.of(weights.down), self.d_after[rows].t(), self.gated[rows])
+        d_gate_up = tape.gate_up[span].t()
+        add_product(sums.of(weights.gate), d_gate_up[:width], tape.post[span])
+        add_product(sums.of(weights.up), d_gate_up[width:], tape.post[span])
+        add_product(sums.of(weights.o), self.d_inner[rows].t(), tape.attended(start, end))
+        for parameter, columns in self._qkv_columns():
+            target = sums.of(parameter)[:, tape.sizes.embedding :]
+            add_product(target, self.d_qkv[span][:, columns].t(), tape.normed[span])
+
+    def _qkv_columns(self) -> list[tuple[nn.Parameter, slice]]:
+        weights, q, kv = self.tape.weights, self.tape.sizes.q_width, self.tape.sizes.kv_width
+        return [(weights.q, slice(0, q)), (weights.k, slice(q, q + kv)), (weights.v, slice(q + kv, q + 2 * kv))]
+
+    def _embedding_gradients(self) -> None:
+        """The half of q, k and v that reads the embedding, once for all steps."""
+        tape, sizes, steps, norm = self.tape, self.tape.sizes, self.tape.steps, self.tape.weights.input_norm
+        d_projected = tape.kernels.shifted_sum(
+            self.d_qkv, sizes.rows, steps.later, sizes.steps, sizes.batch, steps.inverse
+        )  # fmt: skip
+        for parameter, columns in self._qkv_columns():
+            target = self.sums.of(parameter)[:, : sizes.embedding]
+            add_product(target, d_projected[:, columns].t(), tape.normed_embedding)
+        partial = tape.kernels.norm_partials(sizes.embedding, d_projected.device)
+        first = (d_projected @ tape.qkv_embedding, norm, partial)
+        tape.kernels.norm_backward(tape.embedding, tape.rstd_embedding, None, first)
+        own = partial.sum(0)
+        self.sums.of(norm).add_(own if tape.sequence_parallel else tape.summed(own))

@@ -1,0 +1,218 @@
+"""What the two directions of the fused unroll share: sizes, weights, and the buffers that the forward leaves.
+
+S sequence, B micro-batch, R rows (s * B + b), D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
+from torch import Tensor, nn
+
+from megatron_spec.batch import Batch
+from megatron_spec.drafts.contract import BaseEnds
+from megatron_spec.drafts.unroll_steps import Steps
+from megatron_spec.ops import backend
+from megatron_spec.ops.ttt_attention import TrunkLayout
+from megatron_spec.ops.weight_products import WeightProducts
+
+if TYPE_CHECKING:
+    from megatron_spec.drafts.eagle3 import EagleDraft
+
+
+@dataclass
+class Weights:
+    """Parameters in the order autograd sees them."""
+
+    input_norm: nn.Parameter
+    hidden_norm: nn.Parameter
+    q: nn.Parameter
+    k: nn.Parameter
+    v: nn.Parameter
+    o: nn.Parameter
+    post_norm: nn.Parameter
+    gate: nn.Parameter
+    up: nn.Parameter
+    down: nn.Parameter
+    final_norm: nn.Parameter
+
+    @staticmethod
+    def of(draft: EagleDraft) -> Weights:
+        """The parameters of a draft of one layer."""
+        layer = draft.midlayer
+        attention, mlp = layer.self_attn, layer.mlp
+        return Weights(
+            layer.input_layernorm.weight, layer.hidden_norm.weight, attention.q_proj.weight, attention.k_proj.weight,
+            attention.v_proj.weight, attention.o_proj.weight, layer.post_attention_layernorm.weight,
+            mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight, draft.norm.weight,
+        )  # fmt: skip
+
+    def all(self) -> list[nn.Parameter]:
+        """In the order of the fields."""
+        return list(vars(self).values())
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one micro-batch on this rank; heads and intermediate columns are this rank's share."""
+
+    batch: int
+    length: int
+    rows: int
+    """batch * length."""
+    steps: int
+    hidden: int
+    embedding: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @staticmethod
+    def of(draft: EagleDraft, batch: Batch, steps: Steps) -> Sizes:
+        """From a draft and a micro-batch."""
+        config, ranks = draft.config, draft.tp_group.size()
+        B, S = batch.tokens_BS.shape
+        return Sizes(
+            B, S, steps.R, steps.T, config.hidden_size, config.target_hidden_size, config.intermediate_size // ranks,
+            config.num_attention_heads // ranks, config.num_key_value_heads // ranks, config.head_dim,
+        )  # fmt: skip
+
+    @property
+    def q_width(self) -> int:
+        """Columns of the query projection."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Columns of the key or of the value projection."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def qkv_width(self) -> int:
+        """Columns of the fused projection."""
+        return self.q_width + 2 * self.kv_width
+
+
+def round_(linear: Any, x: Tensor) -> Tensor:
+    """x, rounded in place as the linear's input is."""
+    quantizer = linear.input_quantizer
+    return x if quantizer is None else quantizer.round_(x)  # type: ignore[no-any-return]
+
+
+@dataclass
+class Saved:
+    """What each step leaves for the backward, one entry a step."""
+
+    before: list[Tensor]
+    """State that a step reads; `after`: state that it ends with. The same but for dropped rows."""
+    after: list[Tensor] = field(default_factory=list)
+    rstd_before: list[Tensor] = field(default_factory=list)
+    """Reciprocals of root mean squares, of the norms over `before`, `inner` and `after`."""
+    rstd_inner: list[Tensor] = field(default_factory=list)
+    rstd_after: list[Tensor] = field(default_factory=list)
+    lse: list[Tensor] = field(default_factory=list)
+    """Log-sum-exp of the merged attention."""
+    rng: list[tuple[Tensor, ...]] = field(default_factory=list)
+    """State of the attention kernel."""
+
+
+class Tape:
+    """Modules, sizes and buffers of one micro-batch; buffers over all steps hold rows as `Steps` orders them."""
+
+    def __init__(
+        self, draft: EagleDraft, weights: Weights, hidden_RH: Tensor, batch: Batch, steps: Steps, ends: BaseEnds,
+        layout: TrunkLayout,
+    ) -> None:  # fmt: skip
+        layer = draft.midlayer
+        self.attention: Any = layer.self_attn
+        self.mlp: Any = layer.mlp
+        self.kernels: Any = backend.load(draft.paths.kernels("draft_fused"))
+        self.weights, self.layout, self.eps, self.steps = weights, layout, draft.config.rms_norm_eps, steps
+        self.tp, self.sequence_parallel = draft.tp_group, draft.sequence_parallel
+        self.sizes = sizes = Sizes.of(draft, batch, steps)
+        self.like: dict[str, Any] = {"dtype": hidden_RH.dtype, "device": hidden_RH.device}
+        total = steps.span(0, sizes.steps).stop
+        self.normed, self.inner, self.post = (self.empty(total, sizes.hidden) for _ in range(3))
+        self.q, self.out = (self.empty(total, sizes.q_width) for _ in range(2))
+        self.gate_up = self.empty(total, 2 * sizes.intermediate)
+        self.trunk = [self.empty(sizes.rows, sizes.kv_width) for _ in range(2)]
+        self.branches = [self.empty(sizes.steps - 1, steps.later, sizes.kv_width) for _ in range(2)]
+        self.saved = Saved([hidden_RH])
+        self.tables = [self._tables(draft, batch, k) for k in range(sizes.steps)]
+        self.embedding = self._embedding(ends, batch.tokens_BS).to(hidden_RH.dtype)
+        self.normed_embedding = torch.empty_like(self.embedding)
+        self.rstd_embedding: Tensor = self.embedding
+        self._project(draft.paths.on("draft_fp8"))
+
+    def _project(self, fp8: bool) -> None:
+        """Weights as the products use them; rows of q, k and v together, in a half for the embedding and one for the
+        state."""
+        qkv = [
+            linear.quantized_weight().detach()
+            for linear in (self.attention.q_proj, self.attention.k_proj, self.attention.v_proj)
+        ]
+        width, mlp = self.sizes.embedding, self.mlp
+        self.qkv_embedding = torch.cat([part[:, :width] for part in qkv])
+        gate, up, down, o = (
+            linear.quantized_weight().detach()
+            for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj, self.attention.o_proj)
+        )
+        self.qkv_product = WeightProducts(torch.cat([part[:, width:] for part in qkv]), fp8)
+        self.gate_up_product = WeightProducts(torch.cat([gate, up]), fp8)
+        self.o_product, self.down_product = WeightProducts(o, fp8), WeightProducts(down, fp8)
+
+    def _embedding(self, ends: BaseEnds, tokens_BS: Tensor) -> Tensor:
+        """[(S + steps - 1) * B, embedding]: row j at step k reads place j + k."""
+        sizes = self.sizes
+        rows = sizes.length + sizes.steps - 1
+        extra = -rows % self.tp.size() if self.sequence_parallel else 0
+        embedded = ends.embed(torch.nn.functional.pad(tokens_BS[:, 1:], (0, sizes.steps + extra)))
+        if self.sequence_parallel:
+            embedded = mappings.gather_from_sequence_parallel_region(embedded.contiguous(), group=self.tp)
+        return embedded[:rows].reshape(-1, sizes.embedding)
+
+    def _tables(self, draft: EagleDraft, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+        """fp32 (cos, sin) [rows, D / 2] of step k."""
+        positions, index = batch.positions_BS.t().flatten(), self.steps.compacted(k)
+        positions = positions if index is None else positions[index]
+        angles = (positions + k)[:, None].float() * draft.inv_freq_on(positions.device)
+        return angles.cos(), angles.sin()
+
+    def empty(self, *shape: int) -> Tensor:
+        """A buffer in the dtype and on the device of the states."""
+        return torch.empty(*shape, **self.like)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """x, summed over tensor parallel ranks in place."""
+        if self.tp.size() > 1:
+            dist.all_reduce(x, group=self.tp)
+        return x
+
+    def at(self, x: Tensor, k: int) -> Tensor:
+        """Rows of step k in a buffer over all steps."""
+        return x[self.steps.span(k, k + 1)]
+
+    def keys_values(self, trunk: list[Tensor], branches: list[Tensor], k: int) -> tuple[Tensor, Tensor]:
+        """Of step k: the trunk's at step 0, a branch's after it."""
+        return (trunk[0], trunk[1]) if k == 0 else (branches[0][k - 1], branches[1][k - 1])
+
+    def by_heads(self, x_RX: Tensor) -> Tensor:
+        """[B, S, heads, D] of all rows."""
+        return x_RX.view(self.sizes.length, self.sizes.batch, -1, self.sizes.head_dim).transpose(0, 1)
+
+    def spread(self, x: Tensor, k: int) -> Tensor:
+        """[B, S, heads, D] of the rows of step k, zero where it has none."""
+        index = self.steps.compacted(k)
+        if index is None:
+            return self.by_heads(x)
+        return self.by_heads(x.new_zeros(self.sizes.rows, x.shape[1]).index_copy_(0, index, x))
+
+    def attended(self, start: int, end: int) -> Tensor:
+        """What the output projection reads in steps start..end-1; `out` stays as it is for the attention's backward."""
+        out, linear = self.out[self.steps.span(start, end)], self.attention.o_proj
+        return out if linear.input_quantizer is None else round_(linear, out.clone())

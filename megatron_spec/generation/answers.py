@@ -1,0 +1,78 @@
+"""What a base answered, as a message for the dialogue that goes on and as a line that trains back to it.
+
+Text alone may not do: a chat template trims it, cuts its reasoning or wraps it in channels, text tokenises to other
+tokens than those generated, and an answer cut at the token limit has no end. So a line is tokenised as training will
+do it, and keeps the generated ids (`answer_ids`) when that does not give the prompts and answers of the dialogue.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_spec.config import UserError
+from megatron_spec.data.chat import ChatEncoder, Sample
+from megatron_spec.data.conversations import Conversation
+from megatron_spec.data.tokenizer import special_ids
+
+Message = dict[str, Any]
+
+_CHANNEL = re.compile(
+    r"<\|channel\|>(\w+)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
+    r"(.*?)(?=<\|end\|>|<\|return\|>|<\|call\|>|<\|channel\|>|$)",
+    re.DOTALL,
+)
+"""gpt-oss' way to think, call and answer: the channel's name, and what is written into it."""
+
+
+def answer_message(tokens: Sequence[int], tokenizer: Any) -> Message | None:
+    """The assistant's message for an answer (without its stop token); None for an answer without a word.
+
+    Channels (gpt-oss: analysis, commentary, final) become `reasoning_content` and `content`; other special tokens are
+    left out of the text.
+    """
+    body = list(tokens)
+    special = special_ids(tokenizer)
+    if any(token in special for token in body):
+        whole = tokenizer.decode(body, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if found := _CHANNEL.findall(whole):
+            content = "".join(text for name, text in found if name == "final")
+            thought = "\n".join(text for name, text in found if name != "final" and text.strip())
+            message = {"role": "assistant", "content": content}
+            if thought:
+                message["reasoning_content"] = thought
+            return message if content.strip() or thought else None
+    text = tokenizer.decode(body, skip_special_tokens=True)
+    return {"role": "assistant", "content": text} if text.strip() else None
+
+
+def trains_back(samples: Sequence[Sample], asked: Sequence[list[int]], answers: Sequence[list[int]]) -> bool:
+    """True when the one sample holds each prompt with its answer after it, and supervises these answers alone."""
+    if len(samples) != 1:
+        return False
+    tokens, turns = samples[0].tokens.tolist(), samples[0].turns.tolist()
+    for prompt, answer in zip(asked, answers, strict=True):
+        begin, end = len(prompt), len(prompt) + len(answer)
+        if tokens[:end] != prompt + answer or turns[begin - 1] or not all(turns[begin:end]):
+            return False
+    return sum(turn > 0 for turn in turns) == sum(map(len, answers))
+
+
+def answer_ids(
+    encoder: ChatEncoder, conversation: Conversation, asked: Sequence[list[int]], answers: Sequence[list[int]]
+) -> dict[str, Any] | None:
+    """The `answer_ids` that a line needs beside its text; None when the text trains back to the answers.
+
+    Args:
+        asked: token ids of the prompt of each answer.
+        answers: token ids of each answer, the stop token included.
+    """
+    try:
+        [samples] = encoder.encode_all([conversation])
+    except UserError:  # the template refuses the whole of it, or its mask makes no sense
+        samples = []
+    if trains_back(samples, asked, answers):
+        return None
+    before = sum(message["role"] == "assistant" for message in conversation.messages) - len(answers)  # greetings
+    return {"tokenizer": encoder.vocabulary_hash, "turns": [*[None] * before, *map(list, answers)]}

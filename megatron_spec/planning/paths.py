@@ -1,0 +1,312 @@
+"""Every fast path of the package: what it replaces, what keeps it from running, and the test that compares the two.
+
+A run resolves them once, when it is built; models carry the result (`Paths`). Nothing else asks which device, dtype or
+library is there, but for the attention kernels (`ops/attention.py`, a table of its own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from megatron_spec.config import (
+    BaseConfig,
+    DraftConfig,
+    EagleConfig,
+    ObjectiveConfig,
+    ParallelConfig,
+    QuantConfig,
+    UserError,
+)
+from megatron_spec.config.machine import Kernels, Machine
+
+MOST_WHOLE_ROWS = 8 << 30
+"""Under sequence parallelism the fused unroll holds whole rows on every rank, up to so many bytes."""
+
+
+def whole_rows_bytes(hidden_size: int, rows: float, steps: int, width: int) -> float:
+    """Of the residual stream and its norms in the fused unroll, `rows` rows of `width` bytes a number."""
+    return 9.0 * hidden_size * rows * steps * width
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that decides which fast paths a run takes."""
+
+    machine: Machine = field(default_factory=Machine)
+    dtype: str = "float32"
+    """Of the weights of base and draft."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    base: BaseConfig | None = None
+    """None: its layers do not run (features come from disk)."""
+    draft: DraftConfig | None = None
+    objective: ObjectiveConfig | None = None
+    """None: not known yet; `Paths.under` adds it."""
+    quant: QuantConfig | None = None
+    """Fake quantisation that is in effect."""
+    transformer_engine: bool = False
+    """The base's layers are Transformer Engine's modules."""
+    rows: int = 0
+    """Rows of a micro-batch (its size times its length); 0: not known yet."""
+    wanted: tuple[str, ...] = ()
+    """Paths that run on request and were asked for."""
+    off: tuple[str, ...] = ()
+    """Paths that are turned off, to compare."""
+    plain: bool = False
+    """No fast path at all."""
+
+
+Reasons = dict[str, bool]
+"""{why a path cannot run, in words: whether that is so}."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """One fast path.
+
+    Attributes:
+        title: what it does.
+        twin: the plain code that computes the same.
+        test: compares the two.
+        reasons: what keeps it from running.
+        flag: asks for it; None: it runs wherever it can.
+    """
+
+    name: str
+    title: str
+    twin: str
+    test: str
+    reasons: Callable[[Setting], Reasons]
+    flag: str | None = None
+
+    def blocked(self, setting: Setting) -> str | None:
+        """Why it does not run, or None."""
+        if setting.plain:
+            return "--plain turns it off"
+        if self.name in setting.off:
+            return "turned off"
+        if self.flag is not None and self.name not in setting.wanted:
+            return f"not asked for ({self.flag})"
+        return next((reason for reason, holds in self.reasons(setting).items() if holds), None)
+
+
+def _kernels(s: Setting) -> Reasons:
+    real = s.machine.kernels != "plain"
+    return {
+        "there is no GPU": real and not s.machine.gpu,
+        "Triton is missing": s.machine.kernels == "none",
+        f"weights are in {s.dtype}, not in half precision (--bf16)": real and s.dtype not in ("bfloat16", "float16"),
+    }
+
+
+def _fp8(s: Setting) -> Reasons:
+    return {
+        f"weights are in {s.dtype}, not in bf16 (--bf16)": s.dtype != "bfloat16",
+        "the GPU has no fp8 tensor cores (compute capability 9.0, Hopper, or newer)": not s.machine.fp8,
+    }
+
+
+def missing_features(base: BaseConfig, tp_size: int) -> Reasons:
+    """What the direct forward does not compute."""
+    rope, heads = base.rope, base.num_key_value_heads
+    found = {
+        "experts": base.moe is not None,
+        "latent attention": base.mla is not None,
+        "a sliding window": base.window is not None,
+        "attention sinks": base.attention_sinks,
+        "a partial rotary embedding": rope.partial_rotary_factor != 1.0,
+        f"a rotary embedding of type {rope.type}": rope.type in ("yarn", "longrope"),
+        "fewer key/value heads than tensor parallel ranks": heads % tp_size != 0,
+    }
+    return {f"the base has {name}": present for name, present in found.items()}
+
+
+def _base_direct(s: Setting) -> Reasons:
+    if s.base is None:
+        return {"the base's layers do not run": True}
+    quantised = s.quant is not None and (s.quant.base != "none" or s.quant.kv_cache != "none")
+    return {
+        "--transformer-impl transformer_engine builds the base": s.transformer_engine,
+        **missing_features(s.base, s.parallel.tensor_model_parallel_size),
+        "it reads whole sequences (--sequence-parallel)": s.parallel.sequence_parallel,
+        "the base is fake-quantised": quantised,
+    }
+
+
+def _base_fp8(s: Setting) -> Reasons:
+    sizes = (0, 0, 0)
+    if s.base is not None:
+        width = s.base.intermediate_size // s.parallel.tensor_model_parallel_size
+        sizes = (s.base.hidden_size, width, s.base.head_dim)
+    uneven = f"hidden size, intermediate size per rank and head size are {sizes}, not all multiples of 16"
+    return {**_base_direct(s), **_kernels(s), **_fp8(s), uneven: any(size % 16 for size in sizes)}
+
+
+def _draft_fused(s: Setting) -> Reasons:
+    config = s.draft
+    if not isinstance(config, EagleConfig) or not config.reads_captures:
+        return {"the draft is no EAGLE-3 draft": True}
+    steps = s.objective.ttt_steps if s.objective is not None else 0
+    whole = whole_rows_bytes(config.hidden_size, s.rows, steps, 2) if s.parallel.sequence_parallel else 0
+    odd = s.machine.kernels == "triton" and (config.head_dim < 16 or config.head_dim % 8 != 0)
+    clipped = s.quant is not None and s.quant.draft != "none" and s.quant.clipped_ste
+    return {
+        **_kernels(s),
+        "context parallelism splits the sequence": s.parallel.context_parallel_size > 1,
+        "draft steps are detached from one another": s.objective is not None and s.objective.detach,
+        "there are fewer key/value heads than tensor parallel ranks": bool(
+            config.num_key_value_heads % s.parallel.tensor_model_parallel_size
+        ),
+        "the draft has several layers": config.num_hidden_layers > 1,
+        "the draft has an embedding of its own": config.own_embedding,
+        "the draft feeds back a normed state (norm_output)": config.norm_output,
+        f"the draft's layer has {', '.join(config.layer_options)}": bool(config.layer_options),
+        f"the draft's activation is {config.hidden_act}": config.hidden_act != "silu",
+        f"the draft's head size is {config.head_dim}": odd,
+        "fake quantisers clip gradients": clipped,
+        "whole rows would take too much memory under sequence parallelism": whole > MOST_WHOLE_ROWS,
+    }
+
+
+def _draft_fp8(s: Setting) -> Reasons:
+    return {
+        "the draft is fake-quantised": s.quant is not None and s.quant.draft != "none",
+        **_draft_fused(s),
+        "tensor parallel ranks would each round their own part of a row": s.parallel.tensor_model_parallel_size > 1,
+        **_fp8(s),
+    }
+
+
+def _loss_kernel(s: Setting) -> Reasons:
+    kind = s.objective.loss if s.objective is not None else "soft_ce"
+    return {**_kernels(s), f"the loss is {kind}, not soft_ce or kl": kind not in ("soft_ce", "kl")}
+
+
+def _teacher_kernel(s: Setting) -> Reasons:
+    split = s.parallel.tensor_model_parallel_size > 1
+    return {**_kernels(s), "tensor parallel ranks split the base's head": split}
+
+
+def _rounding_kernel(s: Setting) -> Reasons:
+    return {
+        "there is no GPU": not s.machine.gpu,
+        "Triton is missing": s.machine.kernels == "none",
+        "values are in float64": s.dtype == "float64",
+    }
+
+
+def _cuda_graphs(s: Setting) -> Reasons:
+    ranks = s.parallel.tensor_model_parallel_size * s.parallel.pipeline_model_parallel_size
+    return {
+        "there is no GPU": not s.machine.gpu,
+        "several ranks hold the base": ranks > 1,
+        "experts are sent as many tokens as choose them": s.base is not None and s.base.moe is not None,
+    }
+
+
+_GPU = "tests/gpu/test_fast_paths.py"
+_PATHS = (
+    Path(
+        "base_direct",
+        "base: its layers as a list of products, without modules; fused kernels in half precision on a GPU, plain "
+        "operators for decoding anywhere",
+        "megatron-core's layers (base/spec.py)", "tests/unit_tests/base/test_direct.py", _base_direct,
+    ),
+    Path(
+        "base_fp8", "base: its linears in real fp8 (E4M3) in training", "base_direct in bf16",
+        f"{_GPU}::test_fp8_base", _base_fp8, "--base-fp8",
+    ),
+    Path(
+        "draft_fused", "draft: the unroll with its backward written by hand", "drafts/unroll.py",
+        "tests/unit_tests/drafts/test_fused_unroll.py", _draft_fused,
+    ),
+    Path(
+        "draft_fp8", "draft: the layer's products in real fp8 (E4M3)", "draft_fused in bf16",
+        f"{_GPU}::test_fp8_draft", _draft_fp8, "--draft-fp8",
+    ),
+    Path(
+        "loss_kernel", "draft: loss, metrics and gradient of a row of logits in one pass", "losses/vocab_parallel.py",
+        "tests/gpu/test_loss_kernels.py", _loss_kernel,
+    ),
+    Path(
+        "teacher_kernel", "base: restricted logits, log-sum-exp and argmax of a row in one pass", "drafts/teacher.py",
+        "tests/gpu/test_loss_kernels.py", _teacher_kernel,
+    ),
+    Path(
+        "rounding_kernel", "fake quantisation: the E4M3 round trip in one pass", "quantization/rounding.py",
+        "tests/gpu/test_fake_quant.py", _rounding_kernel,
+    ),
+    Path(
+        "cuda_graphs", "decoding: steps are recorded and replayed", "the same functions, called",
+        "tests/unit_tests/decoding/test_replay.py", _cuda_graphs,
+    ),
+)  # fmt: skip
+PATHS = {path.name: path for path in _PATHS}
+
+
+class Paths:
+    """Which fast paths a setting takes. Immutable.
+
+    Attributes:
+        blocked: {name: why it is off}; paths that are on are not in it.
+    """
+
+    def __init__(self, setting: Setting = Setting()) -> None:
+        self.setting = setting
+        reasons = {name: path.blocked(setting) for name, path in PATHS.items()}
+        self.blocked = {name: reason for name, reason in reasons.items() if reason is not None}
+        self._next: Paths | None = None
+
+    def on(self, name: str) -> bool:
+        """True when the path runs."""
+        assert name in PATHS, name
+        return name not in self.blocked
+
+    def kernels(self, *names: str) -> Kernels:
+        """What the paths are made of (`ops.backend.load`); 'none' unless all of them run and kernels can."""
+        can = not self.setting.plain and not any(_kernels(self.setting).values())
+        return self.setting.machine.kernels if can and all(map(self.on, names)) else "none"
+
+    def under(self, objective: ObjectiveConfig) -> Paths:
+        """The same with an objective."""
+        if self.setting.objective == objective:
+            return self
+        if self._next is None or self._next.setting.objective != objective:
+            self._next = Paths(replace(self.setting, objective=objective))
+        return self._next
+
+    def asked_for(self, *names: str) -> Paths:
+        """The same with paths that run on request."""
+        return Paths(replace(self.setting, wanted=tuple(dict.fromkeys((*self.setting.wanted, *names)))))
+
+    def without(self, *names: str) -> Paths:
+        """The same with paths turned off."""
+        return Paths(replace(self.setting, off=(*self.setting.off, *names)))
+
+    def check(self) -> None:
+        """Raise UserError when a path that was asked for cannot run, with what is in its way."""
+        for name in self.setting.wanted:
+            if name in self.blocked:
+                flag = PATHS[name].flag
+                raise UserError(f"{flag} cannot run here: {self.blocked[name]}; leave {flag} out, or change that")
+
+    def to_dict(self) -> dict[str, str]:
+        """{name: 'on', or why it is off}."""
+        return {name: self.blocked.get(name, "on") for name in PATHS}
+
+    def lines(self, names: Iterable[str] = PATHS) -> list[str]:
+        """One line a path, for people."""
+        return [f"{name:<16} {'off: ' + self.blocked[name] if name in self.blocked else 'on'}" for name in names]
+
+
+NO_PATHS = Paths()
+"""All off: of a model that nobody resolved paths for."""
+
+
+def table() -> str:
+    """All paths in Markdown (docs/performance.md)."""
+    lines = ["| Path | What it does | Plain twin | Compared by |", "|---|---|---|---|"]
+    for path in _PATHS:
+        flag = f" ({path.flag})" if path.flag else ""
+        lines.append(f"| `{path.name}`{flag} | {path.title} | {path.twin} | `{path.test}` |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,212 @@
+"""What lies beside the messages of a line is used, or refused with the line."""
+
+import gzip
+import json
+
+import pytest
+
+from megatron_spec.config import UserError
+from megatron_spec.data import conversations
+from megatron_spec.data.chat import ChatEncoder
+from megatron_spec.data.cleaning import CleanOptions, clean
+from megatron_spec.data.conversations import numbered_lines, parse_conversation
+from megatron_spec.data.loader import ConversationDataset
+from megatron_spec.generation.prompts import read_prompts
+from tests.unit_tests.data import chat_fixtures as chats
+from tests.unit_tests.data.chat_fixtures import make_tokenizer, talk, write_lines
+
+TALK = talk(("user", "hi"), ("assistant", "yo"))
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
+
+
+def encoded(template, record, **options):
+    tokenizer = make_tokenizer(template)
+    sample = ChatEncoder(tokenizer, **options).encode(parse_conversation(record, "here"))
+    return tokenizer.decode(sample.tokens, skip_special_tokens=False)
+
+
+def test_a_system_text_beside_the_messages_is_trained_asked_and_prepared(tmp_path):
+    record = {"id": "a", "system": "Answer like a pirate.", "conversations": TALK}
+    assert "<|start|>system\nAnswer like a pirate.<|end|>" in encoded(chats.CHATML, record)
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    told = {"role": "system", "content": "Answer like a pirate."}
+    assert read_prompts(path)[0].rounds == ((told, {"role": "user", "content": "hi"}),)
+    assert clean(record, CleanOptions()).line["conversations"][0] == told
+    same = {**record, "conversations": [told, *TALK]}
+    assert parse_conversation(same, "here").messages == [told, *TALK]
+    for system in ("", " ", None):
+        assert parse_conversation({**record, "system": system}, "here").messages == TALK
+
+
+TOJSON = chats.CHATML.replace(
+    "{{ m['content'] }}", "{{ m['content'] }}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
+)
+ITEMS = TOJSON.replace(
+    "{{ c.function.arguments | tojson }}", "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
+)
+CONCATENATES = TOJSON.replace("c.function.arguments | tojson", "'' + c.function.arguments")
+AS_IT_IS = TOJSON.replace("c.function.arguments | tojson", "c.function.arguments")
+EITHER = TOJSON.replace(
+    "c.function.arguments | tojson",
+    "c.function.arguments if c.function.arguments is string else c.function.arguments | tojson",
+)
+
+
+@pytest.mark.parametrize("template", [TOJSON, ITEMS, CONCATENATES, AS_IT_IS, EITHER])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_arguments_of_tool_calls_are_what_the_base_writes(template, as_text):
+    call = json.loads(json.dumps(CALL))
+    if as_text:
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    record = {"messages": [TALK[0], said, {"role": "tool", "content": "sunny"}, TALK[1]]}
+    expected = "city=Bern" if template == ITEMS else '{"city": "Bern"}'
+    assert f"assistant\n{expected}<|end|>" in encoded(template, record)
+    cleaned = clean(record, CleanOptions()).line
+    assert f"assistant\n{expected}<|end|>" in encoded(template, cleaned)
+
+
+def test_tools_and_template_arguments_may_be_json_text():
+    template = "{% for t in tools or [] %}{{ t.name }}{% endfor %}{% if loud %}LOUD{% endif %}" + chats.CHATML
+    record = {"messages": TALK, "tools": '[{"name": "sum"}]', "chat_template_kwargs": '{"loud": true}'}
+    assert encoded(template, record).startswith("sumLOUD")
+    assert encoded(template, clean(record, CleanOptions()).line).startswith("sumLOUD")
+    assert encoded(template, {"messages": TALK}, template_kwargs={"loud": True}).startswith("LOUD")
+
+
+@pytest.mark.parametrize("name", conversations.REASONING)
+@pytest.mark.parametrize("read", conversations.REASONING)
+def test_reasoning_reaches_the_template_under_the_name_that_it_reads(name, read):
+    template = chats.CHATML.replace("{{ m['content'] }}", f"{{{{ m.{read} or '' }}}}{{{{ m['content'] }}}}")
+    text = encoded(template, {"messages": [TALK[0], {**TALK[1], name: "thought "}]})
+    assert "assistant\nthought yo<|end|>" in text
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"system": "A", "messages": [{"role": "system", "content": "B"}, *TALK]}, "differs from their system message"),
+        ({"system": ["A"], "messages": TALK}, "system: content part"),
+        ({"tools": "{", "messages": TALK}, "expected a JSON list"),
+        ({"tools": {"name": "x"}, "messages": TALK}, "expected a JSON list"),
+        ({"chat_template_kwargs": [1], "messages": TALK}, "expected a JSON object"),
+        ({"chat_template_kwargs": {"tokenize": True}, "messages": TALK}, "tokenize, which is not an argument of the t"),
+        ({"messages": [{**TALK[1], "tool_calls": [{"function": {"arguments": "{"}}]}]}, "message 0: found arguments"),
+        ({"messages": [{**TALK[1], "reasoning": "a", "thinking": "b"}]}, "reasoning and thinking that differ"),
+        ({"messages": [{**TALK[1], "reasoning": ["a"]}]}, "reasoning that is not text"),
+        ({"messages": [TALK[0], {**TALK[1], "content": "a\ud83d"}]}, r"message 1: found \\ud83d, a lone surrogate"),
+        ({"messages": [{**TALK[1], "reasoning": "\udc00"}]}, "message 0: found .*a lone surrogate"),
+        ({"system": "\ud83d", "messages": TALK}, "system: found .*a lone surrogate"),
+        ({"tools": [{"name": "\ud83d"}], "messages": TALK}, "found .*a lone surrogate"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_the_line_and_dropped_with_a_reason(record, words):
+    with pytest.raises(UserError, match=rf"line 3.*{words}"):
+        parse_conversation(record, "line 3")
+    found = clean(record, CleanOptions())
+    assert found.line is None and found.reason
+
+
+def test_lone_surrogates_of_prompts_are_refused_with_the_line(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"turns": ["a"]}) + "\n" + json.dumps({"turns": ["a", "\ud83d"]}) + "\n")
+    with pytest.raises(UserError, match=r"p.jsonl line 2: found \\ud83d, a lone surrogate"):
+        read_prompts(path)
+
+
+def test_files_that_prepare_conversations_reads_name_it(tmp_path):
+    line = json.dumps({"messages": TALK})
+    contents = {
+        "a.json": f"[{line},\n{line}]".encode(), "b.json": b"\xef\xbb\xbf [\n " + line.encode() + b"\n]",
+        "c.jsonl.gz": gzip.compress(line.encode()), "d.parquet": b"PAR1....PAR1",
+    }  # fmt: skip
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        for read in (lambda p: list(numbered_lines(p)), read_prompts):
+            with pytest.raises(UserError, match=rf"python tools/prepare_conversations.py \S*{name} --output"):
+                read(tmp_path / name)
+
+
+def test_a_line_that_is_no_conversation_but_a_corpus_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(conversations, "LONGEST_LINE", 1000)
+    path = write_lines(tmp_path / "d.jsonl", [TALK, talk(("user", "x" * 2000), ("assistant", "y"))])
+    for read in (lambda p: list(numbered_lines(p)), read_prompts):
+        with pytest.raises(UserError, match=r"d.jsonl line 2: longer than 0 MiB, expected one"):
+            read(path)
+
+
+def test_token_ids_beyond_the_base_are_refused_with_line_and_token(tmp_path):
+    tokenizer = make_tokenizer(chats.CHATML)
+    tokenizer.add_tokens(["zebra"])
+    path = write_lines(tmp_path / "d.jsonl", [TALK, talk(("user", "a zebra"), ("assistant", "yo")), TALK])
+    assert len(ConversationDataset(path, tokenizer, 99, vocab_size=len(tokenizer))) == 3
+    beyond = len(tokenizer) - 1
+    with pytest.raises(UserError, match=rf"d.jsonl line 2: found token id {beyond} \('zebra'\), .*ids below {beyond}:"):
+        ConversationDataset(path, tokenizer, 99, vocab_size=beyond)
+    encoder = ChatEncoder(tokenizer, vocab_size=beyond)
+    with pytest.raises(UserError, match=rf"here: found token id {beyond} \('zebra'\)"):
+        encoder.prompt_ids(parse_conversation({"messages": talk(("user", "zebra"))}, "here"))
+
+
+def test_answers_whose_beginning_the_template_leaves_out_are_counted_and_named(tmp_path, caplog):
+    think = talk(("user", "a"), ("assistant", "<think>x</think>b"), ("user", "c"), ("assistant", "why"))
+    path = write_lines(tmp_path / "d.jsonl", [TALK, think, think])
+    for template in (chats.FORGETS_THINKING, chats.CHATML_MARKED.replace("m['content'] }}<", "m['content'][9:] }}<")):
+        caplog.clear()
+        data = ConversationDataset(path, make_tokenizer(template), 200)
+        count = 2 if template == chats.FORGETS_THINKING else 5
+        assert data.statistics["answers shortened"] == count
+        assert f"{count} of 5 answers have a beginning that the chat template leaves out" in caplog.text
+        assert f"the first: line {2 if count == 2 else 1}" in caplog.text
+    caplog.clear()
+    ConversationDataset(path, make_tokenizer(chats.CHATML), 200)
+    assert "answers" not in caplog.text
+    opened = chats.CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    data = ConversationDataset(path, make_tokenizer(opened), 200)
+    assert data.statistics["answers asked otherwise"] == 3  # the others begin with <think>
+    assert "answers shortened" not in data.statistics
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"instruction": "Add.", "input": "1 and 2", "output": "3"}, ["Add.\n\n1 and 2", "3"]),
+        ({"instruction": "Add.", "input": "", "output": "3", "system": "S"}, ["S", "Add.", "3"]),
+        ({"instruction": "Add.", "context": "1 and 2", "response": "3"}, ["Add.\n\n1 and 2", "3"]),
+        ({"instruction": "c", "output": "d", "history": [["a", "b"]]}, ["a", "b", "c", "d"]),
+        ({"prompt": "a", "response": "b"}, ["a", "b"]),
+        ({"prompt": "a", "completion": "b"}, ["a", "b"]),
+        ({"question": "a", "answer": "b", "system_prompt": "S"}, ["S", "a", "b"]),
+        ({"prompt": TALK[:1], "completion": TALK[1:]}, ["hi", "yo"]),
+        ({"prompt": TALK[:1], "messages": TALK}, ["hi", "yo"]),
+    ],
+)
+def test_columns_of_questions_and_answers_are_prepared(record, said):
+    line = clean(record, CleanOptions()).line
+    assert [m["content"] for m in line["conversations"]] == said
+    roles = [m["role"] for m in line["conversations"] if m["role"] != "system"]
+    assert roles == ["user", "assistant"] * (len(roles) // 2)
+    asked = clean(record, CleanOptions(make_prompts=True)).line
+    assert asked["turns"] == [m["content"] for m in line["conversations"] if m["role"] == "user"]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"instruction": "a", "output": 3}, "content that is not text"),
+        ({"prompt": "a", "response": None}, "no assistant turn (--make-prompts keeps the questions)"),
+        ({"instruction": "a", "output": "b", "history": ["c"]}, "history that is not a list of questions and answers"),
+        ({"text": "a"}, "no messages or conversations, only the keys text"),
+        ({"messages": [{"role": "system", "content": ""}]}, "no messages"),
+    ],
+)
+def test_columns_that_cannot_be_used_have_a_reason(record, reason):
+    assert clean(record, CleanOptions()).reason == reason
+
+
+def test_ids_of_answers_stay_with_messages_that_stay():
+    ids = {"tokenizer": "a", "turns": [[1]]}
+    assert clean({"messages": TALK, "answer_ids": ids}, CleanOptions()).line["answer_ids"] == ids
+    found = clean({"messages": [*TALK, TALK[0]], "answer_ids": ids}, CleanOptions())
+    assert "answer_ids" not in found.line and found.repairs["answer_ids removed, because messages were"] == 1

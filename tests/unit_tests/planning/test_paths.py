@@ -1,0 +1,141 @@
+"""The rule for fast paths: one table decides, refuses what was asked for, and nothing else asks about the machine."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_spec.config import BaseConfig, EagleConfig, ObjectiveConfig, ParallelConfig, QuantConfig, UserError
+from megatron_spec.config.machine import H100, Machine
+from megatron_spec.ops import backend, plain
+from megatron_spec.planning.estimate import Place, _activation_bytes
+from megatron_spec.planning.paths import NO_PATHS, PATHS, Paths, Setting
+
+ROOT = Path(__file__).resolve().parents[3]
+BASE = BaseConfig(
+    family="llama", hidden_size=64, intermediate_size=96, num_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, vocab_size=96, max_position_embeddings=64,
+)  # fmt: skip
+DRAFT = EagleConfig(
+    "eagle3", 64, 96, 4, 2, 16, 96, 48, 64, 64, capture_layer_ids=(0, 1, 2), norm_before_fc=False,
+)  # fmt: skip
+GPU = Setting(H100, "bfloat16", base=BASE, draft=DRAFT, objective=ObjectiveConfig())
+FP8 = ("base_fp8", "draft_fp8")
+
+
+def test_an_h100_takes_them_all() -> None:
+    paths = Paths(replace(GPU, wanted=FP8))
+    paths.check()
+    assert not paths.blocked and set(paths.to_dict().values()) == {"on"}
+    assert Paths(GPU).blocked == {"base_fp8": "not asked for (--base-fp8)", "draft_fp8": "not asked for (--draft-fp8)"}
+    assert set(Paths(replace(GPU, plain=True)).blocked) == set(PATHS) == set(NO_PATHS.blocked)
+    assert Paths(replace(GPU, plain=True)).kernels() == "none" and Paths(GPU).kernels("draft_fused") == "triton"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("draft_fp8", {"parallel": ParallelConfig(context_parallel_size=2)}, "context parallelism"),
+        ("draft_fp8", {"parallel": ParallelConfig(tensor_model_parallel_size=2)}, "their own part of a row"),
+        ("draft_fp8", {"draft": DRAFT.replace(num_hidden_layers=2)}, "several layers"),
+        ("draft_fp8", {"draft": DRAFT.replace(algorithm="eagle3.1", norm_output=True)}, "norm_output"),
+        ("draft_fp8", {"objective": ObjectiveConfig(detach=True)}, "detached"),
+        ("draft_fp8", {"quant": QuantConfig(base="none")}, "fake-quantised"),
+        ("draft_fp8", {"dtype": "float32"}, "float32, not in half precision"),
+        ("draft_fp8", {"dtype": "float16"}, "float16, not in bf16"),
+        ("draft_fp8", {"machine": Machine(True, (8, 0), "triton")}, "no fp8 tensor cores"),
+        ("draft_fp8", {"machine": Machine(True, (9, 0))}, "Triton is missing"),
+        ("draft_fp8", {"plain": True}, "--plain"),
+        ("base_fp8", {"machine": Machine()}, "there is no GPU"),
+        ("base_fp8", {"base": BASE.replace(window=8, window_layers=(1,))}, "a sliding window"),
+        ("base_fp8", {"base": BASE.replace(intermediate_size=100)}, "multiples of 16"),
+        ("base_fp8", {"quant": QuantConfig(draft="none")}, "the base is fake-quantised"),
+        ("base_fp8", {"transformer_engine": True}, "transformer_engine"),
+    ],
+)  # fmt: skip
+def test_what_was_asked_for_is_refused_with_the_reason(name: str, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=f"{PATHS[name].flag} cannot run here: .*{reason}"):
+        Paths(replace(GPU, wanted=(name,), **changes)).check()
+
+
+def test_an_objective_is_added_later() -> None:
+    paths = Paths(replace(GPU, objective=None))
+    assert paths.on("draft_fused") and paths.on("loss_kernel")
+    under = paths.under(ObjectiveConfig(loss="tv", detach=True))
+    assert not under.on("draft_fused") and under.blocked["loss_kernel"] == "the loss is tv, not soft_ce or kl"
+    assert paths.under(ObjectiveConfig(loss="tv", detach=True)) is under
+
+
+@pytest.mark.parametrize(
+    ("draft", "fused"),
+    [
+        (DRAFT, True),
+        (DRAFT.replace(algorithm="eagle3.1", norm_before_fc=True), True),
+        (DRAFT.replace(algorithm="eagle3.1", norm_output=True), False),
+        (DRAFT.replace(num_hidden_layers=2), False),
+    ],
+)
+def test_memory_is_estimated_for_the_path_that_is_taken(draft: EagleConfig, fused: bool) -> None:
+    from megatron_spec.config import TrainConfig
+
+    place = Place(BASE, draft, ParallelConfig(), TrainConfig(train_iters=1, bf16=True), 64, 3, 1, 4)
+    assert Paths(replace(GPU, draft=draft)).on("draft_fused") is fused
+    width = 9.0 * 64 + 128 + 64 + 2 * 96 if fused else 14.0 * 64 + 2 * 128 + 64 + 4 * 96
+    assert _activation_bytes(place, 64, 2) == 64 * 3 * draft.num_hidden_layers * width * 2
+
+
+def test_tests_and_twins_exist() -> None:
+    for path in PATHS.values():
+        file, _, name = path.test.partition("::")
+        assert name in (ROOT / file).read_text()
+    assert all(callable(getattr(plain, name)) for name in plain.OPERATORS) and backend.load("plain") is plain
+
+
+ASKS = {
+    "ops/attention.py": "the table of attention kernels", "ops/ttt_attention.py": "the same, with gradients",
+    "ops/products.py": "an operator of torch that only CUDA has", "ops/head.py": "size of a chunk on a device",
+    "runtime/platform.py": "the one place that knows the machine", "runtime/distributed.py": "names the device",
+    "batch.py": "copies in the host's memory", "features/offline.py": "pinned memory",
+    "training/loop.py": "peak memory of a device", "evaluation/validate.py": "warm-up of a timing",
+    "commands/decode.py": "name of the device in a report",
+    "families/transformer_config.py": "says the dtype to megatron-core",
+}  # fmt: skip
+"""Files that may ask about the device, and what for: never to choose a fast path."""
+
+
+def asked(tree: ast.Module) -> set[str]:
+    """What a file asks about the machine."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("is_cuda", "get_device_capability", "has_cuda"):
+            found.add(node.attr)
+        if isinstance(node, ast.Compare) and ".type" in ast.unparse(node) and "device" in ast.unparse(node):
+            found.add("device.type")
+        if isinstance(node, ast.Constant) and node.value == "triton":
+            found.add("triton")
+        if isinstance(node, ast.Compare) and any(f"torch.{x}float16" in ast.unparse(node) for x in ("b", "")):
+            found.add("half precision")
+    return found
+
+
+def test_nothing_else_asks_about_the_machine() -> None:
+    package = ROOT / "megatron_spec"
+    wrong: dict[str, set[str]] = {}
+    for file in package.rglob("*.py"):
+        name = file.relative_to(package).as_posix()
+        if (
+            name.startswith(("ops/kernels/", "serving/"))
+            or name in ASKS
+            or name in ("config/machine.py", "planning/paths.py")
+        ):
+            continue
+        found = asked(ast.parse(file.read_text()))
+        if found:
+            wrong[name] = found
+    assert not wrong, f"ask planning/paths.py instead: {wrong}"
+    kept = {name for name in ASKS if asked(ast.parse((package / name).read_text()))}
+    assert kept == set(ASKS), f"these ask no more, take them off the list: {set(ASKS) - kept}"
