@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_spec.config.base import MlaConfig, MoeConfig, RopeConfig
+from megatron_spec.config.block import BlockConfig
 from megatron_spec.config.core import Config, require
 
 EagleAlgorithm = Literal["eagle1", "eagle3", "eagle3.1", "eagle-mtp"]
@@ -236,4 +237,4 @@ class MedusaConfig(Config):
         return not self.share_base_head
 
 
-DraftConfig = EagleConfig | MedusaConfig
+DraftConfig = EagleConfig | MedusaConfig | BlockConfig
