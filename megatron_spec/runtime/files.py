@@ -105,7 +105,9 @@ def writing(path: Path | str, size: int | None = None, hint: str = "") -> Iterat
         yield
     except UserError:
         raise
-    except Exception as e:
+    except BaseException as e:
+        if not isinstance(e, Exception) and not hasattr(e, "failures"):  # torch's CheckpointException is no Exception
+            raise
         told = write_error(path, e, size, hint)
         if told is None:
             raise
