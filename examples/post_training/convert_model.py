@@ -1,6 +1,7 @@
 """Give a base model a draft model: a fresh one, or a published one to train on.
 
     python convert_model.py --export-algorithm eagle --export-eagle-algorithm eagle3 --load BASE --save DIR
+    python convert_model.py --export-algorithm dflash --load BASE --save DIR
     python convert_model.py --export-algorithm medusa --export-num-medusa-heads 4 --load BASE --save DIR
     python convert_model.py --draft FOLDER --load BASE --save DIR
     torchrun --nproc-per-node 4 convert_model.py --tensor-model-parallel-size 4 --load BASE --save DIR ...

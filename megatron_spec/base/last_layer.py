@@ -1,4 +1,4 @@
-"""Norms and MLP of the base's last layer, whole and on every rank: what a fresh draft may start from."""
+"""Norms, attention and MLP of the base's last layer, whole and on every rank: what a fresh draft may start from."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from megatron_spec.base import te_spec
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.families import name_rules
 from megatron_spec.families.names import NameRule, hf_shapes, join_shards, local_names, to_hf
+
+_PARTS = ("final_layernorm", "input_layernorm", "pre_mlp_layernorm", "self_attention", "mlp")
 
 
 @torch.no_grad()
@@ -27,9 +29,7 @@ def last_layer_tensors(base: FrozenBase) -> dict[str, Tensor]:
     for rule in name_rules(base.config):
         part = rule.core.split(".")[3] if rule.layer == base.config.num_layers - 1 else rule.core.split(".")[1]
         experts = rule.layer is not None and base.config.has_experts(rule.layer)
-        if part not in ("final_layernorm", "input_layernorm", "pre_mlp_layernorm", "mlp") or (
-            part == "mlp" and experts
-        ):
+        if part not in _PARTS or (part == "mlp" and experts):
             continue
         tensors = _whole(base, rule) if base.world.is_last_stage else {}
         for name, shape in hf_shapes(rule).items():
@@ -40,6 +40,12 @@ def last_layer_tensors(base: FrozenBase) -> dict[str, Tensor]:
     fused = found.pop("mlp.gate_up_proj.weight", None)
     if fused is not None:
         found["mlp.gate_proj.weight"], found["mlp.up_proj.weight"] = fused.chunk(2)
+    fused = found.pop("self_attn.qkv_proj.weight", None)
+    if fused is not None:
+        config = base.config
+        heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        for x, part in zip("qkv", fused.split([n * config.head_dim for n in heads]), strict=True):
+            found[f"self_attn.{x}_proj.weight"] = part
     return found
 
 

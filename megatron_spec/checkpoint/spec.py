@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_spec.config import BaseConfig, Config, EagleConfig, MedusaConfig, QuantConfig, UserError
+from megatron_spec.config import BaseConfig, Config, DraftConfig, QuantConfig, UserError
 from megatron_spec.runtime.files import read_object, sha256_of
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -41,7 +41,7 @@ class CheckpointSpec(Config):
 
     base: BaseLink
     """The base of the draft."""
-    draft: EagleConfig | MedusaConfig
+    draft: DraftConfig
     """Told apart by `algorithm`."""
     quant: QuantConfig | None = None
     """Fake quantisation; None: not quantised."""

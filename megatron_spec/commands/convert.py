@@ -18,8 +18,9 @@ from megatron_spec.checkpoint.native_mtp import check_own_module, load_own_modul
 from megatron_spec.checkpoint.spec import CheckpointSpec
 from megatron_spec.commands.data import check_base_shapes
 from megatron_spec.commands.runs import ConvertRun, DraftRequest, settings_of, takes
-from megatron_spec.config import DraftConfig, EagleConfig, ParallelConfig, UserError, presets
+from megatron_spec.config import BlockConfig, DraftConfig, EagleConfig, ParallelConfig, UserError, presets
 from megatron_spec.config.modelopt import from_modelopt
+from megatron_spec.data import mask_token
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
@@ -85,7 +86,19 @@ def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftV
         own = presets.own_mtp_config(ref.config)
         check_own_module(Path(ref.path), own, native_mtp.weight_shapes(own))
         return own, DraftVocab.full(ref.config.vocab_size)
+    if request.algorithm in ("dflash", "dspark"):
+        return _plan_block(ref, request), DraftVocab.full(ref.config.vocab_size)
     return _plan_eagle(ref, request.eagle_algorithm or "eagle3", request.eagle_config, request.draft_vocab)
+
+
+def _plan_block(ref: BaseReference, request: DraftRequest) -> BlockConfig:
+    overrides = read_object(request.draft_config) if request.draft_config else {}
+    if "mask_token_id" not in overrides and ref.kind == "hf":
+        found = mask_token.find(Path(ref.path), ref.config.vocab_size)
+        if found is not None:
+            overrides = {**overrides, "mask_token_id": found}
+            log.info("mask token: %d", found)
+    return presets.block_config(ref.config, request.algorithm, overrides)
 
 
 def _plan_eagle(
@@ -173,7 +186,7 @@ def check_draft_parallel(config: DraftConfig, parallel: ParallelConfig) -> None:
                 f"--tensor-model-parallel-size {tp} does not divide the draft's {name} {getattr(config, name)}: "
                 + _way_out(config, name)
             )
-    if isinstance(config, EagleConfig) and config.num_key_value_heads * config.head_dim % tp:
+    if isinstance(config, (EagleConfig, BlockConfig)) and config.num_key_value_heads * config.head_dim % tp:
         raise UserError(
             f"--tensor-model-parallel-size {tp} does not divide the draft's keys: num_key_value_heads "
             f"{config.num_key_value_heads} x head_dim {config.head_dim}: choose another size or change them in "

@@ -153,7 +153,8 @@ def plan(
         assert decode.speculative_model is not None
         check_parallel(inspect_exported_base(decode.speculative_model).config, parallel)
         check_tokenizers(opened, load_tokenizer(decode.speculative_model), decode.speculative_model)
-    captures = config.capture_layer_ids if config is not None and kind in ("Eagle3", "Eagle", "MTP") else ()
+    reads = ("Eagle3", "Eagle", "MTP", "DFlash", "DSpark")
+    captures = config.capture_layer_ids if config is not None and kind in reads else ()
     return Plan(kind, load, base, base_config, reference, captures, opened, source, decode, reading)
 
 

@@ -79,7 +79,7 @@ class ScriptRun(Config):
 class DraftRequest(ScriptRun):
     """The draft that convert_model.py makes; None where a flag was not given."""
 
-    algorithm: Literal["eagle", "medusa"] = option("eagle", flag="export-algorithm", once=True)
+    algorithm: Literal["eagle", "medusa", "dflash", "dspark"] = option("eagle", flag="export-algorithm", once=True)
     """Kind of draft."""
     eagle_algorithm: EagleAlgorithm | None = option(None, flag="export-eagle-algorithm", once=True)
     """EAGLE variant; eagle-mtp is multi-token prediction (default: eagle3)."""
@@ -96,6 +96,8 @@ class DraftRequest(ScriptRun):
     mtp_from_base: bool | None = None
     """eagle-mtp: load the prediction module that the base ships (DeepSeek-V3), instead of a fresh one."""
 
+    draft_config: str | None = option(None, "JSON")
+    """dflash, dspark: file with overrides of the draft's architecture (mask_token_id, block_size, ...)."""
     draft: str | None = option(None, "FOLDER")
     """Train on from the draft in FOLDER, of any format that check_export.py knows, with its own vocabulary."""
 
@@ -103,16 +105,18 @@ class DraftRequest(ScriptRun):
         """Raise UserError when flags of one kind of draft are given for another."""
         eagle = ("eagle_algorithm", "eagle_config", "draft_vocab", "mtp_from_base")
         medusa = ("num_medusa_heads", "num_medusa_layers", "share_base_head")
-        given = self._given((*eagle, *medusa)) if self.draft is not None else []
+        block = ("draft_config",)
+        given = self._given((*eagle, *medusa, *block)) if self.draft is not None else []
         if given:
             raise UserError(f"--draft takes the draft as its folder has it: leave {', '.join(given)} out")
-        other, owner = (eagle, "eagle") if self.algorithm == "medusa" else (medusa, "medusa")
-        given = self._given(other)
-        if given:
-            raise UserError(
-                f"--export-algorithm {self.algorithm} and {', '.join(given)} contradict each other: "
-                f"{'they belong' if len(given) > 1 else 'it belongs'} to --export-algorithm {owner}"
-            )
+        owners = {"eagle": eagle, "medusa": medusa, "dflash": block, "dspark": block}
+        for owner, names in owners.items():
+            given = self._given(names) if names is not owners[self.algorithm] else []
+            if given:
+                raise UserError(
+                    f"--export-algorithm {self.algorithm} and {', '.join(given)} contradict each other: "
+                    f"{'they belong' if len(given) > 1 else 'it belongs'} to --export-algorithm {owner}"
+                )
         if self.mtp_from_base and self.eagle_algorithm != "eagle-mtp":
             raise UserError(
                 "--mtp-from-base loads the base's own prediction module: add --export-eagle-algorithm eagle-mtp"

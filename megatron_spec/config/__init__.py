@@ -7,6 +7,7 @@ error with a suggestion, a value of the wrong type an error with the type that w
 from __future__ import annotations
 
 from megatron_spec.config.base import BaseConfig, MlaConfig, MoeConfig, RopeConfig, RopeType, RouterKind
+from megatron_spec.config.block import BlockAlgorithm, BlockConfig
 from megatron_spec.config.core import Config, UserError, flag_name, group, option, require, suggest
 from megatron_spec.config.decoding import DecodeConfig, DecodingType
 from megatron_spec.config.draft import DraftConfig, EagleAlgorithm, EagleConfig, MedusaConfig
@@ -23,6 +24,8 @@ from megatron_spec.config.training import (
 __all__ = [
     "Alignment",
     "BaseConfig",
+    "BlockAlgorithm",
+    "BlockConfig",
     "Config",
     "DecodeConfig",
     "DecodingType",

@@ -12,6 +12,8 @@ DecodingType = Literal[
     "Eagle",
     "Medusa",
     "MTP",
+    "DFlash",
+    "DSpark",
     "NGram",
     "SA",
     "DraftTarget",
@@ -57,6 +59,8 @@ class DecodeConfig(Config):
     """Children a node may have, and nodes of a level that are drafted further."""
     max_total_draft_tokens: int = 16
     """Nodes of a dynamic tree that the base verifies: the most likely ones."""
+    confidence_threshold: float = 0.0
+    """DSpark: a block is cut where the product of its confidences falls below this; 0: never."""
     medusa_choices: str | None = None
     """A fixed tree of head ranks as a JSON list of paths, or a file of it: [[0], [1], [0, 0]] (Medusa)."""
     max_matching_ngram_size: int | None = None
@@ -112,6 +116,10 @@ class DecodeConfig(Config):
         size = self.max_matching_ngram_size
         longest = self.decoding_type == "SA" and size == -1
         require(size is None or size >= 1 or longest, f"max_matching_ngram_size must be at least 1, found {size}")
+        require(
+            0 <= self.confidence_threshold <= 1,
+            f"confidence_threshold must be in [0, 1], found {self.confidence_threshold}",
+        )
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], found {self.top_p}")
         hot = self.temperature > 0
         for name, default in (

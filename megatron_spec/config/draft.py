@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_spec.config.base import MlaConfig, MoeConfig, RopeConfig
+from megatron_spec.config.block import BlockConfig
 from megatron_spec.config.core import Config, require
 
 EagleAlgorithm = Literal["eagle1", "eagle3", "eagle3.1", "eagle-mtp"]
@@ -55,6 +56,10 @@ class EagleConfig(Config):
     """First value of `fc`: it passes the last capture on, or the average of the captures."""
     init_from_base_layer: bool = False
     """Copy MLP and norms of the first draft layer from the base's last layer where shapes agree."""
+    init_attention: bool = False
+    """EAGLE-3, with `init_from_base_layer`: copy attention too; q, k and v go into the half that reads the feature."""
+    frozen_head: bool = False
+    """EAGLE-3: do not train the LM head; it keeps the base's rows of the draft vocabulary."""
     norm_before_fc: bool = False
     """EAGLE-3.1: one norm over all captures together, before `fc`."""
     fc_norm: bool = False
@@ -137,10 +142,21 @@ class EagleConfig(Config):
             not own or (len(own) == 3 and self.algorithm == "eagle-mtp"),
             f"{', '.join(own)}: they are set together, by --mtp-from-base alone",
         )
+        self._validate_starting_point()
         if not self.reads_captures:
             self._validate_shared_head()
         if self.mla is not None:
             require(not self.layer_options, f"{', '.join(self.layer_options)}: not for a draft with latent attention")
+
+    def _validate_starting_point(self) -> None:
+        for name in ("init_attention", "frozen_head"):
+            require(not getattr(self, name) or self.reads_captures, f"{name} is of EAGLE-3, found {self.algorithm}")
+        require(not self.init_attention or self.init_from_base_layer, "init_attention needs init_from_base_layer")
+        require(
+            not self.frozen_head or self.hidden_size == self.target_hidden_size,
+            f"frozen_head keeps rows of the base's head: hidden_size must be the base's {self.target_hidden_size}, "
+            f"found {self.hidden_size}",
+        )
 
     def _validate_shared_head(self) -> None:
         """Drafts that read the base's final state and use its frozen LM head."""
@@ -221,4 +237,4 @@ class MedusaConfig(Config):
         return not self.share_base_head
 
 
-DraftConfig = EagleConfig | MedusaConfig
+DraftConfig = EagleConfig | MedusaConfig | BlockConfig

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_spec.config import (
     BaseConfig,
+    BlockConfig,
     DraftConfig,
     EagleConfig,
     MedusaConfig,
@@ -176,6 +177,92 @@ def medusa_config(
     )  # fmt: skip
 
 
+def spread_capture_ids(num_layers: int, count: int) -> tuple[int, ...]:
+    """`count` base layers whose outputs block drafts read, spread evenly from 1 to L-3; fewer in a small base."""
+    first = min(1, num_layers - 1)
+    last = max(num_layers - 3, first)
+    count = min(count, last - first + 1)
+    if count == 1:
+        return (last,)
+    return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
+
+
+def block_config(base: BaseConfig, algorithm: str, overrides: dict[str, Any] | None = None) -> BlockConfig:
+    """DFlash or DSpark draft for `base`: Qwen3-style layers of the base's shape, then the user's overrides.
+
+    Five layers and captures for a base from 2048 wide, two layers for a smaller one; Markov rank 256 or 64.
+
+    Args:
+        overrides: fields of `BlockConfig`, `mask_token_id` among them; `rope_theta` and `rope_scaling` are accepted.
+
+    Raises:
+        UserError: unknown key (with a suggestion), wrong type, contradicting values, or no mask token.
+    """
+    overrides = dict(overrides or {})
+    known = [*BlockConfig.__dataclass_fields__, *_HUGGING_FACE_NAMES]
+    for key in overrides:
+        if key not in known:
+            raise UserError(f"draft configuration: unknown key {key!r}{suggest(key, known)}; known: {', '.join(known)}")
+    fixed = {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size, "num_target_layers": base.num_layers}
+    for name, expected in fixed.items():
+        if overrides.get(name, expected) != expected:
+            raise UserError(f"draft configuration: {name} is {overrides[name]}, but the base has {expected}")
+    if "mask_token_id" not in overrides:
+        raise UserError(
+            f"{algorithm} needs a mask token, a token id that the base's embedding holds and no text contains: none is "
+            'known for this base, name one with "mask_token_id" in the draft\'s configuration'
+        )
+    large = base.hidden_size >= 2048
+    values: dict[str, Any] = dict(
+        algorithm=algorithm,
+        **fixed,
+        **_draft_shape(base),
+        max_position_embeddings=base.max_position_embeddings,
+        rms_norm_eps=base.rms_norm_eps,
+        hidden_act=base.hidden_act,
+        num_hidden_layers=5 if large else 2,
+        capture_layer_ids=spread_capture_ids(base.num_layers, 5),
+    )
+    if algorithm == "dspark":
+        values["markov_rank"] = 256 if large else 64
+    if not (_HUGGING_FACE_NAMES & overrides.keys() and "rope" in overrides):
+        values["rope"] = _rope_overrides(base, overrides)
+    values.update({k: v for k, v in overrides.items() if k not in _HUGGING_FACE_NAMES})
+    config = BlockConfig.from_dict(values)
+    if config.hidden_act != "silu":
+        raise UserError(f"draft configuration: hidden_act {config.hidden_act!r} is not supported: use 'silu'")
+    return config
+
+
+def _block_objective(config: BlockConfig, objective: ObjectiveConfig) -> ObjectiveConfig:
+    default, steps = ObjectiveConfig(), config.num_steps
+    if objective.ttt_steps not in (default.ttt_steps, steps):
+        raise UserError(
+            f"--ttt-steps {objective.ttt_steps}, but a block of {config.block_size} proposes {steps} tokens: leave it "
+            "out"
+        )
+    unread = ["step_decay", "alignment", "detach", "row_keep", "row_keep_least"]
+    if config.algorithm == "dflash":
+        unread += ["confidence_weight", "backbone_weight", "backbone_iters"]
+    _refuse_unread(objective, unread, f"do nothing for {config.algorithm}")
+    if config.algorithm == "dspark" and objective.loss == default.loss:
+        objective = objective.replace(loss="ce_l1")  # the paper's; kl is soft_ce by its gradient
+    return objective.replace(ttt_steps=steps)
+
+
+def _refuse_unread(objective: ObjectiveConfig, names: list[str], why: str) -> None:
+    default = ObjectiveConfig()
+    given = ["--" + n.replace("_", "-") for n in names if getattr(objective, n) != getattr(default, n)]
+    if given:
+        raise UserError(f"{', '.join(given)} {why}: leave {'it' if len(given) == 1 else 'them'} out")
+
+
+_BLOCK_OPTIONS = [
+    "anchors", "block_weights", "block_gamma", "pace_alpha", "ce_weight", "l1_weight", "confidence_weight",
+    "backbone_weight", "backbone_iters",
+]  # fmt: skip
+
+
 def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveConfig:
     """The objective as it applies to a draft: Medusa has as many steps as heads.
 
@@ -187,6 +274,12 @@ def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveC
             if getattr(objective, name) != getattr(default, name):
                 flag = "--" + name.replace("_", "-")
                 raise UserError(f"{flag} belongs to eagle1, the draft is {config.algorithm}: leave it out")
+    if isinstance(config, BlockConfig):
+        return _block_objective(config, objective)
+    _refuse_unread(objective, _BLOCK_OPTIONS, f"are for block drafts, the draft is {config.algorithm}")
+    if objective.loss == "ce_l1":
+        raise UserError(f"--loss ce_l1 is for block drafts, the draft is {config.algorithm}: choose another")
+    _refuse_unread(objective, ["row_keep", "row_keep_least"], f"are for p-eagle, the draft is {config.algorithm}")
     if not objective.in_vocab_only and config.draft_vocab_size == config.vocab_size:
         raise UserError(
             "--no-in-vocab-only: this draft has the whole vocabulary, so that no row is outside of it: leave it out"

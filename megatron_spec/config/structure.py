@@ -13,6 +13,7 @@ from math import prod
 from typing import Literal
 
 from megatron_spec.config.base import MlaConfig, MoeConfig
+from megatron_spec.config.block import BlockConfig
 from megatron_spec.config.draft import DraftConfig, EagleConfig, MedusaConfig
 
 First = Literal["normal", "ones", "zeros", "head", "embedding", "captures", "feature"]
@@ -33,7 +34,8 @@ class TensorSpec:
         shape: of the whole tensor, not of a shard.
         split: dimension that is split over tensor parallel ranks; None for a replicated one.
         first: what it starts from.
-        base: tensor of the base's last layer (its name there) that it may start from instead.
+        base: tensor of the base's last layer (its name there) that it may start from instead; where that is half as
+            wide, the second half alone does ([embedding ; feature]: the feature).
         linear: the weight of a linear that may be quantised.
     """
 
@@ -68,7 +70,7 @@ def _bias(size: int, split: bool) -> TensorSpec:
     return TensorSpec((size,), 0 if split else None, first="zeros")
 
 
-def layer_names(config: EagleConfig) -> list[str]:
+def layer_names(config: EagleConfig | BlockConfig) -> list[str]:
     """Prefix of every decoder layer: 'midlayer' loads in every engine; more layers need the numbered form."""
     if config.reads_captures and config.num_hidden_layers == 1:
         return ["midlayer"]
@@ -79,6 +81,8 @@ def draft_tensors(config: DraftConfig) -> Table:
     """Every parameter of the draft, under the names of its module."""
     if isinstance(config, MedusaConfig):
         return _medusa(config)
+    if isinstance(config, BlockConfig):
+        return _block(config)
     table = _ends(config)
     for i, layer in enumerate(layer_names(config)):
         table |= {f"{layer}.{name}": spec for name, spec in _layer(config, i == 0).items()}
@@ -94,6 +98,26 @@ def _medusa(config: MedusaConfig) -> Table:
             table[f"{block}.bias"] = _bias(H, split=False)
         if not config.share_base_head:
             table[f"heads.{h}.lm_head.weight"] = TensorSpec((config.vocab_size, H), 0, first="head", linear=True)
+    return table
+
+
+def _block(config: BlockConfig) -> Table:
+    H, r = config.hidden_size, config.markov_rank
+    table: Table = {
+        "fc.weight": TensorSpec((H, len(config.capture_layer_ids) * H), first="captures", linear=True),
+        "hidden_norm.weight": _norm(H),
+        FINAL_NORM: _norm(H, FINAL_NORM),
+    }
+    for i, prefix in enumerate(layer_names(config)):
+        layer = {"input_layernorm.weight": _norm(H), **_attention(config, H)}
+        layer |= {"post_attention_layernorm.weight": _norm(H, "post_attention_layernorm.weight"), **_mlp(config)}
+        table |= {f"{prefix}.{n}": spec if i == 0 else replace(spec, base=None) for n, spec in layer.items()}
+    if r:  # DSpark; W2 starts at 0: without effect, but with a gradient
+        table["markov_head.markov_w1.weight"] = TensorSpec((config.vocab_size, r), 0)
+        table["markov_head.markov_w2.weight"] = TensorSpec((config.vocab_size, r), 0, first="zeros")
+        width = H + (r if config.confidence_reads_markov else 0)
+        table["confidence_head.proj.weight"] = TensorSpec((1, width), first="zeros")
+        table["confidence_head.proj.bias"] = _bias(1, split=False)
     return table
 
 
@@ -144,15 +168,16 @@ def _layer(config: EagleConfig, first: bool) -> Table:
     return table if first else {name: replace(spec, base=None) for name, spec in table.items()}
 
 
-def _attention(config: EagleConfig, width: int) -> Table:
+def _attention(config: EagleConfig | BlockConfig, width: int) -> Table:
     H, d = config.hidden_size, config.head_dim
     rows = {
         "q": config.num_attention_heads * d,
         "k": config.num_key_value_heads * d,
         "v": config.num_key_value_heads * d,
     }
-    table = {f"self_attn.{x}_proj.weight": _column(n, width) for x, n in rows.items()}
-    table["self_attn.o_proj.weight"] = _row(H, rows["q"])
+    names = {x: f"self_attn.{x}_proj.weight" if config.init_attention else None for x in "qkvo"}
+    table = {f"self_attn.{x}_proj.weight": _column(n, width, names[x]) for x, n in rows.items()}
+    table["self_attn.o_proj.weight"] = _row(H, rows["q"], names["o"])
     if config.attention_bias:
         table |= {f"self_attn.{x}_proj.bias": _bias(n, split=True) for x, n in rows.items()}
         table["self_attn.o_proj.bias"] = _bias(H, split=False)
@@ -161,7 +186,7 @@ def _attention(config: EagleConfig, width: int) -> Table:
     return table
 
 
-def _mlp(config: EagleConfig) -> Table:
+def _mlp(config: EagleConfig | BlockConfig) -> Table:
     H, F = config.hidden_size, config.intermediate_size
     table = {f"mlp.{x}_proj.weight": _column(F, H, f"mlp.{x}_proj.weight") for x in ("gate", "up")}
     table["mlp.down_proj.weight"] = _row(H, F, "mlp.down_proj.weight")

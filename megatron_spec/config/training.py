@@ -7,7 +7,8 @@ from typing import Literal
 
 from megatron_spec.config.core import Config, option, require
 
-LossKind = Literal["soft_ce", "kl", "reverse_kl", "tv", "lk", "hard_ce"]
+LossKind = Literal["soft_ce", "kl", "reverse_kl", "tv", "lk", "hard_ce", "ce_l1"]
+BlockWeights = Literal["exponential", "d-pace"]
 Alignment = Literal["serving", "paper", "target"]
 QuantFormat = Literal["none", "fp8", "nvfp4"]
 
@@ -71,14 +72,50 @@ class ObjectiveConfig(Config):
     """EAGLE-1: weight of the feature regression."""
     token_weight: float = 0.1
     """EAGLE-1: weight of the token loss."""
+    anchors: int = 512
+    """Block drafts: most blocks drawn from a conversation at a step."""
+    block_weights: BlockWeights = "exponential"
+    """Block drafts: weight of slot s is exp(-s / block_gamma), or what its acceptance is worth (D-PACE)."""
+    block_gamma: float | None = None
+    """Block drafts, exponential weights; default: 7, 5, 4 for blocks of 16, 10, 8."""
+    pace_alpha: float = 0.5
+    """Block drafts, D-PACE: how far acceptance probabilities are drawn towards 1."""
+    ce_weight: float = 0.1
+    """Loss ce_l1 (DSpark): weight of the cross-entropy to the tokens of the text."""
+    l1_weight: float = 0.9
+    """Loss ce_l1 (DSpark): weight of sum |q - p|."""
+    confidence_weight: float = 1.0
+    """DSpark: weight of the confidence head's binary cross-entropy."""
+    backbone_weight: float = 0.0
+    """DSpark: share of the loss taken without the Markov head, at the start."""
+    backbone_iters: int = 0
+    """DSpark: iterations over which backbone_weight falls to 0 (Domino's curriculum); 0: it stays."""
+    row_keep: float = 0.75
+    """P-EAGLE: share of the rows of one depth that are trained at the next."""
+    row_keep_least: float = 0.2
+    """P-EAGLE: share of the rows that every depth keeps at least."""
+
+    def at(self, iteration: int) -> ObjectiveConfig:
+        """The objective of one iteration, from 0."""
+        if not self.backbone_weight or not self.backbone_iters:
+            return self
+        left = max(0.0, 1 - iteration / self.backbone_iters)
+        return self.replace(backbone_weight=self.backbone_weight * left)
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
-        for name in ("feature_noise", "feature_weight", "token_weight"):
+        for name in ("feature_noise", "feature_weight", "token_weight", "ce_weight", "l1_weight", "confidence_weight"):
             require(getattr(self, name) >= 0, f"{name} must not be negative, found {getattr(self, name)}")
         require(self.ttt_steps >= 1, f"ttt_steps must be at least 1, found {self.ttt_steps}")
         require(self.temperature > 0, f"temperature must be positive, found {self.temperature}")
-        require(0 < self.step_decay <= 1, f"step_decay must be in (0, 1], found {self.step_decay}")
+        for name in ("step_decay", "row_keep", "row_keep_least"):
+            require(0 < getattr(self, name) <= 1, f"{name} must be in (0, 1], found {getattr(self, name)}")
+        for name in ("pace_alpha", "backbone_weight"):
+            require(0 <= getattr(self, name) <= 1, f"{name} must be in [0, 1], found {getattr(self, name)}")
+        require(self.anchors >= 1, f"anchors must be at least 1, found {self.anchors}")
+        require(
+            self.block_gamma is None or self.block_gamma > 0, f"block_gamma must be positive, found {self.block_gamma}"
+        )
 
 
 @dataclass(frozen=True)

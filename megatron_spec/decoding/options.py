@@ -13,7 +13,8 @@ from typing import Any
 from megatron_spec.config import DecodeConfig, DecodingType, DraftConfig, MedusaConfig, UserError
 
 DECODING_TYPES: dict[str, DecodingType] = {
-    "eagle1": "Eagle", "eagle3": "Eagle3", "eagle3.1": "Eagle3", "eagle-mtp": "MTP", "medusa": "Medusa"
+    "eagle1": "Eagle", "eagle3": "Eagle3", "eagle3.1": "Eagle3", "eagle-mtp": "MTP", "medusa": "Medusa",
+    "dflash": "DFlash", "dspark": "DSpark",
 }  # fmt: skip
 """Algorithm of a draft -> TensorRT-LLM's name of decoding with it."""
 
@@ -31,8 +32,9 @@ _OWNERS: dict[str, tuple[str, ...]] = {
     "is_use_oldest": ("NGram",),
     "is_public_pool": ("NGram",),
     "drafter": ("User",),
-    "speculative_model": ("Eagle3", "Eagle", "MTP", "Medusa", "DraftTarget"),
-    "use_rejection_sampling": ("Eagle3", "Eagle", "MTP", "Medusa", "DraftTarget"),
+    "speculative_model": ("Eagle3", "Eagle", "MTP", "Medusa", "DFlash", "DSpark", "DraftTarget"),
+    "use_rejection_sampling": ("Eagle3", "Eagle", "MTP", "Medusa", "DFlash", "DSpark", "DraftTarget"),
+    "confidence_threshold": ("DSpark",),
 }
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron_spec.planning.paths import Paths
     from megatron_spec.runtime.distributed import World
 
-ALGORITHMS = ("eagle1", "eagle3", "eagle3.1", "eagle-mtp", "medusa")
+ALGORITHMS = ("eagle1", "eagle3", "eagle3.1", "eagle-mtp", "medusa", "dflash", "dspark")
 
 
 def build_draft(
@@ -26,6 +26,8 @@ def build_draft(
 
     Raises UserError for sizes that do not fit the parallel layout.
     """
+    from megatron_spec.drafts.dflash import DFlashDraft
+    from megatron_spec.drafts.dspark import DSparkDraft
     from megatron_spec.drafts.eagle1 import Eagle1Draft
     from megatron_spec.drafts.eagle3 import EagleDraft
     from megatron_spec.drafts.linear import Placement
@@ -35,7 +37,11 @@ def build_draft(
     from megatron_spec.runtime.platform import machine
 
     kinds: dict[str, Any] = dict(
-        zip(ALGORITHMS, (Eagle1Draft, EagleDraft, EagleDraft, MtpDraft, MedusaDraft), strict=True)
+        zip(
+            ALGORITHMS,
+            (Eagle1Draft, EagleDraft, EagleDraft, MtpDraft, MedusaDraft, DFlashDraft, DSparkDraft),
+            strict=True,
+        )
     )
     kind = kinds[config.algorithm]
     draft = kind(config, vocab, Placement(world.tp, world.parallel.sequence_parallel, dtype, world.device))

@@ -9,8 +9,6 @@ S sequence, B micro-batch, H hidden size, T draft steps, R supervised rows of a 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +18,7 @@ from megatron_spec.config import EagleConfig, ObjectiveConfig
 from megatron_spec.drafts.contract import Attention, BaseEnds, DraftLosses
 from megatron_spec.drafts.layer import DraftLayer
 from megatron_spec.drafts.linear import Linear, Placement
+from megatron_spec.drafts.randomness import mix
 from megatron_spec.drafts.recurrent import SharedHeadDraft
 from megatron_spec.drafts.unroll import Supervision, teacher_state
 from megatron_spec.drafts.vocab import DraftVocab
@@ -99,17 +98,9 @@ def feature_noise(batch: Batch, like_SBH: Tensor, scale: float, rows_L: Tensor |
     device = like_SBH.device
     place_S = torch.arange(batch.tokens_BS.shape[1], device=device)
     real_BS = batch.documents_BS >= 0
-    content_B = (_mix((batch.tokens_BS + 1) * 0x9E3779B1 + place_S) * real_BS).sum(1)
-    seed_B = _mix(content_B + _mix(torch.initial_seed()))
-    row_SB = _mix(seed_B + (place_S if rows_L is None else rows_L)[:, None] * 0x85EBCA6B)
-    bits_SBH = _mix(row_SB[..., None] + torch.arange(H, device=device) * 0xC2B2AE35)
+    content_B = (mix((batch.tokens_BS + 1) * 0x9E3779B1 + place_S) * real_BS).sum(1)
+    seed_B = mix(content_B + mix(torch.initial_seed()))
+    row_SB = mix(seed_B + (place_S if rows_L is None else rows_L)[:, None] * 0x85EBCA6B)
+    bits_SBH = mix(row_SB[..., None] + torch.arange(H, device=device) * 0xC2B2AE35)
     unit_SBH = (bits_SBH >> 8).to(torch.float32) / (1 << 24)  # 24 bits: exact in fp32, [0, 1)
     return ((2 * unit_SBH - 1) * scale).to(like_SBH.dtype)
-
-
-def _mix(x: Any) -> Any:
-    """32 well-mixed bits of an integer or of an int64 tensor (a multiply-xorshift hash)."""
-    x = x & 0xFFFFFFFF
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
-    return x ^ (x >> 16)

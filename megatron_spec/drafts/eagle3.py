@@ -49,6 +49,7 @@ class EagleDraft(RecurrentDraft):
         if config.own_embedding:
             self.embed_tokens = VocabEmbedding(config.vocab_size, H, place)
         self.lm_head = ColumnLinear(H, len(vocab), "draft_vocab_size", place)
+        self.lm_head.weight.requires_grad_(not config.frozen_head)
 
     @property
     def decoder_layers(self) -> list[DraftLayer]:

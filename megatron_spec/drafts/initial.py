@@ -97,12 +97,14 @@ def initial_values(draft: Any, ends: BaseEnds, base: Mapping[str, Tensor], seed:
     copied = getattr(draft.config, "init_from_base_layer", False)
     head: Tensor | None = None
     for name, spec in draft_tensors(draft.config).items():
-        source = base.get(spec.base or "")
-        if source is not None and (copied or spec.base == FINAL_NORM) and tuple(source.shape) == spec.shape:
+        source = base.get(spec.base or "") if copied or spec.base == FINAL_NORM else None
+        if source is not None and tuple(source.shape) == spec.shape:
             yield name, source
             continue
         value = head if spec.first == "head" and head is not None else _first_value(draft, ends, name, spec, seed)
         head = value if spec.first == "head" else head
+        if source is not None and (source.shape[0], 2 * source.shape[-1]) == spec.shape:
+            value[:, source.shape[-1] :] = source.to(value)
         yield name, value
 
 

@@ -140,7 +140,8 @@ def _exclude_modules(config: EagleConfig, fp8: set[str], quant: QuantConfig | No
                 f"exclude pattern {pattern!r} holds a layer number: engines number the layers of a draft "
                 "differently, so it would match nothing there. Exclude by the kind of layer, for example '*down_proj'"
             )
-    return DRAFT_EXCLUDES + patterns
+    markov = ["*markov_head*", "*confidence_head*"] if str(config.algorithm) == "dspark" else []
+    return DRAFT_EXCLUDES + markov + patterns
 
 
 def _tensors(

@@ -14,11 +14,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megatron_spec.config import BaseConfig, EagleConfig, RopeConfig, UserError
+from megatron_spec.config import BaseConfig, BlockConfig, EagleConfig, RopeConfig, UserError
 from megatron_spec.config.presets import default_capture_ids
 from megatron_spec.config.rope import rope_scaling_json
 from megatron_spec.config.structure import draft_tensors, layer_names
-from megatron_spec.export import native_mtp
+from megatron_spec.export import block, native_mtp
 from megatron_spec.export.formats.eagle import OPTIONS
 
 ARCHITECTURES: dict[str, list[str]] = {
@@ -29,6 +29,8 @@ ARCHITECTURES: dict[str, list[str]] = {
 }
 QK_NORM_ARCHITECTURES = ["Eagle3Qwen3ForCausalLM"]
 """vLLM's name of an EAGLE-3 draft with norms over query and key heads; other engines have none."""
+Exported = EagleConfig | BlockConfig
+"""Drafts whose folder is described here."""
 WEIGHTS = "model.safetensors"
 SERVED_BY: dict[str, tuple[str, ...]] = {
     "qk_norm": ("vllm",), "attention_bias": ("vllm",), "mlp_bias": ("vllm",), "fc_bias": ("sglang",),
@@ -42,30 +44,34 @@ SHARED_SCALE = (
 """Linears that engines fuse: one scale each."""
 
 
-def linear_names(config: EagleConfig) -> list[str]:
+def linear_names(config: Exported) -> list[str]:
     """Every linear that may be fp8."""
     table = draft_tensors(config).items()
     return [n.removesuffix(".weight") for n, spec in table if spec.linear and (".self_attn." in n or ".mlp." in n)]
 
 
-def weight_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+def weight_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
     """Every floating point tensor that is a parameter of the draft, with its shape in the file.
 
     Later layers of EAGLE-3 hold their input norm under both names in use: engines differ in what they read.
     """
+    if isinstance(config, BlockConfig):
+        return {name: spec.shape for name, spec in draft_tensors(config).items()}
     shapes = {native_mtp.file_name(config, name): spec.shape for name, spec in draft_tensors(config).items()}
     for layer in layer_names(config)[1:] if config.reads_captures else ():
         shapes[f"{layer}.hidden_norm.weight"] = shapes[f"{layer}.input_layernorm.weight"]
     return shapes
 
 
-def zero_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+def zero_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
     """Tensors of zeros that only loaders want: SGLang leaves EAGLE-1's bias random when it is missing."""
+    if isinstance(config, BlockConfig):
+        return {}
     return {"fc.bias": (config.hidden_size,)} if config.regresses_state and not config.fc_bias else {}
 
 
 def expected_tensors(
-    config: EagleConfig, dtype: str, fp8: set[str] | None = None, embeddings: bool = False, form: str = "fp8"
+    config: Exported, dtype: str, fp8: set[str] | None = None, embeddings: bool = False, form: str = "fp8"
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """name -> (dtype, shape) of every tensor of the file; dtypes in torch's spelling.
 
@@ -97,9 +103,9 @@ def expected_tensors(
     return tensors
 
 
-def end_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+def end_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
     """Tensors of the base that may be written too: its embedding, and beside its own prediction module its head."""
-    if config.of_base:
+    if isinstance(config, EagleConfig) and config.of_base:
         return native_mtp.end_shapes(config)
     return {} if config.own_embedding else {"embed_tokens.weight": (config.vocab_size, config.target_hidden_size)}
 
@@ -136,8 +142,10 @@ def _capture_keys(config: EagleConfig, num_base_layers: int) -> dict[str, Any]:
     }
 
 
-def config_json(config: EagleConfig, base: BaseConfig, dtype: str) -> dict[str, Any]:
+def config_json(config: Exported, base: BaseConfig, dtype: str) -> dict[str, Any]:
     """Content of config.json, without a `quantization_config`. Holds no null."""
+    if isinstance(config, BlockConfig):
+        return block.config_json(config, base, dtype, _rope_keys(config.rope))
     eos = list(base.eos_token_ids)
     values: dict[str, Any] = {
         "architectures": QK_NORM_ARCHITECTURES if config.qk_norm else ARCHITECTURES[config.algorithm],

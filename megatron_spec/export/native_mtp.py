@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_spec.config import EagleConfig, presets
+from megatron_spec.config import BlockConfig, EagleConfig, presets
 from megatron_spec.config.structure import CHOICE_BIAS, draft_tensors
 from megatron_spec.runtime.files import read_object
 
@@ -24,9 +24,11 @@ def prefix(config: EagleConfig) -> str:
     return f"model.layers.{config.layer_in_base}."
 
 
-def file_name(config: EagleConfig, name: str) -> str:
+def file_name(config: EagleConfig | BlockConfig, name: str) -> str:
     """Name in the file of a parameter of the draft; for every other draft they are the same."""
-    return prefix(config) + name.removeprefix("layers.0.") if config.of_base else name
+    if isinstance(config, BlockConfig) or not config.of_base:
+        return name
+    return prefix(config) + name.removeprefix("layers.0.")
 
 
 def dtype_of(name: str, dtype: str) -> str:

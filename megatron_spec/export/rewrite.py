@@ -56,8 +56,8 @@ def rewrite(folder: Path | str, reference: BaseReference, out: Path | str) -> Pa
     return Path(out)
 
 
-def _config(config: EagleConfig, reference: BaseReference, dtype: str) -> dict[str, Any]:
-    if config.of_base:
+def _config(config: layout.Exported, reference: BaseReference, dtype: str) -> dict[str, Any]:
+    if isinstance(config, EagleConfig) and config.of_base:
         return native_mtp.config_json(reference.path, dtype)
     return layout.config_json(config, reference.config, dtype)
 
@@ -70,7 +70,7 @@ def _dtype(reading: Reading) -> str:
     return _DTYPES[min(found, key=list(_DTYPES).index)]
 
 
-def _kept(config: EagleConfig, fp8: set[str]) -> list[str]:
+def _kept(config: layout.Exported, fp8: set[str]) -> list[str]:
     """Patterns of the kinds of linears that stay in high precision."""
     return sorted({"*" + name.rpartition(".")[2] for name in layout.linear_names(config) if name not in fp8})
 
@@ -80,7 +80,7 @@ def _medusa(tensors: StoredTensors, config: MedusaConfig, dtype: str) -> Iterato
         yield medusa.file_name(config, name), tensors.parameter(name, getattr(torch, dtype))
 
 
-def _eagle(tensors: StoredTensors, config: EagleConfig, dtype: str) -> Iterator[tuple[str, Tensor]]:
+def _eagle(tensors: StoredTensors, config: layout.Exported, dtype: str) -> Iterator[tuple[str, Tensor]]:
     chosen, quantised, entries = getattr(torch, dtype), tensors.reading.quantised(), tensors.reading.source.entries
     written = layout.weight_shapes(config)
     for name in draft_tensors(config):

@@ -20,6 +20,8 @@ from megatron_spec.batch import Batch, Features
 from megatron_spec.config import BaseConfig, EagleConfig, UserError
 from megatron_spec.config.structure import layer_names
 from megatron_spec.drafts.contract import BaseEnds, shift
+from megatron_spec.drafts.dflash import DFlashDraft
+from megatron_spec.drafts.dspark import DSparkDraft
 from megatron_spec.drafts.recurrent import SharedHeadDraft
 from megatron_spec.export import layout
 from megatron_spec.export.common import VerificationError, parameters_by_file_name, parse_dtype, shard
@@ -27,12 +29,14 @@ from megatron_spec.export.formats import read_draft
 from megatron_spec.export.load import StoredTensors, load_exported_draft
 from megatron_spec.export.native_mtp import dtype_of
 from megatron_spec.ops.attention import AttentionPlan, attend
+from megatron_spec.ops.block_attention import BlockLayout, block_attention
 from megatron_spec.quantization.rounding import scale_of
 from megatron_spec.runtime.distributed import World, together
 from megatron_spec.runtime.files import read_object
 
-_NOT_EXPORTED = {"initializer_range", "init_from_base_layer", "fc_init", "max_position_embeddings"}
-"""Fields of EagleConfig that need not come back: three matter before training only, one may grow to the base's."""
+STARTING_POINT = {"initializer_range", "init_from_base_layer", "init_attention", "frozen_head", "fc_init"}
+_NOT_EXPORTED = {*STARTING_POINT, "max_position_embeddings"}
+"""Fields of EagleConfig that need not come back: those of training, and one that may grow to the base's."""
 
 
 _WRITTEN = ("rope_theta", "head_dim", "draft_vocab_size")
@@ -258,7 +262,11 @@ def check_logits(
     """
     memory: torch.dtype = next(draft.parameters()).dtype
     fresh = load_exported_draft(folder, base, world, memory)
-    inputs = _Inputs.of(draft, world, memory, features, ends)
+    inputs: Any
+    if isinstance(draft, DFlashDraft):
+        inputs = _BlockInputs.of(draft, world, memory, features)
+    else:
+        inputs = _Inputs.of(draft, world, memory, features, ends)
     tolerance = 1e-4 if memory in (torch.float32, torch.float64) else 0.05
     with _rounded(draft, dtype):
         in_memory = inputs.run(draft)
@@ -316,6 +324,44 @@ class _Inputs:
     def run(self, draft: Any) -> list[Tensor]:
         """`two_steps` of a draft."""
         return two_steps(draft, self.captures_SBC, self.embedding_SBH, self.positions_BS, self.state_SBH, self.ends)
+
+
+@dataclasses.dataclass
+class _BlockInputs:
+    """What a block reads that hangs behind a micro-batch: its captures, and some state for the slots."""
+
+    captures_SBC: Tensor
+    positions_BS: Tensor
+    state_PCH: Tensor
+
+    @staticmethod
+    def of(draft: DFlashDraft, world: World, dtype: torch.dtype, features: Features | None) -> _BlockInputs:
+        """Of the first row of a micro-batch; random ones when there is none."""
+        config, random = draft.config, torch.Generator().manual_seed(0)
+        state = torch.randn(1, config.block_size, config.hidden_size, generator=random).to(world.device, dtype)
+        if features is not None:
+            return _BlockInputs(features.captures_SBC[:, :1].to(dtype), features.batch.positions_BS[:1], state)
+        rows, split = 8 * world.tp_size, world.tp_size if world.parallel.sequence_parallel else 1
+        captures = torch.randn(rows // split, 1, draft.fc.weight.shape[1], generator=random)
+        return _BlockInputs(captures.to(world.device, dtype), torch.arange(rows, device=world.device)[None], state)
+
+    def run(self, draft: Any) -> list[Tensor]:
+        """States that the head reads, and what a DSpark draft adds: Markov logits and confidences."""
+        context_SBH = draft.context(self.captures_SBC)
+        rotation = draft.rotation(self.positions_BS.t(), context_SBH)
+        behind = self.positions_BS.new_tensor([len(context_SBH)])
+        layout = BlockLayout(behind * 0, behind, draft.config.causal, draft.config.sliding_window)
+
+        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            """The slots see the whole micro-batch."""
+            keys, values = draft.decoder_layers[layer].self_attn.keys_values(context_SBH, rotation)
+            return block_attention(q, k, v, keys[:, 0], values[:, 0], layout)
+
+        states = draft.run_layers(self.state_PCH, draft.block_rotation(behind, self.state_PCH), attention)[0]
+        if not isinstance(draft, DSparkDraft):
+            return [states]
+        markov = draft.markov(torch.arange(len(states), device=states.device))
+        return [states, draft.markov_logits(markov), draft.confidence(states, markov)]
 
 
 def two_steps(

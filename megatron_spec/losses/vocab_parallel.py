@@ -142,7 +142,7 @@ def kernel_row_loss(
         top_R, lse_R, index_R = kernels.largest(logits_RD, temperature)
         best_R, lse_R = _agree(group, top_R, lse_R, index_R, logits_RD.shape[-1])
         loss_R, overlap_R = kernels.soft_shard(*told, lse_R.float(), temperature, kind == "kl")
-        _reduce_together(group, loss_R, overlap_R)
+        reduce_together(group, loss_R, overlap_R)
         return loss_R, overlap_R, best_R
 
     return in_place
@@ -156,7 +156,7 @@ def _soft_ce(
     logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, label: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     loss = -torch.linalg.vecdot(p, logq)
-    _reduce_together(group, loss, overlap)
+    reduce_together(group, loss, overlap)
     return loss, q.sub_(p)
 
 
@@ -164,7 +164,7 @@ def _kl(
     logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, label: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     loss = torch.linalg.vecdot(p, logp.sub_(logq))
-    _reduce_together(group, loss, overlap)
+    reduce_together(group, loss, overlap)
     return loss, q.sub_(p)
 
 
@@ -173,7 +173,7 @@ def _reverse_kl(
 ) -> tuple[Tensor, Tensor]:
     ratio = logq.sub_(logp)
     loss = torch.linalg.vecdot(q, ratio)
-    _reduce_together(group, loss, overlap)
+    reduce_together(group, loss, overlap)
     return loss, q.mul_(ratio.sub_(loss[:, None]))
 
 
@@ -182,7 +182,7 @@ def _tv(
 ) -> tuple[Tensor, Tensor]:
     below = (q < p).to(q.dtype)  # d min(p, q) / dq
     mass = torch.linalg.vecdot(q, below)
-    _reduce_together(group, mass, overlap)
+    reduce_together(group, mass, overlap)
     return 1 - overlap, q.mul_(mass[:, None] - below)
 
 
@@ -195,7 +195,7 @@ def _lk(
     _, log_overlap = argmax_and_lse(lower, group)
     share = lower.sub_(log_overlap[:, None]).exp_().mul_(below)
     mass = share.sum(-1)
-    _reduce_together(group, mass, overlap)
+    reduce_together(group, mass, overlap)
     return -log_overlap, q.mul_(mass[:, None]).sub_(share)
 
 
@@ -207,14 +207,14 @@ def _hard_ce(
     mine = (local >= 0) & (local < width)
     index = local.clamp(0, width - 1)[:, None]
     loss = -logq.gather(-1, index)[:, 0] * mine
-    _reduce_together(group, loss, overlap)
+    reduce_together(group, loss, overlap)
     return loss, q.scatter_add_(-1, index, -mine[:, None].to(q.dtype))
 
 
 _KINDS = {"soft_ce": _soft_ce, "kl": _kl, "reverse_kl": _reverse_kl, "tv": _tv, "lk": _lk, "hard_ce": _hard_ce}
 
 
-def _reduce_together(group: dist.ProcessGroup | None, *sums_R: Tensor) -> None:
+def reduce_together(group: dist.ProcessGroup | None, *sums_R: Tensor) -> None:
     """Sum several row vectors over the group in one message, in place."""
     if group is None or group.size() == 1:
         return

@@ -84,8 +84,8 @@ class _FusedHead(torch.autograd.Function):
         )
         weight = weight.to(wide)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
-        for start in range(0, len(x_NH), _chunk_rows(weight_DH, in_place is not None)):
-            part = slice(start, start + _chunk_rows(weight_DH, in_place is not None))
+        for start in range(0, len(x_NH), chunk_rows(weight_DH, in_place is not None)):
+            part = slice(start, start + chunk_rows(weight_DH, in_place is not None))
             x, grad_logits = x_NH[part], x_NH[part] @ weight_DH.t()
             if in_place is not None:
                 found.append(in_place(grad_logits, teacher[part], weight[part]))
@@ -120,7 +120,8 @@ class _FusedHead(torch.autograd.Function):
         return None, None, None, None, told, *scaled.split(ctx.counts)
 
 
-def _chunk_rows(weight_DH: Tensor, in_place: bool) -> int:
+def chunk_rows(weight_DH: Tensor, in_place: bool = False) -> int:
+    """Rows whose logits exist together."""
     row = weight_DH.shape[0] * (weight_DH.element_size() if in_place else 4)
     return max(1, CHUNK_BYTES.get(weight_DH.device.type, 64 << 20) // row)
 

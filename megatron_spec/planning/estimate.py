@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megatron_spec.config import (
     BaseConfig,
+    BlockConfig,
     DraftConfig,
     EagleConfig,
     MedusaConfig,
@@ -28,12 +29,12 @@ HEAD_CHUNK = 1100 << 20
 """Bytes of whole-vocabulary logits alive at a time on a GPU (drafts/teacher.py, ops/head.py)."""
 
 
-def attention_width(config: BaseConfig | EagleConfig) -> int:
+def attention_width(config: BaseConfig | EagleConfig | BlockConfig) -> int:
     """Columns of the query projection."""
     return config.num_attention_heads * config.head_dim
 
 
-def qkv_width(config: BaseConfig | EagleConfig) -> int:
+def qkv_width(config: BaseConfig | EagleConfig | BlockConfig) -> int:
     """X: columns of the query, key and value projections."""
     return attention_width(config) + 2 * config.num_key_value_heads * config.head_dim
 
@@ -66,7 +67,24 @@ def draft_parameters(draft: DraftConfig) -> tuple[int, int]:
     return split, sum(spec.size for spec in table) - split
 
 
-def flops_per_token(base: BaseConfig, draft: DraftConfig, S: int, T: int) -> dict[str, float]:
+def block_flops(draft: BlockConfig, S: int, anchors: int) -> float:
+    """FLOPs a token of training a block draft on sequences of S tokens with `anchors` blocks each.
+
+    The context's projections of every token; layers, scores (half the context on average) and head of every slot. The
+    base's head has no weight gradient; nothing is counted that is computed twice.
+    """
+    H, layers = draft.hidden_size, draft.num_hidden_layers
+    kv = 2 * draft.num_key_value_heads * draft.head_dim
+    context = len(draft.capture_layer_ids) * H * H + layers * H * kv
+    layer = H * (qkv_width(draft) + attention_width(draft)) + 3 * H * draft.intermediate_size
+    scores = 2 * attention_width(draft) * (S / 2 + draft.block_size)
+    head = (2 / 3 * H + draft.markov_rank) * draft.vocab_size
+    blocks = min(anchors, S) / S
+    slots = blocks * draft.block_size * layers * (2.0 * layer + scores) + blocks * draft.num_steps * 2.0 * head
+    return 3 * (2.0 * context + slots)
+
+
+def flops_per_token(base: BaseConfig, draft: DraftConfig, S: int, T: int, anchors: int = 512) -> dict[str, float]:
     """FLOPs a token of the plain algorithm: the base forward with its head, T draft steps forward and backward."""
     H, scores = base.hidden_size, 2 * 2 * attention_width(base) * S / 2  # causal: q k and p v over S / 2 keys
     shared, experts = base_layer_parameters(base)
@@ -77,6 +95,9 @@ def flops_per_token(base: BaseConfig, draft: DraftConfig, S: int, T: int) -> dic
     if isinstance(draft, MedusaConfig):
         head = draft.num_heads * draft.vocab_size * H if draft.share_base_head else 0
         found["draft"] = 3 * 2.0 * (split + replicated + head)
+        return found
+    if isinstance(draft, BlockConfig):
+        found["draft"] = block_flops(draft, S, anchors)
         return found
     head = 0 if draft.own_head else base.vocab_size * H
     once = replicated if draft.reads_captures else 0  # `fc` reads captures once; other projections run at every step
@@ -134,6 +155,11 @@ def _activation_bytes(place: Place, rows: float, width: int) -> float:
     draft, tp = place.draft, place.parallel.tensor_model_parallel_size
     if isinstance(draft, MedusaConfig):
         return rows * draft.num_heads * (draft.num_layers * 3 + 1) * draft.hidden_size * width
+    if isinstance(draft, BlockConfig):
+        slots = place.train.micro_batch_size * min(512, place.seq_length) * draft.block_size
+        kv = 2 * draft.num_key_value_heads * draft.head_dim
+        layer = 9.0 * draft.hidden_size + (3 * (attention_width(draft) + kv) + 4 * draft.intermediate_size) / tp
+        return width * (slots * draft.num_hidden_layers * layer + rows * draft.num_hidden_layers * 3 * kv / tp)
     scattered, fused = place.parallel.sequence_parallel, place.fast_paths.on("draft_fused")
     residual, gate, qkv = (9.0, 2, 1) if fused else (3 + 11 / tp if scattered else 14.0, 4, 2)
     wide = qkv * qkv_width(draft) + attention_width(draft) + gate * mlp_width(draft)

@@ -52,6 +52,8 @@ class Trainer:
     scheduler: OptimizerParamScheduler
     ends: BaseEnds
     objective: ObjectiveConfig
+    iteration: int = 0
+    """Of the coming step: a part of the objective may change with it."""
 
     def backward(self, features: Iterable[Features], count: int | None = None) -> tuple[Tensor, Tensor]:
         """Accumulate gradients over micro-batches; reduce sums and gradients.
@@ -69,12 +71,12 @@ class Trainer:
         if count is None:
             features = list(features)
             count = len(features)
-        left = count
+        left, objective = count, self.objective.at(self.iteration)
         with self.ddp.module.weights_fixed():
             for micro_batch in features:
                 left -= 1
                 with self.ddp.no_sync() if left else contextlib.nullcontext():
-                    losses = self.ddp(micro_batch, self.ends, self.objective)
+                    losses = self.ddp(micro_batch, self.ends, objective)
                     losses.total.backward()
                 sums[:5] += pack(losses)
                 sums[5, 0] += losses.total.detach()

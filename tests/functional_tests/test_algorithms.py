@@ -21,8 +21,23 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "medusa": {"algorithm": "medusa", "num_medusa_heads": 3, "num_medusa_layers": 2},
     "medusa-shared": {"algorithm": "medusa", "num_medusa_heads": 2, "share_base_head": True},
     "mtp": {"eagle_algorithm": "eagle-mtp"},
-    "eagle3.1": {"eagle_algorithm": "eagle3.1"},
+    "eagle3.1": {
+        "eagle_algorithm": "eagle3.1",
+        "eagle_config": {"capture_layer_ids": [0, 3, 6], "norm_before_fc": True},
+    },
+    "dflash": {"algorithm": "dflash", "draft_config": {"mask_token_id": 3, "block_size": 3, "causal": True}},
+    "dspark": {"algorithm": "dspark", "draft_config": {"mask_token_id": 3, "block_size": 2, "markov_rank": 8}},
 }
+
+
+def request(root: str, name: str) -> dict[str, Any]:
+    """The request with its configuration in a file."""
+    found = dict(REQUESTS[name])
+    for key in ("eagle_config", "draft_config"):
+        if key in found:
+            Path(root, f"{name}.json").write_text(json.dumps(found[key]))
+            found[key] = f"{root}/{name}.json"
+    return found
 
 
 def chain(root: str, name: str) -> dict[str, Any]:
@@ -35,9 +50,9 @@ def chain(root: str, name: str) -> dict[str, Any]:
     from megatron_spec.config import DecodeConfig, ObjectiveConfig, ParallelConfig, TrainConfig
 
     here, data = f"{root}/{name}", f"{root}/train.jsonl"
-    convert(f"{root}/base", f"{here}/draft", **{**REQUESTS[name], **({"eagle_config": f"{root}/31.json"}
-            if name == "eagle3.1" else {})})  # fmt: skip
-    goal = ObjectiveConfig() if name.startswith("medusa") else ObjectiveConfig(ttt_steps=2)
+    convert(f"{root}/base", f"{here}/draft", **request(root, name))
+    fixed = REQUESTS[name].get("algorithm") is not None  # heads and blocks have as many steps as they are
+    goal = ObjectiveConfig() if fixed else ObjectiveConfig(ttt_steps=2)
 
     def train(load: str, save: str, iterations: int, cache: str | None = None) -> list[Any]:
         settings = TrainConfig(iterations, micro_batch_size=2, global_batch_size=4, lr=3e-3)
@@ -48,7 +63,7 @@ def chain(root: str, name: str) -> dict[str, Any]:
         return [json.loads(line) for line in lines]
 
     found: dict[str, Any] = {"tuned": train("draft", "tuned", 10, f"{here}/features")}
-    heads = REQUESTS[name].get("num_medusa_heads", 3)
+    heads = 2 if name in ("dflash", "dspark") else REQUESTS[name].get("num_medusa_heads", 3)
     few = DecodeConfig(max_draft_len=heads, max_new_tokens=10, batch_size=2)
     report = validate(data, load=f"{here}/tuned", num_prompts=3, decode=few)
     found["identical"], found["accepted"] = report.first.text_identical, report.first.acceptance.acceptance_length
@@ -88,7 +103,6 @@ def chains(root: str) -> dict[str, Any]:
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     root = tmp_path_factory.mktemp("algorithms")
     make_base(root / "base")
-    (root / "31.json").write_text(json.dumps({"capture_layer_ids": [0, 3, 6], "norm_before_fc": True}))
     write_conversations(root / "train.jsonl", 8)
     return root, run_world(1, chains, str(root))[0]
 
@@ -153,6 +167,26 @@ def test_exported_eagle31(done: tuple[Path, dict[str, Any]]) -> None:
         assert place["norm_before_fc"] and place["fc_norm"] and place["norm_output"]
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 3, 6]
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 4, 7]
+
+
+def test_exported_blocks(done: tuple[Path, dict[str, Any]]) -> None:
+    for name, architecture in (("dflash", "DFlashDraftModel"), ("dspark", "Qwen3DSparkModel")):
+        folder = done[0] / name / "bf16" / "draft"
+        tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+        assert config["architectures"] == [architecture] and config["model_type"] == "qwen3"
+        assert config["dflash_config"]["mask_token_id"] == 3 and config["num_target_layers"] == 8
+        assert config["dflash_config"]["target_layer_ids"] == [1, 2, 3, 4, 5]
+        assert tensors["fc.weight"].shape == (32, 5 * 32) and tensors["layers.1.self_attn.k_norm.weight"].dim() == 1
+        assert not {"lm_head.weight", "embed_tokens.weight", "d2t"} & tensors.keys()
+        quantised = load_file(done[0] / name / "fp8" / "draft" / "model.safetensors")
+        assert quantised["layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
+        scales = {float(quantised[f"layers.0.self_attn.{x}_proj.input_scale"]) for x in "qkv"}
+        assert len(scales) == 1 and quantised["fc.weight"].dtype == torch.bfloat16
+    assert config["markov_rank"] == 8 and config["enable_confidence_head"] and config["target_layer_ids"]
+    assert quantised["markov_head.markov_w2.weight"].dtype == torch.bfloat16
+    ignored = json.loads((folder / "../../fp8/draft/config.json").read_text())["quantization_config"]["ignore"]
+    assert "*markov_head*" in ignored
+    assert tensors["markov_head.markov_w2.weight"].any() and tensors["confidence_head.proj.weight"].any()
 
 
 LAYOUTS: tuple[dict[str, Any], ...] = ({"tensor_model_parallel_size": 2, "sequence_parallel": True},)

@@ -29,6 +29,10 @@ CASES: dict[int, list[Case]] = {
         dict(name="eagle1", packed=True, algorithm="eagle1"),
         dict(name="medusa", packed=True, algorithm="medusa"),
         dict(name="the base's own module", packed=True, model="own", algorithm="own"),
+        dict(name="dflash", packed=True, algorithm="dflash"),
+        dict(name="dspark", packed=True, algorithm="dspark"),
+        dict(name="dspark, 1 kv head", packed=True, algorithm="dspark", model="kv1"),
+        dict(name="dflash, experts", packed=True, algorithm="dflash", model="moe"),
     ],
     2: [
         dict(tp=2),
@@ -48,6 +52,11 @@ CASES: dict[int, list[Case]] = {
         dict(pp=2, packed=True, model="own", algorithm="own"),
         dict(cp=2, packed=True, model="own", algorithm="own"),
         dict(ep=2, packed=True, model="own", algorithm="own", distributed_optimizer=True),
+        dict(tp=2, packed=True, algorithm="dflash", sequence_parallel=True),
+        dict(cp=2, packed=True, algorithm="dspark"),
+        dict(pp=2, packed=True, algorithm="dflash", distributed_optimizer=True),
+        dict(tp=2, packed=True, algorithm="dspark", model="kv1"),
+        dict(ep=2, packed=True, algorithm="dflash", model="moe"),
     ],
     3: [dict(pp=3), dict(pp=3, first=4, last=1)],
     4: [
@@ -62,6 +71,7 @@ CASES: dict[int, list[Case]] = {
         dict(cp=2, pp=2, distributed_optimizer=True),
         dict(cp=2, tp=2, sequence_parallel=True),
         dict(cp=2, tp=2, sequence_parallel=True, packed=True, algorithm="eagle1"),
+        dict(cp=2, tp=2, sequence_parallel=True, packed=True, algorithm="dspark"),
     ],
 }
 
@@ -93,6 +103,9 @@ def new_config(base: Any, algorithm: str) -> Any:
 
     if algorithm == "medusa":
         return presets.medusa_config(base, num_heads=3)
+    if algorithm in ("dflash", "dspark"):
+        overrides = {"mask_token_id": 95, "block_size": 4, "capture_layer_ids": list(CAPTURES)}
+        return presets.block_config(base, algorithm, overrides)
     if algorithm == "own":
         return presets.own_mtp_config(base)
     overrides: dict[str, Any] = {"init_from_base_layer": True}
@@ -107,7 +120,7 @@ def run_case(folders: dict[str, str], case: Case) -> dict[str, Any]:
 
     from megatron_spec.checkpoint.base_import import inspect_base, load_base
     from megatron_spec.commands.convert import first_draft
-    from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
+    from megatron_spec.config import BlockConfig, ObjectiveConfig, ParallelConfig, TrainConfig, presets
     from megatron_spec.drafts.vocab import DraftVocab
     from megatron_spec.features.ahead import FeaturesAhead
     from megatron_spec.features.online import OnlineFeatures
@@ -132,13 +145,21 @@ def run_case(folders: dict[str, str], case: Case) -> dict[str, Any]:
     vocab = DraftVocab(chosen if config.draft_vocab_size == D else torch.arange(96), 96)
     base = load_base(ref, world, config.capture_layer_ids)
     draft = first_draft(base, ref, config, vocab, world, torch.float32, seed=5)
+    if config.algorithm == "dspark":  # W2 starts at 0, where W1 has no gradient
+        heads = [draft.markov_head.markov_w2.weight.data, draft.confidence_head.proj.weight.data]
+        for x, size in zip(heads, (world.tp_size, 1), strict=True):
+            values = torch.linspace(-0.3, 0.2, x.numel() * size).sin().view(-1, x.shape[1])
+            x.copy_(values.chunk(size)[world.tp_rank if size > 1 else 0])
     train = TrainConfig(
         train_iters=4, lr=1e-2, weight_decay=0.1, clip_grad=0.5, adam_eps=ADAM_EPS,
         use_distributed_optimizer=case.get("distributed_optimizer", False),
     )  # fmt: skip
     ddp = wrap_ddp(draft, world, train)
     optimizer, scheduler = build_optimizer(ddp, world, train)
-    trainer = Trainer(world, ddp, optimizer, scheduler, base, ObjectiveConfig(ttt_steps=3))
+    blocks = isinstance(config, BlockConfig)
+    goal = presets.objective_for(config, ObjectiveConfig(anchors=5) if blocks else ObjectiveConfig(ttt_steps=3))
+    trainer = Trainer(world, ddp, optimizer, scheduler, base, goal)
+    torch.manual_seed(9)  # as the training loop does on every rank: it draws the anchors
     batches = batches_of(case)[world.dp_rank :: world.dp_size]
     batches = [dataclasses.replace(batch, context=world.context) for batch in batches]
     result: dict[str, Any] = {"layout": f"world {world.size} {case}"}

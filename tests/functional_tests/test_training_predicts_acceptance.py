@@ -25,9 +25,11 @@ from tests.functional_tests.script_helpers import WORDS, make_base
 STEPS = 3
 LAYERS = (1, 3, 4)
 CONFIG = DecodeConfig(max_draft_len=STEPS, max_new_tokens=60, batch_size=4)
+BLOCKS = {"dflash": STEPS + 1, "dspark": STEPS}
+"""Block drafts and the size of their blocks."""
 LEARNED = 9
 """Answers that the drafts are trained on; of the others they know little."""
-ITERATIONS = {"eagle3": 70, "eagle1": 120, "eagle-mtp": 90}
+ITERATIONS = {"eagle3": 70, "eagle1": 120, "eagle-mtp": 90, "dflash": 60, "dspark": 80}
 """Training of each draft: enough to be right sometimes, too little to be right always."""
 
 
@@ -73,15 +75,21 @@ def partly_trained(place: Any, kind: str) -> Any:
         spoken = sorted({t for a in place.answers[:LEARNED] for t in a})
         vocab = DraftVocab(torch.tensor(spoken), base.config.vocab_size)
         overrides = {"capture_layer_ids": LAYERS, "draft_vocab_size": len(vocab)}
-    draft = build_draft(presets.eagle_config(base.config, kind, overrides), vocab, base.world, torch.float64)
+    if kind in BLOCKS:
+        overrides = {"mask_token_id": 3, "block_size": BLOCKS[kind], "capture_layer_ids": LAYERS}
+        overrides |= {"markov_rank": 8} if kind == "dspark" else {"sliding_window": 6}
+        config: Any = presets.block_config(base.config, kind, overrides)
+    else:
+        config = presets.eagle_config(base.config, kind, overrides)
+    draft = build_draft(config, vocab, base.world, torch.float64)
     draft.initialize(base, None, seed=3)
     with torch.no_grad():  # attention starts near zero: a wrong position or cache row would not change an argmax
         for name, p in draft.named_parameters():
-            if "self_attn" in name:
+            if "self_attn" in name and "norm" not in name:
                 p.mul_(15)
     optimizer = torch.optim.Adam(draft.parameters(), lr=5e-3)
     more: dict[str, Any] = {"feature_noise": 0.0, "token_weight": 1.0} if kind == "eagle1" else {}
-    goal = ObjectiveConfig(ttt_steps=STEPS, loss="hard_ce", **more)
+    goal = presets.objective_for(config, ObjectiveConfig(ttt_steps=STEPS, loss="hard_ce", **more))
     for i in range(ITERATIONS[kind]):
         losses = draft(place.features[i % LEARNED], base, goal)
         optimizer.zero_grad()
@@ -91,10 +99,30 @@ def partly_trained(place: Any, kind: str) -> Any:
 
 
 @torch.no_grad()
+def block_hits(place: Any, draft: Any, features: Features) -> Tensor:
+    """The same of a block draft, for every block of the answer: row j stands before the anchor."""
+    from megatron_spec.drafts.anchors import BlockPlan
+
+    plan = BlockPlan.of(features.batch, draft.config, 1000)
+    states = draft.states(features, plan, place.base)
+    text_S = features.batch.tokens_BS[0]
+    found_TS = torch.zeros(STEPS, len(text_S), dtype=torch.bool)
+    for k, rows_R in enumerate(plan.supervision.rows):
+        anchor_R = plan.layout.anchor_P[rows_R // draft.config.block_size]
+        logits_RV = draft.logits(states[rows_R][None], place.base)[0]
+        if draft.config.algorithm == "dspark":
+            logits_RV = logits_RV + draft.markov_logits(draft.markov(text_S[anchor_R + k]))
+        found_TS[k, anchor_R - 1] = logits_RV.argmax(-1) == text_S[anchor_R + 1 + k]
+    return found_TS
+
+
+@torch.no_grad()
 def hits(place: Any, draft: Any, features: Features, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """bool [T, S]: in the training forward the best token of row j at step k is t_{j+2+k}."""
     from megatron_spec.drafts import eagle3, recurrent
 
+    if draft.config.algorithm in BLOCKS:
+        return block_hits(place, draft, features)
     seen: list[Any] = []
     original = eagle3.head_losses
 

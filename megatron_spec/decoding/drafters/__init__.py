@@ -22,10 +22,11 @@ def build_drafter(draft: Any, base: FrozenBase, config: DecodeConfig | None = No
     config = config or DecodeConfig()
     if isinstance(draft, Drafter) or (draft is None and config.decoding_type is None):
         return draft
+    from megatron_spec.drafts.dflash import DFlashDraft
     from megatron_spec.drafts.medusa import MedusaDraft
     from megatron_spec.drafts.recurrent import RecurrentDraft
 
-    if isinstance(draft, (RecurrentDraft, MedusaDraft)):
+    if isinstance(draft, (RecurrentDraft, MedusaDraft, DFlashDraft)):
         kind = decoding_type(draft.config.algorithm, config.decoding_type)
         if kind == config.decoding_type or config.decoding_type is None:
             check_options(config, kind)
@@ -34,9 +35,16 @@ def build_drafter(draft: Any, base: FrozenBase, config: DecodeConfig | None = No
 
 
 def _of_draft(draft: Any, base: FrozenBase, config: DecodeConfig) -> Drafter:
+    from megatron_spec.decoding.drafters.block import BlockDrafter, DSparkDrafter
     from megatron_spec.decoding.drafters.eagle import EagleDrafter, EagleTreeDrafter
     from megatron_spec.decoding.drafters.medusa import MedusaChoicesDrafter, MedusaDrafter, MedusaTreeDrafter
+    from megatron_spec.drafts.dflash import DFlashDraft
+    from megatron_spec.drafts.dspark import DSparkDraft
 
+    if isinstance(draft, DSparkDraft):
+        return DSparkDrafter(draft, base, config.max_draft_len, config.confidence_threshold)
+    if isinstance(draft, DFlashDraft):
+        return BlockDrafter(draft, base, config.max_draft_len)
     width, total = config.dynamic_tree_max_topK, config.max_total_draft_tokens
     if draft.config.algorithm != "medusa":
         if config.use_dynamic_tree:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.export.formats.block import Block
 from megatron_spec.export.formats.eagle import Eagle, OwnModule
 from megatron_spec.export.formats.medusa import Medusa
 from megatron_spec.export.formats.reading import DraftProblems, Format, Problem, Reading, Source
@@ -17,7 +18,7 @@ from megatron_spec.runtime.hub import model_folder
 
 __all__ = ["FORMATS", "DraftProblems", "Format", "Problem", "Reading", "Source", "open_source", "read_draft"]
 
-FORMATS: list[Format] = [OwnModule(), Medusa(), Eagle()]
+FORMATS: list[Format] = [OwnModule(), Block(), Medusa(), Eagle()]
 """Tried in this order; the first that matches reads the folder."""
 
 

@@ -207,6 +207,35 @@ def test_initial_values() -> None:
     assert drawn == {"fc.weight", *attention}
 
 
+def test_attention_of_the_base_goes_into_the_half_that_reads_the_feature() -> None:
+    config = eagle_config(init_from_base_layer=True, init_attention=True)
+    draft = EagleDraft(config, draft_vocab(config), Placement(distributed.initialize().tp))
+    found = dict(draft.named_parameters())
+    names = {x: f"self_attn.{x}_proj.weight" for x in "qkvo"}
+    base = {n: torch.rand(found[f"midlayer.{n}"].shape[0], 16) for x, n in names.items() if x != "o"}
+    base[names["o"]] = torch.rand(found["midlayer.self_attn.o_proj.weight"].shape)
+    draft.initialize(StandInEnds(16, torch.float32), base, seed=1)
+    for x, name in names.items():
+        value = found[f"midlayer.{name}"]
+        assert torch.equal(value if x == "o" else value[:, 16:], base[name])
+        assert x == "o" or 0 < value[:, :16].abs().max() < 0.2
+    without = EagleDraft(config.replace(init_attention=False), draft_vocab(config), Placement(draft.tp_group))
+    without.initialize(StandInEnds(16, torch.float32), base, seed=1)
+    assert not torch.equal(without.midlayer.self_attn.o_proj.weight, base[names["o"]])
+
+
+def test_a_frozen_head_keeps_the_rows_of_the_base() -> None:
+    config = eagle_config(frozen_head=True)
+    draft, ends = make(config)
+    f = features(conversations(), config, torch.float64)
+    draft(f, ends, ObjectiveConfig(ttt_steps=2)).total.backward()
+    assert {n for n, p in draft.named_parameters() if p.grad is None} == {"lm_head.weight"}
+    with pytest.raises(UserError, match="frozen_head"):
+        config.replace(hidden_size=8, head_dim=2)
+    with pytest.raises(UserError, match="init_from_base_layer"):
+        eagle_config(init_attention=True)
+
+
 def test_refusals() -> None:
     world = distributed.initialize()
     with pytest.raises(UserError, match=r"12 of 31.*31 of 31"):

@@ -1,0 +1,122 @@
+"""Architecture of block drafts: DFlash (arXiv 2602.06036) and DSpark (2607.05147) propose a block in one forward."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from megatron_spec.config.base import RopeConfig
+from megatron_spec.config.core import Config, require
+
+BlockAlgorithm = Literal["dflash", "dspark"]
+
+
+@dataclass(frozen=True)
+class BlockConfig(Config):
+    """Architecture of a DFlash or DSpark draft: Qwen3-style layers between the base's embedding and the base's head.
+
+    Built by `presets.block_config(base, algorithm, overrides)`.
+    """
+
+    algorithm: BlockAlgorithm
+    hidden_size: int
+    """Of draft and base: the draft reads the base's embedding and its head reads the draft."""
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    """Target vocabulary V."""
+    max_position_embeddings: int
+    num_target_layers: int
+    """Layers of the base."""
+    mask_token_id: int
+    """Token of every slot but the first: in the base's embedding, never in text."""
+    capture_layer_ids: tuple[int, ...]
+    """Base layers whose outputs are the context, from 0, ascending."""
+    block_size: int = 8
+    """Slots of a block, the anchor included."""
+    num_hidden_layers: int = 2
+    causal: bool = False
+    """A slot sees the slots up to its own, not the whole block."""
+    sliding_window: int | None = None
+    """A slot sees the tokens at most this far before its own position; None: all of them."""
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    hidden_act: str = "silu"
+    initializer_range: float = 0.02
+    fc_init: Literal["last_capture", "average"] = "last_capture"
+    """What the context is at the start: the last capture, or the average of all."""
+    init_from_base_layer: bool = False
+    """Copy MLP and norms of the first draft layer from the base's last layer where shapes agree."""
+    markov_rank: int = 0
+    """DSpark: rank r of the correction by the token before a slot; required there, 0 for DFlash."""
+    confidence_reads_markov: bool = True
+    """DSpark: the confidence head reads W1 of the token before a slot beside the slot's state."""
+
+    attention_bias: ClassVar[bool] = False
+    mlp_bias: ClassVar[bool] = False
+    qk_norm: ClassVar[bool] = True
+    reads_captures: ClassVar[bool] = False
+    """Of EAGLE-3's first layer; a block draft reads captures as its context."""
+    own_head: ClassVar[bool] = False
+    of_base: ClassVar[bool] = False
+    own_embedding: ClassVar[bool] = False
+    own_embed_tokens: ClassVar[bool] = False
+    regresses_state: ClassVar[bool] = False
+    is_module: ClassVar[bool] = False
+
+    @property
+    def first_slot(self) -> int:
+        """First slot that proposes: DSpark's anchor slot does, DFlash's does not."""
+        return 1 if self.algorithm == "dflash" else 0
+
+    @property
+    def num_steps(self) -> int:
+        """Tokens that a block proposes."""
+        return self.block_size - self.first_slot
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Width of the base."""
+        return self.hidden_size
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """The base's head speaks the whole vocabulary."""
+        return self.vocab_size
+
+    def validate(self) -> None:
+        """Raise UserError when fields are out of range or contradict one another."""
+        least = {"block_size": 2, "num_hidden_layers": 1, "markov_rank": 0}
+        for name, bound in least.items():
+            require(getattr(self, name) >= bound, f"{name} must be at least {bound}, found {getattr(self, name)}")
+        ids = self.capture_layer_ids
+        require(
+            bool(ids) and all(a < b for a, b in itertools.pairwise((-1, *ids, self.num_target_layers))),
+            f"capture_layer_ids must be distinct, ascending and in 0..{self.num_target_layers - 1}, found {list(ids)}",
+        )
+        require(
+            0 <= self.mask_token_id < self.vocab_size,
+            f"mask_token_id {self.mask_token_id} is not in the base's vocabulary of {self.vocab_size} tokens",
+        )
+        require(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            f"draft num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
+            f"{self.num_key_value_heads}",
+        )
+        require(
+            self.sliding_window is None or self.sliding_window >= 1,
+            f"sliding_window must be at least 1, found {self.sliding_window}",
+        )
+        self._validate_markov()
+
+    def _validate_markov(self) -> None:
+        if self.algorithm == "dspark":
+            require(self.markov_rank >= 1, "dspark needs markov_rank of at least 1, found 0")
+            return
+        default = type(self).__dataclass_fields__
+        for name in ("markov_rank", "confidence_reads_markov"):
+            value = getattr(self, name)
+            require(value == default[name].default, f"{name} is an option of dspark, found with {self.algorithm}")

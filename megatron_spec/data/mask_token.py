@@ -1,0 +1,32 @@
+"""The mask token of a base for block drafts: an id that its embedding holds and no text contains."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+_RESERVED = re.compile(r"<\|?(reserved|unused|extra|placeholder)[-_a-z]*\d*\|?>|\[unused\d+\]", re.I)
+_MASKS = ("<|MASK|>", "<|mask|>", "<mask>", "[MASK]")
+
+
+def find(folder: Path, vocab_size: int) -> int | None:
+    """A mask token of the tokenizer in `folder`, else its first reserved token, else a row that no token has.
+
+    None where there is none of these, or no tokenizer.json to look into.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    raw = json.loads(file.read_text(encoding="utf-8"))
+    added = {t["content"]: int(t["id"]) for t in raw.get("added_tokens") or ()}
+    known = (raw.get("model") or {}).get("vocab") or {}
+    taken = set(added.values()) | (set(known.values()) if isinstance(known, dict) else set(range(len(known))))
+    for word in _MASKS:
+        if added.get(word, vocab_size) < vocab_size:
+            return added[word]
+    reserved = sorted(i for word, i in added.items() if _RESERVED.fullmatch(word) and i < vocab_size)
+    if reserved:
+        return reserved[0]
+    behind = max(taken, default=-1) + 1
+    return behind if behind < vocab_size else None

@@ -1,0 +1,136 @@
+"""DFlash and DSpark drafting: one forward pass proposes a block.
+
+The drafter keeps keys and values of the context: every observation adds those of the verified rows, made of the base's
+captures. A proposal runs the slots of a block that hangs on the last known token, at position a: their keys and values
+are written behind the context, to slots a .. a + C - 1, where the next observation or proposal overwrites them, so
+rolling back costs nothing. Every slot sees what it saw in training (`ops/block_attention.py`).
+
+DFlash's tokens are independent of each other given the text; DSpark's are chosen from left to right, each with the
+Markov head's correction by the one before, and a block is cut where the product of confidences falls below a threshold.
+
+B rows of the running batch, S rows of one observation, C slots, K proposed tokens, L looked-at cache slots, H hidden
+size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_spec.config import UserError
+from megatron_spec.decoding import cache as cache_rows
+from megatron_spec.decoding import sampling
+from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, Proposal
+from megatron_spec.drafts.dflash import DFlashDraft
+from megatron_spec.drafts.dspark import DSparkDraft
+from megatron_spec.ops.attention import AttentionPlan, attend
+
+if TYPE_CHECKING:
+    from megatron_spec.base.model import FrozenBase
+
+
+class BlockDrafter(Drafter):
+    """DFlash: the best token of every slot, or one drawn from its distribution."""
+
+    fixed_shapes = True
+
+    def __init__(self, draft: DFlashDraft, base: FrozenBase, most: int) -> None:
+        config = draft.config
+        if most > config.num_steps:
+            raise UserError(
+                f"--max-draft-len {most}, but the draft proposes blocks of {config.num_steps} tokens: ask for at most "
+                "that many"
+            )
+        self.draft, self.base, self.config, self.group = draft, base, config, base.world.tp
+
+    def open(self, rows: int, max_length: int) -> None:
+        """See Drafter."""
+        self.cache = self.draft.new_cache(rows, max_length + self.config.block_size)
+
+    def observe(self, seen: Observation) -> None:
+        """Keys and values of the verified rows, in every layer."""
+        context_SBH = self.draft.context(seen.captures_SBC)
+        rotation = self.draft.rotation(seen.slots_BS.t(), context_SBH)
+        view = cache_rows.rows_view(self.cache, seen.first, seen.slots_BS.shape[0])
+        places = view.places(seen.slots_BS)
+        for i, layer in enumerate(self.draft.decoder_layers):
+            view.write(i, *layer.self_attn.keys_values(context_SBH, rotation), places)
+
+    def _visible(self, anchor_B: Tensor, length: int) -> Tensor:
+        """bool [B, C, L]: the cache slots that each slot of the blocks sees."""
+        config, slot_C = self.config, torch.arange(self.config.block_size, device=anchor_B.device)
+        place_BC = anchor_B[:, None] + slot_C
+        last_BC = place_BC if config.causal else place_BC[:, -1:].expand_as(place_BC)
+        rows_L = torch.arange(length, device=anchor_B.device)
+        seen = rows_L <= last_BC[:, :, None]
+        if config.sliding_window is not None:
+            seen = seen & (rows_L > place_BC[:, :, None] - config.sliding_window)
+        return seen
+
+    def _states(self, context: Context) -> tuple[Tensor, Tensor]:
+        """([B, C, H] states that the head reads, int64 [B] the last known token) of a block for every row."""
+        anchor_B = context.lengths_B - 1
+        token_B = context.tokens_BL.gather(1, anchor_B[:, None])[:, 0]
+        state_BCH = self.draft.block_embedding(token_B, self.base)
+        length = context.key_slots + self.config.block_size
+        view = cache_rows.rows_view(self.cache, 0, len(token_B))
+        slots_BC = anchor_B[:, None] + torch.arange(self.config.block_size, device=anchor_B.device)
+        plan = AttentionPlan.cached(view, slots_BC, self._visible(anchor_B, length), length)
+
+        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            """The slots over the cache."""
+            return attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), plan, layer).transpose(0, 1)
+
+        rotation = self.draft.block_rotation(anchor_B, state_BCH)
+        return self.draft.run_layers(state_BCH, rotation, attention), token_B
+
+    def _choose(self, logits_BV: Tensor, context: Context, k: int, q: list[Tensor]) -> Tensor:
+        """The token of place k; its distribution goes to `q` when it is drawn."""
+        if context.uniform_BK is None:
+            return sampling.argmax(logits_BV, self.group)
+        q.append(sampling.probabilities(logits_BV / context.temperature, self.group))
+        return sampling.draw(q[-1], context.uniform_BK[:, k])
+
+    def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
+        """See Drafter."""
+        states_BCH, _ = self._states(context)
+        first = self.config.first_slot
+        logits_KBV = self.draft.logits(states_BCH[:, first : first + count].transpose(0, 1), self.base)
+        q: list[Tensor] = []
+        tokens = [self._choose(logits_BV, context, k, q) for k, logits_BV in enumerate(logits_KBV)]
+        return Proposal(torch.stack(tokens, dim=1), q_BNV=torch.stack(q, dim=1) if q else None)
+
+    def move_rows(self, source: list[int], target: list[int]) -> None:
+        """See Drafter."""
+        cache_rows.move_rows(self.cache, source, target)
+
+
+class DSparkDrafter(BlockDrafter):
+    """DSpark: tokens from left to right, cut where the draft is not confident enough."""
+
+    def __init__(self, draft: DSparkDraft, base: FrozenBase, most: int, threshold: float) -> None:
+        super().__init__(draft, base, most)
+        self.markov_draft, self.threshold = draft, threshold
+
+    def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
+        """See Drafter."""
+        draft = self.markov_draft
+        states_BCH, token_B = self._states(context)
+        tokens: list[Tensor] = []
+        q: list[Tensor] = []
+        sure_B = torch.ones_like(token_B, dtype=torch.float32)
+        proposed_B = torch.zeros_like(token_B)
+        for k in range(count):
+            state_BH = states_BCH[:, k]
+            markov_Br = draft.markov(tokens[-1] if tokens else token_B)
+            logits_BV = draft.logits(state_BH[None], self.base)[0] + draft.markov_logits(markov_Br)
+            tokens.append(self._choose(logits_BV, context, k, q))
+            sure_B = sure_B * draft.confidence(state_BH, markov_Br).float().sigmoid()
+            proposed_B = proposed_B + (sure_B >= self.threshold)
+        return Proposal(
+            torch.stack(tokens, dim=1),
+            proposed_B if self.threshold > 0 else None,
+            q_BNV=torch.stack(q, dim=1) if q else None,
+        )

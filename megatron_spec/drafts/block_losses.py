@@ -1,0 +1,195 @@
+"""Losses of blocks: the head of all supervised slots in one pass, weights of the steps, and DSpark's additions.
+
+P blocks, T steps, R rows of a step, N rows of all steps, H hidden size, V / TP this rank's shard of the vocabulary,
+r rank of the Markov head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_spec.config import ObjectiveConfig
+from megatron_spec.drafts.anchors import BlockPlan
+from megatron_spec.drafts.contract import DraftLosses
+from megatron_spec.losses import block
+from megatron_spec.losses.vocab_parallel import RowLosses, Teacher, kernel_row_loss, row_losses
+from megatron_spec.ops import backend
+from megatron_spec.ops.head import StepRows, chunk_rows, fused_head
+from megatron_spec.planning.paths import NO_PATHS, Paths
+from megatron_spec.runtime.platform import to_device
+
+
+@dataclass
+class BlockHead:
+    """Logits of a row: weight x (+ low_weight m).
+
+    Attributes:
+        rows: per step [R, H], complete on every tensor parallel rank, gradients summed over ranks.
+        weight_VH: this rank's rows of the base's head.
+        low_Nr: the Markov head's input for the rows of all steps, likewise.
+        low_weight_Vr: its output matrix, this rank's rows.
+        confidence_N: logits of the confidence head for the rows of all steps, the same on every rank.
+    """
+
+    rows: list[Tensor]
+    weight_VH: Tensor
+    low_Nr: Tensor | None = None
+    low_weight_Vr: Tensor | None = None
+    confidence_N: Tensor | None = None
+
+    @property
+    def backbone(self) -> BlockHead:
+        """The same without the Markov head."""
+        return BlockHead(self.rows, self.weight_VH)
+
+
+class _Attach(torch.autograd.Function):
+    """A scalar whose gradients with respect to some tensors are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, count: int, *tensors: Tensor) -> Tensor:
+        """Args: tensors: `count` inputs, then the gradient of each."""
+        ctx.count = count
+        ctx.save_for_backward(*tensors[count:])
+        return total.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The known gradients, scaled."""
+        known = [x * grad.to(x.dtype) for x in ctx.saved_tensors]
+        return (grad, None, *known, *(None for _ in known))
+
+
+class _Rows:
+    """The row loss that `fused_head` calls on one chunk after the other; remembers the overlap of every row."""
+
+    def __init__(
+        self, head: BlockHead, teacher: Teacher, weight_N: Tensor, objective: ObjectiveConfig,
+        group: dist.ProcessGroup,
+    ) -> None:  # fmt: skip
+        self.head, self.teacher, self.weight_N, self.objective, self.group = head, teacher, weight_N, objective, group
+        self.done, self.overlap = 0, [weight_N.new_zeros(0)]
+        self.gradients: list[Tensor] = []
+        if head.low_Nr is not None and head.low_weight_Vr is not None:
+            wide = torch.promote_types(head.low_Nr.dtype, torch.float32)
+            self.gradients = [torch.zeros_like(x, dtype=wide) for x in (head.low_Nr, head.low_weight_Vr)]
+
+    def _losses(self, logits_RV: Tensor, rows_R: Tensor) -> RowLosses:
+        goal = self.objective
+        if goal.loss == "ce_l1":
+            weights = (goal.ce_weight, goal.l1_weight)
+            return block.ce_l1_rows(logits_RV, self.teacher, rows_R, goal.temperature, self.group, weights)
+        return row_losses(logits_RV, self.teacher, rows_R, goal.loss, goal.temperature, self.group)
+
+    @torch.no_grad()
+    def __call__(self, logits_RV: Tensor, rows_R: Tensor) -> RowLosses:
+        """See `ops.head.RowLoss`."""
+        part = slice(self.done, self.done + len(rows_R))
+        self.done = part.stop
+        head = self.head
+        if head.low_Nr is not None and head.low_weight_Vr is not None:
+            logits_RV += head.low_Nr[part] @ head.low_weight_Vr.t()
+        result = self._losses(logits_RV, rows_R)
+        self.overlap.append(result.overlap_R)
+        if self.gradients:
+            assert head.low_Nr is not None and head.low_weight_Vr is not None
+            grad = result.grad_RD.to(head.low_Nr.dtype)
+            weight = self.weight_N[part, None].to(grad.dtype)
+            self.gradients[0][part] = (grad @ head.low_weight_Vr).mul_(weight)
+            self.gradients[1] += grad.t() @ (head.low_Nr[part] * weight)
+        return result
+
+    def attach(self, total: Tensor) -> Tensor:
+        """The total with gradients of the Markov head."""
+        if not self.gradients:
+            return total
+        inputs = [x for x in (self.head.low_Nr, self.head.low_weight_Vr) if x is not None]
+        known = [g.to(x.dtype) for g, x in zip(self.gradients, inputs, strict=True)]
+        out: Tensor = _Attach.apply(total, len(inputs), *inputs, *known)  # type: ignore[no-untyped-call]
+        return out
+
+
+def _step_weights(
+    head: BlockHead, plan: BlockPlan, objective: ObjectiveConfig, label_N: Tensor, group: dist.ProcessGroup
+) -> Tensor:
+    """[N] weight of every row."""
+    counts = [len(rows) for rows in plan.supervision.rows]
+    wide = torch.promote_types(head.weight_VH.dtype, torch.float32)
+    if objective.block_weights == "exponential":
+        gamma = objective.block_gamma or block.default_gamma(plan.slots)
+        weights = block.exponential_weights(len(counts), gamma)
+        return torch.cat([label_N.new_full((n,), w, dtype=wide) for n, w in zip(counts, weights, strict=True)])
+    q_N = _label_probabilities(head, objective.temperature, label_N, group)
+    block_N, step_N = plan.places()
+    q_PT = q_N.new_zeros(len(plan.tokens_P), len(counts))
+    q_PT[block_N, step_N] = q_N
+    supervised_PT = torch.zeros_like(q_PT)
+    supervised_PT[block_N, step_N] = 1
+    return block.pace_weights(q_PT, supervised_PT, objective.pace_alpha)[block_N, step_N].to(wide)
+
+
+@torch.no_grad()
+def _label_probabilities(head: BlockHead, temperature: float, label_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[N] the draft's probability of every label, chunk by chunk."""
+    x_NH, found = torch.cat(head.rows), [label_N.new_zeros(0, dtype=torch.float32)]
+    wide = torch.promote_types(x_NH.dtype, torch.float32)
+    size = chunk_rows(head.weight_VH)
+    for start in range(0, len(x_NH), size):
+        part = slice(start, start + size)
+        logits = (x_NH[part] @ head.weight_VH.t()).to(wide)
+        if head.low_Nr is not None and head.low_weight_Vr is not None:
+            logits += head.low_Nr[part] @ head.low_weight_Vr.t()
+        found.append(block.label_probabilities(logits / temperature, label_N[part], group))
+    return torch.cat(found[1:] or found)
+
+
+def block_losses(
+    head: BlockHead, plan: BlockPlan, teacher: Teacher, objective: ObjectiveConfig, group: dist.ProcessGroup,
+    paths: Paths = NO_PATHS,
+) -> DraftLosses:  # fmt: skip
+    """Losses of all steps. `hard_ce`, `ce_l1` and D-PACE compare with the text, the others with the base.
+
+    Accuracy is by the base's argmax, as everywhere.
+    """
+    rows = plan.supervision.teacher_rows
+    all_N = torch.cat(rows)
+    told = dataclasses.replace(teacher, label_U=plan.labels_U)
+    weight_N = _step_weights(head, plan, objective, plan.labels_U[all_N], group)
+    steps = [
+        StepRows(r, w, teacher.label_U[r]) for r, w in zip(rows, weight_N.split([len(r) for r in rows]), strict=True)
+    ]
+    total, stats, overlap_N = _one_pass(head, steps, told, weight_N, objective, group, paths)
+    share = objective.backbone_weight
+    if share and head.low_Nr is not None:
+        plain, _, _ = _one_pass(head.backbone, steps, told, weight_N, objective, group, paths)
+        total = share * plain + (1 - share) * total
+    if head.confidence_N is not None and objective.confidence_weight:
+        confidence = block.confidence_losses(head.confidence_N.to(overlap_N.dtype), overlap_N)
+        total = total + objective.confidence_weight * (weight_N * confidence).sum()
+    counts = torch.tensor([len(r) for r in rows], dtype=stats.dtype)
+    return DraftLosses(total, stats[:, 0], stats[:, 1], stats[:, 2], to_device(counts, stats.device))
+
+
+def _one_pass(
+    head: BlockHead, steps: list[StepRows], told: Teacher, weight_N: Tensor, objective: ObjectiveConfig,
+    group: dist.ProcessGroup, paths: Paths,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(total, stats [T, 3], overlap [N]) of every row."""
+    row_loss = _Rows(head, told, weight_N, objective, group)
+    in_place = scale_ = None
+    if paths.kernels() != "none":
+        kernels = backend.load(paths.kernels())
+        scale_, plain = kernels.scale_, head.low_Nr is None and head.confidence_N is None
+        if plain and objective.loss in ("soft_ce", "kl") and paths.under(objective).on("loss_kernel"):
+            in_place = kernel_row_loss(told, objective.loss, objective.temperature, group, kernels)
+    total, stats = fused_head(head.rows, head.weight_VH, steps, row_loss, in_place, scale_)
+    overlap_N = weight_N.new_zeros(0) if in_place is not None else torch.cat(row_loss.overlap)
+    return row_loss.attach(total), stats, overlap_N

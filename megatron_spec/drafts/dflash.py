@@ -1,0 +1,207 @@
+"""DFlash (arXiv 2602.06036): a block of tokens from one forward pass over slots that hang on an anchor.
+
+The context of row i is c_i = hidden_norm(fc [captures of row i]). Every layer makes keys and values of the context and
+of its block with the same projections: c_i goes in as it is, the block's state after the layer's input norm. Slot s of
+anchor a stands at rotary position a + s, sees the context rows before a and its own block (`ops/block_attention.py`),
+and speaks through the base's head: slot s proposes t_{a+s}, the anchor's own slot nothing.
+
+fc and hidden_norm are split over the sequence under sequence parallelism; the blocks are whole on every tensor parallel
+rank. Under context parallelism a rank has the blocks whose anchors are among its rows, and sees the whole context.
+
+P blocks, C slots, S sequence, B micro-batch, H hidden size, N query heads and G key/value heads of this rank, D head
+size, T steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron_spec.batch import Features
+from megatron_spec.config import BlockConfig, ObjectiveConfig, UserError
+from megatron_spec.drafts.anchors import BlockPlan
+from megatron_spec.drafts.block_losses import BlockHead, block_losses
+from megatron_spec.drafts.contract import BaseEnds, Draft, DraftLosses
+from megatron_spec.drafts.initial import initial_values, set_parameters
+from megatron_spec.drafts.layer import GatedMLP, HeadNorm, SelfAttention, rotate
+from megatron_spec.drafts.linear import Linear, Placement, RMSNorm, copy_to_ranks, enter
+from megatron_spec.drafts.teacher import TeacherHead
+from megatron_spec.drafts.unroll import teach
+from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.ops import backend
+from megatron_spec.ops.attention import KVCache
+from megatron_spec.ops.block_attention import block_attention
+from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
+from megatron_spec.ops.rows import pick_rows
+
+Rotation = tuple[Tensor, Tensor]
+"""(cos, sin) of the positions of some rows."""
+
+BlockAttends = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [P, C, N, D], k, v [P, C, G, D] of the slots) -> [P, C, N * D]; it knows the context."""
+
+
+class BlockAttention(SelfAttention):
+    """Projections with a norm over each query and key head, shared by the context and the block."""
+
+    q_norm: HeadNorm
+    k_norm: HeadNorm
+
+    def __init__(self, config: BlockConfig, place: Placement) -> None:
+        super().__init__(config, config.hidden_size, place)  # type: ignore[arg-type]
+
+    def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values [..., G, D] of context rows or slots [..., H] (entered already)."""
+        k = self.k_norm(self._kv_heads(self.k_proj(x)))
+        return rotate(k, *rotation), self._kv_heads(self.v_proj(x))
+
+    def attend(self, x_PCH: Tensor, rotation: Rotation, attention: BlockAttends, layer: int) -> Tensor:
+        """[P, C, H] of the normed state of the slots."""
+        x = enter(x_PCH, self.group, False)
+        q = rotate(self.q_norm(self._heads(self.q_proj(x))), *rotation)
+        out: Tensor = self.o_proj(attention(layer, q, *self.keys_values(x, rotation)))
+        return out
+
+
+class BlockLayer(nn.Module):
+    """Pre-norm decoder layer over the slots of blocks."""
+
+    def __init__(self, config: BlockConfig, place: Placement) -> None:
+        super().__init__()
+        norm = (config.hidden_size, config.rms_norm_eps, place)
+        self.input_layernorm = RMSNorm(*norm)
+        self.self_attn = BlockAttention(config, place)
+        self.post_attention_layernorm = RMSNorm(*norm)
+        self.mlp = GatedMLP(config, place)  # type: ignore[arg-type]
+
+    def forward(self, state_PCH: Tensor, rotation: Rotation, attention: BlockAttends, layer: int) -> Tensor:
+        """The next state of the slots."""
+        x = self.input_layernorm(state_PCH)
+        state_PCH = state_PCH + self.self_attn.attend(x, rotation, attention, layer)
+        return state_PCH + self.mlp(self.post_attention_layernorm(state_PCH))
+
+
+class DFlashDraft(Draft):
+    """fc, hidden_norm, layers.{i}, norm; embedding and head are the base's. Parameters are NaN until they are set."""
+
+    def __init__(self, config: BlockConfig, vocab: DraftVocab, place: Placement) -> None:
+        super().__init__()
+        if not vocab.is_full or vocab.vocab_size != config.vocab_size:
+            raise UserError(
+                f"{config.algorithm} speaks through the base's head: the draft vocabulary must be the base's "
+                f"{config.vocab_size} tokens, found {len(vocab)} of {vocab.vocab_size}"
+            )
+        self.config, self.vocab = config, vocab
+        self.tp_group, self.sequence_parallel = place.group, place.sequence_parallel
+        H = config.hidden_size
+        blocks = dataclasses.replace(place, sequence_parallel=False)
+        self.fc = Linear(len(config.capture_layer_ids) * H, H, place)
+        self.hidden_norm = RMSNorm(H, config.rms_norm_eps, place)
+        self.layers = nn.ModuleList(BlockLayer(config, blocks) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(H, config.rms_norm_eps, blocks)
+        self._inv_freq = inverse_frequencies(config.rope, config.head_dim)  # no buffer: stays fp32 in a bf16 model
+        self._teacher: TeacherHead | None = None
+
+    @property
+    def decoder_layers(self) -> Sequence[BlockLayer]:
+        """The layers in order."""
+        return list(self.layers)  # type: ignore[arg-type]
+
+    def initialize(
+        self, ends: BaseEnds, base_layer_tensors: Mapping[str, Tensor] | None = None, seed: int = 1234
+    ) -> None:
+        """Set every parameter; see `RecurrentDraft.initialize`."""
+        set_parameters(self, initial_values(self, ends, base_layer_tensors or {}, seed), self.tp_group)
+
+    def rotation(self, positions_XY: Tensor, like: Tensor) -> Rotation:
+        """(cos, sin) [X, Y, 1, D] of rotary positions, in the dtype of `like`."""
+        self._inv_freq = self._inv_freq.to(like.device)
+        angles, factor = rotary_angles(positions_XY.t(), self._inv_freq), self.config.rope.attention_factor
+        return (angles.cos() * factor).to(like.dtype), (angles.sin() * factor).to(like.dtype)
+
+    def block_rotation(self, positions_P: Tensor, like: Tensor) -> Rotation:
+        """Of all slots [P, C, 1, D] of blocks whose anchors stand at `positions_P`."""
+        slots = torch.arange(self.config.block_size, device=positions_P.device)
+        return self.rotation(positions_P[:, None] + slots, like)
+
+    def context(self, captures_SBC: Tensor) -> Tensor:
+        """[S, B, H] what every layer makes keys and values of; whole on every tensor parallel rank."""
+        x = self.hidden_norm(self.fc(captures_SBC.to(self.fc.weight.dtype)))
+        return enter(x, self.tp_group, self.sequence_parallel)
+
+    @torch.no_grad()
+    def block_embedding(self, tokens_P: Tensor, ends: BaseEnds) -> Tensor:
+        """[P, C, H] the base's embedding of the anchors, and of the mask token for every other slot."""
+        P, ranks = len(tokens_P), self.tp_group.size()
+        mask = tokens_P.new_full((1 + -(P + 1) % ranks,), self.config.mask_token_id)
+        both = enter(ends.embed(torch.cat([tokens_P, mask])[None]), self.tp_group, self.sequence_parallel)[:, 0]
+        both = both.to(self.fc.weight.dtype)
+        slots = both[P].expand(P, self.config.block_size - 1, -1)
+        return torch.cat([both[:P, None], slots], dim=1)
+
+    def run_layers(self, state_PCH: Tensor, rotation: Rotation, attention: BlockAttends) -> Tensor:
+        """[P, C, H] state of every slot after the final norm: what the head reads."""
+        for i, layer in enumerate(self.decoder_layers):
+            state_PCH = layer(state_PCH, rotation, attention, i)
+        out: Tensor = self.norm(state_PCH)
+        return out
+
+    def new_cache(self, batch: int, max_length: int) -> KVCache:
+        """An empty cache for decoding: context and block of this rank's key/value heads in every layer."""
+        attention, weight = self.decoder_layers[0].self_attn, self.fc.weight
+        return KVCache(
+            len(self.layers), batch, max_length, attention.num_kv_heads, attention.head_dim, weight.dtype,
+            weight.device,
+        )  # fmt: skip
+
+    def teacher_head(self, ends: BaseEnds) -> TeacherHead:
+        """The base's frozen head, prepared on first use. A collective when it has to be built."""
+        if self._teacher is None or not self._teacher.fits(ends):
+            kind = self.paths.kernels("teacher_kernel")
+            kernels = None if kind == "none" else backend.load(kind)
+            self._teacher = TeacherHead(ends, self.vocab, self.tp_group, kernels)
+        return self._teacher
+
+    def logits(self, normed_SBH: Tensor, ends: BaseEnds) -> Tensor:
+        """[S, B, V / TP] logits of this rank's shard from complete states."""
+        return normed_SBH @ self.teacher_head(ends).draft_rows().t()
+
+    def states(self, features: Features, plan: BlockPlan, ends: BaseEnds) -> Tensor:
+        """[P * C, H] normed states of every slot of a micro-batch."""
+        batch, triton = features.batch, self.paths.kernels() == "triton"
+        context_SBH = self.context(features.captures_SBC)
+        turning = self.rotation(batch.local(batch.positions_BS).t(), context_SBH)
+
+        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            """Slots see the context of this layer and their block."""
+            keys, values = self.decoder_layers[layer].self_attn.keys_values(context_SBH, turning)
+            if batch.context is not None:
+                keys, values = batch.context.gather(torch.cat([keys, values], 2)).chunk(2, 2)
+            keys, values = (x.transpose(0, 1).flatten(0, 1) for x in (keys, values))
+            return block_attention(q, k, v, keys, values, plan.layout, triton)
+
+        state_PCH = self.block_embedding(plan.tokens_P, ends)
+        rotation = self.block_rotation(plan.positions_P, state_PCH)
+        return self.run_layers(state_PCH, rotation, attention).flatten(0, 1)
+
+    def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
+        """Losses of the blocks drawn for this step.
+
+        Raises UserError when objective.ttt_steps is not what a block proposes (`presets.objective_for` makes it so).
+        """
+        config, group = self.config, self.tp_group
+        if objective.ttt_steps != config.num_steps:
+            raise UserError(f"ttt_steps is {objective.ttt_steps}, but a block proposes {config.num_steps} tokens")
+        plan = BlockPlan.of(features.batch, config, objective.anchors)
+        head = self.teacher_head(ends)
+        teacher = teach(features, plan.supervision, head, objective.temperature, group, self.sequence_parallel)
+        states = self.states(features, plan, ends)
+        rows = [pick_rows(states, r) for r in plan.supervision.rows]
+        return block_losses(self.block_head(rows, head.draft_rows(), plan), plan, teacher, objective, group, self.paths)
+
+    def block_head(self, rows: list[Tensor], weight_VH: Tensor, plan: BlockPlan) -> BlockHead:
+        """What the losses read: supervised rows [R, H] of every step, and the head."""
+        return BlockHead([copy_to_ranks(x, self.tp_group) for x in rows], weight_VH)

@@ -1,0 +1,69 @@
+"""What an exported DFlash or DSpark folder contains, as vLLM (qwen3_dflash, qwen3_dspark) and SGLang (dflash) load it.
+
+Both are a stack of Qwen3 layers without embedding and head, which are the target's. config.json names the captured
+layers as outputs, from 0 (engines add 1 for 'state after k layers' themselves): in `dflash_config`, and for DSpark at
+the top level too. No torch here.
+
+H hidden size, K captured layers, V vocabulary, r rank of the Markov head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_spec.config import BaseConfig, BlockConfig
+
+ARCHITECTURES = {"dflash": ["DFlashDraftModel"], "dspark": ["Qwen3DSparkModel"]}
+SAME = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "max_position_embeddings", "num_hidden_layers", "rms_norm_eps", "hidden_act", "block_size", "num_target_layers",
+)  # fmt: skip
+"""Keys of config.json that are fields of BlockConfig."""
+
+
+def _kind_keys(config: BlockConfig) -> dict[str, Any]:
+    ids, window = list(config.capture_layer_ids), config.sliding_window
+    inside = {"mask_token_id": config.mask_token_id, "target_layer_ids": ids, "causal": config.causal}
+    if window is not None:
+        inside |= {"use_swa": True, "swa_window_size": window}
+    kind = "full_attention" if window is None else "sliding_attention"
+    keys: dict[str, Any] = {
+        "block_size": config.block_size,
+        "num_target_layers": config.num_target_layers,
+        "layer_types": [kind] * config.num_hidden_layers,
+        "use_sliding_window": window is not None,
+        **({} if window is None else {"sliding_window": window}),
+        "dflash_config": inside,
+    }
+    if config.algorithm == "dspark":
+        keys |= {
+            "target_layer_ids": ids, "mask_token_id": config.mask_token_id, "markov_rank": config.markov_rank,
+            "markov_head_type": "vanilla", "enable_confidence_head": True,
+            "confidence_head_with_markov": config.confidence_reads_markov,
+        }  # fmt: skip
+    return keys
+
+
+def config_json(config: BlockConfig, base: BaseConfig, dtype: str, rope: dict[str, Any]) -> dict[str, Any]:
+    """Content of config.json, without a `quantization_config`. Holds no null.
+
+    Args:
+        rope: top-level keys of the rotary embedding.
+    """
+    eos = list(base.eos_token_ids)
+    values: dict[str, Any] = {
+        "architectures": ARCHITECTURES[config.algorithm],
+        "model_type": "qwen3",
+        **{name: getattr(config, name) for name in SAME},
+        **rope,
+        **_kind_keys(config),
+        "max_position_embeddings": max(config.max_position_embeddings, base.max_position_embeddings),
+        "draft_vocab_size": config.vocab_size,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        "bos_token_id": base.bos_token_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "pad_token_id": base.pad_token_id,
+    }
+    return {key: value for key, value in values.items() if value is not None}

@@ -1,0 +1,100 @@
+"""Weights and losses of block drafts, on one shard of the vocabulary.
+
+P blocks, T steps, R rows, D this rank's shard of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_spec.losses.vocab_parallel import (
+    RowLosses,
+    Teacher,
+    argmax_and_lse,
+    reduce_together,
+)
+
+GAMMAS = ((16, 7.0), (10, 5.0), (8, 4.0))
+"""Size of a block and the published decay of its weights (arXiv 2602.06036)."""
+
+
+def default_gamma(block_size: int) -> float:
+    """Decay of exp(-k / gamma) for a block: the published one of the nearest size."""
+    return min(GAMMAS, key=lambda pair: abs(pair[0] - block_size))[1]
+
+
+def exponential_weights(steps: int, gamma: float) -> list[float]:
+    """exp(-k / gamma) of every step."""
+    return [math.exp(-k / gamma) for k in range(steps)]
+
+
+def pace_weights(q_PT: Tensor, supervised_PT: Tensor, alpha: float) -> Tensor:
+    """D-PACE [P, T]: what the acceptance of a step is worth for the accepted length.
+
+    With q~ = (1 - alpha) q + alpha and prefix_k = q~_0 .. q~_k, the weight of step k is the sum of prefix_m over the
+    supervised steps m >= k.
+
+    Args:
+        q_PT: the draft's probability of the token of the text, without gradient.
+    """
+    prefix = ((1 - alpha) * q_PT + alpha).cumprod(1) * supervised_PT
+    return prefix.flip(1).cumsum(1).flip(1) * supervised_PT
+
+
+def _pick(x_RD: Tensor, label_R: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(column of each label in this shard [R, 1], whether it is here [R], the value there or 0 [R])."""
+    local = label_R - (group.rank() * x_RD.shape[-1] if group is not None else 0)
+    mine = (local >= 0) & (local < x_RD.shape[-1])
+    column = local.clamp(0, x_RD.shape[-1] - 1)[:, None]
+    return column, mine, x_RD.gather(-1, column)[:, 0] * mine
+
+
+def label_probabilities(logits_RD: Tensor, label_R: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[R] probability that the draft gives each label."""
+    _, lse = argmax_and_lse(logits_RD, group)
+    at = _pick(logits_RD, label_R, group)[2]
+    reduce_together(group, at)
+    return (at - lse).exp()
+
+
+def ce_l1_rows(
+    draft_RD: Tensor,
+    teacher: Teacher,
+    rows_R: Tensor,
+    temperature: float,
+    group: dist.ProcessGroup | None,
+    weights: tuple[float, float],
+) -> RowLosses:
+    """DSpark: a * cross-entropy to `teacher.label_U` + b * sum_v |q - p| with (a, b) = `weights`.
+
+    Args:
+        draft_RD: fp32 (or fp64) draft logits of this rank's shard; the buffer is overwritten.
+    """
+    a, b = weights
+    u_RD = draft_RD.div_(temperature) if temperature != 1 else draft_RD
+    argmax_R, lse_R = argmax_and_lse(u_RD, group)
+    logq_RD = u_RD.sub_(lse_R[:, None])
+    logp_RD = teacher.logits_UD[rows_R].to(u_RD.dtype)
+    if temperature != 1:
+        logp_RD.div_(temperature)
+    p_RD = logp_RD.sub_(teacher.lse_U[rows_R, None]).exp_()
+    column, mine, value_R = _pick(logq_RD, teacher.label_U[rows_R], group)
+    q_RD = logq_RD.exp_()
+    below = (q_RD < p_RD).to(q_RD.dtype)
+    overlap_R, mass_R = torch.minimum(p_RD, q_RD).sum(-1), torch.linalg.vecdot(q_RD, below)
+    reduce_together(group, overlap_R, mass_R, value_R)
+    grad_RD = q_RD.mul_(below.neg_().add_(mass_R[:, None]).mul_(2 * b).add_(a))
+    grad_RD.scatter_add_(-1, column, mine[:, None].to(grad_RD.dtype) * -a)
+    if temperature != 1:
+        grad_RD.div_(temperature)
+    return RowLosses(2 * b * (1 - overlap_R) - a * value_R, overlap_R, argmax_R, grad_RD)
+
+
+def confidence_losses(logit_R: Tensor, overlap_R: Tensor) -> Tensor:
+    """[R] binary cross-entropy of the confidence to the acceptance probability 1 - TV = sum_v min(p, q)."""
+    return F.binary_cross_entropy_with_logits(logit_R, overlap_R.clamp(0, 1), reduction="none")

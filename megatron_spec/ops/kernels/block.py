@@ -1,0 +1,283 @@
+"""Triton kernels of the attention of blocks of slots over a shared context (`block_attention.py`).
+
+A program takes the query rows of a few neighbouring blocks for one key/value head: rows are (block, slot, query head of
+the group), so that a tile of matrix products is filled although a block has few slots. Blocks are sorted by their
+anchors, so the blocks of a tile see nearly the same context rows, and the blocks that see a tile of context rows are
+neighbours. Gradients of keys need no atomics: those of the slots are made where the queries of a tile are, those of the
+context by one program per tile of rows.
+
+P blocks, C slots, L context rows, N query heads, G key/value heads, n = N / G, D head size, M rows of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_spec.ops.block_attention import BlockLayout
+
+FORWARD_ROWS = 128
+"""Query rows of a tile, at most (more where one head of one block has more)."""
+BACKWARD_ROWS = 64
+KEYS = 64
+"""Context rows of a tile."""
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _rows(tile, part, P, C: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr):
+    """(block, slot, head within the group, whether there is such a row) of every row of a tile."""
+    m = tl.arange(0, M)
+    a = m // (C * HEADS)
+    block = tile * BLOCKS + a
+    return block, (m // HEADS) % C, part * HEADS + m % HEADS, (a < BLOCKS) & (block < P)
+
+
+@triton.jit
+def _own(tile, g, P, C: tl.constexpr, G: tl.constexpr, BLOCKS: tl.constexpr, OWN: tl.constexpr):
+    """(block, slot, offset among keys without D, whether there is such a key) of the slots of a tile's blocks."""
+    j = tl.arange(0, OWN)
+    a = j // C
+    block = tile * BLOCKS + a
+    slot = j % C
+    return block, slot, (block.to(tl.int64) * C + slot) * G + g, (a < BLOCKS) & (block < P)
+
+
+@triton.jit
+def _sees_own(block, slot, valid, o_block, o_slot, o_valid, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
+    seen = (block[:, None] == o_block[None, :]) & valid[:, None] & o_valid[None, :]
+    if CAUSAL:
+        seen = seen & (o_slot[None, :] <= slot[:, None])
+    if WINDOW > 0:
+        seen = seen & (slot[:, None] - o_slot[None, :] < WINDOW)
+    return seen
+
+
+@triton.jit
+def _sees_context(rows, first, anchor, slot, valid, WINDOW: tl.constexpr):
+    seen = (rows[None, :] >= first[:, None]) & (rows[None, :] < anchor[:, None]) & valid[:, None]
+    if WINDOW > 0:
+        seen = seen & (rows[None, :] > (anchor + slot)[:, None] - WINDOW)
+    return seen
+
+
+@triton.jit
+def _bounds(first, anchor, valid, WINDOW: tl.constexpr):
+    """(first, end) of the context rows that some row of a tile sees."""
+    low = first
+    if WINDOW > 0:
+        low = tl.maximum(first, anchor - WINDOW + 1)
+    return tl.min(tl.where(valid, low, 2147483647), 0), tl.max(tl.where(valid, anchor, 0), 0)
+
+
+@triton.jit
+def _step(q, k, v, seen, acc, top, mass, scale):
+    """One tile of keys of the online softmax, in powers of two."""
+    s = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+    new_top = tl.maximum(top, tl.max(s, 1))
+    still = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(s - still[:, None])
+    old = tl.exp2(top - still)
+    acc = acc * old[:, None] + tl.dot(p.to(v.dtype), v)
+    return acc, new_top, mass * old + tl.sum(p, 1)
+
+
+@triton.jit
+def _forward_kernel(
+    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, out_ptr, lse_ptr, first_ptr, anchor_ptr, P, scale, C: tl.constexpr,
+    G: tl.constexpr, n: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr, OWN: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    g = tl.program_id(1)
+    block, slot, head, valid = _rows(tile, tl.program_id(2), P, C, HEADS, BLOCKS, M)
+    d = tl.arange(0, D)
+    at = ((block.to(tl.int64) * C + slot) * G + g) * n + head
+    first = tl.load(first_ptr + block, mask=valid, other=0)
+    anchor = tl.load(anchor_ptr + block, mask=valid, other=0)
+    q = tl.load(q_ptr + at[:, None] * D + d[None, :], mask=valid[:, None], other=0.0)
+    acc = tl.zeros((M, D), tl.float32)
+    top = tl.full((M,), float("-inf"), tl.float32)
+    mass = tl.zeros((M,), tl.float32)
+    low, end = _bounds(first, anchor, valid, WINDOW)
+    for start in range(low, end, KEYS):
+        rows = start + tl.arange(0, KEYS)
+        place = (rows.to(tl.int64) * G + g)[:, None] * D + d[None, :]
+        k = tl.load(keys_ptr + place, mask=(rows < end)[:, None], other=0.0)
+        v = tl.load(values_ptr + place, mask=(rows < end)[:, None], other=0.0)
+        acc, top, mass = _step(q, k, v, _sees_context(rows, first, anchor, slot, valid, WINDOW), acc, top, mass, scale)
+    o_block, o_slot, o_at, o_valid = _own(tile, g, P, C, G, BLOCKS, OWN)
+    place = o_at[:, None] * D + d[None, :]
+    k = tl.load(k_ptr + place, mask=o_valid[:, None], other=0.0)
+    v = tl.load(v_ptr + place, mask=o_valid[:, None], other=0.0)
+    seen = _sees_own(block, slot, valid, o_block, o_slot, o_valid, WINDOW, CAUSAL)
+    acc, top, mass = _step(q, k, v, seen, acc, top, mass, scale)
+    mass = tl.where(valid, mass, 1.0)
+    out = (acc / mass[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at[:, None] * D + d[None, :], out, mask=valid[:, None])
+    tl.store(lse_ptr + at, tl.where(valid, top, 0.0) + tl.log2(mass), mask=valid)
+
+
+@triton.jit
+def _weights(q, k, v, do, lse, delta, seen, scale):
+    """(p, ds without the scale of the scores) of a tile of rows and keys."""
+    p = tl.where(seen, tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None]), 0.0)
+    return p, p * (tl.dot(do, tl.trans(v)) - delta[:, None])
+
+
+@triton.jit
+def _query_backward_kernel(
+    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, first_ptr,
+    anchor_ptr, P, scale, plain_scale, C: tl.constexpr, G: tl.constexpr, n: tl.constexpr, D: tl.constexpr,
+    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr,
+    OWN: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    g = tl.program_id(1)
+    d = tl.arange(0, D)
+    o_block, o_slot, o_at, o_valid = _own(tile, g, P, C, G, BLOCKS, OWN)
+    o_place = o_at[:, None] * D + d[None, :]
+    o_k = tl.load(k_ptr + o_place, mask=o_valid[:, None], other=0.0)
+    o_v = tl.load(v_ptr + o_place, mask=o_valid[:, None], other=0.0)
+    dk = tl.zeros((OWN, D), tl.float32)
+    dv = tl.zeros((OWN, D), tl.float32)
+    for part in range(n // HEADS):
+        block, slot, head, valid = _rows(tile, part, P, C, HEADS, BLOCKS, M)
+        at = ((block.to(tl.int64) * C + slot) * G + g) * n + head
+        place = at[:, None] * D + d[None, :]
+        first = tl.load(first_ptr + block, mask=valid, other=0)
+        anchor = tl.load(anchor_ptr + block, mask=valid, other=0)
+        q = tl.load(q_ptr + place, mask=valid[:, None], other=0.0)
+        do = tl.load(do_ptr + place, mask=valid[:, None], other=0.0)
+        lse = tl.load(lse_ptr + at, mask=valid, other=0.0)
+        delta = tl.load(delta_ptr + at, mask=valid, other=0.0)
+        seen = _sees_own(block, slot, valid, o_block, o_slot, o_valid, WINDOW, CAUSAL)
+        p, ds = _weights(q, o_k, o_v, do, lse, delta, seen, scale)
+        dv += tl.dot(tl.trans(p.to(do.dtype)), do)
+        dk += tl.dot(tl.trans(ds.to(q.dtype)), q)
+        dq = tl.dot(ds.to(q.dtype), o_k)
+        low, end = _bounds(first, anchor, valid, WINDOW)
+        for start in range(low, end, KEYS):
+            rows = start + tl.arange(0, KEYS)
+            at_keys = (rows.to(tl.int64) * G + g)[:, None] * D + d[None, :]
+            k = tl.load(keys_ptr + at_keys, mask=(rows < end)[:, None], other=0.0)
+            v = tl.load(values_ptr + at_keys, mask=(rows < end)[:, None], other=0.0)
+            seen = _sees_context(rows, first, anchor, slot, valid, WINDOW)
+            p, ds = _weights(q, k, v, do, lse, delta, seen, scale)
+            dq += tl.dot(ds.to(q.dtype), k)
+        tl.store(dq_ptr + place, (dq * plain_scale).to(dq_ptr.dtype.element_ty), mask=valid[:, None])
+    tl.store(dk_ptr + o_place, (dk * plain_scale).to(dk_ptr.dtype.element_ty), mask=o_valid[:, None])
+    tl.store(dv_ptr + o_place, dv.to(dv_ptr.dtype.element_ty), mask=o_valid[:, None])
+
+
+@triton.jit
+def _context_backward_kernel(
+    q_ptr, keys_ptr, values_ptr, do_ptr, lse_ptr, delta_ptr, dkeys_ptr, dvalues_ptr, first_ptr, anchor_ptr,
+    begin_ptr, end_ptr, P, L, scale, plain_scale, C: tl.constexpr, G: tl.constexpr, n: tl.constexpr, D: tl.constexpr,
+    WINDOW: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    g = tl.program_id(1)
+    d = tl.arange(0, D)
+    rows = tile * KEYS + tl.arange(0, KEYS)
+    at_keys = (rows.to(tl.int64) * G + g)[:, None] * D + d[None, :]
+    k = tl.load(keys_ptr + at_keys, mask=(rows < L)[:, None], other=0.0)
+    v = tl.load(values_ptr + at_keys, mask=(rows < L)[:, None], other=0.0)
+    dk = tl.zeros((KEYS, D), tl.float32)
+    dv = tl.zeros((KEYS, D), tl.float32)
+    begin = tl.load(begin_ptr + tile) // BLOCKS
+    end = (tl.load(end_ptr + tile) + BLOCKS - 1) // BLOCKS
+    for i in range(begin * (n // HEADS), end * (n // HEADS)):
+        block, slot, head, valid = _rows(i // (n // HEADS), i % (n // HEADS), P, C, HEADS, BLOCKS, M)
+        at = ((block.to(tl.int64) * C + slot) * G + g) * n + head
+        place = at[:, None] * D + d[None, :]
+        first = tl.load(first_ptr + block, mask=valid, other=0)
+        anchor = tl.load(anchor_ptr + block, mask=valid, other=0)
+        q = tl.load(q_ptr + place, mask=valid[:, None], other=0.0)
+        do = tl.load(do_ptr + place, mask=valid[:, None], other=0.0)
+        lse = tl.load(lse_ptr + at, mask=valid, other=0.0)
+        delta = tl.load(delta_ptr + at, mask=valid, other=0.0)
+        seen = _sees_context(rows, first, anchor, slot, valid, WINDOW)
+        p, ds = _weights(q, k, v, do, lse, delta, seen, scale)
+        dv += tl.dot(tl.trans(p.to(do.dtype)), do)
+        dk += tl.dot(tl.trans(ds.to(q.dtype)), q)
+    tl.store(dkeys_ptr + at_keys, (dk * plain_scale).to(dkeys_ptr.dtype.element_ty), mask=(rows < L)[:, None])
+    tl.store(dvalues_ptr + at_keys, dv.to(dvalues_ptr.dtype.element_ty), mask=(rows < L)[:, None])
+
+
+def _tile(C: int, n: int, most: int) -> dict[str, int]:
+    """Heads and blocks of a tile of at most `most` rows, and powers of two that hold its rows and its slots."""
+    heads = max(h for h in range(1, n + 1) if n % h == 0 and (h == 1 or C * h <= most))
+    blocks = max(1, most // (C * heads))
+    wide = [max(16, triton.next_power_of_2(x)) for x in (blocks * C * heads, blocks * C)]
+    return {"HEADS": heads, "BLOCKS": blocks, "M": wide[0], "OWN": wide[1]}
+
+
+class _BlockAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layout: BlockLayout, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[P, C, N, D]."""
+        q, k, v, keys, values = (x.contiguous() for x in (q, k, v, keys, values))
+        P, C, N, D = q.shape
+        G = k.shape[2]
+        out, lse = torch.empty_like(q), torch.empty(P, C, N, dtype=torch.float32, device=q.device)
+        first, anchor = layout.first_P.int(), layout.anchor_P.int()
+        tile, scale = _tile(C, N // G, FORWARD_ROWS), D**-0.5
+        grid = (triton.cdiv(P, tile["BLOCKS"]), G, N // G // tile["HEADS"])
+        if P:
+            _forward_kernel[grid](
+                q, k, v, keys, values, out, lse, first, anchor, P, scale * LOG2E, C, G, N // G, D, layout.window or 0,
+                layout.causal, **tile, KEYS=KEYS, num_warps=8, num_stages=2,
+            )  # fmt: skip
+        ctx.layout = layout
+        ctx.save_for_backward(q, k, v, keys, values, out, lse, first, anchor)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of queries, of the block's keys and values, and of the context's."""
+        q, k, v, keys, values, out, lse, first, anchor = ctx.saved_tensors
+        layout, do = ctx.layout, do.contiguous()
+        P, C, N, D = q.shape
+        G, L = k.shape[2], len(keys)
+        grads = [torch.empty_like(x) for x in (q, k, v, keys, values)]
+        if not P:
+            return None, *(x.zero_() for x in grads)
+        dq, dk, dv, dkeys, dvalues = grads
+        delta = (do.float() * out.float()).sum(-1)
+        tile, scale, window = _tile(C, N // G, BACKWARD_ROWS), D**-0.5, layout.window or 0
+        options = {"KEYS": KEYS, "num_warps": 4 if tile["M"] <= 64 else 8, "num_stages": 2}
+        _query_backward_kernel[(triton.cdiv(P, tile["BLOCKS"]), G)](
+            q, k, v, keys, values, do, lse, delta, dq, dk, dv, first, anchor, P, scale * LOG2E, scale, C, G, N // G, D,
+            window, layout.causal, **tile, **options,
+        )  # fmt: skip
+        begin, end = _seen_by(layout, L)
+        own = tile.pop("OWN")
+        assert own
+        _context_backward_kernel[(triton.cdiv(L, KEYS), G)](
+            q, keys, values, do, lse, delta, dkeys, dvalues, first, anchor, begin, end, P, L, scale * LOG2E, scale, C,
+            G, N // G, D, window, **tile, **options,
+        )  # fmt: skip
+        return None, dq, dk, dv, dkeys, dvalues
+
+
+def _seen_by(layout: BlockLayout, L: int) -> tuple[Tensor, Tensor]:
+    """int32 (first, end) of the blocks that see some row of each tile of context rows."""
+    start = torch.arange(0, L, KEYS, device=layout.anchor_P.device)
+    begin = torch.searchsorted(layout.anchor_P, start, right=True)
+    end = torch.searchsorted(layout.first_P, start + KEYS)
+    if layout.window is not None:
+        end = torch.minimum(end, torch.searchsorted(layout.anchor_P, start + KEYS - 1 + layout.window))
+    return begin.int(), torch.maximum(begin, end).int()
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layout: BlockLayout) -> Tensor:
+    """See `block_attention.block_attention`; [P, C, N, D]."""
+    out: Tensor = _BlockAttention.apply(layout, q, k, v, keys, values)  # type: ignore[no-untyped-call]
+    return out
