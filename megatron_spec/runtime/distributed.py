@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -173,14 +173,39 @@ def initialize(
         check_agreement(settings)
     check_world_size(parallel, dist.get_world_size())
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-            context_parallel_size=parallel.context_parallel_size,
-            expert_model_parallel_size=parallel.expert_model_parallel_size,
-        )
+        with _groups_shared_on_gloo():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+                pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+                context_parallel_size=parallel.context_parallel_size,
+                expert_model_parallel_size=parallel.expert_model_parallel_size,
+            )
         seed_everything(seed)  # groups that were there belong to a program with seeds of its own
     return _build_world(parallel)
+
+
+@contextmanager
+def _groups_shared_on_gloo() -> Iterator[None]:
+    """Groups of the same ranks are one group: megatron-core makes about thirty, and each gloo group has three threads
+    that wake up 200 times a second. Collectives run in program order on every rank, so sharing is safe."""
+    if platform.has_cuda():
+        yield
+        return
+    made: dict[tuple[int, ...] | None, Any] = {}
+    new_group = dist.new_group
+
+    def shared(ranks: Sequence[int] | None = None, **options: Any) -> Any:
+        """One group for each set of ranks."""
+        key = None if ranks is None else tuple(ranks)
+        if key not in made:
+            made[key] = new_group(ranks, **options)
+        return made[key]
+
+    dist.new_group = shared
+    try:
+        yield
+    finally:
+        dist.new_group = new_group
 
 
 def seed_everything(seed: int) -> None:
