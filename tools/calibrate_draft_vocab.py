@@ -62,7 +62,7 @@ def read_vocab_size(model: Path) -> object:
         shards = megatron.checkpoint_folder(model) if model.is_dir() else None
         if shards is not None:
             return megatron.read_config(model, shards).vocab_size
-    return files.read_json(model / "config.json").get("vocab_size")
+    return files.read_object(model / "config.json", {"vocab_size": int}).get("vocab_size")
 
 
 def given_vocabulary(args: argparse.Namespace) -> tuple[str, DraftVocab | None]:

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_spec.checkpoint.background import BackgroundWriter
 from megatron_spec.checkpoint.spec import (
@@ -186,7 +187,7 @@ def load(folder: Path | str, draft: nn.Module, world: World, *, optimizer: Any =
         loaded = dist_checkpointing.load(wanted, str(Path(folder) / "dist"), strict=StrictHandling.RAISE_UNEXPECTED)
     except UserError:
         raise
-    except Exception as e:
+    except (Exception, CheckpointException) as e:
         raise _unreadable(folder, e) from e
     draft.load_state_dict(loaded["model"])
     if optimizer is not None:
@@ -208,7 +209,7 @@ def read_extra(folder: Path | str) -> dict[str, Any]:
         raise _unreadable(folder, e) from e
 
 
-def _unreadable(folder: Path | str, error: Exception) -> UserError:
+def _unreadable(folder: Path | str, error: BaseException) -> UserError:
     if not Path(folder).is_dir():
         return UserError(f"checkpoint {folder} was removed while it was read: start again, or give another iteration")
     return UserError(f"checkpoint {folder} does not load: {type(error).__name__}: {error}")

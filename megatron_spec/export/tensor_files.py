@@ -76,6 +76,9 @@ def _read_header(path: Path) -> dict[str, Entry]:
             raise UserError(f"{path} is not a safetensors file: its header does not parse ({e})") from None
     if any(entry.stop > size for entry in found.values()):
         raise UserError(f"{path} is cut off: its header announces more data than the file holds; copy it again")
+    end = max((entry.stop for entry in found.values()), default=8 + length)
+    if end != size:
+        raise UserError(f"{path} is damaged: its header announces {end} bytes, the file holds {size}; copy it again")
     return found
 
 

@@ -170,7 +170,7 @@ class TensorQuantizer(nn.Module):
             return self._rounded.of(x)
         if self._held and self.shared is not None:
             if self.shared.x is not x or self.shared.rounded is None:
-                self.shared.x, self.shared.rounded = x, fake_quant(x, self.amax, self.clipped, kernel=self.kernel)
+                self.shared.x, self.shared.rounded = x, fake_quant(x, self.amax, self.clipped, "fp8", self.kernel)
             return self.shared.rounded
         return fake_quant(x, self.amax, self.clipped, self.form, self.kernel)
 

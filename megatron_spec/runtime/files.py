@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
@@ -88,7 +89,8 @@ def write_error(
     """
     path = Path(path).absolute()
     for cause in _causes(error):
-        number = cause.errno if isinstance(cause, OSError) else None
+        said = re.search(r"\(os error (\d+)\)", str(cause))  # safetensors
+        number = cause.errno if isinstance(cause, OSError) else int(said[1]) if said else None
         if number in _FULL or any(text in str(cause).lower() for text in _FULL_TEXTS):
             return UserError(_full(path, size, free_space(path), *([hint] if hint else [])))
         name = getattr(cause, "filename", None)
@@ -105,7 +107,9 @@ def writing(path: Path | str, size: int | None = None, hint: str = "") -> Iterat
         yield
     except UserError:
         raise
-    except Exception as e:
+    except BaseException as e:
+        if not isinstance(e, Exception) and not hasattr(e, "failures"):  # torch's CheckpointException is no Exception
+            raise
         told = write_error(path, e, size, hint)
         if told is None:
             raise

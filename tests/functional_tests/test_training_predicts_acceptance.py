@@ -126,9 +126,9 @@ def hits(place: Any, draft: Any, features: Features, monkeypatch: pytest.MonkeyP
     seen: list[Any] = []
     original = eagle3.head_losses
 
-    def note(states: list[Tensor], weight_DH: Tensor, plan: Any, *others: Any, **named: Any) -> Any:
+    def note(states: list[Tensor], weight_DH: Tensor, plan: Any, *others: Any, **options: Any) -> Any:
         seen.append((states, weight_DH, plan))
-        return original(states, weight_DH, plan, *others, **named)
+        return original(states, weight_DH, plan, *others, **options)
 
     for module in (eagle3, recurrent):
         monkeypatch.setattr(module, "head_losses", note)

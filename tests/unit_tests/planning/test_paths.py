@@ -97,7 +97,7 @@ def test_tests_and_twins_exist() -> None:
 
 ASKS = {
     "ops/attention.py": "the table of attention kernels", "ops/ttt_attention.py": "the same, with gradients",
-    "ops/products.py": "an operator of torch that only CUDA has", "ops/head.py": "size of a chunk on a device",
+    "ops/products.py": "an operator of torch that only CUDA has",
     "runtime/platform.py": "the one place that knows the machine", "runtime/distributed.py": "names the device",
     "batch.py": "copies in the host's memory", "features/offline.py": "pinned memory",
     "training/loop.py": "peak memory of a device", "evaluation/validate.py": "warm-up of a timing",

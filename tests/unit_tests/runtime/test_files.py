@@ -85,7 +85,10 @@ def test_full_disks_of_other_writers_are_recognised(tmp_path: Path) -> None:
         torch.save(torch.zeros(10_000), "/dev/full")
     with pytest.raises(UserError, match="no space left"), writing(tmp_path / "x"):
         raise CheckpointException("save", {1: (OSError(errno.ENOSPC, "x"), traceback.StackSummary())})
-    with pytest.raises(UserError, match=r"missing/x cannot be written.*No such file"), writing(tmp_path / "x"):
+    with (
+        pytest.raises(UserError, match=r"missing/x cannot be written.*No such file"),
+        writing(tmp_path / "missing" / "x"),
+    ):
         save_file({"a": torch.zeros(1)}, tmp_path / "missing" / "x")
     with pytest.raises(ZeroDivisionError), writing(tmp_path / "x"):
         raise ZeroDivisionError  # a bug stays one
