@@ -260,7 +260,7 @@ def test_failure_leaves_nothing(base_folder: Path, tmp_path: Path, monkeypatch: 
         raise OSError("No space left on device")
 
     monkeypatch.setattr("megatron_spec.export.eagle.write_run_json", full_disk)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UserError, match="no space left on the disk"):
         export(tiny, tmp_path / "draft")
     assert list(tmp_path.iterdir()) == []
 
