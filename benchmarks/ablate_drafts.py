@@ -50,6 +50,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "layer from the base's last": {"init_from_base_layer": True},
     "fc from the average": {"fc_init": "average"},
     "both": {"init_from_base_layer": True, "fc_init": "average"},
+    "both, and attention": {"init_from_base_layer": True, "fc_init": "average", "init_attention": True},
+    "frozen head": {"frozen_head": True},
 }
 """What the draft is, or starts from: fields of EagleConfig."""
 ALL_SETTINGS = {**ABLATIONS, **ARCHITECTURES}
