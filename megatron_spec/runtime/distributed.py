@@ -201,7 +201,7 @@ def _groups_shared_on_gloo() -> Iterator[None]:
             made[key] = new_group(ranks, **options)
         return made[key]
 
-    dist.new_group = shared
+    dist.new_group = shared  # type: ignore[assignment]
     try:
         yield
     finally:
