@@ -20,15 +20,21 @@ class BlockConfig(Config):
     """
 
     algorithm: BlockAlgorithm
+    """dflash or dspark."""
     hidden_size: int
     """Of draft and base: the draft reads the base's embedding and its head reads the draft."""
     intermediate_size: int
+    """Width of the MLP."""
     num_attention_heads: int
+    """Query heads."""
     num_key_value_heads: int
+    """Key and value heads."""
     head_dim: int
+    """Size of a head."""
     vocab_size: int
     """Target vocabulary V."""
     max_position_embeddings: int
+    """Longest sequence."""
     num_target_layers: int
     """Layers of the base."""
     mask_token_id: int
@@ -38,14 +44,19 @@ class BlockConfig(Config):
     block_size: int = 8
     """Slots of a block, the anchor included."""
     num_hidden_layers: int = 2
+    """Decoder layers of the draft."""
     causal: bool = False
     """A slot sees the slots up to its own, not the whole block."""
     sliding_window: int | None = None
     """A slot sees the tokens at most this far before its own position; None: all of them."""
     rms_norm_eps: float = 1e-6
+    """Epsilon of the norms."""
     rope: RopeConfig = field(default_factory=RopeConfig)
+    """Rotary embedding."""
     hidden_act: str = "silu"
+    """Activation of the MLP: silu."""
     initializer_range: float = 0.02
+    """Standard deviation of fresh matrices."""
     fc_init: Literal["last_capture", "average"] = "last_capture"
     """What the context is at the start: the last capture, or the average of all."""
     init_from_base_layer: bool = False

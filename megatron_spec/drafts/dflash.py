@@ -171,7 +171,7 @@ class DFlashDraft(Draft):
 
     def states(self, features: Features, plan: BlockPlan, ends: BaseEnds) -> Tensor:
         """[P * C, H] normed states of every slot of a micro-batch."""
-        batch, triton = features.batch, self.paths.kernels() == "triton"
+        batch, triton = features.batch, self.paths.on("block_kernel")
         context_SBH = self.context(features.captures_SBC)
         turning = self.rotation(batch.local(batch.positions_BS).t(), context_SBH)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_spec.config import (
     BaseConfig,
+    BlockConfig,
     DraftConfig,
     EagleConfig,
     ObjectiveConfig,
@@ -177,6 +178,14 @@ def _draft_fp8(s: Setting) -> Reasons:
     }
 
 
+def _block_kernel(s: Setting) -> Reasons:
+    return {
+        "the draft is no block draft": not isinstance(s.draft, BlockConfig),
+        **_kernels(s),
+        "its plain twin runs instead": s.machine.kernels == "plain",
+    }
+
+
 def _loss_kernel(s: Setting) -> Reasons:
     kind = s.objective.loss if s.objective is not None else "soft_ce"
     return {**_kernels(s), f"the loss is {kind}, not soft_ce or kl": kind not in ("soft_ce", "kl")}
@@ -223,6 +232,10 @@ _PATHS = (
     Path(
         "draft_fp8", "draft: the layer's products in real fp8 (E4M3)", "draft_fused in bf16",
         f"{_GPU}::test_fp8_draft", _draft_fp8, "--draft-fp8",
+    ),
+    Path(
+        "block_kernel", "block drafts: attention of slots over context and block, forward and backward",
+        "ops/block_attention.py", "tests/gpu/test_block_kernels.py", _block_kernel,
     ),
     Path(
         "loss_kernel", "draft: loss, metrics and gradient of a row of logits in one pass", "losses/vocab_parallel.py",

@@ -164,5 +164,5 @@ def test_the_schedule_goes_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None
 def test_another_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text('{"kind": "measured"}\n')
-    with pytest.raises(UserError, match="says no settings"):
+    with pytest.raises(UserError, match="has no settings"):
         acceptance_page.render(path)
