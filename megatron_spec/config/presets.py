@@ -241,7 +241,7 @@ def _block_objective(config: BlockConfig, objective: ObjectiveConfig) -> Objecti
             f"--ttt-steps {objective.ttt_steps}, but a block of {config.block_size} proposes {steps} tokens: leave it "
             "out"
         )
-    unread = ["step_decay", "alignment", "detach", "row_keep", "row_keep_least"]
+    unread = ["step_decay", "alignment", "detach"]
     if config.algorithm == "dflash":
         unread += ["confidence_weight", "backbone_weight", "backbone_iters"]
     _refuse_unread(objective, unread, f"do nothing for {config.algorithm}")
@@ -279,7 +279,6 @@ def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveC
     _refuse_unread(objective, _BLOCK_OPTIONS, f"are for block drafts, the draft is {config.algorithm}")
     if objective.loss == "ce_l1":
         raise UserError(f"--loss ce_l1 is for block drafts, the draft is {config.algorithm}: choose another")
-    _refuse_unread(objective, ["row_keep", "row_keep_least"], f"are for p-eagle, the draft is {config.algorithm}")
     if not objective.in_vocab_only and config.draft_vocab_size == config.vocab_size:
         raise UserError(
             "--no-in-vocab-only: this draft has the whole vocabulary, so that no row is outside of it: leave it out"

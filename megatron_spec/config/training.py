@@ -90,10 +90,6 @@ class ObjectiveConfig(Config):
     """DSpark: share of the loss taken without the Markov head, at the start."""
     backbone_iters: int = 0
     """DSpark: iterations over which backbone_weight falls to 0 (Domino's curriculum); 0: it stays."""
-    row_keep: float = 0.75
-    """P-EAGLE: share of the rows of one depth that are trained at the next."""
-    row_keep_least: float = 0.2
-    """P-EAGLE: share of the rows that every depth keeps at least."""
 
     def at(self, iteration: int) -> ObjectiveConfig:
         """The objective of one iteration, from 0."""
@@ -108,8 +104,7 @@ class ObjectiveConfig(Config):
             require(getattr(self, name) >= 0, f"{name} must not be negative, found {getattr(self, name)}")
         require(self.ttt_steps >= 1, f"ttt_steps must be at least 1, found {self.ttt_steps}")
         require(self.temperature > 0, f"temperature must be positive, found {self.temperature}")
-        for name in ("step_decay", "row_keep", "row_keep_least"):
-            require(0 < getattr(self, name) <= 1, f"{name} must be in (0, 1], found {getattr(self, name)}")
+        require(0 < self.step_decay <= 1, f"step_decay must be in (0, 1], found {self.step_decay}")
         for name in ("pace_alpha", "backbone_weight"):
             require(0 <= getattr(self, name) <= 1, f"{name} must be in [0, 1], found {getattr(self, name)}")
         require(self.anchors >= 1, f"anchors must be at least 1, found {self.anchors}")

@@ -30,8 +30,10 @@ FP8 = ("base_fp8", "draft_fp8")
 def test_an_h100_takes_them_all() -> None:
     paths = Paths(replace(GPU, wanted=FP8))
     paths.check()
-    assert not paths.blocked and set(paths.to_dict().values()) == {"on"}
-    assert Paths(GPU).blocked == {"base_fp8": "not asked for (--base-fp8)", "draft_fp8": "not asked for (--draft-fp8)"}
+    block = {"block_kernel": "the draft is no block draft"}
+    assert paths.blocked == block and set(paths.to_dict().values()) == {"on", *block.values()}
+    asked = {"base_fp8": "not asked for (--base-fp8)", "draft_fp8": "not asked for (--draft-fp8)"}
+    assert Paths(GPU).blocked == asked | block
     assert set(Paths(replace(GPU, plain=True)).blocked) == set(PATHS) == set(NO_PATHS.blocked)
     assert Paths(replace(GPU, plain=True)).kernels() == "none" and Paths(GPU).kernels("draft_fused") == "triton"
 
