@@ -49,8 +49,10 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Any:
     base = tiny_models.load(folder, distributed.initialize(), captures=())
     questions = tiny_models.write_questions(folder / "questions.jsonl")
     prompts = read_prompts(questions)
+    tokenizer = tiny_models.chat_tokenizer()
+    tokenizer.save_pretrained(folder)
     return SimpleNamespace(
-        folder=folder, base=base, tokenizer=tiny_models.chat_tokenizer(), questions=questions, prompts=prompts,
+        folder=folder, base=base, tokenizer=tokenizer, questions=questions, prompts=prompts,
         stop_ids=tiny_models.some_stops(base, prompts),
     )  # fmt: skip
 
@@ -64,7 +66,6 @@ def four_ranks(tiny: Any, chat: Any, tmp_path_factory: pytest.TempPathFactory) -
 
     folder = Path(tmp_path_factory.mktemp("algorithms"))
     weights, alone = test_every_algorithm.prepare_parallel(folder)
-    chat.tokenizer.save_pretrained(chat.folder)
     layouts = (
         str(tiny.folder),
         str(chat.folder),
