@@ -35,8 +35,11 @@ def takes(cls: type[Config]) -> Callable[[Callable[[Any], R]], Callable[..., R]]
     """Decorate a command so that it takes a run of `cls`, or the fields of one."""
 
     def decorate(command: Callable[[Any], R]) -> Callable[..., R]:
+        """The command, taking either."""
+
         @functools.wraps(command)
         def call(*args: Any, **fields: Any) -> R:
+            """Run the command with a run of `cls`, made from the fields where none is given."""
             return command(args[0] if args and isinstance(args[0], cls) else cls(*args, **fields))
 
         return call

@@ -22,6 +22,7 @@ def end_with_parent() -> None:
         return
 
     def watch() -> None:
+        """Wait for the parent's end, then end this process."""
         wait([parent.sentinel])
         os._exit(1)
 
@@ -46,6 +47,7 @@ def managers_end_with_parent() -> Iterator[None]:
     start = BaseManager.start
 
     def watched(self: Any, initializer: Callable[..., object] | None = None, initargs: Any = ()) -> None:
+        """BaseManager.start in a process that watches its parent."""
         start(self, _Initializer(initializer, initargs))
 
     BaseManager.start = watched  # type: ignore[method-assign]

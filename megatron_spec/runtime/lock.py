@@ -98,6 +98,7 @@ def exclusive(folder: Path | str) -> Iterator[None]:
     done = threading.Event()
 
     def touch() -> None:
+        """Show other machines that the lock is held."""
         while not done.wait(TOUCH):
             with contextlib.suppress(OSError):
                 os.utime(handle)

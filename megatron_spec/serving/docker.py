@@ -48,6 +48,7 @@ def mounts(paths: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
 
     def add(path: Path) -> None:
+        """Mount a path unless a folder above it is mounted."""
         if not any(path.is_relative_to(known) for known in found):
             found[str(path)] = str(path.resolve())
 
