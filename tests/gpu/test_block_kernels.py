@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_spec.ops.block_attention import BlockLayout, block_attention
-from tests.gpu.interpreted import DEVICE, INTERPRETED, MARKS
+from tests.gpu.triton_device import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
 HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter multiplies the bits of bfloat16
