@@ -132,7 +132,8 @@ def write(folder: Path, vocab: DraftVocab, report: dict[str, Any]) -> None:
     """The vocabulary for this package and for others, figures, and the curve where matplotlib is installed."""
     import torch
 
-    with files.published_folder(folder, overwrite=True) as temporary:
+    size = 2 * vocab.d2t.nbytes + vocab.t2d.nbytes + (1 << 16)
+    with files.published_folder(folder, overwrite=True, size=size) as temporary:
         vocab.save(temporary / "draft_vocab.safetensors")
         torch.save(vocab.d2t, temporary / "d2t.pt")
         files.write_json(temporary / "coverage.json", report)

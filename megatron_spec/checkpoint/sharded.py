@@ -28,6 +28,7 @@ from megatron_spec.checkpoint.spec import (
     latest_iteration,
 )
 from megatron_spec.config import UserError
+from megatron_spec.config.structure import share
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.runtime.children import managers_end_with_parent
 from megatron_spec.runtime.distributed import World, together
@@ -44,13 +45,23 @@ def sharded_state(draft: nn.Module, world: World) -> dict[str, ShardedTensor]:
     for name, tensor in draft.state_dict(keep_vars=True).items():
         key = f"draft.{name}"
         if getattr(tensor, "tensor_model_parallel", False):
-            offset = (tensor.partition_dim, world.tp_rank, world.tp_size)
-            replica = (0, 0, world.draft_dp.rank())
-            state[name] = ShardedTensor.from_rank_offsets(key, tensor, offset, replica_id=replica)
+            state[name] = _shard(key, tensor, world, (0, 0, world.draft_dp.rank()))
         else:
             replica = (0, world.tp_rank, world.draft_dp.rank())
             state[name] = ShardedTensor.from_rank_offsets(key, tensor, replica_id=replica)
     return state
+
+
+def _shard(key: str, tensor: Any, world: World, replica: tuple[int, ...]) -> ShardedTensor:
+    whole: int | None = getattr(tensor, "partition_whole", None)
+    if whole is None or whole % world.tp_size == 0:
+        offset = (tensor.partition_dim, world.tp_rank, world.tp_size)
+        return ShardedTensor.from_rank_offsets(key, tensor, offset, replica_id=replica)
+    shape, begin = list(tensor.shape), [0] * tensor.dim()
+    shape[tensor.partition_dim] = whole
+    begin[tensor.partition_dim] = share(whole, world.tp_size, world.tp_rank).start
+    local = tuple(tensor.shape)
+    return ShardedTensor(key, tensor, tensor.dtype, local, tuple(shape), tuple(begin), None, replica_id=replica)
 
 
 def _optimizer_metadata() -> dict[str, str]:

@@ -165,26 +165,18 @@ def _convert(run: ConvertRun, ref: BaseReference, config: DraftConfig, vocab: Dr
     return folder
 
 
-def _way_out(config: DraftConfig, name: str) -> str:
-    """What to change when tensor parallelism does not divide a shape."""
-    sizes = [str(n) for n in range(1, 17) if getattr(config, name) % n == 0]
-    dividing = f"use {' or '.join(sizes)} with more pipeline stages or data parallel copies"
-    if "vocab" not in name:
-        return f"{dividing}, or change it in --eagle-config"
-    return f"{dividing}, or an EAGLE-3 draft with a reduced vocabulary (--draft-vocab), whose size is yours to choose"
-
-
 def check_draft_parallel(config: DraftConfig, parallel: ParallelConfig) -> None:
-    """Raise UserError when tensor parallelism does not divide the draft's shapes."""
+    """Raise UserError when tensor parallelism does not divide the draft's shapes. A vocabulary may have any size."""
     tp = parallel.tensor_model_parallel_size
-    own = ("vocab_size",) if isinstance(config, EagleConfig) and config.own_embedding else ()
-    for name in ("num_attention_heads", "intermediate_size", "draft_vocab_size", *own):
+    for name in ("num_attention_heads", "intermediate_size"):
         if not hasattr(config, name):  # Medusa heads have a vocabulary alone
             continue
         if getattr(config, name) % tp:
+            sizes = [str(n) for n in range(1, 17) if getattr(config, name) % n == 0]
             raise UserError(
                 f"--tensor-model-parallel-size {tp} does not divide the draft's {name} {getattr(config, name)}: "
-                + _way_out(config, name)
+                f"use {' or '.join(sizes)} with more pipeline stages or data parallel copies, or change it in "
+                "--eagle-config"
             )
     if isinstance(config, (EagleConfig, BlockConfig)) and config.num_key_value_heads * config.head_dim % tp:
         raise UserError(

@@ -88,13 +88,20 @@ class Plan:
             Dialogue(prompt).ask(encoder, sys.maxsize)
 
 
-def _thinking_tokens(decode: DecodeConfig, tokenizer: Any) -> DecodeConfig:
+def _thinking_tokens(decode: DecodeConfig, tokenizer: Any, vocab_size: int) -> DecodeConfig:
+    """The tokenizer's where none are given. Raises UserError for one that is not in the base's vocabulary."""
     if not decode.use_relaxed_acceptance_for_thinking:
         return decode
     vocab, changes = tokenizer.get_vocab(), {}
     for name, word in (("begin_thinking_phase_token", "<think>"), ("end_thinking_phase_token", "</think>")):
         if getattr(decode, name) is None:
             changes[name] = vocab.get(word)
+        token = changes.get(name, getattr(decode, name))
+        if token is not None and not 0 <= token < vocab_size:
+            raise UserError(
+                f"--{name.replace('_', '-')} {token}: the base has the tokens 0 to {vocab_size - 1}; give the id that "
+                "its tokenizer has for the beginning or the end of a thinking phase"
+            )
     return decode.replace(**changes)
 
 
@@ -141,7 +148,7 @@ def plan(
         check_draft_parallel(config, parallel)
     source = tokenizer or base or read_spec(resolve(load or "")).base.path
     opened = load_tokenizer(source)
-    decode = _thinking_tokens(decode, opened).replace(decoding_type=kind)
+    decode = _thinking_tokens(decode, opened, base_config.vocab_size).replace(decoding_type=kind)
     if kind is None:
         check_undrafted(decode)
     else:

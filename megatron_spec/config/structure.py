@@ -54,6 +54,15 @@ class TensorSpec:
 Table = dict[str, TensorSpec]
 
 
+def share(total: int, ranks: int, rank: int) -> range:
+    """The rows of a vocabulary on one rank: as many on each, fewer on the last one where `ranks` does not divide it.
+
+    The rows need no padding, so a checkpoint has the true vocabulary and loads at any size.
+    """
+    width = -(-total // ranks)
+    return range(min(rank * width, total), min((rank + 1) * width, total))
+
+
 def _norm(size: int, base: str | None = None) -> TensorSpec:
     return TensorSpec((size,), first="ones", base=base)
 

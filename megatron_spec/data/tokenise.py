@@ -158,7 +158,7 @@ def _build(job: _Job, folder: Path, about: dict[str, Any]) -> None:
     args = (job.encoder.tokenizer, job.stop_token_ids, str(job.path), job.encoder.template.kwargs)
     faults: Counter[str] = Counter()
     first: dict[str, int] = {}
-    with published_folder(folder, overwrite=True, hint="give another --data-cache-path") as temporary:
+    with published_folder(folder, True, "give another --data-cache-path", size) as temporary:  # a token is some bytes
         writer = StoreWriter(temporary, len(job.encoder.tokenizer))
         done = told = tokens = 0
         try:

@@ -1,6 +1,7 @@
 """The device's half of a decoding step: base forwards over the running rows, drafts, verdicts.
 
-Nothing here looks at values on the host, so that a step may run from a CUDA graph (replay.py). Every rank of the
+Nothing here looks at values on the host, so that a step may run from a CUDA graph (replay.py), but for proposals of a
+user's drafter. Every rank of the
 pipeline and tensor parallel groups takes the same decisions: tokens are reduced over tensor parallel ranks
 (sampling.py) and taken from the first pipeline stage.
 
@@ -23,6 +24,7 @@ from megatron_spec.batch import Batch
 from megatron_spec.config import DecodeConfig
 from megatron_spec.decoding.cache import move_slots, rows_view
 from megatron_spec.decoding.drafters import Context, Drafter, Observation
+from megatron_spec.decoding.drafters.user import check_proposal, is_foreign
 from megatron_spec.decoding.rows import Rows
 from megatron_spec.decoding.tree import Tree, visible_slots
 from megatron_spec.decoding.verify import Drafted, Draws, Verdict, choose, thinking_rows, verify
@@ -49,6 +51,7 @@ class DeviceSteps:
         self, base: FrozenBase, config: DecodeConfig, rows: Rows, cache: KVCache, drafter: Drafter | None
     ) -> None:
         self.base, self.config, self.rows, self.cache, self.drafter = base, config, rows, cache, drafter
+        self.foreign = is_foreign(drafter)
 
     def prefill(self, first: int, count: int, widest: int) -> Step:
         """Read the prompts of rows first .. first + count - 1 and choose their first tokens."""
@@ -75,6 +78,8 @@ class DeviceSteps:
             context.uniform_BK = self.rows.draws(batch, count)[:, :, 2]
             context.temperature = self.config.temperature
         proposal = self.drafter.prepare_draft_tokens(context, count)
+        if self.foreign:
+            check_proposal(proposal, batch, self.base.vocab_size, self.drafter)
         tokens_BN = self._agree(proposal.tokens_BN)
         N = tokens_BN.shape[1]
         index_N = torch.arange(N, device=tokens_BN.device)

@@ -49,17 +49,17 @@ def build_draft(
         name = str(dtype).removeprefix("torch.")
         paths = Paths(Setting(machine(), name, world.parallel, draft=config))
     draft.paths = paths
-    _check_structure(draft, world.tp_size)
+    _check_structure(draft, world.tp_size, world.tp_rank)
     return draft
 
 
-def _check_structure(draft: Any, ranks: int) -> None:
+def _check_structure(draft: Any, ranks: int, rank: int) -> None:
     """The module holds exactly the tensors of the table (an invariant: everything else is derived from the table)."""
-    from megatron_spec.config.structure import draft_tensors
+    from megatron_spec.config.structure import draft_tensors, share
 
     expected = {}
     for name, spec in draft_tensors(draft.config).items():
-        parts = [size // (ranks if dim == spec.split else 1) for dim, size in enumerate(spec.shape)]
+        parts = [len(share(size, ranks, rank)) if dim == spec.split else size for dim, size in enumerate(spec.shape)]
         expected[name] = (tuple(parts), spec.split)
     found = {}
     for name, p in draft.named_parameters():

@@ -118,16 +118,16 @@ class _Rows:
 
 
 def _step_weights(
-    head: BlockHead, plan: BlockPlan, objective: ObjectiveConfig, label_N: Tensor, group: dist.ProcessGroup
+    head: BlockHead, plan: BlockPlan, objective: ObjectiveConfig, column_N: Tensor, group: dist.ProcessGroup
 ) -> Tensor:
-    """[N] weight of every row."""
+    """[N] weight of every row, whose label has the column `column_N` counted from this rank's first one."""
     counts = [len(rows) for rows in plan.supervision.rows]
     wide = torch.promote_types(head.weight_VH.dtype, torch.float32)
     if objective.block_weights == "exponential":
         gamma = objective.block_gamma or block.default_gamma(plan.slots)
         weights = block.exponential_weights(len(counts), gamma)
-        return torch.cat([label_N.new_full((n,), w, dtype=wide) for n, w in zip(counts, weights, strict=True)])
-    q_N = _label_probabilities(head, objective.temperature, label_N, group)
+        return torch.cat([column_N.new_full((n,), w, dtype=wide) for n, w in zip(counts, weights, strict=True)])
+    q_N = _label_probabilities(head, objective.temperature, column_N, group)
     block_N, step_N = plan.places()
     q_PT = q_N.new_zeros(len(plan.tokens_P), len(counts))
     q_PT[block_N, step_N] = q_N
@@ -137,9 +137,9 @@ def _step_weights(
 
 
 @torch.no_grad()
-def _label_probabilities(head: BlockHead, temperature: float, label_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _label_probabilities(head: BlockHead, temperature: float, column_N: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[N] the draft's probability of every label, chunk by chunk."""
-    x_NH, found = torch.cat(head.rows), [label_N.new_zeros(0, dtype=torch.float32)]
+    x_NH, found = torch.cat(head.rows), [column_N.new_zeros(0, dtype=torch.float32)]
     wide = torch.promote_types(x_NH.dtype, torch.float32)
     size = chunk_rows(head.weight_VH)
     for start in range(0, len(x_NH), size):
@@ -147,7 +147,7 @@ def _label_probabilities(head: BlockHead, temperature: float, label_N: Tensor, g
         logits = (x_NH[part] @ head.weight_VH.t()).to(wide)
         if head.low_Nr is not None and head.low_weight_Vr is not None:
             logits += head.low_Nr[part] @ head.low_weight_Vr.t()
-        found.append(block.label_probabilities(logits / temperature, label_N[part], group))
+        found.append(block.label_probabilities(logits / temperature, column_N[part], group))
     return torch.cat(found[1:] or found)
 
 
@@ -162,7 +162,7 @@ def block_losses(
     rows = plan.supervision.teacher_rows
     all_N = torch.cat(rows)
     told = dataclasses.replace(teacher, label_U=plan.labels_U)
-    weight_N = _step_weights(head, plan, objective, plan.labels_U[all_N], group)
+    weight_N = _step_weights(head, plan, objective, plan.labels_U[all_N] - teacher.first, group)
     steps = [
         StepRows(r, w, teacher.label_U[r]) for r, w in zip(rows, weight_N.split([len(r) for r in rows]), strict=True)
     ]

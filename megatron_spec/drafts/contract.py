@@ -103,8 +103,13 @@ class Draft(nn.Module):
                     quantizer.forget_input()
 
 
-def mark_sharded(parameter: nn.Parameter, dim: int) -> nn.Parameter:
-    """Mark a parameter as this rank's shard along `dim` (megatron-core's optimizer and our checkpoint read it)."""
+def mark_sharded(parameter: nn.Parameter, dim: int, whole: int | None = None) -> nn.Parameter:
+    """Mark a parameter as this rank's shard along `dim` (megatron-core's optimizer and our checkpoint read it).
+
+    Args:
+        whole: size of the unsplit dimension where the ranks need not have equal parts of it (`structure.share`).
+    """
+    parameter.partition_whole = whole  # type: ignore[attr-defined]
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     parameter.partition_dim = dim  # type: ignore[attr-defined]
     parameter.partition_stride = 1  # type: ignore[attr-defined]

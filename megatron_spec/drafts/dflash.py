@@ -27,7 +27,7 @@ from megatron_spec.drafts.block_losses import BlockHead, block_losses
 from megatron_spec.drafts.contract import BaseEnds, Draft, DraftLosses
 from megatron_spec.drafts.initial import initial_values, set_parameters
 from megatron_spec.drafts.layer import GatedMLP, HeadNorm, SelfAttention, rotate
-from megatron_spec.drafts.linear import Linear, Placement, RMSNorm, copy_to_ranks, enter
+from megatron_spec.drafts.linear import Linear, Placement, RMSNorm, copy_to_ranks, enter, pad_logits
 from megatron_spec.drafts.teacher import TeacherHead
 from megatron_spec.drafts.unroll import teach
 from megatron_spec.drafts.vocab import DraftVocab
@@ -166,8 +166,9 @@ class DFlashDraft(Draft):
         return self._teacher
 
     def logits(self, normed_SBH: Tensor, ends: BaseEnds) -> Tensor:
-        """[S, B, V / TP] logits of this rank's shard from complete states."""
-        return normed_SBH @ self.teacher_head(ends).draft_rows().t()
+        """[S, B, V / TP] logits of this rank's shard from complete states; see `pad_logits`."""
+        logits = normed_SBH @ self.teacher_head(ends).draft_rows().t()
+        return pad_logits(logits, len(self.vocab), self.tp_group)
 
     def states(self, features: Features, plan: BlockPlan, ends: BaseEnds) -> Tensor:
         """[P * C, H] normed states of every slot of a micro-batch."""

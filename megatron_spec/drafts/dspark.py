@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from megatron_spec.config import BlockConfig
 from megatron_spec.drafts.anchors import BlockPlan
 from megatron_spec.drafts.block_losses import BlockHead
-from megatron_spec.drafts.contract import mark_sharded
 from megatron_spec.drafts.dflash import DFlashDraft
-from megatron_spec.drafts.linear import Placement, VocabEmbedding, copy_to_ranks
+from megatron_spec.drafts.linear import Placement, VocabEmbedding, copy_to_ranks, pad_logits
 from megatron_spec.drafts.vocab import DraftVocab
 
 
@@ -32,8 +31,7 @@ class MarkovHead(nn.Module):
         self.markov_w1 = VocabEmbedding(config.vocab_size, config.markov_rank, place)
         # No linear of `linear.py`: it stays in high precision, as the head whose logits it is added to.
         self.markov_w2 = nn.Module()
-        rows = place.divide(config.vocab_size, "vocab_size")
-        self.markov_w2.weight = mark_sharded(place.empty(rows, config.markov_rank), dim=0)
+        self.markov_w2.weight = place.vocabulary(config.vocab_size, config.markov_rank)
 
 
 class ConfidenceHead(nn.Module):
@@ -66,7 +64,8 @@ class DSparkDraft(DFlashDraft):
 
     def markov_logits(self, markov_Nr: Tensor) -> Tensor:
         """[N, V / TP] what is added to this rank's logits."""
-        return markov_Nr @ self.markov_head.markov_w2.weight.t()  # type: ignore[operator]
+        logits = markov_Nr @ self.markov_head.markov_w2.weight.t()  # type: ignore[operator]
+        return pad_logits(logits, self.config.vocab_size, self.tp_group)
 
     def confidence(self, states_NH: Tensor, markov_Nr: Tensor) -> Tensor:
         """[N] logits of the probability that a slot's token is accepted."""

@@ -19,7 +19,7 @@ from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
 from megatron_spec.drafts.contract import Attention, BaseEnds, DraftLosses
 from megatron_spec.drafts.fused_unroll import fused_unroll, suits
 from megatron_spec.drafts.layer import DraftLayer
-from megatron_spec.drafts.linear import ColumnLinear, Linear, Placement, RMSNorm, VocabEmbedding, enter
+from megatron_spec.drafts.linear import Linear, Placement, RMSNorm, VocabEmbedding, VocabLinear, enter
 from megatron_spec.drafts.recurrent import RecurrentDraft
 from megatron_spec.drafts.unroll import Supervision, head_losses, teach, unroll
 from megatron_spec.drafts.vocab import DraftVocab
@@ -48,7 +48,7 @@ class EagleDraft(RecurrentDraft):
         self.norm = RMSNorm(H, *norm)
         if config.own_embedding:
             self.embed_tokens = VocabEmbedding(config.vocab_size, H, place)
-        self.lm_head = ColumnLinear(H, len(vocab), "draft_vocab_size", place)
+        self.lm_head = VocabLinear(H, len(vocab), place)
         self.lm_head.weight.requires_grad_(not config.frozen_head)
 
     @property

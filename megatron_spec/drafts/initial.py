@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_spec.config import UserError
-from megatron_spec.config.structure import FINAL_NORM, TensorSpec, draft_tensors
+from megatron_spec.config.structure import FINAL_NORM, TensorSpec, draft_tensors, share
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.linear import enter
 from megatron_spec.drafts.teacher import restricted_head
@@ -27,7 +28,7 @@ FC_NOISE = 0.05
 """Size of the noise on `fc`, relative to the average it starts from."""
 
 CHUNK_ROWS = 5040
-"""Rows of an embedding at a time; sequence parallelism splits them over the ranks, so a number with many divisors."""
+"""Rows of an embedding at a time."""
 
 
 def draw_normal(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
@@ -53,22 +54,24 @@ def _feature_alone(shape: tuple[int, ...], name: str, seed: int) -> Tensor:
 
 
 @torch.no_grad()
-def _embedding(draft: RecurrentDraft, ends: BaseEnds, name: str, rows: int, seed: int) -> Tensor:
+def _embedding(draft: RecurrentDraft, ends: BaseEnds, name: str, seed: int) -> Tensor:
     """[V / TP, H] this rank's rows of the base's embedding, at another width by a random projection. A collective.
 
     Such a projection keeps the angles between tokens nearly as they are (Johnson and Lindenstrauss).
     """
-    config, first = draft.config, draft.tp_group.rank() * rows
+    config, ranks = draft.config, draft.tp_group.size()
+    mine = share(config.vocab_size, ranks, draft.tp_group.rank())
     project: Tensor | None = None
     if config.hidden_size != config.target_hidden_size:
         project = draw_normal(name, (config.target_hidden_size, config.hidden_size), config.hidden_size**-0.5, seed)
-    mine = []
+    found = []
     for start in range(0, config.vocab_size, CHUNK_ROWS):  # the same chunks in every layout: the same bits
         ids = torch.arange(start, min(start + CHUNK_ROWS, config.vocab_size), device=ends.head_weight.device)
-        part = enter(ends.embed(ids[None]), draft.tp_group, draft.sequence_parallel)[:, 0].float()
+        even = F.pad(ids, (0, -len(ids) % ranks))  # sequence parallelism splits them
+        part = enter(ends.embed(even[None]), draft.tp_group, draft.sequence_parallel)[: len(ids), 0].float()
         part = part if project is None else part @ project.to(part.device)
-        mine.append(part[max(first - start, 0) : max(first + rows - start, 0)])
-    return torch.cat(mine)
+        found.append(part[max(mine.start - start, 0) : max(mine.stop - start, 0)])
+    return torch.cat(found)
 
 
 def _first_value(draft: RecurrentDraft, ends: BaseEnds, name: str, spec: TensorSpec, seed: int) -> Tensor:
@@ -79,7 +82,7 @@ def _first_value(draft: RecurrentDraft, ends: BaseEnds, name: str, spec: TensorS
     if spec.first == "head":
         return restricted_head(ends, draft.vocab, draft.tp_group)
     if spec.first == "embedding":
-        return _embedding(draft, ends, name, shape[0] // draft.tp_group.size(), seed)
+        return _embedding(draft, ends, name, seed)
     if spec.first == "feature":
         return _feature_alone(shape, name, seed)
     if spec.first == "captures":

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import mappings
 from torch import Tensor, nn
 
 from megatron_spec.config import UserError
+from megatron_spec.config.structure import share
 from megatron_spec.drafts.contract import mark_replicated, mark_sharded
 from megatron_spec.ops.embedding import embed
 
@@ -91,6 +92,25 @@ class Placement:
             )
         return total // parts
 
+    def vocabulary(self, rows: int, width: int) -> nn.Parameter:
+        """This rank's rows of a head or an embedding; see `structure.share`.
+
+        Raises UserError for a vocabulary so small that a rank would have none of it.
+        """
+        mine = len(share(rows, self.group.size(), self.group.rank()))
+        if not len(share(rows, self.group.size(), self.group.size() - 1)):
+            raise UserError(
+                f"a vocabulary of {rows} leaves some of {self.group.size()} tensor parallel ranks without a token: "
+                "use a smaller --tensor-model-parallel-size"
+            )
+        return mark_sharded(self.empty(mine, width), 0, rows)
+
+
+def pad_logits(logits_SBV: Tensor, vocab_size: int, group: dist.ProcessGroup) -> Tensor:
+    """[S, B, ceil(V / TP)] logits of this rank's rows of a vocabulary, -inf where the last rank has none."""
+    missing = -(-vocab_size // group.size()) - logits_SBV.shape[-1]
+    return F.pad(logits_SBV, (0, missing), value=float("-inf")) if missing else logits_SBV
+
 
 class _Linear(nn.Module):
     """y = x W^T (+ b), with optional fake quantisation of both factors."""
@@ -151,17 +171,29 @@ class RowLinear(_Linear):
         return total if self.bias is None else total + self.bias
 
 
+class VocabLinear(_Linear):
+    """A head: rows of the vocabulary are split, [V / TP, in]. The input comes from `enter`, the output stays split."""
+
+    def __init__(self, inputs: int, vocab_size: int, place: Placement) -> None:
+        super().__init__(place.vocabulary(vocab_size, inputs))
+        self.vocab_size, self.group = vocab_size, place.group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., V / TP] logits; see `pad_logits`."""
+        return pad_logits(super().forward(x), self.vocab_size, self.group)
+
+
 class VocabEmbedding(nn.Module):
     """Rows of the table are split: [V / TP, size]."""
 
     def __init__(self, vocab_size: int, size: int, place: Placement) -> None:
         super().__init__()
-        self.weight = mark_sharded(place.empty(place.divide(vocab_size, "vocab_size"), size), dim=0)
+        self.weight, self.vocab_size = place.vocabulary(vocab_size, size), vocab_size
         self.group, self.sequence_parallel = place.group, place.sequence_parallel
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """[S, B, size], or [S / TP, B, size] under sequence parallelism."""
-        return embed(tokens_BS, self.weight, self.group, self.sequence_parallel)
+        return embed(tokens_BS, self.weight, self.group, self.sequence_parallel, self.vocab_size)
 
 
 class RMSNorm(nn.Module):

@@ -23,7 +23,7 @@ from megatron_spec.batch import Batch, Features
 from megatron_spec.config import MedusaConfig, ObjectiveConfig, UserError
 from megatron_spec.drafts.contract import BaseEnds, Draft, DraftLosses, shift
 from megatron_spec.drafts.initial import initial_values, set_parameters
-from megatron_spec.drafts.linear import ColumnLinear, Linear, Placement, copy_to_ranks, enter
+from megatron_spec.drafts.linear import Linear, Placement, VocabLinear, copy_to_ranks, enter, pad_logits
 from megatron_spec.drafts.teacher import TeacherHead
 from megatron_spec.drafts.unroll import Supervision, head_losses, teach
 from megatron_spec.drafts.vocab import DraftVocab
@@ -49,9 +49,9 @@ class MedusaHead(nn.Module):
         super().__init__()
         H = config.hidden_size
         self.blocks = nn.Sequential(*(ResidualBlock(H, place) for _ in range(config.num_layers)))
-        self.lm_head: ColumnLinear | None = None
+        self.lm_head: VocabLinear | None = None
         if not config.share_base_head:
-            self.lm_head = ColumnLinear(H, config.vocab_size, "vocab_size", place)
+            self.lm_head = VocabLinear(H, config.vocab_size, place)
 
 
 class MedusaDraft(Draft):
@@ -89,7 +89,9 @@ class MedusaDraft(Draft):
         """[S, B, V / TP] logits of one head from base states (complete on every tensor parallel rank)."""
         module: MedusaHead = self.heads[head]  # type: ignore[assignment]
         x = module.blocks(state_SBH.to(next(self.parameters()).dtype))
-        out: Tensor = x @ self.teacher_head(ends).draft_rows().t() if module.lm_head is None else module.lm_head(x)
+        if module.lm_head is None:
+            return pad_logits(x @ self.teacher_head(ends).draft_rows().t(), len(self.vocab), self.tp_group)
+        out: Tensor = module.lm_head(x)
         return out
 
     def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:

@@ -16,7 +16,7 @@ from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
 from megatron_spec.drafts.contract import Attention, BaseEnds, Draft, DraftLosses
 from megatron_spec.drafts.initial import initial_values, set_parameters
 from megatron_spec.drafts.layer import DraftLayer
-from megatron_spec.drafts.linear import Placement, enter
+from megatron_spec.drafts.linear import Placement, enter, pad_logits
 from megatron_spec.drafts.teacher import TeacherHead
 from megatron_spec.drafts.unroll import Supervision, head_losses, teach, unroll
 from megatron_spec.drafts.vocab import DraftVocab
@@ -133,7 +133,8 @@ class SharedHeadDraft(RecurrentDraft):
     def logits(self, normed_SBH: Tensor, ends: BaseEnds | None = None) -> Tensor:
         """See `RecurrentDraft.logits`; `ends` is required."""
         assert ends is not None, "this draft has no head of its own"
-        return enter(normed_SBH, self.tp_group, self.sequence_parallel) @ self.teacher_head(ends).draft_rows().t()
+        logits = enter(normed_SBH, self.tp_group, self.sequence_parallel) @ self.teacher_head(ends).draft_rows().t()
+        return pad_logits(logits, len(self.vocab), self.tp_group)
 
     def _token_losses(
         self, hidden_SBH: Tensor, features: Features, ends: BaseEnds, objective: ObjectiveConfig

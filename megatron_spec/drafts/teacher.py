@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_spec.config.structure import share
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.losses.vocab_parallel import Teacher, argmax_and_lse, argmax_over_ranks
@@ -41,7 +42,9 @@ def restricted_head(ends: BaseEnds, vocab: DraftVocab, group: dist.ProcessGroup)
     if group.size() == 1:
         return ends.head_weight[vocab.target_ids.to(ends.head_weight.device)]
     mine = torch.empty(0)
-    for rank, ids in enumerate(vocab.target_ids.chunk(group.size())):  # one shard at a time, never all D rows
+    for rank in range(group.size()):  # one shard at a time, never all D rows
+        part = share(len(vocab), group.size(), rank)
+        ids = vocab.target_ids[part.start : part.stop]
         rows = gather_rows(ends.head_weight, ids, group)
         if rank == group.rank():
             mine = rows
@@ -96,7 +99,8 @@ class TeacherHead:
         self.valid = min(max(ends.vocab_size - first, 0), shard)
         self.draft_ids = vocab.draft_ids.to(device)
         self.target_ids = vocab.target_ids.to(device)
-        self.aligned = vocab.is_full and (group.size() == 1 or shard * group.size() == len(vocab))
+        self.share = share(len(vocab), group.size(), group.rank())
+        self.aligned = vocab.is_full and (group.size() == 1 or shard == -(-len(vocab) // group.size()))
         self.rows: Tensor | None = None
         if group.size() > 1:
             self.draft_rows()  # a collective: now, when every rank is here
@@ -133,14 +137,14 @@ class TeacherHead:
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         parts: list[tuple[Tensor, ...]] = []
         for logits, argmax in self._logits(state_UH, argmax_U):
-            best, lse = argmax_and_lse(logits.to(wide) / temperature, self.group)
+            best, lse = argmax_and_lse(logits.to(wide) / temperature, self.group, self.share.start)
             parts.append((logits, lse, argmax, best))
         if not parts:
             return self._nothing(wide)
         logits, lse, argmax, best = (torch.cat(x) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True))
         draft_id = self.draft_ids[argmax]
         inside = draft_id >= 0
-        return Teacher(logits, lse, argmax, torch.where(inside, draft_id, best), inside)
+        return Teacher(logits, lse, argmax, torch.where(inside, draft_id, best), inside, self.share.start)
 
     def _logits(self, state_UH: Tensor, argmax_U: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
         """(logits of this rank's draft shard [u, D / TP], argmax over the whole vocabulary [u]), chunk by chunk."""
@@ -165,5 +169,5 @@ class TeacherHead:
     def _nothing(self, wide: torch.dtype) -> Teacher:
         weight = self.ends.head_weight
         ids = torch.zeros(0, dtype=torch.int64, device=weight.device)
-        logits = weight.new_zeros(0, len(self.vocab) // self.group.size())
-        return Teacher(logits, logits.new_zeros(0, dtype=wide), ids, ids, ids.bool())
+        logits = weight.new_zeros(0, len(self.share))
+        return Teacher(logits, logits.new_zeros(0, dtype=wide), ids, ids, ids.bool(), self.share.start)

@@ -10,9 +10,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.config.structure import share
 from megatron_spec.export.native_mtp import file_name
 from megatron_spec.runtime.distributed import World, together
 from megatron_spec.runtime.files import published_folder
@@ -99,7 +101,12 @@ def whole(parameter: Tensor, tp: dist.ProcessGroup) -> Tensor:
     tensor = parameter.detach()
     if not getattr(parameter, "tensor_model_parallel", False):
         return tensor
-    return torch.cat(shards_of(tensor, tp), dim=parameter.partition_dim)  # type: ignore[attr-defined]
+    dim: int = parameter.partition_dim  # type: ignore[attr-defined]
+    rows: int | None = getattr(parameter, "partition_whole", None)
+    if rows is None or rows % tp.size() == 0:
+        return torch.cat(shards_of(tensor, tp), dim=dim)
+    padding = [0, 0] * (tensor.dim() - dim - 1) + [0, -(-rows // tp.size()) - tensor.shape[dim]]
+    return torch.cat(shards_of(F.pad(tensor, padding), tp), dim=dim).narrow(dim, 0, rows)
 
 
 def shard(tensor: Tensor, like: Tensor, tp: dist.ProcessGroup) -> Tensor:
@@ -107,8 +114,8 @@ def shard(tensor: Tensor, like: Tensor, tp: dist.ProcessGroup) -> Tensor:
     if not getattr(like, "tensor_model_parallel", False):
         return tensor
     dim: int = like.partition_dim  # type: ignore[attr-defined]
-    size = like.shape[dim]
-    return tensor.narrow(dim, tp.rank() * size, size)
+    mine = share(tensor.shape[dim], tp.size(), tp.rank())
+    return tensor.narrow(dim, mine.start, len(mine))
 
 
 def parameters_by_file_name(draft: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron_spec.config import BaseConfig, MedusaConfig, QuantConfig, UserError
-from megatron_spec.config.structure import draft_tensors
+from megatron_spec.config.structure import draft_tensors, share
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.export.base_rows import KEY, base_rows
 from megatron_spec.export.common import (
@@ -199,8 +199,11 @@ def check_logits(folder: Path | str, draft: Any, world: World, ends: BaseEnds | 
     for h in range(config.num_heads):
         found = {n: file.tensor(n).to(parameter) for n in expected_shapes(config) if n.startswith(f"{h}.")}
         expected = draft.logits(state[None], h, ends)[0].float()
-        width = expected.shape[-1]
-        shard = plain_logits(found, config, h, state)[:, world.tp_rank * width : (world.tp_rank + 1) * width].float()
+        mine = share(config.vocab_size, world.tp_size, world.tp_rank)
+        shard, expected = (
+            plain_logits(found, config, h, state)[:, mine.start : mine.stop].float(),
+            expected[:, : len(mine)],
+        )
         error = float((shard - expected).norm() / expected.norm().clamp_min(1e-12))
         if not error <= tolerance:
             raise VerificationError(f"{folder}: logits of head {h} differ by {error:.2e} (relative) from the draft's")

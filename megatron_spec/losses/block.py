@@ -16,6 +16,7 @@ from megatron_spec.losses.vocab_parallel import (
     RowLosses,
     Teacher,
     argmax_and_lse,
+    pick,
     reduce_together,
 )
 
@@ -46,18 +47,14 @@ def pace_weights(q_PT: Tensor, supervised_PT: Tensor, alpha: float) -> Tensor:
     return prefix.flip(1).cumsum(1).flip(1) * supervised_PT
 
 
-def _pick(x_RD: Tensor, label_R: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(column of each label in this shard [R, 1], whether it is here [R], the value there or 0 [R])."""
-    local = label_R - (group.rank() * x_RD.shape[-1] if group is not None else 0)
-    mine = (local >= 0) & (local < x_RD.shape[-1])
-    column = local.clamp(0, x_RD.shape[-1] - 1)[:, None]
-    return column, mine, x_RD.gather(-1, column)[:, 0] * mine
+def label_probabilities(logits_RD: Tensor, column_R: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[R] probability that the draft gives each label.
 
-
-def label_probabilities(logits_RD: Tensor, label_R: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[R] probability that the draft gives each label."""
-    _, lse = argmax_and_lse(logits_RD, group)
-    at = _pick(logits_RD, label_R, group)[2]
+    Args:
+        column_R: of the label, counted from this rank's first one.
+    """
+    _, lse = argmax_and_lse(logits_RD, group, 0)
+    at = pick(logits_RD, column_R)[2]
     reduce_together(group, at)
     return (at - lse).exp()
 
@@ -77,13 +74,13 @@ def ce_l1_rows(
     """
     a, b = weights
     u_RD = draft_RD.div_(temperature) if temperature != 1 else draft_RD
-    argmax_R, lse_R = argmax_and_lse(u_RD, group)
+    argmax_R, lse_R = argmax_and_lse(u_RD, group, teacher.first)
     logq_RD = u_RD.sub_(lse_R[:, None])
     logp_RD = teacher.logits_UD[rows_R].to(u_RD.dtype)
     if temperature != 1:
         logp_RD.div_(temperature)
     p_RD = logp_RD.sub_(teacher.lse_U[rows_R, None]).exp_()
-    column, mine, value_R = _pick(logq_RD, teacher.label_U[rows_R], group)
+    column, mine, value_R = pick(logq_RD, teacher.label_U[rows_R] - teacher.first)
     q_RD = logq_RD.exp_()
     below = (q_RD < p_RD).to(q_RD.dtype)
     overlap_R, mass_R = torch.minimum(p_RD, q_RD).sum(-1), torch.linalg.vecdot(q_RD, below)

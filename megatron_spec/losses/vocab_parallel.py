@@ -29,6 +29,7 @@ class Teacher:
         argmax_U: target id of the base's argmax over its whole vocabulary.
         label_U: draft id of that argmax; where it is outside the draft vocabulary, of the best draft token instead.
         in_vocab_U: bool, the argmax is inside the draft vocabulary.
+        first: draft id of this rank's first column; the last rank's shard may be narrower than the others.
     """
 
     logits_UD: Tensor
@@ -36,6 +37,7 @@ class Teacher:
     argmax_U: Tensor
     label_U: Tensor
     in_vocab_U: Tensor
+    first: int = 0
 
 
 @dataclass
@@ -78,23 +80,32 @@ def argmax_over_ranks(top_R: Tensor, index_R: Tensor, group: dist.ProcessGroup |
     return everyone[:, 1].gather(0, everyone[:, 0].argmax(0)[None])[0].long()
 
 
-def argmax_and_lse(x_RD: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Over the whole vocabulary: (index of the largest value [R], log-sum-exp [R]). Shards have one width."""
+def argmax_and_lse(x_RD: Tensor, group: dist.ProcessGroup | None, first: int) -> tuple[Tensor, Tensor]:
+    """Over the whole vocabulary: (index of the largest value [R], log-sum-exp [R]).
+
+    Args:
+        first: index of this rank's first column.
+    """
     top_R, index_R = x_RD.max(-1)
     lse_R = (x_RD - top_R[:, None]).exp_().sum(-1).log_().add_(top_R)
     if group is None or group.size() == 1:
         return index_R, lse_R
-    index_R, lse_R = _agree(group, top_R, lse_R, index_R, x_RD.shape[-1])
+    index_R, lse_R = _agree(group, top_R, lse_R, index_R + first)
     return index_R, lse_R.to(x_RD.dtype)
 
 
-def _agree(
-    group: dist.ProcessGroup, top_R: Tensor, lse_R: Tensor, index_R: Tensor, width: int
-) -> tuple[Tensor, Tensor]:
+def _agree(group: dist.ProcessGroup, top_R: Tensor, lse_R: Tensor, index_R: Tensor) -> tuple[Tensor, Tensor]:
     """(index of the largest value [R], log-sum-exp [R] fp64) over all ranks, from those of each rank's shard."""
-    everyone = _gather_ranks(group, top_R, index_R + group.rank() * width, lse_R)
+    everyone = _gather_ranks(group, top_R, index_R, lse_R)
     index_R = everyone[:, 1].gather(0, everyone[:, 0].argmax(0)[None])[0].long()
     return index_R, everyone[:, 2].logsumexp(0)
+
+
+def pick(x_RD: Tensor, column_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(column inside this shard [R, 1], whether it is here [R], the value there or 0 [R])."""
+    mine = (column_R >= 0) & (column_R < x_RD.shape[-1])
+    inside = column_R.clamp(0, x_RD.shape[-1] - 1)[:, None]
+    return inside, mine, x_RD.gather(-1, inside)[:, 0] * mine
 
 
 def row_losses(
@@ -111,7 +122,7 @@ def row_losses(
         draft_RD: fp32 (or fp64) draft logits of this rank's shard; the buffer is overwritten.
     """
     u_RD = draft_RD.div_(temperature) if temperature != 1 else draft_RD
-    argmax_R, lse_R = argmax_and_lse(u_RD, group)
+    argmax_R, lse_R = argmax_and_lse(u_RD, group, teacher.first)
     logq_RD = u_RD.sub_(lse_R[:, None])
     logp_RD = teacher.logits_UD[rows_R].to(u_RD.dtype)
     if temperature != 1:
@@ -119,7 +130,8 @@ def row_losses(
     logp_RD.sub_(teacher.lse_U[rows_R, None])
     p_RD, q_RD = logp_RD.exp(), logq_RD.exp()
     overlap_R = p_RD.minimum(q_RD).sum(-1)
-    loss_R, grad_RD = _KINDS[kind](logp_RD, logq_RD, p_RD, q_RD, overlap_R, teacher.label_U[rows_R], group)
+    column_R = teacher.label_U[rows_R] - teacher.first
+    loss_R, grad_RD = _KINDS[kind](logp_RD, logq_RD, p_RD, q_RD, overlap_R, column_R, group)
     if temperature != 1:
         grad_RD.div_(temperature)
     return RowLosses(loss_R, overlap_R, argmax_R, grad_RD)
@@ -140,7 +152,7 @@ def kernel_row_loss(
         if group is None or group.size() == 1:
             return kernels.soft_rows(*told, temperature, kind == "kl")
         top_R, lse_R, index_R = kernels.largest(logits_RD, temperature)
-        best_R, lse_R = _agree(group, top_R, lse_R, index_R, logits_RD.shape[-1])
+        best_R, lse_R = _agree(group, top_R, lse_R, index_R + teacher.first)
         loss_R, overlap_R = kernels.soft_shard(*told, lse_R.float(), temperature, kind == "kl")
         reduce_together(group, loss_R, overlap_R)
         return loss_R, overlap_R, best_R
@@ -148,12 +160,12 @@ def kernel_row_loss(
     return in_place
 
 
-# Each kind: (logp, logq, p, q, overlap summed over this shard, label, group) -> (loss, gradient). It may overwrite
-# its inputs, and must leave `overlap` summed over the group.
+# Each kind: (logp, logq, p, q, overlap summed over this shard, column of the label, group) -> (loss, gradient). It may
+# overwrite its inputs, and must leave `overlap` summed over the group. A label of another rank has no column here.
 
 
 def _soft_ce(
-    logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, label: Tensor, group: dist.ProcessGroup | None
+    logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, column: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     loss = -torch.linalg.vecdot(p, logq)
     reduce_together(group, loss, overlap)
@@ -161,7 +173,7 @@ def _soft_ce(
 
 
 def _kl(
-    logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, label: Tensor, group: dist.ProcessGroup | None
+    logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, column: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     loss = torch.linalg.vecdot(p, logp.sub_(logq))
     reduce_together(group, loss, overlap)
@@ -169,7 +181,7 @@ def _kl(
 
 
 def _reverse_kl(
-    logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, label: Tensor, group: dist.ProcessGroup | None
+    logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, column: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     ratio = logq.sub_(logp)
     loss = torch.linalg.vecdot(q, ratio)
@@ -178,7 +190,7 @@ def _reverse_kl(
 
 
 def _tv(
-    logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, label: Tensor, group: dist.ProcessGroup | None
+    logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, column: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     below = (q < p).to(q.dtype)  # d min(p, q) / dq
     mass = torch.linalg.vecdot(q, below)
@@ -187,12 +199,12 @@ def _tv(
 
 
 def _lk(
-    logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, label: Tensor, group: dist.ProcessGroup | None
+    logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, column: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     # in log space: where draft and teacher are far apart every min(p, q) underflows
     below = logq < logp
     lower = torch.minimum(logp, logq)
-    _, log_overlap = argmax_and_lse(lower, group)
+    _, log_overlap = argmax_and_lse(lower, group, 0)
     share = lower.sub_(log_overlap[:, None]).exp_().mul_(below)
     mass = share.sum(-1)
     reduce_together(group, mass, overlap)
@@ -200,13 +212,10 @@ def _lk(
 
 
 def _hard_ce(
-    logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, label: Tensor, group: dist.ProcessGroup | None
+    logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, column: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    width = logq.shape[-1]
-    local = label - (group.rank() * width if group is not None else 0)
-    mine = (local >= 0) & (local < width)
-    index = local.clamp(0, width - 1)[:, None]
-    loss = -logq.gather(-1, index)[:, 0] * mine
+    index, mine, value = pick(logq, column)
+    loss = -value
     reduce_together(group, loss, overlap)
     return loss, q.scatter_add_(-1, index, -mine[:, None].to(q.dtype))
 

@@ -36,22 +36,20 @@ def check_ids(tokens_BS: Tensor, vocab_size: int) -> None:
         ) from None
 
 
-def embed(
-    tokens_BS: Tensor, weight: Tensor, tp: ProcessGroup, sequence_parallel: bool, vocab_size: int | None = None
-) -> Tensor:
+def embed(tokens_BS: Tensor, weight: Tensor, tp: ProcessGroup, sequence_parallel: bool, vocab_size: int) -> Tensor:
     """[S, B, H] (or [S / TP, B, H] under sequence parallelism) embeddings from the shard `weight` [V / TP, H].
 
     Args:
-        vocab_size: rows over all ranks without padding; default: with it.
+        vocab_size: rows over all ranks without padding. The last ranks may have padding, or fewer rows.
 
     Raises:
         UserError: an id that is outside (see `check_ids`).
     """
-    check_ids(tokens_BS, vocab_size or weight.shape[0] * tp.size())
+    check_ids(tokens_BS, vocab_size)
     if tp.size() == 1:
         return F.embedding(tokens_BS.t(), weight)
     rows = weight.shape[0]
-    local_SB = tokens_BS.t() - tp.rank() * rows
+    local_SB = tokens_BS.t() - tp.rank() * max(rows, -(-vocab_size // tp.size()))
     outside_SB = (local_SB < 0) | (local_SB >= rows)
     out_SBH = F.embedding(local_SB.masked_fill(outside_SB, 0), weight)
     out_SBH = out_SBH.masked_fill(outside_SB[..., None], 0.0)

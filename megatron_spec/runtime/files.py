@@ -78,6 +78,11 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         seen = seen.__cause__ or seen.__context__
 
 
+def _published(path: Path | str) -> Path:
+    """The place that a temporary name stands for: what the user asked for."""
+    return Path(*(re.sub(r"^\.(.+)\.tmp-\d+$", r"\1", part) for part in Path(path).absolute().parts))
+
+
 def write_error(
     path: Path | str, error: BaseException, size: int | None = None, hint: str = ""
 ) -> UserError | None:  # fmt: skip
@@ -87,14 +92,14 @@ def write_error(
         size: bytes that were to be written.
         hint: what to do, where that is not to make room or to choose another place.
     """
-    path = Path(path).absolute()
+    path = _published(path)
     for cause in _causes(error):
         said = re.search(r"\(os error (\d+)\)", str(cause))  # safetensors
         number = cause.errno if isinstance(cause, OSError) else int(said[1]) if said else None
         if number in _FULL or any(text in str(cause).lower() for text in _FULL_TEXTS):
             return UserError(_full(path, size, free_space(path), *([hint] if hint else [])))
         name = getattr(cause, "filename", None)
-        where = Path(os.fsdecode(name)).absolute() if isinstance(name, (str, bytes)) else path
+        where = _published(os.fsdecode(name)) if isinstance(name, (str, bytes)) else path
         if number in _REFUSED or (number == errno.ENOENT and where.is_relative_to(path.parent)):
             return UserError(f"{where} cannot be written ({os.strerror(number)}): {hint or 'choose a place that can'}")
     return None
@@ -218,8 +223,13 @@ def process_exists(pid: int) -> bool:
 
 
 @contextmanager
-def published_folder(folder: Path | str, overwrite: bool = False, hint: str = "") -> Iterator[Path]:
+def published_folder(
+    folder: Path | str, overwrite: bool = False, hint: str = "", size: int | None = None
+) -> Iterator[Path]:
     """A temporary folder beside `folder` that replaces it when the block ends well, and is removed otherwise.
+
+    Args:
+        size: bytes that will be written, for the message.
 
     Raises UserError when it cannot be written.
     """
@@ -227,7 +237,7 @@ def published_folder(folder: Path | str, overwrite: bool = False, hint: str = ""
     if not overwrite:
         require_empty(folder)
     temporary = folder.parent / f".{folder.name}.tmp-{os.getpid()}"
-    with writing(folder, hint=hint):
+    with writing(folder, size, hint):
         folder.parent.mkdir(parents=True, exist_ok=True)
         for leftover in _leftovers(folder):
             shutil.rmtree(leftover, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from tests.tiny import make_batch, save_llama, save_mixtral
 from tests.unit_tests.families.families import save_with_module
 from tests.worlds import run_world
 
-D, ROWS, LENGTH, MICRO_BATCHES = 40, 2, 24, 12
+D, ROWS, LENGTH, MICRO_BATCHES = 41, 2, 24, 12
+ODD = 97
+"""Vocabulary of the base `gqa`: no number of ranks divides it, nor D."""
 CAPTURES = (1, 3, 6)  # on different stages for PP = 2 and PP = 3
 ADAM_EPS = 1e-5
 """At 1e-8 Adam's first step is the sign of the gradient, also of elements that are nothing but rounding."""
@@ -31,6 +34,7 @@ CASES: dict[int, list[Case]] = {
         dict(name="the base's own module", packed=True, model="own", algorithm="own"),
         dict(name="dflash", packed=True, algorithm="dflash"),
         dict(name="dspark", packed=True, algorithm="dspark"),
+        dict(name="own embedding, D = V", packed=True, whole=True),
         dict(name="dspark, 1 kv head", packed=True, algorithm="dspark", model="kv1"),
         dict(name="dflash, experts", packed=True, algorithm="dflash", model="moe"),
     ],
@@ -56,6 +60,10 @@ CASES: dict[int, list[Case]] = {
         dict(cp=2, packed=True, algorithm="dspark"),
         dict(pp=2, packed=True, algorithm="dflash", distributed_optimizer=True),
         dict(tp=2, packed=True, algorithm="dspark", model="kv1"),
+        dict(tp=2, packed=True, algorithm="medusa", save=True),
+        dict(tp=2, packed=True, algorithm="dspark", save=True, sequence_parallel=True),
+        dict(tp=2, packed=True, algorithm="eagle1", sequence_parallel=True),
+        dict(tp=2, packed=True, whole=True, save=True, sequence_parallel=True, distributed_optimizer=True),
         dict(ep=2, packed=True, algorithm="dflash", model="moe"),
     ],
     3: [dict(pp=3), dict(pp=3, first=4, last=1)],
@@ -72,6 +80,8 @@ CASES: dict[int, list[Case]] = {
         dict(cp=2, tp=2, sequence_parallel=True),
         dict(cp=2, tp=2, sequence_parallel=True, packed=True, algorithm="eagle1"),
         dict(cp=2, tp=2, sequence_parallel=True, packed=True, algorithm="dspark"),
+        dict(tp=4, packed=True, algorithm="medusa"),
+        dict(tp=4, packed=True, whole=True),
     ],
 }
 
@@ -80,8 +90,8 @@ def whole(tensor: torch.Tensor, like: Any, tp: Any) -> torch.Tensor:
     """A shard's whole tensor, on every rank."""
     if not getattr(like, "tensor_model_parallel", False) or tp.size() == 1:
         return tensor.detach().clone()
-    parts = [torch.empty_like(tensor) for _ in range(tp.size())]
-    torch.distributed.all_gather(parts, tensor.detach().contiguous(), group=tp)
+    parts: list[Any] = [None] * tp.size()
+    torch.distributed.all_gather_object(parts, tensor.detach(), group=tp)
     return torch.cat(parts, dim=like.partition_dim)
 
 
@@ -98,7 +108,7 @@ def batches_of(case: Case) -> list[Batch]:
     return batches
 
 
-def new_config(base: Any, algorithm: str) -> Any:
+def new_config(base: Any, algorithm: str, whole_vocabulary: bool) -> Any:
     from megatron_spec.config import presets
 
     if algorithm == "medusa":
@@ -110,15 +120,23 @@ def new_config(base: Any, algorithm: str) -> Any:
         return presets.own_mtp_config(base)
     overrides: dict[str, Any] = {"init_from_base_layer": True}
     if algorithm == "eagle3":
-        overrides.update(capture_layer_ids=list(CAPTURES), draft_vocab_size=D)
+        size = base.vocab_size if whole_vocabulary else D
+        overrides.update(capture_layer_ids=list(CAPTURES), draft_vocab_size=size, own_embed_tokens=whole_vocabulary)
     return presets.eagle_config(base, algorithm, overrides)
 
 
-def run_case(folders: dict[str, str], case: Case) -> dict[str, Any]:
-    """One optimizer step in the layout of `case`."""
+def run_case(folders: dict[str, str], case: Case, resave: str | None = None) -> dict[str, Any]:
+    """One optimizer step in the layout of `case`.
+
+    Args:
+        resave: instead of a step, load what a case of two ranks saved, and save it under this name.
+    """
     from megatron.core import parallel_state
 
+    from megatron_spec.build import link
+    from megatron_spec.checkpoint import sharded
     from megatron_spec.checkpoint.base_import import inspect_base, load_base
+    from megatron_spec.checkpoint.spec import CheckpointSpec, iteration_folder
     from megatron_spec.commands.convert import first_draft
     from megatron_spec.config import BlockConfig, ObjectiveConfig, ParallelConfig, TrainConfig, presets
     from megatron_spec.drafts.vocab import DraftVocab
@@ -140,15 +158,16 @@ def run_case(folders: dict[str, str], case: Case) -> dict[str, Any]:
     )
     world = distributed.initialize(parallel)
     ref = inspect_base(folders[case.get("model", "gqa")])
-    config = new_config(ref.config, case.get("algorithm", "eagle3"))
+    config = new_config(ref.config, case.get("algorithm", "eagle3"), case.get("whole", False))
     chosen = torch.arange(0, 2 * D, 2) + torch.arange(D) % 2
-    vocab = DraftVocab(chosen if config.draft_vocab_size == D else torch.arange(96), 96)
+    V = ref.config.vocab_size
+    vocab = DraftVocab(chosen if config.draft_vocab_size == D else torch.arange(V), V)
     base = load_base(ref, world, config.capture_layer_ids)
     draft = first_draft(base, ref, config, vocab, world, torch.float32, seed=5)
     if config.algorithm == "dspark":  # W2 starts at 0, where W1 has no gradient
         heads = [draft.markov_head.markov_w2.weight.data, draft.confidence_head.proj.weight.data]
-        for x, size in zip(heads, (world.tp_size, 1), strict=True):
-            values = torch.linspace(-0.3, 0.2, x.numel() * size).sin().view(-1, x.shape[1])
+        for x, rows, size in zip(heads, (V, 1), (world.tp_size, 1), strict=True):
+            values = torch.linspace(-0.3, 0.2, rows * x.shape[1]).sin().view(-1, x.shape[1])
             x.copy_(values.chunk(size)[world.tp_rank if size > 1 else 0])
     train = TrainConfig(
         train_iters=4, lr=1e-2, weight_decay=0.1, clip_grad=0.5, adam_eps=ADAM_EPS,
@@ -158,6 +177,11 @@ def run_case(folders: dict[str, str], case: Case) -> dict[str, Any]:
     optimizer, scheduler = build_optimizer(ddp, world, train)
     blocks = isinstance(config, BlockConfig)
     goal = presets.objective_for(config, ObjectiveConfig(anchors=5) if blocks else ObjectiveConfig(ttt_steps=3))
+    spec = CheckpointSpec(base=link(ref), draft=config)
+    if resave is not None:
+        sharded.load(iteration_folder(saved(folders, case, "two ranks"), 0), draft, world, optimizer=optimizer)
+        sharded.save(saved(folders, case, resave), spec, draft, vocab, world, optimizer=optimizer)
+        return {}
     trainer = Trainer(world, ddp, optimizer, scheduler, base, goal)
     torch.manual_seed(9)  # as the training loop does on every rank: it draws the anchors
     batches = batches_of(case)[world.dp_rank :: world.dp_size]
@@ -172,11 +196,24 @@ def run_case(folders: dict[str, str], case: Case) -> dict[str, Any]:
     step = trainer.step([], count=0)
     result["grad_norm"] = step.grad_norm
     result["parameters"] = {n: whole(p.data, p, world.tp) for n, p in draft.named_parameters()}
+    if case.get("save"):
+        sharded.save(saved(folders, case, "two ranks"), spec, draft, vocab, world, optimizer=optimizer)
     return result
 
 
+def saved(folders: dict[str, str], case: Case, name: str) -> Path:
+    return Path(folders["out"], kind(case), name)
+
+
+SAVED = [case for case in CASES[2] if case.get("save")]
+
+
 def run_cases(folders: dict[str, str], cases: list[Case]) -> list[dict[str, Any]]:
-    return [run_case(folders, case) for case in cases]
+    found = [run_case(folders, case) for case in cases]
+    if torch.distributed.get_world_size() == 4:
+        for case in SAVED:
+            run_case(folders, {**case, "tp": 4}, resave="four ranks")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +222,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_max_position_embeddings"] = 64
     return {
-        "gqa": str(save_llama(root / "gqa", rope_scaling=scaling)),
+        "out": str(root / "out"),
+        "gqa": str(save_llama(root / "gqa", rope_scaling=scaling, vocab_size=ODD)),
         "moe": str(save_mixtral(root / "moe")),
         "own": str(save_with_module(root / "own", vocab_size=96)),
         "kv1": str(save_llama(root / "kv1", num_key_value_heads=1, head_dim=16, tie_word_embeddings=True)),
@@ -199,16 +237,32 @@ def reference(folders: dict[str, str]) -> dict[str, dict[str, Any]]:
 
 def kind(case: Case) -> str:
     """What is computed, whatever the layout."""
-    return f"{case.get('model')} {case.get('packed')} {case.get('algorithm')}"
+    return f"{case.get('model')} {case.get('packed')} {case.get('algorithm')} {case.get('whole')}"
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp(min=1e-12))
 
 
+@pytest.fixture(scope="module")
+def ranks(folders: dict[str, str]) -> Callable[[int], list[Any]]:
+    """What every rank of a world found; the worlds run one after the other, since four ranks load what two saved."""
+    found: dict[int, list[Any]] = {}
+
+    def of(size: int) -> list[Any]:
+        for earlier in range(2, size + 1):
+            if earlier not in found:
+                found[earlier] = run_world(earlier, run_cases, folders, CASES[earlier])
+        return found[size]
+
+    return of
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_layouts_equal_one_process(size: int, folders: dict[str, str], reference: dict[str, dict[str, Any]]) -> None:
-    for rank, results in enumerate(run_world(size, run_cases, folders, CASES[size])):
+def test_layouts_equal_one_process(
+    size: int, ranks: Callable[[int], list[Any]], reference: dict[str, dict[str, Any]]
+) -> None:
+    for rank, results in enumerate(ranks(size)):
         for case, found in zip(CASES[size], results, strict=True):
             expected = reference[kind(case)]
             where = f"{found['layout']}, rank {rank}"
@@ -223,3 +277,31 @@ def test_layouts_equal_one_process(size: int, folders: dict[str, str], reference
                 assert relative(gradient, expected["grads"][name]) < 1e-5, f"gradient of {name}, {where}"
             for name, value in found["parameters"].items():
                 assert relative(value, expected["parameters"][name]) < 1e-5, f"{name} after a step, {where}"
+
+
+def all_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole: parameters, and what the optimizer keeps of them."""
+    from megatron.core import dist_checkpointing
+
+    from megatron_spec.checkpoint.spec import iteration_folder
+
+    found = dist_checkpointing.load_plain_tensors(str(iteration_folder(checkpoint, 0) / "dist"))
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize("case", SAVED, ids=kind)
+def test_uneven_vocabulary_is_saved_without_padding_and_loads_at_any_size(
+    case: Case, folders: dict[str, str], ranks: Callable[[int], list[Any]], reference: dict[str, dict[str, Any]]
+) -> None:
+    ranks(4)
+    run_case(folders, {**case, "tp": 1, "sequence_parallel": False}, resave="one rank")
+    two, four, one = (
+        all_tensors(saved(folders, case, f"{n} rank{s}")) for n, s in (("two", "s"), ("four", "s"), ("one", ""))
+    )
+    assert two.keys() == four.keys() == one.keys()
+    assert sum("exp_avg." in name for name in two) == sum(name.startswith("draft.") for name in two)
+    assert sum(ODD in tensor.shape for tensor in two.values()) >= 6, "heads and embeddings with their state"
+    for name, tensor in two.items():
+        assert torch.equal(tensor, four[name]) and torch.equal(tensor, one[name]), name
+    for name, value in reference[kind(case)]["parameters"].items():
+        assert relative(two[f"draft.{name}"], value) < 1e-5, name

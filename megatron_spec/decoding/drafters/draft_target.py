@@ -42,6 +42,8 @@ class DraftTargetDrafter(Drafter):
                 f"{base.config.max_position_embeddings}: choose a draft model with at least as many"
             )
         self.model, self.group = model, base.world.tp
+        self.known = min(model.vocab_size, base.vocab_size)
+        """Ids that both have; sizes may differ by rows that no token of the tokenizer stands for (Qwen2.5)."""
 
     def open(self, rows: int, max_length: int) -> None:
         """See Drafter."""
@@ -60,7 +62,9 @@ class DraftTargetDrafter(Drafter):
         plan = AttentionPlan.cached(view, slots_BS, length=key_slots, lengths_B=lengths_B)
         _, state_SBH = run_base_everywhere(self.model, Batch(tokens_BS, slots_BS, zeros_BS, zeros_BS), plan)
         rows = torch.arange(tokens_BS.shape[0], device=tokens_BS.device)
-        return self.model.logits(state_SBH[last_B, rows][None])[0]
+        logits_BV = self.model.logits(state_SBH[last_B, rows][None])[0]
+        logits_BV[:, max(self.known - self.group.rank() * logits_BV.shape[1], 0) :] = float("-inf")
+        return logits_BV
 
     def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
         """See Drafter. Always proposes `count` tokens."""
@@ -69,7 +73,7 @@ class DraftTargetDrafter(Drafter):
         # A shorter row reads again what it knows: the last of the S tokens is the last known one in every row.
         slots_BS = (lengths_B[:, None] - S + torch.arange(S, device=lengths_B.device)).clamp(min=0)
         last_B = torch.full_like(lengths_B, S - 1)
-        tokens_BS = context.tokens_BL.gather(1, slots_BS)
+        tokens_BS = context.tokens_BL.gather(1, slots_BS).clamp(max=self.known - 1)
         tokens: list[Tensor] = []
         q: list[Tensor] = []
         for k in range(count):

@@ -6,8 +6,10 @@ import importlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megatron_spec.config import DecodeConfig, UserError
-from megatron_spec.decoding.drafters.base import Drafter
+from megatron_spec.decoding.drafters.base import Drafter, Proposal
 
 if TYPE_CHECKING:
     from megatron_spec.base.model import FrozenBase
@@ -48,3 +50,31 @@ def user_drafter(name: str, base: FrozenBase, config: DecodeConfig) -> Drafter:
     found: Any = find_drafter(name)
     made: Drafter = found(base, config) if _takes(found, base, config) else found()
     return made
+
+
+def is_foreign(drafter: Drafter | None) -> bool:
+    """True for a class from outside of this package, whose proposals are looked at before the base reads them.
+
+    False where that is impossible: in a CUDA graph (`fixed_shapes`).
+    """
+    if drafter is None or drafter.fixed_shapes:
+        return False
+    return not type(drafter).__module__.startswith(f"{__package__}.")
+
+
+def check_proposal(proposal: Proposal, batch: int, vocab_size: int, drafter: Drafter) -> None:
+    """Raise UserError for tokens that are no [batch, nodes] int64 ids of the base's vocabulary. Waits for a GPU."""
+    tokens_BN, name = proposal.tokens_BN, type(drafter).__name__
+    if tokens_BN.dtype != torch.int64 or tokens_BN.dim() != 2 or len(tokens_BN) != batch:
+        raise UserError(
+            f"drafter {name} proposed {tokens_BN.dtype} of shape {list(tokens_BN.shape)}, expected int64 [{batch}, "
+            "nodes]: one row of token ids for every running sequence"
+        )
+    outside_BN = (tokens_BN < 0) | (tokens_BN >= vocab_size)
+    if bool(outside_BN.any()):
+        row, node = outside_BN.nonzero()[0].tolist()
+        raise UserError(
+            f"drafter {name} proposed token id {int(tokens_BN[row, node])} (row {row}, place {node}), expected 0 to "
+            f"{vocab_size - 1}, the base's vocabulary: use the base's tokenizer in the drafter; places that "
+            "do not count (proposed_B) hold ids, too"
+        )

@@ -20,12 +20,17 @@ from tests.unit_tests.decoding.test_eagle import Recorder
 from tests.unit_tests.decoding.tiny_models import CONFIG, VOCAB
 
 KINDS = ("eagle1", "eagle3.1", "eagle-mtp", "medusa")
+PARALLEL = (*KINDS, "dspark")
+READ_CAPTURES = ("eagle3.1", "dspark")
 LENGTH = CONFIG.max_draft_len
 
 
 def config_of(kind: str, base: Any) -> DraftConfig:
     if kind == "medusa":
         return presets.medusa_config(base.config, num_heads=LENGTH)
+    if kind == "dspark":
+        overrides = {"capture_layer_ids": list(tiny_models.CAPTURES), "mask_token_id": 7, "block_size": LENGTH}
+        return presets.block_config(base.config, "dspark", overrides)
     overrides = {"capture_layer_ids": tiny_models.CAPTURES} if kind == "eagle3.1" else {}
     return presets.eagle_config(base.config, kind, overrides)
 
@@ -111,19 +116,27 @@ def prepare_parallel(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """A base in `folder`, and of every kind of draft the weights and what they give in one process."""
     from megatron_spec.runtime import distributed
 
-    tiny_models.save_tiny(folder, vocab_size=VOCAB + 1)
+    tiny_models.save_tiny(folder, vocab_size=VOCAB)
     weights, alone = {}, {}
-    for kind in KINDS:
-        base = tiny_models.load(folder, distributed.initialize(), tiny_models.CAPTURES if kind == "eagle3.1" else ())
+    for kind in PARALLEL:
+        base = tiny_models.load(folder, distributed.initialize(), tiny_models.CAPTURES if kind in READ_CAPTURES else ())
         draft = new_draft(base, kind)
         with torch.no_grad():
             for n, p in draft.named_parameters():
-                if "linear" in n:
+                if "linear" in n or "markov" in n:
                     p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n))) * 0.05)
         weights[kind] = tiny_models.whole_weights(draft)
-        prompts = tiny_models.prompts()[:3]
-        alone[kind] = [(g.tokens, g.accepted_lengths) for g in decode(base, prompts, CONFIG, set(), draft=draft)]
+        alone[kind] = answers(base, draft)
     return weights, alone
+
+
+def answers(base: Any, draft: Any) -> list[Any]:
+    """Tokens and accepted lengths, greedy and with rejection sampling, which compares whole distributions."""
+    hot = CONFIG.replace(temperature=1.2, use_rejection_sampling=True, max_new_tokens=8)
+    prompts, found = tiny_models.prompts()[:3], []
+    for config, seeds in ((CONFIG, None), (hot, [1, 2, 3])):
+        found += decode(base, prompts, config, set(), draft=draft, seeds=seeds)
+    return [(g.tokens, g.accepted_lengths) for g in found]
 
 
 def parallel(folder: str, weights: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
@@ -136,12 +149,10 @@ def parallel(folder: str, weights: dict[str, dict[str, Tensor]]) -> dict[str, An
     world = distributed.initialize(ParallelConfig(tensor_model_parallel_size=2))
     found = {}
     for kind, values in weights.items():
-        base = tiny_models.load(folder, world, tiny_models.CAPTURES if kind == "eagle3.1" else ())
+        base = tiny_models.load(folder, world, tiny_models.CAPTURES if kind in READ_CAPTURES else ())
         draft = new_draft(base, kind)
         tiny_models.set_weights(draft, values)
-        found[kind] = [
-            (g.tokens, g.accepted_lengths) for g in decode(base, tiny_models.prompts()[:3], CONFIG, set(), draft=draft)
-        ]
+        found[kind] = answers(base, draft)
     parallel_state.destroy_model_parallel()
     return found
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_spec.commands.decode import _thinking_tokens
 from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.decoding.costs import Costs
 from megatron_spec.decoding.drafters import Context, Drafter, Proposal, build_drafter
@@ -41,6 +42,22 @@ class Demanding(Plain):
     """Wants what nobody gives."""
 
     def __init__(self, base: Any, config: DecodeConfig, more: int) -> None: ...
+
+
+class Beyond(Plain):
+    """Proposes a token that the base does not have."""
+
+    def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
+        found = super().prepare_draft_tokens(context, count)
+        found.tokens_BN[-1, 1] = tiny_models.VOCAB
+        return found
+
+
+class Flat(Plain):
+    """Forgets the rows."""
+
+    def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
+        return Proposal(super().prepare_draft_tokens(context, count).tokens_BN[0])
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 16])
@@ -87,6 +104,30 @@ def test_a_drafter_of_the_user(tiny: Any) -> None:
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             decode(tiny.base, tiny.prompts, config.replace(drafter=name), set())
+
+
+def test_tokens_that_the_base_does_not_have_are_refused_before_it_reads_them(tiny: Any) -> None:
+    said = r"drafter Beyond proposed token id 83 \(row 2, place 1\), expected 0 to 82"
+    for kind, message in (
+        ("Beyond", said),
+        ("Flat", r"proposed torch.int64 of shape \[3\], expected int64 \[3, nodes"),
+    ):
+        config = CONFIG.replace(decoding_type="User", drafter=f"{__name__}:{kind}")
+        with pytest.raises(UserError, match=message):
+            decode(tiny.base, tiny.prompts, config, set())
+    relaxed = {"use_relaxed_acceptance_for_thinking": True, "begin_thinking_phase_token": 83}
+    with pytest.raises(UserError, match="--begin-thinking-phase-token 83: the base has the tokens 0 to 82"):
+        _thinking_tokens(CONFIG.replace(**relaxed), make_tokenizer(CHATML), tiny_models.VOCAB)
+
+
+@pytest.mark.parametrize("rows", [-8, 8])
+def test_a_draft_model_with_another_number_of_rows_shares_the_common_ones(tiny: Any, tmp_path: Path, rows: int) -> None:
+    save_tiny(tmp_path, seed=9, num_hidden_layers=2, hidden_size=16, vocab_size=tiny_models.VOCAB + rows)
+    small = tiny_models.load(tmp_path, tiny.base.world, captures=())
+    if rows > 0:
+        small.head_weight[-1] = 100 * small.head_weight[: tiny_models.VOCAB].mean(0)  # would be chosen
+    found = decode(tiny.base, tiny.prompts, CONFIG.replace(max_new_tokens=8), set(), draft=small)
+    assert [g.tokens for g in found] == [answer[:8] for answer in tiny.answers]
 
 
 def test_ngram_by_configuration(tiny: Any) -> None:

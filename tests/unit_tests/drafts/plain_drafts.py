@@ -13,7 +13,7 @@ from megatron_spec.batch import Features
 from megatron_spec.config import EagleConfig, MedusaConfig, ObjectiveConfig
 from tests.unit_tests.drafts.plain_eagle3 import StandInEnds, plain_row_loss, plain_supervised
 
-VOCAB = 32
+VOCAB = 33
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -25,10 +25,11 @@ from tests.unit_tests.drafts.plain_eagle3 import StandInEnds, V, conversations, 
 from tests.worlds import run_world
 
 HEADS_9_3 = {"hidden_size": 18, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 2}
-NARROW = {"hidden_size": 8, "vocab_size": 32}  # with an embedding of its own, whose rows are split
+NARROW = {"hidden_size": 8, "vocab_size": 33}  # with an embedding of its own, whose rows are split unevenly
+WHOLE = {"draft_vocab_size": V}  # 31: no number of ranks divides it
 OPTIONS = {
     "attention_bias": True, "mlp_bias": True, "fc_bias": True, "qk_norm": True, "own_embed_tokens": True,
-    "norm_before_residual": True, "vocab_size": 32,
+    "norm_before_residual": True, "vocab_size": 33,
 }  # fmt: skip
 CASES: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
     "tp2": (2, False, {}, {}),
@@ -36,15 +37,15 @@ CASES: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
     "tp2 one kv head": (2, False, {"num_key_value_heads": 1}, {}),
     "tp2 sp one kv head": (2, True, {"num_key_value_heads": 1}, {"detach": True}),
     "tp2 uneven kv heads": (2, False, {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 2}, {}),
-    "tp2 two layers": (2, True, {"num_hidden_layers": 2}, {"loss": "lk", "in_vocab_only": False}),
+    "tp2 two layers": (2, True, {"num_hidden_layers": 2, **WHOLE}, {"loss": "lk", "in_vocab_only": False}),
     "tp2 reverse_kl": (2, False, {}, {"loss": "reverse_kl", "temperature": 0.7}),
     "tp2 tv": (2, False, {}, {"loss": "tv"}),
-    "tp2 hard_ce": (2, False, {}, {"loss": "hard_ce", "in_vocab_only": False}),
+    "tp2 hard_ce": (2, False, WHOLE, {"loss": "hard_ce", "in_vocab_only": False}),
     "tp2 narrow": (2, False, {**NARROW, "num_hidden_layers": 2}, {}),
     "tp2 sp narrow": (2, True, NARROW, {}),
     "tp2 options": (2, False, OPTIONS, {}),
     "tp2 sp options": (2, True, {**OPTIONS, "num_key_value_heads": 1, "num_hidden_layers": 2}, {}),
-    "tp3": (3, False, HEADS_9_3, {}),
+    "tp3": (3, False, {**HEADS_9_3, **WHOLE}, {}),
     "tp3 sp": (3, True, HEADS_9_3, {}),
     "tp3 one kv head": (3, True, {**HEADS_9_3, "num_key_value_heads": 1, "head_dim": 6}, {}),
 }
@@ -159,8 +160,16 @@ def test_equals_one_rank(world: list[dict[str, Any]], name: str) -> None:
             for shard in shards:
                 close(shard, expected, f"{name}: {key}", exact=key.startswith("value"))
         else:
-            split = [d for d in range(expected.dim()) if shards[0].shape[d] != expected.shape[d]]
-            close(torch.cat(shards, split[0]), expected, f"{name}: {key}", exact=key.startswith("value"))
+            close(joined(shards, expected), expected, f"{name}: {key}", exact=key.startswith("value"))
+
+
+def joined(shards: list[Tensor], expected: Tensor) -> Tensor:
+    """The whole tensor; a shard of logits that is wider than its vocabulary ends in -inf."""
+    split = next(d for d in range(expected.dim()) if shards[0].shape[d] != expected.shape[d])
+    whole, size = torch.cat(shards, split), expected.shape[split]
+    padding = whole.narrow(split, size, whole.shape[split] - size)
+    assert bool((padding == -torch.inf).all())
+    return whole.narrow(split, 0, size)
 
 
 def close(found: Tensor, expected: Tensor, what: str, exact: bool) -> None:

@@ -30,7 +30,7 @@ from tests.unit_tests.base.tiny import save_tiny
 from tests.unit_tests.quantization.tiny import OBJECTIVE, batch, world_of
 from tests.worlds import run_world
 
-V = 84
+V = 83
 KINDS = ("eagle1", "eagle3.1", "eagle-mtp", "medusa", "medusa-shared")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2},

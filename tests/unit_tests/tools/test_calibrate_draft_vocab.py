@@ -1,5 +1,7 @@
 import argparse
+import contextlib
 import json
+import resource
 
 import pytest
 import torch
@@ -50,6 +52,36 @@ def test_writes_the_vocabulary_and_its_coverage(model, tmp_path, capsys):
     assert DraftVocab.load(out / "draft_vocab.safetensors") == vocab
     run(folder, data, 3, tmp_path / "three")
     assert {3, 1} < set(DraftVocab.load(tmp_path / "three" / "draft_vocab.safetensors").target_ids.tolist())
+
+
+@contextlib.contextmanager
+def disk_of(size):
+    """No file may grow beyond `size` bytes: as on a full disk, whoever writes it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(model, tmp_path):
+    folder, _ = model
+    data, out, cache = write_lines(tmp_path / "d.jsonl", DATA), tmp_path / "vocab", tmp_path / "cache"
+    with disk_of(10), pytest.raises(UserError, match=rf"{cache}/\S+ cannot be written: no space left on the disk"):
+        run(folder, data, 4, out, "--data-cache-path", str(cache))
+    assert list(cache.rglob("*.bin")) == [] and not out.exists()
+    run(folder, data, 4, out, "--data-cache-path", str(cache))
+    whole = {p.name: p.read_bytes() for p in out.iterdir()}
+    limits = [10, *(len(content) - 1 for content in whole.values())]
+    for index, limit in enumerate(limits):  # an earlier result stays as it was, a new one does not appear
+        for place in (out, tmp_path / f"new{index}"):
+            said = rf"{place}\S* cannot be written: no space left on the disk \(about \S+ \w+ are needed, .* free\): "
+            with disk_of(limit), pytest.raises(UserError, match=said) as error:
+                run(folder, data, 4, place, "--data-cache-path", str(cache))
+            assert "\n" not in str(error.value) and ".tmp" not in str(error.value)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == whole
+    assert {p.name for p in tmp_path.iterdir()} == {"base", "cache", "d.jsonl", "vocab"}
 
 
 def test_the_vocabulary_of_a_draft_is_written_and_measured_not_rebuilt(model, tmp_path, monkeypatch):
