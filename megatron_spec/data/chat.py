@@ -28,6 +28,8 @@ from megatron_spec.data.tokenizer import beyond_vocabulary, special_ids, vocabul
 Array = NDArray[Any]
 LONGEST_PREFIX = 32
 """Characters of what a prompt may open for the answer, such as <think> or an empty thought."""
+MOST_CHARACTERS = 2**30
+"""Of a conversation, times its answers: what stands in front of each answer is rendered for it."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ class ChatEncoder:
         One sample, or with answer_ids one for each prompt that does not continue the prompt and answer before it (a
         template may cut the reasoning of earlier answers, which the base had in front of it nowhere else).
         """
+        for conversation in conversations:
+            _check_work(conversation)
         plain = [c for c in conversations if c.answer_ids is None]
         if self.uses_marks:
             found = [self._marked(c) for c in plain]
@@ -214,9 +218,11 @@ class ChatEncoder:
         """
         messages = conversation.messages
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        asked = [self._before(conversation, i) for i in turns]
-        begins = [_shared(before, text) for before in asked]
-        spans = []
+        begins, spans, otherwise = [], [], 0
+        for i in turns:
+            before = self._before(conversation, i)
+            begins.append(_shared(before, text))
+            otherwise += i > 0 and begins[-1] < len(before.rstrip())
         for i, begin, bound in zip(turns, begins, [*begins[1:], len(text)], strict=True):
             begin, end = self._span(messages, i, text, (begin, bound), ends)
             end = self._end_without_token(conversation, i, text) if end is None else end
@@ -226,9 +232,6 @@ class ChatEncoder:
                     "(the chat template rewrites earlier turns): use a template with {% generation %} marks"
                 )
             spans.append((begin, end))
-        otherwise = sum(
-            i > 0 and begin < len(before.rstrip()) for i, begin, before in zip(turns, begins, asked, strict=True)
-        )
         return spans, otherwise
 
     def _span(
@@ -265,6 +268,18 @@ class ChatEncoder:
         return str(self.template.render(conversation, [first])).rsplit(PLACEHOLDER, 1)[0]
 
 
+def _check_work(conversation: Conversation) -> None:
+    """Raise UserError for a conversation whose beginnings, of which every answer needs one, are too much to render."""
+    answers = sum(message["role"] == "assistant" for message in conversation.messages)
+    characters = sum(len(message["content"] or "") for message in conversation.messages)
+    if answers * characters > MOST_CHARACTERS:
+        raise UserError(
+            f"{conversation.where}: {answers} answers in {characters / 1e6:.1f} million characters: what stands in "
+            f"front of each is rendered again, at most {MOST_CHARACTERS // 10**6} million characters in all; split it "
+            "into several conversations"
+        )
+
+
 def _sample(
     conversation: Conversation, ids_N: Array, turns_N: Array, shortened: int = 0, asked_otherwise: int = 0
 ) -> Sample:
@@ -286,5 +301,11 @@ def _shared(one: str, other: str) -> int:
     """Number of characters two texts begin with in common."""
     if other.startswith(one):
         return len(one)
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    known, differ = 0, min(len(one), len(other)) + 1
+    while differ - known > 1:
+        middle = (known + differ) // 2
+        if one[known:middle] == other[known:middle]:
+            known = middle
+        else:
+            differ = middle
+    return known

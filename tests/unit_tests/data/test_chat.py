@@ -3,6 +3,7 @@ import json
 import pytest
 
 from megatron_spec.config import UserError
+from megatron_spec.data import chat
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.conversations import Conversation, parse_conversation, read_conversations
 from tests.unit_tests.data import chat_fixtures as chats
@@ -169,3 +170,40 @@ def test_unusable_tokenizers_and_templates_are_refused():
     only_the_last = "{{ messages[-1]['role'] }}: {{ messages[-1]['content'] }}"
     with pytest.raises(UserError, match=r"here, message 1: cannot find this assistant turn"):
         encode(only_the_last, TWO)
+
+
+@pytest.mark.parametrize("template", [chats.CHATML, chats.CHATML_MARKED])
+def test_a_long_line_is_read_a_fixed_number_of_times_and_too_many_turns_are_refused(template, monkeypatch):
+    """30 MB in one answer are tokenised in time that grows with their number: each character is seen so often."""
+    encoder, seen = ChatEncoder(make_tokenizer(template)), []
+    render, shared = encoder.template.render, chat._shared
+
+    def rendering(*given, **options):
+        found = render(*given, **options)
+        seen.append(len(found if isinstance(found, str) else found["input_ids"]))
+        return found
+
+    monkeypatch.setattr(encoder.template, "render", rendering)
+    monkeypatch.setattr(chat, "_shared", lambda one, other: seen.append(len(one)) or shared(one, other))
+    for words in (1000, 4000):
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "tell me " * words}]
+        seen.clear()
+        sample = encoder.encode(Conversation(messages, "d.jsonl line 3"))
+        assert len(sample) > 8 * words > sum(seen) / 2
+    many = [{"role": role, "content": "tell me " * 16} for _ in range(50) for role in ("user", "assistant")]
+    assert int(encoder.encode(Conversation(many, "d.jsonl line 4")).turns.max()) == 50
+    monkeypatch.setattr(chat, "MOST_CHARACTERS", 50 * 12_000)
+    said = r"d.jsonl line 4: 50 answers in 0.0 million characters: .* split it into several"
+    with pytest.raises(UserError, match=said):
+        encoder.encode(Conversation(many, "d.jsonl line 4"))
+
+
+def test_shared_beginning():
+    for one, other, expected in (
+        ("", "abc", 0),
+        ("ab", "abc", 2),
+        ("abd", "abc", 2),
+        ("xbc", "abc", 0),
+        ("abc", "ab", 2),
+    ):
+        assert chat._shared(one, other) == expected
