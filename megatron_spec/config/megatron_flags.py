@@ -71,6 +71,7 @@ _TABLE = [
     *_valued("position-embedding-type", "fixed", "the base decides", "rope", "yarn"),
     *_valued("normalization", "fixed", "bases have RMSNorm", "RMSNorm"),
     *_valued("attention-dropout hidden-dropout", "fixed", "a draft is trained without dropout", "0", "0.0"),
+    *_valued("make-vocab-size-divisible-by", "not needed", "ranks split a vocabulary of any size"),
     *_valued("init-method-std", "refused", 'give "initializer_range" in --eagle-config'),
     *_valued("tokenizer-type", "fixed", "the tokenizer is that of the base's folder, or of --tokenizer",
              "HuggingFaceTokenizer"),
