@@ -101,7 +101,7 @@ def resolve_paths(
 def load_checkpoint(
     path: str | Path, world: World, *, dtype: torch.dtype = torch.float32, base_path: str | None = None,
     original_base: bool = False, transformer_engine: bool = False, ends_only: bool = False,
-    paths: Paths | None = None,
+    paths: Paths | None = None, plain: bool = False,
 ) -> Loaded:  # fmt: skip
     """Base and draft of a checkpoint folder, fake-quantised when the checkpoint is.
 
@@ -110,12 +110,13 @@ def load_checkpoint(
         transformer_engine: build the base's layers from Transformer Engine's modules.
         ends_only: of the base load embedding and head alone: features come from disk.
         paths: the fast paths of the run (`resolve_paths`); default: all that run here.
+        plain: without `paths`: none of them.
 
     Raises UserError for a missing, half-written or unfitting checkpoint, before any weight of the base is read.
     """
     with held(path) as folder:
         _check_same_on_all_ranks(folder)
-        return _load(folder, world, dtype, base_path, original_base, transformer_engine, ends_only, paths)
+        return _load(folder, world, dtype, base_path, original_base, transformer_engine, ends_only, paths, plain)
 
 
 def _check_same_on_all_ranks(folder: Path) -> None:
@@ -129,7 +130,7 @@ def _check_same_on_all_ranks(folder: Path) -> None:
 
 def _load(
     folder: Path, world: World, dtype: torch.dtype, base_path: str | None, original_base: bool,
-    transformer_engine: bool, ends_only: bool, paths: Paths | None,
+    transformer_engine: bool, ends_only: bool, paths: Paths | None, plain: bool,
 ) -> Loaded:  # fmt: skip
     spec = read_spec(folder)
     ref = check_base(spec, base_path)
@@ -137,7 +138,7 @@ def _load(
     if paths is None:
         paths = resolve_paths(
             spec, world.parallel, dtype, original_base=original_base, transformer_engine=transformer_engine,
-            ends_only=ends_only,
+            ends_only=ends_only, plain=plain,
         )  # fmt: skip
     draft = build_draft(spec.draft, vocab, world, dtype, paths)
     base_amax = None

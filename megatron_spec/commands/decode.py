@@ -43,7 +43,8 @@ from megatron_spec.generation.prompts import Dialogue, Prompt, read_prompts
 from megatron_spec.generation.questions import check_questions, write_questions
 from megatron_spec.generation.synthesize import answer_settings, check_output, synthesize_to_file
 from megatron_spec.planning import layouts
-from megatron_spec.runtime import distributed
+from megatron_spec.planning.paths import Paths, Setting
+from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.hub import model_folder
 
@@ -181,14 +182,25 @@ class Models:
     fake_quantised: bool
 
 
-def load_models(planned: Plan, world: World, dtype: torch.dtype) -> Models:
-    """Read what was planned. Collective."""
+def load_models(planned: Plan, world: World, dtype: torch.dtype, plain: bool) -> Models:
+    """Read what was planned. Collective.
+
+    Args:
+        plain: take no fast path.
+    """
+
+    def paths(base: BaseConfig | None = None, draft: DraftConfig | None = None) -> Paths:
+        """Of one model."""
+        name = str(dtype).removeprefix("torch.")
+        return Paths(Setting(platform.machine(), name, world.parallel, base, draft, plain=plain))
+
     if planned.load is not None:
-        loaded = load_checkpoint(planned.load, world, dtype=dtype, base_path=planned.base)
+        loaded = load_checkpoint(planned.load, world, dtype=dtype, base_path=planned.base, plain=plain)
         found = Models(loaded.base, loaded.draft, teacher_fingerprint(loaded), bool(loaded.base_amax))
     else:
         assert planned.reference is not None
-        model = load_exported_base(planned.reference, world, planned.captures, dtype)
+        own = paths(planned.reference.config)
+        model = load_exported_base(planned.reference, world, planned.captures, dtype, paths=own)
         quantised = any(getattr(m, "input_quantizer", None) is not None for m in model.modules())
         found = Models(model, None, planned.reference.fingerprint, quantised)
     folder = planned.decode.speculative_model
@@ -196,9 +208,10 @@ def load_models(planned: Plan, world: World, dtype: torch.dtype) -> Models:
         found.draft = None
     elif planned.kind == "DraftTarget":
         assert folder is not None
-        found.draft = load_exported_base(inspect_exported_base(folder), world, dtype=dtype)
+        small = inspect_exported_base(folder)
+        found.draft = load_exported_base(small, world, dtype=dtype, paths=paths(small.config))
     elif planned.reading is not None:
-        found.draft = load_draft(planned.reading, world, dtype)
+        found.draft = load_draft(planned.reading, world, dtype, paths(draft=planned.reading.config))
     return found
 
 
@@ -227,13 +240,15 @@ def validate(run: ValidateRun) -> Report:
     check_base_shapes(run, planned.base_config)
     planned.check_prompts(prompts, run.chat_template_kwargs)
     world = distributed.initialize(run.parallel, decode.seed, settings=_agreed(run))
-    models = load_models(planned, world, dtype)
+    models = load_models(planned, world, dtype, run.plain)
     about: dict[str, Any] = {
         "draft": (run.load if own_draft else None) or planned.decode.speculative_model or planned.kind,
         "base": models.fingerprint,
         "decoding_type": planned.kind, "dtype": str(dtype).removeprefix("torch."), "device": _device(world),
         "fake_quantised_base": models.fake_quantised, "prompts": Path(run.data).name,
     }  # fmt: skip
+    if run.plain:
+        about["plain"] = True
     if run.chat_template_kwargs:
         about["chat_template_kwargs"] = run.chat_template_kwargs
     if run.load is not None:
@@ -312,7 +327,7 @@ def generate(run: GenerateRun) -> int:
     check_base_shapes(run, planned.base_config)
     planned.check_prompts(prompts, kwargs)
     world = distributed.initialize(run.parallel, run.decode.seed, settings=_agreed(run))
-    models = load_models(planned, world, dtype)
+    models = load_models(planned, world, dtype, run.plain)
     about["base_fingerprint"] = models.fingerprint
     if run.synthesize is not None:
         prompts = write_questions(

@@ -93,7 +93,7 @@ def export(run: ExportRun) -> Path:
         _check(run, spec)
         world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
         dtype = torch.bfloat16 if run.bf16 else torch.float32
-        loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base)
+        loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base, plain=run.plain)
     out = Path(run.export_dir).resolve()
     run_config = {"checkpoint": str(folder), "quant": spec.quant.to_dict() if spec.quant else None}
     legacy, with_base = run.format == "trtllm-legacy", _quantised_base(spec) or run.with_base

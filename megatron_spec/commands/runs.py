@@ -79,6 +79,14 @@ class ScriptRun(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelRun(ScriptRun):
+    """A run that computes with base or draft."""
+
+    plain: bool = False
+    """Take no fast path (docs/performance.md): plain code everywhere, to compare with."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DraftRequest(ScriptRun):
     """The draft that convert_model.py makes; None where a flag was not given."""
 
@@ -188,7 +196,7 @@ class EvalRequest(Config):
 
 
 @dataclass(frozen=True)
-class FinetuneRun(ScriptRun):
+class FinetuneRun(ModelRun):
     """finetune.py: train the draft of a checkpoint; on a quantised one this is quantisation-aware training."""
 
     load: str = option(metavar="DIR")
@@ -221,8 +229,6 @@ class FinetuneRun(ScriptRun):
     """Run the base in real fp8 (Hopper or newer, with --bf16)."""
     draft_fp8: bool = False
     """Run the linears of the draft layer in real fp8, too."""
-    plain: bool = False
-    """Take no fast path (docs/performance.md): plain code everywhere, to compare with."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Modules of the base's layers."""
     teacher: Literal["quantised", "original"] = "quantised"
@@ -268,7 +274,7 @@ class FinetuneRun(ScriptRun):
 
 
 @dataclass(frozen=True)
-class QuantizeRun(ScriptRun):
+class QuantizeRun(ModelRun):
     """quantize.py: attach fake quantisers to base and draft and calibrate their ranges."""
 
     load: str = option(metavar="DIR")
@@ -303,7 +309,7 @@ class QuantizeRun(ScriptRun):
 
 
 @dataclass(frozen=True)
-class ExportRun(ScriptRun):
+class ExportRun(ModelRun):
     """export.py: write a draft, and its base where wanted, as engines load them."""
 
     load: str = option(metavar="DIR")
@@ -340,7 +346,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class ExtractRun(ScriptRun):
+class ExtractRun(ModelRun):
     """offline_feature_extract.py: run the base over conversations and store its features."""
 
     load: str = option(metavar="DIR")
@@ -398,7 +404,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class ValidateRun(ScriptRun):
+class ValidateRun(ModelRun):
     """validate.py: the base decodes alone and with the draft; acceptance length and identity of the texts."""
 
     data: str = option(metavar="JSONL")
@@ -437,7 +443,7 @@ class ValidateRun(ScriptRun):
 
 
 @dataclass(frozen=True)
-class GenerateRun(ScriptRun):
+class GenerateRun(ModelRun):
     """generate.py: a base answers prompts, alone or with a draft."""
 
     data: str | None = option(metavar="JSONL")

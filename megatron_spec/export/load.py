@@ -137,10 +137,10 @@ def _is_embedding_of(reading: Reading, stored: str, reference: BaseReference) ->
     return True
 
 
-def load_draft(reading: Reading, world: World, dtype: torch.dtype = torch.float32) -> Draft:
+def load_draft(reading: Reading, world: World, dtype: torch.dtype = torch.float32, paths: Paths | None = None) -> Draft:
     """A draft with the weights of a folder; fp8 linears round their inputs as an engine does."""
     tensors = StoredTensors(reading)
-    draft: Draft = build_draft(reading.config, tensors.vocab, world, dtype)
+    draft: Draft = build_draft(reading.config, tensors.vocab, world, dtype, paths)
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
             parameter.copy_(shard(tensors.parameter(name, parameter.dtype), parameter, world.tp))
