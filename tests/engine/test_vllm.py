@@ -30,6 +30,7 @@ from tools import get_smollm2
 pytestmark = pytest.mark.engine
 
 TOKENS = 40
+BLOCK: dict[str, Any] = {"mask_token_id": 319, "capture_layer_ids": [0, 3, 6]}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {}),
     "eagle3-two-layers": ("eagle3", {"num_hidden_layers": 2, "capture_layer_ids": [0, 3, 6]}),
@@ -38,8 +39,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3-speculators": ("eagle3", {}),
     "eagle1": ("eagle1", {}),
     "medusa": ("medusa", {}),
+    "dflash": ("dflash", BLOCK),
+    "dflash-causal": ("dflash", {**BLOCK, "causal": True}),
+    "dflash-window": ("dflash", {**BLOCK, "causal": True, "sliding_window": 7}),
+    "dspark": ("dspark", {**BLOCK, "markov_rank": 16}),
 }
-METHODS = {"eagle1": "eagle", "medusa": "medusa"}
+METHODS = {"eagle1": "eagle", "medusa": "medusa", "dflash": "dflash", "dspark": "dspark"}
 SMOLLM2 = ("eagle3", "eagle1", "medusa")
 
 

@@ -85,6 +85,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     }
     if seen:
         first = seen[0] if isinstance(seen[0], torch.Tensor) else torch.stack(list(seen[0]), 1)
+        if case["method"] == "dflash":  # all slots of a block at once
+            first = first[:: case["k"]]
         result["draft_logits"] = first.float().tolist()
     del llm, seen
     gc.collect()
