@@ -222,8 +222,7 @@ def test_a_draft_of_others_is_the_draft_it_was(home: Home, tmp_path: Path, name:
     rewrite(folder, home.reference, tmp_path / "fixed")
     again = load_draft(open_draft(tmp_path / "fixed", home.reference), home.world)
     same(again, home.drafts[kind])
-    if kind != "dflash":  # checked as a block draft in its own tests
-        assert [f for f in check_folder(tmp_path / "fixed", base=home.base) if not f.warning] == []
+    assert [f for f in check_folder(tmp_path / "fixed", base=home.base) if not f.warning] == []
     assert json.loads((tmp_path / "fixed" / "config.json").read_text())["architectures"] == (raw["architectures"]), (
         "our own spelling"
     )
