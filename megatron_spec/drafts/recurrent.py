@@ -22,8 +22,8 @@ from megatron_spec.drafts.unroll import Supervision, head_losses, teach, unroll
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.losses.vocab_parallel import Teacher
 from megatron_spec.ops import backend
-from megatron_spec.ops.attention import KVCache
 from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
+from megatron_spec.ops.visibility import KVCache
 
 
 class RecurrentDraft(Draft):

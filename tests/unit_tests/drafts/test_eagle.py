@@ -14,8 +14,9 @@ from megatron_spec.config.machine import H100
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.drafts.linear import Placement
-from megatron_spec.ops.attention import AttentionPlan, attend
-from megatron_spec.ops.ttt_attention import TrainingTimeTest, trunk_layout
+from megatron_spec.ops.attention import attend
+from megatron_spec.ops.ttt_attention import TrainingTimeTest
+from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed
 from tests.unit_tests.drafts.plain_eagle3 import (
@@ -137,7 +138,7 @@ def test_serving_repeats_training() -> None:
     captures = features(conversations(S + 6), config, torch.float64).captures_SBC[:S, :1]
 
     hidden = draft.project(captures)
-    training, trained = TrainingTimeTest(trunk_layout(documents, hidden.dtype)), []
+    training, trained = TrainingTimeTest(Visibility(documents)), []
     for k in range(steps):
         shifted = torch.cat([tokens[:, 1 + k :], tokens[:, : 1 + k]], 1)
         hidden, normed = draft.layer_step(hidden, ends.embed(shifted), positions + k, training)
@@ -148,10 +149,10 @@ def test_serving_repeats_training() -> None:
         hidden = draft.project(captures[j : j + 1])
         for k in range(steps):
             slot = torch.tensor([[j + k]])
-            plan = AttentionPlan.cached(cache, slot)
+            visibility = Visibility.cached(cache, slot)
             embedding = ends.embed(tokens[:, j + 1 + k, None])
             hidden, normed = draft.layer_step(
-                hidden, embedding, slot, lambda i, q, key, v, p=plan: attend(q, key, v, p, i)
+                hidden, embedding, slot, lambda i, q, key, v, p=visibility: attend(q, key, v, p, i)
             )
             torch.testing.assert_close(hidden, trained[k][0][j : j + 1], rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(normed, trained[k][1][j : j + 1], rtol=1e-9, atol=1e-9)
