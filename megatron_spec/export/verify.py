@@ -28,7 +28,6 @@ from megatron_spec.export.common import VerificationError, parameters_by_file_na
 from megatron_spec.export.formats import read_draft
 from megatron_spec.export.load import StoredTensors, load_exported_draft
 from megatron_spec.export.native_mtp import dtype_of
-from megatron_spec.ops.attention import attend
 from megatron_spec.ops.block_attention import BlockLayout, block_attention
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.quantization.rounding import scale_of
@@ -377,9 +376,8 @@ def two_steps(
     logits = []
     hidden = draft.start(captures_SBC, captures_SBC if state_SBH is None else state_SBH)
     for step in range(2):
-        hidden, normed = draft.layer_step(
-            hidden, embedding_SBH, positions_BS + step, lambda layer, q, k, v: attend(q, k, v, visibility, layer)
-        )
+        attention = draft.cached_attention(visibility)
+        hidden, normed = draft.layer_step(hidden, embedding_SBH, positions_BS + step, attention)
         silent = ends is None and isinstance(draft, SharedHeadDraft)
         logits.append(normed if silent else draft.logits(normed, ends))
     return logits
