@@ -25,7 +25,8 @@ from megatron_spec.decoding import sampling
 from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, Proposal
 from megatron_spec.drafts.dflash import DFlashDraft
 from megatron_spec.drafts.dspark import DSparkDraft
-from megatron_spec.ops.attention import AttentionPlan, attend
+from megatron_spec.ops.attention import attend
+from megatron_spec.ops.visibility import Visibility
 
 if TYPE_CHECKING:
     from megatron_spec.base.model import FrozenBase
@@ -77,11 +78,11 @@ class BlockDrafter(Drafter):
         length = context.key_slots + self.config.block_size
         view = cache_rows.rows_view(self.cache, 0, len(token_B))
         slots_BC = anchor_B[:, None] + torch.arange(self.config.block_size, device=anchor_B.device)
-        plan = AttentionPlan.cached(view, slots_BC, self._visible(anchor_B, length), length)
+        visibility = Visibility.cached(view, slots_BC, self._visible(anchor_B, length), length)
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             """The slots over the cache."""
-            return attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), plan, layer).transpose(0, 1)
+            return attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), visibility, layer).transpose(0, 1)
 
         rotation = self.draft.block_rotation(anchor_B, state_BCH)
         return self.draft.run_layers(state_BCH, rotation, attention), token_B
@@ -122,12 +123,13 @@ class DSparkDrafter(BlockDrafter):
         q: list[Tensor] = []
         sure_B = torch.ones_like(token_B, dtype=torch.float32)
         proposed_B = torch.zeros_like(token_B)
+        memory_Br = states_BCH.new_zeros(len(token_B), self.config.markov_rank)
         for k in range(count):
-            state_BH = states_BCH[:, k]
-            markov_Br = draft.markov(tokens[-1] if tokens else token_B)
-            logits_BV = draft.logits(state_BH[None], self.base)[0] + draft.markov_logits(markov_Br)
+            state_BH, m_Br = states_BCH[:, k], draft.markov(tokens[-1] if tokens else token_B)
+            latent_Br, memory_Br = draft.markov_head.step(m_Br, state_BH, memory_Br)
+            logits_BV = draft.logits(state_BH[None], self.base)[0] + draft.markov_logits(latent_Br)
             tokens.append(self._choose(logits_BV, context, k, q))
-            sure_B = sure_B * draft.confidence(state_BH, markov_Br).float().sigmoid()
+            sure_B = sure_B * draft.confidence(state_BH, m_Br).float().sigmoid()
             proposed_B = proposed_B + (sure_B >= self.threshold)
         return Proposal(
             torch.stack(tokens, dim=1),

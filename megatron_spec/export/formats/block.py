@@ -8,6 +8,7 @@ from megatron_spec.config import BaseConfig, BlockConfig, UserError
 from megatron_spec.config.rope import read_rope
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.export.block import ARCHITECTURES, SAME
+from megatron_spec.export.formats.keys import LAYER, check_keys
 from megatron_spec.export.formats.reading import (
     DraftProblems,
     Problem,
@@ -15,7 +16,6 @@ from megatron_spec.export.formats.reading import (
     Source,
     check_all,
     check_fits,
-    integer,
     meaningless,
 )
 
@@ -25,25 +25,35 @@ _REASONS = {
     "bias": "biases are not supported in a block draft",
 }
 
+_IN_BLOCK = {"block_size", "num_target_layers"}
+"""Newer files of z-lab hold them in `dflash_config`."""
+_IDS = {"mask_token_id", "target_layer_ids"}
+_USED = LAYER | _IN_BLOCK | _IDS | {"dflash_config", "add_swa_attention_sink_bias", "is_causal"}
+_USED_DSPARK = {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
+_USED_INSIDE = _IN_BLOCK | _IDS | {
+    "causal", "use_swa", "swa_window_size", "attention_sink_bias", "projector_type", "attention_mode",
+}  # fmt: skip
+
 
 class Block:
     """One stack of Qwen3 layers over a context of captures."""
 
     def matches(self, source: Source) -> bool:
         """By `architectures`."""
-        return self._algorithm(source) is not None
-
-    def _algorithm(self, source: Source) -> str | None:
-        found = source.raw.get("architectures")
-        return next((name for name, names in ARCHITECTURES.items() if names == found), None)
+        return algorithm_of(source.raw) is not None
 
     def read(self, source: Source, base: BaseConfig | None) -> Reading:
         """See `Format`."""
-        inside = dict(source.raw.get("dflash_config") or {})
-        problems = _options(source.raw, inside, self._algorithm(source) == "dspark")
+        if not isinstance(source.raw.get("dflash_config") or {}, dict):
+            found = f"dflash_config is {source.raw['dflash_config']!r}"
+            raise source.problem("config", found, "expected an object")
+        problems = _options(source.raw) + _unknown(source)
         if problems:
             raise DraftProblems(source.folder, problems)
-        config = self._config(source, inside)
+        try:
+            config = config_of(source.raw)
+        except UserError as e:
+            raise source.problem("config", f"config.json: {e}", "correct it") from None
         plain = {name.removeprefix("model."): name for name in source.entries}
         names: dict[str, str | None] = {n: plain[n] for n in draft_tensors(config) if n in plain}
         unused = meaningless(source.entries)
@@ -56,41 +66,65 @@ class Block:
             raise DraftProblems(source.folder, problems)
         return reading
 
-    def _config(self, source: Source, inside: dict[str, Any]) -> BlockConfig:
-        raw = source.raw
-        for key in ("target_layer_ids", "mask_token_id"):
-            top = raw.get(key, inside.get(key))
-            if top is None:
-                raise source.problem("config", f"config.json lacks {key}", "copy it from the trained configuration")
-            if inside.setdefault(key, top) != top:
-                found = f"{key} is {top} at the top level and {inside[key]} in dflash_config"
-                raise source.problem("config", found, "make them agree")
-        sizes = {key: raw[key] if key in ("rms_norm_eps", "hidden_act") else integer(raw, key, source) for key in SAME}
-        sliding = bool(inside.get("use_swa")) or "sliding_attention" in (raw.get("layer_types") or ())
-        values = sizes | {
-            "algorithm": self._algorithm(source), "mask_token_id": inside["mask_token_id"],
-            "rope": read_rope(raw, str(source.folder / "config.json")).to_dict(),
-            "capture_layer_ids": inside["target_layer_ids"], "causal": bool(inside.get("causal", False)),
-            "sliding_window": inside.get("swa_window_size", raw.get("sliding_window")) if sliding else None,
-        }  # fmt: skip
-        if values["algorithm"] == "dspark":
-            values["markov_rank"] = integer(raw, "markov_rank", source)
-            values["confidence_reads_markov"] = bool(raw.get("confidence_head_with_markov", False))
-        try:
-            return BlockConfig.from_dict(values)
-        except UserError as e:
-            raise source.problem("config", f"config.json: {e}", "correct it") from None
+
+def _unknown(source: Source) -> list[Problem]:
+    """Keys that are neither read nor harmless."""
+    used = _USED | (_USED_DSPARK if algorithm_of(source.raw) == "dspark" else set())
+    inside = {key: value for key, value in (source.raw.get("dflash_config") or {}).items() if value is not None}
+    return check_keys(source, source.raw, used) + check_keys(source, inside, _USED_INSIDE, "dflash_config.")
 
 
-def _options(raw: dict[str, Any], inside: dict[str, Any], dspark: bool) -> list[Problem]:
+def algorithm_of(raw: dict[str, Any]) -> str | None:
+    """dflash or dspark by the `architectures` of a config.json; None for another kind of draft."""
+    found = raw.get("architectures")
+    return next((name for name, names in ARCHITECTURES.items() if names == found), None)
+
+
+def config_of(raw: dict[str, Any]) -> BlockConfig:
+    """The architecture that a config.json describes. Raises UserError for what is missing or contradicts itself."""
+    inside = dict(raw.get("dflash_config") or {})
+    values: dict[str, Any] = {"algorithm": algorithm_of(raw)}
+    names = {key: key for key in SAME} | {"target_layer_ids": "capture_layer_ids", "mask_token_id": "mask_token_id"}
+    for key, field in names.items():
+        places = (raw, inside) if key in _IN_BLOCK | _IDS else (raw,)
+        given = [x[key] for x in places if x.get(key) is not None]
+        if not given:
+            raise UserError(f"{key} is missing")
+        if given[0] != given[-1]:
+            raise UserError(f"{key} is {given[0]} at the top level and {given[1]} in dflash_config")
+        values[field] = given[0]
+    causal, window = _attention(raw, inside)
+    rope = read_rope(raw, "config.json").to_dict()
+    values |= {"rope": rope, "causal": causal, "sliding_window": window}
+    if values["algorithm"] == "dspark":
+        values["markov_rank"] = raw.get("markov_rank", 0)
+        values["markov_head_type"] = raw.get("markov_head_type", "vanilla")
+        values["confidence_reads_markov"] = bool(raw.get("confidence_head_with_markov", False))
+    return BlockConfig.from_dict(values)
+
+
+def _attention(raw: dict[str, Any], inside: dict[str, Any]) -> tuple[bool, int | None]:
+    """(causal, window). Without a word on it, layers with sliding attention are causal and `use_swa` is not (vLLM)."""
+    listed = "sliding_attention" in (raw.get("layer_types") or ())
+    causal = next((x for x in (raw.get("is_causal"), inside.get("causal")) if x is not None), listed)
+    if not (listed or inside.get("use_swa")):
+        return bool(causal), None
+    return bool(causal), inside.get("swa_window_size", raw.get("sliding_window"))
+
+
+def _options(raw: dict[str, Any]) -> list[Problem]:
     """What a config.json asks for that this package has no draft for."""
+    inside, kind = dict(raw.get("dflash_config") or {}), algorithm_of(raw)
     asked = {
         "biases": bool(raw.get("attention_bias") or raw.get("mlp_bias")),
         "attention sinks": bool(inside.get("attention_sink_bias") or raw.get("add_swa_attention_sink_bias")),
         "a reduced draft vocabulary": raw.get("draft_vocab_size", raw.get("vocab_size")) != raw.get("vocab_size"),
         "sliding and full attention in one draft": len(set(raw.get("layer_types") or ())) > 1,
-        f"markov_head_type {raw.get('markov_head_type')!r}": raw.get("markov_head_type", "vanilla") != "vanilla",
-        "DSpark without a confidence head": dspark and not raw.get("enable_confidence_head", False),
+        "a window without its size": _attention(raw, inside)[1] is None
+        and ("sliding_attention" in (raw.get("layer_types") or ()) or bool(inside.get("use_swa"))),
+        "DSpark without a confidence head": kind == "dspark" and not raw.get("enable_confidence_head", False),
+        f"projector_type {inside.get('projector_type')!r}": inside.get("projector_type", kind) != kind,
+        f"attention_mode {inside.get('attention_mode')!r}": inside.get("attention_mode", "gqa") != "gqa",
         f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
         "no rms_norm_eps or hidden_act": not {"rms_norm_eps", "hidden_act"} <= raw.keys(),
     }

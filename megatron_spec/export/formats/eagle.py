@@ -13,7 +13,7 @@ from megatron_spec.config.presets import default_capture_ids
 from megatron_spec.config.rope import read_rope
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.export import native_mtp
-from megatron_spec.export.formats.options import check_options
+from megatron_spec.export.formats.options import check_options, draft_window
 from megatron_spec.export.formats.reading import (
     DraftProblems,
     Problem,
@@ -222,15 +222,17 @@ class _Folder:
         """Options that the tensors themselves show."""
         names = self.found
         attention = any(re.search(r"self_attn\.[qkvo]_proj\.bias$", n) for n in names)
-        if not attention and self.raw.get("attention_bias"):
-            found = "config.json says attention_bias, but there are no such biases"
-            self.problems.append(Problem("bias", found, "make them agree"))
+        mlp = any(re.search(r"mlp\.\w+_proj\.bias$", n) for n in names)
+        for key, there in (("attention_bias", attention), ("mlp_bias", mlp)):
+            if not there and self.raw.get(key):
+                found = f"config.json says {key}, but there are no such biases"
+                self.problems.append(Problem("bias", found, "make them agree"))
         fc_bias = "fc.bias" in names and any(self.source.entries[names["fc.bias"]].raw())
         if "fc.bias" in names and not fc_bias:
             self.unused[names["fc.bias"]] = "zeros"
         return {
             "attention_bias": attention,
-            "mlp_bias": any(re.search(r"mlp\.\w+_proj\.bias$", n) for n in names),
+            "mlp_bias": mlp,
             "fc_bias": fc_bias,
             "qk_norm": any(re.search(r"self_attn\.[qk]_norm\.weight$", n) for n in names),
         }
@@ -245,6 +247,7 @@ class _Folder:
         if self.kind == "eagle3":
             values |= {**options, "capture_layer_ids": self._captures(values["target_hidden_size"])}
             values["own_embed_tokens"] = "embed_tokens.weight" in self.found and not self._other_width(values)
+            values["sliding_window"] = draft_window(self.raw)
             values["algorithm"] = "eagle3.1" if any(options[name] for name in OPTIONS) else "eagle3"
         elif self.kind == "eagle-mtp":
             values["norm_output"] = options["norm_output"]
@@ -252,7 +255,7 @@ class _Folder:
             config = EagleConfig.from_dict({k: v.to_dict() if k == "rope" else v for k, v in values.items()})
         except UserError as e:
             raise self.source.problem("config", f"config.json: {e}", "correct it") from None
-        self.problems += check_options(self.source, self.raw, self.kind == "eagle3")
+        self.problems += check_options(self.source, self.raw, self.kind)
         reading = Reading(self.source, config, self._names(config), self.unused, captures_given=self._ids_given())
         self._vocabulary(reading)
         reasons = {} if config.reads_captures else _REASONS
