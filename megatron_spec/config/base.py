@@ -42,6 +42,10 @@ class RopeConfig(Config):
     long_factor: tuple[float, ...] = ()
     """longrope: the same for every token of a longer text."""
 
+    def check_draft(self) -> None:
+        """Raise UserError for what no draft computes: its attention has one set of frequencies for all texts."""
+        require(self.type != "longrope", "rope type longrope in a draft: use default, linear, llama3 or yarn")
+
     @property
     def longest_short(self) -> int | None:
         """longrope: most tokens of a text that is read with the short factors; None: one set of factors for all."""

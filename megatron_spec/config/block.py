@@ -104,6 +104,7 @@ class BlockConfig(Config):
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
+        self.rope.check_draft()
         least = {"block_size": 2, "num_hidden_layers": 1, "markov_rank": 0}
         for name, bound in least.items():
             require(getattr(self, name) >= bound, f"{name} must be at least {bound}, found {getattr(self, name)}")

@@ -135,6 +135,7 @@ class EagleConfig(Config):
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
         self._validate_sizes()
+        self.rope.check_draft()
         options = [n for n in ("norm_before_fc", "fc_norm", "norm_output") if getattr(self, n)]
         if self.algorithm == "eagle3.1":
             require(bool(options), "eagle3.1 without norm_before_fc, fc_norm and norm_output is eagle3: ask for that")

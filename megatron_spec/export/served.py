@@ -56,8 +56,6 @@ def _block(config: BlockConfig, base: BaseConfig) -> list[str]:
 
 def _check_rope(config: EagleConfig | BlockConfig) -> None:
     rope = config.rope
-    if rope.type == "longrope":
-        raise UserError("rope type longrope in a draft: no export holds it; use default, linear, llama3 or yarn")
     if rope.type == "yarn" and rope.attention_factor != mscale(rope.factor):
         raise UserError(
             f"yarn with attention_factor {rope.attention_factor}: engines take {mscale(rope.factor):.6g} for factor "

@@ -73,3 +73,20 @@ def test_another_kind_of_rope_starts_afresh() -> None:
 def test_drafts_that_cannot_be_made(overrides: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         eagle(**overrides)
+
+
+LONGROPE = {
+    "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def test_a_draft_has_one_set_of_frequencies() -> None:
+    """longrope has two; a draft of a base with it rotates plainly, and one that asks for it is refused."""
+    with pytest.raises(UserError, match="rope type longrope in a draft: use default"):
+        eagle(rope_scaling=LONGROPE)
+    with pytest.raises(UserError, match="rope type longrope in a draft: use default"):
+        presets.block_config(BASE, "dflash", {"mask_token_id": 1, "rope_scaling": LONGROPE})
+    short, long = LONGROPE["short_factor"], LONGROPE["long_factor"]
+    rope = RopeConfig(type="longrope", short_factor=tuple(short), long_factor=tuple(long))  # type: ignore[arg-type]
+    assert presets.eagle_config(BASE.replace(rope=rope)).rope == RopeConfig()

@@ -198,17 +198,11 @@ class _Folder:
             max_position_embeddings=integer(raw, "max_position_embeddings", source, 2048),
             num_hidden_layers=self._layers(),
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope=self._rope(),
+            rope=read_rope(self.raw, str(self.source.folder / "config.json")),
         )
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return self.source.entries[self.found[name]].shape if name in self.found else ()
-
-    def _rope(self) -> Any:
-        rope = read_rope(self.raw, str(self.source.folder / "config.json"))
-        if rope.type == "longrope":
-            self.problems.append(Problem("rope", "rope type longrope in a draft", "train it with another rope"))
-        return rope
 
     def _flag(self, name: str) -> bool:
         """An option at the top level or in eagle_config."""

@@ -8,8 +8,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_spec.config import UserError
+from megatron_spec.commands.convert import check_draft_parallel
+from megatron_spec.config import BaseConfig, ParallelConfig, UserError, presets
+from megatron_spec.config.structure import share
+from megatron_spec.drafts.linear import Placement
 from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.families.names import padded_vocab
 
 
 def test_offsets_and_members() -> None:
@@ -50,3 +54,34 @@ def test_refuses_files_that_contradict_themselves(tmp_path: Path) -> None:
         DraftVocab.load(path)
     with pytest.raises(UserError, match="no file"):
         DraftVocab.load(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("total", [5, 31, 96, 32_001, 128_257])
+def test_every_rank_has_its_rows_and_the_last_one_the_rest(total: int) -> None:
+    """As the ranks of a base have theirs, without the padding."""
+    for ranks in (1, 2, 3, 4, 8):
+        parts = [share(total, ranks, rank) for rank in range(ranks)]
+        assert [i for part in parts for i in part] == list(range(total))
+        width = padded_vocab(total, ranks) // ranks
+        assert all(part.start == min(rank * width, total) and len(part) <= width for rank, part in enumerate(parts))
+
+
+def test_layouts_of_a_vocabulary_that_no_number_of_ranks_divides() -> None:
+    base = BaseConfig("llama", 64, 96, 8, 16, 8, 4, 32_001, 64)
+    own = presets.eagle_config(base, overrides={"own_embed_tokens": True})
+    drafts = [presets.eagle_config(base, kind) for kind in ("eagle3", "eagle1", "eagle-mtp")]
+    block = presets.block_config(base, "dspark", {"mask_token_id": 7})
+    for ranks in (2, 4, 8):
+        for config in (*drafts, own, block, presets.medusa_config(base)):
+            assert config.draft_vocab_size == 32_001
+            check_draft_parallel(config, ParallelConfig(tensor_model_parallel_size=ranks))
+
+
+def test_a_vocabulary_too_small_for_its_ranks() -> None:
+    class Four:
+        size, rank = staticmethod(lambda: 4), staticmethod(lambda: 0)
+
+    place = Placement(Four())  # type: ignore[arg-type]
+    assert place.vocabulary(7, 3).shape == (2, 3)
+    with pytest.raises(UserError, match="a vocabulary of 6 leaves some of 4 tensor parallel ranks without a token"):
+        place.vocabulary(6, 3)
