@@ -256,6 +256,7 @@ def _argument(hint: Any) -> dict[str, Any]:
     return {"type": hint, "metavar": getattr(hint, "__name__", "VALUE").upper()}
 
 
+@functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """The strings written below the fields of a dataclass and of its parents, by field name."""
     docs: dict[str, str] = {}
