@@ -1,12 +1,14 @@
 """The frozen base: this rank's pipeline stage, with embedding and head on every rank.
 
-All that knows megatron-core's GPTModel is here and in `spec.py`, so another base class can be added beside it.
+All that knows megatron-core's GPTModel is here and in `spec.py`, so another base class can be added beside it: other
+packages read a base through `layers`, `linears`, `weights` and `sharded_weights`.
 
 S sequence, B micro-batch, H hidden, K captures, V padded vocabulary, TP tensor parallel size.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -14,13 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from megatron_spec.base import ends, placement, relay, te_spec
+from megatron_spec.base import ends, placement, relay
 from megatron_spec.base.capture import record_outputs
 from megatron_spec.base.direct import DirectForward
-from megatron_spec.base.modules import CoreAttention
-from megatron_spec.base.spec import block_spec
+from megatron_spec.base.modules import CoreAttention, ReplicatedLinear
+from megatron_spec.base.spec import block_spec, check_transformer_engine, own_name
 from megatron_spec.batch import Batch
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.families.names import Experts, padded_vocab
@@ -31,6 +34,8 @@ from megatron_spec.planning import layouts
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import platform
 from megatron_spec.runtime.distributed import World
+
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 class FrozenBase(nn.Module):
@@ -92,7 +97,7 @@ class FrozenBase(nn.Module):
         Args:
             padded_vocab_size: rows of embedding and head over all ranks; default: the vocabulary rounded up to a
                 multiple of the tensor parallel size.
-            transformer_engine: build the layers from Transformer Engine's modules (`te_spec`).
+            transformer_engine: build the layers from Transformer Engine's modules.
             paths: fast paths it may take; default: all that run here.
 
         Raises:
@@ -100,11 +105,11 @@ class FrozenBase(nn.Module):
         """
         placement.check_parallel(config, world.parallel)
         if transformer_engine:
-            te_spec.check(config, platform.machine())
+            check_transformer_engine(config, platform.machine())
         stages = placement.place(config.num_layers, world.parallel, capture_layer_ids)
         counts = [stage.count for stage in stages]
         first, count = stages[world.pp_rank].first, counts[world.pp_rank]
-        spec = te_spec.block_spec(count) if transformer_engine else block_spec(config, world, first, count)
+        spec = block_spec(config, world, first, count, transformer_engine)
         gpt = GPTModel(
             config=transformer_config(config, world.parallel, counts, dtype),
             transformer_layer_spec=spec,
@@ -210,6 +215,39 @@ class FrozenBase(nn.Module):
             dist.broadcast(self.head_weight.data, ranks[-1], group=self.world.pp)
         elif self.gpt.post_process and not self.gpt.pre_process:
             self.gpt.output_layer.weight.data.copy_(self.embedding_weight)
+
+    def layers(self) -> Iterator[tuple[int, Any]]:
+        """(number in the whole base, layer) of this stage."""
+        return enumerate(self.gpt.decoder.layers, self.stage.first)
+
+    def linears(self) -> Iterator[tuple[str, Any]]:
+        """(name in the whole base, linear) of this stage: "layers.3.mlp.linear_fc1", whatever the parallel layout."""
+        first = self.experts.first
+        for number, layer in self.layers():
+            for name, module in layer.named_modules():
+                if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
+                    name = _EXPERT.sub(lambda found: str(int(found[0]) + first), name)
+                    yield f"layers.{number}.{name}", module
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """Parameters of this stage, under the names that `families.names` gives them."""
+        return {own_name(name): parameter for name, parameter in self.gpt.named_parameters()}
+
+    def sharded_weights(self, prefix: str, numbered: bool) -> dict[str, tuple[nn.Parameter, Any]]:
+        """name -> (parameter, megatron-core's ShardedTensor: its place in a distributed checkpoint).
+
+        Args:
+            prefix: of the keys in the checkpoint.
+            numbered: layers are stored one by one, not stacked.
+        """
+        metadata = {"non_homogeneous_layers": True} if numbered else None
+        state = self.gpt.sharded_state_dict(prefix=prefix, metadata=metadata)
+        return {name: (parameter, state[prefix + name]) for name, parameter in self.gpt.named_parameters()}
+
+    def normed(self, state_SBH: Tensor) -> Tensor:
+        """The state after the final norm (last stage)."""
+        out: Tensor = self.gpt.decoder.final_layernorm(state_SBH)
+        return out
 
     def embed(self, tokens_BS: Tensor) -> Tensor:
         """[S, B, H] token embeddings; scattered to [S / TP, B, H] under sequence parallelism."""

@@ -10,15 +10,13 @@ from __future__ import annotations
 import fnmatch
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from megatron_spec.base.modules import ReplicatedLinear
 from megatron_spec.config import DraftConfig, EagleConfig, QuantConfig, UserError
 from megatron_spec.families import name_rules
 from megatron_spec.quantization import nvfp4
@@ -30,8 +28,6 @@ Role = Literal["base", "draft"]
 
 SHARED_SCALE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linears that engines fuse into one matrix, and that therefore need one scale."""
-
-_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 KV_PLACE = "self_attention.core_attention"
 
@@ -87,6 +83,11 @@ def check_draft(config: DraftConfig, quant: QuantConfig) -> None:
 def draft_linears(draft: nn.Module) -> dict[str, nn.Module]:
     """Linears of a draft that can hold quantisers, by name."""
     return {n: m for n, m in draft.named_modules() if hasattr(m, "input_quantizer") and hasattr(m, "weight_quantizer")}
+
+
+def quantised_linears(draft: nn.Module) -> dict[str, Any]:
+    """Linears of a draft that have quantisers (of their weights at least), by name."""
+    return {name: linear for name, linear in draft_linears(draft).items() if linear.weight_quantizer is not None}
 
 
 def shared_scale_groups(names: Iterable[str]) -> list[tuple[str, ...]]:
@@ -150,21 +151,10 @@ def _check_blocks(name: str, weight: Tensor) -> None:
 # ---- base
 
 
-def base_linears(base: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """(global name, name inside the layer, linear) of every decoder linear of this pipeline stage."""
-    model: Any = base
-    for number, layer in enumerate(model.gpt.decoder.layers, model.stage.first):
-        for name, module in layer.named_modules():
-            if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
-                first = model.experts.first
-                everywhere = _EXPERT.sub(lambda m: str(int(m[0]) + first), name)  # noqa: B023 - used at once
-                yield f"layers.{number}.{everywhere}", name, module
-
-
 def _attach_base(base: nn.Module, quant: QuantConfig) -> int:
     model: Any = base
     chosen: list[tuple[str, Any]] = []
-    found = list(base_linears(base))
+    found = list(model.linears())
     if not found:
         raise UserError(
             "fp8 for the base: found no ColumnParallelLinear or RowParallelLinear in its layers; a base built with "
@@ -177,7 +167,7 @@ def _attach_base(base: nn.Module, quant: QuantConfig) -> int:
         )
     names_of = {r.module: [n.removesuffix(".weight") for n in r.hf] for r in name_rules(model.config)}
     stacked = 0
-    for name, _, linear in found:
+    for name, linear in found:
         if name not in names_of:  # one tensor holds all experts (gpt-oss), and has no place for their scales
             stacked += 1
         elif not excluded(names_of[name], quant.excludes("base")):
@@ -252,7 +242,7 @@ def measure_weight_errors(linears: list[tuple[str, Any]], tp: dist.ProcessGroup)
 def _attach_kv(base: Any) -> None:
     if base.config.mla:
         raise UserError("an fp8 KV cache of a base with latent attention: engines cache the latent; leave it out")
-    for number, layer in enumerate(base.gpt.decoder.layers, base.stage.first):
+    for number, layer in base.layers():
         core = layer.self_attention.core_attention
         if getattr(core, "k_quantizer", None) is not None:
             continue
@@ -301,7 +291,7 @@ def load_base_amax(base: nn.Module, state: dict[str, float]) -> None:
     """
     model: Any = base
     mine = quantizers(base)
-    layers = {f"layers.{model.stage.first + i}" for i in range(len(model.gpt.decoder.layers))}
+    layers = {f"layers.{number}" for number, _ in model.layers()}
     missing = sorted(mine.keys() - state.keys())
     unexpected = sorted(n for n in state.keys() - mine.keys() if ".".join(n.split(".")[:2]) in layers)
     if model.world.parallel.expert_model_parallel_size > 1:
