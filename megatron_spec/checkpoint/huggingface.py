@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_spec.base.ends_only import EndsOnly
+from megatron_spec.base.ends import EndsOnly
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint import block_fp8, mxfp4
 from megatron_spec.config import BaseConfig, UserError

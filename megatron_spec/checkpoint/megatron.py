@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.safe_globals import SAFE_GLOBALS
 from torch import Tensor
 
-from megatron_spec.base.ends_only import EndsOnly
+from megatron_spec.base.ends import EndsOnly
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.spec import FUSED_NORMS, own_name
 from megatron_spec.config import BaseConfig, UserError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from megatron_spec.config.base import RopeConfig
 from megatron_spec.config.core import Config, require
@@ -19,6 +19,7 @@ class BlockConfig(Config):
     Built by `presets.block_config(base, algorithm, overrides)`.
     """
 
+    SETTLED: ClassVar[dict[str, Any]] = {"hidden_act": "silu"}
     algorithm: BlockAlgorithm
     """dflash or dspark."""
     hidden_size: int
@@ -53,8 +54,6 @@ class BlockConfig(Config):
     """Epsilon of the norms."""
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary embedding."""
-    hidden_act: str = "silu"
-    """Activation of the MLP: silu."""
     initializer_range: float = 0.02
     """Standard deviation of fresh matrices."""
     fc_init: Literal["last_capture", "average"] = "last_capture"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from megatron_spec.config.base import MlaConfig, MoeConfig, RopeConfig
 from megatron_spec.config.block import BlockConfig
@@ -20,6 +20,7 @@ class EagleConfig(Config):
     Built by `presets.eagle_config(base, overrides)`, which fills every field from the base.
     """
 
+    SETTLED: ClassVar[dict[str, Any]] = {"hidden_act": "silu"}
     algorithm: EagleAlgorithm
     """EAGLE variant."""
     hidden_size: int
@@ -48,8 +49,6 @@ class EagleConfig(Config):
     """Epsilon of the norms."""
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary embedding."""
-    hidden_act: str = "silu"
-    """Activation of the MLP: silu."""
     initializer_range: float = 0.02
     """Standard deviation of fresh matrices."""
     fc_init: Literal["last_capture", "average"] = "last_capture"

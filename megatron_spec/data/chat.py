@@ -214,12 +214,12 @@ class ChatEncoder:
         """
         messages = conversation.messages
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        asked = [self._before(conversation, i) for i in turns]
+        asked = [_before(self.template, conversation, i) for i in turns]
         begins = [_shared(before, text) for before in asked]
         spans = []
         for i, begin, bound in zip(turns, begins, [*begins[1:], len(text)], strict=True):
             begin, end = self._span(messages, i, text, (begin, bound), ends)
-            end = self._end_without_token(conversation, i, text) if end is None else end
+            end = _end_without_token(self.template, conversation, i, text) if end is None else end
             if not begin < end <= bound:
                 raise UserError(
                     f"{conversation.where}, message {i}: cannot find this assistant turn in the rendered conversation "
@@ -252,17 +252,19 @@ class ChatEncoder:
         found = ends[after_content][0] if after_content < len(ends) else None
         return begin, found if found is not None and found <= bound else None
 
-    def _end_without_token(self, conversation: Conversation, i: int, text: str) -> int:
-        after = self.template.render(conversation, conversation.messages[: i + 1])
-        return len(text[: _shared(after, text)].rstrip())
 
-    def _before(self, conversation: Conversation, i: int) -> str:
-        """What is rendered in front of message i's text."""
-        if i > 0:
-            return str(self.template.render(conversation, conversation.messages[:i], add_generation_prompt=True))
-        # Without messages a template adds no default system prompt, so look at what stands before a first answer.
-        first = {"role": "assistant", "content": PLACEHOLDER}
-        return str(self.template.render(conversation, [first])).rsplit(PLACEHOLDER, 1)[0]
+def _end_without_token(template: ChatTemplate, conversation: Conversation, i: int, text: str) -> int:
+    after = template.render(conversation, conversation.messages[: i + 1])
+    return len(text[: _shared(after, text)].rstrip())
+
+
+def _before(template: ChatTemplate, conversation: Conversation, i: int) -> str:
+    """What is rendered before the text of message i."""
+    if i > 0:
+        return str(template.render(conversation, conversation.messages[:i], add_generation_prompt=True))
+    # Without messages a template adds no default system prompt, so look at what stands before a first answer.
+    first = {"role": "assistant", "content": PLACEHOLDER}
+    return str(template.render(conversation, [first])).rsplit(PLACEHOLDER, 1)[0]
 
 
 def _sample(

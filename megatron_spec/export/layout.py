@@ -159,7 +159,7 @@ def config_json(config: Exported, base: BaseConfig, dtype: str) -> dict[str, Any
         "num_hidden_layers": config.num_hidden_layers,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
-        "hidden_act": config.hidden_act,
+        "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         **_rope_keys(config.rope),
         # Engines size their rotary table and their longest context by it: a draft may not be shorter than its target.

@@ -282,6 +282,11 @@ def synthesize_to_file(
     if world.size > 1:
         dist.barrier()
     problems = _from_rank_0(_merge(output, prompts) if world.rank == 0 else {}, world)
+    return len(todo) - _unanswered(prompts, problems, output)
+
+
+def _unanswered(prompts: Sequence[Prompt], problems: dict[str, str], output: Path) -> int:
+    """How many prompts have no answer. Raises UserError when none has one."""
     unanswered = [p for p in prompts if p.identifier in problems]
     if prompts and len(unanswered) == len(prompts):
         first = unanswered[0]
@@ -289,7 +294,7 @@ def synthesize_to_file(
             f"none of {len(prompts)} prompts could be answered, the first ({first.where or first.identifier}): "
             f"{problems[first.identifier]}; {_rejected_path(output)} lists all"
         )
-    return len(todo) - len(unanswered)
+    return len(unanswered)
 
 
 def _rejected_path(output: Path) -> Path:

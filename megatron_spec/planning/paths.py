@@ -162,7 +162,6 @@ def _draft_fused(s: Setting) -> Reasons:
         "the draft has an embedding of its own": config.own_embedding,
         "the draft feeds back a normed state (norm_output)": config.norm_output,
         f"the draft's layer has {', '.join(config.layer_options)}": bool(config.layer_options),
-        f"the draft's activation is {config.hidden_act}": config.hidden_act != "silu",
         f"the draft's head size is {config.head_dim}": odd,
         "fake quantisers clip gradients": clipped,
         "whole rows would take too much memory under sequence parallelism": whole > MOST_WHOLE_ROWS,

@@ -65,7 +65,7 @@ class Block:
             if inside.setdefault(key, top) != top:
                 found = f"{key} is {top} at the top level and {inside[key]} in dflash_config"
                 raise source.problem("config", found, "make them agree")
-        sizes = {key: raw[key] if key in ("rms_norm_eps", "hidden_act") else integer(raw, key, source) for key in SAME}
+        sizes = {key: raw[key] if key == "rms_norm_eps" else integer(raw, key, source) for key in SAME}
         sliding = bool(inside.get("use_swa")) or "sliding_attention" in (raw.get("layer_types") or ())
         values = sizes | {
             "algorithm": self._algorithm(source), "mask_token_id": inside["mask_token_id"],
