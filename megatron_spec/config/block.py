@@ -74,6 +74,9 @@ class BlockConfig(Config):
     of_base: ClassVar[bool] = False
     own_embedding: ClassVar[bool] = False
     own_embed_tokens: ClassVar[bool] = False
+    init_attention: ClassVar[bool] = False
+    fc_bias: ClassVar[bool] = False
+    layer_in_base: ClassVar[int | None] = None
     regresses_state: ClassVar[bool] = False
     is_module: ClassVar[bool] = False
 

@@ -224,11 +224,17 @@ class MedusaConfig(Config):
         """The whole vocabulary."""
         return self.vocab_size
 
-    reads_captures = False
-    is_module = False
-    regresses_state = False
-    of_base = False
-    own_embedding = False
+    reads_captures: ClassVar[bool] = False
+    is_module: ClassVar[bool] = False
+    regresses_state: ClassVar[bool] = False
+    of_base: ClassVar[bool] = False
+    own_embedding: ClassVar[bool] = False
+    own_embed_tokens: ClassVar[bool] = False
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Width of the base."""
+        return self.hidden_size
 
     @property
     def own_head(self) -> bool:

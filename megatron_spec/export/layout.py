@@ -55,8 +55,6 @@ def weight_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
 
     Later layers of EAGLE-3 hold their input norm under both names in use: engines differ in what they read.
     """
-    if isinstance(config, BlockConfig):
-        return {name: spec.shape for name, spec in draft_tensors(config).items()}
     shapes = {native_mtp.file_name(config, name): spec.shape for name, spec in draft_tensors(config).items()}
     for layer in layer_names(config)[1:] if config.reads_captures else ():
         shapes[f"{layer}.hidden_norm.weight"] = shapes[f"{layer}.input_layernorm.weight"]
@@ -65,8 +63,6 @@ def weight_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
 
 def zero_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
     """Tensors of zeros that only loaders want: SGLang leaves EAGLE-1's bias random when it is missing."""
-    if isinstance(config, BlockConfig):
-        return {}
     return {"fc.bias": (config.hidden_size,)} if config.regresses_state and not config.fc_bias else {}
 
 
@@ -105,7 +101,7 @@ def expected_tensors(
 
 def end_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
     """Tensors of the base that may be written too: its embedding, and beside its own prediction module its head."""
-    if isinstance(config, EagleConfig) and config.of_base:
+    if config.of_base:
         return native_mtp.end_shapes(config)
     return {} if config.own_embedding else {"embed_tokens.weight": (config.vocab_size, config.target_hidden_size)}
 

@@ -56,7 +56,7 @@ class ExportedFolder:
         self.json: dict[str, Any] = read_object(folder / "config.json")
         self.reading = read_draft(folder, base)
         found = self.reading.config
-        if isinstance(found, EagleConfig) and found.own_embed_tokens and not trained.own_embed_tokens:
+        if found.own_embed_tokens and not trained.own_embed_tokens:
             self.reading.without_embedding("the target's embedding, on request")
         self.config: EagleConfig = self.reading.config  # type: ignore[assignment]
         self.tensors = StoredTensors(self.reading)

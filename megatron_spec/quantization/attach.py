@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_spec.config import DraftConfig, EagleConfig, QuantConfig, UserError
+from megatron_spec.config import DraftConfig, QuantConfig, UserError
 from megatron_spec.families import name_rules
 from megatron_spec.quantization import nvfp4
 from megatron_spec.quantization.quantizer import Mode, SharedInput, TensorQuantizer
@@ -73,7 +73,7 @@ def _kernel(model: Any) -> bool:
 
 def check_draft(config: DraftConfig, quant: QuantConfig) -> None:
     """Raise UserError for a draft that no engine loads in the format of the policy."""
-    if quant.draft != "none" and isinstance(config, EagleConfig) and config.of_base:
+    if quant.draft != "none" and config.of_base:
         raise UserError(
             f"{quant.draft} for the base's own prediction module: engines read it in the form of the whole base; "
             "quantise the base alone (--export-quant-cfg fp8_base_only)"
