@@ -18,7 +18,7 @@ def last_layer_tensors(base: FrozenBase) -> dict[str, Tensor]:
     """Unsharded tensors by Hugging Face name inside the layer ("mlp.gate_proj.weight"), and "norm.weight". Collective.
 
     The last pipeline stage joins its tensor parallel shards and sends them to the others. A layer of experts gives its
-    norms alone: the draft's MLP is one dense MLP, whatever the base's.
+    norms alone: the draft's MLP is one dense MLP, regardless of the base's.
     """
     prefix = f"model.layers.{base.config.num_layers - 1}."
     ranks = dist.get_process_group_ranks(base.world.pp)

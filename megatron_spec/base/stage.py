@@ -81,7 +81,7 @@ class GptStage(Ends):
         return enumerate(self.gpt.decoder.layers, self.stage.first)
 
     def linears(self) -> Iterator[tuple[str, Any]]:
-        """(name in the whole base, linear) of this stage: "layers.3.mlp.linear_fc1", whatever the parallel layout."""
+        """(name in the whole base, linear) of this stage: "layers.3.mlp.linear_fc1", for every parallel layout."""
         first = self.experts.first
         for number, layer in self.layers():
             for name, module in layer.named_modules():

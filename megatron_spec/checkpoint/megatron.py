@@ -190,7 +190,7 @@ def load_ends(ends: EndsOnly, folder: Path) -> None:
 
 
 def _clear_rows(weights: list[Tensor], vocab_size: int, world: World) -> None:
-    """Rows past the true vocabulary are ignored, whatever the checkpoint holds there."""
+    """Rows past the true vocabulary are ignored, regardless of what the checkpoint holds there."""
     for weight in weights:
         real = min(max(vocab_size - world.tp_rank * weight.shape[0], 0), weight.shape[0])
         weight[real:].zero_()

@@ -63,7 +63,7 @@ class BlockConfig(Config):
     markov_rank: int = 0
     """DSpark: rank r of the correction by the token before a slot; required there, 0 for DFlash."""
     confidence_reads_markov: bool = True
-    """DSpark: the confidence head reads W1 of the token before a slot beside the slot's state."""
+    """DSpark: the confidence head reads W1 of the token before a slot in addition to the slot's state."""
 
     attention_bias: ClassVar[bool] = False
     mlp_bias: ClassVar[bool] = False
@@ -97,7 +97,7 @@ class BlockConfig(Config):
 
     @property
     def draft_vocab_size(self) -> int:
-        """The base's head speaks the whole vocabulary."""
+        """The base's head covers the whole vocabulary."""
         return self.vocab_size
 
     def validate(self) -> None:

@@ -98,7 +98,7 @@ class EagleConfig(Config):
     def reads_captures(self) -> bool:
         """EAGLE-3: step 0 starts from captured base layers, not from the base's final state.
 
-        Its first layer reads the token embedding beside the state, and it has a final norm and a head of its own.
+        Its first layer reads the token embedding and the state, and it has a final norm and a head of its own.
         """
         return self.algorithm.startswith("eagle3")
 

@@ -64,7 +64,7 @@ def _rope_overrides(base: BaseConfig, overrides: dict[str, Any]) -> dict[str, An
 
 
 def _draft_shape(base: BaseConfig) -> dict[str, int]:
-    """Heads and MLP width of a dense Llama-style layer beside `base`, whatever its own layers are."""
+    """Heads and MLP width of a dense Llama-style layer beside `base`, regardless of the base's own layers."""
     heads, groups, size, width = (
         base.num_attention_heads, base.num_key_value_heads, base.head_dim, base.intermediate_size,
     )  # fmt: skip

@@ -57,10 +57,10 @@ class ChatEncoder:
 
     Args:
         tokenizer: a fast Hugging Face tokenizer with a chat template.
-        stop_token_ids: further ids that end a turn (generation_config.json), beside the tokenizer's special tokens.
+        stop_token_ids: further ids that end a turn (generation_config.json), besides the tokenizer's special tokens.
         use_generation_marks: None takes the template's marks when it has them; True requires, False ignores them.
         template_kwargs: see `ChatTemplate`.
-        vocab_size: of the base; prompts with ids that it does not know are refused. None: not looked at.
+        vocab_size: of the base; prompts with ids that it does not know are refused. None: not checked.
 
     Raises UserError when the tokenizer has no chat template or no offsets.
     """
@@ -238,7 +238,7 @@ class ChatEncoder:
         begin, bound = within
         # After the words of a turn that calls tools its calls follow, among special tokens of their own.
         content = "" if messages[i].get("tool_calls") else messages[i]["content"].strip()
-        # The last turn may think before it speaks, and think the very words.
+        # The last turn may think before it answers, and think the very words.
         find = text.rfind if i == len(messages) - 1 else text.find
         at = find(content, begin, bound) if content else -1
         if at < 0:  # the template rewrote the content (removed its reasoning, added tool calls)

@@ -3,7 +3,7 @@
 The context of row i is c_i = hidden_norm(fc [captures of row i]). Every layer makes keys and values of the context and
 of its block with the same projections: c_i goes in as it is, the block's state after the layer's input norm. Slot s of
 anchor a stands at rotary position a + s, sees the context rows before a and its own block (`ops/block_attention.py`),
-and speaks through the base's head: slot s proposes t_{a+s}, the anchor's own slot nothing.
+and uses the base's frozen LM head: slot s proposes t_{a+s}, the anchor's own slot nothing.
 
 fc and hidden_norm are split over the sequence under sequence parallelism; the blocks are whole on every tensor parallel
 rank. Under context parallelism a rank has the blocks whose anchors are among its rows, and sees the whole context.
@@ -91,7 +91,7 @@ class DFlashDraft(Draft):
         super().__init__()
         if not vocab.is_full or vocab.vocab_size != config.vocab_size:
             raise UserError(
-                f"{config.algorithm} speaks through the base's head: the draft vocabulary must be the base's "
+                f"{config.algorithm} uses the base's frozen LM head: the draft vocabulary must be the base's "
                 f"{config.vocab_size} tokens, found {len(vocab)} of {vocab.vocab_size}"
             )
         self.config, self.vocab = config, vocab

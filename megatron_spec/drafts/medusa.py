@@ -61,7 +61,7 @@ class MedusaDraft(Draft):
         super().__init__()
         if not vocab.is_full or len(vocab) != config.vocab_size:
             raise UserError(
-                f"Medusa heads speak the whole vocabulary of {config.vocab_size} tokens, found a draft vocabulary of "
+                f"Medusa heads cover the whole vocabulary of {config.vocab_size} tokens, found a draft vocabulary of "
                 f"{len(vocab)} of {vocab.vocab_size}: convert without --draft-vocab"
             )
         self.config, self.vocab = config, vocab

@@ -48,7 +48,7 @@ class RecurrentDraft(Draft):
 
     @property
     def decoder_layers(self) -> Sequence[DraftLayer]:
-        """The decoder layers in order, whatever their names."""
+        """The decoder layers in order, regardless of their names."""
         raise NotImplementedError
 
     def start(self, captures_SBC: Tensor, state_SBH: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class DraftVocab:
 
     @staticmethod
     def full(vocab_size: int) -> DraftVocab:
-        """The draft speaks the whole target vocabulary."""
+        """The draft covers the whole target vocabulary."""
         return DraftVocab(torch.arange(vocab_size), vocab_size)
 
     def __len__(self) -> int:

@@ -52,7 +52,7 @@ class Journal:
         except ValueError:
             return []
         if first != json.loads(json.dumps(meta)):
-            log.warning("%s was left by a run with other settings: it is begun anew", self.path)
+            log.warning("%s was left by a run with other settings: it is restarted", self.path)
             return []
         if lines:
             log.info("%s: %d answers are there already", self.path, sum(len(x["answers"]) for x in lines))

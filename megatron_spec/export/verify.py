@@ -323,7 +323,7 @@ class _Inputs:
 
 @dataclasses.dataclass
 class _BlockInputs:
-    """What a block reads that hangs behind a micro-batch: its captures, and some state for the slots."""
+    """What a block reads that follows a micro-batch: its captures, and some state for the slots."""
 
     captures_SBC: Tensor
     positions_BS: Tensor

@@ -104,7 +104,7 @@ def _chat(record: dict[str, Any], where: str, stem: str, number: int) -> Prompt:
     waiting: list[Message] = []
     for message in conversation.messages:
         if message["role"] == "tool" or message.get("tool_calls"):
-            raise UserError(f"{where}: found tool turns, which cannot be answered anew: leave the conversation out")
+            raise UserError(f"{where}: found tool turns, which cannot be answered again: leave the conversation out")
         asked = any(m["role"] == "user" for m in waiting)
         if message["role"] == "assistant" and asked:
             rounds.append(tuple(waiting))
@@ -188,9 +188,9 @@ class Dialogue:
             )
 
     def answer_ids(self, encoder: ChatEncoder) -> dict[str, Any] | None:
-        """What its line needs beside the text to train back to the answers; see `generation.answers`."""
+        """What its line needs besides the text to train back to the answers; see `generation.answers`."""
         return answer_ids(encoder, self._conversation(self.messages), self.asked, self.answers)
 
     def seed(self, seed: int) -> int:
-        """For sampling the next answer: the same whatever is answered beside it."""
+        """For sampling the next answer: the same regardless of what else is answered."""
         return zlib.crc32(f"{seed}:{self.prompt.identifier}:{len(self.answers)}".encode())

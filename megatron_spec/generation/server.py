@@ -1,6 +1,6 @@
 """A served model answers prompts: on-policy conversations through any OpenAI-compatible endpoint.
 
-Every finished conversation is a line of OUTPUT at once, so a rerun goes on. Lines beside it:
+Every finished conversation is a line of OUTPUT at once, so a rerun resumes. Lines beside it:
 
     OUTPUT.rejected   conversations that were cut at the token limit, or that the server refused, with the reason
     OUTPUT.meta.json  what the answers depend on (model, sampling, system prompt); a rerun must agree
@@ -329,7 +329,7 @@ async def _generate(
                 if in_a_row >= GIVE_UP_AFTER:
                     raise UserError(
                         f"{in_a_row} conversations in a row were not answered (the last by {error}): what is finished "
-                        f"is in {output}; a rerun goes on"
+                        f"is in {output}; a rerun resumes"
                     ) from None
             totals.retries, totals.seconds = endpoints.retried, time.monotonic() - start
             report(totals)

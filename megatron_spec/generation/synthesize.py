@@ -104,7 +104,7 @@ def _record(dialogue: Dialogue, encoder: ChatEncoder) -> dict[str, Any]:
 def read_records(path: Path) -> dict[str, dict[str, Any]]:
     """Records of a file by conversation_id; {} without a file. A half-written last line is passed over.
 
-    Lines that are no records before the last one are passed over too, with a warning: the prompt is answered anew.
+    Lines that are no records before the last one are passed over too, with a warning: the prompt is answered again.
     """
     records: dict[str, dict[str, Any]] = {}
     lines = path.read_bytes().split(b"\n") if path.is_file() else [b""]
@@ -148,7 +148,7 @@ def _from_rank_0(value: Any, world: World) -> Any:
 
 
 def answer_settings(config: DecodeConfig, stop_ids: set[int], about: dict[str, Any]) -> dict[str, Any]:
-    """All that the text of an answer depends on, beside its prompt. Batch size and draft change only the speed.
+    """All that the text of an answer depends on, besides its prompt. Batch size and draft change only the speed.
 
     Args:
         about: identity of base and tokenizer, and the dtype.
@@ -183,7 +183,7 @@ def check_output(output: Path | str, prompts: Sequence[Prompt], settings: dict[s
     """Identifiers of the prompts that an earlier run into `output` answered; nothing is written.
 
     Args:
-        settings: `answer_settings`, or what is known of them: the rest is not looked at.
+        settings: `answer_settings`, or what is known of them: the rest is not checked.
 
     Raises UserError when `output` is something else than what such a run left, or when that run had other settings or
     asked other questions.

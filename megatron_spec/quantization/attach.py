@@ -263,7 +263,7 @@ def _quantize_kv(core: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def quantizers(module: nn.Module) -> dict[str, TensorQuantizer]:
-    """Every quantiser under `module`, by its own name (global for a base, whatever the pipeline split)."""
+    """Every quantiser under `module`, by its own name (global for a base, regardless of the pipeline split)."""
     return {m.name: m for m in module.modules() if isinstance(m, TensorQuantizer)}
 
 

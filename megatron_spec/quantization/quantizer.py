@@ -191,7 +191,7 @@ class TensorQuantizer(nn.Module):
 
     @torch.no_grad()
     def rounded(self, x: Tensor) -> Tensor:
-        """x as an enabled quantiser gives it, without a gradient and whatever the mode."""
+        """x as an enabled quantiser gives it, without a gradient and regardless of the mode."""
         return fake_quant(x.detach(), self.amax, form=self.form, kernel=self.kernel)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 SECONDS = 1.0
-"""Between two looks at the store."""
+"""Between two reads of the store."""
 
 
 def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:

@@ -54,7 +54,7 @@ def check_optional_packages() -> None:
 
 
 def to_device(x: torch.Tensor, place: torch.device | str) -> torch.Tensor:
-    """Copy of a tensor of the host; to a GPU from pinned memory, so that the host does not wait for the device."""
+    """Copy of a tensor of the host; to a GPU from pinned memory, so that no device synchronisation is needed."""
     if torch.device(place).type == "cuda" and x.device.type == "cpu":
         return (x if x.is_pinned() else x.pin_memory()).to(place, non_blocking=True)
     return x.to(place)

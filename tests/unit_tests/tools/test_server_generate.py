@@ -126,7 +126,7 @@ def test_a_server_that_dies_ends_the_run_and_keeps_what_is_finished(prompts, tmp
 
     monkeypatch.setattr(library, "GIVE_UP_AFTER", 3)
     output = tmp_path / "out.jsonl"
-    gone = pytest.raises(UserError, match=r"3 conversations in a row were not answered .*a rerun goes on")
+    gone = pytest.raises(UserError, match=r"3 conversations in a row were not answered .*a rerun resumes")
     with Server(lambda n, body: echo(n, body) if n < 6 else 500) as server, gone:
         ask(prompts, output, server, concurrency=1, retries=1)
     assert set(lines(output)) == {"c0", "c1", "c2", "c3"}
