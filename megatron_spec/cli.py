@@ -154,26 +154,6 @@ class Parser(argparse.ArgumentParser):
             return f"{e}{': ' + hint if hint else ''}"
         return None
 
-    def add_model_flags(
-        self, tokenizer: bool = True, base: str = "where the base is, if it has moved since convert_model.py"
-    ) -> None:
-        """Where base and tokenizer are, and the precision: what every script over a checkpoint asks.
-
-        Args:
-            base: what --base is for.
-        """
-        self.add_argument("--base", metavar="DIR", help=base)
-        if tokenizer:
-            self.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
-        self.add_argument("--bf16", action="store_true", help="bfloat16 weights (default: float32)")
-
-    def add_template_flag(self) -> None:
-        """--chat-template-kwargs, as the scripts that read conversations or prompts take it."""
-        self.add_argument(
-            "--chat-template-kwargs", type=json_object, metavar="JSON",
-            help='arguments of the chat template, as {"enable_thinking": false}; those of a line win',
-        )  # fmt: skip
-
     def _add_fields(self, cls: type[Config], to: Any, path: str, only: Sequence[str] = (), skip: Any = ()) -> None:
         """One flag per field of a configuration class: `train_iters` becomes --train-iters. Groups nest."""
         hints, docs = typing.get_type_hints(cls), field_docs(cls)
@@ -301,14 +281,6 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"expected a JSON object, found {text!r}")
     return found
-
-
-def whole_numbers(text: str) -> tuple[int, ...]:
-    """An argparse type: whole numbers from 1, separated by commas."""
-    try:
-        return tuple(at_least_one(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers separated by commas, found {text!r}") from None
 
 
 def rank() -> int:

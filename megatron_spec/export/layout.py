@@ -175,12 +175,6 @@ def config_json(config: Exported, base: BaseConfig, dtype: str) -> dict[str, Any
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _read_rope(raw: dict[str, Any]) -> RopeConfig:
-    scaling = dict(raw.get("rope_scaling") or {})
-    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
-    return RopeConfig.from_dict({"theta": float(raw["rope_theta"]), "type": kind, **scaling})
-
-
 def has_layer_number(pattern: str) -> bool:
     """True for patterns such as '*layers.3*': engines name the draft's layers differently, so they match nowhere."""
     return re.search(r"\d", pattern) is not None
