@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_spec.base import placement, relay
-from megatron_spec.base.capture import record_outputs
 from megatron_spec.base.direct import DirectForward
 from megatron_spec.base.modules import CoreAttention
 from megatron_spec.base.spec import block_spec, check_transformer_engine
@@ -30,6 +29,24 @@ from megatron_spec.planning import layouts
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import platform
 from megatron_spec.runtime.distributed import World
+
+
+@contextmanager
+def record_outputs(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Yields a list that holds, after the forward, the output [S, B, H] of each of `layers` in the order they ran."""
+    recorded: list[Tensor] = []
+
+    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        """Keep the output of the layer."""
+        # megatron-core's TransformerLayer returns (hidden, context).
+        recorded.append(output[0] if isinstance(output, tuple) else output)
+
+    handles = [layer.register_forward_hook(hook) for layer in layers]
+    try:
+        yield recorded
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _unwrapped(gpt: Any) -> GPTModel:
