@@ -28,10 +28,9 @@ from megatron_spec.drafts.contract import BaseEnds, Draft, DraftLosses
 from megatron_spec.drafts.initial import initial_values, set_parameters
 from megatron_spec.drafts.layer import GatedMLP, HeadNorm, SelfAttention, rotate
 from megatron_spec.drafts.linear import Linear, Placement, RMSNorm, copy_to_ranks, enter
-from megatron_spec.drafts.teacher import TeacherHead
+from megatron_spec.drafts.teacher import TeacherHead, teacher_of
 from megatron_spec.drafts.unroll import teach
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.ops import backend
 from megatron_spec.ops.block_attention import block_attention
 from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
 from megatron_spec.ops.rows import pick_rows
@@ -159,11 +158,7 @@ class DFlashDraft(Draft):
 
     def teacher_head(self, ends: BaseEnds) -> TeacherHead:
         """The base's frozen head, prepared on first use. A collective when it has to be built."""
-        if self._teacher is None or not self._teacher.fits(ends):
-            kind = self.paths.kernels("teacher_kernel")
-            kernels = None if kind == "none" else backend.load(kind)
-            self._teacher = TeacherHead(ends, self.vocab, self.tp_group, kernels)
-        return self._teacher
+        return teacher_of(self, ends)
 
     def logits(self, normed_SBH: Tensor, ends: BaseEnds) -> Tensor:
         """[S, B, V / TP] logits of this rank's shard from complete states."""
