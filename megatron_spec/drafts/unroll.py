@@ -191,6 +191,7 @@ def unroll(
     objective: ObjectiveConfig,
     group: dist.ProcessGroup,
     sequence_parallel: bool,
+    window: int | None = None,
 ) -> list[Tensor]:
     """Run the draft T times on its own output; returns the supervised rows [R, H] of every step, for the head.
 
@@ -201,9 +202,10 @@ def unroll(
         step: the draft's `layer_step`.
         hidden_SBH: state of step 0 ([S / TP, B, H] under sequence parallelism).
         embed: tokens [B, S] -> embeddings that the draft reads.
+        window: of the draft's attention.
     """
     batch = features.batch
-    attention = TrainingTimeTest(Visibility.of(batch), objective.detach)
+    attention = TrainingTimeTest(Visibility.of(batch), objective.detach, window)
     tokens_N, positions_N = batch.tokens_BS.t().flatten(), batch.positions_BS.t().flatten()
     B, states = batch.tokens_BS.shape[0], []
     for k, rows in enumerate(supervision.rows):

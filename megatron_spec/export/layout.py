@@ -17,9 +17,10 @@ from typing import Any
 from megatron_spec.config import BaseConfig, BlockConfig, EagleConfig, RopeConfig, UserError
 from megatron_spec.config.presets import default_capture_ids
 from megatron_spec.config.rope import rope_scaling_json
-from megatron_spec.config.structure import draft_tensors, layer_names
+from megatron_spec.config.structure import draft_tensors, layer_names, quantisable
 from megatron_spec.export import block, native_mtp
 from megatron_spec.export.formats.eagle import OPTIONS
+from megatron_spec.export.quant_metadata import DRAFT_EXCLUDES
 
 ARCHITECTURES: dict[str, list[str]] = {
     "eagle1": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
@@ -34,7 +35,7 @@ Exported = EagleConfig | BlockConfig
 WEIGHTS = "model.safetensors"
 SERVED_BY: dict[str, tuple[str, ...]] = {
     "qk_norm": ("vllm",), "attention_bias": ("vllm",), "mlp_bias": ("vllm",), "fc_bias": ("sglang",),
-    "norm_before_residual": ("vllm",),
+    "norm_before_residual": ("vllm",), "sliding_window": ("vllm",),
 }  # fmt: skip
 """Option of `EagleConfig` -> engines that compute it; every engine computes what is not listed."""
 SHARED_SCALE = (
@@ -44,10 +45,17 @@ SHARED_SCALE = (
 """Linears that engines fuse: one scale each."""
 
 
-def linear_names(config: Exported) -> list[str]:
-    """Every linear that may be fp8."""
-    table = draft_tensors(config).items()
-    return [n.removesuffix(".weight") for n, spec in table if spec.linear and (".self_attn." in n or ".mlp." in n)]
+def high_precision(config: Exported, fp8: set[str]) -> list[str]:
+    """Modules of a quantised draft that stay in high precision, as patterns that engines match.
+
+    Args:
+        fp8: the linears that are quantised; the kinds of the others are among the patterns.
+    """
+    kept = sorted({"*" + name.rpartition(".")[2] for name in quantisable(config) if name not in fp8})
+    if not isinstance(config, BlockConfig):
+        return DRAFT_EXCLUDES + kept
+    heads = ["*markov_head*", "*confidence_head*"] if config.algorithm == "dspark" else []
+    return DRAFT_EXCLUDES + [f"*{x}_proj" for x in ("q", "k", "v", "qkv")] + heads + kept
 
 
 def weight_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
@@ -138,6 +146,14 @@ def _capture_keys(config: EagleConfig, num_base_layers: int) -> dict[str, Any]:
     }
 
 
+def _window_keys(config: EagleConfig) -> dict[str, Any]:
+    """vLLM takes a layer's window where `layer_types` says so."""
+    if config.sliding_window is None:
+        return {}
+    types = ["sliding_attention"] * config.num_hidden_layers
+    return {"sliding_window": config.sliding_window, "use_sliding_window": True, "layer_types": types}
+
+
 def config_json(config: Exported, base: BaseConfig, dtype: str) -> dict[str, Any]:
     """Content of config.json, without a `quantization_config`. Holds no null."""
     if isinstance(config, BlockConfig):
@@ -164,6 +180,7 @@ def config_json(config: Exported, base: BaseConfig, dtype: str) -> dict[str, Any
         "mlp_bias": config.mlp_bias,
         **({"bias": True} if config.fc_bias else {}),
         **({"norm_before_residual": True} if config.norm_before_residual else {}),
+        **_window_keys(config),
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
         "bos_token_id": base.bos_token_id,

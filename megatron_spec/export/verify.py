@@ -28,7 +28,6 @@ from megatron_spec.export.common import VerificationError, parameters_by_file_na
 from megatron_spec.export.formats import read_draft
 from megatron_spec.export.load import StoredTensors, load_exported_draft
 from megatron_spec.export.native_mtp import dtype_of
-from megatron_spec.ops.attention import attend
 from megatron_spec.ops.block_attention import BlockLayout, block_attention
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.quantization.attach import quantised_linears
@@ -341,7 +340,7 @@ class _BlockInputs:
         return _BlockInputs(captures.to(world.device, dtype), torch.arange(rows, device=world.device)[None], state)
 
     def run(self, draft: Any) -> list[Tensor]:
-        """States that the head reads, and what a DSpark draft adds: Markov logits and confidences."""
+        """States that the head reads, and what a DSpark draft adds: Markov logits along the block and confidences."""
         context_SBH = draft.context(self.captures_SBC)
         rotation = draft.rotation(self.positions_BS.t(), context_SBH)
         behind = self.positions_BS.new_tensor([len(context_SBH)])
@@ -355,8 +354,9 @@ class _BlockInputs:
         states = draft.run_layers(self.state_PCH, draft.block_rotation(behind, self.state_PCH), attention)[0]
         if not isinstance(draft, DSparkDraft):
             return [states]
-        markov = draft.markov(torch.arange(len(states), device=states.device))
-        return [states, draft.markov_logits(markov), draft.confidence(states, markov)]
+        m = draft.markov(torch.arange(len(states), device=states.device))
+        latent = draft.markov_head.steps(m.split(1), states.split(1), [behind * 0] * len(states), 1)
+        return [states, draft.markov_logits(latent), draft.confidence(states, m)]
 
 
 def two_steps(
@@ -371,9 +371,8 @@ def two_steps(
     logits = []
     hidden = draft.start(captures_SBC, captures_SBC if state_SBH is None else state_SBH)
     for step in range(2):
-        hidden, normed = draft.layer_step(
-            hidden, embedding_SBH, positions_BS + step, lambda layer, q, k, v: attend(q, k, v, visibility, layer)
-        )
+        attention = draft.cached_attention(visibility)
+        hidden, normed = draft.layer_step(hidden, embedding_SBH, positions_BS + step, attention)
         silent = ends is None and isinstance(draft, SharedHeadDraft)
         logits.append(normed if silent else draft.logits(normed, ends))
     return logits

@@ -137,7 +137,9 @@ def _chunks_backward(c: Call, do: Tensor, o: Tensor, lse: Tensor, state: State) 
         k_c, v_c = (x.flatten(0, 1).index_select(0, chunk.keys) for x in (c.k, c.v))
         starts = (chunk.starts_q, chunk.starts_k, chunk.longest_q, chunk.longest_k)
         kept = state[i * each : (i + 1) * each]
-        dq_c, dk_c, dv_c = _flash_backward(do_c, q_c, k_c, v_c, o_c, lse_c, *starts, 0.0, True, *kept)
+        dq_c, dk_c, dv_c = _flash_backward(
+            do_c, q_c, k_c, v_c, o_c, lse_c, *starts, 0.0, True, *kept, **_options(c.variant)
+        )
         dqs.append(dq_c.reshape(B, -1, N, D))
         for total, piece in ((dk, dk_c), (dv, dv_c)):
             total.view(-1, *piece.shape[1:]).index_add_(0, chunk.keys, piece)
@@ -166,7 +168,7 @@ def _documents_backward(c: Call, do: Tensor, o: Tensor, lse: Tensor, state: Stat
     flat = (x.reshape(B * S, -1, D) for x in (do, c.q, c.k, c.v, o))
     lse_NR = lse.permute(2, 0, 1).reshape(N, B * S).contiguous()
     starts = (documents.starts, documents.starts, documents.longest, documents.longest)
-    grads = _flash_backward(*flat, lse_NR, *starts, 0.0, True, *state)
+    grads = _flash_backward(*flat, lse_NR, *starts, 0.0, True, *state, **_options(c.variant))
     dq, dk, dv = (x.view(B, S, -1, D) for x in grads)
     return dq, dk, dv
 
@@ -247,8 +249,17 @@ def _flash_whole_backward(c: Call, do: Tensor, o: Tensor, lse: Tensor, state: St
     return dq, dk, dv
 
 
+def _bias(c: Call) -> Tensor | None:
+    """The mask as 0 and -inf. One with a window is made anew for each call: the window of a draft step is its own."""
+    if c.variant.window is None or c.variant.window >= c.k.shape[1]:
+        return c.visibility.bias(c.q.dtype)
+    mask = _mask(c)
+    assert mask is not None
+    return torch.zeros(mask.shape, dtype=c.q.dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+
+
 def _cpu(c: Call) -> tuple[Tensor, Tensor, State]:
-    bias = c.visibility.bias(c.q.dtype)
+    bias = _bias(c)
     o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
         *_heads_first(c.q, c.k, c.v), 0.0, bias is None, attn_mask=bias
     )
@@ -256,7 +267,7 @@ def _cpu(c: Call) -> tuple[Tensor, Tensor, State]:
 
 
 def _cpu_backward(c: Call, do: Tensor, o: Tensor, lse: Tensor, _: State) -> tuple[Tensor, Tensor, Tensor]:
-    bias = c.visibility.bias(c.q.dtype)
+    bias = _bias(c)
     grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *_heads_first(do, c.q, c.k, c.v, o, lse), 0.0, bias is None, attn_mask=bias
     )
@@ -363,17 +374,20 @@ def attend(
     return kernel_of(call).forward(call)[0].transpose(0, 1).flatten(2)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> tuple[Tensor, Tensor, State]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, variant: Variant = PLAIN
+) -> tuple[Tensor, Tensor, State]:
     """(o [B, S, N, D], lse [B, S, N], state for `backward`) of q [B, S, N, D] over whole k and v [B, L, G, D]."""
-    call = Call(q, k, v, visibility, lse=True)
+    call = Call(q, k, v, visibility, variant, lse=True)
     return kernel_of(call).forward(call)
 
 
 def backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, state: State, visibility: Visibility
-) -> tuple[Tensor, Tensor, Tensor]:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, state: State, visibility: Visibility,
+    variant: Variant = PLAIN,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv) of this attention's part, where o and lse [B, S, N] may be those of a merged attention."""
-    call = Call(q, k, v, visibility, lse=True)
+    call = Call(q, k, v, visibility, variant, lse=True)
     kernel = kernel_of(call)
     assert kernel.backward is not None
     return kernel.backward(call, do, o, lse, state)

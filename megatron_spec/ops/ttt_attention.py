@@ -104,18 +104,20 @@ class _MergedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, visibility: Visibility, rows_R: Tensor | None, q: Tensor, k0: Tensor, v0: Tensor, *branches: Tensor
-    ) -> Tensor:
+        ctx: Any, visibility: Visibility, variant: attention.Variant, rows_R: Tensor | None, q: Tensor, k0: Tensor,
+        v0: Tensor, *branches: Tensor,
+    ) -> Tensor:  # fmt: skip
         """See `merged_attention`."""
         pairs = list(zip(branches[::2], branches[1::2], strict=True))
         B, S = k0.shape[:2]
         places = _Places(rows_R, (B, S if visibility.context is None else S // visibility.context.size))
-        o, lse, rng = attention.forward(places.spread(q), k0, v0, visibility)
+        o, lse, rng = attention.forward(places.spread(q), k0, v0, visibility, variant)
         o, lse = places.collect(o), places.collect(lse)
         scores: list[Tensor] = []
         if pairs:
             o, lse, scores = _merge(q, o, lse, pairs)
-        ctx.visibility, ctx.places, ctx.num_branches, ctx.num_rng = visibility, places, len(pairs), len(rng)
+        ctx.visibility, ctx.variant, ctx.places = visibility, variant, places
+        ctx.num_branches, ctx.num_rng = len(pairs), len(rng)
         ctx.save_for_backward(q, k0, v0, o, lse, *rng, *scores, *branches)
         return o
 
@@ -128,13 +130,15 @@ class _MergedAttention(torch.autograd.Function):
         branches = rest[ctx.num_rng + ctx.num_branches :]
         do = do.contiguous() if do.stride(-1) != 1 else do
         spread = ctx.places.spread
-        dq, dk0, dv0 = attention.backward(spread(do), spread(q), k0, v0, spread(o), spread(lse), rng, ctx.visibility)
+        dq, dk0, dv0 = attention.backward(
+            spread(do), spread(q), k0, v0, spread(o), spread(lse), rng, ctx.visibility, ctx.variant
+        )
         dq = ctx.places.collect(dq)
         if not scores:
-            return None, None, dq, dk0, dv0
+            return None, None, None, dq, dk0, dv0
         pairs = list(zip(branches[::2], branches[1::2], strict=True))
         dq, grads = _branch_backward(do, q, o, lse, scores, pairs, dq)
-        return None, None, dq, dk0, dv0, *(g for pair in grads for g in pair)
+        return None, None, None, dq, dk0, dv0, *(g for pair in grads for g in pair)
 
 
 def merged_attention(
@@ -143,6 +147,7 @@ def merged_attention(
     branches: list[tuple[Tensor, Tensor]],
     visibility: Visibility,
     rows_R: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Attention of one draft step.
 
@@ -152,19 +157,21 @@ def merged_attention(
         branches: (k, v) [S, B, G, D] of steps 1..k; [R, 1, G, D] when rows are given.
         visibility: of trunk keys, for the rows of a step.
         rows_R: places of compacted queries and branches in the flattened [S * B] rows of this rank, distinct.
+        window: keys that a query sees, branches included; None: all. At least one of them is a trunk key.
 
     Returns:
         [S, B, N * D] ([R, 1, N * D]), differentiable in every tensor.
     """
     flat = [x for pair in branches for x in pair]
+    variant = attention.PLAIN if window is None else attention.Variant(window=window - len(branches))
     if rows_R is not None:
         flat = [x[:, 0] for x in (q_SBND, *flat)]
         out = _MergedAttention.apply(  # type: ignore[no-untyped-call]
-            visibility, rows_R, flat[0], *(x.transpose(0, 1) for x in trunk), *flat[1:]
+            visibility, variant, rows_R, flat[0], *(x.transpose(0, 1) for x in trunk), *flat[1:]
         )
         return out.flatten(1)[:, None]
     rows_second = [x.transpose(0, 1) for x in (q_SBND, *trunk, *flat)]
-    out = _MergedAttention.apply(visibility, None, *rows_second)  # type: ignore[no-untyped-call]
+    out = _MergedAttention.apply(visibility, variant, None, *rows_second)  # type: ignore[no-untyped-call]
     return out.transpose(0, 1).flatten(2)
 
 
@@ -172,12 +179,13 @@ class TrainingTimeTest:
     """The `Attention` a draft is given in training: remembers keys and values of earlier steps, per layer.
 
     Call it once per layer and step; the first call of a layer is the trunk, every later one adds a branch.
-    With `detach`, gradients do not flow into keys and values of earlier steps.
+    With `detach`, gradients do not flow into keys and values of earlier steps. With a window, row j at step k sees
+    k branches, its own included, and the last window - k trunk rows: what it sees when it is decoded.
     """
 
-    def __init__(self, visibility: Visibility, detach: bool = False) -> None:
+    def __init__(self, visibility: Visibility, detach: bool = False, window: int | None = None) -> None:
         self.visibility = visibility
-        self.detach = detach
+        self.detach, self.window = detach, window
         self.rows_R: Tensor | None = None
         self.trunks: dict[int, tuple[Tensor, Tensor]] = {}
         self.branches: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -199,10 +207,10 @@ class TrainingTimeTest:
         if layer not in self.trunks:
             k_SBGD, v_SBGD = self.visibility.gather(k_SBGD, v_SBGD)  # once: all later steps read the same trunk
             self.trunks[layer], self.branches[layer] = (k_SBGD, v_SBGD), []
-            return merged_attention(q_SBND, (k_SBGD, v_SBGD), [], self.visibility)
+            return merged_attention(q_SBND, (k_SBGD, v_SBGD), [], self.visibility, window=self.window)
         trunk, branches = self.trunks[layer], self.branches[layer]
         if self.detach:
             trunk = self.trunks[layer] = (trunk[0].detach(), trunk[1].detach())
             branches[:] = [(k.detach(), v.detach()) for k, v in branches]
         branches.append((k_SBGD, v_SBGD))
-        return merged_attention(q_SBND, trunk, branches, self.visibility, self.rows_R)
+        return merged_attention(q_SBND, trunk, branches, self.visibility, self.rows_R, self.window)

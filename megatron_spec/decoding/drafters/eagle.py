@@ -25,7 +25,6 @@ from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, 
 from megatron_spec.decoding.drafters.grow import Level, grow
 from megatron_spec.decoding.tree import visible_slots
 from megatron_spec.drafts.recurrent import RecurrentDraft
-from megatron_spec.ops.attention import attend
 from megatron_spec.ops.visibility import Visibility
 
 if TYPE_CHECKING:
@@ -57,9 +56,8 @@ class EagleDrafter(Drafter):
         self, hidden_SBH: Tensor, tokens_BS: Tensor, positions_BS: Tensor, visibility: Visibility
     ) -> tuple[Tensor, Tensor]:
         embedding_SBH = self.draft.embed(tokens_BS, self.base)
-        return self.draft.layer_step(
-            hidden_SBH, embedding_SBH, positions_BS, lambda layer, q, k, v: attend(q, k, v, visibility, layer)
-        )
+        attention = self.draft.cached_attention(visibility)
+        return self.draft.layer_step(hidden_SBH, embedding_SBH, positions_BS, attention)
 
     def _earlier(self, slots_BS: Tensor, first: int, key_slots: int) -> Visibility:
         view = cache_rows.rows_view(self.cache, first, slots_BS.shape[0])

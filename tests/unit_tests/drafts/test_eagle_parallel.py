@@ -29,7 +29,7 @@ HEADS_9_3 = {"hidden_size": 18, "num_attention_heads": 9, "num_key_value_heads":
 NARROW = {"hidden_size": 8, "vocab_size": 32}  # with an embedding of its own, whose rows are split
 OPTIONS = {
     "attention_bias": True, "mlp_bias": True, "fc_bias": True, "qk_norm": True, "own_embed_tokens": True,
-    "norm_before_residual": True, "vocab_size": 32,
+    "norm_before_residual": True, "vocab_size": 32, "sliding_window": 4,
 }  # fmt: skip
 CASES: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
     "tp2": (2, False, {}, {}),
