@@ -74,6 +74,7 @@ def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftV
                 f"--draft {request.draft}: its linears are in fp8 or nvfp4: take the high-precision draft, and "
                 "quantise it again with quantize.py after training"
             )
+        _check_algorithm(request, reading.config)
         return reading.config, StoredTensors(reading).vocab
     if request.algorithm == "medusa":
         sizes = {"num_heads": request.num_medusa_heads, "num_layers": request.num_medusa_layers}
@@ -89,6 +90,15 @@ def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftV
     if request.algorithm in ("dflash", "dspark"):
         return _plan_block(ref, request), DraftVocab.full(ref.config.vocab_size)
     return _plan_eagle(ref, request.eagle_algorithm or "eagle3", request.eagle_config, request.draft_vocab)
+
+
+def _check_algorithm(request: DraftRequest, config: DraftConfig) -> None:
+    """Raise UserError when --export-algorithm names another kind than the draft of --draft."""
+    kind = "eagle" if isinstance(config, EagleConfig) else config.algorithm
+    if request.algorithm not in ("eagle", kind):  # eagle: not given
+        raise UserError(
+            f"--export-algorithm {request.algorithm}, but the draft of --draft is {config.algorithm}: leave it out"
+        )
 
 
 def _plan_block(ref: BaseReference, request: DraftRequest) -> BlockConfig:
