@@ -1,4 +1,4 @@
-"""What all configurations have in common: typed reading and writing, and errors that say what was expected."""
+"""What all configurations have in common: typed reading and writing, and errors that name what was expected."""
 
 from __future__ import annotations
 

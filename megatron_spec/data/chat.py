@@ -156,7 +156,7 @@ class ChatEncoder:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def question_ids(self) -> list[int]:
-        """Token ids that stand in front of the first question: what the template writes before the user's words."""
+        """Token ids before the first question: what the template writes before the user's words."""
         asked = Conversation([{"role": "user", "content": PLACEHOLDER}], "a question")
         text = str(self.template.render(asked)).split(PLACEHOLDER)[0].rstrip(" ")
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -238,7 +238,7 @@ class ChatEncoder:
         begin, bound = within
         # After the words of a turn that calls tools its calls follow, among special tokens of their own.
         content = "" if messages[i].get("tool_calls") else messages[i]["content"].strip()
-        # The last turn may think before it answers, and think the very words.
+        # The last turn may think before it answers, and think the same words.
         find = text.rfind if i == len(messages) - 1 else text.find
         at = find(content, begin, bound) if content else -1
         if at < 0:  # the template rewrote the content (removed its reasoning, added tool calls)
@@ -262,7 +262,7 @@ def _before(template: ChatTemplate, conversation: Conversation, i: int) -> str:
     """What is rendered before the text of message i."""
     if i > 0:
         return str(template.render(conversation, conversation.messages[:i], add_generation_prompt=True))
-    # Without messages a template adds no default system prompt, so look at what stands before a first answer.
+    # Without messages a template adds no default system prompt, so look at what comes before a first answer.
     first = {"role": "assistant", "content": PLACEHOLDER}
     return str(template.render(conversation, [first])).rsplit(PLACEHOLDER, 1)[0]
 

@@ -111,7 +111,7 @@ def decode(
     Args:
         prompts: token ids, not empty, shorter than the base's max_position_embeddings.
         stop_ids: tokens that end an answer.
-        draft: a draft model, a second base model or a Drafter; None drafts as config.decoding_type says, or not at all.
+        draft: a draft model, a second base model or a Drafter; None drafts by config.decoding_type, or not at all.
         progress: called with (answers done, answers in all) for every answer.
         seeds: one per prompt for temperature > 0; config.seed + the prompt's index otherwise.
         costs: where the time of each phase is kept.

@@ -72,7 +72,7 @@ class Rows:
         self, first: int, texts: Sequence[Sequence[int]], prompts: Sequence[int], limits: Sequence[int],
         seeds: Sequence[int],
     ) -> None:  # fmt: skip
-        """Fill the rows from `first` on with texts that begin with prompts of so many tokens."""
+        """Fill the rows from `first` on with texts that begin with prompts of this many tokens."""
         here, device = slice(first, first + len(texts)), self.tokens_BL.device
         whole_BL = torch.nn.utils.rnn.pad_sequence(
             [torch.tensor(text, dtype=torch.int64) for text in texts], batch_first=True

@@ -2,7 +2,7 @@
 
 The context of row i is c_i = hidden_norm(fc [captures of row i]). Every layer makes keys and values of the context and
 of its block with the same projections: c_i goes in as it is, the block's state after the layer's input norm. Slot s of
-anchor a stands at rotary position a + s, sees the context rows before a and its own block (`ops/block_attention.py`),
+anchor a is at rotary position a + s, sees the context rows before a and its own block (`ops/block_attention.py`),
 and uses the base's frozen LM head: slot s proposes t_{a+s}, the anchor's own slot nothing.
 
 fc and hidden_norm are split over the sequence under sequence parallelism; the blocks are whole on every tensor parallel
@@ -122,7 +122,7 @@ class DFlashDraft(Draft):
         return (angles.cos() * factor).to(like.dtype), (angles.sin() * factor).to(like.dtype)
 
     def block_rotation(self, positions_P: Tensor, like: Tensor) -> Rotation:
-        """Of all slots [P, C, 1, D] of blocks whose anchors stand at `positions_P`."""
+        """Of all slots [P, C, 1, D] of blocks whose anchors are at `positions_P`."""
         slots = torch.arange(self.config.block_size, device=positions_P.device)
         return self.rotation(positions_P[:, None] + slots, like)
 

@@ -73,7 +73,7 @@ def whole_logits(ends: BaseEnds, state_UH: Tensor, group: dist.ProcessGroup) -> 
 
 
 def base_argmax(ends: BaseEnds, state_UH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """int64 [U]: what the base itself would say after each final state (complete on every tensor parallel rank)."""
+    """int64 [U]: the base's own next token after each final state (complete on every tensor parallel rank)."""
     found = [argmax for _, _, argmax in whole_logits(ends, state_UH, group)]
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device=state_UH.device)
 

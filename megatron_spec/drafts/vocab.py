@@ -1,4 +1,4 @@
-"""The draft vocabulary: which D of the base's V tokens a draft can say.
+"""The draft vocabulary: which D of the base's V tokens a draft can propose.
 
 Stored as the engines store it: `d2t` int64 [D] holds offsets (target id = draft id + d2t[draft id]), `t2d` bool [V]
 marks the target ids inside. D = V needs neither.

@@ -1,6 +1,6 @@
 """What a validation has measured so far, on disk: a killed run resumes after its last window of prompts.
 
-One file per data-parallel rank: a line that says what is measured, then a line per finished window.
+One file per data-parallel rank: a line that names what is measured, then a line per finished window.
 """
 
 from __future__ import annotations

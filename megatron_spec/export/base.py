@@ -293,7 +293,7 @@ def _verify(folder: Path, base: Any, scales: Scales, dtype: str, carried: Carrie
         problems += [f"{name} of the original is missing" for name in carried.lost(handles)]
 
     def report() -> None:
-        """Raise with everything that was found, or say nothing."""
+        """Raise with everything that was found."""
         if problems:
             raise VerificationError(f"{folder} is not the base in memory: " + "; ".join(problems[:12]))
 

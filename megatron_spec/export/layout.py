@@ -133,7 +133,7 @@ def _rope_keys(rope: RopeConfig) -> dict[str, Any]:
 def _capture_keys(config: EagleConfig, num_base_layers: int) -> dict[str, Any]:
     """Capture ids in both conventions: top-level 'state after k layers', nested 'output of layer j', k = j + 1.
 
-    Options of EAGLE-3.1 stand in both places too; where something is nested, the ids always are.
+    Options of EAGLE-3.1 are written in both places too; where something is nested, the ids always are.
     """
     options = {name: True for name in OPTIONS if getattr(config, name)}
     if not config.reads_captures or (not options and is_default_captures(config, num_base_layers)):

@@ -122,7 +122,7 @@ def form_of(draft: nn.Module) -> str:
 
 
 def check_config(exported: ExportedFolder, trained: EagleConfig, base: BaseConfig) -> list[str]:
-    """What config.json says otherwise than the trained configuration."""
+    """Where config.json differs from the trained configuration."""
     problems = [
         f"config.json gives {f.name} {getattr(exported.config, f.name)!r}, trained with {getattr(trained, f.name)!r}"
         for f in dataclasses.fields(trained)

@@ -134,7 +134,7 @@ class Dialogue:
 
     Attributes:
         prompt: what is asked.
-        messages: what was said so far, answers included.
+        messages: the dialogue so far, answers included.
         asked: token ids of the prompt of each answer so far.
         answers: tokens of each answer so far, the stop token included.
         truncated: the last answer was cut; nothing is asked after a cut answer.
@@ -175,7 +175,7 @@ class Dialogue:
         """Add an answer. One without text ends the dialogue and is left out: a template cannot render it."""
         message = answer_message(tokens[:-1] if stopped else tokens, tokenizer)
         if message is None:
-            self.problem = f"round {len(self.answers)} was answered without a word"
+            self.problem = f"round {len(self.answers)} got an empty answer"
             return
         self.messages += [*self.prompt.rounds[len(self.answers)], message]
         self.asked.append(self._waiting)

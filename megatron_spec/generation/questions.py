@@ -35,7 +35,7 @@ def draw_questions(
 ) -> dict[int, str]:
     """Number of a draw -> question; collective over all ranks, every rank gets all.
 
-    Left out: draws that met no end within max_new_tokens, and those without a word.
+    Left out: draws that met no end within max_new_tokens, and empty ones.
     """
     world, tokenizer, header = base.world, encoder.tokenizer, encoder.question_ids()
     mine = list(numbers)[world.dp_rank :: world.dp_size]

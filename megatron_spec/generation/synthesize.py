@@ -326,7 +326,7 @@ def _merge(output: Path, prompts: Sequence[Prompt]) -> dict[str, str]:
     if early := sum(bool(r.get("problem")) for r in cut):
         log.warning("%d of them were cut before their last question: a larger --max-new-tokens asks all", early)
     if problems:
-        log.warning("%d prompts got no answer: %s says why", len(problems), rejected)
+        log.warning("%d prompts got no answer: %s lists the reasons", len(problems), rejected)
     ids = sum("answer_ids" in r for r in kept)
     log.info("%d of %d lines keep the token ids of their answers: their text does not give them again", ids, len(kept))
     return problems

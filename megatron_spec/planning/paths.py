@@ -22,7 +22,7 @@ from megatron_spec.config import (
 from megatron_spec.config.machine import Kernels, Machine
 
 MOST_WHOLE_ROWS = 8 << 30
-"""Under sequence parallelism the fused unroll holds whole rows on every rank, up to so many bytes."""
+"""Under sequence parallelism the fused unroll holds whole rows on every rank, up to this many bytes."""
 
 
 def whole_rows_bytes(hidden_size: int, rows: float, steps: int, width: int) -> float:

@@ -290,7 +290,7 @@ def load_base_amax(base: nn.Module, state: dict[str, float]) -> None:
 
     Raises:
         UserError: a quantiser of this stage is missing in `state`, `state` knows one that this base lacks, or the range
-            of a weight says that another base was calibrated.
+            of a weight shows that another base was calibrated.
     """
     model: Any = base
     mine = quantizers(base)

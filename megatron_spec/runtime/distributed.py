@@ -298,7 +298,7 @@ def shutdown() -> None:
 def check_agreement(settings: Mapping[str, Any]) -> None:
     """Raise UserError, on every rank, when `settings` (flag -> value) are not those of rank 0. Collective.
 
-    Ranks that disagree would hang, or train something else without a word.
+    Ranks that disagree would hang, or silently train something else.
     """
     if dist.get_world_size() == 1:
         return

@@ -39,7 +39,7 @@ def check_optional_packages() -> None:
     for another CUDA) makes it fail later with an unrelated message, or silently lose the fused path.
 
     Raises:
-        UserError: a package is installed but does not import; says what failed and what to do.
+        UserError: a package is installed but does not import; states what failed and what to do.
     """
     for name, (module, remedy) in _OPTIONAL.items():
         if importlib.util.find_spec(name) is None:

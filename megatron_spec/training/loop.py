@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Position:
-    """Where a run stands: all that is needed, with draft and optimizer, to continue it exactly."""
+    """Position of a run: all that is needed, with draft and optimizer, to continue it exactly."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -66,7 +66,7 @@ class Saver(Protocol):
 
 
 Evaluate = Callable[[int, bool, Callable[[], bool]], None]
-"""Called with the iteration, whether it is the last one, and a function that says on this rank whether a signal asks to
+"""Called with the iteration, whether it is the last one, and a function that tells whether a signal asks this rank to
 end."""
 
 

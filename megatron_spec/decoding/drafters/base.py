@@ -66,7 +66,7 @@ class Proposal:
     Attributes:
         tokens_BN: int64 tokens of the nodes.
         proposed_B: int64 how many leading nodes of a row count; None: all.
-        parents_BN: int64 node that a node follows, -1: the last known token. Parents stand before their children,
+        parents_BN: int64 node that a node follows, -1: the last known token. Parents come before their children,
             children of one parent differ. None: a chain.
         q_BNV: distributions over the whole vocabulary from which the tokens of a chain were drawn with
             Context.uniform_BK; None: they were not drawn.

@@ -149,7 +149,7 @@ def test_one_bad_conversation_does_not_stop_the_others(prompts, tmp_path):
         assert set(lines(output)) == {f"c{i}" for i in (0, 1, 3, 7, 8, 9)}
         problems = {k: r["problem"] for k, r in lines(rejected).items()}
         assert set(problems) == {"c2", "c4", "c5"} and "BadRequestError" in problems["c2"]
-        assert "without a word" in problems["c4"] and "cut" in problems["c5"]
+        assert "empty answer" in problems["c4"] and "cut" in problems["c5"]
         assert lines(rejected)["c5"]["finish_reasons"] == ["length"]
         asked = len(server.requests)
         server.act = echo
