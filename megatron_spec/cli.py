@@ -154,6 +154,13 @@ class Parser(argparse.ArgumentParser):
             return f"{e}{': ' + hint if hint else ''}"
         return None
 
+    def add_template_flag(self) -> None:
+        """--chat-template-kwargs, as the scripts that read conversations or prompts take it."""
+        self.add_argument(
+            "--chat-template-kwargs", type=json_object, metavar="JSON",
+            help='arguments of the chat template, as {"enable_thinking": false}; those of a line win',
+        )  # fmt: skip
+
     def _add_fields(self, cls: type[Config], to: Any, path: str, only: Sequence[str] = (), skip: Any = ()) -> None:
         """One flag per field of a configuration class: `train_iters` becomes --train-iters. Groups nest."""
         hints, docs = typing.get_type_hints(cls), field_docs(cls)
