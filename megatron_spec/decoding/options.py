@@ -39,10 +39,9 @@ _OWNERS: dict[str, tuple[str, ...]] = {
 
 
 _UNDRAFTED = (
-    "decoding_type", "max_draft_len", "max_new_tokens", "batch_size", "cuda_graphs", "temperature", "top_k", "top_p",
-    "seed",
+    "decoding_type", "max_new_tokens", "batch_size", "cuda_graphs", "temperature", "top_k", "top_p", "seed",
 )  # fmt: skip
-"""Options of a base that answers alone (max_draft_len, because it is every configuration's)."""
+"""Options of a base that answers alone."""
 
 
 def check_undrafted(config: DecodeConfig) -> None:
