@@ -78,6 +78,9 @@ class EagleConfig(Config):
     """EAGLE-3: the residual stream starts after `hidden_norm`, not before it. Served by vLLM alone."""
     own_embed_tokens: bool = False
     """EAGLE-3: an embedding of its own, also at the base's width. Served by vLLM alone."""
+    sliding_window: int | None = None
+    """EAGLE-3: a row sees itself and the sliding_window - 1 rows before it, in training and decoding; null: all rows.
+    Served by vLLM alone."""
     moe: MoeConfig | None = None
     """eagle-mtp: the base's own prediction module, a layer of the base's kind."""
     mla: MlaConfig | None = None
@@ -125,6 +128,8 @@ class EagleConfig(Config):
         found = [name for name in names if getattr(self, name)]
         if self.mla is None and (self.rope.attention_factor != 1.0 or self.rope.partial_rotary_factor != 1.0):
             found.append("rope")
+        if self.sliding_window is not None:
+            found.append("sliding_window")
         return tuple(found)
 
     def validate(self) -> None:
@@ -149,6 +154,10 @@ class EagleConfig(Config):
             require(not self.layer_options, f"{', '.join(self.layer_options)}: not for a draft with latent attention")
 
     def _validate_starting_point(self) -> None:
+        require(
+            self.sliding_window is None or (self.reads_captures and self.sliding_window >= 1),
+            f"sliding_window is of EAGLE-3 and at least 1, found {self.sliding_window} for {self.algorithm}",
+        )
         for name in ("init_attention", "frozen_head"):
             require(not getattr(self, name) or self.reads_captures, f"{name} is of EAGLE-3, found {self.algorithm}")
         require(not self.init_attention or self.init_from_base_layer, "init_attention needs init_from_base_layer")

@@ -95,6 +95,10 @@ class EagleDraft(RecurrentDraft):
     def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
         """Unroll over the micro-batch and return the loss sums."""
         group, scattered = self.tp_group, self.sequence_parallel
+        if objective.ttt_steps > (self.config.sliding_window or objective.ttt_steps):
+            raise UserError(
+                f"--ttt-steps {objective.ttt_steps}: more than the draft's sliding_window, {self.config.sliding_window}"
+            )
         plan = Supervision.of(features.batch, objective.ttt_steps, objective.alignment)
         teacher = teach(features, plan, self.teacher_head(ends), objective.temperature, group, scattered)
         hidden = self.project(features.captures_SBC)
@@ -103,6 +107,7 @@ class EagleDraft(RecurrentDraft):
             states = fused_unroll(self, hidden, features.batch, plan.rows, plan.active, ends)
         else:
             embed = functools.partial(self.embed, ends=ends)
-            states = unroll(self.layer_step, hidden, features, embed, plan, objective, group, scattered)
+            window = self.config.sliding_window
+            states = unroll(self.layer_step, hidden, features, embed, plan, objective, group, scattered, window)
         states = [self.lm_head.quantized_input(x) for x in states]
         return head_losses(states, self.lm_head.quantized_weight(), plan, teacher, objective, group, paths=self.paths)
