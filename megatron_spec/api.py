@@ -1,6 +1,6 @@
 """The library for people who own a megatron-core training loop: convert, save, load, quantise, export.
 
-    model = megatron_spec.convert(gpt_model, [("eagle", {})], vocab=vocab, base_path=...)
+    model = megatron_spec.convert(gpt_model, [("eagle3", {})], vocab=vocab, base_path=...)
     losses = model(batches)         # one DraftLosses per micro-batch of this rank: sums; .total carries the gradient
     megatron_spec.save(model, "ckpt", iteration=100, optimizer=optimizer)
     megatron_spec.quantize(model, batches)
@@ -13,6 +13,7 @@ it for a process that has none.
 from __future__ import annotations
 
 import multiprocessing
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,13 +28,11 @@ from megatron_spec.build import link, load_checkpoint
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference
 from megatron_spec.checkpoint.spec import CheckpointSpec, resolve
-from megatron_spec.commands.convert import new_draft
+from megatron_spec.commands.convert import draft_kinds, fresh_config, new_draft
 from megatron_spec.config import (
-    BaseConfig,
+    Config,
     DecodeConfig,
     DraftConfig,
-    EagleConfig,
-    MedusaConfig,
     ObjectiveConfig,
     ParallelConfig,
     QuantConfig,
@@ -121,20 +120,17 @@ def _world_of(model: Any) -> World:
     return initialize(distributed.existing_parallel().replace(sequence_parallel=sequence_parallel))
 
 
-def _draft_config(drafts: Sequence[tuple[str, Any]], base: BaseConfig, vocab: DraftVocab) -> DraftConfig:
-    kinds: dict[str, Any] = {"eagle": EagleConfig, "medusa": MedusaConfig}
+def _draft_config(drafts: Sequence[tuple[str, Any]], reference: BaseReference, vocab: DraftVocab) -> DraftConfig:
+    kinds = draft_kinds()
     if len(drafts) != 1 or drafts[0][0] not in kinds:
-        found = [name for name, _ in drafts]
-        raise UserError(f"convert: found drafts {found}, expected exactly one of kind 'eagle' or 'medusa'")
+        found, known = [name for name, _ in drafts], ", ".join(sorted(kinds))
+        raise UserError(f"convert: found drafts {found}, expected exactly one, of kind {known}")
     kind, config = drafts[0]
-    if isinstance(config, kinds[kind]):
-        return config  # type: ignore[no-any-return]
-    overrides = dict(config or {})
-    if kind == "medusa":
-        sizes = {"num_heads": 4, "hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
-        return MedusaConfig.from_dict({**sizes, **overrides})
-    algorithm = overrides.pop("algorithm", "eagle3")
-    return presets.eagle_config(base, algorithm, {"draft_vocab_size": len(vocab), **overrides})
+    if not isinstance(config, Config):
+        return fresh_config(reference, kind, dict(config or {}), vocab)
+    if not isinstance(config, kinds[kind]):
+        raise UserError(f"convert: found a {type(config).__name__} for a draft of kind {kind!r}")
+    return typing.cast(DraftConfig, config)
 
 
 def convert(
@@ -146,8 +142,9 @@ def convert(
 
     Args:
         model: GPTModel, or the list of model chunks Megatron passes around (of length one), or a `FrozenBase`.
-        drafts: one pair (kind, configuration); kind 'eagle' or 'medusa', configuration an `EagleConfig` or
-            `MedusaConfig`, a dictionary of overrides or None.
+        drafts: one pair (kind, configuration). Kind: any algorithm ('eagle3', 'eagle1', 'medusa', 'dflash', ...), or
+            'eagle', whose algorithm may stand among the overrides; configuration: that of the kind (`EagleConfig`,
+            `MedusaConfig`, `BlockConfig`), a dictionary of overrides, or None.
         base_path: the base on disk; describes the architecture and is what a saved draft refers to. Default: where
             `load_base` read it from.
         vocab: calibrated draft vocabulary; default: the whole one.
@@ -163,7 +160,7 @@ def convert(
     if draft is not None:
         return _with_draft(model, drafts, draft, vocab, reference, world, objective)
     vocab = vocab or DraftVocab.full(reference.config.vocab_size)
-    config = _draft_config(drafts, reference.config, vocab)
+    config = _draft_config(drafts, reference, vocab)
     base = _frozen(model, reference, world, config)
     fresh = new_draft(base, config, vocab, world, base.dtype, seed)
     return SpecModel(base, fresh, vocab, reference, objective or ObjectiveConfig())
