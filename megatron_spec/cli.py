@@ -243,7 +243,6 @@ def _argument(hint: Any) -> dict[str, Any]:
     return {"type": hint, "metavar": getattr(hint, "__name__", "VALUE").upper()}
 
 
-@functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """The strings written below the fields of a dataclass and of its parents, by field name."""
     docs: dict[str, str] = {}
@@ -253,6 +252,7 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
+@functools.cache
 def _own_field_docs(cls: type) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)

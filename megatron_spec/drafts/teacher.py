@@ -165,7 +165,8 @@ class TeacherHead:
             self.kernels.teacher_rows(F.linear(state, weight_VH), self.target_ids, self.draft_ids, temperature, out)
             for state, out in zip(state_UH.split(chunk), logits.split(chunk), strict=True)
         ]
-        return Teacher(logits, *(torch.cat(x) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True)))
+        lse, argmax, label, inside = (torch.cat(x) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True))
+        return Teacher(logits, lse, argmax, label, inside)
 
     def _nothing(self, wide: torch.dtype) -> Teacher:
         weight = self.ends.head_weight
