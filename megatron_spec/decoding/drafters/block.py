@@ -2,7 +2,7 @@
 
 The drafter keeps keys and values of the context: every observation adds those of the verified rows, made of the base's
 captures. A proposal runs the slots of a block that hangs on the last known token, at position a: their keys and values
-are written behind the context, to slots a .. a + C - 1, where the next observation or proposal overwrites them, so
+are written after the context, to slots a .. a + C - 1, where the next observation or proposal overwrites them, so
 rolling back costs nothing. Every slot sees what it saw in training (`ops/block_attention.py`).
 
 DFlash's tokens are independent of each other given the text; DSpark's are chosen from left to right, each with the
@@ -57,7 +57,8 @@ class BlockDrafter(Drafter):
         view = cache_rows.rows_view(self.cache, seen.first, seen.slots_BS.shape[0])
         places = view.places(seen.slots_BS)
         for i, layer in enumerate(self.draft.decoder_layers):
-            view.write(i, *layer.self_attn.keys_values(context_SBH, rotation), places)
+            keys, values = layer.self_attn.keys_values(context_SBH, rotation)
+            view.write(i, keys, values, places)
 
     def _visible(self, anchor_B: Tensor, length: int) -> Tensor:
         """bool [B, C, L]: the cache slots that each slot of the blocks sees."""
