@@ -13,11 +13,11 @@ options (defaults in brackets):
   --data FILE          conversations (JSON lines)
   --offline-data DIR   features of offline_feature_extract.py, which hold their conversations: --data is not read then,
                        and no base layers are loaded
-  --algorithm NAME     eagle3, eagle3.1, eagle1, eagle-mtp or medusa [eagle3]
+  --algorithm NAME     eagle3, eagle3.1, eagle1, eagle-mtp, p-eagle, medusa, dflash or dspark [eagle3]
   --output_dir DIR     DIR/draft (the fresh draft) and DIR/run (checkpoints, metrics.jsonl)
   --num_gpu N          processes, one per GPU; 0: one process on the CPU [1]
   --num_epochs N       passes over the data [1]
-  --eagle_config FILE  architecture of the draft as JSON [one layer like the base's]
+  --eagle_config FILE  architecture of an EAGLE, DFlash or DSpark draft as JSON [layers like the base's]
   --draft_vocab DIR    of tools/calibrate_draft_vocab.py [the whole vocabulary]
   --tp N, --pp N       tensor and pipeline parallel sizes [1]
   --batch N            global batch size [8 for each data parallel rank]
@@ -30,7 +30,7 @@ END
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
 scripts=$root/examples/post_training
-model="" data="" offline="" output="" num_gpu=1 epochs=1 eagle="" vocab="" tp=1 pp=1 batch="" algorithm=eagle3 eval="" eval_interval=200
+model="" data="" offline="" output="" num_gpu=1 epochs=1 eagle="" vocab="" tp=1 pp=1 batch="" algorithm=eagle3 eval="" eval_interval=""
 fail() { echo "error: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
   [ "$1" = -- ] && { shift; break; }
@@ -52,13 +52,15 @@ if [ -n "$data" ] && [ -n "$offline" ]; then
   data=""
 fi
 case $algorithm in
-  medusa) kind=(--export-algorithm medusa) ;;
-  eagle3|eagle3.1|eagle1|eagle-mtp) kind=(--export-algorithm eagle --export-eagle-algorithm "$algorithm") ;;
-  *) fail "--algorithm $algorithm: expected eagle3, eagle3.1, eagle1, eagle-mtp or medusa" ;;
+  medusa) kind=(--export-algorithm medusa) ; [ -z "$eagle" ] || fail "--eagle_config: Medusa heads have none" ;;
+  dflash|dspark) kind=(--export-algorithm "$algorithm" ${eagle:+--draft-config "$eagle"}) ;;
+  eagle3|eagle3.1|eagle1|eagle-mtp|p-eagle)
+    kind=(--export-algorithm eagle --export-eagle-algorithm "$algorithm" ${eagle:+--eagle-config "$eagle"}) ;;
+  *) fail "--algorithm $algorithm: expected eagle3, eagle3.1, eagle1, eagle-mtp, p-eagle, medusa, dflash or dspark" ;;
 esac
 number() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1 $2: expected a whole number of at least 1"; }
 number --num_epochs "$epochs"; number --tp "$tp"; number --pp "$pp"; number --batch "${batch:-1}"
-number --eval_interval "$eval_interval"
+number --eval_interval "${eval_interval:-200}"
 [ "$num_gpu" = 0 ] || number --num_gpu "$num_gpu"
 [ -d "$model" ] || [[ $model =~ ^[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+$ ]] || fail "--model $model: no such folder"
 [ -z "$data" ] || [ -f "$data" ] || fail "--data $data: no such file"
@@ -71,7 +73,8 @@ if [ -z "$eval" ] && [ -n "$data" ]; then
 fi
 [ -z "$eval" ] || [ -f "$eval" ] || fail "--eval_data $eval: no such file"
 [ -z "$eval" ] || [ -z "$offline" ] || fail "--eval_data decodes with the base, whose layers --offline-data leaves out"
-evaluation=(${eval:+--eval-data "$eval" --eval-acceptance-interval "$eval_interval"})
+[ -z "$eval_interval" ] || [ -n "$eval" ] || fail "--eval_interval does nothing without --eval_data: give it, or leave it out"
+evaluation=(${eval:+--eval-data "$eval" --eval-acceptance-interval "${eval_interval:-200}"})
 
 python=${PYTHON:-python3}
 if [ -z "${PYTHON:-}" ] && [ -x "$root/.venv/bin/python" ]; then python=$root/.venv/bin/python; fi
@@ -91,7 +94,7 @@ launch() { # script arguments...
 }
 
 [ -f "$output/draft/latest_checkpointed_iteration.txt" ] || launch convert_model.py --load "$model" \
-  "${kind[@]}" --save "$output/draft" ${eagle:+--eagle-config "$eagle"} ${vocab:+--draft-vocab "$vocab"}
+  "${kind[@]}" --save "$output/draft" ${vocab:+--draft-vocab "$vocab"}
 launch finetune.py --load "$output/draft" --save "$output/run" ${data:+--data "$data"} \
   ${offline:+--offline-data "$offline"} --global-batch-size "$batch" --train-epochs "$epochs" \
   --save-interval 200 --async-save "${evaluation[@]}" "$@"

@@ -19,10 +19,11 @@ options (defaults in brackets):
   --prompts FILE      prompts to synthesise from [examples/post_training/data/prompts.jsonl]
   --heldout FILE      prompts to validate on [with --base_model: runs/mt_bench.jsonl, where it is there; else
                       examples/post_training/data/heldout_prompts.jsonl]
-  --algorithm NAME    eagle3, eagle3.1, eagle1, eagle-mtp or medusa [eagle3]
-  --eagle_config FILE architecture of the draft as JSON [examples/post_training/eagle_config_demo.json]
+  --algorithm NAME    eagle3, eagle3.1, eagle1, eagle-mtp, p-eagle, medusa, dflash or dspark [eagle3]
+  --eagle_config FILE architecture of the draft as JSON [EAGLE: examples/post_training/eagle_config_demo.json; DFlash
+                      and DSpark: layers like the base's]
   --output DIR        where everything goes [runs/eagle3]
-  --draft_vocab N     draft vocabulary size [4096; 32000 with --base_model]
+  --draft_vocab N     EAGLE-3: draft vocabulary size [4096; 32000 with --base_model]
   --train_iters N, --qat_iters N, --batch N, --seq_length N, --lr X, --ttt_steps N, --max_new_tokens N, --loss KIND,
   --step_decay X, --beta2 X,
   --num_prompts N, --eval_prompts N, --eval_tokens N
@@ -33,7 +34,7 @@ EOF
 root=$(cd "$(dirname "$0")/../.." && pwd)
 scripts=$root/examples/post_training
 base_model="" tokenizer="" num_gpu=0 tp=1 pp=1 data="" output=$root/runs/eagle3
-prompts=$scripts/data/prompts.jsonl heldout="" algorithm=eagle3 eagle_config=$scripts/eagle_config_demo.json
+prompts=$scripts/data/prompts.jsonl heldout="" algorithm=eagle3 eagle_config=""
 draft_vocab="" train_iters="" qat_iters="" batch="" seq_length="" lr="" ttt_steps="" max_new_tokens="" loss="" num_prompts="" eval_prompts="" eval_tokens="" step_decay="" beta2=""
 fail() { echo "error: $1" >&2; exit 2; }
 
@@ -54,18 +55,30 @@ elif [ -z "$heldout" ]; then
   [ -z "$base_model" ] || echo "validating on $heldout; for MT-Bench run tools/prepare_conversations.py mt_bench" \
     "--make-prompts --output runs/mt_bench.jsonl" >&2
 fi
+unread() { # reason, flags that the algorithm does not have...
+  local why=$1 name; shift
+  for name in "$@"; do [ -z "${!name}" ] || fail "--$name with --algorithm $algorithm: $why"; done
+}
 vocabulary=() # a reduced one is EAGLE-3's alone
 case $algorithm in
-  medusa) kind=(--export-algorithm medusa) ;;
-  eagle3|eagle3.1) vocabulary=(--draft-vocab "$output/vocab") ;;&
-  eagle3|eagle3.1|eagle1|eagle-mtp)
+  medusa)
+    kind=(--export-algorithm medusa)
+    unread "Medusa heads have the base's width and vocabulary, and a step each" eagle_config draft_vocab ttt_steps ;;
+  dflash|dspark)
+    kind=(--export-algorithm "$algorithm" ${eagle_config:+--draft-config "$eagle_config"})
+    unread "a block has the base's vocabulary and as many steps as slots" draft_vocab ttt_steps step_decay ;;
+  eagle3|eagle3.1|p-eagle) vocabulary=(--draft-vocab "$output/vocab") ;;&
+  eagle1|eagle-mtp) unread "it drafts with the base's head and vocabulary" draft_vocab ;;&
+  eagle3|eagle3.1|eagle1|eagle-mtp|p-eagle)
+    : "${eagle_config:=$scripts/eagle_config_demo.json}"
     kind=(--export-algorithm eagle --export-eagle-algorithm "$algorithm" --eagle-config "$eagle_config") ;;
-  *) fail "--algorithm $algorithm: expected eagle3, eagle3.1, eagle1, eagle-mtp or medusa" ;;
+  *) fail "--algorithm $algorithm: expected eagle3, eagle3.1, eagle1, eagle-mtp, p-eagle, medusa, dflash or dspark" ;;
 esac
-for f in "$prompts" "$heldout" "$eagle_config" ${data:+"$data"}; do [ -f "$f" ] || fail "$f: no such file"; done
+for f in "$prompts" "$heldout" ${eagle_config:+"$eagle_config"} ${data:+"$data"}; do [ -f "$f" ] || fail "$f: no such file"; done
 [ -z "$base_model" ] || [ -d "$base_model" ] || [[ $base_model =~ ^[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+$ ]] || fail "--base_model $base_model: no such folder"
 [ $((num_gpu > 1 ? num_gpu : 1)) -ge $((tp * pp)) ] || fail "--tp $tp x --pp $pp needs at least $((tp * pp)) GPUs, --num_gpu is $num_gpu"
 
+own_loss=$loss # as given
 # Small settings fit a two-core machine; with a model of the user's own the usual ones of the EAGLE-3 paper.
 if [ -z "$base_model" ]; then
   : "${draft_vocab:=4096}" "${train_iters:=460}" "${qat_iters:=12}" "${batch:=4}" "${seq_length:=256}" "${lr:=2e-3}"
@@ -135,9 +148,12 @@ rows=() # many short conversations share a row of seq_length tokens; the demo's 
 [ -z "$base_model" ] || rows=(--packing)
 train=${data:-$output/train.jsonl}
 conversations=(--data "$train" --seq-length "$seq_length" "${words[@]}")
-steps=() # Medusa has a step per head
-[ "$algorithm" = medusa ] || steps=(--ttt-steps "$ttt_steps")
-training=("${conversations[@]}" "${steps[@]}" --loss "$loss" --step-decay "$step_decay" --adam-beta2 "$beta2" --micro-batch-size "$micro_batch" \
+case $algorithm in # Medusa has a step per head, a block one per slot, and its own weights and loss
+  medusa) steps=() goal=(--loss "$loss" --step-decay "$step_decay") ;;
+  dflash|dspark) steps=() goal=(${own_loss:+--loss "$own_loss"}) ;;
+  *) steps=(--ttt-steps "$ttt_steps") goal=(--loss "$loss" --step-decay "$step_decay") ;;
+esac
+training=("${conversations[@]}" "${steps[@]}" "${goal[@]}" --adam-beta2 "$beta2" --micro-batch-size "$micro_batch" \
   --global-batch-size "$global_batch" --log-interval 10 "${rows[@]}")
 
 [ -n "$data" ] || stage synthesize "" launch generate.py --base "$base" --data "$prompts" --output "$train" \

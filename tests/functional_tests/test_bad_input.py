@@ -272,7 +272,9 @@ def test_a_half_installed_optional_package_is_explained(place: Path, tmp_path: P
         (["--base_model", "nowhere"], "no such folder"),
         (["--data", "nowhere.jsonl"], "no such file"),
         (["--tp", "2"], "needs at least 2 GPUs"),
-        (["--algorithm", "eagle2"], "expected eagle3, eagle3.1, eagle1, eagle-mtp or medusa"),
+        (["--algorithm", "eagle2"], "expected eagle3, eagle3.1, eagle1, eagle-mtp, p-eagle, medusa, dflash or dspark"),
+        (["--algorithm", "medusa", "--draft_vocab", "64"], "--draft_vocab with --algorithm medusa"),
+        (["--algorithm", "dspark", "--step_decay", "0.5"], "--step_decay with --algorithm dspark"),
         (["--eagle_config", "nowhere.json"], "nowhere.json: no such file"),
     ],
 )

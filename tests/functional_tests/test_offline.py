@@ -183,6 +183,8 @@ def test_one_command_trains_on_either(runs: tuple[Path, dict[str, list[float]]])
     for flags, message in (
         (["--data", "d", "--offline-data", "f"], "holds its conversations: --data d is not read"),
         (["--offline-data", f"{root}/store", "--algorithm", "eagle2"], "--algorithm eagle2: expected eagle3"),
+        (["--data", "d", "--algorithm", "medusa", "--eagle_config", "e"], "--eagle_config: Medusa heads have none"),
+        (["--offline-data", f"{root}/store", "--eval_interval", "3"], "--eval_interval does nothing without"),
         (["--data", f"{root}/train.jsonl", "--eval_data", "no"], "--eval_data no: no such file"),
         ([], "give --data or --offline-data"),
         (["--data", "d"], "--data d: no such file"),
@@ -193,3 +195,19 @@ def test_one_command_trains_on_either(runs: tuple[Path, dict[str, list[float]]])
         refused = subprocess.run([*script, *here, *flags], capture_output=True, text=True)
         assert refused.returncode == 2 and message in refused.stderr, refused.stderr
     assert not (root / "never").exists()
+
+
+def test_one_command_trains_a_block_draft_and_asks_held_out_prompts(runs: tuple[Path, dict[str, list[float]]]) -> None:
+    """launch_train.sh --data with the command line of the page: no interpreter named, a hint where no prompts are."""
+    root, _ = runs
+    (root / "block.json").write_text(json.dumps({"mask_token_id": 3, "block_size": 3, "num_hidden_layers": 1}))
+    done = subprocess.run(
+        [
+            "bash", str(ROOT / "examples" / "post_training" / "launch_train.sh"), "--model", f"{root}/base", "--data",
+            f"{root}/train.jsonl", "--output_dir", f"{root}/blocks", "--num_gpu", "0", "--batch", "36", "--algorithm",
+            "dflash", "--eagle_config", f"{root}/block.json", "--eval_data", f"{root}/train.jsonl", "--eval_interval",
+            "1", "--", "--seq-length", "64", "--eval-prompts", "2", "--eval-tokens", "4", "--eval-draft-len", "2",
+        ], capture_output=True, text=True, env=environment(), cwd=root,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (root / "blocks" / "run" / "best").exists()

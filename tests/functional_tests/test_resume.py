@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional_tests.script_helpers import make_base, write_conversations
+from megatron_spec.config import UserError
+from tests.functional_tests.script_helpers import conversation, make_base, write_conversations
+from tests.unit_tests.data.chat_fixtures import CHATML_MARKED, make_tokenizer
 from tests.worlds import run_world
 
 TOTAL, HALF = 6, 3
@@ -22,8 +24,14 @@ def convert(root: str) -> None:
     run(f"{root}/base", f"{root}/draft", eagle_config=f"{root}/eagle.json")
 
 
-def tune(root: str, save: str, iterations: int, tp: int = 1, pp: int = 1, cp: int = 1, **options: Any) -> bool:
-    """One finetune run of `iterations` out of TOTAL, in this process's world."""
+def tune(
+    root: str, save: str, iterations: int, tp: int = 1, pp: int = 1, cp: int = 1, talk: Any = None, **options: Any
+) -> bool:
+    """One finetune run of `iterations` out of TOTAL, in this process's world.
+
+    Args:
+        talk: with data and tokenizer of `write_talk`: arguments of the chat template.
+    """
     from megatron.core import parallel_state
 
     from megatron_spec.commands.finetune import FinetuneRun, finetune
@@ -40,7 +48,9 @@ def tune(root: str, save: str, iterations: int, tp: int = 1, pp: int = 1, cp: in
         FinetuneRun(
             load=f"{root}/draft",
             save=f"{root}/{save}",
-            data=f"{root}/train.jsonl",
+            data=f"{root}/{'train' if talk is None else 'talk'}.jsonl",
+            tokenizer=None if talk is None else f"{root}/talk",
+            chat_template_kwargs=talk,
             train=train,
             objective=ObjectiveConfig(ttt_steps=2),
             parallel=parallel,
@@ -63,7 +73,23 @@ def one_rank(root: str) -> dict[str, Any]:
     tune(root, "killed", TOTAL)
     tune(root, "beside", HALF, async_save=True, save_interval=1, ckpt_keep=1, features_ahead=3)
     tune(root, "beside", TOTAL, async_save=True, save_interval=1, ckpt_keep=3, features_ahead=2)
+    tune(root, "slow", 4, talk={"mood": "slow"})
+    tune(root, "slow halves", 2, talk={"mood": "slow"})
+    with pytest.raises(
+        UserError, match=r"--chat-template-kwargs is \{'mood': 'fast'\}, but the run .* \{'mood': 'slow'\}"
+    ):
+        tune(root, "slow halves", 4, talk={"mood": "fast"})
+    tune(root, "slow halves", 4, talk={"mood": "slow"})
+    tune(root, "kind", 1, talk={})
     return {name: parameters(f"{root}/{name}") for name in ("whole", "halves", "killed", "beside")}
+
+
+def write_talk(root: Path) -> None:
+    """A tokenizer whose template has an argument, and conversations of which every other one sets it."""
+    template = CHATML_MARKED.replace("Be kind.", "Be {{ mood | default('kind') }}.")
+    make_tokenizer(template).save_pretrained(root / "talk")
+    lines = [{**conversation(i), **({"chat_template_kwargs": {"mood": "loud"}} if i % 2 else {})} for i in range(10)]
+    (root / "talk.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def four_ranks(root: str) -> dict[str, Any]:
@@ -95,6 +121,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     root = tmp_path_factory.mktemp("resume")
     make_base(root / "base")
     write_conversations(root / "train.jsonl", 10)
+    write_talk(root)
     (root / "eagle.json").write_text(json.dumps({"capture_layer_ids": [0, 3, 6]}))
     found = run_world(1, one_rank, str(root))[0]
     run_world(4, four_ranks, str(root))
@@ -111,6 +138,14 @@ def test_resume_is_exact(runs: tuple[Path, dict[str, Any]], name: str) -> None:
     assert losses(root / name) == losses(root / "whole")
     for parameter, value in found["whole"].items():
         assert torch.equal(found[name][parameter], value), parameter
+
+
+def test_resume_with_arguments_of_the_template_is_exact(runs: tuple[Path, dict[str, Any]]) -> None:
+    """Those of the run and those of single lines; a run without them trains on another text."""
+    root, _ = runs
+    whole = losses(root / "slow")
+    assert len(whole) == 4 and losses(root / "slow halves") == whole
+    assert losses(root / "kind")[0] != whole[0]
 
 
 def test_as_many_checkpoints_are_kept_as_asked_for(runs: tuple[Path, dict[str, Any]]) -> None:

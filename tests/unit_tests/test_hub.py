@@ -16,6 +16,7 @@ import pytest
 
 from megatron_spec.config import UserError
 from megatron_spec.runtime import hub
+from tests.functional_tests.script_helpers import environment, make_base, write_conversations
 
 SHA = "a" * 40
 CONFIG = {
@@ -36,6 +37,8 @@ class Hub(BaseHTTPRequestHandler):
     """The part of the hub's interface that huggingface_hub asks for a snapshot."""
 
     tokens: set[str | None] = set()
+    folders: dict[str, Path] = {}
+    """Models that are served as their folders stand."""
 
     def log_message(self, *args: Any) -> None:
         """Nothing is printed."""
@@ -52,6 +55,8 @@ class Hub(BaseHTTPRequestHandler):
         parts = self.path.split("?")[0].strip("/").split("/")
         name = "/".join(parts[2:4] if parts[0] == "api" else parts[:2])
         files = MODELS.get(name)
+        if name in self.folders and self.folders[name].is_dir():
+            files = {p.name: p.read_bytes() for p in self.folders[name].iterdir()}
         if files is None:
             gated = {"x_error_code": "GatedRepo"} if name == "org/gated" else {"x_error_code": "RepoNotFound"}
             return self.answer(403 if name == "org/gated" else 404, **gated)
@@ -117,6 +122,44 @@ def test_names_on_the_hub(address: str, tmp_path: Path) -> None:
     offline = ask(HF_ENDPOINT=address, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
     assert offline["whole"] == whole and offline["pickled"] == found["pickled"]
     assert "HF_HUB_OFFLINE is set: run `hf download org/none`" in offline["none"]
+
+
+CHAIN = """
+import sys
+from megatron_spec.commands.convert import convert
+from megatron_spec.commands.decode import validate
+from megatron_spec.commands.export import export
+from megatron_spec.commands.finetune import finetune
+from megatron_spec.config import DecodeConfig, ObjectiveConfig, TrainConfig
+
+if __name__ == "__main__":
+    data = "train.jsonl"
+    if sys.argv[1] == "first":
+        convert("org/tiny", "fresh")
+        one = TrainConfig(train_iters=1, global_batch_size=2)
+        finetune("fresh", "tuned", data, train=one, objective=ObjectiveConfig(ttt_steps=2), seq_length=64)
+        export("tuned", "out", extra_modules=True)
+        few = DecodeConfig(speculative_model="org/draft", max_new_tokens=4)
+        report = validate(data, base="org/tiny", output="r.json", num_prompts=2, draft_lens=(2,), decode=few)
+        print(report.first.text_identical, report.first.acceptance.acceptance_length >= 1)
+    convert("org/tiny", sys.argv[1] + "_on", draft="org/draft")
+"""
+
+
+def test_the_chain_from_names_on_the_hub(address: str, tmp_path: Path) -> None:
+    """convert, finetune, export; validate and convert --draft with a published draft, the latter again offline."""
+    make_base(tmp_path / "tiny")
+    write_conversations(tmp_path / "train.jsonl", 2)
+    (tmp_path / "chain.py").write_text(CHAIN)
+    Hub.folders = {"org/tiny": tmp_path / "tiny", "org/draft": tmp_path / "out" / "draft"}
+    env = environment(HF_ENDPOINT=address, HF_HOME=str(tmp_path / "home"))
+    for run, more in (("first", {}), ("again", {"HF_HUB_OFFLINE": "1"})):
+        done = subprocess.run(
+            [sys.executable, "chain.py", run], cwd=tmp_path, env={**env, **more}, capture_output=True, text=True
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.strip() == ("True True" if run == "first" else "")
+    assert (tmp_path / "again_on" / "latest_checkpointed_iteration.txt").is_file()
 
 
 def test_without_a_network_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

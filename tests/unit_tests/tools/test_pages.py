@@ -6,14 +6,17 @@ import functools
 import itertools
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_spec import cli
 from tests.unit_tests.planning.test_dry_run import LLAMA_405B
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -105,6 +108,36 @@ def test_documented_commands_use_flags_that_exist() -> None:
             unknown = flags - known_flags(ROOT / words[at])
             assert not unknown, f"{page.name}: {words[at]} has no {', '.join(sorted(unknown))}"
             checked += 1
+    assert checked > 30
+
+
+class Parsed(BaseException):
+    """The command line was taken: nothing more is run."""
+
+
+def test_documented_commands_parse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each by the script's own parser: required flags, values, and what contradicts itself."""
+    parse = cli.Parser.parse_args
+
+    def taken(self: cli.Parser, *args: Any) -> None:
+        parse(self, *args)
+        raise Parsed
+
+    monkeypatch.setattr(cli.Parser, "parse_args", taken)
+    checked = 0
+    for page in PAGES:
+        for words in commands(page):
+            at = next((i for i, word in enumerate(words) if re.search(r"(examples|tools)/.*\.py$", word)), None)
+            if at is None or "..." in words:
+                continue
+            end = next((i for i, word in enumerate(words) if word in ("|", "&&", "&", ">", "2>", ";")), len(words))
+            monkeypatch.setattr(sys, "argv", words[at:end])
+            try:
+                runpy.run_path(str(ROOT / words[at]), run_name="__main__")
+            except Parsed:
+                checked += 1
+            except SystemExit:
+                pytest.fail(f"{page.name}: {' '.join(words)}\n{capsys.readouterr().err}")
     assert checked > 30
 
 
