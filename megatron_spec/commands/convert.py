@@ -91,14 +91,20 @@ def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftV
     return _plan_eagle(ref, request.eagle_algorithm or "eagle3", request.eagle_config, request.draft_vocab)
 
 
+def with_mask_token(ref: BaseReference, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The overrides with the base's mask token, where they name none and the base has one."""
+    if overrides.get("mask_token_id") is not None or ref.kind != "hf":
+        return overrides
+    found = mask_token.find(Path(ref.path), ref.config.vocab_size)
+    if found is None:
+        return overrides
+    log.info("mask token: %d", found)
+    return {**overrides, "mask_token_id": found}
+
+
 def _plan_block(ref: BaseReference, request: DraftRequest) -> BlockConfig:
     overrides = read_object(request.draft_config) if request.draft_config else {}
-    if "mask_token_id" not in overrides and ref.kind == "hf":
-        found = mask_token.find(Path(ref.path), ref.config.vocab_size)
-        if found is not None:
-            overrides = {**overrides, "mask_token_id": found}
-            log.info("mask token: %d", found)
-    return presets.block_config(ref.config, request.algorithm, overrides)
+    return presets.block_config(ref.config, request.algorithm, with_mask_token(ref, overrides))
 
 
 def _plan_eagle(
@@ -107,6 +113,7 @@ def _plan_eagle(
     overrides = read_object(eagle_config) if eagle_config else {}
     overrides = from_modelopt(overrides, eagle_algorithm)
     vocab = draft_vocabulary(draft_vocab, overrides, ref.config.vocab_size)
+    overrides = with_mask_token(ref, overrides) if eagle_algorithm == "p-eagle" else overrides
     config = presets.eagle_config(ref.config, eagle_algorithm, {**overrides, "draft_vocab_size": len(vocab)})
     return config, vocab
 

@@ -14,7 +14,7 @@ from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint.spec import CheckpointSpec, held, identity, read_spec
 from megatron_spec.commands.data import check_base_shapes
 from megatron_spec.commands.runs import ExportRun, settings_of, takes
-from megatron_spec.config import UserError, flag_name
+from megatron_spec.config import DraftConfig, UserError, flag_name
 from megatron_spec.export import speculators, trtllm_legacy
 from megatron_spec.export.base import export_base
 from megatron_spec.export.common import shared_folder
@@ -47,7 +47,7 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> None:
         if getattr(run, name):
             flag = flag_name(run.__dataclass_fields__[name])
             raise UserError(f"--{flag} is for the draft: add --export-extra-modules, or leave it out")
-    if run.max_draft_len and run.format != "speculators" and not (run.format == "hf" and spec.draft.reads_captures):
+    if run.max_draft_len and run.format != "speculators" and not (run.format == "hf" and _in_trtllm(spec.draft)):
         raise UserError(
             f"--max-draft-len: no serving configuration is written for {algorithm} in the format {run.format}; "
             "tools/make_serving_config.py writes one"
@@ -72,6 +72,11 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> None:
     require_empty(run.export_dir, "give another --export-dir, or remove it to export again")
     layouts.check("export", run.parallel)
     check_parallel(spec.base.config, run.parallel)
+
+
+def _in_trtllm(draft: DraftConfig) -> bool:
+    """The one kind of draft that TensorRT-LLM's PyTorch backend loads: EAGLE-3."""
+    return draft.reads_captures and not getattr(draft, "parallel_drafting", False)
 
 
 def _quantised_base(spec: CheckpointSpec) -> bool:
@@ -140,7 +145,7 @@ def _finish(run: ExportRun, spec: CheckpointSpec, new: Path, out: Path, base: Pa
         (new / "draft").rename(new / "hf")
         speculators.convert(new / "hf", base, new / "draft", run.max_draft_len or 3)
         shutil.rmtree(new / "hf")
-    elif spec.draft.reads_captures:  # the one kind of draft that its PyTorch backend loads
+    elif _in_trtllm(spec.draft):
         plan = exported(new / "draft", run.max_draft_len or 3, place=out / "draft")
         served = out / "base" if (new / "base").is_dir() else base
         write_text(new / "trtllm.yaml", trtllm_yaml(plan, str(served), str(out / "trtllm.yaml")))

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from megatron_spec.config import MedusaConfig, UserError
 from megatron_spec.export.formats import read_draft
+from megatron_spec.export.formats.options import PARALLEL_KEYS
 from megatron_spec.runtime.files import read_object
 from megatron_spec.runtime.hub import is_hub_name, model_folder
 
@@ -20,8 +21,8 @@ log = logging.getLogger(__name__)
 Method = Literal["eagle3", "eagle", "medusa", "dflash", "dspark", "ngram", "sa", "draft_target", "pard", "mtp"]
 
 _METHODS: tuple[tuple[str, Method], ...] = (
-    ("Eagle3", "eagle3"), ("LlamaForCausalLMEagle", "eagle"), ("MedusaModel", "medusa"), ("DFlash", "dflash"),
-    ("DSpark", "dspark"),
+    ("Eagle3", "eagle3"), ("PEagle", "eagle3"), ("Peagle", "eagle3"), ("LlamaForCausalLMEagle", "eagle"),
+    ("MedusaModel", "medusa"), ("DFlash", "dflash"), ("DSpark", "dspark"),
 )  # fmt: skip
 """Part of an architecture's name -> method; the first that fits counts."""
 NAMES: dict[Method, str] = {
@@ -29,8 +30,6 @@ NAMES: dict[Method, str] = {
     "ngram": "NGram", "sa": "SA", "draft_target": "DraftTarget", "pard": "PARD", "mtp": "MTP",
 }  # fmt: skip
 _SECOND_MODEL = ("draft_target", "pard")
-_PARALLEL_KEYS = ("ptd_token_id", "pard_token", "parallel_drafting")
-"""Keys of config.json by which engines know an EAGLE-3 draft that proposes all tokens at once (P-EAGLE)."""
 
 
 @dataclass(frozen=True)
@@ -113,13 +112,15 @@ def exported(
         path = path / "draft"
     config = read_object(path / "config.json")
     model = str(folder) if named else str(Path(place or path).resolve())  # an engine downloads it itself
-    if config.get("speculators_model_type") == "eagle3":
-        return Speculation("eagle3", max_draft_len or 3, model, **options)
+    if config.get("speculators_model_type") in ("eagle3", "peagle"):
+        parallel = config["speculators_model_type"] == "peagle"
+        return Speculation("eagle3", max_draft_len or 3, model, parallel=parallel, **options)
     architectures = config.get("architectures") or []
     method = next((m for part, m in _METHODS for name in architectures if part in name), None)
     method = method or _method_of_tensors(path, architectures)
     length = _draft_len(method, config, max_draft_len)
-    parallel = method == "eagle3" and any(config.get(key) is not None for key in _PARALLEL_KEYS)
+    named = any(part in name for part in ("PEagle", "Peagle") for name in architectures)
+    parallel = method == "eagle3" and (named or any(config.get(key) not in (None, False) for key in PARALLEL_KEYS))
     return Speculation(method, length, model, _captures(config), parallel, **options)
 
 

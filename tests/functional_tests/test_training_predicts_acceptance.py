@@ -29,7 +29,7 @@ BLOCKS = {"dflash": STEPS + 1, "dspark": STEPS}
 """Block drafts and the size of their blocks."""
 LEARNED = 9
 """Answers that the drafts are trained on; of the others they know little."""
-ITERATIONS = {"eagle3": 70, "eagle1": 120, "eagle-mtp": 90, "dflash": 60, "dspark": 80}
+ITERATIONS = {"eagle3": 70, "p-eagle": 110, "eagle1": 120, "eagle-mtp": 90, "dflash": 60, "dspark": 80}
 """Training of each draft: enough to be right sometimes, too little to be right always."""
 
 
@@ -71,10 +71,11 @@ def partly_trained(place: Any, kind: str) -> Any:
     base = place.base
     overrides: dict[str, Any] = {}
     vocab = DraftVocab.full(base.config.vocab_size)
-    if kind == "eagle3":  # a reduced vocabulary: ids of the draft are not those of the base
+    if kind in ("eagle3", "p-eagle"):  # a reduced vocabulary: ids of the draft are not those of the base
         spoken = sorted({t for a in place.answers[:LEARNED] for t in a})
         vocab = DraftVocab(torch.tensor(spoken), base.config.vocab_size)
         overrides = {"capture_layer_ids": LAYERS, "draft_vocab_size": len(vocab)}
+        overrides |= {"mask_token_id": 3} if kind == "p-eagle" else {}
     if kind in BLOCKS:
         overrides = {"mask_token_id": 3, "block_size": BLOCKS[kind], "capture_layer_ids": LAYERS}
         overrides |= {"markov_rank": 8} if kind == "dspark" else {"sliding_window": 6}

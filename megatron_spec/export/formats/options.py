@@ -45,10 +45,23 @@ IGNORED_NESTED = {"parallel_draft_heads_num_layers"}
 """Of heads that `parallel_draft_step` 1 does not have."""
 
 
-def check_options(source: Source, raw: dict[str, Any], eagle3: bool) -> list[Problem]:
-    """Options that change the result and are not implemented."""
-    problems = _differing(raw, NEUTRAL, "")
+PARALLEL_KEYS = ("ptd_token_id", "pard_token", "parallel_drafting")
+"""Keys of config.json by which an EAGLE-3 draft is known that proposes all tokens in one pass (P-EAGLE)."""
+MASK_TOKEN_KEYS = ("ptd_token_id", "pard_token", "mask_token_id")
+"""Its mask token, under the names of vLLM and of speculators."""
+
+
+def check_options(source: Source, raw: dict[str, Any], eagle3: bool, parallel: bool = False) -> list[Problem]:
+    """Options that change the result and are not implemented.
+
+    Args:
+        parallel: the draft is known as P-EAGLE.
+    """
     nested = raw.get("eagle_config") or {}
+    if parallel:
+        raw = {key: value for key, value in raw.items() if key not in PARALLEL_KEYS}
+        nested = {k: v for k, v in nested.items() if k not in PARALLEL_KEYS} if isinstance(nested, dict) else nested
+    problems = _differing(raw, NEUTRAL, "")
     if not isinstance(nested, dict):
         return [*problems, Problem("config", f"eagle_config is {nested!r}", "expected an object")]
     nested = {key: value for key, value in nested.items() if value is not None}

@@ -19,14 +19,18 @@ from tests.unit_tests.decoding import tiny_models
 from tests.unit_tests.decoding.test_eagle import Recorder
 from tests.unit_tests.decoding.tiny_models import CONFIG, VOCAB
 
-KINDS = ("eagle1", "eagle3.1", "eagle-mtp", "medusa")
+KINDS = ("eagle1", "eagle3.1", "p-eagle", "eagle-mtp", "medusa")
+CAPTURING = ("eagle3.1", "p-eagle")
+MASK = 7
 LENGTH = CONFIG.max_draft_len
 
 
 def config_of(kind: str, base: Any) -> DraftConfig:
     if kind == "medusa":
         return presets.medusa_config(base.config, num_heads=LENGTH)
-    overrides = {"capture_layer_ids": tiny_models.CAPTURES} if kind == "eagle3.1" else {}
+    overrides: dict[str, Any] = {"capture_layer_ids": tiny_models.CAPTURES} if kind in CAPTURING else {}
+    if kind == "p-eagle":
+        overrides["mask_token_id"] = MASK
     return presets.eagle_config(base.config, kind, overrides)
 
 
@@ -83,6 +87,9 @@ def drafts_from_scratch(base: Any, draft: Any, text: list[int]) -> list[int]:
     for k in range(LENGTH):
         tokens = torch.tensor([text + drafted + [0] * LENGTH])
         embedding = base.embed(shift(tokens, 1 + k, 1)[:, :S])
+        if k and hasattr(draft, "mask_hidden"):  # it reads neither its own tokens nor its own states
+            embedding = base.embed(torch.full((1, S), MASK))
+            hidden = (draft.mask_hidden.flatten() @ draft.fc.weight.t()).expand_as(hidden)
         hidden, normed = draft.layer_step(hidden, embedding, f.batch.positions_BS + k, attention)
         drafted.append(int(draft.logits(normed, base)[-1, 0].argmax()))
     return drafted
@@ -114,7 +121,7 @@ def prepare_parallel(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     tiny_models.save_tiny(folder, vocab_size=VOCAB + 1)
     weights, alone = {}, {}
     for kind in KINDS:
-        base = tiny_models.load(folder, distributed.initialize(), tiny_models.CAPTURES if kind == "eagle3.1" else ())
+        base = tiny_models.load(folder, distributed.initialize(), tiny_models.CAPTURES if kind in CAPTURING else ())
         draft = new_draft(base, kind)
         with torch.no_grad():
             for n, p in draft.named_parameters():
@@ -127,16 +134,16 @@ def prepare_parallel(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def parallel(folder: str, weights: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
-    """Answers and accepted lengths of every kind under tensor parallelism of two."""
+    """Answers and accepted lengths of every kind, with two pipeline stages of two tensor parallel ranks."""
     from megatron.core import parallel_state
 
     from megatron_spec.config import ParallelConfig
     from megatron_spec.runtime import distributed
 
-    world = distributed.initialize(ParallelConfig(tensor_model_parallel_size=2))
+    world = distributed.initialize(ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2))
     found = {}
     for kind, values in weights.items():
-        base = tiny_models.load(folder, world, tiny_models.CAPTURES if kind == "eagle3.1" else ())
+        base = tiny_models.load(folder, world, tiny_models.CAPTURES if kind in CAPTURING else ())
         draft = new_draft(base, kind)
         tiny_models.set_weights(draft, values)
         found[kind] = [
@@ -146,6 +153,6 @@ def parallel(folder: str, weights: dict[str, dict[str, Tensor]]) -> dict[str, An
     return found
 
 
-def test_tensor_parallel_drafts_are_the_same(four_ranks: Any) -> None:
+def test_drafts_of_several_ranks_are_the_same(four_ranks: Any) -> None:
     for found in four_ranks.found:
         assert found["algorithms"] == four_ranks.algorithms_alone
