@@ -90,6 +90,7 @@ def partly_trained(place: Any, kind: str) -> Any:
                 p.mul_(15)
     optimizer = torch.optim.Adam(draft.parameters(), lr=5e-3)
     more: dict[str, Any] = {"feature_noise": 0.0, "token_weight": 1.0} if kind == "eagle1" else {}
+    more |= {"row_keep": 0.9} if kind == "p-eagle" else {}
     goal = presets.objective_for(config, ObjectiveConfig(ttt_steps=STEPS, loss="hard_ce", **more))
     for i in range(ITERATIONS[kind]):
         losses = draft(place.features[i % LEARNED], base, goal)
