@@ -10,6 +10,7 @@ from megatron_spec.config.base import RopeConfig
 from megatron_spec.config.core import Config, require
 
 BlockAlgorithm = Literal["dflash", "dspark"]
+MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,9 @@ class BlockConfig(Config):
     """Copy MLP and norms of the first draft layer from the base's last layer where shapes agree."""
     markov_rank: int = 0
     """DSpark: rank r of the correction by the token before a slot; required there, 0 for DFlash."""
+    markov_head_type: MarkovHeadType = "vanilla"
+    """DSpark: the correction reads the token before a slot alone; gated by the slot's state too; or the states and
+    tokens of all earlier slots, in a recurrence. vLLM and TensorRT-LLM serve vanilla alone."""
     confidence_reads_markov: bool = True
     """DSpark: the confidence head reads W1 of the token before a slot beside the slot's state."""
 
@@ -118,8 +122,8 @@ class BlockConfig(Config):
             f"{self.num_key_value_heads}",
         )
         require(
-            self.sliding_window is None or self.sliding_window >= 1,
-            f"sliding_window must be at least 1, found {self.sliding_window}",
+            self.sliding_window is None or self.sliding_window >= (1 if self.causal else self.block_size),
+            f"sliding_window must be at least {'1' if self.causal else 'block_size'}, found {self.sliding_window}",
         )
         self._validate_markov()
 
@@ -128,6 +132,6 @@ class BlockConfig(Config):
             require(self.markov_rank >= 1, "dspark needs markov_rank of at least 1, found 0")
             return
         default = type(self).__dataclass_fields__
-        for name in ("markov_rank", "confidence_reads_markov"):
+        for name in ("markov_rank", "markov_head_type", "confidence_reads_markov"):
             value = getattr(self, name)
             require(value == default[name].default, f"{name} is an option of dspark, found with {self.algorithm}")

@@ -109,16 +109,42 @@ def _block(config: BlockConfig) -> Table:
         FINAL_NORM: _norm(H, FINAL_NORM),
     }
     for i, prefix in enumerate(layer_names(config)):
-        layer = {"input_layernorm.weight": _norm(H), **_attention(config, H)}
+        layer = {"input_layernorm.weight": _norm(H), **_block_attention(config)}
         layer |= {"post_attention_layernorm.weight": _norm(H, "post_attention_layernorm.weight"), **_mlp(config)}
         table |= {f"{prefix}.{n}": spec if i == 0 else replace(spec, base=None) for n, spec in layer.items()}
-    if r:  # DSpark; W2 starts at 0: without effect, but with a gradient
-        table["markov_head.markov_w1.weight"] = TensorSpec((config.vocab_size, r), 0)
-        table["markov_head.markov_w2.weight"] = TensorSpec((config.vocab_size, r), 0, first="zeros")
-        width = H + (r if config.confidence_reads_markov else 0)
-        table["confidence_head.proj.weight"] = TensorSpec((1, width), first="zeros")
-        table["confidence_head.proj.bias"] = _bias(1, split=False)
+    return table | (_markov(config, r) if r else {})
+
+
+def _block_attention(config: BlockConfig) -> Table:
+    """q, k and v stay in high precision: SGLang has no scales for them, TensorRT-LLM slices the fused weight."""
+    fused = {f"self_attn.{x}_proj.weight" for x in "qkv"}
+    table = _attention(config, config.hidden_size)
+    return {name: replace(spec, linear=False) if name in fused else spec for name, spec in table.items()}
+
+
+def _markov(config: BlockConfig, r: int) -> Table:
+    """DSpark's two heads. W2 starts at 0: without effect, but with a gradient."""
+    H = config.hidden_size
+    table: Table = {
+        "markov_head.markov_w1.weight": TensorSpec((config.vocab_size, r), 0),
+        "markov_head.markov_w2.weight": TensorSpec((config.vocab_size, r), 0, first="zeros"),
+    }
+    inner = {"vanilla": None, "gated": ("gate_proj", r, H + r), "rnn": ("joint_proj", 3 * r, H + 2 * r)}
+    if (shape := inner[config.markov_head_type]) is not None:
+        name, rows, width = shape
+        table[f"markov_head.{name}.weight"] = TensorSpec((rows, width))
+        table[f"markov_head.{name}.bias"] = _bias(rows, split=False)
+    table["confidence_head.proj.weight"] = TensorSpec(
+        (1, H + (r if config.confidence_reads_markov else 0)), first="zeros"
+    )
+    table["confidence_head.proj.bias"] = _bias(1, split=False)
     return table
+
+
+def quantisable(config: DraftConfig) -> list[str]:
+    """Every linear of the decoder layers that may be quantised."""
+    table = draft_tensors(config).items()
+    return [n.removesuffix(".weight") for n, spec in table if spec.linear and (".self_attn." in n or ".mlp." in n)]
 
 
 def _ends(config: EagleConfig) -> Table:

@@ -1,15 +1,23 @@
 """DSpark (arXiv 2607.05147): DFlash's backbone with every slot trained, a Markov head and a confidence head.
 
-Slot s predicts t_{a+1+s}. The Markov head adds W2 W1[x] to its logits, x the token before the predicted one: the anchor
-for slot 0, the true token in training, the token just drafted in decoding. The confidence head tells how likely the
-slot's token is accepted: sigmoid(w [state ; W1[x]] + b), trained on 1 - TV.
+Slot s predicts t_{a+1+s}. The Markov head adds W2 l to its logits, where l comes from m = W1[x] and x is the token
+before the predicted one: the anchor for slot 0, the true token in training, the token just drafted in decoding.
 
-W1 is split over the vocabulary like an embedding, W2 like a head.
+- vanilla: l = m
+- gated: l = sigmoid(gate_proj [state ; m]) * m
+- rnn: (g, c, o) = joint_proj [memory ; m ; state], l = tanh(o), and the memory, 0 before the first slot, becomes
+  sigmoid(g) memory + (1 - sigmoid(g)) tanh(c)
 
-R rows of a step, N rows of all steps, H hidden size, V vocabulary, r rank.
+The confidence head tells how likely the slot's token is accepted: sigmoid(w [state ; m] + b), trained on 1 - TV.
+
+W1 is split over the vocabulary like an embedding, W2 like a head; the rest is whole on every tensor parallel rank.
+
+R rows of a step, N rows of all steps, P blocks, H hidden size, V vocabulary, r rank.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +32,20 @@ from megatron_spec.drafts.linear import Placement, VocabEmbedding, copy_to_ranks
 from megatron_spec.drafts.vocab import DraftVocab
 
 
+class Affine(nn.Module):
+    """weight [outputs, inputs] and bias; replicated, and computed alike on every rank."""
+
+    def __init__(self, inputs: int, outputs: int, place: Placement) -> None:
+        super().__init__()
+        self.weight, self.bias = place.replicated(outputs, inputs), place.replicated(outputs)
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        """[N, outputs] of inputs whose parts are [N, ...]."""
+        return F.linear(torch.cat(parts, -1), self.weight, self.bias)
+
+
 class MarkovHead(nn.Module):
-    """markov_w1 [V, r], a lookup, and markov_w2 [V, r]."""
+    """markov_w1 [V, r], a lookup, markov_w2 [V, r], and what lies between them."""
 
     def __init__(self, config: BlockConfig, place: Placement) -> None:
         super().__init__()
@@ -34,19 +54,47 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Module()
         rows = place.divide(config.vocab_size, "vocab_size")
         self.markov_w2.weight = mark_sharded(place.empty(rows, config.markov_rank), dim=0)
+        self.kind, r, H = config.markov_head_type, config.markov_rank, config.hidden_size
+        if self.kind == "gated":
+            self.gate_proj = Affine(H + r, r, place)
+        elif self.kind == "rnn":
+            self.joint_proj = Affine(2 * r + H, 3 * r, place)
+
+    def step(self, m_Nr: Tensor, states_NH: Tensor, memory_Nr: Tensor) -> tuple[Tensor, Tensor]:
+        """(l, the next memory) [N, r] of one slot of N blocks; only the rnn changes its memory."""
+        if self.kind == "gated":
+            return self.gate_proj(states_NH, m_Nr).sigmoid() * m_Nr, memory_Nr
+        if self.kind == "rnn":
+            keep, new, out = self.joint_proj(memory_Nr, m_Nr, states_NH).chunk(3, -1)
+            keep = keep.sigmoid()
+            return out.tanh(), keep * memory_Nr + (1 - keep) * new.tanh()
+        return m_Nr, memory_Nr
+
+    def steps(self, m: Sequence[Tensor], states: Sequence[Tensor], blocks: Sequence[Tensor], count: int) -> Tensor:
+        """[N, r] l of the rows of all steps, one step after the other.
+
+        Args:
+            m, states: of every step [R, r] and [R, H].
+            blocks: int64 [R] the block of every row; those of a step are among those of the step before.
+            count: of blocks.
+        """
+        if self.kind != "rnn":
+            whole = torch.cat(list(m))
+            return self.step(whole, torch.cat(list(states)), whole)[0]
+        memory_Pr, found = m[0].new_zeros(count, m[0].shape[1]), []
+        for m_Rr, states_RH, block_R in zip(m, states, blocks, strict=True):
+            latent_Rr, memory_Rr = self.step(m_Rr, states_RH, memory_Pr[block_R])
+            found.append(latent_Rr)
+            memory_Pr = memory_Pr.index_copy(0, block_R, memory_Rr)
+        return torch.cat(found)
 
 
 class ConfidenceHead(nn.Module):
-    """proj [1, H (+ r)] with a bias; replicated, and computed alike on every rank."""
+    """proj [1, H (+ r)] with a bias."""
 
     def __init__(self, inputs: int, place: Placement) -> None:
         super().__init__()
-        self.proj = nn.Module()
-        self.proj.weight, self.proj.bias = place.replicated(1, inputs), place.replicated(1)
-
-    def forward(self, x_NX: Tensor) -> Tensor:
-        """[N] logits."""
-        return F.linear(x_NX, self.proj.weight, self.proj.bias)[:, 0]  # type: ignore[arg-type]
+        self.proj = Affine(inputs, 1, place)
 
 
 class DSparkDraft(DFlashDraft):
@@ -64,22 +112,24 @@ class DSparkDraft(DFlashDraft):
         out: Tensor = self.markov_head.markov_w1(tokens_N[None])[:, 0]
         return out
 
-    def markov_logits(self, markov_Nr: Tensor) -> Tensor:
+    def markov_logits(self, latent_Nr: Tensor) -> Tensor:
         """[N, V / TP] what is added to this rank's logits."""
-        return markov_Nr @ self.markov_head.markov_w2.weight.t()  # type: ignore[operator]
+        return latent_Nr @ self.markov_head.markov_w2.weight.t()  # type: ignore[operator]
 
-    def confidence(self, states_NH: Tensor, markov_Nr: Tensor) -> Tensor:
+    def confidence(self, states_NH: Tensor, m_Nr: Tensor) -> Tensor:
         """[N] logits of the probability that a slot's token is accepted."""
-        parts = [states_NH, markov_Nr] if self.config.confidence_reads_markov else [states_NH]
-        out: Tensor = self.confidence_head(torch.cat(parts, -1))
+        parts = [states_NH, m_Nr] if self.config.confidence_reads_markov else [states_NH]
+        out: Tensor = self.confidence_head.proj(*parts)[:, 0]
         return out
 
     def block_head(self, rows: list[Tensor], weight_VH: Tensor, plan: BlockPlan) -> BlockHead:
         """See DFlashDraft."""
-        markov_Nr = self.markov(plan.tokens_before())
+        m_Nr = self.markov(plan.tokens_before())
+        blocks = [r // plan.slots for r in plan.supervision.rows]
+        latent_Nr = self.markov_head.steps(m_Nr.split([len(r) for r in rows]), rows, blocks, len(plan.tokens_P))
         head = super().block_head(rows, weight_VH, plan)
-        head.low_Nr = copy_to_ranks(markov_Nr, self.tp_group)
+        head.low_Nr = copy_to_ranks(latent_Nr, self.tp_group)
         head.low_weight_Vr = self.markov_head.markov_w2.weight  # type: ignore[assignment]
         # The paper trains the confidence on what the slot knows: its gradient also reaches the backbone.
-        head.confidence_N = self.confidence(torch.cat(rows), markov_Nr)
+        head.confidence_N = self.confidence(torch.cat(rows), m_Nr)
         return head

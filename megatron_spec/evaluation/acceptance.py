@@ -9,7 +9,7 @@ because steps of one answer are not independent.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -145,6 +145,41 @@ def acceptance_stats(generations: Sequence[HasSteps], seed: int = 0) -> Acceptan
 def _engine_length(generations: Sequence[HasSteps]) -> float | None:
     steps = sum(g.drafted_steps for g in generations)
     return _share(sum(sum(g.accepted_lengths) + g.accepted_after_end for g in generations) + steps, steps)
+
+
+@dataclass
+class _Steps:
+    """Some verification steps of an answer. What engines count is known of whole answers only, so it stays 0."""
+
+    accepted_lengths: list[int]
+    drafted_lengths: list[int]
+    drafted_steps: int = 0
+    accepted_after_end: int = 0
+
+
+def by_context(
+    generations: Sequence[HasSteps], prompt_tokens: Sequence[int], group: Callable[[int], str], seed: int = 0
+) -> dict[str, AcceptanceStats]:
+    """Figures per group of context lengths: the tokens known before a step, those of the prompt included.
+
+    A draft that loses track of long texts shows it here, also within one answer.
+
+    Args:
+        prompt_tokens: length of each prompt.
+        group: name of the group of a number of tokens; names sort by length.
+    """
+    steps: dict[str, list[_Steps]] = {}
+    for generation, known in zip(generations, prompt_tokens, strict=True):
+        mine: dict[str, _Steps] = {}
+        known += 1  # the prefill's token
+        for accepted, drafted in zip(generation.accepted_lengths, generation.drafted_lengths, strict=True):
+            part = mine.setdefault(group(known), _Steps([], []))
+            part.accepted_lengths.append(accepted)
+            part.drafted_lengths.append(drafted)
+            known += accepted + 1
+        for name, part in mine.items():
+            steps.setdefault(name, []).append(part)
+    return {name: acceptance_stats(parts, seed) for name, parts in sorted(steps.items())}
 
 
 def by_category(

@@ -49,6 +49,9 @@ def render(reports: Reports) -> str:
         _figure("Accepted at each draft position", "draft position", "share of steps", _per_position, reports),
         _figure("Acceptance length by category", "category", "tokens per base forward", _by_category, reports),
         _figure("Acceptance length by prompt length", "prompt tokens", "tokens per base forward", _by_length, reports),
+        _figure(
+            "Acceptance length by context", "tokens before the step", "tokens per base forward", _by_context, reports
+        ),
         _figure("Draft tokens accepted in a step", "accepted tokens", "share of steps", _distribution, reports),
     ]
     if any(len(r["sweep"]) > 1 for r in reports.values()):
@@ -137,9 +140,21 @@ def _details(name: str, report: dict[str, Any]) -> str:
     rows = [
         [html.escape(c), str(s["prompts"]), str(s["steps"]), _number(s["acceptance_length"]),
          " ".join(_number(x, ".0%") for x in s["acceptance_per_position"])]
-        for group in ("acceptance_by_category", "acceptance_by_prompt_length") for c, s in report[group].items()
+        for group in ("acceptance_by_category", "acceptance_by_prompt_length", "acceptance_by_context_length")
+        for c, s in report.get(group, {}).items()
     ]  # fmt: skip
-    parts.append(_table(["category or prompt tokens", "answers", "steps", "acceptance length", "per position"], rows))
+    parts.append(
+        _table(
+            [
+                "category, prompt tokens, or tokens before the step",
+                "answers",
+                "steps",
+                "acceptance length",
+                "per position",
+            ],
+            rows,
+        )
+    )
     if report["mismatches"]:
         head = ["prompt", "round", "position", "base", "draft", "gap of logits", "near tie", "exact tie"]
         names = (
@@ -189,10 +204,10 @@ def _per_position(axes: Any, reports: Reports) -> None:
 
 
 def _bars(axes: Any, reports: Reports, group: str) -> None:
-    labels = sorted({label for report in reports.values() for label in report[group]})
+    labels = sorted({label for report in reports.values() for label in report.get(group, {})})
     width = 0.8 / len(reports)
     for i, (name, report) in enumerate(reports.items()):
-        stats = [report[group].get(label) or {} for label in labels]
+        stats = [report.get(group, {}).get(label) or {} for label in labels]
         heights = [s.get("acceptance_length") or 0.0 for s in stats]
         bounds = [s.get("acceptance_length_ci95") or (h, h) for s, h in zip(stats, heights, strict=True)]
         errors = [[max(0.0, h - low) for h, (low, _) in zip(heights, bounds, strict=True)],
@@ -209,6 +224,10 @@ def _by_category(axes: Any, reports: Reports) -> None:
 
 def _by_length(axes: Any, reports: Reports) -> None:
     _bars(axes, reports, "acceptance_by_prompt_length")
+
+
+def _by_context(axes: Any, reports: Reports) -> None:
+    _bars(axes, reports, "acceptance_by_context_length")
 
 
 def _distribution(axes: Any, reports: Reports) -> None:

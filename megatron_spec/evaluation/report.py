@@ -13,10 +13,13 @@ from typing import Any
 
 from megatron_spec.config import DecodeConfig
 from megatron_spec.decoding.engine import Generation
-from megatron_spec.evaluation.acceptance import AcceptanceStats, acceptance_stats, by_category
+from megatron_spec.evaluation.acceptance import AcceptanceStats, acceptance_stats, by_category, by_context
 
 PROMPT_LENGTHS = (64, 256, 1024)
 """Bounds of the groups by prompt length, in tokens."""
+
+CONTEXT_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+"""Bounds of the groups by the tokens known before a step."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class Run:
         acceptance: over all answers.
         acceptance_by_category: per category of the prompts.
         acceptance_by_prompt_length: per group of prompt lengths, in tokens.
+        acceptance_by_context_length: per group of the tokens known before a step.
         acceptance_distribution: for n = 0, 1, ... the share of the steps in which n draft tokens were accepted.
     """
 
@@ -132,6 +136,7 @@ class Run:
     acceptance: AcceptanceStats
     acceptance_by_category: dict[str, AcceptanceStats]
     acceptance_by_prompt_length: dict[str, AcceptanceStats]
+    acceptance_by_context_length: dict[str, AcceptanceStats]
     acceptance_distribution: tuple[float, ...]
 
     @property
@@ -232,14 +237,19 @@ class Part:
     skipped: list[str]
 
 
-def length_group(tokens: int) -> str:
-    """Name of the group of a prompt length: '0001-0064', ... in tokens; names sort by length."""
-    low = 1
-    for high in PROMPT_LENGTHS:
+def length_group(tokens: int, bounds: Sequence[int] = PROMPT_LENGTHS) -> str:
+    """Name of the group of a number of tokens: '0001-0064', ...; names sort by length."""
+    low, width = 1, len(str(bounds[-1]))
+    for high in bounds:
         if tokens <= high:
-            return f"{low:04d}-{high:04d}"
+            return f"{low:0{width}d}-{high:0{width}d}"
         low = high + 1
-    return f"{low:04d} and more"
+    return f"{low:0{width}d} and more"
+
+
+def context_group(tokens: int) -> str:
+    """`length_group` of the tokens known before a step."""
+    return length_group(tokens, CONTEXT_LENGTHS)
 
 
 def _speed(generations: Sequence[Generation], seconds: float) -> Speed:
@@ -279,6 +289,7 @@ def _run(
         acceptance=acceptance,
         acceptance_by_category=by_category(spoken, categories, seed),
         acceptance_by_prompt_length=by_category(spoken, groups, seed),
+        acceptance_by_context_length=by_context(spoken, [a.prompt_tokens for a in answers], context_group, seed),
         acceptance_distribution=_distribution(spoken),
     )
 

@@ -21,6 +21,28 @@ SAME = (
 """Keys of config.json that are fields of BlockConfig."""
 
 
+def unserved(config: BlockConfig) -> dict[str, str]:
+    """Engine -> why it does not compute such a draft as it was trained.
+
+    vLLM follows `causal`. SGLang (models/dflash.py) and TensorRT-LLM (models/modeling_dflash.py) derive it: a slot sees
+    its whole block in full attention, and the earlier slots alone under a window. TensorRT-LLM raises for a causal
+    DSpark draft. Markov heads: vLLM and TensorRT-LLM have the vanilla one, SGLang all three.
+    """
+    found: dict[str, str] = {}
+    if config.causal and config.sliding_window is None:
+        seen = "it lets a slot see its whole block where no window is set, this draft was trained causal"
+        found |= {"sglang": seen, "trtllm": seen}
+    if not config.causal and config.sliding_window is not None:
+        seen = "under a window it lets a slot see the earlier slots alone, this draft was trained on the whole block"
+        found |= {"sglang": seen, "trtllm": seen}
+    if config.causal and config.algorithm == "dspark":
+        found["trtllm"] = "it has no causal DSpark draft"
+    if config.markov_head_type != "vanilla":
+        head = f"it has no {config.markov_head_type} Markov head, the vanilla one alone"
+        found |= {"vllm": head, "trtllm": head}
+    return found
+
+
 def _kind_keys(config: BlockConfig) -> dict[str, Any]:
     ids, window = list(config.capture_layer_ids), config.sliding_window
     inside = {"mask_token_id": config.mask_token_id, "target_layer_ids": ids, "causal": config.causal}
@@ -38,7 +60,7 @@ def _kind_keys(config: BlockConfig) -> dict[str, Any]:
     if config.algorithm == "dspark":
         keys |= {
             "target_layer_ids": ids, "mask_token_id": config.mask_token_id, "markov_rank": config.markov_rank,
-            "markov_head_type": "vanilla", "enable_confidence_head": True,
+            "markov_head_type": config.markov_head_type, "enable_confidence_head": True,
             "confidence_head_with_markov": config.confidence_reads_markov,
         }  # fmt: skip
     return keys

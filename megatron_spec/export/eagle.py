@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron_spec.batch import Features
 from megatron_spec.config import EagleConfig, QuantConfig, UserError
+from megatron_spec.config.structure import quantisable
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export import layout, native_mtp
@@ -29,7 +30,7 @@ from megatron_spec.export.common import (
     shared_folder,
     whole,
 )
-from megatron_spec.export.quant_metadata import DRAFT_EXCLUDES, hf_quant_config, quantization_config
+from megatron_spec.export.quant_metadata import hf_quant_config, quantization_config
 from megatron_spec.export.stream import TensorWriter, write_stream
 from megatron_spec.export.verify import verify_draft
 from megatron_spec.quantization import nvfp4
@@ -132,16 +133,16 @@ def _exclude_modules(config: EagleConfig, fp8: set[str], quant: QuantConfig | No
     if not fp8:
         return None
     assert quant is not None
-    kept = [n for n in layout.linear_names(config) if n not in fp8]
-    patterns = [p for p in quant.excludes("draft") if p not in DRAFT_EXCLUDES] if kept else []
+    found = layout.high_precision(config, set(quantisable(config)))
+    kept = [n for n in quantisable(config) if n not in fp8]
+    patterns = [p for p in quant.excludes("draft") if p not in found] if kept else []
     for pattern in patterns:
         if layout.has_layer_number(pattern):
             raise UserError(
                 f"exclude pattern {pattern!r} holds a layer number: engines number the layers of a draft "
                 "differently, so it would match nothing there. Exclude by the kind of layer, for example '*down_proj'"
             )
-    markov = ["*markov_head*", "*confidence_head*"] if str(config.algorithm) == "dspark" else []
-    return DRAFT_EXCLUDES + markov + patterns
+    return found + patterns
 
 
 def _tensors(

@@ -17,9 +17,10 @@ from typing import Any
 from megatron_spec.config import BaseConfig, BlockConfig, EagleConfig, RopeConfig, UserError
 from megatron_spec.config.presets import default_capture_ids
 from megatron_spec.config.rope import rope_scaling_json
-from megatron_spec.config.structure import draft_tensors, layer_names
+from megatron_spec.config.structure import draft_tensors, layer_names, quantisable
 from megatron_spec.export import block, native_mtp
 from megatron_spec.export.formats.eagle import OPTIONS
+from megatron_spec.export.quant_metadata import DRAFT_EXCLUDES
 
 ARCHITECTURES: dict[str, list[str]] = {
     "eagle1": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
@@ -45,10 +46,17 @@ SHARED_SCALE = (
 """Linears that engines fuse: one scale each."""
 
 
-def linear_names(config: Exported) -> list[str]:
-    """Every linear that may be fp8."""
-    table = draft_tensors(config).items()
-    return [n.removesuffix(".weight") for n, spec in table if spec.linear and (".self_attn." in n or ".mlp." in n)]
+def high_precision(config: Exported, fp8: set[str]) -> list[str]:
+    """Modules of a quantised draft that stay in high precision, as patterns that engines match.
+
+    Args:
+        fp8: the linears that are quantised; the kinds of the others are among the patterns.
+    """
+    kept = sorted({"*" + name.rpartition(".")[2] for name in quantisable(config) if name not in fp8})
+    if not isinstance(config, BlockConfig):
+        return DRAFT_EXCLUDES + kept
+    heads = ["*markov_head*", "*confidence_head*"] if config.algorithm == "dspark" else []
+    return DRAFT_EXCLUDES + [f"*{x}_proj" for x in ("q", "k", "v", "qkv")] + heads + kept
 
 
 def weight_shapes(config: Exported) -> dict[str, tuple[int, ...]]:

@@ -16,7 +16,7 @@ from megatron_spec.export import layout, medusa, native_mtp
 from megatron_spec.export.common import copy_side_files
 from megatron_spec.export.formats.reading import Reading
 from megatron_spec.export.load import StoredTensors, open_draft
-from megatron_spec.export.quant_metadata import DRAFT_EXCLUDES, hf_quant_config, quantization_config
+from megatron_spec.export.quant_metadata import hf_quant_config, quantization_config
 from megatron_spec.export.stream import Plan, TensorWriter
 from megatron_spec.runtime.files import published_folder, write_json
 from megatron_spec.runtime.provenance import write_run_json
@@ -43,7 +43,7 @@ def rewrite(folder: Path | str, reference: BaseReference, out: Path | str) -> Pa
             writer = TensorWriter(new, layout.expected_tensors(reading.config, dtype, fp8, form=form))
             values = _config(reading.config, reference, dtype)
             if fp8:
-                exclude = DRAFT_EXCLUDES + _kept(reading.config, fp8)
+                exclude = layout.high_precision(reading.config, fp8)
                 values["quantization_config"] = quantization_config(exclude, form=form)
                 write_json(new / "hf_quant_config.json", hf_quant_config(exclude, form=form))
             found = _eagle(tensors, reading.config, dtype)
@@ -68,11 +68,6 @@ def _dtype(reading: Reading) -> str:
     if not found:
         raise UserError(f"{reading.source.folder}: expected tensors in bfloat16, float16 or float32")
     return _DTYPES[min(found, key=list(_DTYPES).index)]
-
-
-def _kept(config: layout.Exported, fp8: set[str]) -> list[str]:
-    """Patterns of the kinds of linears that stay in high precision."""
-    return sorted({"*" + name.rpartition(".")[2] for name in layout.linear_names(config) if name not in fp8})
 
 
 def _medusa(tensors: StoredTensors, config: MedusaConfig, dtype: str) -> Iterator[tuple[str, Tensor]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_spec.config import BaseConfig, DraftConfig, EagleConfig, UserError
+from megatron_spec.config import BaseConfig, BlockConfig, DraftConfig, EagleConfig, UserError
 from megatron_spec.config.rope import mscale
+from megatron_spec.export.block import unserved
 from megatron_spec.export.layout import SERVED_BY
 
 ENGINES = ("trtllm", "vllm", "sglang")
@@ -14,6 +15,8 @@ def check_exportable(config: DraftConfig, base: BaseConfig) -> list[str]:
 
     Raises UserError for a draft that export could not write, or that no engine computes as it is trained.
     """
+    if isinstance(config, BlockConfig):
+        return _block(config, base)
     if not isinstance(config, EagleConfig) or config.of_base:
         return []
     _check_rope(config)
@@ -24,11 +27,7 @@ def check_exportable(config: DraftConfig, base: BaseConfig) -> list[str]:
     said = []
     if options:
         said.append(f"{', '.join(options)}: only {' and '.join(engines)} computes such a draft")
-    if base.num_layers - 1 in config.capture_layer_ids:
-        said.append(
-            f"layer {base.num_layers - 1} is the base's last one, whose output SGLang never delivers to a "
-            "draft: capture earlier layers to serve with it"
-        )
+    said += _last_layer(config, base)
     if config.is_module:
         said.append(
             "no engine loads an eagle-mtp draft of this base today: it can be trained, measured and exported in a "
@@ -37,7 +36,25 @@ def check_exportable(config: DraftConfig, base: BaseConfig) -> list[str]:
     return said
 
 
-def _check_rope(config: EagleConfig) -> None:
+def _last_layer(config: EagleConfig | BlockConfig, base: BaseConfig) -> list[str]:
+    if base.num_layers - 1 not in config.capture_layer_ids:
+        return []
+    return [
+        f"layer {base.num_layers - 1} is the base's last one, whose output SGLang never delivers to a draft: capture "
+        "earlier layers to serve with it"
+    ]
+
+
+def _block(config: BlockConfig, base: BaseConfig) -> list[str]:
+    _check_rope(config)
+    lost = unserved(config)
+    said = [f"{engine} will not serve this draft as it is trained: {why}" for engine, why in lost.items()]
+    if set(lost) == set(ENGINES):
+        said.append("no engine serves such a draft today: it can be trained, measured and exported alone")
+    return said + _last_layer(config, base)
+
+
+def _check_rope(config: EagleConfig | BlockConfig) -> None:
     rope = config.rope
     if rope.type == "longrope":
         raise UserError("rope type longrope in a draft: no export holds it; use default, linear, llama3 or yarn")

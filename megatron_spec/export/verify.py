@@ -347,7 +347,7 @@ class _BlockInputs:
         return _BlockInputs(captures.to(world.device, dtype), torch.arange(rows, device=world.device)[None], state)
 
     def run(self, draft: Any) -> list[Tensor]:
-        """States that the head reads, and what a DSpark draft adds: Markov logits and confidences."""
+        """States that the head reads, and what a DSpark draft adds: Markov logits along the block and confidences."""
         context_SBH = draft.context(self.captures_SBC)
         rotation = draft.rotation(self.positions_BS.t(), context_SBH)
         behind = self.positions_BS.new_tensor([len(context_SBH)])
@@ -361,8 +361,9 @@ class _BlockInputs:
         states = draft.run_layers(self.state_PCH, draft.block_rotation(behind, self.state_PCH), attention)[0]
         if not isinstance(draft, DSparkDraft):
             return [states]
-        markov = draft.markov(torch.arange(len(states), device=states.device))
-        return [states, draft.markov_logits(markov), draft.confidence(states, markov)]
+        m = draft.markov(torch.arange(len(states), device=states.device))
+        latent = draft.markov_head.steps(m.split(1), states.split(1), [behind * 0] * len(states), 1)
+        return [states, draft.markov_logits(latent), draft.confidence(states, m)]
 
 
 def two_steps(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megatron_spec.base.modules import ReplicatedLinear
 from megatron_spec.config import DraftConfig, EagleConfig, QuantConfig, UserError
+from megatron_spec.config.structure import draft_tensors
 from megatron_spec.families import name_rules
 from megatron_spec.quantization import nvfp4
 from megatron_spec.quantization.quantizer import Mode, SharedInput, TensorQuantizer
@@ -85,8 +86,10 @@ def check_draft(config: DraftConfig, quant: QuantConfig) -> None:
 
 
 def draft_linears(draft: nn.Module) -> dict[str, nn.Module]:
-    """Linears of a draft that can hold quantisers, by name."""
-    return {n: m for n, m in draft.named_modules() if hasattr(m, "input_quantizer") and hasattr(m, "weight_quantizer")}
+    """Linears of a draft that may hold quantisers, by name."""
+    table = draft_tensors(draft.config)  # type: ignore[arg-type]
+    found = {n: m for n, m in draft.named_modules() if hasattr(m, "input_quantizer") and hasattr(m, "weight_quantizer")}
+    return {n: m for n, m in found.items() if table[f"{n}.weight"].linear}
 
 
 def shared_scale_groups(names: Iterable[str]) -> list[tuple[str, ...]]:

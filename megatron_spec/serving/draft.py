@@ -6,18 +6,21 @@ Everything an engine needs is gathered here once; `trtllm.py`, `vllm.py` and `sg
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_spec.config import MedusaConfig, UserError
+from megatron_spec.export.block import unserved
 from megatron_spec.export.formats import read_draft
+from megatron_spec.export.formats.block import algorithm_of, config_of
 from megatron_spec.export.formats.options import PARALLEL_KEYS
 from megatron_spec.runtime.files import read_object
 from megatron_spec.runtime.hub import is_hub_name, model_folder
 
 log = logging.getLogger(__name__)
 
+Engine = Literal["vllm", "sglang", "trtllm"]
 Method = Literal["eagle3", "eagle", "medusa", "dflash", "dspark", "ngram", "sa", "draft_target", "pard", "mtp"]
 
 _METHODS: tuple[tuple[str, Method], ...] = (
@@ -28,6 +31,9 @@ _METHODS: tuple[tuple[str, Method], ...] = (
 NAMES: dict[Method, str] = {
     "eagle3": "EAGLE-3", "eagle": "EAGLE-1", "medusa": "Medusa", "dflash": "DFlash", "dspark": "DSpark",
     "ngram": "NGram", "sa": "SA", "draft_target": "DraftTarget", "pard": "PARD", "mtp": "MTP",
+}  # fmt: skip
+ENGINES: dict[Engine, str] = {
+    "vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM (PyTorch backend)",
 }  # fmt: skip
 _SECOND_MODEL = ("draft_target", "pard")
 
@@ -47,6 +53,7 @@ class Speculation:
         enable_global_pool, global_pool_size: SA: look into other requests, too; how many are kept.
         sa_threshold: beside EAGLE-3, MTP or PARD: a match of at least this length replaces the draft's tokens.
         relaxed: MTP: (relaxed_topk, relaxed_delta) of relaxed acceptance in a thinking phase; None verifies exactly.
+        unserved: engine -> why it would not compute this draft as it was trained.
     """
 
     method: Method
@@ -62,6 +69,7 @@ class Speculation:
     global_pool_size: int | None = None
     sa_threshold: int | None = None
     relaxed: tuple[int, float] | None = None
+    unserved: dict[Engine, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("max_draft_len", "global_pool_size", "sa_threshold"):
@@ -83,11 +91,15 @@ class Speculation:
         """`max_matching_ngram_size`, or the default of the method."""
         return self.max_matching_ngram_size or (-1 if self.method == "sa" else 2)
 
-    def require(self, methods: tuple[Method, ...], engine: str) -> None:
+    def require(self, methods: tuple[Method, ...], engine: Engine) -> None:
         """Raise UserError unless the engine can draft so."""
         if self.method not in methods:
             known = ", ".join(NAMES[m] for m in methods)
-            raise UserError(f"{engine} does not serve {NAMES[self.method]} drafts; it serves {known}")
+            raise UserError(f"{ENGINES[engine]} does not serve {NAMES[self.method]} drafts; it serves {known}")
+        if engine in self.unserved:
+            others = [ENGINES[e] for e in ENGINES if e not in self.unserved]
+            instead = f"; serve it with {' or '.join(others)}" if others else "; no engine serves it"
+            raise UserError(f"{ENGINES[engine]} does not serve this draft: {self.unserved[engine]}{instead}")
 
     def require_plain(self, engine: str) -> None:
         """Raise UserError for options that TensorRT-LLM alone has."""
@@ -121,7 +133,16 @@ def exported(
     length = _draft_len(method, config, max_draft_len)
     named = any(part in name for part in ("PEagle", "Peagle") for name in architectures)
     parallel = method == "eagle3" and (named or any(config.get(key) not in (None, False) for key in PARALLEL_KEYS))
-    return Speculation(method, length, model, _captures(config), parallel, **options)
+    lost = _unserved(config) if method in ("dflash", "dspark") else {}
+    return Speculation(method, length, model, _captures(config), parallel, unserved=lost, **options)
+
+
+def _unserved(config: dict[str, Any]) -> dict[Any, str]:
+    """Of a block draft whose config.json can be read; others are left to the engine."""
+    try:
+        return dict(unserved(config_of(config))) if algorithm_of(config) is not None else {}
+    except UserError:
+        return {}
 
 
 def _method_of_tensors(path: Path, architectures: list[Any]) -> Method:

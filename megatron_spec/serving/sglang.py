@@ -20,7 +20,7 @@ def sglang_command(
     SGLang counts the verified tokens: the drafted ones and the last accepted one. Raises UserError for what it does
     not serve.
     """
-    plan.require(tuple(_ALGORITHMS), "SGLang")
+    plan.require(tuple(_ALGORITHMS), "sglang")
     plan.require_plain("SGLang")
     if plan.parallel:
         raise UserError("SGLang does not serve EAGLE-3 drafts that propose in parallel (P-EAGLE): use vLLM")

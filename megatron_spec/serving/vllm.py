@@ -26,7 +26,7 @@ def speculative_config(plan: Speculation) -> dict[str, Any]:
 
     Raises UserError for what vLLM does not serve.
     """
-    plan.require(tuple(_METHODS), "vLLM")
+    plan.require(tuple(_METHODS), "vllm")
     plan.require_plain("vLLM")
     config: dict[str, Any] = {"method": _METHODS[plan.method]}
     if plan.model is not None:

@@ -17,7 +17,7 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.batch import Batch, Features
 from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base
 from megatron_spec.config import DecodeConfig, ObjectiveConfig
-from megatron_spec.config.presets import default_capture_ids, eagle_config, medusa_config, objective_for
+from megatron_spec.config.presets import block_config, default_capture_ids, eagle_config, medusa_config, objective_for
 from megatron_spec.decoding.engine import decode
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
@@ -29,6 +29,8 @@ from megatron_spec.runtime.distributed import World
 
 K = 3
 """Tokens drafted per step."""
+BLOCKS = {"dflash": K + 1, "dspark": K}
+"""Block drafts that propose so many, and the size of their blocks."""
 
 
 @dataclass
@@ -75,6 +77,8 @@ def train(made: Setting, kind: str, steps: int, lr: float, **overrides: Any) -> 
         shape: Any = medusa_config(config, num_heads=K)
     elif kind == "eagle1":
         shape = eagle_config(config, kind)
+    elif kind in BLOCKS:
+        shape = block_config(config, kind, {"block_size": BLOCKS[kind], **overrides})
     elif "draft_vocab_size" in overrides:
         shape = eagle_config(config, kind, overrides=overrides)
     else:
@@ -127,6 +131,8 @@ def first_logits(made: Setting, draft: Draft) -> Tensor:
     """[B, V] what the draft says first after each prompt: its logits, -inf outside its vocabulary."""
     from megatron_spec.export.verify import two_steps
 
+    if draft.config.algorithm in BLOCKS:  # type: ignore[union-attr]
+        return _first_of_block(made, draft)
     prompts, features = _read_prompts(made)
     batch = features.batch
     chosen = torch.tensor([a[0] for a in made.answers])
@@ -138,3 +144,20 @@ def first_logits(made: Setting, draft: Draft) -> Tensor:
     whole = torch.full((len(prompts), vocab.vocab_size), -torch.inf)
     whole[:, vocab.target_ids] = logits[-1][:, : len(vocab)]
     return whole
+
+
+def _first_of_block(made: Setting, draft: Any) -> Tensor:
+    """[B, V] logits of the first slot that proposes, of blocks whose anchors are the first tokens of the answers."""
+    from megatron_spec.drafts.anchors import BlockPlan
+
+    seen = slice(0, len(made.prompts[0]) + 2)  # the second token of an answer is what the slot is asked for
+    whole = made.batch
+    batch = Batch(*(x[:, seen] for x in (whole.tokens_BS, whole.positions_BS, whole.turns_BS, whole.documents_BS)))
+    (features,) = OnlineFeatures(made.base).features([batch])
+    plan = BlockPlan.of(batch, draft.config, 1)
+    states_BCH = draft.states(features, plan, made.base).unflatten(0, (len(made.prompts), -1))
+    logits_BV: Tensor = draft.logits(states_BCH[None, :, draft.config.first_slot], made.base)[0]
+    if draft.config.algorithm == "dspark":
+        m = draft.markov(plan.tokens_P)
+        logits_BV = logits_BV + draft.markov_logits(draft.markov_head.step(m, states_BCH[:, 0], m)[0])
+    return logits_BV[:, : made.base.config.vocab_size]

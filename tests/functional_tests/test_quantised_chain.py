@@ -153,7 +153,8 @@ def test_policies(tmp_path: Path) -> None:
     assert quant_policy(str(tmp_path / "p.json"), "none") == QuantConfig(draft="none")
     wrong = {
         "p.json": ('{"kv_cach": "fp8"}', "did you mean 'kv_cache'"), "q.yaml": ("- a", "must hold an object"),
-        "r.yml": ("a: [", "not valid YAML"), "s.json": ('{"percentile": 0}', "percentile must be"),
+        "r.yml": ("a: [", "not valid YAML"),
+        "s.json": ('{"calibration": "percentile", "percentile": 0}', "percentile must be"),
     }  # fmt: skip
     for name, (text, message) in wrong.items():
         (tmp_path / name).write_text(text)

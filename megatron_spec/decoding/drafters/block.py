@@ -122,12 +122,13 @@ class DSparkDrafter(BlockDrafter):
         q: list[Tensor] = []
         sure_B = torch.ones_like(token_B, dtype=torch.float32)
         proposed_B = torch.zeros_like(token_B)
+        memory_Br = states_BCH.new_zeros(len(token_B), self.config.markov_rank)
         for k in range(count):
-            state_BH = states_BCH[:, k]
-            markov_Br = draft.markov(tokens[-1] if tokens else token_B)
-            logits_BV = draft.logits(state_BH[None], self.base)[0] + draft.markov_logits(markov_Br)
+            state_BH, m_Br = states_BCH[:, k], draft.markov(tokens[-1] if tokens else token_B)
+            latent_Br, memory_Br = draft.markov_head.step(m_Br, state_BH, memory_Br)
+            logits_BV = draft.logits(state_BH[None], self.base)[0] + draft.markov_logits(latent_Br)
             tokens.append(self._choose(logits_BV, context, k, q))
-            sure_B = sure_B * draft.confidence(state_BH, markov_Br).float().sigmoid()
+            sure_B = sure_B * draft.confidence(state_BH, m_Br).float().sigmoid()
             proposed_B = proposed_B + (sure_B >= self.threshold)
         return Proposal(
             torch.stack(tokens, dim=1),

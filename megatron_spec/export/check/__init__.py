@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.export.base_rows import KEY, base_rows, changed
-from megatron_spec.export.check import eagle3, others
+from megatron_spec.export.check import block, eagle3, others
 from megatron_spec.export.check.finding import ALL, Engine, Finding, Folder
 from megatron_spec.export.formats import DraftProblems, Reading, Source, open_source, read_draft
 from megatron_spec.export.native_mtp import is_own_module
@@ -25,6 +25,8 @@ __all__ = ["Engine", "Finding", "check_folder", "kind_of"]
 _CHECKS: dict[str, Callable[[Folder], Iterator[Finding]]] = {
     "EAGLE-3": eagle3.check,
     "EAGLE-1": others.check_eagle1,
+    "DFlash": block.check,
+    "DSpark": block.check,
     "Medusa": others.check_medusa,
     "MTP": others.check_mtp,
     "speculators": others.check_speculators,
@@ -56,6 +58,8 @@ def kind_of(config: dict[str, Any], tensors: dict[str, Entry]) -> str:
         ("PEagle", "EAGLE-3"),
         ("Peagle", "EAGLE-3"),
         ("LlamaForCausalLMEagle", "EAGLE-1"),
+        ("DFlash", "DFlash"),
+        ("DSpark", "DSpark"),
         ("Medusa", "Medusa"),
         ("MTP", "MTP"),
     ):

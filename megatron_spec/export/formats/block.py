@@ -15,7 +15,6 @@ from megatron_spec.export.formats.reading import (
     Source,
     check_all,
     check_fits,
-    integer,
     meaningless,
 )
 
@@ -31,19 +30,17 @@ class Block:
 
     def matches(self, source: Source) -> bool:
         """By `architectures`."""
-        return self._algorithm(source) is not None
-
-    def _algorithm(self, source: Source) -> str | None:
-        found = source.raw.get("architectures")
-        return next((name for name, names in ARCHITECTURES.items() if names == found), None)
+        return algorithm_of(source.raw) is not None
 
     def read(self, source: Source, base: BaseConfig | None) -> Reading:
         """See `Format`."""
-        inside = dict(source.raw.get("dflash_config") or {})
-        problems = _options(source.raw, inside, self._algorithm(source) == "dspark")
+        problems = _options(source.raw)
         if problems:
             raise DraftProblems(source.folder, problems)
-        config = self._config(source, inside)
+        try:
+            config = config_of(source.raw)
+        except UserError as e:
+            raise source.problem("config", f"config.json: {e}", "correct it") from None
         plain = {name.removeprefix("model."): name for name in source.entries}
         names: dict[str, str | None] = {n: plain[n] for n in draft_tensors(config) if n in plain}
         unused = meaningless(source.entries)
@@ -56,40 +53,57 @@ class Block:
             raise DraftProblems(source.folder, problems)
         return reading
 
-    def _config(self, source: Source, inside: dict[str, Any]) -> BlockConfig:
-        raw = source.raw
-        for key in ("target_layer_ids", "mask_token_id"):
-            top = raw.get(key, inside.get(key))
-            if top is None:
-                raise source.problem("config", f"config.json lacks {key}", "copy it from the trained configuration")
-            if inside.setdefault(key, top) != top:
-                found = f"{key} is {top} at the top level and {inside[key]} in dflash_config"
-                raise source.problem("config", found, "make them agree")
-        sizes = {key: raw[key] if key in ("rms_norm_eps", "hidden_act") else integer(raw, key, source) for key in SAME}
-        sliding = bool(inside.get("use_swa")) or "sliding_attention" in (raw.get("layer_types") or ())
-        values = sizes | {
-            "algorithm": self._algorithm(source), "mask_token_id": inside["mask_token_id"],
-            "rope": read_rope(raw, str(source.folder / "config.json")).to_dict(),
-            "capture_layer_ids": inside["target_layer_ids"], "causal": bool(inside.get("causal", False)),
-            "sliding_window": inside.get("swa_window_size", raw.get("sliding_window")) if sliding else None,
-        }  # fmt: skip
-        if values["algorithm"] == "dspark":
-            values["markov_rank"] = integer(raw, "markov_rank", source)
-            values["confidence_reads_markov"] = bool(raw.get("confidence_head_with_markov", False))
-        try:
-            return BlockConfig.from_dict(values)
-        except UserError as e:
-            raise source.problem("config", f"config.json: {e}", "correct it") from None
+
+def algorithm_of(raw: dict[str, Any]) -> str | None:
+    """dflash or dspark by the `architectures` of a config.json; None for another kind of draft."""
+    found = raw.get("architectures")
+    return next((name for name, names in ARCHITECTURES.items() if names == found), None)
 
 
-def _options(raw: dict[str, Any], inside: dict[str, Any], dspark: bool) -> list[Problem]:
+def config_of(raw: dict[str, Any]) -> BlockConfig:
+    """The architecture that a config.json describes. Raises UserError for what is missing or contradicts itself."""
+    inside = dict(raw.get("dflash_config") or {})
+    values: dict[str, Any] = {"algorithm": algorithm_of(raw)}
+    for key in SAME:
+        if raw.get(key) is None:
+            raise UserError(f"{key} is missing")
+        values[key] = raw[key]
+    for key, field in (("target_layer_ids", "capture_layer_ids"), ("mask_token_id", "mask_token_id")):
+        given = [x[key] for x in (raw, inside) if x.get(key) is not None]
+        if not given:
+            raise UserError(f"{key} is missing")
+        if given[0] != given[-1]:
+            raise UserError(f"{key} is {given[0]} at the top level and {given[1]} in dflash_config")
+        values[field] = given[0]
+    causal, window = _attention(raw, inside)
+    rope = read_rope(raw, "config.json").to_dict()
+    values |= {"rope": rope, "causal": causal, "sliding_window": window}
+    if values["algorithm"] == "dspark":
+        values["markov_rank"] = raw.get("markov_rank", 0)
+        values["markov_head_type"] = raw.get("markov_head_type", "vanilla")
+        values["confidence_reads_markov"] = bool(raw.get("confidence_head_with_markov", False))
+    return BlockConfig.from_dict(values)
+
+
+def _attention(raw: dict[str, Any], inside: dict[str, Any]) -> tuple[bool, int | None]:
+    """(causal, window). Without a word on it, layers with sliding attention are causal and `use_swa` is not (vLLM)."""
+    listed = "sliding_attention" in (raw.get("layer_types") or ())
+    causal = next((x for x in (raw.get("is_causal"), inside.get("causal")) if x is not None), listed)
+    if not (listed or inside.get("use_swa")):
+        return bool(causal), None
+    return bool(causal), inside.get("swa_window_size", raw.get("sliding_window"))
+
+
+def _options(raw: dict[str, Any]) -> list[Problem]:
     """What a config.json asks for that this package has no draft for."""
+    inside, dspark = dict(raw.get("dflash_config") or {}), algorithm_of(raw) == "dspark"
     asked = {
         "biases": bool(raw.get("attention_bias") or raw.get("mlp_bias")),
         "attention sinks": bool(inside.get("attention_sink_bias") or raw.get("add_swa_attention_sink_bias")),
         "a reduced draft vocabulary": raw.get("draft_vocab_size", raw.get("vocab_size")) != raw.get("vocab_size"),
         "sliding and full attention in one draft": len(set(raw.get("layer_types") or ())) > 1,
-        f"markov_head_type {raw.get('markov_head_type')!r}": raw.get("markov_head_type", "vanilla") != "vanilla",
+        "a window without its size": _attention(raw, inside)[1] is None
+        and ("sliding_attention" in (raw.get("layer_types") or ()) or bool(inside.get("use_swa"))),
         "DSpark without a confidence head": dspark and not raw.get("enable_confidence_head", False),
         f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
         "no rms_norm_eps or hidden_act": not {"rms_norm_eps", "hidden_act"} <= raw.keys(),

@@ -71,6 +71,20 @@ def block_states(
     return norm(x, w["norm.weight"], eps)
 
 
+def markov(w: Weights, config: Any, m: Tensor, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """What W2 is applied to for one slot, and the memory of the next: DSpark's three heads."""
+    r = config.markov_rank
+    if config.markov_head_type == "gated":
+        G, b = w["markov_head.gate_proj.weight"], w["markov_head.gate_proj.bias"]
+        return m / (1 + torch.exp(-(G[:, :-r] @ x + G[:, -r:] @ m + b))), memory
+    if config.markov_head_type == "rnn":
+        J, b = w["markov_head.joint_proj.weight"], w["markov_head.joint_proj.bias"]
+        a = J[:, :r] @ memory + J[:, r : 2 * r] @ m + J[:, 2 * r :] @ x + b
+        keep = torch.sigmoid(a[:r])
+        return torch.tanh(a[2 * r :]), keep * memory + (1 - keep) * torch.tanh(a[r : 2 * r])
+    return m, memory
+
+
 def plain_loss(
     w: Weights, config: Any, goal: Any, features: Any, anchors: list[list[int]], table: Tensor, head: Tensor
 ) -> Tensor:
@@ -88,10 +102,11 @@ def plain_loss(
             w, config, features.captures_SBC[:, b], batch.positions_BS[b], batch.documents_BS[b], places, table[ids]
         ).unflatten(0, (-1, C))
         for p, a in enumerate(places):
-            count = 0  # supervised slots: the tokens behind the anchor that belong to its turn
+            count = 0  # supervised slots: the tokens after the anchor that belong to its turn
             while count < C - first and a + 1 + count < len(tokens) and turns[a + 1 + count] == turns[a]:
                 count += 1
             prefix, losses, products = 1.0, [], []
+            memory = head.new_zeros(config.markov_rank)
             for k in range(count):
                 x = states[p, first + k]
                 logits = x @ head.t()
@@ -99,7 +114,8 @@ def plain_loss(
                 m = None
                 if first == 0:
                     m = w["markov_head.markov_w1.weight"][tokens[a + k]]
-                    logits = logits + w["markov_head.markov_w2.weight"] @ m
+                    latent, memory = markov(w, config, m, x, memory)
+                    logits = logits + w["markov_head.markov_w2.weight"] @ latent
                 target = (features.state_SBH[a + k, b] @ head.t()).softmax(-1)
                 logq = logits.log_softmax(-1)
                 q = logq.exp()

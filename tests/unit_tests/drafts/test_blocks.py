@@ -88,6 +88,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "window": ({"sliding_window": 5, "causal": True}, {"loss": "hard_ce"}),
     "few anchors, d-pace": ({"block_size": 5}, {"anchors": 3, "block_weights": "d-pace", "loss": "hard_ce"}),
     "dspark": ({"algorithm": "dspark"}, {"block_gamma": 3.0}),
+    "dspark, gated": ({"algorithm": "dspark", "markov_head_type": "gated"}, {}),
+    "dspark, rnn": ({"algorithm": "dspark", "markov_head_type": "rnn"}, {"block_weights": "d-pace"}),
     "dspark, curriculum": (
         {"algorithm": "dspark", "confidence_reads_markov": False},
         {"backbone_weight": 0.4, "block_weights": "d-pace", "confidence_weight": 0.5},

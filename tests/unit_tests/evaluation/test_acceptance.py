@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_spec.decoding.engine import Generation
-from megatron_spec.evaluation.acceptance import acceptance_stats, bootstrap_ci95, by_category, change_ci95
+from megatron_spec.evaluation.acceptance import acceptance_stats, bootstrap_ci95, by_category, by_context, change_ci95
 
 
 def answer(*steps: tuple[int, int]) -> Generation:
@@ -47,6 +47,16 @@ def test_nothing_drafted_is_not_a_full_acceptance() -> None:
     stats = acceptance_stats([answer((0, 0), (2, 2))])
     assert stats.full_acceptance_share == 1.0 and stats.acceptance_length == 2.0
     assert acceptance_stats([answer((0, 2))]).conditional_acceptance_per_position == (0.0, None)
+
+
+def test_steps_are_grouped_by_the_tokens_known_before_them() -> None:
+    """Prompts of 4 and 9 tokens; the prefill adds one, each step what it accepted and one more."""
+    answers = [answer((3, 3), (0, 3), (1, 3)), answer((2, 3), (0, 3))]  # steps at 5, 9, 10 and at 10, 13 tokens
+    found = by_context(answers, [4, 9], lambda tokens: "short" if tokens < 10 else "long")
+    assert {name: s.steps for name, s in found.items()} == {"long": 3, "short": 2}
+    assert found["short"] == acceptance_stats([answer((3, 3), (0, 3))])
+    assert found["long"] == acceptance_stats([answer((1, 3)), answer((2, 3), (0, 3))])
+    assert by_context([Generation()], [4], str) == {}
 
 
 def test_answers_without_steps_are_no_error() -> None:

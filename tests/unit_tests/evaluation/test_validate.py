@@ -42,7 +42,8 @@ def test_report_of_an_honest_draft(chat: Any, tmp_path: Path) -> None:
     by_category = run.acceptance_by_category
     assert set(by_category) == {"math", "none", "qa"}
     assert sum(s.steps for s in by_category.values()) == run.acceptance.steps > 0
-    assert sum(s.steps for s in run.acceptance_by_prompt_length.values()) == run.acceptance.steps
+    for groups in (run.acceptance_by_prompt_length, run.acceptance_by_context_length):
+        assert sum(s.steps for s in groups.values()) == run.acceptance.steps
     assert sum(run.acceptance_distribution) == pytest.approx(1)
     assert run.acceptance.steps + run.acceptance.prompts <= report.base.tokens
     assert run.costs is not None and run.costs.draft > 0 and run.predicted_speedup == pytest.approx(
@@ -218,7 +219,7 @@ def test_the_page_stands_alone(chat: Any, tmp_path: Path) -> None:
     write_html(tmp_path / "one.html", {"n-grams <2>": report})
     write_html(tmp_path / "two.html", {"a": report, "b": report})
     page = (tmp_path / "one.html").read_text()
-    assert "n-grams &lt;2&gt;" in page and page.count("<svg") == 6 and f"{report['acceptance_length']:.3f}" in page
+    assert "n-grams &lt;2&gt;" in page and page.count("<svg") == 7 and f"{report['acceptance_length']:.3f}" in page
     links = re.findall(r"""(?:src|href)=["'](?!#)|https?://(?!www\.w3\.org)""", page)
     assert links == []  # nothing is fetched
     for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_spec.config import EagleConfig, UserError
+from megatron_spec.config.structure import quantisable
 from megatron_spec.export import layout
 from megatron_spec.export.check import check_folder
 from megatron_spec.export.quant_metadata import DRAFT_EXCLUDES, hf_quant_config, quantization_config
@@ -28,11 +29,12 @@ CONFIG = EagleConfig(
 
 Tensors = dict[str, Tensor]
 Json = dict[str, Any]
+Break = Callable[[Tensors, Json], tuple[Tensors, Json]]
 
 
 def good(fp8: bool = False) -> tuple[Tensors, Json]:
     """A folder's content that breaks no rule, made without the exporter."""
-    linears = set(layout.linear_names(CONFIG)) if fp8 else set()
+    linears = set(quantisable(CONFIG)) if fp8 else set()
     tensors = {
         name: torch.ones(shape, dtype=getattr(torch, dtype)) if dtype.startswith("float8") is False
         else torch.ones(shape).to(torch.float8_e4m3fn)
@@ -89,6 +91,8 @@ def other(kind: str) -> tuple[Tensors, Json]:
     if kind == "model":
         tensors = {"model.embed_tokens.weight": torch.ones(V, H), "lm_head.weight": torch.ones(V, H)}
         return tensors, {**common, "architectures": ["LlamaForCausalLM"]}
+    if kind in ("dflash", "dspark"):
+        return block(kind)
     algorithm = {"eagle1": "eagle1", "mtp": "eagle-mtp"}[kind]
     config = EagleConfig(
         algorithm=algorithm, draft_vocab_size=V, target_hidden_size=H, max_position_embeddings=64, **shape
@@ -98,7 +102,44 @@ def other(kind: str) -> tuple[Tensors, Json]:
     return tensors, {**common, "architectures": layout.ARCHITECTURES[algorithm]}
 
 
-KINDS = {"eagle1": ("vllm", "sglang"), "medusa": ("vllm",), "mtp": (), "model": ("trtllm", "vllm", "sglang")}
+def block(kind: str) -> tuple[Tensors, Json]:
+    """A DFlash or DSpark folder as DeepSpec writes one: rank 2, two captures, blocks of 4."""
+    shapes = {"fc": (H, 2 * H), "hidden_norm": (H,), "norm": (H,)}
+    layer = {"q": (8, H), "k": (4, H), "v": (4, H), "o": (H, 8)}
+    shapes |= {f"layers.0.self_attn.{x}_proj": size for x, size in layer.items()}
+    shapes |= {f"layers.0.self_attn.{x}_norm": (4,) for x in "qk"}
+    shapes |= {f"layers.0.mlp.{x}_proj": (12, H) for x in ("gate", "up")} | {"layers.0.mlp.down_proj": (H, 12)}
+    shapes |= {f"layers.0.{x}_layernorm": (H,) for x in ("input", "post_attention")}
+    config: Json = dict(
+        architectures=["DFlashDraftModel"], model_type="qwen3", hidden_size=H, intermediate_size=12, vocab_size=V,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_hidden_layers=1, rms_norm_eps=1e-6,
+        rope_theta=1e4, max_position_embeddings=64, hidden_act="silu", block_size=4, num_target_layers=8,
+        layer_types=["full_attention"], dflash_config={"mask_token_id": 7, "target_layer_ids": [1, 5]},
+    )  # fmt: skip
+    if kind == "dspark":
+        shapes |= {f"markov_head.markov_w{i}": (V, 2) for i in (1, 2)} | {"confidence_head.proj": (1, H + 2)}
+        config |= {
+            "architectures": ["Qwen3DSparkModel"], "markov_rank": 2, "markov_head_type": "vanilla",
+            "enable_confidence_head": True, "confidence_head_with_markov": True,
+        }  # fmt: skip
+    tensors = {f"{n}.weight": torch.ones(size) for n, size in shapes.items()}
+    return tensors | ({"confidence_head.proj.bias": torch.ones(1)} if kind == "dspark" else {}), config
+
+
+def gated(t: Tensors, c: Json) -> tuple[Tensors, Json]:
+    gate = {"markov_head.gate_proj.weight": torch.ones(2, H + 2), "markov_head.gate_proj.bias": torch.ones(2)}
+    return t | gate, {**c, "markov_head_type": "gated"}
+
+
+def attends(causal: bool, window: int | None) -> Break:
+    keys: Json = {"layer_types": ["sliding_attention"], "sliding_window": window} if window else {}
+    return lambda t, c: (t, {**c, **keys, "dflash_config": {**c["dflash_config"], "causal": causal}})
+
+
+EVERY = ("trtllm", "vllm", "sglang")
+KINDS = {
+    "eagle1": ("vllm", "sglang"), "medusa": ("vllm",), "mtp": (), "model": EVERY, "dflash": EVERY, "dspark": EVERY,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,7 +160,6 @@ def without(values: dict[str, Any], *names: str) -> Any:
     return {n: x for n, x in values.items() if not any(name in n for name in names)}
 
 
-Break = Callable[[Tensors, Json], tuple[Tensors, Json]]
 NESTED = "eagle_config"
 TOP = "eagle_aux_hidden_state_layer_ids"
 BROKEN: dict[str, tuple[Break, str, str, bool]] = {
@@ -177,6 +217,11 @@ def test_broken_rule_is_found(tmp_path: Path, base: Path, name: str) -> None:
     assert all(f.fix for f in findings)
 
 
+def eight_bits(t: Tensors, linear: str) -> Tensors:
+    codes = {f"{linear}.weight": t[f"{linear}.weight"].to(torch.float8_e4m3fn)}
+    return t | codes | {f"{linear}.{x}_scale": torch.tensor(1.0) for x in ("weight", "input")}
+
+
 OTHERS: dict[str, tuple[str, Break, str, str]] = {
     # name: (kind, change, rule, part of the message)
     "no bias": ("eagle1", lambda t, c: (without(t, "fc.bias"), c), "fc.bias", "random"),
@@ -195,6 +240,26 @@ OTHERS: dict[str, tuple[str, Break, str, str]] = {
     "padded vocabulary": (
         "model", lambda t, c: ({**t, "model.embed_tokens.weight": torch.ones(64, H)}, c), "vocab_size", "64 rows"
     ),
+    "fp8 values": (
+        "dflash", lambda t, c: (eight_bits(t, "layers.0.self_attn.v_proj"), c), "qkv", "SGLang loads the codes"
+    ),
+    "no mask token": (
+        "dflash", lambda t, c: (t, {**c, "dflash_config": {"target_layer_ids": [1, 5]}}), "config", "mask_token_id"
+    ),
+    "two masks": ("dspark", lambda t, c: (t, {**c, "mask_token_id": 8}), "config", "8 at the top level and 7"),
+    "other base": ("dflash", lambda t, c: (t, {**c, "num_target_layers": 6}), "num_target_layers", "has 8 layers"),
+    "last layer": (
+        "dflash", lambda t, c: (t, {**c, "dflash_config": {**c["dflash_config"], "target_layer_ids": [1, 7]}}),
+        "capture_ids", "SGLang never delivers",
+    ),
+    "causal": ("dflash", attends(True, None), "served", "sglang does not compute"),
+    "one-sided window": ("dflash", attends(False, 4), "served", "trtllm does not compute"),
+    "gated": ("dspark", gated, "served", "vllm does not compute"),
+    "no window": (
+        "dflash", lambda t, c: (t, {**c, "layer_types": ["sliding_attention"]}), "option", "window without its size"
+    ),
+    "no model type": ("dspark", lambda t, c: (t, without(c, "model_type")), "model_type", "layers of Qwen 3"),
+    "lost W2": ("dspark", lambda t, c: (without(t, "markov_w2"), c), "missing", "markov_w2"),
     "no head": ("model", lambda t, c: (without(t, "lm_head"), c), "missing", "tie_word_embeddings"),
 }  # fmt: skip
 
@@ -204,6 +269,22 @@ def test_broken_rule_of_another_kind_is_found(tmp_path: Path, base: Path, name: 
     kind, change, rule, message = OTHERS[name]
     findings = check_folder(write(tmp_path / "d", *change(*other(kind))), base=base)
     assert [f for f in findings if f.rule == rule and message in f.found and not f.warning], findings
+
+
+def test_which_engines_compute_a_block_draft(tmp_path: Path, base: Path) -> None:
+    """The masks and heads that each loader has."""
+    expected = {
+        "whole block": ("dflash", attends(False, None), set()),
+        "causal": ("dflash", attends(True, None), {"sglang", "trtllm"}),
+        "causal window": ("dflash", attends(True, 3), set()),
+        "window": ("dflash", attends(False, 4), {"sglang", "trtllm"}),
+        "causal window, dspark": ("dspark", attends(True, 3), {"trtllm"}),
+        "gated": ("dspark", gated, {"vllm", "trtllm"}),
+    }
+    for name, (kind, change, lost) in expected.items():
+        findings = check_folder(write(tmp_path / name, *change(*other(kind))), base=base)
+        assert {e for f in findings for e in f.engines if f.rule == "served"} == lost, name
+        assert all(f.rule == "served" for f in findings), name
 
 
 def test_layers_one_off_are_pointed_out(tmp_path: Path, base: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from megatron_spec.config import UserError
+from megatron_spec.export.block import SAME
 from megatron_spec.serving.docker import docker_command, mounts
 from megatron_spec.serving.draft import Speculation, exported
 from megatron_spec.serving.sglang import sglang_command
@@ -171,6 +172,13 @@ def test_block_drafts_pard_and_lookup(tmp_path: Path) -> None:
     assert sglang_command(spark, "/b")[-2:] == ["--speculative-dspark-block-size", "5"]
     with pytest.raises(UserError, match="a block of this draft proposes 7 tokens"):
         exported(tmp_path / "flash", 8)
+    shape: dict[str, Any] = dict.fromkeys(SAME, 8) | {"hidden_act": "silu", "rope_theta": 1e4}
+    inside = {"mask_token_id": 3, "target_layer_ids": [1], "causal": True}
+    causal = draft(tmp_path / "causal", architectures=["DFlashDraftModel"], **shape, dflash_config=inside)
+    assert speculative_config(exported(causal))["method"] == "dflash"
+    for refuses in (lambda: sglang_command(exported(causal), "/b"), lambda: trtllm_config(exported(causal))):
+        with pytest.raises(UserError, match=r"does not serve this draft: it lets a slot see .*; serve it with vLLM"):
+            refuses()
     pard = Speculation("pard", 4, "/small")
     assert trtllm_config(pard)["speculative_config"]["decoding_type"] == "PARD"
     assert speculative_config(pard)["parallel_drafting"] is True

@@ -1,0 +1,85 @@
+"""Rules of a DFlash or DSpark folder. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+from megatron_spec.config import BlockConfig
+from megatron_spec.export.block import unserved
+from megatron_spec.export.check.finding import Engine, Finding, Folder
+from megatron_spec.export.check.shared import check_fp8, check_rope, check_target
+
+
+def check(folder: Folder) -> Iterator[Finding]:
+    """All rules; most need a folder that can be read."""
+    for rule in (_names, _precision, _served, _mask_token, _target_layers, check_rope, check_fp8, check_target):
+        yield from rule(folder)
+
+
+def _block(folder: Folder) -> BlockConfig | None:
+    return cast(BlockConfig, folder.reading.config) if folder.reading is not None else None
+
+
+def _names(folder: Folder) -> Iterator[Finding]:
+    if folder.prefix:
+        yield Finding(
+            "prefix", "tensor names begin with 'model.', which vLLM adds itself", "remove 'model.' from the names",
+            ("vllm",),
+        )  # fmt: skip
+    if folder.config.get("model_type") != "qwen3":
+        yield Finding(
+            "model_type", f"model_type is {folder.config.get('model_type')!r}: engines build the layers of Qwen 3",
+            'write "model_type": "qwen3"',
+        )  # fmt: skip
+
+
+def _precision(folder: Folder) -> Iterator[Finding]:
+    """SGLang never quantises q, k and v; TensorRT-LLM slices keys and values out of the fused weight, scales lost."""
+    fused = tuple(f".self_attn.{x}_proj.weight" for x in "qkv")
+    found = sorted(n for n, e in folder.tensors.items() if n.endswith(fused) and e.dtype in ("F8_E4M3", "U8"))
+    if found:
+        yield Finding(
+            "qkv", f"{', '.join(found[:4])} ({len(found)}) are quantised: SGLang loads the codes as numbers without a "
+            "word, TensorRT-LLM and vLLM before 0.32 make keys and values of the context without their scales",
+            "keep q_proj, k_proj and v_proj of a block draft in bf16; o_proj and the MLP may be quantised",
+            ("sglang", "trtllm"),
+        )  # fmt: skip
+
+
+def _served(folder: Folder) -> Iterator[Finding]:
+    config = _block(folder)
+    for engine, why in unserved(config).items() if config is not None else ():
+        yield Finding(
+            "served", f"{engine} does not compute this draft: {why}", "serve it with another engine, or train it as "
+            "that one computes it", (cast(Engine, engine),),
+        )  # fmt: skip
+
+
+def _mask_token(folder: Folder) -> Iterator[Finding]:
+    config, target = _block(folder), folder.base or {}
+    if config is None:
+        return
+    ends: Any = target.get("eos_token_id", folder.config.get("eos_token_id"))
+    used = {*(ends if isinstance(ends, list) else [ends]), target.get("bos_token_id")}
+    if config.mask_token_id in used:
+        yield Finding(
+            "mask_token", f"the mask token {config.mask_token_id} begins or ends texts of the target",
+            "train with a token that no text contains", warning=True,
+        )  # fmt: skip
+
+
+def _target_layers(folder: Folder) -> Iterator[Finding]:
+    config, layers = _block(folder), (folder.base or {}).get("num_hidden_layers")
+    if config is None or layers is None:
+        return
+    if config.num_target_layers != layers:
+        yield Finding(
+            "num_target_layers", f"num_target_layers is {config.num_target_layers}, the target has {layers} layers",
+            "write the target's number, or take the draft of this target",
+        )  # fmt: skip
+    if layers - 1 in config.capture_layer_ids:
+        yield Finding(
+            "capture_ids", f"the target's last layer ({layers - 1}) is captured, whose output SGLang never delivers",
+            "train on layers before the last one, or serve with vLLM or TensorRT-LLM", ("sglang",),
+        )  # fmt: skip
