@@ -19,8 +19,9 @@ from torch import Tensor
 
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.ops import backend
-from megatron_spec.ops.attention import AttentionPlan, attend, causal_attention
+from megatron_spec.ops.attention import attend
 from megatron_spec.ops.rope import apply_rotary, rotary_angles
+from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import Paths
 
 Norms = tuple[Tensor, Tensor] | None
@@ -36,16 +37,23 @@ class PlainOperators:
     def __init__(self, config: BaseConfig, heads: int, kv_heads: int) -> None:
         self.config, self.heads, self.kv_heads, self.eps = config, heads, kv_heads, config.rms_norm_eps
 
-    def serves(self, plan: AttentionPlan) -> bool:
+    def serves(self, visibility: Visibility) -> bool:
         """True where these operators gain something: decoding."""
-        return plan.cache is not None
+        return visibility.cache is not None
 
     def attend(
-        self, qkv: Tensor, tables: tuple[Tensor, Tensor], S: int, B: int, plan: AttentionPlan, layer: int, norms: Norms
+        self,
+        qkv: Tensor,
+        tables: tuple[Tensor, Tensor],
+        S: int,
+        B: int,
+        visibility: Visibility,
+        layer: int,
+        norms: Norms,
     ) -> Tensor:
         """[R, N * D] attention of a layer from its projection [R, (N + 2G) * D]."""
         q, k, v = self.split_rotated(qkv, tables, S, B, norms)
-        return attend(q, k, v, plan, layer).reshape(S * B, -1)
+        return attend(q, k, v, visibility, layer).reshape(S * B, -1)
 
     def tables(self, angles_SB1D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin) as `split_rotated` wants them."""
@@ -91,7 +99,7 @@ class PlainOperators:
 
 class KernelOperators(PlainOperators):
     """With fused kernels (residual sum with norm, rotary embedding with the split of q, k and v, gate), for training
-    batches and decoding; attention from the fastest kernel that is there.
+    batches and decoding.
 
     Args:
         kernels: operators (`ops.backend.load`).
@@ -101,18 +109,9 @@ class KernelOperators(PlainOperators):
         super().__init__(config, heads, kv_heads)
         self.kernels = kernels
 
-    def serves(self, plan: AttentionPlan) -> bool:
-        """Decoding, and causal or packed batches, also of shared sequences."""
-        return plan.mask_B1SL is None or plan.cache is not None
-
-    def attend(
-        self, qkv: Tensor, tables: tuple[Tensor, Tensor], S: int, B: int, plan: AttentionPlan, layer: int, norms: Norms
-    ) -> Tensor:
-        """See `PlainOperators.attend`."""
-        if plan.context is not None or plan.cache is not None:
-            return super().attend(qkv, tables, S, B, plan, layer, norms)
-        q, k, v = self.split_rotated(qkv, tables, S, B, norms)
-        return causal_attention(q, k, v, plan.documents).reshape(S * B, -1)
+    def serves(self, visibility: Visibility) -> bool:
+        """Training batches and decoding."""
+        return True
 
     def tables(self, angles_SB1D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """See `PlainOperators.tables`; fp32 [R, D / 2]."""
@@ -165,9 +164,9 @@ class Fp8Operators(KernelOperators):
                 self.weights[id(module)] = fp8.Fp8Matrix.of_weight(module.weight.data)
                 module.weight.data = module.weight.data.new_empty(0)
 
-    def serves(self, plan: AttentionPlan) -> bool:
+    def serves(self, visibility: Visibility) -> bool:
         """Training batches only: `FrozenBase` refuses the rest."""
-        return plan.cache is None and super().serves(plan)
+        return visibility.cache is None
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Any]:
         """See `PlainOperators.add_norm`."""
@@ -212,26 +211,26 @@ class DirectForward:
         """No hooks (quantisers, observers): these must run, so such layers are not bypassed."""
         return not any(m._forward_pre_hooks or m._forward_hooks for m in self._parts)
 
-    def can_run(self, plan: AttentionPlan) -> bool:
+    def can_run(self, visibility: Visibility) -> bool:
         """True for what the operators serve, when nothing hooks into the layers."""
-        return self.operators.serves(plan) and self.untouched()
+        return self.operators.serves(visibility) and self.untouched()
 
     @torch.no_grad()
     def __call__(
         self, hidden_SBH: Tensor, positions_BS: Tensor, inv_freq: Tensor, captured: Collection[int],
-        plan: AttentionPlan | None = None,
+        visibility: Visibility | None = None,
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """Run all layers.
 
         Args:
             captured: indices in `layers` whose outputs are wanted.
-            plan: key visibility; default: causal.
+            visibility: key visibility; default: causal.
 
         Returns:
             (state after the last layer, after the final norm when there is one; captured outputs), all [S, B, H].
         """
         (S, B, H), do = hidden_SBH.shape, self.operators
-        plan = plan or AttentionPlan.causal()
+        visibility = visibility or Visibility.causal()
         tables = do.tables(rotary_angles(positions_BS, inv_freq), hidden_SBH.dtype)
         x, delta, recorded = hidden_SBH.reshape(S * B, H), None, []
         for i, layer in enumerate(self.layers):
@@ -240,7 +239,7 @@ class DirectForward:
             if i - 1 in captured:
                 recorded.append(x.view(S, B, H))
             qkv = do.linear(normed, attention.linear_qkv, attention.linear_qkv.bias)
-            attended = do.attend(qkv, tables, S, B, plan, i, self._head_norms(attention))
+            attended = do.attend(qkv, tables, S, B, visibility, i, self._head_norms(attention))
             delta = self._summed(do.activation(attended), attention.linear_proj)
             x, normed = do.add_norm(x, delta, layer.pre_mlp_layernorm.weight)
             delta = self._summed(do.gated(do.linear(normed, mlp.linear_fc1, mlp.linear_fc1.bias)), mlp.linear_fc2)
@@ -276,7 +275,7 @@ def run_in_fp8(base: Any) -> None:
     paths: Paths = base.paths.asked_for("base_fp8")
     paths.check()
     direct: DirectForward | None = base.direct
-    if direct is None or not direct.can_run(AttentionPlan.causal()):
+    if direct is None or not direct.can_run(Visibility.causal()):
         raise UserError("--base-fp8: this base carries fake quantisers, or layers of its own; leave --base-fp8 out")
     assert isinstance(direct.operators, KernelOperators)
     direct.operators, base.paths = Fp8Operators(direct.operators, direct.layers), paths

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_spec.base.modules import PlannedAttention, ReplicatedLinear, RMSNorm
+from megatron_spec.base.modules import CoreAttention, ReplicatedLinear, RMSNorm
 from megatron_spec.config import MlaConfig
 from megatron_spec.ops import latent as latent_ops
 
@@ -44,7 +44,7 @@ class LatentAttention(nn.Module):
         self.kv_layernorm = RMSNorm(config, mla.kv_lora_rank, eps)
         width = heads * (mla.nope_head_dim + mla.v_head_dim)
         self.linear_kv_up_proj = ColumnParallelLinear(mla.kv_lora_rank, width, **column)
-        self.core_attention = PlannedAttention(
+        self.core_attention = CoreAttention(
             config, layer_number, tp_group=self.tp, scale=mla.score_factor * size**-0.5, **core_options
         )
         self.linear_proj = RowParallelLinear(

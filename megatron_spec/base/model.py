@@ -19,25 +19,18 @@ from torch import Tensor, nn
 from megatron_spec.base import ends, placement, relay, te_spec
 from megatron_spec.base.capture import record_outputs
 from megatron_spec.base.direct import DirectForward
-from megatron_spec.base.modules import PlannedAttention
+from megatron_spec.base.modules import CoreAttention
 from megatron_spec.base.spec import block_spec
 from megatron_spec.batch import Batch
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.families.names import Experts, padded_vocab
 from megatron_spec.families.transformer_config import transformer_config
-from megatron_spec.ops.attention import AttentionPlan, KVCache
 from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
+from megatron_spec.ops.visibility import KVCache, Visibility
 from megatron_spec.planning import layouts
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import platform
 from megatron_spec.runtime.distributed import World
-
-
-def plan_for(batch: Batch, dtype: torch.dtype = torch.float32) -> AttentionPlan:
-    """Causal attention for one document per row, block-causal when documents are packed."""
-    if batch.context is not None:
-        return AttentionPlan.sharded(batch.documents_BS, batch.context, dtype)
-    return AttentionPlan.causal() if batch.single_document else AttentionPlan.packed(batch.documents_BS, dtype)
 
 
 class FrozenBase(nn.Module):
@@ -167,9 +160,9 @@ class FrozenBase(nn.Module):
         base.share_ends()
         return base
 
-    def _own_attentions(self) -> list[PlannedAttention]:
+    def _own_attentions(self) -> list[CoreAttention]:
         cores = [layer.self_attention.core_attention for layer in self.gpt.decoder.layers]
-        own = [core for core in cores if isinstance(core, PlannedAttention)]
+        own = [core for core in cores if isinstance(core, CoreAttention)]
         for index, core in enumerate(own):
             core.cache_layer = index
         return own
@@ -244,32 +237,32 @@ class FrozenBase(nn.Module):
         ep = self.world.parallel.expert_model_parallel_size
         return Experts.of(self.config, self.world.base_groups.ep.rank() if ep > 1 else 0, ep)
 
-    def _frequencies(self, batch: Batch, plan: AttentionPlan) -> Tensor:
+    def _frequencies(self, batch: Batch, visibility: Visibility) -> Tensor:
         """longrope has two sets of frequencies: the length of each token's own text chooses (see ops/rope.py)."""
         limit = self.config.rope.longest_short
         if self.inv_freq_long is None or limit is None:
             return self.inv_freq
-        if plan.cache is None:
+        if visibility.cache is None:
             length_BS = batch.local(batch.document_lengths())
         else:
-            known_B = plan.lengths_B if plan.lengths_B is not None else batch.positions_BS.amax(1) + 1
+            known_B = visibility.lengths_B if visibility.lengths_B is not None else batch.positions_BS.amax(1) + 1
             length_BS = known_B[:, None].expand_as(batch.positions_BS)
         return torch.where(length_BS.t()[..., None] > limit, self.inv_freq_long, self.inv_freq)
 
     @contextmanager
-    def _under(self, plan: AttentionPlan) -> Iterator[None]:
+    def _under(self, visibility: Visibility) -> Iterator[None]:
         for attention in self.attentions:
-            attention.plan = plan
+            attention.visibility = visibility
         try:
             yield
         finally:
             for attention in self.attentions:
-                attention.plan = None  # do not keep a cache or mask alive
+                attention.visibility = None  # do not keep a cache or mask alive
 
-    def _angles(self, batch: Batch, plan: AttentionPlan) -> Tensor:
+    def _angles(self, batch: Batch, visibility: Visibility) -> Tensor:
         if len(self.attentions) == self.stage.count:
-            return rotary_angles(batch.local(batch.positions_BS), self._frequencies(batch, plan))
-        if plan.context is not None or plan.mask_B1SL is not None or plan.documents is not None:
+            return rotary_angles(batch.local(batch.positions_BS), self._frequencies(batch, visibility))
+        if not visibility.is_causal:
             raise UserError(
                 "a wrapped GPTModel keeps its own causal attention and cannot run packed documents, context "
                 "parallelism or a cache: load the base with load_base, or give one document per row"
@@ -278,12 +271,12 @@ class FrozenBase(nn.Module):
         return rotary_angles(torch.arange(batch.tokens_BS.shape[1], device=self.world.device)[None], self.inv_freq)
 
     @torch.no_grad()
-    def forward(self, batch: Batch, plan: AttentionPlan, relayed: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, batch: Batch, visibility: Visibility, relayed: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """Run this stage.
 
         Args:
             batch: the micro-batch (its tokens are read on the first stage, its positions on all).
-            plan: who may look at whom.
+            visibility: which keys each row sees.
             relayed: [S, B, H * (1 + k_in)] from the stage before; None on the first stage.
 
         Returns:
@@ -297,11 +290,11 @@ class FrozenBase(nn.Module):
             hidden, captures = relay.split(relayed, self.config.hidden_size)
         decoder = self.gpt.decoder
         direct = self.direct
-        if direct is not None and direct.can_run(plan):
+        if direct is not None and direct.can_run(visibility):
             wanted = [i - self.stage.first for i in self.stage.captures_own]
             positions = batch.local(batch.positions_BS)
             with platform.direct():
-                hidden, recorded = direct(hidden, positions, self.inv_freq, wanted, plan)
+                hidden, recorded = direct(hidden, positions, self.inv_freq, wanted, visibility)
             return hidden, captures + recorded
         if direct is not None and direct.operators.only:
             raise UserError("a base in fp8 serves training batches only: it has no weights for decoding or quantisers")
@@ -310,7 +303,7 @@ class FrozenBase(nn.Module):
             decoder.set_input_tensor(hidden)
         own_layers = len(self.attentions) == self.stage.count  # known never to ask for CUDA by name
         calls = platform.direct() if own_layers else nullcontext()
-        with self._under(plan), record_outputs(captured) as recorded, calls:
-            hidden = decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=self._angles(batch, plan))
+        with self._under(visibility), record_outputs(captured) as recorded, calls:
+            hidden = decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=self._angles(batch, visibility))
         decoder.set_input_tensor(None)
         return hidden, captures + recorded

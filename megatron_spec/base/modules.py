@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_spec.ops.attention import PLAIN, AttentionPlan, Variant, attend
+from megatron_spec.ops.attention import PLAIN, Variant, attend
+from megatron_spec.ops.visibility import Visibility
 
 
 class RMSNorm(nn.Module):
@@ -44,8 +45,8 @@ class ReplicatedLinear(nn.Module):
         return F.linear(x, self.weight)
 
 
-class PlannedAttention(nn.Module):
-    """Core attention under the current `AttentionPlan`, which `FrozenBase` sets before each forward.
+class CoreAttention(nn.Module):
+    """Core attention under the current `Visibility`, which `FrozenBase` sets before each forward.
 
     Args:
         window: sliding window of this layer.
@@ -62,7 +63,7 @@ class PlannedAttention(nn.Module):
         pg_collection: Any = None, tp_group: Any = None, **__: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.plan: AttentionPlan | None = None
+        self.visibility: Visibility | None = None
         self.cache_layer = 0
         """Index of this layer in the stage's KVCache."""
         self.window, self.scale = window, scale
@@ -78,11 +79,11 @@ class PlannedAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """query [S, B, N, D], key and value [S, B, G, D], rotated -> [S, B, N*D]. The mask argument is not used."""
-        assert self.plan is not None, "FrozenBase must set the attention plan before a forward"
+        assert self.visibility is not None, "FrozenBase must set the attention visibility before a forward"
         variant = PLAIN
         if self.window is not None or self.softmax_offset is not None or self.scale is not None:
             variant = Variant(self.window, self.softmax_offset, self.scale)
-        return attend(query, key, value, self.plan, self.cache_layer, variant)
+        return attend(query, key, value, self.visibility, self.cache_layer, variant)
 
 
 def _scale_rotary(core: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

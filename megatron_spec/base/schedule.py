@@ -17,10 +17,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_spec.base import relay
-from megatron_spec.base.model import FrozenBase, plan_for
+from megatron_spec.base.model import FrozenBase
 from megatron_spec.batch import Batch
 from megatron_spec.config import UserError
-from megatron_spec.ops.attention import AttentionPlan
+from megatron_spec.ops.visibility import Visibility
 
 Result = tuple[Tensor, Tensor]
 """(captures [S, B, C], state [S, B, H] after the final norm)."""
@@ -55,10 +55,10 @@ class _ScheduledStage:
         """Called by the schedule with what the stage before sent."""
         self.input_tensor = tensors[0]
 
-    def step(self, work: Iterator[tuple[Batch, AttentionPlan]], _model: Any) -> tuple[Any, Any]:
+    def step(self, work: Iterator[tuple[Batch, Visibility]], _model: Any) -> tuple[Any, Any]:
         """megatron-core's forward_step_func."""
-        batch, plan = next(work)
-        hidden, captures = self.base(batch, plan, self.input_tensor)
+        batch, visibility = next(work)
+        hidden, captures = self.base(batch, visibility, self.input_tensor)
         self.input_tensor = None
         if self.base.world.is_last_stage:
             result = (_concatenate(hidden, captures), hidden)
@@ -81,11 +81,11 @@ def _check_lengths(base: FrozenBase, batches: list[Batch]) -> None:
 
 
 @torch.no_grad()
-def run_base(base: FrozenBase, batches: list[Batch], plans: list[AttentionPlan] | None = None) -> list[Result]:
+def run_base(base: FrozenBase, batches: list[Batch], visibilities: list[Visibility] | None = None) -> list[Result]:
     """Run the base over micro-batches, all pipeline ranks together. Each runs in its own shape.
 
     Args:
-        plans: one per micro-batch; default: causal, or block-causal for packed documents.
+        visibilities: one per micro-batch; default: causal inside each document.
 
     Returns:
         (captures [S, B, C], state [S, B, H]) per micro-batch on the last stage, [] elsewhere.
@@ -94,14 +94,14 @@ def run_base(base: FrozenBase, batches: list[Batch], plans: list[AttentionPlan] 
         return []
     _check_lengths(base, batches)
     B, S = batches[0].tokens_BS.shape
-    plans = plans if plans is not None else [plan_for(batch, base.dtype) for batch in batches]
+    visibilities = visibilities if visibilities is not None else [Visibility.of(batch) for batch in batches]
     stage, world = _ScheduledStage(base), base.world
     if any(batch.tokens_BS.shape != (B, S) for batch in batches):
         stage.exchange_shapes()
     adjust = relay.shapes_adjuster(len(base.stage.captures_in), len(base.stage.captures_out))
     results: list[Result] = get_forward_backward_func()(
         forward_step_func=stage.step,
-        data_iterator=iter(list(zip(batches, plans, strict=True))),
+        data_iterator=iter(list(zip(batches, visibilities, strict=True))),
         model=[stage],
         num_microbatches=len(batches),
         seq_length=S,
@@ -114,14 +114,14 @@ def run_base(base: FrozenBase, batches: list[Batch], plans: list[AttentionPlan] 
 
 
 @torch.no_grad()
-def run_base_everywhere(base: FrozenBase, batch: Batch, plan: AttentionPlan) -> Result:
-    """Run one micro-batch and give its result to every pipeline rank (decoding; `plan` may hold a cache)."""
+def run_base_everywhere(base: FrozenBase, batch: Batch, visibility: Visibility) -> Result:
+    """Run one micro-batch and give its result to every pipeline rank (decoding; `visibility` may hold a cache)."""
     world = base.world
     if world.pp_size == 1:  # nothing to schedule
         _check_lengths(base, [batch])
-        hidden_SBH, captures = base(batch, plan, None)
+        hidden_SBH, captures = base(batch, visibility, None)
         return _concatenate(hidden_SBH, captures), hidden_SBH
-    results = run_base(base, [batch], [plan])
+    results = run_base(base, [batch], [visibility])
     B, S = batch.tokens_BS.shape
     rows = world.local_rows(S)
     width = base.config.hidden_size * (1 + len(base.capture_layer_ids))

@@ -15,14 +15,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_spec.base.latent_attention import LatentAttention
-from megatron_spec.base.modules import PlannedAttention, RMSNorm
+from megatron_spec.base.modules import CoreAttention, RMSNorm
 from megatron_spec.base.moe import MixtureOfExperts
 from megatron_spec.config import BaseConfig
 from megatron_spec.runtime.distributed import World
 
 
 def core_options(config: BaseConfig, layer: int) -> dict[str, Any]:
-    """Arguments of `PlannedAttention` for a layer."""
+    """Arguments of `CoreAttention` for a layer."""
     size = config.mla.rope_head_dim if config.mla else config.head_dim
     return {
         "window": config.window_of(layer),
@@ -43,7 +43,7 @@ def _attention(config: BaseConfig, layer: int) -> ModuleSpec:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=ModuleSpec(module=PlannedAttention, params=options),
+            core_attention=ModuleSpec(module=CoreAttention, params=options),
             linear_proj=RowParallelLinear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,

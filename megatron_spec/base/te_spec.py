@@ -1,6 +1,6 @@
 """The frozen base's layers from Transformer Engine's modules: norms fused into the linears after them.
 
-Attention stays `PlannedAttention` (flash or cuDNN attention through torch), so packed documents, context parallelism
+Attention stays `CoreAttention` (flash or cuDNN attention through torch), so packed documents, context parallelism
 and the KV cache work as with the local spec. The weights, the checkpoints and, within rounding, the numbers are the
 same; only the norms are parameters of the linears.
 """
@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import nn
 
-from megatron_spec.base.modules import PlannedAttention, RMSNorm
+from megatron_spec.base.modules import CoreAttention, RMSNorm
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.config.machine import Machine
 
@@ -53,7 +53,7 @@ def block_spec(num_layers: int) -> TransformerBlockSubmodules:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=TELayerNormColumnParallelLinear,
-            core_attention=PlannedAttention,
+            core_attention=CoreAttention,
             linear_proj=TERowParallelLinear,
             q_layernorm=IdentityOp,
             k_layernorm=IdentityOp,

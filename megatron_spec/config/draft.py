@@ -80,6 +80,9 @@ class EagleConfig(Config):
     """EAGLE-3: the residual stream starts after `hidden_norm`, not before it. Served by vLLM alone."""
     own_embed_tokens: bool = False
     """EAGLE-3: an embedding of its own, also at the base's width. Served by vLLM alone."""
+    sliding_window: int | None = None
+    """EAGLE-3: a row sees itself and the sliding_window - 1 rows before it, in training and decoding; null: all rows.
+    Served by vLLM alone."""
     mask_token_id: int | None = None
     """P-EAGLE: token that is read at every depth after the first: in the base's embedding, never in text."""
     moe: MoeConfig | None = None
@@ -134,6 +137,8 @@ class EagleConfig(Config):
         found = [name for name in names if getattr(self, name)]
         if self.mla is None and (self.rope.attention_factor != 1.0 or self.rope.partial_rotary_factor != 1.0):
             found.append("rope")
+        if self.sliding_window is not None:
+            found.append("sliding_window")
         return tuple(found)
 
     def validate(self) -> None:
@@ -170,6 +175,10 @@ class EagleConfig(Config):
         )
 
     def _validate_starting_point(self) -> None:
+        require(
+            self.sliding_window is None or (self.reads_captures and self.sliding_window >= 1),
+            f"sliding_window is of EAGLE-3 and at least 1, found {self.sliding_window} for {self.algorithm}",
+        )
         for name in ("init_attention", "frozen_head"):
             require(not getattr(self, name) or self.reads_captures, f"{name} is of EAGLE-3, found {self.algorithm}")
         require(not self.init_attention or self.init_from_base_layer, "init_attention needs init_from_base_layer")

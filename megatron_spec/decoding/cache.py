@@ -10,7 +10,7 @@ import copy
 import torch
 from torch import Tensor
 
-from megatron_spec.ops.attention import KVCache
+from megatron_spec.ops.visibility import KVCache
 
 
 def rows_view(cache: KVCache, first: int, count: int) -> KVCache:

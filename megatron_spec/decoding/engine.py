@@ -43,7 +43,7 @@ from megatron_spec.decoding.replay import Recorder, Replays, key_step, mapped, p
 from megatron_spec.decoding.rows import Outcome, Rows, read_outcomes
 from megatron_spec.decoding.step import DeviceSteps
 from megatron_spec.decoding.verify import Drafted
-from megatron_spec.ops.attention import AttentionPlan
+from megatron_spec.ops.visibility import Visibility
 
 PREFILL_TOKENS = 16384
 """Most prompt tokens (padding included) that one prefill forward reads: bounds its memory."""
@@ -187,7 +187,7 @@ def two_best(base: FrozenBase, tokens: Sequence[int]) -> tuple[list[float], list
     slots_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
     zeros_BS = torch.zeros_like(tokens_BS, dtype=torch.int32)
     batch = Batch(tokens_BS, slots_BS, zeros_BS, zeros_BS)
-    _, state_SBH = run_base_everywhere(base, batch, AttentionPlan.causal())
+    _, state_SBH = run_base_everywhere(base, batch, Visibility.causal())
     values, ids = sampling.topk(base.logits(state_SBH[-1:])[0], 2, base.world.tp)
     return values[0].tolist(), ids[0].tolist()
 

@@ -26,7 +26,7 @@ from megatron_spec.decoding.drafters import Context, Drafter, Observation
 from megatron_spec.decoding.rows import Rows
 from megatron_spec.decoding.tree import Tree, visible_slots
 from megatron_spec.decoding.verify import Drafted, Draws, Verdict, choose, thinking_rows, verify
-from megatron_spec.ops.attention import AttentionPlan, KVCache
+from megatron_spec.ops.visibility import KVCache, Visibility
 
 
 @dataclass
@@ -114,14 +114,14 @@ class DeviceSteps:
         length_B = self.rows.length_B[first : first + tokens_BS.shape[0]]
         if tree is not None:
             visible_BSL = visible_slots(slots_BS[:, 0], tree.above_BSS, key_slots)
-            plan = AttentionPlan.cached(view, slots_BS, visible_BSL, key_slots, length_B)
+            visibility = Visibility.cached(view, slots_BS, visible_BSL, key_slots, length_B)
             positions_BS = slots_BS[:, :1] + torch.cat([torch.zeros_like(slots_BS[:, :1]), tree.depth_BN], dim=1)
         elif key_slots:
-            plan = AttentionPlan.cached(view, slots_BS, length=key_slots, lengths_B=length_B)
+            visibility = Visibility.cached(view, slots_BS, length=key_slots, lengths_B=length_B)
         else:
-            plan = AttentionPlan.prefill(view, slots_BS, length_B)
+            visibility = Visibility.prefill(view, slots_BS, length_B)
         zeros_BS = torch.zeros_like(tokens_BS, dtype=torch.int32)
-        return run_base_everywhere(self.base, Batch(tokens_BS, positions_BS, zeros_BS, zeros_BS), plan)
+        return run_base_everywhere(self.base, Batch(tokens_BS, positions_BS, zeros_BS, zeros_BS), visibility)
 
     def _judge(self, tokens_BS: Tensor, state_SBH: Tensor, drafted: Drafted) -> Verdict:
         batch = tokens_BS.shape[0]

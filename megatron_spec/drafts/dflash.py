@@ -32,10 +32,10 @@ from megatron_spec.drafts.teacher import TeacherHead
 from megatron_spec.drafts.unroll import teach
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.ops import backend
-from megatron_spec.ops.attention import KVCache
 from megatron_spec.ops.block_attention import block_attention
 from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
 from megatron_spec.ops.rows import pick_rows
+from megatron_spec.ops.visibility import KVCache
 
 Rotation = tuple[Tensor, Tensor]
 """(cos, sin) of the positions of some rows."""

@@ -103,12 +103,16 @@ class EagleDraft(RecurrentDraft):
         if fused and suits(self, hidden, features.batch, objective.ttt_steps):
             return fused_unroll(self, hidden, features.batch, plan.rows, plan.active, ends)
         embed = functools.partial(self.embed, ends=ends)
-        where = (self.tp_group, self.sequence_parallel)
+        where = (self.tp_group, self.sequence_parallel, self.config.sliding_window)
         return unroll(self.layer_step, hidden, features, embed, plan, objective, *where)
 
     def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
         """Unroll over the micro-batch and return the loss sums."""
         group, scattered = self.tp_group, self.sequence_parallel
+        if objective.ttt_steps > (self.config.sliding_window or objective.ttt_steps):
+            raise UserError(
+                f"--ttt-steps {objective.ttt_steps}: more than the draft's sliding_window, {self.config.sliding_window}"
+            )
         plan = self.supervision(features.batch, objective)
         teacher = teach(features, plan, self.teacher_head(ends), objective.temperature, group, scattered)
         states = [self.lm_head.quantized_input(x) for x in self.states(features, plan, ends, objective)]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_spec.drafts.fused_tape import Tape, round_
+from megatron_spec.ops import attention
 from megatron_spec.ops.products import GradientSums, add_product
-from megatron_spec.ops.ttt_attention import trunk_backward
 
 ROWS_AT_ONCE = 65536
 """Rows whose weight gradient is one product: bounds the memory of the backward at long sequences."""
@@ -100,9 +100,10 @@ class Backward:
         index, q, out = tape.steps.compacted(k), tape.at(tape.q, k), tape.at(tape.out, k)
         last = k == sizes.steps - 1
         d_out = tape.o_product.backward(d_inner)
-        dq0, *trunk = trunk_backward(
-            tape.spread(d_out, k), tape.spread(q, k), tape.by_heads(tape.trunk[0]), tape.by_heads(tape.trunk[1]),
-            tape.spread(out, k), saved.lse[k], saved.rng[k], tape.layout,
+        key, value = (tape.by_heads(x) for x in tape.trunk)
+        dq0, *trunk = attention.backward(
+            tape.spread(d_out, k), tape.spread(q, k), key, value, tape.spread(out, k), saved.lse[k].transpose(1, 2),
+            saved.attention[k], tape.visibility,
         )  # fmt: skip
         for total, part in zip(self.d_trunk, trunk, strict=True):
             if last:

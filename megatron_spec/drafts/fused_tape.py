@@ -17,7 +17,7 @@ from megatron_spec.batch import Batch
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.unroll_steps import Steps
 from megatron_spec.ops import backend
-from megatron_spec.ops.ttt_attention import TrunkLayout
+from megatron_spec.ops.visibility import Visibility
 from megatron_spec.ops.weight_products import WeightProducts
 
 if TYPE_CHECKING:
@@ -117,8 +117,8 @@ class Saved:
     rstd_after: list[Tensor] = field(default_factory=list)
     lse: list[Tensor] = field(default_factory=list)
     """Log-sum-exp of the merged attention."""
-    rng: list[tuple[Tensor, ...]] = field(default_factory=list)
-    """State of the attention kernel."""
+    attention: list[tuple[Tensor, ...]] = field(default_factory=list)
+    """State of the attention kernel for its backward."""
 
 
 class Tape:
@@ -126,13 +126,13 @@ class Tape:
 
     def __init__(
         self, draft: EagleDraft, weights: Weights, hidden_RH: Tensor, batch: Batch, steps: Steps, ends: BaseEnds,
-        layout: TrunkLayout,
+        visibility: Visibility,
     ) -> None:  # fmt: skip
         layer = draft.midlayer
         self.attention: Any = layer.self_attn
         self.mlp: Any = layer.mlp
         self.kernels: Any = backend.load(draft.paths.kernels("draft_fused"))
-        self.weights, self.layout, self.eps, self.steps = weights, layout, draft.config.rms_norm_eps, steps
+        self.weights, self.visibility, self.eps, self.steps = weights, visibility, draft.config.rms_norm_eps, steps
         self.tp, self.sequence_parallel = draft.tp_group, draft.sequence_parallel
         self.sizes = sizes = Sizes.of(draft, batch, steps)
         self.like: dict[str, Any] = {"dtype": hidden_RH.dtype, "device": hidden_RH.device}

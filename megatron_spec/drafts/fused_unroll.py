@@ -35,8 +35,9 @@ from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.fused_backward import Backward
 from megatron_spec.drafts.fused_tape import Tape, Weights, round_
 from megatron_spec.drafts.unroll_steps import Steps
+from megatron_spec.ops import attention
 from megatron_spec.ops.products import GradientSums
-from megatron_spec.ops.ttt_attention import trunk_forward, trunk_layout
+from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import MOST_WHOLE_ROWS, whole_rows_bytes
 
 if TYPE_CHECKING:
@@ -105,10 +106,10 @@ class _Forward:
         tape.kernels.rotary_forward(
             x, tape.tables[k], q, key, value, sizes.heads, sizes.kv_heads, projected[k * sizes.batch :], index
         )
-        o, lse, rng = trunk_forward(
-            tape.spread(q, k), tape.by_heads(tape.trunk[0]), tape.by_heads(tape.trunk[1]), tape.layout
-        )
-        tape.saved.rng.append(rng)
+        trunk_key, trunk_value = (tape.by_heads(x) for x in tape.trunk)
+        o, lse_BSN, state = attention.forward(tape.spread(q, k), trunk_key, trunk_value, tape.visibility)
+        lse = lse_BSN.transpose(1, 2).contiguous()
+        tape.saved.attention.append(state)
         tape.saved.lse.append(lse)
         branches = (tape.branches[0][:k], tape.branches[1][:k])
         tape.kernels.merge_forward(q, o, lse, *branches, tape.at(tape.out, k), index)
@@ -167,8 +168,7 @@ def fused_unroll(
             hidden_SBH, tensor_parallel_output_grad=False, group=draft.tp_group
         )
     hidden = hidden_SBH.flatten(0, 1).contiguous()
-    layout = trunk_layout(batch.documents_BS, hidden.dtype, None, batch.single_document)
     steps = Steps(rows, active, len(hidden), COMPACT_BELOW)
-    tape = Tape(draft, weights, hidden.detach(), batch, steps, ends, layout)
+    tape = Tape(draft, weights, hidden.detach(), batch, steps, ends, Visibility.of(batch))
     states = _FusedUnroll.apply(tape, [len(r) for r in rows], hidden, *weights.all())  # type: ignore[no-untyped-call]
     return list(states)

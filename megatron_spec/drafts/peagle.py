@@ -26,7 +26,8 @@ from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.drafts.linear import Placement
 from megatron_spec.drafts.unroll import Supervision, head_rows
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.ops.ttt_attention import TrainingTimeTest, trunk_layout
+from megatron_spec.ops.ttt_attention import TrainingTimeTest
+from megatron_spec.ops.visibility import Visibility
 
 
 def kept_rows(batch: Batch, objective: ObjectiveConfig) -> Tensor:
@@ -79,9 +80,7 @@ class PEagleDraft(EagleDraft):
         """See EagleDraft: depth after depth, each through all layers."""
         batch, group, scattered = features.batch, self.tp_group, self.sequence_parallel
         hidden_SBH = self.project(features.captures_SBC)
-        attention = TrainingTimeTest(
-            trunk_layout(batch.documents_BS, hidden_SBH.dtype, batch.context, batch.single_document)
-        )
+        attention = TrainingTimeTest(Visibility.of(batch), window=self.config.sliding_window)
         tokens_BS, positions_BS = batch.local(shift(batch.tokens_BS, 1, 1)), batch.local(batch.positions_BS)
         _, normed_SBH = self.layer_step(hidden_SBH, self.embed(tokens_BS, ends), positions_BS, attention)
         found = [head_rows(normed_SBH, plan.rows[0], group, scattered)]

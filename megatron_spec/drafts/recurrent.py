@@ -22,8 +22,9 @@ from megatron_spec.drafts.unroll import Supervision, head_losses, teach, unroll
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.losses.vocab_parallel import Teacher
 from megatron_spec.ops import backend
-from megatron_spec.ops.attention import KVCache
+from megatron_spec.ops.attention import PLAIN, Variant, attend
 from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
+from megatron_spec.ops.visibility import KVCache, Visibility
 
 
 class RecurrentDraft(Draft):
@@ -104,6 +105,12 @@ class RecurrentDraft(Draft):
         angles = rotary_angles(positions_BS, self.inv_freq_on(like.device))
         factor = self._rotary_factor
         return (angles.cos() * factor).to(like.dtype), (angles.sin() * factor).to(like.dtype)
+
+    def cached_attention(self, visibility: Visibility) -> Attention:
+        """The attention that decoding gives `layer_step`: keys and values by `visibility`, and the draft's window."""
+        window = self.config.sliding_window
+        variant = PLAIN if window is None else Variant(window=window)
+        return lambda layer, q, k, v: attend(q, k, v, visibility, layer, variant)
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """An empty cache for decoding: this rank's key/value heads of every draft layer."""

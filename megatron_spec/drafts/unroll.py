@@ -27,7 +27,8 @@ from megatron_spec.losses.vocab_parallel import Teacher, kernel_row_loss, row_lo
 from megatron_spec.ops import backend
 from megatron_spec.ops.head import StepRows, fused_head
 from megatron_spec.ops.rows import pick_rows
-from megatron_spec.ops.ttt_attention import TrainingTimeTest, trunk_layout
+from megatron_spec.ops.ttt_attention import TrainingTimeTest
+from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import NO_PATHS, Paths
 from megatron_spec.runtime.platform import to_device
 
@@ -199,6 +200,7 @@ def unroll(
     objective: ObjectiveConfig,
     group: dist.ProcessGroup,
     sequence_parallel: bool,
+    window: int | None = None,
 ) -> list[Tensor]:
     """Run the draft T times on its own output; returns the supervised rows [R, H] of every step, for the head.
 
@@ -209,10 +211,10 @@ def unroll(
         step: the draft's `layer_step`.
         hidden_SBH: state of step 0 ([S / TP, B, H] under sequence parallelism).
         embed: tokens [B, S] -> embeddings that the draft reads.
+        window: of the draft's attention.
     """
     batch = features.batch
-    layout = trunk_layout(batch.documents_BS, hidden_SBH.dtype, batch.context, batch.single_document)
-    attention = TrainingTimeTest(layout, objective.detach)
+    attention = TrainingTimeTest(Visibility.of(batch), objective.detach, window)
     tokens_N, positions_N = batch.tokens_BS.t().flatten(), batch.positions_BS.t().flatten()
     B, states = batch.tokens_BS.shape[0], []
     for k, rows in enumerate(supervision.rows):

@@ -40,7 +40,7 @@ from megatron_spec.evaluation.report import (
     longest_text,
 )
 from megatron_spec.generation.prompts import Dialogue, Prompt, check_stop_ids
-from megatron_spec.ops.attention import KVCache
+from megatron_spec.ops.visibility import KVCache
 from megatron_spec.runtime.files import write_json
 
 log = logging.getLogger(__name__)

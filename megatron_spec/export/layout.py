@@ -36,7 +36,7 @@ Exported = EagleConfig | BlockConfig
 WEIGHTS = "model.safetensors"
 SERVED_BY: dict[str, tuple[str, ...]] = {
     "qk_norm": ("vllm",), "attention_bias": ("vllm",), "mlp_bias": ("vllm",), "fc_bias": ("sglang",),
-    "norm_before_residual": ("vllm",), "parallel_drafting": ("vllm",),
+    "norm_before_residual": ("vllm",), "sliding_window": ("vllm",), "parallel_drafting": ("vllm",),
 }  # fmt: skip
 """Option of `EagleConfig`, or what it is -> engines that compute it; every engine computes what is not listed."""
 SHARED_SCALE = (
@@ -151,6 +151,14 @@ def _capture_keys(config: EagleConfig, num_base_layers: int) -> dict[str, Any]:
     }
 
 
+def _window_keys(config: EagleConfig) -> dict[str, Any]:
+    """vLLM takes a layer's window where `layer_types` says so."""
+    if config.sliding_window is None:
+        return {}
+    types = ["sliding_attention"] * config.num_hidden_layers
+    return {"sliding_window": config.sliding_window, "use_sliding_window": True, "layer_types": types}
+
+
 def config_json(config: Exported, base: BaseConfig, dtype: str) -> dict[str, Any]:
     """Content of config.json, without a `quantization_config`. Holds no null."""
     if isinstance(config, BlockConfig):
@@ -177,6 +185,7 @@ def config_json(config: Exported, base: BaseConfig, dtype: str) -> dict[str, Any
         "mlp_bias": config.mlp_bias,
         **({"bias": True} if config.fc_bias else {}),
         **({"norm_before_residual": True} if config.norm_before_residual else {}),
+        **_window_keys(config),
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
         "bos_token_id": base.bos_token_id,

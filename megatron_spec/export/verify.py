@@ -29,8 +29,8 @@ from megatron_spec.export.common import VerificationError, parameters_by_file_na
 from megatron_spec.export.formats import read_draft
 from megatron_spec.export.load import StoredTensors, load_exported_draft
 from megatron_spec.export.native_mtp import dtype_of
-from megatron_spec.ops.attention import AttentionPlan, attend
 from megatron_spec.ops.block_attention import BlockLayout, block_attention
+from megatron_spec.ops.visibility import Visibility
 from megatron_spec.quantization.rounding import scale_of
 from megatron_spec.runtime.distributed import World, together
 from megatron_spec.runtime.files import read_object
@@ -287,7 +287,7 @@ def own_features(base: FrozenBase, length: int = 16) -> Features:
     tokens = torch.randint(base.vocab_size, (1, rows), generator=torch.Generator().manual_seed(0)).to(world.device)
     zeros = torch.zeros_like(tokens, dtype=torch.int32)
     batch = Batch(tokens, torch.arange(rows, device=world.device)[None], zeros, zeros)
-    captures, state = run_base_everywhere(base, batch, AttentionPlan.causal())
+    captures, state = run_base_everywhere(base, batch, Visibility.causal())
     return Features(batch, captures, state)
 
 
@@ -374,15 +374,14 @@ def two_steps(
 
     Without the base, a draft that uses its head gives the states that the head would read.
     """
-    plan = AttentionPlan.causal()
+    visibility = Visibility.causal()
     logits = []
     hidden = draft.start(captures_SBC, captures_SBC if state_SBH is None else state_SBH)
     for step in range(2):
         if step and isinstance(draft, PEagleDraft):  # which reads this in place of a state
             hidden = draft.project(draft.mask_hidden).expand_as(hidden)
-        hidden, normed = draft.layer_step(
-            hidden, embedding_SBH, positions_BS + step, lambda layer, q, k, v: attend(q, k, v, plan, layer)
-        )
+        attention = draft.cached_attention(visibility)
+        hidden, normed = draft.layer_step(hidden, embedding_SBH, positions_BS + step, attention)
         silent = ends is None and isinstance(draft, SharedHeadDraft)
         logits.append(normed if silent else draft.logits(normed, ends))
     return logits

@@ -1,4 +1,7 @@
-"""Attention over a causal, packed, or cached context: one plan, made once per forward, read by every layer.
+"""Softmax attention: one table of kernels, forward and backward, chosen by what a row sees and where it runs.
+
+Kernels take and give tensors [B, rows, heads, D]. Backward passes accept the output and log-sum-exp of an attention
+that went over more keys (`ttt_attention.py`) and yield this part's gradients.
 
 S query rows, B batch, N query heads, G key/value heads (N a multiple of G), D head size, L key length.
 """
@@ -7,166 +10,26 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_spec.ops import context_attention
-from megatron_spec.runtime.context import ContextShard
+from megatron_spec.ops.visibility import Documents, Visibility, within_window
 
 log = logging.getLogger(__name__)
 
+_aten = torch.ops.aten
+_flash, _flash_backward = _aten._flash_attention_forward, _aten._flash_attention_backward
 
-class KVCache:
-    """Keys and values of every layer for a batch of sequences of different lengths.
-
-    Rolling back costs nothing: rows past the accepted length are never visible to a later query, because
-    `AttentionPlan.cached` masks by slot, and they are overwritten by the next tokens.
-    """
-
-    def __init__(
-        self,
-        num_layers: int,
-        batch: int,
-        max_length: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        value_dim: int | None = None,
-    ) -> None:
-        shape = (num_layers, batch, max_length, kv_heads)
-        self.keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
-        self.values = torch.zeros(*shape, value_dim or head_dim, dtype=dtype, device=device)
-
-    def places(self, slots_BS: Tensor) -> Tensor:
-        """int64 [S * B] rows of a layer, seen as [B * max_length, ...], that `slots_BS` stand for."""
-        first_B = torch.arange(slots_BS.shape[0], device=slots_BS.device) * self.keys.shape[2]
-        return (slots_BS.t() + first_B).reshape(-1)
-
-    def write(self, layer: int, k_SBGD: Tensor, v_SBGD: Tensor, places_R: Tensor) -> None:
-        """Put new rows of a layer where `places` said."""
-        for kept, new in ((self.keys[layer], k_SBGD), (self.values[layer], v_SBGD)):
-            kept.flatten(0, 1).index_copy_(0, places_R, new.flatten(0, 1))
-
-    def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, G, length, D] of a layer."""
-        return self.keys[layer, :, :length].transpose(1, 2), self.values[layer, :, :length].transpose(1, 2)
-
-
-@dataclass
-class Documents:
-    """Packed documents for variable-length attention over the flattened [B * S] rows.
-
-    Attributes:
-        starts: int32 [documents + 1], first row of every document, and B * S.
-        longest: rows of the longest document.
-    """
-
-    starts: Tensor
-    longest: int
-
-    @staticmethod
-    def of(documents_BS: Tensor) -> Documents:
-        """From the document number of every row (padding: -1); documents are contiguous."""
-        first = torch.ones_like(documents_BS, dtype=torch.bool)
-        first[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
-        starts = first.flatten().nonzero().flatten()
-        starts = torch.cat([starts, starts.new_tensor([documents_BS.numel()])])
-        return Documents(starts.int(), int(starts.diff().max()))
-
-
-@dataclass
-class AttentionPlan:
-    """Who may look at whom in one forward pass.
-
-    Attributes:
-        mask_B1SL: bool, True where query row s may look at key l; None means plain causal over S = L.
-        cache: where keys and values live while decoding; None in training.
-        slots_BS: int64 cache slots that the S new rows are written to (decoding only).
-        length: cache slots that are looked at (decoding only); 0: the new rows are the first of their sequences.
-        lengths_B: tokens of each text that are known (decoding only); None: up to the last new row.
-        documents: packed documents, instead of a mask (half precision on a GPU).
-        context: the ranks that share the sequence; rows are this rank's, keys and values are gathered, and the mask is
-            [B, 1, L, S].
-        chunks: which keys this rank's chunks see, instead of a mask (half precision on a GPU).
-    """
-
-    mask_B1SL: Tensor | None = None
-    cache: KVCache | None = None
-    slots_BS: Tensor | None = None
-    length: int = 0
-    lengths_B: Tensor | None = None
-    documents: Documents | None = None
-    context: ContextShard | None = None
-    chunks: list[context_attention.Chunk] | None = None
-    _made: dict[Any, Tensor] = field(default_factory=dict, repr=False)
-
-    @staticmethod
-    def causal() -> AttentionPlan:
-        """Every row sees itself and all earlier rows."""
-        return AttentionPlan()
-
-    @staticmethod
-    def packed(documents_BS: Tensor, dtype: torch.dtype = torch.float32) -> AttentionPlan:
-        """Causal inside each document; rows of different documents never see each other.
-
-        Memory is linear in S where variable-length attention runs for `dtype`, else a mask [B, 1, S, S] is made.
-        """
-        if documents_BS.is_cuda and dtype in (torch.bfloat16, torch.float16):
-            return AttentionPlan(documents=Documents.of(documents_BS))
-        S = documents_BS.shape[1]
-        same = documents_BS[:, :, None] == documents_BS[:, None, :]
-        causal = torch.ones(S, S, dtype=torch.bool, device=documents_BS.device).tril()
-        return AttentionPlan(mask_B1SL=(same & causal)[:, None])
-
-    @staticmethod
-    def sharded(documents_BS: Tensor, context: ContextShard, dtype: torch.dtype) -> AttentionPlan:
-        """Causal inside each document, for this rank's rows of sequences that several ranks share."""
-        if documents_BS.is_cuda and dtype in (torch.bfloat16, torch.float16):
-            return AttentionPlan(context=context, chunks=context_attention.chunks_of(documents_BS, context))
-        return AttentionPlan(mask_B1SL=context_attention.visible(documents_BS, context), context=context)
-
-    @staticmethod
-    def prefill(cache: KVCache, slots_BS: Tensor, lengths_B: Tensor | None = None) -> AttentionPlan:
-        """The rows begin their sequences: they see one another causally, and are written to `slots_BS`."""
-        return AttentionPlan(cache=cache, slots_BS=slots_BS, lengths_B=lengths_B)
-
-    @staticmethod
-    def cached(
-        cache: KVCache, slots_BS: Tensor, visible_BSL: Tensor | None = None, length: int | None = None,
-        lengths_B: Tensor | None = None,
-    ) -> AttentionPlan:  # fmt: skip
-        """New rows are written to `slots_BS` and see every slot up to their own, or `visible_BSL` (trees).
-
-        Args:
-            length: a bound of the slots; found from `slots_BS` (which waits for the device) when it is not known.
-        """
-        if length is None:
-            length = int(slots_BS.max()) + 1
-        if visible_BSL is None:
-            visible_BSL = torch.arange(length, device=slots_BS.device) <= slots_BS[:, :, None]
-        return AttentionPlan(visible_BSL[:, None], cache, slots_BS, length, lengths_B)
-
-    def remember(self, layer: int, k_SBGD: Tensor, v_SBGD: Tensor) -> None:
-        """Write the new rows of a layer to the cache."""
-        assert self.cache is not None and self.slots_BS is not None
-        if "places" not in self._made:
-            self._made["places"] = self.cache.places(self.slots_BS)
-        self.cache.write(layer, k_SBGD, v_SBGD, self._made["places"])
-
-    def bias(self, repeat: int, dtype: torch.dtype) -> Tensor:
-        """[B, 1, repeat * S, L] the mask as 0 and -inf, once for each query head of a group: made once per forward."""
-        if (repeat, dtype) not in self._made:
-            assert self.mask_B1SL is not None
-            B, _, S, L = self.mask_B1SL.shape
-            bias_B1SL = torch.zeros(B, 1, S, L, dtype=dtype, device=self.mask_B1SL.device)
-            bias_B1SL.masked_fill_(~self.mask_B1SL, float("-inf"))
-            self._made[repeat, dtype] = bias_B1SL.expand(B, repeat, S, L).reshape(B, 1, repeat * S, L)
-        return self._made[repeat, dtype]
+State = tuple[Tensor, ...]
+"""What a kernel keeps for its backward pass, besides output and log-sum-exp."""
+Forward = Callable[["Call"], tuple[Tensor, Tensor, State]]
+Backward = Callable[["Call", Tensor, Tensor, Tensor, State], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -187,122 +50,147 @@ class Variant:
 PLAIN = Variant()
 
 
-def attend(
-    q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, plan: AttentionPlan, layer: int, variant: Variant = PLAIN
-) -> Tensor:
-    """Softmax attention of `layer` under `plan`; scores are scaled by 1/sqrt(D).
+@dataclass(frozen=True)
+class Call:
+    """One attention: q [B, S, N, D] over k [B, L, G, D] and v [B, L, G, Dv].
 
-    Returns [S, B, N*D], in the layout and dtype of the query.
+    Attributes:
+        lse: the log-sum-exp is read, or a backward pass follows.
     """
-    if variant != PLAIN or v_SBGD.shape[-1] != q_SBND.shape[-1]:
-        return _attend_variant(q_SBND, k_SBGD, v_SBGD, plan, layer, variant)
-    S, B, N, D = q_SBND.shape
-    if plan.context is not None:
-        k_SBGD, v_SBGD = plan.context.gather(torch.cat([k_SBGD, v_SBGD], 2)).chunk(2, 2)
-        if plan.chunks is not None:
-            q, k, v = (x.transpose(0, 1) for x in (q_SBND, k_SBGD, v_SBGD))
-            return context_attention.forward(q, k, v, plan.chunks)[0].transpose(0, 1).reshape(S, B, N * D)
-    if plan.documents is not None:
-        return causal_attention(q_SBND, k_SBGD, v_SBGD, plan.documents).reshape(S, B, N * D)
-    if plan.cache is not None:
-        plan.remember(layer, k_SBGD, v_SBGD)
-        if plan.mask_B1SL is not None:
-            return _attend_cached(q_SBND, *plan.cache.read(layer, plan.length), plan)
-    k, v = k_SBGD.permute(1, 2, 0, 3), v_SBGD.permute(1, 2, 0, 3)
-    out = F.scaled_dot_product_attention(
-        q_SBND.permute(1, 2, 0, 3),
-        k,
-        v,
-        attn_mask=plan.mask_B1SL,
-        is_causal=plan.mask_B1SL is None,
-        enable_gqa=k.shape[1] != N,
-    )
-    return out.permute(2, 0, 1, 3).reshape(S, B, N * D)
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    visibility: Visibility
+    variant: Variant = PLAIN
+    lse: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """No window, sinks or scale, and values of the size of keys."""
+        return self.variant is PLAIN and self.v.shape[-1] == self.q.shape[-1]
+
+    @property
+    def flash(self) -> bool:
+        """Flash attention of CUDA takes the dtype and the head size."""
+        half = self.q.dtype in (torch.bfloat16, torch.float16)
+        return self.q.is_cuda and half and self.q.shape[-1] % 8 == 0 and self.q.shape[-1] <= 256
 
 
-def _attend_cached(q_SBND: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, plan: AttentionPlan) -> Tensor:
-    """Query heads that share keys stand below one another as rows: keys are not repeated, and any kernel will do."""
-    S, B, N, D = q_SBND.shape
-    G = k_BGLD.shape[1]
-    q = q_SBND.unflatten(2, (G, N // G)).permute(1, 2, 3, 0, 4).reshape(B, G, N // G * S, D)
-    out = F.scaled_dot_product_attention(q, k_BGLD, v_BGLD, attn_mask=plan.bias(N // G, q.dtype))
-    return out.unflatten(2, (N // G, S)).permute(3, 0, 1, 2, 4).reshape(S, B, -1)
+@dataclass(frozen=True)
+class Kernel:
+    """One way to compute attention.
 
-
-def within_window(mask: Tensor, window: int) -> Tensor:
-    """The last `window` keys that each row of `mask` [..., S, L] sees.
-
-    What a row sees is a path that ends in itself and lies in the order of the text: a prefix of its document, or, in
-    a tree, accepted tokens and its ancestors. So distance is the number of visible keys after a key.
+    Attributes:
+        name: of the kernel.
+        serves: whether it computes a call.
+        forward: call -> (o [B, S, N, Dv], lse [B, S, N], state). Without `Call.lse`, the log-sum-exp may be empty.
+        backward: (call, do, o, lse, state) -> (dq, dk, dv); None: not where gradients are wanted.
     """
-    return mask & (mask.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1) <= window)
+
+    name: str
+    serves: Callable[[Call], bool]
+    forward: Forward
+    backward: Backward | None = None
 
 
-def _attend_variant(
-    q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, plan: AttentionPlan, layer: int, variant: Variant
-) -> Tensor:
-    """`attend` with windows, sinks, another scale, or values of another size than keys."""
-    S, B, N, _ = q_SBND.shape
-    half_on_gpu = q_SBND.is_cuda and q_SBND.dtype in (torch.bfloat16, torch.float16)
-    if plan.cache is not None:
-        plan.remember(layer, k_SBGD, v_SBGD)
-    if half_on_gpu and plan.mask_B1SL is None:
-        return _flash_variant(q_SBND, k_SBGD, v_SBGD, plan, variant)
-    if plan.context is not None:
-        k_SBGD, v_SBGD = plan.context.gather(k_SBGD), plan.context.gather(v_SBGD)
-    if plan.cache is not None and plan.mask_B1SL is not None:
-        k, v = plan.cache.read(layer, plan.length)
-    else:
-        k, v = k_SBGD.permute(1, 2, 0, 3), v_SBGD.permute(1, 2, 0, 3)
-    q, mask = q_SBND.permute(1, 2, 0, 3), plan.mask_B1SL
-    if mask is None:
-        mask = torch.ones(S, k.shape[2], dtype=torch.bool, device=q.device).tril()
-    if variant.window is not None and variant.window < k.shape[2]:
-        mask = within_window(mask, variant.window)
-    if variant.sinks_N is None:
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=variant.scale, enable_gqa=k.shape[1] != N
-        )  # fmt: skip
-    else:
-        out = _with_sinks(q, k, v, mask, variant.sinks_N, variant.scale)
-    return out.permute(2, 0, 1, 3).reshape(S, B, -1)
+# ---- cached: decoding
 
 
-def _with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks_N: Tensor, scale: float | None) -> Tensor:
-    """q [B, N, S, D] over k, v [B, G, L, D]: softmax over the keys and a sink per head."""
-    repeat = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    scores = (q @ k.transpose(-1, -2)) * (scale or q.shape[-1] ** -0.5)
-    scores = scores.masked_fill(~mask, float("-inf"))
-    sinks = sinks_N.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
-    shares = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    return shares[..., :-1].to(v.dtype) @ v
+def _cached(c: Call) -> tuple[Tensor, Tensor, State]:
+    """Query heads that share keys become further rows: keys are not repeated, and any kernel of torch will do."""
+    B, S, N, D = c.q.shape
+    G = c.k.shape[2]
+    q = c.q.unflatten(2, (G, N // G)).permute(0, 2, 3, 1, 4).reshape(B, G, N // G * S, D)
+    bias = c.visibility.bias(q.dtype, N // G)
+    out = F.scaled_dot_product_attention(q, c.k.transpose(1, 2), c.v.transpose(1, 2), attn_mask=bias)
+    out_SBND = out.unflatten(2, (N // G, S)).permute(3, 0, 1, 2, 4).reshape(S, B, N, D)
+    return out_SBND.transpose(0, 1), out.new_empty(0), ()
 
 
-def _flash_variant(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, plan: AttentionPlan, variant: Variant) -> Tensor:
-    """Variable-length flash attention: windows and scale are its own, a sink is a factor found from the log-sum-exp."""
-    S, B, N, D = q_SBND.shape
-    size = v_SBGD.shape[-1]
-    if size != D:  # latent attention: the kernel wants one size
-        v_SBGD = F.pad(v_SBGD, (0, D - size))
-    window = -1 if variant.window is None else variant.window - 1
-    if plan.context is not None:
-        assert plan.chunks is not None
-        k_SBGD, v_SBGD = plan.context.gather(k_SBGD), plan.context.gather(v_SBGD)
-        q, k, v = (x.transpose(0, 1) for x in (q_SBND, k_SBGD, v_SBGD))
-        out, lse, _ = context_attention.forward(q, k, v, plan.chunks, scale=variant.scale, window=window)
-    else:
-        documents = plan.documents or Documents.of(torch.arange(B, device=q_SBND.device)[:, None].expand(B, S))
-        flat = (x.transpose(0, 1).reshape(B * S, -1, D) for x in (q_SBND, k_SBGD, v_SBGD))
-        starts, longest = documents.starts, documents.longest
-        options = {} if window < 0 else {"window_size_left": window, "window_size_right": 0}
-        found = torch.ops.aten._flash_attention_forward(
-            *flat, starts, starts, longest, longest, 0.0, True, False, scale=variant.scale, **options
+# ---- chunks: context parallelism
+
+
+def _chunks(c: Call) -> tuple[Tensor, Tensor, State]:
+    (B, _, N, D), size = c.q.shape, c.v.shape[-1]
+    k, v = (x.flatten(0, 1) for x in (c.k, _padded(c.v, D)))
+    outs, lses, state = [], [], []
+    for chunk in c.visibility.chunks:
+        q_c = c.q[:, chunk.first : chunk.end].reshape(-1, N, D)
+        k_c, v_c = (x.index_select(0, chunk.keys) for x in (k, v))
+        starts = (chunk.starts_q, chunk.starts_k, chunk.longest_q, chunk.longest_k)
+        o, lse, *kept, _ = _flash(q_c, k_c, v_c, *starts, 0.0, True, False, **_options(c.variant))
+        outs.append(o.reshape(B, -1, N, D))
+        lses.append(lse.reshape(N, B, -1).permute(1, 2, 0))
+        state += kept
+    return _sunk(torch.cat(outs, 1)[..., :size], torch.cat(lses, 1), tuple(state), c.variant)
+
+
+def _chunks_backward(c: Call, do: Tensor, o: Tensor, lse: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor]:
+    (B, _, N, D), chunks = c.q.shape, c.visibility.chunks
+    dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (c.k, c.v))
+    dqs, each = [], len(state) // len(chunks)
+    for i, chunk in enumerate(chunks):
+        part = slice(chunk.first, chunk.end)
+        do_c, q_c, o_c = (x[:, part].reshape(-1, N, D) for x in (do, c.q, o))
+        lse_c = lse[:, part].permute(2, 0, 1).reshape(N, -1).contiguous()
+        k_c, v_c = (x.flatten(0, 1).index_select(0, chunk.keys) for x in (c.k, c.v))
+        starts = (chunk.starts_q, chunk.starts_k, chunk.longest_q, chunk.longest_k)
+        kept = state[i * each : (i + 1) * each]
+        dq_c, dk_c, dv_c = _flash_backward(
+            do_c, q_c, k_c, v_c, o_c, lse_c, *starts, 0.0, True, *kept, **_options(c.variant)
         )
-        out, lse = found[0].view(B, S, N, D), found[1].t().reshape(B, S, N)
+        dqs.append(dq_c.reshape(B, -1, N, D))
+        for total, piece in ((dk, dk_c), (dv, dv_c)):
+            total.view(-1, *piece.shape[1:]).index_add_(0, chunk.keys, piece)
+    return torch.cat(dqs, 1), dk, dv
+
+
+# ---- documents: packed rows, and windows or sinks over whole ones
+
+
+def _documents_of(c: Call) -> Documents:
+    if c.visibility.documents_BL is not None:
+        return c.visibility.documents
+    return Documents.whole(c.q.shape[0], c.q.shape[1], c.q.device)
+
+
+def _documents(c: Call) -> tuple[Tensor, Tensor, State]:
+    (B, S, N, D), size, documents = c.q.shape, c.v.shape[-1], _documents_of(c)
+    flat = (x.reshape(B * S, -1, D) for x in (c.q, c.k, _padded(c.v, D)))
+    starts = (documents.starts, documents.starts, documents.longest, documents.longest)
+    o, lse, *state, _ = _flash(*flat, *starts, 0.0, True, False, **_options(c.variant))
+    return _sunk(o.view(B, S, N, D)[..., :size], lse.view(N, B, S).permute(1, 2, 0), tuple(state), c.variant)
+
+
+def _documents_backward(c: Call, do: Tensor, o: Tensor, lse: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor]:
+    (B, S, N, D), documents = c.q.shape, _documents_of(c)
+    flat = (x.reshape(B * S, -1, D) for x in (do, c.q, c.k, c.v, o))
+    lse_NR = lse.permute(2, 0, 1).reshape(N, B * S).contiguous()
+    starts = (documents.starts, documents.starts, documents.longest, documents.longest)
+    grads = _flash_backward(*flat, lse_NR, *starts, 0.0, True, *state, **_options(c.variant))
+    dq, dk, dv = (x.view(B, S, -1, D) for x in grads)
+    return dq, dk, dv
+
+
+def _padded(v: Tensor, size: int) -> Tensor:
+    """Values in the size of keys, which flash attention wants (latent attention has others)."""
+    return v if v.shape[-1] == size else F.pad(v, (0, size - v.shape[-1]))
+
+
+def _options(variant: Variant) -> dict[str, Any]:
+    window = {} if variant.window is None else {"window_size_left": variant.window - 1, "window_size_right": 0}
+    return {"scale": variant.scale} | window
+
+
+def _sunk(o: Tensor, lse: Tensor, state: State, variant: Variant) -> tuple[Tensor, Tensor, State]:
+    """With sinks: a factor found from the log-sum-exp of the keys."""
     if variant.sinks_N is not None:
-        out = out * torch.sigmoid(lse - variant.sinks_N.float())[..., None].to(out.dtype)
-    return out[..., :size].transpose(0, 1).reshape(S, B, N * size)
+        o = o * torch.sigmoid(lse - variant.sinks_N.float())[..., None].to(o.dtype)
+    return o, lse, state
+
+
+# ---- cudnn, flash, cpu: causal over whole rows
 
 
 @functools.cache
@@ -314,32 +202,192 @@ def _cudnn_version() -> int:
         return 0
 
 
-def cudnn_runs(q: Tensor) -> bool:
-    """True where cuDNN's attention is there and faster than flash attention 2: Hopper, half precision.
+def _cudnn_serves(c: Call) -> bool:
+    """Where cuDNN is faster than flash attention 2: Hopper. Its plans depend on the shape, so not for prompts.
 
     Users turn it off with `torch.backends.cuda.enable_cudnn_sdp(False)`.
     """
     return (
-        q.is_cuda
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[-1] in (64, 128)
+        c.plain
+        and c.flash
+        and c.visibility.is_causal
+        and c.visibility.cache is None
+        and c.q.shape[-1] in (64, 128)
         and torch.backends.cuda.cudnn_sdp_enabled()
         and _cudnn_version() >= 91000
-        and torch.cuda.get_device_capability(q.device) >= (9, 0)
+        and torch.cuda.get_device_capability(c.q.device) >= (9, 0)
     )
 
 
-def causal_attention(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, documents: Documents | None = None) -> Tensor:
-    """Causal attention without gradients, inside documents if given, scores scaled by 1/sqrt(D): [S, B, N, D]."""
-    if documents is not None:
-        S, B, N, D = q_SBND.shape
-        flat = (x.transpose(0, 1).reshape(B * S, -1, D) for x in (q_SBND, k_SBGD, v_SBGD))
-        starts, longest = documents.starts, documents.longest
-        out = torch.ops.aten._flash_attention_forward(*flat, starts, starts, longest, longest, 0.0, True, False)[0]
-        return out.view(B, S, N, D).transpose(0, 1)
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGD))
-    if cudnn_runs(q):
-        out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, False, 0.0, True, False)[0]
-    else:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return out.permute(2, 0, 1, 3)
+def _cudnn(c: Call) -> tuple[Tensor, Tensor, State]:
+    B, S, N, _ = c.q.shape
+    found = _aten._scaled_dot_product_cudnn_attention(*_heads_first(c.q, c.k, c.v), None, c.lse, 0.0, True, False)
+    if not c.lse:
+        return found[0].transpose(1, 2), found[1], ()
+    o, lse, _, _, _, _, *rng, _ = found
+    return o.transpose(1, 2), lse.view(B, N, S).transpose(1, 2), tuple(rng)
+
+
+def _cudnn_backward(c: Call, do: Tensor, o: Tensor, lse: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor]:
+    S, lse_BNS1 = c.q.shape[1], lse.transpose(1, 2).contiguous()[..., None]
+    grads = _aten._scaled_dot_product_cudnn_attention_backward(
+        *_heads_first(do, c.q, c.k, c.v, o), lse_BNS1, *state, None, None, None, S, S, 0.0, True
+    )
+    dq, dk, dv = _heads_first(*grads)
+    return dq, dk, dv
+
+
+def _flash_whole(c: Call) -> tuple[Tensor, Tensor, State]:
+    S = c.q.shape[1]
+    o, lse, *state, _ = _flash(c.q, c.k, c.v, None, None, S, S, 0.0, True, False)
+    return o, lse.transpose(1, 2), tuple(state)
+
+
+def _flash_whole_backward(c: Call, do: Tensor, o: Tensor, lse: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor]:
+    S, lse_BNS = c.q.shape[1], lse.transpose(1, 2).contiguous()
+    dq, dk, dv = _flash_backward(do, c.q, c.k, c.v, o, lse_BNS, None, None, S, S, 0.0, True, *state)
+    return dq, dk, dv
+
+
+def _bias(c: Call) -> Tensor | None:
+    """The mask as 0 and -inf. One with a window is made anew for each call: the window of a draft step is its own."""
+    if c.variant.window is None or c.variant.window >= c.k.shape[1]:
+        return c.visibility.bias(c.q.dtype)
+    mask = _mask(c)
+    assert mask is not None
+    return torch.zeros(mask.shape, dtype=c.q.dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+
+
+def _cpu(c: Call) -> tuple[Tensor, Tensor, State]:
+    bias = _bias(c)
+    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        *_heads_first(c.q, c.k, c.v), 0.0, bias is None, attn_mask=bias
+    )
+    return o.transpose(1, 2), lse.transpose(1, 2), ()
+
+
+def _cpu_backward(c: Call, do: Tensor, o: Tensor, lse: Tensor, _: State) -> tuple[Tensor, Tensor, Tensor]:
+    bias = _bias(c)
+    grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *_heads_first(do, c.q, c.k, c.v, o, lse), 0.0, bias is None, attn_mask=bias
+    )
+    dq, dk, dv = _heads_first(*grads)
+    return dq, dk, dv
+
+
+def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """[B, rows, heads, ...] -> [B, heads, rows, ...], and back."""
+    return tuple(x.transpose(1, 2) for x in tensors)
+
+
+# ---- torch, scores: any device
+
+
+def _mask(c: Call) -> Tensor | None:
+    """bool, of documents, cache and window; None: causal."""
+    mask, window = c.visibility.mask_B1SL, c.variant.window
+    if window is None or window >= c.k.shape[1]:
+        return mask
+    return within_window(_causal(c) if mask is None else mask, window)
+
+
+def _causal(c: Call) -> Tensor:
+    return torch.ones(c.q.shape[1], c.k.shape[1], dtype=torch.bool, device=c.q.device).tril()
+
+
+def _torch(c: Call) -> tuple[Tensor, Tensor, State]:
+    q, k, v = _heads_first(c.q, c.k, c.v)
+    mask = _mask(c)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=c.variant.scale, enable_gqa=k.shape[1] != q.shape[1]
+    )
+    return out.transpose(1, 2), out.new_empty(0), ()
+
+
+def _masked_scores(c: Call) -> Tensor:
+    """[B, N, S, L] in fp32, or fp64 when the input is fp64."""
+    n, scale = c.q.shape[2] // c.k.shape[2], c.variant.scale or 1 / math.sqrt(c.q.shape[-1])
+    scores = torch.einsum("bsnd,blnd->bnsl", c.q, c.k.repeat_interleave(n, 2))
+    mask = _mask(c)
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    return wide.masked_fill(~(_causal(c) if mask is None else mask), -math.inf)
+
+
+def _scores(c: Call) -> tuple[Tensor, Tensor, State]:
+    scores, n = _masked_scores(c), c.q.shape[2] // c.v.shape[2]
+    lse = scores.logsumexp(-1)
+    if c.variant.sinks_N is not None:
+        lse = torch.logaddexp(lse, c.variant.sinks_N.to(lse.dtype)[:, None])
+    shares = (scores - lse[..., None]).exp().to(c.v.dtype)
+    return torch.einsum("bnsl,blnd->bsnd", shares, c.v.repeat_interleave(n, 2)), lse.transpose(1, 2), ()
+
+
+def _scores_backward(c: Call, do: Tensor, o: Tensor, lse: Tensor, _: State) -> tuple[Tensor, Tensor, Tensor]:
+    N, D = c.q.shape[2:]
+    G = c.k.shape[2]
+    p = (_masked_scores(c) - lse.transpose(1, 2)[..., None]).exp()
+    dp = torch.einsum("bsnd,blnd->bnsl", do, c.v.repeat_interleave(N // G, 2)).to(p.dtype)
+    delta = (do * o).sum(-1, dtype=p.dtype).transpose(1, 2)
+    ds = (p * (dp - delta[..., None]) / math.sqrt(D)).to(c.q.dtype)
+    dq = torch.einsum("bnsl,blnd->bsnd", ds, c.k.repeat_interleave(N // G, 2))
+    dk = torch.einsum("bnsl,bsnd->blnd", ds, c.q).unflatten(2, (G, -1)).sum(3)
+    dv = torch.einsum("bnsl,bsnd->blnd", p.to(do.dtype), do).unflatten(2, (G, -1)).sum(3)
+    return dq, dk, dv
+
+
+SCORES = Kernel("scores", lambda c: True, _scores, _scores_backward)
+"""Scores in memory, as tensors of torch: the twin of all others."""
+
+KERNELS = (
+    Kernel("cached", lambda c: c.visibility.visible_BSL is not None and c.plain, _cached),
+    Kernel(
+        "chunks", lambda c: c.visibility.context is not None and c.flash, _chunks, _chunks_backward
+    ),
+    Kernel(
+        "documents",
+        lambda c: c.flash and c.visibility.visible_BSL is None and not (c.visibility.is_causal and c.plain),
+        _documents, _documents_backward,
+    ),
+    Kernel("cudnn", _cudnn_serves, _cudnn, _cudnn_backward),
+    Kernel("flash", lambda c: c.lse and c.flash, _flash_whole, _flash_whole_backward),
+    Kernel("cpu", lambda c: c.lse and c.q.device.type == "cpu", _cpu, _cpu_backward),
+    Kernel("torch", lambda c: not c.lse and c.variant.sinks_N is None, _torch),
+    SCORES,
+)  # fmt: skip
+"""The first kernel that serves a call computes it."""
+
+
+def kernel_of(call: Call) -> Kernel:
+    """The kernel that computes a call, forward and backward."""
+    return next(kernel for kernel in KERNELS if kernel.serves(call))
+
+
+def attend(
+    q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, visibility: Visibility, layer: int, variant: Variant = PLAIN
+) -> Tensor:
+    """Attention of `layer`: [S, B, N * Dv], in the layout and dtype of the query.
+
+    New keys and values go to the cache, where there is one, and are gathered where ranks share the sequence.
+    """
+    k_SBGD, v_SBGD = visibility.gather(*visibility.remember(layer, k_SBGD, v_SBGD))
+    call = Call(q_SBND.transpose(0, 1), k_SBGD.transpose(0, 1), v_SBGD.transpose(0, 1), visibility, variant)
+    return kernel_of(call).forward(call)[0].transpose(0, 1).flatten(2)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, variant: Variant = PLAIN
+) -> tuple[Tensor, Tensor, State]:
+    """(o [B, S, N, D], lse [B, S, N], state for `backward`) of q [B, S, N, D] over whole k and v [B, L, G, D]."""
+    call = Call(q, k, v, visibility, variant, lse=True)
+    return kernel_of(call).forward(call)
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, state: State, visibility: Visibility,
+    variant: Variant = PLAIN,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv) of this attention's part, where o and lse [B, S, N] may be those of a merged attention."""
+    call = Call(q, k, v, visibility, variant, lse=True)
+    kernel = kernel_of(call)
+    assert kernel.backward is not None
+    return kernel.backward(call, do, o, lse, state)

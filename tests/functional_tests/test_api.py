@@ -106,9 +106,9 @@ def tp2_wrapped(root: str) -> list[float]:
     plain = load_base(inspect_base(f"{root}/base"), world, (0, 3, 6))
     chunks = [load_base(inspect_base(f"{root}/base"), world).gpt]  # a GPTModel of the user's own, weights loaded
     for layer in chunks[0].decoder.layers:
-        from megatron_spec.ops.attention import AttentionPlan
+        from megatron_spec.ops.visibility import Visibility
 
-        layer.self_attention.core_attention.plan = AttentionPlan.causal()
+        layer.self_attention.core_attention.visibility = Visibility.causal()
     losses = []
     for model in (plain, chunks):
         spec = megatron_spec.convert(

@@ -25,7 +25,8 @@ from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export.check import check_folder
 from megatron_spec.export.load import load_exported_draft
 from megatron_spec.families import read_base_config
-from megatron_spec.ops.attention import AttentionPlan, attend
+from megatron_spec.ops.attention import attend
+from megatron_spec.ops.visibility import Visibility
 from megatron_spec.runtime import distributed
 from tests.functional_tests.script_helpers import run_here, write_conversations
 from tests.unit_tests.checkpoint.test_block_fp8 import to_fp8
@@ -58,12 +59,12 @@ def expected_logits(model: Any, module: PredictionModule, ids_BS: Tensor) -> lis
 def found_logits(base: Any, draft: Any, ids_BS: Tensor) -> list[Tensor]:
     zeros, length = torch.zeros_like(ids_BS, dtype=torch.int32), ids_BS.shape[1] - 2
     [(_, state)] = run_base(base, [Batch(ids_BS, torch.arange(length + 2).expand_as(ids_BS), zeros, zeros)])
-    hidden, plan, found = draft.start(None, state)[:length], AttentionPlan.causal(), []
+    hidden, visibility, found = draft.start(None, state)[:length], Visibility.causal(), []
     for step in range(2):
         positions = (torch.arange(length) + step).expand(len(ids_BS), -1)
         embedding = base.embed(ids_BS[:, 1 + step : 1 + step + length])
         hidden, normed = draft.layer_step(
-            hidden, embedding, positions, lambda layer, q, k, v: attend(q, k, v, plan, layer)
+            hidden, embedding, positions, lambda layer, q, k, v: attend(q, k, v, visibility, layer)
         )
         found.append(draft.logits(normed, base).transpose(0, 1))
     return found

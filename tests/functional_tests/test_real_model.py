@@ -33,14 +33,14 @@ def _logits(folder: str, parallel: ParallelConfig) -> Tensor:
     from megatron_spec.base.schedule import run_base_everywhere
     from megatron_spec.batch import Batch
     from megatron_spec.checkpoint.base_import import inspect_base, load_base
-    from megatron_spec.ops.attention import AttentionPlan
+    from megatron_spec.ops.visibility import Visibility
 
     world = distributed.initialize(parallel)
     base = load_base(inspect_base(folder), world)
     tokens_BS = _tokens().to(world.device)
     zeros = torch.zeros_like(tokens_BS, dtype=torch.int32)
     batch = Batch(tokens_BS, torch.arange(tokens_BS.shape[1], device=world.device).expand_as(tokens_BS), zeros, zeros)
-    _, state_SBH = run_base_everywhere(base, batch, AttentionPlan.causal())
+    _, state_SBH = run_base_everywhere(base, batch, Visibility.causal())
     local = base.logits(state_SBH).contiguous()
     shards = [torch.empty_like(local) for _ in range(world.tp_size)]
     torch.distributed.all_gather(shards, local, group=world.tp)

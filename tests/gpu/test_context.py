@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_spec.ops import context_attention
+from megatron_spec.ops import attention
+from megatron_spec.ops.visibility import Visibility
 from megatron_spec.runtime.context import ContextShard
-from tests.unit_tests.ops.test_context_attention import documents, plain
+from tests.unit_tests.ops.test_attention import documents, plain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -25,11 +26,12 @@ def test_chunks_equal_masked_attention(packed: bool, rank: int) -> None:
     q = torch.randn(B, S, N, D, device="cuda", dtype=torch.bfloat16)[:, shard.rows(S, "cuda")]
     k, v = (torch.randn(B, S, G, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     do = torch.randn_like(q)
-    chunks = context_attention.chunks_of(documents_BS, shard)
-    o, lse, rng = context_attention.forward(q, k, v, chunks)
-    grads = context_attention.backward(do, q, k, v, o, lse, rng, chunks)
+    visibility = Visibility(documents_BS, shard)
+    assert attention.kernel_of(attention.Call(q, k, v, visibility, lse=True)).name == "chunks"
+    o, lse, state = attention.forward(q, k, v, visibility)
+    grads = attention.backward(do, q, k, v, o, lse, state, visibility)
     wide = [x.float().requires_grad_() for x in (q, k, v)]
-    o_plain, lse_plain = plain(*wide, context_attention.visible(documents_BS, shard))
+    o_plain, lse_plain = plain(*wide, visibility.mask_B1SL)
     expected = torch.autograd.grad(o_plain, wide, do.float())
     for found, true in zip((o, lse, *grads), (o_plain, lse_plain, *expected), strict=True):
         assert float((found.float() - true).norm() / true.norm()) < 1e-2

@@ -22,8 +22,9 @@ from megatron_spec.drafts import build_draft, eagle3, fused_unroll
 from megatron_spec.drafts.contract import DraftLosses
 from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.ops import attention, plain
-from megatron_spec.ops.ttt_attention import merged_attention, trunk_layout
+from megatron_spec.ops import plain
+from megatron_spec.ops.ttt_attention import merged_attention
+from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import NO_PATHS, Paths
 from megatron_spec.quantization.attach import attach_quantizers, draft_linears
 from megatron_spec.runtime import distributed
@@ -94,7 +95,7 @@ def make_draft(dtype: torch.dtype, paths: Paths | None = None) -> EagleDraft:
 @pytest.mark.parametrize("packed", [False, True])
 def test_base_forward(packed: bool, name: str) -> None:
     batch, exact, base = make_batch(packed), *(make_base(d, BASES[name]) for d in (torch.float32, torch.bfloat16))
-    assert base.direct is not None and base.direct.can_run(attention.AttentionPlan.causal())
+    assert base.direct is not None and base.direct.can_run(Visibility.causal())
     assert exact.direct is not None and not isinstance(exact.direct.operators, KernelOperators)
     wanted = run_base(exact, [batch])[0]
     fast = run_base(base, [batch])[0]
@@ -110,7 +111,7 @@ def test_hooks_are_not_bypassed() -> None:
     base = make_base(torch.bfloat16)
     assert base.direct is not None
     base.gpt.decoder.layers[3].mlp.linear_fc1.register_forward_pre_hook(lambda *_: None)
-    assert not base.direct.can_run(attention.AttentionPlan.causal())
+    assert not base.direct.can_run(Visibility.causal())
 
 
 def train_once(
@@ -299,7 +300,7 @@ def test_merged_attention(cudnn: bool, head_dim: int) -> None:
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
     try:
         pairs = [(x[f"k{i}"], x[f"v{i}"]) for i in range(branches + 1)]
-        out = merged_attention(x["q0"], pairs[0], pairs[1:], trunk_layout(documents, torch.bfloat16))
+        out = merged_attention(x["q0"], pairs[0], pairs[1:], Visibility.causal())
         grad = torch.randn(out.shape, generator=generator).bfloat16().cuda()
         out.backward(grad)
     finally:
@@ -329,7 +330,7 @@ def test_fp8_base(name: str) -> None:
     cache = base.new_cache(ROWS, LENGTH)
     slots = torch.arange(LENGTH, device="cuda").repeat(ROWS, 1)
     with pytest.raises(UserError, match="fp8"):
-        run_base(base, [batch], [attention.AttentionPlan.cached(cache, slots)])
+        run_base(base, [batch], [Visibility.cached(cache, slots)])
 
 
 def test_fp8_kernels() -> None:

@@ -25,7 +25,8 @@ from megatron_spec.decoding import sampling
 from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, Proposal
 from megatron_spec.drafts.dflash import DFlashDraft
 from megatron_spec.drafts.dspark import DSparkDraft
-from megatron_spec.ops.attention import AttentionPlan, attend
+from megatron_spec.ops.attention import attend
+from megatron_spec.ops.visibility import Visibility
 
 if TYPE_CHECKING:
     from megatron_spec.base.model import FrozenBase
@@ -77,11 +78,11 @@ class BlockDrafter(Drafter):
         length = context.key_slots + self.config.block_size
         view = cache_rows.rows_view(self.cache, 0, len(token_B))
         slots_BC = anchor_B[:, None] + torch.arange(self.config.block_size, device=anchor_B.device)
-        plan = AttentionPlan.cached(view, slots_BC, self._visible(anchor_B, length), length)
+        visibility = Visibility.cached(view, slots_BC, self._visible(anchor_B, length), length)
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             """The slots over the cache."""
-            return attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), plan, layer).transpose(0, 1)
+            return attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), visibility, layer).transpose(0, 1)
 
         rotation = self.draft.block_rotation(anchor_B, state_BCH)
         return self.draft.run_layers(state_BCH, rotation, attention), token_B

@@ -19,7 +19,7 @@ from megatron_spec.config import UserError
 from megatron_spec.decoding import sampling
 from megatron_spec.decoding.cache import move_rows, rows_view
 from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, Proposal
-from megatron_spec.ops.attention import AttentionPlan
+from megatron_spec.ops.visibility import Visibility
 
 if TYPE_CHECKING:
     from megatron_spec.base.model import FrozenBase
@@ -57,8 +57,8 @@ class DraftTargetDrafter(Drafter):
     def _logits(self, tokens_BS: Tensor, slots_BS: Tensor, last_B: Tensor, key_slots: int, lengths_B: Tensor) -> Tensor:
         zeros_BS = torch.zeros_like(tokens_BS, dtype=torch.int32)
         view = rows_view(self.cache, 0, tokens_BS.shape[0])
-        plan = AttentionPlan.cached(view, slots_BS, length=key_slots, lengths_B=lengths_B)
-        _, state_SBH = run_base_everywhere(self.model, Batch(tokens_BS, slots_BS, zeros_BS, zeros_BS), plan)
+        visibility = Visibility.cached(view, slots_BS, length=key_slots, lengths_B=lengths_B)
+        _, state_SBH = run_base_everywhere(self.model, Batch(tokens_BS, slots_BS, zeros_BS, zeros_BS), visibility)
         rows = torch.arange(tokens_BS.shape[0], device=tokens_BS.device)
         return self.model.logits(state_SBH[last_B, rows][None])[0]
 

@@ -25,7 +25,7 @@ from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, 
 from megatron_spec.decoding.drafters.grow import Level, grow
 from megatron_spec.decoding.tree import visible_slots
 from megatron_spec.drafts.recurrent import RecurrentDraft
-from megatron_spec.ops.attention import AttentionPlan, attend
+from megatron_spec.ops.visibility import Visibility
 
 if TYPE_CHECKING:
     from megatron_spec.base.model import FrozenBase
@@ -53,26 +53,25 @@ class EagleDrafter(Drafter):
         self.position_B = torch.zeros(rows, dtype=torch.int64, device=weight.device)
 
     def _step(
-        self, hidden_SBH: Tensor, tokens_BS: Tensor, positions_BS: Tensor, plan: AttentionPlan
+        self, hidden_SBH: Tensor, tokens_BS: Tensor, positions_BS: Tensor, visibility: Visibility
     ) -> tuple[Tensor, Tensor]:
         embedding_SBH = self.draft.embed(tokens_BS, self.base)
-        return self.draft.layer_step(
-            hidden_SBH, embedding_SBH, positions_BS, lambda layer, q, k, v: attend(q, k, v, plan, layer)
-        )
+        attention = self.draft.cached_attention(visibility)
+        return self.draft.layer_step(hidden_SBH, embedding_SBH, positions_BS, attention)
 
-    def _plan(self, slots_BS: Tensor, first: int, key_slots: int) -> AttentionPlan:
+    def _earlier(self, slots_BS: Tensor, first: int, key_slots: int) -> Visibility:
         view = cache_rows.rows_view(self.cache, first, slots_BS.shape[0])
-        return AttentionPlan.cached(view, slots_BS, length=key_slots)
+        return Visibility.cached(view, slots_BS, length=key_slots)
 
     def observe(self, seen: Observation) -> None:
         """Run the verified rows with their true features; keep the last one of each sequence."""
         hidden_SBH = self.draft.start(seen.captures_SBC, seen.state_SBH)
         if seen.prefill:
             view = cache_rows.rows_view(self.cache, seen.first, seen.slots_BS.shape[0])
-            plan = AttentionPlan.prefill(view, seen.slots_BS)
+            visibility = Visibility.prefill(view, seen.slots_BS)
         else:
-            plan = self._plan(seen.slots_BS, seen.first, seen.key_slots)
-        fed_back_SBH, normed_SBH = self._step(hidden_SBH, seen.next_tokens_BS, seen.slots_BS, plan)
+            visibility = self._earlier(seen.slots_BS, seen.first, seen.key_slots)
+        fed_back_SBH, normed_SBH = self._step(hidden_SBH, seen.next_tokens_BS, seen.slots_BS, visibility)
         batch = seen.counts_B.shape[0]
         row_B = torch.arange(batch, device=seen.counts_B.device)
         last_B = seen.counts_B - 1
@@ -90,8 +89,8 @@ class EagleDrafter(Drafter):
         for k in range(count):
             if k:
                 slots_BS = self.position_B[:batch, None] + k
-                plan = self._plan(slots_BS, 0, context.key_slots)
-                fed_back_SBH, normed_SBH = self._step(fed_back_SBH, tokens[-1][:, None], slots_BS, plan)
+                visibility = self._earlier(slots_BS, 0, context.key_slots)
+                fed_back_SBH, normed_SBH = self._step(fed_back_SBH, tokens[-1][:, None], slots_BS, visibility)
             tokens.append(self._choose(self.draft.logits(normed_SBH, self.base)[0], context, k, q))
         return Proposal(torch.stack(tokens, dim=1), q_BNV=torch.stack(q, dim=1) if q else None)
 
@@ -148,9 +147,9 @@ class EagleTreeDrafter(EagleDrafter):
             hidden_kBH = fed_back_kBH[level.parent_Bk.t(), root]
             slots_Bk = position_B[:, None] + 1 + torch.arange(used - k, used, device=position_B.device)
             visible_BkL = visible_slots(position_B + 1, level.above_BkM, length)
-            plan = AttentionPlan.cached(cache, slots_Bk, visible_BkL, length)
+            visibility = Visibility.cached(cache, slots_Bk, visible_BkL, length)
             positions_Bk = (position_B[:, None] + level.depth).expand(-1, k)
-            fed_back_kBH, normed_kBH = self._step(hidden_kBH, level.tokens_Bk, positions_Bk, plan)
+            fed_back_kBH, normed_kBH = self._step(hidden_kBH, level.tokens_Bk, positions_Bk, visibility)
             logp, ids = self._top(self.draft.logits(normed_kBH, self.base).flatten(0, 1))
             return logp.view(k, batch, k).transpose(0, 1), ids.view(k, batch, k).transpose(0, 1)
 

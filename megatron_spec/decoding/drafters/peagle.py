@@ -21,7 +21,7 @@ from megatron_spec.decoding import cache as cache_rows
 from megatron_spec.decoding.drafters.base import Context, Observation, Proposal
 from megatron_spec.decoding.drafters.eagle import EagleDrafter
 from megatron_spec.drafts.peagle import PEagleDraft
-from megatron_spec.ops.attention import AttentionPlan
+from megatron_spec.ops.visibility import Visibility
 
 if TYPE_CHECKING:
     from megatron_spec.base.model import FrozenBase
@@ -52,10 +52,10 @@ class PEagleDrafter(EagleDrafter):
         tokens_BX = torch.where(true_BX, F.pad(seen.next_tokens_BS, (0, more)), draft.config.mask_token_id)
         if seen.prefill:
             view = cache_rows.rows_view(self.cache, seen.first, len(slots_BX))
-            plan = AttentionPlan.prefill(view, slots_BX)
+            visibility = Visibility.prefill(view, slots_BX)
         else:
-            plan = self._plan(slots_BX, seen.first, seen.key_slots + more)
-        _, normed_XBH = self._step(hidden_XBH, tokens_BX, slots_BX, plan)
+            visibility = self._earlier(slots_BX, seen.first, seen.key_slots + more)
+        _, normed_XBH = self._step(hidden_XBH, tokens_BX, slots_BX, visibility)
         row_B = torch.arange(len(slots_BX), device=device)
         place_BK = seen.counts_B[:, None] - 1 + torch.arange(self.most, device=device)
         self.states_BKH[seen.first : seen.first + len(slots_BX)] = normed_XBH[place_BK, row_B[:, None]]

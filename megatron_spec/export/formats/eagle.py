@@ -13,7 +13,7 @@ from megatron_spec.config.presets import default_capture_ids
 from megatron_spec.config.rope import read_rope
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.export import native_mtp
-from megatron_spec.export.formats.options import MASK_TOKEN_KEYS, PARALLEL_KEYS, check_options
+from megatron_spec.export.formats.options import MASK_TOKEN_KEYS, PARALLEL_KEYS, check_options, draft_window
 from megatron_spec.export.formats.reading import (
     DraftProblems,
     Problem,
@@ -247,6 +247,7 @@ class _Folder:
         if self.kind == "eagle3":
             values |= {**options, "capture_layer_ids": self._captures(values["target_hidden_size"])}
             values["own_embed_tokens"] = "embed_tokens.weight" in self.found and not self._other_width(values)
+            values["sliding_window"] = draft_window(self.raw)
             values["algorithm"] = "eagle3.1" if any(options[name] for name in OPTIONS) else "eagle3"
             if self.parallel:
                 values |= {"algorithm": "p-eagle", "mask_token_id": self._mask_token()}

@@ -71,7 +71,7 @@ def check_options(source: Source, raw: dict[str, Any], eagle3: bool, parallel: b
         if unknown:
             found = f"eagle_config holds {', '.join(unknown)}, which is not known here"
             problems.append(Problem("option", found, "remove what does not change the draft"))
-    return problems + _window(raw)
+    return problems + ([] if eagle3 and draft_window(raw) else _window(raw))
 
 
 def _differing(raw: dict[str, Any], known: dict[str, tuple[tuple[Any, ...], str]], where: str) -> list[Problem]:
@@ -82,9 +82,20 @@ def _differing(raw: dict[str, Any], known: dict[str, tuple[tuple[Any, ...], str]
     ]
 
 
+def draft_window(raw: dict[str, Any]) -> int | None:
+    """The window of a draft whose layers all have one; None where none is in use, or only some layers have it."""
+    types = raw.get("layer_types") or []
+    return raw["sliding_window"] if _window_used(raw) and set(types) == {"sliding_attention"} else None
+
+
+def _window_used(raw: dict[str, Any]) -> bool:
+    window = raw.get("sliding_window")
+    return bool(raw.get("use_sliding_window", True) and window and window < raw.get("max_position_embeddings", 2048))
+
+
 def _window(raw: dict[str, Any]) -> list[Problem]:
-    window, types = raw.get("sliding_window"), raw.get("layer_types") or []
-    used = raw.get("use_sliding_window", True) and window and window < raw.get("max_position_embeddings", 2048)
-    if used and (not types or "sliding_attention" in types):
-        return [Problem("option", f"sliding_window is {window}", "a sliding window in the draft is not supported")]
+    types = raw.get("layer_types") or []
+    if _window_used(raw) and (not types or "sliding_attention" in types):
+        why = 'it is supported for EAGLE-3 drafts whose layer_types are all "sliding_attention"'
+        return [Problem("option", f"sliding_window is {raw['sliding_window']}", why)]
     return []

@@ -15,7 +15,7 @@ from megatron_spec.base.schedule import run_base_everywhere
 from megatron_spec.batch import Batch
 from megatron_spec.config import BaseConfig, ParallelConfig, UserError
 from megatron_spec.config.machine import Machine
-from megatron_spec.ops.attention import AttentionPlan
+from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed
 from tests.worlds import run_world
@@ -48,17 +48,17 @@ def decoded(base: FrozenBase) -> list[Tensor]:
     cache, found = base.new_cache(2, 16), []
     tokens_BS = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(5))
 
-    def run(tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> None:
+    def run(tokens: Tensor, positions: Tensor, visibility: Visibility) -> None:
         zeros = torch.zeros_like(tokens, dtype=torch.int32)
-        found.extend(run_base_everywhere(base, Batch(tokens, positions, zeros, zeros), plan))
+        found.extend(run_base_everywhere(base, Batch(tokens, positions, zeros, zeros), visibility))
 
     slots = torch.arange(6).repeat(2, 1)
-    run(tokens_BS[:, :6], slots, AttentionPlan.prefill(cache, slots))
+    run(tokens_BS[:, :6], slots, Visibility.prefill(cache, slots))
     slots = torch.tensor([[4], [6]]) + torch.arange(3)
-    run(tokens_BS[:, 6:9], slots, AttentionPlan.cached(cache, slots, length=16))
+    run(tokens_BS[:, 6:9], slots, Visibility.cached(cache, slots, length=16))
     slots = torch.tensor([[7], [9]]) + torch.arange(3)
     visible = (torch.arange(16) < slots[:, :1, None]) | (torch.arange(16) == slots[:, :, None])
-    run(tokens_BS[:, 9:], slots[:, :1] + torch.tensor([0, 1, 1]), AttentionPlan.cached(cache, slots, visible, 16))
+    run(tokens_BS[:, 9:], slots[:, :1] + torch.tensor([0, 1, 1]), Visibility.cached(cache, slots, visible, 16))
     return found
 
 
@@ -67,7 +67,7 @@ def batch_of(base: FrozenBase) -> list[Tensor]:
     tokens_BS = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(5))
     zeros = torch.zeros_like(tokens_BS, dtype=torch.int32)
     batch = Batch(tokens_BS, torch.arange(12).repeat(2, 1), zeros + 1, zeros)
-    return list(run_base_everywhere(base, batch, AttentionPlan.causal()))
+    return list(run_base_everywhere(base, batch, Visibility.causal()))
 
 
 def compare(config: BaseConfig, parallel: ParallelConfig = ONE) -> None:
@@ -86,7 +86,7 @@ def compare(config: BaseConfig, parallel: ParallelConfig = ONE) -> None:
         p.data = before
     paths = Paths(Setting(Machine(kernels="plain"), parallel=parallel, base=config))
     base.direct = DirectForward(config, direct.layers, direct.final_norm, direct.tp, paths)
-    assert base.direct.can_run(AttentionPlan.causal()) and not direct.can_run(AttentionPlan.causal())
+    assert base.direct.can_run(Visibility.causal()) and not direct.can_run(Visibility.causal())
     for a, b in zip(decoded(base) + batch_of(base), layers + trained, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 

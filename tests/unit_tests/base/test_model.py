@@ -101,7 +101,7 @@ def _forward_gaps(base: Any, world: Any, ref: dict[str, Tensor]) -> dict[str, fl
     """Largest differences to transformers, of what this rank has to answer for."""
     from megatron_spec.base.schedule import run_base, run_base_everywhere
     from megatron_spec.batch import Batch
-    from megatron_spec.ops.attention import AttentionPlan
+    from megatron_spec.ops.visibility import Visibility
 
     sp = world.parallel.sequence_parallel
     tokens = _tokens(base.vocab_size).to(world.device)
@@ -123,7 +123,7 @@ def _forward_gaps(base: Any, world: Any, ref: dict[str, Tensor]) -> dict[str, fl
                 whole = [(_gather(x, world, 0) if sp else x) for x in (captures, state)]
                 gaps[f"captures{m}"] = _gap(whole[0], ref["captures"][m])
                 gaps[f"state{m}"] = _gap(whole[1], ref["state"][m])
-    captures, state = run_base_everywhere(base, batches[0], AttentionPlan.causal())
+    captures, state = run_base_everywhere(base, batches[0], Visibility.causal())
     gaps["everywhere"] = _gap(_gather(base.logits(state), world, -1), ref["logits"][0])
     gaps["everywhere captures"] = _gap(_gather(captures, world, 0) if sp else captures, ref["captures"][0])
     for outside in (-1, base.vocab_size, base.vocab_size + 40):  # ids of padding rows, and of no row at all
@@ -136,7 +136,7 @@ def _decode_gap(base: Any, world: Any, ref: dict[str, Tensor]) -> float:
     """Ragged decoding with a cache: rows start with 7, 4 and 5 tokens, then three steps of 2, 1 and 2 tokens."""
     from megatron_spec.base.schedule import run_base_everywhere
     from megatron_spec.batch import Batch
-    from megatron_spec.ops.attention import AttentionPlan
+    from megatron_spec.ops.visibility import Visibility
 
     tokens = _tokens(base.vocab_size)[0].to(world.device)
     cache = base.new_cache(tokens.shape[0], 12)
@@ -150,7 +150,7 @@ def _decode_gap(base: Any, world: Any, ref: dict[str, Tensor]) -> float:
         ids = tokens.gather(1, slots.clamp(max=11))
         zeros = torch.zeros_like(ids, dtype=torch.int32)
         batch = Batch(ids, slots, zeros, zeros)
-        _, state = run_base_everywhere(base, batch, AttentionPlan.cached(cache, slots))
+        _, state = run_base_everywhere(base, batch, Visibility.cached(cache, slots))
         logits = _gather(base.logits(state), world, -1).transpose(0, 1)[..., : base.vocab_size]
         for row in range(3):
             for j in range(int(new[row])):

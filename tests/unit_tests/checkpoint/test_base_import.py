@@ -227,7 +227,7 @@ def _megatron_cases(root: str) -> dict[str, Any]:
 
     from megatron_spec.base.model import FrozenBase
     from megatron_spec.base.schedule import run_base, run_base_everywhere
-    from megatron_spec.ops.attention import AttentionPlan
+    from megatron_spec.ops.visibility import Visibility
 
     found: dict[str, Any] = {}
     expected: dict[str, Tensor] = {}
@@ -261,7 +261,7 @@ def _megatron_cases(root: str) -> dict[str, Any]:
     for name in variants:
         reference = inspect_base(Path(root, name))
         base = load_base(reference, world, (0, 2))
-        _, state = run_base_everywhere(base, batch, AttentionPlan.causal())
+        _, state = run_base_everywhere(base, batch, Visibility.causal())
         logits = base.logits(state)
         found[f"pp2 {name}"] = float((logits[..., :83].transpose(0, 1) - expected[name]).abs().max())
         found[f"pp2 padding {name}"] = bool((logits[..., 83:] == float("-inf")).all()) and logits.shape[-1] == PADDED

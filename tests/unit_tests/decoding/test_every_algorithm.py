@@ -119,11 +119,12 @@ def drafts_from_scratch(base: Any, draft: Any, text: list[int]) -> list[int]:
         f = text_features(base, text, 0)
         return [int(draft.logits(f.state_SBH[-2:-1], i, base).argmax()) for i in range(LENGTH)]
     from megatron_spec.drafts.contract import shift
-    from megatron_spec.ops.ttt_attention import TrainingTimeTest, trunk_layout
+    from megatron_spec.ops.ttt_attention import TrainingTimeTest
+    from megatron_spec.ops.visibility import Visibility
 
     f = text_features(base, text[:-1], 0)
     drafted: list[int] = []
-    attention = TrainingTimeTest(trunk_layout(f.batch.documents_BS, torch.float32))
+    attention = TrainingTimeTest(Visibility.of(f.batch))
     hidden: Tensor = draft.start(f.captures_SBC, f.state_SBH)
     S = len(text) - 1
     for k in range(LENGTH):

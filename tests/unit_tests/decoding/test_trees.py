@@ -152,7 +152,9 @@ def test_tree_nodes_are_the_likeliest_paths_of_the_draft(tiny: Any) -> None:
                     if k:
                         slots = self.inner.position_B[:1, None] + k
                         token = torch.tensor([[self.path[k - 1]]])
-                        fed, normed = self.inner._step(fed, token, slots, self.inner._plan(slots, 0, context.key_slots))
+                        fed, normed = self.inner._step(
+                            fed, token, slots, self.inner._earlier(slots, 0, context.key_slots)
+                        )
                     logp = tiny.draft.logits(normed, tiny.base)[0, 0].log_softmax(-1)
                     if k < len(self.path):
                         self.logp += float(logp[tiny.draft.vocab.draft_ids[self.path[k]]])

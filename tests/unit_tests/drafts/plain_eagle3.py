@@ -184,7 +184,9 @@ class PlainEagle:
             e = self.p.get("embed_tokens.weight", self.ends.table)[
                 [tokens[j + 1 + k] if j + 1 + k < S else 0 for j in range(S)]
             ]
-            mask = torch.cat([trunk] + [torch.eye(S, dtype=torch.bool)] * k, 1)
+            window = self.config.sliding_window or 10**6
+            near = torch.tensor([[j + k - i < window for i in range(S)] for j in range(S)])
+            mask = torch.cat([trunk & near] + [torch.eye(S, dtype=torch.bool)] * k, 1)
             for i in range(len(self.prefixes)):
                 if objective.detach:
                     seen[i] = [(key.detach(), value.detach()) for key, value in seen[i]]

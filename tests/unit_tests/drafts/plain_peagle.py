@@ -30,8 +30,12 @@ class PlainPEagle(PlainEagle):
             for j, d in places
         ])  # fmt: skip
         positions = torch.tensor([int(batch.positions_BS[b, j]) + d for j, d in places])
+        window = self.config.sliding_window or S + len(places)
         mask = torch.tensor([
-            [(c == 0 and i <= j and documents[i] == documents[j]) or (i == j and c <= d) for i, c in places]
+            [
+                ((c == 0 and i <= j and documents[i] == documents[j]) or (i == j and c <= d)) and j + d - i - c < window
+                for i, c in places
+            ]
             for j, d in places
         ])  # fmt: skip
         for layer in range(len(self.prefixes)):

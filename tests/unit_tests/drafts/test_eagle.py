@@ -14,8 +14,8 @@ from megatron_spec.config.machine import H100
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.drafts.linear import Placement
-from megatron_spec.ops.attention import AttentionPlan, attend
-from megatron_spec.ops.ttt_attention import TrainingTimeTest, trunk_layout
+from megatron_spec.ops.ttt_attention import TrainingTimeTest
+from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed
 from tests.unit_tests.drafts.plain_eagle3 import (
@@ -84,6 +84,7 @@ LAYER_OPTIONS: dict[str, dict[str, Any]] = {
     "norm_before_residual": {"norm_before_residual": True},
     "own embedding": {"own_embed_tokens": True},
     "partial rotary": {"rope": RopeConfig(partial_rotary_factor=0.5)},
+    "sliding window": {"sliding_window": 4, "num_hidden_layers": 2},
     "attention factor": {"rope": RopeConfig(attention_factor=2.0)},
 }
 
@@ -127,9 +128,10 @@ def test_nothing_supervised_gives_zero_and_zero_gradients() -> None:
     assert all(p.grad is not None and not p.grad.any() for p in draft.parameters())
 
 
-def test_serving_repeats_training() -> None:
+@pytest.mark.parametrize("window", [None, 4])
+def test_serving_repeats_training(window: int | None) -> None:
     """Decoding step by step with a cache gives the hidden states that training saw, also after rolling back."""
-    config, steps = eagle_config(num_hidden_layers=2), 3
+    config, steps = eagle_config(num_hidden_layers=2, sliding_window=window), 3
     draft, ends = make(config)
     S = 12
     tokens = torch.randint(0, V, (1, S), generator=torch.Generator().manual_seed(1))
@@ -137,7 +139,7 @@ def test_serving_repeats_training() -> None:
     captures = features(conversations(S + 6), config, torch.float64).captures_SBC[:S, :1]
 
     hidden = draft.project(captures)
-    training, trained = TrainingTimeTest(trunk_layout(documents, hidden.dtype)), []
+    training, trained = TrainingTimeTest(Visibility(documents), window=window), []
     for k in range(steps):
         shifted = torch.cat([tokens[:, 1 + k :], tokens[:, : 1 + k]], 1)
         hidden, normed = draft.layer_step(hidden, ends.embed(shifted), positions + k, training)
@@ -148,11 +150,9 @@ def test_serving_repeats_training() -> None:
         hidden = draft.project(captures[j : j + 1])
         for k in range(steps):
             slot = torch.tensor([[j + k]])
-            plan = AttentionPlan.cached(cache, slot)
+            visibility = Visibility.cached(cache, slot)
             embedding = ends.embed(tokens[:, j + 1 + k, None])
-            hidden, normed = draft.layer_step(
-                hidden, embedding, slot, lambda i, q, key, v, p=plan: attend(q, key, v, p, i)
-            )
+            hidden, normed = draft.layer_step(hidden, embedding, slot, draft.cached_attention(visibility))
             torch.testing.assert_close(hidden, trained[k][0][j : j + 1], rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(normed, trained[k][1][j : j + 1], rtol=1e-9, atol=1e-9)
 

@@ -18,7 +18,8 @@ from megatron_spec.drafts import eagle3, fused_unroll
 from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.drafts.layer import local_kv_heads
 from megatron_spec.drafts.linear import Placement
-from megatron_spec.ops.attention import AttentionPlan, attend
+from megatron_spec.ops.attention import attend
+from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import NO_PATHS, Paths, Setting
 from megatron_spec.runtime import platform
 from tests.unit_tests.drafts.plain_eagle3 import StandInEnds, V, conversations, draft_vocab, eagle_config, features
@@ -28,7 +29,7 @@ HEADS_9_3 = {"hidden_size": 18, "num_attention_heads": 9, "num_key_value_heads":
 NARROW = {"hidden_size": 8, "vocab_size": 32}  # with an embedding of its own, whose rows are split
 OPTIONS = {
     "attention_bias": True, "mlp_bias": True, "fc_bias": True, "qk_norm": True, "own_embed_tokens": True,
-    "norm_before_residual": True, "vocab_size": 32,
+    "norm_before_residual": True, "vocab_size": 32, "sliding_window": 4,
 }  # fmt: skip
 CASES: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
     "tp2": (2, False, {}, {}),
@@ -73,11 +74,14 @@ def decoded(draft: EagleDraft, ends: StandInEnds, captures_SBC: Tensor, full_len
     """Logits of one pass through the cache; under tensor parallelism this rank's shard."""
     cache = draft.new_cache(2, full_length)
     slots = torch.arange(full_length).repeat(2, 1)
-    plan = AttentionPlan.cached(cache, slots)
+    visibility = Visibility.cached(cache, slots)
     tokens = torch.arange(2 * full_length).view(2, -1) % V
     with torch.no_grad():
         _, normed = draft.layer_step(
-            draft.project(captures_SBC), draft.embed(tokens, ends), slots, lambda i, q, k, v: attend(q, k, v, plan, i)
+            draft.project(captures_SBC),
+            draft.embed(tokens, ends),
+            slots,
+            lambda i, q, k, v: attend(q, k, v, visibility, i),
         )
         return draft.logits(normed)
 

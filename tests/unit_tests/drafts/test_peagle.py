@@ -30,6 +30,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "its own embedding, another width": (
         {"target_hidden_size": 12, "norm_before_residual": True}, {**SOME, "in_vocab_only": False},
     ),
+    "window": ({"sliding_window": 5}, SOME),
     "target alignment": ({}, {**SOME, "alignment": "target", "loss": "hard_ce"}),
 }  # fmt: skip
 

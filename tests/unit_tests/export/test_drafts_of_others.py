@@ -183,7 +183,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle1": ("eagle1", {}), "medusa": ("medusa", {}),
     "options": ("eagle3", {"qk_norm": True, "attention_bias": True, "norm_before_residual": True,
                            "own_embed_tokens": True}),
-    "yarn": ("eagle3", {"rope_scaling": YARN}),
+    "yarn": ("eagle3", {"rope_scaling": YARN}), "window": ("eagle3", {"sliding_window": 16}),
 }  # fmt: skip
 
 
@@ -212,7 +212,7 @@ def test_a_draft_of_others_is_the_draft_it_was(home: Home, tmp_path: Path, name:
     )
 
 
-@pytest.mark.parametrize("kind", ["options", "yarn"])
+@pytest.mark.parametrize("kind", ["options", "yarn", "window"])
 def test_options_come_back_from_an_export(home: Home, kind: str) -> None:
     algorithm, overrides = KINDS[kind]
     home.export(kind, algorithm, **overrides)

@@ -85,20 +85,20 @@ def decode_gap(base: Any, world: Any, expected: dict[str, Tensor]) -> float:
     """A prompt of 7 tokens, then steps of 1, 3 and 2, then a tree of 3 next tokens and 2 behind the second of them."""
     from megatron_spec.base.schedule import run_base_everywhere
     from megatron_spec.batch import Batch
-    from megatron_spec.ops.attention import AttentionPlan
+    from megatron_spec.ops.visibility import Visibility
 
     ids = tokens(base.vocab_size)[0]
     cache, worst = base.new_cache(len(ids), LENGTH), 0.0
 
-    def run(new: Tensor, positions: Tensor, plan: Any) -> Tensor:
+    def run(new: Tensor, positions: Tensor, visibility: Any) -> Tensor:
         zeros = torch.zeros_like(new, dtype=torch.int32)
-        _, state = run_base_everywhere(base, Batch(new, positions, zeros, zeros), plan)
+        _, state = run_base_everywhere(base, Batch(new, positions, zeros, zeros), visibility)
         return _gather(base.logits(state), world, -1).transpose(0, 1)[..., : base.vocab_size]
 
     done = 0
     for count in (7, 1, 3, 2):
         slots = torch.arange(done, done + count).expand(len(ids), -1)
-        logits = run(ids[:, done : done + count], slots, AttentionPlan.cached(cache, slots))
+        logits = run(ids[:, done : done + count], slots, Visibility.cached(cache, slots))
         worst = max(worst, float((logits - expected["start"][0][:, done : done + count]).abs().max()))
         done += count
     # The tree: the true next token in the middle of its siblings, then the true one after it, and one more.
@@ -111,7 +111,7 @@ def decode_gap(base: Any, world: Any, expected: dict[str, Tensor]) -> float:
     visible[:, :, :done] = True
     for node, ancestors in enumerate(([0], [1], [2], [1, 3], [1, 3, 4])):
         visible[:, node, [done + a for a in ancestors]] = True
-    logits = run(tree, positions, AttentionPlan.cached(cache, slots, visible))
+    logits = run(tree, positions, Visibility.cached(cache, slots, visible))
     return max(worst, float((logits[:, [1, 3, 4]] - expected["start"][0][:, done : done + 3]).abs().max()))
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_spec.ops import plain, ttt_attention
-from megatron_spec.ops.ttt_attention import TrainingTimeTest, merged_attention, trunk_layout
+from megatron_spec.ops import attention, plain
+from megatron_spec.ops.ttt_attention import TrainingTimeTest, merged_attention
+from megatron_spec.ops.visibility import Visibility
 
 DOCUMENTS = {
     "one": torch.zeros(2, 7, dtype=torch.int32),
@@ -34,15 +35,12 @@ def test_equals_reference(
 ) -> None:
     """Output and every gradient; also with the trunk of devices that have no flash attention."""
     if plain_trunk:
-        monkeypatch.setattr(ttt_attention, "_trunk", lambda *a: (*ttt_attention._plain_trunk(*a), ()))
-        monkeypatch.setattr(
-            ttt_attention, "_trunk_backward", lambda *a: ttt_attention._plain_trunk_backward(*a[:6], a[7])
-        )
+        monkeypatch.setattr(attention, "KERNELS", (attention.SCORES,))
     ids = DOCUMENTS[documents]
     q, k, v, *rest = tensors(branches, heads, kv_heads)
-    found = merged_attention(q, (k, v), pairs(tuple(rest)), trunk_layout(ids, q.dtype))
+    found = merged_attention(q, (k, v), pairs(tuple(rest)), Visibility(None if documents == "one" else ids))
     expected = plain.merged_attention(q, (k, v), pairs(tuple(rest)), ids)
-    if documents == "padded":  # rows of padding may look where they like: nobody reads them
+    if documents == "padded":  # rows of padding may see anything: they are never read
         found, expected = found[:4], expected[:4]
     torch.testing.assert_close(found, expected)
     seed = torch.randn(found.shape, dtype=found.dtype, generator=torch.Generator().manual_seed(1))
@@ -56,9 +54,9 @@ def test_equals_reference(
 
 @pytest.mark.parametrize("branches", [0, 2])
 def test_gradcheck(branches: int) -> None:
-    layout = trunk_layout(DOCUMENTS["packed"], torch.float64)
+    visibility = Visibility(DOCUMENTS["packed"])
     assert torch.autograd.gradcheck(
-        lambda q, k, v, *rest: merged_attention(q, (k, v), pairs(rest), layout), tensors(branches), fast_mode=True
+        lambda q, k, v, *rest: merged_attention(q, (k, v), pairs(rest), visibility), tensors(branches), fast_mode=True
     )
 
 
@@ -67,7 +65,7 @@ def test_layers_and_steps_are_kept_apart(detach: bool) -> None:
     """Step k of a layer sees steps 0..k of that layer; `detach` cuts the gradient of all but the last."""
     q, *rest = tensors(3)
     steps = pairs(tuple(rest))
-    attention = TrainingTimeTest(trunk_layout(DOCUMENTS["one"], q.dtype), detach)
+    attention = TrainingTimeTest(Visibility.causal(), detach)
     for i, (k, v) in enumerate(steps):
         other = attention(1, q, v, k)
         out = attention(0, q, k, v)
@@ -83,5 +81,5 @@ def test_saves_nothing_quadratic() -> None:
     q, k, v = (torch.randn(S, 1, h, 8, requires_grad=True) for h in (2, 1, 1))
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
-        merged_attention(q, (k, v), [(k, v), (k, v)], trunk_layout(torch.zeros(1, S, dtype=torch.int32), q.dtype))
+        merged_attention(q, (k, v), [(k, v), (k, v)], Visibility.causal())
     assert sizes and max(sizes) < S * S

@@ -98,7 +98,7 @@ def test_tests_and_twins_exist() -> None:
 
 
 ASKS = {
-    "ops/attention.py": "the table of attention kernels", "ops/ttt_attention.py": "the same, with gradients",
+    "ops/attention.py": "the table of attention kernels",
     "ops/products.py": "an operator of torch that only CUDA has",
     "runtime/platform.py": "the one place that knows the machine", "runtime/distributed.py": "names the device",
     "batch.py": "copies in the host's memory", "features/offline.py": "pinned memory",

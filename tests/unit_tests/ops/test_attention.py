@@ -1,4 +1,4 @@
-"""The chunks that context parallelism hands to variable-length attention, against the mask they stand for."""
+"""Every kernel of the attention table against plain masked attention, and the chunks of context parallelism."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_spec.ops import context_attention
+from megatron_spec.ops import attention
+from megatron_spec.ops.attention import Call, Variant
+from megatron_spec.ops.visibility import KVCache, Visibility
 from megatron_spec.runtime.context import ContextShard
 
 
@@ -59,15 +61,17 @@ def variable_length(
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (2, 4), (3, 4)])
 def test_chunks_see_what_the_mask_shows(monkeypatch: pytest.MonkeyPatch, packed: bool, rank: int, size: int) -> None:
-    monkeypatch.setattr(context_attention, "_flash", variable_length)
+    monkeypatch.setattr(attention, "_flash", variable_length)
     group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: size)
     shard, S = ContextShard(group), 48
     documents_BS = documents(2, S, packed)
     torch.manual_seed(0)
     q = torch.randn(2, S, 4, 8)[:, shard.rows(S, "cpu")]
     k, v = torch.randn(2, S, 2, 8), torch.randn(2, S, 2, 8)
-    o, lse, _ = context_attention.forward(q, k, v, context_attention.chunks_of(documents_BS, shard))
-    expected, expected_lse = plain(q, k, v, context_attention.visible(documents_BS, shard))
+    visibility = Visibility(documents_BS, shard)
+    o, lse, _ = attention._chunks(Call(q, k, v, visibility))
+    assert visibility.mask_B1SL is not None
+    expected, expected_lse = plain(q, k, v, visibility.mask_B1SL)
     torch.testing.assert_close(o, expected)
     torch.testing.assert_close(lse, expected_lse)
 
@@ -81,19 +85,64 @@ def test_every_row_is_held_once_and_work_is_even() -> None:
     assert len(set(keys_seen)) == 1
 
 
-def test_the_fallback_of_gpus_in_fp32_has_fewer_queries_than_keys() -> None:
-    from megatron_spec.ops.ttt_attention import TrunkLayout, _plain_trunk, _plain_trunk_backward
-
+def test_scores_in_memory_have_fewer_queries_than_keys() -> None:
+    """The kernel of GPUs in fp32, under context parallelism: values and gradients."""
     group: Any = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
     shard, S = ContextShard(group), 24
-    mask = context_attention.visible(documents(2, S, True), shard)
-    layout = TrunkLayout(bias_B1SS=context_attention.bias(mask, torch.float32), context=shard)
+    visibility = Visibility(documents(2, S, True), shard)
     torch.manual_seed(0)
     q = torch.randn(2, S, 4, 8)[:, shard.rows(S, "cpu")].requires_grad_()
     k, v = torch.randn(2, S, 2, 8, requires_grad=True), torch.randn(2, S, 2, 8, requires_grad=True)
-    o, lse = plain(q, k, v, mask)
+    assert visibility.mask_B1SL is not None
+    o, lse = plain(q, k, v, visibility.mask_B1SL)
     do = torch.randn_like(o)
-    found_o, found_lse = _plain_trunk(q, k, v, layout)
+    call = Call(q, k, v, visibility, lse=True)
+    found_o, found_lse, state = attention._scores(call)
     torch.testing.assert_close((found_o, found_lse), (o, lse))
-    found = _plain_trunk_backward(do, q, k, v, o, lse, layout)
+    found = attention._scores_backward(call, do, o, lse, state)
     torch.testing.assert_close(found, torch.autograd.grad(o, (q, k, v), do))
+
+
+def test_mask_of_packed_documents() -> None:
+    mask = Visibility(torch.tensor([[0, 0, 1, -1]])).mask_B1SL
+    assert mask is not None and mask[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+    assert Visibility.causal().mask_B1SL is None and Visibility.causal().bias(torch.float32) is None
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_chosen_kernel_equals_scores_in_memory(packed: bool, lse: bool) -> None:
+    visibility = Visibility(documents(2, 20, True) if packed else None)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 20, heads, 8, generator=generator) for heads in (4, 2, 2))
+    call = Call(q, k, v, visibility, lse=lse)
+    kernel = attention.kernel_of(call)
+    assert kernel.name == ("cpu" if lse else "torch")
+    found, expected = kernel.forward(call), attention.SCORES.forward(call)
+    torch.testing.assert_close(found[0], expected[0])
+    if lse:
+        torch.testing.assert_close(found[1], expected[1])
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [(Variant(window=3), "torch"), (Variant(scale=0.3), "torch"), (Variant(sinks_N=torch.tensor([0.5, -1])), "scores")],
+)
+def test_variants_over_a_cache(variant: Variant, name: str) -> None:
+    """Windows count visible keys; a sink takes its share of the softmax and gives nothing."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, heads, 4, generator=generator) for heads in (2, 1, 1))
+    cache = KVCache(1, 1, 8, 1, 4, torch.float32, "cpu")
+    cache.keys.normal_(generator=generator)
+    cache.values.normal_(generator=generator)
+    visible = torch.tensor([[[1, 1, 1, 0, 1, 1]]]).bool()
+    visibility = Visibility.cached(cache, torch.tensor([[5]]), visible)
+    found = attention.attend(q, k, v, visibility, 0, variant)
+    assert attention.kernel_of(Call(q, k, v, visibility, variant)).name == name
+    assert torch.equal(cache.keys[0, :, 5], k[0])
+    seen = [2, 4, 5] if variant.window else [0, 1, 2, 4, 5]
+    scores = (q[0, 0] @ cache.keys[0, 0, seen, 0].t()) * (variant.scale or 0.5)
+    if variant.sinks_N is not None:
+        scores = torch.cat([scores, variant.sinks_N[:, None]], 1)
+    expected = scores.softmax(-1)[:, : len(seen)] @ cache.values[0, 0, seen, 0]
+    torch.testing.assert_close(found.view(2, 4), expected)
