@@ -27,9 +27,8 @@ from megatron_spec.build import link, load_checkpoint
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference
 from megatron_spec.checkpoint.spec import CheckpointSpec, resolve
-from megatron_spec.commands.convert import new_draft
+from megatron_spec.commands.convert import new_draft, with_mask_token
 from megatron_spec.config import (
-    BaseConfig,
     DecodeConfig,
     DraftConfig,
     EagleConfig,
@@ -121,19 +120,24 @@ def _world_of(model: Any) -> World:
     return initialize(distributed.existing_parallel().replace(sequence_parallel=sequence_parallel))
 
 
-def _draft_config(drafts: Sequence[tuple[str, Any]], base: BaseConfig, vocab: DraftVocab) -> DraftConfig:
-    kinds: dict[str, Any] = {"eagle": EagleConfig, "medusa": MedusaConfig}
+def _draft_config(drafts: Sequence[tuple[str, Any]], reference: BaseReference, vocab: DraftVocab) -> DraftConfig:
+    base = reference.config
+    kinds: dict[str, Any] = {"eagle": EagleConfig, "p-eagle": EagleConfig, "medusa": MedusaConfig}
     if len(drafts) != 1 or drafts[0][0] not in kinds:
         found = [name for name, _ in drafts]
-        raise UserError(f"convert: found drafts {found}, expected exactly one of kind 'eagle' or 'medusa'")
+        raise UserError(f"convert: found drafts {found}, expected exactly one of kind 'eagle', 'p-eagle' or 'medusa'")
     kind, config = drafts[0]
+    named = config.get("algorithm") if isinstance(config, dict) else getattr(config, "algorithm", None)
+    if kind == "p-eagle" and named not in (None, kind):
+        raise UserError(f"convert: the draft is of kind 'p-eagle', but its configuration says algorithm {named!r}")
     if isinstance(config, kinds[kind]):
         return config  # type: ignore[no-any-return]
     overrides = dict(config or {})
     if kind == "medusa":
         sizes = {"num_heads": 4, "hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
         return MedusaConfig.from_dict({**sizes, **overrides})
-    algorithm = overrides.pop("algorithm", "eagle3")
+    algorithm = overrides.pop("algorithm", "p-eagle" if kind == "p-eagle" else "eagle3")
+    overrides = with_mask_token(reference, overrides) if algorithm == "p-eagle" else overrides
     return presets.eagle_config(base, algorithm, {"draft_vocab_size": len(vocab), **overrides})
 
 
@@ -146,8 +150,8 @@ def convert(
 
     Args:
         model: GPTModel, or the list of model chunks Megatron passes around (of length one), or a `FrozenBase`.
-        drafts: one pair (kind, configuration); kind 'eagle' or 'medusa', configuration an `EagleConfig` or
-            `MedusaConfig`, a dictionary of overrides or None.
+        drafts: one pair (kind, configuration); kind 'eagle', 'p-eagle' or 'medusa', configuration an `EagleConfig`
+            or `MedusaConfig`, a dictionary of overrides or None.
         base_path: the base on disk; describes the architecture and is what a saved draft refers to. Default: where
             `load_base` read it from.
         vocab: calibrated draft vocabulary; default: the whole one.
@@ -163,7 +167,7 @@ def convert(
     if draft is not None:
         return _with_draft(model, drafts, draft, vocab, reference, world, objective)
     vocab = vocab or DraftVocab.full(reference.config.vocab_size)
-    config = _draft_config(drafts, reference.config, vocab)
+    config = _draft_config(drafts, reference, vocab)
     base = _frozen(model, reference, world, config)
     fresh = new_draft(base, config, vocab, world, base.dtype, seed)
     return SpecModel(base, fresh, vocab, reference, objective or ObjectiveConfig())
