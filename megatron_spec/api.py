@@ -1,6 +1,6 @@
 """The library for people who own a megatron-core training loop: convert, save, load, quantise, export.
 
-    model = megatron_spec.convert(gpt_model, [("eagle", {})], vocab=vocab, base_path=...)
+    model = megatron_spec.convert(gpt_model, [("eagle3", {})], vocab=vocab, base_path=...)
     losses = model(batches)         # one DraftLosses per micro-batch of this rank: sums; .total carries the gradient
     megatron_spec.save(model, "ckpt", iteration=100, optimizer=optimizer)
     megatron_spec.quantize(model, batches)
@@ -13,6 +13,7 @@ it for a process that has none.
 from __future__ import annotations
 
 import multiprocessing
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,12 +28,11 @@ from megatron_spec.build import link, load_checkpoint
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference
 from megatron_spec.checkpoint.spec import CheckpointSpec, resolve
-from megatron_spec.commands.convert import new_draft, with_mask_token
+from megatron_spec.commands.convert import draft_kinds, fresh_config, new_draft
 from megatron_spec.config import (
+    Config,
     DecodeConfig,
     DraftConfig,
-    EagleConfig,
-    MedusaConfig,
     ObjectiveConfig,
     ParallelConfig,
     QuantConfig,
@@ -121,24 +121,16 @@ def _world_of(model: Any) -> World:
 
 
 def _draft_config(drafts: Sequence[tuple[str, Any]], reference: BaseReference, vocab: DraftVocab) -> DraftConfig:
-    base = reference.config
-    kinds: dict[str, Any] = {"eagle": EagleConfig, "p-eagle": EagleConfig, "medusa": MedusaConfig}
+    kinds = draft_kinds()
     if len(drafts) != 1 or drafts[0][0] not in kinds:
-        found = [name for name, _ in drafts]
-        raise UserError(f"convert: found drafts {found}, expected exactly one of kind 'eagle', 'p-eagle' or 'medusa'")
+        found, known = [name for name, _ in drafts], ", ".join(sorted(kinds))
+        raise UserError(f"convert: found drafts {found}, expected exactly one, of kind {known}")
     kind, config = drafts[0]
-    named = config.get("algorithm") if isinstance(config, dict) else getattr(config, "algorithm", None)
-    if kind == "p-eagle" and named not in (None, kind):
-        raise UserError(f"convert: the draft is of kind 'p-eagle', but its configuration says algorithm {named!r}")
-    if isinstance(config, kinds[kind]):
-        return config  # type: ignore[no-any-return]
-    overrides = dict(config or {})
-    if kind == "medusa":
-        sizes = {"num_heads": 4, "hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
-        return MedusaConfig.from_dict({**sizes, **overrides})
-    algorithm = overrides.pop("algorithm", "p-eagle" if kind == "p-eagle" else "eagle3")
-    overrides = with_mask_token(reference, overrides) if algorithm == "p-eagle" else overrides
-    return presets.eagle_config(base, algorithm, {"draft_vocab_size": len(vocab), **overrides})
+    if not isinstance(config, Config):
+        return fresh_config(reference, kind, dict(config or {}), vocab)
+    if not isinstance(config, kinds[kind]):
+        raise UserError(f"convert: found a {type(config).__name__} for a draft of kind {kind!r}")
+    return typing.cast(DraftConfig, config)
 
 
 def convert(
@@ -150,8 +142,9 @@ def convert(
 
     Args:
         model: GPTModel, or the list of model chunks Megatron passes around (of length one), or a `FrozenBase`.
-        drafts: one pair (kind, configuration); kind 'eagle', 'p-eagle' or 'medusa', configuration an `EagleConfig`
-            or `MedusaConfig`, a dictionary of overrides or None.
+        drafts: one pair (kind, configuration). Kind: any algorithm ('eagle3', 'eagle1', 'medusa', 'dflash', ...), or
+            'eagle', whose algorithm may stand among the overrides; configuration: that of the kind (`EagleConfig`,
+            `MedusaConfig`, `BlockConfig`), a dictionary of overrides, or None.
         base_path: the base on disk; describes the architecture and is what a saved draft refers to. Default: where
             `load_base` read it from.
         vocab: calibrated draft vocabulary; default: the whole one.

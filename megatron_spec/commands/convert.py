@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_spec.checkpoint.native_mtp import check_own_module, load_own_modul
 from megatron_spec.checkpoint.spec import CheckpointSpec
 from megatron_spec.commands.data import check_base_shapes
 from megatron_spec.commands.runs import ConvertRun, DraftRequest, settings_of, takes
-from megatron_spec.config import BlockConfig, DraftConfig, EagleConfig, ParallelConfig, UserError, presets
+from megatron_spec.config import BlockConfig, DraftConfig, EagleConfig, MedusaConfig, ParallelConfig, UserError, presets
 from megatron_spec.config.modelopt import from_modelopt
 from megatron_spec.data import mask_token
 from megatron_spec.drafts import build_draft
@@ -39,6 +40,9 @@ from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import read_object, require_empty
 
 log = logging.getLogger(__name__)
+
+_MASKED = ("dflash", "dspark", "p-eagle")
+"""Algorithms whose input holds a mask token."""
 
 
 def draft_vocabulary(path: str | None, overrides: dict[str, Any], vocab_size: int) -> DraftVocab:
@@ -74,6 +78,7 @@ def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftV
                 f"--draft {request.draft}: its linears are in fp8 or nvfp4: take the high-precision draft, and "
                 "quantise it again with quantize.py after training"
             )
+        _check_algorithm(request, reading.config)
         return reading.config, StoredTensors(reading).vocab
     if request.algorithm == "medusa":
         sizes = {"num_heads": request.num_medusa_heads, "num_layers": request.num_medusa_layers}
@@ -89,6 +94,15 @@ def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftV
     if request.algorithm in ("dflash", "dspark"):
         return _plan_block(ref, request), DraftVocab.full(ref.config.vocab_size)
     return _plan_eagle(ref, request.eagle_algorithm or "eagle3", request.eagle_config, request.draft_vocab)
+
+
+def _check_algorithm(request: DraftRequest, config: DraftConfig) -> None:
+    """Raise UserError when --export-algorithm names another kind than the draft of --draft."""
+    kind = "eagle" if isinstance(config, EagleConfig) else config.algorithm
+    if request.algorithm not in ("eagle", kind):  # eagle: not given
+        raise UserError(
+            f"--export-algorithm {request.algorithm}, but the draft of --draft is {config.algorithm}: leave it out"
+        )
 
 
 def with_mask_token(ref: BaseReference, overrides: dict[str, Any]) -> dict[str, Any]:
@@ -116,6 +130,35 @@ def _plan_eagle(
     overrides = with_mask_token(ref, overrides) if eagle_algorithm == "p-eagle" else overrides
     config = presets.eagle_config(ref.config, eagle_algorithm, {**overrides, "draft_vocab_size": len(vocab)})
     return config, vocab
+
+
+def draft_kinds() -> dict[str, type[Any]]:
+    """Name of a kind of draft -> its configuration class: every algorithm, and 'eagle' for EAGLE-3."""
+    kinds = {"eagle": EagleConfig}
+    for cls in typing.get_args(DraftConfig):
+        kinds |= dict.fromkeys(typing.get_args(typing.get_type_hints(cls)["algorithm"]), cls)
+    return kinds
+
+
+def fresh_config(ref: BaseReference, kind: str, overrides: dict[str, Any], vocab: DraftVocab) -> DraftConfig:
+    """Architecture of a fresh draft of a kind of `draft_kinds`, from the base's and the overrides.
+
+    Raises UserError for overrides that this kind has not, and for a reduced vocabulary where it takes none.
+    """
+    overrides, cls = dict(overrides), draft_kinds()[kind]
+    algorithm = overrides.pop("algorithm", "eagle3" if kind == "eagle" else kind)
+    if draft_kinds().get(algorithm) is not cls or kind not in ("eagle", algorithm):
+        raise UserError(f"convert: a draft of kind {kind!r} cannot have the algorithm {algorithm!r}")
+    if cls is not EagleConfig and len(vocab) != vocab.vocab_size:
+        raise UserError(f"convert: a draft of kind {kind!r} has the whole vocabulary of the base: leave vocab out")
+    if algorithm in _MASKED:
+        overrides = with_mask_token(ref, overrides)
+    if cls is MedusaConfig:
+        sizes = {"num_heads": 4, "hidden_size": ref.config.hidden_size, "vocab_size": ref.config.vocab_size}
+        return MedusaConfig.from_dict({**sizes, **overrides})
+    if cls is BlockConfig:
+        return presets.block_config(ref.config, algorithm, overrides)
+    return presets.eagle_config(ref.config, algorithm, {"draft_vocab_size": len(vocab), **overrides})
 
 
 def new_draft(

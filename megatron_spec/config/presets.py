@@ -255,13 +255,26 @@ def _block_objective(config: BlockConfig, objective: ObjectiveConfig) -> Objecti
             f"--ttt-steps {objective.ttt_steps}, but a block of {config.block_size} proposes {steps} tokens: leave it "
             "out"
         )
-    unread = ["step_decay", "alignment", "detach"]
+    unread = ["step_decay", "alignment", "detach", "in_vocab_only"]
     if config.algorithm == "dflash":
         unread += ["confidence_weight", "backbone_weight", "backbone_iters"]
     _refuse_unread(objective, unread, f"do nothing for {config.algorithm}")
     if config.algorithm == "dspark" and objective.loss == default.loss:
         objective = objective.replace(loss="ce_l1")  # the paper's; kl is soft_ce by its gradient
+    _refuse_without_owner(objective)
     return objective.replace(ttt_steps=steps)
+
+
+def _refuse_without_owner(objective: ObjectiveConfig) -> None:
+    """Options that belong to a choice which was not made."""
+    if objective.block_weights == "exponential":
+        _refuse_unread(objective, ["pace_alpha"], "does nothing without --block-weights d-pace")
+    else:
+        _refuse_unread(objective, ["block_gamma"], f"does nothing with --block-weights {objective.block_weights}")
+    if objective.loss != "ce_l1":
+        _refuse_unread(objective, ["ce_weight", "l1_weight"], f"belong to --loss ce_l1, the loss is {objective.loss}")
+    if not objective.backbone_weight:
+        _refuse_unread(objective, ["backbone_iters"], "does nothing without --backbone-weight")
 
 
 def _refuse_unread(objective: ObjectiveConfig, names: list[str], why: str) -> None:

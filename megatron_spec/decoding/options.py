@@ -27,7 +27,7 @@ _OWNERS: dict[str, tuple[str, ...]] = {
     "max_total_draft_tokens": ("Eagle3", "Eagle", "MTP", "Medusa"),
     "medusa_choices": ("Medusa",),
     "max_matching_ngram_size": ("NGram", "SA"),
-    "sa_threshold": ("Eagle3", "Eagle", "MTP", "Medusa", "DraftTarget"),
+    "sa_threshold": ("Eagle3", "Eagle", "MTP", "Medusa", "DFlash", "DSpark", "DraftTarget"),
     "is_keep_all": ("NGram",),
     "is_use_oldest": ("NGram",),
     "is_public_pool": ("NGram",),
@@ -39,10 +39,9 @@ _OWNERS: dict[str, tuple[str, ...]] = {
 
 
 _UNDRAFTED = (
-    "decoding_type", "max_draft_len", "max_new_tokens", "batch_size", "cuda_graphs", "temperature", "top_k", "top_p",
-    "seed",
+    "decoding_type", "max_new_tokens", "batch_size", "cuda_graphs", "temperature", "top_k", "top_p", "seed",
 )  # fmt: skip
-"""Options of a base that answers alone (max_draft_len, because it is every configuration's)."""
+"""Options of a base that answers alone."""
 
 
 def check_undrafted(config: DecodeConfig) -> None:
@@ -75,11 +74,8 @@ def check_options(config: DecodeConfig, kind: DecodingType) -> None:
     trees = [n for n in ("use_dynamic_tree", "medusa_choices") if getattr(config, n)]
     if len(trees) == 2:
         raise UserError("found --use-dynamic-tree and --medusa-choices, expected one tree")
-    if config.sa_threshold is not None and (trees or config.use_rejection_sampling):
-        raise UserError(
-            "--sa-threshold replaces the tokens of a chain: leave the tree and --use-rejection-sampling out, or "
-            "--sa-threshold"
-        )
+    if config.sa_threshold is not None and trees:
+        raise UserError("--sa-threshold replaces the tokens of a chain: leave the tree out, or --sa-threshold")
     if trees and config.use_rejection_sampling:
         raise UserError("--use-rejection-sampling drafts a chain: leave the tree out")
     if kind == "User" and config.drafter is None:

@@ -6,10 +6,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from megatron_spec.checkpoint.spec import read_spec, resolve
 from tests.functional_tests.script_helpers import ROOT, environment, make_base, write_conversations
 from tests.worlds import run_world
 
@@ -21,27 +21,21 @@ def readme_example() -> str:
     return re.search(r"```python\n(.*?)```", section, re.S).group(1)  # type: ignore[union-attr]
 
 
-def run_example(code: str, root: str) -> dict[str, Any]:
-    """Execute the example in a folder that has what it names: a base and conversations."""
-    import os
-
-    os.chdir(root)
-    names: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), names)
-    reloaded = names["megatron_spec"].load("my_draft")
-    original = dict(names["model"].draft.named_parameters())
-    same = all(bool((p == original[n]).all()) for n, p in reloaded.draft.named_parameters())
-    assert reloaded.objective == names["model"].objective
-    return {"losses": names["history"], "same": same, "quantised": reloaded.quant is not None}
-
-
 def test_readme_example(tmp_path: Path) -> None:
+    """A script of its own, as printed, in a folder that has what it names."""
     make_base(tmp_path / "base", initializer_range=0.4)  # a base with opinions: there is something to learn
     write_conversations(tmp_path / "train.jsonl", 6)
-    result = run_world(1, run_example, readme_example(), str(tmp_path))[0]
-    assert sum(result["losses"][-5:]) < 0.95 * sum(result["losses"][:5])
-    assert result["same"] and result["quantised"]
-    assert (tmp_path / "exported" / "model.safetensors").is_file()
+    (tmp_path / "program.py").write_text(readme_example())
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, env=environment()
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(losses) == 20 and sum(losses[-5:]) < 0.95 * sum(losses[:5])
+    assert float(re.search(r"acceptance length (\S+)", done.stdout)[1]) >= 1  # type: ignore[index]
+    for part in ("base", "draft"):
+        assert (tmp_path / "exported" / part / "hf_quant_config.json").is_file()
+    assert read_spec(resolve(tmp_path / "my_draft")).quant is not None
 
 
 PROGRAM = """
@@ -51,6 +45,7 @@ import torch
 
 import megatron_spec
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
+from megatron_spec.commands.convert import draft_kinds
 from megatron_spec.config import DecodeConfig, ObjectiveConfig
 from tests.tiny import make_batch
 
@@ -59,8 +54,13 @@ def main() -> None:
     world = megatron_spec.initialize()
     base = load_base(inspect_base("base"), world)
     model = megatron_spec.convert(base, [("eagle", {})], objective=ObjectiveConfig(ttt_steps=2))
-    model(make_batch(2, 24, seed=0))[0].total.backward()
     megatron_spec.save(model, "draft")
+    for kind in draft_kinds():
+        mask = {"mask_token_id": 3} if kind in ("dflash", "dspark", "p-eagle") else {}
+        captures = {} if kind in ("eagle1", "eagle-mtp", "medusa") else {"capture_layer_ids": [1, 3, 4]}
+        fresh = megatron_spec.convert(base, [(kind, {**mask, **captures})])
+        assert fresh.draft.config.algorithm == ("eagle3" if kind == "eagle" else kind)
+        fresh(make_batch(2, 24, seed=0))[0].total.backward()
     few = DecodeConfig(max_draft_len=2, max_new_tokens=5, batch_size=2)
     report = megatron_spec.validate(model, "train.jsonl", few, num_prompts=2)
     prompts = [[5, 6, 7], [8, 9]]

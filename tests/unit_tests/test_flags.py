@@ -29,7 +29,7 @@ from megatron_spec.config import (
     presets,
 )
 from megatron_spec.config.modelopt import from_modelopt
-from megatron_spec.decoding.options import check_lengths, check_options
+from megatron_spec.decoding.options import check_lengths, check_options, check_undrafted
 from tools.megatron_flags_table import page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,6 +174,25 @@ def test_every_flag_is_read_by_something() -> None:
     assert checked > 200
 
 
+def test_every_flag_of_every_tool_is_read() -> None:
+    checked = 0
+    for path in (ROOT / "tools").glob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        calls = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+        if calls & {"vars", "getattr"}:  # by names in a list
+            read |= {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
+        for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)):
+            if getattr(call.func, "attr", "") != "add_argument":
+                continue
+            flags = [a.value for a in call.args if isinstance(a, ast.Constant)]
+            dest = next((k.value.value for k in call.keywords if k.arg == "dest" and isinstance(k.value, ast.Constant)),
+                        max(flags, key=len, default="").lstrip("-").replace("-", "_"))  # fmt: skip
+            assert dest in read, f"{path.name}: {flags}"
+            checked += 1
+    assert checked > 80
+
+
 def spec(draft: Any, quant: QuantConfig | None = None) -> CheckpointSpec:
     return CheckpointSpec(BaseLink("base", "hf", "sha256:0", BASE), draft, quant)
 
@@ -194,6 +213,11 @@ def test_options_of_export_that_would_do_nothing(algorithm: str, fields: dict[st
         _check(run, spec(presets.eagle_config(BASE, algorithm)))
 
 
+def block_objective(algorithm: str = "dflash", **fields: Any) -> ObjectiveConfig:
+    config = presets.block_config(BASE, algorithm, {"mask_token_id": 3})
+    return presets.objective_for(config, ObjectiveConfig(**fields))
+
+
 def test_settings_that_would_do_nothing() -> None:
     cases: list[tuple[Any, str]] = [
         (lambda: QuantConfig(percentile=99.0), "percentile 99.0 does nothing with calibration 'max'"),
@@ -203,6 +227,12 @@ def test_settings_that_would_do_nothing() -> None:
         (lambda: runs.ConvertRun("b", "s", draft="d", seed=1), "--seed does nothing with --draft"),
         (lambda: runs.ConvertRun("b", "s", eagle_algorithm="eagle-mtp", mtp_from_base=True, seed=1), "--mtp-from-base"),
         (lambda: runs.GenerateRun(None, "o", base="b", synthesize=2, num_prompts=2), "--num-prompts is for --data"),
+        (lambda: block_objective(pace_alpha=0.3), "--pace-alpha does nothing without --block-weights d-pace"),
+        (lambda: block_objective(block_weights="d-pace", block_gamma=3.0), "--block-gamma does nothing with"),
+        (lambda: block_objective(l1_weight=0.3), "--l1-weight belong to --loss ce_l1"),
+        (lambda: block_objective(algorithm="dspark", backbone_iters=3), "does nothing without --backbone-weight"),
+        (lambda: block_objective(in_vocab_only=False), "--in-vocab-only do nothing for dflash"),
+        (lambda: check_undrafted(DecodeConfig(max_draft_len=4)), "--max-draft-len is for a draft"),
         (lambda: presets.objective_for(presets.medusa_config(BASE), ObjectiveConfig(in_vocab_only=False)),
          "--no-in-vocab-only: this draft has the whole vocabulary"),
     ]  # fmt: skip

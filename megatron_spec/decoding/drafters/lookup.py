@@ -97,13 +97,21 @@ def padded(found: Sequence[Sequence[int]], count: int, device: torch.device) -> 
 
 
 def replaced(drafted: Drafted, found: Sequence[Sequence[int]]) -> Drafted:
-    """A chain in which the rows that a lookup found something for (the first ones of `found`) take that instead."""
+    """A chain in which the rows that a lookup found something for (the first ones of `found`) take that instead.
+
+    What a lookup proposes is certain: its distribution has all of its weight on the token (rejection sampling).
+    """
     batch, count = drafted.tokens_BN.shape
     lines = [*found, *[[] for _ in range(batch - len(found))]]
     tokens_BN, length_B = padded(lines, count, drafted.tokens_BN.device)
     index_N, taken_B1 = torch.arange(count, device=length_B.device), length_B[:, None] > 0
+    q_BNV = drafted.q_BNV
+    if q_BNV is not None:
+        certain_BNV = torch.zeros_like(q_BNV).scatter_(2, tokens_BN[:, :, None], 1.0)
+        q_BNV = torch.where(taken_B1[:, :, None], certain_BNV, q_BNV)
     return dataclasses.replace(
         drafted,
+        q_BNV=q_BNV,
         tokens_BN=torch.where(taken_B1, tokens_BN, drafted.tokens_BN),
         valid_BN=torch.where(taken_B1, index_N < length_B[:, None], drafted.valid_BN),
     )

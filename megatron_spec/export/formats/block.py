@@ -8,6 +8,7 @@ from megatron_spec.config import BaseConfig, BlockConfig, UserError
 from megatron_spec.config.rope import read_rope
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.export.block import ARCHITECTURES, SAME
+from megatron_spec.export.formats.keys import LAYER, check_keys
 from megatron_spec.export.formats.reading import (
     DraftProblems,
     Problem,
@@ -24,6 +25,15 @@ _REASONS = {
     "bias": "biases are not supported in a block draft",
 }
 
+_IN_BLOCK = {"block_size", "num_target_layers"}
+"""Newer files of z-lab hold them in `dflash_config`."""
+_IDS = {"mask_token_id", "target_layer_ids"}
+_USED = LAYER | _IN_BLOCK | _IDS | {"dflash_config", "add_swa_attention_sink_bias", "is_causal"}
+_USED_DSPARK = {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
+_USED_INSIDE = _IN_BLOCK | _IDS | {
+    "causal", "use_swa", "swa_window_size", "attention_sink_bias", "projector_type", "attention_mode",
+}  # fmt: skip
+
 
 class Block:
     """One stack of Qwen3 layers over a context of captures."""
@@ -34,7 +44,10 @@ class Block:
 
     def read(self, source: Source, base: BaseConfig | None) -> Reading:
         """See `Format`."""
-        problems = _options(source.raw)
+        if not isinstance(source.raw.get("dflash_config") or {}, dict):
+            found = f"dflash_config is {source.raw['dflash_config']!r}"
+            raise source.problem("config", found, "expected an object")
+        problems = _options(source.raw) + _unknown(source)
         if problems:
             raise DraftProblems(source.folder, problems)
         try:
@@ -54,6 +67,13 @@ class Block:
         return reading
 
 
+def _unknown(source: Source) -> list[Problem]:
+    """Keys that are neither read nor harmless."""
+    used = _USED | (_USED_DSPARK if algorithm_of(source.raw) == "dspark" else set())
+    inside = {key: value for key, value in (source.raw.get("dflash_config") or {}).items() if value is not None}
+    return check_keys(source, source.raw, used) + check_keys(source, inside, _USED_INSIDE, "dflash_config.")
+
+
 def algorithm_of(raw: dict[str, Any]) -> str | None:
     """dflash or dspark by the `architectures` of a config.json; None for another kind of draft."""
     found = raw.get("architectures")
@@ -64,12 +84,10 @@ def config_of(raw: dict[str, Any]) -> BlockConfig:
     """The architecture that a config.json describes. Raises UserError for what is missing or contradicts itself."""
     inside = dict(raw.get("dflash_config") or {})
     values: dict[str, Any] = {"algorithm": algorithm_of(raw)}
-    for key in SAME:
-        if raw.get(key) is None:
-            raise UserError(f"{key} is missing")
-        values[key] = raw[key]
-    for key, field in (("target_layer_ids", "capture_layer_ids"), ("mask_token_id", "mask_token_id")):
-        given = [x[key] for x in (raw, inside) if x.get(key) is not None]
+    names = {key: key for key in SAME} | {"target_layer_ids": "capture_layer_ids", "mask_token_id": "mask_token_id"}
+    for key, field in names.items():
+        places = (raw, inside) if key in _IN_BLOCK | _IDS else (raw,)
+        given = [x[key] for x in places if x.get(key) is not None]
         if not given:
             raise UserError(f"{key} is missing")
         if given[0] != given[-1]:
@@ -96,7 +114,7 @@ def _attention(raw: dict[str, Any], inside: dict[str, Any]) -> tuple[bool, int |
 
 def _options(raw: dict[str, Any]) -> list[Problem]:
     """What a config.json asks for that this package has no draft for."""
-    inside, dspark = dict(raw.get("dflash_config") or {}), algorithm_of(raw) == "dspark"
+    inside, kind = dict(raw.get("dflash_config") or {}), algorithm_of(raw)
     asked = {
         "biases": bool(raw.get("attention_bias") or raw.get("mlp_bias")),
         "attention sinks": bool(inside.get("attention_sink_bias") or raw.get("add_swa_attention_sink_bias")),
@@ -104,7 +122,9 @@ def _options(raw: dict[str, Any]) -> list[Problem]:
         "sliding and full attention in one draft": len(set(raw.get("layer_types") or ())) > 1,
         "a window without its size": _attention(raw, inside)[1] is None
         and ("sliding_attention" in (raw.get("layer_types") or ()) or bool(inside.get("use_swa"))),
-        "DSpark without a confidence head": dspark and not raw.get("enable_confidence_head", False),
+        "DSpark without a confidence head": kind == "dspark" and not raw.get("enable_confidence_head", False),
+        f"projector_type {inside.get('projector_type')!r}": inside.get("projector_type", kind) != kind,
+        f"attention_mode {inside.get('attention_mode')!r}": inside.get("attention_mode", "gqa") != "gqa",
         f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
         "no rms_norm_eps or hidden_act": not {"rms_norm_eps", "hidden_act"} <= raw.keys(),
     }

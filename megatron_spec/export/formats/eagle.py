@@ -224,15 +224,17 @@ class _Folder:
         """Options that the tensors themselves show."""
         names = self.found
         attention = any(re.search(r"self_attn\.[qkvo]_proj\.bias$", n) for n in names)
-        if not attention and self.raw.get("attention_bias"):
-            found = "config.json says attention_bias, but there are no such biases"
-            self.problems.append(Problem("bias", found, "make them agree"))
+        mlp = any(re.search(r"mlp\.\w+_proj\.bias$", n) for n in names)
+        for key, there in (("attention_bias", attention), ("mlp_bias", mlp)):
+            if not there and self.raw.get(key):
+                found = f"config.json says {key}, but there are no such biases"
+                self.problems.append(Problem("bias", found, "make them agree"))
         fc_bias = "fc.bias" in names and any(self.source.entries[names["fc.bias"]].raw())
         if "fc.bias" in names and not fc_bias:
             self.unused[names["fc.bias"]] = "zeros"
         return {
             "attention_bias": attention,
-            "mlp_bias": any(re.search(r"mlp\.\w+_proj\.bias$", n) for n in names),
+            "mlp_bias": mlp,
             "fc_bias": fc_bias,
             "qk_norm": any(re.search(r"self_attn\.[qk]_norm\.weight$", n) for n in names),
         }
@@ -257,7 +259,8 @@ class _Folder:
             config = EagleConfig.from_dict({k: v.to_dict() if k == "rope" else v for k, v in values.items()})
         except UserError as e:
             raise self.source.problem("config", f"config.json: {e}", "correct it") from None
-        self.problems += check_options(self.source, self.raw, self.kind == "eagle3", self.parallel)
+        kind = "p-eagle" if self.parallel else self.kind
+        self.problems += check_options(self.source, self.raw, kind)
         reading = Reading(self.source, config, self._names(config), self.unused, captures_given=self._ids_given())
         self._vocabulary(reading)
         reasons = {} if config.reads_captures else _REASONS

@@ -9,6 +9,7 @@ import re
 
 from megatron_spec.config import BaseConfig, MedusaConfig
 from megatron_spec.config.structure import draft_tensors
+from megatron_spec.export.formats.keys import LAYER, check_keys
 from megatron_spec.export.formats.reading import (
     DraftProblems,
     Problem,
@@ -25,6 +26,10 @@ _BLOCK = re.compile(
     _PREFIX + r"(?:(\d+)\.(?:medusa_layers\.)?(\d+)\.linear|blocks\.(\d+)\.layers\.(\d+))\.(weight|bias)$"
 )
 _HEAD = re.compile(_PREFIX + r"(?:(\d+)\.(?:lm_head|\d+)|lm_heads\.(\d+))\.weight$")
+_NEUTRAL = {"original_lm_head": False, "logit_scale": 1.0, "medusa_hidden_act": "silu"}
+"""Key -> the one value that is done here."""
+_USED = LAYER | _NEUTRAL.keys() | {"medusa_num_heads", "num_heads", "medusa_num_layers", "truncated_vocab_size"}
+"""The layers that config.json may describe are the target's."""
 _REASONS = {
     "token_map": "a Medusa draft with a reduced vocabulary (vLLM's truncated_vocab_size) is not supported",
     "lm_head.weight": "a draft that carries the target's own head (original_lm_head) is not supported",
@@ -96,7 +101,7 @@ class Medusa:
         if truncated is not None and truncated != source.raw.get("vocab_size"):
             found = f"truncated_vocab_size is {truncated}"
             problems.append(Problem("option", found, "a Medusa draft with a reduced vocabulary is not supported"))
-        for key, neutral in (("original_lm_head", False), ("logit_scale", 1.0)):
+        for key, neutral in _NEUTRAL.items():
             if source.raw.get(key, neutral) != neutral:
                 problems.append(Problem("option", f"{key} is {source.raw[key]!r}", "not supported here"))
-        return problems
+        return problems + check_keys(source, source.raw, _USED)

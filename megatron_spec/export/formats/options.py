@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
+from megatron_spec.config.draft import READS_CAPTURES
+from megatron_spec.export.formats.keys import LAYER, check_keys
 from megatron_spec.export.formats.reading import Problem, Source
-
-log = logging.getLogger(__name__)
 
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu", "swish"), "engines' draft layers know silu alone: train with it"),
@@ -40,38 +39,72 @@ NESTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "parallel_drafting": ((False,), "this is a draft that proposes all tokens in one pass"),
 }
 """The same for `eagle_config`, ModelOpt's nested options of EAGLE-3."""
-READ_NESTED = {"eagle_aux_hidden_state_layer_ids", "norm_before_fc", "fc_norm", "norm_output", "norm_before_residual"}
-IGNORED_NESTED = {"parallel_draft_heads_num_layers"}
-"""Of heads that `parallel_draft_step` 1 does not have."""
-
-
+PLAIN_NESTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_aux_hidden_state": ((False,), "an EAGLE-1 draft reads the last state"),
+    "use_input_layernorm_in_first_layer": ((False,), "engines have no norm before the first layer of EAGLE-1"),
+    "use_last_layernorm": ((False,), "an EAGLE-1 draft has no final norm"),
+    "has_lm_head": ((False,), "this draft uses the target's head"),
+    **{key: NESTED[key] for key in ("use_mtp_layernorm", "next_layer_regular", "parallel_draft_step",
+                                    "parallel_drafting")},
+}  # fmt: skip
+"""The same for EAGLE-1, which reads the last state."""
+_NESTED: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
+    "p-eagle": {key: said for key, said in NESTED.items() if key != "parallel_drafting"},
+    "eagle3": NESTED, "eagle1": PLAIN_NESTED, "eagle-mtp": {},
+}  # fmt: skip
 PARALLEL_KEYS = ("ptd_token_id", "pard_token", "parallel_drafting")
 """Keys of config.json by which an EAGLE-3 draft is known that proposes all tokens in one pass (P-EAGLE)."""
 MASK_TOKEN_KEYS = ("ptd_token_id", "pard_token", "mask_token_id")
 """Its mask token, under the names of vLLM and of speculators."""
+_IDS = {"eagle_aux_hidden_state_layer_ids"}
+_EAGLE3 = {"norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "target_hidden_size"} | _IDS
+_USED: dict[str, set[str]] = {
+    "eagle3": _EAGLE3 | {"eagle_config"},
+    "p-eagle": _EAGLE3 | {"eagle_config", *PARALLEL_KEYS, *MASK_TOKEN_KEYS},
+    "eagle1": {"eagle_config", "target_hidden_size", "truncated_vocab_size"},
+    "eagle-mtp": {"eagle_config", "norm_output", "target_hidden_size", "num_nextn_predict_layers"},
+}
+"""Kind -> keys of config.json beside those of its layers that the reader reads."""
+_USED_NESTED = {
+    "eagle3": _EAGLE3 - {"target_hidden_size"},
+    "p-eagle": _EAGLE3 - {"target_hidden_size"} | {"parallel_drafting"},
+    "eagle1": set(), "eagle-mtp": {"norm_output"},
+}  # fmt: skip
+_HEADS = {"parallel_draft_heads_num_layers"}
+"""Of heads that `parallel_draft_step` 1 does not have."""
+_CONTAINERS = {"transformer_layer_config", "model"}
+"""Objects whose keys `eagle.flatten` raised to the top."""
 
 
-def check_options(source: Source, raw: dict[str, Any], eagle3: bool, parallel: bool = False) -> list[Problem]:
-    """Options that change the result and are not implemented.
+def check_options(source: Source, raw: dict[str, Any], kind: str) -> list[Problem]:
+    """Options that change the result and are not implemented, and keys that are not known.
 
     Args:
-        parallel: the draft is known as P-EAGLE.
+        raw: config.json with nested descriptions of the layers at the top.
+        kind: 'eagle3', 'p-eagle', 'eagle1' or 'eagle-mtp'.
     """
+    neutral = {key: said for key, said in NEUTRAL.items() if key not in _USED[kind]}
+    problems = _differing(raw, neutral, "") + _vocabularies(raw, kind)
+    problems += [] if kind in READS_CAPTURES and draft_window(raw) else _window(raw)
+    used = LAYER | NEUTRAL.keys() | _USED[kind] | (_CONTAINERS if raw is not source.raw else set())
+    problems += check_keys(source, raw, used)
     nested = raw.get("eagle_config") or {}
-    if parallel:
-        raw = {key: value for key, value in raw.items() if key not in PARALLEL_KEYS}
-        nested = {k: v for k, v in nested.items() if k not in PARALLEL_KEYS} if isinstance(nested, dict) else nested
-    problems = _differing(raw, NEUTRAL, "")
     if not isinstance(nested, dict):
         return [*problems, Problem("config", f"eagle_config is {nested!r}", "expected an object")]
     nested = {key: value for key, value in nested.items() if value is not None}
-    if eagle3:
-        problems += _differing(nested, NESTED, "eagle_config.")
-        unknown = sorted(nested.keys() - NESTED.keys() - READ_NESTED - IGNORED_NESTED)
-        if unknown:
-            found = f"eagle_config holds {', '.join(unknown)}, which is not known here"
-            problems.append(Problem("option", found, "remove what does not change the draft"))
-    return problems + ([] if eagle3 and draft_window(raw) else _window(raw))
+    known = _NESTED[kind]
+    problems += _differing(nested, known, "eagle_config.")
+    return problems + check_keys(source, nested, known.keys() | _USED_NESTED[kind] | _HEADS, "eagle_config.")
+
+
+def _vocabularies(raw: dict[str, Any], kind: str) -> list[Problem]:
+    """A reduced vocabulary in a draft that uses the target's head."""
+    keys = ("draft_vocab_size", "truncated_vocab_size") if kind not in READS_CAPTURES else ()
+    return [
+        Problem("option", f"{key} is {raw[key]}, vocab_size {raw.get('vocab_size')}",
+                "a reduced vocabulary in a draft of this kind is not supported")
+        for key in keys if raw.get(key) not in (None, raw.get("vocab_size"))
+    ]  # fmt: skip
 
 
 def _differing(raw: dict[str, Any], known: dict[str, tuple[tuple[Any, ...], str]], where: str) -> list[Problem]:

@@ -13,7 +13,7 @@ from megatron_spec.decoding.drafters.lookup import SuffixAutomaton, replaced
 from megatron_spec.decoding.drafters.ngram import NGramDrafter
 from megatron_spec.decoding.engine import decode
 from megatron_spec.decoding.options import check_options
-from megatron_spec.decoding.verify import Drafted
+from megatron_spec.decoding.verify import Drafted, Draws, verify
 from tests.unit_tests.decoding.cpu_recorder import CpuRecorder
 from tests.unit_tests.decoding.tiny_models import CONFIG
 
@@ -80,13 +80,26 @@ def test_sampled_text_is_the_same(tiny: Any) -> None:
     assert [g.tokens for g in found] == expected
 
 
+def test_rejection_sampling_knows_that_a_lookup_is_certain(tiny: Any) -> None:
+    """Token 2 is looked up where the draft had drawn from a flat distribution: tokens keep the base's distribution."""
+    trials, p_V = 20000, torch.tensor([0.1, 0.5, 0.2, 0.2])
+    draws = torch.rand(trials, 2, 2, generator=torch.Generator().manual_seed(3))
+    drawn = torch.randint(0, 4, (trials, 1), generator=torch.Generator().manual_seed(4))
+    drafted = Drafted(drawn, torch.ones_like(drawn).bool(), None, 1, torch.full((trials, 1, 4), 0.25))
+    found = replaced(drafted, [[2]] * trials)
+    config = DecodeConfig(temperature=1.0, use_rejection_sampling=True)
+    logits = p_V.log().expand(trials, 2, -1)
+    verdict = verify(logits, found, Draws(draws[:, :, 0], draws[:, :, 1]), config, tiny.base.world.tp)
+    shares_V = verdict.emitted_BP[:, 0].bincount(minlength=4) / trials
+    torch.testing.assert_close(shares_V, p_V, atol=0.015, rtol=0)
+    assert float(verdict.accepted_B.float().mean()) == pytest.approx(0.2, abs=0.015)
+    hot = CONFIG.replace(temperature=0.7, use_rejection_sampling=True, sa_threshold=1)
+    assert all(g.tokens for g in decode(tiny.base, tiny.prompts, hot, set(), draft=tiny.draft))
+
+
 def test_what_does_not_go_together_is_refused() -> None:
-    for options, message in (
-        (dict(use_dynamic_tree=True), "replaces the tokens of a chain"),
-        (dict(use_rejection_sampling=True, temperature=1.0), "replaces the tokens of a chain"),
-    ):
-        with pytest.raises(UserError, match=message):
-            check_options(DecodeConfig(sa_threshold=4, **options), "Eagle3")
+    with pytest.raises(UserError, match="replaces the tokens of a chain"):
+        check_options(DecodeConfig(sa_threshold=4, use_dynamic_tree=True), "Eagle3")
     with pytest.raises(UserError, match="--sa-threshold is an option of"):
         check_options(DecodeConfig(sa_threshold=4), "NGram")
     for size, kind in ((0, "SA"), (-1, "NGram")):

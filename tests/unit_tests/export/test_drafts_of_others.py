@@ -66,7 +66,9 @@ class Home:
             )
             vocab = DraftVocab(ids, V)
             config: Any = presets.medusa_config(self.reference.config, 3)
-            if algorithm != "medusa":
+            if algorithm == "dflash":
+                config = presets.block_config(self.reference.config, algorithm, overrides)
+            elif algorithm != "medusa":
                 asked = {"draft_vocab_size": len(vocab), **overrides}
                 config = presets.eagle_config(self.reference.config, algorithm, asked)
             draft = build_draft(config, vocab, self.world, torch.float32)
@@ -130,6 +132,11 @@ def speculators(raw: Json) -> Json:
     }  # fmt: skip
 
 
+def inside(raw: Json, tensors: Tensors, **keys: Any) -> tuple[Json, Tensors]:
+    """More keys in `dflash_config`."""
+    return {**raw, "dflash_config": {**raw["dflash_config"], **keys}}, tensors
+
+
 Change = Callable[[Json, Tensors], tuple[Json, Tensors]]
 READ: dict[str, tuple[str, Change, str]] = {
     # name: (kind, what others write, file)
@@ -177,12 +184,21 @@ READ: dict[str, tuple[str, Change, str]] = {
              **{f"lm_heads.{h}.weight": t[f"{h}.1.weight"] for h in range(3)}},
         ), "",
     ),
+    "dflash, sizes inside": (
+        "dflash",
+        lambda c, t: inside(drop(c, "block_size", "num_target_layers"), t, block_size=3, num_target_layers=8), "",
+    ),
+    "housekeeping": (
+        "eagle3", lambda c, t: ({**c, "use_cache": True, "initializer_range": 0.02, "id2label": {"0": "x"}}, t), ""
+    ),
     "medusa, prefix": ("medusa", lambda c, t: (c, {f"medusa_heads.{n}": x for n, x in t.items()}), ""),
 }  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {}), "full": ("eagle3", {"full": True}), "two": ("eagle3", {"num_hidden_layers": 2}),
     "narrow": ("eagle3", {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}),
     "eagle1": ("eagle1", {}), "medusa": ("medusa", {}),
+    "dflash": ("dflash", {"mask_token_id": 3, "block_size": 3, "num_hidden_layers": 1,
+                          "capture_layer_ids": list(IDS)}),
     "options": ("eagle3", {"qk_norm": True, "attention_bias": True, "norm_before_residual": True,
                            "own_embed_tokens": True}),
     "yarn": ("eagle3", {"rope_scaling": YARN}), "window": ("eagle3", {"sliding_window": 16}),
@@ -265,7 +281,24 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "input norm of EAGLE-1": ("eagle1", lambda c, t: (c, {**t, "layers.0.input_layernorm.weight": ONE(32)}), "no norm"),
     "parallel heads": ("eagle3", lambda c, t: ({**c, "eagle_config": {"parallel_draft_step": 3}}, t), "parallel draft"),
     "no captures": ("eagle3", lambda c, t: ({**c, "eagle_config": {"use_aux_hidden_state": False}}, t), "last state"),
-    "unknown option": ("eagle3", lambda c, t: ({**c, "eagle_config": {"new": 1}}, t), "holds new"),
+    "unknown option": ("eagle3", lambda c, t: ({**c, "eagle_config": {"new": 1}}, t), "holds eagle_config.new"),
+    "unknown key": ("eagle3", lambda c, t: ({**c, "post_fc_norm": True}, t), r"post_fc_norm \(True\)"),
+    "key of another kind": ("eagle1", lambda c, t: ({**c, "norm_before_fc": True}, t), "norm_before_fc"),
+    "nested, of another kind": ("eagle1", lambda c, t: ({**c, "eagle_config": {"has_lm_head": True}}, t), "lm_head"),
+    "vocabulary of EAGLE-1": ("eagle1", lambda c, t: ({**c, "draft_vocab_size": 32}, t), "draft_vocab_size is 32"),
+    "key inside speculators' layer": (
+        "eagle3", lambda c, t: (
+            {**(s := speculators(c)), "transformer_layer_config": {**s["transformer_layer_config"], "logit_cap": 30.0}},
+            numbered(t)), "logit_cap",
+    ),
+    "biases of the MLP announced": ("eagle3", lambda c, t: ({**c, "mlp_bias": True}, t), "no such biases"),
+    "unknown key of Medusa": ("medusa", lambda c, t: ({**c, "medusa_residual_scale": 0.5}, t), "medusa_residual_scale"),
+    "dflash, projector": ("dflash", lambda c, t: inside(c, t, projector_type="domino"), "projector_type 'domino'"),
+    "dflash, selector": ("dflash", lambda c, t: inside(c, t, selector_rank=8), "dflash_config.selector_rank"),
+    "dflash, soft cap": ("dflash", lambda c, t: inside(c, t, final_logit_softcapping=20.0), "final_logit_softcapping"),
+    "dflash, key": ("dflash", lambda c, t: ({**c, "output_multiplier": 0.2}, t), "output_multiplier"),
+    "dflash, two sizes": ("dflash", lambda c, t: inside(c, t, block_size=9), "block_size is 3 at the top level and 9"),
+    "dflash, no object": ("dflash", lambda c, t: ({**c, "dflash_config": 3}, t), "dflash_config is 3"),
     "activation": ("eagle3", lambda c, t: ({**c, "hidden_act": "gelu"}, t), "hidden_act"),
     "window": ("eagle3", lambda c, t: ({**c, "sliding_window": 8}, t), "sliding_window"),
     "biases announced": ("eagle3", lambda c, t: ({**c, "attention_bias": True}, t), "no such biases"),
@@ -292,6 +325,19 @@ def test_what_cannot_be_read_is_refused_by_reader_and_checker(home: Home, tmp_pa
     with pytest.raises(UserError, match=message):
         open_draft(folder, home.reference)
     assert [f for f in check_folder(folder, base=home.base) if not f.warning]
+
+
+def test_a_key_that_sounds_like_no_option_is_named_in_one_warning(
+    home: Home, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw, tensors = home.export("eagle3", "eagle3")
+    folder = write(tmp_path / "d", {**raw, "zebra": 1, "use_cache": True, "new_norm": False}, tensors)
+    for _ in range(2):
+        open_draft(folder, home.reference)
+    assert [r.getMessage() for r in caplog.records if "not known here" in r.getMessage()] == [
+        f"{folder}: config.json holds new_norm, zebra, not known here and left unread: make sure that the draft does "
+        "not need it"
+    ]
 
 
 def test_a_draft_beside_another_base(home: Home, tmp_path: Path) -> None:

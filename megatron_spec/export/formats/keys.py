@@ -1,0 +1,114 @@
+"""Which keys of a draft's config.json are known: read, or harmless for a reason; of the others none passes silently.
+
+An unknown key that sounds like an option of the draft is refused: leaving it out would measure another draft. Another
+unknown key is named in a warning. No torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Set
+from typing import Any
+
+from megatron_spec.export.formats.reading import Problem, Source
+
+log = logging.getLogger(__name__)
+
+HARMLESS: dict[str, frozenset[str]] = {
+    "describes the file or the program that wrote it": frozenset({
+        "_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset", "_diffusers_version",
+        "architectures", "auto_map", "base_model_name_or_path", "base_model_type", "converted_from", "custom_pipelines",
+        "dtype", "finetuning_task", "inference_model_type", "model_name", "model_type", "name_or_path", "producer",
+        "quant_method", "run_name", "speculators_config", "speculators_model_type", "speculators_version",
+        "target_model_name_or_path", "target_model_type", "task_specific_params", "torch_dtype", "torchscript",
+        "transformers.js_config", "transformers_version", "unsloth_version", "unsloth_fixed", "verifier", "version",
+    }),
+    "an old setting of transformers that no draft reads": frozenset({
+        "add_cross_attention", "chunk_size_feed_forward", "cross_attention_hidden_size", "id2label", "is_decoder",
+        "is_encoder_decoder", "is_llama_config", "label2id", "num_labels", "output_attentions", "output_hidden_states",
+        "output_scores", "problem_type", "pruned_heads", "return_dict", "return_dict_in_generate", "sub_configs",
+        "text_config", "tf_legacy_loss", "tie_encoder_decoder", "use_bfloat16", "use_cache",
+    }),
+    "decoding, which its own options set": frozenset({
+        "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty", "do_sample",
+        "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
+        "forced_eos_token_id", "length_penalty", "max_length", "max_paths", "medusa_choices", "min_length",
+        "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_lookahead_tokens", "num_return_sequences",
+        "num_speculative_tokens", "remove_invalid_values", "repetition_penalty", "speculative_tokens",
+        "suppress_tokens", "temperature", "top_k", "top_p", "topk", "typical_p",
+    }),
+    "a token of the tokenizer": frozenset({
+        "bos_token_id", "eos_token_id", "pad_token_id", "prefix", "sep_token_id", "tokenizer_class", "unk_token_id",
+    }),
+    "training only": frozenset({
+        "attention_dropout", "aux_loss_alpha", "confidence_head_alpha", "embd_pdrop", "embed_requires_grad",
+        "gradient_checkpointing", "hidden_dropout", "init_method", "initializer_range", "loss_decay_gamma",
+        "max_anchors", "num_anchors", "output_router_logits", "pretraining_tp", "recompile_limit", "resid_pdrop",
+        "router_aux_loss_coef", "seq_aux",
+    }),
+    "the tensors show it": frozenset({
+        "bias", "eagle_fc_bias", "fc_bias", "fusion_bias", "has_own_embed_tokens", "has_own_lm_head", "medusa_fc_bias",
+        "qk_norm", "qkv_bias", "quantization_config", "tie_word_embeddings", "use_qk_norm",
+    }),
+    "a mixture of experts or latent attention, whose tensors would show": frozenset({
+        "decoder_sparse_step", "ep_size", "first_k_dense_replace", "kv_lora_rank", "mlp_only_layers",
+        "moe_intermediate_size", "moe_layer_freq", "n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob",
+        "num_experts", "num_experts_per_tok", "num_local_experts", "q_lora_rank", "qk_nope_head_dim",
+        "qk_rope_head_dim", "routed_scaling_factor", "scoring_func", "shared_expert_intermediate_size", "topk_group",
+        "topk_method", "v_head_dim",
+    }),
+    "counts layers of the base": frozenset({"max_window_layers", "num_target_layers"}),
+}  # fmt: skip
+"""Why -> keys that change nothing of what a draft computes here, whatever they hold."""
+ROPE = frozenset({
+    "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings",
+})  # fmt: skip
+"""Read by `config.rope`."""
+LAYER = ROPE | {
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "max_position_embeddings", "num_hidden_layers", "rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias",
+    "draft_vocab_size", "sliding_window", "use_sliding_window", "layer_types",
+}  # fmt: skip
+"""Of the transformer layers, which every format but Medusa's reads or refuses."""
+_OPTION = re.compile(
+    "act|alpha|anchor|atten|attn|aux|bias|block|cap|causal|clip|conv|d2t|dim|draft|eagle|embed|expert|fc|feature|flash|"
+    "fus|gate|group|head|hidden|kernel|layer|logit|mask|markov|medusa|mix|mlp|mtp|multiplier|norm|num_|parallel|"
+    "position|project|rank|residual|rope|rotary|scal|selector|share|shift|size|softmax|step|swa|target|theta|tie|"
+    "token_id|vocab|width|window"
+)
+"""Part of the name of something that may change what a draft computes."""
+
+
+def check_keys(source: Source, raw: dict[str, Any], used: Set[str], where: str = "") -> list[Problem]:
+    """Keys of `raw` that the reader does not know: refused when they sound like options, else named in a warning.
+
+    Args:
+        used: keys that the format reads or checks.
+        where: before every key of an object inside config.json that holds options of the draft: 'eagle_config.'.
+    """
+    unknown = sorted(raw.keys() - used - frozenset().union(*HARMLESS.values()))
+    options = [key for key in unknown if where or _OPTION.search(key.lower())]  # nothing but options stands inside
+    given = [key for key in options if raw[key] not in (None, False, "", [], {})]
+    passed = [f"{where}{key}" for key in unknown if key not in given]
+    if passed:
+        _warn_once(str(source.folder), ", ".join(passed))
+    if not given:
+        return []
+    found = ", ".join(f"{where}{key} ({_short(raw[key])})" for key in given)
+    fix = "remove what does not change the draft: left unread, another draft than this one would be measured"
+    return [Problem("option", f"config.json holds {found}, which a draft of this kind has not here", fix)]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+@functools.cache
+def _warn_once(folder: str, keys: str) -> None:
+    log.warning(
+        "%s: config.json holds %s, not known here and left unread: make sure that the draft does not need it",
+        folder, keys,
+    )  # fmt: skip
