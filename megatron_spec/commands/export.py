@@ -14,9 +14,10 @@ from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint.spec import CheckpointSpec, held, identity, read_spec
 from megatron_spec.commands.data import check_base_shapes
 from megatron_spec.commands.runs import ExportRun, settings_of, takes
-from megatron_spec.config import DraftConfig, UserError, flag_name
+from megatron_spec.config import BlockConfig, DraftConfig, UserError, flag_name
 from megatron_spec.export import speculators, trtllm_legacy
 from megatron_spec.export.base import export_base
+from megatron_spec.export.block import unserved
 from megatron_spec.export.common import shared_folder
 from megatron_spec.export.draft import export_draft
 from megatron_spec.families import config_json
@@ -47,7 +48,7 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> None:
         if getattr(run, name):
             flag = flag_name(run.__dataclass_fields__[name])
             raise UserError(f"--{flag} is for the draft: add --export-extra-modules, or leave it out")
-    if run.max_draft_len and run.format != "speculators" and not (run.format == "hf" and _in_trtllm(spec.draft)):
+    if run.max_draft_len and run.format != "speculators" and not (run.format == "hf" and _writes_yaml(spec.draft)):
         raise UserError(
             f"--max-draft-len: no serving configuration is written for {algorithm} in the format {run.format}; "
             "tools/make_serving_config.py writes one"
@@ -74,8 +75,10 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> None:
     check_parallel(spec.base.config, run.parallel)
 
 
-def _in_trtllm(draft: DraftConfig) -> bool:
-    """The one kind of draft that TensorRT-LLM's PyTorch backend loads: EAGLE-3."""
+def _writes_yaml(draft: DraftConfig) -> bool:
+    """TensorRT-LLM's PyTorch backend loads such a draft."""
+    if isinstance(draft, BlockConfig):
+        return "trtllm" not in unserved(draft)
     return draft.reads_captures and not getattr(draft, "parallel_drafting", False)
 
 
@@ -145,7 +148,7 @@ def _finish(run: ExportRun, spec: CheckpointSpec, new: Path, out: Path, base: Pa
         (new / "draft").rename(new / "hf")
         speculators.convert(new / "hf", base, new / "draft", run.max_draft_len or 3)
         shutil.rmtree(new / "hf")
-    elif _in_trtllm(spec.draft):
-        plan = exported(new / "draft", run.max_draft_len or 3, place=out / "draft")
+    elif _writes_yaml(spec.draft):
+        plan = exported(new / "draft", run.max_draft_len, place=out / "draft")
         served = out / "base" if (new / "base").is_dir() else base
         write_text(new / "trtllm.yaml", trtllm_yaml(plan, str(served), str(out / "trtllm.yaml")))

@@ -73,6 +73,9 @@ class BlockConfig(Config):
     attention_bias: ClassVar[bool] = False
     mlp_bias: ClassVar[bool] = False
     qk_norm: ClassVar[bool] = True
+    norm_before_residual: ClassVar[bool] = False
+    mla: ClassVar[None] = None
+    moe: ClassVar[None] = None
     reads_captures: ClassVar[bool] = False
     """Of EAGLE-3's first layer; a block draft reads captures as its context."""
     own_head: ClassVar[bool] = False

@@ -3,7 +3,7 @@
 The context of row i is c_i = hidden_norm(fc [captures of row i]). Every layer makes keys and values of the context and
 of its block with the same projections: c_i goes in as it is, the block's state after the layer's input norm. Slot s of
 anchor a stands at rotary position a + s, sees the context rows before a and its own block (`ops/block_attention.py`),
-and speaks through the base's head: slot s proposes t_{a+s}, the anchor's own slot nothing.
+and its logits come from the base's head: slot s proposes t_{a+s}, the anchor's own slot nothing.
 
 fc and hidden_norm are split over the sequence under sequence parallelism; the blocks are whole on every tensor parallel
 rank. Under context parallelism a rank has the blocks whose anchors are among its rows, and sees the whole context.
@@ -15,7 +15,7 @@ size, T steps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,9 @@ from megatron_spec.batch import Features
 from megatron_spec.config import BlockConfig, ObjectiveConfig, UserError
 from megatron_spec.drafts.anchors import BlockPlan
 from megatron_spec.drafts.block_losses import BlockHead, block_losses
-from megatron_spec.drafts.contract import BaseEnds, Draft, DraftLosses
+from megatron_spec.drafts.contract import Attention, BaseEnds, Draft, DraftLosses
 from megatron_spec.drafts.initial import initial_values, set_parameters
-from megatron_spec.drafts.layer import GatedMLP, HeadNorm, SelfAttention, rotate
+from megatron_spec.drafts.layer import DraftLayer, Rotation
 from megatron_spec.drafts.linear import Linear, Placement, RMSNorm, copy_to_ranks, enter
 from megatron_spec.drafts.teacher import TeacherHead
 from megatron_spec.drafts.unroll import teach
@@ -37,52 +37,6 @@ from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
 from megatron_spec.ops.rows import pick_rows
 from megatron_spec.ops.visibility import KVCache
 
-Rotation = tuple[Tensor, Tensor]
-"""(cos, sin) of the positions of some rows."""
-
-BlockAttends = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [P, C, N, D], k, v [P, C, G, D] of the slots) -> [P, C, N * D]; it knows the context."""
-
-
-class BlockAttention(SelfAttention):
-    """Projections with a norm over each query and key head, shared by the context and the block."""
-
-    q_norm: HeadNorm
-    k_norm: HeadNorm
-
-    def __init__(self, config: BlockConfig, place: Placement) -> None:
-        super().__init__(config, config.hidden_size, place)  # type: ignore[arg-type]
-
-    def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values [..., G, D] of context rows or slots [..., H] (entered already)."""
-        k = self.k_norm(self._kv_heads(self.k_proj(x)))
-        return rotate(k, *rotation), self._kv_heads(self.v_proj(x))
-
-    def attend(self, x_PCH: Tensor, rotation: Rotation, attention: BlockAttends, layer: int) -> Tensor:
-        """[P, C, H] of the normed state of the slots."""
-        x = enter(x_PCH, self.group, False)
-        q = rotate(self.q_norm(self._heads(self.q_proj(x))), *rotation)
-        out: Tensor = self.o_proj(attention(layer, q, *self.keys_values(x, rotation)))
-        return out
-
-
-class BlockLayer(nn.Module):
-    """Pre-norm decoder layer over the slots of blocks."""
-
-    def __init__(self, config: BlockConfig, place: Placement) -> None:
-        super().__init__()
-        norm = (config.hidden_size, config.rms_norm_eps, place)
-        self.input_layernorm = RMSNorm(*norm)
-        self.self_attn = BlockAttention(config, place)
-        self.post_attention_layernorm = RMSNorm(*norm)
-        self.mlp = GatedMLP(config, place)  # type: ignore[arg-type]
-
-    def forward(self, state_PCH: Tensor, rotation: Rotation, attention: BlockAttends, layer: int) -> Tensor:
-        """The next state of the slots."""
-        x = self.input_layernorm(state_PCH)
-        state_PCH = state_PCH + self.self_attn.attend(x, rotation, attention, layer)
-        return state_PCH + self.mlp(self.post_attention_layernorm(state_PCH))
-
 
 class DFlashDraft(Draft):
     """fc, hidden_norm, layers.{i}, norm; embedding and head are the base's. Parameters are NaN until they are set."""
@@ -91,7 +45,7 @@ class DFlashDraft(Draft):
         super().__init__()
         if not vocab.is_full or vocab.vocab_size != config.vocab_size:
             raise UserError(
-                f"{config.algorithm} speaks through the base's head: the draft vocabulary must be the base's "
+                f"{config.algorithm} uses the base's head: the draft vocabulary must be the base's "
                 f"{config.vocab_size} tokens, found {len(vocab)} of {vocab.vocab_size}"
             )
         self.config, self.vocab = config, vocab
@@ -100,13 +54,13 @@ class DFlashDraft(Draft):
         blocks = dataclasses.replace(place, sequence_parallel=False)
         self.fc = Linear(len(config.capture_layer_ids) * H, H, place)
         self.hidden_norm = RMSNorm(H, config.rms_norm_eps, place)
-        self.layers = nn.ModuleList(BlockLayer(config, blocks) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DraftLayer(config, False, blocks) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(H, config.rms_norm_eps, blocks)
         self._inv_freq = inverse_frequencies(config.rope, config.head_dim)  # no buffer: stays fp32 in a bf16 model
         self._teacher: TeacherHead | None = None
 
     @property
-    def decoder_layers(self) -> Sequence[BlockLayer]:
+    def decoder_layers(self) -> Sequence[DraftLayer]:
         """The layers in order."""
         return list(self.layers)  # type: ignore[arg-type]
 
@@ -142,10 +96,10 @@ class DFlashDraft(Draft):
         slots = both[P].expand(P, self.config.block_size - 1, -1)
         return torch.cat([both[:P, None], slots], dim=1)
 
-    def run_layers(self, state_PCH: Tensor, rotation: Rotation, attention: BlockAttends) -> Tensor:
+    def run_layers(self, state_PCH: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
         """[P, C, H] state of every slot after the final norm: what the head reads."""
         for i, layer in enumerate(self.decoder_layers):
-            state_PCH = layer(state_PCH, rotation, attention, i)
+            state_PCH = layer(state_PCH, state_PCH, *rotation, attention, i)
         out: Tensor = self.norm(state_PCH)
         return out
 
@@ -173,11 +127,11 @@ class DFlashDraft(Draft):
         """[P * C, H] normed states of every slot of a micro-batch."""
         batch, triton = features.batch, self.paths.on("block_kernel")
         context_SBH = self.context(features.captures_SBC)
-        turning = self.rotation(batch.local(batch.positions_BS).t(), context_SBH)
+        rows = self.rotation(batch.local(batch.positions_BS).t(), context_SBH)
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             """Slots see the context of this layer and their block."""
-            keys, values = self.decoder_layers[layer].self_attn.keys_values(context_SBH, turning)
+            keys, values = self.decoder_layers[layer].self_attn.keys_values(context_SBH, rows)
             if batch.context is not None:
                 keys, values = batch.context.gather(torch.cat([keys, values], 2)).chunk(2, 2)
             keys, values = (x.transpose(0, 1).flatten(0, 1) for x in (keys, values))

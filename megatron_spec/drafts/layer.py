@@ -15,13 +15,16 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import mappings
 from torch import Tensor, nn
 
-from megatron_spec.config import EagleConfig, UserError
+from megatron_spec.config import BlockConfig, EagleConfig, UserError
 from megatron_spec.drafts.contract import Attention, mark_replicated
 from megatron_spec.drafts.experts import MixtureOfExperts
 from megatron_spec.drafts.latent import LatentAttention
 from megatron_spec.drafts.linear import ColumnLinear, Placement, RMSNorm, RowLinear, copy_to_ranks, enter
 from megatron_spec.ops.rope import apply_rotary
 
+LayerConfig = EagleConfig | BlockConfig
+Rotation = tuple[Tensor, Tensor]
+"""(cos, sin) of the positions of some rows."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
 
@@ -62,7 +65,7 @@ class HeadNorm(nn.Module):
 class SelfAttention(nn.Module):
     """q, k, v projections, rotary embedding, the attention it is given, output projection."""
 
-    def __init__(self, config: EagleConfig, inputs: int, place: Placement) -> None:
+    def __init__(self, config: LayerConfig, inputs: int, place: Placement) -> None:
         super().__init__()
         heads, kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         group = place.group
@@ -92,21 +95,26 @@ class SelfAttention(nn.Module):
         everyone = self._heads(mappings.all_gather_last_dim_from_tensor_parallel_region(x_SBX, group=self.group))
         return everyone.index_select(2, torch.tensor(self.picked, device=x_SBX.device))
 
+    def keys_values(self, x_SBX: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Rotated keys, and values [S, B, G, D], of an input that is complete on every rank."""
+        k = self._kv_heads(self.k_proj(x_SBX))
+        k = k if self.k_norm is None else self.k_norm(k)
+        return rotate(k, *rotation), self._kv_heads(self.v_proj(x_SBX))
+
     def forward(self, x_SBH: Tensor, cos_SB1D: Tensor, sin_SB1D: Tensor, attention: Attention, layer: int) -> Tensor:
         """[S, B, inputs] -> [S, B, H]; both [S / TP, ...] under sequence parallelism."""
         x = enter(x_SBH, self.group, self.sequence_parallel)
-        q, k = self._heads(self.q_proj(x)), self._kv_heads(self.k_proj(x))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos_SB1D, sin_SB1D), rotate(k, cos_SB1D, sin_SB1D)
-        out: Tensor = self.o_proj(attention(layer, q, k, self._kv_heads(self.v_proj(x))))
+        q = self._heads(self.q_proj(x))
+        q = q if self.q_norm is None else self.q_norm(q)
+        keys_values = self.keys_values(x, (cos_SB1D, sin_SB1D))
+        out: Tensor = self.o_proj(attention(layer, rotate(q, cos_SB1D, sin_SB1D), *keys_values))
         return out
 
 
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x))."""
 
-    def __init__(self, config: EagleConfig, place: Placement) -> None:
+    def __init__(self, config: LayerConfig, place: Placement) -> None:
         super().__init__()
         if config.hidden_act not in ACTIVATIONS:
             raise UserError(f"draft hidden_act: found {config.hidden_act!r}, expected one of {sorted(ACTIVATIONS)}")
@@ -131,7 +139,7 @@ class DraftLayer(nn.Module):
     `input_norm`, attention reads it bare (EAGLE-1).
     """
 
-    def __init__(self, config: EagleConfig, reads_embedding: bool, place: Placement, input_norm: bool = True) -> None:
+    def __init__(self, config: LayerConfig, reads_embedding: bool, place: Placement, input_norm: bool = True) -> None:
         super().__init__()
         H = config.hidden_size
         norm = (config.rms_norm_eps, place)

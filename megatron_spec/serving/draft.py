@@ -174,6 +174,11 @@ def _draft_len(method: Method, config: dict[str, Any], asked: int | None) -> int
     longest = block - 1 if method == "dflash" else block  # DFlash's first slot is the known token
     if asked is not None and asked > longest:
         raise UserError(f"--max-draft-len {asked}, but a block of this draft proposes {longest} tokens")
+    if asked is not None and asked < longest and not (config.get("dflash_config") or {}).get("causal"):
+        log.warning(
+            "--max-draft-len %d: engines then run blocks of fewer slots than the %d that see one another in training, "
+            "and other tokens come out: measure it, or leave it out", asked, block,
+        )  # fmt: skip
     return longest if asked is None else asked
 
 

@@ -44,7 +44,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash-window": ("dflash", {**BLOCK, "causal": True, "sliding_window": 7}),
 }
 ON_GPU: dict[str, tuple[str, dict[str, Any]]] = {"dspark": ("dspark", {**BLOCK, "markov_rank": 16})}
-"""DSpark needs vLLM's second model runner, which its CPU build does not have ("Model Runner V1 does not support")."""
+"""vLLM's first model runner has no DSpark, and its second one needs Triton, which the CPU build lacks."""
 METHODS = {"eagle1": "eagle", "medusa": "medusa", "dflash": "dflash", "dspark": "dspark"}
 SMOLLM2 = ("eagle3", "eagle1", "medusa")
 

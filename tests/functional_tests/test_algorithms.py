@@ -192,6 +192,8 @@ def test_exported_blocks(done: tuple[Path, dict[str, Any]]) -> None:
         assert {"*q_proj", "*k_proj", "*v_proj", "*qkv_proj"} <= set(ignored["ignore"])
         findings = check_folder(done[0] / name / "fp8" / "draft")
         assert not [f for f in findings if not f.warning and f.rule != "served"], findings
+        written = (done[0] / name / "bf16" / "trtllm.yaml").is_file()
+        assert written == (name == "dspark")  # TensorRT-LLM does not compute a causal draft
     assert config["markov_rank"] == 8 and config["enable_confidence_head"] and config["target_layer_ids"]
     assert quantised["markov_head.markov_w2.weight"].dtype == torch.bfloat16
     ignored = json.loads((folder / "../../fp8/draft/config.json").read_text())["quantization_config"]["ignore"]

@@ -29,7 +29,7 @@ BLOCKS = {"dflash": STEPS + 1, "dspark": STEPS}
 """Block drafts and the size of their blocks."""
 LEARNED = 9
 """Answers that the drafts are trained on; of the others they know little."""
-ITERATIONS = {"eagle3": 70, "p-eagle": 110, "eagle1": 120, "eagle-mtp": 90, "dflash": 60, "dspark": 80}
+ITERATIONS = {"eagle3": 70, "p-eagle": 110, "eagle1": 120, "eagle-mtp": 90, "dflash": 60, "dspark": 75}
 """Training of each draft: enough to be right sometimes, too little to be right always."""
 
 
@@ -78,7 +78,8 @@ def partly_trained(place: Any, kind: str) -> Any:
         overrides |= {"mask_token_id": 3} if kind == "p-eagle" else {}
     if kind in BLOCKS:
         overrides = {"mask_token_id": 3, "block_size": BLOCKS[kind], "capture_layer_ids": LAYERS}
-        overrides |= {"markov_rank": 8} if kind == "dspark" else {"sliding_window": 6}
+        rnn = {"markov_rank": 8, "markov_head_type": "rnn"}
+        overrides |= rnn if kind == "dspark" else {"sliding_window": 6}
         config: Any = presets.block_config(base.config, kind, overrides)
     else:
         config = presets.eagle_config(base.config, kind, overrides)
@@ -109,11 +110,12 @@ def block_hits(place: Any, draft: Any, features: Features) -> Tensor:
     states = draft.states(features, plan, place.base)
     text_S = features.batch.tokens_BS[0]
     found_TS = torch.zeros(STEPS, len(text_S), dtype=torch.bool)
-    for k, rows_R in enumerate(plan.supervision.rows):
-        anchor_R = plan.layout.anchor_P[rows_R // draft.config.block_size]
-        logits_RV = draft.logits(states[rows_R][None], place.base)[0]
-        if draft.config.algorithm == "dspark":
-            logits_RV = logits_RV + draft.markov_logits(draft.markov(text_S[anchor_R + k]))
+    rows = [states[r] for r in plan.supervision.rows]
+    head = draft.block_head(rows, draft.teacher_head(place.base).draft_rows(), plan)
+    added = head.low_Nr @ head.low_weight_Vr.t() if head.low_Nr is not None else torch.zeros(sum(map(len, rows)), 1)
+    for k, added_RV in enumerate(added.split([len(r) for r in rows])):
+        anchor_R = plan.layout.anchor_P[plan.supervision.rows[k] // draft.config.block_size]
+        logits_RV = draft.logits(rows[k][None], place.base)[0] + added_RV
         found_TS[k, anchor_R - 1] = logits_RV.argmax(-1) == text_S[anchor_R + 1 + k]
     return found_TS
 

@@ -57,7 +57,8 @@ class BlockDrafter(Drafter):
         view = cache_rows.rows_view(self.cache, seen.first, seen.slots_BS.shape[0])
         places = view.places(seen.slots_BS)
         for i, layer in enumerate(self.draft.decoder_layers):
-            view.write(i, *layer.self_attn.keys_values(context_SBH, rotation), places)
+            keys, values = layer.self_attn.keys_values(context_SBH, rotation)
+            view.write(i, keys, values, places)
 
     def _visible(self, anchor_B: Tensor, length: int) -> Tensor:
         """bool [B, C, L]: the cache slots that each slot of the blocks sees."""

@@ -30,12 +30,33 @@ LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def _rows(tile, part, P, C: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr):
-    """(block, slot, head within the group, whether there is such a row) of every row of a tile."""
+def _rows(
+    q_ptr, first_ptr, anchor_ptr, tile, part, g, P, C: tl.constexpr, G: tl.constexpr, n: tl.constexpr, D: tl.constexpr,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """(block, slot, whether there is such a row, offset without D, first and anchor row, queries) of a tile's rows."""
     m = tl.arange(0, M)
     a = m // (C * HEADS)
     block = tile * BLOCKS + a
-    return block, (m // HEADS) % C, part * HEADS + m % HEADS, (a < BLOCKS) & (block < P)
+    slot = (m // HEADS) % C
+    valid = (a < BLOCKS) & (block < P)
+    at = ((block.to(tl.int64) * C + slot) * G + g) * n + part * HEADS + m % HEADS
+    first = tl.load(first_ptr + block, mask=valid, other=0)
+    anchor = tl.load(anchor_ptr + block, mask=valid, other=0)
+    return block, slot, valid, at, first, anchor, _matrix(q_ptr, at, valid, D)
+
+
+@triton.jit
+def _matrix(ptr, at, valid, D: tl.constexpr):
+    """[rows, D] at offsets counted in rows; 0 where there is none."""
+    return tl.load(ptr + at[:, None] * D + tl.arange(0, D)[None, :], mask=valid[:, None], other=0.0)
+
+
+@triton.jit
+def _upstream(do_ptr, lse_ptr, delta_ptr, at, valid, D: tl.constexpr):
+    """(gradient of the output, log-sum-exp, output times its gradient) of a tile's rows."""
+    lse = tl.load(lse_ptr + at, mask=valid, other=0.0)
+    return _matrix(do_ptr, at, valid, D), lse, tl.load(delta_ptr + at, mask=valid, other=0.0)
 
 
 @triton.jit
@@ -95,31 +116,25 @@ def _forward_kernel(
 ):  # fmt: skip
     tile = tl.program_id(0)
     g = tl.program_id(1)
-    block, slot, head, valid = _rows(tile, tl.program_id(2), P, C, HEADS, BLOCKS, M)
-    d = tl.arange(0, D)
-    at = ((block.to(tl.int64) * C + slot) * G + g) * n + head
-    first = tl.load(first_ptr + block, mask=valid, other=0)
-    anchor = tl.load(anchor_ptr + block, mask=valid, other=0)
-    q = tl.load(q_ptr + at[:, None] * D + d[None, :], mask=valid[:, None], other=0.0)
+    block, slot, valid, at, first, anchor, q = _rows(
+        q_ptr, first_ptr, anchor_ptr, tile, tl.program_id(2), g, P, C, G, n, D, HEADS, BLOCKS, M
+    )
     acc = tl.zeros((M, D), tl.float32)
     top = tl.full((M,), float("-inf"), tl.float32)
     mass = tl.zeros((M,), tl.float32)
     low, end = _bounds(first, anchor, valid, WINDOW)
     for start in range(low, end, KEYS):
         rows = start + tl.arange(0, KEYS)
-        place = (rows.to(tl.int64) * G + g)[:, None] * D + d[None, :]
-        k = tl.load(keys_ptr + place, mask=(rows < end)[:, None], other=0.0)
-        v = tl.load(values_ptr + place, mask=(rows < end)[:, None], other=0.0)
+        place = rows.to(tl.int64) * G + g
+        k, v = _matrix(keys_ptr, place, rows < end, D), _matrix(values_ptr, place, rows < end, D)
         acc, top, mass = _step(q, k, v, _sees_context(rows, first, anchor, slot, valid, WINDOW), acc, top, mass, scale)
     o_block, o_slot, o_at, o_valid = _own(tile, g, P, C, G, BLOCKS, OWN)
-    place = o_at[:, None] * D + d[None, :]
-    k = tl.load(k_ptr + place, mask=o_valid[:, None], other=0.0)
-    v = tl.load(v_ptr + place, mask=o_valid[:, None], other=0.0)
+    k, v = _matrix(k_ptr, o_at, o_valid, D), _matrix(v_ptr, o_at, o_valid, D)
     seen = _sees_own(block, slot, valid, o_block, o_slot, o_valid, WINDOW, CAUSAL)
     acc, top, mass = _step(q, k, v, seen, acc, top, mass, scale)
     mass = tl.where(valid, mass, 1.0)
     out = (acc / mass[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + at[:, None] * D + d[None, :], out, mask=valid[:, None])
+    tl.store(out_ptr + at[:, None] * D + tl.arange(0, D)[None, :], out, mask=valid[:, None])
     tl.store(lse_ptr + at, tl.where(valid, top, 0.0) + tl.log2(mass), mask=valid)
 
 
@@ -142,20 +157,14 @@ def _query_backward_kernel(
     d = tl.arange(0, D)
     o_block, o_slot, o_at, o_valid = _own(tile, g, P, C, G, BLOCKS, OWN)
     o_place = o_at[:, None] * D + d[None, :]
-    o_k = tl.load(k_ptr + o_place, mask=o_valid[:, None], other=0.0)
-    o_v = tl.load(v_ptr + o_place, mask=o_valid[:, None], other=0.0)
+    o_k, o_v = _matrix(k_ptr, o_at, o_valid, D), _matrix(v_ptr, o_at, o_valid, D)
     dk = tl.zeros((OWN, D), tl.float32)
     dv = tl.zeros((OWN, D), tl.float32)
     for part in range(n // HEADS):
-        block, slot, head, valid = _rows(tile, part, P, C, HEADS, BLOCKS, M)
-        at = ((block.to(tl.int64) * C + slot) * G + g) * n + head
-        place = at[:, None] * D + d[None, :]
-        first = tl.load(first_ptr + block, mask=valid, other=0)
-        anchor = tl.load(anchor_ptr + block, mask=valid, other=0)
-        q = tl.load(q_ptr + place, mask=valid[:, None], other=0.0)
-        do = tl.load(do_ptr + place, mask=valid[:, None], other=0.0)
-        lse = tl.load(lse_ptr + at, mask=valid, other=0.0)
-        delta = tl.load(delta_ptr + at, mask=valid, other=0.0)
+        block, slot, valid, at, first, anchor, q = _rows(
+            q_ptr, first_ptr, anchor_ptr, tile, part, g, P, C, G, n, D, HEADS, BLOCKS, M
+        )
+        do, lse, delta = _upstream(do_ptr, lse_ptr, delta_ptr, at, valid, D)
         seen = _sees_own(block, slot, valid, o_block, o_slot, o_valid, WINDOW, CAUSAL)
         p, ds = _weights(q, o_k, o_v, do, lse, delta, seen, scale)
         dv += tl.dot(tl.trans(p.to(do.dtype)), do)
@@ -164,12 +173,12 @@ def _query_backward_kernel(
         low, end = _bounds(first, anchor, valid, WINDOW)
         for start in range(low, end, KEYS):
             rows = start + tl.arange(0, KEYS)
-            at_keys = (rows.to(tl.int64) * G + g)[:, None] * D + d[None, :]
-            k = tl.load(keys_ptr + at_keys, mask=(rows < end)[:, None], other=0.0)
-            v = tl.load(values_ptr + at_keys, mask=(rows < end)[:, None], other=0.0)
+            at_keys = rows.to(tl.int64) * G + g
+            k, v = _matrix(keys_ptr, at_keys, rows < end, D), _matrix(values_ptr, at_keys, rows < end, D)
             seen = _sees_context(rows, first, anchor, slot, valid, WINDOW)
             p, ds = _weights(q, k, v, do, lse, delta, seen, scale)
             dq += tl.dot(ds.to(q.dtype), k)
+        place = at[:, None] * D + d[None, :]
         tl.store(dq_ptr + place, (dq * plain_scale).to(dq_ptr.dtype.element_ty), mask=valid[:, None])
     tl.store(dk_ptr + o_place, (dk * plain_scale).to(dk_ptr.dtype.element_ty), mask=o_valid[:, None])
     tl.store(dv_ptr + o_place, dv.to(dv_ptr.dtype.element_ty), mask=o_valid[:, None])
@@ -183,31 +192,25 @@ def _context_backward_kernel(
 ):  # fmt: skip
     tile = tl.program_id(0)
     g = tl.program_id(1)
-    d = tl.arange(0, D)
     rows = tile * KEYS + tl.arange(0, KEYS)
-    at_keys = (rows.to(tl.int64) * G + g)[:, None] * D + d[None, :]
-    k = tl.load(keys_ptr + at_keys, mask=(rows < L)[:, None], other=0.0)
-    v = tl.load(values_ptr + at_keys, mask=(rows < L)[:, None], other=0.0)
+    at_keys = rows.to(tl.int64) * G + g
+    k, v = _matrix(keys_ptr, at_keys, rows < L, D), _matrix(values_ptr, at_keys, rows < L, D)
     dk = tl.zeros((KEYS, D), tl.float32)
     dv = tl.zeros((KEYS, D), tl.float32)
     begin = tl.load(begin_ptr + tile) // BLOCKS
     end = (tl.load(end_ptr + tile) + BLOCKS - 1) // BLOCKS
     for i in range(begin * (n // HEADS), end * (n // HEADS)):
-        block, slot, head, valid = _rows(i // (n // HEADS), i % (n // HEADS), P, C, HEADS, BLOCKS, M)
-        at = ((block.to(tl.int64) * C + slot) * G + g) * n + head
-        place = at[:, None] * D + d[None, :]
-        first = tl.load(first_ptr + block, mask=valid, other=0)
-        anchor = tl.load(anchor_ptr + block, mask=valid, other=0)
-        q = tl.load(q_ptr + place, mask=valid[:, None], other=0.0)
-        do = tl.load(do_ptr + place, mask=valid[:, None], other=0.0)
-        lse = tl.load(lse_ptr + at, mask=valid, other=0.0)
-        delta = tl.load(delta_ptr + at, mask=valid, other=0.0)
+        _block, slot, valid, at, first, anchor, q = _rows(
+            q_ptr, first_ptr, anchor_ptr, i // (n // HEADS), i % (n // HEADS), g, P, C, G, n, D, HEADS, BLOCKS, M
+        )
+        do, lse, delta = _upstream(do_ptr, lse_ptr, delta_ptr, at, valid, D)
         seen = _sees_context(rows, first, anchor, slot, valid, WINDOW)
         p, ds = _weights(q, k, v, do, lse, delta, seen, scale)
         dv += tl.dot(tl.trans(p.to(do.dtype)), do)
         dk += tl.dot(tl.trans(ds.to(q.dtype)), q)
-    tl.store(dkeys_ptr + at_keys, (dk * plain_scale).to(dkeys_ptr.dtype.element_ty), mask=(rows < L)[:, None])
-    tl.store(dvalues_ptr + at_keys, dv.to(dvalues_ptr.dtype.element_ty), mask=(rows < L)[:, None])
+    place = at_keys[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(dkeys_ptr + place, (dk * plain_scale).to(dkeys_ptr.dtype.element_ty), mask=(rows < L)[:, None])
+    tl.store(dvalues_ptr + place, dv.to(dvalues_ptr.dtype.element_ty), mask=(rows < L)[:, None])
 
 
 def _tile(C: int, n: int, most: int) -> dict[str, int]:

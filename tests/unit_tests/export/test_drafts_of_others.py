@@ -410,6 +410,12 @@ def test_what_engines_will_not_do_is_said_at_convert(home: Home) -> None:
     assert "SGLang never delivers" in check_exportable(last, base)[0]
     assert "no engine loads an eagle-mtp" in check_exportable(presets.eagle_config(base, "eagle-mtp"), base)[0]
     assert check_exportable(presets.eagle_config(base), base) == []
+    gated = presets.block_config(base, "dspark", {"mask_token_id": 1, "markov_head_type": "gated"})
+    said = check_exportable(gated, base)
+    assert [s.split()[0] for s in said] == ["vllm", "trtllm"] and "no gated Markov head" in said[0]
+    assert check_exportable(presets.block_config(base, "dflash", {"mask_token_id": 1}), base) == []
+    nobody = gated.replace(causal=True)
+    assert "no engine serves such a draft" in check_exportable(nobody, base)[-1]
     assert "only vllm computes" in check_exportable(presets.eagle_config(base, "eagle3", {"qk_norm": True}), base)[0]
 
 

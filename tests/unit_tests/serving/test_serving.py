@@ -158,7 +158,7 @@ def test_mtp() -> None:
         speculative_config(plan)
 
 
-def test_block_drafts_pard_and_lookup(tmp_path: Path) -> None:
+def test_block_drafts_pard_and_lookup(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The spelling of each method in the engines that have it, and one sentence for those that do not."""
     flash = exported(draft(tmp_path / "flash", architectures=["DFlashDraftModel"], block_size=8))
     assert flash.max_draft_len == 7  # the first slot of a block is the known token
@@ -172,6 +172,8 @@ def test_block_drafts_pard_and_lookup(tmp_path: Path) -> None:
     assert sglang_command(spark, "/b")[-2:] == ["--speculative-dspark-block-size", "5"]
     with pytest.raises(UserError, match="a block of this draft proposes 7 tokens"):
         exported(tmp_path / "flash", 8)
+    assert not caplog.messages and exported(tmp_path / "flash", 5).max_draft_len == 5
+    assert "fewer slots than the 8 that see one another" in caplog.text
     shape: dict[str, Any] = dict.fromkeys(SAME, 8) | {"hidden_act": "silu", "rope_theta": 1e4}
     inside = {"mask_token_id": 3, "target_layer_ids": [1], "causal": True}
     causal = draft(tmp_path / "causal", architectures=["DFlashDraftModel"], **shape, dflash_config=inside)
