@@ -64,10 +64,16 @@ class PEagleDraft(EagleDraft):
         super().__init__(config, vocab, place)
         self.mask_hidden = place.replicated(1, 1, len(config.capture_layer_ids) * config.target_hidden_size)
 
+    @property
+    def mask_token(self) -> int:
+        """Token of every row at every depth after the first."""
+        assert self.config.mask_token_id is not None  # `EagleConfig.validate`
+        return self.config.mask_token_id
+
     def masked_inputs(self, ends: BaseEnds) -> tuple[Tensor, Tensor]:
         """(feature, embedding), both [1, 1, H]: what every row reads at every depth after the first."""
         ranks = self.tp_group.size() if self.sequence_parallel else 1
-        tokens_BS = torch.full((1, ranks), self.config.mask_token_id or 0, device=self.mask_hidden.device)
+        tokens_BS = torch.full((1, ranks), self.mask_token, device=self.mask_hidden.device)
         return self.project(self.mask_hidden), self.embed(tokens_BS, ends)
 
     def supervision(self, batch: Batch, objective: ObjectiveConfig) -> Supervision:
@@ -92,9 +98,9 @@ class PEagleDraft(EagleDraft):
                 found += [feature[0, :0]] * (len(plan.rows) - d)
                 break
             attention.compact(rows, None if before is None else torch.searchsorted(before, rows))
-            inputs = (x.expand(len(rows) // ranks, -1, -1) for x in (feature, embedding))
+            feature_R1H, embedding_R1H = (x.expand(len(rows) // ranks, -1, -1) for x in (feature, embedding))
             positions_1R = positions_N[batch.whole_rows(rows)][None] + d
-            _, normed_R1H = self.layer_step(*inputs, positions_1R, attention)
+            _, normed_R1H = self.layer_step(feature_R1H, embedding_R1H, positions_1R, attention)
             found.append(head_rows(normed_R1H, torch.searchsorted(rows, plan.rows[d]), group, scattered))
             before = rows
         return found

@@ -49,7 +49,7 @@ class PEagleDrafter(EagleDrafter):
         true_BX = torch.arange(S + more, device=device) < seen.counts_B[:, None]
         feature_SBH = F.pad(draft.project(seen.captures_SBC), (0, 0, 0, 0, 0, more))
         hidden_XBH = torch.where(true_BX.t()[..., None], feature_SBH, draft.project(draft.mask_hidden))
-        tokens_BX = torch.where(true_BX, F.pad(seen.next_tokens_BS, (0, more)), draft.config.mask_token_id)
+        tokens_BX = torch.where(true_BX, F.pad(seen.next_tokens_BS, (0, more)), draft.mask_token)
         if seen.prefill:
             view = cache_rows.rows_view(self.cache, seen.first, len(slots_BX))
             visibility = Visibility.prefill(view, slots_BX)
