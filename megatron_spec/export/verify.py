@@ -22,6 +22,7 @@ from megatron_spec.config.structure import layer_names
 from megatron_spec.drafts.contract import BaseEnds, shift
 from megatron_spec.drafts.dflash import DFlashDraft
 from megatron_spec.drafts.dspark import DSparkDraft
+from megatron_spec.drafts.peagle import PEagleDraft
 from megatron_spec.drafts.recurrent import SharedHeadDraft
 from megatron_spec.export import layout
 from megatron_spec.export.common import VerificationError, parameters_by_file_name, parse_dtype, shard
@@ -374,6 +375,8 @@ def two_steps(
     logits = []
     hidden = draft.start(captures_SBC, captures_SBC if state_SBH is None else state_SBH)
     for step in range(2):
+        if step and isinstance(draft, PEagleDraft):  # which reads this in place of a state
+            hidden = draft.project(draft.mask_hidden).expand_as(hidden)
         attention = draft.cached_attention(visibility)
         hidden, normed = draft.layer_step(hidden, embedding_SBH, positions_BS + step, attention)
         silent = ends is None and isinstance(draft, SharedHeadDraft)
