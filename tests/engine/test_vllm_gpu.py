@@ -7,7 +7,6 @@ not DSpark: its first model runner has none, and its second one needs Triton, wh
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ def test_engine_accepts_as_we_do(run: tuple[dict[str, Case], dict[str, Any]], na
     assert sum(same) >= 6, same
     if case.draft_logits is not None:
         mine, engine = case.draft_logits[same], torch.tensor(found["draft_logits"])[same]
-        assert float((engine - mine).norm() / mine.norm()) < 0.1  # another mask, layer or position: above 0.3
+        assert float((engine - mine).norm() / mine.norm()) < 0.1  # rounding alone; float32 agrees to 1e-6
     stats, length = case.acceptance, 1 + found["counters"]["accepted_tokens"] / found["counters"]["drafts"]
     assert stats.acceptance_length is not None and stats.acceptance_length > 1.5, stats
     assert length - 1 > 0.6 * (stats.acceptance_length - 1), (length, stats.acceptance_length)
