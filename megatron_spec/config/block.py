@@ -102,7 +102,7 @@ class BlockConfig(Config):
 
     @property
     def draft_vocab_size(self) -> int:
-        """The base's head speaks the whole vocabulary."""
+        """The base's head has the whole vocabulary."""
         return self.vocab_size
 
     def validate(self) -> None:
