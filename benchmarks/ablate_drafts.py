@@ -4,8 +4,9 @@
 
 1. The base writes its own training conversations without any prompt: it continues the bare header of a user turn, then
    answers what it wrote (sampled questions without duplicates, greedy answers). Its features are computed once.
-2. EAGLE-3, EAGLE-1, MTP and Medusa train on them, in the same order, for --seconds each; NGram needs no training. Every
-   draft decodes the same questions with the same base. Other draft lengths and trees follow.
+2. The --drafters (EAGLE-3, EAGLE-1, MTP and Medusa; also block drafts) train on them, in the same order, for --seconds
+   each; NGram needs no training. Every draft decodes the same questions with the same base. Other draft lengths and
+   trees follow.
 3. Ablations of EAGLE-3 train for equally many steps, each with one setting changed; with --ablation-seeds 3 three
    times, each time from other first weights and with the batches in another order.
 4. The other drafts train for as many steps as these.
@@ -29,32 +30,57 @@ from typing import TYPE_CHECKING, Any
 from megatron_spec import cli
 
 if TYPE_CHECKING:
-    from benchmarks.comparison import Comparison, Draft
+    from benchmarks.comparison import Comparison, Draft, Kind
 
 log = logging.getLogger("megatron_spec.ablate_drafts")
 
 PARTS = ("drafters", "lengths", "ablations", "steps", "fp8")
 HEADLINE = ("eagle3", "eagle1", "eagle-mtp", "medusa")
+DRAFTERS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in HEADLINE},
+    "eagle3 best": {"algorithm": "eagle3", "fields": {
+        "init_from_base_layer": True, "fc_init": "average", "init_attention": True, "capture_layer_ids": "late",
+        "frozen_head": True,
+    }},
+    "p-eagle": {},
+    **{
+        f"{algorithm} {layers} x {size}": {
+            "algorithm": algorithm, "fields": {"num_hidden_layers": layers, "block_size": size},
+        }
+        for algorithm, layers, size in (
+            ("dflash", 2, 5), ("dflash", 2, 8), ("dflash", 5, 5), ("dflash", 5, 8), ("dspark", 2, 5), ("dspark", 2, 8),
+        )
+    },
+}  # fmt: skip
+"""Drafts that can be compared: name -> algorithm (the name, where it is not given) and what is not the default.
+
+Block drafts are named by layers and slots; a block of 5 slots proposes 4 tokens (DFlash) or 5 (DSpark).
+"""
+_FROM_BASE = {"init_from_base_layer": True, "fc_init": "average"}
+_ATTENTION = {**_FROM_BASE, "init_attention": True}
 ABLATIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
-    "detached": {"detach": True},
-    "alignment target": {"alignment": "target"},
-    "alignment paper": {"alignment": "paper"},
-    "decay 1.0": {"step_decay": 1.0},
-    "all rows (no in_vocab_only)": {"in_vocab_only": False},
-    "loss lk": {"loss": "lk"},
+    "detached": {"objective": {"detach": True}},
+    "alignment target": {"objective": {"alignment": "target"}},
+    "alignment paper": {"objective": {"alignment": "paper"}},
+    "decay 1.0": {"objective": {"step_decay": 1.0}},
+    "all rows (no in_vocab_only)": {"objective": {"in_vocab_only": False}},
+    "loss lk": {"objective": {"loss": "lk"}},
+    "T = 4": {"objective": {"ttt_steps": 4}},
+    "layer from the base's last": {"fields": {"init_from_base_layer": True}},
+    "fc from the average": {"fields": {"fc_init": "average"}},
+    "both": {"fields": _FROM_BASE},
+    "both, and attention": {"fields": _ATTENTION},
+    "frozen head": {"fields": {"frozen_head": True}},
+    "late captures": {"fields": {"capture_layer_ids": "late"}},
+    "from the base, late captures": {"fields": {**_ATTENTION, "capture_layer_ids": "late"}},
+    "from the base, late captures, frozen head": {
+        "fields": {**_ATTENTION, "capture_layer_ids": "late", "frozen_head": True},
+    },
+    "q/k norm": {"fields": {"qk_norm": True}},
+    "two layers": {"fields": {"num_hidden_layers": 2}},
 }
-"""What training does otherwise: fields of ObjectiveConfig."""
-
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "layer from the base's last": {"init_from_base_layer": True},
-    "fc from the average": {"fc_init": "average"},
-    "both": {"init_from_base_layer": True, "fc_init": "average"},
-    "both, and attention": {"init_from_base_layer": True, "fc_init": "average", "init_attention": True},
-    "frozen head": {"frozen_head": True},
-}
-"""What the draft is, or starts from: fields of EagleConfig."""
-ALL_SETTINGS = {**ABLATIONS, **ARCHITECTURES}
+"""EAGLE-3 with something changed: fields of EagleConfig, and of ObjectiveConfig."""
 
 
 def make_parser() -> cli.Parser:
@@ -70,9 +96,16 @@ def make_parser() -> cli.Parser:
     p.add_argument("--ablation-seconds", type=float, default=10.0, help="of EAGLE-3; its steps are those of all")
     p.add_argument("--ablation-seeds", type=cli.at_least_one, default=1, help="trainings of each (default: 1)")
     p.add_argument(
-        "--ablations", nargs="+", choices=ALL_SETTINGS, default=list(ALL_SETTINGS), metavar="NAME",
-        help=f"some of: {', '.join(ALL_SETTINGS)} (default: all)",
+        "--ablations", nargs="+", choices=ABLATIONS, default=list(ABLATIONS), metavar="NAME",
+        help=f"some of: {', '.join(ABLATIONS)} (default: all)",
     )  # fmt: skip
+    p.add_argument(
+        "--drafters", nargs="+", choices=DRAFTERS, default=list(HEADLINE), metavar="NAME",
+        help=f"drafts to compare, some of: {', '.join(DRAFTERS)} (default: {', '.join(HEADLINE)})",
+    )  # fmt: skip
+    p.add_argument("--mask-token-id", type=int, help="of block drafts (default: found in the tokenizer)")
+    p.add_argument("--steps", type=cli.at_least_one, help="of ablations and equal steps (default: by the clock)")
+    p.add_argument("--ttt-steps", type=cli.at_least_one, help="draft steps in training (default: --max-draft-len)")
     p.add_argument("--qat-seconds", type=float, default=4.0, help="of each draft after quantisation (default: 4)")
     p.add_argument("--draft-vocab-size", type=cli.at_least_one, default=8192, help="of EAGLE-3 (default: 8192)")
     p.add_argument("--questions", type=cli.at_least_one, default=80, help="of each set (default: 80)")
@@ -92,17 +125,29 @@ def make_parser() -> cli.Parser:
     return p
 
 
+def kind_of(name: str, settings: dict[str, dict[str, Any]] = DRAFTERS) -> Kind:
+    """Of a drafter, or of an ablation of EAGLE-3."""
+    from benchmarks.comparison import Kind
+
+    return Kind(**{"algorithm": name if settings is DRAFTERS else "eagle3", **settings[name]})
+
+
 def compare_algorithms(run: Comparison) -> list[Draft]:
     """Drafts of every algorithm on equal data and time, and NGram. Returns the trained ones."""
-    options = {"decoding_type": "NGram", "max_matching_ngram_size": 3, "is_public_pool": False, "is_use_oldest": False}
+    options: dict[str, Any] = {
+        "decoding_type": "NGram",
+        "max_matching_ngram_size": 3,
+        "is_public_pool": False,
+        "is_use_oldest": False,
+    }
     run.measure("NGram", None, {}, **options)
     trained: list[Draft] = []
-    for algorithm in HEADLINE:
+    for name in run.args.drafters:
         if run.late():
             break
-        draft = run.trained(run.new(algorithm, algorithm), run.args.seconds, run.args.lr)
+        draft = run.trained(run.new(name, kind_of(name)), run.args.seconds, run.args.lr)
         trained.append(draft)
-        run.measure(algorithm, lambda draft=draft: run.module(draft), draft.about)
+        run.measure(name, lambda draft=draft: run.module(draft), draft.about)
     return trained
 
 
@@ -110,7 +155,7 @@ def vary_decoding(run: Comparison, trained: list[Draft]) -> None:
     """Trees of EAGLE-3 and Medusa; a longer chain of those that run on their own output."""
     longer = {"max_draft_len": 2 * run.args.max_draft_len}
     tree = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4, "max_total_draft_tokens": 16}
-    for draft in trained:
+    for draft in (d for d in trained if d.name in HEADLINE):  # a block has the length it was trained with
         ways = {"tree": tree} if draft.name == "medusa" else {f"length {longer['max_draft_len']}": longer}
         ways |= {"tree": tree} if draft.name == "eagle3" else {}
         for way, changes in ways.items():
@@ -120,16 +165,16 @@ def vary_decoding(run: Comparison, trained: list[Draft]) -> None:
 
 
 def pace(run: Comparison) -> int:
-    """Steps of EAGLE-3 in --ablation-seconds. That draft itself is not measured: its schedule went by the clock."""
-    steps: int = run.trained(run.new("eagle3", "pace"), run.args.ablation_seconds, run.args.lr).about["steps"]
+    """--steps, or those of EAGLE-3 in --ablation-seconds (not measured itself: its schedule goes by the clock)."""
+    if run.args.steps:
+        return int(run.args.steps)
+    steps: int = run.trained(run.new("pace", kind_of("eagle3")), run.args.ablation_seconds, run.args.lr).about["steps"]
     return steps
 
 
 def ablation(run: Comparison, name: str, seed: int, steps: int) -> None:
     """EAGLE-3 trained with one setting changed for so many steps, and measured."""
-    changes = ALL_SETTINGS[name]
-    fields = {"fields": changes} if name in ARCHITECTURES else changes
-    fresh = run.new("eagle3", f"ablation {name}{f' seed {seed}' if seed else ''}", seed=seed, **fields)
+    fresh = run.new(f"ablation {name}{f' seed {seed}' if seed else ''}", kind_of(name, ABLATIONS), seed)
     draft = run.trained(fresh, 0.0, run.args.lr, steps=steps)
     run.measure(draft.name, lambda: run.module(draft), draft.about, few=True)
 
@@ -149,10 +194,12 @@ def equal_steps(run: Comparison, steps: int) -> None:
     if run.late(run.args.reserve):
         return
     ablation(run, "defaults", 0, steps)
-    for algorithm in HEADLINE[1:]:
+    for name in run.args.drafters:
         if run.late(run.args.reserve):
             return
-        fresh = run.new(algorithm, f"equal steps {algorithm}")
+        if name == "eagle3":
+            continue
+        fresh = run.new(f"equal steps {name}", kind_of(name))
         draft = run.trained(fresh, 0.0, run.args.lr, steps=steps)
         run.measure(draft.name, lambda draft=draft: run.module(draft), draft.about, few=True)
 
@@ -182,6 +229,7 @@ def quantise(run: Comparison, trained: list[Draft], steps: dict[str, int]) -> No
             return
         quant = QuantConfig() if i == 0 else QuantConfig(base="none")  # the base once
         module, few = run.module(draft), [[b] for b in run.batches[:8]]
+        run.base.capture(draft.config.capture_layer_ids)
         calibrate(run.base, module, OnlineFeatures(run.base), few, draft.objective, quant, run.world)
         weights = {n: t.detach().clone() for n, t in module.state_dict().items()}
         calibrated.append(replace(draft, name=f"{draft.name} fp8 QAT", weights=weights))
@@ -204,7 +252,9 @@ def main(args: argparse.Namespace) -> None:
     from benchmarks.acceptance_page import write_page
     from benchmarks.comparison import Comparison
 
-    run = Comparison(args)
+    asked = [kind_of(name) for name in {*args.drafters, "eagle3"}]
+    asked += [kind_of(name, ABLATIONS) for name in ("defaults", *args.ablations)]
+    run = Comparison(args, asked)
     try:
         run.read(run.conversations())
         run.ask()

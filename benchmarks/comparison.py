@@ -13,18 +13,26 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_spec.batch import Features
+from megatron_spec.batch import Batch, Features
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
-from megatron_spec.commands.convert import new_draft
+from megatron_spec.commands.convert import fresh_config, new_draft
 from megatron_spec.commands.data import open_dataset
-from megatron_spec.config import DecodeConfig, ObjectiveConfig, QuantConfig, TrainConfig, UserError, presets
+from megatron_spec.config import (
+    BlockConfig,
+    DecodeConfig,
+    ObjectiveConfig,
+    QuantConfig,
+    TrainConfig,
+    UserError,
+    presets,
+)
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.loader import BatchLoader
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
@@ -48,7 +56,7 @@ log = logging.getLogger("megatron_spec.ablate_drafts")
 
 SETTINGS = (
     "prompts", "seconds", "ablation_seconds", "qat_seconds", "draft_vocab_size", "questions", "few_questions",
-    "max_new_tokens", "max_draft_len", "batch_size", "global_batch_size", "seq_length", "lr", "bf16",
+    "max_new_tokens", "max_draft_len", "batch_size", "global_batch_size", "seq_length", "lr", "bf16", "ttt_steps",
 )  # fmt: skip
 """Flags that the figures depend on."""
 HIDDEN = ("sets", "costs", "few", "few_tokens", "few_steps")
@@ -107,6 +115,34 @@ class ByTheClock:
         self.done = due
 
 
+LATE = "late"
+"""As `capture_layer_ids`: the middle of the base, three quarters, and its last layer but one."""
+REDUCED = ("eagle3", "p-eagle")
+"""Algorithms with a head of their own, over the draft vocabulary."""
+
+MASKED = ("p-eagle", "dflash", "dspark")
+"""Algorithms that propose a block at once, and need a mask token."""
+
+
+def late_captures(layers: int) -> tuple[int, ...]:
+    """The layers that `LATE` stands for, in a base of so many."""
+    return tuple(sorted({max(0, layers // 2 - 1), max(0, 3 * layers // 4 - 1), max(0, layers - 2)}))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a draft is and how it is trained, where that is not the default.
+
+    Attributes:
+        fields: of its configuration.
+        objective: fields of ObjectiveConfig.
+    """
+
+    algorithm: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    objective: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass
 class Draft:
     """A draft: how to build it, and its weights once it is trained."""
@@ -133,8 +169,10 @@ def order_of(batches: int, step: int, seed: int) -> int:
 class Comparison:
     """Base, data and questions of one run on one process."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, kinds: Sequence[Kind] = ()) -> None:
+        """Args: kinds: of the drafts that will be trained: the base captures the layers that any of them reads."""
         self.args, self.output = args, Path(args.output)
+        self.batches: list[Batch] = []
         (self.output / "drafts").mkdir(parents=True, exist_ok=True)
         self.ref, self.world = inspect_base(args.base), distributed.initialize()
         if self.world.size > 1:
@@ -147,7 +185,8 @@ class Comparison:
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         self.results = Results(self.output / "results.jsonl", {**about, **versions, **settings})
         self.dtype = torch.bfloat16 if args.bf16 else torch.float32
-        self.base = load_base(self.ref, self.world, presets.default_capture_ids(self.ref.config.num_layers), self.dtype)
+        self.captured = sorted({i for kind in kinds for i in self.config_of(kind).capture_layer_ids})
+        self.base = load_base(self.ref, self.world, self.captured, self.dtype)
         self.tokenizer = load_tokenizer(args.base)
         self.stop_ids = set(stop_token_ids(args.base, self.tokenizer))
         self.decode = DecodeConfig(
@@ -185,7 +224,7 @@ class Comparison:
         self.batches = [loader.step(i * size)[0] for i in range(max(1, len(dataset) // size))]
         counts = count_supervised(dataset, self.ref.config.vocab_size)
         ids = select_draft_ids(counts, min(self.args.draft_vocab_size, self.ref.config.vocab_size), self.stop_ids)
-        self.vocab, self.whole = DraftVocab(ids, len(counts)), DraftVocab.full(len(counts))
+        self.vocab = DraftVocab(ids, len(counts))
         self.compute_features()
         if not self.results.has("data"):
             self.results.add("data", conversations=len(dataset), steps=len(self.batches), **coverage(counts, ids))
@@ -193,6 +232,7 @@ class Comparison:
     def compute_features(self) -> None:
         """Features of every batch, kept in memory; those of before are dropped first."""
         self.features: list[Features] = []
+        self.base.capture(self.captured)
         source = OnlineFeatures(self.base)
         self.features = [source.features([b])[0] for b in self.batches]
 
@@ -232,16 +272,41 @@ class Comparison:
 
     # --- drafts -------------------------------------------------------------------------------------------------
 
-    def new(
-        self, algorithm: str, name: str, fields: dict[str, Any] | None = None, seed: int = 0, **objective: Any
-    ) -> Draft:
-        """An untrained draft of an algorithm; `fields` of its architecture other than the defaults."""
-        base, goal = self.ref.config, ObjectiveConfig(ttt_steps=self.args.max_draft_len, **objective)
-        if algorithm == "medusa":
-            return Draft(name, presets.medusa_config(base, num_heads=goal.ttt_steps), self.whole, goal, seed)
-        vocab = self.vocab if algorithm.startswith("eagle3") else self.whole
-        config = presets.eagle_config(base, algorithm, {"draft_vocab_size": len(vocab), **(fields or {})})
-        return Draft(name, config, vocab, goal, seed)
+    def vocab_of(self, kind: Kind) -> DraftVocab:
+        """The reduced vocabulary for drafts with a head of their own, the whole one for the others."""
+        if self.batches and kind.algorithm.startswith(REDUCED):
+            return self.vocab
+        return DraftVocab.full(self.ref.config.vocab_size)
+
+    def config_of(self, kind: Kind) -> Any:
+        """Its architecture; `LATE` captures are counted in the base's layers."""
+        fields, layers = dict(kind.fields), self.ref.config.num_layers
+        if fields.get("capture_layer_ids") == LATE:
+            fields["capture_layer_ids"] = late_captures(layers)
+        if kind.algorithm in MASKED and self.args.mask_token_id is not None:
+            fields["mask_token_id"] = self.args.mask_token_id
+        if kind.algorithm == "medusa":
+            fields["num_heads"] = self.args.max_draft_len
+        return fresh_config(self.ref, kind.algorithm, fields, self.vocab_of(kind))
+
+    def new(self, name: str, kind: Kind, seed: int = 0) -> Draft:
+        """An untrained draft."""
+        config = self.config_of(kind)
+        steps = {} if isinstance(config, BlockConfig) else {"ttt_steps": self.args.ttt_steps or self.args.max_draft_len}
+        if kind.algorithm == "medusa":
+            steps = {"ttt_steps": config.num_heads}
+        goal = presets.objective_for(config, ObjectiveConfig(**{**steps, **kind.objective}))
+        return Draft(name, config, self.vocab_of(kind), goal, seed)
+
+    def seen_by(self, draft: Draft, features: Features) -> Features:
+        """Features with the captures of a draft alone."""
+        wanted = draft.config.capture_layer_ids
+        if list(wanted) == self.captured:
+            return features
+        parts = features.captures_SBC.chunk(max(1, len(self.captured)), dim=-1)
+        if not wanted:
+            return replace(features, captures_SBC=features.captures_SBC[..., :0])
+        return replace(features, captures_SBC=torch.cat([parts[self.captured.index(i)] for i in wanted], dim=-1))
 
     def module(self, draft: Draft, quantised: bool = False) -> Any:
         """The draft as a module, with its weights or fresh ones."""
@@ -267,7 +332,7 @@ class Comparison:
         trainer = Trainer(self.world, ddp, optimizer, schedule, self.base, draft.objective)
         start, done, sums = now(), 0, [[0.0]] * 4
         while done < steps if steps else clock.elapsed < seconds:
-            batch = self.features[order_of(len(self.features), done, draft.seed)]
+            batch = self.seen_by(draft, self.features[order_of(len(self.features), done, draft.seed)])
             last = trainer.step([batch], f"step {done}", 1)
             done, sums = done + 1, last.sums
         correct, rows = torch.as_tensor(sums)[[1, 3]].tolist()
@@ -327,6 +392,7 @@ class Comparison:
         if self.results.has("measured", name):
             return
         module, config = draft() if draft else None, self.decode.replace(**changes)
+        self.base.capture(module.config.capture_layer_ids if module is not None else ())
         first = set(self.few())
         chosen = sorted(first) if few else list(range(len(self.questions)))
         ids = [self.questions[i][1] for i in chosen]

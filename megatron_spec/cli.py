@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 USER_ERRORS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
 )
-"""Errors of the system that say what to do: no space, no permission, a file in place of a folder. No traceback."""
+"""Operating system errors that state what to do: no space, no permission, a file in place of a folder. No traceback."""
 OTHERS_WAIT = 3.0
 """Seconds for which a rank keeps a message back that the first rank of its machine is likely to print."""
 
@@ -55,7 +55,7 @@ class Once(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with exact flags only and exit code 2. All problems of a command line are said at once.
+    """argparse with exact flags only and exit code 2. All problems of a command line are reported at once.
 
     Args:
         run: configuration whose fields become flags; the parsed namespace holds it as `run`.
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Leave with exit code 2 and one line."""
-        # Every rank parses the same words: one of each machine says it.
+        # Every rank parses the same flags: one rank of each machine reports.
         self.exit(2, f"{self.prog}: error: {message}\n" if local_rank() == 0 else None)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -126,7 +126,7 @@ class Parser(argparse.ArgumentParser):
     def _answer(
         self, name: str, flag: megatron_flags.MegatronFlag, values: list[str], shapes: list[tuple[str, str]]
     ) -> str | None:
-        """What to say of a flag of Megatron-LM; None where it may stay."""
+        """The answer to a flag of Megatron-LM; None where it is accepted."""
         if flag.verdict == "renamed":
             here = flag.text in self._option_string_actions
             return f"{name} is {flag.text} here" if here else f"{name}: this script has no such option ({flag.text})"
@@ -153,19 +153,6 @@ class Parser(argparse.ArgumentParser):
             hint = megatron_flags.VALUES.get(values[0].lower())
             return f"{e}{': ' + hint if hint else ''}"
         return None
-
-    def add_model_flags(
-        self, tokenizer: bool = True, base: str = "where the base is, if it has moved since convert_model.py"
-    ) -> None:
-        """Where base and tokenizer are, and the precision: what every script over a checkpoint asks.
-
-        Args:
-            base: what --base is for.
-        """
-        self.add_argument("--base", metavar="DIR", help=base)
-        if tokenizer:
-            self.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
-        self.add_argument("--bf16", action="store_true", help="bfloat16 weights (default: float32)")
 
     def add_template_flag(self) -> None:
         """--chat-template-kwargs, as the scripts that read conversations or prompts take it."""
@@ -303,14 +290,6 @@ def json_object(text: str) -> dict[str, Any]:
     return found
 
 
-def whole_numbers(text: str) -> tuple[int, ...]:
-    """An argparse type: whole numbers from 1, separated by commas."""
-    try:
-        return tuple(at_least_one(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers separated by commas, found {text!r}") from None
-
-
 def rank() -> int:
     """Rank of this process as torchrun set it."""
     return int(os.environ.get("RANK", "0"))
@@ -364,8 +343,8 @@ def run(
 def _leave(code: int, message: str, error: str = "") -> NoReturn:
     if message:
         if code == 2 and local_rank() != 0:
-            # Most mistakes are seen by every rank. The first of a machine says it, and its exit makes torchrun end the
-            # others while they wait here; who is still here then knows something that the first does not.
+            # Every rank sees most mistakes. The first rank of a machine reports them, and its exit makes torchrun end
+            # the others while they wait here; a rank that is still here then knows something that the first does not.
             time.sleep(OTHERS_WAIT)
         print(message if rank() == 0 else f"[rank {rank()}] {message}", file=sys.stderr, flush=True)
     sys.stdout.flush()

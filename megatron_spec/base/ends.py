@@ -1,35 +1,94 @@
-"""The two ends of the frozen base, embedding and head, as functions over this rank's vocabulary shard.
+"""The two ends of the frozen base, embedding and head, over this rank's vocabulary shard, with or without its layers.
 
 S sequence, B micro-batch, H hidden, V padded vocabulary, TP tensor parallel size.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch import Tensor, nn
 
+from megatron_spec.config import BaseConfig
+from megatron_spec.families.names import padded_vocab
 from megatron_spec.ops.embedding import embed
+from megatron_spec.runtime.distributed import World
 
-__all__ = ["embed", "logits"]
 
+class Ends(nn.Module):
+    """Fulfils `drafts.contract.BaseEnds`; a subclass has the two weights.
 
-def logits(state_SBH: Tensor, weight: Tensor, vocab_size: int, tp: ProcessGroup, sequence_parallel: bool) -> Tensor:
-    """[S, B, V / TP] logits of this rank's rows of the head; padding rows are -inf.
-
-    Differentiable in the state (the gradient is summed over tensor parallel ranks), as drafts that train through
-    the frozen head need.
+    Attributes:
+        config: architecture of the base.
+        world: process groups.
+        dtype: of the weights.
+        vocab_size: true size of the vocabulary; rows past it are padding.
     """
-    if sequence_parallel:
-        state_SBH = gather_from_sequence_parallel_region(state_SBH, tensor_parallel_output_grad=True, group=tp)
-    else:
-        state_SBH = copy_to_tensor_model_parallel_region(state_SBH, group=tp)
-    out = F.linear(state_SBH, weight)
-    real_rows = min(max(vocab_size - tp.rank() * weight.shape[0], 0), weight.shape[0])
-    if real_rows < weight.shape[0]:
-        out[..., real_rows:] = float("-inf")
-    return out
+
+    def __init__(self, config: BaseConfig, world: World, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config, self.world, self.dtype, self.vocab_size = config, world, dtype, config.vocab_size
+
+    def new_end(self, rows: int) -> nn.Parameter:
+        """A frozen weight [rows, H], NaN until it is loaded."""
+        shape = (rows, self.config.hidden_size)
+        nan = torch.full(shape, float("nan"), dtype=self.dtype, device=self.world.device)
+        return nn.Parameter(nan, requires_grad=False)
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """[V / TP, H] this rank's rows of the embedding."""
+        raise NotImplementedError
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V / TP, H] this rank's rows of the head; rows past the true vocabulary are padding."""
+        raise NotImplementedError
+
+    def embed(self, tokens_BS: Tensor) -> Tensor:
+        """[S, B, H] token embeddings; scattered to [S / TP, B, H] under sequence parallelism."""
+        scattered = self.world.parallel.sequence_parallel
+        return embed(tokens_BS, self.embedding_weight, self.world.tp, scattered, self.vocab_size)
+
+    def logits(self, state_SBH: Tensor) -> Tensor:
+        """[S, B, V / TP] logits of this rank's vocabulary shard (full sequence); padding rows are -inf.
+
+        Differentiable in the state (the gradient is summed over tensor parallel ranks), as drafts that train through
+        the frozen head need.
+        """
+        weight, tp = self.head_weight, self.world.tp
+        if self.world.parallel.sequence_parallel:
+            state_SBH = gather_from_sequence_parallel_region(state_SBH, tensor_parallel_output_grad=True, group=tp)
+        else:
+            state_SBH = copy_to_tensor_model_parallel_region(state_SBH, group=tp)
+        out = F.linear(state_SBH, weight)
+        real_rows = min(max(self.vocab_size - tp.rank() * weight.shape[0], 0), weight.shape[0])
+        if real_rows < weight.shape[0]:
+            out[..., real_rows:] = float("-inf")
+        return out
+
+
+class EndsOnly(Ends):
+    """Embedding and head without layers: all that training on stored features needs of the base. NaN until loaded."""
+
+    def __init__(
+        self, config: BaseConfig, world: World, dtype: torch.dtype, padded_vocab_size: int | None = None
+    ) -> None:
+        super().__init__(config, world, dtype)
+        rows = (padded_vocab_size or padded_vocab(config.vocab_size, world.tp_size)) // world.tp_size
+        self.embedding = self.new_end(rows)
+        self.head = self.embedding if config.tie_word_embeddings else self.new_end(rows)
+
+    @property
+    def embedding_weight(self) -> nn.Parameter:
+        """[V / TP, H] this rank's rows of the embedding."""
+        return self.embedding
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """[V / TP, H] this rank's rows of the head; the embedding itself when they are tied."""
+        return self.head

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_spec.base import te_spec
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.families import name_rules
 from megatron_spec.families.names import NameRule, hf_shapes, join_shards, local_names, to_hf
@@ -21,7 +18,7 @@ def last_layer_tensors(base: FrozenBase) -> dict[str, Tensor]:
     """Unsharded tensors by Hugging Face name inside the layer ("mlp.gate_proj.weight"), and "norm.weight". Collective.
 
     The last pipeline stage joins its tensor parallel shards and sends them to the others. A layer of experts gives its
-    norms alone: the draft's MLP is one dense MLP, whatever the base's.
+    norms alone: the draft's MLP is one dense MLP, regardless of the base's.
     """
     prefix = f"model.layers.{base.config.num_layers - 1}."
     ranks = dist.get_process_group_ranks(base.world.pp)
@@ -50,8 +47,7 @@ def last_layer_tensors(base: FrozenBase) -> dict[str, Tensor]:
 
 
 def _whole(base: FrozenBase, rule: NameRule) -> dict[str, Tensor]:
-    parameters: dict[str, Any] = dict(te_spec.named_parameters(base.gpt))
-    mine = parameters[local_names(rule, base.stage.first, base.experts)[0]].detach()
+    mine = base.weights()[local_names(rule, base.stage.first, base.experts)[0]].detach()
     shards = [mine]
     if rule.kind != "replicated" and base.world.tp_size > 1:
         shards = [torch.empty_like(mine) for _ in range(base.world.tp_size)]

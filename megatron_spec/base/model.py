@@ -1,8 +1,6 @@
 """The frozen base: this rank's pipeline stage, with embedding and head on every rank.
 
-All that knows megatron-core's GPTModel is here and in `spec.py`, so another base class can be added beside it.
-
-S sequence, B micro-batch, H hidden, K captures, V padded vocabulary, TP tensor parallel size.
+S sequence, B micro-batch, H hidden, TP tensor parallel size.
 """
 
 from __future__ import annotations
@@ -16,14 +14,14 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from megatron_spec.base import ends, placement, relay, te_spec
-from megatron_spec.base.capture import record_outputs
+from megatron_spec.base import placement, relay
 from megatron_spec.base.direct import DirectForward
 from megatron_spec.base.modules import CoreAttention
-from megatron_spec.base.spec import block_spec
+from megatron_spec.base.spec import block_spec, check_transformer_engine
+from megatron_spec.base.stage import GptStage
 from megatron_spec.batch import Batch
 from megatron_spec.config import BaseConfig, UserError
-from megatron_spec.families.names import Experts, padded_vocab
+from megatron_spec.families.names import padded_vocab
 from megatron_spec.families.transformer_config import transformer_config
 from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
 from megatron_spec.ops.visibility import KVCache, Visibility
@@ -33,16 +31,44 @@ from megatron_spec.runtime import platform
 from megatron_spec.runtime.distributed import World
 
 
-class FrozenBase(nn.Module):
-    """One pipeline stage of the base, frozen; fulfils `drafts.contract.BaseEnds` on every pipeline rank.
+@contextmanager
+def record_outputs(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Yields a list that holds, after the forward, the output [S, B, H] of each of `layers` in the order they ran."""
+    recorded: list[Tensor] = []
+
+    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        """Keep the output of the layer."""
+        # megatron-core's TransformerLayer returns (hidden, context).
+        recorded.append(output[0] if isinstance(output, tuple) else output)
+
+    handles = [layer.register_forward_hook(hook) for layer in layers]
+    try:
+        yield recorded
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _unwrapped(gpt: Any) -> GPTModel:
+    """The GPTModel inside wrappers, or inside a list of one."""
+    chunks = gpt if isinstance(gpt, list) else [gpt]
+    if len(chunks) != 1:
+        raise UserError(
+            f"found {len(chunks)} model chunks (interleaved pipeline), expected one: build the base without "
+            "virtual pipeline stages"
+        )
+    model = chunks[0]
+    while not isinstance(model, GPTModel) and hasattr(model, "module"):
+        model = model.module
+    if not isinstance(model, GPTModel):
+        raise UserError(f"found {type(model).__name__}, expected megatron-core's GPTModel (or a list of one)")
+    return model
+
+
+class FrozenBase(GptStage):
+    """One pipeline stage of the base, frozen.
 
     Attributes:
-        config: architecture.
-        world: process groups.
-        capture_layer_ids: layers whose outputs are captured, global, from 0.
-        dtype: of the weights.
-        gpt: megatron-core's GPTModel of this stage.
-        stage: what this stage holds, receives and sends.
         paths: the fast paths it may take.
         direct: runs the layers without their modules where that gives the same result; None: not with this base.
     """
@@ -51,28 +77,25 @@ class FrozenBase(nn.Module):
         self, config: BaseConfig, world: World, gpt: GPTModel, stages: list[placement.Stage], dtype: torch.dtype,
         paths: Paths | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.config, self.world, self.dtype = config, world, dtype
-        self.gpt = gpt
-        self.stage = stages[world.pp_rank]
-        self.capture_layer_ids = stages[-1].captures_out
-        self.stage_counts = [stage.count for stage in stages]
+        super().__init__(config, world, gpt, stages, dtype)
         self.reference: Any = None  # `BaseReference`, where it was loaded from disk
         self.quantised_on_disk = False
         """The base's own files are in fp8, and it computes with their ranges: there is nothing to calibrate."""
-        self.vocab_size = config.vocab_size
-        turning = config.mla.rope_head_dim if config.mla else config.head_dim
+        rotary = config.mla.rope_head_dim if config.mla else config.head_dim
         self.inv_freq: Tensor
-        self.register_buffer("inv_freq", inverse_frequencies(config.rope, turning, world.device), persistent=False)
+        self.register_buffer("inv_freq", inverse_frequencies(config.rope, rotary, world.device), persistent=False)
         self.inv_freq_long: Tensor | None
         longrope = config.rope.type == "longrope"
-        long = inverse_frequencies(config.rope, turning, world.device, long=True) if longrope else None
+        long = inverse_frequencies(config.rope, rotary, world.device, long=True) if longrope else None
         self.register_buffer("inv_freq_long", long, persistent=False)
-        self.attentions = self._own_attentions()
+        self.attentions = [
+            core for _, layer in self.layers() if isinstance(core := layer.self_attention.core_attention, CoreAttention)
+        ]
+        for index, core in enumerate(self.attentions):
+            core.cache_layer = index
         name = str(dtype).removeprefix("torch.")
         self.paths = paths or Paths(Setting(platform.machine(), name, world.parallel, config))
         self.direct = self._direct_forward()
-        self._add_missing_ends()
         self.requires_grad_(False)
         self.eval()
 
@@ -92,7 +115,7 @@ class FrozenBase(nn.Module):
         Args:
             padded_vocab_size: rows of embedding and head over all ranks; default: the vocabulary rounded up to a
                 multiple of the tensor parallel size.
-            transformer_engine: build the layers from Transformer Engine's modules (`te_spec`).
+            transformer_engine: build the layers from Transformer Engine's modules.
             paths: fast paths it may take; default: all that run here.
 
         Raises:
@@ -100,11 +123,11 @@ class FrozenBase(nn.Module):
         """
         placement.check_parallel(config, world.parallel)
         if transformer_engine:
-            te_spec.check(config, platform.machine())
+            check_transformer_engine(config, platform.machine())
         stages = placement.place(config.num_layers, world.parallel, capture_layer_ids)
         counts = [stage.count for stage in stages]
         first, count = stages[world.pp_rank].first, counts[world.pp_rank]
-        spec = te_spec.block_spec(count) if transformer_engine else block_spec(config, world, first, count)
+        spec = block_spec(config, world, first, count, transformer_engine)
         gpt = GPTModel(
             config=transformer_config(config, world.parallel, counts, dtype),
             transformer_layer_spec=spec,
@@ -141,17 +164,7 @@ class FrozenBase(nn.Module):
             raise UserError(
                 "a wrapped GPTModel chooses longrope's frequencies by the batch: load the base with load_base"
             )
-        chunks = gpt if isinstance(gpt, list) else [gpt]
-        if len(chunks) != 1:
-            raise UserError(
-                f"found {len(chunks)} model chunks (interleaved pipeline), expected one: build the base without "
-                "virtual pipeline stages"
-            )
-        model = chunks[0]
-        while not isinstance(model, GPTModel) and hasattr(model, "module"):
-            model = model.module
-        if not isinstance(model, GPTModel):
-            raise UserError(f"found {type(model).__name__}, expected megatron-core's GPTModel (or a list of one)")
+        model = _unwrapped(gpt)
         counts: list[Any] = [None] * world.pp_size
         dist.all_gather_object(counts, len(model.decoder.layers), group=world.pp)
         placement.check_captures(config.num_layers, capture_layer_ids)
@@ -160,13 +173,6 @@ class FrozenBase(nn.Module):
         base.share_ends()
         return base
 
-    def _own_attentions(self) -> list[CoreAttention]:
-        cores = [layer.self_attention.core_attention for layer in self.gpt.decoder.layers]
-        own = [core for core in cores if isinstance(core, CoreAttention)]
-        for index, core in enumerate(own):
-            core.cache_layer = index
-        return own
-
     def _direct_forward(self) -> DirectForward | None:
         fused = any("layer_norm_weight" in name for name, _ in self.gpt.named_parameters())
         if fused or len(self.attentions) != self.stage.count or not self.paths.on("base_direct"):
@@ -174,52 +180,6 @@ class FrozenBase(nn.Module):
         decoder = self.gpt.decoder
         final_norm = decoder.final_layernorm.weight if self.world.is_last_stage else None
         return DirectForward(self.config, list(decoder.layers), final_norm, self.world.tp, self.paths)
-
-    def _add_missing_ends(self) -> None:
-        """Stages without embedding or head get a copy of its shard; a tied head is the embedding itself."""
-        shape = (self.gpt.vocab_size // self.world.tp_size, self.config.hidden_size)
-
-        def new() -> nn.Parameter:
-            """NaN until it is loaded."""
-            return nn.Parameter(torch.full(shape, float("nan"), dtype=self.dtype, device=self.world.device))
-
-        self.embedding_copy = None if self.gpt.pre_process else new()
-        has_head = self.gpt.post_process or self.config.tie_word_embeddings
-        self.head_copy = None if has_head else new()
-
-    @property
-    def embedding_weight(self) -> Tensor:
-        """[V / TP, H] this rank's rows of the embedding."""
-        return self.gpt.embedding.word_embeddings.weight if self.embedding_copy is None else self.embedding_copy
-
-    @property
-    def head_weight(self) -> Tensor:
-        """[V / TP, H] this rank's rows of the head; rows past the true vocabulary are padding."""
-        if self.config.tie_word_embeddings:
-            return self.embedding_weight
-        return self.gpt.output_layer.weight if self.head_copy is None else self.head_copy
-
-    @torch.no_grad()
-    def share_ends(self) -> None:
-        """Send the embedding of the first stage and the head of the last one to all stages (after loading)."""
-        if self.world.pp_size == 1:
-            return
-        ranks = dist.get_process_group_ranks(self.world.pp)
-        dist.broadcast(self.embedding_weight.data, ranks[0], group=self.world.pp)
-        if not self.config.tie_word_embeddings:
-            dist.broadcast(self.head_weight.data, ranks[-1], group=self.world.pp)
-        elif self.gpt.post_process and not self.gpt.pre_process:
-            self.gpt.output_layer.weight.data.copy_(self.embedding_weight)
-
-    def embed(self, tokens_BS: Tensor) -> Tensor:
-        """[S, B, H] token embeddings; scattered to [S / TP, B, H] under sequence parallelism."""
-        scattered = self.world.parallel.sequence_parallel
-        return ends.embed(tokens_BS, self.embedding_weight, self.world.tp, scattered, self.vocab_size)
-
-    def logits(self, state_SBH: Tensor) -> Tensor:
-        """[S, B, V / TP] logits of this rank's vocabulary shard (full sequence); padding rows are -inf."""
-        parallel = self.world.parallel
-        return ends.logits(state_SBH, self.head_weight, self.vocab_size, self.world.tp, parallel.sequence_parallel)
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """Empty cache for the layers and key/value heads of this rank."""
@@ -230,12 +190,6 @@ class FrozenBase(nn.Module):
         return KVCache(
             self.stage.count, batch, max_length, heads, config.head_dim, self.dtype, world.device, config.value_dim
         )
-
-    @property
-    def experts(self) -> Experts:
-        """Experts of each layer on this rank."""
-        ep = self.world.parallel.expert_model_parallel_size
-        return Experts.of(self.config, self.world.base_groups.ep.rank() if ep > 1 else 0, ep)
 
     def _frequencies(self, batch: Batch, visibility: Visibility) -> Tensor:
         """longrope has two sets of frequencies: the length of each token's own text chooses (see ops/rope.py)."""

@@ -1,7 +1,14 @@
-"""Structure of the frozen base's layers: megatron-core modules, with our own norm, attention core and experts."""
+"""Structure of the frozen base's layers: megatron-core modules, with our own norm, attention core and experts.
+
+Two builders of linears: megatron-core's own, and Transformer Engine's, whose norms are fused into the linears after
+them. Attention is `CoreAttention` with both. The weights, the checkpoints and, within rounding, the numbers are the
+same; only the names of the norms differ.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -17,8 +24,54 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron_spec.base.latent_attention import LatentAttention
 from megatron_spec.base.modules import CoreAttention, RMSNorm
 from megatron_spec.base.moe import MixtureOfExperts
-from megatron_spec.config import BaseConfig
+from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.config.machine import Machine
 from megatron_spec.runtime.distributed import World
+
+FUSED_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""Names of a layer's norms -> their names inside Transformer Engine's linears, and in every checkpoint."""
+
+
+def own_name(name: str) -> str:
+    """A parameter's name in layers of megatron-core's own modules, from its name in either kind of layers."""
+    for own, fused in FUSED_NORMS.items():
+        name = name.replace(fused, own)
+    return name
+
+
+def check_transformer_engine(config: BaseConfig, machine: Machine) -> None:
+    """Raise UserError when the base cannot be built from Transformer Engine's modules here."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise UserError(
+            "--transformer-impl transformer_engine: Transformer Engine is not installed (pip install "
+            "'megatron-spec[te]'); use --transformer-impl local"
+        )
+    if not machine.gpu:
+        raise UserError("--transformer-impl transformer_engine needs a GPU; use --transformer-impl local")
+    if config.family != "llama":
+        raise UserError(f"--transformer-impl transformer_engine: {config.family} is built from local layers only")
+
+
+@dataclass(frozen=True)
+class _Linears:
+    """Modules that a layer is built from."""
+
+    column: Any = ColumnParallelLinear
+    """After a norm, which it may hold."""
+    row: Any = RowParallelLinear
+    norm: Any = RMSNorm
+    """Before a `column`; nothing where that holds the norm."""
+    keys: dict[str, str] = field(default_factory=lambda: dict(FUSED_NORMS))
+    """Names of the norms in a checkpoint, where they are not the names of the modules."""
+
+
+def _transformer_engine() -> _Linears:
+    from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
+
+    return _Linears(TELayerNormColumnParallelLinear, TERowParallelLinear, IdentityOp, {})
 
 
 def core_options(config: BaseConfig, layer: int) -> dict[str, Any]:
@@ -33,7 +86,7 @@ def core_options(config: BaseConfig, layer: int) -> dict[str, Any]:
     }
 
 
-def _attention(config: BaseConfig, layer: int) -> ModuleSpec:
+def _attention(config: BaseConfig, layer: int, linears: _Linears) -> ModuleSpec:
     options = core_options(config, layer)
     if config.mla:
         return ModuleSpec(module=LatentAttention, params={"mla": config.mla, "core_options": options})
@@ -42,42 +95,39 @@ def _attention(config: BaseConfig, layer: int) -> ModuleSpec:
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
+            linear_qkv=linears.column,
             core_attention=ModuleSpec(module=CoreAttention, params=options),
-            linear_proj=RowParallelLinear,
+            linear_proj=linears.row,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
     )
 
 
-def _layer(config: BaseConfig, world: World, layer: int) -> ModuleSpec:
+def _layer(config: BaseConfig, world: World, layer: int, linears: _Linears) -> ModuleSpec:
     mlp: Any
     if config.moe is not None and config.has_experts(layer):
         mlp = MixtureOfExperts.of(config.moe, world.base_groups)
     else:
-        mlp = ModuleSpec(
-            module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        )
+        mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=linears.column, linear_fc2=linears.row))
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=_attention(config, layer),
+            input_layernorm=linears.norm,
+            self_attention=_attention(config, layer, linears),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=linears.norm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
-            # Checkpoints then have the key names of the Transformer Engine specs, whose norms are fused into linears.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map=linears.keys,
         ),
     )
 
 
-def block_spec(config: BaseConfig, world: World, first: int, count: int) -> TransformerBlockSubmodules:
+def block_spec(
+    config: BaseConfig, world: World, first: int, count: int, transformer_engine: bool = False
+) -> TransformerBlockSubmodules:
     """Spec of the stage with layers first .. first + count - 1."""
-    layers = [_layer(config, world, layer) for layer in range(first, first + count)]
+    linears = _transformer_engine() if transformer_engine else _Linears()
+    layers = [_layer(config, world, layer, linears) for layer in range(first, first + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

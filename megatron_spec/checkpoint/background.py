@@ -1,4 +1,4 @@
-"""Checkpoints written by a process beside the training, through megatron-core's asynchronous save.
+"""Checkpoints written by a second process while training goes on, through megatron-core's asynchronous save.
 
 Tensors are copied to the host when the save begins; a forked process writes them while training goes on. All ranks
 publish together once every one of them has finished, so a kill in between leaves a temporary folder and nothing else.

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from megatron_spec.base.ends_only import EndsOnly
+from megatron_spec.base.ends import EndsOnly
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint import huggingface, megatron
 from megatron_spec.checkpoint.fingerprint import fingerprint

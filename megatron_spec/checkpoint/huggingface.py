@@ -12,8 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_spec.base import te_spec
-from megatron_spec.base.ends_only import EndsOnly
+from megatron_spec.base.ends import EndsOnly
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint import block_fp8, mxfp4
 from megatron_spec.config import BaseConfig, UserError
@@ -149,7 +148,7 @@ def load_huggingface(base: FrozenBase, folder: Path, reader: type[HuggingFaceWei
     """Fill this rank's parameters. Strict: raises UserError as `HuggingFaceWeights.check` does."""
     config, world, stage = base.config, base.world, base.stage
     rules = name_rules(config)
-    parameters = dict(te_spec.named_parameters(base.gpt))
+    parameters = base.weights()
     with reader(folder) as weights:
         weights.check(rules, config)
         for rule in rules:

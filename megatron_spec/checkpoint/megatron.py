@@ -14,10 +14,11 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.safe_globals import SAFE_GLOBALS
-from torch import nn
+from torch import Tensor
 
-from megatron_spec.base.ends_only import EndsOnly
+from megatron_spec.base.ends import EndsOnly
 from megatron_spec.base.model import FrozenBase
+from megatron_spec.base.spec import FUSED_NORMS, own_name
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.families import name_rules, parse_base_config
 from megatron_spec.families.megatron_args import config_from_args
@@ -28,10 +29,6 @@ from megatron_spec.runtime.files import read_object
 _POINTER = "latest_checkpointed_iteration.txt"
 _PREFIXES = ("", "module.", "model.")
 _PARTS = ("decoder.", "embedding.", "output_layer.", "mtp.")
-_FUSED_NORMS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
 
 
 def checkpoint_folder(path: Path) -> Path | None:
@@ -112,15 +109,13 @@ class _Stored:
         """The stored tensor that a parameter is in: of all layers, unless they are numbered, and of all experts."""
         key = rule.core if self.numbered else re.sub(r"^(decoder\.layers)\.\d+\.", r"\1.", rule.core)
         key = re.sub(r"\.local_experts\.\d+\.", ".experts.", key)
-        for norm, fused in _FUSED_NORMS.items():
+        for norm, fused in FUSED_NORMS.items():
             key = key.replace(norm, fused)
         return self.spelling(self.prefix + key)
 
     def spelling(self, key: str) -> str:
         """`key` as this checkpoint spells it: Transformer Engine fuses no norm into a router."""
-        plain = key
-        for norm, fused in _FUSED_NORMS.items():
-            plain = plain.replace(fused, norm)
+        plain = own_name(key)
         return plain if key not in self.shapes and plain in self.shapes else key
 
     def check(self) -> None:
@@ -129,7 +124,7 @@ class _Stored:
         ours = tuple(self.prefix + part for part in _PARTS)
         problems = [f"missing {key}" for key in sorted(keys - self.shapes.keys())]
         problems += [f"unexpected {key}" for key in sorted(self.shapes) if key.startswith(ours) and key not in keys]
-        norm = self.prefix + "decoder.layers." + _FUSED_NORMS["input_layernorm."] + "weight"
+        norm = self.prefix + "decoder.layers." + FUSED_NORMS["input_layernorm."] + "weight"
         wanted = (self.config.num_layers, self.config.hidden_size)
         if norm in self.shapes and self.shapes[norm] != wanted:
             problems.append(f"{norm}: found [layers, hidden] {list(self.shapes[norm])}, expected {list(wanted)}")
@@ -161,18 +156,13 @@ def _load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 def load_megatron(base: FrozenBase, folder: Path) -> None:
     """Fill this rank's parameters. Raises UserError when tensors do not fit."""
     stored = _Stored(folder, base.config)
-    metadata = {"non_homogeneous_layers": True} if stored.numbered else None
-    state = base.gpt.sharded_state_dict(prefix=stored.prefix, metadata=metadata)
-    state = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
-    for tensor in state.values():
+    weights = base.sharded_weights(stored.prefix, stored.numbered)
+    for _, tensor in weights.values():
         tensor.key = stored.spelling(tensor.key)
-    loaded = _load(state, folder)
-    wanted = {stored.prefix + name: parameter for name, parameter in base.gpt.named_parameters()}
-    missing = [name for name in wanted if name not in loaded]
-    assert not missing, missing
-    for name, parameter in wanted.items():
+    loaded = _load({name: tensor for name, (_, tensor) in weights.items()}, folder)
+    for name, (parameter, _) in weights.items():
         parameter.copy_(loaded[name])
-    _clear_padding(base)
+    _clear_rows([base.embedding_weight, base.head_weight], base.vocab_size, base.world)
     base.share_ends()
 
 
@@ -196,16 +186,11 @@ def load_ends(ends: EndsOnly, folder: Path) -> None:
     loaded = _load(state, folder)
     for name, weight in weights.items():
         weight.copy_(loaded[name])
-    _clear_rows(list(weights.values()), ends.vocab_size, world)
+    _clear_rows([*weights.values()], ends.vocab_size, world)
 
 
-def _clear_padding(base: FrozenBase) -> None:
-    ends = [p for n, p in base.gpt.named_parameters() if "word_embeddings" in n or n.startswith("output_layer")]
-    _clear_rows(ends, base.vocab_size, base.world)
-
-
-def _clear_rows(weights: list[nn.Parameter], vocab_size: int, world: World) -> None:
-    """Rows past the true vocabulary are ignored, whatever the checkpoint holds there."""
+def _clear_rows(weights: list[Tensor], vocab_size: int, world: World) -> None:
+    """Rows past the true vocabulary are ignored, regardless of what the checkpoint holds there."""
     for weight in weights:
         real = min(max(vocab_size - world.tp_rank * weight.shape[0], 0), weight.shape[0])
         weight[real:].zero_()

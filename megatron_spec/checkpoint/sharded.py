@@ -81,7 +81,7 @@ def save(
         base_amax: activation ranges of a fake-quantised base, by layer name.
         keep: iterations to keep, older ones are removed; 0 keeps all.
         keep_until: iterations up to this one are of earlier runs and stay.
-        writer: writes beside the training; what it wrote before is published first. Default: write now.
+        writer: writes while training goes on; what it wrote before is published first. Default: write now.
     """
     if writer is not None:
         writer.wait()

@@ -71,7 +71,7 @@ def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftV
     """Architecture and vocabulary of the draft, checked before any weight of the base is read."""
     if request.draft is not None:
         reading = open_draft(request.draft, ref)
-        if isinstance(reading.config, EagleConfig) and reading.config.of_base:
+        if reading.config.of_base:
             raise UserError("--draft: this folder holds a base's own prediction module: use --mtp-from-base instead")
         if reading.quantised():
             raise UserError(
@@ -176,7 +176,7 @@ def first_draft(
     """A fresh draft, the one in `folder`, or the module that the base ships, as `plan` decided."""
     if folder is not None:
         return load_draft(open_draft(folder, ref), world, dtype)
-    if not isinstance(config, EagleConfig) or config.layer_in_base is None:
+    if not config.of_base:
         return new_draft(base, config, vocab, world, dtype, seed)
     draft: Draft = build_draft(config, vocab, world, dtype)
     load_own_module(draft, Path(ref.path), world)
@@ -226,7 +226,7 @@ def _way_out(config: DraftConfig, name: str) -> str:
 def check_draft_parallel(config: DraftConfig, parallel: ParallelConfig) -> None:
     """Raise UserError when tensor parallelism does not divide the draft's shapes."""
     tp = parallel.tensor_model_parallel_size
-    own = ("vocab_size",) if isinstance(config, EagleConfig) and config.own_embedding else ()
+    own = ("vocab_size",) if config.own_embedding else ()
     for name in ("num_attention_heads", "intermediate_size", "draft_vocab_size", *own):
         if not hasattr(config, name):  # Medusa heads have a vocabulary alone
             continue

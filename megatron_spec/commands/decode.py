@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint.base_import import BaseReference
-from megatron_spec.checkpoint.spec import identity, read_spec, resolve
+from megatron_spec.checkpoint.spec import CheckpointSpec, held, identity, read_spec
 from megatron_spec.commands.convert import check_draft_parallel
 from megatron_spec.commands.data import check_base_shapes, check_file
 from megatron_spec.commands.features import teacher_fingerprint, template_hash
@@ -56,7 +57,8 @@ class Plan:
 
     Attributes:
         kind: way of drafting; None: the base alone.
-        load: draft checkpoint, or None.
+        folder: iteration folder of a draft checkpoint, or None.
+        spec: its spec.json.
         base: folder given for the base, or None.
         base_config: architecture of the base.
         reference: the base, unless it comes with the checkpoint.
@@ -64,10 +66,12 @@ class Plan:
         tokenizer: the tokenizer, and the folder it is from.
         decode: the configuration, complete.
         reading: the draft of an exported folder.
+        target: a second base that drafts.
     """
 
     kind: DecodingType | None
-    load: str | None
+    folder: Path | None
+    spec: CheckpointSpec | None
     base: str | None
     base_config: BaseConfig
     reference: BaseReference | None
@@ -76,6 +80,12 @@ class Plan:
     source: str
     decode: DecodeConfig
     reading: Reading | None = None
+    target: BaseReference | None = None
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        """What all ranks must have found, beside the settings."""
+        return {} if self.folder is None else {"load": identity(self.folder)}
 
     def check_prompts(self, prompts: Sequence[Prompt], template_kwargs: Mapping[str, Any] | None) -> None:
         """Raise UserError for a prompt that the template refuses, or with token ids that the base does not know.
@@ -98,15 +108,25 @@ def _thinking_tokens(decode: DecodeConfig, tokenizer: Any) -> DecodeConfig:
     return decode.replace(**changes)
 
 
+@contextmanager
+def _iteration(load: str | None) -> Iterator[Path | None]:
+    """The iteration folder that `load` means, kept while it is read; None without one."""
+    if load is None:
+        yield None
+    else:
+        with held(load) as folder:
+            yield folder
+
+
 def _draft_of(
-    load: str | None, base: str | None, decode: DecodeConfig
+    spec: CheckpointSpec | None, base: str | None, decode: DecodeConfig
 ) -> tuple[DraftConfig | None, Reading | None, BaseReference | None]:
     """(configuration of the draft, its folder when it is an exported one, the base unless a checkpoint names it)."""
     exported = decode.speculative_model if decode.decoding_type not in WITHOUT_DRAFT else None
-    if load is not None:
+    if spec is not None:
         if exported is not None:
             raise UserError("--load and --speculative-model are two drafts: give one of them")
-        return read_spec(resolve(load)).draft, None, None
+        return spec.draft, None, None
     if base is None:
         raise UserError(
             "give --load (a draft checkpoint), or --base with --speculative-model (an exported draft) or with "
@@ -120,26 +140,29 @@ def _draft_of(
 
 
 def plan(
-    load: str | None, base: str | None, decode: DecodeConfig, parallel: ParallelConfig, tokenizer: str | None,
+    folder: Path | None, base: str | None, decode: DecodeConfig, parallel: ParallelConfig, tokenizer: str | None,
     draft_needed: bool, lens: Sequence[int] | None = None,
 ) -> Plan:  # fmt: skip
     """Find out what is meant. Raises UserError for what does not fit together; no weight is read.
 
     Args:
+        folder: iteration folder of a draft checkpoint.
         lens: draft lengths; default: that of `decode`.
         draft_needed: without a draft there is nothing to do; else the base decodes alone.
     """
-    config, reading, reference = _draft_of(load, base, decode)
+    spec = None if folder is None else read_spec(folder)
+    config, reading, reference = _draft_of(spec, base, decode)
     algorithm = config.algorithm if config is not None else None
     kind = None
     if draft_needed or algorithm is not None or decode.decoding_type is not None:
         kind = decoding_type(algorithm, decode.decoding_type)
-    base_config: BaseConfig = reference.config if reference else read_spec(resolve(load or "")).base.config
+    known: Any = reference or (spec and spec.base)
+    base_config: BaseConfig = known.config
     layouts.check("decode", parallel)
     check_parallel(base_config, parallel)
     if config is not None:
         check_draft_parallel(config, parallel)
-    source = tokenizer or base or read_spec(resolve(load or "")).base.path
+    source = tokenizer or base or str(known.path)
     opened = load_tokenizer(source)
     decode = _thinking_tokens(decode, opened).replace(decoding_type=kind)
     if kind is None:
@@ -149,13 +172,15 @@ def plan(
         check_lengths(decode, lens or (decode.max_draft_len,), config if kind in DECODING_TYPES.values() else None)
     if kind == "User":
         find_drafter(decode.drafter or "")
+    target = None
     if kind == "DraftTarget":
         assert decode.speculative_model is not None
-        check_parallel(inspect_exported_base(decode.speculative_model).config, parallel)
+        target = inspect_exported_base(decode.speculative_model)
+        check_parallel(target.config, parallel)
         check_tokenizers(opened, load_tokenizer(decode.speculative_model), decode.speculative_model)
     reads = ("Eagle3", "Eagle", "MTP", "DFlash", "DSpark")
     captures = config.capture_layer_ids if config is not None and kind in reads else ()
-    return Plan(kind, load, base, base_config, reference, captures, opened, source, decode, reading)
+    return Plan(kind, folder, spec, base, base_config, reference, captures, opened, source, decode, reading, target)
 
 
 @dataclass
@@ -176,20 +201,18 @@ class Models:
 
 def load_models(planned: Plan, world: World, dtype: torch.dtype) -> Models:
     """Read what was planned. Collective."""
-    if planned.load is not None:
-        loaded = load_checkpoint(planned.load, world, dtype=dtype, base_path=planned.base)
+    if planned.folder is not None:
+        loaded = load_checkpoint(planned.folder, world, dtype=dtype, base_path=planned.base)
         found = Models(loaded.base, loaded.draft, teacher_fingerprint(loaded), bool(loaded.base_amax))
     else:
         assert planned.reference is not None
         model = load_exported_base(planned.reference, world, planned.captures, dtype)
         quantised = any(getattr(m, "input_quantizer", None) is not None for m in model.modules())
         found = Models(model, None, planned.reference.fingerprint, quantised)
-    folder = planned.decode.speculative_model
     if planned.kind in ("NGram", "SA", "User"):
         found.draft = None
-    elif planned.kind == "DraftTarget":
-        assert folder is not None
-        found.draft = load_exported_base(inspect_exported_base(folder), world, dtype=dtype)
+    elif planned.target is not None:
+        found.draft = load_exported_base(planned.target, world, dtype=dtype)
     elif planned.reading is not None:
         found.draft = load_draft(planned.reading, world, dtype)
     return found
@@ -216,21 +239,29 @@ def validate(run: ValidateRun) -> Report:
     check_file(run.data)
     prompts = read_prompts(run.data, run.num_prompts)
     decode = run.decode if run.draft_lens is None else run.decode.replace(max_draft_len=run.draft_lens[0])
-    planned = plan(run.load, run.base, decode, run.parallel, run.tokenizer, True, run.draft_lens)
-    check_base_shapes(run, planned.base_config)
-    planned.check_prompts(prompts, run.chat_template_kwargs)
-    world = distributed.initialize(run.parallel, decode.seed, settings=_agreed(run))
-    models = load_models(planned, world, dtype)
+    with _iteration(run.load) as folder:
+        planned = plan(folder, run.base, decode, run.parallel, run.tokenizer, True, run.draft_lens)
+        check_base_shapes(run, planned.base_config)
+        planned.check_prompts(prompts, run.chat_template_kwargs)
+        world = distributed.initialize(run.parallel, decode.seed, settings=settings_of(run, **planned.agreed))
+        models = load_models(planned, world, dtype)
+    draft = (run.load if own_draft else None) or planned.decode.speculative_model or planned.kind
+    return _measure(run, prompts, planned, models, world, str(draft))
+
+
+def _measure(
+    run: ValidateRun, prompts: Sequence[Prompt], planned: Plan, models: Models, world: World, draft: str
+) -> Report:
     about: dict[str, Any] = {
-        "draft": (run.load if own_draft else None) or planned.decode.speculative_model or planned.kind,
+        "draft": draft,
         "base": models.fingerprint,
-        "decoding_type": planned.kind, "dtype": str(dtype).removeprefix("torch."), "device": _device(world),
+        "decoding_type": planned.kind, "dtype": str(models.base.dtype).removeprefix("torch."), "device": _device(world),
         "fake_quantised_base": models.fake_quantised, "prompts": Path(run.data).name,
     }  # fmt: skip
     if run.chat_template_kwargs:
         about["chat_template_kwargs"] = run.chat_template_kwargs
-    if run.load is not None:
-        about["iteration"] = read_spec(resolve(run.load)).iteration
+    if planned.spec is not None:
+        about["iteration"] = planned.spec.iteration
     about |= _file_sizes(planned)
     report = run_validation(
         models.base, models.draft, prompts, planned.tokenizer, planned.decode, draft_lens=run.draft_lens, about=about,
@@ -238,7 +269,7 @@ def validate(run: ValidateRun) -> Report:
         stop_ids=set(stop_token_ids(planned.source, planned.tokenizer)), template_kwargs=run.chat_template_kwargs,
     )  # fmt: skip
     if run.html_output is not None and world.rank == 0:
-        html.write_html(run.html_output, {str(about["draft"]): report.to_dict()})
+        html.write_html(run.html_output, {draft: report.to_dict()})
     for measured in report.runs:
         _log_run(measured, report)
     if report.first.text_identical is False and models.fake_quantised and not run.fp64:
@@ -252,10 +283,6 @@ def _file_sizes(planned: Plan) -> dict[str, float]:
     folders = {name: model_folder(folder) for name, folder in named.items() if folder}
     sizes = {name: sum(p.stat().st_size for p in f.glob("*.safetensors")) for name, f in folders.items()}
     return {name: round(size / 2**20, 1) for name, size in sizes.items() if size}
-
-
-def _agreed(run: ValidateRun | GenerateRun) -> dict[str, Any]:
-    return settings_of(run) if run.load is None else settings_of(run, load=identity(resolve(run.load)))
 
 
 def _device(world: World) -> str:
@@ -283,12 +310,17 @@ def generate(run: GenerateRun) -> int:
 
     Raises UserError for input that does not fit, before any weight is read where that is possible.
     """
-    output, prompts = run.output, list[Prompt]()
+    prompts: list[Prompt] = []
     if run.data is not None:
         check_file(run.data)
         prompts = read_prompts(run.data, run.num_prompts)
-    planned = plan(run.load, run.base, run.decode, run.parallel, run.tokenizer, draft_needed=False)
-    dtype = torch.bfloat16 if run.bf16 else torch.float32
+    with _iteration(run.load) as folder:
+        planned = plan(folder, run.base, run.decode, run.parallel, run.tokenizer, draft_needed=False)
+        return _generate(run, prompts, planned)
+
+
+def _generate(run: GenerateRun, prompts: list[Prompt], planned: Plan) -> int:
+    output, dtype = run.output, torch.bfloat16 if run.bf16 else torch.float32
     stop_ids = set(stop_token_ids(planned.source, planned.tokenizer))
     asking = planned.decode.replace(temperature=1.0 if run.question_temperature is None else run.question_temperature)
     questions = Path(f"{output}.questions.jsonl")
@@ -304,7 +336,7 @@ def generate(run: GenerateRun) -> int:
         check_questions(questions, asking, about)
     check_base_shapes(run, planned.base_config)
     planned.check_prompts(prompts, kwargs)
-    world = distributed.initialize(run.parallel, run.decode.seed, settings=_agreed(run))
+    world = distributed.initialize(run.parallel, run.decode.seed, settings=settings_of(run, **planned.agreed))
     models = load_models(planned, world, dtype)
     about["base_fingerprint"] = models.fingerprint
     if run.synthesize is not None:

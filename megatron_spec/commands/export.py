@@ -14,12 +14,14 @@ from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint.spec import CheckpointSpec, held, identity, read_spec
 from megatron_spec.commands.data import check_base_shapes
 from megatron_spec.commands.runs import ExportRun, settings_of, takes
-from megatron_spec.config import BlockConfig, DraftConfig, UserError, flag_name
+from megatron_spec.config import BlockConfig, DraftConfig, MedusaConfig, RopeConfig, UserError, flag_name
+from megatron_spec.config.rope import read_rope
 from megatron_spec.export import speculators, trtllm_legacy
 from megatron_spec.export.base import export_base
 from megatron_spec.export.block import unserved
 from megatron_spec.export.common import shared_folder
 from megatron_spec.export.draft import export_draft
+from megatron_spec.export.served import check_exportable
 from megatron_spec.families import config_json
 from megatron_spec.planning import layouts
 from megatron_spec.runtime import distributed
@@ -43,7 +45,7 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> None:
     on_disk = Path(run.base or spec.base.path)
     if run.with_base and (on_disk / "hf_quant_config.json").is_file():
         raise UserError(f"--export-base: {on_disk} is quantised already, as engines load it: serve that folder itself")
-    alone = ("export_embeddings", "medusa_pt", "max_draft_len") if not run.extra_modules else ()
+    alone = ("export_embeddings", "medusa_pt", "max_draft_len", "yarn_factor") if not run.extra_modules else ()
     for name in alone:
         if getattr(run, name):
             flag = flag_name(run.__dataclass_fields__[name])
@@ -70,6 +72,7 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> None:
         trtllm_legacy.check(config_json(spec.base.config), run.trtllm_tp)
     if run.format == "speculators":
         speculators.check(spec.draft, quant is not None and quant.draft != "none")
+    _draft_rope(run, spec)
     require_empty(run.export_dir, "give another --export-dir, or remove it to export again")
     layouts.check("export", run.parallel)
     check_parallel(spec.base.config, run.parallel)
@@ -78,6 +81,26 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> None:
 def _writes_yaml(draft: DraftConfig) -> bool:
     """TensorRT-LLM's PyTorch backend loads such a draft."""
     return "trtllm" not in unserved(draft) if isinstance(draft, BlockConfig) else draft.reads_captures
+
+
+def _draft_rope(run: ExportRun, spec: CheckpointSpec) -> RopeConfig | None:
+    """The draft's rotary embedding with YaRN; None without --export-yarn-factor."""
+    factor, original, draft = run.yarn_factor, run.yarn_original, spec.draft
+    if factor is None and original is None:
+        return None
+    if factor is None or original is None or factor <= 1:
+        raise UserError(
+            f"--export-yarn-factor {factor} with --export-yarn-original {original}: expected both, a factor above 1"
+        )
+    if run.format != "hf":
+        raise UserError(f"--export-yarn-factor is written in the format hf, found --export-format {run.format}")
+    if isinstance(draft, MedusaConfig) or draft.of_base or draft.rope.type != "default":
+        kind = "none of its own" if isinstance(draft, MedusaConfig) or draft.of_base else draft.rope.type
+        raise UserError(f"--export-yarn-factor extends a default rotary embedding, this draft has {kind}: leave it out")
+    scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    rope = read_rope({"rope_theta": draft.rope.theta, "rope_scaling": scaling}, "--export-yarn-factor")
+    check_exportable(draft.replace(rope=rope), spec.base.config)
+    return rope
 
 
 def _quantised_base(spec: CheckpointSpec) -> bool:
@@ -97,9 +120,10 @@ def export(run: ExportRun) -> Path:
     with held(run.load) as folder:
         spec = read_spec(folder)
         _check(run, spec)
+        rope = _draft_rope(run, spec)
         world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
         dtype = torch.bfloat16 if run.bf16 else torch.float32
-        loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base)
+        loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base, rope=rope)
     out = Path(run.export_dir).resolve()
     run_config = {"checkpoint": str(folder), "quant": spec.quant.to_dict() if spec.quant else None}
     legacy, with_base = run.format == "trtllm-legacy", _quantised_base(spec) or run.with_base
@@ -122,6 +146,10 @@ def export(run: ExportRun) -> Path:
         together(lambda: _finish(run, spec, new, out, Path(loaded.base_ref.path)) if world.rank == 0 else None)
     if run.extra_modules and spec.draft.is_module:
         _say_who_loads_mtp(of_base, with_base)
+    if rope is not None:
+        log.warning(
+            "YaRN was not in the training: measure the export with validate.py --speculative-model, short and long"
+        )
     log.info("exported %s", out)
     return out
 

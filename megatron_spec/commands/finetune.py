@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron_spec.base import te_spec
 from megatron_spec.base.direct import run_in_fp8
 from megatron_spec.base.placement import check_parallel, layers_per_stage
+from megatron_spec.base.spec import check_transformer_engine
 from megatron_spec.build import Loaded, load_checkpoint, resolve_paths, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.background import BackgroundWriter
@@ -269,7 +269,7 @@ def check(resolved: Resolved) -> None:
     if run.offline_data is not None:
         check_offline(run)
     if run.transformer_impl == "transformer_engine":
-        te_spec.check(base, platform.machine())
+        check_transformer_engine(base, platform.machine())
     evaluate.check(run.evaluation, run.parallel, {
         "--base-fp8": run.base_fp8, "--offline-data": run.offline_data is not None,
         "--transformer-impl transformer_engine": run.transformer_impl != "local",

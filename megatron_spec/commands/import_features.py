@@ -50,7 +50,7 @@ class _Importer:
         """The state after the base's final norm."""
         base = self.loaded.base
         state = state_NH.to(base.world.device, base.dtype)
-        return state if self.final_norm == "applied" else base.gpt.decoder.final_layernorm(state)  # type: ignore[no-any-return]
+        return state if self.final_norm == "applied" else base.normed(state)
 
     @torch.no_grad()
     def sample(self, path: Path) -> SampleFeatures:

@@ -14,6 +14,7 @@ from megatron_spec.config import (
     DraftConfig,
     ObjectiveConfig,
     ParallelConfig,
+    QuantConfig,
     TrainConfig,
     UserError,
     presets,
@@ -46,17 +47,17 @@ class Cluster:
         return self.num_nodes * self.gpus_per_node
 
 
-def architectures(load: str) -> tuple[BaseConfig, DraftConfig]:
+def architectures(load: str) -> tuple[BaseConfig, DraftConfig, QuantConfig | None]:
     """Of a draft checkpoint; or of a folder with a base's config.json alone, which gets the default EAGLE-3 draft."""
     folder = Path(load)
     if not (folder / "config.json").is_file():
         spec = read_spec(resolve(load))
-        return spec.base.config, spec.draft
+        return spec.base.config, spec.draft, spec.quant
     from megatron_spec.families import read_base_config
 
     base = read_base_config(folder)
     size = min(32000, base.vocab_size)
-    return base, presets.eagle_config(base, "eagle3", {"draft_vocab_size": size})
+    return base, presets.eagle_config(base, "eagle3", {"draft_vocab_size": size}), None
 
 
 def plan(
@@ -71,16 +72,15 @@ def plan(
 
     Raises UserError for everything that the run itself would refuse before it loads weights.
     """
-    base, draft = architectures(load)
+    base, draft, quant = architectures(load)
     row = "base_fp8" if "base_fp8" in wanted else "offline" if offline else "finetune"
     layouts.check(row, parallel, getattr(base, "num_experts", 0))
     check_parallel(base, parallel)
     objective = presets.objective_for(draft, objective)
     layout = _layout(parallel, cluster, train)
-    spec = None if (Path(load) / "config.json").is_file() else read_spec(resolve(load))
     setting = Setting(
         H100, "bfloat16" if train.bf16 else "float32", parallel, None if offline else base, draft, objective,
-        spec.quant if spec is not None else None, rows=train.micro_batch_size * seq_length, wanted=wanted, plain=plain,
+        quant, rows=train.micro_batch_size * seq_length, wanted=wanted, plain=plain,
     )  # fmt: skip
     paths = Paths(setting)
     paths.check()

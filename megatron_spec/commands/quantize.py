@@ -130,14 +130,14 @@ def quantize(run: QuantizeRun) -> Path:
     objective = check(run, spec, quant)
     world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
     with distributed.sole_run(run.save, world):
-        return _quantize(run, folder, quant, objective, world)
+        return _quantize(run, folder, spec, quant, objective, world)
 
 
 def _quantize(
-    run: QuantizeRun, folder: Path, quant: QuantConfig, objective: ObjectiveConfig, world: World
-) -> Path:  # fmt: skip
+    run: QuantizeRun, folder: Path, spec: CheckpointSpec, quant: QuantConfig, objective: ObjectiveConfig, world: World
+) -> Path:
     dtype = torch.bfloat16 if run.bf16 else torch.float32
-    dataset = None if quant.base == quant.draft == "none" else open_data(run, read_spec(folder))
+    dataset = None if quant.base == quant.draft == "none" else open_data(run, spec)
     loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base)
     run_config = {"policy": run.policy, "samples": run.samples, "quant": quant.to_dict()}
     if dataset is None:

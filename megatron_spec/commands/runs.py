@@ -326,6 +326,11 @@ class ExportRun(ScriptRun):
     """Medusa: write medusa_lm_head.pt, too."""
     export_embeddings: bool = False
     """Write the base's embedding into the draft, too."""
+    yarn_factor: float | None = option(None, "F", flag="export-yarn-factor")
+    """Write the draft with YaRN, for contexts up to F times those it was trained on. It accepts differently at every
+    length then: measure the export with validate.py --speculative-model."""
+    yarn_original: int | None = option(None, "N", flag="export-yarn-original", least=1)
+    """With --export-yarn-factor: tokens of the longest conversations it was trained on (--seq-length)."""
     bf16: bool = False
     """Hold weights in bfloat16, not in float32."""
     parallel: ParallelConfig = group(ParallelConfig)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from megatron_spec.config.core import Config, require
 
@@ -118,6 +118,7 @@ class MlaConfig(Config):
 class BaseConfig(Config):
     """Architecture of the frozen base, derived from its config.json and never written by hand."""
 
+    SETTLED: ClassVar[dict[str, Any]] = {"hidden_act": "silu"}
     family: str
     """Name of its kind, a key of `families`."""
     hidden_size: int
@@ -146,8 +147,6 @@ class BaseConfig(Config):
     """Biases on q, k, v and the output projection."""
     mlp_bias: bool = False
     """Biases on the projections of the MLP."""
-    hidden_act: str = "silu"
-    """Activation of the MLP."""
     torch_dtype: str = "bfloat16"
     """Type of the weights on disk."""
     bos_token_id: int | None = None

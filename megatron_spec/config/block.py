@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from megatron_spec.config.base import RopeConfig
 from megatron_spec.config.core import Config, require
@@ -20,6 +20,7 @@ class BlockConfig(Config):
     Built by `presets.block_config(base, algorithm, overrides)`.
     """
 
+    SETTLED: ClassVar[dict[str, Any]] = {"hidden_act": "silu"}
     algorithm: BlockAlgorithm
     """dflash or dspark."""
     hidden_size: int
@@ -54,8 +55,6 @@ class BlockConfig(Config):
     """Epsilon of the norms."""
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary embedding."""
-    hidden_act: str = "silu"
-    """Activation of the MLP: silu."""
     initializer_range: float = 0.02
     """Standard deviation of fresh matrices."""
     fc_init: Literal["last_capture", "average"] = "last_capture"
@@ -68,7 +67,7 @@ class BlockConfig(Config):
     """DSpark: the correction reads the token before a slot alone; gated by the slot's state too; or the states and
     tokens of all earlier slots, in a recurrence. vLLM and TensorRT-LLM serve vanilla alone."""
     confidence_reads_markov: bool = True
-    """DSpark: the confidence head reads W1 of the token before a slot beside the slot's state."""
+    """DSpark: the confidence head reads W1 of the token before a slot in addition to the slot's state."""
 
     attention_bias: ClassVar[bool] = False
     mlp_bias: ClassVar[bool] = False
@@ -82,6 +81,9 @@ class BlockConfig(Config):
     of_base: ClassVar[bool] = False
     own_embedding: ClassVar[bool] = False
     own_embed_tokens: ClassVar[bool] = False
+    init_attention: ClassVar[bool] = False
+    fc_bias: ClassVar[bool] = False
+    layer_in_base: ClassVar[int | None] = None
     regresses_state: ClassVar[bool] = False
     is_module: ClassVar[bool] = False
 
@@ -102,7 +104,7 @@ class BlockConfig(Config):
 
     @property
     def draft_vocab_size(self) -> int:
-        """The base's head has the whole vocabulary."""
+        """The base's head covers the whole vocabulary."""
         return self.vocab_size
 
     def validate(self) -> None:

@@ -1,4 +1,4 @@
-"""What all configurations have in common: typed reading and writing, and errors that say what was expected."""
+"""What all configurations have in common: typed reading and writing, and errors that name what was expected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 T = TypeVar("T", bound="Config")
 
@@ -89,6 +89,9 @@ def _readable(hint: Any) -> str:
 class Config:
     """Common behaviour of all configurations: typed reading, writing, validation on construction."""
 
+    SETTLED: ClassVar[dict[str, Any]] = {}
+    """Keys of files that can have one value only: read, checked and not kept."""
+
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
         for f in dataclasses.fields(self):
@@ -111,6 +114,10 @@ class Config:
         hints = typing.get_type_hints(cls)
         kwargs: dict[str, Any] = {}
         for key, value in values.items():
+            if key in cls.SETTLED:
+                if value != cls.SETTLED[key]:
+                    raise UserError(f"{cls.__name__}: {key} {value!r} is not supported: use {cls.SETTLED[key]!r}")
+                continue
             if key not in hints:
                 raise UserError(f"{cls.__name__}: unknown key {key!r}{suggest(key, hints)}; known: {', '.join(hints)}")
             nested: list[type[Config]] = [

@@ -50,7 +50,7 @@ class DecodeConfig(Config):
     """Sample from the fewest most likely tokens that hold this probability together."""
     use_rejection_sampling: bool = False
     """Draw draft tokens from the draft's distribution q and accept with min(1, p/q) (arXiv 2302.01318). Default: the
-    draft's most likely token, accepted with the base's probability of it, which gives the very text of the base."""
+    draft's most likely token, accepted with the base's probability of it, which gives exactly the text of the base."""
     seed: int = 0
     """Seed of sampling."""
     use_dynamic_tree: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from megatron_spec.config.base import MlaConfig, MoeConfig, RopeConfig
 from megatron_spec.config.block import BlockConfig
@@ -20,6 +20,7 @@ class EagleConfig(Config):
     Built by `presets.eagle_config(base, overrides)`, which fills every field from the base.
     """
 
+    SETTLED: ClassVar[dict[str, Any]] = {"hidden_act": "silu"}
     algorithm: EagleAlgorithm
     """EAGLE variant."""
     hidden_size: int
@@ -48,8 +49,6 @@ class EagleConfig(Config):
     """Epsilon of the norms."""
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary embedding."""
-    hidden_act: str = "silu"
-    """Activation of the MLP: silu."""
     initializer_range: float = 0.02
     """Standard deviation of fresh matrices."""
     fc_init: Literal["last_capture", "average"] = "last_capture"
@@ -102,7 +101,7 @@ class EagleConfig(Config):
     def reads_captures(self) -> bool:
         """EAGLE-3: step 0 starts from captured base layers, not from the base's final state.
 
-        Its first layer reads the token embedding beside the state, and it has a final norm and a head of its own.
+        Its first layer reads the token embedding and the state, and it has a final norm and a head of its own.
         """
         return self.algorithm.startswith("eagle3")
 
@@ -234,11 +233,17 @@ class MedusaConfig(Config):
         """The whole vocabulary."""
         return self.vocab_size
 
-    reads_captures = False
-    is_module = False
-    regresses_state = False
-    of_base = False
-    own_embedding = False
+    reads_captures: ClassVar[bool] = False
+    is_module: ClassVar[bool] = False
+    regresses_state: ClassVar[bool] = False
+    of_base: ClassVar[bool] = False
+    own_embedding: ClassVar[bool] = False
+    own_embed_tokens: ClassVar[bool] = False
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Width of the base."""
+        return self.hidden_size
 
     @property
     def own_head(self) -> bool:

@@ -94,7 +94,7 @@ _TABLE = [
     *_valued("split", "refused", "all of --data is trained on; give held-out prompts with --eval-data"),
     *_valued("dataloader-type", "fixed", "rows are drawn in a random order that --seed decides", "cyclic", "single"),
     *_switches("reset-position-ids reset-attention-mask", "renamed", "--packing"),
-    *_switches("eod-mask-loss", "not needed", "what the assistant says is trained, its end included"),
+    *_switches("eod-mask-loss", "not needed", "what the assistant writes is trained, its end included"),
     *_valued("num-workers", "not needed", "tokens are read from a cache on disk"),
     *_switches("fp16", "refused", "half precision is --bf16"),
     *_valued("params-dtype", "renamed", "--bf16"),

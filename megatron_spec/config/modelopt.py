@@ -38,7 +38,7 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "eagle_base_lora": ((False,), "the base is frozen"),
     "eagle_export_rope_scaling": (({},), 'give "rope_scaling", which is trained and exported'),
 }
-"""Key -> values that are what is done here anyway, and what to say of others."""
+"""Key -> values that are what is done here anyway, and the message for others."""
 
 _BY_ALGORITHM = {
     "use_aux_hidden_state": "eagle3 and eagle3.1 read captured layers, eagle1 and eagle-mtp the final state",

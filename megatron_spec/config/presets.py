@@ -64,7 +64,7 @@ def _rope_overrides(base: BaseConfig, overrides: dict[str, Any]) -> dict[str, An
 
 
 def _draft_shape(base: BaseConfig) -> dict[str, int]:
-    """Heads and MLP width of a dense Llama-style layer beside `base`, whatever its own layers are."""
+    """Heads and MLP width of a dense Llama-style layer beside `base`, regardless of the base's own layers."""
     heads, groups, size, width = (
         base.num_attention_heads, base.num_key_value_heads, base.head_dim, base.intermediate_size,
     )  # fmt: skip
@@ -79,8 +79,6 @@ def _draft_shape(base: BaseConfig) -> dict[str, int]:
 
 def _check_trainable(config: EagleConfig) -> None:
     """What the configuration class can hold and no draft computes: refused before a base is loaded."""
-    if config.hidden_act != "silu":
-        raise UserError(f"--eagle-config: hidden_act {config.hidden_act!r} is not supported: use 'silu'")
     if config.reads_captures and not config.capture_layer_ids:
         raise UserError(
             f"--eagle-config: capture_layer_ids is empty, but {config.algorithm} reads layers of the base: name at "
@@ -98,7 +96,7 @@ def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[st
         UserError: unknown key (with a suggestion), wrong type, or contradicting values.
     """
     overrides = dict(overrides or {})
-    known = [*EagleConfig.__dataclass_fields__, *_HUGGING_FACE_NAMES]
+    known = [*EagleConfig.__dataclass_fields__, *EagleConfig.SETTLED, *_HUGGING_FACE_NAMES]
     for key in overrides:
         if key not in known:
             raise UserError(f"--eagle-config: unknown key {key!r}{suggest(key, known)}; known: {', '.join(known)}")
@@ -114,7 +112,6 @@ def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[st
         target_hidden_size=base.hidden_size,
         max_position_embeddings=base.max_position_embeddings,
         rms_norm_eps=base.rms_norm_eps,
-        hidden_act=base.hidden_act,
     )
     if algorithm == "eagle3.1":
         values.update(fc_norm=True, norm_output=True)
@@ -160,7 +157,6 @@ def own_mtp_config(base: BaseConfig) -> EagleConfig:
         max_position_embeddings=base.max_position_embeddings,
         rms_norm_eps=base.rms_norm_eps,
         rope=base.rope,
-        hidden_act=base.hidden_act,
         moe=base.moe.replace(dense_layers=()),
         mla=base.mla,
         layer_in_base=base.num_layers,
@@ -199,7 +195,7 @@ def block_config(base: BaseConfig, algorithm: str, overrides: dict[str, Any] | N
         UserError: unknown key (with a suggestion), wrong type, contradicting values, or no mask token.
     """
     overrides = dict(overrides or {})
-    known = [*BlockConfig.__dataclass_fields__, *_HUGGING_FACE_NAMES]
+    known = [*BlockConfig.__dataclass_fields__, *BlockConfig.SETTLED, *_HUGGING_FACE_NAMES]
     for key in overrides:
         if key not in known:
             raise UserError(f"draft configuration: unknown key {key!r}{suggest(key, known)}; known: {', '.join(known)}")
@@ -219,7 +215,6 @@ def block_config(base: BaseConfig, algorithm: str, overrides: dict[str, Any] | N
         **_draft_shape(base),
         max_position_embeddings=base.max_position_embeddings,
         rms_norm_eps=base.rms_norm_eps,
-        hidden_act=base.hidden_act,
         num_hidden_layers=5 if large else 2,
         capture_layer_ids=spread_capture_ids(base.num_layers, 5),
     )
@@ -228,10 +223,7 @@ def block_config(base: BaseConfig, algorithm: str, overrides: dict[str, Any] | N
     if not (_HUGGING_FACE_NAMES & overrides.keys() and "rope" in overrides):
         values["rope"] = _rope_overrides(base, overrides)
     values.update({k: v for k, v in overrides.items() if k not in _HUGGING_FACE_NAMES})
-    config = BlockConfig.from_dict(values)
-    if config.hidden_act != "silu":
-        raise UserError(f"draft configuration: hidden_act {config.hidden_act!r} is not supported: use 'silu'")
-    return config
+    return BlockConfig.from_dict(values)
 
 
 def _block_objective(config: BlockConfig, objective: ObjectiveConfig) -> ObjectiveConfig:

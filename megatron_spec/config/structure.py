@@ -201,8 +201,7 @@ def _attention(config: EagleConfig | BlockConfig, width: int) -> Table:
         "k": config.num_key_value_heads * d,
         "v": config.num_key_value_heads * d,
     }
-    copied = isinstance(config, EagleConfig) and config.init_attention
-    names = {x: f"self_attn.{x}_proj.weight" if copied else None for x in "qkvo"}
+    names = {x: f"self_attn.{x}_proj.weight" if config.init_attention else None for x in "qkvo"}
     table = {f"self_attn.{x}_proj.weight": _column(n, width, names[x]) for x, n in rows.items()}
     table["self_attn.o_proj.weight"] = _row(H, rows["q"], names["o"])
     if config.attention_bias:

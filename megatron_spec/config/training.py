@@ -155,7 +155,7 @@ class TrainConfig(Config):
     save_interval: int = 0
     """Steps between checkpoints. 0: only at the end."""
     async_save: bool = False
-    """Write checkpoints in a process beside the training; each appears when it is complete."""
+    """Write checkpoints in a second process while training goes on; each appears when it is complete."""
     ckpt_keep: int = 2
     """Checkpoints to keep, the newest ones."""
     log_interval: int = 1

@@ -57,10 +57,10 @@ class ChatEncoder:
 
     Args:
         tokenizer: a fast Hugging Face tokenizer with a chat template.
-        stop_token_ids: further ids that end a turn (generation_config.json), beside the tokenizer's special tokens.
+        stop_token_ids: further ids that end a turn (generation_config.json), besides the tokenizer's special tokens.
         use_generation_marks: None takes the template's marks when it has them; True requires, False ignores them.
         template_kwargs: see `ChatTemplate`.
-        vocab_size: of the base; prompts with ids that it does not know are refused. None: not looked at.
+        vocab_size: of the base; prompts with ids that it does not know are refused. None: not checked.
 
     Raises UserError when the tokenizer has no chat template or no offsets.
     """
@@ -156,7 +156,7 @@ class ChatEncoder:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def question_ids(self) -> list[int]:
-        """Token ids that stand in front of the first question: what the template writes before the user's words."""
+        """Token ids before the first question: what the template writes before the user's words."""
         asked = Conversation([{"role": "user", "content": PLACEHOLDER}], "a question")
         text = str(self.template.render(asked)).split(PLACEHOLDER)[0].rstrip(" ")
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -214,12 +214,12 @@ class ChatEncoder:
         """
         messages = conversation.messages
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        asked = [self._before(conversation, i) for i in turns]
+        asked = [_before(self.template, conversation, i) for i in turns]
         begins = [_shared(before, text) for before in asked]
         spans = []
         for i, begin, bound in zip(turns, begins, [*begins[1:], len(text)], strict=True):
             begin, end = self._span(messages, i, text, (begin, bound), ends)
-            end = self._end_without_token(conversation, i, text) if end is None else end
+            end = _end_without_token(self.template, conversation, i, text) if end is None else end
             if not begin < end <= bound:
                 raise UserError(
                     f"{conversation.where}, message {i}: cannot find this assistant turn in the rendered conversation "
@@ -238,7 +238,7 @@ class ChatEncoder:
         begin, bound = within
         # After the words of a turn that calls tools its calls follow, among special tokens of their own.
         content = "" if messages[i].get("tool_calls") else messages[i]["content"].strip()
-        # The last turn may think before it speaks, and think the very words.
+        # The last turn may think before it answers, and think the same words.
         find = text.rfind if i == len(messages) - 1 else text.find
         at = find(content, begin, bound) if content else -1
         if at < 0:  # the template rewrote the content (removed its reasoning, added tool calls)
@@ -252,17 +252,19 @@ class ChatEncoder:
         found = ends[after_content][0] if after_content < len(ends) else None
         return begin, found if found is not None and found <= bound else None
 
-    def _end_without_token(self, conversation: Conversation, i: int, text: str) -> int:
-        after = self.template.render(conversation, conversation.messages[: i + 1])
-        return len(text[: _shared(after, text)].rstrip())
 
-    def _before(self, conversation: Conversation, i: int) -> str:
-        """What is rendered in front of message i's text."""
-        if i > 0:
-            return str(self.template.render(conversation, conversation.messages[:i], add_generation_prompt=True))
-        # Without messages a template adds no default system prompt, so look at what stands before a first answer.
-        first = {"role": "assistant", "content": PLACEHOLDER}
-        return str(self.template.render(conversation, [first])).rsplit(PLACEHOLDER, 1)[0]
+def _end_without_token(template: ChatTemplate, conversation: Conversation, i: int, text: str) -> int:
+    after = template.render(conversation, conversation.messages[: i + 1])
+    return len(text[: _shared(after, text)].rstrip())
+
+
+def _before(template: ChatTemplate, conversation: Conversation, i: int) -> str:
+    """What is rendered before the text of message i."""
+    if i > 0:
+        return str(template.render(conversation, conversation.messages[:i], add_generation_prompt=True))
+    # Without messages a template adds no default system prompt, so look at what comes before a first answer.
+    first = {"role": "assistant", "content": PLACEHOLDER}
+    return str(template.render(conversation, [first])).rsplit(PLACEHOLDER, 1)[0]
 
 
 def _sample(

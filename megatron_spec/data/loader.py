@@ -65,7 +65,7 @@ class ConversationDataset:
 
     Args:
         cache, workers, template_kwargs: see `data.tokenise.open_tokens`.
-        vocab_size: of the base; None: token ids are not looked at.
+        vocab_size: of the base; None: token ids are not checked.
 
     Raises UserError for what `open_tokens` refuses, for a token id that the base does not know, and when nothing
     supervised is left.

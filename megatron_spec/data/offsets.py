@@ -1,4 +1,4 @@
-"""Which characters of a text each token stands for: from byte lengths where that works, else from the tokenizer.
+"""Which characters of a text each token covers: from byte lengths where that works, else from the tokenizer.
 
 Tokenizers are faster when they keep no offsets.
 

@@ -131,7 +131,7 @@ class _Work:
         for name, key in (("lines.jsonl", "lines"), ("ids.bin", "ids")):
             path = self.folder / name
             if self.state[key] > (path.stat().st_size if path.exists() else 0):
-                raise UserError(f"{path} is shorter than it was: remove {self.folder} to begin anew")
+                raise UserError(f"{path} is shorter than it was: remove {self.folder} to restart")
             file = stack.enter_context(path.open("r+b" if path.exists() else "w+b"))
             file.truncate(self.state[key])
             file.seek(self.state[key])
@@ -151,7 +151,7 @@ def prepare(
     share: float = 0.05,
     workers: int | None = None,
 ) -> Report:
-    """Read, clean, write. A rerun after a kill goes on; after a finished run it begins anew.
+    """Read, clean, write. A rerun after a kill resumes; after a finished run it restarts.
 
     Args:
         held_out: file for the share of the conversations that is kept from training; chosen by id.

@@ -43,7 +43,7 @@ FAULTS = {
     "shortened": "have a beginning that the chat template leaves out (reasoning, or text that it cuts)",
     "asked_otherwise": "begin otherwise than the chat template asks for them (a prefix such as <think>)",
 }
-"""Counts of `Sample` -> what is said of such answers."""
+"""Counts of `Sample` -> the remark on such answers."""
 
 REMEMBER_FROM = 2**28
 """Bytes from which the hash of a file is kept on disk: every rank of a run needs it."""
@@ -64,7 +64,7 @@ def content_hash(path: Path, cache: Path | str | None = None) -> str:
                 found = {**about, "sha256": sha256_of(path)}
                 write_json(known, found)
             return str(found["sha256"])
-    except OSError:  # nothing can be written there: `open_tokens` says so when it matters
+    except OSError:  # nothing can be written there: `open_tokens` reports it when it matters
         return sha256_of(path)
 
 
@@ -97,7 +97,7 @@ def open_tokens(
     """
     path = Path(path)
     if not path.is_file():
-        next(numbered_lines(path))  # says what is wrong
+        next(numbered_lines(path))  # reports what is wrong
     # Refuses a useless tokenizer before any work.
     encoder = ChatEncoder(tokenizer, stop_token_ids, template_kwargs=template_kwargs)
     about = {

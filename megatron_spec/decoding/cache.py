@@ -31,7 +31,7 @@ def move_rows(cache: KVCache, source: list[int], target: list[int]) -> None:
 def move_slots(cache: KVCache, source_BP: Tensor, target_BP: Tensor) -> None:
     """In the first B rows, copy slots `source_BP` to `target_BP` at once: an accepted path closes up.
 
-    Keys stay right: they were rotated to their place in the text, whatever their slot.
+    Keys stay right: they were rotated to their place in the text, regardless of their slot.
     """
     rows_B1 = torch.arange(source_BP.shape[0], device=source_BP.device)[:, None]
     cache.keys[:, rows_B1, target_BP] = cache.keys[:, rows_B1, source_BP]

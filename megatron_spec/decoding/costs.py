@@ -30,7 +30,7 @@ class Costs:
 
 
 class NoCosts(Costs):
-    """Measures nothing: nothing waits for the device."""
+    """Measures nothing: no device synchronisation."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -12,11 +12,11 @@ prompts are prefilled into the free rows after the running ones.
 
 This file holds the host's half: which prompt runs in which row, how much is drafted, what each answer is. The device's
 half (step.py, rows.py) depends on nothing that the host knows, so on one GPU a step runs from CUDA graphs (replay.py);
-the host waits for the device once a step, for a table of what was emitted. Rows after the running ones may then be
+there is one device synchronisation a step, for a table of what was emitted. Rows after the running ones may then be
 computed too; they stay inside their cache, and what they hold is overwritten before it is seen.
 
 A base with longrope reads short and long texts with other frequencies (ops/rope.py): a sequence that grows past the
-boundary ends there for its row, and waits to be read anew as a longer prompt.
+boundary ends there for its row, and waits to be read again as a longer prompt.
 
 Data-parallel ranks know nothing of each other. B rows, S rows of one forward, N draft nodes, P rows of an
 accepted path, H hidden size.
@@ -111,7 +111,7 @@ def decode(
     Args:
         prompts: token ids, not empty, shorter than the base's max_position_embeddings.
         stop_ids: tokens that end an answer.
-        draft: a draft model, a second base model or a Drafter; None drafts as config.decoding_type says, or not at all.
+        draft: a draft model, a second base model or a Drafter; None drafts by config.decoding_type, or not at all.
         progress: called with (answers done, answers in all) for every answer.
         seeds: one per prompt for temperature > 0; config.seed + the prompt's index otherwise.
         costs: where the time of each phase is kept.
@@ -200,7 +200,7 @@ class _Sequence:
         index: of the prompt.
         generation: the answer so far.
         length, limit: known tokens, and most tokens in this row.
-        automaton: of the text, where a lookup proposes beside the draft.
+        automaton: of the text, where a lookup proposes in addition to the draft.
     """
 
     index: int
@@ -315,7 +315,7 @@ class _Engine:
         return filled
 
     def _verify(self) -> None:
-        """One step of every running sequence. Only reading the table makes the host wait for the device."""
+        """One step of every running sequence. Only reading the table synchronises with the device."""
         running = len(self.running)
         batch = padded_rows(running, self.count) if self.replays.active else running
         with self.costs.phase("draft"):
@@ -348,7 +348,7 @@ class _Engine:
         """Add the emitted tokens of rows `first`.. to their answers and free the ended rows."""
         for sequence, outcome in zip(self.running[first:], outcomes, strict=True):
             sequence.length += outcome.emitted
-            again = self.drafter is not None and bool(sequence.generation.tokens)  # read anew: a step without drafts
+            again = self.drafter is not None and bool(sequence.generation.tokens)  # read again: a step without drafts
             sequence.generation.add(outcome, verified or again)
             if sequence.automaton is not None:
                 sequence.automaton.extend(outcome.tokens[: outcome.emitted])

@@ -1,8 +1,8 @@
 """CUDA graphs for the steps of decoding: a step is many small kernels, and starting them takes longer than they run.
 
-What is recorded are functions of fixed shapes that read and write the same memory every time and never look at values
+What is recorded are functions of fixed shapes that read and write the same memory every time and never read values
 on the host. The first runs of a shape are ordinary ones, which is the warm-up that recording needs; then it is recorded
-once and replayed. Shapes are few: sequences come in powers of two, looked-at cache slots in steps (`key_step`).
+once and replayed. Shapes are few: sequences come in powers of two, cache slots that are read in steps (`key_step`).
 
 A recorder is all that knows CUDA, so that a test can record and replay on a CPU.
 """
@@ -82,7 +82,7 @@ def timed_recorder_for(base: Any, wanted: bool) -> TimedRecorder | None:
 
 
 def key_step(most: int) -> int:
-    """Cache slots are looked at in multiples of this: at most eight shapes, whatever the cache holds."""
+    """Cache slots are read in multiples of this: at most eight shapes, however much the cache holds."""
     return max(64, 1 << max((most - 1).bit_length() - 3, 0))
 
 

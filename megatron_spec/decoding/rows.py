@@ -1,7 +1,7 @@
 """The running sequences on the device: known tokens, lengths, limits and random numbers, one row each.
 
-Rows 0 .. running - 1 are in use. A step writes down what it emits without a look at the host, which learns all of it
-from one table (`Outcome`).
+Rows 0 .. running - 1 are in use. A step writes down what it emits without a synchronisation; the host learns all of
+it from one table (`Outcome`).
 
 B rows, P tokens that a step may emit, L token buffer, N tokens of an answer.
 """
@@ -72,7 +72,7 @@ class Rows:
         self, first: int, texts: Sequence[Sequence[int]], prompts: Sequence[int], limits: Sequence[int],
         seeds: Sequence[int],
     ) -> None:  # fmt: skip
-        """Fill the rows from `first` on with texts that begin with prompts of so many tokens."""
+        """Fill the rows from `first` on with texts that begin with prompts of this many tokens."""
         here, device = slice(first, first + len(texts)), self.tokens_BL.device
         whole_BL = torch.nn.utils.rnn.pad_sequence(
             [torch.tensor(text, dtype=torch.int64) for text in texts], batch_first=True
@@ -83,7 +83,7 @@ class Rows:
         self.length_B[here], self.prompt_B[here], self.limit_B[here] = numbers
         if self.config.temperature > 0:
             generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-            # The base's choices first: they are the same numbers whatever else is drawn.
+            # The base's choices first: they are the same numbers regardless of what else is drawn.
             drawn = [torch.rand(3, self.config.max_new_tokens, generator=g).t() for g in generators]
             self.uniform_BN3[here] = to_device(torch.stack(drawn), device)
 

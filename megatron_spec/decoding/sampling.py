@@ -48,7 +48,7 @@ def sample(logits_NV: Tensor, uniform_N: Tensor, temperature: float, group: dist
     """int64 [N] ids drawn from softmax(logits / temperature) by inverting the cumulative distribution.
 
     The token is a function of the logits and of one uniform number in [0, 1) per row, so the same numbers give the
-    same text whatever the batch, the draft or the tensor parallel size (up to rounding at an interval's edge).
+    same text regardless of the batch, the draft or the tensor parallel size (up to rounding at an interval's edge).
     """
     scaled_NV = logits_NV.float() / temperature
     top_N = _gather(scaled_NV.amax(dim=-1), group).amax(dim=0)

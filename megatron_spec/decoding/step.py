@@ -1,6 +1,6 @@
 """The device's half of a decoding step: base forwards over the running rows, drafts, verdicts.
 
-Nothing here looks at values on the host, so that a step may run from a CUDA graph (replay.py). Every rank of the
+Nothing here reads values on the host, so that a step may run from a CUDA graph (replay.py). Every rank of the
 pipeline and tensor parallel groups takes the same decisions: tokens are reduced over tensor parallel ranks
 (sampling.py) and taken from the first pipeline stage.
 
@@ -109,7 +109,7 @@ class DeviceSteps:
     def _forward(
         self, first: int, tokens_BS: Tensor, slots_BS: Tensor, key_slots: int, tree: Tree | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Args: key_slots: how many are looked at; 0: the tokens begin their sequences."""
+        """Args: key_slots: how many are read; 0: the tokens begin their sequences."""
         view, positions_BS = rows_view(self.cache, first, tokens_BS.shape[0]), slots_BS
         length_B = self.rows.length_B[first : first + tokens_BS.shape[0]]
         if tree is not None:
@@ -139,7 +139,7 @@ class DeviceSteps:
         return verdict
 
     def _agree(self, tokens: Tensor) -> Tensor:
-        """The first pipeline stage's tokens: stages must never differ, whatever their arithmetic."""
+        """The first pipeline stage's tokens: stages must never differ, regardless of their arithmetic."""
         pp = self.base.world.pp
         if pp.size() > 1:
             tokens = tokens.contiguous()

@@ -128,7 +128,7 @@ def verify(
 
 
 def _depths(drafted: Drafted, batch: int) -> Tensor:
-    """int64 [B, S] how many tokens after the last known one each verification row stands."""
+    """int64 [B, S] distance of each verification row from the last known token."""
     tokens_BN = drafted.tokens_BN
     if drafted.tree is None:
         return torch.arange(tokens_BN.shape[1] + 1, device=tokens_BN.device).expand(batch, -1)
@@ -185,7 +185,7 @@ def _reject(
 
 
 def thinking_rows(tokens_BL: Tensor, length_B: Tensor, drafted: Drafted, config: DecodeConfig) -> Tensor:
-    """bool [B, S]: the token after this verification row stands in a thinking phase.
+    """bool [B, S]: the token after this verification row is in a thinking phase.
 
     Args:
         tokens_BL: the text, of which `length_B` tokens are known.

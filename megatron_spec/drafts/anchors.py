@@ -1,6 +1,6 @@
-"""Where the blocks of a micro-batch stand, what they see, and what each slot is compared with.
+"""Where the blocks of a micro-batch are, what they see, and what each slot is compared with.
 
-A block of C slots stands at anchor row a. Step k (from 0) predicts t_{a+1+k} and is compared with the base's logits
+A block of C slots starts at anchor row a. Step k (from 0) predicts t_{a+1+k} and is compared with the base's logits
 z_{a+k}; it is supervised when t_a .. t_{a+1+k} lie in one assistant turn, which is what a serving engine asks of it.
 
 P blocks, C slots, T steps, S sequence, B micro-batch, U rows of the teacher.

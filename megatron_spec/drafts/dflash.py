@@ -2,8 +2,8 @@
 
 The context of row i is c_i = hidden_norm(fc [captures of row i]). Every layer makes keys and values of the context and
 of its block with the same projections: c_i goes in as it is, the block's state after the layer's input norm. Slot s of
-anchor a stands at rotary position a + s, sees the context rows before a and its own block (`ops/block_attention.py`),
-and its logits come from the base's head: slot s proposes t_{a+s}, the anchor's own slot nothing.
+anchor a is at rotary position a + s, sees the context rows before a and its own block (`ops/block_attention.py`),
+and uses the base's frozen LM head: slot s proposes t_{a+s}, the anchor's own slot nothing.
 
 fc and hidden_norm are split over the sequence under sequence parallelism; the blocks are whole on every tensor parallel
 rank. Under context parallelism a rank has the blocks whose anchors are among its rows, and sees the whole context.
@@ -28,10 +28,9 @@ from megatron_spec.drafts.contract import Attention, BaseEnds, Draft, DraftLosse
 from megatron_spec.drafts.initial import initial_values, set_parameters
 from megatron_spec.drafts.layer import DraftLayer, Rotation
 from megatron_spec.drafts.linear import Linear, Placement, RMSNorm, copy_to_ranks, enter
-from megatron_spec.drafts.teacher import TeacherHead
+from megatron_spec.drafts.teacher import TeacherHead, teacher_of
 from megatron_spec.drafts.unroll import teach
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.ops import backend
 from megatron_spec.ops.block_attention import block_attention
 from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
 from megatron_spec.ops.rows import pick_rows
@@ -45,7 +44,7 @@ class DFlashDraft(Draft):
         super().__init__()
         if not vocab.is_full or vocab.vocab_size != config.vocab_size:
             raise UserError(
-                f"{config.algorithm} uses the base's head: the draft vocabulary must be the base's "
+                f"{config.algorithm} uses the base's frozen LM head: the draft vocabulary must be the base's "
                 f"{config.vocab_size} tokens, found {len(vocab)} of {vocab.vocab_size}"
             )
         self.config, self.vocab = config, vocab
@@ -77,7 +76,7 @@ class DFlashDraft(Draft):
         return (angles.cos() * factor).to(like.dtype), (angles.sin() * factor).to(like.dtype)
 
     def block_rotation(self, positions_P: Tensor, like: Tensor) -> Rotation:
-        """Of all slots [P, C, 1, D] of blocks whose anchors stand at `positions_P`."""
+        """Of all slots [P, C, 1, D] of blocks whose anchors are at `positions_P`."""
         slots = torch.arange(self.config.block_size, device=positions_P.device)
         return self.rotation(positions_P[:, None] + slots, like)
 
@@ -113,11 +112,7 @@ class DFlashDraft(Draft):
 
     def teacher_head(self, ends: BaseEnds) -> TeacherHead:
         """The base's frozen head, prepared on first use. A collective when it has to be built."""
-        if self._teacher is None or not self._teacher.fits(ends):
-            kind = self.paths.kernels("teacher_kernel")
-            kernels = None if kind == "none" else backend.load(kind)
-            self._teacher = TeacherHead(ends, self.vocab, self.tp_group, kernels)
-        return self._teacher
+        return teacher_of(self, ends)
 
     def logits(self, normed_SBH: Tensor, ends: BaseEnds) -> Tensor:
         """[S, B, V / TP] logits of this rank's shard from complete states."""

@@ -53,7 +53,7 @@ class EagleDraft(RecurrentDraft):
 
     @property
     def decoder_layers(self) -> list[DraftLayer]:
-        """The decoder layers in order, whatever their names."""
+        """The decoder layers in order, regardless of their names."""
         layers = [self.midlayer] if self.config.num_hidden_layers == 1 else list(self.layers)
         return layers  # type: ignore[return-value]
 

@@ -72,7 +72,7 @@ def _embedding(draft: RecurrentDraft, ends: BaseEnds, name: str, rows: int, seed
 
 
 def _first_value(draft: RecurrentDraft, ends: BaseEnds, name: str, spec: TensorSpec, seed: int) -> Tensor:
-    """What the table says, whole; rows of a head or an embedding come as this rank's shard."""
+    """The values of the table, whole; rows of a head or an embedding come as this rank's shard."""
     config, shape = draft.config, spec.shape
     if spec.first in ("ones", "zeros"):
         return torch.full(shape, 1.0 if spec.first == "ones" else 0.0)

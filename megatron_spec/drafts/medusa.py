@@ -24,10 +24,9 @@ from megatron_spec.config import MedusaConfig, ObjectiveConfig, UserError
 from megatron_spec.drafts.contract import BaseEnds, Draft, DraftLosses, shift
 from megatron_spec.drafts.initial import initial_values, set_parameters
 from megatron_spec.drafts.linear import ColumnLinear, Linear, Placement, copy_to_ranks, enter
-from megatron_spec.drafts.teacher import TeacherHead
+from megatron_spec.drafts.teacher import TeacherHead, teacher_of
 from megatron_spec.drafts.unroll import Supervision, head_losses, teach
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.ops import backend
 
 
 class ResidualBlock(nn.Module):
@@ -61,7 +60,7 @@ class MedusaDraft(Draft):
         super().__init__()
         if not vocab.is_full or len(vocab) != config.vocab_size:
             raise UserError(
-                f"Medusa heads speak the whole vocabulary of {config.vocab_size} tokens, found a draft vocabulary of "
+                f"Medusa heads cover the whole vocabulary of {config.vocab_size} tokens, found a draft vocabulary of "
                 f"{len(vocab)} of {vocab.vocab_size}: convert without --draft-vocab"
             )
         self.config, self.vocab = config, vocab
@@ -79,11 +78,7 @@ class MedusaDraft(Draft):
 
     def teacher_head(self, ends: BaseEnds) -> TeacherHead:
         """The base's head, prepared on first use. A collective when it has to be built."""
-        if self._teacher is None or not self._teacher.fits(ends):
-            kind = self.paths.kernels("teacher_kernel")
-            kernels = None if kind == "none" else backend.load(kind)
-            self._teacher = TeacherHead(ends, self.vocab, self.tp_group, kernels)
-        return self._teacher
+        return teacher_of(self, ends)
 
     def logits(self, state_SBH: Tensor, head: int, ends: BaseEnds) -> Tensor:
         """[S, B, V / TP] logits of one head from base states (complete on every tensor parallel rank)."""

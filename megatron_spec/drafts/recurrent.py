@@ -17,11 +17,10 @@ from megatron_spec.drafts.contract import Attention, BaseEnds, Draft, DraftLosse
 from megatron_spec.drafts.initial import initial_values, set_parameters
 from megatron_spec.drafts.layer import DraftLayer
 from megatron_spec.drafts.linear import Placement, enter
-from megatron_spec.drafts.teacher import TeacherHead
+from megatron_spec.drafts.teacher import TeacherHead, teacher_of
 from megatron_spec.drafts.unroll import Supervision, head_losses, teach, unroll
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.losses.vocab_parallel import Teacher
-from megatron_spec.ops import backend
 from megatron_spec.ops.attention import PLAIN, Variant, attend
 from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
 from megatron_spec.ops.visibility import KVCache, Visibility
@@ -49,7 +48,7 @@ class RecurrentDraft(Draft):
 
     @property
     def decoder_layers(self) -> Sequence[DraftLayer]:
-        """The decoder layers in order, whatever their names."""
+        """The decoder layers in order, regardless of their names."""
         raise NotImplementedError
 
     def start(self, captures_SBC: Tensor, state_SBH: Tensor) -> Tensor:
@@ -123,11 +122,7 @@ class RecurrentDraft(Draft):
 
     def teacher_head(self, ends: BaseEnds) -> TeacherHead:
         """The frozen restricted head, built on first use. A collective when it has to be built."""
-        if self._teacher is None or not self._teacher.fits(ends):
-            kind = self.paths.kernels("teacher_kernel")
-            kernels = None if kind == "none" else backend.load(kind)
-            self._teacher = TeacherHead(ends, self.vocab, self.tp_group, kernels)
-        return self._teacher
+        return teacher_of(self, ends)
 
 
 class SharedHeadDraft(RecurrentDraft):

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.losses.vocab_parallel import Teacher, argmax_and_lse, argmax_over_ranks
+from megatron_spec.ops import backend
 
 CHUNK_BYTES = 256 << 20
 """Size of one chunk of whole-vocabulary logits."""
@@ -72,7 +73,7 @@ def whole_logits(ends: BaseEnds, state_UH: Tensor, group: dist.ProcessGroup) -> 
 
 
 def base_argmax(ends: BaseEnds, state_UH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """int64 [U]: what the base itself would say after each final state (complete on every tensor parallel rank)."""
+    """int64 [U]: the base's own next token after each final state (complete on every tensor parallel rank)."""
     found = [argmax for _, _, argmax in whole_logits(ends, state_UH, group)]
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device=state_UH.device)
 
@@ -167,3 +168,17 @@ class TeacherHead:
         ids = torch.zeros(0, dtype=torch.int64, device=weight.device)
         logits = weight.new_zeros(0, len(self.vocab) // self.group.size())
         return Teacher(logits, logits.new_zeros(0, dtype=wide), ids, ids, ids.bool())
+
+
+def teacher_of(draft: Any, ends: BaseEnds) -> TeacherHead:
+    """The base's rows that a draft is compared with, prepared on first use. A collective when they have to be built.
+
+    Args:
+        draft: with `vocab`, `tp_group`, `paths` and `_teacher`, where the result is kept.
+    """
+    if draft._teacher is None or not draft._teacher.fits(ends):
+        kind = draft.paths.kernels("teacher_kernel")
+        kernels = None if kind == "none" else backend.load(kind)
+        draft._teacher = TeacherHead(ends, draft.vocab, draft.tp_group, kernels)
+    kept: TeacherHead = draft._teacher
+    return kept

@@ -195,7 +195,7 @@ def unroll(
 ) -> list[Tensor]:
     """Run the draft T times on its own output; returns the supervised rows [R, H] of every step, for the head.
 
-    A row reads the trunk and its own branches, so from step 1 on rows that no later loss looks at are dropped
+    A row reads the trunk and its own branches, so from step 1 on rows that no later loss reads are dropped
     (not under sequence parallelism, where every rank must hold as many rows as the others).
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Steps:
-    """Rows of every step: all R of them at step 0, `later` ones from step 1 on (those some later loss looks at).
+    """Rows of every step: all R of them at step 0, `later` ones from step 1 on (those some later loss reads).
 
     Buffers over all steps hold the rows of step 0, then those of each later step.
     """

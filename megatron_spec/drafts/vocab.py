@@ -1,4 +1,4 @@
-"""The draft vocabulary: which D of the base's V tokens a draft can say.
+"""The draft vocabulary: which D of the base's V tokens a draft can propose.
 
 Stored as the engines store it: `d2t` int64 [D] holds offsets (target id = draft id + d2t[draft id]), `t2d` bool [V]
 marks the target ids inside. D = V needs neither.
@@ -50,7 +50,7 @@ class DraftVocab:
 
     @staticmethod
     def full(vocab_size: int) -> DraftVocab:
-        """The draft speaks the whole target vocabulary."""
+        """The draft covers the whole target vocabulary."""
         return DraftVocab(torch.arange(vocab_size), vocab_size)
 
     def __len__(self) -> int:

@@ -1,6 +1,6 @@
 """Validation reports as one HTML file that needs nothing else: tables, and plots as SVG inside.
 
-Several reports stand side by side: drafters, or the same draft before and after quantisation.
+Several reports are shown side by side: drafters, or the same draft before and after quantisation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a validation has measured so far, on disk: a killed run resumes after its last window of prompts.
 
-One file per data-parallel rank: a line that says what is measured, then a line per finished window.
+One file per data-parallel rank: a line that names what is measured, then a line per finished window.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Journal:
         except ValueError:
             return []
         if first != json.loads(json.dumps(meta)):
-            log.warning("%s was left by a run with other settings: it is begun anew", self.path)
+            log.warning("%s was left by a run with other settings: it is restarted", self.path)
             return []
         if lines:
             log.info("%s: %d answers are there already", self.path, sum(len(x["answers"]) for x in lines))

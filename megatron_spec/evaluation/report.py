@@ -175,7 +175,7 @@ class Report:
         return self.runs[0]
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for json; the figures most readers want stand at the top."""
+        """Ready for json; the figures most readers want come first."""
         runs = [_flat(run) for run in self.runs]
         nested = {"base": dataclasses.asdict(self.base), "memory": dataclasses.asdict(self.memory), "sweep": runs}
         rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("runs", *nested)}

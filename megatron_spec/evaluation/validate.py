@@ -94,7 +94,7 @@ def validate(
         stop_ids: tokens that end an answer (data.tokenizer.stop_token_ids).
         draft_lens: draft lengths to measure, in one run; default: config.max_draft_len.
         output: file for the report, written by rank 0; what is finished is kept beside it until then.
-        about: what is measured, in values of JSON. Part of the report; a rerun with another one begins anew.
+        about: what is measured, in values of JSON. Part of the report; a rerun with another one restarts.
         template_kwargs: see `ChatTemplate`.
 
     Raises:

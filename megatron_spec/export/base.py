@@ -32,7 +32,7 @@ from megatron_spec.export.quant_metadata import BASE_EXCLUDES, hf_quant_config, 
 from megatron_spec.export.stream import TensorWriter, write_stream
 from megatron_spec.families import config_json, name_rules
 from megatron_spec.families.names import NameRule, hf_shapes, join_shards, local_names, to_hf
-from megatron_spec.quantization.attach import excluded
+from megatron_spec.quantization.attach import KV_PLACE, base_amax_state, excluded, input_place
 from megatron_spec.quantization.rounding import quantize, scale_of
 from megatron_spec.runtime.distributed import World, together
 from megatron_spec.runtime.files import read_object, write_json
@@ -97,21 +97,11 @@ def export_base(
 
 
 def _gather_scales(base: Any) -> Scales:
-    mine = Scales({}, {})
-    for number, layer in enumerate(base.gpt.decoder.layers, base.stage.first):
-        for name, module in layer.named_modules():
-            if getattr(module, "weight_quantizer", None) is not None:
-                module.input_quantizer.check()
-                amax = (float(module.weight_quantizer.amax), float(module.input_quantizer.amax))
-                mine.linears[f"layers.{number}.{name}"] = amax
-            if getattr(module, "k_quantizer", None) is not None:
-                module.k_quantizer.check()
-                module.v_quantizer.check()
-                mine.kv[f"layers.{number}"] = (float(module.k_quantizer.amax), float(module.v_quantizer.amax))
-    stages: list[Any] = [None] * base.world.pp_size
-    dist.all_gather_object(stages, mine, group=base.world.pp)
-    linears = {name: amax for stage in stages for name, amax in stage.linears.items()}
-    return Scales(linears, {name: amax for stage in stages for name, amax in stage.kv.items()})
+    amax = base_amax_state(base)
+    weights = [name.removesuffix(".weight") for name in amax if name.endswith(".weight")]
+    linears = {name: (amax[f"{name}.weight"], amax[f"{input_place(name)}.input"]) for name in weights}
+    keys = [name.removesuffix(f".{KV_PLACE}.k") for name in amax if name.endswith(f".{KV_PLACE}.k")]
+    return Scales(linears, {layer: (amax[f"{layer}.{KV_PLACE}.k"], amax[f"{layer}.{KV_PLACE}.v"]) for layer in keys})
 
 
 def _check(scales: Scales, quant: QuantConfig | None, source: Path) -> None:
@@ -163,9 +153,8 @@ def _local(rule: NameRule, base: Any, parameters: dict[str, Tensor]) -> Tensor:
 
 
 def _stage_of_layers(base: Any) -> dict[int, int]:
-    counts: list[Any] = [None] * base.world.pp_size
-    dist.all_gather_object(counts, (base.stage.first, len(base.gpt.decoder.layers)), group=base.world.pp)
-    return {first + i: stage for stage, (first, count) in enumerate(counts) for i in range(count)}
+    stages = [stage for stage, count in enumerate(base.stage_counts) for _ in range(count)]
+    return dict(enumerate(stages))
 
 
 def _owner(rule: NameRule, owners: dict[int, int], world: World) -> int:
@@ -180,7 +169,7 @@ def _high_precision(base: Any) -> Iterator[tuple[NameRule, dict[str, Tensor]]]:
     world: World = base.world
     if world.dp_rank != 0:
         return
-    parameters = dict(base.gpt.named_parameters())
+    parameters = base.weights()
     owners = _stage_of_layers(base)
     for rule in name_rules(base.config):
         owner = _owner(rule, owners, world)
@@ -304,7 +293,7 @@ def _verify(folder: Path, base: Any, scales: Scales, dtype: str, carried: Carrie
         problems += [f"{name} of the original is missing" for name in carried.lost(handles)]
 
     def report() -> None:
-        """Raise with everything that was found, or say nothing."""
+        """Raise with everything that was found."""
         if problems:
             raise VerificationError(f"{folder} is not the base in memory: " + "; ".join(problems[:12]))
 

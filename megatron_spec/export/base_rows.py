@@ -1,7 +1,7 @@
 """A fingerprint of the target's embedding and head, which tells a target that was changed after training. No torch.
 
 Rotating a model (QuaRot, SpinQuant) leaves its text as it was and every hidden state different: a draft that was
-trained before the rotation loads without a word, and nothing it drafts is accepted.
+trained before the rotation loads without an error, and nothing it drafts is accepted.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from megatron_spec.config import BaseConfig, BlockConfig
 ARCHITECTURES = {"dflash": ["DFlashDraftModel"], "dspark": ["Qwen3DSparkModel"]}
 SAME = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-    "max_position_embeddings", "num_hidden_layers", "rms_norm_eps", "hidden_act", "block_size", "num_target_layers",
+    "max_position_embeddings", "num_hidden_layers", "rms_norm_eps", "block_size", "num_target_layers",
 )  # fmt: skip
 """Keys of config.json that are fields of BlockConfig."""
 
@@ -76,6 +76,7 @@ def config_json(config: BlockConfig, base: BaseConfig, dtype: str, rope: dict[st
     values: dict[str, Any] = {
         "architectures": ARCHITECTURES[config.algorithm],
         "model_type": "qwen3",
+        "hidden_act": "silu",
         **{name: getattr(config, name) for name in SAME},
         **rope,
         **_kind_keys(config),

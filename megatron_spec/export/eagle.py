@@ -34,6 +34,7 @@ from megatron_spec.export.quant_metadata import hf_quant_config, quantization_co
 from megatron_spec.export.stream import TensorWriter, write_stream
 from megatron_spec.export.verify import verify_draft
 from megatron_spec.quantization import nvfp4
+from megatron_spec.quantization.attach import quantised_linears
 from megatron_spec.quantization.rounding import quantize, scale_of
 from megatron_spec.runtime.distributed import World, together
 from megatron_spec.runtime.files import write_json
@@ -105,11 +106,6 @@ def _check(config: EagleConfig, vocab: DraftVocab, export_embeddings: bool, ends
         )
     if export_embeddings and not hasattr(ends, "embedding_weight"):
         raise UserError("--export-embeddings needs the base to be loaded")
-
-
-def quantised_linears(draft: nn.Module) -> dict[str, Any]:
-    """Linears with quantisers, by name."""
-    return {n: m for n, m in draft.named_modules() if getattr(m, "weight_quantizer", None) is not None}
 
 
 def _fp8_linears(draft: nn.Module, quant: QuantConfig | None) -> set[str]:

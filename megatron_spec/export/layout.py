@@ -63,8 +63,6 @@ def weight_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
 
     Later layers of EAGLE-3 hold their input norm under both names in use: engines differ in what they read.
     """
-    if isinstance(config, BlockConfig):
-        return {name: spec.shape for name, spec in draft_tensors(config).items()}
     shapes = {native_mtp.file_name(config, name): spec.shape for name, spec in draft_tensors(config).items()}
     for layer in layer_names(config)[1:] if config.reads_captures else ():
         shapes[f"{layer}.hidden_norm.weight"] = shapes[f"{layer}.input_layernorm.weight"]
@@ -73,8 +71,6 @@ def weight_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
 
 def zero_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
     """Tensors of zeros that only loaders want: SGLang leaves EAGLE-1's bias random when it is missing."""
-    if isinstance(config, BlockConfig):
-        return {}
     return {"fc.bias": (config.hidden_size,)} if config.regresses_state and not config.fc_bias else {}
 
 
@@ -113,7 +109,7 @@ def expected_tensors(
 
 def end_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
     """Tensors of the base that may be written too: its embedding, and beside its own prediction module its head."""
-    if isinstance(config, EagleConfig) and config.of_base:
+    if config.of_base:
         return native_mtp.end_shapes(config)
     return {} if config.own_embedding else {"embed_tokens.weight": (config.vocab_size, config.target_hidden_size)}
 
@@ -137,7 +133,7 @@ def _rope_keys(rope: RopeConfig) -> dict[str, Any]:
 def _capture_keys(config: EagleConfig, num_base_layers: int) -> dict[str, Any]:
     """Capture ids in both conventions: top-level 'state after k layers', nested 'output of layer j', k = j + 1.
 
-    Options of EAGLE-3.1 stand in both places too; where something is nested, the ids always are.
+    Options of EAGLE-3.1 are written in both places too; where something is nested, the ids always are.
     """
     options = {name: True for name in OPTIONS if getattr(config, name)}
     if not config.reads_captures or (not options and is_default_captures(config, num_base_layers)):
@@ -175,7 +171,7 @@ def config_json(config: Exported, base: BaseConfig, dtype: str) -> dict[str, Any
         "num_hidden_layers": config.num_hidden_layers,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
-        "hidden_act": config.hidden_act,
+        "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         **_rope_keys(config.rope),
         # Engines size their rotary table and their longest context by it: a draft may not be shorter than its target.
@@ -194,12 +190,6 @@ def config_json(config: Exported, base: BaseConfig, dtype: str) -> dict[str, Any
         **_capture_keys(config, base.num_layers),
     }
     return {key: value for key, value in values.items() if value is not None}
-
-
-def _read_rope(raw: dict[str, Any]) -> RopeConfig:
-    scaling = dict(raw.get("rope_scaling") or {})
-    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
-    return RopeConfig.from_dict({"theta": float(raw["rope_theta"]), "type": kind, **scaling})
 
 
 def has_layer_number(pattern: str) -> bool:

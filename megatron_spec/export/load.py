@@ -11,12 +11,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from megatron_spec.base.ends_only import EndsOnly
+from megatron_spec.base.ends import EndsOnly
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base, load_ends
 from megatron_spec.checkpoint.fingerprint import fingerprint
 from megatron_spec.checkpoint.huggingface import HuggingFaceWeights, load_huggingface, weight_files
-from megatron_spec.config import BaseConfig, EagleConfig, QuantConfig, QuantFormat, UserError
+from megatron_spec.config import BaseConfig, QuantConfig, QuantFormat, UserError
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
@@ -108,7 +108,7 @@ def open_draft(folder: Path | str, reference: BaseReference) -> Reading:
     reading = read_draft(Path(folder), reference.config)
     stored = reading.names.get("embed_tokens.weight")
     config = reading.config
-    if isinstance(config, EagleConfig) and config.own_embed_tokens and stored is not None:
+    if config.own_embed_tokens and stored is not None:
         if _is_embedding_of(reading, stored, reference):
             reading.without_embedding("the target's embedding")
         return reading

@@ -168,7 +168,7 @@ def verify(
             problems.append(f"{name} in {PICKLED} differs")
 
     def report() -> None:
-        """Raise with everything that was found, or say nothing."""
+        """Raise with everything that was found."""
         if problems:
             raise VerificationError(f"{folder} is not what is in memory: " + "; ".join(problems[:12]))
 

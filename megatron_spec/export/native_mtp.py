@@ -19,14 +19,14 @@ Shapes = dict[str, tuple[int, ...]]
 _ARCHITECTURES = ("DeepseekV3ForCausalLM",)
 
 
-def prefix(config: EagleConfig) -> str:
+def prefix(config: EagleConfig | BlockConfig) -> str:
     """Of every name in the file."""
     return f"model.layers.{config.layer_in_base}."
 
 
 def file_name(config: EagleConfig | BlockConfig, name: str) -> str:
     """Name in the file of a parameter of the draft; for every other draft they are the same."""
-    if isinstance(config, BlockConfig) or not config.of_base:
+    if not config.of_base:
         return name
     return prefix(config) + name.removeprefix("layers.0.")
 
@@ -41,7 +41,7 @@ def weight_shapes(config: EagleConfig) -> Shapes:
     return {file_name(config, name): spec.shape for name, spec in draft_tensors(config).items()}
 
 
-def end_shapes(config: EagleConfig) -> Shapes:
+def end_shapes(config: EagleConfig | BlockConfig) -> Shapes:
     """Copies of the base's embedding and head."""
     shape = (config.vocab_size, config.target_hidden_size)
     return {f"{prefix(config)}{name}.weight": shape for name in ("embed_tokens", "shared_head.head")}

@@ -1,4 +1,4 @@
-"""How an fp8 folder says that it is one: hf_quant_config.json and the same inside config.json. No torch here."""
+"""How an fp8 folder is marked as one: hf_quant_config.json and the same inside config.json. No torch here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hf_quant_config(exclude: list[str], kv_cache: bool = False, form: str = "fp8
 
 
 def quantization_config(exclude: list[str], kv_cache: bool = False, form: str = "fp8") -> dict[str, Any]:
-    """Value of `quantization_config` in config.json; says the same as `hf_quant_config`."""
+    """Value of `quantization_config` in config.json; the same content as `hf_quant_config`."""
     if form == "nvfp4":
         weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
         return {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_spec.checkpoint.base_import import BaseReference
-from megatron_spec.config import EagleConfig, MedusaConfig, UserError
+from megatron_spec.config import MedusaConfig, UserError
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.export import layout, medusa, native_mtp
 from megatron_spec.export.common import copy_side_files
@@ -57,7 +57,7 @@ def rewrite(folder: Path | str, reference: BaseReference, out: Path | str) -> Pa
 
 
 def _config(config: layout.Exported, reference: BaseReference, dtype: str) -> dict[str, Any]:
-    if isinstance(config, EagleConfig) and config.of_base:
+    if config.of_base:
         return native_mtp.config_json(reference.path, dtype)
     return layout.config_json(config, reference.config, dtype)
 

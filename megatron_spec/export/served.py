@@ -61,5 +61,5 @@ def _check_rope(config: EagleConfig | BlockConfig) -> None:
     if rope.type == "yarn" and rope.attention_factor != mscale(rope.factor):
         raise UserError(
             f"yarn with attention_factor {rope.attention_factor}: engines take {mscale(rope.factor):.6g} for factor "
-            f"{rope.factor} whatever a draft's config.json says; leave attention_factor out (rope_scaling derives it)"
+            f"{rope.factor} regardless of a draft's config.json; leave attention_factor out (rope_scaling derives it)"
         )

@@ -99,7 +99,7 @@ def convert(folder: Path, base: Path | str, out: Path, draft_len: int = 3) -> No
     base = Path(base)
     architectures = ["LlamaForCausalLM"]
     if (base / "config.json").is_file():
-        read_base_config(base)  # says what is wrong with it
+        read_base_config(base)  # reports what is wrong with it
         architectures = read_object(base / "config.json")["architectures"]
     writer = TensorWriter(out, {name: plan_of(tensor) for name, tensor in _tensors(source)})
     for name, tensor in _tensors(source):

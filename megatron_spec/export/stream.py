@@ -30,7 +30,7 @@ _CODES = {
 
 
 def plan_of(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
-    """What a plan says of this tensor."""
+    """Plan entry of this tensor."""
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 

@@ -30,6 +30,7 @@ from megatron_spec.export.load import StoredTensors, load_exported_draft
 from megatron_spec.export.native_mtp import dtype_of
 from megatron_spec.ops.block_attention import BlockLayout, block_attention
 from megatron_spec.ops.visibility import Visibility
+from megatron_spec.quantization.attach import quantised_linears
 from megatron_spec.quantization.rounding import scale_of
 from megatron_spec.runtime.distributed import World, together
 from megatron_spec.runtime.files import read_object
@@ -54,7 +55,7 @@ class ExportedFolder:
         self.json: dict[str, Any] = read_object(folder / "config.json")
         self.reading = read_draft(folder, base)
         found = self.reading.config
-        if isinstance(found, EagleConfig) and found.own_embed_tokens and not trained.own_embed_tokens:
+        if found.own_embed_tokens and not trained.own_embed_tokens:
             self.reading.without_embedding("the target's embedding, on request")
         self.config: EagleConfig = self.reading.config  # type: ignore[assignment]
         self.tensors = StoredTensors(self.reading)
@@ -103,7 +104,7 @@ def _check_folder(folder: Path | str, draft: nn.Module, base: BaseConfig, world:
     try:
         exported = ExportedFolder(Path(folder), base, draft.config)  # type: ignore[arg-type]
         problems = check_config(exported, draft.config, base)  # type: ignore[arg-type]
-        problems += check_tensors(exported, dtype, fp8_names(draft), form_of(draft))
+        problems += check_tensors(exported, dtype, set(quantised_linears(draft)), form_of(draft))
         problems = problems or _check_vocab(exported, draft)
     except UserError as e:
         raise VerificationError(f"{folder}: {e}") from e
@@ -113,20 +114,15 @@ def _check_folder(folder: Path | str, draft: nn.Module, base: BaseConfig, world:
         raise VerificationError(f"{folder} is not what is in memory: " + "; ".join(problems[:12]))
 
 
-def fp8_names(draft: nn.Module) -> set[str]:
-    """Names of the linears with quantisers."""
-    return {n for n, m in draft.named_modules() if getattr(m, "weight_quantizer", None) is not None}
-
-
 def form_of(draft: nn.Module) -> str:
     """'fp8', or 'nvfp4' for a draft whose weights alone are rounded."""
-    forms = {m.weight_quantizer.form for m in draft.modules() if getattr(m, "weight_quantizer", None) is not None}  # type: ignore[union-attr]
+    forms = {linear.weight_quantizer.form for linear in quantised_linears(draft).values()}
     assert len(forms) <= 1, forms
     return str(next(iter(forms), "fp8"))
 
 
 def check_config(exported: ExportedFolder, trained: EagleConfig, base: BaseConfig) -> list[str]:
-    """What config.json says otherwise than the trained configuration."""
+    """Where config.json differs from the trained configuration."""
     problems = [
         f"config.json gives {f.name} {getattr(exported.config, f.name)!r}, trained with {getattr(trained, f.name)!r}"
         for f in dataclasses.fields(trained)
@@ -195,30 +191,28 @@ def _check_vocab(exported: ExportedFolder, draft: Any) -> list[str]:
 
 def check_values(exported: ExportedFolder, draft: nn.Module, world: World, dtype: torch.dtype) -> list[str]:
     """Parameters of this rank that are not, bit for bit, what the file gives it."""
-    modules: dict[str, Any] = dict(draft.named_modules())
-    problems = []
+    linears, problems = quantised_linears(draft), []
     for name, parameter in parameters_by_file_name(draft):
-        quantizer = getattr(modules.get(name.rpartition(".")[0]), "weight_quantizer", None)
-        if quantizer is None:
+        linear = linears.get(name.rpartition(".")[0])
+        if linear is None:
             kept = dtype_of(name, "") == "float32"
             expected = parameter.detach() if kept else parameter.detach().to(dtype)
             found = exported.tensor(name)
         else:
-            expected = quantizer.rounded(parameter)
+            expected = linear.weight_quantizer.rounded(parameter)
             found = exported.weight(name, parameter.dtype)
         if not torch.equal(shard(found, parameter, world.tp), expected.cpu()):
             problems.append(f"{name} differs from the draft in memory")
     for name in layout.zero_shapes(exported.config):
         if exported.tensor(name).any():
             problems.append(f"{name} is not zero")
-    return problems + _check_scale_values(exported, modules)
+    return problems + _check_scale_values(exported, linears)
 
 
-def _check_scale_values(exported: ExportedFolder, modules: dict[str, Any]) -> list[str]:
+def _check_scale_values(exported: ExportedFolder, linears: dict[str, Any]) -> list[str]:
     return [
         f"{name}.{kind}_scale differs from the draft in memory"
-        for name, module in modules.items()
-        if getattr(module, "weight_quantizer", None) is not None
+        for name, module in linears.items()
         for kind in ("weight", "input")
         if module.weight_quantizer.form == "fp8"  # the scales of nvfp4 are a part of its values
         and not torch.equal(
@@ -230,7 +224,7 @@ def _check_scale_values(exported: ExportedFolder, modules: dict[str, Any]) -> li
 @contextmanager
 def _rounded(draft: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """The draft's parameters that are not exported as fp8, rounded to `dtype` for the time of the block."""
-    quantised = {id(m.weight) for m in draft.modules() if getattr(m, "weight_quantizer", None) is not None}
+    quantised = {id(linear.weight) for linear in quantised_linears(draft).values()}
     kept = {
         p: p.data for n, p in draft.named_parameters() if id(p) not in quantised and dtype_of(n, "") != "float32"
     }  # fmt: skip

@@ -16,14 +16,14 @@ from megatron_spec.features.base import FeatureSource, check_count
 
 
 def default_ahead(pp_size: int, in_background: bool) -> int:
-    """Micro-batches of a rank computed at once when the user does not say: few enough to fit beside the draft."""
+    """Micro-batches of a rank computed at once by default: few enough to fit beside the draft."""
     return 4 if pp_size > 1 or in_background else 1
 
 
 class FeaturesAhead:
     """Features of consecutive steps in the order of training.
 
-    At most `ahead` micro-batches of this rank are held beside the one that is trained on.
+    At most `ahead` micro-batches of this rank are held in addition to the one that is trained on.
 
     Args:
         source: where features come from; all ranks of a pipeline group draw alike.

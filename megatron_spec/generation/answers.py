@@ -27,7 +27,7 @@ _CHANNEL = re.compile(
 
 
 def answer_message(tokens: Sequence[int], tokenizer: Any) -> Message | None:
-    """The assistant's message for an answer (without its stop token); None for an answer without a word.
+    """The assistant's message for an answer (without its stop token); None for an empty answer.
 
     Channels (gpt-oss: analysis, commentary, final) become `reasoning_content` and `content`; other special tokens are
     left out of the text.

@@ -104,7 +104,7 @@ def _chat(record: dict[str, Any], where: str, stem: str, number: int) -> Prompt:
     waiting: list[Message] = []
     for message in conversation.messages:
         if message["role"] == "tool" or message.get("tool_calls"):
-            raise UserError(f"{where}: found tool turns, which cannot be answered anew: leave the conversation out")
+            raise UserError(f"{where}: found tool turns, which cannot be answered again: leave the conversation out")
         asked = any(m["role"] == "user" for m in waiting)
         if message["role"] == "assistant" and asked:
             rounds.append(tuple(waiting))
@@ -134,7 +134,7 @@ class Dialogue:
 
     Attributes:
         prompt: what is asked.
-        messages: what was said so far, answers included.
+        messages: the dialogue so far, answers included.
         asked: token ids of the prompt of each answer so far.
         answers: tokens of each answer so far, the stop token included.
         truncated: the last answer was cut; nothing is asked after a cut answer.
@@ -175,7 +175,7 @@ class Dialogue:
         """Add an answer. One without text ends the dialogue and is left out: a template cannot render it."""
         message = answer_message(tokens[:-1] if stopped else tokens, tokenizer)
         if message is None:
-            self.problem = f"round {len(self.answers)} was answered without a word"
+            self.problem = f"round {len(self.answers)} got an empty answer"
             return
         self.messages += [*self.prompt.rounds[len(self.answers)], message]
         self.asked.append(self._waiting)
@@ -188,9 +188,9 @@ class Dialogue:
             )
 
     def answer_ids(self, encoder: ChatEncoder) -> dict[str, Any] | None:
-        """What its line needs beside the text to train back to the answers; see `generation.answers`."""
+        """What its line needs besides the text to train back to the answers; see `generation.answers`."""
         return answer_ids(encoder, self._conversation(self.messages), self.asked, self.answers)
 
     def seed(self, seed: int) -> int:
-        """For sampling the next answer: the same whatever is answered beside it."""
+        """For sampling the next answer: the same regardless of what else is answered."""
         return zlib.crc32(f"{seed}:{self.prompt.identifier}:{len(self.answers)}".encode())

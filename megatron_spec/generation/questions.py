@@ -1,6 +1,6 @@
 """The base writes the questions as well: after the bare header of a user turn it goes on as the user (2406.08464).
 
-A draw is a function of its number and the seed, whatever is drawn beside it, and the questions kept are the first
+A draw is a function of its number and the seed, regardless of what else is drawn, and the questions kept are the first
 distinct ones: they do not depend on batch size or layout, and a killed run goes on where it was.
 """
 
@@ -35,7 +35,7 @@ def draw_questions(
 ) -> dict[int, str]:
     """Number of a draw -> question; collective over all ranks, every rank gets all.
 
-    Left out: draws that met no end within max_new_tokens, and those without a word.
+    Left out: draws that met no end within max_new_tokens, and empty ones.
     """
     world, tokenizer, header = base.world, encoder.tokenizer, encoder.question_ids()
     mine = list(numbers)[world.dp_rank :: world.dp_size]

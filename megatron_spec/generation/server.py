@@ -1,6 +1,6 @@
 """A served model answers prompts: on-policy conversations through any OpenAI-compatible endpoint.
 
-Every finished conversation is a line of OUTPUT at once, so a rerun goes on. Lines beside it:
+Every finished conversation is a line of OUTPUT at once, so a rerun resumes. Lines beside it:
 
     OUTPUT.rejected   conversations that were cut at the token limit, or that the server refused, with the reason
     OUTPUT.meta.json  what the answers depend on (model, sampling, system prompt); a rerun must agree
@@ -70,7 +70,7 @@ class ServerOptions:
 
 
 class Rejected(Exception):
-    """This conversation cannot be answered; the message says why."""
+    """This conversation cannot be answered; the message states why."""
 
 
 class Unanswered(Exception):
@@ -206,7 +206,7 @@ def kept_message(choice: Any, where: str) -> Message:
     calls = [call.model_dump(exclude_none=True) for call in getattr(message, "tool_calls", None) or []]
     given = {"content": message.content, "reasoning_content": thought, "tool_calls": calls}
     if not calls and not (isinstance(message.content, str) and message.content.strip()):
-        raise Rejected(f"{where} was answered without a word (finish reason {choice.finish_reason})")
+        raise Rejected(f"{where} got an empty answer (finish reason {choice.finish_reason})")
     try:
         return parse_message({"role": "assistant", **{k: v for k, v in given.items() if v or k == "content"}}, where)
     except UserError as error:
@@ -329,7 +329,7 @@ async def _generate(
                 if in_a_row >= GIVE_UP_AFTER:
                     raise UserError(
                         f"{in_a_row} conversations in a row were not answered (the last by {error}): what is finished "
-                        f"is in {output}; a rerun goes on"
+                        f"is in {output}; a rerun resumes"
                     ) from None
             totals.retries, totals.seconds = endpoints.retried, time.monotonic() - start
             report(totals)
@@ -377,7 +377,7 @@ def generate_from_server(
                 await client.close()
 
     totals = asyncio.run(main())
-    why = f" ({output}.rejected says why)" if totals.rejected else ""
+    why = f" ({output}.rejected lists the reasons)" if totals.rejected else ""
     log.info(
         "%s: %d answered, %d rejected%s, %.0f tokens/s", output, totals.written, totals.rejected, why, totals.speed
     )

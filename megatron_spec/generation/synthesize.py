@@ -104,7 +104,7 @@ def _record(dialogue: Dialogue, encoder: ChatEncoder) -> dict[str, Any]:
 def read_records(path: Path) -> dict[str, dict[str, Any]]:
     """Records of a file by conversation_id; {} without a file. A half-written last line is passed over.
 
-    Lines that are no records before the last one are passed over too, with a warning: the prompt is answered anew.
+    Lines that are no records before the last one are passed over too, with a warning: the prompt is answered again.
     """
     records: dict[str, dict[str, Any]] = {}
     lines = path.read_bytes().split(b"\n") if path.is_file() else [b""]
@@ -148,7 +148,7 @@ def _from_rank_0(value: Any, world: World) -> Any:
 
 
 def answer_settings(config: DecodeConfig, stop_ids: set[int], about: dict[str, Any]) -> dict[str, Any]:
-    """All that the text of an answer depends on, beside its prompt. Batch size and draft change only the speed.
+    """All that the text of an answer depends on, besides its prompt. Batch size and draft change only the speed.
 
     Args:
         about: identity of base and tokenizer, and the dtype.
@@ -183,7 +183,7 @@ def check_output(output: Path | str, prompts: Sequence[Prompt], settings: dict[s
     """Identifiers of the prompts that an earlier run into `output` answered; nothing is written.
 
     Args:
-        settings: `answer_settings`, or what is known of them: the rest is not looked at.
+        settings: `answer_settings`, or what is known of them: the rest is not checked.
 
     Raises UserError when `output` is something else than what such a run left, or when that run had other settings or
     asked other questions.
@@ -282,6 +282,11 @@ def synthesize_to_file(
     if world.size > 1:
         dist.barrier()
     problems = _from_rank_0(_merge(output, prompts) if world.rank == 0 else {}, world)
+    return len(todo) - _unanswered(prompts, problems, output)
+
+
+def _unanswered(prompts: Sequence[Prompt], problems: dict[str, str], output: Path) -> int:
+    """How many prompts have no answer. Raises UserError when none has one."""
     unanswered = [p for p in prompts if p.identifier in problems]
     if prompts and len(unanswered) == len(prompts):
         first = unanswered[0]
@@ -289,7 +294,7 @@ def synthesize_to_file(
             f"none of {len(prompts)} prompts could be answered, the first ({first.where or first.identifier}): "
             f"{problems[first.identifier]}; {_rejected_path(output)} lists all"
         )
-    return len(todo) - len(unanswered)
+    return len(unanswered)
 
 
 def _rejected_path(output: Path) -> Path:
@@ -321,7 +326,7 @@ def _merge(output: Path, prompts: Sequence[Prompt]) -> dict[str, str]:
     if early := sum(bool(r.get("problem")) for r in cut):
         log.warning("%d of them were cut before their last question: a larger --max-new-tokens asks all", early)
     if problems:
-        log.warning("%d prompts got no answer: %s says why", len(problems), rejected)
+        log.warning("%d prompts got no answer: %s lists the reasons", len(problems), rejected)
     ids = sum("answer_ids" in r for r in kept)
     log.info("%d of %d lines keep the token ids of their answers: their text does not give them again", ids, len(kept))
     return problems

@@ -21,7 +21,7 @@ from megatron_spec.config import LossKind
 
 @dataclass
 class Teacher:
-    """What the base says at U rows, computed once per micro-batch and indexed by every draft step.
+    """The base's distribution at U rows, computed once per micro-batch and indexed by every draft step.
 
     Attributes:
         logits_UD: this rank's shard of the base logits restricted to the draft vocabulary, in the compute dtype.

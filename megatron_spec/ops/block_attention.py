@@ -1,6 +1,6 @@
 """Attention of blocks of draft slots that hang on rows of a context (DFlash, arXiv 2602.06036).
 
-A block of C slots stands at an anchor row. Each slot sees the context rows before the anchor, inside the anchor's
+A block of C slots starts at an anchor row. Each slot sees the context rows before the anchor, inside the anchor's
 document and, if given, inside a window, and the slots of its own block: all of them, or the earlier ones. Blocks do not
 see each other. Scores of rows x keys exist for a few blocks at a time only, so memory is linear in the context; the
 backward pass computes them again.

@@ -18,7 +18,7 @@ from megatron_spec.config import UserError
 
 
 def check_ids(tokens_BS: Tensor, vocab_size: int) -> None:
-    """Refuse ids that no row of the table stands for; on a GPU by an assertion that the host does not wait for.
+    """Refuse ids outside the table; on a GPU by an assertion on the device, without a synchronisation.
 
     Raises:
         UserError: naming the first such id (on a CPU).

@@ -14,7 +14,7 @@ from megatron_spec.config import MlaConfig
 from megatron_spec.ops.rope import apply_rotary
 
 LATENT_EPS = 1e-6
-"""Of the norms of the latents, whatever the model's other norms have."""
+"""Of the norms of the latents, regardless of the epsilon of the model's other norms."""
 
 
 def expand(

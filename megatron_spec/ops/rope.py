@@ -46,7 +46,7 @@ def _yarn(rope: RopeConfig, powers: Tensor, dim: int) -> Tensor:
     """Fast dimensions keep their frequency, slow ones are stretched, with a ramp between."""
 
     def dimension_of(turns: float) -> float:
-        """Pair of the head that makes so many turns over the trained length."""
+        """Pair of the head that makes this many rotations over the trained length."""
         original = rope.original_max_position_embeddings
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 

@@ -1,6 +1,6 @@
 """Exact attention of the training-time test in memory linear in the sequence (EAGLE-3, arXiv 2503.01840).
 
-At step k, row j looks at the trunk (keys of step 0 of rows <= j in its document) and at k branches (the keys of
+At step k, row j sees the trunk (keys of step 0 of rows <= j in its document) and k branches (the keys of
 steps 1..k of row j itself). Flash attention over the trunk gives (o0, lse0); a branch is one score per row, so
 merging is arithmetic on rows:
 
@@ -205,7 +205,7 @@ class TrainingTimeTest:
     def __call__(self, layer: int, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor) -> Tensor:
         """Attention of the next step of `layer`: [S, B, N * D] ([R, 1, N * D] once compacted)."""
         if layer not in self.trunks:
-            k_SBGD, v_SBGD = self.visibility.gather(k_SBGD, v_SBGD)  # once: all later steps look at the same trunk
+            k_SBGD, v_SBGD = self.visibility.gather(k_SBGD, v_SBGD)  # once: all later steps read the same trunk
             self.trunks[layer], self.branches[layer] = (k_SBGD, v_SBGD), []
             return merged_attention(q_SBND, (k_SBGD, v_SBGD), [], self.visibility, window=self.window)
         trunk, branches = self.trunks[layer], self.branches[layer]

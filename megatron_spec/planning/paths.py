@@ -22,7 +22,7 @@ from megatron_spec.config import (
 from megatron_spec.config.machine import Kernels, Machine
 
 MOST_WHOLE_ROWS = 8 << 30
-"""Under sequence parallelism the fused unroll holds whole rows on every rank, up to so many bytes."""
+"""Under sequence parallelism the fused unroll holds whole rows on every rank, up to this many bytes."""
 
 
 def whole_rows_bytes(hidden_size: int, rows: float, steps: int, width: int) -> float:
@@ -162,7 +162,6 @@ def _draft_fused(s: Setting) -> Reasons:
         "the draft has an embedding of its own": config.own_embedding,
         "the draft feeds back a normed state (norm_output)": config.norm_output,
         f"the draft's layer has {', '.join(config.layer_options)}": bool(config.layer_options),
-        f"the draft's activation is {config.hidden_act}": config.hidden_act != "silu",
         f"the draft's head size is {config.head_dim}": odd,
         "fake quantisers clip gradients": clipped,
         "whole rows would take too much memory under sequence parallelism": whole > MOST_WHOLE_ROWS,

@@ -10,16 +10,14 @@ from __future__ import annotations
 import fnmatch
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from megatron_spec.base.modules import ReplicatedLinear
-from megatron_spec.config import DraftConfig, EagleConfig, QuantConfig, UserError
+from megatron_spec.config import DraftConfig, QuantConfig, UserError
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.families import name_rules
 from megatron_spec.quantization import nvfp4
@@ -31,8 +29,6 @@ Role = Literal["base", "draft"]
 
 SHARED_SCALE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linears that engines fuse into one matrix, and that therefore need one scale."""
-
-_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 KV_PLACE = "self_attention.core_attention"
 
@@ -78,7 +74,7 @@ def _kernel(model: Any) -> bool:
 
 def check_draft(config: DraftConfig, quant: QuantConfig) -> None:
     """Raise UserError for a draft that no engine loads in the format of the policy."""
-    if quant.draft != "none" and isinstance(config, EagleConfig) and config.of_base:
+    if quant.draft != "none" and config.of_base:
         raise UserError(
             f"{quant.draft} for the base's own prediction module: engines read it in the form of the whole base; "
             "quantise the base alone (--export-quant-cfg fp8_base_only)"
@@ -90,6 +86,11 @@ def draft_linears(draft: nn.Module) -> dict[str, nn.Module]:
     table = draft_tensors(draft.config)  # type: ignore[arg-type]
     found = {n: m for n, m in draft.named_modules() if hasattr(m, "input_quantizer") and hasattr(m, "weight_quantizer")}
     return {n: m for n, m in found.items() if table[f"{n}.weight"].linear}
+
+
+def quantised_linears(draft: nn.Module) -> dict[str, Any]:
+    """Linears of a draft that have quantisers (of their weights at least), by name."""
+    return {name: linear for name, linear in draft_linears(draft).items() if linear.weight_quantizer is not None}
 
 
 def shared_scale_groups(names: Iterable[str]) -> list[tuple[str, ...]]:
@@ -153,21 +154,10 @@ def _check_blocks(name: str, weight: Tensor) -> None:
 # ---- base
 
 
-def base_linears(base: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """(global name, name inside the layer, linear) of every decoder linear of this pipeline stage."""
-    model: Any = base
-    for number, layer in enumerate(model.gpt.decoder.layers, model.stage.first):
-        for name, module in layer.named_modules():
-            if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
-                first = model.experts.first
-                everywhere = _EXPERT.sub(lambda m: str(int(m[0]) + first), name)  # noqa: B023 - used at once
-                yield f"layers.{number}.{everywhere}", name, module
-
-
 def _attach_base(base: nn.Module, quant: QuantConfig) -> int:
     model: Any = base
     chosen: list[tuple[str, Any]] = []
-    found = list(base_linears(base))
+    found = list(model.linears())
     if not found:
         raise UserError(
             "fp8 for the base: found no ColumnParallelLinear or RowParallelLinear in its layers; a base built with "
@@ -180,7 +170,7 @@ def _attach_base(base: nn.Module, quant: QuantConfig) -> int:
         )
     names_of = {r.module: [n.removesuffix(".weight") for n in r.hf] for r in name_rules(model.config)}
     stacked = 0
-    for name, _, linear in found:
+    for name, linear in found:
         if name not in names_of:  # one tensor holds all experts (gpt-oss), and has no place for their scales
             stacked += 1
         elif not excluded(names_of[name], quant.excludes("base")):
@@ -255,7 +245,7 @@ def measure_weight_errors(linears: list[tuple[str, Any]], tp: dist.ProcessGroup)
 def _attach_kv(base: Any) -> None:
     if base.config.mla:
         raise UserError("an fp8 KV cache of a base with latent attention: engines cache the latent; leave it out")
-    for number, layer in enumerate(base.gpt.decoder.layers, base.stage.first):
+    for number, layer in base.layers():
         core = layer.self_attention.core_attention
         if getattr(core, "k_quantizer", None) is not None:
             continue
@@ -276,7 +266,7 @@ def _quantize_kv(core: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def quantizers(module: nn.Module) -> dict[str, TensorQuantizer]:
-    """Every quantiser under `module`, by its own name (global for a base, whatever the pipeline split)."""
+    """Every quantiser under `module`, by its own name (global for a base, regardless of the pipeline split)."""
     return {m.name: m for m in module.modules() if isinstance(m, TensorQuantizer)}
 
 
@@ -300,11 +290,11 @@ def load_base_amax(base: nn.Module, state: dict[str, float]) -> None:
 
     Raises:
         UserError: a quantiser of this stage is missing in `state`, `state` knows one that this base lacks, or the range
-            of a weight says that another base was calibrated.
+            of a weight shows that another base was calibrated.
     """
     model: Any = base
     mine = quantizers(base)
-    layers = {f"layers.{model.stage.first + i}" for i in range(len(model.gpt.decoder.layers))}
+    layers = {f"layers.{number}" for number, _ in model.layers()}
     missing = sorted(mine.keys() - state.keys())
     unexpected = sorted(n for n in state.keys() - mine.keys() if ".".join(n.split(".")[:2]) in layers)
     if model.world.parallel.expert_model_parallel_size > 1:

@@ -21,9 +21,8 @@ from megatron_spec.config import ObjectiveConfig, QuantConfig, UserError
 from megatron_spec.drafts.contract import BaseEnds, Draft
 from megatron_spec.quantization.attach import (
     attach_quantizers,
-    base_linears,
-    draft_linears,
     measure_weight_errors,
+    quantised_linears,
     quantizers,
     shared_scale_groups,
 )
@@ -108,7 +107,7 @@ def _calibrate_draft(
     quant: QuantConfig,
     world: World,
 ) -> None:
-    linears: dict[str, Any] = {n: m for n, m in draft_linears(draft).items() if m.weight_quantizer is not None}
+    linears = quantised_linears(draft)
     groups = [world.draft_dp, world.tp]
     weights = [m.weight_quantizer for m in linears.values()]
     inputs = [m.input_quantizer for m in linears.values() if m.input_quantizer is not None]
@@ -167,11 +166,11 @@ def choose_ranges(found: Sequence[TensorQuantizer], groups: Sequence[dist.Proces
         quantizer.choose_range(percent)
 
 
-def _report(base: nn.Module | None, draft: Draft, world: World) -> list[LayerReport]:
+def _report(base: Any, draft: Draft, world: World) -> list[LayerReport]:
     """Lines of the base's linears, gathered over the pipeline ranks, then those of the draft."""
     mine: list[LayerReport] = []
     if base is not None:
-        mine = lines_of("base", {n: m for n, _, m in base_linears(base)}, quantizers(base))
+        mine = lines_of("base", dict(base.linears()), quantizers(base))
     stages: list[Any] = [None] * world.pp_size
     dist.all_gather_object(stages, mine, group=world.pp)
-    return [line for stage in stages for line in stage] + lines_of("draft", draft_linears(draft), {})
+    return [line for stage in stages for line in stage] + lines_of("draft", quantised_linears(draft), {})

@@ -29,7 +29,7 @@ def magnitudes(x: Tensor) -> Tensor:
 
 
 def bin_values(device: torch.device | str) -> Tensor:
-    """fp32 [BINS]: the magnitude each bin stands for; those past infinity are never counted, and 0 here."""
+    """fp32 [BINS]: the magnitude of each bin; those past infinity are never counted, and 0 here."""
     index = torch.arange(BINS, dtype=torch.int32, device=device)
     return (torch.where(index <= _INFINITY, index, 0) << 16).view(torch.float32)
 
@@ -44,7 +44,7 @@ def percentile(histogram: Tensor, percent: float) -> Tensor:
 
 def clipped_share(histogram: Tensor, amax: Tensor) -> float:
     """Share of the values above `amax`."""
-    # A value that is amax itself may stand in the bin above it (float32 rounded up).
+    # A value that is amax itself may fall into the bin above it (float32 rounded up).
     ceiling = bin_values(histogram.device)[(magnitudes(amax) > 0).nonzero()[0, 0]]
     above = histogram[bin_values(histogram.device) > ceiling].sum()
     return float(above / histogram.sum().clamp(min=1))

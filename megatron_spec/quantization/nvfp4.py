@@ -2,7 +2,7 @@
 
 value = code * block scale * global scale, where global = amax / (6 * 448) and a block's scale is the E4M3 number
 nearest to its largest magnitude / 6 / global. Two codes share a byte, the first one in the low half. As with fp8, what
-training sees is what the exported codes stand for, bit for bit.
+training sees is the value of the exported codes, bit for bit.
 
 O outputs, I inputs.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 BLOCK = 16
 E2M1_MAX = 6.0
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the eight magnitudes of E2M1 stand for."""
+"""Values of the eight magnitudes of E2M1."""
 _UP = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 """Halfway points between two magnitudes, and whether a number on it belongs to the upper one (ties to even)."""
 _GLOBAL = E2M1_MAX * 448.0
@@ -50,7 +50,7 @@ def decode(codes: Tensor, scale: Tensor, whole: Tensor, dtype: torch.dtype = tor
 
 
 def round_trip(weight_OI: Tensor, amax: Tensor) -> Tensor:
-    """The weight as its codes stand for it, in its dtype. NaN stays NaN."""
+    """The weight as its codes represent it, in its dtype. NaN stays NaN."""
     codes, scale = encode(weight_OI, amax)
     rounded = decode(codes, scale, global_scale(amax), weight_OI.dtype)
     return torch.where(weight_OI.isnan(), weight_OI.detach(), rounded)

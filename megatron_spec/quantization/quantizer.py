@@ -96,7 +96,7 @@ class TensorQuantizer(nn.Module):
         Also sets `relative_error` and `clipped_share`, and forgets the histogram.
         """
         seen, self.histogram = self.histogram, None
-        if seen is None or not bool(self.amax.isfinite()):  # `check` says what is wrong
+        if seen is None or not bool(self.amax.isfinite()):  # `check` reports what is wrong
             return
         if percent is not None:
             self.set_amax(torch.minimum(histogram.percentile(seen, percent), self.amax))
@@ -176,7 +176,7 @@ class TensorQuantizer(nn.Module):
 
     @property
     def straight(self) -> bool:
-        """It rounds (or does nothing), and gradients pass as they are: what `round_` can stand for."""
+        """It rounds (or does nothing), and gradients pass unchanged: what `round_` can stand for."""
         return self.mode is not Mode.CALIBRATING and not self.clipped
 
     @torch.no_grad()
@@ -191,7 +191,7 @@ class TensorQuantizer(nn.Module):
 
     @torch.no_grad()
     def rounded(self, x: Tensor) -> Tensor:
-        """x as an enabled quantiser gives it, without a gradient and whatever the mode."""
+        """x as an enabled quantiser gives it, without a gradient and regardless of the mode."""
         return fake_quant(x.detach(), self.amax, form=self.form, kernel=self.kernel)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

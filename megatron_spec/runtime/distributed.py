@@ -22,7 +22,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_spec.config import ParallelConfig, UserError
 from megatron_spec.runtime import failure, lock, platform
-from megatron_spec.runtime.agreement import check_agreement
 from megatron_spec.runtime.context import ContextShard
 
 log = logging.getLogger(__name__)
@@ -294,3 +293,25 @@ def shutdown() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def check_agreement(settings: Mapping[str, Any]) -> None:
+    """Raise UserError, on every rank, when `settings` (flag -> value) are not those of rank 0. Collective.
+
+    Ranks that disagree would hang, or silently train something else.
+    """
+    if dist.get_world_size() == 1:
+        return
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, {flag: str(value) for flag, value in settings.items()})
+    differences = []
+    for flag in sorted({flag for found in everywhere for flag in found}):
+        values = [found.get(flag, "(not given)") for found in everywhere]
+        other = next((i for i, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            differences.append(f"{flag} is {values[0]} on rank 0 and {values[other]} on rank {other}")
+    if differences:
+        raise UserError(
+            f"the ranks were not started alike: {'; '.join(differences)}. Start every rank with the same flags, and "
+            "make sure that they read the same files"
+        )

@@ -1,7 +1,7 @@
 """A rank that fails ends the others within seconds, wherever they wait.
 
 A collective whose partner is gone can wait for minutes (NCCL), and a launcher cannot tell a rank that saves before it
-leaves from one that waits for ever. So a failing rank says its error first, then notes it in the store through which
+leaves from one that waits for ever. So a failing rank reports its error first, then notes it in the store through which
 the ranks found one another; a thread of every rank looks there once a second and ends its process.
 """
 
@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 SECONDS = 1.0
-"""Between two looks at the store."""
+"""Between two reads of the store."""
 
 
 def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:

@@ -58,7 +58,7 @@ def _take(folder: Path) -> tuple[int, bool]:
         except (BlockingIOError, PermissionError):
             os.close(handle)
             raise _refuse(folder, _owner(path)) from None
-        except OSError:  # a file system without locks: what the file says must do
+        except OSError:  # a file system without locks: the content of the file must do
             locked = False
         with contextlib.suppress(FileNotFoundError):
             if os.fstat(handle).st_ino == os.stat(path).st_ino:

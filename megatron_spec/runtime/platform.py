@@ -39,7 +39,7 @@ def check_optional_packages() -> None:
     for another CUDA) makes it fail later with an unrelated message, or silently lose the fused path.
 
     Raises:
-        UserError: a package is installed but does not import; says what failed and what to do.
+        UserError: a package is installed but does not import; states what failed and what to do.
     """
     for name, (module, remedy) in _OPTIONAL.items():
         if importlib.util.find_spec(name) is None:
@@ -54,7 +54,7 @@ def check_optional_packages() -> None:
 
 
 def to_device(x: torch.Tensor, place: torch.device | str) -> torch.Tensor:
-    """Copy of a tensor of the host; to a GPU from pinned memory, so that the host does not wait for the device."""
+    """Copy of a tensor of the host; to a GPU from pinned memory, so that no device synchronisation is needed."""
     if torch.device(place).type == "cuda" and x.device.type == "cpu":
         return (x if x.is_pinned() else x.pin_memory()).to(place, non_blocking=True)
     return x.to(place)

@@ -31,7 +31,7 @@ _OLDER_TYPES: dict[Method, str] = {
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What TensorRT-LLM itself is told, beside how it drafts. None leaves its default.
+    """What TensorRT-LLM itself is told, besides how it drafts. None leaves its default.
 
     Attributes:
         max_batch_size: most requests in a step; CUDA graphs are recorded up to it.

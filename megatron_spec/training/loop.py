@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Position:
-    """Where a run stands: all that is needed, with draft and optimizer, to continue it exactly."""
+    """Position of a run: all that is needed, with draft and optimizer, to continue it exactly."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -50,7 +50,7 @@ class Position:
 
 
 class Saver(Protocol):
-    """Writes checkpoints, at once or beside the training. Every method is a collective."""
+    """Writes checkpoints, at once or while training goes on. Every method is a collective."""
 
     def save(self, position: Position) -> None:
         """Write a checkpoint, or begin to."""
@@ -66,7 +66,7 @@ class Saver(Protocol):
 
 
 Evaluate = Callable[[int, bool, Callable[[], bool]], None]
-"""Called with the iteration, whether it is the last one, and a function that says on this rank whether a signal asks to
+"""Called with the iteration, whether it is the last one, and a function that tells whether a signal asks this rank to
 end."""
 
 
@@ -105,7 +105,7 @@ class StopSignal:
     def agreed(self, device: torch.device) -> bool:
         """True on every rank when any rank got the signal; asked once in a step.
 
-        On a GPU the answer is that of the step before: the present one would wait for the device to finish the step.
+        On a GPU the answer is that of the step before: the present one would need a device synchronisation.
         """
         flag = to_device(torch.tensor(float(self.received)), device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)

@@ -91,7 +91,7 @@ class Trainer:
     def step(self, features: Iterable[Features], describe: str = "", count: int | None = None) -> StepResult:
         """One optimizer step. A batch without any supervised row changes neither parameters nor moments.
 
-        The host waits for the device once, for the norm of the gradient (megatron-core returns it as a number); loss
+        There is one device synchronisation, for the norm of the gradient (megatron-core returns it as a number); loss
         and sums are complete then, and the optimizer runs while the next step is prepared.
 
         Args:

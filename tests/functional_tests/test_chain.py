@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from megatron_spec.config.rope import read_rope
 from tests.functional_tests.script_helpers import make_base, refuse, succeed, write_conversations
 
 TP2 = ("--tensor-model-parallel-size", 2)
@@ -82,6 +84,17 @@ def test_exported_fp8_draft_and_base(chain: Path) -> None:
     assert str(base["model.layers.0.mlp.gate_proj.weight"].dtype) == "torch.float8_e4m3fn"
     assert (chain / "fp8" / "base" / "tokenizer.json").is_file()
     assert "eagle3_layers_to_capture" in (chain / "fp8" / "trtllm.yaml").read_text()
+
+
+def test_a_draft_is_exported_with_yarn(chain: Path) -> None:
+    """What was written is what the verification computed: read back, the frequencies and their scale are YaRN's."""
+    yarn = ("--export-yarn-factor", 4, "--export-yarn-original", 96)
+    said = succeed("export", "--load", chain / "tuned", "--export-dir", chain / "yarn", "--export-extra-modules", *yarn)
+    assert "YaRN was not in the training" in said
+    config = json.loads((chain / "yarn" / "draft" / "config.json").read_text())
+    assert config["rope_scaling"]["rope_type"] == "yarn" and config["rope_scaling"]["factor"] == 4.0
+    rope = read_rope(config, "config.json")
+    assert rope.original_max_position_embeddings == 96 and rope.attention_factor == pytest.approx(1 + 0.1 * math.log(4))
 
 
 def test_validate_says_the_text_is_identical_in_every_layout(chain: Path) -> None:

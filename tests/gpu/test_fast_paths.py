@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_spec.base import te_spec
 from megatron_spec.base.direct import KernelOperators, run_in_fp8
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base
@@ -410,7 +409,7 @@ def test_transformer_engine_base(packed: bool) -> None:
     assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear"} <= kinds and engine.direct is None
     own = dict(local.gpt.named_parameters())
     with torch.no_grad():
-        for name, parameter in te_spec.named_parameters(engine.gpt):
+        for name, parameter in engine.weights().items():
             parameter.copy_(own.pop(name))
     assert not own
     wanted = run_base(exact, [batch])[0]

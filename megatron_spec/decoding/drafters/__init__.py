@@ -15,7 +15,7 @@ __all__ = ["Context", "Drafter", "Observation", "Proposal", "build_drafter"]
 
 
 def build_drafter(draft: Any, base: FrozenBase, config: DecodeConfig | None = None) -> Drafter | None:
-    """A Drafter as it is; a draft model, a second base model (DraftTarget) or None as the configuration says.
+    """A Drafter as it is; a draft model, a second base model (DraftTarget) or None, by the configuration.
 
     None without a decoding_type decodes with the base alone. Raises UserError for what does not fit together.
     """

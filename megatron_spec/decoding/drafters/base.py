@@ -17,7 +17,7 @@ class Observation:
     """What one base forward (a prefill or a verification) made certain for rows `first .. first + B - 1`.
 
     Attributes:
-        first: first engine row the tensors speak of.
+        first: first engine row the tensors refer to.
         slots_BS: int64 positions of the S rows, those of a sequence consecutive.
         next_tokens_BS: int64 the token that follows each of them (verified, or the base's own choice).
         counts_B: int64 number of leading rows that are final; rows after them hold rejected drafts or padding.
@@ -66,7 +66,7 @@ class Proposal:
     Attributes:
         tokens_BN: int64 tokens of the nodes.
         proposed_B: int64 how many leading nodes of a row count; None: all.
-        parents_BN: int64 node that a node follows, -1: the last known token. Parents stand before their children,
+        parents_BN: int64 node that a node follows, -1: the last known token. Parents come before their children,
             children of one parent differ. None: a chain.
         q_BNV: distributions over the whole vocabulary from which the tokens of a chain were drawn with
             Context.uniform_BK; None: they were not drawn.
@@ -82,7 +82,7 @@ class Drafter:
     """Proposes tokens for every running sequence. Drafters of users derive from it and need one method."""
 
     fixed_shapes = False
-    """`observe` (but of a prefill) and `prepare_draft_tokens` use the same memory every time and never look at values
+    """`observe` (but of a prefill) and `prepare_draft_tokens` use the same memory every time and never read values
     on the host: they may then run from a CUDA graph, with idle rows after the running ones."""
 
     def open(self, rows: int, max_length: int) -> None:

@@ -2,8 +2,8 @@
 
 The drafter keeps keys and values of the context: every observation adds those of the verified rows, made of the base's
 captures. A proposal runs the slots of a block that hangs on the last known token, at position a: their keys and values
-are written after those of the context, to slots a .. a + C - 1, where the next observation or proposal overwrites
-them, so rolling back costs nothing. Every slot sees what it saw in training (`ops/block_attention.py`).
+are written after the context, to slots a .. a + C - 1, where the next observation or proposal overwrites them, so
+rolling back costs nothing. Every slot sees what it saw in training (`ops/block_attention.py`).
 
 DFlash's tokens are independent of each other given the text; DSpark's are chosen from left to right, each with the
 Markov head's correction by the one before, and a block is cut where the product of confidences falls below a threshold.

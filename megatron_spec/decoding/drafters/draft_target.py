@@ -49,7 +49,7 @@ class DraftTargetDrafter(Drafter):
         self.read = [0] * rows  # tokens of each row that the model has read
 
     def observe(self, seen: Observation) -> None:
-        """Rows that begin anew have nothing read; everything else is read when drafts are asked for."""
+        """Rows that restart have nothing read; everything else is read when drafts are asked for."""
         if seen.prefill:
             count = seen.slots_BS.shape[0]
             self.read[seen.first : seen.first + count] = [0] * count

@@ -1,6 +1,6 @@
 """Lookup by a suffix automaton: what followed the longest suffix of the text that occurred before. No model.
 
-Alone (`SA`), or beside a draft model: where the match is long enough, what followed it replaces the model's tokens
+Alone (`SA`), or with a draft model: where the match is long enough, what followed it replaces the model's tokens
 (TensorRT-LLM's SA and `sa_config`). The automaton holds every substring of a text in at most two states per token and
 grows by a token in constant time on average (Blumer et al., 1985). The suffix link of its last state is the longest
 suffix that occurred before, which is the match; the first of its occurrences proposes.

@@ -60,12 +60,12 @@ class TextDrafter(Drafter):
         self.texts[row] = []
 
     def observe(self, seen: Observation) -> None:
-        """See Drafter: only a prefill matters, which begins rows anew."""
+        """See Drafter: only a prefill matters, which restarts rows."""
         for row in range(seen.first, seen.first + seen.slots_BS.shape[0] if seen.prefill else 0):
             self.begin(row)
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
-        """See Drafter. The rows left over are begun anew before they are used."""
+        """See Drafter. The rows left over are restarted before they are used."""
         for s, t in zip(source, target, strict=True):
             self.texts[t] = self.texts[s]
 

@@ -47,7 +47,7 @@ _LOADED_BY: dict[str, tuple[tuple[Engine, ...], str]] = {
 
 
 def kind_of(config: dict[str, Any], tensors: dict[str, Entry]) -> str:
-    """What a folder holds, by its config.json, or by its tensors where that says nothing useful."""
+    """What a folder holds, by its config.json, or by its tensors where that is no help."""
     names = " ".join(config.get("architectures") or [])
     if "architecture" in config and "mapping" in config:
         return "TensorRT-LLM legacy"
@@ -74,7 +74,7 @@ def kind_of(config: dict[str, Any], tensors: dict[str, Entry]) -> str:
 
 
 def _read(source: Source, kind: str, base: dict[str, Any] | None) -> tuple[list[Finding], Reading | None]:
-    """What the reader of drafts says: it refuses what validate.py would refuse, in the same words."""
+    """What the reader of drafts reports: it refuses what validate.py would refuse, in the same words."""
     if kind in ("target", "TensorRT-LLM legacy"):
         return [], None
     config = _base_config(base)
@@ -99,7 +99,7 @@ def _same_base(path: Path, base: Path) -> Iterator[Finding]:
 
 
 def _base_config(base: dict[str, Any] | None) -> BaseConfig | None:
-    """Of the target the little that a draft must fit; None when its config.json does not say it."""
+    """The few sizes of the target that a draft must fit; None when its config.json lacks them."""
     names = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "num_hidden_layers": "num_layers"}
     if base is None or not all(isinstance(base.get(name), int) for name in names):
         return None

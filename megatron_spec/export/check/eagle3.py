@@ -96,7 +96,7 @@ def _vocab_map(folder: Folder) -> Iterator[Finding]:
 
 
 def _served_by_some(folder: Folder) -> Iterator[Finding]:
-    """Options that only some engines compute; the others drop their tensors without a word."""
+    """Options that only some engines compute; the others drop their tensors silently."""
     config = folder.reading.config if folder.reading is not None else None
     if not isinstance(config, EagleConfig):
         return

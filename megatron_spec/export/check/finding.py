@@ -1,4 +1,4 @@
-"""What is wrong with a folder, and the folder that the rules look at. No torch."""
+"""What is wrong with a folder, and the folder that the rules check. No torch."""
 
 from __future__ import annotations
 

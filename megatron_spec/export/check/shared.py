@@ -92,11 +92,11 @@ def _shared_scales(folder: Folder) -> Iterator[Finding]:
 
 
 def check_biases(folder: Folder) -> Iterator[Finding]:
-    """Biases that are not there beside others that are: engines create them all at once."""
+    """Biases that are not there while others are: engines create them all at once."""
     missing = [n for n, stored in folder.reading.names.items() if stored is None] if folder.reading else []
     if missing:
         yield Finding(
-            "bias", f"{', '.join(missing[:8])} ({len(missing)}) are missing beside others of their kind: "
+            "bias", f"{', '.join(missing[:8])} ({len(missing)}) are missing while others of their kind are there: "
             "engines leave them random", "write zeros (tools/check_export.py --fix does)",
         )  # fmt: skip
 

@@ -104,7 +104,7 @@ def config_of(raw: dict[str, Any]) -> BlockConfig:
 
 
 def _attention(raw: dict[str, Any], inside: dict[str, Any]) -> tuple[bool, int | None]:
-    """(causal, window). Without a word on it, layers with sliding attention are causal and `use_swa` is not (vLLM)."""
+    """(causal, window). Without either key, layers with sliding attention are causal and `use_swa` is not (vLLM)."""
     listed = "sliding_attention" in (raw.get("layer_types") or ())
     causal = next((x for x in (raw.get("is_causal"), inside.get("causal")) if x is not None), listed)
     if not (listed or inside.get("use_swa")):

@@ -89,7 +89,7 @@ def check_keys(source: Source, raw: dict[str, Any], used: Set[str], where: str =
         where: before every key of an object inside config.json that holds options of the draft: 'eagle_config.'.
     """
     unknown = sorted(raw.keys() - used - frozenset().union(*HARMLESS.values()))
-    options = [key for key in unknown if where or _OPTION.search(key.lower())]  # nothing but options stands inside
+    options = [key for key in unknown if where or _OPTION.search(key.lower())]  # only options are inside
     given = [key for key in options if raw[key] not in (None, False, "", [], {})]
     passed = [f"{where}{key}" for key in unknown if key not in given]
     if passed:

@@ -25,7 +25,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "layernorms": ((False,), "norms before fc of an EAGLE-1 draft (HASS) are not supported"),
     "fusion_bias": ((True, False), ""),
 }
-"""Key -> (values that change nothing, what to say of others)."""
+"""Key -> (values that change nothing, the message for others)."""
 
 NESTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_aux_hidden_state": ((True,), "an EAGLE-3 draft that reads the last state alone is not supported"),

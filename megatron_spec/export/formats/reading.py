@@ -215,8 +215,10 @@ def integer(raw: dict[str, Any], key: str, source: Source, default: int | None =
 def check_fits(reading: Reading, base: BaseConfig) -> list[Problem]:
     """What of a draft does not fit the target."""
     config, problems = reading.config, []
-    target = config.target_hidden_size if isinstance(config, EagleConfig) else config.hidden_size
-    pairs = (("hidden size", target, base.hidden_size), ("vocabulary", config.vocab_size, base.vocab_size))
+    pairs = (
+        ("hidden size", config.target_hidden_size, base.hidden_size),
+        ("vocabulary", config.vocab_size, base.vocab_size),
+    )
     for what, found, expected in pairs:
         if found != expected:
             rule = "vocab_size" if what == "vocabulary" else "target_hidden_size"

@@ -21,7 +21,7 @@ LARGEST = 448.0
 
 @dataclass
 class Fp8Matrix:
-    """values [R, H] in E4M3 and scale [R] in fp32: row r stands for values[r] * scale[r]."""
+    """values [R, H] in E4M3 and scale [R] in fp32: row r is values[r] * scale[r]."""
 
     values: Tensor
     scale: Tensor

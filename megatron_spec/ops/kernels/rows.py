@@ -173,6 +173,26 @@ def _head_weight(q_at, k_at, mask, is_q, is_k):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _heads_of(slot, used, N: tl.constexpr, G: tl.constexpr, GROUPED: tl.constexpr):
+    """Whether a head of the projection is a query, a key or a value, and which one of its kind."""
+    n: tl.constexpr = N // G
+    if GROUPED:  # megatron-core: per key/value head its n query heads, then k, then v
+        kv_head = slot // (n + 2)
+        inside = slot % (n + 2)
+        is_q = used & (inside < n)
+        is_k = used & (inside == n)
+        is_v = used & (inside == n + 1)
+        q_head = kv_head * n + inside
+    else:
+        is_q = used & (slot < N)
+        is_k = used & (slot >= N) & (slot < N + G)
+        is_v = used & (slot >= N + G)
+        q_head = slot
+        kv_head = (slot - N) % G
+    return is_q, is_k, is_v, q_head, kv_head
+
+
+@triton.jit
 def _rotary_kernel(
     x_ptr, e_ptr, place_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, eps,
     N: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr,
@@ -182,24 +202,10 @@ def _rotary_kernel(
     """x [R, (N + 2G) * D] <-> q [R, N*D], k [R, G*D], v [R, G*D]; BACKWARD rotates back and writes x."""
     row = tl.program_id(0).to(tl.int64)
     D: tl.constexpr = 2 * HALF
-    n: tl.constexpr = N // G
     slot = tl.arange(0, SLOTS)[:, None]
     d = tl.arange(0, LANES)[None, :]
     used = (slot < N + 2 * G) & (d < HALF)
-    if GROUPED:  # megatron-core: per key/value head its n query heads, then k, then v
-        group = slot // (n + 2)
-        inside = slot % (n + 2)
-        is_q = used & (inside < n)
-        is_k = used & (inside == n)
-        is_v = used & (inside == n + 1)
-        q_head = group * n + inside
-        kv_head = group
-    else:
-        is_q = used & (slot < N)
-        is_k = used & (slot >= N) & (slot < N + G)
-        is_v = used & (slot >= N + G)
-        q_head = slot
-        kv_head = (slot - N) % G
+    is_q, is_k, is_v, q_head, kv_head = _heads_of(slot, used, N, G, GROUPED)
     cos = tl.load(cos_ptr + row * HALF + d, mask=d < HALF, other=1.0)
     sin = tl.load(sin_ptr + row * HALF + d, mask=d < HALF, other=0.0)
     turns = is_q | is_k

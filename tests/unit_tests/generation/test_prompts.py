@@ -104,6 +104,6 @@ def test_dialogue_ends_at_a_cut_an_empty_or_an_impossible_round() -> None:
     cut.take([80], False, tokenizer)
     assert not cut.waits and cut.truncated and len(cut.messages) == 2
     silent.take([1], True, tokenizer)
-    assert not silent.waits and "without a word" in silent.problem and silent.messages == []
+    assert not silent.waits and "empty answer" in silent.problem and silent.messages == []
     assert long.ask(encoder, 20) is None
     assert not long.waits and "the context holds 20" in long.problem

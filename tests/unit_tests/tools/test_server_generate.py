@@ -126,7 +126,7 @@ def test_a_server_that_dies_ends_the_run_and_keeps_what_is_finished(prompts, tmp
 
     monkeypatch.setattr(library, "GIVE_UP_AFTER", 3)
     output = tmp_path / "out.jsonl"
-    gone = pytest.raises(UserError, match=r"3 conversations in a row were not answered .*a rerun goes on")
+    gone = pytest.raises(UserError, match=r"3 conversations in a row were not answered .*a rerun resumes")
     with Server(lambda n, body: echo(n, body) if n < 6 else 500) as server, gone:
         ask(prompts, output, server, concurrency=1, retries=1)
     assert set(lines(output)) == {"c0", "c1", "c2", "c3"}
@@ -149,7 +149,7 @@ def test_one_bad_conversation_does_not_stop_the_others(prompts, tmp_path):
         assert set(lines(output)) == {f"c{i}" for i in (0, 1, 3, 7, 8, 9)}
         problems = {k: r["problem"] for k, r in lines(rejected).items()}
         assert set(problems) == {"c2", "c4", "c5"} and "BadRequestError" in problems["c2"]
-        assert "without a word" in problems["c4"] and "cut" in problems["c5"]
+        assert "empty answer" in problems["c4"] and "cut" in problems["c5"]
         assert lines(rejected)["c5"]["finish_reasons"] == ["length"]
         asked = len(server.requests)
         server.act = echo
