@@ -22,7 +22,7 @@ import torch
 
 from megatron_spec.batch import Batch, Features
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
-from megatron_spec.commands.convert import fresh_config, new_draft
+from megatron_spec.commands.convert import MASKED, fresh_config, new_draft
 from megatron_spec.commands.data import open_dataset
 from megatron_spec.config import (
     BlockConfig,
@@ -119,9 +119,6 @@ LATE = "late"
 """As `capture_layer_ids`: the middle of the base, three quarters, and its last layer but one."""
 REDUCED = ("eagle3", "p-eagle")
 """Algorithms with a head of their own, over the draft vocabulary."""
-
-MASKED = ("p-eagle", "dflash", "dspark")
-"""Algorithms that propose a block at once, and need a mask token."""
 
 
 def late_captures(layers: int) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ from megatron_spec.runtime.files import read_object, require_empty
 
 log = logging.getLogger(__name__)
 
-_MASKED = ("dflash", "dspark", "p-eagle")
+MASKED = ("dflash", "dspark", "p-eagle")
 """Algorithms whose input holds a mask token."""
 
 
@@ -151,7 +151,7 @@ def fresh_config(ref: BaseReference, kind: str, overrides: dict[str, Any], vocab
         raise UserError(f"convert: a draft of kind {kind!r} cannot have the algorithm {algorithm!r}")
     if cls is not EagleConfig and len(vocab) != vocab.vocab_size:
         raise UserError(f"convert: a draft of kind {kind!r} has the whole vocabulary of the base: leave vocab out")
-    if algorithm in _MASKED:
+    if algorithm in MASKED:
         overrides = with_mask_token(ref, overrides)
     if cls is MedusaConfig:
         sizes = {"num_heads": 4, "hidden_size": ref.config.hidden_size, "vocab_size": ref.config.vocab_size}

@@ -142,7 +142,7 @@ class EagleConfig(Config):
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
-        self._validate_sizes()
+        _check_sizes(self)
         self.rope.check_draft()
         options = [n for n in ("norm_before_fc", "fc_norm", "norm_output") if getattr(self, n)]
         if self.algorithm == "eagle3.1":
@@ -205,22 +205,23 @@ class EagleConfig(Config):
             f"{self.num_hidden_layers}",
         )
 
-    def _validate_sizes(self) -> None:
-        ids = self.capture_layer_ids
-        require(
-            all(a < b for a, b in itertools.pairwise(ids)),
-            f"capture_layer_ids must be distinct and ascending, found {list(ids)}",
-        )
-        require(
-            0 < self.draft_vocab_size <= self.vocab_size,
-            f"draft_vocab_size {self.draft_vocab_size} must be between 1 and the base's vocabulary {self.vocab_size}",
-        )
-        require(self.num_hidden_layers >= 1, f"num_hidden_layers must be at least 1, found {self.num_hidden_layers}")
-        require(
-            self.num_attention_heads % self.num_key_value_heads == 0,
-            f"draft num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
-            f"{self.num_key_value_heads}",
-        )
+
+def _check_sizes(config: EagleConfig) -> None:
+    ids = config.capture_layer_ids
+    require(
+        all(a < b for a, b in itertools.pairwise(ids)),
+        f"capture_layer_ids must be distinct and ascending, found {list(ids)}",
+    )
+    require(
+        0 < config.draft_vocab_size <= config.vocab_size,
+        f"draft_vocab_size {config.draft_vocab_size} must be between 1 and the base's vocabulary {config.vocab_size}",
+    )
+    require(config.num_hidden_layers >= 1, f"num_hidden_layers must be at least 1, found {config.num_hidden_layers}")
+    require(
+        config.num_attention_heads % config.num_key_value_heads == 0,
+        f"draft num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "
+        f"{config.num_key_value_heads}",
+    )
 
 
 @dataclass(frozen=True)

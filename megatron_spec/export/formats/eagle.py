@@ -131,12 +131,26 @@ class Eagle:
         return _Folder(source, base).read()
 
 
+def _canonical(source: Source) -> dict[str, str]:
+    """Name without prefixes, layers numbered from 0 -> name in the folder. Twins stay unread."""
+    found: dict[str, str] = {}
+    for stored in sorted(source.entries):
+        name = stored
+        for theirs, ours in _RENAMED.items():
+            name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
+        if match := _LAYER.match(name):
+            number = match["mid"] or match["layer"] or (int(match["more"]) + 1 if match["more"] else 0)
+            name = f"layers.{number}.{match['rest']}"
+        found.setdefault(name.removeprefix("model."), stored)
+    return found
+
+
 class _Folder:
     """One folder on its way from the names of others to ours."""
 
     def __init__(self, source: Source, base: BaseConfig | None) -> None:
         self.source, self.base, self.raw = source, base, flatten(source.raw)
-        self.found = self._canonical()
+        self.found = _canonical(source)
         self.problems: list[Problem] = []
         self.unused = meaningless(source.entries)
         kind = str(source.raw.get("speculators_model_type", "eagle3"))
@@ -147,19 +161,6 @@ class _Folder:
         self.kind = self._kind()
         marks = [key for key in PARALLEL_KEYS if self.raw.get(key) not in (None, False)]
         self.parallel = self.kind == "eagle3" and (kind == "peagle" or "mask_hidden" in self.found or bool(marks))
-
-    def _canonical(self) -> dict[str, str]:
-        """Name without prefixes, layers numbered from 0 -> name in the folder. Twins stay unread."""
-        found: dict[str, str] = {}
-        for stored in sorted(self.source.entries):
-            name = stored
-            for theirs, ours in _RENAMED.items():
-                name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
-            if match := _LAYER.match(name):
-                number = match["mid"] or match["layer"] or (int(match["more"]) + 1 if match["more"] else 0)
-                name = f"layers.{number}.{match['rest']}"
-            found.setdefault(name.removeprefix("model."), stored)
-        return found
 
     def _kind(self) -> str:
         if "MTP" in self.source.architectures or any("eh_proj" in name for name in self.found):
