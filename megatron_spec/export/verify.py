@@ -344,19 +344,19 @@ class _BlockInputs:
         """States that the head reads, and what a DSpark draft adds: Markov logits along the block and confidences."""
         context_SBH = draft.context(self.captures_SBC)
         rotation = draft.rotation(self.positions_BS.t(), context_SBH)
-        behind = self.positions_BS.new_tensor([len(context_SBH)])
-        layout = BlockLayout(behind * 0, behind, draft.config.causal, draft.config.sliding_window)
+        after = self.positions_BS.new_tensor([len(context_SBH)])
+        layout = BlockLayout(after * 0, after, draft.config.causal, draft.config.sliding_window)
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             """The slots see the whole micro-batch."""
             keys, values = draft.decoder_layers[layer].self_attn.keys_values(context_SBH, rotation)
             return block_attention(q, k, v, keys[:, 0], values[:, 0], layout)
 
-        states = draft.run_layers(self.state_PCH, draft.block_rotation(behind, self.state_PCH), attention)[0]
+        states = draft.run_layers(self.state_PCH, draft.block_rotation(after, self.state_PCH), attention)[0]
         if not isinstance(draft, DSparkDraft):
             return [states]
         m = draft.markov(torch.arange(len(states), device=states.device))
-        latent = draft.markov_head.steps(m.split(1), states.split(1), [behind * 0] * len(states), 1)
+        latent = draft.markov_head.steps(m.split(1), states.split(1), [after * 0] * len(states), 1)
         return [states, draft.markov_logits(latent), draft.confidence(states, m)]
 
 
