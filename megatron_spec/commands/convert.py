@@ -127,6 +127,7 @@ def _plan_eagle(
     overrides = read_object(eagle_config) if eagle_config else {}
     overrides = from_modelopt(overrides, eagle_algorithm)
     vocab = draft_vocabulary(draft_vocab, overrides, ref.config.vocab_size)
+    overrides = with_mask_token(ref, overrides) if eagle_algorithm == "p-eagle" else overrides
     config = presets.eagle_config(ref.config, eagle_algorithm, {**overrides, "draft_vocab_size": len(vocab)})
     return config, vocab
 

@@ -80,7 +80,9 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> None:
 
 def _writes_yaml(draft: DraftConfig) -> bool:
     """TensorRT-LLM's PyTorch backend loads such a draft."""
-    return "trtllm" not in unserved(draft) if isinstance(draft, BlockConfig) else draft.reads_captures
+    if isinstance(draft, BlockConfig):
+        return "trtllm" not in unserved(draft)
+    return draft.reads_captures and not getattr(draft, "parallel_drafting", False)
 
 
 def _draft_rope(run: ExportRun, spec: CheckpointSpec) -> RopeConfig | None:

@@ -26,6 +26,7 @@ from megatron_spec.planning.estimate import (  # fmt: skip
     Place,
     checkpoint_bytes,
     draft_parameters,
+    draft_passes,
     end_parameters,
     flops_per_token,
     memory,
@@ -87,8 +88,8 @@ def plan(
     stages = place(base.num_layers, parallel, draft.capture_layer_ids)
     places = [
         Place(
-            base, draft, parallel, train, seq_length, objective.ttt_steps, cluster.world_size, stage.count, offline,
-            last_stage=stage is stages[-1], paths=paths,
+            base, draft, parallel, train, seq_length, draft_passes(draft, objective), cluster.world_size, stage.count,
+            offline, last_stage=stage is stages[-1], paths=paths,
         )
         for stage in stages
     ]  # fmt: skip
@@ -200,7 +201,7 @@ def _memory(places: list[Place], cluster: Cluster) -> list[str]:
 def _work(
     base: BaseConfig, draft: DraftConfig, train: TrainConfig, objective: ObjectiveConfig, S: int, cluster: Cluster
 ) -> list[str]:
-    work = flops_per_token(base, draft, S, objective.ttt_steps)
+    work = flops_per_token(base, draft, S, draft_passes(draft, objective))
     tokens = train.global_batch_size * S
     step = sum(work.values()) * tokens
     seconds = step / cluster.world_size / 400e12

@@ -10,7 +10,9 @@ from megatron_spec.config.base import MlaConfig, MoeConfig, RopeConfig
 from megatron_spec.config.block import BlockConfig
 from megatron_spec.config.core import Config, require
 
-EagleAlgorithm = Literal["eagle1", "eagle3", "eagle3.1", "eagle-mtp"]
+EagleAlgorithm = Literal["eagle1", "eagle3", "eagle3.1", "p-eagle", "eagle-mtp"]
+READS_CAPTURES = ("eagle3", "eagle3.1", "p-eagle")
+"""EAGLE-3 and what is built like it."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class EagleConfig(Config):
     sliding_window: int | None = None
     """EAGLE-3: a row sees itself and the sliding_window - 1 rows before it, in training and decoding; null: all rows.
     Served by vLLM alone."""
+    mask_token_id: int | None = None
+    """P-EAGLE: token that is read at every depth after the first: in the base's embedding, never in text."""
     moe: MoeConfig | None = None
     """eagle-mtp: the base's own prediction module, a layer of the base's kind."""
     mla: MlaConfig | None = None
@@ -103,7 +107,12 @@ class EagleConfig(Config):
 
         Its first layer reads the token embedding and the state, and it has a final norm and a head of its own.
         """
-        return self.algorithm.startswith("eagle3")
+        return self.algorithm in READS_CAPTURES
+
+    @property
+    def parallel_drafting(self) -> bool:
+        """P-EAGLE: all tokens of a proposal come from one forward pass; no step reads the output of another."""
+        return self.algorithm == "p-eagle"
 
     @property
     def own_head(self) -> bool:
@@ -146,11 +155,23 @@ class EagleConfig(Config):
             not own or (len(own) == 3 and self.algorithm == "eagle-mtp"),
             f"{', '.join(own)}: they are set together, by --mtp-from-base alone",
         )
+        self._validate_mask_token()
         self._validate_starting_point()
         if not self.reads_captures:
             self._validate_shared_head()
         if self.mla is not None:
             require(not self.layer_options, f"{', '.join(self.layer_options)}: not for a draft with latent attention")
+
+    def _validate_mask_token(self) -> None:
+        token = self.mask_token_id
+        if not self.parallel_drafting:
+            require(token is None, f"mask_token_id is an option of p-eagle, found with {self.algorithm}")
+            return
+        require(token is not None, "p-eagle needs mask_token_id")
+        require(
+            0 <= (token or 0) < self.vocab_size,
+            f"mask_token_id {token} is not in the base's vocabulary of {self.vocab_size} tokens",
+        )
 
     def _validate_starting_point(self) -> None:
         require(

@@ -139,6 +139,7 @@ FLAGS: dict[str, MegatronFlag] = {flag.name: flag for flag in _TABLE}
 VALUES = {
     "eagle2": "EAGLE-2 is EAGLE-1 decoded with a dynamic tree: train eagle1, decode with --use-dynamic-tree",
     "eagle": "choose eagle1 or eagle3",
+    "peagle": "it is spelled p-eagle",
     "mtp": "multi-token prediction is eagle-mtp",
     "eagle3-mtp": "multi-token prediction is eagle-mtp",
 }

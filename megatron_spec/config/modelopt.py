@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_spec.config.core import UserError
+from megatron_spec.config.draft import READS_CAPTURES
 
 _NESTED = ("eagle_architecture_config", "eagle_config")
 _RENAMED = {"eagle_aux_hidden_state_layer_ids": "capture_layer_ids"}
@@ -41,12 +42,12 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Key -> values that are what is done here anyway, and the message for others."""
 
 _BY_ALGORITHM = {
-    "use_aux_hidden_state": "eagle3 and eagle3.1 read captured layers, eagle1 and eagle-mtp the final state",
-    "use_input_layernorm_in_first_layer": "eagle3 and eagle3.1 have that norm, eagle1 has not",
-    "use_last_layernorm": "eagle3 and eagle3.1 have that norm, eagle1 has not",
-    "has_lm_head": "eagle3 and eagle3.1 have a head of their own, the others use the base's",
+    "use_aux_hidden_state": "EAGLE-3 and P-EAGLE read captured layers, eagle1 and eagle-mtp the final state",
+    "use_input_layernorm_in_first_layer": "EAGLE-3 and P-EAGLE have that norm, eagle1 has not",
+    "use_last_layernorm": "EAGLE-3 and P-EAGLE have that norm, eagle1 has not",
+    "has_lm_head": "EAGLE-3 and P-EAGLE have a head of their own, the others use the base's",
 }
-"""Key -> which algorithms have it; true for EAGLE-3, false for the others."""
+"""Key -> which algorithms have it; true for EAGLE-3 and P-EAGLE, false for the others."""
 
 _ELSEWHERE = {
     "eagle_ttt_steps": "finetune.py --ttt-steps",
@@ -78,7 +79,7 @@ def from_modelopt(overrides: dict[str, Any], algorithm: str) -> dict[str, Any]:
             if value not in allowed:
                 problems.append(f"{key} is {value!r}: {text}")
         elif key in _BY_ALGORITHM:
-            if bool(value) != algorithm.startswith("eagle3"):
+            if bool(value) != (algorithm in READS_CAPTURES):
                 problems.append(f"{key} is {value!r} with {algorithm}: {_BY_ALGORITHM[key]}")
         elif key in _ELSEWHERE:
             problems.append(f"{key} is {value!r}: set it with {_ELSEWHERE[key]}")

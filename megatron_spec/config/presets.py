@@ -17,11 +17,23 @@ from megatron_spec.config import (
     UserError,
     suggest,
 )
+from megatron_spec.config.draft import READS_CAPTURES
 from megatron_spec.config.rope import read_rope, rope_scaling_json
 
 log = logging.getLogger(__name__)
 
 _HUGGING_FACE_NAMES = {"rope_theta", "rope_scaling"}
+LARGE = 2048
+"""Width of a base from which drafts of several layers are as large as published."""
+
+
+def require_mask_token(algorithm: str, overrides: dict[str, Any]) -> None:
+    """Raise UserError when the overrides name no mask token."""
+    if overrides.get("mask_token_id") is None:
+        raise UserError(
+            f"{algorithm} needs a mask token, a token id that the base's embedding holds and no text contains: none is "
+            'known for this base, name one with "mask_token_id" in the draft\'s configuration'
+        )
 
 
 def default_capture_ids(num_layers: int) -> tuple[int, int, int]:
@@ -89,11 +101,14 @@ def _check_trainable(config: EagleConfig) -> None:
 def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[str, Any] | None = None) -> EagleConfig:
     """EAGLE draft for `base`: its shapes and rope, one dense Llama-style layer, then the user's overrides.
 
+    P-EAGLE has four layers for a base from 2048 wide, as published, two for a smaller one.
+
     Args:
-        overrides: fields of `EagleConfig`; `rope_theta` and `rope_scaling` are accepted in Hugging Face spelling.
+        overrides: fields of `EagleConfig`, for P-EAGLE `mask_token_id` among them; `rope_theta` and `rope_scaling` are
+            accepted in Hugging Face spelling.
 
     Raises:
-        UserError: unknown key (with a suggestion), wrong type, or contradicting values.
+        UserError: unknown key (with a suggestion), wrong type, contradicting values, or no mask token.
     """
     overrides = dict(overrides or {})
     known = [*EagleConfig.__dataclass_fields__, *EagleConfig.SETTLED, *_HUGGING_FACE_NAMES]
@@ -115,7 +130,10 @@ def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[st
     )
     if algorithm == "eagle3.1":
         values.update(fc_norm=True, norm_output=True)
-    if algorithm.startswith("eagle3") and "capture_layer_ids" not in overrides:
+    if algorithm == "p-eagle":
+        require_mask_token(algorithm, overrides)
+        values["num_hidden_layers"] = 4 if base.hidden_size >= LARGE else 2
+    if algorithm in READS_CAPTURES and "capture_layer_ids" not in overrides:
         values["capture_layer_ids"] = default_capture_ids(base.num_layers)
     if not (_HUGGING_FACE_NAMES & overrides.keys() and "rope" in overrides):
         values["rope"] = _rope_overrides(base, overrides)
@@ -203,12 +221,8 @@ def block_config(base: BaseConfig, algorithm: str, overrides: dict[str, Any] | N
     for name, expected in fixed.items():
         if overrides.get(name, expected) != expected:
             raise UserError(f"draft configuration: {name} is {overrides[name]}, but the base has {expected}")
-    if "mask_token_id" not in overrides:
-        raise UserError(
-            f"{algorithm} needs a mask token, a token id that the base's embedding holds and no text contains: none is "
-            'known for this base, name one with "mask_token_id" in the draft\'s configuration'
-        )
-    large = base.hidden_size >= 2048
+    require_mask_token(algorithm, overrides)
+    large = base.hidden_size >= LARGE
     values: dict[str, Any] = dict(
         algorithm=algorithm,
         **fixed,
@@ -262,6 +276,16 @@ def _refuse_unread(objective: ObjectiveConfig, names: list[str], why: str) -> No
         raise UserError(f"{', '.join(given)} {why}: leave {'it' if len(given) == 1 else 'them'} out")
 
 
+def _check_parallel_objective(objective: ObjectiveConfig) -> None:
+    """P-EAGLE."""
+    if objective.ttt_steps < 2:
+        raise UserError(
+            "--ttt-steps 1: p-eagle is trained to propose several tokens at once: give the most that are to be "
+            "proposed, 2 or more"
+        )
+    _refuse_unread(objective, ["detach"], "does nothing for p-eagle, where no step reads the output of another")
+
+
 _BLOCK_OPTIONS = [
     "anchors", "block_weights", "block_gamma", "pace_alpha", "ce_weight", "l1_weight", "confidence_weight",
     "backbone_weight", "backbone_iters",
@@ -279,6 +303,10 @@ def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveC
             if getattr(objective, name) != getattr(default, name):
                 flag = "--" + name.replace("_", "-")
                 raise UserError(f"{flag} belongs to eagle1, the draft is {config.algorithm}: leave it out")
+    if isinstance(config, EagleConfig) and config.parallel_drafting:
+        _check_parallel_objective(objective)
+    else:
+        _refuse_unread(objective, ["row_keep", "row_keep_least"], f"are for p-eagle, the draft is {config.algorithm}")
     if isinstance(config, BlockConfig):
         return _block_objective(config, objective)
     _refuse_unread(objective, _BLOCK_OPTIONS, f"are for block drafts, the draft is {config.algorithm}")

@@ -167,6 +167,8 @@ def _ends(config: EagleConfig) -> Table:
     if config.fc_norm:
         table |= {f"fc_norm.{i}.weight": _norm(config.target_hidden_size) for i in range(len(config.capture_layer_ids))}
     table["fc.weight"] = TensorSpec((H, captured), first="captures" if same_width else "normal", linear=True)
+    if config.parallel_drafting:
+        table["mask_hidden"] = TensorSpec((1, 1, captured))
     table[FINAL_NORM] = _norm(H, FINAL_NORM)
     if config.own_embedding:
         table["embed_tokens.weight"] = TensorSpec((config.vocab_size, H), 0, first="embedding")

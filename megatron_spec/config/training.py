@@ -66,6 +66,10 @@ class ObjectiveConfig(Config):
     """Rows in which the base's most likely token is outside the draft vocabulary add nothing to the loss."""
     detach: bool = False
     """Stop gradients between draft steps (fed-back hidden states, keys and values of earlier steps)."""
+    row_keep: float = 0.7
+    """P-EAGLE: depth d trains on a share row_keep ** d of the rows, drawn anew at every step."""
+    row_keep_least: float = 0.2
+    """P-EAGLE: least share of the rows at any depth."""
     feature_noise: float = 0.1
     """EAGLE-1: noise on the input feature, uniform in +- this."""
     feature_weight: float = 1.0
@@ -91,6 +95,10 @@ class ObjectiveConfig(Config):
     backbone_iters: int = 0
     """DSpark: iterations over which backbone_weight falls to 0 (Domino's curriculum); 0: it stays."""
 
+    def kept_share(self, depth: int) -> float:
+        """P-EAGLE: share of the rows that a depth, from 0, trains on."""
+        return max(self.row_keep**depth, self.row_keep_least)
+
     def at(self, iteration: int) -> ObjectiveConfig:
         """The objective of one iteration, from 0."""
         if not self.backbone_weight or not self.backbone_iters:
@@ -105,6 +113,8 @@ class ObjectiveConfig(Config):
         require(self.ttt_steps >= 1, f"ttt_steps must be at least 1, found {self.ttt_steps}")
         require(self.temperature > 0, f"temperature must be positive, found {self.temperature}")
         require(0 < self.step_decay <= 1, f"step_decay must be in (0, 1], found {self.step_decay}")
+        for name in ("row_keep", "row_keep_least"):
+            require(0 < getattr(self, name) <= 1, f"{name} must be in (0, 1], found {getattr(self, name)}")
         for name in ("pace_alpha", "backbone_weight"):
             require(0 <= getattr(self, name) <= 1, f"{name} must be in [0, 1], found {getattr(self, name)}")
         require(self.anchors >= 1, f"anchors must be at least 1, found {self.anchors}")

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_spec.config import DecodeConfig, DecodingType, DraftConfig, MedusaConfig, UserError
+from megatron_spec.config import DecodeConfig, DecodingType, DraftConfig, EagleConfig, MedusaConfig, UserError
 
 DECODING_TYPES: dict[str, DecodingType] = {
-    "eagle1": "Eagle", "eagle3": "Eagle3", "eagle3.1": "Eagle3", "eagle-mtp": "MTP", "medusa": "Medusa",
-    "dflash": "DFlash", "dspark": "DSpark",
+    "eagle1": "Eagle", "eagle3": "Eagle3", "eagle3.1": "Eagle3", "p-eagle": "Eagle3", "eagle-mtp": "MTP",
+    "medusa": "Medusa", "dflash": "DFlash", "dspark": "DSpark",
 }  # fmt: skip
 """Algorithm of a draft -> TensorRT-LLM's name of decoding with it."""
 
@@ -95,6 +95,10 @@ def check_lengths(config: DecodeConfig, lens: Sequence[int], draft: DraftConfig 
         draft: trained draft, where there is one.
     """
     deepest = max(lens)
+    if config.use_dynamic_tree and isinstance(draft, EagleConfig) and draft.parallel_drafting:
+        raise UserError(
+            "--use-dynamic-tree: p-eagle proposes a chain in one pass, no token waits for another: leave it out"
+        )
     if config.use_dynamic_tree and deepest > config.max_total_draft_tokens:
         raise UserError(
             f"--max-draft-len {deepest} with --max-total-draft-tokens {config.max_total_draft_tokens}: a tree has at "

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron_spec.planning.paths import Paths
     from megatron_spec.runtime.distributed import World
 
-ALGORITHMS = ("eagle1", "eagle3", "eagle3.1", "eagle-mtp", "medusa", "dflash", "dspark")
+ALGORITHMS = ("eagle1", "eagle3", "eagle3.1", "p-eagle", "eagle-mtp", "medusa", "dflash", "dspark")
 
 
 def build_draft(
@@ -33,13 +33,14 @@ def build_draft(
     from megatron_spec.drafts.linear import Placement
     from megatron_spec.drafts.medusa import MedusaDraft
     from megatron_spec.drafts.mtp import MtpDraft
+    from megatron_spec.drafts.peagle import PEagleDraft
     from megatron_spec.planning.paths import Paths, Setting
     from megatron_spec.runtime.platform import machine
 
     kinds: dict[str, Any] = dict(
         zip(
             ALGORITHMS,
-            (Eagle1Draft, EagleDraft, EagleDraft, MtpDraft, MedusaDraft, DFlashDraft, DSparkDraft),
+            (Eagle1Draft, EagleDraft, EagleDraft, PEagleDraft, MtpDraft, MedusaDraft, DFlashDraft, DSparkDraft),
             strict=True,
         )
     )

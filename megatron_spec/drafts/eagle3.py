@@ -14,7 +14,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from megatron_spec.batch import Features
+from megatron_spec.batch import Batch, Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
 from megatron_spec.drafts.contract import Attention, BaseEnds, DraftLosses
 from megatron_spec.drafts.fused_unroll import fused_unroll, suits
@@ -92,6 +92,20 @@ class EagleDraft(RecurrentDraft):
         out: Tensor = self.lm_head(enter(normed_SBH, self.tp_group, self.sequence_parallel))
         return out
 
+    def supervision(self, batch: Batch, objective: ObjectiveConfig) -> Supervision:
+        """Which rows of the micro-batch are supervised at which step."""
+        return Supervision.of(batch, objective.ttt_steps, objective.alignment)
+
+    def states(self, features: Features, plan: Supervision, ends: BaseEnds, objective: ObjectiveConfig) -> list[Tensor]:
+        """Supervised rows [R, H] of the state that the head reads, for every step."""
+        hidden = self.project(features.captures_SBC)
+        fused = self.paths.under(objective).on("draft_fused")
+        if fused and suits(self, hidden, features.batch, objective.ttt_steps):
+            return fused_unroll(self, hidden, features.batch, plan.rows, plan.active, ends)
+        embed = functools.partial(self.embed, ends=ends)
+        where = (self.tp_group, self.sequence_parallel, self.config.sliding_window)
+        return unroll(self.layer_step, hidden, features, embed, plan, objective, *where)
+
     def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
         """Unroll over the micro-batch and return the loss sums."""
         group, scattered = self.tp_group, self.sequence_parallel
@@ -99,15 +113,7 @@ class EagleDraft(RecurrentDraft):
             raise UserError(
                 f"--ttt-steps {objective.ttt_steps}: more than the draft's sliding_window, {self.config.sliding_window}"
             )
-        plan = Supervision.of(features.batch, objective.ttt_steps, objective.alignment)
+        plan = self.supervision(features.batch, objective)
         teacher = teach(features, plan, self.teacher_head(ends), objective.temperature, group, scattered)
-        hidden = self.project(features.captures_SBC)
-        fused = self.paths.under(objective).on("draft_fused")
-        if fused and suits(self, hidden, features.batch, objective.ttt_steps):
-            states = fused_unroll(self, hidden, features.batch, plan.rows, plan.active, ends)
-        else:
-            embed = functools.partial(self.embed, ends=ends)
-            window = self.config.sliding_window
-            states = unroll(self.layer_step, hidden, features, embed, plan, objective, group, scattered, window)
-        states = [self.lm_head.quantized_input(x) for x in states]
+        states = [self.lm_head.quantized_input(x) for x in self.states(features, plan, ends, objective)]
         return head_losses(states, self.lm_head.quantized_weight(), plan, teacher, objective, group, paths=self.paths)

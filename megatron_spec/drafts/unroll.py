@@ -79,12 +79,17 @@ class Supervision:
     teacher_U: Tensor
 
     @staticmethod
-    def of(batch: Batch, steps: int, alignment: Alignment) -> Supervision:
+    def of(
+        batch: Batch, steps: int, alignment: Alignment, kept: Callable[[Batch], Tensor] | None = None
+    ) -> Supervision:
         """From the turns and documents of a micro-batch; under context parallelism this rank's rows.
 
         Counted on the host where the batch has a copy there: the device would have to finish the base first.
+
+        Args:
+            kept: bool [T, B, S] of a batch, rows that may be supervised at each step; None: all.
         """
-        found = Supervision._of(batch.host or batch, steps, alignment)
+        found = Supervision._of(batch.host or batch, steps, alignment, kept)
         return found if batch.host is None else found._to(batch.tokens_BS.device)
 
     def _to(self, device: torch.device) -> Supervision:
@@ -96,9 +101,13 @@ class Supervision:
         return Supervision(rows, active, teacher_rows, teacher_U[0])
 
     @staticmethod
-    def _of(batch: Batch, steps: int, alignment: Alignment) -> Supervision:
+    def _of(
+        batch: Batch, steps: int, alignment: Alignment, kept: Callable[[Batch], Tensor] | None = None
+    ) -> Supervision:
         B = batch.tokens_BS.shape[0]
         mask_TBS = supervised_rows(batch, steps, alignment)
+        if kept is not None:
+            mask_TBS &= kept(batch)
         mask_TN = (mask_TBS if batch.context is None else batch.context.part(mask_TBS, 2)).transpose(1, 2).flatten(1)
         rows = _places_of(mask_TN)
         active = _places_of(mask_TN.flip(0).cumsum(0).flip(0) > 0)

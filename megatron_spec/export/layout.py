@@ -26,6 +26,7 @@ ARCHITECTURES: dict[str, list[str]] = {
     "eagle1": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
     "eagle3": ["LlamaForCausalLMEagle3"],
     "eagle3.1": ["LlamaForCausalLMEagle3"],
+    "p-eagle": ["LlamaForCausalLMEagle3"],
     "eagle-mtp": ["LlamaForCausalLMMTP"],
 }
 QK_NORM_ARCHITECTURES = ["Eagle3Qwen3ForCausalLM"]
@@ -35,9 +36,9 @@ Exported = EagleConfig | BlockConfig
 WEIGHTS = "model.safetensors"
 SERVED_BY: dict[str, tuple[str, ...]] = {
     "qk_norm": ("vllm",), "attention_bias": ("vllm",), "mlp_bias": ("vllm",), "fc_bias": ("sglang",),
-    "norm_before_residual": ("vllm",), "sliding_window": ("vllm",),
+    "norm_before_residual": ("vllm",), "sliding_window": ("vllm",), "parallel_drafting": ("vllm",),
 }  # fmt: skip
-"""Option of `EagleConfig` -> engines that compute it; every engine computes what is not listed."""
+"""Option of `EagleConfig`, or what it is -> engines that compute it; every engine computes what is not listed."""
 SHARED_SCALE = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("mlp.gate_proj", "mlp.up_proj"),
@@ -187,6 +188,7 @@ def config_json(config: Exported, base: BaseConfig, dtype: str) -> dict[str, Any
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": base.pad_token_id,
         **({"num_nextn_predict_layers": 1} if config.is_module else {}),
+        "ptd_token_id": config.mask_token_id,  # by it vLLM knows the token of a row that is yet to come (P-EAGLE)
         **_capture_keys(config, base.num_layers),
     }
     return {key: value for key, value in values.items() if value is not None}

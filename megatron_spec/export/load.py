@@ -97,6 +97,8 @@ class StoredTensors:
         if stored is None:
             return torch.zeros(draft_tensors(self.reading.config)[name].shape, dtype=dtype)
         tensor = self.weight(stored, dtype)
+        if name == "mask_hidden":  # one vector, in whatever shape
+            return tensor.reshape(draft_tensors(self.reading.config)[name].shape)
         return tensor if self.order is None or name != "lm_head.weight" else tensor[self.order]
 
 

@@ -36,6 +36,10 @@ def check(config: DraftConfig, fp8: bool) -> None:
         raise UserError(
             f"--export-format speculators: that format holds EAGLE-3 drafts, this one is {config.algorithm}"
         )
+    if getattr(config, "parallel_drafting", False):
+        raise UserError(
+            "--export-format speculators: drafts that propose in parallel (P-EAGLE) are written as hf alone"
+        )
     if getattr(config, "fc_bias", False):
         raise UserError("--export-format speculators: that format has no bias after fc; use hf")
     if fp8:

@@ -22,6 +22,7 @@ from megatron_spec.config.structure import layer_names
 from megatron_spec.drafts.contract import BaseEnds, shift
 from megatron_spec.drafts.dflash import DFlashDraft
 from megatron_spec.drafts.dspark import DSparkDraft
+from megatron_spec.drafts.peagle import PEagleDraft
 from megatron_spec.drafts.recurrent import SharedHeadDraft
 from megatron_spec.export import layout
 from megatron_spec.export.common import VerificationError, parameters_by_file_name, parse_dtype, shard
@@ -343,19 +344,19 @@ class _BlockInputs:
         """States that the head reads, and what a DSpark draft adds: Markov logits along the block and confidences."""
         context_SBH = draft.context(self.captures_SBC)
         rotation = draft.rotation(self.positions_BS.t(), context_SBH)
-        behind = self.positions_BS.new_tensor([len(context_SBH)])
-        layout = BlockLayout(behind * 0, behind, draft.config.causal, draft.config.sliding_window)
+        after = self.positions_BS.new_tensor([len(context_SBH)])
+        layout = BlockLayout(after * 0, after, draft.config.causal, draft.config.sliding_window)
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             """The slots see the whole micro-batch."""
             keys, values = draft.decoder_layers[layer].self_attn.keys_values(context_SBH, rotation)
             return block_attention(q, k, v, keys[:, 0], values[:, 0], layout)
 
-        states = draft.run_layers(self.state_PCH, draft.block_rotation(behind, self.state_PCH), attention)[0]
+        states = draft.run_layers(self.state_PCH, draft.block_rotation(after, self.state_PCH), attention)[0]
         if not isinstance(draft, DSparkDraft):
             return [states]
         m = draft.markov(torch.arange(len(states), device=states.device))
-        latent = draft.markov_head.steps(m.split(1), states.split(1), [behind * 0] * len(states), 1)
+        latent = draft.markov_head.steps(m.split(1), states.split(1), [after * 0] * len(states), 1)
         return [states, draft.markov_logits(latent), draft.confidence(states, m)]
 
 
@@ -371,6 +372,8 @@ def two_steps(
     logits = []
     hidden = draft.start(captures_SBC, captures_SBC if state_SBH is None else state_SBH)
     for step in range(2):
+        if step and isinstance(draft, PEagleDraft):  # which reads this in place of a state
+            hidden = draft.project(draft.mask_hidden).expand_as(hidden)
         attention = draft.cached_attention(visibility)
         hidden, normed = draft.layer_step(hidden, embedding_SBH, positions_BS + step, attention)
         silent = ends is None and isinstance(draft, SharedHeadDraft)

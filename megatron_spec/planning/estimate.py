@@ -9,6 +9,7 @@ H base hidden size, D draft vocabulary, S sequence, B micro-batch, T draft steps
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from megatron_spec.config import (
     BaseConfig,
@@ -84,7 +85,14 @@ def block_flops(draft: BlockConfig, S: int, anchors: int) -> float:
     return 3 * (2.0 * context + slots)
 
 
-def flops_per_token(base: BaseConfig, draft: DraftConfig, S: int, T: int, anchors: int = 512) -> dict[str, float]:
+def draft_passes(draft: DraftConfig, objective: ObjectiveConfig) -> float:
+    """T: how often a row passes the draft; P-EAGLE drops rows at later depths."""
+    if isinstance(draft, EagleConfig) and draft.parallel_drafting:
+        return sum(objective.kept_share(depth) for depth in range(objective.ttt_steps))
+    return objective.ttt_steps
+
+
+def flops_per_token(base: BaseConfig, draft: DraftConfig, S: int, T: float, anchors: int = 512) -> dict[str, float]:
     """FLOPs a token of the plain algorithm: the base forward with its head, T draft steps forward and backward."""
     H, scores = base.hidden_size, 2 * 2 * attention_width(base) * S / 2  # causal: q k and p v over S / 2 keys
     shared, experts = base_layer_parameters(base)
@@ -115,6 +123,7 @@ class Place:
         world_size: processes.
         layers: base layers of the rank's stage.
         pipelined: base layers are spread over stages.
+        ttt_steps: draft steps of a row, `draft_passes`.
     """
 
     base: BaseConfig
@@ -122,7 +131,7 @@ class Place:
     parallel: ParallelConfig
     train: TrainConfig
     seq_length: int
-    ttt_steps: int
+    ttt_steps: float
     world_size: int
     layers: int
     offline: bool = False
@@ -141,7 +150,7 @@ class Place:
         if self.paths is not None:
             return self.paths
         dtype, rows = "bfloat16" if self.train.bf16 else "float32", self.train.micro_batch_size * self.seq_length
-        objective = ObjectiveConfig(ttt_steps=self.ttt_steps)
+        objective = ObjectiveConfig(ttt_steps=ceil(self.ttt_steps))
         return Paths(Setting(H100, dtype, self.parallel, self.base, self.draft, objective, rows=rows))
 
     @property

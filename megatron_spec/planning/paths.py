@@ -152,6 +152,7 @@ def _draft_fused(s: Setting) -> Reasons:
     odd = s.machine.kernels == "triton" and (config.head_dim < 16 or config.head_dim % 8 != 0)
     clipped = s.quant is not None and s.quant.draft != "none" and s.quant.clipped_ste
     return {
+        "the draft proposes all tokens in one pass (P-EAGLE)": config.parallel_drafting,
         **_kernels(s),
         "context parallelism splits the sequence": s.parallel.context_parallel_size > 1,
         "draft steps are detached from one another": s.objective is not None and s.objective.detach,

@@ -14,6 +14,7 @@ from megatron_spec.config import MedusaConfig, UserError
 from megatron_spec.export.block import unserved
 from megatron_spec.export.formats import read_draft
 from megatron_spec.export.formats.block import algorithm_of, config_of
+from megatron_spec.export.formats.options import PARALLEL_KEYS
 from megatron_spec.runtime.files import read_object
 from megatron_spec.runtime.hub import is_hub_name, model_folder
 
@@ -23,8 +24,8 @@ Engine = Literal["vllm", "sglang", "trtllm"]
 Method = Literal["eagle3", "eagle", "medusa", "dflash", "dspark", "ngram", "sa", "draft_target", "pard", "mtp"]
 
 _METHODS: tuple[tuple[str, Method], ...] = (
-    ("Eagle3", "eagle3"), ("LlamaForCausalLMEagle", "eagle"), ("MedusaModel", "medusa"), ("DFlash", "dflash"),
-    ("DSpark", "dspark"),
+    ("Eagle3", "eagle3"), ("PEagle", "eagle3"), ("Peagle", "eagle3"), ("LlamaForCausalLMEagle", "eagle"),
+    ("MedusaModel", "medusa"), ("DFlash", "dflash"), ("DSpark", "dspark"),
 )  # fmt: skip
 """Part of an architecture's name -> method; the first that fits counts."""
 NAMES: dict[Method, str] = {
@@ -35,8 +36,6 @@ ENGINES: dict[Engine, str] = {
     "vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM (PyTorch backend)",
 }  # fmt: skip
 _SECOND_MODEL = ("draft_target", "pard")
-_PARALLEL_KEYS = ("ptd_token_id", "pard_token", "parallel_drafting")
-"""Keys of config.json by which engines know an EAGLE-3 draft that proposes all tokens at once (P-EAGLE)."""
 
 
 @dataclass(frozen=True)
@@ -125,13 +124,15 @@ def exported(
         path = path / "draft"
     config = read_object(path / "config.json")
     model = str(folder) if named else str(Path(place or path).resolve())  # an engine downloads it itself
-    if config.get("speculators_model_type") == "eagle3":
-        return Speculation("eagle3", max_draft_len or 3, model, **options)
+    if config.get("speculators_model_type") in ("eagle3", "peagle"):
+        parallel = config["speculators_model_type"] == "peagle"
+        return Speculation("eagle3", max_draft_len or 3, model, parallel=parallel, **options)
     architectures = config.get("architectures") or []
     method = next((m for part, m in _METHODS for name in architectures if part in name), None)
     method = method or _method_of_tensors(path, architectures)
     length = _draft_len(method, config, max_draft_len)
-    parallel = method == "eagle3" and any(config.get(key) is not None for key in _PARALLEL_KEYS)
+    named = any(part in name for part in ("PEagle", "Peagle") for name in architectures)
+    parallel = method == "eagle3" and (named or any(config.get(key) not in (None, False) for key in PARALLEL_KEYS))
     lost = _unserved(config) if method in ("dflash", "dspark") else {}
     return Speculation(method, length, model, _captures(config), parallel, unserved=lost, **options)
 

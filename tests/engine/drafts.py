@@ -121,7 +121,7 @@ def _read_prompts(made: Setting) -> tuple[Tensor, Features]:
 
 @torch.no_grad()
 def base_logprobs(made: Setting) -> Tensor:
-    """[B, V] of the token behind each prompt, by the base."""
+    """[B, V] of the token after each prompt, by the base."""
     _, features = _read_prompts(made)
     return made.base.logits(features.state_SBH)[-1].float().log_softmax(-1)
 

@@ -26,6 +26,10 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "eagle_algorithm": "eagle3.1",
         "eagle_config": {"capture_layer_ids": [0, 3, 6], "norm_before_fc": True},
     },
+    "p-eagle": {
+        "eagle_algorithm": "p-eagle",
+        "eagle_config": {"capture_layer_ids": [0, 3, 6], "mask_token_id": 3},
+    },
     "dflash": {"algorithm": "dflash", "draft_config": {"mask_token_id": 3, "block_size": 3, "causal": True}},
     "dspark": {"algorithm": "dspark", "draft_config": {"mask_token_id": 3, "block_size": 2, "markov_rank": 8}},
 }

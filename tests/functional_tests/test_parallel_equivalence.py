@@ -33,6 +33,8 @@ CASES: dict[int, list[Case]] = {
         dict(name="dspark", packed=True, algorithm="rnn dspark"),
         dict(name="dspark, 1 kv head", packed=True, algorithm="gated dspark", model="kv1"),
         dict(name="dflash, experts", packed=True, algorithm="dflash", model="moe"),
+        dict(name="p-eagle", packed=True, algorithm="p-eagle"),
+        dict(name="p-eagle, experts", packed=True, algorithm="p-eagle", model="moe"),
     ],
     2: [
         dict(tp=2),
@@ -57,6 +59,11 @@ CASES: dict[int, list[Case]] = {
         dict(pp=2, packed=True, algorithm="dflash", distributed_optimizer=True),
         dict(tp=2, packed=True, algorithm="gated dspark", model="kv1"),
         dict(ep=2, packed=True, algorithm="dflash", model="moe"),
+        dict(tp=2, packed=True, algorithm="p-eagle"),
+        dict(tp=2, packed=True, algorithm="p-eagle", sequence_parallel=True),
+        dict(cp=2, packed=True, algorithm="p-eagle"),
+        dict(pp=2, packed=True, algorithm="p-eagle", distributed_optimizer=True),
+        dict(ep=2, packed=True, algorithm="p-eagle", model="moe"),
     ],
     3: [dict(pp=3), dict(pp=3, first=4, last=1)],
     4: [
@@ -72,6 +79,7 @@ CASES: dict[int, list[Case]] = {
         dict(cp=2, tp=2, sequence_parallel=True),
         dict(cp=2, tp=2, sequence_parallel=True, packed=True, algorithm="eagle1"),
         dict(cp=2, tp=2, sequence_parallel=True, packed=True, algorithm="rnn dspark"),
+        dict(cp=2, tp=2, sequence_parallel=True, packed=True, algorithm="p-eagle"),
     ],
 }
 
@@ -110,8 +118,10 @@ def new_config(base: Any, algorithm: str) -> Any:
     if algorithm == "own":
         return presets.own_mtp_config(base)
     overrides: dict[str, Any] = {"init_from_base_layer": True}
-    if algorithm == "eagle3":
+    if algorithm in ("eagle3", "p-eagle"):
         overrides.update(capture_layer_ids=list(CAPTURES), draft_vocab_size=D)
+    if algorithm == "p-eagle":
+        overrides["mask_token_id"] = 95
     return presets.eagle_config(base, algorithm, overrides)
 
 

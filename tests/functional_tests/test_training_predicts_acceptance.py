@@ -29,7 +29,7 @@ BLOCKS = {"dflash": STEPS + 1, "dspark": STEPS}
 """Block drafts and the size of their blocks."""
 LEARNED = 9
 """Answers that the drafts are trained on; of the others they know little."""
-ITERATIONS = {"eagle3": 70, "eagle1": 120, "eagle-mtp": 90, "dflash": 60, "dspark": 75}
+ITERATIONS = {"eagle3": 70, "p-eagle": 110, "eagle1": 120, "eagle-mtp": 90, "dflash": 60, "dspark": 75}
 """Training of each draft: enough to be right sometimes, too little to be right always."""
 
 
@@ -71,10 +71,11 @@ def partly_trained(place: Any, kind: str) -> Any:
     base = place.base
     overrides: dict[str, Any] = {}
     vocab = DraftVocab.full(base.config.vocab_size)
-    if kind == "eagle3":  # a reduced vocabulary: ids of the draft are not those of the base
+    if kind in ("eagle3", "p-eagle"):  # a reduced vocabulary: ids of the draft are not those of the base
         spoken = sorted({t for a in place.answers[:LEARNED] for t in a})
         vocab = DraftVocab(torch.tensor(spoken), base.config.vocab_size)
         overrides = {"capture_layer_ids": LAYERS, "draft_vocab_size": len(vocab)}
+        overrides |= {"mask_token_id": 3} if kind == "p-eagle" else {}
     if kind in BLOCKS:
         overrides = {"mask_token_id": 3, "block_size": BLOCKS[kind], "capture_layer_ids": LAYERS}
         rnn = {"markov_rank": 8, "markov_head_type": "rnn"}
@@ -90,6 +91,7 @@ def partly_trained(place: Any, kind: str) -> Any:
                 p.mul_(15)
     optimizer = torch.optim.Adam(draft.parameters(), lr=5e-3)
     more: dict[str, Any] = {"feature_noise": 0.0, "token_weight": 1.0} if kind == "eagle1" else {}
+    more |= {"row_keep": 0.9} if kind == "p-eagle" else {}
     goal = presets.objective_for(config, ObjectiveConfig(ttt_steps=STEPS, loss="hard_ce", **more))
     for i in range(ITERATIONS[kind]):
         losses = draft(place.features[i % LEARNED], base, goal)

@@ -38,13 +38,17 @@ def _of_draft(draft: Any, base: FrozenBase, config: DecodeConfig) -> Drafter:
     from megatron_spec.decoding.drafters.block import BlockDrafter, DSparkDrafter
     from megatron_spec.decoding.drafters.eagle import EagleDrafter, EagleTreeDrafter
     from megatron_spec.decoding.drafters.medusa import MedusaChoicesDrafter, MedusaDrafter, MedusaTreeDrafter
+    from megatron_spec.decoding.drafters.peagle import PEagleDrafter
     from megatron_spec.drafts.dflash import DFlashDraft
     from megatron_spec.drafts.dspark import DSparkDraft
+    from megatron_spec.drafts.peagle import PEagleDraft
 
     if isinstance(draft, DSparkDraft):
         return DSparkDrafter(draft, base, config.max_draft_len, config.confidence_threshold)
     if isinstance(draft, DFlashDraft):
         return BlockDrafter(draft, base, config.max_draft_len)
+    if isinstance(draft, PEagleDraft):
+        return PEagleDrafter(draft, base, config.max_draft_len)
     width, total = config.dynamic_tree_max_topK, config.max_total_draft_tokens
     if draft.config.algorithm != "medusa":
         if config.use_dynamic_tree:

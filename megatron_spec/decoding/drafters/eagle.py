@@ -91,13 +91,15 @@ class EagleDrafter(Drafter):
                 slots_BS = self.position_B[:batch, None] + k
                 visibility = self._earlier(slots_BS, 0, context.key_slots)
                 fed_back_SBH, normed_SBH = self._step(fed_back_SBH, tokens[-1][:, None], slots_BS, visibility)
-            logits_BD = self.draft.logits(normed_SBH, self.base)[0]
-            if context.uniform_BK is None:
-                tokens.append(self._target(sampling.argmax(logits_BD, self.group)))
-            else:
-                q.append(self._distribution(logits_BD, context.temperature))
-                tokens.append(sampling.draw(q[-1], context.uniform_BK[:, k]))
+            tokens.append(self._choose(self.draft.logits(normed_SBH, self.base)[0], context, k, q))
         return Proposal(torch.stack(tokens, dim=1), q_BNV=torch.stack(q, dim=1) if q else None)
+
+    def _choose(self, logits_BD: Tensor, context: Context, k: int, q: list[Tensor]) -> Tensor:
+        """The token of place k; its distribution goes to `q` when it is drawn."""
+        if context.uniform_BK is None:
+            return self._target(sampling.argmax(logits_BD, self.group))
+        q.append(self._distribution(logits_BD, context.temperature))
+        return sampling.draw(q[-1], context.uniform_BK[:, k])
 
     def _target(self, id_: Tensor) -> Tensor:
         return id_ if self.target_D is None else self.target_D[id_]

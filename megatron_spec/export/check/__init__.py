@@ -55,6 +55,8 @@ def kind_of(config: dict[str, Any], tensors: dict[str, Entry]) -> str:
         return "speculators"
     for part, kind in (
         ("Eagle3", "EAGLE-3"),
+        ("PEagle", "EAGLE-3"),
+        ("Peagle", "EAGLE-3"),
         ("LlamaForCausalLMEagle", "EAGLE-1"),
         ("DFlash", "DFlash"),
         ("DSpark", "DSpark"),

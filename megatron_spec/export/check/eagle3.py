@@ -11,6 +11,8 @@ from megatron_spec.export.check.finding import ALL, Engine, Finding, Folder
 from megatron_spec.export.check.shared import check_biases, check_embedding, check_fp8, check_rope, check_target
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", *layout.QK_NORM_ARCHITECTURES)
+PARALLEL = ("PEagleDraftModel", "PeagleLlamaForCausalLM")
+"""vLLM's other names of a draft that proposes in parallel."""
 _SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size",
     "rms_norm_eps",
@@ -23,8 +25,8 @@ def check(folder: Folder) -> Iterator[Finding]:
     yield from findings
     if not any(f.rule == "config" for f in findings):
         for rule in (
-            _names, _later_layers, check_biases, _vocab_map, _served_by_some, _capture_ids, check_rope, check_fp8,
-            check_target, check_embedding,
+            _names, _later_layers, _mask_token, check_biases, _vocab_map, _served_by_some, _capture_ids, check_rope,
+            check_fp8, check_target, check_embedding,
         ):  # fmt: skip
             yield from rule(folder)
 
@@ -38,7 +40,7 @@ def _config_keys(folder: Folder) -> Iterator[Finding]:
     if missing:
         yield Finding("config", f"config.json lacks {', '.join(missing)}", "copy them from the trained configuration")
     architectures = config.get("architectures")
-    if not isinstance(architectures, list) or not set(architectures) & set(ARCHITECTURES):
+    if not isinstance(architectures, list) or not set(architectures) & {*ARCHITECTURES, *PARALLEL}:
         yield Finding(
             "architectures", f"architectures is {architectures!r}", f'write "architectures": ["{ARCHITECTURES[0]}"]'
         )
@@ -84,6 +86,18 @@ def _later_layers(folder: Folder) -> Iterator[Finding]:
             if f"layers.{i}.{norm}.weight" not in folder.tensors:
                 found = f"layers.{i} has no {norm}, the name by which {' and '.join(readers)} reads its input norm"
                 yield Finding("norm", found, "write the same vector under both names", readers)
+
+
+def _mask_token(folder: Folder) -> Iterator[Finding]:
+    """P-EAGLE: vLLM reads the id under the names of its own configuration."""
+    config = folder.reading.config if folder.reading is not None else None
+    if not isinstance(config, EagleConfig) or not config.parallel_drafting:
+        return
+    if not any(folder.config.get(key) is not None for key in ("ptd_token_id", "pard_token")):
+        yield Finding(
+            "mask_token", "the mask token is named mask_token_id alone, which vLLM does not read for EAGLE-3",
+            f'write "ptd_token_id": {config.mask_token_id} too', ("vllm",),
+        )  # fmt: skip
 
 
 def _vocab_map(folder: Folder) -> Iterator[Finding]:

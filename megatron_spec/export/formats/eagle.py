@@ -13,7 +13,7 @@ from megatron_spec.config.presets import default_capture_ids
 from megatron_spec.config.rope import read_rope
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.export import native_mtp
-from megatron_spec.export.formats.options import check_options, draft_window
+from megatron_spec.export.formats.options import MASK_TOKEN_KEYS, PARALLEL_KEYS, check_options, draft_window
 from megatron_spec.export.formats.reading import (
     DraftProblems,
     Problem,
@@ -43,7 +43,6 @@ _REASONS = {
     "experts.": "drafts with a mixture of experts are not supported",
     "parallel_draft_heads": "parallel draft heads are not supported: export the draft without them",
     "medusa": "parallel draft heads are not supported: export the draft without them",
-    "mask_hidden": "this is a draft that proposes all tokens in one pass (P-EAGLE)",
     "sinks": "attention sinks in a draft are not supported",
 }
 
@@ -141,11 +140,13 @@ class _Folder:
         self.problems: list[Problem] = []
         self.unused = meaningless(source.entries)
         kind = str(source.raw.get("speculators_model_type", "eagle3"))
-        if kind not in ("eagle", "eagle3"):
+        if kind not in ("eagle", "eagle3", "peagle"):
             raise UserError(
-                f"{source.folder}: speculators_model_type {kind!r} is not supported: expected eagle or eagle3"
+                f"{source.folder}: speculators_model_type {kind!r} is not supported: expected eagle, eagle3 or peagle"
             )
         self.kind = self._kind()
+        marks = [key for key in PARALLEL_KEYS if self.raw.get(key) not in (None, False)]
+        self.parallel = self.kind == "eagle3" and (kind == "peagle" or "mask_hidden" in self.found or bool(marks))
 
     def _canonical(self) -> dict[str, str]:
         """Name without prefixes, layers numbered from 0 -> name in the folder. Twins stay unread."""
@@ -163,9 +164,10 @@ class _Folder:
     def _kind(self) -> str:
         if "MTP" in self.source.architectures or any("eh_proj" in name for name in self.found):
             return "eagle-mtp"
-        marks = {"layers.0.hidden_norm.weight", "d2t"} & self.found.keys()
+        marks = {"layers.0.hidden_norm.weight", "d2t", "mask_hidden"} & self.found.keys()
         mid = any(stored.removeprefix("model.").startswith("midlayer") for stored in self.found.values())
-        named = "Eagle3" in self.source.architectures or self.source.raw.get("speculators_model_type") == "eagle3"
+        model_type = self.source.raw.get("speculators_model_type")
+        named = "Eagle3" in self.source.architectures or model_type in ("eagle3", "peagle")
         return "eagle3" if marks or mid or named else "eagle1"
 
     # ---- sizes and options
@@ -249,13 +251,16 @@ class _Folder:
             values["own_embed_tokens"] = "embed_tokens.weight" in self.found and not self._other_width(values)
             values["sliding_window"] = draft_window(self.raw)
             values["algorithm"] = "eagle3.1" if any(options[name] for name in OPTIONS) else "eagle3"
+            if self.parallel:
+                values |= {"algorithm": "p-eagle", "mask_token_id": self._mask_token()}
         elif self.kind == "eagle-mtp":
             values["norm_output"] = options["norm_output"]
         try:
             config = EagleConfig.from_dict({k: v.to_dict() if k == "rope" else v for k, v in values.items()})
         except UserError as e:
             raise self.source.problem("config", f"config.json: {e}", "correct it") from None
-        self.problems += check_options(self.source, self.raw, self.kind)
+        kind = "p-eagle" if self.parallel else self.kind
+        self.problems += check_options(self.source, self.raw, kind)
         reading = Reading(self.source, config, self._names(config), self.unused, captures_given=self._ids_given())
         self._vocabulary(reading)
         reasons = {} if config.reads_captures else _REASONS
@@ -268,6 +273,15 @@ class _Folder:
         if self.problems:
             raise DraftProblems(self.source.folder, self.problems)
         return reading
+
+    def _mask_token(self) -> int:
+        """The token of rows yet to come. Raises DraftProblems when it is missing or named twice."""
+        given = {key: self.raw[key] for key in MASK_TOKEN_KEYS if self.raw.get(key) is not None}
+        if len(set(given.values())) == 1 and all(type(token) is int for token in given.values()):
+            return int(next(iter(given.values())))
+        found = f"config.json: found mask tokens {given}" if given else "config.json names no mask token"
+        fix = f'write "{MASK_TOKEN_KEYS[0]}": the id that was trained with; vLLM does not start without one'
+        raise self.source.problem("mask_token", found, fix)
 
     def _captures(self, target_hidden: int) -> tuple[int, ...]:
         return capture_ids(self.source, self.raw, self._shape("fc.weight"), target_hidden, self.base)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_spec.config.draft import READS_CAPTURES
 from megatron_spec.export.formats.keys import LAYER, check_keys
 from megatron_spec.export.formats.reading import Problem, Source
 
@@ -48,17 +49,27 @@ PLAIN_NESTED: dict[str, tuple[tuple[Any, ...], str]] = {
 }  # fmt: skip
 """The same for EAGLE-1, which reads the last state."""
 _NESTED: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
+    "p-eagle": {key: said for key, said in NESTED.items() if key != "parallel_drafting"},
     "eagle3": NESTED, "eagle1": PLAIN_NESTED, "eagle-mtp": {},
 }  # fmt: skip
+PARALLEL_KEYS = ("ptd_token_id", "pard_token", "parallel_drafting")
+"""Keys of config.json by which an EAGLE-3 draft is known that proposes all tokens in one pass (P-EAGLE)."""
+MASK_TOKEN_KEYS = ("ptd_token_id", "pard_token", "mask_token_id")
+"""Its mask token, under the names of vLLM and of speculators."""
 _IDS = {"eagle_aux_hidden_state_layer_ids"}
 _EAGLE3 = {"norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "target_hidden_size"} | _IDS
 _USED: dict[str, set[str]] = {
     "eagle3": _EAGLE3 | {"eagle_config"},
+    "p-eagle": _EAGLE3 | {"eagle_config", *PARALLEL_KEYS, *MASK_TOKEN_KEYS},
     "eagle1": {"eagle_config", "target_hidden_size", "truncated_vocab_size"},
     "eagle-mtp": {"eagle_config", "norm_output", "target_hidden_size", "num_nextn_predict_layers"},
 }
 """Kind -> keys of config.json beside those of its layers that the reader reads."""
-_USED_NESTED = {"eagle3": _EAGLE3 - {"target_hidden_size"}, "eagle1": set(), "eagle-mtp": {"norm_output"}}
+_USED_NESTED = {
+    "eagle3": _EAGLE3 - {"target_hidden_size"},
+    "p-eagle": _EAGLE3 - {"target_hidden_size"} | {"parallel_drafting"},
+    "eagle1": set(), "eagle-mtp": {"norm_output"},
+}  # fmt: skip
 _HEADS = {"parallel_draft_heads_num_layers"}
 """Of heads that `parallel_draft_step` 1 does not have."""
 _CONTAINERS = {"transformer_layer_config", "model"}
@@ -70,10 +81,11 @@ def check_options(source: Source, raw: dict[str, Any], kind: str) -> list[Proble
 
     Args:
         raw: config.json with nested descriptions of the layers at the top.
-        kind: 'eagle3', 'eagle1' or 'eagle-mtp'.
+        kind: 'eagle3', 'p-eagle', 'eagle1' or 'eagle-mtp'.
     """
-    problems = _differing(raw, NEUTRAL, "") + _vocabularies(raw, kind)
-    problems += [] if kind == "eagle3" and draft_window(raw) else _window(raw)
+    neutral = {key: said for key, said in NEUTRAL.items() if key not in _USED[kind]}
+    problems = _differing(raw, neutral, "") + _vocabularies(raw, kind)
+    problems += [] if kind in READS_CAPTURES and draft_window(raw) else _window(raw)
     used = LAYER | NEUTRAL.keys() | _USED[kind] | (_CONTAINERS if raw is not source.raw else set())
     problems += check_keys(source, raw, used)
     nested = raw.get("eagle_config") or {}
@@ -87,7 +99,7 @@ def check_options(source: Source, raw: dict[str, Any], kind: str) -> list[Proble
 
 def _vocabularies(raw: dict[str, Any], kind: str) -> list[Problem]:
     """A reduced vocabulary in a draft that uses the target's head."""
-    keys = ("draft_vocab_size", "truncated_vocab_size") if kind != "eagle3" else ()
+    keys = ("draft_vocab_size", "truncated_vocab_size") if kind not in READS_CAPTURES else ()
     return [
         Problem("option", f"{key} is {raw[key]}, vocab_size {raw.get('vocab_size')}",
                 "a reduced vocabulary in a draft of this kind is not supported")

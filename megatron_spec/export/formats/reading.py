@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -143,6 +144,8 @@ def check_all(reading: Reading, reasons: dict[str, str] | None = None) -> list[P
         if stored is None or stored not in entries or name not in table:
             continue
         shape = logical_shape(entries[stored])
+        if name == "mask_hidden" and prod(shape) == table[name].size:  # one vector, in whatever shape
+            continue
         if shape != table[name].shape:
             problems.append(
                 Problem(

@@ -60,7 +60,9 @@ class Home:
         """config.json and tensors of a draft."""
         if name not in self.drafts:
             ids = (
-                torch.arange(0, V, 2) if algorithm == "eagle3" and not overrides.pop("full", False) else torch.arange(V)
+                torch.arange(0, V, 2)
+                if algorithm in ("eagle3", "p-eagle") and not overrides.pop("full", False)
+                else torch.arange(V)
             )
             vocab = DraftVocab(ids, V)
             config: Any = presets.medusa_config(self.reference.config, 3)

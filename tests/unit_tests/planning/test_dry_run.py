@@ -11,7 +11,7 @@ import pytest
 
 from megatron_spec.commands.plan import Cluster, plan
 from megatron_spec.config import BaseConfig, ObjectiveConfig, ParallelConfig, TrainConfig, UserError, presets
-from megatron_spec.planning.estimate import GIB, Place, draft_parameters, flops_per_token, memory
+from megatron_spec.planning.estimate import GIB, Place, draft_parameters, draft_passes, flops_per_token, memory
 
 ROOT = Path(__file__).resolve().parents[3]
 LLAMA_405B = {
@@ -79,6 +79,13 @@ def test_work_is_that_of_the_published_figures() -> None:
     assert work["base"] / 1e9 == pytest.approx(16.08, rel=2e-3) and work["draft"] / 1e9 == pytest.approx(
         16.73, rel=2e-3
     )
+
+
+def test_rows_that_p_eagle_drops_are_no_work() -> None:
+    draft = presets.eagle_config(LLAMA_8B, "p-eagle", {"mask_token_id": 1})
+    goal = ObjectiveConfig(ttt_steps=4, row_keep=0.5, row_keep_least=0.2)
+    assert draft_passes(draft, goal) == pytest.approx(1 + 0.5 + 0.25 + 0.2)
+    assert draft_passes(presets.eagle_config(LLAMA_8B), goal) == 4
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "eagle1", "eagle-mtp", "medusa"])
