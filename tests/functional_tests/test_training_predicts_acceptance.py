@@ -172,7 +172,7 @@ def test_accepted_lengths_are_those_that_training_predicts(
     found = decode(place.base, place.prompts, CONFIG, set(), draft=draft)
     assert [g.tokens for g in found] == place.answers
     shares = acceptance_stats(found).acceptance_per_position
-    assert 0.2 < min(shares) <= max(shares) < 0.8, f"nothing to tell apart: {shares}"
+    assert 0.1 < min(shares) <= max(shares) < 0.9, f"nothing to tell apart: {shares}"
     for prompt, features, spoken in zip(place.prompts, place.features, found, strict=True):
         expected = predicted_lengths(hits(place, draft, features, monkeypatch), len(prompt))
         assert spoken.accepted_lengths == expected, f"{kind}, prompt of {len(prompt)} tokens"
