@@ -115,13 +115,14 @@ def test_a_base_alone_refuses_what_would_do_nothing(
 ) -> None:
     monkeypatch.setattr(chain, "load_models", lambda *_: pytest.fail("weights were read"))
     base, output = str(shipped[0] / "base"), tmp_path / "g.jsonl"
+    undrafted = FEW.replace(max_draft_len=DecodeConfig().max_draft_len, temperature=1.0)
     for name, value in (
-        ("use_dynamic_tree", True), ("dynamic_tree_max_topK", 2), ("medusa_choices", "[[0]]"),
+        ("max_draft_len", 7), ("use_dynamic_tree", True), ("dynamic_tree_max_topK", 2), ("medusa_choices", "[[0]]"),
         ("max_matching_ngram_size", 3), ("is_keep_all", False), ("drafter", "a:B"), ("use_rejection_sampling", True),
         ("typical_acceptance", True), ("posterior_alpha", 0.5), ("relaxed_topk", 2), ("begin_thinking_phase_token", 5),
     ):  # fmt: skip
         with pytest.raises(UserError, match=f"--{name.replace('_', '-')} is for a draft, and there is none"):
-            chain.generate(shipped[1], str(output), base=base, decode=FEW.replace(temperature=1.0, **{name: value}))
+            chain.generate(shipped[1], str(output), base=base, decode=undrafted.replace(**{name: value}))
     output.write_text("notes\n")
     with pytest.raises(UserError, match="is there already"):
         chain.generate(shipped[1], str(output), base=base)
