@@ -25,4 +25,4 @@ if [ ${#existing[@]} -gt 6 ]; then
 fi
 echo "checking ${existing[*]}" >&2
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000} \
-  exec .venv/bin/python -m pytest -q -n 2 --dist loadgroup --timeout 180 "${existing[@]}" "$@"
+  exec .venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --timeout 180 "${existing[@]}" "$@"

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tools/setup_venv.sh
-workers=(-n 2 --dist loadgroup)
+workers=(-n 2 --dist loadfile --no-loadscope-reorder)
 case " $* " in *" -n"* | *" --dist"* | *" --numprocesses"*) workers=() ;; esac
 # Threads that wait go to sleep soon: with several ranks on few cores, spinning ones keep the others waiting.
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000} \
