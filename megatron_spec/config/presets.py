@@ -317,6 +317,9 @@ def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveC
             "--no-in-vocab-only: this draft has the whole vocabulary, so that no row is outside of it: leave it out"
         )
     if not isinstance(config, MedusaConfig):
+        window = config.sliding_window
+        if window is not None and objective.ttt_steps > window:  # a step sees its own branches and a trunk row at least
+            raise UserError(f"--ttt-steps {objective.ttt_steps}: more than the draft's sliding_window, {window}")
         return objective
     if objective.ttt_steps not in (default.ttt_steps, config.num_heads):
         raise UserError(

@@ -109,10 +109,6 @@ class EagleDraft(RecurrentDraft):
     def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
         """Unroll over the micro-batch and return the loss sums."""
         group, scattered = self.tp_group, self.sequence_parallel
-        if objective.ttt_steps > (self.config.sliding_window or objective.ttt_steps):
-            raise UserError(
-                f"--ttt-steps {objective.ttt_steps}: more than the draft's sliding_window, {self.config.sliding_window}"
-            )
         plan = self.supervision(features.batch, objective)
         teacher = teach(features, plan, self.teacher_head(ends), objective.temperature, group, scattered)
         states = [self.lm_head.quantized_input(x) for x in self.states(features, plan, ends, objective)]

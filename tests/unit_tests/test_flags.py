@@ -230,6 +230,10 @@ def test_settings_that_would_do_nothing() -> None:
         (lambda: runs.ConvertRun("b", "s", draft="d", seed=1), "--seed does nothing with --draft"),
         (lambda: runs.ConvertRun("b", "s", eagle_algorithm="eagle-mtp", mtp_from_base=True, seed=1), "--mtp-from-base"),
         (lambda: runs.GenerateRun(None, "o", base="b", synthesize=2, num_prompts=2), "--num-prompts is for --data"),
+        (lambda: presets.objective_for(
+            presets.eagle_config(BASE, "p-eagle", {"sliding_window": 6, "mask_token_id": 3}),
+            ObjectiveConfig(ttt_steps=7),
+        ), "--ttt-steps 7: more than the draft's sliding_window, 6"),
         (lambda: block_objective(pace_alpha=0.3), "--pace-alpha does nothing without --block-weights d-pace"),
         (lambda: block_objective(block_weights="d-pace", block_gamma=3.0), "--block-gamma does nothing with"),
         (lambda: block_objective(l1_weight=0.3), "--l1-weight belong to --loss ce_l1"),

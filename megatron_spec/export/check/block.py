@@ -41,7 +41,7 @@ def _precision(folder: Folder) -> Iterator[Finding]:
     if found:
         yield Finding(
             "qkv", f"{', '.join(found[:4])} ({len(found)}) are quantised: SGLang loads the codes as numbers without a "
-            "word, TensorRT-LLM and vLLM before 0.32 make keys and values of the context without their scales",
+            "word, TensorRT-LLM and older versions of vLLM make keys and values of the context without their scales",
             "keep q_proj, k_proj and v_proj of a block draft in bf16; o_proj and the MLP may be quantised",
             ("sglang", "trtllm"),
         )  # fmt: skip

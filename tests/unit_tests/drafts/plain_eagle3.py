@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig
+from megatron_spec.drafts.contract import DraftLosses
 from megatron_spec.drafts.vocab import DraftVocab
 
 V = 31
@@ -212,3 +213,19 @@ class PlainEagle:
         stats = torch.zeros(objective.ttt_steps, 4, dtype=f.state_SBH.dtype)
         rows = range(f.batch.tokens_BS.shape[0])
         return torch.stack([self.conversation(f, b, objective, stats) for b in rows]).sum(), stats
+
+
+def assert_same(
+    draft: nn.Module, losses: DraftLosses, total: Tensor, stats: Tensor, parameters: dict[str, Tensor]
+) -> None:
+    """Losses, figures of every step and every gradient of a draft are those of its plain version."""
+    assert stats[:, 3].min() > 0, "the example must supervise every step"
+    close: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
+    torch.testing.assert_close(losses.total, total, **close)
+    found = torch.stack([losses.loss_T, losses.correct_T, losses.overlap_T, losses.rows_T], 1)
+    torch.testing.assert_close(found, stats, **close)
+    losses.total.backward()
+    total.backward()
+    for name, p in draft.named_parameters():
+        assert p.grad is not None and p.grad.abs().max() > 0, f"{name} receives no gradient"
+        torch.testing.assert_close(p.grad, parameters[name].grad, msg=lambda m, name=name: f"{name}: {m}", **close)

@@ -22,6 +22,7 @@ from tests.unit_tests.drafts.plain_eagle3 import (
     PlainEagle,
     StandInEnds,
     V,
+    assert_same,
     conversations,
     draft_vocab,
     eagle_config,
@@ -49,16 +50,7 @@ def compare(config: EagleConfig, objective: ObjectiveConfig, f: Features | None 
     parameters = {n: p.detach().clone().requires_grad_() for n, p in draft.named_parameters()}
     total, stats = PlainEagle(config, parameters, ends, draft.vocab)(f, objective)
     losses = draft(f, ends, objective)
-    assert stats[:, 3].min() > 0, "the example must supervise every step"
-    close: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
-    torch.testing.assert_close(losses.total, total, **close)
-    found = torch.stack([losses.loss_T, losses.correct_T, losses.overlap_T, losses.rows_T], 1)
-    torch.testing.assert_close(found, stats, **close)
-    losses.total.backward()
-    total.backward()
-    for name, p in draft.named_parameters():
-        assert p.grad is not None and p.grad.abs().max() > 0, f"{name} receives no gradient"
-        torch.testing.assert_close(p.grad, parameters[name].grad, msg=lambda m, name=name: f"{name}: {m}", **close)
+    assert_same(draft, losses, total, stats, parameters)
 
 
 @pytest.mark.parametrize(("alignment", "in_vocab_only", "detach", "draft_vocab_size"), CASES)

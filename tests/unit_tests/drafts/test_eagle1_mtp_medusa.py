@@ -16,6 +16,7 @@ from tests.unit_tests.drafts.plain_drafts import VOCAB, PlainDraft, plain_medusa
 from tests.unit_tests.drafts.plain_eagle3 import (
     SMALL_VOCAB,
     StandInEnds,
+    assert_same,
     conversations,
     eagle_config,
     features,
@@ -94,16 +95,7 @@ def test_losses_and_gradients(name: str) -> None:
         noise = feature_noise(f.batch, f.state_SBH, goal.feature_noise) if noisy else None
         total, stats = PlainDraft(config, parameters, ends, draft.vocab.target_ids)(f, goal, noise)
     losses = draft(f, ends, goal)
-    assert stats[:, 3].min() > 0, "the example must supervise every step"
-    close: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
-    torch.testing.assert_close(losses.total, total, **close)
-    found = torch.stack([losses.loss_T, losses.correct_T, losses.overlap_T, losses.rows_T], 1)
-    torch.testing.assert_close(found, stats, **close)
-    losses.total.backward()
-    total.backward()
-    for n, p in draft.named_parameters():
-        assert p.grad is not None and p.grad.abs().max() > 0, f"{n} receives no gradient"
-        torch.testing.assert_close(p.grad, parameters[n].grad, msg=lambda m, n=n: f"{n}: {m}", **close)
+    assert_same(draft, losses, total, stats, parameters)
 
 
 OVERFITTED = ("eagle1", "mtp", "3.1 full", "medusa", "medusa, hard labels", "medusa, base head")

@@ -11,7 +11,7 @@ import torch
 from megatron_spec.batch import Batch
 from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError, presets
 from megatron_spec.drafts.peagle import PEagleDraft, computed_rows, kept_rows
-from tests.unit_tests.drafts.plain_eagle3 import V, conversations, eagle_config, features
+from tests.unit_tests.drafts.plain_eagle3 import V, assert_same, conversations, eagle_config, features
 from tests.unit_tests.drafts.plain_peagle import PlainPEagle
 from tests.unit_tests.drafts.test_eagle import make
 
@@ -49,16 +49,7 @@ def test_equals_the_dense_mask(name: str) -> None:
     plain.kept_TBS = kept
     total, stats = plain(f, goal)
     losses = draft(f, ends, goal)
-    assert stats[:, 3].min() > 0, "the example must supervise every depth"
-    close: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
-    torch.testing.assert_close(losses.total, total, **close)
-    found = torch.stack([losses.loss_T, losses.correct_T, losses.overlap_T, losses.rows_T], 1)
-    torch.testing.assert_close(found, stats, **close)
-    losses.total.backward()
-    total.backward()
-    for n, p in draft.named_parameters():
-        assert p.grad is not None and p.grad.abs().max() > 0, f"{n} receives no gradient"
-        torch.testing.assert_close(p.grad, parameters[n].grad, **close, msg=n)
+    assert_same(draft, losses, total, stats, parameters)
 
 
 def test_rows_kept_are_nested_and_depend_on_seed_and_content_alone() -> None:
