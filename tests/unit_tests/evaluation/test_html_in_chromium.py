@@ -66,7 +66,8 @@ def test_the_page_is_drawn(chat: Any, tmp_path: Path) -> None:
     found = json.loads(html.unescape(re.findall(r'<pre id="found">(.*?)</pre>', dom, flags=re.DOTALL)[0]))
     assert [f["title"] for f in found["figures"]] == [
         "Accepted at each draft position", "Acceptance length by category", "Acceptance length by prompt length",
-        "Draft tokens accepted in a step", "Draft length", "Speed-up predicted from costs",
+        "Acceptance length by context", "Draft tokens accepted in a step", "Draft length",
+        "Speed-up predicted from costs",
     ]  # fmt: skip
     assert {"n-grams <2>", "other"} <= set(found["cells"]) and found["width"] <= 1100
     for figure in found["figures"]:
