@@ -35,7 +35,7 @@ def unserved(config: BlockConfig) -> dict[str, str]:
     if not config.causal and config.sliding_window is not None:
         seen = "under a window it lets a slot see the earlier slots alone, this draft was trained on the whole block"
         found |= {"sglang": seen, "trtllm": seen}
-    if config.causal and config.algorithm == "dspark":
+    if config.causal and config.has_markov_head:
         found["trtllm"] = "it has no causal DSpark draft"
     if config.markov_head_type != "vanilla":
         head = f"it has no {config.markov_head_type} Markov head, the vanilla one alone"
@@ -57,7 +57,7 @@ def _kind_keys(config: BlockConfig) -> dict[str, Any]:
         **({} if window is None else {"sliding_window": window}),
         "dflash_config": inside,
     }
-    if config.algorithm == "dspark":
+    if config.has_markov_head:
         keys |= {
             "target_layer_ids": ids, "mask_token_id": config.mask_token_id, "markov_rank": config.markov_rank,
             "markov_head_type": config.markov_head_type, "enable_confidence_head": True,
