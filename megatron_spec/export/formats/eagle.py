@@ -355,8 +355,11 @@ def check_map(d2t: Entry, t2d: Entry | None, D: int, V: int) -> list[Problem]:
         return [Problem("d2t", f"i + d2t[i] is not distinct and within 0..{V - 1}{hint}", fix)]
     if t2d is None:
         return []
-    if t2d.dtype != "BOOL" or t2d.shape != (V,):
+    if t2d.dtype != "BOOL":
         return [Problem("t2d", f"t2d is {t2d.dtype} {list(t2d.shape)}", f"write it as bool [{V}]")]
+    if t2d.shape != (V,):
+        fix = "make config.json and the tensor agree"
+        return [Problem("t2d", f"t2d is {list(t2d.shape)}, config.json says vocab_size {V}", fix)]
     marked = {i for i, inside in enumerate(t2d.integers()) if inside}
     return (
         [] if marked == set(targets) else [Problem("t2d", "t2d marks other tokens than d2t lists", "write it from d2t")]

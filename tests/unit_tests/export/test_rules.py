@@ -170,6 +170,7 @@ BROKEN: dict[str, tuple[Break, str, str, bool]] = {
         lambda t, c: ({**t, "d2t": t["d2t"] + torch.arange(D)}, c), "d2t", "target ids instead of offsets", False
     ),
     "repeated d2t": (lambda t, c: ({**t, "d2t": -torch.arange(D)}, c), "d2t", "not distinct", False),
+    "short t2d": (lambda t, c: ({**t, "t2d": t["t2d"][1:]}, c), "t2d", "config.json says vocab_size", False),
     "other t2d": (lambda t, c: ({**t, "t2d": ~t["t2d"]}, c), "t2d", "other tokens", False),
     "d2t with D = V": (
         lambda t, c: ({**t, "lm_head.weight": torch.ones(V, H)}, {**c, "draft_vocab_size": V}), "d2t", "raises", False
