@@ -68,13 +68,15 @@ number --num_epochs "$epochs"; number --tp "$tp"; number --pp "$pp"; number --ba
 number --eval_interval "${eval_interval:-200}"
 [ "$num_gpu" = 0 ] || number --num_gpu "$num_gpu"
 [ -d "$model" ] || [[ $model =~ ^[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+$ ]] || fail "--model $model: no such folder"
+[ -z "$eagle" ] || [ -f "$eagle" ] || fail "--eagle_config $eagle: no such file"
+[ -z "$vocab" ] || [ -e "$vocab" ] || fail "--draft_vocab $vocab: no such folder"
 [ -z "$data" ] || [ -f "$data" ] || fail "--data $data: no such file"
 [ -z "$offline" ] || [ -f "$offline/manifest.json" ] || fail "--offline-data $offline holds no features (manifest.json is missing)"
 
 if [ -z "$eval" ] && [ -n "$data" ]; then
   if [ -f "$root/runs/mt_bench.jsonl" ]; then eval=$root/runs/mt_bench.jsonl
-  else echo "no held-out prompts: for acceptance while it trains run tools/prepare_conversations.py mt_bench" \
-    "--make-prompts --output runs/mt_bench.jsonl, or give --eval_data" >&2; fi
+  else echo "no held-out prompts: for acceptance while it trains run python $root/tools/prepare_conversations.py mt_bench" \
+    "--make-prompts --output $root/runs/mt_bench.jsonl, or give --eval_data" >&2; fi
 fi
 [ -z "$eval" ] || [ -f "$eval" ] || fail "--eval_data $eval: no such file"
 [ -z "$eval" ] || [ -z "$offline" ] || fail "--eval_data decodes with the base, whose layers --offline-data leaves out"
@@ -98,8 +100,19 @@ launch() { # script arguments...
   fi
 }
 
-[ -f "$output/draft/latest_checkpointed_iteration.txt" ] || launch convert_model.py --load "$model" \
-  "${kind[@]}" --save "$output/draft" ${vocab:+--draft-vocab "$vocab"}
+# The folder remembers what its draft was made of: another base or architecture would be another run.
+here() { if [ -d "$1" ]; then (cd "$1" && pwd); else echo "$1"; fi; }
+made="--model $(here "$model") --algorithm $algorithm --draft_vocab $(here "$vocab") --eagle_config ${eagle:+$(cksum < "$eagle")}"
+if [ ! -f "$output/draft/latest_checkpointed_iteration.txt" ]; then
+  launch convert_model.py --load "$model" "${kind[@]}" --save "$output/draft" ${vocab:+--draft-vocab "$vocab"}
+  printf '%s\n' "$made" > "$output/draft.options"
+elif [ ! -f "$output/draft.options" ]; then
+  [ -z "$eagle$vocab" ] || fail "$output/draft is there: --eagle_config and --draft_vocab do nothing, leave them out"
+  echo "training $output/draft as it is, on its own base: --model and --algorithm are not read" >&2
+elif [ "$(cat "$output/draft.options")" != "$made" ]; then
+  printf 'begun with: %s\nasked for:  %s\n' "$(cat "$output/draft.options")" "$made" >&2
+  fail "$output/draft was made with other options: choose another --output_dir, or remove it"
+fi
 launch finetune.py --load "$output/draft" --save "$output/run" ${data:+--data "$data"} \
   ${offline:+--offline-data "$offline"} --global-batch-size "$batch" --train-epochs "$epochs" \
   --save-interval 200 --async-save "${evaluation[@]}" "$@"

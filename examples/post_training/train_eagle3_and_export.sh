@@ -53,8 +53,8 @@ if [ -z "$heldout" ] && [ -n "$base_model" ] && [ -f "$root/runs/mt_bench.jsonl"
   heldout=$root/runs/mt_bench.jsonl
 elif [ -z "$heldout" ]; then
   heldout=$scripts/data/heldout_prompts.jsonl
-  [ -z "$base_model" ] || echo "validating on $heldout; for MT-Bench run tools/prepare_conversations.py mt_bench" \
-    "--make-prompts --output runs/mt_bench.jsonl" >&2
+  [ -z "$base_model" ] || echo "validating on $heldout; for MT-Bench run python $root/tools/prepare_conversations.py mt_bench" \
+    "--make-prompts --output $root/runs/mt_bench.jsonl" >&2
 fi
 unread() { # reason, flags that the algorithm does not have...
   local why=$1 name; shift

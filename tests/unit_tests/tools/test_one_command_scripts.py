@@ -1,0 +1,104 @@
+"""launch_train.sh and train_eagle3_and_export.sh: what they start for each algorithm, with a stand-in for Python."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[3] / "examples" / "post_training"
+STAND_IN = """#!/bin/bash
+[ "$1" = -c ] && exit 0 # the question whether torch sees a GPU
+printf '%q ' "$@" >> "$STARTED"; echo >> "$STARTED"
+"""
+ALGORITHMS = {
+    # --algorithm: (algorithm, eagle_algorithm, mtp_from_base) of convert_model.py, policy of quantize.py
+    **{name: (("eagle", name, None), "fp8") for name in ("eagle1", "eagle3", "eagle3.1", "eagle-mtp", "p-eagle")},
+    "mtp-from-base": (("eagle", "eagle-mtp", True), "fp8_base_only"),
+    **{name: ((name, None, None), "fp8") for name in ("medusa", "dflash", "dspark")},
+}
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Any:
+    """Run one of the two scripts from another folder; returns (exit code, stderr, script -> its settings, parsed)."""
+    for name in ("python3", "python"):
+        (tmp_path / name).write_text(STAND_IN)
+        (tmp_path / name).chmod(0o755)
+    for name in ("base", "out"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "train.jsonl").write_text("")
+
+    def run(script: str, *arguments: str) -> tuple[int, str, list[tuple[str, Any]]]:
+        log = tmp_path / "started"
+        log.write_text("")
+        found = {**os.environ, "STARTED": str(log), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        words = ["bash", str(SCRIPTS / script), *arguments, "--data", "train.jsonl", "--num_gpu", "1"]
+        done = subprocess.run(
+            words, cwd=tmp_path, capture_output=True, text=True, env={**found, "PYTHON": str(tmp_path / "python")}
+        )
+        started = [shlex.split(line) for line in log.read_text().splitlines()]
+        settings = [(Path(w[0]).stem, settings_of(w)) for w in started if Path(w[0]).parent == SCRIPTS]
+        return done.returncode, done.stderr, settings
+
+    return run
+
+
+def settings_of(words: list[str]) -> Any:
+    """The settings that a script makes of its command line; it ends the test where it would refuse them."""
+    spec = importlib.util.spec_from_file_location("script", words[0])
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.parser().parse_args(words[1:]).run
+
+
+def kind(run: Any) -> tuple[Any, ...]:
+    return run.algorithm, run.eagle_algorithm, run.mtp_from_base
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm(start: Any, tmp_path: Path, algorithm: str) -> None:
+    asked, policy = ALGORITHMS[algorithm]
+    code, said, started = start("launch_train.sh", "--model", "base", "--output_dir", "out", "--algorithm", algorithm)
+    assert code == 0 and [name for name, _ in started] == ["convert_model", "finetune"], said
+    assert kind(started[0][1]) == asked and started[1][1].load == "out/draft"
+    chain = ("--base_model", "base", "--output", "chain", "--algorithm", algorithm)
+    code, said, started = start("train_eagle3_and_export.sh", *chain)
+    assert code == 0, said
+    assert [name for name, _ in started] == [
+        "convert_model", "finetune", "quantize", "finetune", "export", "export", "validate", "validate"
+    ]  # fmt: skip
+    assert kind(started[0][1]) == asked and started[2][1].policy == policy
+    assert f"python {SCRIPTS.parents[1]}/tools/prepare_conversations.py mt_bench" in said
+
+
+def test_a_folder_keeps_its_draft(start: Any, tmp_path: Path) -> None:
+    """Started again: the same options continue, others are refused; a draft of one's own is taken as it is."""
+    arguments = ("launch_train.sh", "--model", "base", "--output_dir", "out")
+    assert start(*arguments)[0] == 0
+    draft = tmp_path / "out" / "draft"
+    draft.mkdir()
+    (draft / "latest_checkpointed_iteration.txt").write_text("0")  # what convert_model.py would have left
+    code, _, started = start(*arguments)
+    assert code == 0 and [name for name, _ in started] == ["finetune"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "draft.json").write_text("{}")
+    changed = (
+        ("--algorithm", "medusa"),
+        ("--model", "other"),
+        ("--draft_vocab", "base"),
+        ("--eagle_config", "draft.json"),
+    )
+    for words in changed:
+        code, said, started = start(*arguments, *words)
+        assert code == 2 and not started and "was made with other options: choose another --output_dir" in said
+    (tmp_path / "out" / "draft.options").unlink()
+    assert "--eagle_config and --draft_vocab do nothing" in start(*arguments, *changed[2])[1]
+    code, said, started = start(*arguments)
+    assert code == 0 and len(started) == 1 and "--model and --algorithm are not read" in said
