@@ -75,8 +75,9 @@ def steps(shape: dict[str, int], world: Any, ttt_steps: int, repeats: int) -> di
     H, S, B, V = (shape[n] for n in ("H", "S", "B", "V"))
     device, dtype = world.device, torch.bfloat16 if world.device.type == "cuda" else torch.float32
     config = EagleConfig(
-        "eagle3", H, shape["M"], shape["heads"], shape["groups"], H // shape["heads"], V, shape["D"], H, 2 * S,
-        capture_layer_ids=(1, 2, 3),
+        algorithm="eagle3", hidden_size=H, intermediate_size=shape["M"], num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["groups"], head_dim=H // shape["heads"], vocab_size=V, draft_vocab_size=shape["D"],
+        target_hidden_size=H, max_position_embeddings=2 * S, capture_layer_ids=(1, 2, 3),
     )  # fmt: skip
     vocab = DraftVocab(torch.arange(shape["D"]) * (V // shape["D"]), V)
     draft = build_draft(config, vocab, world, dtype)

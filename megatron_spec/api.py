@@ -28,7 +28,7 @@ from megatron_spec.build import link, load_checkpoint
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference
 from megatron_spec.checkpoint.spec import CheckpointSpec, resolve
-from megatron_spec.commands.convert import draft_kinds, fresh_config, new_draft
+from megatron_spec.commands.convert import draft_kinds, first_draft, fresh_config, own_module, published_draft
 from megatron_spec.config import (
     Config,
     DecodeConfig,
@@ -47,7 +47,7 @@ from megatron_spec.evaluation import validate as validation
 from megatron_spec.evaluation.report import Report
 from megatron_spec.export import base as exported_base
 from megatron_spec.export import draft as export
-from megatron_spec.export.load import inspect_exported_base, load_draft, open_draft
+from megatron_spec.export.load import inspect_exported_base
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.generation.prompts import read_prompts
@@ -55,6 +55,9 @@ from megatron_spec.quantization.attach import base_amax_state
 from megatron_spec.quantization.calibrate import LayerReport, calibrate
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
+
+SEED = 1234
+"""Of a fresh draft's initial values, where none is given."""
 
 MAIN_GUARD = (
     "saving starts a process, which imports this program once more: put its code into a function that is called below "
@@ -135,10 +138,10 @@ def _draft_config(drafts: Sequence[tuple[str, Any]], reference: BaseReference, v
 
 def convert(
     model: Any, drafts: Sequence[tuple[str, Any]] = (), *, base_path: str | Path | None = None,
-    vocab: DraftVocab | None = None, objective: ObjectiveConfig | None = None, seed: int = 1234,
-    draft: str | Path | None = None,
+    vocab: DraftVocab | None = None, objective: ObjectiveConfig | None = None, seed: int = SEED,
+    draft: str | Path | None = None, mtp_from_base: bool = False,
 ) -> SpecModel:  # fmt: skip
-    """Freeze a loaded megatron-core GPTModel and give it a draft: a fresh one, or the one in a folder.
+    """Freeze a loaded megatron-core GPTModel and give it a draft: fresh, from a folder, or the base's own module.
 
     Args:
         model: GPTModel, or the list of model chunks Megatron passes around (of length one), or a `FrozenBase`.
@@ -148,22 +151,41 @@ def convert(
         base_path: the base on disk; describes the architecture and is what a saved draft refers to. Default: where
             `load_base` read it from.
         vocab: calibrated draft vocabulary; default: the whole one.
+        seed: of a fresh draft's initial values.
         draft: folder of a published draft, of any format that tools/check_export.py knows, to train on.
+        mtp_from_base: train on the prediction module that the base ships (DeepSeek-V3).
 
     Raises:
         UserError: models, configurations or layouts that do not fit.
     """
+    _check_source(draft, mtp_from_base, {"drafts": bool(drafts), "vocab": vocab is not None, "seed": seed != SEED})
     world = _world_of(model)
     reference = getattr(model, "reference", None) if base_path is None else inspect_exported_base(base_path)
     if reference is None:
         raise UserError("convert: found no base_path, expected the folder of the base that this model was loaded from")
-    if draft is not None:
-        return _with_draft(model, drafts, draft, vocab, reference, world, objective)
     vocab = vocab or DraftVocab.full(reference.config.vocab_size)
-    config = _draft_config(drafts, reference, vocab)
+    config: DraftConfig
+    if draft is not None:
+        config = published_draft(draft, reference).config
+    elif mtp_from_base:
+        config = own_module(reference)
+    else:
+        config = _draft_config(drafts, reference, vocab)
     base = _frozen(model, reference, world, config)
-    fresh = new_draft(base, config, vocab, world, base.dtype, seed)
-    return SpecModel(base, fresh, vocab, reference, objective or ObjectiveConfig())
+    made = first_draft(base, reference, config, vocab, world, base.dtype, seed, draft)
+    return SpecModel(base, made, made.vocab, reference, objective or ObjectiveConfig())  # type: ignore[arg-type]
+
+
+def _check_source(draft: str | Path | None, mtp_from_base: bool, fresh: dict[str, bool]) -> None:
+    """Raise UserError for two sources of a draft, and for what only a fresh one takes (name -> was it given?)."""
+    if draft is None and not mtp_from_base:
+        return
+    if draft is not None and mtp_from_base:
+        raise UserError("convert: draft= and mtp_from_base=True name two drafts: give one of them")
+    given = [name for name, is_given in fresh.items() if is_given]
+    if given:
+        source = "mtp_from_base=True" if mtp_from_base else "draft="
+        raise UserError(f"convert: {source} takes the draft as it is: leave {', '.join(given)} out")
 
 
 def _frozen(model: Any, reference: BaseReference, world: World, config: DraftConfig) -> FrozenBase:
@@ -177,18 +199,6 @@ def _frozen(model: Any, reference: BaseReference, world: World, config: DraftCon
             )
         return model
     return FrozenBase.from_gpt_model(model, reference.config, world, config.capture_layer_ids)
-
-
-def _with_draft(
-    model: Any, drafts: Sequence[tuple[str, Any]], folder: str | Path, vocab: DraftVocab | None,
-    reference: BaseReference, world: World, objective: ObjectiveConfig | None,
-) -> SpecModel:  # fmt: skip
-    if drafts or vocab is not None:
-        raise UserError("convert: draft= takes configuration and vocabulary of its folder: give no drafts and no vocab")
-    reading = open_draft(folder, reference)
-    base = _frozen(model, reference, world, reading.config)
-    loaded = load_draft(reading, world, base.dtype)
-    return SpecModel(base, loaded, loaded.vocab, reference, objective or ObjectiveConfig())  # type: ignore[arg-type]
 
 
 def save(model: SpecModel, folder: str | Path, *, iteration: int = 0, optimizer: Any = None, keep: int = 0) -> Path:

@@ -15,7 +15,7 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference
 from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec, held, read_spec
-from megatron_spec.config import MedusaConfig, ObjectiveConfig, ParallelConfig, RopeConfig, UserError
+from megatron_spec.config import ObjectiveConfig, ParallelConfig, UserError
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
@@ -101,23 +101,24 @@ def resolve_paths(
 def load_checkpoint(
     path: str | Path, world: World, *, dtype: torch.dtype = torch.float32, base_path: str | None = None,
     original_base: bool = False, transformer_engine: bool = False, ends_only: bool = False,
-    paths: Paths | None = None, plain: bool = False, rope: RopeConfig | None = None,
+    paths: Paths | None = None, plain: bool = False, spec: CheckpointSpec | None = None,
 ) -> Loaded:  # fmt: skip
     """Base and draft of a checkpoint folder, fake-quantised when the checkpoint is.
 
     Args:
+        spec: spec.json of the folder, if it was read before; its draft may differ in what needs no tensors (RoPE).
         original_base: leave the base in high precision although the checkpoint quantises it.
         transformer_engine: build the base's layers from Transformer Engine's modules.
         ends_only: of the base load embedding and head alone: features come from disk.
         paths: the fast paths of the run (`resolve_paths`); default: all that run here.
         plain: without `paths`: none of them.
-        rope: rotary embedding of the draft in place of the one it was trained with.
 
     Raises UserError for a missing, half-written or unfitting checkpoint, before any weight of the base is read.
     """
     with held(path) as folder:
         _check_same_on_all_ranks(folder)
-        return _load(folder, world, dtype, base_path, original_base, transformer_engine, ends_only, paths, plain, rope)
+        spec = read_spec(folder) if spec is None else spec
+        return _load(folder, spec, world, dtype, base_path, original_base, transformer_engine, ends_only, paths, plain)
 
 
 def _check_same_on_all_ranks(folder: Path) -> None:
@@ -130,12 +131,9 @@ def _check_same_on_all_ranks(folder: Path) -> None:
 
 
 def _load(
-    folder: Path, world: World, dtype: torch.dtype, base_path: str | None, original_base: bool,
-    transformer_engine: bool, ends_only: bool, paths: Paths | None, plain: bool, rope: RopeConfig | None,
+    folder: Path, spec: CheckpointSpec, world: World, dtype: torch.dtype, base_path: str | None, original_base: bool,
+    transformer_engine: bool, ends_only: bool, paths: Paths | None, plain: bool,
 ) -> Loaded:  # fmt: skip
-    spec = read_spec(folder)
-    if rope is not None and not isinstance(spec.draft, MedusaConfig):
-        spec = dataclasses.replace(spec, draft=spec.draft.replace(rope=rope))
     ref = check_base(spec, base_path)
     vocab = DraftVocab.load(folder / "vocab.safetensors")
     if paths is None:

@@ -154,17 +154,15 @@ class Parser(argparse.ArgumentParser):
             return f"{e}{': ' + hint if hint else ''}"
         return None
 
-    def add_template_flag(self) -> None:
-        """--chat-template-kwargs, as the scripts that read conversations or prompts take it."""
-        self.add_argument(
-            "--chat-template-kwargs", type=json_object, metavar="JSON",
-            help='arguments of the chat template, as {"enable_thinking": false}; those of a line win',
-        )  # fmt: skip
+    def add_fields(self, cls: type[Config], *only: str) -> None:
+        """Flags for some fields of a configuration class, stored in the parsed namespace by field name."""
+        self._add_fields(cls, self, "", only)
 
     def _add_fields(self, cls: type[Config], to: Any, path: str, only: Sequence[str] = (), skip: Any = ()) -> None:
         """One flag per field of a configuration class: `train_iters` becomes --train-iters. Groups nest."""
         hints, docs = typing.get_type_hints(cls), field_docs(cls)
-        for field in dataclasses.fields(cls):
+        own = inspect.get_annotations(cls)
+        for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in own):  # inherited ones last
             if field.name in skip or (only and field.name not in only) or field.metadata.get("hidden"):
                 continue
             hint = hints[field.name]

@@ -1,6 +1,6 @@
 """Run a function on several gloo ranks of this machine, and get each rank's result back.
 
-Start-up costs seconds, so one spawned world should run many cases: `fn` may loop over them and return a dictionary.
+Start-up costs seconds, so one world should run many cases: `fn` may loop over them and return a dictionary.
 `fn` must be a module-level function; results travel as pickles through a temporary folder.
 """
 
@@ -17,18 +17,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing as mp
+from tests import warm
 
 
-def _entry(rank: int, size: int, port: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _entry(
+    rank: int, size: int, port: int, folder: str, environment: dict[str, str], fn: Callable[..., Any], args: Any
+) -> None:
     import warnings
 
     import torch
 
     warnings.simplefilter("ignore")  # megatron-core warns once per rank about every optional package
     torch.set_num_threads(1)
+    os.environ.clear()  # a forked process has that of its server
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        environment,
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     try:
         result = fn(*args)
@@ -53,12 +61,15 @@ def free_port() -> int:
                 return port
 
 
-def run_world(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Results of `fn(*args)` on ranks 0..size-1. A failing rank ends the world and shows its traceback."""
-    port = free_port()
+def run_world(size: int, fn: Callable[..., Any], *args: Any, fresh: bool = False) -> list[Any]:
+    """Results of `fn(*args)` on ranks 0..size-1. A failing rank ends the world and shows its traceback.
+
+    Args:
+        fresh: every rank is a new interpreter, with an order of sets of its own (`tests/warm.py`).
+    """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
-        ranks = [context.Process(target=_entry, args=(r, size, port, folder, fn, args)) for r in range(size)]
+        common = (size, free_port(), folder, dict(os.environ), fn, args)
+        ranks: list[Any] = [warm.context(fresh).Process(target=_entry, args=(r, *common)) for r in range(size)]
         for p in ranks:
             p.start()
         pending = list(ranks)

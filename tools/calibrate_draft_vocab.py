@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_spec import cli
+from megatron_spec.commands.runs import ChatText
 from megatron_spec.config import UserError
 from megatron_spec.runtime import files
 
@@ -34,12 +35,11 @@ def make_parser() -> cli.Parser:
     p = cli.Parser(__doc__)
     p.add_argument("--model", metavar="DIR", help="base, in Hugging Face or Megatron format (default: that of --load)")
     p.add_argument("--load", metavar="DIR", help="draft checkpoint: write and measure the vocabulary it has")
-    p.add_argument("--tokenizer", metavar="DIR", help="tokenizer folder (default: the base's)")
     p.add_argument("--data", required=True, metavar="JSONL", help="training conversations, answered")
     p.add_argument("--draft-vocab-size", type=int, metavar="D", help="needed without --load")
     p.add_argument("--save-dir", required=True, metavar="DIR")
     p.add_argument("--seq-length", type=int, default=4096, help="count the first tokens only (default: %(default)s)")
-    p.add_template_flag()
+    p.add_fields(ChatText)
     p.add_argument("--data-cache-path", metavar="DIR", help="folder for tokenised data (default: beside the data)")
     p.add_argument(
         "--num-workers", type=cli.at_least_one, metavar="N", help="processes that tokenise (default: as is useful)"

@@ -36,16 +36,16 @@ def _chain(steps: list[str] | None) -> str:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The table in Markdown; '-' is what no test runs. Below it, what is refused and why."""
-    columns = ["architecture", "models", *LAYOUTS, "drafts there", *DRAFTS]
+    """The table in Markdown; '-' is what no test runs. Below it, the refused architectures and why."""
+    columns = ["architecture", "models", *LAYOUTS, "drafts", *DRAFTS]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for family in FAMILIES:
         layouts, chain = results["layouts"].get(family.name, {}), results["chain"].get(family.name, {})
         cells = [family.architecture, family.models, *(_cell(layouts, name) for name in LAYOUTS)]
         cells += [_cell(layouts, "drafts"), *(_chain(chain.get(name)) for name in DRAFTS)]
         lines.append("| " + " | ".join(cells) + " |")
-    refused = "; ".join(f"{name} {reason}" for name, reason in REFUSED.items())
-    return "\n".join(lines) + f"\n\nRefused by name: {refused}.\n"
+    refused = [f"- {name} {reason}" for name, reason in REFUSED.items()]
+    return "\n".join([*lines, "", "Refused by name:", "", *refused]) + "\n"
 
 
 def updated(page: str) -> str:

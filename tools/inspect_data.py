@@ -16,6 +16,7 @@ import sys
 from typing import Any
 
 from megatron_spec import cli
+from megatron_spec.commands.runs import ChatText
 from megatron_spec.config import UserError
 
 
@@ -30,7 +31,7 @@ def make_parser() -> cli.Parser:
     p.add_argument(
         "--samples", type=cli.at_least_zero, default=3, metavar="N", help="print the first N (default: %(default)s)"
     )
-    p.add_template_flag()
+    p.add_fields(ChatText, "chat_template_kwargs")
     p.add_argument("--data-cache-path", metavar="DIR", help="folder for tokenised data (default: beside the data)")
     p.add_argument(
         "--num-workers", type=cli.at_least_one, metavar="N", help="processes that tokenise (default: as is useful)"

@@ -11,14 +11,15 @@ from megatron_spec.config.megatron_flags import table
 
 HEAD = """# Flags of Megatron-LM
 
-Flags that mean the same here are in `--help` of each script (`--tensor-model-parallel-size`, `--micro-batch-size`,
-`--lr`, ...); underscores may stand for dashes. The other common ones:
+`--help` of each script lists the flags with the same meaning as in Megatron-LM (`--tensor-model-parallel-size`,
+`--micro-batch-size`, `--lr`, ...); underscores work in place of dashes. Other
+common flags are renamed, refused, fixed, checked or not needed.
 
 """
 
 
 def page() -> str:
-    """The page of today."""
+    """The complete page."""
     return HEAD + table()
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_spec import cli
+from megatron_spec.commands.runs import ChatText
 from megatron_spec.config import UserError
 
 
@@ -39,7 +40,7 @@ def make_parser() -> cli.Parser:
     p.add_argument("--max-tokens", type=cli.at_least_one, default=2048, help="of an answer (default: %(default)s)")
     p.add_argument("--seed", type=int, help="each answer gets its own, made from this one, conversation and turn")
     p.add_argument("--extra-body", metavar="JSON", help="further parameters of the request, as one JSON object")
-    p.add_template_flag()
+    p.add_fields(ChatText, "chat_template_kwargs")
     p.add_argument("--concurrency", type=cli.at_least_one, default=64, help="conversations at a time (default: 64)")
     p.add_argument(
         "--retries", type=cli.at_least_zero, default=8, help="attempts after the first (default: %(default)s)"

@@ -13,7 +13,8 @@ options (defaults in brackets):
   --data FILE          conversations (JSON lines)
   --offline-data DIR   features of offline_feature_extract.py, which hold their conversations: --data is not read then,
                        and no base layers are loaded
-  --algorithm NAME     eagle3, eagle3.1, eagle1, eagle-mtp, p-eagle, medusa, dflash or dspark [eagle3]
+  --algorithm NAME     eagle3, eagle3.1, eagle1, eagle-mtp, mtp-from-base (the prediction module that the base
+                       ships), p-eagle, medusa, dflash or dspark [eagle3]
   --output_dir DIR     DIR/draft (the fresh draft) and DIR/run (checkpoints, metrics.jsonl)
   --num_gpu N          processes, one per GPU; 0: one process on the CPU [1]
   --num_epochs N       passes over the data [1]
@@ -56,7 +57,11 @@ case $algorithm in
   dflash|dspark) kind=(--export-algorithm "$algorithm" ${eagle:+--draft-config "$eagle"}) ;;
   eagle3|eagle3.1|eagle1|eagle-mtp|p-eagle)
     kind=(--export-algorithm eagle --export-eagle-algorithm "$algorithm" ${eagle:+--eagle-config "$eagle"}) ;;
-  *) fail "--algorithm $algorithm: expected eagle3, eagle3.1, eagle1, eagle-mtp, p-eagle, medusa, dflash or dspark" ;;
+  mtp-from-base)
+    kind=(--export-algorithm eagle --export-eagle-algorithm eagle-mtp --mtp-from-base)
+    [ -z "$eagle$vocab" ] || fail "--eagle_config, --draft_vocab: the module is as the base has it: leave them out" ;;
+  eagle2) fail "--algorithm eagle2: EAGLE-2 is EAGLE-1 decoded with a dynamic tree: train eagle1, decode with validate.py --use-dynamic-tree" ;;
+  *) fail "--algorithm $algorithm: expected eagle3, eagle3.1, eagle1, eagle-mtp, mtp-from-base, p-eagle, medusa, dflash or dspark" ;;
 esac
 number() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1 $2: expected a whole number of at least 1"; }
 number --num_epochs "$epochs"; number --tp "$tp"; number --pp "$pp"; number --batch "${batch:-1}"

@@ -19,7 +19,8 @@ options (defaults in brackets):
   --prompts FILE      prompts to synthesise from [examples/post_training/data/prompts.jsonl]
   --heldout FILE      prompts to validate on [with --base_model: runs/mt_bench.jsonl, where it is there; else
                       examples/post_training/data/heldout_prompts.jsonl]
-  --algorithm NAME    eagle3, eagle3.1, eagle1, eagle-mtp, p-eagle, medusa, dflash or dspark [eagle3]
+  --algorithm NAME    eagle3, eagle3.1, eagle1, eagle-mtp, mtp-from-base (the prediction module that the base ships),
+                      p-eagle, medusa, dflash or dspark [eagle3]
   --eagle_config FILE architecture of the draft as JSON [EAGLE: examples/post_training/eagle_config_demo.json; DFlash
                       and DSpark: layers like the base's]
   --output DIR        where everything goes [runs/eagle3]
@@ -59,6 +60,7 @@ unread() { # reason, flags that the algorithm does not have...
   local why=$1 name; shift
   for name in "$@"; do [ -z "${!name}" ] || fail "--$name with --algorithm $algorithm: $why"; done
 }
+policy=fp8
 vocabulary=() # a reduced one is EAGLE-3's alone
 case $algorithm in
   medusa)
@@ -72,7 +74,12 @@ case $algorithm in
   eagle3|eagle3.1|eagle1|eagle-mtp|p-eagle)
     : "${eagle_config:=$scripts/eagle_config_demo.json}"
     kind=(--export-algorithm eagle --export-eagle-algorithm "$algorithm" --eagle-config "$eagle_config") ;;
-  *) fail "--algorithm $algorithm: expected eagle3, eagle3.1, eagle1, eagle-mtp, p-eagle, medusa, dflash or dspark" ;;
+  mtp-from-base)
+    kind=(--export-algorithm eagle --export-eagle-algorithm eagle-mtp --mtp-from-base)
+    policy=fp8_base_only # the module stays in high precision
+    unread "the module is as the base has it" eagle_config draft_vocab ;;
+  eagle2) fail "--algorithm eagle2: EAGLE-2 is EAGLE-1 decoded with a dynamic tree: train eagle1, decode with validate.py --use-dynamic-tree" ;;
+  *) fail "--algorithm $algorithm: expected eagle3, eagle3.1, eagle1, eagle-mtp, mtp-from-base, p-eagle, medusa, dflash or dspark" ;;
 esac
 for f in "$prompts" "$heldout" ${eagle_config:+"$eagle_config"} ${data:+"$data"}; do [ -f "$f" ] || fail "$f: no such file"; done
 [ -z "$base_model" ] || [ -d "$base_model" ] || [[ $base_model =~ ^[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+$ ]] || fail "--base_model $base_model: no such folder"
@@ -163,7 +170,7 @@ training=("${conversations[@]}" "${steps[@]}" "${goal[@]}" --adam-beta2 "$beta2"
 stage convert "$output/draft" launch convert_model.py "${kind[@]}" "${vocabulary[@]}" --load "$base" --save "$output/draft"
 stage finetune "" launch finetune.py --load "$output/draft" --save "$output/finetuned" "${training[@]}" "${cache[@]}" \
   --train-iters "$train_iters" --save-interval "$((train_iters / 5 + 1))" --lr "$lr" --lr-warmup-iters 5
-stage quantize "$output/quantized" launch quantize.py --export-quant-cfg fp8 --load "$output/finetuned" \
+stage quantize "$output/quantized" launch quantize.py --export-quant-cfg "$policy" --load "$output/finetuned" \
   --save "$output/quantized" "${conversations[@]}" "${steps[@]}" --calib-samples 32
 stage qat "" launch finetune.py --load "$output/quantized" --save "$output/qat" "${training[@]}" \
   --train-iters "$qat_iters" --lr "$qat_lr"

@@ -26,6 +26,7 @@ from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export import native_mtp
+from megatron_spec.export.formats import Reading
 from megatron_spec.export.load import (
     StoredTensors,
     inspect_exported_base,
@@ -70,14 +71,7 @@ def draft_vocabulary(path: str | None, overrides: dict[str, Any], vocab_size: in
 def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftVocab]:
     """Architecture and vocabulary of the draft, checked before any weight of the base is read."""
     if request.draft is not None:
-        reading = open_draft(request.draft, ref)
-        if reading.config.of_base:
-            raise UserError("--draft: this folder holds a base's own prediction module: use --mtp-from-base instead")
-        if reading.quantised():
-            raise UserError(
-                f"--draft {request.draft}: its linears are in fp8 or nvfp4: take the high-precision draft, and "
-                "quantise it again with quantize.py after training"
-            )
+        reading = published_draft(request.draft, ref)
         _check_algorithm(request, reading.config)
         return reading.config, StoredTensors(reading).vocab
     if request.algorithm == "medusa":
@@ -86,14 +80,37 @@ def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftV
         config = presets.medusa_config(ref.config, share_base_head=bool(request.share_base_head), **given)
         return config, DraftVocab.full(ref.config.vocab_size)
     if request.mtp_from_base:
-        if ref.kind != "hf":
-            raise UserError("--mtp-from-base reads Hugging Face folders, this base is a Megatron checkpoint")
-        own = presets.own_mtp_config(ref.config)
-        check_own_module(Path(ref.path), own, native_mtp.weight_shapes(own))
-        return own, DraftVocab.full(ref.config.vocab_size)
+        return own_module(ref), DraftVocab.full(ref.config.vocab_size)
     if request.algorithm in ("dflash", "dspark"):
-        return _plan_block(ref, request), DraftVocab.full(ref.config.vocab_size)
+        overrides = read_object(request.draft_config) if request.draft_config else {}
+        vocab = DraftVocab.full(ref.config.vocab_size)
+        return fresh_config(ref, request.algorithm, overrides, vocab), vocab
     return _plan_eagle(ref, request.eagle_algorithm or "eagle3", request.eagle_config, request.draft_vocab)
+
+
+def published_draft(folder: str | Path, ref: BaseReference) -> Reading:
+    """A draft in a folder, to train on. Raises UserError for one that is quantised, or is the base's own module."""
+    reading = open_draft(folder, ref)
+    if reading.config.of_base:
+        raise UserError(
+            f"--draft {folder}: this folder holds a base's own prediction module: use --mtp-from-base instead "
+            "(in the library, mtp_from_base=True)"
+        )
+    if reading.quantised():
+        raise UserError(
+            f"--draft {folder}: its linears are in fp8 or nvfp4: take the high-precision draft, and quantise it again "
+            "with quantize.py after training"
+        )
+    return reading
+
+
+def own_module(ref: BaseReference) -> EagleConfig:
+    """Architecture of the prediction module that the base ships. Raises UserError where its files hold none."""
+    if ref.kind != "hf":
+        raise UserError("--mtp-from-base reads Hugging Face folders, this base is a Megatron checkpoint")
+    own = presets.own_mtp_config(ref.config)
+    check_own_module(Path(ref.path), own, native_mtp.weight_shapes(own))
+    return own
 
 
 def _check_algorithm(request: DraftRequest, config: DraftConfig) -> None:
@@ -116,20 +133,14 @@ def with_mask_token(ref: BaseReference, overrides: dict[str, Any]) -> dict[str, 
     return {**overrides, "mask_token_id": found}
 
 
-def _plan_block(ref: BaseReference, request: DraftRequest) -> BlockConfig:
-    overrides = read_object(request.draft_config) if request.draft_config else {}
-    return presets.block_config(ref.config, request.algorithm, with_mask_token(ref, overrides))
-
-
 def _plan_eagle(
     ref: BaseReference, eagle_algorithm: str, eagle_config: str | None, draft_vocab: str | None
 ) -> tuple[EagleConfig, DraftVocab]:
     overrides = read_object(eagle_config) if eagle_config else {}
     overrides = from_modelopt(overrides, eagle_algorithm)
     vocab = draft_vocabulary(draft_vocab, overrides, ref.config.vocab_size)
-    overrides = with_mask_token(ref, overrides) if eagle_algorithm == "p-eagle" else overrides
-    config = presets.eagle_config(ref.config, eagle_algorithm, {**overrides, "draft_vocab_size": len(vocab)})
-    return config, vocab
+    config = fresh_config(ref, eagle_algorithm, {**overrides, "draft_vocab_size": len(vocab)}, vocab)
+    return typing.cast(EagleConfig, config), vocab
 
 
 def draft_kinds() -> dict[str, type[Any]]:
@@ -151,6 +162,8 @@ def fresh_config(ref: BaseReference, kind: str, overrides: dict[str, Any], vocab
         raise UserError(f"convert: a draft of kind {kind!r} cannot have the algorithm {algorithm!r}")
     if cls is not EagleConfig and len(vocab) != vocab.vocab_size:
         raise UserError(f"convert: a draft of kind {kind!r} has the whole vocabulary of the base: leave vocab out")
+    if cls is EagleConfig:
+        overrides = from_modelopt(overrides, algorithm)
     if algorithm in MASKED:
         overrides = with_mask_token(ref, overrides)
     if cls is MedusaConfig:
@@ -172,7 +185,7 @@ def new_draft(
 
 def first_draft(
     base: FrozenBase, ref: BaseReference, config: DraftConfig, vocab: DraftVocab, world: World, dtype: torch.dtype,
-    seed: int, folder: str | None = None,
+    seed: int, folder: str | Path | None = None,
 ) -> Draft:  # fmt: skip
     """A fresh draft, the one in `folder`, or the module that the base ships, as `plan` decided."""
     if folder is not None:

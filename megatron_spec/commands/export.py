@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from megatron_spec.base.placement import check_parallel
-from megatron_spec.build import load_checkpoint
+from megatron_spec.build import load_checkpoint, respec
 from megatron_spec.checkpoint.spec import CheckpointSpec, held, identity, read_spec
 from megatron_spec.commands.data import check_base_shapes
 from megatron_spec.commands.runs import ExportRun, settings_of, takes
-from megatron_spec.config import BlockConfig, DraftConfig, MedusaConfig, RopeConfig, UserError, flag_name
+from megatron_spec.config import BlockConfig, DraftConfig, MedusaConfig, UserError, flag_name
 from megatron_spec.config.rope import read_rope
 from megatron_spec.export import speculators, trtllm_legacy
 from megatron_spec.export.base import export_base
@@ -33,9 +33,10 @@ from megatron_spec.serving.trtllm import trtllm_yaml
 log = logging.getLogger(__name__)
 
 
-def _check(run: ExportRun, spec: CheckpointSpec) -> None:
-    """All that can be refused without reading weights. Raises UserError."""
+def _check(run: ExportRun, spec: CheckpointSpec) -> CheckpointSpec:
+    """The checkpoint as it is exported. Raises UserError for all that can be refused without reading weights."""
     algorithm, quant = spec.draft.algorithm, spec.quant
+    heads = isinstance(spec.draft, MedusaConfig)
     check_base_shapes(run, spec.base.config)
     if not run.extra_modules and not (_quantised_base(spec) or run.with_base):
         raise UserError(
@@ -55,16 +56,16 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> None:
             f"--max-draft-len: no serving configuration is written for {algorithm} in the format {run.format}; "
             "tools/make_serving_config.py writes one"
         )
-    if run.export_embeddings and algorithm == "medusa":
+    if run.export_embeddings and heads:
         raise UserError("--export-embeddings: a Medusa draft reads no embedding")
-    if run.medusa_pt and algorithm != "medusa":
+    if run.medusa_pt and not heads:
         raise UserError(f"--export-medusa-pt: this draft is {algorithm}, and only Medusa heads have that format")
     if run.format != "hf" and not run.extra_modules:
         raise UserError(f"--export-format {run.format} is of drafts: add --export-extra-modules, or use hf")
     if run.trtllm_tp != 1 and run.format != "trtllm-legacy":
         raise UserError("--trtllm-tp is of --export-format trtllm-legacy: leave it out")
     if run.format == "trtllm-legacy":
-        if algorithm != "medusa":
+        if not heads:
             raise UserError(
                 f"--export-format trtllm-legacy is written for Medusa, this draft is {algorithm}: use hf, which the "
                 "PyTorch backend of TensorRT-LLM (EAGLE-3) and its own converters (EAGLE-1) read"
@@ -72,10 +73,11 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> None:
         trtllm_legacy.check(config_json(spec.base.config), run.trtllm_tp)
     if run.format == "speculators":
         speculators.check(spec.draft, quant is not None and quant.draft != "none")
-    _draft_rope(run, spec)
+    as_exported = _with_yarn(run, spec)
     require_empty(run.export_dir, "give another --export-dir, or remove it to export again")
     layouts.check("export", run.parallel)
     check_parallel(spec.base.config, run.parallel)
+    return as_exported
 
 
 def _writes_yaml(draft: DraftConfig) -> bool:
@@ -85,11 +87,11 @@ def _writes_yaml(draft: DraftConfig) -> bool:
     return draft.reads_captures and not getattr(draft, "parallel_drafting", False)
 
 
-def _draft_rope(run: ExportRun, spec: CheckpointSpec) -> RopeConfig | None:
-    """The draft's rotary embedding with YaRN; None without --export-yarn-factor."""
+def _with_yarn(run: ExportRun, spec: CheckpointSpec) -> CheckpointSpec:
+    """The checkpoint's description with the YaRN of --export-yarn-factor in the draft, where that is given."""
     factor, original, draft = run.yarn_factor, run.yarn_original, spec.draft
     if factor is None and original is None:
-        return None
+        return spec
     if factor is None or original is None or factor <= 1:
         raise UserError(
             f"--export-yarn-factor {factor} with --export-yarn-original {original}: expected both, a factor above 1"
@@ -101,8 +103,9 @@ def _draft_rope(run: ExportRun, spec: CheckpointSpec) -> RopeConfig | None:
         raise UserError(f"--export-yarn-factor extends a default rotary embedding, this draft has {kind}: leave it out")
     scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     rope = read_rope({"rope_theta": draft.rope.theta, "rope_scaling": scaling}, "--export-yarn-factor")
-    check_exportable(draft.replace(rope=rope), spec.base.config)
-    return rope
+    extended = draft.replace(rope=rope)
+    check_exportable(extended, spec.base.config)
+    return respec(spec, draft=extended)
 
 
 def _quantised_base(spec: CheckpointSpec) -> bool:
@@ -120,12 +123,10 @@ def export(run: ExportRun) -> Path:
         VerificationError: what was written is not what is in memory; nothing is published.
     """
     with held(run.load) as folder:
-        spec = read_spec(folder)
-        _check(run, spec)
-        rope = _draft_rope(run, spec)
+        spec = _check(run, read_spec(folder))
         world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
         dtype = torch.bfloat16 if run.bf16 else torch.float32
-        loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base, plain=run.plain, rope=rope)
+        loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base, plain=run.plain, spec=spec)
     out = Path(run.export_dir).resolve()
     run_config = {"checkpoint": str(folder), "quant": spec.quant.to_dict() if spec.quant else None}
     legacy, with_base = run.format == "trtllm-legacy", _quantised_base(spec) or run.with_base
@@ -148,7 +149,7 @@ def export(run: ExportRun) -> Path:
         together(lambda: _finish(run, spec, new, out, Path(loaded.base_ref.path)) if world.rank == 0 else None)
     if run.extra_modules and spec.draft.is_module:
         _say_who_loads_mtp(of_base, with_base)
-    if rope is not None:
+    if run.yarn_factor is not None:
         log.warning(
             "YaRN was not in the training: measure the export with validate.py --speculative-model, short and long"
         )

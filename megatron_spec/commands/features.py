@@ -115,7 +115,7 @@ def extract_features(run: ExtractRun) -> Path:
     texts, kwargs = tokenizer_folder(spec, run.base, run.tokenizer), run.chat_template_kwargs
     known = spec.base.config.vocab_size
     dataset = open_dataset(run.data, texts, run.seq_length, vocab_size=known, template_kwargs=kwargs)
-    loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base, plain=run.plain)
+    loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base, plain=run.plain, spec=spec)
     manifest = manifest_of(loaded, dataset, template_hash(texts, kwargs), run.features_dtype)
     part = (run.part[0], run.part[1])
     check_disk(run.output_dir, manifest, dataset, part)

@@ -366,6 +366,7 @@ def load_models(resolved: Resolved, world: World) -> Loaded:
         transformer_engine=run.transformer_impl == "transformer_engine",
         ends_only=run.offline_data is not None,
         paths=paths,
+        spec=resolved.spec,
     )
 
 

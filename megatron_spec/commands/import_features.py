@@ -114,7 +114,11 @@ def import_features(run: ImportRun) -> Path:
         raise UserError("--final-norm missing needs the base's norm, --check-samples 0 loads none of its layers")
     first = read_dump(files[0], base.hidden_size, captures, base.vocab_size)
     world = distributed.initialize(ParallelConfig())
-    options: dict[str, Any] = {"dtype": torch.bfloat16 if run.bf16 else torch.float32, "base_path": run.base}
+    options: dict[str, Any] = {
+        "dtype": torch.bfloat16 if run.bf16 else torch.float32,
+        "base_path": run.base,
+        "spec": spec,
+    }
     loaded = load_checkpoint(folder, world, original_base=True, ends_only=not run.check, **options)
     manifest = StoreManifest(
         base_fingerprint=teacher_fingerprint(loaded),

@@ -138,7 +138,7 @@ def _quantize(
 ) -> Path:
     dtype = torch.bfloat16 if run.bf16 else torch.float32
     dataset = None if quant.base == quant.draft == "none" else open_data(run, spec)
-    loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base, plain=run.plain)
+    loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base, plain=run.plain, spec=spec)
     run_config = {"policy": run.policy, "samples": run.samples, "quant": quant.to_dict()}
     if dataset is None:
         log.info("nothing is quantised: %s holds the checkpoint as it was", run.save)

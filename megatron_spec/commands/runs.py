@@ -72,7 +72,7 @@ def _flags(run: Config) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptRun(Config):
-    """What all runs have."""
+    """Fields of every command."""
 
     base_shapes: tuple[tuple[str, ...], ...] = option((), hidden=True)
     """Pairs of a flag of Megatron-LM that describes the base's architecture, and its value: must be the base's."""
@@ -80,10 +80,44 @@ class ScriptRun(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRun(ScriptRun):
-    """A run that computes with base or draft."""
+    """Fields of a command that computes with base or draft."""
 
     plain: bool = False
-    """Take no fast path (docs/performance.md): plain code everywhere, to compare with."""
+    """Take no fast path (docs/performance.md): run plain code everywhere, for comparison."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel(Config):
+    """Fields of a command that runs under torchrun."""
+
+    parallel: ParallelConfig = group(ParallelConfig)
+    """Parallel layout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision(Config):
+    """Fields of a command that loads weights to compute with."""
+
+    bf16: bool = False
+    """Hold weights in bfloat16 instead of float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovedBase(Config):
+    """Fields of a command that reads a draft checkpoint."""
+
+    base: str | None = option(None, "DIR")
+    """Path of the base, if it has moved since convert_model.py."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatText(Config):
+    """Fields of a command that tokenises conversations or prompts."""
+
+    tokenizer: str | None = option(None, "DIR")
+    """Tokenizer folder (default: the base's)."""
+    chat_template_kwargs: dict[str, Any] | None = option(None, "JSON", parse=json_object)
+    """Arguments of the chat template, such as {"enable_thinking": false}; a line's own chat_template_kwargs win."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,19 +176,15 @@ class DraftRequest(ScriptRun):
 
 
 @dataclass(frozen=True)
-class ConvertRun(DraftRequest):
+class ConvertRun(Parallel, Precision, DraftRequest):
     """convert_model.py: a base gets a fresh draft."""
 
     load: str = option(metavar="BASE")
     """Base: Hugging Face folder, name on the hub, or Megatron checkpoint."""
     save: str = option(metavar="DIR")
     """New or empty folder for the draft checkpoint."""
-    bf16: bool = False
-    """Hold weights in bfloat16, not in float32."""
     seed: int = 1234
     """Seed of the draft's initial values."""
-    parallel: ParallelConfig = group(ParallelConfig)
-    """Parallel layout."""
 
     def validate(self) -> None:
         """Raise UserError for flags that contradict one another."""
@@ -196,7 +226,7 @@ class EvalRequest(Config):
 
 
 @dataclass(frozen=True)
-class FinetuneRun(ModelRun):
+class FinetuneRun(Parallel, ChatText, MovedBase, ModelRun):
     """finetune.py: train the draft of a checkpoint; on a quantised one this is quantisation-aware training."""
 
     load: str = option(metavar="DIR")
@@ -209,18 +239,10 @@ class FinetuneRun(ModelRun):
     """Training loop."""
     objective: ObjectiveConfig = group(ObjectiveConfig)
     """Objective of the draft."""
-    parallel: ParallelConfig = group(ParallelConfig)
-    """Parallel layout."""
     seq_length: int | None = option(None, least=1)
     """Conversations are cut to this many tokens (default: 2048, or the length of stored features)."""
     data_cache_path: str | None = option(None, "DIR")
     """Folder for tokenised conversations (default: next to the data)."""
-    base: str | None = option(None, "DIR")
-    """Where the base is, if it has moved since convert_model.py."""
-    tokenizer: str | None = option(None, "DIR")
-    """Tokenizer folder (default: the base's)."""
-    chat_template_kwargs: dict[str, Any] | None = option(None, "JSON", parse=json_object)
-    """Arguments of the chat template, as {"enable_thinking": false}; the chat_template_kwargs of a line win."""
     feature_cache: str | None = option(None, "DIR")
     """Compute the base's features once and keep them in this folder."""
     offline_data: str | None = option(None, "DIR")
@@ -274,7 +296,7 @@ class FinetuneRun(ModelRun):
 
 
 @dataclass(frozen=True)
-class QuantizeRun(ModelRun):
+class QuantizeRun(Parallel, Precision, ChatText, MovedBase, ModelRun):
     """quantize.py: attach fake quantisers to base and draft and calibrate their ranges."""
 
     load: str = option(metavar="DIR")
@@ -294,22 +316,12 @@ class QuantizeRun(ModelRun):
     """Conversations are cut to this many tokens."""
     micro_batch_size: int = option(4, least=1)
     """Conversations per forward pass."""
-    base: str | None = option(None, "DIR")
-    """Where the base is, if it has moved since convert_model.py."""
-    tokenizer: str | None = option(None, "DIR")
-    """Tokenizer folder (default: the base's)."""
-    chat_template_kwargs: dict[str, Any] | None = option(None, "JSON", parse=json_object)
-    """Arguments of the chat template, as {"enable_thinking": false}; the chat_template_kwargs of a line win."""
-    bf16: bool = False
-    """Hold weights in bfloat16, not in float32."""
     objective: ObjectiveConfig = group(ObjectiveConfig, only=("ttt_steps", "alignment"))
     """Draft steps that are calibrated (the loss decides no range)."""
-    parallel: ParallelConfig = group(ParallelConfig)
-    """Parallel layout."""
 
 
 @dataclass(frozen=True)
-class ExportRun(ModelRun):
+class ExportRun(Parallel, Precision, MovedBase, ModelRun):
     """export.py: write a draft, and its base where wanted, as engines load them."""
 
     load: str = option(metavar="DIR")
@@ -320,8 +332,6 @@ class ExportRun(ModelRun):
     """Write the draft; without this flag only the base is written."""
     with_base: bool = option(False, flag="export-base")
     """Write the base next to the draft even if it is not quantised."""
-    base: str | None = option(None, "DIR")
-    """Where the base is, if it has moved since convert_model.py."""
     max_draft_len: int | None = option(None, "N", least=1)
     """Draft length in the serving configuration (default: 3)."""
     format: Literal["hf", "trtllm-legacy", "speculators"] = option("hf", flag="export-format")
@@ -337,10 +347,6 @@ class ExportRun(ModelRun):
     length then: measure the export with validate.py --speculative-model."""
     yarn_original: int | None = option(None, "N", flag="export-yarn-original", least=1)
     """With --export-yarn-factor: tokens of the longest conversations it was trained on (--seq-length)."""
-    bf16: bool = False
-    """Hold weights in bfloat16, not in float32."""
-    parallel: ParallelConfig = group(ParallelConfig)
-    """Parallel layout."""
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -351,7 +357,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class ExtractRun(ModelRun):
+class ExtractRun(Parallel, Precision, ChatText, MovedBase, ModelRun):
     """offline_feature_extract.py: run the base over conversations and store its features."""
 
     load: str = option(metavar="DIR")
@@ -364,16 +370,6 @@ class ExtractRun(ModelRun):
     """Conversations are cut to this many tokens."""
     micro_batch_size: int = option(4, least=1)
     """Conversations per forward pass."""
-    base: str | None = option(None, "DIR")
-    """Where the base is, if it has moved since convert_model.py."""
-    tokenizer: str | None = option(None, "DIR")
-    """Tokenizer folder (default: the base's)."""
-    chat_template_kwargs: dict[str, Any] | None = option(None, "JSON", parse=json_object)
-    """Arguments of the chat template, as {"enable_thinking": false}; the chat_template_kwargs of a line win."""
-    bf16: bool = False
-    """Hold weights in bfloat16, not in float32."""
-    parallel: ParallelConfig = group(ParallelConfig)
-    """Parallel layout."""
     features_dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] | None = None
     """Type on disk (default: the base's); fp8 halves bfloat16 and has a scale per row and layer."""
     part: tuple[int, ...] = option((0, 1), "I/N", parse=_part)
@@ -381,7 +377,7 @@ class ExtractRun(ModelRun):
 
 
 @dataclass(frozen=True)
-class ImportRun(ScriptRun):
+class ImportRun(Precision, MovedBase, ScriptRun):
     """tools/import_features.py: features that another program computed become a store."""
 
     load: str = option(metavar="DIR")
@@ -396,10 +392,6 @@ class ImportRun(ScriptRun):
     """Samples are cut to this many tokens."""
     check: int = option(2, "N", flag="check-samples", least=0)
     """Run the base over the first N samples and compare; 0 loads only embedding and LM head."""
-    base: str | None = option(None, "DIR")
-    """Where the base is, if it has moved since convert_model.py."""
-    bf16: bool = False
-    """Hold weights in bfloat16, not in float32."""
     features_dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = None
     """Type on disk (default: that of the first dump)."""
 
@@ -409,7 +401,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class ValidateRun(ModelRun):
+class ValidateRun(Parallel, Precision, ChatText, ModelRun):
     """validate.py: the base decodes alone and with the draft; acceptance length and identity of the texts."""
 
     data: str = option(metavar="JSONL")
@@ -426,18 +418,10 @@ class ValidateRun(ModelRun):
     """Draft tokens of a chain, or depth of a tree; several are measured in one run (default: 3)."""
     num_prompts: int | None = option(None, "N", least=1)
     """Use the first N prompts (default: all)."""
-    tokenizer: str | None = option(None, "DIR")
-    """Tokenizer folder (default: the base's)."""
-    chat_template_kwargs: dict[str, Any] | None = option(None, "JSON", parse=json_object)
-    """Arguments of the chat template, as {"enable_thinking": false}; the chat_template_kwargs of a line win."""
-    bf16: bool = False
-    """Hold weights in bfloat16, not in float32."""
     fp64: bool = False
     """Compute in float64, where a fake-quantised base gives the same text for every row shape."""
     decode: DecodeConfig = group(DecodeConfig, skip=("max_draft_len",))
     """Decoding."""
-    parallel: ParallelConfig = group(ParallelConfig)
-    """Parallel layout."""
 
     def validate(self) -> None:
         """Raise UserError for flags that contradict one another."""
@@ -448,7 +432,7 @@ class ValidateRun(ModelRun):
 
 
 @dataclass(frozen=True)
-class GenerateRun(ModelRun):
+class GenerateRun(Parallel, Precision, ChatText, ModelRun):
     """generate.py: a base answers prompts, alone or with a draft."""
 
     data: str | None = option(metavar="JSONL")
@@ -461,16 +445,8 @@ class GenerateRun(ModelRun):
     """Base (needed without --load, or if it has moved)."""
     num_prompts: int | None = option(None, "N", least=1)
     """Use the first N prompts (default: all)."""
-    tokenizer: str | None = option(None, "DIR")
-    """Tokenizer folder (default: the base's)."""
-    chat_template_kwargs: dict[str, Any] | None = option(None, "JSON", parse=json_object)
-    """Arguments of the chat template, as {"enable_thinking": false}; the chat_template_kwargs of a line win."""
-    bf16: bool = False
-    """Hold weights in bfloat16, not in float32."""
     decode: DecodeConfig = group(DecodeConfig)
     """Decoding."""
-    parallel: ParallelConfig = group(ParallelConfig)
-    """Parallel layout."""
     synthesize: int | None = option(None, "N", least=1)
     """Instead of --data: the base writes N questions itself, into OUTPUT.questions.jsonl."""
     question_temperature: float | None = option(None, "T", least=0)

@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from megatron_spec.config.base import RopeConfig
-from megatron_spec.config.core import Config, require
+from megatron_spec.config.core import require
+from megatron_spec.config.decoder import DecoderDraftConfig
 
 BlockAlgorithm = Literal["dflash", "dspark"]
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 
 
-@dataclass(frozen=True)
-class BlockConfig(Config):
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(DecoderDraftConfig):
     """Architecture of a DFlash or DSpark draft: Qwen3-style layers between the base's embedding and the base's head.
 
     Built by `presets.block_config(base, algorithm, overrides)`.
     """
 
-    SETTLED: ClassVar[dict[str, Any]] = {"hidden_act": "silu"}
     algorithm: BlockAlgorithm
     """dflash or dspark."""
-    hidden_size: int
-    """Of draft and base: the draft reads the base's embedding and its head reads the draft."""
-    intermediate_size: int
-    """Width of the MLP."""
-    num_attention_heads: int
-    """Query heads."""
-    num_key_value_heads: int
-    """Key and value heads."""
-    head_dim: int
-    """Size of a head."""
-    vocab_size: int
-    """Target vocabulary V."""
-    max_position_embeddings: int
-    """Longest sequence."""
     num_target_layers: int
     """Layers of the base."""
     mask_token_id: int
@@ -53,14 +38,6 @@ class BlockConfig(Config):
     """A slot sees the tokens at most this far before its own position; None: all of them."""
     rms_norm_eps: float = 1e-6
     """Epsilon of the norms."""
-    rope: RopeConfig = field(default_factory=RopeConfig)
-    """Rotary embedding."""
-    initializer_range: float = 0.02
-    """Standard deviation of fresh matrices."""
-    fc_init: Literal["last_capture", "average"] = "last_capture"
-    """What the context is at the start: the last capture, or the average of all."""
-    init_from_base_layer: bool = False
-    """Copy MLP and norms of the first draft layer from the base's last layer where shapes agree."""
     markov_rank: int = 0
     """DSpark: rank r of the correction by the token before a slot; required there, 0 for DFlash."""
     markov_head_type: MarkovHeadType = "vanilla"
@@ -88,9 +65,14 @@ class BlockConfig(Config):
     is_module: ClassVar[bool] = False
 
     @property
+    def has_markov_head(self) -> bool:
+        """DSpark: a Markov head corrects the logits of a slot by the token before it, and a confidence head."""
+        return self.algorithm == "dspark"
+
+    @property
     def first_slot(self) -> int:
         """First slot that proposes: DSpark's anchor slot does, DFlash's does not."""
-        return 1 if self.algorithm == "dflash" else 0
+        return 0 if self.has_markov_head else 1
 
     @property
     def num_steps(self) -> int:
@@ -118,15 +100,8 @@ class BlockConfig(Config):
             bool(ids) and all(a < b for a, b in itertools.pairwise((-1, *ids, self.num_target_layers))),
             f"capture_layer_ids must be distinct, ascending and in 0..{self.num_target_layers - 1}, found {list(ids)}",
         )
-        require(
-            0 <= self.mask_token_id < self.vocab_size,
-            f"mask_token_id {self.mask_token_id} is not in the base's vocabulary of {self.vocab_size} tokens",
-        )
-        require(
-            self.num_attention_heads % self.num_key_value_heads == 0,
-            f"draft num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
-            f"{self.num_key_value_heads}",
-        )
+        self._validate_mask_token_id(self.mask_token_id)
+        self._validate_heads()
         require(
             self.sliding_window is None or self.sliding_window >= (1 if self.causal else self.block_size),
             f"sliding_window must be at least {'1' if self.causal else 'block_size'}, found {self.sliding_window}",
@@ -134,7 +109,7 @@ class BlockConfig(Config):
         self._validate_markov()
 
     def _validate_markov(self) -> None:
-        if self.algorithm == "dspark":
+        if self.has_markov_head:
             require(self.markov_rank >= 1, "dspark needs markov_rank of at least 1, found 0")
             return
         default = type(self).__dataclass_fields__

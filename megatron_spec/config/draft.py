@@ -3,60 +3,38 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from megatron_spec.config.base import MlaConfig, MoeConfig, RopeConfig
+from megatron_spec.config.base import MlaConfig, MoeConfig
 from megatron_spec.config.block import BlockConfig
 from megatron_spec.config.core import Config, require
+from megatron_spec.config.decoder import DecoderDraftConfig
 
 EagleAlgorithm = Literal["eagle1", "eagle3", "eagle3.1", "p-eagle", "eagle-mtp"]
 READS_CAPTURES = ("eagle3", "eagle3.1", "p-eagle")
 """EAGLE-3 and what is built like it."""
 
 
-@dataclass(frozen=True)
-class EagleConfig(Config):
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(DecoderDraftConfig):
     """Architecture of an EAGLE draft. Names follow the exported config.json where it has one.
 
     Built by `presets.eagle_config(base, overrides)`, which fills every field from the base.
     """
 
-    SETTLED: ClassVar[dict[str, Any]] = {"hidden_act": "silu"}
     algorithm: EagleAlgorithm
     """EAGLE variant."""
-    hidden_size: int
-    """Width of the draft."""
-    intermediate_size: int
-    """Width of its MLP."""
-    num_attention_heads: int
-    """Query heads."""
-    num_key_value_heads: int
-    """Key and value heads."""
-    head_dim: int
-    """Dimensions of a head."""
-    vocab_size: int
-    """Target vocabulary V."""
     draft_vocab_size: int
     """Draft vocabulary D <= V; D = V needs no d2t."""
     target_hidden_size: int
     """Width of the base."""
-    max_position_embeddings: int
-    """Longest sequence."""
     capture_layer_ids: tuple[int, ...] = ()
     """Base layers whose *outputs* are captured, from 0, ascending, global (EAGLE-3)."""
     num_hidden_layers: int = 1
     """Decoder layers of the draft."""
     rms_norm_eps: float = 1e-5
     """Epsilon of the norms."""
-    rope: RopeConfig = field(default_factory=RopeConfig)
-    """Rotary embedding."""
-    initializer_range: float = 0.02
-    """Standard deviation of fresh matrices."""
-    fc_init: Literal["last_capture", "average"] = "last_capture"
-    """First value of `fc`: it passes the last capture on, or the average of the captures."""
-    init_from_base_layer: bool = False
-    """Copy MLP and norms of the first draft layer from the base's last layer where shapes agree."""
     init_attention: bool = False
     """EAGLE-3, with `init_from_base_layer`: copy attention too; q, k and v go into the half that reads the feature."""
     frozen_head: bool = False
@@ -143,6 +121,7 @@ class EagleConfig(Config):
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
         _check_sizes(self)
+        self._validate_heads()
         self.rope.check_draft()
         options = [n for n in ("norm_before_fc", "fc_norm", "norm_output") if getattr(self, n)]
         if self.algorithm == "eagle3.1":
@@ -169,10 +148,7 @@ class EagleConfig(Config):
             require(token is None, f"mask_token_id is an option of p-eagle, found with {self.algorithm}")
             return
         require(token is not None, "p-eagle needs mask_token_id")
-        require(
-            0 <= (token or 0) < self.vocab_size,
-            f"mask_token_id {token} is not in the base's vocabulary of {self.vocab_size} tokens",
-        )
+        self._validate_mask_token_id(token or 0)
 
     def _validate_starting_point(self) -> None:
         require(
@@ -217,11 +193,6 @@ def _check_sizes(config: EagleConfig) -> None:
         f"draft_vocab_size {config.draft_vocab_size} must be between 1 and the base's vocabulary {config.vocab_size}",
     )
     require(config.num_hidden_layers >= 1, f"num_hidden_layers must be at least 1, found {config.num_hidden_layers}")
-    require(
-        config.num_attention_heads % config.num_key_value_heads == 0,
-        f"draft num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "
-        f"{config.num_key_value_heads}",
-    )
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from typing import Literal
 Verdict = Literal["not needed", "checked", "fixed", "renamed", "refused"]
 
 VERDICTS: dict[Verdict, str] = {
-    "not needed": "accepted; a line says that nothing depends on it",
-    "checked": "accepted when the base has this value, else an error",
-    "fixed": "accepted with the values that are listed, else an error",
     "renamed": "an error that names our flag",
     "refused": "an error that says what to do",
+    "fixed": "accepted with the values in parentheses, else an error",
+    "checked": "accepted when the base has this value, else an error",
+    "not needed": "accepted; a log line says that nothing depends on it",
 }
 
 
@@ -155,11 +155,22 @@ def opposite(name: str) -> MegatronFlag | None:
 
 
 def table() -> str:
-    """The table in Markdown."""
-    lines = [f"- **{verdict}**: {text}." for verdict, text in VERDICTS.items()]
-    lines += ["", "| flag | here | |", "|---|---|---|"]
-    for flag in sorted(FLAGS.values(), key=lambda f: f.name):
-        text = f"`{flag.text}`" if flag.verdict == "renamed" else flag.text
-        values = f" ({', '.join(flag.values)})" if flag.values else ""
-        lines.append(f"| `{flag.name}` | {flag.verdict}{values} | {text} |")
-    return "\n".join(lines) + "\n"
+    """A section of Markdown per verdict; flags with the same explanation share a row."""
+    lines: list[str] = []
+    for verdict, meaning in VERDICTS.items():
+        rows: dict[str, list[str]] = {}
+        for flag in sorted(FLAGS.values(), key=lambda f: f.name):
+            if flag.verdict == verdict:
+                text = f"`{flag.text}`" if verdict == "renamed" else flag.text
+                values = f" ({', '.join(flag.values)})" if flag.values else ""
+                rows.setdefault(text + values, []).append(f"`{flag.name}`")
+        lines += [
+            f"## {verdict.capitalize()}",
+            "",
+            f"{meaning[0].upper()}{meaning[1:]}.",
+            "",
+            "| flags | |",
+            "|---|---|",
+        ]
+        lines += [f"| {', '.join(names)} | {text} |" for text, names in rows.items()] + [""]
+    return "\n".join(lines)

@@ -24,7 +24,7 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "next_layer_regular": ((True,), "all layers are regular ones"),
     "parallel_draft_step": (
         (1,),
-        "several tokens of a step are drafted by Medusa: --export-algorithm medusa",
+        "several tokens in one step are --export-eagle-algorithm p-eagle or --export-algorithm medusa",
     ),
     "parallel_draft_heads_num_layers": ((0, 1), "see parallel_draft_step"),
     "attention_dropout": ((0, 0.0), "a draft is trained without dropout"),

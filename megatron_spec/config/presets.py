@@ -9,6 +9,7 @@ from typing import Any
 from megatron_spec.config import (
     BaseConfig,
     BlockConfig,
+    Config,
     DraftConfig,
     EagleConfig,
     MedusaConfig,
@@ -98,6 +99,17 @@ def _check_trainable(config: EagleConfig) -> None:
         )
 
 
+def _check_overrides(overrides: dict[str, Any], cls: type[Config], fixed: dict[str, int], where: str) -> None:
+    """Raise UserError for keys that `cls` has not, and for values that the base fixes otherwise."""
+    known = [*cls.__dataclass_fields__, *cls.SETTLED, *_HUGGING_FACE_NAMES]
+    for key in overrides:
+        if key not in known:
+            raise UserError(f"{where}: unknown key {key!r}{suggest(key, known)}; known: {', '.join(known)}")
+    for name, expected in fixed.items():
+        if overrides.get(name, expected) != expected:
+            raise UserError(f"{where}: {name} is {overrides[name]}, but the base has {expected}")
+
+
 def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[str, Any] | None = None) -> EagleConfig:
     """EAGLE draft for `base`: its shapes and rope, one dense Llama-style layer, then the user's overrides.
 
@@ -111,20 +123,14 @@ def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[st
         UserError: unknown key (with a suggestion), wrong type, contradicting values, or no mask token.
     """
     overrides = dict(overrides or {})
-    known = [*EagleConfig.__dataclass_fields__, *EagleConfig.SETTLED, *_HUGGING_FACE_NAMES]
-    for key in overrides:
-        if key not in known:
-            raise UserError(f"--eagle-config: unknown key {key!r}{suggest(key, known)}; known: {', '.join(known)}")
-    for name, expected in (("vocab_size", base.vocab_size), ("target_hidden_size", base.hidden_size)):
-        if overrides.get(name, expected) != expected:
-            raise UserError(f"--eagle-config: {name} is {overrides[name]}, but the base has {expected}")
+    fixed = {"vocab_size": base.vocab_size, "target_hidden_size": base.hidden_size}
+    _check_overrides(overrides, EagleConfig, fixed, "--eagle-config")
     values: dict[str, Any] = dict(
         algorithm=algorithm,
         hidden_size=base.hidden_size,
         **_draft_shape(base),
-        vocab_size=base.vocab_size,
+        **fixed,
         draft_vocab_size=base.vocab_size,
-        target_hidden_size=base.hidden_size,
         max_position_embeddings=base.max_position_embeddings,
         rms_norm_eps=base.rms_norm_eps,
     )
@@ -213,14 +219,8 @@ def block_config(base: BaseConfig, algorithm: str, overrides: dict[str, Any] | N
         UserError: unknown key (with a suggestion), wrong type, contradicting values, or no mask token.
     """
     overrides = dict(overrides or {})
-    known = [*BlockConfig.__dataclass_fields__, *BlockConfig.SETTLED, *_HUGGING_FACE_NAMES]
-    for key in overrides:
-        if key not in known:
-            raise UserError(f"draft configuration: unknown key {key!r}{suggest(key, known)}; known: {', '.join(known)}")
     fixed = {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size, "num_target_layers": base.num_layers}
-    for name, expected in fixed.items():
-        if overrides.get(name, expected) != expected:
-            raise UserError(f"draft configuration: {name} is {overrides[name]}, but the base has {expected}")
+    _check_overrides(overrides, BlockConfig, fixed, "draft configuration")
     require_mask_token(algorithm, overrides)
     large = base.hidden_size >= LARGE
     values: dict[str, Any] = dict(
@@ -248,10 +248,10 @@ def _block_objective(config: BlockConfig, objective: ObjectiveConfig) -> Objecti
             "out"
         )
     unread = ["step_decay", "alignment", "detach", "in_vocab_only"]
-    if config.algorithm == "dflash":
+    if not config.has_markov_head:
         unread += ["confidence_weight", "backbone_weight", "backbone_iters"]
     _refuse_unread(objective, unread, f"do nothing for {config.algorithm}")
-    if config.algorithm == "dspark" and objective.loss == default.loss:
+    if config.has_markov_head and objective.loss == default.loss:
         objective = objective.replace(loss="ce_l1")  # the paper's; kl is soft_ce by its gradient
     _refuse_without_owner(objective)
     return objective.replace(ttt_steps=steps)

@@ -35,7 +35,7 @@ def unserved(config: BlockConfig) -> dict[str, str]:
     if not config.causal and config.sliding_window is not None:
         seen = "with a window its slots see only earlier slots, but this draft was trained on the complete block"
         found |= {"sglang": seen, "trtllm": seen}
-    if config.causal and config.algorithm == "dspark":
+    if config.causal and config.has_markov_head:
         found["trtllm"] = "it does not support causal DSpark drafts"
     if config.markov_head_type != "vanilla":
         head = f"it has no {config.markov_head_type} Markov head, only the vanilla one"
@@ -57,7 +57,7 @@ def _kind_keys(config: BlockConfig) -> dict[str, Any]:
         **({} if window is None else {"sliding_window": window}),
         "dflash_config": inside,
     }
-    if config.algorithm == "dspark":
+    if config.has_markov_head:
         keys |= {
             "target_layer_ids": ids, "mask_token_id": config.mask_token_id, "markov_rank": config.markov_rank,
             "markov_head_type": config.markov_head_type, "enable_confidence_head": True,

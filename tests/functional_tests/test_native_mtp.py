@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import megatron_spec
 from megatron_spec.base.schedule import run_base
 from megatron_spec.batch import Batch
 from megatron_spec.build import load_checkpoint
@@ -89,6 +90,7 @@ def test_the_module_through_the_chain(tmp_path: Path, world: Any) -> None:
     tokenizer.save_pretrained(base)
     asked = ("--export-eagle-algorithm", "eagle-mtp", "--mtp-from-base")
     run_here("convert_model", "--load", base, "--save", tmp_path / "draft", *asked)
+    check_library(tmp_path, base, world)
     common = ("--data", data, "--seq-length", 64)
     run_here(
         "finetune", "--load", tmp_path / "draft", "--save", tmp_path / "tuned", *common, "--train-iters", 2,
@@ -114,6 +116,26 @@ def test_the_module_through_the_chain(tmp_path: Path, world: Any) -> None:
     exported = load_exported_draft(tmp_path / "out tuned" / "draft", read_base_config(base), world)
     pairs = zip(tuned.draft.named_parameters(), exported.named_parameters(), strict=True)
     assert all(torch.equal(p.bfloat16(), q.bfloat16()) for (_, p), (_, q) in pairs)
+
+
+def check_library(root: Path, base: Path, world: Any) -> None:
+    """megatron_spec.convert(mtp_from_base=True) gives the draft of convert_model.py --mtp-from-base, and exports it."""
+    loaded = load_base(inspect_base(base), world)
+    model = megatron_spec.convert(loaded, mtp_from_base=True)
+    script = load_checkpoint(root / "draft", world).draft
+    pairs = zip(script.named_parameters(), model.draft.named_parameters(), strict=True)
+    assert all(name == other and torch.equal(p, q) for (name, p), (other, q) in pairs)
+    megatron_spec.export_draft(model, root / "out library")
+    assert json.loads((root / "out library" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    for asked, message in (
+        ({"drafts": [("eagle-mtp", {})]}, "leave drafts out"),
+        ({"vocab": DraftVocab.full(9), "seed": 1}, "leave vocab, seed out"),
+        ({"draft": root / "out library"}, "two drafts"),
+    ):
+        with pytest.raises(UserError, match=message):
+            megatron_spec.convert(loaded, mtp_from_base=True, **asked)
+    with pytest.raises(UserError, match="mtp_from_base=True"):
+        megatron_spec.convert(loaded, draft=root / "out library")
 
 
 def check_fp8_base(root: Path, data: Path) -> None:

@@ -386,7 +386,7 @@ def test_train_on_from_a_published_draft(home: Home, tmp_path: Path) -> None:
     assert again.keys() == tensors.keys() and all(torch.equal(again[n], tensors[n]) for n in tensors)
     with pytest.raises(UserError, match="leave --draft-vocab out"):
         convert(str(home.base), str(tmp_path / "other"), draft=str(folder), draft_vocab="x")
-    with pytest.raises(UserError, match="give no drafts and no vocab"):
+    with pytest.raises(UserError, match="draft= takes the draft as it is: leave drafts out"):
         api.convert(home.ends, [("eagle", {})], base_path=home.base, draft=folder)
 
 

@@ -21,7 +21,8 @@ BASE = BaseConfig(
     head_dim=16, vocab_size=96, max_position_embeddings=64,
 )  # fmt: skip
 DRAFT = EagleConfig(
-    "eagle3", 64, 96, 4, 2, 16, 96, 48, 64, 64, capture_layer_ids=(0, 1, 2), norm_before_fc=False,
+    algorithm="eagle3", hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    vocab_size=96, draft_vocab_size=48, target_hidden_size=64, max_position_embeddings=64, capture_layer_ids=(0, 1, 2),
 )  # fmt: skip
 GPU = Setting(H100, "bfloat16", base=BASE, draft=DRAFT, objective=ObjectiveConfig())
 FP8 = ("base_fp8", "draft_fp8")
