@@ -1,8 +1,8 @@
-"""Where processes of tests come from: forked from a server that has imported torch, megatron-core and this package once.
+"""Where processes of tests come from: forked from a server that imported torch, megatron-core and this package once.
 
-A new interpreter spends six seconds of processor time on these imports, more than most ranks and scripts of the tests do
-afterwards. Forked processes do not show what differs between interpreters: an import that is missing but was made by others,
-and the order of sets of strings, which is the same on all forked ranks. Some tests ask for new interpreters because of that.
+A new interpreter spends six seconds of processor time on these imports, more than most ranks and scripts of the tests
+do afterwards. Forked processes do not show what differs between interpreters: an import that is missing but was made by
+others, and the order of sets of strings, which is the same on all forked ranks. Some tests ask for new interpreters.
 """
 
 from __future__ import annotations

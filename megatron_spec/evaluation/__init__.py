@@ -1,1 +1,1 @@
-"""How a draft is judged: acceptance statistics, validation runs, reports."""
+"""Evaluation of drafts: acceptance statistics, validation runs, reports."""

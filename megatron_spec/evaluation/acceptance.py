@@ -1,9 +1,9 @@
-"""Acceptance figures of a speculative run.
+"""Acceptance statistics of speculative decoding.
 
 Acceptance length (AL) = tokens emitted per base forward after the prefill = accepted draft tokens + 1, averaged over
-verification steps, not over requests (a mean over requests favours short answers). The base's own token of each step
-is counted, so a useless draft has AL 1 and a perfect one max_draft_len + 1. The confidence interval resamples prompts,
-because steps of one answer are not independent.
+verification steps, not over requests (a mean over requests favours short answers). The bonus token of each step is
+counted, so a useless draft has AL 1 and a perfect one max_draft_len + 1. The confidence interval resamples prompts,
+because the steps of one answer are not independent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 
 class HasSteps(Protocol):
-    """What is read of a Generation."""
+    """The fields of a Generation that the statistics read."""
 
     accepted_lengths: list[int]
     drafted_lengths: list[int]
@@ -30,18 +30,18 @@ class AcceptanceStats:
     """Acceptance of a set of answers; all None or empty when no verification step took place.
 
     Attributes:
-        prompts: answers.
+        prompts: number of answers.
         steps: verification steps of all answers.
-        acceptance_length: see the module's text.
-        engine_acceptance_length: as engines count it: 1 + accepted tokens per step that proposed anything, also those
-            accepted after the end of an answer. To be compared with vLLM's metrics.
+        acceptance_length: see the module docstring.
+        engine_acceptance_length: as engines count it: 1 + accepted tokens per step that proposed anything, including
+            tokens accepted after the end of an answer. Comparable with vLLM's metrics.
         acceptance_length_ci95: bounds of the percentile bootstrap interval over prompts.
         acceptance_per_position: for draft position i = 1.., the share of the steps that proposed a token there in
             which it (and so all before it) was accepted.
-        conditional_acceptance_per_position: the same among steps in which all positions before it were accepted; None
+        conditional_acceptance_per_position: the same, among steps in which all earlier positions were accepted; None
             for a position that was never reached.
-        full_acceptance_share: of the steps that proposed anything, the share in which all of it was accepted.
-        draft_tokens_accepted_share: accepted over proposed draft tokens.
+        full_acceptance_share: share of the steps that proposed anything in which the complete proposal was accepted.
+        draft_tokens_accepted_share: accepted draft tokens / proposed draft tokens.
     """
 
     prompts: int
@@ -55,7 +55,7 @@ class AcceptanceStats:
     engine_acceptance_length: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for json."""
+        """The statistics as JSON-serialisable values."""
         return dataclasses.asdict(self)
 
 
@@ -83,21 +83,21 @@ def change_ci95(
 ) -> tuple[float, float]:
     """Interval of the acceptance length of `found` minus that of `reference`, both measured on the same prompts.
 
-    Paired: both are computed from the same resampled prompts, so that what makes a prompt easy for both cancels.
+    Paired: both are computed on the same resampled prompts, so a prompt's difficulty cancels.
 
     Args:
         found, reference: (tokens, steps) of each prompt; entry i of all of them is prompt i. A prompt without steps in
-            both runs (an answer of one token) is left out; at least one prompt must have steps.
+            either run (an answer of one token) is left out; at least one prompt must have steps.
     """
-    asked = [x for x in zip(*found, *reference, strict=True) if x[1] or x[3]]
-    found_tokens, found_steps, reference_tokens, reference_steps = zip(*asked, strict=True)
+    stepped = [x for x in zip(*found, *reference, strict=True) if x[1] or x[3]]
+    found_tokens, found_steps, reference_tokens, reference_steps = zip(*stepped, strict=True)
     runs = [(found_tokens, found_steps), (reference_tokens, reference_steps)]
     lengths = _resampled_lengths(runs, resamples, seed)
     return _bounds(lengths[0] - lengths[1])
 
 
 def _resampled_lengths(runs: Sequence[tuple[Sequence[int], Sequence[int]]], resamples: int, seed: int) -> torch.Tensor:
-    """[runs, resamples] acceptance lengths of runs over the same prompts, on the same resampled prompts."""
+    """[runs, resamples] acceptance lengths of several runs over the same prompts, resampled jointly."""
     sums_N2P = torch.tensor([[list(tokens), list(steps)] for tokens, steps in runs], dtype=torch.float64)
     prompts = sums_N2P.shape[2]
     generator = torch.Generator().manual_seed(seed)
@@ -108,13 +108,13 @@ def _resampled_lengths(runs: Sequence[tuple[Sequence[int], Sequence[int]]], resa
 
 
 def _bounds(values_R: torch.Tensor) -> tuple[float, float]:
-    # NaN: no step of one of two runs among the prompts that were drawn. Only with a handful of prompts.
+    # NaN: none of the drawn prompts has a step in one of the two runs. Happens only with a handful of prompts.
     low, high = torch.nanquantile(values_R, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
 
 
 def acceptance_stats(generations: Sequence[HasSteps], seed: int = 0) -> AcceptanceStats:
-    """Figures of the given answers; `seed` makes the confidence interval reproducible."""
+    """Statistics of the given answers; `seed` makes the confidence interval reproducible."""
     stepped = [g for g in generations if g.accepted_lengths]
     accepted = [a for g in stepped for a in g.accepted_lengths]
     drafted = [d for g in stepped for d in g.drafted_lengths]
@@ -149,7 +149,7 @@ def _engine_length(generations: Sequence[HasSteps]) -> float | None:
 
 @dataclass
 class _Steps:
-    """Some verification steps of an answer. What engines count is known of whole answers only, so it stays 0."""
+    """Some verification steps of an answer. Engine counts exist only for complete answers, so they stay 0."""
 
     accepted_lengths: list[int]
     drafted_lengths: list[int]
@@ -160,13 +160,13 @@ class _Steps:
 def by_context(
     generations: Sequence[HasSteps], prompt_tokens: Sequence[int], group: Callable[[int], str], seed: int = 0
 ) -> dict[str, AcceptanceStats]:
-    """Figures per group of context lengths: the tokens known before a step, those of the prompt included.
+    """Statistics per group of context lengths: the tokens known before a step, prompt included.
 
-    A draft that loses track of long texts shows it here, also within one answer.
+    Shows a draft that degrades with context length, even within one answer.
 
     Args:
         prompt_tokens: length of each prompt.
-        group: name of the group of a number of tokens; names sort by length.
+        group: maps a number of tokens to the name of its group; names sort by length.
     """
     steps: dict[str, list[_Steps]] = {}
     for generation, known in zip(generations, prompt_tokens, strict=True):
@@ -185,7 +185,7 @@ def by_context(
 def by_category(
     generations: Sequence[HasSteps], categories: Sequence[str], seed: int = 0
 ) -> dict[str, AcceptanceStats]:
-    """Figures per category, in alphabetical order. `categories[i]` belongs to `generations[i]`."""
+    """Statistics per category, in alphabetical order. `categories[i]` belongs to `generations[i]`."""
     return {
         name: acceptance_stats([g for g, c in zip(generations, categories, strict=True) if c == name], seed)
         for name in sorted(set(categories))

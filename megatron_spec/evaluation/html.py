@@ -1,6 +1,6 @@
-"""Validation reports as one HTML file that needs nothing else: tables, and plots as SVG inside.
+"""Validation reports as one self-contained HTML file: tables, and plots as inline SVG.
 
-Several reports are shown side by side: drafters, or the same draft before and after quantisation.
+Several reports are shown side by side: different drafters, or one draft before and after quantisation.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ figure { display: inline-block; margin: 0; } figure svg { max-width: 100%; heigh
 
 
 def require_matplotlib() -> None:
-    """Raise UserError when it is not installed."""
+    """Raise UserError when matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as e:
-        raise UserError(f"the HTML report draws with matplotlib: pip install megatron-spec[demo] ({e})") from None
+        raise UserError(f"the HTML report needs matplotlib: pip install megatron-spec[demo] ({e})") from None
 
 
 def write_html(path: Path | str, reports: Reports) -> None:
@@ -43,7 +43,7 @@ def write_html(path: Path | str, reports: Reports) -> None:
 
 
 def render(reports: Reports) -> str:
-    """The page as text."""
+    """The HTML of the page."""
     title = "Acceptance of " + (next(iter(reports)) if len(reports) == 1 else f"{len(reports)} drafts")
     figures = [
         _figure("Accepted at each draft position", "draft position", "share of steps", _per_position, reports),
@@ -114,7 +114,7 @@ def _summary(reports: Reports) -> str:
 
 
 def _text(run: dict[str, Any], answers: int) -> str:
-    """Whether the text is the base's own."""
+    """HTML of the comparison with the base's own text."""
     ties = f", {run['exact_ties']} exact ties" if run.get("exact_ties") else ""
     if run["text_identical"] is None:
         return "not compared"

@@ -1,6 +1,6 @@
-"""What a validation has measured so far, on disk: a killed run resumes after its last window of prompts.
+"""Journal of a validation: a killed run resumes after its last finished window of prompts.
 
-One file per data-parallel rank: a line that names what is measured, then a line per finished window.
+One file per data-parallel rank: a line with the settings of the measurement, then a line per finished window.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class Journal:
     """Finished windows of this data-parallel rank.
 
     Attributes:
-        part: all of them together; empty when nothing fitting was found.
-        windows: how many.
+        part: all of them together; empty when no journal of these settings was found.
+        windows: their number.
     """
 
     def __init__(self, output: Path | None, meta: dict[str, Any], runs: int, world: World) -> None:
-        """Collective over all ranks. `meta` must hold all that the figures depend on."""
+        """Collective over all ranks. `meta` must contain everything the figures depend on."""
         self.path = None if output is None else output.with_name(f"{output.name}.part{world.dp_rank}")
         self.writes = self.path is not None and world.tp_rank == world.pp_rank == 0
         lines = self._read(meta) if self.writes else []
-        if world.size > 1:  # the ranks of one model must all go on at the same place
+        if world.size > 1:  # the ranks of one replica must resume at the same window
             found: list[Any] = [None] * world.size
             dist.all_gather_object(found, (world.dp_rank, lines))
             lines = max((x for rank, x in found if rank == world.dp_rank), key=len)
@@ -52,10 +52,10 @@ class Journal:
         except ValueError:
             return []
         if first != json.loads(json.dumps(meta)):
-            log.warning("%s was left by a run with other settings: it is restarted", self.path)
+            log.warning("%s comes from a run with other settings: starting over", self.path)
             return []
         if lines:
-            log.info("%s: %d answers are there already", self.path, sum(len(x["answers"]) for x in lines))
+            log.info("%s: found %d answers", self.path, sum(len(x["answers"]) for x in lines))
         self.path.write_bytes(b"\n".join(raw[:-1]) + b"\n")
         return lines
 
@@ -65,14 +65,14 @@ class Journal:
         self.part.seconds = [a + b for a, b in zip(self.part.seconds, part.seconds, strict=True)]
 
     def add(self, part: Part) -> None:
-        """A window is finished."""
+        """Append a finished window."""
         self._take(part)
         if self.writes:
             assert self.path is not None
             append_text(self.path, json.dumps(dataclasses.asdict(part)) + "\n")
 
     def remove(self) -> None:
-        """The report is written: nothing is left to continue."""
+        """Delete the journal once the report is written."""
         if self.writes:
             assert self.path is not None
             self.path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""The figures of a validation: what validate.json holds.
+"""The figures of a validation: the content of validate.json.
 
-Text: the base's own and the one with the draft, compared token for token. Acceptance: over all answers, by category of
-the prompt and by its length. Speed: as measured, and as predicted from the measured cost of a step.
+Text: the output with the draft, compared with the base's own token by token. Acceptance: over all answers, by prompt
+category, by prompt length and by context length. Speed: measured, and predicted from the measured cost of a step.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ CONTEXT_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 @dataclass(frozen=True)
 class Mismatch:
-    """An answer that came out differently with the draft.
+    """An answer that differs with the draft.
 
     Attributes:
-        identifier: of the prompt.
+        identifier: identifier of the prompt.
         round: 0 for the first question.
         position: index in the answer of the first token that differs.
-        base_token: there, of the base alone; None when its answer ended before.
-        speculative_token: there, with the draft.
-        top_gap: difference of the two largest logits of the base after the common text.
+        base_token: token of the base alone at `position`; None when its answer has ended.
+        speculative_token: token at `position` with the draft; None when that answer has ended.
+        top_gap: difference of the base's two largest logits after the common prefix.
         near_tie: the gap is within what rounding can do (see `validate.tie_tolerance`).
-        exact_tie: greedy text, and the two tokens share the largest logit: either of them is right.
+        exact_tie: greedy decoding, and both tokens have the largest logit: either of them is right.
     """
 
     identifier: str
@@ -49,14 +49,14 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes held by the ranks of one replica together.
+    """Memory in bytes, summed over the ranks of one replica.
 
     Attributes:
-        base, draft: weights, as this run holds them (a fake-quantised base is in high precision; the files of an
+        base, draft: weights in this run's precision (a fake-quantised base is in high precision; the files of an
             exported one are smaller).
         base_cache, draft_cache: keys and values of `sequences` texts of `tokens` tokens.
         sequences: the batch size.
-        tokens: of the longest text, prompt and answer.
+        tokens: length of the longest prompt plus answer.
     """
 
     base: int
@@ -69,9 +69,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens of the answers over wall-clock seconds, prefill included; of all data-parallel ranks together.
+    """Answer tokens per wall-clock second, prefill included, over all data-parallel ranks.
 
-    `seconds` are the slowest data-parallel rank's.
+    `seconds` is the time of the slowest data-parallel rank.
     """
 
     tokens: int
@@ -81,13 +81,13 @@ class Speed:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Median seconds of one step at the batch size of the run, measured on some of its prompts.
+    """Median seconds of one step at the run's batch size, measured on some of its prompts.
 
     Attributes:
-        base: a step of the base alone (one row a sequence).
-        draft: proposing.
-        verify: the base over the known token and the draft tokens.
-        observe: the draft taking in what was accepted.
+        base: a step of the base alone (one row per sequence).
+        draft: proposing the draft tokens.
+        verify: the base's forward over the last known token and the draft tokens.
+        observe: updating the draft with the accepted tokens.
     """
 
     base: float
@@ -96,7 +96,7 @@ class StepCosts:
     observe: float
 
     def speedup(self, acceptance_length: float) -> float:
-        """Tokens per second over those of the base alone, prefill left out: AL * base / (draft + verify + observe)."""
+        """Speed-up over the base alone, without prefill: AL * base / (draft + verify + observe)."""
         return acceptance_length * self.base / max(self.draft + self.verify + self.observe, 1e-12)
 
 
@@ -105,22 +105,22 @@ class Run:
     """Decoding with one draft length.
 
     Attributes:
-        max_draft_len: of this run.
-        text_identical: every answer is equal token for token, exact ties aside; None where the text need not be equal
-            (rejection sampling draws other numbers, typical and relaxed acceptance other tokens).
-        mismatches: every answer that differs, where that matters.
-        exact_ties: mismatches that begin where two tokens share the largest logit: no differences.
+        max_draft_len: draft length of this run.
+        text_identical: every answer is equal token by token, exact ties aside; None where the text need not be equal
+            (rejection sampling draws other random numbers, typical and relaxed acceptance emit other tokens).
+        mismatches: every answer that differs, where the text must be equal.
+        exact_ties: mismatches that begin where two tokens have the largest logit; not differences.
         differences: the other mismatches.
         near_ties: differences that rounding explains.
         speculative: speed with the draft.
         speedup: ratio of the measured speeds.
-        predicted_speedup: from the acceptance length and the costs.
-        costs: of a step; None when no step took place.
+        predicted_speedup: computed from the acceptance length and the costs.
+        costs: cost of a step; None when no step took place.
         acceptance: over all answers.
-        acceptance_by_category: per category of the prompts.
+        acceptance_by_category: per prompt category.
         acceptance_by_prompt_length: per group of prompt lengths, in tokens.
-        acceptance_by_context_length: per group of the tokens known before a step.
-        acceptance_distribution: for n = 0, 1, ... the share of the steps in which n draft tokens were accepted.
+        acceptance_by_context_length: per group of context lengths, in tokens known before a step.
+        acceptance_distribution: for n = 0, 1, ... the share of steps in which n draft tokens were accepted.
     """
 
     max_draft_len: int
@@ -141,22 +141,22 @@ class Run:
 
     @property
     def unexplained(self) -> int:
-        """Differences that neither a tie nor rounding explains: a fault of the draft's verification."""
+        """Differences that neither a tie nor rounding explains: a bug in the verification."""
         return self.differences - self.near_ties
 
 
 @dataclass(frozen=True)
 class Report:
-    """Content of validate.json: the run of the first draft length at the top, all of them in `sweep`.
+    """Content of validate.json: the run with the first draft length at the top level, all runs in `sweep`.
 
     Attributes:
-        answers: answers compared.
-        truncated: answers of the base that met no stop token.
+        answers: number of answers compared.
+        truncated: number of the base's answers without a stop token.
         skipped: prompts (or later rounds) that were not asked, and why.
         base: speed without a draft.
-        memory: of base, draft and cache.
+        memory: memory of base, draft and caches.
         runs: one per draft length.
-        decode: the configuration.
+        decode: decoding configuration.
         about: what was measured: draft, base, device.
     """
 
@@ -175,7 +175,7 @@ class Report:
         return self.runs[0]
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for json; the figures most readers want come first."""
+        """The report as JSON-serialisable values, the most wanted figures first."""
         runs = [_flat(run) for run in self.runs]
         nested = {"base": dataclasses.asdict(self.base), "memory": dataclasses.asdict(self.memory), "sweep": runs}
         rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("runs", *nested)}
@@ -201,9 +201,9 @@ class Answer:
     Attributes:
         identifier, category, round: of the prompt.
         prompt_tokens: length of the prompt, history included.
-        alone: of the base.
-        spoken: one per draft length.
-        mismatches: one per draft length, None where the text is the same.
+        alone: answer of the base alone.
+        spoken: answers with the draft, one per draft length.
+        mismatches: one per draft length, None where the texts are equal.
     """
 
     identifier: str
@@ -216,7 +216,7 @@ class Answer:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Answer:
-        """From what `dataclasses.asdict` gave."""
+        """Inverse of `dataclasses.asdict`."""
         mismatches = [None if m is None else Mismatch(**m) for m in values["mismatches"]]
         spoken = [Generation(**g) for g in values["spoken"]]
         return Answer(**{**values, "alone": Generation(**values["alone"]), "spoken": spoken, "mismatches": mismatches})
@@ -224,10 +224,10 @@ class Answer:
 
 @dataclass
 class Part:
-    """What one data-parallel rank measured.
+    """Measurements of one data-parallel rank.
 
     Attributes:
-        answers: in the order in which they were given.
+        answers: in the order of generation.
         seconds: without a draft, then with each draft length.
         skipped: see Report.
     """
@@ -238,7 +238,7 @@ class Part:
 
 
 def length_group(tokens: int, bounds: Sequence[int] = PROMPT_LENGTHS) -> str:
-    """Name of the group of a number of tokens: '0001-0064', ...; names sort by length."""
+    """Name of the group that a number of tokens falls into: '0001-0064', ...; names sort by length."""
     low, width = 1, len(str(bounds[-1]))
     for high in bounds:
         if tokens <= high:
@@ -266,7 +266,7 @@ def _run(
     answers: Sequence[Answer], which: int, length: int, seconds: float, base: Speed, cost: StepCosts | None, seed: int,
     same_text: bool,
 ) -> Run:  # fmt: skip
-    """Figures of one draft length, the one at index `which`."""
+    """Figures of the draft length at index `which`."""
     spoken = [a.spoken[which] for a in answers]
     categories, groups = [a.category for a in answers], [length_group(a.prompt_tokens) for a in answers]
     mismatches = tuple(m for a in answers if (m := a.mismatches[which]) is not None)
@@ -295,7 +295,7 @@ def _run(
 
 
 def longest_text(answers: Iterable[Answer]) -> int:
-    """Tokens of the longest prompt and answer together; 0 without answers."""
+    """Tokens of the longest prompt plus answer; 0 without answers."""
     return max((a.prompt_tokens + len(a.alone.tokens) for a in answers), default=0)
 
 
@@ -303,7 +303,7 @@ def build_report(
     parts: Sequence[Part], draft_lens: Sequence[int], costs: Sequence[StepCosts | None], config: DecodeConfig,
     about: dict[str, Any], same_text: bool, memory: Memory,
 ) -> Report:  # fmt: skip
-    """The report over the parts of all data-parallel ranks.
+    """Build the report from the parts of all data-parallel ranks.
 
     Args:
         same_text: the text with the draft should be the base's own.

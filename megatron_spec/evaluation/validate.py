@@ -1,11 +1,11 @@
-"""Is the text with a draft the text without, how much sooner is it there, and how much of the draft is accepted?
+"""Validation of a draft: is the text unchanged, how much faster is decoding, how many draft tokens are accepted?
 
 The base alone answers first; its answers are the history of later rounds in all runs. In exact arithmetic the texts
-are equal. With rounding, a verification of several rows and a step of one row may differ in the last bits, so a text
-may part where the two largest logits are nearly equal: such answers are listed as near ties, and count as different.
-Where both tokens share the largest logit exactly (in bfloat16 that is common), either is the greedy one: such exact
-ties are listed, and are no differences. A fake-quantised base makes the last bit of an input that lies between two fp8
-codes a step of 6 %, so its text is compared in float64, where that hardly ever happens.
+are equal. With rounding, a verification of several rows and a step of one row may differ in the last bits, so texts
+may diverge where the two largest logits are nearly equal: such answers are listed as near ties and count as different.
+Where both tokens have the largest logit (common in bfloat16), either is a correct greedy choice: such exact ties are
+listed but do not count as different. In a fake-quantised base the last bit of an input between two fp8 codes can
+change it by 6 %, so its text is compared in float64, where that hardly ever happens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from megatron_spec.runtime.files import write_json
 log = logging.getLogger(__name__)
 
 WINDOW = 4
-"""Batches of dialogues that are held side by side; a killed run loses no more than these."""
+"""Batches of dialogues in flight at once; a killed run loses no more than these."""
 
 
 def tie_tolerance(dtype: torch.dtype, top: float) -> float:
@@ -61,7 +61,7 @@ def _weight_bytes(module: torch.nn.Module | None) -> int:
 
 
 def _bytes_per_token(cache: KVCache | None) -> float:
-    """Of one sequence, on this rank."""
+    """Cache bytes per token of one sequence, on this rank."""
     if cache is None:
         return 0.0
     slots = cache.keys.shape[1] * cache.keys.shape[2]
@@ -69,9 +69,9 @@ def _bytes_per_token(cache: KVCache | None) -> float:
 
 
 def check_draft_lens(lens: Sequence[int]) -> None:
-    """Raise UserError unless all are different and at least 1."""
+    """Raise UserError unless the draft lengths are distinct and at least 1."""
     if min(lens) < 1 or len(set(lens)) < len(lens):
-        raise UserError(f"--max-draft-len: found {list(lens)}, expected different numbers from 1")
+        raise UserError(f"--max-draft-len: found {list(lens)}, expected distinct numbers of at least 1")
 
 
 def validate(
@@ -93,8 +93,8 @@ def validate(
         draft: a draft model, a second base model, a Drafter, or None when config.decoding_type needs none.
         stop_ids: tokens that end an answer (data.tokenizer.stop_token_ids).
         draft_lens: draft lengths to measure, in one run; default: config.max_draft_len.
-        output: file for the report, written by rank 0; what is finished is kept beside it until then.
-        about: what is measured, in values of JSON. Part of the report; a rerun with another one restarts.
+        output: file for the report, written by rank 0; a journal beside it keeps finished answers until then.
+        about: what is measured, JSON-serialisable. Part of the report; a rerun with another value starts over.
         template_kwargs: see `ChatTemplate`.
 
     Raises:
@@ -160,7 +160,7 @@ class _Validation:
         return report
 
     def _check_answered(self, parts: list[Part]) -> None:
-        """Say which dialogues ended early. Raises UserError when there is no answer at all, so nothing to compare."""
+        """Log which dialogues ended early. Raises UserError when there is no answer, so nothing to compare."""
         skipped = [line for part in parts for line in part.skipped]
         if not any(part.answers for part in parts):
             self.journal.remove()
@@ -178,14 +178,14 @@ class _Validation:
         return dialogue.ask(self.encoder, self.base.config.max_position_embeddings)
 
     def _samples(self, count: int) -> Iterator[list[int]]:
-        """Some first questions."""
+        """Token ids of up to `count` first questions."""
         for prompt in (p for window in self.windows for p in window):
             if count and (ids := self._ask(Dialogue(prompt))) is not None:
                 count -= 1
                 yield ids
 
     def _warm_up(self) -> None:
-        """One short answer in each way: first calls pay for memory and kernels that later ones do not."""
+        """Generate one short answer with each drafter: first calls pay for allocation and kernel compilation."""
         for ids in self._samples(1):
             for config, drafter in self._ways():
                 short = config.replace(max_new_tokens=max(c.max_draft_len for c in self.configs) + 2)
@@ -216,13 +216,13 @@ class _Validation:
     def _compare(
         self, prompt: Prompt, round_: int, ids: list[int], alone: Generation, spoken: Generation
     ) -> Mismatch | None:
-        """Collective over the model parallel ranks, which all hold the same answers."""
+        """Collective over the model-parallel ranks, which all have the same answers."""
         a, b = alone.tokens, spoken.tokens
         if a == b or not self.same_text:
             return None
         at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         values, best = two_best(self.base, [*ids, *a[:at]])
-        said = {a[at] if at < len(a) else None, b[at] if at < len(b) else None}
+        differing = {a[at] if at < len(a) else None, b[at] if at < len(b) else None}
         gap = values[0] - values[1]
         return Mismatch(
             identifier=prompt.identifier,
@@ -232,11 +232,11 @@ class _Validation:
             speculative_token=b[at] if at < len(b) else None,
             top_gap=gap,
             near_tie=gap <= tie_tolerance(self.base.dtype, values[0]),
-            exact_tie=gap == 0 and said == set(best) and self.config.temperature == 0,
+            exact_tie=gap == 0 and differing == set(best) and self.config.temperature == 0,
         )
 
     def _costs(self, config: DecodeConfig, drafter: Any) -> StepCosts | None:
-        """Steps of one batch, timed phase by phase; more of them on a GPU, where the first ones record graphs."""
+        """Costs of the steps of one batch, timed by phase; more steps on a GPU, where the first ones capture graphs."""
         ids = list(self._samples(config.batch_size))
         steps = 16 if self.base.world.device.type == "cuda" else 4
         short = config.replace(max_new_tokens=steps * (config.max_draft_len + 1) + 1)
@@ -250,7 +250,7 @@ class _Validation:
         )))  # fmt: skip
 
     def _memory(self, tokens: int) -> Memory:
-        """Collective. The caches are those of a batch of the longest text that was measured."""
+        """Memory of the run; caches are sized for a batch of the longest measured text. Collective."""
         model = self.draft if isinstance(self.draft, torch.nn.Module) else None
         caches = [self.base.new_cache(1, 1), getattr(self.drafters[0], "cache", None)]
         texts = self.config.batch_size * tokens

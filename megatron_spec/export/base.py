@@ -1,8 +1,8 @@
-"""Exports the frozen base as a Hugging Face folder, in high precision or fp8, from any tensor and pipeline layout.
+"""Export of the frozen base as a Hugging Face folder, in high precision or fp8, from any TP and PP layout.
 
-Tensor by tensor: the tensor parallel ranks of the stage that owns a parameter join their shards, the stage's first rank
-splits it into Hugging Face tensors and sends them to rank 0, which writes files of bounded size. Weights of a quantised
-base were rounded in memory already; dividing by the same scale recovers their E4M3 codes exactly.
+Tensor by tensor: the TP ranks of the stage that owns a parameter gather its shards, the stage's first rank splits it
+into Hugging Face tensors and sends them to rank 0, which writes files of bounded size. The weights of a quantised base
+are already rounded in memory; dividing by the same scale recovers their E4M3 codes exactly.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Scales:
-    """Scales of the whole base by global module name ("layers.0.mlp.linear_fc1"), equal on all pipeline ranks."""
+    """Scales of all layers of the base by global module name ("layers.0.mlp.linear_fc1"), equal on all PP ranks."""
 
     linears: dict[str, tuple[float, float]]
     """(amax of the weight, amax of the input)."""
@@ -68,15 +68,15 @@ def export_base(
 
     Args:
         base: a `FrozenBase`, quantised when `quant.base` is 'fp8'.
-        reference: where it came from: its config.json and tokenizer are copied. A Megatron checkpoint may have
-            neither: then config.json is written from the architecture.
-        max_shard_bytes: size of one file of tensors.
-        trained_module: folder of an exported draft that is the base's own prediction module (DeepSeek-V3), to be
-            written in place of the original's. Every other tensor of the original is written too.
+        reference: the original, whose config.json and tokenizer are copied. For a Megatron checkpoint without them,
+            config.json is written from the architecture.
+        max_shard_bytes: maximum size of one tensor file.
+        trained_module: folder of an exported draft that is the base's own prediction module (DeepSeek-V3); it
+            replaces the original's module. All other tensors of the original are exported unchanged.
 
     Raises:
-        UserError: policy and model do not agree, or the output folder is not empty. Nothing is written.
-        VerificationError: what was written is not what is in memory. Nothing is published.
+        UserError: policy and model do not match, or the output folder is not empty. Nothing is written.
+        VerificationError: the written files differ from the model in memory. Nothing is published.
     """
     parse_dtype(dtype)
     source = Path(reference.path)
@@ -114,21 +114,21 @@ def _check(scales: Scales, quant: QuantConfig | None, source: Path) -> None:
             "export it with the QuantConfig of its checkpoint"
         )
     if not source.is_dir():
-        raise UserError(f"the base's folder {source} is not there any more: give its new place")
+        raise UserError(f"the base's folder {source} no longer exists: pass its new path")
 
 
 def _carried(reference: BaseLike, trained_module: Path | None) -> Carried:
     carried = Carried(reference, trained_module)
     if len(carried.layers) < reference.config.mtp_layers:
         log.warning(
-            "%s/config.json says that the base ships %d prediction modules, its files hold %d: the export is the same",
+            "%s/config.json announces %d prediction modules, but its files hold %d; the export keeps this mismatch",
             reference.path, reference.config.mtp_layers, len(carried.layers),
         )  # fmt: skip
     return carried
 
 
 def _excludes(config: BaseConfig, scales: Scales, quant: QuantConfig | None, carried: Carried | None) -> list[str]:
-    """Every module that stays in high precision, as ModelOpt lists them: by pattern, else by its full name."""
+    """Modules that stay in high precision, as ModelOpt lists them: by pattern, otherwise by full name."""
     assert quant is not None
     defaults = set(QuantConfig().exclude)
     found = BASE_EXCLUDES + [p for p in quant.excludes("base") if p not in defaults and p not in BASE_EXCLUDES]
@@ -158,14 +158,14 @@ def _stage_of_layers(base: Any) -> dict[int, int]:
 
 
 def _owner(rule: NameRule, owners: dict[int, int], world: World) -> int:
-    """Pipeline rank that sends the parameter. Embedding and head are on every stage, so rank 0 has them."""
+    """Pipeline rank that sends the parameter. Embedding and LM head are on every stage, so rank 0 has them."""
     if rule.kind == "vocab":
         return 0
     return world.pp_size - 1 if rule.layer is None else owners[rule.layer]
 
 
 def _high_precision(base: Any) -> Iterator[tuple[NameRule, dict[str, Tensor]]]:
-    """(rule, its Hugging Face tensors in the base's dtype on rank 0; {} elsewhere) for every parameter."""
+    """Yield (rule, its Hugging Face tensors in the base's dtype) for every parameter; {} on ranks other than 0."""
     world: World = base.world
     if world.dp_rank != 0:
         return
@@ -225,13 +225,13 @@ def planned(config: BaseConfig, scales: Scales, dtype: str) -> dict[str, tuple[s
 
 
 def _amax(rule: NameRule, scales: Scales) -> tuple[float, float] | None:
-    """Ranges of weight and input where the parameter is a quantised weight."""
+    """Ranges of weight and input of a quantised weight, else None."""
     return scales.linears.get(rule.module) if rule.core.endswith(".weight") else None
 
 
 @torch.no_grad()
 def _tensors(base: Any, scales: Scales, dtype: str, carried: Carried | None) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the export as it goes into the file, on rank 0; other ranks only take part."""
+    """Yield every tensor of the export in its file format on rank 0; other ranks only join the collectives."""
     for rule, tensors in _high_precision(base):
         amax = _amax(rule, scales)
         high = torch.float32 if rule.float32 else parse_dtype(dtype)
@@ -272,9 +272,9 @@ def _finish(
 
 
 def _verify(folder: Path, base: Any, scales: Scales, dtype: str, carried: Carried | None) -> None:
-    """Read every tensor back and compare it, bit for bit, with a second pass over the model.
+    """Read every tensor back and compare it bit by bit with a second pass over the model.
 
-    The names are compared with those of the original as well (`carried`, on rank 0).
+    Names are also compared with those of the original (`carried`, on rank 0).
     """
     problems: list[str] = []
     handles: dict[str, Any] = {}
@@ -293,8 +293,8 @@ def _verify(folder: Path, base: Any, scales: Scales, dtype: str, carried: Carrie
         problems += [f"{name} of the original is missing" for name in carried.lost(handles)]
 
     def report() -> None:
-        """Raise with everything that was found."""
+        """Raise VerificationError with all problems."""
         if problems:
-            raise VerificationError(f"{folder} is not the base in memory: " + "; ".join(problems[:12]))
+            raise VerificationError(f"{folder} differs from the base in memory: " + "; ".join(problems[:12]))
 
     together(report)

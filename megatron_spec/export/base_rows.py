@@ -1,7 +1,7 @@
-"""A fingerprint of the target's embedding and head, which tells a target that was changed after training. No torch.
+"""Fingerprint of the target's embedding and LM head, which detects a target changed after training. No torch.
 
-Rotating a model (QuaRot, SpinQuant) leaves its text as it was and every hidden state different: a draft that was
-trained before the rotation loads without an error, and nothing it drafts is accepted.
+Rotating a model (QuaRot, SpinQuant) keeps its text but changes every hidden state: a draft trained before the rotation
+loads without an error, and none of its tokens are accepted.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from megatron_spec.config import UserError
 from megatron_spec.export.tensor_files import Entry, read_entries
 
 KEY = "base_rows"
-"""In run.json of an exported draft."""
+"""Key in run.json of an exported draft."""
 _NAMES = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
 _ROWS = 64
 
 
 def _digest(entry: Entry) -> str:
-    """dtype, shape and a hash of evenly spaced rows."""
+    """dtype, shape and hash of evenly spaced rows."""
     rows, row_bytes = entry.shape[0], (entry.stop - entry.start) // entry.shape[0]
     digest = hashlib.sha256()
     with entry.path.open("rb") as f:
@@ -30,7 +30,7 @@ def _digest(entry: Entry) -> str:
 
 
 def base_rows(folder: Path | str) -> dict[str, str]:
-    """Name -> fingerprint; {} for a target that is no Hugging Face folder of safetensors."""
+    """Name -> fingerprint; {} for a target that is not a Hugging Face folder of safetensors."""
     try:
         entries = read_entries(Path(folder))
     except UserError:
@@ -39,7 +39,7 @@ def base_rows(folder: Path | str) -> dict[str, str]:
 
 
 def changed(recorded: dict[str, str], found: dict[str, str]) -> list[str]:
-    """Names whose rows differ although dtype and shape are the same: another rounding is no other target."""
+    """Names whose rows differ at equal dtype and shape (a target in another dtype is still the same target)."""
     return [
         name
         for name, text in recorded.items()

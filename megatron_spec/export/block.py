@@ -1,8 +1,8 @@
-"""What an exported DFlash or DSpark folder contains, as vLLM (qwen3_dflash, qwen3_dspark) and SGLang (dflash) load it.
+"""Content of an exported DFlash or DSpark folder, as vLLM (qwen3_dflash, qwen3_dspark) and SGLang (dflash) load it.
 
-Both are a stack of Qwen3 layers without embedding and head, which are the target's. config.json names the captured
-layers as outputs, from 0 (engines add 1 for 'state after k layers' themselves): in `dflash_config`, and for DSpark at
-the top level too. No torch here.
+Both are a stack of Qwen3 layers that uses the target's embedding and LM head. config.json lists captured layers by
+output index from 0 (engines themselves add 1 for 'state after k layers'): in `dflash_config`, and for DSpark also at
+the top level. No torch here.
 
 H hidden size, K captured layers, V vocabulary, r rank of the Markov head.
 """
@@ -22,23 +22,23 @@ SAME = (
 
 
 def unserved(config: BlockConfig) -> dict[str, str]:
-    """Engine -> why it does not compute such a draft as it was trained.
+    """Engine -> why it does not compute such a draft as trained.
 
-    vLLM follows `causal`. SGLang (models/dflash.py) and TensorRT-LLM (models/modeling_dflash.py) derive it: a slot sees
-    its whole block in full attention, and the earlier slots alone under a window. TensorRT-LLM raises for a causal
-    DSpark draft. Markov heads: vLLM and TensorRT-LLM have the vanilla one, SGLang all three.
+    vLLM honours `causal`. SGLang (models/dflash.py) and TensorRT-LLM (models/modeling_dflash.py) derive it: a slot sees
+    its complete block in full attention, and only earlier slots with a window. TensorRT-LLM raises for a causal DSpark
+    draft. Markov heads: vLLM and TensorRT-LLM implement the vanilla one, SGLang all three.
     """
     found: dict[str, str] = {}
     if config.causal and config.sliding_window is None:
-        seen = "it lets a slot see its whole block where no window is set, this draft was trained causal"
+        seen = "without a window its slots see their complete block, but this draft was trained causal"
         found |= {"sglang": seen, "trtllm": seen}
     if not config.causal and config.sliding_window is not None:
-        seen = "under a window it lets a slot see the earlier slots alone, this draft was trained on the whole block"
+        seen = "with a window its slots see only earlier slots, but this draft was trained on the complete block"
         found |= {"sglang": seen, "trtllm": seen}
     if config.causal and config.has_markov_head:
-        found["trtllm"] = "it has no causal DSpark draft"
+        found["trtllm"] = "it does not support causal DSpark drafts"
     if config.markov_head_type != "vanilla":
-        head = f"it has no {config.markov_head_type} Markov head, the vanilla one alone"
+        head = f"it has no {config.markov_head_type} Markov head, only the vanilla one"
         found |= {"vllm": head, "trtllm": head}
     return found
 
@@ -67,7 +67,7 @@ def _kind_keys(config: BlockConfig) -> dict[str, Any]:
 
 
 def config_json(config: BlockConfig, base: BaseConfig, dtype: str, rope: dict[str, Any]) -> dict[str, Any]:
-    """Content of config.json, without a `quantization_config`. Holds no null.
+    """Content of config.json without `quantization_config`. Contains no null.
 
     Args:
         rope: top-level keys of the rotary embedding.

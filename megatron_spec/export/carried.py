@@ -1,7 +1,7 @@
-"""Tensors of the original that an exported base keeps although the base itself has no such parameter.
+"""Tensors of the original that an exported base keeps although the loaded base has no such parameters.
 
-A base's own prediction modules (DeepSeek-V3: the layers after the last one). Engines that serve them look for them in
-the folder of the base, so an export without them is another model. They stay in high precision.
+These are a base's own prediction modules (DeepSeek-V3: the layers after the last one). Engines that serve them look for
+them in the base's folder, so an export must include them. They stay in high precision.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megatron_spec.families import is_ignorable, prediction_layer
 
 
 class Carried:
-    """What an export takes over from the original's files, read tensor by tensor.
+    """Tensors that an export copies from the original's files, one at a time.
 
     Args:
-        trained: folder of an exported draft that is the base's own module, trained: it replaces the original's.
+        trained: folder of an exported draft that is the base's own module after training; it replaces the original's.
     """
 
     def __init__(self, reference: BaseLike, trained: Path | None = None) -> None:
@@ -43,7 +43,7 @@ class Carried:
 
     @property
     def layers(self) -> list[int]:
-        """Numbers of the prediction modules, after those of the base's layers."""
+        """Layer numbers of the prediction modules, which follow those of the base."""
         return sorted({layer for layer in map(self._layer, self.names) if layer is not None})
 
     def plan(self, dtype: str) -> Plan:
@@ -51,12 +51,12 @@ class Carried:
         return {name: (dtype_of(name, dtype), self._shape(name)) for name in self.names}
 
     def tensors(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor as it goes into the file."""
+        """Yield every tensor in its file format."""
         for name in self.names:
             yield name, self._read(name).to("cpu", parse_dtype(dtype_of(name, dtype)), copy=True)
 
     def lost(self, exported: Iterable[str]) -> list[str]:
-        """Tensors of the original that an export lacks; buffers and copies that nothing reads do not count."""
+        """Tensors of the original missing in an export, except buffers and copies that nothing reads."""
         lacking = self._stored() - set(exported)
         return sorted(n for n in lacking if self._layer(n) is not None or not is_ignorable(n, self.config))
 

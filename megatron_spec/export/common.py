@@ -1,4 +1,4 @@
-"""Writing one folder from many ranks: gather shards, agree on errors, publish all or nothing."""
+"""Write one folder from many ranks: gather shards, agree on errors, publish all or nothing."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class BaseLike(Protocol):
-    """What is needed of the base a draft belongs to (a checkpoint's `BaseReference` or `BaseLink`)."""
+    """Interface to a draft's base (a checkpoint's `BaseReference` or `BaseLink`)."""
 
     @property
     def path(self) -> Any:
-        """Where it is."""
+        """Path of the base."""
         ...
 
     @property
@@ -41,24 +41,24 @@ class BaseLike(Protocol):
 
     @property
     def config(self) -> BaseConfig:
-        """What it is."""
+        """Architecture of the base."""
         ...
 
 
 class VerificationError(RuntimeError):
-    """A written folder does not hold what was in memory: nothing is published."""
+    """A written folder differs from the model in memory; it is not published."""
 
 
 def parse_dtype(name: str) -> torch.dtype:
     """torch dtype of a name in an export option. Raises UserError."""
     if name not in DTYPES:
-        raise UserError(f"export dtype {name!r} is not known: use one of {', '.join(DTYPES)}")
+        raise UserError(f"unknown export dtype {name!r}: use one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 @contextmanager
 def shared_folder(folder: Path | str, world: World, overwrite: bool) -> Iterator[Path]:
-    """`files.published_folder` for all ranks: rank 0 creates it, and publishes it when the block ended well everywhere.
+    """`files.published_folder` for all ranks: rank 0 creates it, and publishes it when the block succeeds on all ranks.
 
     The block must fail on all ranks or on none (`together`).
     """
@@ -72,7 +72,7 @@ def shared_folder(folder: Path | str, world: World, overwrite: bool) -> Iterator
         if publishing is not None:
             try:
                 publishing.__exit__(type(e), e, e.__traceback__)
-            except BaseException as again:  # it raises the same error again after cleaning up
+            except BaseException as again:  # the same error, re-raised after the clean-up
                 if again is not e:
                     raise
         raise
@@ -80,14 +80,14 @@ def shared_folder(folder: Path | str, world: World, overwrite: bool) -> Iterator
 
 
 def copy_side_files(source: Path | str, folder: Path) -> None:
-    """Copy tokenizer, chat template and generation config of a model folder, but no code, no weights and no index."""
+    """Copy tokenizer, chat template and generation config of a model folder, but no code, weights or index."""
     for path in sorted(Path(source).iterdir()):
         if path.is_file() and path.suffix in _COPIED and path.name not in _NOT_COPIED and ".index." not in path.name:
             shutil.copyfile(path, folder / path.name)
 
 
 def shards_of(tensor: Tensor, tp: dist.ProcessGroup) -> list[Tensor]:
-    """The same-shaped tensors of all tensor parallel ranks, in rank order, on every one of them."""
+    """The equally shaped tensors of all TP ranks, in rank order, on every rank."""
     if tp.size() == 1:
         return [tensor]
     tensor = tensor.contiguous()
@@ -97,7 +97,7 @@ def shards_of(tensor: Tensor, tp: dist.ProcessGroup) -> list[Tensor]:
 
 
 def whole(parameter: Tensor, tp: dist.ProcessGroup) -> Tensor:
-    """A parameter as it is on one rank: shards joined along `partition_dim`, a replicated one as it is."""
+    """The whole parameter: shards joined along `partition_dim`; a replicated parameter unchanged."""
     tensor = parameter.detach()
     if not getattr(parameter, "tensor_model_parallel", False):
         return tensor
@@ -110,7 +110,7 @@ def whole(parameter: Tensor, tp: dist.ProcessGroup) -> Tensor:
 
 
 def shard(tensor: Tensor, like: Tensor, tp: dist.ProcessGroup) -> Tensor:
-    """This rank's part of a whole tensor, cut as the parameter `like` is."""
+    """This rank's part of a whole tensor, sharded like the parameter `like`."""
     if not getattr(like, "tensor_model_parallel", False):
         return tensor
     dim: int = like.partition_dim  # type: ignore[attr-defined]
@@ -119,7 +119,7 @@ def shard(tensor: Tensor, like: Tensor, tp: dist.ProcessGroup) -> Tensor:
 
 
 def parameters_by_file_name(draft: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name in the file, parameter). Later layers of EAGLE-3 write their one input norm under both names in use."""
+    """Yield (name in the file, parameter). Later EAGLE-3 layers write their input norm under both names in use."""
     names = dict(draft.named_parameters())
     twins = draft.config.reads_captures  # type: ignore[union-attr]
     for name, parameter in names.items():

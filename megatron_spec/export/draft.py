@@ -1,4 +1,4 @@
-"""Exports any draft: the one entry of scripts and library."""
+"""Export of any draft: the single entry point for scripts and library."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def export_draft(
     draft: nn.Module, base: BaseLike, out_dir: Path | str, quant: QuantConfig | None, world: World,
     **options: Any,
 ) -> Path:  # fmt: skip
-    """Write the draft to `out_dir` and verify it, in the format of its algorithm. Collective over all ranks.
+    """Write the draft to `out_dir` in the format of its algorithm and verify it. Collective over all ranks.
 
-    Arguments, options and errors as `export.eagle.export_draft`; Medusa knows no `features` and `export_embeddings`.
+    Arguments, options and errors as in `export.eagle.export_draft`; Medusa has no `features` and `export_embeddings`.
     """
     if isinstance(draft.config, MedusaConfig):
         return medusa.export_draft(draft, base, out_dir, quant, world, **options)

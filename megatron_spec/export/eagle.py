@@ -1,7 +1,7 @@
-"""Exports an EAGLE or MTP draft: EAGLE-3 as TensorRT-LLM, vLLM and SGLang load it, EAGLE-1 as vLLM and SGLang do.
+"""Export of an EAGLE or MTP draft: EAGLE-3 as TensorRT-LLM, vLLM and SGLang load it, EAGLE-1 as vLLM and SGLang do.
 
-From any tensor parallel layout: shards are joined tensor by tensor, rank 0 writes into a temporary folder, the folder
-is read back and compared with the draft in memory, and only then it takes its name.
+From any TP layout: shards are joined tensor by tensor, rank 0 writes a temporary folder, the folder is read back and
+compared with the draft in memory, and only then renamed to its final name.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ def export_draft(
     Args:
         draft: a `RecurrentDraft` with its `config` and `vocab`; with quantisers when `quant.draft` is 'fp8'.
         quant: the policy it was calibrated with; None or draft 'none' writes high precision.
-        dtype: of everything that is not fp8: 'bfloat16', 'float16' or 'float32'.
-        features: real captures to compare logits on (each rank its own); when None, `ends` makes some.
-        ends: the loaded base; without it logits are compared on random captures.
-        export_embeddings: write the target's `embed_tokens.weight` too (engines take the target's own otherwise);
-            beside a base's own prediction module they and the head are always written when the base is loaded.
+        dtype: data type of everything that is not fp8: 'bfloat16', 'float16' or 'float32'.
+        features: real captures on which logits are compared (each rank its own); None: computed with `ends`.
+        ends: the loaded base; without it, logits are compared on random captures.
+        export_embeddings: also write the target's `embed_tokens.weight` (otherwise engines use the target's own).
+            With a base's own prediction module, embedding and LM head are always written when the base is loaded.
         overwrite: replace a folder that is not empty.
-        run_config: goes to run.json.
+        run_config: configuration recorded in run.json.
 
     Returns:
         The folder.
 
     Raises:
-        UserError: an algorithm, policy or output folder that does not work. Nothing is written.
-        VerificationError: what was written is not what is in memory. Nothing is published.
+        UserError: unsupported algorithm or policy, or unusable output folder. Nothing is written.
+        VerificationError: the written files differ from the draft in memory. Nothing is published.
     """
     config: EagleConfig = draft.config  # type: ignore[assignment]
     vocab: DraftVocab = draft.vocab  # type: ignore[assignment]
@@ -101,7 +101,7 @@ def _check(config: EagleConfig, vocab: DraftVocab, export_embeddings: bool, ends
         raise UserError("--export-embeddings writes the target's embedding, but this draft has its own: leave it out")
     if (len(vocab), vocab.vocab_size) != (config.draft_vocab_size, config.vocab_size):
         raise UserError(
-            f"draft vocabulary has {len(vocab)} of {vocab.vocab_size} tokens, the configuration says "
+            f"the draft vocabulary has {len(vocab)} of {vocab.vocab_size} tokens, the configuration says "
             f"{config.draft_vocab_size} of {config.vocab_size}"
         )
     if export_embeddings and not hasattr(ends, "embedding_weight"):
@@ -135,8 +135,8 @@ def _exclude_modules(config: EagleConfig, fp8: set[str], quant: QuantConfig | No
     for pattern in patterns:
         if layout.has_layer_number(pattern):
             raise UserError(
-                f"exclude pattern {pattern!r} holds a layer number: engines number the layers of a draft "
-                "differently, so it would match nothing there. Exclude by the kind of layer, for example '*down_proj'"
+                f"exclude pattern {pattern!r} contains a layer number: engines number the layers of a draft "
+                "differently, so it would match nothing there. Exclude by kind of layer, for example '*down_proj'"
             )
     return found + patterns
 
@@ -144,10 +144,10 @@ def _exclude_modules(config: EagleConfig, fp8: set[str], quant: QuantConfig | No
 def _tensors(
     draft: nn.Module, config: EagleConfig, vocab: DraftVocab, dtype: str, world: World, ends: BaseEnds | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the file, one after the other, on the CPU of rank 0; other ranks only help.
+    """Yield every tensor of the file on the CPU of rank 0; other ranks only join the collectives.
 
     Args:
-        ends: the base, when its embedding (and head) are to be written too.
+        ends: the base, when its embedding (and LM head) are also written.
     """
     if world.draft_dp.rank() != 0:
         return

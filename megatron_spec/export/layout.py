@@ -1,10 +1,10 @@
-"""What an exported EAGLE or MTP folder contains, derived from its configuration alone: names, shapes, config.json.
+"""Content of an exported EAGLE or MTP folder, derived only from its configuration: names, shapes, config.json.
 
-See docs/formats.md. No torch here: the exporter writes by this layout; verifier and `tools/check_export.py` read by it.
+See docs/formats.md. No torch here: the exporter writes this layout; verifier and `tools/check_export.py` read it.
 
-Another MTP draft than a base's own (`native_mtp.py`) has no format that engines share: tensors are named as inside a
-layer of DeepSeek-V3, the layer counted from 0 here, and the architecture has a name of its own, so that no engine takes
-it for something else.
+Engines share no format for MTP drafts other than a base's own (`native_mtp.py`): tensors are named as in a layer of
+DeepSeek-V3, with layers counted from 0, and the architecture has a name of its own, so no engine mistakes it for
+another model.
 
 H draft hidden, Ht target hidden, K captured layers, V target vocabulary, D draft vocabulary.
 """
@@ -30,27 +30,27 @@ ARCHITECTURES: dict[str, list[str]] = {
     "eagle-mtp": ["LlamaForCausalLMMTP"],
 }
 QK_NORM_ARCHITECTURES = ["Eagle3Qwen3ForCausalLM"]
-"""vLLM's name of an EAGLE-3 draft with norms over query and key heads; other engines have none."""
+"""vLLM's architecture for an EAGLE-3 draft with norms over query and key heads; other engines have none."""
 Exported = EagleConfig | BlockConfig
-"""Drafts whose folder is described here."""
+"""Configurations of drafts whose folder is described here."""
 WEIGHTS = "model.safetensors"
 SERVED_BY: dict[str, tuple[str, ...]] = {
     "qk_norm": ("vllm",), "attention_bias": ("vllm",), "mlp_bias": ("vllm",), "fc_bias": ("sglang",),
     "norm_before_residual": ("vllm",), "sliding_window": ("vllm",), "parallel_drafting": ("vllm",),
 }  # fmt: skip
-"""Option of `EagleConfig`, or what it is -> engines that compute it; every engine computes what is not listed."""
+"""Option or property of `EagleConfig` -> engines that compute it; every engine computes what is not listed."""
 SHARED_SCALE = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("mlp.gate_proj", "mlp.up_proj"),
 )
-"""Linears that engines fuse: one scale each."""
+"""Groups of linears that engines fuse; each group shares one scale."""
 
 
 def high_precision(config: Exported, fp8: set[str]) -> list[str]:
     """Modules of a quantised draft that stay in high precision, as patterns that engines match.
 
     Args:
-        fp8: the linears that are quantised; the kinds of the others are among the patterns.
+        fp8: the quantised linears; other kinds of linears are added to the patterns.
     """
     kept = sorted({"*" + name.rpartition(".")[2] for name in quantisable(config) if name not in fp8})
     if not isinstance(config, BlockConfig):
@@ -60,9 +60,9 @@ def high_precision(config: Exported, fp8: set[str]) -> list[str]:
 
 
 def weight_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
-    """Every floating point tensor that is a parameter of the draft, with its shape in the file.
+    """Every floating-point parameter of the draft, with its shape in the file.
 
-    Later layers of EAGLE-3 hold their input norm under both names in use: engines differ in what they read.
+    Later EAGLE-3 layers store their input norm under both names in use, because engines read different ones.
     """
     shapes = {native_mtp.file_name(config, name): spec.shape for name, spec in draft_tensors(config).items()}
     for layer in layer_names(config)[1:] if config.reads_captures else ():
@@ -71,20 +71,20 @@ def weight_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
 
 
 def zero_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
-    """Tensors of zeros that only loaders want: SGLang leaves EAGLE-1's bias random when it is missing."""
+    """Tensors of zeros needed only by loaders: SGLang leaves a missing EAGLE-1 bias uninitialised."""
     return {"fc.bias": (config.hidden_size,)} if config.regresses_state and not config.fc_bias else {}
 
 
 def expected_tensors(
     config: Exported, dtype: str, fp8: set[str] | None = None, embeddings: bool = False, form: str = "fp8"
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """name -> (dtype, shape) of every tensor of the file; dtypes in torch's spelling.
+    """name -> (dtype, shape) of every tensor of the file; dtypes as named by torch.
 
     Args:
-        dtype: of everything that is not quantised.
-        fp8: names of the linears that are.
-        form: 'fp8', or 'nvfp4': two weights a byte, and a scale per block of 16.
-        embeddings: the file carries the target's embedding.
+        dtype: data type of everything that is not quantised.
+        fp8: names of the quantised linears.
+        form: 'fp8', or 'nvfp4': two weights per byte, and a scale per block of 16.
+        embeddings: the file includes the target's embedding.
     """
     fp8 = fp8 or set()
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -100,7 +100,7 @@ def expected_tensors(
             tensors[f"{linear}.weight_scale"] = ("float32", ())
             tensors[f"{linear}.input_scale"] = ("float32", ())
     tensors |= {name: (dtype, shape) for name, shape in zero_shapes(config).items()}
-    if config.draft_vocab_size < config.vocab_size:  # vLLM raises when they are there without need
+    if config.draft_vocab_size < config.vocab_size:  # vLLM raises when they are present without need
         tensors["d2t"] = ("int64", (config.draft_vocab_size,))
         tensors["t2d"] = ("bool", (config.vocab_size,))
     if embeddings:
@@ -109,14 +109,14 @@ def expected_tensors(
 
 
 def end_shapes(config: Exported) -> dict[str, tuple[int, ...]]:
-    """Tensors of the base that may be written too: its embedding, and beside its own prediction module its head."""
+    """Optional tensors of the base: its embedding, and with its own prediction module also its LM head."""
     if config.of_base:
         return native_mtp.end_shapes(config)
     return {} if config.own_embedding else {"embed_tokens.weight": (config.vocab_size, config.target_hidden_size)}
 
 
 def is_default_captures(config: EagleConfig, num_base_layers: int) -> bool:
-    """True when engines choose the same layers without being told."""
+    """True when the captured layers are the engines' defaults."""
     try:
         return tuple(config.capture_layer_ids) == default_capture_ids(num_base_layers)
     except UserError:  # a small base has no defaults
@@ -124,7 +124,7 @@ def is_default_captures(config: EagleConfig, num_base_layers: int) -> bool:
 
 
 def _rope_keys(rope: RopeConfig) -> dict[str, Any]:
-    """Top-level rope_theta and rope_scaling: a file with only `rope_parameters` is read as theta 10000 by many."""
+    """Top-level rope_theta and rope_scaling: many loaders read a file with only `rope_parameters` as theta 10000."""
     keys: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": rope_scaling_json(rope)}
     if rope.partial_rotary_factor != 1.0:
         keys["partial_rotary_factor"] = rope.partial_rotary_factor
@@ -134,7 +134,7 @@ def _rope_keys(rope: RopeConfig) -> dict[str, Any]:
 def _capture_keys(config: EagleConfig, num_base_layers: int) -> dict[str, Any]:
     """Capture ids in both conventions: top-level 'state after k layers', nested 'output of layer j', k = j + 1.
 
-    Options of EAGLE-3.1 are written in both places too; where something is nested, the ids always are.
+    Options of EAGLE-3.1 are also written in both places; whenever eagle_config exists, it includes the ids.
     """
     options = {name: True for name in OPTIONS if getattr(config, name)}
     if not config.reads_captures or (not options and is_default_captures(config, num_base_layers)):
@@ -148,7 +148,7 @@ def _capture_keys(config: EagleConfig, num_base_layers: int) -> dict[str, Any]:
 
 
 def _window_keys(config: EagleConfig) -> dict[str, Any]:
-    """vLLM takes a layer's window where `layer_types` says so."""
+    """Keys of the window; vLLM applies it to the layers that `layer_types` marks."""
     if config.sliding_window is None:
         return {}
     types = ["sliding_attention"] * config.num_hidden_layers
@@ -156,7 +156,7 @@ def _window_keys(config: EagleConfig) -> dict[str, Any]:
 
 
 def config_json(config: Exported, base: BaseConfig, dtype: str) -> dict[str, Any]:
-    """Content of config.json, without a `quantization_config`. Holds no null."""
+    """Content of config.json without `quantization_config`. Contains no null."""
     if isinstance(config, BlockConfig):
         return block.config_json(config, base, dtype, _rope_keys(config.rope))
     eos = list(base.eos_token_ids)
@@ -175,7 +175,7 @@ def config_json(config: Exported, base: BaseConfig, dtype: str) -> dict[str, Any
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         **_rope_keys(config.rope),
-        # Engines size their rotary table and their longest context by it: a draft may not be shorter than its target.
+        # Engines size rotary table and maximum context by it: it must not be smaller than the target's.
         "max_position_embeddings": max(config.max_position_embeddings, base.max_position_embeddings),
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
@@ -188,12 +188,12 @@ def config_json(config: Exported, base: BaseConfig, dtype: str) -> dict[str, Any
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": base.pad_token_id,
         **({"num_nextn_predict_layers": 1} if config.is_module else {}),
-        "ptd_token_id": config.mask_token_id,  # by it vLLM knows the token of a row that is yet to come (P-EAGLE)
+        "ptd_token_id": config.mask_token_id,  # vLLM's key for the token of rows yet to be drafted (P-EAGLE)
         **_capture_keys(config, base.num_layers),
     }
     return {key: value for key, value in values.items() if value is not None}
 
 
 def has_layer_number(pattern: str) -> bool:
-    """True for patterns such as '*layers.3*': engines name the draft's layers differently, so they match nowhere."""
+    """True for patterns like '*layers.3*', which match nothing in engines: they number draft layers differently."""
     return re.search(r"\d", pattern) is not None

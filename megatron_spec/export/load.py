@@ -1,4 +1,4 @@
-"""Drafts of any known format, and fp8 bases, from folders, under any parallel layout."""
+"""Loading of drafts in any known format, and of fp8 bases, under any parallel layout."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ log = logging.getLogger(__name__)
 
 _FP8 = "hf_quant_config.json"
 _ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4")
-"""ModelOpt's names of what is read."""
+"""ModelOpt's names of the supported quantisation algorithms."""
 _SCALES = ("_scale", "_scale_inv", "_scale_2")
 _EMBEDDING_ROWS = 8192
-"""Rows of an embedding compared at a time."""
+"""Embedding rows compared at a time."""
 
 
 class ExportedScale(nn.Module):
-    """Input quantiser of an exported linear: rounds to E4M3 under the scale of the file."""
+    """Input quantiser of an exported linear: rounds to E4M3 with the scale from the file."""
 
     scale: Tensor
 
@@ -58,7 +58,7 @@ class ExportedScale(nn.Module):
 
 
 class StoredTensors:
-    """The tensors of a draft that was read, under the names of its module, as it computes with them."""
+    """The tensors of a `Reading` by parameter name, dequantised."""
 
     def __init__(self, reading: Reading) -> None:
         self.reading = reading
@@ -72,7 +72,7 @@ class StoredTensors:
             self.vocab = DraftVocab(torch.tensor(ids)[self.order], reading.config.vocab_size)
 
     def stored(self, name: str) -> Tensor:
-        """A tensor of the folder as it is there, on the CPU."""
+        """A tensor of the folder as stored, on the CPU."""
         entry = self.reading.source.entries[name]
         if entry.tensor is not None:
             tensor: Tensor = entry.tensor
@@ -82,7 +82,7 @@ class StoredTensors:
         return self._files[entry.path].get_tensor(entry.name)  # type: ignore[no-any-return]
 
     def weight(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A tensor of the folder in `dtype`; fp8 and nvfp4 are multiplied by their scales."""
+        """A tensor of the folder in `dtype`; fp8 and nvfp4 are dequantised."""
         tensor, stem = self.stored(name), name.removesuffix(".weight")
         if tensor.dtype == torch.uint8:
             scales = self.stored(f"{stem}.weight_scale"), self.stored(f"{stem}.weight_scale_2")
@@ -92,7 +92,7 @@ class StoredTensors:
         return tensor.to(dtype)
 
     def parameter(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A parameter of the draft, whole; rows of the head in the order of the draft vocabulary."""
+        """A whole parameter of the draft; rows of the LM head in the order of the draft vocabulary."""
         stored = self.reading.names[name]
         if stored is None:
             return torch.zeros(draft_tensors(self.reading.config)[name].shape, dtype=dtype)
@@ -103,9 +103,9 @@ class StoredTensors:
 
 
 def open_draft(folder: Path | str, reference: BaseReference) -> Reading:
-    """The draft in a folder of any known format, beside its base. Reads its names, and its embedding where it has one.
+    """Open the draft in a folder of any known format, for its base. Reads tensor names, and the embedding if present.
 
-    Raises UserError for a folder that is no draft, that cannot be read whole, or that does not fit the base.
+    Raises UserError for a folder that is not a draft, that cannot be read completely, or that does not fit the base.
     """
     reading = read_draft(Path(folder), reference.config)
     stored = reading.names.get("embed_tokens.weight")
@@ -117,7 +117,7 @@ def open_draft(folder: Path | str, reference: BaseReference) -> Reading:
     spare = [name for name, why in reading.unused.items() if "target's embedding" in why]
     if spare and reference.kind == "hf" and not _is_embedding_of(reading, spare[0], reference):
         raise UserError(
-            f"{folder}: {spare[0]} is not the target's embedding, which engines use for a draft of this kind: take the "
+            f"{folder}: {spare[0]} is not the target's embedding, which engines use for a draft of this kind: use the "
             "target that the draft was trained for"
         )
     return reading
@@ -140,7 +140,7 @@ def _is_embedding_of(reading: Reading, stored: str, reference: BaseReference) ->
 
 
 def load_draft(reading: Reading, world: World, dtype: torch.dtype = torch.float32, paths: Paths | None = None) -> Draft:
-    """A draft with the weights of a folder; fp8 linears round their inputs as an engine does."""
+    """Build a draft with the weights of a folder; fp8 linears round their inputs as engines do."""
     tensors = StoredTensors(reading)
     draft: Draft = build_draft(reading.config, tensors.vocab, world, dtype, paths)
     with torch.no_grad():
@@ -157,7 +157,7 @@ def load_draft(reading: Reading, world: World, dtype: torch.dtype = torch.float3
 def load_exported_draft(
     folder: Path | str, base: BaseConfig, world: World, dtype: torch.dtype = torch.float32
 ) -> Draft:
-    """`load_draft` of a folder that carries no copy of its target's embedding, or one that it may use as its own."""
+    """`load_draft` that takes an embedding in the folder for the draft's own, without comparing it to the target's."""
     return load_draft(read_draft(Path(folder), base), world, dtype)
 
 
@@ -165,7 +165,7 @@ class _QuantisedWeights(HuggingFaceWeights):
     """Tensors of a base in fp8 (one scale each) or nvfp4, multiplied by their scales."""
 
     def check_names(self, expected: dict[str, tuple[int, ...]], ignorable: Callable[[str], bool]) -> None:
-        """As for any folder, the scales apart; nvfp4 packs two numbers in a byte."""
+        """As in the parent class, but allowing scales and nvfp4's packed shapes (two numbers per byte)."""
         every = self._handle_of
         self._handle_of = {n: h for n, h in every.items() if not n.endswith(_SCALES)}
         packed = {n: (*shape[:-1], shape[-1] // 2) for n, shape in expected.items() if self._is_packed(n)}
@@ -178,11 +178,11 @@ class _QuantisedWeights(HuggingFaceWeights):
         return name in self._handle_of and self._handle_of[name].get_slice(name).get_dtype() == "U8"
 
     def has_scales(self, name: str) -> bool:
-        """They are checked where they are read."""
+        """True for every name: scales are checked when they are read."""
         return True
 
     def scalar(self, name: str) -> float | None:
-        """A scale; None without one. Raises UserError for scales by channel or block."""
+        """A scale, or None if there is none. Raises UserError for scales per channel or block."""
         if name not in self._handle_of:
             return None
         scale: Tensor = self._handle_of[name].get_tensor(name)
@@ -208,7 +208,7 @@ class _QuantisedWeights(HuggingFaceWeights):
 
 
 def inspect_exported_base(path: Path | str) -> BaseReference:
-    """`inspect_base`, also for a base in ModelOpt's fp8 or nvfp4, as export.py writes it. Raises UserError likewise."""
+    """`inspect_base` that also accepts a base in ModelOpt's fp8 or nvfp4, as export.py writes it. Same errors."""
     folder = model_folder(path).absolute()
     if not (folder / "config.json").is_file() or _quantization(folder) is None:
         return inspect_base(folder)
@@ -218,9 +218,9 @@ def inspect_exported_base(path: Path | str) -> BaseReference:
 
 
 def _quantization(folder: Path) -> dict[str, Any] | None:
-    """What hf_quant_config.json, or config.json alone, says of a base that ModelOpt (or we) quantised; else None.
+    """Quantisation of a base by ModelOpt or this package, from hf_quant_config.json or config.json; else None.
 
-    Raises UserError for a kind that is not known.
+    Raises UserError for an unknown algorithm.
     """
     found: dict[str, Any] | None = None
     if (folder / _FP8).is_file():
@@ -242,7 +242,7 @@ def load_exported_base(
     reference: BaseReference, world: World, capture_layer_ids: Sequence[int] = (), dtype: torch.dtype = torch.float32,
     transformer_engine: bool = False, paths: Paths | None = None,
 ) -> FrozenBase:  # fmt: skip
-    """`load_base`; an fp8 base computes with its own quantisers, as engines apply them, an nvfp4 one is dequantised.
+    """`load_base` for quantised bases: an fp8 base quantises its inputs as engines do, an nvfp4 base is dequantised.
 
     Raises UserError as `load_base` does.
     """
@@ -251,8 +251,8 @@ def load_exported_base(
         return load_base(reference, world, capture_layer_ids, dtype, transformer_engine, paths)
     if transformer_engine:
         raise UserError(
-            f"--transformer-impl transformer_engine: {reference.path} is quantised, and Transformer Engine's layers "
-            "hold no quantisers here: use local"
+            f"--transformer-impl transformer_engine: {reference.path} is quantised, and quantisers are not supported "
+            "in Transformer Engine's layers: use local"
         )
     base = FrozenBase.build(reference.config, world, capture_layer_ids, dtype, paths=paths)
     load_huggingface(base, Path(reference.path), _QuantisedWeights)
@@ -268,20 +268,20 @@ def load_exported_base(
 
 
 def load_exported_ends(reference: BaseReference, world: World, dtype: torch.dtype = torch.float32) -> EndsOnly:
-    """`load_ends`, also of a quantised base: its embedding and head are in high precision."""
+    """`load_ends` that also accepts a quantised base, whose embedding and LM head are in high precision."""
     quantised = reference.kind == "hf" and _quantization(Path(reference.path)) is not None
     return load_ends(reference, world, dtype, _QuantisedWeights if quantised else HuggingFaceWeights)
 
 
 def _ranges(reference: BaseReference, with_kv: bool) -> dict[str, float]:
-    """Ranges of an exported fp8 base under the names of its quantisers."""
+    """Ranges of an exported fp8 base by quantiser name."""
     found: dict[str, float] = {}
     weights = _QuantisedWeights(Path(reference.path))
     with weights:
         for rule in name_rules(reference.config):
             stems = [
                 name.removesuffix(".weight") for name in rule.hf
-            ]  # fused ones share the largest scale, as in engines
+            ]  # fused linears share the largest scale, as in engines
             place = rule.core.removeprefix("decoder.").removesuffix(".weight")
             for name, kind in (("weight_scale", "weight"), ("input_scale", "input")):
                 scales = [x for stem in stems if (x := weights.scalar(f"{stem}.{name}")) is not None]
@@ -292,8 +292,6 @@ def _ranges(reference: BaseReference, with_kv: bool) -> dict[str, float]:
             for which in ("k", "v"):
                 scale = weights.scalar(f"model.layers.{n}.self_attn.{which}_proj.{which}_scale")
                 if scale is None:
-                    raise UserError(
-                        f"{reference.path}: says that its KV cache is fp8, but layer {n} has no {which}_scale"
-                    )
+                    raise UserError(f"{reference.path}: declares an fp8 KV cache, but layer {n} has no {which}_scale")
                 found[f"layers.{n}.{KV_PLACE}.{which}"] = float(amax_of(torch.tensor(scale)))
     return found

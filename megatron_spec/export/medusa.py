@@ -1,8 +1,8 @@
-"""Exports Medusa heads as the folder that vLLM and the reference code load, and TensorRT-LLM's legacy converter reads.
+"""Export of Medusa heads in the format that vLLM, the reference code and TensorRT-LLM's legacy converter load.
 
 {h}.{l}.linear.{weight, bias} and {h}.{layers}.weight in medusa_lm_head.safetensors, beside config.json
-(docs/formats.md#medusa). No loader of this format knows fp8: heads that were fake-quantised are written with their
-rounded weights in high precision.
+(docs/formats.md#medusa). No loader of this format supports fp8: fake-quantised heads are written with their rounded
+weights in high precision.
 
 H base hidden size, V target vocabulary.
 """
@@ -44,13 +44,13 @@ PICKLED = "medusa_lm_head.pt"
 
 
 def file_name(config: MedusaConfig, name: str) -> str:
-    """Name in the file of a parameter: heads.H.blocks.L.linear.X or heads.H.lm_head.weight."""
+    """Name in the file of the parameter heads.H.blocks.L.linear.X or heads.H.lm_head.weight."""
     _, head, part, *rest = name.split(".")
     return f"{head}.{config.num_layers}.weight" if part == "lm_head" else ".".join([head, *rest])
 
 
 def expected_shapes(config: MedusaConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of the file; every head has rows of its own there, even where shared."""
+    """Name -> shape of every tensor of the file; shared LM heads are repeated for every Medusa head."""
     own = config.replace(share_base_head=False)
     return {file_name(own, name): spec.shape for name, spec in draft_tensors(own).items()}
 
@@ -82,21 +82,21 @@ def export_draft(
         draft: a `MedusaDraft`.
         quant: the policy it was calibrated with.
         dtype: 'bfloat16', 'float16' or 'float32'.
-        ends: the loaded base: needed when the heads share the base's.
+        ends: the loaded base, required when the heads share the base's LM head.
         overwrite: replace a folder that is not empty.
-        also_pt: write the same tensors as medusa_lm_head.pt too, for old loaders.
-        run_config: goes to run.json.
+        also_pt: also write the tensors as medusa_lm_head.pt for old loaders.
+        run_config: configuration recorded in run.json.
 
     Raises:
-        UserError: an output folder or dtype that does not work, or a missing base. Nothing is written.
-        VerificationError: what was written is not what is in memory. Nothing is published.
+        UserError: unusable output folder or dtype, or a missing base. Nothing is written.
+        VerificationError: the written files differ from the draft in memory. Nothing is published.
     """
     config: MedusaConfig = draft.config  # type: ignore[assignment]
     chosen = parse_dtype(dtype)
     if config.share_base_head and ends is None:
-        raise UserError("these Medusa heads share the base's head, which the format repeats: load the base to export")
+        raise UserError("these Medusa heads share the base's LM head, which the format repeats: load the base")
     if quant is not None and quant.draft != "none":
-        log.warning("no engine loads Medusa heads as fp8 in this format: written as %s, rounded to fp8 before", dtype)
+        log.warning("no engine loads fp8 Medusa heads in this format: writing the fp8-rounded weights as %s", dtype)
     first, mine = world.rank == 0, world.draft_dp.rank() == 0
     plan = {name: (dtype, shape) for name, shape in expected_shapes(config).items()}
     with shared_folder(out_dir, world, overwrite) as folder:
@@ -104,7 +104,7 @@ def export_draft(
         write_stream(((n, x.to("cpu", chosen)) for n, x in _tensors(draft, ends, world)), writer)
 
         def finish() -> None:
-            """What is written after the tensors."""
+            """Write the files that follow the tensors."""
             copy_side_files(base.path, folder)
             write_json(folder / "config.json", config_json(config, base, dtype))
             if also_pt:
@@ -119,7 +119,7 @@ def export_draft(
 
 
 def _tensors(draft: Any, ends: Any, world: World) -> Iterator[tuple[str, Tensor]]:
-    """(name in the file, whole tensor as the draft computes with it), on every rank of the first copy of the draft."""
+    """Yield (name in the file, whole tensor as used by the draft) on every rank of the draft's first replica."""
     if world.draft_dp.rank() != 0:
         return
     config: MedusaConfig = draft.config
@@ -138,9 +138,9 @@ def verify(
     folder: Path, draft: Any, base: BaseConfig, world: World, *, dtype: str = "bfloat16", ends: Any = None,
     also_pt: bool = False,
 ) -> None:  # fmt: skip
-    """Compare a written folder with the draft in memory, tensor by tensor: config, names, shapes, dtypes, values.
+    """Compare a written folder with the draft in memory: config, and names, shapes, dtypes and values of tensors.
 
-    Raises VerificationError on every rank, with everything that differs.
+    Raises VerificationError on every rank, with all differences.
     """
     config: MedusaConfig = draft.config
     problems: list[str] = []
@@ -153,7 +153,7 @@ def verify(
         problems += [f"unexpected {n}" for n in sorted(found.names - expected.keys())]
         pickled = torch.load(folder / PICKLED, weights_only=True, mmap=True) if also_pt else {}
         if also_pt and pickled.keys() != found.names:
-            problems.append(f"{PICKLED} holds other tensors than {WEIGHTS}")
+            problems.append(f"{PICKLED} and {WEIGHTS} hold different tensors")
     for name, tensor in _tensors(draft, ends, world):
         if found is None or name not in found.names:
             continue
@@ -168,9 +168,9 @@ def verify(
             problems.append(f"{name} in {PICKLED} differs")
 
     def report() -> None:
-        """Raise with everything that was found."""
+        """Raise VerificationError with all problems."""
         if problems:
-            raise VerificationError(f"{folder} is not what is in memory: " + "; ".join(problems[:12]))
+            raise VerificationError(f"{folder} differs from the draft in memory: " + "; ".join(problems[:12]))
 
     together(report)
 
@@ -186,9 +186,9 @@ def _check_config(folder: Path, config: MedusaConfig, base: BaseConfig) -> list[
 
 @torch.no_grad()
 def check_logits(folder: Path | str, draft: Any, world: World, ends: BaseEnds | None) -> None:
-    """Logits of every head, computed plainly from the file, against this rank's shard of those of the draft.
+    """Compare logits of every head, computed from the file, with this rank's shard of the draft's logits.
 
-    Raises VerificationError when they differ by more than the rounding to the export's dtype, or to fp8, explains.
+    Raises VerificationError for differences larger than rounding to the export's dtype, or to fp8, explains.
     """
     config: MedusaConfig = draft.config
     parameter = next(draft.parameters())

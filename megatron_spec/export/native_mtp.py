@@ -1,8 +1,8 @@
-"""A prediction module that a base ships (DeepSeek-V3), in the names of the base's own files. No torch.
+"""A base's own prediction module (DeepSeek-V3), under the names of the base's files. No torch.
 
-Its tensors are those of layer `num_hidden_layers` there: model.layers.61.{enorm, hnorm, eh_proj, shared_head.norm}, a
-whole decoder layer, and with the base at hand copies of its embedding and head, as the base's own files have them.
-config.json is the base's: engines look for the module in a folder that says how the base is built.
+Its tensors are those of layer `num_hidden_layers`: model.layers.61.{enorm, hnorm, eh_proj, shared_head.norm}, a
+complete decoder layer and, when the base is loaded, copies of its embedding and LM head, as in the base's own files.
+config.json is the base's, because engines look for the module in a folder that describes the base.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _ARCHITECTURES = ("DeepseekV3ForCausalLM",)
 
 
 def prefix(config: EagleConfig | BlockConfig) -> str:
-    """Of every name in the file."""
+    """Prefix of every name in the file."""
     return f"model.layers.{config.layer_in_base}."
 
 
 def file_name(config: EagleConfig | BlockConfig, name: str) -> str:
-    """Name in the file of a parameter of the draft; for every other draft they are the same."""
+    """Name of a draft parameter in the file; unchanged for drafts of any other kind."""
     if not config.of_base:
         return name
     return prefix(config) + name.removeprefix("layers.0.")
 
 
 def dtype_of(name: str, dtype: str) -> str:
-    """dtype of a tensor in a file of this dtype: the bias of the router's choice stays in fp32."""
+    """dtype of a tensor in a file of this dtype: the router's expert bias stays in fp32."""
     return "float32" if name.endswith(CHOICE_BIAS) else dtype
 
 
@@ -42,19 +42,19 @@ def weight_shapes(config: EagleConfig) -> Shapes:
 
 
 def end_shapes(config: EagleConfig | BlockConfig) -> Shapes:
-    """Copies of the base's embedding and head."""
+    """Shapes of the copies of the base's embedding and LM head."""
     shape = (config.vocab_size, config.target_hidden_size)
     return {f"{prefix(config)}{name}.weight": shape for name in ("embed_tokens", "shared_head.head")}
 
 
 def is_own_module(raw: dict[str, Any]) -> bool:
-    """True for the config.json of such a folder."""
+    """True for the config.json of a folder with a base's own prediction module."""
     names = raw.get("architectures") or []
     return bool(names) and names[0] in _ARCHITECTURES and bool(raw.get("num_nextn_predict_layers"))
 
 
 def config_json(base: Path | str, dtype: str) -> dict[str, Any]:
-    """Content of config.json: the base's own, for tensors in `dtype`."""
+    """Content of config.json: the base's, for tensors in `dtype`."""
     values = {k: v for k, v in read_object(Path(base) / "config.json").items() if v is not None}
     values.pop("quantization_config", None)
     values["dtype" if "dtype" in values else "torch_dtype"] = dtype
@@ -62,7 +62,7 @@ def config_json(base: Path | str, dtype: str) -> dict[str, Any]:
 
 
 def read_config_json(raw: dict[str, Any]) -> EagleConfig:
-    """The draft a config.json describes. Raises UserError on a missing key."""
+    """The draft described by a config.json. Raises UserError on a missing key."""
     from megatron_spec.families import parse_base_config  # needs torch
 
     return presets.own_mtp_config(parse_base_config(raw, "config.json"))

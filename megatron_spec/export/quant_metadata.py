@@ -1,4 +1,4 @@
-"""How an fp8 folder is marked as one: hf_quant_config.json and the same inside config.json. No torch here."""
+"""Metadata of fp8 folders: hf_quant_config.json and the equivalent entry in config.json. No torch here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft of any known format, written again in the spelling that engines load. Values do not change."""
+"""Rewrite a draft of any known format in the format that engines load. Values do not change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 def rewrite(folder: Path | str, reference: BaseReference, out: Path | str) -> Path:
     """Write the draft of `folder` to the new folder `out`, for the base `reference`. Returns `out`.
 
-    Raises UserError for a folder that is no draft, cannot be read whole, or does not fit the base.
+    Raises UserError for a folder that is not a draft, cannot be read completely, or does not fit the base.
     """
     reading = open_draft(folder, reference)
     tensors, dtype = StoredTensors(reading), _dtype(reading)
@@ -63,7 +63,7 @@ def _config(config: layout.Exported, reference: BaseReference, dtype: str) -> di
 
 
 def _dtype(reading: Reading) -> str:
-    """Of the tensors in high precision."""
+    """dtype of the high-precision tensors."""
     found = {reading.source.entries[n].dtype for n in reading.names.values() if n is not None} & _DTYPES.keys()
     if not found:
         raise UserError(f"{reading.source.folder}: expected tensors in bfloat16, float16 or float32")

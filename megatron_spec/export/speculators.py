@@ -1,7 +1,7 @@
-"""EAGLE-3 in the format of the `speculators` library, made from a verified folder of `export.eagle`.
+"""EAGLE-3 in the format of the `speculators` library, converted from a verified folder of `export.eagle`.
 
-The same tensors under the numbered names, the target's embedding always, and a config.json that names the target. File
-to file, tensor by tensor; the result is read back and compared.
+The same tensors with numbered layer names, always with the target's embedding, and a config.json that names the target.
+Converted tensor by tensor from file to file; the result is read back and compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_spec.families import read_base_config
 from megatron_spec.runtime.files import read_object, write_json
 
 VERSION = "0.9.0"
-"""Release of speculators whose format this is."""
+"""Release of speculators that defines this format."""
 _LAYER_KEYS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers",
     "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "mlp_bias", "vocab_size",
@@ -34,17 +34,15 @@ def check(config: DraftConfig, fp8: bool) -> None:
     """Raise UserError for a draft that this format cannot hold."""
     if not config.reads_captures:
         raise UserError(
-            f"--export-format speculators: that format holds EAGLE-3 drafts, this one is {config.algorithm}"
+            f"--export-format speculators: this format holds EAGLE-3 drafts, the draft is {config.algorithm}"
         )
     if getattr(config, "parallel_drafting", False):
-        raise UserError(
-            "--export-format speculators: drafts that propose in parallel (P-EAGLE) are written as hf alone"
-        )
+        raise UserError("--export-format speculators: drafts that propose in parallel (P-EAGLE) are written only as hf")
     if getattr(config, "fc_bias", False):
-        raise UserError("--export-format speculators: that format has no bias after fc; use hf")
+        raise UserError("--export-format speculators: this format has no bias after fc; use hf")
     if fp8:
         raise UserError(
-            "--export-format speculators: that format knows no fp8 of this kind; export the bf16 checkpoint, or use hf"
+            "--export-format speculators: this format has no fp8 of this kind; export the bf16 checkpoint, or use hf"
         )
 
 
@@ -72,14 +70,14 @@ def config_json(hf: dict[str, Any], base: Path, architectures: list[str], draft_
         },
         "transformer_layer_config": layer,
     }
-    ids = hf.get("eagle_aux_hidden_state_layer_ids")  # 'state after k layers' there, too
+    ids = hf.get("eagle_aux_hidden_state_layer_ids")  # also 'state after k layers' in this format
     return values if ids is None else {**values, "eagle_aux_hidden_state_layer_ids": ids}
 
 
 def file_name(name: str) -> str | None:
-    """A tensor's name in this format; None for one that it does not hold."""
+    """Name of a tensor in this format; None for a tensor that is not part of it."""
     if name.startswith("layers.") and not name.startswith("layers.0.") and ".hidden_norm." in name:
-        return None  # the copy for engines that call a later layer's input norm so
+        return None  # the copy for engines that use this name for a later layer's input norm
     return name.replace("midlayer.", "layers.0.")
 
 
@@ -91,9 +89,9 @@ def _tensors(source: TensorFile) -> Iterator[tuple[str, Tensor]]:
 
 
 def convert(folder: Path, base: Path | str, out: Path, draft_len: int = 3) -> None:
-    """Write `out` from an exported EAGLE-3 folder that holds `embed_tokens.weight`.
+    """Convert an exported EAGLE-3 folder that contains `embed_tokens.weight` to the new folder `out`.
 
-    Raises VerificationError when what was written differs.
+    Raises VerificationError when the written files differ.
     """
     source = TensorFile(folder / layout.WEIGHTS)
     if "embed_tokens.weight" not in source.names:
@@ -103,7 +101,7 @@ def convert(folder: Path, base: Path | str, out: Path, draft_len: int = 3) -> No
     base = Path(base)
     architectures = ["LlamaForCausalLM"]
     if (base / "config.json").is_file():
-        read_base_config(base)  # reports what is wrong with it
+        read_base_config(base)  # raises what is wrong with the base
         architectures = read_object(base / "config.json")["architectures"]
     writer = TensorWriter(out, {name: plan_of(tensor) for name, tensor in _tensors(source)})
     for name, tensor in _tensors(source):
@@ -115,4 +113,4 @@ def convert(folder: Path, base: Path | str, out: Path, draft_len: int = 3) -> No
     written = TensorFile(out / layout.WEIGHTS)
     wrong = [name for name, tensor in _tensors(source) if not torch.equal(written.tensor(name), tensor)]
     if wrong:
-        raise VerificationError(f"{out} is not {folder}: {', '.join(wrong[:8])} differ")
+        raise VerificationError(f"{out} differs from {folder}: {', '.join(wrong[:8])}")

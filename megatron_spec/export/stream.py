@@ -1,8 +1,7 @@
-"""Writes safetensors files one tensor at a time: names, dtypes and shapes are known before, values come as they come.
+"""Writer of safetensors files, one tensor at a time: names, dtypes and shapes are planned, values arrive in any order.
 
-A file is laid out from its plan (header first, widest dtypes first so that all are aligned), then every tensor is
-written at its place. Memory never holds more than one tensor, and files appear under their final names only because
-the folder around them is published when all is done.
+A file is laid out from its plan (header first, widest dtypes first for alignment), then every tensor is written at its
+offset. Memory never holds more than one tensor. The folder around the files is published when all are complete.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from megatron_spec.runtime.distributed import together
 from megatron_spec.runtime.files import require_space, write_json
 
 Plan = Mapping[str, tuple[str, tuple[int, ...]]]
-"""name -> (dtype in torch's spelling, shape)."""
+"""name -> (dtype as named by torch, shape)."""
 
 _CODES = {
     "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3",
@@ -30,7 +29,7 @@ _CODES = {
 
 
 def plan_of(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
-    """Plan entry of this tensor."""
+    """Plan entry of a tensor."""
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
@@ -52,7 +51,7 @@ class TensorFile:
         self.names = set(self._file.keys())
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as it is in the file, on the CPU."""
+        """A tensor as stored, on the CPU."""
         return self._file.get_tensor(name)  # type: ignore[no-any-return]
 
 
@@ -64,18 +63,18 @@ class TensorFolder:
         self.names = set(self._files)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as it is in its file, on the CPU. Raises VerificationError when there is none of that name."""
+        """A tensor as stored, on the CPU. Raises VerificationError when there is none of that name."""
         if name not in self._files:
             raise VerificationError(f"{name} is missing")
         return self._files[name].tensor(name)
 
 
 class TensorWriter:
-    """Files for the planned tensors in `folder`: `NAME.safetensors`, or numbered shards with an index.
+    """Writer of the planned tensors to `folder`: `NAME.safetensors`, or numbered shards with an index.
 
     Args:
-        max_shard_bytes: size of one file; None writes a single one.
-        name: of the files, without suffix.
+        max_shard_bytes: maximum size of a file; None writes a single file.
+        name: name of the files, without suffix.
     """
 
     def __init__(self, folder: Path, plan: Plan, name: str = "model", max_shard_bytes: int | None = None) -> None:
@@ -122,10 +121,10 @@ class TensorWriter:
         self.place |= {name: (path, 8 + len(text) + start) for name, start in starts.items()}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write one planned tensor. Raises VerificationError for one that is not as planned."""
+        """Write one planned tensor. Raises VerificationError for a tensor that deviates from the plan."""
         if name not in self.waiting or plan_of(tensor) != self.plan[name]:
             planned = self.plan.get(name)
-            raise VerificationError(f"{name} is {plan_of(tensor)}, planned was {planned} (or it came twice)")
+            raise VerificationError(f"{name} is {plan_of(tensor)}, planned {planned} (or it was added twice)")
         self.waiting.discard(name)
         path, start = self.place[name]
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -134,15 +133,15 @@ class TensorWriter:
             f.write(data.data)
 
     def close(self) -> None:
-        """Raise VerificationError when a planned tensor never came."""
+        """Raise VerificationError when a planned tensor was never added."""
         if self.waiting:
             raise VerificationError(f"never written: {', '.join(sorted(self.waiting)[:8])}")
 
 
 def write_stream(tensors: Iterable[tuple[str, Tensor]], writer: TensorWriter | None) -> None:
-    """Drain `tensors`, a collective over all ranks, into the writer of rank 0; an error there is raised on every rank.
+    """Consume `tensors`, a collective over all ranks, with the writer of rank 0; its errors are raised on every rank.
 
-    Tensors are drained to the end also after an error: the other ranks are in the middle of it.
+    The iterator is exhausted even after an error, because the other ranks take part in its collectives.
     """
     error: Exception | None = None
     for name, tensor in tensors:

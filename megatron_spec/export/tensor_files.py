@@ -1,4 +1,4 @@
-"""Names, dtypes, shapes and raw bytes of the tensors in a folder; torch only for an old pytorch_model.bin.
+"""Names, dtypes, shapes and raw bytes of the tensors in a folder; needs torch only for an old pytorch_model.bin.
 
 A safetensors file is: 8 bytes little-endian header length N; N bytes of JSON {name: {dtype, shape, data_offsets}};
 data.
@@ -22,7 +22,7 @@ _HEADER_LIMIT = 100_000_000
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor on disk. `dtype` in safetensors' spelling: BF16, F32, F8_E4M3, I64, BOOL, ..."""
+    """One tensor on disk. `dtype` as named by safetensors: BF16, F32, F8_E4M3, I64, BOOL, ..."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -30,9 +30,9 @@ class Entry:
     start: int
     stop: int
     name: str = ""
-    """Its name in the file."""
+    """Name in the file."""
     tensor: Any = None
-    """The tensor itself, when the file is a pickle."""
+    """The tensor itself, if the file is a pickle."""
 
     def raw(self) -> bytes:
         """Its bytes."""
@@ -89,7 +89,7 @@ _TORCH_DTYPES = {
 
 
 def _read_pickle(path: Path) -> dict[str, Entry]:
-    """A pytorch_model.bin or medusa_lm_head.pt, as older drafts have it. Needs torch, which maps it into memory."""
+    """Entries of an older draft's pytorch_model.bin or medusa_lm_head.pt. Needs torch, which memory-maps the file."""
     import torch
 
     try:
@@ -104,13 +104,13 @@ def _read_pickle(path: Path) -> dict[str, Entry]:
 
 
 def _indexed(folder: Path, pattern: str) -> list[Path]:
-    """The files that the index names; [] without an index. Raises UserError when one of them is missing."""
+    """Files listed in the index; [] without an index. Raises UserError when a listed file is missing."""
     index = folder / "model.safetensors.index.json"
     if pattern != "*.safetensors" or not index.is_file():
         return []
     names = read_object(index, {"weight_map": dict}).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
-        raise UserError(f"{index}: expected weight_map, tensor names to file names beside it; copy the folder again")
+        raise UserError(f"{index}: expected weight_map, from tensor names to file names; copy the folder again")
     missing = sorted({name for name in names.values() if not (folder / name).is_file()})
     if missing:
         raise UserError(f"{folder}: missing {', '.join(missing)}, named in {index.name}; copy the folder again")
@@ -118,9 +118,9 @@ def _indexed(folder: Path, pattern: str) -> list[Path]:
 
 
 def read_entries(folder: Path, pattern: str = "*.safetensors") -> dict[str, Entry]:
-    """Every tensor of the safetensors files of a folder (else of an old pickle), by name.
+    """Tensors by name of a folder's safetensors files (or, without any, of an old pickle).
 
-    Raises UserError when there are none, or a file is damaged.
+    Raises UserError when there are no tensors or a file is damaged.
     """
     paths = _indexed(folder, pattern) or sorted(folder.glob(pattern))
     if not paths:

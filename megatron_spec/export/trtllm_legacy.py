@@ -1,8 +1,8 @@
 """TensorRT-LLM's own checkpoint of a Llama with Medusa heads (releases up to 1.2.1): config.json and one file per rank.
 
-Made from verified Hugging Face folders of base and heads, file to file, tensor by tensor. Everything is cut for tensor
-parallel ranks here: q, k and v of a rank joined into one matrix, MLP inputs and heads by rows, outputs by columns, the
-vocabulary padded with zero rows to a multiple of the ranks. `mlp.fc` is the gate's matrix and `mlp.gate` the other one.
+Converted tensor by tensor from verified Hugging Face folders of base and heads. Weights are sharded for TP ranks: q, k
+and v of a rank joined into one matrix, MLP inputs and heads by rows, outputs by columns, the vocabulary padded with
+zero rows to a multiple of the ranks. `mlp.fc` is the gate's matrix and `mlp.gate` that of the up projection.
 
 V vocabulary, H hidden, N query heads, G key/value heads, D head size.
 """
@@ -38,19 +38,19 @@ def check(base: dict[str, Any], tp: int) -> None:
     architecture = (base.get("architectures") or ["?"])[0]
     if architecture not in ARCHITECTURES:
         raise UserError(
-            f"--export-format trtllm-legacy: the base is a {architecture}; that format is written for "
-            f"{' and '.join(ARCHITECTURES)} only"
+            f"--export-format trtllm-legacy: the base is a {architecture}; this format is written only for "
+            f"{' and '.join(ARCHITECTURES)}"
         )
     for name in ("num_attention_heads", "intermediate_size", "hidden_size"):
         if base[name] % tp:
             raise UserError(f"--trtllm-tp {tp} does not divide the base's {name} {base[name]}")
     groups = base.get("num_key_value_heads") or base["num_attention_heads"]
     if groups % tp and tp % groups:
-        raise UserError(f"--trtllm-tp {tp} fits not the base's {groups} key/value heads: neither divides the other")
+        raise UserError(f"--trtllm-tp {tp} does not fit the base's {groups} key/value heads: neither divides the other")
 
 
 def config_json(base: dict[str, Any], heads: dict[str, Any], tp: int, max_draft_len: int) -> dict[str, Any]:
-    """Content of config.json, from those of the two Hugging Face folders."""
+    """Content of config.json, from the config.json files of the two Hugging Face folders."""
     quantised = base.get("quantization_config") or {}
     rope = dict(base.get("rope_scaling") or base.get("rope_parameters") or {})
     theta = rope.pop("rope_theta", base.get("rope_theta", 10000.0))
@@ -90,7 +90,7 @@ def config_json(base: dict[str, Any], heads: dict[str, Any], tp: int, max_draft_
 
 
 Tensors = Iterator[tuple[str, Callable[[], Tensor]]]
-"""(name, how to get the tensor), so that names and shapes are known without holding more than one."""
+"""(name, function that reads the tensor): only one tensor at a time is in memory."""
 
 
 class _Rank:
@@ -128,7 +128,7 @@ class _Rank:
                 yield f"{target}.{name}", partial(self._scalar, f"{source}.{theirs}")
 
     def _scalar(self, *names: str) -> Tensor:
-        """The largest of some scalars, as one element."""
+        """The largest of some scalars, shape [1]."""
         return torch.stack([self.base.tensor(name) for name in names]).amax().reshape(1)
 
     def _part(self, source: TensorFolder, name: str, dim: int) -> Tensor:
@@ -148,11 +148,11 @@ class _Rank:
                 yield f"{target}{name}.weight", partial(self._part, base, f"{source}{theirs}.weight", dim)
                 yield from self._scales(f"{source}{theirs}", f"{target}{name}")
         scales = [f"{source}self_attn.{n}_proj.{n}_scale" for n in "kv"]
-        if scales[0] in base.names:  # one factor for both there
+        if scales[0] in base.names:  # the format has one factor for keys and values
             yield f"{target}attention.kv_cache_scaling_factor", partial(self._scalar, *scales)
 
     def tensors(self) -> Tensors:
-        """(name, how to get it) of every tensor."""
+        """Yield (name, function that reads it) for every tensor."""
         base, heads, layers = self.base, self.heads, self.config["num_medusa_layers"]
         yield "transformer.vocab_embedding.weight", partial(base.tensor, "model.embed_tokens.weight")
         for i in range(self.config["num_hidden_layers"]):
@@ -169,14 +169,14 @@ class _Rank:
 
 
 def convert(base: Path, heads: Path, out: Path, tp: int = 1, max_draft_len: int = 63) -> None:
-    """Write the checkpoint of `tp` ranks to `out` from exported folders of base and Medusa heads.
+    """Write a checkpoint for `tp` ranks to `out` from exported folders of base and Medusa heads.
 
     Args:
-        max_draft_len: most tokens of a Medusa tree that an engine built from it can verify.
+        max_draft_len: maximum number of tokens in a Medusa tree that an engine built from it can verify.
 
     Raises:
-        UserError: a base that the format or the ranks do not fit.
-        VerificationError: what was written differs.
+        UserError: a base that does not fit the format or the number of ranks.
+        VerificationError: the written files differ.
     """
     base_json, heads_json = read_object(base / "config.json"), read_object(heads / "config.json")
     check(base_json, tp)

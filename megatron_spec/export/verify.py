@@ -1,6 +1,6 @@
-"""Reads an exported draft back and compares it with the draft in memory: engines would not tell.
+"""Verification of an exported draft: read it back and compare it with the draft in memory.
 
-Most engines load a draft with a missing norm, head or vocabulary map silently, and it then merely accepts badly.
+Most engines silently load a draft with a missing norm, head or vocabulary map; the only symptom is low acceptance.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from megatron_spec.runtime.files import read_object
 
 STARTING_POINT = {"initializer_range", "init_from_base_layer", "init_attention", "frozen_head", "fc_init"}
 _NOT_EXPORTED = {*STARTING_POINT, "max_position_embeddings"}
-"""Fields of EagleConfig that need not come back: those of training, and one that may grow to the base's."""
+"""Fields of EagleConfig that are not compared: those of training, and one that may be raised to the base's."""
 
 
 _WRITTEN = ("rope_theta", "head_dim", "draft_vocab_size")
-"""Keys whose absence engines fill with a default of their own."""
+"""Keys for which engines have defaults of their own when they are missing."""
 
 
 class ExportedFolder:
-    """A folder of our own, read by the one reader of drafts.
+    """A folder written by this package, read by the common reader of drafts.
 
-    Raises UserError when it is not a draft that can be read whole.
+    Raises UserError when it cannot be read completely as a draft.
     """
 
     def __init__(self, folder: Path, base: BaseConfig, trained: EagleConfig) -> None:
@@ -63,11 +63,11 @@ class ExportedFolder:
         self.names = set(self.reading.source.entries)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as it is in the file, on the CPU."""
+        """A tensor as stored, on the CPU."""
         return self.tensors.stored(name)
 
     def weight(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A parameter in `dtype`; fp8 and nvfp4 are multiplied by their scales."""
+        """A parameter in `dtype`; fp8 and nvfp4 are dequantised."""
         return self.tensors.weight(name, dtype)
 
 
@@ -83,11 +83,11 @@ def verify_draft(
 ) -> None:
     """Compare an exported folder with `draft`: names, shapes, dtypes, vocabulary, scales, config, values, logits.
 
-    A collective over all ranks. Every rank checks its own shard; ranks outside the first copy of the draft only check
-    the files. Without `features`, captures of random tokens are made by the base in `ends`, or are random themselves.
+    Collective over all ranks. Every rank checks its own shard; ranks outside the draft's first replica only check the
+    files. Without `features`, the base in `ends` computes captures of random tokens; without it, captures are random.
 
     Raises:
-        VerificationError: with everything that differs.
+        VerificationError: with all differences.
     """
     if features is None and isinstance(ends, FrozenBase):
         features = own_features(ends)
@@ -112,18 +112,18 @@ def _check_folder(folder: Path | str, draft: nn.Module, base: BaseConfig, world:
     if not problems and world.draft_dp.rank() == 0:
         problems = check_values(exported, draft, world, parse_dtype(dtype))
     if problems:
-        raise VerificationError(f"{folder} is not what is in memory: " + "; ".join(problems[:12]))
+        raise VerificationError(f"{folder} differs from the draft in memory: " + "; ".join(problems[:12]))
 
 
 def form_of(draft: nn.Module) -> str:
-    """'fp8', or 'nvfp4' for a draft whose weights alone are rounded."""
+    """'fp8', or 'nvfp4' for a draft with only weights rounded."""
     forms = {linear.weight_quantizer.form for linear in quantised_linears(draft).values()}
     assert len(forms) <= 1, forms
     return str(next(iter(forms), "fp8"))
 
 
 def check_config(exported: ExportedFolder, trained: EagleConfig, base: BaseConfig) -> list[str]:
-    """Where config.json differs from the trained configuration."""
+    """Differences between config.json and the trained configuration."""
     problems = [
         f"config.json gives {f.name} {getattr(exported.config, f.name)!r}, trained with {getattr(trained, f.name)!r}"
         for f in dataclasses.fields(trained)
@@ -142,7 +142,7 @@ def check_config(exported: ExportedFolder, trained: EagleConfig, base: BaseConfi
 
 
 def check_tensors(exported: ExportedFolder, dtype: str, fp8: set[str], form: str = "fp8") -> list[str]:
-    """Names, shapes and dtypes that are not exactly those of the format; scales that are not usable."""
+    """Names, shapes and dtypes that differ from the format; unusable scales."""
     embeddings = bool(layout.end_shapes(exported.config).keys() & exported.names)
     expected = layout.expected_tensors(exported.config, dtype, fp8, embeddings, form)
     problems = [f"missing {n}" for n in sorted(expected.keys() - exported.names)]
@@ -164,7 +164,7 @@ def _check_metadata(exported: ExportedFolder, fp8: set[str]) -> list[str]:
     sidecar = exported.folder / "hf_quant_config.json"
     inside = exported.json.get("quantization_config")
     if not fp8:
-        return ["fp8 metadata beside a draft that is not fp8"] if inside or sidecar.exists() else []
+        return ["fp8 metadata with a draft that is not fp8"] if inside or sidecar.exists() else []
     if not inside or not sidecar.is_file():
         return ["fp8 tensors without hf_quant_config.json and quantization_config"]
     outside = read_object(sidecar)["quantization"]
@@ -186,12 +186,12 @@ def _check_shared_scales(exported: ExportedFolder, fp8: set[str]) -> list[str]:
 
 
 def _check_vocab(exported: ExportedFolder, draft: Any) -> list[str]:
-    same = exported.tensors.vocab == draft.vocab  # reading it checked that it is distinct and in range
-    return [] if same else ["d2t lists other tokens than the draft was trained with"]
+    same = exported.tensors.vocab == draft.vocab  # the reader checked that ids are distinct and in range
+    return [] if same else ["d2t lists different tokens than the draft was trained with"]
 
 
 def check_values(exported: ExportedFolder, draft: nn.Module, world: World, dtype: torch.dtype) -> list[str]:
-    """Parameters of this rank that are not, bit for bit, what the file gives it."""
+    """Parameters of this rank that differ in any bit from the file."""
     linears, problems = quantised_linears(draft), []
     for name, parameter in parameters_by_file_name(draft):
         linear = linears.get(name.rpartition(".")[0])
@@ -215,7 +215,7 @@ def _check_scale_values(exported: ExportedFolder, linears: dict[str, Any]) -> li
         f"{name}.{kind}_scale differs from the draft in memory"
         for name, module in linears.items()
         for kind in ("weight", "input")
-        if module.weight_quantizer.form == "fp8"  # the scales of nvfp4 are a part of its values
+        if module.weight_quantizer.form == "fp8"  # the scales of nvfp4 are compared with its values
         and not torch.equal(
             exported.tensor(f"{name}.{kind}_scale"), scale_of(getattr(module, f"{kind}_quantizer").amax).cpu()
         )
@@ -224,7 +224,7 @@ def _check_scale_values(exported: ExportedFolder, linears: dict[str, Any]) -> li
 
 @contextmanager
 def _rounded(draft: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """The draft's parameters that are not exported as fp8, rounded to `dtype` for the time of the block."""
+    """Round the draft's parameters that are not exported as fp8 to `dtype` inside the block."""
     quantised = {id(linear.weight) for linear in quantised_linears(draft).values()}
     kept = {
         p: p.data for n, p in draft.named_parameters() if id(p) not in quantised and dtype_of(n, "") != "float32"
@@ -248,12 +248,12 @@ def check_logits(
     features: Features | None,
     ends: BaseEnds | None,
 ) -> None:
-    """Two draft steps of the re-read draft against those of the draft in memory, on the same captures.
+    """Compare two draft steps of the re-read draft with the draft in memory, on the same captures.
 
-    The draft in memory runs with its high-precision parameters rounded to the export's dtype: fp8 inputs lie on coarse
-    steps, so that rounding alone moves logits by several percent, and a bound for it would hide real faults.
+    The draft in memory runs with its high-precision parameters rounded to the export's dtype: fp8 inputs are coarsely
+    quantised, so that rounding alone changes logits by several percent, and a bound this loose would hide real bugs.
 
-    Raises VerificationError when they differ by more than the order of summation explains.
+    Raises VerificationError for differences larger than the order of summation explains.
     """
     memory: torch.dtype = next(draft.parameters()).dtype
     fresh = load_exported_draft(folder, base, world, memory)
@@ -275,7 +275,7 @@ def check_logits(
 
 
 def own_features(base: FrozenBase, length: int = 16) -> Features:
-    """Real captures of random tokens, on every rank. A collective over tensor and pipeline ranks."""
+    """The base's captures of random tokens, on every rank. Collective over TP and PP ranks."""
     world = base.world
     rows = length * world.tp_size
     tokens = torch.randint(base.vocab_size, (1, rows), generator=torch.Generator().manual_seed(0)).to(world.device)
@@ -286,7 +286,7 @@ def own_features(base: FrozenBase, length: int = 16) -> Features:
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:
-    """Entries that are -inf in both, of a rank with fewer tokens than the others, are equal."""
+    """Relative error of logits. Entries that are -inf in both (vocabulary padding of a rank) count as equal."""
     found, expected = found.float(), expected.float()
     difference = torch.where(found == expected, 0, found - expected)
     norm = float(expected[expected.isfinite()].norm())
@@ -295,7 +295,7 @@ def _relative_error(found: Tensor, expected: Tensor) -> float:
 
 @dataclasses.dataclass
 class _Inputs:
-    """What two draft steps read: a micro-batch's captures, state, embeddings and positions, and the base's ends."""
+    """Inputs of two draft steps: a micro-batch's captures, state, embeddings and positions, and the base's ends."""
 
     captures_SBC: Tensor
     state_SBH: Tensor
@@ -305,7 +305,7 @@ class _Inputs:
 
     @staticmethod
     def of(draft: Any, world: World, dtype: torch.dtype, features: Features | None, ends: BaseEnds | None) -> _Inputs:
-        """Of a micro-batch; random ones when there is none."""
+        """Inputs from a micro-batch, or random ones without it."""
         if features is not None and ends is not None:
             batch = features.batch
             embedding = draft.embed(shift(batch.tokens_BS, 1, dim=1), ends).to(dtype)
@@ -326,7 +326,7 @@ class _Inputs:
 
 @dataclasses.dataclass
 class _BlockInputs:
-    """What a block reads that follows a micro-batch: its captures, and some state for the slots."""
+    """Inputs of a block after a micro-batch: its captures, and a state for the slots."""
 
     captures_SBC: Tensor
     positions_BS: Tensor
@@ -334,7 +334,7 @@ class _BlockInputs:
 
     @staticmethod
     def of(draft: DFlashDraft, world: World, dtype: torch.dtype, features: Features | None) -> _BlockInputs:
-        """Of the first row of a micro-batch; random ones when there is none."""
+        """Inputs from the first sequence of a micro-batch, or random ones without it."""
         config, random = draft.config, torch.Generator().manual_seed(0)
         state = torch.randn(1, config.block_size, config.hidden_size, generator=random).to(world.device, dtype)
         if features is not None:
@@ -344,14 +344,14 @@ class _BlockInputs:
         return _BlockInputs(captures.to(world.device, dtype), torch.arange(rows, device=world.device)[None], state)
 
     def run(self, draft: Any) -> list[Tensor]:
-        """States that the head reads, and what a DSpark draft adds: Markov logits along the block and confidences."""
+        """States that the LM head reads and, for DSpark, Markov logits along the block and confidences."""
         context_SBH = draft.context(self.captures_SBC)
         rotation = draft.rotation(self.positions_BS.t(), context_SBH)
         after = self.positions_BS.new_tensor([len(context_SBH)])
         layout = BlockLayout(after * 0, after, draft.config.causal, draft.config.sliding_window)
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            """The slots see the whole micro-batch."""
+            """Attention of slots that see the complete micro-batch."""
             keys, values = draft.decoder_layers[layer].self_attn.keys_values(context_SBH, rotation)
             return block_attention(q, k, v, keys[:, 0], values[:, 0], layout)
 
@@ -367,15 +367,15 @@ def two_steps(
     draft: Any, captures_SBC: Tensor, embedding_SBH: Tensor, positions_BS: Tensor, state_SBH: Tensor | None = None,
     ends: BaseEnds | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Logits of a first draft step and of one that reads the state fed back.
+    """Logits of the first draft step and of a second one on the fed-back state.
 
-    Without the base, a draft that uses its head gives the states that the head would read.
+    Without the base, a draft that uses its LM head returns the states that the LM head would read.
     """
     visibility = Visibility.causal()
     logits = []
     hidden = draft.start(captures_SBC, captures_SBC if state_SBH is None else state_SBH)
     for step in range(2):
-        if step and isinstance(draft, PEagleDraft):  # which reads this in place of a state
+        if step and isinstance(draft, PEagleDraft):  # P-EAGLE reads mask_hidden in place of a state
             hidden = draft.project(draft.mask_hidden).expand_as(hidden)
         attention = draft.cached_attention(visibility)
         hidden, normed = draft.layer_step(hidden, embedding_SBH, positions_BS + step, attention)

@@ -1,1 +1,1 @@
-"""Training text that the base writes: prompts, synthetic questions, answers from the base or a served model."""
+"""Generation of training text: prompts, synthetic questions, answers from the base or a served model."""

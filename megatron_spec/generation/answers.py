@@ -1,8 +1,8 @@
-"""What a base answered, as a message for the dialogue that goes on and as a line that trains back to it.
+"""Answers of a base as chat messages, and as training lines that reproduce the generated tokens.
 
-Text alone may not do: a chat template trims it, cuts its reasoning or wraps it in channels, text tokenises to other
-tokens than those generated, and an answer cut at the token limit has no end. So a line is tokenised as training will
-do it, and keeps the generated ids (`answer_ids`) when that does not give the prompts and answers of the dialogue.
+Text is not always enough: a chat template trims it, removes reasoning or wraps it in channels, text may tokenise to
+different tokens than those generated, and an answer cut at the token limit has no end. So a line is tokenised as in
+training, and keeps the generated ids (`answer_ids`) when this does not reproduce the dialogue's prompts and answers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CHANNEL = re.compile(
     r"(.*?)(?=<\|end\|>|<\|return\|>|<\|call\|>|<\|channel\|>|$)",
     re.DOTALL,
 )
-"""gpt-oss' way to think, call and answer: the channel's name, and what is written into it."""
+"""A channel of gpt-oss (thinking, tool call or answer): its name and its text."""
 
 
 def answer_message(tokens: Sequence[int], tokenizer: Any) -> Message | None:
@@ -48,7 +48,7 @@ def answer_message(tokens: Sequence[int], tokenizer: Any) -> Message | None:
 
 
 def trains_back(samples: Sequence[Sample], asked: Sequence[list[int]], answers: Sequence[list[int]]) -> bool:
-    """True when the one sample holds each prompt with its answer after it, and supervises these answers alone."""
+    """True if the only sample contains each prompt followed by its answer, and supervises only the answers."""
     if len(samples) != 1:
         return False
     tokens, turns = samples[0].tokens.tolist(), samples[0].turns.tolist()
@@ -62,15 +62,15 @@ def trains_back(samples: Sequence[Sample], asked: Sequence[list[int]], answers: 
 def answer_ids(
     encoder: ChatEncoder, conversation: Conversation, asked: Sequence[list[int]], answers: Sequence[list[int]]
 ) -> dict[str, Any] | None:
-    """The `answer_ids` that a line needs beside its text; None when the text trains back to the answers.
+    """The `answer_ids` that a line needs besides its text; None when tokenising the text reproduces the answers.
 
     Args:
         asked: token ids of the prompt of each answer.
-        answers: token ids of each answer, the stop token included.
+        answers: token ids of each answer, including the stop token.
     """
     try:
         [samples] = encoder.encode_all([conversation])
-    except UserError:  # the template refuses the whole of it, or its mask makes no sense
+    except UserError:  # the template refuses the conversation, or its mask is invalid
         samples = []
     if trains_back(samples, asked, answers):
         return None

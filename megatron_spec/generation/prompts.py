@@ -1,7 +1,7 @@
-"""Prompts to answer: question files (lines with `turns`) and chat JSON lines, and the dialogue that answers them.
+"""Prompts from question files (lines with `turns`) and chat JSON lines, and the dialogue that answers them.
 
-A prompt is a list of rounds, each the messages that wait for one answer. Answers that a chat file already holds are
-left out: the base gives its own. An assistant message before the first question is a greeting and stays.
+A prompt is a list of rounds: the messages up to the next answer. Answers already in a chat file are dropped, because
+the base gives its own. An assistant message before the first question is a greeting and is kept.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megatron_spec.generation.answers import Message, answer_ids, answer_message
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation to hold.
+    """One conversation to answer.
 
     Attributes:
         identifier: unique in its file; names the conversation in outputs and seeds its sampling.
-        category: of the question file; 'none' without one.
+        category: category in the question file; 'none' without one.
         rounds: messages before the first answer, before the second, ...
         where: 'FILE line N', for messages.
         tools, template_kwargs: see `Conversation`.
@@ -51,14 +51,14 @@ def read_prompts(path: Path | str, limit: int | None = None) -> list[Prompt]:
 
 
 def iter_prompts(path: Path | str, limit: int | None = None) -> Iterator[Prompt]:
-    """The prompts of a JSON lines file, at most `limit`, one after the other.
+    """Iterate over the prompts of a JSON lines file, at most `limit`.
 
-    A line is a question `{"question_id": 81, "category": "writing", "turns": ["...", "..."]}` (with a `system` text if
-    wanted) or a conversation as data.conversations reads it. Identifiers are conversation_id, id, or question_id after
-    the file's name (question files begin at the same number); the line number when there is none.
+    A line is a question `{"question_id": 81, "category": "writing", "turns": ["...", "..."]}` (optionally with a
+    `system` text) or a conversation as read by data.conversations. The identifier is conversation_id, id, or the file
+    name plus question_id (question files start at the same number); the line number when there is none.
 
     Raises:
-        UserError: no such file, no prompt, malformed lines (file and line are named), equal identifiers, tool turns.
+        UserError: no such file, no prompt, malformed lines (names file and line), duplicate identifiers, tool turns.
     """
     path = Path(path)
     seen: dict[str, str] = {}
@@ -68,7 +68,7 @@ def iter_prompts(path: Path | str, limit: int | None = None) -> Iterator[Prompt]
         parse = _question if "turns" in record else _chat
         prompt = parse(record, where, path.stem, number)
         if prompt.identifier in seen:
-            raise UserError(f"{where}: identifier {prompt.identifier!r} was used before, in {seen[prompt.identifier]}")
+            raise UserError(f"{where}: identifier {prompt.identifier!r} was used before in {seen[prompt.identifier]}")
         seen[prompt.identifier] = where
         yield prompt
     if not seen:
@@ -130,16 +130,16 @@ def check_stop_ids(stop_ids: set[int]) -> None:
 
 @dataclass
 class Dialogue:
-    """A prompt while it is being answered.
+    """A prompt with its answers so far.
 
     Attributes:
-        prompt: what is asked.
-        messages: the dialogue so far, answers included.
+        prompt: the conversation to answer.
+        messages: the dialogue so far, including answers.
         asked: token ids of the prompt of each answer so far.
-        answers: tokens of each answer so far, the stop token included.
-        truncated: the last answer was cut; nothing is asked after a cut answer.
+        answers: tokens of each answer so far, including the stop token.
+        truncated: the last answer was cut; no round is asked after a cut answer.
         problem: why it ended before its last round, '' otherwise.
-        unasked: it ended because a round could not even be asked.
+        unasked: it ended because a round could not be asked.
     """
 
     prompt: Prompt
@@ -153,7 +153,7 @@ class Dialogue:
 
     @property
     def waits(self) -> bool:
-        """True when there is something left to answer."""
+        """True while a round is left to answer."""
         return len(self.answers) < len(self.prompt.rounds) and not self.truncated and not self.problem
 
     def _conversation(self, messages: list[Message]) -> Conversation:
@@ -161,7 +161,7 @@ class Dialogue:
         return Conversation(messages, prompt.where, prompt.identifier, prompt.tools, prompt.template_kwargs)
 
     def ask(self, encoder: ChatEncoder, limit: int) -> list[int] | None:
-        """Token ids of the next round; None, with `problem` set, when they leave no room for an answer in `limit`."""
+        """Token ids of the next round; None, with `problem` set, when `limit` leaves no room for an answer."""
         messages = [*self.messages, *self.prompt.rounds[len(self.answers)]]
         ids = encoder.prompt_ids(self._conversation(messages))
         if len(ids) >= limit:
@@ -172,7 +172,7 @@ class Dialogue:
         return ids
 
     def take(self, tokens: list[int], stopped: bool, tokenizer: Any) -> None:
-        """Add an answer. One without text ends the dialogue and is left out: a template cannot render it."""
+        """Add an answer. An answer without text ends the dialogue and is dropped: a template cannot render it."""
         message = answer_message(tokens[:-1] if stopped else tokens, tokenizer)
         if message is None:
             self.problem = f"round {len(self.answers)} got an empty answer"
@@ -188,9 +188,9 @@ class Dialogue:
             )
 
     def answer_ids(self, encoder: ChatEncoder) -> dict[str, Any] | None:
-        """What its line needs besides the text to train back to the answers; see `generation.answers`."""
+        """The `answer_ids` of its line, or None if the text reproduces the answers; see `generation.answers`."""
         return answer_ids(encoder, self._conversation(self.messages), self.asked, self.answers)
 
     def seed(self, seed: int) -> int:
-        """For sampling the next answer: the same regardless of what else is answered."""
+        """Seed for sampling the next answer, independent of all other prompts."""
         return zlib.crc32(f"{seed}:{self.prompt.identifier}:{len(self.answers)}".encode())

@@ -1,7 +1,7 @@
-"""The base writes the questions as well: after the bare header of a user turn it goes on as the user (2406.08464).
+"""Synthetic questions: after the bare header of a user turn, the base continues as the user (arXiv 2406.08464).
 
-A draw is a function of its number and the seed, regardless of what else is drawn, and the questions kept are the first
-distinct ones: they do not depend on batch size or layout, and a killed run goes on where it was.
+A draw depends only on its number and the seed, and the first distinct questions are kept. So the result does not depend
+on batch size or layout, and a killed run resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from megatron_spec.runtime.files import changed_settings, read_json, write_json,
 log = logging.getLogger(__name__)
 
 DRAWS_PER_QUESTION = 10
-"""After this many draws for each question that is wanted, the base has no more to ask."""
+"""Maximum number of draws per requested question."""
 
 
 def draw_questions(
     base: FrozenBase, encoder: ChatEncoder, numbers: range, config: DecodeConfig, stop_ids: set[int]
 ) -> dict[int, str]:
-    """Number of a draw -> question; collective over all ranks, every rank gets all.
+    """Draw number -> question. Collective over all ranks; every rank gets all questions.
 
-    Left out: draws that met no end within max_new_tokens, and empty ones.
+    Draws that do not end within max_new_tokens and empty draws are left out.
     """
     world, tokenizer, header = base.world, encoder.tokenizer, encoder.question_ids()
     mine = list(numbers)[world.dp_rank :: world.dp_size]
     seeds = [zlib.crc32(f"question:{config.seed}:{number}".encode()) for number in mine]
-    ends = stop_ids | special_ids(tokenizer)  # a template may end the user's turn with another token than answers
+    ends = stop_ids | special_ids(tokenizer)  # a template may end user turns and answers with different tokens
     found: dict[int, str] = {}
     if mine:
         for i, answer in decode_stream(base, [header] * len(mine), config, ends, None, seeds):
@@ -55,7 +55,7 @@ def draw_questions(
 
 
 def _same(text: str) -> str:
-    """Two questions with the same value are one."""
+    """Key of a question for deduplication."""
     return " ".join(text.casefold().split())
 
 
@@ -69,14 +69,14 @@ def write_questions(
     about: dict[str, Any] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Prompt]:
-    """`count` distinct questions, also in `path` (a prompt file); collective over all ranks.
+    """Draw `count` distinct questions and write them to `path` (a prompt file). Collective over all ranks.
 
     Args:
-        config: temperature must be positive.
-        about: identity of base and tokenizer; with the settings in PATH.meta.json, which a rerun must match.
+        config: decoding configuration; temperature must be positive.
+        about: identity of base and tokenizer, written with the settings to PATH.meta.json, which a rerun must match.
         template_kwargs: see `ChatTemplate`.
 
-    Raises UserError when `path` was made with other settings, or when the base asks nothing.
+    Raises UserError when `path` was made with other settings, or when no draw gives a question.
     """
     world, encoder = base.world, ChatEncoder(tokenizer, template_kwargs=template_kwargs)
     kept = _begin(path, config, about or {}, world)
@@ -93,7 +93,7 @@ def write_questions(
             _write(path, kept)
             log.info("%d questions from %d draws", len(kept), drawn)
     if not kept:
-        raise UserError(f"the base asked nothing in {drawn} draws: is it a chat model, and this its template?")
+        raise UserError(f"the base asked nothing in {drawn} draws: is it a chat model, and is this its template?")
     if len(kept) < count:
         log.warning("%s: %d distinct questions instead of %d: the base repeats itself", path, len(kept), count)
     if world.size > 1:
@@ -111,13 +111,13 @@ def _about(path: Path) -> Path:
 
 
 def _settings(config: DecodeConfig, about: dict[str, Any]) -> dict[str, Any]:
-    """All that the questions depend on."""
+    """Everything the questions depend on."""
     names = ("seed", "temperature", "top_k", "top_p", "max_new_tokens")
     return {**about, **{name: getattr(config, name) for name in names}}
 
 
 def _begin(path: Path, config: DecodeConfig, about: dict[str, Any], world: World) -> dict[int, str]:
-    """Number -> question of an earlier run. Rank 0 alone looks; its UserError is raised everywhere."""
+    """Draw number -> question of an earlier run. Only rank 0 reads; its UserError is raised on every rank."""
     box: list[Any] = [None]
     meta = _settings(config, about)
     if world.rank == 0:
@@ -146,10 +146,10 @@ def _read(path: Path, meta: dict[str, Any]) -> dict[int, str]:
 
 
 def check_questions(path: Path, config: DecodeConfig, about: dict[str, Any]) -> dict[int, str]:
-    """Number -> question of an earlier run of `write_questions` into `path`; `about` may be a part of the whole.
+    """Draw number -> question of an earlier `write_questions` run into `path`; `about` may be incomplete.
 
-    Raises UserError when that run had other settings, or with these none could be drawn.
+    Raises UserError when that run had other settings, or when these settings cannot give distinct questions.
     """
     if config.temperature <= 0:
-        raise UserError("--question-temperature: expected a number greater than 0: else all questions are the same")
+        raise UserError("--question-temperature: expected a number greater than 0: at 0 all questions are the same")
     return _read(path, _settings(config, about))

@@ -1,13 +1,13 @@
-"""A served model answers prompts: on-policy conversations through any OpenAI-compatible endpoint.
+"""Answers from a served model: on-policy conversations through any OpenAI-compatible endpoint.
 
-Every finished conversation is a line of OUTPUT at once, so a rerun resumes. Lines beside it:
+Every finished conversation is immediately written as a line of OUTPUT, so a rerun resumes. Files beside it:
 
     OUTPUT.rejected   conversations that were cut at the token limit, or that the server refused, with the reason
     OUTPUT.meta.json  what the answers depend on (model, sampling, system prompt); a rerun must agree
 
-Failures of the connection, 408, 409, 429 and 5xx, and answers that are broken, are tried again with growing pauses, on
-another endpoint when there are several. A request that the server finds wrong (400, 422) rejects its conversation; a
-missing model or key (401, 403, 404) ends the run, and so do many conversations in a row that get no answer.
+Connection failures, 408, 409, 429 and 5xx, and malformed answers are retried with growing pauses, on another endpoint
+if there are several. A request that the server refuses (400, 422) rejects its conversation; a missing model or key
+(401, 403, 404) ends the run, and so do many consecutive conversations without an answer.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ log = logging.getLogger(__name__)
 AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 WRONG_REQUEST = frozenset({400, 413, 422})
 GIVE_UP_AFTER = 20
-"""Conversations in a row that no endpoint answered: then the servers are gone."""
+"""Consecutive unanswered conversations after which the servers count as gone."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How to ask.
+    """Endpoints and request options.
 
     Attributes:
-        urls: endpoints, as http://host:8000/v1.
-        model: its name there; None: the first one that a server lists.
-        sampling: parameters of the request under OpenAI's names (temperature, max_tokens, top_p, ...).
-        extra_body: further parameters that engines know (top_k, min_p).
-        template_kwargs: arguments of the chat template; those of a prompt win, and lines keep what was used.
-        system_prompt: put in front of conversations that have no system turn.
-        concurrency: conversations held at the same time, over all endpoints.
+        urls: endpoints, e.g. http://host:8000/v1.
+        model: name of the served model; None: the first one that a server lists.
+        sampling: request parameters under OpenAI's names (temperature, max_tokens, top_p, ...).
+        extra_body: further parameters of engines (top_k, min_p).
+        template_kwargs: arguments of the chat template; a prompt's own take precedence, and lines keep those used.
+        system_prompt: prepended to conversations without a system turn.
+        concurrency: conversations in flight, over all endpoints.
         retries: attempts after the first.
         keep_truncated: write conversations whose last answer was cut.
-        timeout: seconds for one answer.
-        seed: each answer gets its own, made from this one, the conversation and the turn.
+        timeout: seconds per answer.
+        seed: combined with conversation and turn to the seed of each answer.
     """
 
     urls: tuple[str, ...]
@@ -70,21 +70,21 @@ class ServerOptions:
 
 
 class Rejected(Exception):
-    """This conversation cannot be answered; the message states why."""
+    """A conversation cannot be answered; the message states why."""
 
 
 class Unanswered(Exception):
-    """No endpoint answered in all attempts."""
+    """No endpoint answered in any attempt."""
 
 
 @dataclass
 class Totals:
-    """Of one run.
+    """Counts of one run.
 
     Attributes:
-        cut: conversations whose last answer met the token limit.
-        unreturned: answers with far fewer bytes of text than the server counts tokens.
-        seconds: since a server was there.
+        cut: conversations whose last answer reached the token limit.
+        unreturned: answers whose text has far fewer bytes than the server counts tokens.
+        seconds: time since a server first responded.
     """
 
     written: int = 0
@@ -98,12 +98,12 @@ class Totals:
 
     @property
     def speed(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / max(self.seconds, 1e-9)
 
 
 class Endpoints:
-    """Clients of all endpoints; the least busy one that did not just fail is asked."""
+    """Clients of all endpoints; requests go to the least busy one that did not just fail."""
 
     def __init__(self, options: ServerOptions, sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep) -> None:
         try:
@@ -118,7 +118,7 @@ class Endpoints:
         self.retried = 0
 
     async def model(self) -> str:
-        """The served model's name; asked for when it is not given, with the pauses of any request between attempts."""
+        """Name of the served model; queried, with the usual retries, when it is not given."""
         if self.options.model is not None:  # some servers list everything they could load, or fail to list
             return self.options.model
 
@@ -132,7 +132,7 @@ class Endpoints:
         return await self._try(ask)
 
     async def answer(self, model: str, messages: list[Message], seed: int | None, prompt: Prompt) -> Any:
-        """One choice of the server, with `usage` of the response. Raises Rejected or Unanswered."""
+        """First choice of the response, with its `usage`. Raises Rejected or Unanswered."""
         sampling = {**self.options.sampling, **({} if seed is None else {"seed": seed})}
         if prompt.tools:
             sampling["tools"] = prompt.tools
@@ -140,7 +140,7 @@ class Endpoints:
         extra = {**self.options.extra_body, **({"chat_template_kwargs": kwargs} if kwargs else {})}
 
         async def ask(client: Any) -> Any:
-            """The first choice of one request."""
+            """First choice of one request."""
             response = await client.chat.completions.create(
                 model=model, messages=messages, extra_body=extra or None, **sampling
             )
@@ -183,7 +183,7 @@ def _pause(error: Exception, attempt: int, problem: str) -> float:
     """Seconds until the next attempt. Raises Rejected or UserError when another attempt would not help."""
     import openai
 
-    # What has no status is a refused, broken or slow connection, or an answer that cannot be read.
+    # Errors without a status: a refused, broken or slow connection, or an unreadable answer.
     status = error.status_code if isinstance(error, openai.APIStatusError) else None
     if status in WRONG_REQUEST:
         raise Rejected(problem) from None
@@ -197,9 +197,9 @@ def _pause(error: Exception, attempt: int, problem: str) -> float:
 
 
 def kept_message(choice: Any, where: str) -> Message:
-    """What a line keeps of an answer: its text, its reasoning under either name, its tool calls.
+    """The message that a line keeps of an answer: text, reasoning (under either name), tool calls.
 
-    Raises Rejected for an answer without any word or call, or with text that no file can hold.
+    Raises Rejected for an answer without text or call, or with text that cannot be encoded.
     """
     message = choice.message
     thought = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
@@ -210,17 +210,17 @@ def kept_message(choice: Any, where: str) -> Message:
     try:
         return parse_message({"role": "assistant", **{k: v for k, v in given.items() if v or k == "content"}}, where)
     except UserError as error:
-        raise Rejected(f"{where} was answered with what cannot be kept: {error}") from None
+        raise Rejected(f"{where} got an answer that cannot be stored: {error}") from None
 
 
 def is_short(message: Message, tokens: int) -> bool:
-    """True when the server counts far more tokens than the text has bytes: it kept something (reasoning) to itself."""
+    """True when the server counts far more tokens than the text has bytes: it did not return everything (reasoning)."""
     kept = json.dumps([message.get(k) for k in ("content", "reasoning_content", "tool_calls")], ensure_ascii=False)
     return tokens > len(kept.encode()) + 16
 
 
 async def hold(prompt: Prompt, endpoints: Endpoints, model: str, totals: Totals) -> tuple[dict[str, Any], int]:
-    """(record, tokens written) of one conversation, its rounds asked one after the other."""
+    """(record, generated tokens) of one conversation; its rounds are asked sequentially."""
     options, messages, reasons, tokens = endpoints.options, [], [], 0
     if options.system_prompt and not any(m["role"] == "system" for m in prompt.rounds[0]):
         messages = [{"role": "system", "content": options.system_prompt}]
@@ -248,7 +248,7 @@ async def hold(prompt: Prompt, endpoints: Endpoints, model: str, totals: Totals)
 
 
 class AnswerFile:
-    """OUTPUT and what lies beside it. Raises UserError when they were written with other settings."""
+    """OUTPUT and the files beside it. Raises UserError when they were written with other settings."""
 
     def __init__(self, output: Path, meta: dict[str, Any]) -> None:
         self.output = output
@@ -260,12 +260,12 @@ class AnswerFile:
         write_json(about, meta)
 
     def open(self) -> tuple[IO[str], IO[str]]:
-        """(output, rejected), to be appended to."""
+        """(output, rejected), opened for appending."""
         return self.output.open("a", encoding="utf-8"), self.rejected.open("a", encoding="utf-8")
 
 
 def _identifiers(path: Path) -> Iterator[str]:
-    """Ids of the lines of a file; a half-written last line is cut off."""
+    """Identifiers of the lines of a file; a half-written last line is cut off."""
     if not path.is_file():
         return
     whole = 0
@@ -278,7 +278,7 @@ def _identifiers(path: Path) -> Iterator[str]:
                 yield json.loads(line)["conversation_id"]
             except (ValueError, KeyError, TypeError):
                 raise UserError(
-                    f"{path}: found a line that is no conversation record: use another output file"
+                    f"{path}: found a line that is not a conversation record: use another output file"
                 ) from None
     if whole < path.stat().st_size:
         with path.open("r+b") as file:
@@ -308,9 +308,9 @@ async def _generate(
     good, bad = answers.open()
 
     async def work() -> None:
-        """Hold dialogues until none is left."""
+        """Answer conversations until none is left."""
         nonlocal in_a_row
-        for prompt in waiting:  # one iterator for all workers: none reads ahead
+        for prompt in waiting:  # one iterator shared by all workers, so none reads ahead
             try:
                 record, tokens = await hold(prompt, endpoints, model, totals)
                 totals.tokens += tokens
@@ -328,8 +328,8 @@ async def _generate(
                 log.warning("%s: %s", prompt.identifier, error)
                 if in_a_row >= GIVE_UP_AFTER:
                     raise UserError(
-                        f"{in_a_row} conversations in a row were not answered (the last by {error}): what is finished "
-                        f"is in {output}; a rerun resumes"
+                        f"{in_a_row} conversations in a row were not answered (the last by {error}): finished ones "
+                        f"are in {output}; a rerun resumes"
                     ) from None
             totals.retries, totals.seconds = endpoints.retried, time.monotonic() - start
             report(totals)
@@ -352,25 +352,25 @@ def generate_from_server(
     report: Callable[[Totals], None] = lambda totals: None,
     sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
 ) -> Totals:
-    """Answer the prompts that `output` does not hold yet.
+    """Answer the prompts that are not yet in `output`.
 
     Args:
-        prompts: read as they are needed, so memory holds those that are being answered, and the ids of finished ones.
+        prompts: consumed lazily: memory holds only the prompts in flight and the ids of finished ones.
         report: called after every conversation.
-        sleep: for tests.
+        sleep: replaced in tests.
 
-    Raises UserError when the settings differ from those of an earlier run, when the server knows no such model, or when
-    no endpoint answers any more.
+    Raises UserError when the settings differ from those of an earlier run, when the server does not have the model, or
+    when no endpoint answers any more.
     """
 
     async def main() -> Totals:
-        """All workers side by side."""
+        """Run all workers concurrently."""
         endpoints = Endpoints(options, sleep)
         try:
             return await _generate(prompts, Path(output), endpoints, report)
         except Unanswered as error:
             raise UserError(
-                f"no server named its model: {error}: is it running, is --url right? With --model NAME it is not asked"
+                f"no server named its model: {error}: is it running, is --url right? --model NAME skips this query"
             ) from None
         finally:
             for client in endpoints.clients:
@@ -385,7 +385,7 @@ def generate_from_server(
         log.warning("%d conversations were cut at the token limit: a larger --max-tokens lets them end", totals.cut)
     if totals.unreturned:
         log.warning(
-            "%d answers hold far less text than the server counts tokens: it does not return all that the model wrote "
-            "(reasoning), and a draft would not learn it; see the server's reasoning parser", totals.unreturned,
+            "%d answers have far less text than the server counts tokens: it does not return everything that the model "
+            "wrote (reasoning), so a draft would not learn it; check the server's reasoning parser", totals.unreturned,
         )  # fmt: skip
     return totals

@@ -1,13 +1,13 @@
-"""The base answers prompts: on-policy training conversations, on disk as soon as they are finished.
+"""Answers from the base: on-policy training conversations, written to disk as soon as they are finished.
 
 `synthesize` yields conversations; `synthesize_to_file` writes them. While it runs, every data-parallel rank appends
-lines to a part file of its own beside the output; a killed run loses only what was in flight, because a rerun reads
-the parts, leaves out what they hold (a half-written last line does not count) and appends. In the end rank 0 merges the
-parts into the output in the order of the prompts, and removes them.
+lines to its own part file beside the output. A killed run loses only what was in flight: a rerun reads the parts
+(ignoring a half-written last line), skips finished prompts and appends. Finally rank 0 merges the parts into the output
+in the order of the prompts and removes them.
 
-Beside the output lies OUTPUT.meta.json: what the answers depend on (base, decoding settings, stop tokens). A rerun
-that would answer otherwise, or that asks other questions under the same identifiers, is refused. OUTPUT.rejected
-names the prompts that got no answer, and why.
+OUTPUT.meta.json records what the answers depend on (base, decoding settings, stop tokens). A rerun with other
+settings, or other questions under the same identifiers, is refused. OUTPUT.rejected lists prompts without an answer,
+and why.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ def synthesize(
     draft: Any = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Answer the prompts; collective over the model parallel ranks.
+    """Answer the prompts. Collective over the model-parallel ranks.
 
     Args:
         stop_ids: tokens that end an answer (data.tokenizer.stop_token_ids).
-        draft: decode with it (the same text, sooner).
+        draft: used for speculative decoding (same text, faster).
         template_kwargs: see `ChatTemplate`.
 
     Yields:
-        Records `conversation_id`, `category`, `conversations` (messages), `truncated` (the last answer met no stop
-        token before max_new_tokens or the context's end), `tools` and `chat_template_kwargs` where they were used,
-        `answer_ids` where the text does not train back to the answers (`generation.answers`) and, when a round could
-        not be held, `problem`. In the order in which they end. `conversations` is empty when not even the first round
-        was answered.
+        Records with `conversation_id`, `category`, `conversations` (messages), `truncated` (no stop token before
+        max_new_tokens or the end of the context), `tools` and `chat_template_kwargs` if used, `answer_ids` if
+        tokenising the text does not reproduce the answers (`generation.answers`) and, when a round could not be
+        answered, `problem`. In the order in which they finish. `conversations` is empty when the first round was not
+        answered.
     """
     encoder = ChatEncoder(tokenizer, stop_ids, template_kwargs=template_kwargs, vocab_size=base.vocab_size)
     limit = base.config.max_position_embeddings
@@ -72,10 +72,11 @@ def synthesize(
 
 
 def _windows(dialogues: list[Dialogue], batch_size: int) -> Iterator[list[Dialogue]]:
-    """Dialogues that are held side by side, round by round.
+    """Windows of dialogues that are answered together, round by round.
 
-    Those of one round end as soon as they are answered, so all share one window, in which free rows are always filled.
-    Longer ones end after their last round: a few batches at a time, or a killed run would lose them all.
+    Single-round dialogues finish as soon as they are answered, so all of them share one window, in which free rows are
+    always refilled. Longer ones finish after their last round: their windows are a few batches, or a killed run would
+    lose them all.
     """
     single = [d for d in dialogues if len(d.prompt.rounds) == 1]
     several = sorted((d for d in dialogues if len(d.prompt.rounds) > 1), key=lambda d: len(d.prompt.rounds))
@@ -102,9 +103,9 @@ def _record(dialogue: Dialogue, encoder: ChatEncoder) -> dict[str, Any]:
 
 
 def read_records(path: Path) -> dict[str, dict[str, Any]]:
-    """Records of a file by conversation_id; {} without a file. A half-written last line is passed over.
+    """Records of a file by conversation_id; {} without a file. A half-written last line is skipped.
 
-    Lines that are no records before the last one are passed over too, with a warning: the prompt is answered again.
+    Earlier lines that are not records are skipped with a warning, and their prompts are answered again.
     """
     records: dict[str, dict[str, Any]] = {}
     lines = path.read_bytes().split(b"\n") if path.is_file() else [b""]
@@ -113,12 +114,12 @@ def read_records(path: Path) -> dict[str, dict[str, Any]]:
             record = json.loads(line)
             records[record["conversation_id"]] = record
         except (ValueError, KeyError, TypeError):
-            log.warning("%s line %d is not a conversation record: it is left out", path, number)
+            log.warning("%s line %d is not a conversation record: skipped", path, number)
     return records
 
 
 def _drop_half_line(path: Path) -> None:
-    """Cut what a killed run left after the last line end."""
+    """Cut off a half-written line that a killed run left at the end."""
     if not path.is_file():
         return
     content = path.read_bytes()
@@ -148,7 +149,7 @@ def _from_rank_0(value: Any, world: World) -> Any:
 
 
 def answer_settings(config: DecodeConfig, stop_ids: set[int], about: dict[str, Any]) -> dict[str, Any]:
-    """All that the text of an answer depends on, besides its prompt. Batch size and draft change only the speed.
+    """Everything the text of an answer depends on besides its prompt. Batch size and draft change only the speed.
 
     Args:
         about: identity of base and tokenizer, and the dtype.
@@ -163,7 +164,7 @@ def _asked(messages: Iterable[Any]) -> list[tuple[Any, Any]]:
 
 
 def _answers_prompt(record: dict[str, Any], prompt: Prompt, template_kwargs: dict[str, Any]) -> bool:
-    """True when the record holds the questions of `prompt`; one that ended early holds the first of them."""
+    """True when the record has the questions of `prompt`, or the first of them if it ended early."""
     kwargs = {**template_kwargs, **prompt.template_kwargs}
     if (record.get("tools"), record.get("chat_template_kwargs", {})) != (prompt.tools, kwargs):
         return False
@@ -180,13 +181,12 @@ def _meta_path(output: Path) -> Path:
 
 
 def check_output(output: Path | str, prompts: Sequence[Prompt], settings: dict[str, Any]) -> list[str]:
-    """Identifiers of the prompts that an earlier run into `output` answered; nothing is written.
+    """Identifiers of the prompts that an earlier run into `output` answered. Writes nothing.
 
     Args:
-        settings: `answer_settings`, or what is known of them: the rest is not checked.
+        settings: `answer_settings`, or those known so far; the rest is not checked.
 
-    Raises UserError when `output` is something else than what such a run left, or when that run had other settings or
-    asked other questions.
+    Raises UserError when `output` was not written by such a run, or that run had other settings or questions.
     """
     output = Path(output)
     if output.is_dir():
@@ -194,8 +194,8 @@ def check_output(output: Path | str, prompts: Sequence[Prompt], settings: dict[s
     left = [p for p in (output, *_parts(output)) if p.is_file() and p.stat().st_size]
     if left and not _meta_path(output).is_file():
         raise UserError(
-            f"{left[0]} is there already, but {_meta_path(output).name} is missing, which tells how its conversations "
-            f"were made: {ANOTHER}"
+            f"{left[0]} already exists, but {_meta_path(output).name}, which records how its conversations were made, "
+            f"is missing: {ANOTHER}"
         )
 
     known = _known(output)
@@ -208,14 +208,14 @@ def check_output(output: Path | str, prompts: Sequence[Prompt], settings: dict[s
     wrong = [p.identifier for p in here if not _answers_prompt(known[p.identifier], p, kwargs)]
     if wrong:
         raise UserError(
-            f"{output}: {len(wrong)} conversations answer other questions than the prompts of the same identifier "
+            f"{output}: {len(wrong)} conversations answer other questions than the prompts with the same identifier "
             f"({', '.join(wrong[:5])}): {ANOTHER}"
         )
     return list(known)
 
 
 def _known_everywhere(output: Path, prompts: Sequence[Prompt], meta: dict[str, Any], world: World) -> set[str]:
-    """Rank 0 alone looks; its UserError is raised everywhere."""
+    """`check_output` on rank 0; its result, or its UserError, reaches every rank."""
     answer: list[str] | str = []
     if world.rank == 0:
         try:
@@ -241,21 +241,21 @@ def synthesize_to_file(
     about: dict[str, Any] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> int:
-    """Answer the prompts that `output` does not hold yet, split over data-parallel ranks; every rank calls it.
+    """Answer the prompts that are not yet in `output`, split over data-parallel ranks; every rank calls it.
 
-    All ranks of one run, and a rerun, must see the same folder. Prompts whose dialogue did not get a single answer are
-    in OUTPUT.rejected.
+    All ranks of a run, and of a rerun, must see the same folder. Prompts without any answer are listed in
+    OUTPUT.rejected.
 
     Args:
-        about: identity of base and tokenizer, in values of JSON; kept in OUTPUT.meta.json with the settings.
+        about: identity of base and tokenizer, JSON-serialisable; kept in OUTPUT.meta.json with the settings.
         template_kwargs: see `ChatTemplate`.
 
     Returns:
-        Conversations answered by this run, all ranks together.
+        Number of conversations answered by this run on all ranks.
 
     Raises:
-        UserError: the output holds answers of another base, of other settings, or to other questions; or not one
-            prompt could be answered.
+        UserError: the output has answers of another base, with other settings, or to other questions; or no prompt
+            could be answered.
     """
     output, world = Path(output), base.world
     given: dict[str, Any] = {"chat_template_kwargs": dict(template_kwargs)} if template_kwargs else {}
@@ -264,7 +264,7 @@ def synthesize_to_file(
     known = _known_everywhere(output, prompts, meta, world)
     todo = [p for p in prompts if p.identifier not in known]
     if len(todo) < len(prompts):
-        log.info("%s: %d of %d conversations are there already", output, len(prompts) - len(todo), len(prompts))
+        log.info("%s: found %d of %d conversations", output, len(prompts) - len(todo), len(prompts))
     mine = todo[world.dp_rank :: world.dp_size]
     writes = world.tp_rank == 0 and world.pp_rank == 0
     part = output.with_name(f"{output.name}.part{world.dp_rank}")
@@ -286,13 +286,13 @@ def synthesize_to_file(
 
 
 def _unanswered(prompts: Sequence[Prompt], problems: dict[str, str], output: Path) -> int:
-    """How many prompts have no answer. Raises UserError when none has one."""
+    """Number of prompts without an answer. Raises UserError when no prompt has one."""
     unanswered = [p for p in prompts if p.identifier in problems]
     if prompts and len(unanswered) == len(prompts):
         first = unanswered[0]
         raise UserError(
             f"none of {len(prompts)} prompts could be answered, the first ({first.where or first.identifier}): "
-            f"{problems[first.identifier]}; {_rejected_path(output)} lists all"
+            f"{problems[first.identifier]}; {_rejected_path(output)} lists all of them"
         )
     return len(unanswered)
 
@@ -302,9 +302,9 @@ def _rejected_path(output: Path) -> Path:
 
 
 def _merge(output: Path, prompts: Sequence[Prompt]) -> dict[str, str]:
-    """Write the output from its parts, and OUTPUT.rejected. Returns identifier -> reason of what got no answer."""
+    """Merge the parts into the output and write OUTPUT.rejected. Returns identifier -> reason of unanswered prompts."""
     known, rejected = _known(output), _rejected_path(output)
-    order = dict.fromkeys([p.identifier for p in prompts] + list(known))  # after them those of other prompts
+    order = dict.fromkeys([p.identifier for p in prompts] + list(known))  # those of other prompts come last
     records = [known[i] for i in order if i in known]
     kept = [r for r in records if r["conversations"]]
     problems = {i: r["problem"] for i, r in read_records(rejected).items() if i not in known}
@@ -324,9 +324,9 @@ def _merge(output: Path, prompts: Sequence[Prompt]) -> dict[str, str]:
     cut = [r for r in kept if r["truncated"]]
     log.info("%s: %d conversations, %d of them cut at the token limit", output, len(kept), len(cut))
     if early := sum(bool(r.get("problem")) for r in cut):
-        log.warning("%d of them were cut before their last question: a larger --max-new-tokens asks all", early)
+        log.warning("%d of them were cut before their last question: a larger --max-new-tokens avoids this", early)
     if problems:
         log.warning("%d prompts got no answer: %s lists the reasons", len(problems), rejected)
     ids = sum("answer_ids" in r for r in kept)
-    log.info("%d of %d lines keep the token ids of their answers: their text does not give them again", ids, len(kept))
+    log.info("%d of %d lines keep token ids of their answers: tokenising their text differs", ids, len(kept))
     return problems

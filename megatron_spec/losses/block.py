@@ -21,37 +21,37 @@ from megatron_spec.losses.vocab_parallel import (
 )
 
 GAMMAS = ((16, 7.0), (10, 5.0), (8, 4.0))
-"""Size of a block and the published decay of its weights (arXiv 2602.06036)."""
+"""Block size -> published decay of its weights (arXiv 2602.06036)."""
 
 
 def default_gamma(block_size: int) -> float:
-    """Decay of exp(-k / gamma) for a block: the published one of the nearest size."""
+    """Decay of exp(-k / gamma) for a block: the published value of the nearest size."""
     return min(GAMMAS, key=lambda pair: abs(pair[0] - block_size))[1]
 
 
 def exponential_weights(steps: int, gamma: float) -> list[float]:
-    """exp(-k / gamma) of every step."""
+    """exp(-k / gamma) for every step k."""
     return [math.exp(-k / gamma) for k in range(steps)]
 
 
 def pace_weights(q_PT: Tensor, supervised_PT: Tensor, alpha: float) -> Tensor:
-    """D-PACE [P, T]: what the acceptance of a step is worth for the accepted length.
+    """D-PACE weights [P, T]: contribution of a step's acceptance to the accepted length.
 
     With q~ = (1 - alpha) q + alpha and prefix_k = q~_0 .. q~_k, the weight of step k is the sum of prefix_m over the
     supervised steps m >= k.
 
     Args:
-        q_PT: the draft's probability of the token of the text, without gradient.
+        q_PT: the draft's probability of the label token, without gradient.
     """
     prefix = ((1 - alpha) * q_PT + alpha).cumprod(1) * supervised_PT
     return prefix.flip(1).cumsum(1).flip(1) * supervised_PT
 
 
 def label_probabilities(logits_RD: Tensor, column_R: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[R] probability that the draft gives each label.
+    """[R] probability of each label under the draft.
 
     Args:
-        column_R: of the label, counted from this rank's first one.
+        column_R: column of the label, relative to this rank's first column.
     """
     _, lse = argmax_and_lse(logits_RD, group, 0)
     at = pick(logits_RD, column_R)[2]
@@ -93,5 +93,5 @@ def ce_l1_rows(
 
 
 def confidence_losses(logit_R: Tensor, overlap_R: Tensor) -> Tensor:
-    """[R] binary cross-entropy of the confidence to the acceptance probability 1 - TV = sum_v min(p, q)."""
+    """[R] binary cross-entropy between the confidence and the acceptance probability 1 - TV = sum_v min(p, q)."""
     return F.binary_cross_entropy_with_logits(logit_R, overlap_R.clamp(0, 1), reduction="none")

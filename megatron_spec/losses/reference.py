@@ -1,4 +1,4 @@
-"""Every loss in one readable line, on whole rows of logits; what `vocab_parallel` computes shard by shard.
+"""Every loss in one readable line, on whole rows of logits; `vocab_parallel` computes them shard by shard.
 
 p is the teacher's distribution over the draft vocabulary, q the draft's; R rows, D draft vocabulary.
 """
@@ -16,7 +16,7 @@ def soft_ce(logp_RD: Tensor, logq_RD: Tensor) -> Tensor:
 
 
 def kl(logp_RD: Tensor, logq_RD: Tensor) -> Tensor:
-    """sum_v p log(p / q): the cross-entropy less the teacher's entropy; the same gradient."""
+    """sum_v p log(p / q): the cross-entropy minus the teacher's entropy; the same gradient."""
     return (logp_RD.exp() * (logp_RD - logq_RD)).sum(-1)
 
 
@@ -36,7 +36,7 @@ def tv(logp_RD: Tensor, logq_RD: Tensor) -> Tensor:
 
 
 def lk(logp_RD: Tensor, logq_RD: Tensor) -> Tensor:
-    """- log of the acceptance rate, - log sum_v min(p, q)."""
+    """Negative log acceptance rate, - log sum_v min(p, q)."""
     return -logp_RD.minimum(logq_RD).logsumexp(-1)
 
 
@@ -50,7 +50,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def row_loss(kind: str, teacher_RD: Tensor, draft_RD: Tensor, labels_R: Tensor, temperature: float = 1.0) -> Tensor:
-    """Loss of every row from logits. `hard_ce` is -log q of the label; all others compare with the teacher."""
+    """Loss of every row, from logits. `hard_ce` is -log q of the label; all other losses compare with the teacher."""
     logp, logq = (teacher_RD / temperature).log_softmax(-1), (draft_RD / temperature).log_softmax(-1)
     if kind == "hard_ce":
         return -logq.gather(-1, labels_R[:, None])[:, 0]

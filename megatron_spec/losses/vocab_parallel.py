@@ -1,9 +1,9 @@
 """Row losses and their gradients on one shard of the draft vocabulary; logits are never gathered.
 
-Ranks of the tensor parallel group exchange a few numbers per row: maxima, sums of exponentials, partial sums.
-`reference.py` has the same losses in one line each.
+TP ranks exchange a few numbers per row: maxima, sums of exponentials, partial sums. `reference.py` has the same losses
+in one line each.
 
-R rows, D this rank's shard of the draft vocabulary, U rows the teacher was computed for.
+R rows, D this rank's shard of the draft vocabulary, U teacher rows.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Teacher:
     Attributes:
         logits_UD: this rank's shard of the base logits restricted to the draft vocabulary, in the compute dtype.
         lse_U: log-sum-exp of logits / temperature over the whole draft vocabulary, fp32.
-        argmax_U: target id of the base's argmax over its whole vocabulary.
-        label_U: draft id of that argmax; where it is outside the draft vocabulary, of the best draft token instead.
-        in_vocab_U: bool, the argmax is inside the draft vocabulary.
+        argmax_U: target id of the base's argmax over its full vocabulary.
+        label_U: draft id of that argmax, or of the best draft token if it is outside the draft vocabulary.
+        in_vocab_U: bool, the argmax is in the draft vocabulary.
         first: draft id of this rank's first column; the last rank's shard may be narrower than the others.
     """
 
@@ -42,10 +42,10 @@ class Teacher:
 
 @dataclass
 class RowLosses:
-    """Outcome for R rows, equal on every tensor parallel rank except the gradient.
+    """Losses of R rows; equal on every TP rank, except the gradient.
 
     Attributes:
-        loss_R: loss of the row.
+        loss_R: loss of each row.
         overlap_R: sum_v min(p, q).
         argmax_R: draft id with the largest draft logit.
         grad_RD: derivative of loss_R with respect to this rank's draft logits.
@@ -65,7 +65,7 @@ def all_reduce_sum(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _gather_ranks(group: dist.ProcessGroup, *rows_R: Tensor) -> Tensor:
-    """[TP, n, R] of every rank's n row vectors; float64 carries a token id and a float32 without loss."""
+    """[TP, n, R]: n row vectors of every rank, as float64, which represents token ids and float32 exactly."""
     mine = torch.stack([x.double() for x in rows_R])
     everyone = mine.new_empty((group.size(), *mine.shape))
     dist.all_gather(list(everyone), mine, group=group)
@@ -73,7 +73,7 @@ def _gather_ranks(group: dist.ProcessGroup, *rows_R: Tensor) -> Tensor:
 
 
 def argmax_over_ranks(top_R: Tensor, index_R: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Index of the largest value over ranks, from each rank's largest and its global index; first rank wins a tie."""
+    """Index of the largest value over ranks, from each rank's maximum and its global index; first rank wins ties."""
     if group is None or group.size() == 1:
         return index_R
     everyone = _gather_ranks(group, top_R, index_R)
@@ -81,7 +81,7 @@ def argmax_over_ranks(top_R: Tensor, index_R: Tensor, group: dist.ProcessGroup |
 
 
 def argmax_and_lse(x_RD: Tensor, group: dist.ProcessGroup | None, first: int) -> tuple[Tensor, Tensor]:
-    """Over the whole vocabulary: (index of the largest value [R], log-sum-exp [R]).
+    """(index of the largest value [R], log-sum-exp [R]) over the full vocabulary.
 
     Args:
         first: index of this rank's first column.
@@ -95,14 +95,14 @@ def argmax_and_lse(x_RD: Tensor, group: dist.ProcessGroup | None, first: int) ->
 
 
 def _agree(group: dist.ProcessGroup, top_R: Tensor, lse_R: Tensor, index_R: Tensor) -> tuple[Tensor, Tensor]:
-    """(index of the largest value [R], log-sum-exp [R] fp64) over all ranks, from those of each rank's shard."""
+    """(index of the largest value [R], log-sum-exp [R] fp64) over all ranks, from the values of each rank's shard."""
     everyone = _gather_ranks(group, top_R, index_R, lse_R)
     index_R = everyone[:, 1].gather(0, everyone[:, 0].argmax(0)[None])[0].long()
     return index_R, everyone[:, 2].logsumexp(0)
 
 
 def pick(x_RD: Tensor, column_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(column inside this shard [R, 1], whether it is here [R], the value there or 0 [R])."""
+    """(column in this shard [R, 1], whether this shard has it [R], value of that column or 0 [R])."""
     mine = (column_R >= 0) & (column_R < x_RD.shape[-1])
     inside = column_R.clamp(0, x_RD.shape[-1] - 1)[:, None]
     return inside, mine, x_RD.gather(-1, inside)[:, 0] * mine
@@ -140,7 +140,7 @@ def row_losses(
 def kernel_row_loss(
     teacher: Teacher, kind: LossKind, temperature: float, group: dist.ProcessGroup | None, kernels: Any
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """`row_losses` of soft_ce or kl as one kernel that turns logits into weighted gradients in place.
+    """`row_losses` of soft_ce or kl as one kernel that overwrites logits with weighted gradients.
 
     Args:
         kernels: operators (`ops.backend.load`).
@@ -161,7 +161,7 @@ def kernel_row_loss(
 
 
 # Each kind: (logp, logq, p, q, overlap summed over this shard, column of the label, group) -> (loss, gradient). It may
-# overwrite its inputs, and must leave `overlap` summed over the group. A label of another rank has no column here.
+# overwrite its inputs, and must leave `overlap` summed over the group. A label on another rank has no column here.
 
 
 def _soft_ce(
@@ -201,7 +201,7 @@ def _tv(
 def _lk(
     logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, column: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    # in log space: where draft and teacher are far apart every min(p, q) underflows
+    # in log space: where draft and teacher differ widely, every min(p, q) underflows
     below = logq < logp
     lower = torch.minimum(logp, logq)
     _, log_overlap = argmax_and_lse(lower, group, 0)
@@ -224,7 +224,7 @@ _KINDS = {"soft_ce": _soft_ce, "kl": _kl, "reverse_kl": _reverse_kl, "tv": _tv, 
 
 
 def reduce_together(group: dist.ProcessGroup | None, *sums_R: Tensor) -> None:
-    """Sum several row vectors over the group in one message, in place."""
+    """Sum several row vectors over the group in one all-reduce, in place."""
     if group is None or group.size() == 1:
         return
     together = all_reduce_sum(torch.stack(sums_R), group)

@@ -1,7 +1,7 @@
-"""Softmax attention: one table of kernels, forward and backward, chosen by what a row sees and where it runs.
+"""Softmax attention: one table of kernels, forward and backward, selected by visibility and device.
 
-Kernels take and give tensors [B, rows, heads, D]. Backward passes accept the output and log-sum-exp of an attention
-that went over more keys (`ttt_attention.py`) and yield this part's gradients.
+Kernels take and return tensors [B, rows, heads, D]. Backward passes accept the output and log-sum-exp of an attention
+over more keys (`ttt_attention.py`) and return the gradients of this part.
 
 S query rows, B batch, N query heads, G key/value heads (N a multiple of G), D head size, L key length.
 """
@@ -27,19 +27,19 @@ _aten = torch.ops.aten
 _flash, _flash_backward = _aten._flash_attention_forward, _aten._flash_attention_backward
 
 State = tuple[Tensor, ...]
-"""What a kernel keeps for its backward pass, besides output and log-sum-exp."""
+"""State that a kernel saves for its backward pass, besides output and log-sum-exp."""
 Forward = Callable[["Call"], tuple[Tensor, Tensor, State]]
 Backward = Callable[["Call", Tensor, Tensor, Tensor, State], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What the attention of a layer has beyond plain softmax.
+    """Options of a layer's attention beyond plain softmax.
 
     Attributes:
-        window: a row sees itself and the window - 1 rows before it; None: all before it.
-        sinks_N: a score per query head that takes part in the softmax and has no value.
-        scale: of the scores; None: 1/sqrt(D).
+        window: a row sees itself and the window - 1 rows before it; None: all rows before it.
+        sinks_N: a score per query head that enters the softmax without a value.
+        scale: scale of the scores; None: 1/sqrt(D).
     """
 
     window: int | None = None
@@ -55,7 +55,7 @@ class Call:
     """One attention: q [B, S, N, D] over k [B, L, G, D] and v [B, L, G, Dv].
 
     Attributes:
-        lse: the log-sum-exp is read, or a backward pass follows.
+        lse: the log-sum-exp is needed, by the caller or by a backward pass.
     """
 
     q: Tensor
@@ -67,12 +67,12 @@ class Call:
 
     @property
     def plain(self) -> bool:
-        """No window, sinks or scale, and values of the size of keys."""
+        """No window, sinks or scale, and values have the head size of keys."""
         return self.variant is PLAIN and self.v.shape[-1] == self.q.shape[-1]
 
     @property
     def flash(self) -> bool:
-        """Flash attention of CUDA takes the dtype and the head size."""
+        """CUDA flash attention supports the dtype and the head size."""
         half = self.q.dtype in (torch.bfloat16, torch.float16)
         return self.q.is_cuda and half and self.q.shape[-1] % 8 == 0 and self.q.shape[-1] <= 256
 
@@ -82,10 +82,10 @@ class Kernel:
     """One way to compute attention.
 
     Attributes:
-        name: of the kernel.
-        serves: whether it computes a call.
+        name: name of the kernel.
+        serves: predicate: the kernel supports a call.
         forward: call -> (o [B, S, N, Dv], lse [B, S, N], state). Without `Call.lse`, the log-sum-exp may be empty.
-        backward: (call, do, o, lse, state) -> (dq, dk, dv); None: not where gradients are wanted.
+        backward: (call, do, o, lse, state) -> (dq, dk, dv); None: no support for gradients.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Kernel:
 
 
 def _cached(c: Call) -> tuple[Tensor, Tensor, State]:
-    """Query heads that share keys become further rows: keys are not repeated, and any kernel of torch will do."""
+    """Fold query heads that share keys into rows: keys are not repeated, and any kernel of torch works."""
     B, S, N, D = c.q.shape
     G = c.k.shape[2]
     q = c.q.unflatten(2, (G, N // G)).permute(0, 2, 3, 1, 4).reshape(B, G, N // G * S, D)
@@ -146,7 +146,7 @@ def _chunks_backward(c: Call, do: Tensor, o: Tensor, lse: Tensor, state: State) 
     return torch.cat(dqs, 1), dk, dv
 
 
-# ---- documents: packed rows, and windows or sinks over whole ones
+# ---- documents: packed rows, and windows or sinks over unpacked ones
 
 
 def _documents_of(c: Call) -> Documents:
@@ -174,7 +174,7 @@ def _documents_backward(c: Call, do: Tensor, o: Tensor, lse: Tensor, state: Stat
 
 
 def _padded(v: Tensor, size: int) -> Tensor:
-    """Values in the size of keys, which flash attention wants (latent attention has others)."""
+    """Values padded to the head size of keys, as flash attention requires (in latent attention they differ)."""
     return v if v.shape[-1] == size else F.pad(v, (0, size - v.shape[-1]))
 
 
@@ -184,13 +184,13 @@ def _options(variant: Variant) -> dict[str, Any]:
 
 
 def _sunk(o: Tensor, lse: Tensor, state: State, variant: Variant) -> tuple[Tensor, Tensor, State]:
-    """With sinks: a factor found from the log-sum-exp of the keys."""
+    """Apply sinks: a factor computed from the log-sum-exp of the keys."""
     if variant.sinks_N is not None:
         o = o * torch.sigmoid(lse - variant.sinks_N.float())[..., None].to(o.dtype)
     return o, lse, state
 
 
-# ---- cudnn, flash, cpu: causal over whole rows
+# ---- cudnn, flash, cpu: causal over unpacked rows
 
 
 @functools.cache
@@ -203,9 +203,9 @@ def _cudnn_version() -> int:
 
 
 def _cudnn_serves(c: Call) -> bool:
-    """Where cuDNN is faster than flash attention 2: Hopper. Its plans depend on the shape, so not for prompts.
+    """cuDNN is faster than flash attention 2 on Hopper. Its plans depend on the shape, so it is not used for prompts.
 
-    Users turn it off with `torch.backends.cuda.enable_cudnn_sdp(False)`.
+    `torch.backends.cuda.enable_cudnn_sdp(False)` disables it.
     """
     return (
         c.plain
@@ -250,7 +250,7 @@ def _flash_whole_backward(c: Call, do: Tensor, o: Tensor, lse: Tensor, state: St
 
 
 def _bias(c: Call) -> Tensor | None:
-    """The mask as 0 and -inf. One with a window is made anew for each call: the window of a draft step is its own."""
+    """The mask as 0 and -inf. With a window it is rebuilt for each call, because windows differ between draft steps."""
     if c.variant.window is None or c.variant.window >= c.k.shape[1]:
         return c.visibility.bias(c.q.dtype)
     mask = _mask(c)
@@ -284,7 +284,7 @@ def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _mask(c: Call) -> Tensor | None:
-    """bool, of documents, cache and window; None: causal."""
+    """bool mask of documents, cache and window; None: causal."""
     mask, window = c.visibility.mask_B1SL, c.variant.window
     if window is None or window >= c.k.shape[1]:
         return mask
@@ -336,7 +336,7 @@ def _scores_backward(c: Call, do: Tensor, o: Tensor, lse: Tensor, _: State) -> t
 
 
 SCORES = Kernel("scores", lambda c: True, _scores, _scores_backward)
-"""Scores in memory, as tensors of torch: the twin of all others."""
+"""Materialised scores in plain torch: the twin of all other kernels."""
 
 KERNELS = (
     Kernel("cached", lambda c: c.visibility.visible_BSL is not None and c.plain, _cached),
@@ -354,11 +354,11 @@ KERNELS = (
     Kernel("torch", lambda c: not c.lse and c.variant.sinks_N is None, _torch),
     SCORES,
 )  # fmt: skip
-"""The first kernel that serves a call computes it."""
+"""Kernels in order of preference: the first one that serves a call computes it."""
 
 
 def kernel_of(call: Call) -> Kernel:
-    """The kernel that computes a call, forward and backward."""
+    """Select the kernel of a call, for forward and backward."""
     return next(kernel for kernel in KERNELS if kernel.serves(call))
 
 
@@ -367,7 +367,7 @@ def attend(
 ) -> Tensor:
     """Attention of `layer`: [S, B, N * Dv], in the layout and dtype of the query.
 
-    New keys and values go to the cache, where there is one, and are gathered where ranks share the sequence.
+    New keys and values are written to the cache, if there is one, and gathered when ranks share the sequence.
     """
     k_SBGD, v_SBGD = visibility.gather(*visibility.remember(layer, k_SBGD, v_SBGD))
     call = Call(q_SBND.transpose(0, 1), k_SBGD.transpose(0, 1), v_SBGD.transpose(0, 1), visibility, variant)
@@ -386,7 +386,7 @@ def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, state: State, visibility: Visibility,
     variant: Variant = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv) of this attention's part, where o and lse [B, S, N] may be those of a merged attention."""
+    """(dq, dk, dv) of this part; o and lse [B, S, N] may be those of a merged attention."""
     call = Call(q, k, v, visibility, variant, lse=True)
     kernel = kernel_of(call)
     assert kernel.backward is not None

@@ -1,4 +1,4 @@
-"""The operators that fast paths are made of: Triton's kernels, or their plain twins, under the same names."""
+"""Operators of the fast paths: Triton kernels or their plain twins, under the same names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def load(kernels: Kernels) -> Any:
     """Operators by name (`norm_forward`, `merge_backward`, `soft_rows`, ...; see `ops.plain`).
 
     Args:
-        kernels: what a path is made of (`planning.paths.Paths.kernels`), not 'none'.
+        kernels: implementation to load (`planning.paths.Paths.kernels`), not 'none'.
     """
     assert kernels != "none", "no fast path may run here"
     from megatron_spec.ops import plain

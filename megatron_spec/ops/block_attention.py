@@ -1,11 +1,11 @@
-"""Attention of blocks of draft slots that hang on rows of a context (DFlash, arXiv 2602.06036).
+"""Attention of blocks of draft slots anchored to rows of a context (DFlash, arXiv 2602.06036).
 
-A block of C slots starts at an anchor row. Each slot sees the context rows before the anchor, inside the anchor's
-document and, if given, inside a window, and the slots of its own block: all of them, or the earlier ones. Blocks do not
-see each other. Scores of rows x keys exist for a few blocks at a time only, so memory is linear in the context; the
-backward pass computes them again.
+A block of C slots starts at an anchor row. Each slot sees the context rows before the anchor, within the anchor's
+document and, if given, a window, and the slots of its own block: all of them, or only the earlier ones. Blocks do not
+see each other. Scores of rows x keys are materialised for a few blocks at a time, so memory is linear in the context;
+the backward pass recomputes them.
 
-P blocks, C slots, L context rows (of all sequences, one after the other), N query heads, G key/value heads, n = N / G,
+P blocks, C slots, L context rows (all sequences concatenated), N query heads, G key/value heads, n = N / G,
 D head size.
 """
 
@@ -20,18 +20,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 ROWS_AT_ONCE = 256
-"""Query rows whose scores exist together in the plain version."""
+"""Query rows whose scores are materialised at once in the plain version."""
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """What the slots of every block see.
+    """Visibility of the slots of every block.
 
     Attributes:
-        first_P: int64, first context row of the anchor's document. Not decreasing.
-        anchor_P: int64, context row of the anchor, which it does not see itself. Ascending.
-        causal: a slot sees the slots up to its own, not the whole block.
-        window: a slot sees the positions at most window - 1 before its own; None: all.
+        first_P: int64, first context row of the anchor's document. Non-decreasing.
+        anchor_P: int64, context row of the anchor, which its block does not see. Ascending.
+        causal: a slot sees the slots up to its own, not the complete block.
+        window: a slot sees positions at most window - 1 before its own; None: all.
     """
 
     first_P: Tensor
@@ -40,7 +40,7 @@ class BlockLayout:
     window: int | None = None
 
     def sees_context(self, part: slice, slots: int, first: int, end: int) -> Tensor:
-        """bool [p, C, end - first]: the context rows that each slot of some blocks sees."""
+        """bool [p, C, end - first]: the context rows that each slot of blocks `part` sees."""
         rows = torch.arange(first, end, device=self.anchor_P.device)
         anchor = self.anchor_P[part, None, None]
         seen = (rows >= self.first_P[part, None, None]) & (rows < anchor)
@@ -56,7 +56,7 @@ class BlockLayout:
         return seen if self.window is None else seen & (ahead > -self.window)
 
     def parts(self, slots: int) -> list[tuple[slice, int, int]]:
-        """(blocks, first context row, end) of groups that are computed together."""
+        """(blocks, first context row, end) of groups computed together."""
         first, anchor = self.first_P.tolist(), self.anchor_P.tolist()
         size = max(1, ROWS_AT_ONCE // slots)
         found = []
@@ -79,7 +79,7 @@ def _ungrouped(x_GpnCD: Tensor) -> Tensor:
 def _shares(
     q: Tensor, k: Tensor, keys: Tensor, layout: BlockLayout, part: slice, first: int, end: int
 ) -> tuple[Tensor, Tensor]:
-    """Softmax over context rows [G, p, n, C, end - first] and own slots [G, p, n, C, C]; q is [G, p, n, C, D]."""
+    """Softmax weights of context rows [G, p, n, C, end - first] and own slots [G, p, n, C, C]; q is [G, p, n, C, D]."""
     G, _, _, C, D = q.shape
     context = (q.reshape(G, -1, D) @ keys.permute(1, 2, 0)).view(*q.shape[:-1], -1)
     own = q @ k.permute(2, 0, 3, 1)[:, :, None]
@@ -110,7 +110,7 @@ class _PlainBlockAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of queries, of the block's keys and values, and of the context's."""
+        """Gradients of queries, keys and values of the block, and keys and values of the context."""
         q, k, v, keys, values, out = ctx.saved_tensors
         layout, G, scale = ctx.layout, k.shape[2], 1 / math.sqrt(q.shape[-1])
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -147,7 +147,7 @@ def block_attention(
         q_PCND: queries of the slots, rotated.
         k_PCGD, v_PCGD: keys (rotated) and values of the slots.
         keys_LGD, values_LGD: keys (rotated) and values of the context.
-        triton: Triton's kernels may run (half precision on a GPU); they have tiles for heads of 64 and 128.
+        triton: use the Triton kernels (half precision on a GPU), which have tiles for head sizes 64 and 128.
     """
     if triton and q_PCND.shape[-1] in (64, 128):
         from megatron_spec.ops.kernels.block import attention

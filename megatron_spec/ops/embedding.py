@@ -1,6 +1,6 @@
-"""Embedding lookup in a table whose rows are split over the tensor parallel group.
+"""Embedding lookup in a table whose rows are sharded over the TP group.
 
-S sequence, B micro-batch, H width, V (padded) vocabulary, TP tensor parallel size.
+S sequence, B micro-batch, H width, V (padded) vocabulary, TP tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from megatron_spec.config import UserError
 
 
 def check_ids(tokens_BS: Tensor, vocab_size: int) -> None:
-    """Refuse ids outside the table; on a GPU by an assertion on the device, without a synchronisation.
+    """Refuse ids outside the table; on a GPU by a device-side assertion, without synchronisation.
 
     Raises:
         UserError: naming the first such id (on a CPU).
     """
     outside_BS = (tokens_BS < 0) | (tokens_BS >= vocab_size)
-    said = f"found token ids outside of the vocabulary of {vocab_size}"
+    message = f"found token ids outside of the vocabulary of {vocab_size}"
     try:
-        torch._assert_async(~outside_BS.any(), said)
+        torch._assert_async(~outside_BS.any(), message)
     except RuntimeError as error:
-        if said not in str(error):
+        if message not in str(error):
             raise
         raise UserError(
             f"found token id {int(tokens_BS[outside_BS][0])}, expected ids from 0 to {vocab_size - 1}, the rows of the "
-            "embedding: use the tokenizer that belongs to the base, and data that was tokenised with it"
+            "embedding: use the base's tokenizer, and data tokenised with it"
         ) from None
 
 
@@ -40,10 +40,10 @@ def embed(tokens_BS: Tensor, weight: Tensor, tp: ProcessGroup, sequence_parallel
     """[S, B, H] (or [S / TP, B, H] under sequence parallelism) embeddings from the shard `weight` [V / TP, H].
 
     Args:
-        vocab_size: rows over all ranks without padding. The last ranks may have padding, or fewer rows.
+        vocab_size: rows of all ranks without padding. The last ranks may have padding or fewer rows.
 
     Raises:
-        UserError: an id that is outside (see `check_ids`).
+        UserError: an id outside the table (see `check_ids`).
     """
     check_ids(tokens_BS, vocab_size)
     if tp.size() == 1:

@@ -1,8 +1,8 @@
-"""Draft head, loss and gradient in one pass over chunks of rows.
+"""LM head, loss and gradient of a draft in one pass over chunks of rows.
 
-The loss of a row needs its logits once, and so does the gradient: both are computed while the chunk's logits are
-alive, so that no [rows, D] tensor outlives its chunk. All draft steps go through in one call, which lets the
-gradient of the head be summed in a single buffer.
+Loss and gradient of a row both read its logits once: both are computed while the chunk's logits are in memory, so no
+[rows, D] tensor outlives its chunk. One call takes all draft steps, so the LM head's gradient accumulates in a single
+buffer.
 
 R rows, H draft hidden size, D this rank's shard of the draft vocabulary, T draft steps.
 """
@@ -20,11 +20,11 @@ from torch.autograd.function import once_differentiable
 from megatron_spec.ops.products import GradientSums, add_product
 
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1050 << 20}
-"""Size of one chunk's logits: the cache on a CPU, a matmul large enough on a GPU."""
+"""Size of one chunk's logits: fits the cache on a CPU, makes an efficient matmul on a GPU."""
 
 
 class RowResult(Protocol):
-    """What a row loss returns (losses.vocab_parallel.RowLosses)."""
+    """Result of a row loss (losses.vocab_parallel.RowLosses)."""
 
     loss_R: Tensor
     overlap_R: Tensor
@@ -33,7 +33,7 @@ class RowResult(Protocol):
 
 
 RowLoss = Callable[[Tensor, Tensor], RowResult]
-"""(draft logits [R, D] in fp32, which it may overwrite; teacher rows [R]) -> losses and gradient of the rows."""
+"""(draft logits [R, D] in fp32, may be overwritten; teacher rows [R]) -> losses and gradient of the rows."""
 
 
 RowLossInPlace = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -42,7 +42,7 @@ fp32) -> loss, overlap, argmax of the rows."""
 
 
 Scale = Callable[[Tensor, Tensor], Tensor]
-"""(x, scalar on the device) -> x times it; x may be overwritten."""
+"""(x, scalar on the device) -> x * scalar; x may be overwritten."""
 
 
 @dataclass
@@ -50,9 +50,9 @@ class StepRows:
     """The supervised rows of one draft step.
 
     Attributes:
-        teacher_R: row of the teacher each one is compared with.
-        weight_R: factor of the row's loss in the total, fp32 (0 leaves the row to the metrics alone).
-        target_R: draft id that counts as correct; -1 where none can.
+        teacher_R: teacher row that each row is compared with.
+        weight_R: fp32 weight of the row's loss in the total (rows of weight 0 enter only the metrics).
+        target_R: draft id that counts as correct; -1 for none.
     """
 
     teacher_R: Tensor
@@ -61,7 +61,7 @@ class StepRows:
 
 
 class _FusedHead(torch.autograd.Function):
-    """forward -> (weighted total, [T, 3] of loss sum, correct, overlap sum); gradients are made in forward."""
+    """forward -> (weighted total, [T, 3] of loss sum, correct, overlap sum); gradients are computed in forward."""
 
     @staticmethod
     def forward(
@@ -106,7 +106,7 @@ class _FusedHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients found in the forward, times that of the total."""
+        """The gradients computed in forward, times the gradient of the total."""
         grad_weight, grad_NH = ctx.saved_tensors
         told = None
         if grad_weight is not None:
@@ -121,20 +121,20 @@ class _FusedHead(torch.autograd.Function):
 
 
 def chunk_rows(weight_DH: Tensor, in_place: bool = False) -> int:
-    """Rows whose logits exist together."""
+    """Rows per chunk of logits."""
     row = weight_DH.shape[0] * (weight_DH.element_size() if in_place else 4)
     return max(1, CHUNK_BYTES.get(weight_DH.device.type, 64 << 20) // row)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """The rows of all parts; without a copy where they are adjacent in one buffer."""
+    """Concatenate the rows of all parts, without a copy if they are adjacent in one buffer."""
     first, end = parts[0], parts[0].data_ptr()
     for part in parts:
         if not part.is_contiguous() or (part.numel() and part.data_ptr() != end):
             return torch.cat(parts)
         end += part.numel() * part.element_size()
     if first.untyped_storage().nbytes() < end - first.untyped_storage().data_ptr():
-        return torch.cat(parts)  # neighbours by chance, in different buffers
+        return torch.cat(parts)  # adjacent by chance, in different buffers
     return first.as_strided((sum(map(len, parts)), first.shape[1]), (first.shape[1], 1))
 
 
@@ -145,7 +145,7 @@ def _sums(
     if not found:
         return weight_N.new_zeros(()), weight_N.new_zeros(len(counts), 3)
     loss, overlap, argmax = (torch.cat(x) if len(found) > 1 else x[0] for x in zip(*found, strict=True))
-    # where a weight is 0 the loss may be infinite (a label outside): 0, not NaN
+    # at weight 0 the loss may be infinite (label outside the vocabulary): 0, not NaN
     loss = torch.where(weight_N > 0, loss, 0)
     columns = torch.stack([loss, (argmax == target_N).to(loss.dtype), overlap], 1)
     return (loss * weight_N).sum(), torch.stack([part.sum(0) for part in columns.split(counts)])
@@ -159,18 +159,18 @@ def fused_head(
     in_place: RowLossInPlace | None = None,
     scale_: Scale | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Head, loss and metrics of the supervised rows of all draft steps.
+    """LM head, loss and metrics of the supervised rows of all draft steps.
 
     Args:
-        hidden_RH: normed rows of each step, complete on every tensor parallel rank. Their gradient is that of this
-            rank's vocabulary shard alone: the caller brings them in through a region whose backward sums over ranks.
-        weight_DH: this rank's rows of the draft head.
+        hidden_RH: normed rows of each step, whole on every TP rank. Their gradient covers only this rank's vocabulary
+            shard: the caller passes them through a region whose backward sums over ranks.
+        weight_DH: this rank's rows of the draft's LM head.
         in_place: used instead of `row_loss` when given.
-        scale_: multiplies the gradient in place, which is large, by a scalar that is nearly always 1.
+        scale_: multiplies the (large) gradient in place by a scalar that is nearly always 1.
 
     Returns:
         (total, stats [T, 3]): the weighted loss sum with gradient, and per step the loss sum over rows of weight > 0,
-        the number of correct rows and the overlap sum; fp32, equal on every tensor parallel rank.
+        the number of correct rows and the overlap sum; fp32, equal on every TP rank.
     """
     out: tuple[Tensor, Tensor] = _FusedHead.apply(row_loss, in_place, scale_, steps, weight_DH, *hidden_RH)  # type: ignore[no-untyped-call]
     return out

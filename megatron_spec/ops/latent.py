@@ -1,6 +1,6 @@
 """Arithmetic of multi-head latent attention (DeepSeek-V3, arXiv 2412.19437, section 2.1.1), for base and draft.
 
-Queries and keys have dimensions that rotate and dimensions that do not; the rotary part of a key is one for all heads.
+Queries and keys have a rotary and a non-rotary part; all heads share the rotary part of a key.
 
 S sequence, B batch, N heads of this rank, D = nope + rope sizes of a query or key head, V of a value.
 """
@@ -14,7 +14,7 @@ from megatron_spec.config import MlaConfig
 from megatron_spec.ops.rope import apply_rotary
 
 LATENT_EPS = 1e-6
-"""Of the norms of the latents, regardless of the epsilon of the model's other norms."""
+"""Epsilon of the norms of the latents, independent of the model's other norms."""
 
 
 def expand(
@@ -23,8 +23,8 @@ def expand(
     """Query and key [S, B, N, D], rotated, and value [S, B, N, V] from the projections.
 
     Args:
-        k_rotary_SBR: rotary part of the keys, not rotated yet.
-        kv_SBNX: the latent, expanded: non-rotary part of the keys, and values.
+        k_rotary_SBR: rotary part of the keys, before rotation.
+        kv_SBNX: the expanded latent: non-rotary part of the keys, and values.
     """
     q_plain, q_rotary = q_SBND.split([mla.nope_head_dim, mla.rope_head_dim], -1)
     k_plain, value = kv_SBNX.split([mla.nope_head_dim, mla.v_head_dim], -1)
@@ -36,5 +36,5 @@ def expand(
 
 
 def _halves(x: Tensor, interleaved: bool) -> Tensor:
-    """Pairs (0, 1), (2, 3), ... to halves (0, 2, ...; 1, 3, ...), in queries and keys alike: the same scores."""
+    """Reorder pairs (0, 1), (2, 3), ... to halves (0, 2, ...; 1, 3, ...); in both queries and keys scores are equal."""
     return torch.cat([x[..., ::2], x[..., 1::2]], -1) if interleaved else x

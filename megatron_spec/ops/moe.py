@@ -1,6 +1,6 @@
-"""Which experts a token passes, and the rows of every expert; the base's mixtures and a draft's share it.
+"""Routing of a mixture of experts, shared by base and draft: experts of every token, rows of every expert.
 
-E experts, K experts a token passes, R rows (tokens).
+E experts, K experts per token, R rows (tokens).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_spec.config import MoeConfig
 
 
 def choose(logits_RE: Tensor, moe: MoeConfig, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(weights [R, K], numbers of the experts [R, K]) of every token, from the router's logits.
+    """(weights [R, K], indices of the experts [R, K]) of every token, from the router's logits.
 
     softmax: Mixtral, Qwen 3. softmax_of_chosen: gpt-oss. sigmoid: DeepSeek-V3 (arXiv 2412.19437, equations 12-16): the
     choice is by score + bias inside the groups with the best two scores, the weight is the score.
@@ -37,9 +37,9 @@ def choose(logits_RE: Tensor, moe: MoeConfig, bias_E: Tensor | None) -> tuple[Te
 
 
 def rows_of_experts(chosen_RK: Tensor, first: int, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(number of the expert counted from `first`, its rows, their places among the flattened [R * K] choices).
+    """Yield (expert index relative to `first`, its rows, their positions in the flattened [R * K] choices).
 
-    Experts first .. first + count - 1 that some row passes; one sort for all, one synchronisation with the device.
+    Covers experts first .. first + count - 1 that have rows. Takes one sort and one device synchronisation.
     """
     expert_of = chosen_RK.flatten()
     order = expert_of.argsort(stable=True)
@@ -53,11 +53,11 @@ def rows_of_experts(chosen_RK: Tensor, first: int, count: int) -> Iterator[tuple
 
 
 def mixed(x_RH: Tensor, weights_P: Tensor, chosen_RK: Tensor, experts: nn.ModuleList, first: int = 0) -> Tensor:
-    """[R, H] sums of the experts' outputs, each times its weight.
+    """[R, H] weighted sums of the experts' outputs.
 
     Args:
-        weights_P: of the flattened [R * K] choices.
-        experts: those of this rank, numbers `first` and on.
+        weights_P: weights of the flattened [R * K] choices.
+        experts: experts of this rank, with indices from `first`.
     """
     out_RH = torch.zeros_like(x_RH)
     for index, rows, pairs in rows_of_experts(chosen_RK, first, len(experts)):

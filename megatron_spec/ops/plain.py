@@ -1,7 +1,7 @@
-"""The plain twin of every operator: attention with S x (k+1)S scores and autograd, and what the Triton kernels compute.
+"""Plain twins of all operators: attention with S x (k+1)S scores and autograd, and those of the Triton kernels.
 
-For reading, and for the fast paths where kernels cannot run (tests on a CPU, in fp64 too): arithmetic is in the dtype
-that comes in. Arguments and results are those of the kernel that a docstring names.
+They document the arithmetic, and run the fast paths where kernels cannot (tests on a CPU, also in fp64): arithmetic is
+in the input's dtype. Arguments and results are those of the kernel of the same name.
 
 S rows, B batch, N query heads, G key/value heads, D head size, k number of branches, R flattened rows, H hidden, M
 intermediate, T draft steps, D (of logits) this rank's shard of the draft vocabulary, V vocabulary, U teacher rows.
@@ -27,7 +27,7 @@ def ttt_mask(documents_BS: Tensor, branches: int) -> Tensor:
 def merged_attention(
     q_SBND: Tensor, trunk: tuple[Tensor, Tensor], branches: list[tuple[Tensor, Tensor]], documents_BS: Tensor
 ) -> Tensor:
-    """What `ttt_attention.merged_attention` computes: [S, B, N * D]."""
+    """Twin of `ttt_attention.merged_attention`: [S, B, N * D]."""
     n = q_SBND.shape[2] // trunk[0].shape[2]
     keys = torch.cat([trunk[0], *(k for k, _ in branches)]).repeat_interleave(n, 2)
     values = torch.cat([trunk[1], *(v for _, v in branches)]).repeat_interleave(n, 2)
@@ -82,7 +82,7 @@ def norm_backward(
     ):
         if place is not None:
             padded = torch.cat([dy, dy.new_zeros(1, dy.shape[1])])
-            dy = padded[place.long()]  # -1 is the row of zeros
+            dy = padded[place.long()]  # -1 selects the row of zeros
         dw += (dy * normed).sum(0)
         g += dy * w
     if dx_RH is not None:
@@ -151,7 +151,7 @@ def _places(rows: int, B: int, place_R: Tensor | None, device: torch.device) -> 
 def _scores(q_RX: Tensor, k_TRY: Tensor, D: int) -> tuple[Tensor, Tensor]:
     """Queries [R, N, D], scores [k, R, N]."""
     q, k = q_RX.unflatten(1, (-1, D)), k_TRY.unflatten(2, (-1, D))
-    if len(k) == 0:  # of another number of rows when later steps have fewer
+    if len(k) == 0:  # its number of rows may differ, when later steps have fewer
         return q, q.new_zeros(0, *q.shape[:2])
     k = k.repeat_interleave(q.shape[1] // k.shape[2], 2)
     return q, (q * k).sum(-1) * D**-0.5
@@ -258,4 +258,4 @@ OPERATORS = frozenset({
     "gated_backward", "shifted_sum", "scale_", "merge_forward", "merge_backward", "largest", "soft_shard", "soft_rows",
     "teacher_rows",
 })  # fmt: skip
-"""Names that `ops.backend` gives, here and in `ops.kernels`."""
+"""Operators that `ops.backend` loads from here or from `ops.kernels`."""

@@ -1,7 +1,7 @@
-"""Matrix products whose result is added to an existing, wider matrix: weight gradients.
+"""Matrix products accumulated into an existing matrix of wider dtype: weight gradients.
 
-megatron-core's data parallel wrapper gives every parameter an fp32 `main_grad`. Summing products straight into it
-saves the intermediate gradient and the pass that adds it (what megatron-core calls gradient accumulation fusion).
+megatron-core's data-parallel wrapper gives every parameter an fp32 `main_grad`. Accumulating products directly into it
+saves the intermediate gradient and the pass that adds it (megatron-core's gradient accumulation fusion).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def add_product(target: Tensor, a: Tensor, b: Tensor) -> None:
-    """target += a @ b, summed in fp32 when the target is fp32 (2-D, rows of the target may be strided)."""
+    """target += a @ b, accumulated in fp32 when the target is fp32 (2-D, rows of the target may be strided)."""
     if target.dtype == a.dtype:
         target.addmm_(a, b)
     elif target.is_cuda and target.dtype == torch.float32 and hasattr(torch.ops.aten.addmm, "dtype_out"):
@@ -21,13 +21,13 @@ def add_product(target: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class GradientSums:
-    """Where the weight gradients of one backward pass go: `main_grad` where there is one, else new fp32 tensors."""
+    """Destinations of the weight gradients of one backward pass: `main_grad` if present, else new fp32 tensors."""
 
     def __init__(self) -> None:
         self._own: dict[int, Tensor] = {}
 
     def of(self, parameter: nn.Parameter) -> Tensor:
-        """The matrix to add to."""
+        """The matrix to accumulate into."""
         main_grad = getattr(parameter, "main_grad", None)
         if main_grad is not None:
             return main_grad  # type: ignore[no-any-return]
@@ -37,6 +37,6 @@ class GradientSums:
         return self._own[id(parameter)]
 
     def result(self, parameter: nn.Parameter) -> Tensor | None:
-        """What autograd is told: nothing when the gradient is in `main_grad` already."""
+        """The gradient to return to autograd; None when it is already in `main_grad`."""
         own = self._own.pop(id(parameter), None)
         return None if own is None else own.to(parameter.dtype)

@@ -1,12 +1,12 @@
-"""Rotary embedding in the rotate-half convention of Llama, for arbitrary positions (base and draft share it).
+"""Rotary embedding in the rotate-half convention of Llama, for arbitrary positions; shared by base and draft.
 
 Scalings: default, linear, llama3 (the frequency-dependent scaling of Llama 3.1), yarn (arXiv 2309.00071), longrope
-(arXiv 2402.13753). Equal to transformers' in fp32. The first `partial_rotary_factor` of a head's dimensions rotates.
+(arXiv 2402.13753). Equal to transformers in fp32. Rotates the first `partial_rotary_factor` of a head's dimensions.
 
-longrope has two sets of frequencies. A text (a packed document, a prompt with the answer so far) of more than
-`original_max_position_embeddings` tokens uses the long one for all of its tokens, any other the short one: never the
-batch, the packing or the cache decides. An answer that grows past that number is read again (decoding/engine.py), as
-transformers does.
+longrope has two sets of frequencies. A text (a packed document, or a prompt with the answer so far) of more than
+`original_max_position_embeddings` tokens uses the long set for all of its tokens, any other text the short set,
+regardless of batch, packing and cache. When an answer grows past that length, the text is prefilled again
+(decoding/engine.py), as in transformers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def inverse_frequencies(
     """fp32 [rotary dimensions / 2] angular frequencies per position.
 
     Args:
-        long: longrope's frequencies for more positions than the original number.
+        long: longrope's frequencies for texts beyond the original length.
     """
     dim = rope.rotary_dim(head_dim)
     powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim)
@@ -43,10 +43,10 @@ def inverse_frequencies(
 
 
 def _yarn(rope: RopeConfig, powers: Tensor, dim: int) -> Tensor:
-    """Fast dimensions keep their frequency, slow ones are stretched, with a ramp between."""
+    """High frequencies are kept, low ones are interpolated, with a ramp in between."""
 
     def dimension_of(turns: float) -> float:
-        """Pair of the head that makes this many rotations over the trained length."""
+        """Dimension pair that makes this many rotations over the trained length."""
         original = rope.original_max_position_embeddings
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
@@ -77,7 +77,7 @@ def rotary_angles(positions_BS: Tensor, inv_freq: Tensor) -> Tensor:
     """fp32 angles [S, B, 1, rotary dimensions], the layout of megatron-core's `rotary_pos_emb`.
 
     Args:
-        inv_freq: [rotary dimensions / 2], or [S, B, rotary dimensions / 2] where rows differ.
+        inv_freq: [rotary dimensions / 2], or [S, B, rotary dimensions / 2] if rows differ.
     """
     half = positions_BS.t()[:, :, None].float() * inv_freq
     return torch.cat([half, half], dim=-1)[:, :, None, :]

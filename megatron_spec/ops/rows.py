@@ -1,6 +1,6 @@
-"""Row compaction with a cheap gradient.
+"""Row selection with a cheap gradient.
 
-N rows, R picked rows, H any width.
+N rows, R selected rows, H any width.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _PickRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None]:
-        """Rows back to where they came from, zero elsewhere."""
+        """Scatter rows back to their positions, zero elsewhere."""
         (rows_R,) = ctx.saved_tensors
         return grad_RH.new_zeros(ctx.total, *grad_RH.shape[1:]).index_copy_(0, rows_R, grad_RH), None
 
@@ -31,8 +31,8 @@ class _PickRows(torch.autograd.Function):
 def pick_rows(x_NH: Tensor, rows_R: Tensor) -> Tensor:
     """Rows `rows_R` (distinct) of x: [R, H].
 
-    Because they are distinct, the gradient is a copy, not a sum: faster than that of `index_select`, and the same
-    in every run on a GPU.
+    Because they are distinct, the gradient is a copy, not a sum: faster than that of `index_select`, and deterministic
+    on a GPU.
     """
     out: Tensor = _PickRows.apply(x_NH, rows_R)  # type: ignore[no-untyped-call]
     return out

@@ -6,8 +6,8 @@ merging is arithmetic on rows:
 
     s_i = q . k_i / sqrt(D)      lse = logaddexp(lse0, s_1..s_k)      o = e^(lse0 - lse) o0 + sum_i e^(s_i - lse) v_i
 
-From step 1 on only some rows are of interest (those still supervised), so queries and branches may come as a
-compacted list of rows; they take their places among all rows for the trunk alone.
+From step 1 on only some rows matter (those still supervised), so queries and branches may be a compacted list of rows;
+only the trunk attention scatters them to their positions among all rows.
 
 Backward: the trunk's own flash backward, given the *merged* o and lse, yields exactly the trunk's part of dq and
 dk_0, dv_0 (as in ring attention, arXiv 2310.01889); branches are again row-local.
@@ -38,14 +38,14 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _grouped(x: Tensor, G: int) -> Tensor:
-    """[..., N, D] -> [..., G, N / G, D]: query heads beside the key/value head they read."""
+    """[..., N, D] -> [..., G, N / G, D]: query heads grouped by the key/value head they read."""
     return x.unflatten(-2, (G, -1))
 
 
 def _merge(
     q: Tensor, o0: Tensor, lse0: Tensor, branches: list[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Merged (o [..., N, D], lse [..., N]) and the branch scores [..., N]."""
+    """Merged o [..., N, D] and lse [..., N], and the branch scores [..., N]."""
     wide, scale, G = _wide(q), 1 / math.sqrt(q.shape[-1]), branches[0][0].shape[-2]
     q_wide = _grouped(q, G).to(wide)
     scores = [(q_wide * k.unsqueeze(-2).to(wide)).sum(-1).flatten(-2) * scale for k, _ in branches]
@@ -75,32 +75,32 @@ def _branch_backward(
     for s, (k, v) in zip(scores, branches, strict=True):
         p = _grouped((s - lse).exp()[..., None], G)
         ds = p * ((do_wide * v.unsqueeze(-2)).sum(-1, keepdim=True) - delta) * scale
-        dq_wide.addcmul_(ds, k.unsqueeze(-2).to(wide))  # dq is ours: fresh from the trunk
+        dq_wide.addcmul_(ds, k.unsqueeze(-2).to(wide))  # in place: dq is a new tensor from the trunk
         grads.append(((ds * q_wide).sum(-2).to(k.dtype), (p * do_wide).sum(-2).to(v.dtype)))
     return dq_wide.flatten(-3, -2).to(q.dtype), grads
 
 
 class _Places:
-    """Moves compacted rows [R, ...] to their places among [B, S, ...] and back; with no rows given, the identity."""
+    """Scatters compacted rows [R, ...] to positions in [B, S, ...] and back; the identity without rows."""
 
     def __init__(self, rows_R: Tensor | None, shape_BS: tuple[int, int]) -> None:
         self.shape = shape_BS
-        # rows count through [S, B], as activations are laid out
+        # rows index the flattened [S, B], the layout of activations
         self.index = None if rows_R is None else (rows_R % shape_BS[0], rows_R // shape_BS[0])
 
     def spread(self, x: Tensor) -> Tensor:
-        """Zero elsewhere: such a query sees keys, but its output is not read and its gradient is zero."""
+        """Scatter rows, zero elsewhere: the output of a zero query is not read and its gradient is zero."""
         if self.index is None:
             return x
         return x.new_zeros(*self.shape, *x.shape[1:]).index_put_(self.index, x)
 
     def collect(self, x: Tensor) -> Tensor:
-        """Rows of a trunk result that are of interest."""
+        """Select the compacted rows of a trunk result."""
         return x if self.index is None else x[self.index]
 
 
 class _MergedAttention(torch.autograd.Function):
-    """Trunk and branches together; saves O(S k) numbers."""
+    """Trunk and branches together; saves O(S k) values."""
 
     @staticmethod
     def forward(
@@ -153,11 +153,11 @@ def merged_attention(
 
     Args:
         q_SBND: rotated queries of this step; [R, 1, N, D] when rows are given.
-        trunk: (k, v) [S, B, G, D] of step 0, keys rotated; whole also under context parallelism.
+        trunk: (k, v) [S, B, G, D] of step 0, keys rotated; whole even under context parallelism.
         branches: (k, v) [S, B, G, D] of steps 1..k; [R, 1, G, D] when rows are given.
-        visibility: of trunk keys, for the rows of a step.
-        rows_R: places of compacted queries and branches in the flattened [S * B] rows of this rank, distinct.
-        window: keys that a query sees, branches included; None: all. At least one of them is a trunk key.
+        visibility: visibility of trunk keys for the rows of a step.
+        rows_R: positions of compacted queries and branches in the flattened [S * B] rows of this rank, distinct.
+        window: keys that a query sees, including branches; None: all. At least one of them is a trunk key.
 
     Returns:
         [S, B, N * D] ([R, 1, N * D]), differentiable in every tensor.
@@ -176,11 +176,11 @@ def merged_attention(
 
 
 class TrainingTimeTest:
-    """The `Attention` a draft is given in training: remembers keys and values of earlier steps, per layer.
+    """The `Attention` of a draft in training: keeps keys and values of earlier steps per layer.
 
     Call it once per layer and step; the first call of a layer is the trunk, every later one adds a branch.
     With `detach`, gradients do not flow into keys and values of earlier steps. With a window, row j at step k sees
-    k branches, its own included, and the last window - k trunk rows: what it sees when it is decoded.
+    k branches, including its own, and the last window - k trunk rows, as in decoding.
     """
 
     def __init__(self, visibility: Visibility, detach: bool = False, window: int | None = None) -> None:
@@ -191,11 +191,11 @@ class TrainingTimeTest:
         self.branches: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def compact(self, rows_R: Tensor, kept_R: Tensor | None) -> None:
-        """From the next step on, only `rows_R` of the flattened [S * B] rows come.
+        """Restrict later steps to `rows_R` of the flattened [S * B] rows.
 
         Args:
-            kept_R: their places among the rows of the step before; None when these are the same, or when no
-                branch has been seen yet.
+            kept_R: their positions among the rows of the previous step; None when the rows are unchanged, or when
+                there is no branch yet.
         """
         self.rows_R = rows_R
         if kept_R is not None:
@@ -205,7 +205,9 @@ class TrainingTimeTest:
     def __call__(self, layer: int, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor) -> Tensor:
         """Attention of the next step of `layer`: [S, B, N * D] ([R, 1, N * D] once compacted)."""
         if layer not in self.trunks:
-            k_SBGD, v_SBGD = self.visibility.gather(k_SBGD, v_SBGD)  # once: all later steps read the same trunk
+            k_SBGD, v_SBGD = self.visibility.gather(
+                k_SBGD, v_SBGD
+            )  # gathered once: all later steps read the same trunk
             self.trunks[layer], self.branches[layer] = (k_SBGD, v_SBGD), []
             return merged_attention(q_SBND, (k_SBGD, v_SBGD), [], self.visibility, window=self.window)
         trunk, branches = self.trunks[layer], self.branches[layer]

@@ -1,4 +1,4 @@
-"""Key visibility: which keys each query row of one forward sees. Made once per forward, read by every layer.
+"""Key visibility: which keys each query row of a forward sees. Built once per forward, read by every layer.
 
 S query rows, B batch, G key/value heads, D head size, L key length (under context parallelism: S is this rank's part
 of the L rows of the sequence).
@@ -20,8 +20,8 @@ from megatron_spec.runtime.context import ContextShard
 class KVCache:
     """Keys and values of every layer for a batch of sequences of different lengths.
 
-    Rolling back costs nothing: rows past the accepted length are never visible to a later query, because
-    `Visibility.cached` masks by slot, and they are overwritten by the next tokens.
+    Rollback is free: rows past the accepted length are never visible to a later query, because `Visibility.cached`
+    masks by slot, and the next tokens overwrite them.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class KVCache:
         self.values = torch.zeros(*shape, value_dim or head_dim, dtype=dtype, device=device)
 
     def places(self, slots_BS: Tensor) -> Tensor:
-        """int64 [S * B] rows of a layer, seen as [B * max_length, ...], that `slots_BS` stand for."""
+        """int64 [S * B] indices of `slots_BS` in a layer viewed as [B * max_length, ...]."""
         first_B = torch.arange(slots_BS.shape[0], device=slots_BS.device) * self.keys.shape[2]
         return (slots_BS.t() + first_B).reshape(-1)
 
     def write(self, layer: int, k_SBGD: Tensor, v_SBGD: Tensor, places_R: Tensor) -> None:
-        """Put new rows of a layer where `places` said."""
+        """Write new rows of a layer at the indices from `places`."""
         for kept, new in ((self.keys[layer], k_SBGD), (self.values[layer], v_SBGD)):
             kept.flatten(0, 1).index_copy_(0, places_R, new.flatten(0, 1))
 
@@ -59,7 +59,7 @@ class Documents:
     """Packed documents for variable-length attention over the flattened [B * S] rows.
 
     Attributes:
-        starts: int32 [documents + 1], first row of every document, and B * S.
+        starts: int32 [documents + 1], first row of every document, then B * S.
         longest: rows of the longest document.
     """
 
@@ -68,7 +68,7 @@ class Documents:
 
     @staticmethod
     def of(documents_BS: Tensor) -> Documents:
-        """From the document number of every row (padding: -1); documents are contiguous."""
+        """Build from the document index of every row (padding: -1); documents are contiguous."""
         starts = _begins(documents_BS).flatten().nonzero().flatten()
         starts = torch.cat([starts, starts.new_tensor([documents_BS.numel()])])
         return Documents(starts.int(), int(starts.diff().max()))
@@ -81,10 +81,10 @@ class Documents:
 
 @dataclass
 class Chunk:
-    """One contiguous piece of the queries of a context parallel rank.
+    """A contiguous piece of the queries of a context-parallel rank.
 
     Attributes:
-        first, end: its rows among the rank's rows.
+        first, end: range of the rank's rows.
         keys: int64, rows of the flattened [B * L] keys that it sees.
         starts_q, starts_k: int32 [documents + 1], first row of each document among its queries and keys.
         longest_q, longest_k: rows of the longest document.
@@ -109,8 +109,8 @@ def _begins(documents_BS: Tensor) -> Tensor:
 def chunks_of(documents_BL: Tensor, shard: ContextShard) -> list[Chunk]:
     """This rank's chunks, for sequences whose rows belong to `documents_BL` (padding: -1).
 
-    A chunk sees the keys before its end (inside its document), which variable-length flash attention expresses with
-    different starts for queries and keys; the causal mask is aligned at the last row of each document.
+    A chunk sees the keys before its end within its document. Variable-length flash attention expresses this by
+    different starts for queries and keys; its causal mask is aligned at the last row of each document.
     """
     L = documents_BL.shape[1]
     place_L = torch.arange(L, device=documents_BL.device)
@@ -138,19 +138,19 @@ def chunks_of(documents_BL: Tensor, shard: ContextShard) -> list[Chunk]:
 
 @dataclass
 class Visibility:
-    """Causal by default; inside documents where they are given; or what a mask over cache slots shows.
+    """Visibility: causal, causal within documents, or a mask over cache slots.
 
-    The forms that kernels read (mask, starts of documents, chunks) are made when they are first asked for.
+    The forms that kernels read (mask, starts of documents, chunks) are computed on first use.
 
     Attributes:
-        documents_BL: document number of every row of the whole sequence (padding: -1), where rows hold several, or
-            where the sequence is shared by ranks; None: causal over all rows.
+        documents_BL: document index of every row of the whole sequence (padding: -1), if rows are packed or ranks
+            share the sequence; None: causal over all rows.
         context: the ranks that share the sequence: queries are this rank's rows, keys and values those of all ranks.
-        cache: where keys and values live while decoding; None in training.
+        cache: keys and values in decoding; None in training.
         slots_BS: int64 cache slots that the S new rows are written to (decoding only).
-        visible_BSL: bool, which of the first L cache slots each new row sees (decoding only); None: the new rows are
-            the first of their sequences and see one another causally.
-        lengths_B: tokens of each text that are known (decoding only); None: up to the last new row.
+        visible_BSL: bool, which of the first L cache slots each new row sees (decoding only); None: the new rows start
+            their sequences and see each other causally.
+        lengths_B: known tokens of each text (decoding only); None: up to the last new row.
     """
 
     documents_BL: Tensor | None = None
@@ -168,14 +168,14 @@ class Visibility:
 
     @staticmethod
     def of(batch: Batch) -> Visibility:
-        """Of a training batch: causal inside each document."""
-        if batch.context is None and batch.single_document:  # padding after it is harmless
+        """Visibility of a training batch: causal within each document."""
+        if batch.context is None and batch.single_document:  # trailing padding is harmless
             return Visibility()
         return Visibility(batch.documents_BS, batch.context)
 
     @staticmethod
     def prefill(cache: KVCache, slots_BS: Tensor, lengths_B: Tensor | None = None) -> Visibility:
-        """The rows begin their sequences: they see one another causally, and are written to `slots_BS`."""
+        """Rows that start their sequences: they see each other causally and are written to `slots_BS`."""
         return Visibility(cache=cache, slots_BS=slots_BS, lengths_B=lengths_B)
 
     @staticmethod
@@ -186,7 +186,7 @@ class Visibility:
         """New rows are written to `slots_BS` and see every slot up to their own, or `visible_BSL` (trees).
 
         Args:
-            length: a bound of the slots; found from `slots_BS` (a device synchronisation) when it is not known.
+            length: upper bound of the slots; computed from `slots_BS` (a device synchronisation) when not given.
         """
         if visible_BSL is None:
             if length is None:
@@ -196,7 +196,7 @@ class Visibility:
 
     @property
     def is_causal(self) -> bool:
-        """Every row sees all earlier rows of its sequence: no document borders, no mask."""
+        """Every row sees all earlier rows of its sequence: no document boundaries, no mask."""
         return self.documents_BL is None and self.visible_BSL is None
 
     @cached_property
@@ -207,7 +207,7 @@ class Visibility:
 
     @cached_property
     def chunks(self) -> list[Chunk]:
-        """Which keys this rank's chunks of a shared sequence see."""
+        """This rank's chunks of a shared sequence, with the keys they see."""
         assert self.documents_BL is not None and self.context is not None
         return chunks_of(self.documents_BL, self.context)
 
@@ -224,7 +224,7 @@ class Visibility:
         return ((documents[:, mine, None] == documents[:, None]) & (mine[:, None] >= rows))[:, None]
 
     def bias(self, dtype: torch.dtype, repeat: int = 1) -> Tensor | None:
-        """[B, 1, repeat * S, L] the mask as 0 and -inf, once for each query head of a group; None: causal."""
+        """[B, 1, repeat * S, L] mask as 0 and -inf, repeated for each query head of a group; None: causal."""
         if self.mask_B1SL is None:
             return None
         if (repeat, dtype) not in self._made:
@@ -235,7 +235,7 @@ class Visibility:
         return self._made[repeat, dtype]
 
     def gather(self, k_SBGD: Tensor, v_SBGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the whole sequence [L, B, G, D], from those of this rank. Differentiable."""
+        """Gather keys and values of the whole sequence [L, B, G, D] from all ranks. Differentiable."""
         if self.context is None:
             return k_SBGD, v_SBGD
         if k_SBGD.shape[-1] != v_SBGD.shape[-1]:
@@ -244,7 +244,7 @@ class Visibility:
         return k, v
 
     def remember(self, layer: int, k_SBGD: Tensor, v_SBGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new rows of a layer to the cache, if there is one; keys and values [L, B, G, D] that are seen."""
+        """Write new rows of a layer to the cache, if there is one. Returns the visible keys and values [L, B, G, D]."""
         if self.cache is None:
             return k_SBGD, v_SBGD
         assert self.slots_BS is not None
@@ -255,9 +255,9 @@ class Visibility:
 
 
 def within_window(mask: Tensor, window: int) -> Tensor:
-    """The last `window` keys that each row of `mask` [..., S, L] sees.
+    """Restrict `mask` [..., S, L] to the last `window` keys that each row sees.
 
-    What a row sees is a path that ends in itself and lies in the order of the text: a prefix of its document, or, in
-    a tree, accepted tokens and its ancestors. So distance is the number of visible keys after a key.
+    The visible keys of a row form a path in text order that ends at the row: a prefix of its document or, in a tree,
+    accepted tokens and its ancestors. So the distance of a key is the number of visible keys after it.
     """
     return mask & (mask.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1) <= window)

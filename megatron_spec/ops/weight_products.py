@@ -1,7 +1,8 @@
-"""A weight as the unroll of a draft uses it: the same products, forward and backward, at every step.
+"""Products with one weight, repeated at every step of a draft's unroll, forward and backward.
 
-In bf16, or with both operands rounded to real fp8 (E4M3, one scale per row of the input and per channel of the weight,
-`ops/kernels/fp8.py`): the weight is rounded once per micro-batch, along each of its sides. Weight gradients stay bf16.
+In bf16, or with both operands rounded to real fp8 (E4M3, one scale per input row and weight channel,
+`ops/kernels/fp8.py`): the weight is rounded once per micro-batch along each of its dimensions. Weight gradients stay
+bf16.
 
 R rows, H inputs, O outputs.
 """
@@ -40,5 +41,5 @@ class WeightProducts:
             return torch.mm(d_RO, self.weight, out=out)
         from megatron_spec.ops.kernels import fp8
 
-        # Sums of gradients are taken in full: the fast way keeps 14 bits of a partial sum.
+        # Gradients need full-precision sums: fast accumulation keeps only 14 bits of a partial sum.
         return fp8.product(fp8.quantize(d_RO), self._by_input, d_RO.dtype, out=out, fast=False)

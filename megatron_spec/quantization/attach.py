@@ -1,8 +1,8 @@
-"""Puts quantisers on the linears of a draft and of the frozen base, by one policy each.
+"""Attach quantisers to the linears of a draft and of the frozen base, with one policy for each.
 
-Draft linears call `input_quantizer` and `weight_quantizer` themselves, so attaching is an assignment. The base is made
+Draft linears call `input_quantizer` and `weight_quantizer` themselves, so attaching is an assignment. The base consists
 of megatron-core's linears: its frozen weights are rounded once, in place, and its inputs by a forward pre-hook. The
-place of a quantiser in the whole base ("layers.3.self_attention.linear_qkv") does not depend on the parallel layout.
+global name of a base quantiser ("layers.3.self_attention.linear_qkv") does not depend on the parallel layout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 Role = Literal["base", "draft"]
 
 SHARED_SCALE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Linears that engines fuse into one matrix, and that therefore need one scale."""
+"""Linears that engines fuse into one matrix and that therefore share one scale."""
 
 KV_PLACE = "self_attention.core_attention"
 
@@ -40,17 +40,17 @@ def excluded(names: Iterable[str], patterns: Iterable[str]) -> bool:
 
 
 def attach_quantizers(module: nn.Module, quant: QuantConfig, role: Role) -> int:
-    """Give every linear that `quant` does not exclude its quantisers, enabled. Linears that have them keep them.
+    """Attach enabled quantisers to every linear that `quant` does not exclude. Existing quantisers are kept.
 
     Args:
         module: a draft, or a `FrozenBase` whose weights are loaded.
-        role: which policy of `quant` applies.
+        role: selects the policy of `quant`.
 
     Returns:
         The number of linears with quantisers; 0 when the policy is 'none'.
 
     Raises:
-        UserError: unknown format; fused linears of which only some are excluded; a linear that no engine loads as fp8.
+        UserError: unknown format; only some of the fused linears are excluded; a linear that no engine loads as fp8.
     """
     fmt = quant.base if role == "base" else quant.draft
     if fmt == "none":
@@ -65,7 +65,7 @@ def attach_quantizers(module: nn.Module, quant: QuantConfig, role: Role) -> int:
 
 
 def _kernel(model: Any) -> bool:
-    """The model may take the path `rounding_kernel`; False for a module that carries no paths."""
+    """True when the model may use the path `rounding_kernel`; False for a module without paths."""
     return hasattr(model, "paths") and model.paths.on("rounding_kernel")
 
 
@@ -73,10 +73,10 @@ def _kernel(model: Any) -> bool:
 
 
 def check_draft(config: DraftConfig, quant: QuantConfig) -> None:
-    """Raise UserError for a draft that no engine loads in the format of the policy."""
+    """Raise UserError for a draft that no engine loads in the policy's format."""
     if quant.draft != "none" and config.of_base:
         raise UserError(
-            f"{quant.draft} for the base's own prediction module: engines read it in the form of the whole base; "
+            f"{quant.draft} for the base's own prediction module: engines read it in the format of the complete base; "
             "quantise the base alone (--export-quant-cfg fp8_base_only)"
         )
 
@@ -89,12 +89,12 @@ def draft_linears(draft: nn.Module) -> dict[str, nn.Module]:
 
 
 def quantised_linears(draft: nn.Module) -> dict[str, Any]:
-    """Linears of a draft that have quantisers (of their weights at least), by name."""
+    """Linears of a draft with quantisers (at least of their weights), by name."""
     return {name: linear for name, linear in draft_linears(draft).items() if linear.weight_quantizer is not None}
 
 
 def shared_scale_groups(names: Iterable[str]) -> list[tuple[str, ...]]:
-    """Groups of the given linear names that must share a scale; only groups that are present in part or whole."""
+    """Groups of the given linear names that must share a scale; groups may be incomplete but not empty."""
     names = list(names)
     parents = dict.fromkeys(n.rpartition(".")[0] for n in names)
     found = []
@@ -131,7 +131,7 @@ def _attach_draft(draft: nn.Module, quant: QuantConfig) -> int:
             linear.weight_quantizer = weight
             if quant.draft == "nvfp4":
                 _check_blocks(name, linear.weight)
-                continue  # weights alone
+                continue  # only weights
             linear.input_quantizer = TensorQuantizer(f"{name}.input", quant.clipped_ste, device, kernel=kernel)
     if quant.draft == "nvfp4":
         return len(chosen)
@@ -146,7 +146,7 @@ def _attach_draft(draft: nn.Module, quant: QuantConfig) -> int:
 def _check_blocks(name: str, weight: Tensor) -> None:
     if weight.shape[1] % nvfp4.BLOCK:
         raise UserError(
-            f"nvfp4: {name} has {weight.shape[1]} inputs on this rank, no multiple of the block {nvfp4.BLOCK}: use "
+            f"nvfp4: {name} has {weight.shape[1]} inputs on this rank, not a multiple of the block {nvfp4.BLOCK}: use "
             "fewer tensor parallel ranks, or exclude it"
         )
 
@@ -165,18 +165,18 @@ def _attach_base(base: nn.Module, quant: QuantConfig) -> int:
         )
     if model.quantised_on_disk:
         raise UserError(
-            "fp8 for the base: its own files are in fp8 already, and it computes with their ranges: quantise the draft "
+            "fp8 for the base: its own files are already in fp8, and it computes with their ranges: quantise the draft "
             "alone (--export-quant-cfg fp8_draft_only)"
         )
     names_of = {r.module: [n.removesuffix(".weight") for n in r.hf] for r in name_rules(model.config)}
     stacked = 0
     for name, linear in found:
-        if name not in names_of:  # one tensor holds all experts (gpt-oss), and has no place for their scales
+        if name not in names_of:  # one tensor stores all experts (gpt-oss), without room for their scales
             stacked += 1
         elif not excluded(names_of[name], quant.excludes("base")):
             chosen.append((name, linear))
     if stacked:
-        log.warning("fp8: %d linears of experts stay as they are: their format has no place for scales", stacked)
+        log.warning("fp8: %d linears of experts stay in high precision: their format cannot store scales", stacked)
     fresh = [(n, m) for n, m in chosen if getattr(m, "input_quantizer", None) is None]
     inputs: dict[str, TensorQuantizer] = {}
     kernel = _kernel(base)
@@ -185,7 +185,7 @@ def _attach_base(base: nn.Module, quant: QuantConfig) -> int:
         place = f"{input_place(name)}.input"
         linear.input_quantizer = inputs.setdefault(place, TensorQuantizer(place, device=device, kernel=kernel))
         linear.weight_quantizer = TensorQuantizer(f"{name}.weight", device=device, kernel=kernel)
-        linear.weight_quantizer.mode = Mode.DISABLED  # the weight itself is rounded
+        linear.weight_quantizer.mode = Mode.DISABLED  # the weight itself is already rounded
         linear.register_forward_pre_hook(_quantize_input)
     quantize_weights_(fresh, model.world.tp)
     if quant.kv_cache == "fp8":
@@ -194,9 +194,9 @@ def _attach_base(base: nn.Module, quant: QuantConfig) -> int:
 
 
 def input_place(name: str) -> str:
-    """Where the range of a linear's input belongs: experts of a layer share one, as engines do.
+    """Name of the range of a linear's input: the experts of a layer share one, as in engines.
 
-    An expert that no calibration token reaches has a range all the same.
+    So even an expert that no calibration token reaches has a range.
     """
     return re.sub(r"\.local_experts\.\d+\.", ".", name)
 
@@ -206,9 +206,9 @@ def _quantize_input(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def quantize_weights_(linears: list[tuple[str, Any]], tp: dist.ProcessGroup) -> None:
-    """Round frozen weights in place under the largest magnitude over the tensor parallel ranks.
+    """Round frozen weights in place, with the largest magnitude over the TP ranks as range.
 
-    Each weight quantiser keeps the range, and the relative error |w - q(w)| / |w| of the whole weight.
+    Each weight quantiser keeps the range and the relative error |w - q(w)| / |w| of the whole weight.
     """
     if not linears:
         return
@@ -236,7 +236,7 @@ def _keep_errors(linears: list[tuple[str, Any]], sums: Tensor, tp: dist.ProcessG
 
 
 def measure_weight_errors(linears: list[tuple[str, Any]], tp: dist.ProcessGroup) -> None:
-    """Set `relative_error` of the weight quantisers from the weights as they are (draft)."""
+    """Set `relative_error` of the weight quantisers from the current weights (draft)."""
     if linears:
         sums = [_error_sums(m) for _, m in linears]
         _keep_errors(linears, torch.stack(sums), tp)
@@ -244,7 +244,7 @@ def measure_weight_errors(linears: list[tuple[str, Any]], tp: dist.ProcessGroup)
 
 def _attach_kv(base: Any) -> None:
     if base.config.mla:
-        raise UserError("an fp8 KV cache of a base with latent attention: engines cache the latent; leave it out")
+        raise UserError("fp8 KV cache for a base with latent attention: engines cache the latent; leave it out")
     for number, layer in base.layers():
         core = layer.self_attention.core_attention
         if getattr(core, "k_quantizer", None) is not None:
@@ -262,18 +262,18 @@ def _quantize_kv(core: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (query, core.k_quantizer(key), core.v_quantizer(value), *rest)
 
 
-# ---- all of them
+# ---- all quantisers
 
 
 def quantizers(module: nn.Module) -> dict[str, TensorQuantizer]:
-    """Every quantiser under `module`, by its own name (global for a base, regardless of the pipeline split)."""
+    """Every quantiser under `module` by its name (global for a base, independent of the PP layout)."""
     return {m.name: m for m in module.modules() if isinstance(m, TensorQuantizer)}
 
 
 def base_amax_state(base: nn.Module) -> dict[str, float]:
-    """Ranges of the whole base, gathered over its pipeline ranks: {"layers.0.mlp.linear_fc1.input": amax, ...}.
+    """Ranges of the base, gathered over its PP ranks: {"layers.0.mlp.linear_fc1.input": amax, ...}.
 
-    Equal on every rank and for every layout. Raises UserError when one was never calibrated.
+    Equal on every rank and for every layout. Raises UserError when a quantiser was never calibrated.
     """
     model: Any = base
     mine: dict[str, float] = {}
@@ -286,10 +286,10 @@ def base_amax_state(base: nn.Module) -> dict[str, float]:
 
 
 def load_base_amax(base: nn.Module, state: dict[str, float]) -> None:
-    """Give the quantisers of a base (attached before) the ranges of `base_amax_state`.
+    """Load the ranges of `base_amax_state` into the attached quantisers of a base.
 
     Raises:
-        UserError: a quantiser of this stage is missing in `state`, `state` knows one that this base lacks, or the range
+        UserError: a quantiser of this stage is missing in `state`, `state` has one that this base lacks, or the range
             of a weight shows that another base was calibrated.
     """
     model: Any = base
@@ -301,15 +301,15 @@ def load_base_amax(base: nn.Module, state: dict[str, float]) -> None:
         unexpected = [n for n in unexpected if ".local_experts." not in n]  # of other ranks
     if missing or unexpected:
         raise UserError(
-            f"ranges of the base do not fit its quantisers: missing {missing[:4]} ({len(missing)}), unexpected "
+            f"ranges of the base do not match its quantisers: missing {missing[:4]} ({len(missing)}), unexpected "
             f"{unexpected[:4]} ({len(unexpected)}); the checkpoint was quantised with other exclude patterns"
         )
     for name, quantizer in mine.items():
-        if quantizer.mode is Mode.DISABLED:  # a weight: rounded under its own range already
+        if quantizer.mode is Mode.DISABLED:  # a weight, already rounded with its own range
             if abs(state[name] - float(quantizer.amax)) > 0.01 * float(quantizer.amax):
                 raise UserError(
                     f"{name}: the checkpoint was quantised with a base whose largest weight is {state[name]:.6g}, this "
-                    f"one has {float(quantizer.amax):.6g}: give the base of the checkpoint"
+                    f"one has {float(quantizer.amax):.6g}: use the base of the checkpoint"
                 )
         else:
             quantizer.set_amax(state[name])

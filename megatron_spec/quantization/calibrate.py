@@ -1,8 +1,8 @@
-"""Calibration: finds the range of every quantised tensor of base and draft, and switches fake quantisation on.
+"""Calibration: determine the range of every quantised tensor of base and draft, and enable fake quantisation.
 
 Order matters. The base's weights are rounded first, then its inputs are calibrated; only then does the draft run, on
 features of the *quantised* base and through all draft steps, because from the second step on it reads its own output.
-Ranges are the maximum over every rank that holds a shard or a copy of the place, replicated linears included.
+A range is the maximum over all ranks with a shard or a replica of the tensor, including replicated linears.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """Where the features come from; the online one runs the base."""
+    """Source of features; the online source runs the base."""
 
     def features(self, batches: list[Batch]) -> list[Features]:
-        """Features of the micro-batches of one step that this rank owns."""
+        """Features of this rank's micro-batches of one step."""
         ...
 
 
@@ -57,13 +57,13 @@ def calibrate(
 
     Args:
         base: the frozen base; may be None when quant.base is 'none'.
-        source: its features; must run `base` when quant.base is 'fp8'.
-        batches: per calibration step, the micro-batches given to `source`.
-        objective: its ttt_steps is how often the draft reads its own output.
-        ends: embedding and head, when `base` is None.
+        source: source of the base's features; must run `base` when quant.base is 'fp8'.
+        batches: per calibration step, the micro-batches passed to `source`.
+        objective: its ttt_steps sets how often the draft reads its own output.
+        ends: embedding and LM head, when `base` is None.
 
     Returns:
-        One entry per quantised linear of the whole base and of the draft.
+        One entry per quantised linear of the base (all stages) and of the draft.
 
     Raises:
         UserError: no batches; a quantiser saw no data (features that were not made by this base), NaN or infinity.
@@ -120,11 +120,11 @@ def _calibrate_draft(
     _share_scales(linears, "weight_quantizer")
     for quantizer in weights:
         quantizer.enable()
-    if inputs:  # nvfp4 rounds weights alone
+    if inputs:  # nvfp4 rounds only weights
         for step in _progress(batches, "draft", world):
             for features in source.features(step):
                 draft(features, ends, objective)
-        choose_ranges(inputs, groups, quant)  # fused linears read the same input, so their ranges are equal already
+        choose_ranges(inputs, groups, quant)  # fused linears read the same input, so their ranges are already equal
         _share_scales(linears, "input_quantizer")
     for quantizer in inputs:
         quantizer.enable()
@@ -140,7 +140,7 @@ def _share_scales(linears: dict[str, Any], which: str) -> None:
 
 
 def synchronize(found: Sequence[TensorQuantizer], groups: Sequence[dist.ProcessGroup]) -> None:
-    """Set every range to its maximum over the ranks of `groups`. NaN becomes infinity, which every rank refuses."""
+    """Set every range to its maximum over the ranks of `groups`. NaN becomes infinity, which every rank rejects."""
     if not found:
         return
     amax = torch.stack([q.amax for q in found])
@@ -152,7 +152,7 @@ def synchronize(found: Sequence[TensorQuantizer], groups: Sequence[dist.ProcessG
 
 
 def choose_ranges(found: Sequence[TensorQuantizer], groups: Sequence[dist.ProcessGroup], quant: QuantConfig) -> None:
-    """Add up what every rank of `groups` has seen, and set the ranges from it."""
+    """Sum the observations of all ranks of `groups`, and set the ranges from them."""
     synchronize(found, groups)
     if not found:
         return
@@ -167,7 +167,7 @@ def choose_ranges(found: Sequence[TensorQuantizer], groups: Sequence[dist.Proces
 
 
 def _report(base: Any, draft: Draft, world: World) -> list[LayerReport]:
-    """Lines of the base's linears, gathered over the pipeline ranks, then those of the draft."""
+    """Report lines of the base's linears, gathered over the PP ranks, then those of the draft."""
     mine: list[LayerReport] = []
     if base is not None:
         mine = lines_of("base", dict(base.linears()), quantizers(base))

@@ -1,7 +1,7 @@
-"""Histogram of magnitudes with fixed bins, so that ranks and steps simply add up: one bin per positive bfloat16 number.
+"""Histogram of magnitudes with one fixed bin per positive bfloat16 number, so histograms of ranks and steps add up.
 
 A value falls into the bin of the smallest bfloat16 not below it. For bfloat16 data every value has its own bin, and
-percentile, clipped share and rounding error are exact; for float32 data they are within half a percent.
+percentile, clipped share and rounding error are exact; for float32 data they are accurate to half a percent.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ def empty(device: torch.device | str) -> Tensor:
 
 
 def magnitudes(x: Tensor) -> Tensor:
-    """int64 [BINS]: how many values of x have which magnitude. NaN counts as infinity."""
+    """int64 [BINS]: histogram of the magnitudes of x. NaN counts as infinity."""
     bits = x.detach().abs().to(torch.float32).flatten().view(torch.int32)
     index = (bits.clamp(max=_INFINITY << 16) + 0xFFFF) >> 16  # rounded up
     return torch.bincount(index.clamp_(max=_INFINITY), minlength=BINS)
 
 
 def bin_values(device: torch.device | str) -> Tensor:
-    """fp32 [BINS]: the magnitude of each bin; those past infinity are never counted, and 0 here."""
+    """fp32 [BINS]: the magnitude of each bin; 0 for the unused bins past infinity."""
     index = torch.arange(BINS, dtype=torch.int32, device=device)
     return (torch.where(index <= _INFINITY, index, 0) << 16).view(torch.float32)
 
 
 def percentile(histogram: Tensor, percent: float) -> Tensor:
-    """fp32 scalar: the smallest magnitude that at least `percent` % of the values do not exceed; 0 when empty."""
+    """fp32 scalar: the smallest magnitude not exceeded by at least `percent` % of the values; 0 when empty."""
     running = histogram.cumsum(0)
     wanted = torch.ceil(running[-1].double() * (percent / 100)).long()
     place = torch.searchsorted(running, wanted.clamp(min=1)).clamp(max=BINS - 1)
@@ -44,14 +44,14 @@ def percentile(histogram: Tensor, percent: float) -> Tensor:
 
 def clipped_share(histogram: Tensor, amax: Tensor) -> float:
     """Share of the values above `amax`."""
-    # A value that is amax itself may fall into the bin above it (float32 rounded up).
+    # A value equal to amax may fall into the bin above it (float32 rounded up).
     ceiling = bin_values(histogram.device)[(magnitudes(amax) > 0).nonzero()[0, 0]]
     above = histogram[bin_values(histogram.device) > ceiling].sum()
     return float(above / histogram.sum().clamp(min=1))
 
 
 def rounding_error(histogram: Tensor, amax: Tensor) -> float:
-    """|x - q(x)| / |x| over all values seen, under the range `amax`; clipping included."""
+    """|x - q(x)| / |x| over all observed values with the range `amax`, including clipping."""
     values = bin_values(histogram.device)
     finite = values.isfinite()
     values, counts = values[finite], histogram[finite].double()

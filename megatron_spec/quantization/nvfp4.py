@@ -1,8 +1,8 @@
 """NVFP4 weights: E2M1 codes in blocks of 16 along the input, an E4M3 scale per block, one fp32 scale per tensor.
 
 value = code * block scale * global scale, where global = amax / (6 * 448) and a block's scale is the E4M3 number
-nearest to its largest magnitude / 6 / global. Two codes share a byte, the first one in the low half. As with fp8, what
-training sees is the value of the exported codes, bit for bit.
+nearest to its largest magnitude / 6 / global. Two codes share a byte, the first one in the low half. As with fp8,
+training uses exactly the values of the exported codes.
 
 O outputs, I inputs.
 """
@@ -17,7 +17,7 @@ E2M1_MAX = 6.0
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the eight magnitudes of E2M1."""
 _UP = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
-"""Halfway points between two magnitudes, and whether a number on it belongs to the upper one (ties to even)."""
+"""Midpoints between two magnitudes, and whether a value at the midpoint rounds up (ties to even)."""
 _GLOBAL = E2M1_MAX * 448.0
 
 
@@ -29,7 +29,7 @@ def global_scale(amax: Tensor) -> Tensor:
 
 
 def encode(weight_OI: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes uint8 [O, I / 16, 16], sign in bit 3; block scales float8_e4m3fn [O, I / 16]) under the range `amax`."""
+    """(codes uint8 [O, I / 16, 16], sign in bit 3; block scales float8_e4m3fn [O, I / 16]) with the range `amax`."""
     blocks = weight_OI.detach().float().unflatten(-1, (-1, BLOCK))
     whole = global_scale(amax)
     scale = (blocks.abs().amax(-1) / E2M1_MAX / whole).clamp(max=448.0).to(torch.float8_e4m3fn)
@@ -43,21 +43,21 @@ def encode(weight_OI: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scale: Tensor, whole: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[O, I] of `encode`'s codes and block scales and a global scale."""
+    """[O, I] from `encode`'s codes and block scales and a global scale."""
     table = torch.tensor(VALUES, device=codes.device)
     values = table[(codes & 7).long()] * torch.where(codes >= 8, -1.0, 1.0)
     return (values * scale.float()[..., None] * whole).flatten(-2).to(dtype)
 
 
 def round_trip(weight_OI: Tensor, amax: Tensor) -> Tensor:
-    """The weight as its codes represent it, in its dtype. NaN stays NaN."""
+    """The weight rounded to its codes, in its dtype. NaN stays NaN."""
     codes, scale = encode(weight_OI, amax)
     rounded = decode(codes, scale, global_scale(amax), weight_OI.dtype)
     return torch.where(weight_OI.isnan(), weight_OI.detach(), rounded)
 
 
 def pack(codes: Tensor) -> Tensor:
-    """uint8 [O, I / 2]: two codes a byte, the first in the low half."""
+    """uint8 [O, I / 2]: two codes per byte, the first in the low half."""
     flat = codes.flatten(-2)
     return flat[..., 0::2] | flat[..., 1::2] << 4
 

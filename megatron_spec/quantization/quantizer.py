@@ -1,4 +1,4 @@
-"""One per-tensor E4M3 quantiser: an amax buffer and what to do with it."""
+"""Per-tensor E4M3 quantiser: an amax buffer and a mode."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megatron_spec.quantization.rounding import RoundedOnce, fake_quant, round_t
 
 
 class Mode(Enum):
-    """What a quantiser does with a tensor."""
+    """Mode of a quantiser."""
 
     DISABLED = "disabled"
     """Nothing."""
     CALIBRATING = "calibrating"
-    """Remember the largest magnitude, pass the tensor through."""
+    """Record the largest magnitude, pass the tensor through."""
     ENABLED = "enabled"
-    """Round to E4M3 under the remembered range."""
+    """Round to E4M3 with the recorded range."""
 
 
 class SharedInput:
-    """What the quantisers of one input remember: linears that engines fuse read the same tensor under one range."""
+    """State shared by the quantisers of one input: linears that engines fuse read the same tensor with one range."""
 
     def __init__(self) -> None:
         self.x: Tensor | None = None
@@ -33,7 +33,7 @@ class SharedInput:
         self.amax: float | None = None
 
     def agree(self, name: str, amax: float) -> None:
-        """Raise UserError when another of the quantisers has another range."""
+        """Raise UserError when the quantisers have different ranges."""
         if self.amax is not None and self.amax != amax:
             raise UserError(
                 f"quantiser {name}: its range {amax} differs from {self.amax} of the linears that engines fuse with "
@@ -43,26 +43,26 @@ class SharedInput:
 
 
 class TensorQuantizer(nn.Module):
-    """Fake-quantises the tensors of one place in the model under one range.
+    """Fake-quantises one tensor of the model (a weight or an input) with one range.
 
-    `amax` is an fp32 scalar buffer, so checkpoints carry it. NaN: never calibrated. -inf: calibrating, nothing seen
-    yet. Using either is an error, and so is a range that became infinite or NaN because the data did.
+    `amax` is an fp32 scalar buffer, so it is part of checkpoints. NaN: never calibrated. -inf: calibrating, nothing
+    observed yet. Using either is an error, and so is a range that is infinite or NaN because of the data.
 
     Args:
-        name: where it sits, for messages.
+        name: its name in the model, for messages.
         clipped: zero gradient outside +-amax.
-        constant: it rounds a weight, which stays as it is between `hold` and `release`.
+        constant: it rounds a weight, which does not change between `hold` and `release`.
         form: 'fp8', or 'nvfp4' for a weight.
-        kernel: the model may take the path `rounding_kernel`.
+        kernel: the model may use the path `rounding_kernel`.
     """
 
     amax: Tensor
     relative_error: float = float("nan")
     """|x - q(x)| / |x|, set by calibration."""
     clipped_share: float = 0.0
-    """Share of the values seen by calibration that lie outside the range."""
+    """Share of the values outside the range in calibration."""
     histogram: Tensor | None = None
-    """Magnitudes seen while calibrating (see `histogram.py`); only then, and only where it is asked for."""
+    """Magnitudes observed in calibration (see `histogram.py`); None otherwise, or if not requested."""
 
     def __init__(
         self, name: str, clipped: bool = False, device: torch.device | str = "cpu", constant: bool = False,
@@ -79,21 +79,21 @@ class TensorQuantizer(nn.Module):
         self.register_buffer("amax", torch.full((), torch.nan, dtype=torch.float32, device=device))
 
     def start_calibration(self, with_histogram: bool = False) -> None:
-        """Forget the range and collect a new one."""
+        """Discard the range and collect a new one."""
         self.amax.fill_(-torch.inf)
         self.histogram = histogram.empty(self.amax.device) if with_histogram else None
         self.mode = Mode.CALIBRATING
 
     def observe(self, x: Tensor) -> None:
-        """Widen the range to hold x. A NaN in x stays in the range, and is reported when it is used."""
+        """Widen the range to include x. A NaN in x makes the range NaN, which is reported when it is used."""
         self.amax.copy_(torch.maximum(self.amax, x.detach().abs().amax().float()))
         if self.histogram is not None:
             self.histogram += histogram.magnitudes(x)
 
     def choose_range(self, percent: float | None = None) -> None:
-        """Set the range from what was observed: the largest magnitude, or a percentile of the histogram.
+        """Set the range from the observations: the largest magnitude, or a percentile of the histogram.
 
-        Also sets `relative_error` and `clipped_share`, and forgets the histogram.
+        Also sets `relative_error` and `clipped_share`, and discards the histogram.
         """
         seen, self.histogram = self.histogram, None
         if seen is None or not bool(self.amax.isfinite()):  # `check` reports what is wrong
@@ -104,12 +104,12 @@ class TensorQuantizer(nn.Module):
         self.relative_error = histogram.rounding_error(seen, self.amax)
 
     def enable(self) -> None:
-        """Use the range. Raises UserError when there is none."""
+        """Start rounding. Raises UserError when there is no range."""
         self.mode = Mode.ENABLED
         self.check()
 
     def check(self) -> None:
-        """Raise UserError unless the range is a finite number. Waits for the device once, then remembers the answer."""
+        """Raise UserError unless the range is finite. Synchronises with the device once, then caches the result."""
         value = float(self.amax)
         if not (0 <= value < float("inf")):
             state = {
@@ -126,30 +126,30 @@ class TensorQuantizer(nn.Module):
         self._checked = True
 
     def set_amax(self, value: float | Tensor) -> None:
-        """Give the range directly."""
+        """Set the range directly."""
         self.amax.copy_(torch.as_tensor(value, dtype=torch.float32))
         self._forget()
 
     def hold(self) -> bool:
-        """Until `release`: a weight does not change, so it is rounded once; linears that share an input round it once.
+        """Until `release`, round a weight only once, and an input shared by several linears only once.
 
-        False when that was promised before.
+        False if it is already in effect.
         """
         was, self._held = self._held, True
         return not was
 
     def release(self) -> None:
-        """Everything may change again."""
+        """End `hold`: weights may change again."""
         self._held, self._rounded = False, None
         self.forget_input()
 
     def forget_input(self) -> None:
-        """Let go of the last input."""
+        """Release the last input."""
         if self.shared is not None:
             self.shared.x = self.shared.rounded = None
 
     def _forget(self) -> None:
-        """The range may be another one now."""
+        """Invalidate everything derived from the range."""
         self._checked, self._rounded = False, None
         self.forget_input()
         if self.shared is not None:
@@ -176,12 +176,12 @@ class TensorQuantizer(nn.Module):
 
     @property
     def straight(self) -> bool:
-        """It rounds (or does nothing), and gradients pass unchanged: what `round_` can stand for."""
+        """True if gradients pass unchanged, so that `round_` can replace `forward`."""
         return self.mode is not Mode.CALIBRATING and not self.clipped
 
     @torch.no_grad()
     def round_(self, x: Tensor) -> Tensor:
-        """x itself, holding what `forward` returns for it; for code that writes its own backward."""
+        """`forward` in place; returns x. For code that writes its own backward."""
         assert self.straight and self.form == "fp8", self
         if self.mode is Mode.ENABLED:
             if not self._checked:
@@ -191,7 +191,7 @@ class TensorQuantizer(nn.Module):
 
     @torch.no_grad()
     def rounded(self, x: Tensor) -> Tensor:
-        """x as an enabled quantiser gives it, without a gradient and regardless of the mode."""
+        """x rounded, without gradient and regardless of the mode."""
         return fake_quant(x.detach(), self.amax, form=self.form, kernel=self.kernel)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -199,7 +199,7 @@ class TensorQuantizer(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> TensorQuantizer:
-        """Move with the model, but stay fp32 when it is cast to half precision: scales are exported as fp32."""
+        """Move with the model, but keep amax in fp32 when the model is cast: scales are exported as fp32."""
         kept = self.amax
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.amax.dtype != torch.float32:

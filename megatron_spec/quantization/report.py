@@ -1,4 +1,4 @@
-"""What calibration found, place by place: as a table, as JSON, and as a plot."""
+"""Calibration report per tensor, as a table, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from megatron_spec.runtime.files import replacing, write_json, write_text
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One linear (of which nvfp4 rounds the weight alone), or keys or values of one layer; None: not quantised."""
+    """One linear (nvfp4 rounds only its weight), or keys or values of one layer; None: not quantised."""
 
     name: str
     amax_input: float | None
     amax_weight: float | None
     weight_error: float | None
-    """|w - q(w)| / |w| over the whole weight; about 0.02-0.04 for a bell-shaped one."""
+    """|w - q(w)| / |w| over the whole weight; about 0.02-0.04 for bell-shaped weights."""
     input_error: float | None
-    """|x - q(x)| / |x| over all inputs seen."""
+    """|x - q(x)| / |x| over all observed inputs."""
     clipped: float
-    """Share of the inputs seen that lie outside +-amax_input; 0 with max calibration."""
+    """Share of the observed inputs outside +-amax_input; 0 with max calibration."""
 
 
 def lines_of(owner: str, linears: dict[str, Any], others: dict[str, TensorQuantizer]) -> list[LayerReport]:
-    """Lines of the linears that have quantisers, and of those quantisers in `others` that belong to no linear."""
+    """Report lines of the linears with quantisers, and of the quantisers in `others`, which belong to no linear."""
     found = []
     seen: set[str] = set()
     for name, module in linears.items():
         weight, x = getattr(module, "weight_quantizer", None), getattr(module, "input_quantizer", None)
         if weight is None:
             continue
-        if x is None:  # nvfp4: weights alone
+        if x is None:  # nvfp4: only weights
             found.append(LayerReport(f"{owner}.{name}", None, float(weight.amax), weight.relative_error, None, 0.0))
             continue
         seen |= {weight.name, x.name}
@@ -56,7 +56,7 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def table(report: Sequence[LayerReport]) -> str:
-    """A Markdown table."""
+    """The report as a Markdown table."""
     head = "| linear | amax input | clipped | input error | amax weight | weight error |\n|---|---|---|---|---|---|\n"
     rows = [
         f"| {r.name} | {_cell(r.amax_input, '.4g')} | {r.clipped:.2e} | "
@@ -72,7 +72,7 @@ def _number(value: float | None) -> float:
 
 
 def plot(report: Sequence[LayerReport], path: Path) -> None:
-    """Range and error of every place, in order. Does nothing without matplotlib."""
+    """Plot range and error of every line, in order. Does nothing without matplotlib."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -104,7 +104,7 @@ FILES = ("calibration.json", "calibration.md", "calibration.png")
 
 
 def write(report: Sequence[LayerReport], folder: Path) -> None:
-    """calibration.json, calibration.md and calibration.png (the last one where matplotlib is installed)."""
+    """Write calibration.json, calibration.md and, if matplotlib is installed, calibration.png."""
     write_json(folder / "calibration.json", [asdict(line) for line in report])
     write_text(folder / "calibration.md", table(report))
     plot(report, folder / "calibration.png")

@@ -1,11 +1,11 @@
 """The E4M3 round trip and its gradient: pure functions (docs/algorithms.md#fp8-fake-quantisation).
 
-Per-tensor: scale = amax / 448, q = cast(clamp(x / scale, -448, 448)), x' = q * scale. The arithmetic is fp32 whatever
-the dtype of x, so that what training sees is exactly what an exported fp8 tensor becomes when it is multiplied by its
-scale: `fake_quant(x, amax) == dequantize(quantize(x, scale_of(amax)), scale_of(amax))`, bit for bit.
+Per-tensor: scale = amax / 448, q = cast(clamp(x / scale, -448, 448)), x' = q * scale. The arithmetic is fp32 for any
+dtype of x, so training uses exactly the values of the dequantised export:
+`fake_quant(x, amax) == dequantize(quantize(x, scale_of(amax)), scale_of(amax))`, bitwise.
 
-The round trip is idempotent for one amax: dividing q * scale by scale moves q by far less than half an E4M3 step, even
-when q * scale was stored in bf16.
+The round trip is idempotent for one amax: dividing q * scale by scale changes q by far less than half an E4M3 step,
+even when q * scale was stored in bf16.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ E4M3_MAX = 448.0
 
 
 def scale_of(amax: Tensor) -> Tensor:
-    """fp32 scale of a tensor whose largest magnitude is `amax`.
+    """fp32 scale of a tensor with largest magnitude `amax`.
 
     An amax of zero (a tensor of zeros) gives scale 1, because engines divide by the exported scale.
     """
     amax = amax.detach().float()
     tiny = torch.finfo(torch.float32).tiny  # a smaller scale would be denormal, and flushed to zero on some devices
-    # Divided by a tensor: CUDA multiplies by the rounded reciprocal of a number, and the scale would differ by a bit.
+    # Divide by a tensor: with a Python number, CUDA multiplies by the rounded reciprocal, off by a bit.
     scale = (amax / torch.full_like(amax, E4M3_MAX)).clamp_min(tiny)
     return torch.where(amax == 0, torch.ones_like(amax), scale)
 
 
 def amax_of(scale: Tensor) -> Tensor:
-    """An amax whose `scale_of` is `scale` exactly (448 * scale may round to a neighbour)."""
+    """An amax whose `scale_of` is exactly `scale` (448 * scale may round to a neighbouring number)."""
     guess = scale.float() * E4M3_MAX
     infinity = torch.full_like(guess, torch.inf)
     for candidate in (guess, torch.nextafter(guess, infinity), torch.nextafter(guess, -infinity)):
@@ -60,7 +60,7 @@ def round_trip(x: Tensor, amax: Tensor) -> Tensor:
 
 
 def round_trip_(x: Tensor, amax: Tensor, kernel: bool = False) -> None:
-    """`round_trip` in place; by one kernel where the path `rounding_kernel` runs, with the same bits."""
+    """`round_trip` in place, by one bitwise equal kernel where the path `rounding_kernel` runs."""
     if kernel and amax.numel() == 1 and x.is_contiguous():
         from megatron_spec.ops.kernels import rounding
 
@@ -72,7 +72,7 @@ def round_trip_(x: Tensor, amax: Tensor, kernel: bool = False) -> None:
 def _rounded(
     x: Tensor, amax: Tensor, with_mask: bool, form: str = "fp8", kernel: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """(round trip, bool |x| <= amax when asked for)."""
+    """(round trip, bool |x| <= amax if requested)."""
     if form == "nvfp4":
         return nvfp4.round_trip(x, amax), (x.detach().abs().float() <= amax) if with_mask else None
     if kernel and amax.numel() == 1:
@@ -103,7 +103,7 @@ class _FakeQuant(torch.autograd.Function):
 
 
 def fake_quant(x: Tensor, amax: Tensor, clipped: bool = False, form: str = "fp8", kernel: bool = False) -> Tensor:
-    """x rounded to E4M3 under the per-tensor range `amax`, in the shape and dtype of x.
+    """x rounded to E4M3 with the per-tensor range `amax`, in the shape and dtype of x.
 
     Args:
         x: any shape, fp32 / bf16 / fp16.
@@ -111,13 +111,13 @@ def fake_quant(x: Tensor, amax: Tensor, clipped: bool = False, form: str = "fp8"
         clipped: the gradient is zero where |x| > amax; otherwise it passes unchanged everywhere (Bengio et al.,
             arXiv 1308.3432).
         form: 'nvfp4' rounds a weight to E2M1 in blocks instead.
-        kernel: the path `rounding_kernel` runs (x on a GPU, not in fp64): one kernel, the same bits.
+        kernel: use the path `rounding_kernel` (x on a GPU, not in fp64): one kernel, bitwise equal.
     """
     return _FakeQuant.apply(x, amax, clipped, form, kernel)  # type: ignore[no-any-return]
 
 
 class _StraightThrough(torch.autograd.Function):
-    """A value that was rounded before, with the gradient of `fake_quant`."""
+    """An already rounded value, with the gradient of `fake_quant`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rounded: Tensor, inside: Tensor | None) -> Tensor:
@@ -134,12 +134,12 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class RoundedOnce:
-    """The round trip of a tensor that does not change for a while (a weight within an optimizer step)."""
+    """Cached round trip of a tensor that does not change for a while (a weight within an optimizer step)."""
 
     def __init__(self, x: Tensor, amax: Tensor, clipped: bool, form: str = "fp8", kernel: bool = False) -> None:
         with torch.no_grad():
             self.rounded, self.inside = _rounded(x, amax, clipped, form, kernel)
 
     def of(self, x: Tensor) -> Tensor:
-        """`fake_quant(x, amax, clipped)` of the same x, without rounding again."""
+        """`fake_quant(x, amax, clipped)` of the cached x, without rounding again."""
         return _StraightThrough.apply(x, self.rounded, self.inside)  # type: ignore[no-any-return]

@@ -1,1 +1,1 @@
-"""What every process needs: process groups, platform, failure, files on disk, provenance."""
+"""Runtime services of every process: process groups, platform, failures, files on disk, provenance."""

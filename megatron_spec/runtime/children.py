@@ -1,4 +1,4 @@
-"""Child processes end with their parent, also when it is killed. Standard library only.
+"""Child processes that end with their parent, even when it is killed. Standard library only.
 
 A child that outlives a killed parent keeps its output open: `finetune.py | tee log` would never return.
 """
@@ -16,13 +16,13 @@ from typing import Any
 
 
 def end_with_parent() -> None:
-    """In a process of `multiprocessing`: end it as soon as the process that started it is gone."""
+    """End this `multiprocessing` process as soon as its parent is gone."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
 
     def watch() -> None:
-        """Wait for the parent's end, then end this process."""
+        """Wait until the parent ends, then end this process."""
         wait([parent.sentinel])
         os._exit(1)
 
@@ -30,7 +30,7 @@ def end_with_parent() -> None:
 
 
 class _Initializer:
-    """Watches the parent, then does what the manager was asked to begin with."""
+    """Starts the watch on the parent, then runs the manager's own initializer."""
 
     def __init__(self, then: Callable[..., object] | None, args: Any) -> None:
         self.then, self.args = then, args
@@ -43,11 +43,11 @@ class _Initializer:
 
 @contextmanager
 def managers_end_with_parent() -> Iterator[None]:
-    """Inside, managers of `multiprocessing` are started so: megatron-core keeps one for the results of its writers."""
+    """Inside, `multiprocessing` managers end with their parent: megatron-core keeps one for its writers' results."""
     start = BaseManager.start
 
     def watched(self: Any, initializer: Callable[..., object] | None = None, initargs: Any = ()) -> None:
-        """BaseManager.start in a process that watches its parent."""
+        """BaseManager.start with `end_with_parent` in the new process."""
         start(self, _Initializer(initializer, initargs))
 
     BaseManager.start = watched  # type: ignore[method-assign]

@@ -1,10 +1,10 @@
-"""Context parallelism: which rows of a sequence a rank holds, and how ranks exchange rows.
+"""Context parallelism: distribution of a sequence's rows over ranks, and exchange of rows.
 
-The sequence is cut into 2 * CP chunks of equal length, and rank r holds chunks r and 2 * CP - 1 - r: under causal
-attention every rank then has the same work (the layout of megatron-core and Transformer Engine). Tokens, positions,
-turns and documents are small and stay whole on every rank, so shifts by a token need no communication; only
-activations are spread. Keys and values of a trunk are gathered once (ring attention, arXiv 2310.01889, sends the same
-volume), their gradients are summed back once.
+The sequence is split into 2 * CP chunks of equal length, and rank r holds chunks r and 2 * CP - 1 - r, which balances
+the work of causal attention (the layout of megatron-core and Transformer Engine). Tokens, positions, turns and
+documents are small and stay whole on every rank, so shifts by a token need no communication; only activations are
+sharded. Keys and values of a trunk are gathered once (ring attention, arXiv 2310.01889, sends the same volume), and
+their gradients are reduced once.
 
 S whole sequence, L = S / CP rows of this rank, B micro-batch.
 """
@@ -25,7 +25,7 @@ class ContextShard:
     """This rank's part of every sequence.
 
     Attributes:
-        group: the context parallel ranks.
+        group: the context-parallel ranks.
     """
 
     group: dist.ProcessGroup
@@ -37,7 +37,7 @@ class ContextShard:
 
     @property
     def multiple(self) -> int:
-        """The whole length must be a multiple of this."""
+        """The length of the whole sequence must be a multiple of this."""
         return 2 * self.size
 
     def chunks(self, S: int, rank: int | None = None) -> list[tuple[int, int]]:
@@ -60,17 +60,17 @@ class ContextShard:
         return x.index_select(dim, self.rows(x.shape[dim], x.device))
 
     def gather(self, x_L: Tensor) -> Tensor:
-        """[L, ...] of every rank -> the whole [S, ...] on every rank. Gradients are summed over the ranks."""
+        """All-gather [L, ...] to the whole [S, ...] on every rank. Gradients are summed over the ranks."""
         out: Tensor = _Gather.apply(x_L, self)  # type: ignore[no-untyped-call]
         return out
 
     @torch.no_grad()
     def pick(self, x_LBH: Tensor, rows_U: Tensor, ahead: int) -> Tensor:
-        """[U, H]: rows of a tensor that is spread over the ranks, without gradient. A collective.
+        """[U, H]: rows of a sharded tensor, without gradient. Collective.
 
         Args:
             rows_U: flattened global rows (s * B + b), each on this rank or at most `ahead` rows after one of its
-                chunks: only these borders travel.
+                chunks; only these boundary rows are communicated.
             ahead: draft steps, the same on every rank.
         """
         L, B = x_LBH.shape[:2]
@@ -82,7 +82,7 @@ class ContextShard:
         place_S[self.rows(S, device)] = torch.arange(L, device=device)
         mine = place_S[border]
         borders = x_LBH[mine.clamp(min=0)] * (mine >= 0)[:, None, None]
-        dist.all_reduce(borders, group=self.group)  # one rank holds each row, the others add zeros
+        dist.all_reduce(borders, group=self.group)  # one rank has each row, all other ranks add zeros
         foreign = border[mine < 0]
         place_S[foreign] = L + (mine < 0).nonzero()[:, 0]
         place_U = place_S[rows_U // B]

@@ -1,7 +1,7 @@
 """Start-up of torch.distributed and the process groups of one run.
 
-The base lives on megatron-core's own groups (tensor, pipeline, data). The draft is data parallel over *every* rank
-that has the same tensor parallel coordinate, so it gets a `ProcessGroupCollection` of its own.
+The base uses megatron-core's own groups (tensor, pipeline, data). The draft is data parallel over *every* rank with the
+same TP rank, so it has a `ProcessGroupCollection` of its own.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ T = TypeVar("T")
 
 @dataclass
 class World:
-    """This rank's place, and every process group the package uses."""
+    """This rank's coordinates, and every process group the package uses."""
 
     parallel: ParallelConfig
     rank: int
     size: int
     device: torch.device
     tp: dist.ProcessGroup
-    """Ranks that share one layer's shards."""
+    """Ranks that hold the shards of one layer."""
     pp: dist.ProcessGroup
-    """Ranks that hold the stages of one copy of the base, in order."""
+    """Ranks that hold the stages of one replica of the base, in order."""
     dp: dist.ProcessGroup
     """Ranks that hold the same shard of the base."""
     draft_dp: dist.ProcessGroup
-    """Ranks that hold the same shard of the draft: same tensor parallel coordinate, any stage, any data rank, any part
-    of the sequence."""
+    """Ranks that hold the same shard of the draft: same TP rank, any PP, DP and CP rank."""
     base_groups: ProcessGroupCollection
     draft_groups: ProcessGroupCollection
     context: ContextShard | None = None
@@ -52,7 +51,7 @@ class World:
 
     @property
     def tp_rank(self) -> int:
-        """Place in the tensor parallel group."""
+        """Rank in the TP group."""
         return self.tp.rank()
 
     @property
@@ -72,12 +71,12 @@ class World:
 
     @property
     def dp_rank(self) -> int:
-        """Which copy of the base this rank belongs to."""
+        """Index of the base's replica that this rank belongs to."""
         return self.dp.rank()
 
     @property
     def dp_size(self) -> int:
-        """Copies of the base."""
+        """Replicas of the base."""
         return self.dp.size()
 
     @property
@@ -97,12 +96,12 @@ class World:
 
     @property
     def is_first_stage(self) -> bool:
-        """True where tokens enter the base."""
+        """True on the stage where tokens enter the base."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """True where the base's final state comes out."""
+        """True on the stage that computes the base's final state."""
         return self.pp_rank == self.pp_size - 1
 
 
@@ -114,7 +113,7 @@ def _start_process_group(timeout_minutes: float) -> None:
     timeout = timedelta(minutes=timeout_minutes)
     if "RANK" in os.environ:
         dist.init_process_group(platform.backend(), timeout=timeout)
-    else:  # plain python, a world of one: its store takes a port of its own, and its children inherit no rank
+    else:  # plain python, a world of one: its store uses a port of its own, and its children inherit no rank
         store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True, timeout=timeout)
         dist.init_process_group(platform.backend(), timeout=timeout, store=store, rank=0, world_size=1)
     failure.watch()
@@ -128,18 +127,18 @@ def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
     if world_size % copy:
         also = f" x CP {cp}" if cp > 1 else ""
         raise UserError(
-            f"{world_size} processes cannot hold copies of TP {tp} x PP {pp}{also}: start a multiple of {copy} "
+            f"{world_size} processes cannot hold replicas of TP {tp} x PP {pp}{also}: start a multiple of {copy} "
             "(torchrun --nproc-per-node)"
         )
-    if world_size // pp % (tp * ep):  # experts keep the tensor parallel size of the other layers
+    if world_size // pp % (tp * ep):  # experts use the TP size of the other layers
         raise UserError(
-            f"{world_size} processes cannot spread experts over EP {ep} beside TP {tp} x PP {pp}: start a multiple of "
+            f"{world_size} processes cannot shard experts over EP {ep} with TP {tp} x PP {pp}: start a multiple of "
             f"{tp * pp * ep}"
         )
 
 
 def existing_parallel() -> ParallelConfig:
-    """The sizes megatron-core was initialised with in this process; all 1 when it was not."""
+    """Parallel sizes that megatron-core was initialised with in this process; all 1 without initialisation."""
     if not parallel_state.model_parallel_is_initialized():
         return ParallelConfig()
     return ParallelConfig(
@@ -159,7 +158,7 @@ def initialize(
     """Start torch.distributed (torchrun's environment, or a world of one), the groups and the seeds.
 
     Args:
-        settings: flag -> value, which must be the same on every rank.
+        settings: flag -> value; must be equal on every rank.
 
     Raises UserError when the world size does not fit the parallel sizes, or the ranks' settings differ.
     """
@@ -179,14 +178,14 @@ def initialize(
                 context_parallel_size=parallel.context_parallel_size,
                 expert_model_parallel_size=parallel.expert_model_parallel_size,
             )
-        seed_everything(seed)  # groups that were there belong to a program with seeds of its own
+        seed_everything(seed)  # existing groups belong to a program with its own seeds
     return _build_world(parallel)
 
 
 @contextmanager
 def _groups_shared_on_gloo() -> Iterator[None]:
-    """Groups of the same ranks are one group: megatron-core makes about thirty, and each gloo group has three threads
-    that wake up 200 times a second. Collectives run in program order on every rank, so sharing is safe."""
+    """Inside, groups of the same ranks are one group: megatron-core creates about thirty, and each gloo group has three
+    threads that wake up 200 times a second. Collectives run in program order on every rank, so sharing is safe."""
     if platform.has_cuda():
         yield
         return
@@ -194,7 +193,7 @@ def _groups_shared_on_gloo() -> Iterator[None]:
     new_group = dist.new_group
 
     def shared(ranks: Sequence[int] | None = None, **options: Any) -> Any:
-        """One group for each set of ranks."""
+        """Create or reuse the group of a set of ranks."""
         key = None if ranks is None else tuple(ranks)
         if key not in made:
             made[key] = new_group(ranks, **options)
@@ -218,9 +217,9 @@ def seed_everything(seed: int) -> None:
 
 def _draft_groups(tp: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ProcessGroupCollection]:
     tp_size, world = tp.size(), dist.get_world_size()
-    if world == 1:  # one group serves all: each new one costs three threads, and a process may initialise many times
+    if world == 1:  # one group is enough: each new one costs three threads, and a process may initialise many times
         return tp, _draft_collection(tp, tp, tp)
-    # megatron-core orders ranks with tensor parallelism innermost: coordinate = rank % TP.
+    # megatron-core orders ranks with TP innermost: TP rank = rank % TP.
     same_shard, _ = dist.new_subgroups_by_enumeration([list(range(t, world, tp_size)) for t in range(tp_size)])
     alone, _ = dist.new_subgroups_by_enumeration([[r] for r in range(world)])
     return same_shard, _draft_collection(tp, same_shard, alone)
@@ -259,9 +258,9 @@ def _build_world(parallel: ParallelConfig) -> World:
 
 
 def together(action: Callable[[], T]) -> T:
-    """Run `action` on every rank of the world; when it fails anywhere, every rank raises.
+    """Run `action` on every rank of the world; if it fails on any rank, every rank raises.
 
-    The rank that failed raises its own error, the others name it. Without this, they would wait for ever.
+    The failed rank raises its own error, all other ranks name it. Without this, they would hang.
     """
     result, error = None, None
     try:
@@ -281,14 +280,14 @@ def together(action: Callable[[], T]) -> T:
 
 @contextmanager
 def sole_run(folder: Path | str, world: World) -> Iterator[None]:
-    """Inside, this run owns an output folder. Collective; raises UserError naming the other run that has it."""
+    """Inside, this run owns an output folder. Collective; raises UserError naming the run that already owns it."""
     with ExitStack() as stack:
         together(lambda: stack.enter_context(lock.exclusive(folder)) if world.rank == 0 else None)
         yield
 
 
 def shutdown() -> None:
-    """Tear down groups; safe to call twice."""
+    """Destroy all groups; safe to call twice."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
@@ -296,9 +295,9 @@ def shutdown() -> None:
 
 
 def check_agreement(settings: Mapping[str, Any]) -> None:
-    """Raise UserError, on every rank, when `settings` (flag -> value) are not those of rank 0. Collective.
+    """Raise UserError on every rank when `settings` (flag -> value) differ from those of rank 0. Collective.
 
-    Ranks that disagree would hang, or silently train something else.
+    Ranks that disagree would hang or silently train a different model.
     """
     if dist.get_world_size() == 1:
         return
@@ -312,6 +311,6 @@ def check_agreement(settings: Mapping[str, Any]) -> None:
             differences.append(f"{flag} is {values[0]} on rank 0 and {values[other]} on rank {other}")
     if differences:
         raise UserError(
-            f"the ranks were not started alike: {'; '.join(differences)}. Start every rank with the same flags, and "
+            f"the ranks were started differently: {'; '.join(differences)}. Start every rank with the same flags, and "
             "make sure that they read the same files"
         )

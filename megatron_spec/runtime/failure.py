@@ -1,8 +1,8 @@
-"""A rank that fails ends the others within seconds, wherever they wait.
+"""A failing rank ends all other ranks within seconds, even inside a collective.
 
-A collective whose partner is gone can wait for minutes (NCCL), and a launcher cannot tell a rank that saves before it
-leaves from one that waits for ever. So a failing rank reports its error first, then notes it in the store through which
-the ranks found one another; a thread of every rank looks there once a second and ends its process.
+A collective with a missing rank can wait for minutes (NCCL), and a launcher cannot distinguish a rank that saves before
+it exits from one that hangs. So a failing rank first reports its error, then records it in torch.distributed's
+rendezvous store; a thread of every rank polls the store once a second and ends its process.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from datetime import timedelta
 import torch.distributed as dist
 
 SECONDS = 1.0
-"""Between two reads of the store."""
+"""Seconds between two reads of the store."""
 
 
 def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:
-    """True when torchrun started this process among others: its agent keeps the store."""
+    """True when torchrun started this process as one of several; torchrun's agent hosts the store."""
     return "TORCHELASTIC_RUN_ID" in environment and int(environment.get("WORLD_SIZE", "1")) > 1
 
 
@@ -40,7 +40,7 @@ class FailureWatch(threading.Thread):
         self.store, self.leaving = _store(), threading.Event()
 
     def run(self) -> None:
-        """Look until this process leaves, or the store is gone."""
+        """Poll until this process exits or the store is gone."""
         while not self.leaving.wait(SECONDS):
             try:
                 failed = self.store.get("failed").decode() if self.store.check(["failed"]) else None
@@ -53,13 +53,13 @@ class FailureWatch(threading.Thread):
 
 
 def watch() -> None:
-    """Start to look for failures of other ranks, when there are any and torchrun started them."""
+    """Start to watch for failures of other ranks, if torchrun started several."""
     if under_launcher() and not any(isinstance(t, FailureWatch) for t in threading.enumerate()):
         FailureWatch().start()
 
 
 def leave(error: str | None) -> None:
-    """Called by a rank that ends: stop looking, and with an error tell the others."""
+    """Called by a rank that exits: stop watching and, after an error, report it to all other ranks."""
     watching = [t for t in threading.enumerate() if isinstance(t, FailureWatch)]
     for thread in watching:
         thread.leaving.set()

@@ -90,4 +90,4 @@ def test_ranks_that_differ_are_told(found: list[list[str]], i: int) -> None:
     import re
 
     assert found[0][i] == found[1][i], "both ranks say the same"
-    assert "the ranks were not started alike" in found[0][i] and re.search(CASES[i][3], found[0][i]), found[0][i]
+    assert "the ranks were started differently" in found[0][i] and re.search(CASES[i][3], found[0][i]), found[0][i]

@@ -23,7 +23,7 @@ ADAM_EPS = 1e-5
 """At 1e-8 Adam's first step is the sign of the gradient, also of elements that are nothing but rounding."""
 
 Case = dict[str, Any]
-# Every kind of draft with TP (and SP), PP, CP and EP where it has them; combinations of them once for each way of training.
+# Every kind of draft with TP (and SP), PP, CP and EP where it has them; combinations once for each way of training.
 CASES: dict[int, list[Case]] = {
     1: [
         dict(name="one"),

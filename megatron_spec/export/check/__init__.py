@@ -1,7 +1,7 @@
-"""Rules a folder must follow so that engines load it as it was meant, for folders of any origin. No torch.
+"""Rules a folder of any origin must follow for engines to load it correctly. No torch.
 
-A draft is read by `export.formats`, as validate.py reads it: what cannot be read there is an error here. The rules of
-engines come on top: which engine misreads what, and how to fix it.
+A draft is read by `export.formats`, as in validate.py: what cannot be read there is an error here. Rules of the engines
+are added: which engine misreads what, and how to fix it.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _LOADED_BY: dict[str, tuple[tuple[Engine, ...], str]] = {
         ("vllm",),
         "SGLang and TensorRT-LLM's PyTorch backend have no Medusa; export trtllm-legacy for the latter",
     ),
-    "MTP": ((), "engines load MTP only as a part of a base that ships it"),
+    "MTP": ((), "engines load MTP only as part of a base that ships it"),
     "speculators": (("vllm",), "the format of speculators is vLLM's; export hf for the others"),
     "TensorRT-LLM legacy": (("trtllm",), "this is a checkpoint of TensorRT-LLM up to 1.2.1; export hf for the others"),
 }
-"""Kind -> (engines that load it, what to do for the others); every engine loads what is not listed."""
+"""Kind -> (engines that load it, what to do for other engines); every engine loads kinds that are not listed."""
 
 
 def kind_of(config: dict[str, Any], tensors: dict[str, Entry]) -> str:
-    """What a folder holds, by its config.json, or by its tensors where that is no help."""
+    """Kind of a folder, from its config.json or, failing that, its tensors."""
     names = " ".join(config.get("architectures") or [])
     if "architecture" in config and "mapping" in config:
         return "TensorRT-LLM legacy"
@@ -76,7 +76,7 @@ def kind_of(config: dict[str, Any], tensors: dict[str, Entry]) -> str:
 
 
 def _read(source: Source, kind: str, base: dict[str, Any] | None) -> tuple[list[Finding], Reading | None]:
-    """What the reader of drafts reports: it refuses what validate.py would refuse, in the same words."""
+    """Findings of the draft reader, which refuses what validate.py would refuse, with the same messages."""
     if kind in ("target", "TensorRT-LLM legacy"):
         return [], None
     config = _base_config(base)
@@ -89,19 +89,19 @@ def _read(source: Source, kind: str, base: dict[str, Any] | None) -> tuple[list[
 
 
 def _same_base(path: Path, base: Path) -> Iterator[Finding]:
-    """The target's embedding and head are those that the draft was trained with, where the export recorded them."""
+    """The target's embedding and LM head must be those the draft was trained with, if the export recorded them."""
     run = read_object(path / "run.json") if (path / "run.json").is_file() else {}
     recorded = (run.get("config") or {}).get(KEY)
     if isinstance(recorded, dict) and (names := changed(recorded, base_rows(base))):
         yield Finding(
-            "base", f"{' and '.join(names)} of the target are not those the draft was trained with: the target was "
-            "changed since (rotated, finetuned), so that hidden states are others and nothing will be accepted",
-            "serve the target of the training, or finetune the draft on this one",
+            "base", f"{' and '.join(names)} of the target are not those the draft was trained with: the target has "
+            "been changed (rotated, finetuned), so its hidden states differ and no draft token will be accepted",
+            "serve the target the draft was trained for, or finetune the draft on this one",
         )  # fmt: skip
 
 
 def _base_config(base: dict[str, Any] | None) -> BaseConfig | None:
-    """The few sizes of the target that a draft must fit; None when its config.json lacks them."""
+    """Sizes of the target that a draft must match; None when its config.json lacks them."""
     names = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "num_hidden_layers": "num_layers"}
     if base is None or not all(isinstance(base.get(name), int) for name in names):
         return None
@@ -111,7 +111,7 @@ def _base_config(base: dict[str, Any] | None) -> BaseConfig | None:
 
 
 def _rules(kind: str, folder: Folder, unreadable: bool) -> Iterator[Finding]:
-    """Rules of engines; of a folder that cannot be read, those that can be told all the same."""
+    """Rules of engines; for an unreadable folder, only those that can still be checked."""
     try:
         yield from _CHECKS[kind](folder)
     except (KeyError, TypeError, AttributeError, ValueError):
@@ -120,10 +120,10 @@ def _rules(kind: str, folder: Folder, unreadable: bool) -> Iterator[Finding]:
 
 
 def check_folder(path: Path | str, engine: Engine | None = None, base: Path | str | None = None) -> list[Finding]:
-    """Everything that is wrong with a folder, for one engine or for all; errors first.
+    """All findings about a folder, for one engine or all of them; errors first.
 
     Args:
-        base: the target's folder; without it, what depends on the target is not checked.
+        base: the target's folder; without it, rules that depend on the target are skipped.
 
     Raises:
         UserError: the folder cannot be read at all.

@@ -12,7 +12,7 @@ from megatron_spec.export.check.shared import check_fp8, check_rope, check_targe
 
 
 def check(folder: Folder) -> Iterator[Finding]:
-    """All rules; most need a folder that can be read."""
+    """Check all rules; most need a readable folder."""
     for rule in (_names, _precision, _served, _mask_token, _target_layers, check_rope, check_fp8, check_target):
         yield from rule(folder)
 
@@ -35,13 +35,13 @@ def _names(folder: Folder) -> Iterator[Finding]:
 
 
 def _precision(folder: Folder) -> Iterator[Finding]:
-    """SGLang never quantises q, k and v; TensorRT-LLM slices keys and values out of the fused weight, scales lost."""
+    """SGLang never quantises q, k and v; TensorRT-LLM slices keys and values out of the fused weight, losing scales."""
     fused = tuple(f".self_attn.{x}_proj.weight" for x in "qkv")
     found = sorted(n for n, e in folder.tensors.items() if n.endswith(fused) and e.dtype in ("F8_E4M3", "U8"))
     if found:
         yield Finding(
-            "qkv", f"{', '.join(found[:4])} ({len(found)}) are quantised: SGLang loads the codes as numbers without a "
-            "word, TensorRT-LLM and older versions of vLLM make keys and values of the context without their scales",
+            "qkv", f"{', '.join(found[:4])} ({len(found)}) are quantised: SGLang silently loads the codes as numbers, "
+            "TensorRT-LLM and older versions of vLLM compute keys and values of the context without their scales",
             "keep q_proj, k_proj and v_proj of a block draft in bf16; o_proj and the MLP may be quantised",
             ("sglang", "trtllm"),
         )  # fmt: skip
@@ -51,8 +51,8 @@ def _served(folder: Folder) -> Iterator[Finding]:
     config = _block(folder)
     for engine, why in unserved(config).items() if config is not None else ():
         yield Finding(
-            "served", f"{engine} does not compute this draft: {why}", "serve it with another engine, or train it as "
-            "that one computes it", (cast(Engine, engine),),
+            "served", f"{engine} does not compute this draft: {why}", "serve it with another engine, or train it the "
+            "way this engine computes it", (cast(Engine, engine),),
         )  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def _target_layers(folder: Folder) -> Iterator[Finding]:
     if config.num_target_layers != layers:
         yield Finding(
             "num_target_layers", f"num_target_layers is {config.num_target_layers}, the target has {layers} layers",
-            "write the target's number, or take the draft of this target",
+            "write the target's number, or use a draft of this target",
         )  # fmt: skip
     if layers - 1 in config.capture_layer_ids:
         yield Finding(

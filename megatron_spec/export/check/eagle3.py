@@ -12,7 +12,7 @@ from megatron_spec.export.check.shared import check_biases, check_embedding, che
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", *layout.QK_NORM_ARCHITECTURES)
 PARALLEL = ("PEagleDraftModel", "PeagleLlamaForCausalLM")
-"""vLLM's other names of a draft that proposes in parallel."""
+"""vLLM's other names for a draft that proposes in parallel."""
 _SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size",
     "rms_norm_eps",
@@ -49,12 +49,12 @@ def _config_keys(folder: Folder) -> Iterator[Finding]:
             yield Finding("null", f"{key} is null, which engines read as a value", f"remove {key} from config.json")
     if config.get("draft_vocab_size") is None:
         yield Finding(
-            "draft_vocab_size", "draft_vocab_size is missing or null: SGLang takes the target's head",
-            'write "draft_vocab_size": the number of rows of lm_head.weight, also when it is the whole vocabulary',
+            "draft_vocab_size", "draft_vocab_size is missing or null: SGLang uses the target's LM head",
+            'write "draft_vocab_size": the number of rows of lm_head.weight, even for the full vocabulary',
         )  # fmt: skip
     if "head_dim" not in config and config.get("hidden_size", 0) % max(config.get("num_attention_heads", 1), 1):
         yield Finding(
-            "head_dim", "head_dim is missing and hidden_size / num_attention_heads is no whole number", "write head_dim"
+            "head_dim", "head_dim is missing and hidden_size / num_attention_heads is no integer", "write head_dim"
         )
 
 
@@ -75,7 +75,7 @@ def _names(folder: Folder) -> Iterator[Finding]:
 
 
 def _later_layers(folder: Folder) -> Iterator[Finding]:
-    """Layers after the first: engines differ in what they call the one input norm, and none numbers `midlayer`."""
+    """Layers after the first: engines name their single input norm differently, and none numbers `midlayer`."""
     if any(name.startswith("midlayer.") and name.split(".")[1].isdigit() for name in folder.tensors):
         yield Finding("midlayer", "layers are called midlayer.N, which no engine loads", "rename them to layers.N")
         return
@@ -84,26 +84,26 @@ def _later_layers(folder: Folder) -> Iterator[Finding]:
     for i in range(1, count):
         for norm, readers in engines.items():
             if f"layers.{i}.{norm}.weight" not in folder.tensors:
-                found = f"layers.{i} has no {norm}, the name by which {' and '.join(readers)} reads its input norm"
+                found = f"layers.{i} has no {norm}, {' and '.join(readers)}'s name for its input norm"
                 yield Finding("norm", found, "write the same vector under both names", readers)
 
 
 def _mask_token(folder: Folder) -> Iterator[Finding]:
-    """P-EAGLE: vLLM reads the id under the names of its own configuration."""
+    """P-EAGLE: vLLM reads the id under the keys of its own configuration."""
     config = folder.reading.config if folder.reading is not None else None
     if not isinstance(config, EagleConfig) or not config.parallel_drafting:
         return
     if not any(folder.config.get(key) is not None for key in ("ptd_token_id", "pard_token")):
         yield Finding(
-            "mask_token", "the mask token is named mask_token_id alone, which vLLM does not read for EAGLE-3",
-            f'write "ptd_token_id": {config.mask_token_id} too', ("vllm",),
+            "mask_token", "the mask token is given only as mask_token_id, which vLLM does not read for EAGLE-3",
+            f'also write "ptd_token_id": {config.mask_token_id}', ("vllm",),
         )  # fmt: skip
 
 
 def _vocab_map(folder: Folder) -> Iterator[Finding]:
     d2t, full = folder.tensors.get("d2t"), folder.draft_vocab == folder.config["vocab_size"]
     if full and d2t is not None:
-        yield Finding("d2t", "d2t is there although the draft predicts the whole vocabulary: vLLM raises",
+        yield Finding("d2t", "d2t is present although the draft predicts the full vocabulary: vLLM raises",
                       "remove d2t and t2d", ("vllm",))  # fmt: skip
     if not full and d2t is not None and "t2d" not in folder.tensors:
         yield Finding("t2d", "t2d is missing", "write it, bool [vocab_size]: the target ids in d2t", warning=True)
@@ -116,14 +116,14 @@ def _served_by_some(folder: Folder) -> Iterator[Finding]:
         return
     if config.qk_norm and not set(folder.config.get("architectures") or []) & set(layout.QK_NORM_ARCHITECTURES):
         yield Finding(
-            "architectures", "norms over query and key heads under an architecture that vLLM gives none",
+            "architectures", "norms over query and key heads under an architecture for which vLLM has none",
             f'write "architectures": {layout.QK_NORM_ARCHITECTURES} and "model_type": "qwen3"', ("vllm",),
         )  # fmt: skip
     for name, served in layout.SERVED_BY.items():
         lost = tuple(e for e in ALL if e not in served)
         if getattr(config, name):
-            said = f"the draft has {name}, which {', '.join(lost)} do not compute: they drop it without a word"
-            yield Finding(name, said, f"serve it with {' or '.join(served)}, or train without", lost)
+            found = f"the draft has {name}, which {', '.join(lost)} do not compute: they silently drop it"
+            yield Finding(name, found, f"serve it with {' or '.join(served)}, or train without it", lost)
 
 
 def _capture_ids(folder: Folder) -> Iterator[Finding]:
@@ -133,11 +133,11 @@ def _capture_ids(folder: Folder) -> Iterator[Finding]:
         return
     if top is None:
         yield Finding("capture_ids", "layer ids are only in eagle_config (output of layer j)",
-                      "write j + 1 as top-level eagle_aux_hidden_state_layer_ids too", ("vllm",))  # fmt: skip
+                      "also write j + 1 as top-level eagle_aux_hidden_state_layer_ids", ("vllm",))  # fmt: skip
     if nested is None:
         yield Finding(
             "capture_ids", "layer ids are only at the top level (state after k layers)",
-            "write k - 1 as eagle_config.eagle_aux_hidden_state_layer_ids too", ("vllm", "sglang"),
+            "also write k - 1 as eagle_config.eagle_aux_hidden_state_layer_ids", ("vllm", "sglang"),
         )  # fmt: skip
     ids = nested if nested is not None else [k - 1 for k in top or []]
     yield from _off_by_one(folder, top, nested)
@@ -149,7 +149,7 @@ def _capture_ids(folder: Folder) -> Iterator[Finding]:
         )  # fmt: skip
     yield Finding(
         "capture_ids", f"layers other than the defaults are captured: {ids}",
-        f"TensorRT-LLM reads them from its YAML alone: eagle3_layers_to_capture: {ids} (tools/make_serving_config.py)",
+        f"TensorRT-LLM reads them only from its YAML: eagle3_layers_to_capture: {ids} (tools/make_serving_config.py)",
         ("trtllm",), warning=True,
     )  # fmt: skip
 
@@ -160,7 +160,7 @@ def _base_layers(folder: Folder) -> int | None:
 
 
 def _off_by_one(folder: Folder, top: list[int] | None, nested: list[int] | None) -> Iterator[Finding]:
-    """The default layers written in the other convention: every engine then reads a layer too early or too late."""
+    """Default layers written in the wrong convention, which makes every engine read one layer too early or too late."""
     layers = _base_layers(folder)
     try:
         outputs = list(default_capture_ids(layers)) if layers is not None else None

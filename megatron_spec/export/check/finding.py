@@ -1,4 +1,4 @@
-"""What is wrong with a folder, and the folder that the rules check. No torch."""
+"""Findings about a folder, and the folder that the rules check. No torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ALL: tuple[Engine, ...] = ("trtllm", "vllm", "sglang")
 
 @dataclass(frozen=True)
 class Finding:
-    """One rule that is broken."""
+    """A violation of one rule."""
 
     rule: str
     found: str
     fix: str
     engines: tuple[Engine, ...] = ALL
     warning: bool = False
-    """Works, but is fragile."""
+    """True for something that works but is fragile."""
 
     def __str__(self) -> str:
         kind = "warning" if self.warning else "error"
@@ -31,16 +31,16 @@ class Finding:
 
 @dataclass
 class Folder:
-    """What is checked: config.json and the tensors, and the target's config when it is known."""
+    """A folder to check: its config.json and tensors, and the target's config when known."""
 
     path: Path
     config: dict[str, Any]
     tensors: dict[str, Entry]
     base: dict[str, Any] | None = None
     reading: Reading | None = None
-    """The draft, when it can be read."""
+    """The draft, if it is readable."""
     prefix: str = field(init=False, default="")
-    """'model.' when the tensors carry it."""
+    """'model.' when the tensor names have this prefix."""
 
     def __post_init__(self) -> None:
         if any(n.startswith("model.") for n in self.tensors):
@@ -49,7 +49,7 @@ class Folder:
 
     @property
     def layers(self) -> list[str]:
-        """Prefix of every layer as this folder spells it."""
+        """Prefix of every layer in this folder's spelling."""
         count = self.config.get("num_hidden_layers", 1)
         if any(n.startswith("midlayer.") for n in self.tensors):
             return ["midlayer"]
@@ -63,5 +63,5 @@ class Folder:
 
     @property
     def draft_vocab(self) -> int:
-        """D, which is V when the key is missing."""
+        """D; V when the key is missing."""
         return int(self.config.get("draft_vocab_size") or self.config["vocab_size"])

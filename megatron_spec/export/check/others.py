@@ -21,17 +21,17 @@ def _require(config: dict[str, Any], keys: tuple[str, ...]) -> Iterator[Finding]
 
 
 def check_eagle1(folder: Folder) -> Iterator[Finding]:
-    """EAGLE-1 as vLLM and SGLang load it: no norm before the first layer, no final one, no head, zeros as fc.bias."""
+    """EAGLE-1 as vLLM and SGLang load it: no norm before the first layer, no final norm, no LM head, fc.bias zero."""
     if folder.config.get("architectures") != layout.ARCHITECTURES["eagle1"]:
         yield Finding(
             "architectures", f"architectures is {folder.config.get('architectures')!r}",
-            f"write {layout.ARCHITECTURES['eagle1']}: vLLM looks for the first, SGLang for the second",
+            f"write {layout.ARCHITECTURES['eagle1']}: vLLM expects the first, SGLang the second",
             ("vllm", "sglang"),
         )  # fmt: skip
     bias = folder.tensors.get("fc.bias")
     if bias is None:
         yield Finding(
-            "fc.bias", "fc.bias is missing: SGLang leaves it random, TensorRT-LLM's converter raises",
+            "fc.bias", "fc.bias is missing: SGLang leaves it uninitialised, TensorRT-LLM's converter raises",
             "write zeros, [hidden_size]", ("sglang", "trtllm"),
         )  # fmt: skip
     elif any(bias.raw()):
@@ -44,12 +44,12 @@ def check_eagle1(folder: Folder) -> Iterator[Finding]:
 
 
 def check_mtp(folder: Folder) -> Iterator[Finding]:
-    """An MTP module in the format of this package, or a base's own in the names of its base."""
+    """An MTP module in the format of this package, or a base's own module under the base's names."""
     announced = folder.config.get("num_nextn_predict_layers") or 1
     if announced != 1:
         yield Finding(
-            "num_nextn_predict_layers", f"config.json announces {announced} modules: the first is read here",
-            "write 1 for a folder that holds one; serve several with the base that ships them", warning=True,
+            "num_nextn_predict_layers", f"config.json announces {announced} modules: only the first is read here",
+            "write 1 for a folder with one module; serve several with the base that ships them", warning=True,
         )  # fmt: skip
     own = native_mtp.is_own_module(folder.config)
     for rule in (check_fp8,) if own else (check_rope, check_fp8, check_target):
@@ -80,7 +80,9 @@ def check_medusa(folder: Folder) -> Iterator[Finding]:
         )  # fmt: skip
     bare = {n: e for n, e in folder.tensors.items() if n.endswith(".bias")}
     if not bare:
-        yield Finding("bias", "the blocks have no biases: loaders that expect them leave them random", "write zeros")
+        yield Finding(
+            "bias", "the blocks have no biases: loaders that expect them do not initialise them", "write zeros"
+        )
     yield from check_target(folder, with_context=False)
 
 
@@ -96,7 +98,7 @@ def check_speculators(folder: Folder) -> Iterator[Finding]:
         yield Finding("kind", f"speculators_model_type is {kind!r}: only eagle3 is checked here", "-", warning=True)
         return
     if "embed_tokens.weight" not in folder.tensors:
-        yield Finding("missing", "missing embed_tokens.weight", "write the target's: this format always holds it")
+        yield Finding("missing", "missing embed_tokens.weight", "write the target's: this format always includes it")
     if any(n.startswith("midlayer.") for n in folder.tensors):
         yield Finding("midlayer", "the first layer is called midlayer", "rename midlayer.* to layers.0.*")
 
@@ -105,7 +107,7 @@ def check_speculators(folder: Folder) -> Iterator[Finding]:
 
 
 def check_legacy(folder: Folder) -> Iterator[Finding]:
-    """A checkpoint of TensorRT-LLM's own: one file per rank, all with the same names."""
+    """TensorRT-LLM's own checkpoint format: one file per rank, all with the same tensor names."""
     config = folder.config
     keys = ("num_hidden_layers", "vocab_size", "quantization", "mapping", "max_draft_len")
     yield from _require(config, keys)
@@ -135,7 +137,7 @@ def check_legacy(folder: Folder) -> Iterator[Finding]:
 
 
 def check_model(folder: Folder) -> Iterator[Finding]:
-    """A whole model (the target): fp8 with its scales, tied or own head."""
+    """A complete model (the target): fp8 with scales, tied or separate LM head."""
     config, names = folder.config, folder.tensors.keys()
     if not config.get("architectures"):
         yield Finding("architectures", "architectures is missing", 'write it, for example ["LlamaForCausalLM"]')

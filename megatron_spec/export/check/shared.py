@@ -15,11 +15,11 @@ def check_rope(folder: Folder) -> Iterator[Finding]:
         if parameters:
             yield Finding(
                 "rope", f"rope is only in rope_parameters ({parameters}): transformers before 5 reads theta 10000",
-                "write rope_theta and, when there is one, rope_scaling at the top level of config.json too",
+                "also write rope_theta and, if there is one, rope_scaling at the top level of config.json",
             )  # fmt: skip
         else:
             yield Finding(
-                "rope", "rope_theta is missing: engines take 10000", "write the rope_theta the draft was trained with"
+                "rope", "rope_theta is missing: engines use 10000", "write the rope_theta the draft was trained with"
             )
     elif parameters and parameters.get("rope_theta", config["rope_theta"]) != config["rope_theta"]:
         yield Finding(
@@ -29,7 +29,7 @@ def check_rope(folder: Folder) -> Iterator[Finding]:
     if theirs is not None and config.get("rope_theta") not in (None, theirs):
         yield Finding(
             "rope", f"rope_theta is {config['rope_theta']}, the target's is {theirs}",
-            "make sure that the draft was trained with its own: a theta lost at export costs most of the acceptance",
+            "make sure the draft was trained with its own value: a theta lost at export costs most of the acceptance",
             warning=True,
         )  # fmt: skip
 
@@ -44,13 +44,13 @@ def _theta(config: dict[str, object]) -> object:
 
 
 def check_fp8(folder: Folder) -> Iterator[Finding]:
-    """fp8 tensors, their scales, and the metadata that says so."""
+    """fp8 tensors, their scales, and the metadata that declares them."""
     fp8 = sorted(n for n, e in folder.tensors.items() if e.dtype in ("F8_E4M3", "U8") and n.endswith(".weight"))
     declared = folder.config.get("quantization_config")
     sidecar = (folder.path / "hf_quant_config.json").is_file()
     if not fp8:
         if declared or sidecar:
-            yield Finding("fp8", "fp8 metadata beside tensors that are not fp8", "remove quantization_config and "
+            yield Finding("fp8", "fp8 metadata with tensors that are not fp8", "remove quantization_config and "
                           "hf_quant_config.json")  # fmt: skip
         return
     if not declared or not sidecar:
@@ -61,7 +61,7 @@ def check_fp8(folder: Folder) -> Iterator[Finding]:
         stem = name.removesuffix(".weight")
         if stem in ("fc", "lm_head", "embed_tokens"):
             yield Finding(
-                "fp8", f"{name} is fp8; engines exclude it, and SGLang loads its codes as numbers, silently",
+                "fp8", f"{name} is fp8; engines exclude it, and SGLang silently loads its codes as numbers",
                 "keep fc, lm_head and the embedding in bf16",
             )  # fmt: skip
             continue
@@ -88,16 +88,16 @@ def _shared_scales(folder: Folder) -> Iterator[Finding]:
                     )  # fmt: skip
 
 
-# ---- tensors that engines want
+# ---- tensors that engines require
 
 
 def check_biases(folder: Folder) -> Iterator[Finding]:
-    """Biases that are not there while others are: engines create them all at once."""
+    """Biases missing while others of their kind are present: engines create them all together."""
     missing = [n for n, stored in folder.reading.names.items() if stored is None] if folder.reading else []
     if missing:
         yield Finding(
-            "bias", f"{', '.join(missing[:8])} ({len(missing)}) are missing while others of their kind are there: "
-            "engines leave them random", "write zeros (tools/check_export.py --fix does)",
+            "bias", f"{', '.join(missing[:8])} ({len(missing)}) are missing while others of their kind are present: "
+            "engines leave them uninitialised", "write zeros (tools/check_export.py --fix does)",
         )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def check_biases(folder: Folder) -> Iterator[Finding]:
 
 
 def check_target(folder: Folder, with_context: bool = True) -> Iterator[Finding]:
-    """Context length, vocabulary and hidden size of the target, when it is known."""
+    """Context length, vocabulary and hidden size against the target, when it is known."""
     base, config = folder.base, folder.config
     if base is None:
         return
@@ -113,7 +113,7 @@ def check_target(folder: Folder, with_context: bool = True) -> Iterator[Finding]
     if with_context and needed is not None and (found is None or found < needed):
         yield Finding(
             "max_position_embeddings", f"max_position_embeddings is {found}, the target's is {needed}: longer contexts "
-            "are cut off or read beyond the rotary table", f"write at least {needed}",
+            "are cut off or index beyond the rotary table", f"write at least {needed}",
         )  # fmt: skip
     if config.get("vocab_size") not in (None, base.get("vocab_size", config.get("vocab_size"))):
         yield Finding(
@@ -131,7 +131,7 @@ def check_target(folder: Folder, with_context: bool = True) -> Iterator[Finding]
 
 
 def check_embedding(folder: Folder) -> Iterator[Finding]:
-    """embed_tokens where it is needed, and nowhere else."""
+    """embed_tokens present if and only if it is needed."""
     own = folder.config.get("target_hidden_size") not in (None, folder.config["hidden_size"])
     if own and "embed_tokens.weight" not in folder.tensors:
         yield Finding(
@@ -141,5 +141,5 @@ def check_embedding(folder: Folder) -> Iterator[Finding]:
     elif not own and "embed_tokens.weight" in folder.tensors:
         yield Finding(
             "embedding", "the folder holds embed_tokens.weight; vLLM uses it unless it equals the target's, SGLang and "
-            "TensorRT-LLM use the target's", "leave it out unless it is the target's, bit for bit", warning=True,
+            "TensorRT-LLM use the target's", "leave it out unless it is bitwise the target's", warning=True,
         )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Drafts as others publish them, read into one configuration and one naming.
+"""Readers of published draft formats, which map them to one configuration and one naming scheme.
 
 A format is a class with `matches` and `read` in `FORMATS`; adding one makes it readable by validate.py, generate.py,
-convert_model.py --draft, make_serving_config.py and check_export.py alike. No torch here: names, shapes and small
-tensors are enough to say what a folder holds. `export.load` fills a draft from the result.
+convert_model.py --draft, make_serving_config.py and check_export.py. No torch here: names, shapes and small tensors
+are enough to identify a folder. `export.load` fills a draft from the result.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron_spec.runtime.hub import model_folder
 __all__ = ["FORMATS", "DraftProblems", "Format", "Problem", "Reading", "Source", "open_source", "read_draft"]
 
 FORMATS: list[Format] = [OwnModule(), Block(), Medusa(), Eagle()]
-"""Tried in this order; the first that matches reads the folder."""
+"""Formats in the order they are tried; the first that matches reads the folder."""
 
 
 def open_source(folder: Path | str) -> Source:
-    """config.json and the tensors of a folder, or of a name on the hub.
+    """Open config.json and the tensors of a folder or of a model on the hub.
 
     Raises UserError when either is missing or damaged.
     """
@@ -31,14 +31,14 @@ def open_source(folder: Path | str) -> Source:
 
 
 def read_draft(source: Source | Path | str, base: BaseConfig | None = None) -> Reading:
-    """The draft that a folder holds; nothing in the folder is left unread.
+    """Read the draft in a folder; nothing in the folder is silently ignored.
 
     Args:
         base: the target: default captures depend on it, and the draft must fit it.
 
     Raises:
-        DraftProblems: (a UserError) with everything in the folder that cannot be read as a draft, or does not fit.
-        UserError: the folder is no draft at all.
+        DraftProblems: (a UserError) everything in the folder that cannot be read as a draft or does not fit.
+        UserError: the folder is not a draft.
     """
     source = source if isinstance(source, Source) else open_source(source)
     for form in FORMATS:

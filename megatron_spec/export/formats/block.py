@@ -20,13 +20,13 @@ from megatron_spec.export.formats.reading import (
 )
 
 _REASONS = {
-    "lm_head": "this draft uses the target's head; one of its own is not supported",
+    "lm_head": "this draft uses the target's LM head; a head of its own is not supported",
     "d2t": "a reduced draft vocabulary is not supported in a block draft",
     "bias": "biases are not supported in a block draft",
 }
 
 _IN_BLOCK = {"block_size", "num_target_layers"}
-"""Newer files of z-lab hold them in `dflash_config`."""
+"""Keys that newer z-lab files keep in `dflash_config`."""
 _IDS = {"mask_token_id", "target_layer_ids"}
 _USED = LAYER | _IN_BLOCK | _IDS | {"dflash_config", "add_swa_attention_sink_bias", "is_causal"}
 _USED_DSPARK = {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
@@ -36,7 +36,7 @@ _USED_INSIDE = _IN_BLOCK | _IDS | {
 
 
 class Block:
-    """One stack of Qwen3 layers over a context of captures."""
+    """Reader of DFlash and DSpark: one stack of Qwen3 layers over a context of captures."""
 
     def matches(self, source: Source) -> bool:
         """By `architectures`."""
@@ -75,13 +75,13 @@ def _unknown(source: Source) -> list[Problem]:
 
 
 def algorithm_of(raw: dict[str, Any]) -> str | None:
-    """dflash or dspark by the `architectures` of a config.json; None for another kind of draft."""
+    """'dflash' or 'dspark' from the `architectures` of a config.json; None for other drafts."""
     found = raw.get("architectures")
     return next((name for name, names in ARCHITECTURES.items() if names == found), None)
 
 
 def config_of(raw: dict[str, Any]) -> BlockConfig:
-    """The architecture that a config.json describes. Raises UserError for what is missing or contradicts itself."""
+    """The architecture described by a config.json. Raises UserError for missing or contradictory keys."""
     inside = dict(raw.get("dflash_config") or {})
     values: dict[str, Any] = {"algorithm": algorithm_of(raw)}
     names = {key: key for key in SAME} | {"target_layer_ids": "capture_layer_ids", "mask_token_id": "mask_token_id"}
@@ -104,7 +104,7 @@ def config_of(raw: dict[str, Any]) -> BlockConfig:
 
 
 def _attention(raw: dict[str, Any], inside: dict[str, Any]) -> tuple[bool, int | None]:
-    """(causal, window). Without either key, layers with sliding attention are causal and `use_swa` is not (vLLM)."""
+    """(causal, window). With neither key set, sliding-attention layers are causal and `use_swa` is not (vLLM)."""
     listed = "sliding_attention" in (raw.get("layer_types") or ())
     causal = next((x for x in (raw.get("is_causal"), inside.get("causal")) if x is not None), listed)
     if not (listed or inside.get("use_swa")):
@@ -113,7 +113,7 @@ def _attention(raw: dict[str, Any], inside: dict[str, Any]) -> tuple[bool, int |
 
 
 def _options(raw: dict[str, Any]) -> list[Problem]:
-    """What a config.json asks for that this package has no draft for."""
+    """Options in a config.json that this package does not support."""
     inside, kind = dict(raw.get("dflash_config") or {}), algorithm_of(raw)
     asked = {
         "biases": bool(raw.get("attention_bias") or raw.get("mlp_bias")),

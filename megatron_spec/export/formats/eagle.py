@@ -27,17 +27,17 @@ from megatron_spec.export.formats.reading import (
 from megatron_spec.export.tensor_files import Entry
 
 OPTIONS = ("norm_before_fc", "fc_norm", "norm_output")
-"""Keys of config.json that make EAGLE-3.1 of EAGLE-3; the last one is also an option of MTP."""
+"""Keys of config.json that distinguish EAGLE-3.1 from EAGLE-3; the last one is also an option of MTP."""
 CAPTURE_KEY = "eagle_aux_hidden_state_layer_ids"
 
 _LAYER = re.compile(
     r"^(?:model\.)?(?:midlayer\.(?:(?P<mid>\d+)\.)?|layers\.(?P<layer>\d+)\.|additional_layers\.(?P<more>\d+)\.)(?P<rest>.+)$"
 )
 _RENAMED = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
-"""speculators' names of EAGLE-1."""
+"""speculators' names for EAGLE-1 tensors."""
 _REASONS = {
     "input_layernorm": "an EAGLE-1 draft has no such tensor: engines have no norm before its first layer",
-    "lm_head.weight": "this draft uses the target's head; one of its own is not supported",
+    "lm_head.weight": "this draft uses the target's LM head; a head of its own is not supported",
     "norm.weight": "an EAGLE-1 draft has no final norm",
     "kv_a_proj": "drafts with latent attention are not supported",
     "experts.": "drafts with a mixture of experts are not supported",
@@ -48,7 +48,7 @@ _REASONS = {
 
 
 def flatten(raw: dict[str, Any]) -> dict[str, Any]:
-    """Keys of nested model descriptions at the top: speculators' layer, vLLM's old `model`."""
+    """config.json with nested model descriptions (speculators' layer, vLLM's old `model`) moved to the top level."""
     layer = raw.get("transformer_layer_config") or raw.get("model")
     if not isinstance(layer, dict):
         return raw
@@ -56,7 +56,7 @@ def flatten(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nested(raw: dict[str, Any], key: str) -> Any:
-    """A key of `eagle_config`; None without one."""
+    """Value of a key in `eagle_config`, or None."""
     inside = raw.get("eagle_config")
     return inside.get(key) if isinstance(inside, dict) else None
 
@@ -64,10 +64,10 @@ def _nested(raw: dict[str, Any], key: str) -> Any:
 def capture_ids(
     source: Source, raw: dict[str, Any], shape: tuple[int, ...], target_hidden: int, base: BaseConfig | None
 ) -> tuple[int, ...]:
-    """Outputs of base layers, from 0. The top level counts 'state after k layers', eagle_config 'output of layer j'.
+    """Indices of captured base layers, from 0. Top level: 'state after k layers'; eagle_config: 'output of layer j'.
 
     Args:
-        shape: of fc.weight; () when it is missing.
+        shape: shape of fc.weight; () when it is missing.
 
     Raises DraftProblems when ids, fc and the target's hidden size disagree.
     """
@@ -97,10 +97,10 @@ def capture_ids(
 
 
 class OwnModule:
-    """The prediction module that a base ships, in the names of the base's files (`export.native_mtp`)."""
+    """Reader of a base's own prediction module under the names of the base's files (`export.native_mtp`)."""
 
     def matches(self, source: Source) -> bool:
-        """A base's config.json beside the module alone."""
+        """True for a base's config.json with only the module's tensors."""
         return native_mtp.is_own_module(source.raw) and "model.embed_tokens.weight" not in source.entries
 
     def read(self, source: Source, base: BaseConfig | None) -> Reading:
@@ -117,10 +117,10 @@ class OwnModule:
 
 
 class Eagle:
-    """EAGLE-1, EAGLE-3 and MTP in every spelling."""
+    """Reader of EAGLE-1, EAGLE-3 and MTP under every published naming."""
 
     def matches(self, source: Source) -> bool:
-        """By the names of architectures or tensors."""
+        """Match by names of architectures or tensors."""
         named = any(part in source.architectures for part in ("Eagle", "EAGLE", "MTP"))
         stems = {name.removeprefix("model.") for name in source.entries}
         inside = bool({"fc.weight", "fusion_fc.weight"} & stems) or any("eh_proj" in name for name in stems)
@@ -132,7 +132,7 @@ class Eagle:
 
 
 def _canonical(source: Source) -> dict[str, str]:
-    """Name without prefixes, layers numbered from 0 -> name in the folder. Twins stay unread."""
+    """Name without prefixes, layers numbered from 0 -> name in the folder. Duplicates are left out."""
     found: dict[str, str] = {}
     for stored in sorted(source.entries):
         name = stored
@@ -146,7 +146,7 @@ def _canonical(source: Source) -> dict[str, str]:
 
 
 class _Folder:
-    """One folder on its way from the names of others to ours."""
+    """Translation of one folder from published names to those of this package."""
 
     def __init__(self, source: Source, base: BaseConfig | None) -> None:
         self.source, self.base, self.raw = source, base, flatten(source.raw)
@@ -174,16 +174,16 @@ class _Folder:
     # ---- sizes and options
 
     def _layers(self) -> int:
-        """Number of decoder layers. SafeAILab's files carry the number of the target's layers."""
-        held = 1 + max((int(n.split(".")[1]) for n in self.found if n.startswith("layers.")), default=0)
-        said = integer(self.raw, "num_hidden_layers", self.source, held)
+        """Number of decoder layers. SafeAILab's config.json gives the target's number instead."""
+        stored = 1 + max((int(n.split(".")[1]) for n in self.found if n.startswith("layers.")), default=0)
+        configured = integer(self.raw, "num_hidden_layers", self.source, stored)
         foreign = "Eagle" not in self.source.architectures and self.kind != "eagle-mtp"
-        return held if held == 1 and foreign else said
+        return stored if stored == 1 and foreign else configured
 
     def _shapes(self) -> dict[str, Any]:
         raw, source = self.raw, self.source
         H, heads = integer(raw, "hidden_size", source), integer(raw, "num_attention_heads", source)
-        embeds = self.base is not None and "embed_tokens.weight" in self.found  # only then may its width be its own
+        embeds = self.base is not None and "embed_tokens.weight" in self.found  # only then may the widths differ
         base_width = self.base.hidden_size if self.base is not None and embeds else H
         target = integer(raw, "target_hidden_size", source, base_width if self.kind == "eagle3" else H)
         V = integer(raw, "vocab_size", source)
@@ -234,7 +234,7 @@ class _Folder:
             "qk_norm": any(re.search(r"self_attn\.[qk]_norm\.weight$", n) for n in names),
         }
 
-    # ---- the whole
+    # ---- the complete reading
 
     def read(self) -> Reading:
         """See `Format`."""
@@ -270,12 +270,12 @@ class _Folder:
         return reading
 
     def _mask_token(self) -> int:
-        """The token of rows yet to come. Raises DraftProblems when it is missing or named twice."""
+        """Token id of rows yet to be drafted. Raises DraftProblems when it is missing or ambiguous."""
         given = {key: self.raw[key] for key in MASK_TOKEN_KEYS if self.raw.get(key) is not None}
         if len(set(given.values())) == 1 and all(type(token) is int for token in given.values()):
             return int(next(iter(given.values())))
         found = f"config.json: found mask tokens {given}" if given else "config.json names no mask token"
-        fix = f'write "{MASK_TOKEN_KEYS[0]}": the id that was trained with; vLLM does not start without one'
+        fix = f'write "{MASK_TOKEN_KEYS[0]}": the id used in training; vLLM does not start without one'
         raise self.source.problem("mask_token", found, fix)
 
     def _captures(self, target_hidden: int) -> tuple[int, ...]:
@@ -288,7 +288,7 @@ class _Folder:
         return bool(self.raw.get(CAPTURE_KEY) or _nested(self.raw, CAPTURE_KEY))
 
     def _names(self, config: EagleConfig) -> dict[str, str | None]:
-        """Parameter -> tensor of the folder; biases that are not there add nothing."""
+        """Parameter -> tensor of the folder; missing biases count as zero."""
         self._fold_twin_norms(config)
         names: dict[str, str | None] = {}
         for name in draft_tensors(config):
@@ -305,7 +305,7 @@ class _Folder:
         return names
 
     def _fold_twin_norms(self, config: EagleConfig) -> None:
-        """The one input norm of a later EAGLE-3 layer is called input_layernorm, hidden_norm, or both."""
+        """Merge the names of a later EAGLE-3 layer's single input norm: input_layernorm, hidden_norm, or both."""
         for i in range(1, config.num_hidden_layers if config.reads_captures else 1):
             one, other = f"layers.{i}.input_layernorm.weight", f"layers.{i}.hidden_norm.weight"
             if other not in self.found:
@@ -341,17 +341,17 @@ class _Folder:
 
 
 def check_map(d2t: Entry, t2d: Entry | None, D: int, V: int) -> list[Problem]:
-    """What is wrong with a map from D draft ids to V target ids; any order of the target ids is right."""
+    """Problems of a map from D draft ids to V target ids; any order of the target ids is valid."""
     if d2t.shape != (D,) or d2t.dtype not in ("I64", "I32"):
         return [Problem("d2t", f"d2t is {d2t.dtype} {list(d2t.shape)}", f"write it as int64 [{D}]")]
     offsets = d2t.integers()
     targets = [i + offset for i, offset in enumerate(offsets)]
     if D < V and not any(offsets):
-        return [Problem("d2t", "d2t is all zeros: it was never calibrated", "write the map of the training")]
+        return [Problem("d2t", "d2t is all zeros: it was never calibrated", "write the map used in training")]
     if min(targets) < 0 or max(targets) >= V or len(set(targets)) < len(targets):
         absolute = min(offsets) >= 0 and max(offsets) < V and len(set(offsets)) == len(offsets)
         hint = ": it seems to hold target ids instead of offsets" if absolute else ""
-        fix = "store offsets: d2t[i] = target id - i" if absolute else "write the map of the training"
+        fix = "store offsets: d2t[i] = target id - i" if absolute else "write the map used in training"
         return [Problem("d2t", f"i + d2t[i] is not distinct and within 0..{V - 1}{hint}", fix)]
     if t2d is None:
         return []
@@ -362,5 +362,7 @@ def check_map(d2t: Entry, t2d: Entry | None, D: int, V: int) -> list[Problem]:
         return [Problem("t2d", f"t2d is {list(t2d.shape)}, config.json says vocab_size {V}", fix)]
     marked = {i for i, inside in enumerate(t2d.integers()) if inside}
     return (
-        [] if marked == set(targets) else [Problem("t2d", "t2d marks other tokens than d2t lists", "write it from d2t")]
+        []
+        if marked == set(targets)
+        else [Problem("t2d", "t2d marks different tokens than d2t lists", "derive it from d2t")]
     )

@@ -1,6 +1,6 @@
-"""Which keys of a draft's config.json are known: read, or harmless for a reason; of the others none passes silently.
+"""Known keys of a draft's config.json: read, or harmless for a stated reason. No unknown key is ignored silently.
 
-An unknown key that sounds like an option of the draft is refused: leaving it out would measure another draft. Another
+An unknown key that looks like an option of the draft is refused: ignoring it would measure a different draft. Any other
 unknown key is named in a warning. No torch.
 """
 
@@ -31,7 +31,7 @@ HARMLESS: dict[str, frozenset[str]] = {
         "output_scores", "problem_type", "pruned_heads", "return_dict", "return_dict_in_generate", "sub_configs",
         "text_config", "tf_legacy_loss", "tie_encoder_decoder", "use_bfloat16", "use_cache",
     }),
-    "decoding, which its own options set": frozenset({
+    "decoding, which has options of its own": frozenset({
         "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty", "do_sample",
         "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
         "forced_eos_token_id", "length_penalty", "max_length", "max_paths", "medusa_choices", "min_length",
@@ -48,11 +48,11 @@ HARMLESS: dict[str, frozenset[str]] = {
         "max_anchors", "num_anchors", "output_router_logits", "pretraining_tp", "recompile_limit", "resid_pdrop",
         "router_aux_loss_coef", "seq_aux",
     }),
-    "the tensors show it": frozenset({
+    "determined by the tensors": frozenset({
         "bias", "eagle_fc_bias", "fc_bias", "fusion_bias", "has_own_embed_tokens", "has_own_lm_head", "medusa_fc_bias",
         "qk_norm", "qkv_bias", "quantization_config", "tie_word_embeddings", "use_qk_norm",
     }),
-    "a mixture of experts or latent attention, whose tensors would show": frozenset({
+    "a mixture of experts or latent attention, recognised by its tensors": frozenset({
         "decoder_sparse_step", "ep_size", "first_k_dense_replace", "kv_lora_rank", "mlp_only_layers",
         "moe_intermediate_size", "moe_layer_freq", "n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob",
         "num_experts", "num_experts_per_tok", "num_local_experts", "q_lora_rank", "qk_nope_head_dim",
@@ -61,35 +61,35 @@ HARMLESS: dict[str, frozenset[str]] = {
     }),
     "counts layers of the base": frozenset({"max_window_layers", "num_target_layers"}),
 }  # fmt: skip
-"""Why -> keys that change nothing of what a draft computes here, whatever they hold."""
+"""Reason -> keys that never change what a draft computes here, whatever their value."""
 ROPE = frozenset({
     "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings",
 })  # fmt: skip
-"""Read by `config.rope`."""
+"""Keys read by `config.rope`."""
 LAYER = ROPE | {
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "max_position_embeddings", "num_hidden_layers", "rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias",
     "draft_vocab_size", "sliding_window", "use_sliding_window", "layer_types",
 }  # fmt: skip
-"""Of the transformer layers, which every format but Medusa's reads or refuses."""
+"""Keys of the transformer layers, which every format except Medusa's reads or refuses."""
 _OPTION = re.compile(
     "act|alpha|anchor|atten|attn|aux|bias|block|cap|causal|clip|conv|d2t|dim|draft|eagle|embed|expert|fc|feature|flash|"
     "fus|gate|group|head|hidden|kernel|layer|logit|mask|markov|medusa|mix|mlp|mtp|multiplier|norm|num_|parallel|"
     "position|project|rank|residual|rope|rotary|scal|selector|share|shift|size|softmax|step|swa|target|theta|tie|"
     "token_id|vocab|width|window"
 )
-"""Part of the name of something that may change what a draft computes."""
+"""Part of the name of keys that may change what a draft computes."""
 
 
 def check_keys(source: Source, raw: dict[str, Any], used: Set[str], where: str = "") -> list[Problem]:
-    """Keys of `raw` that the reader does not know: refused when they sound like options, else named in a warning.
+    """Problems of keys of `raw` unknown to the reader: refused if they look like options, else named in a warning.
 
     Args:
         used: keys that the format reads or checks.
-        where: before every key of an object inside config.json that holds options of the draft: 'eagle_config.'.
+        where: prefix of the keys when `raw` is a nested object with options of the draft, e.g. 'eagle_config.'.
     """
     unknown = sorted(raw.keys() - used - frozenset().union(*HARMLESS.values()))
-    options = [key for key in unknown if where or _OPTION.search(key.lower())]  # only options are inside
+    options = [key for key in unknown if where or _OPTION.search(key.lower())]  # nested objects hold only options
     given = [key for key in options if raw[key] not in (None, False, "", [], {})]
     passed = [f"{where}{key}" for key in unknown if key not in given]
     if passed:
@@ -97,8 +97,8 @@ def check_keys(source: Source, raw: dict[str, Any], used: Set[str], where: str =
     if not given:
         return []
     found = ", ".join(f"{where}{key} ({_short(raw[key])})" for key in given)
-    fix = "remove what does not change the draft: left unread, another draft than this one would be measured"
-    return [Problem("option", f"config.json holds {found}, which a draft of this kind has not here", fix)]
+    fix = "remove what does not change the draft: if it were ignored, a different draft would be measured"
+    return [Problem("option", f"config.json has {found}, which is not supported in a draft of this kind", fix)]
 
 
 def _short(value: Any) -> str:
@@ -109,6 +109,6 @@ def _short(value: Any) -> str:
 @functools.cache
 def _warn_once(folder: str, keys: str) -> None:
     log.warning(
-        "%s: config.json holds %s, not known here and left unread: make sure that the draft does not need it",
+        "%s: unknown keys in config.json are ignored: %s; make sure that the draft does not need them",
         folder, keys,
     )  # fmt: skip

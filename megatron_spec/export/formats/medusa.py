@@ -1,6 +1,6 @@
-"""Medusa heads: the reference code's names, the same under a prefix, vLLM's, TensorRT-LLM's. No torch.
+"""Medusa heads under the names of the reference code (with or without prefix), vLLM and TensorRT-LLM. No torch.
 
-What config.json leaves out follows from the tensors.
+Values missing in config.json are derived from the tensors.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _BLOCK = re.compile(
 )
 _HEAD = re.compile(_PREFIX + r"(?:(\d+)\.(?:lm_head|\d+)|lm_heads\.(\d+))\.weight$")
 _NEUTRAL = {"original_lm_head": False, "logit_scale": 1.0, "medusa_hidden_act": "silu"}
-"""Key -> the one value that is done here."""
+"""Key -> the only supported value."""
 _USED = LAYER | _NEUTRAL.keys() | {"medusa_num_heads", "num_heads", "medusa_num_layers", "truncated_vocab_size"}
-"""The layers that config.json may describe are the target's."""
+"""Keys that describe the target's layers."""
 _REASONS = {
     "token_map": "a Medusa draft with a reduced vocabulary (vLLM's truncated_vocab_size) is not supported",
-    "lm_head.weight": "a draft that carries the target's own head (original_lm_head) is not supported",
+    "lm_head.weight": "a draft that contains the target's LM head (original_lm_head) is not supported",
 }
 
 
 def canonical(name: str) -> str | None:
-    """The parameter that a tensor holds, or None."""
+    """Name of the parameter stored in a tensor, or None."""
     if found := _BLOCK.match(name):
         head, layer = (found[1], found[2]) if found[1] is not None else (found[3], found[4])
         return f"heads.{head}.blocks.{layer}.linear.{found[5]}"
@@ -47,10 +47,10 @@ def canonical(name: str) -> str | None:
 
 
 class Medusa:
-    """Medusa in all its spellings."""
+    """Reader of Medusa heads under every published naming."""
 
     def matches(self, source: Source) -> bool:
-        """By config.json, or by the names of the tensors."""
+        """Match by config.json or by tensor names."""
         named = "Medusa" in source.architectures or source.raw.get("model_type") == "medusa"
         return named or any(_BLOCK.match(name) for name in source.entries)
 
@@ -64,7 +64,7 @@ class Medusa:
         config = self._config(source, names)
         for name in draft_tensors(config):
             if name.endswith(".bias"):
-                names.setdefault(name, None)  # a block without biases adds nothing
+                names.setdefault(name, None)  # missing biases count as zero
         reading = Reading(source, config, names, meaningless(source.entries))
         problems = self._options(source) + self._counts(source, config) + check_all(reading, _REASONS)
         problems = problems or (check_fits(reading, base) if base is not None else [])
@@ -77,7 +77,7 @@ class Medusa:
         layers = {int(name.split(".")[3]) for name in names if ".blocks." in name}
         first = names.get("heads.0.lm_head.weight")
         if not heads or not layers or first is None:
-            raise source.problem("missing", "missing the tensors of head 0", "copy the folder again")
+            raise source.problem("missing", "the tensors of head 0 are missing", "copy the folder again")
         shape = source.entries[first].shape
         width = integer(source.raw, "hidden_size", source, shape[-1])
         vocab = integer(source.raw, "vocab_size", source, shape[0])
@@ -87,7 +87,7 @@ class Medusa:
         return MedusaConfig(num_heads=count, hidden_size=width, vocab_size=vocab, num_layers=depth)
 
     def _counts(self, source: Source, config: MedusaConfig) -> list[Problem]:
-        """Heads or blocks beyond those of config.json are unread tensors; say it once."""
+        """Report heads or blocks beyond those of config.json once, not per unread tensor."""
         found = [c for c in map(canonical, source.entries) if c is not None]
         heads = 1 + max(int(c.split(".")[1]) for c in found)
         if heads == config.num_heads:

@@ -1,4 +1,4 @@
-"""Options of a draft's config.json: every one that changes the result is implemented or refused. No torch."""
+"""Options of a draft's config.json: each option that changes the result is implemented or refused. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_spec.export.formats.keys import LAYER, check_keys
 from megatron_spec.export.formats.reading import Problem, Source
 
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "hidden_act": (("silu", "swish"), "engines' draft layers know silu alone: train with it"),
+    "hidden_act": (("silu", "swish"), "the draft layers of engines support only silu: train with it"),
     "logit_scale": ((1, 1.0), "scaled logits are not supported"),
     "logits_scaling": ((1, 1.0), "scaled logits are not supported"),
     "embedding_multiplier": ((1, 1.0), "scaled embeddings are not supported"),
@@ -26,16 +26,16 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "layernorms": ((False,), "norms before fc of an EAGLE-1 draft (HASS) are not supported"),
     "fusion_bias": ((True, False), ""),
 }
-"""Key -> (values that change nothing, the message for others)."""
+"""Key -> (values that change nothing, message for other values)."""
 
 NESTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "use_aux_hidden_state": ((True,), "an EAGLE-3 draft that reads the last state alone is not supported"),
+    "use_aux_hidden_state": ((True,), "an EAGLE-3 draft that reads only the last state is not supported"),
     "use_input_layernorm_in_first_layer": ((True,), "an EAGLE-3 draft without norms before attention is not supported"),
     "use_last_layernorm": ((True,), "an EAGLE-3 draft without a final norm is not supported"),
     "use_mtp_layernorm": ((False,), "norms before fc (use_mtp_layernorm) are not supported"),
     "next_layer_regular": ((True,), "later layers that read the embedding are not supported"),
     "parallel_draft_step": ((1,), "parallel draft heads are not supported: export the draft without them"),
-    "has_lm_head": ((True,), "a draft without a head of its own is not supported"),
+    "has_lm_head": ((True,), "a draft without an LM head of its own is not supported"),
     "parallel_drafting": ((False,), "this is a draft that proposes all tokens in one pass"),
 }
 """The same for `eagle_config`, ModelOpt's nested options of EAGLE-3."""
@@ -43,7 +43,7 @@ PLAIN_NESTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_aux_hidden_state": ((False,), "an EAGLE-1 draft reads the last state"),
     "use_input_layernorm_in_first_layer": ((False,), "engines have no norm before the first layer of EAGLE-1"),
     "use_last_layernorm": ((False,), "an EAGLE-1 draft has no final norm"),
-    "has_lm_head": ((False,), "this draft uses the target's head"),
+    "has_lm_head": ((False,), "this draft uses the target's LM head"),
     **{key: NESTED[key] for key in ("use_mtp_layernorm", "next_layer_regular", "parallel_draft_step",
                                     "parallel_drafting")},
 }  # fmt: skip
@@ -53,9 +53,9 @@ _NESTED: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     "eagle3": NESTED, "eagle1": PLAIN_NESTED, "eagle-mtp": {},
 }  # fmt: skip
 PARALLEL_KEYS = ("ptd_token_id", "pard_token", "parallel_drafting")
-"""Keys of config.json by which an EAGLE-3 draft is known that proposes all tokens in one pass (P-EAGLE)."""
+"""Keys of config.json that mark an EAGLE-3 draft which proposes all tokens in one pass (P-EAGLE)."""
 MASK_TOKEN_KEYS = ("ptd_token_id", "pard_token", "mask_token_id")
-"""Its mask token, under the names of vLLM and of speculators."""
+"""Keys of P-EAGLE's mask token in vLLM and speculators."""
 _IDS = {"eagle_aux_hidden_state_layer_ids"}
 _EAGLE3 = {"norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "target_hidden_size"} | _IDS
 _USED: dict[str, set[str]] = {
@@ -64,23 +64,23 @@ _USED: dict[str, set[str]] = {
     "eagle1": {"eagle_config", "target_hidden_size", "truncated_vocab_size"},
     "eagle-mtp": {"eagle_config", "norm_output", "target_hidden_size", "num_nextn_predict_layers"},
 }
-"""Kind -> keys of config.json beside those of its layers that the reader reads."""
+"""Kind -> keys of config.json, other than those of its layers, that the reader reads."""
 _USED_NESTED = {
     "eagle3": _EAGLE3 - {"target_hidden_size"},
     "p-eagle": _EAGLE3 - {"target_hidden_size"} | {"parallel_drafting"},
     "eagle1": set(), "eagle-mtp": {"norm_output"},
 }  # fmt: skip
 _HEADS = {"parallel_draft_heads_num_layers"}
-"""Of heads that `parallel_draft_step` 1 does not have."""
+"""Keys of parallel draft heads, which do not exist with `parallel_draft_step` 1."""
 _CONTAINERS = {"transformer_layer_config", "model"}
-"""Objects whose keys `eagle.flatten` raised to the top."""
+"""Objects whose keys `eagle.flatten` moves to the top level."""
 
 
 def check_options(source: Source, raw: dict[str, Any], kind: str) -> list[Problem]:
-    """Options that change the result and are not implemented, and keys that are not known.
+    """Problems: unsupported options that change the result, and unknown keys.
 
     Args:
-        raw: config.json with nested descriptions of the layers at the top.
+        raw: config.json with nested layer descriptions at the top level (`eagle.flatten`).
         kind: 'eagle3', 'p-eagle', 'eagle1' or 'eagle-mtp'.
     """
     neutral = {key: said for key, said in NEUTRAL.items() if key not in _USED[kind]}
@@ -98,7 +98,7 @@ def check_options(source: Source, raw: dict[str, Any], kind: str) -> list[Proble
 
 
 def _vocabularies(raw: dict[str, Any], kind: str) -> list[Problem]:
-    """A reduced vocabulary in a draft that uses the target's head."""
+    """Problems of a reduced vocabulary in a draft that uses the target's LM head."""
     keys = ("draft_vocab_size", "truncated_vocab_size") if kind not in READS_CAPTURES else ()
     return [
         Problem("option", f"{key} is {raw[key]}, vocab_size {raw.get('vocab_size')}",
@@ -116,7 +116,7 @@ def _differing(raw: dict[str, Any], known: dict[str, tuple[tuple[Any, ...], str]
 
 
 def draft_window(raw: dict[str, Any]) -> int | None:
-    """The window of a draft whose layers all have one; None where none is in use, or only some layers have it."""
+    """Window of a draft, if all of its layers have one; None if no layer or only some layers use it."""
     types = raw.get("layer_types") or []
     return raw["sliding_window"] if _window_used(raw) and set(types) == {"sliding_attention"} else None
 

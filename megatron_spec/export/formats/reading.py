@@ -1,4 +1,4 @@
-"""What every format shares: the folder as it is, the result of reading it, and what can be wrong. No torch."""
+"""Types shared by all formats: the folder on disk, the result of reading it, and its problems. No torch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megatron_spec.export.tensor_files import Entry, read_entries
 from megatron_spec.runtime.files import read_object
 
 SCALES = ("weight_scale", "input_scale", "weight_scale_2")
-"""Of a quantised linear."""
+"""Tensors of a quantised linear."""
 KV_SCALES = ("k_scale", "v_scale")
-"""Ranges of an fp8 KV cache, which change nothing where the cache is not in fp8."""
+"""Ranges of an fp8 KV cache, which have no effect when the cache is not in fp8."""
 _BUFFERS = re.compile(r"rotary_emb\.|\.inv_freq$")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that keeps a folder from being read.
+    """One reason why a folder cannot be read.
 
     Attributes:
         rule: short name, as tools/check_export.py prints it.
@@ -44,7 +44,7 @@ class DraftProblems(UserError):
 
 @dataclass
 class Source:
-    """A folder as it is: its config.json without nulls, and its tensors by name."""
+    """A folder on disk: its config.json without nulls, and its tensors by name."""
 
     folder: Path
     raw: dict[str, Any]
@@ -52,7 +52,7 @@ class Source:
 
     @staticmethod
     def open(folder: Path) -> Source:
-        """Raises UserError when config.json or every tensor file is missing, or one is damaged."""
+        """Open a folder. Raises UserError when config.json or all tensor files are missing, or a file is damaged."""
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder")
         raw = read_object(folder / "config.json")
@@ -72,12 +72,12 @@ class Source:
 
 @dataclass
 class Reading:
-    """A draft that was read.
+    """The result of reading a draft.
 
     Attributes:
-        config: of the draft.
+        config: configuration of the draft.
         names: name of a parameter (as in the draft's module) -> name of its tensor in the folder; None: zeros.
-        unused: tensors that mean nothing for the draft -> why.
+        unused: tensors without effect on the draft -> reason.
         d2t: name of the vocabulary map in the folder, or None.
         captures_given: the folder names its capture layers.
     """
@@ -91,7 +91,7 @@ class Reading:
 
     @property
     def target_ids(self) -> list[int] | None:
-        """Target id of every draft id, in the order of the folder; None where they are the same."""
+        """Target id of every draft id, in the order of the folder; None for the identity map."""
         if self.d2t is None:
             return None
         return [i + offset for i, offset in enumerate(self.source.entries[self.d2t].integers())]
@@ -105,7 +105,7 @@ class Reading:
         return found
 
     def without_embedding(self, why: str) -> None:
-        """The embedding in the folder is the target's: the draft has none of its own."""
+        """Mark the embedding in the folder as the target's: the draft has none of its own."""
         assert isinstance(self.config, EagleConfig)
         stored = self.names.pop("embed_tokens.weight")
         assert stored is not None
@@ -114,19 +114,19 @@ class Reading:
 
 
 class Format(Protocol):
-    """One way of writing drafts."""
+    """Reader of one published format."""
 
     def matches(self, source: Source) -> bool:
-        """True when the folder is of this format."""
+        """True when the folder has this format."""
         ...
 
     def read(self, source: Source, base: BaseConfig | None) -> Reading:
-        """Raises DraftProblems naming every tensor and option that cannot be read."""
+        """Read the draft. Raises DraftProblems naming every tensor and option that cannot be read."""
         ...
 
 
 def check_all(reading: Reading, reasons: dict[str, str] | None = None) -> list[Problem]:
-    """Tensors that are missing, misshapen or read by no part of the draft.
+    """Problems: tensors that are missing, have the wrong shape, or are unread.
 
     Args:
         reasons: part of a tensor's name -> why the draft has no such tensor.
@@ -164,7 +164,7 @@ def _lost(reading: Reading, name: str) -> bool:
 
 
 def logical_shape(entry: Entry) -> tuple[int, ...]:
-    """Shape of the numbers, where nvfp4 packs two in a byte."""
+    """Shape in elements (nvfp4 packs two per byte)."""
     return (*entry.shape[:-1], 2 * entry.shape[-1]) if entry.dtype == "U8" and entry.shape else entry.shape
 
 
@@ -193,30 +193,28 @@ def _unread(reading: Reading, reasons: dict[str, str]) -> list[Problem]:
     if not unread:
         return []
     known = [f"{n}: {why}" for n in unread for part, why in reasons.items() if part in n]
-    fix = known[0] if known else "a draft of this kind has no such tensor; leaving it out would measure another draft"
+    fix = known[0] if known else "a draft of this kind has no such tensor; ignoring it would measure a different draft"
     return [Problem("unknown", f"found {', '.join(unread[:8])} ({len(unread)}), which cannot be read", fix)]
 
 
 def meaningless(names: Iterable[str]) -> dict[str, str]:
-    """Buffers and ranges that change nothing here -> why."""
+    """Buffers and ranges without effect here -> reason."""
     found = {name: "a buffer, computed from config.json" for name in names if _BUFFERS.search(name)}
     return found | {n: "a range of an fp8 KV cache" for n in names if n.rpartition(".")[2] in KV_SCALES}
 
 
 def integer(raw: dict[str, Any], key: str, source: Source, default: int | None = None) -> int:
-    """A positive whole number of config.json. Raises DraftProblems when it is missing or something else."""
+    """A positive integer in config.json. Raises DraftProblems when it is missing or anything else."""
     value = raw.get(key, default)
     if value is None:
         raise source.problem("config", f"config.json lacks {key}", "copy it from the trained configuration")
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise source.problem(
-            "config", f"config.json: {key} is {value!r}, expected a positive whole number", "correct it"
-        )
+        raise source.problem("config", f"config.json: {key} is {value!r}, expected a positive integer", "correct it")
     return value
 
 
 def check_fits(reading: Reading, base: BaseConfig) -> list[Problem]:
-    """What of a draft does not fit the target."""
+    """Problems: properties of the draft that do not fit the target."""
     config, problems = reading.config, []
     pairs = (
         ("hidden size", config.target_hidden_size, base.hidden_size),
@@ -225,10 +223,10 @@ def check_fits(reading: Reading, base: BaseConfig) -> list[Problem]:
     for what, found, expected in pairs:
         if found != expected:
             rule = "vocab_size" if what == "vocabulary" else "target_hidden_size"
-            fix = "take the draft of this target, or the target of this draft"
+            fix = "use a draft of this target, or the target of this draft"
             problems.append(Problem(rule, f"the draft is for a {what} of {found}, the target has {expected}", fix))
     outside = [j for j in config.capture_layer_ids if not 0 <= j < base.num_layers]
     if outside:
         found_ids = f"layer outputs {list(config.capture_layer_ids)} do not all exist: the target has {base.num_layers}"
-        problems.append(Problem("capture_ids", f"{found_ids} layers", "take the draft of this target"))
+        problems.append(Problem("capture_ids", f"{found_ids} layers", "use a draft of this target"))
     return problems

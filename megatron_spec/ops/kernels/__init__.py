@@ -1,1 +1,1 @@
-"""All Triton kernels. Import this package only where a fast path of `planning.paths` allows it."""
+"""All Triton kernels. Import this package only where `planning.paths` selects a fast path."""

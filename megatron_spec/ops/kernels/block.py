@@ -1,10 +1,10 @@
-"""Triton kernels of the attention of blocks of slots over a shared context (`block_attention.py`).
+"""Triton kernels for attention of blocks of slots over a shared context (`block_attention.py`).
 
-A program takes the query rows of a few neighbouring blocks for one key/value head: rows are (block, slot, query head of
-the group), so that a tile of matrix products is filled although a block has few slots. Blocks are sorted by their
-anchors, so the blocks of a tile see nearly the same context rows, and the blocks that see a tile of context rows are
-neighbours. Gradients of keys need no atomics: those of the slots are made where the queries of a tile are, those of the
-context by one program per tile of rows.
+A program handles the query rows of a few adjacent blocks for one key/value head: rows are (block, slot, query head of
+the group), which fills a matmul tile although a block has few slots. Blocks are sorted by anchor, so the blocks of a
+tile see nearly the same context rows, and the blocks that see a tile of context rows are adjacent. Gradients of keys
+need no atomics: those of slots are computed with the tile's queries, those of the context by one program per tile of
+context rows.
 
 P blocks, C slots, L context rows, N query heads, G key/value heads, n = N / G, D head size, M rows of a tile.
 """
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from megatron_spec.ops.block_attention import BlockLayout
 
 FORWARD_ROWS = 128
-"""Query rows of a tile, at most (more where one head of one block has more)."""
+"""Maximum number of query rows of a tile (exceeded if one head of one block has more)."""
 BACKWARD_ROWS = 64
 KEYS = 64
 """Context rows of a tile."""
@@ -34,7 +34,7 @@ def _rows(
     q_ptr, first_ptr, anchor_ptr, tile, part, g, P, C: tl.constexpr, G: tl.constexpr, n: tl.constexpr, D: tl.constexpr,
     HEADS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """(block, slot, whether there is such a row, offset without D, first and anchor row, queries) of a tile's rows."""
+    """(block, slot, valid, offset without D, first row, anchor row, queries) of a tile's rows."""
     m = tl.arange(0, M)
     a = m // (C * HEADS)
     block = tile * BLOCKS + a
@@ -48,20 +48,20 @@ def _rows(
 
 @triton.jit
 def _matrix(ptr, at, valid, D: tl.constexpr):
-    """[rows, D] at offsets counted in rows; 0 where there is none."""
+    """Load [rows, D] at offsets in rows; 0 for invalid rows."""
     return tl.load(ptr + at[:, None] * D + tl.arange(0, D)[None, :], mask=valid[:, None], other=0.0)
 
 
 @triton.jit
 def _upstream(do_ptr, lse_ptr, delta_ptr, at, valid, D: tl.constexpr):
-    """(gradient of the output, log-sum-exp, output times its gradient) of a tile's rows."""
+    """(do, lse, sum of o * do) of a tile's rows."""
     lse = tl.load(lse_ptr + at, mask=valid, other=0.0)
     return _matrix(do_ptr, at, valid, D), lse, tl.load(delta_ptr + at, mask=valid, other=0.0)
 
 
 @triton.jit
 def _own(tile, g, P, C: tl.constexpr, G: tl.constexpr, BLOCKS: tl.constexpr, OWN: tl.constexpr):
-    """(block, slot, offset among keys without D, whether there is such a key) of the slots of a tile's blocks."""
+    """(block, slot, offset among keys without D, valid) of the slots of a tile's blocks."""
     j = tl.arange(0, OWN)
     a = j // C
     block = tile * BLOCKS + a
@@ -89,7 +89,7 @@ def _sees_context(rows, first, anchor, slot, valid, WINDOW: tl.constexpr):
 
 @triton.jit
 def _bounds(first, anchor, valid, WINDOW: tl.constexpr):
-    """(first, end) of the context rows that some row of a tile sees."""
+    """(first, end) of the context rows seen by any row of a tile."""
     low = first
     if WINDOW > 0:
         low = tl.maximum(first, anchor - WINDOW + 1)
@@ -98,7 +98,7 @@ def _bounds(first, anchor, valid, WINDOW: tl.constexpr):
 
 @triton.jit
 def _step(q, k, v, seen, acc, top, mass, scale):
-    """One tile of keys of the online softmax, in powers of two."""
+    """Online-softmax update with one tile of keys, in base 2."""
     s = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
     new_top = tl.maximum(top, tl.max(s, 1))
     still = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -214,7 +214,7 @@ def _context_backward_kernel(
 
 
 def _tile(C: int, n: int, most: int) -> dict[str, int]:
-    """Heads and blocks of a tile of at most `most` rows, and powers of two that hold its rows and its slots."""
+    """Heads and blocks of a tile of at most `most` rows, and its rows and slots padded to powers of two."""
     heads = max(h for h in range(1, n + 1) if n % h == 0 and (h == 1 or C * h <= most))
     blocks = max(1, most // (C * heads))
     wide = [max(16, triton.next_power_of_2(x)) for x in (blocks * C * heads, blocks * C)]
@@ -244,7 +244,7 @@ class _BlockAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of queries, of the block's keys and values, and of the context's."""
+        """Gradients of queries, keys and values of the block, and keys and values of the context."""
         q, k, v, keys, values, out, lse, first, anchor = ctx.saved_tensors
         layout, do = ctx.layout, do.contiguous()
         P, C, N, D = q.shape
@@ -271,7 +271,7 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _seen_by(layout: BlockLayout, L: int) -> tuple[Tensor, Tensor]:
-    """int32 (first, end) of the blocks that see some row of each tile of context rows."""
+    """int32 (first, end) of the blocks that see any row of each tile of context rows."""
     start = torch.arange(0, L, KEYS, device=layout.anchor_P.device)
     begin = torch.searchsorted(layout.anchor_P, start, right=True)
     end = torch.searchsorted(layout.first_P, start + KEYS)

@@ -1,7 +1,7 @@
 """Triton kernels that add the branches of the training-time test to the attention over the trunk (`ttt_attention.py`).
 
-A program handles one row and as many key/value heads as `AT_ONCE` elements allow, so each number is read once. Numbers
-of heads and head sizes are any: blocks are padded to powers of two, as Triton wants them.
+A program handles one row and as many key/value heads as fit into `AT_ONCE` elements, so each value is read once. Any
+number of heads and head size works: blocks are padded to powers of two, as Triton requires.
 
 Rows are flattened [S * B] (row = s * B + b). R rows, N query heads, G key/value heads, n = N / G, D head size,
 k branches, X = N * D, Y = G * D.
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 AT_ONCE = 8192
-"""Elements [key/value heads, queries of each, head size] of a program: what its registers hold."""
+"""Elements [key/value heads, queries per head, head size] that fit into a program's registers."""
 WARPS = 8
 
 
@@ -25,7 +25,7 @@ def _places(
     place_ptr, S, B, G: tl.constexpr, n: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, QUERIES: tl.constexpr,
     LANES: tl.constexpr, HAS_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """(row, s, b) of this program, its offsets within a row of q [.., n, D] and of k [.., D], within lse; and masks."""
+    """(row, s, b) of this program, its offsets in a row of q [..., n, D], of k [..., D] and in lse, and masks."""
     row = tl.program_id(0).to(tl.int64)
     place = row
     if HAS_PLACE:
@@ -109,14 +109,14 @@ def _merge_backward_kernel(
 
 @dataclass
 class _Launch:
-    """Grid and block sizes for rows of such heads."""
+    """Grid and block sizes of a launch."""
 
     grid: tuple[int, int]
     sizes: tuple[int, int, int, int, int, int]
 
     @staticmethod
     def of(rows: int, heads: int, kv_heads: int, head_dim: int) -> _Launch:
-        """As many key/value heads at once as `AT_ONCE` elements allow."""
+        """Launch with as many key/value heads per program as fit into `AT_ONCE` elements."""
         each = heads // kv_heads
         queries, lanes = (int(triton.next_power_of_2(x)) for x in (each, head_dim))
         groups = min(int(triton.next_power_of_2(kv_heads)), max(1, AT_ONCE // (queries * lanes)))
@@ -145,7 +145,7 @@ def merge_forward(
         lse_BNS: its log-sum-exp (fp32, contiguous), replaced by the merged one.
         k_TRY, v_TRY: branches [k, R, G*D] (k may be 0).
         out_RX: merged output.
-        place_R: places of the rows among s * B + b, when they are not all of them.
+        place_R: positions s * B + b of the rows; None: all rows.
     """
     B, S, N, D = o0_BSND.shape
     o0_BSND = _dense_heads(o0_BSND)
@@ -172,12 +172,12 @@ def merge_backward(
     first: bool,
     place_R: Tensor | None = None,
 ) -> None:
-    """Backward of `merge_forward`: the branches' gradients, and the trunk's part of dq completed.
+    """Backward of `merge_forward`: gradients of the branches, and the complete dq.
 
     Args:
         dq0_BSND: the trunk's dq from the flash backward, any strides over B and S.
-        dq_RX: complete gradient of q.
-        dk_TRY, dv_TRY: fp32 sums over draft steps, like k and v; `first` overwrites, else adds.
+        dq_RX: output, complete gradient of q.
+        dk_TRY, dv_TRY: fp32 sums over draft steps, shaped like k and v; overwritten if `first`, else accumulated.
     """
     dq0_BSND = _dense_heads(dq0_BSND)
     B, S, N, D = dq0_BSND.shape

@@ -1,7 +1,7 @@
-"""Matrix products in real fp8 (E4M3) for frozen weights: one scale per output channel, one per row of the input.
+"""Matrix products in real fp8 (E4M3) for frozen weights: one scale per output channel and per input row.
 
-The scale of a row is its largest magnitude / 448, found in the kernel that produces the row, so nothing is calibrated
-or delayed. Products run on the tensor cores at twice the bf16 rate (compute capability 8.9 and newer).
+The scale of a row is its largest magnitude / 448, computed in the kernel that produces the row, so no scale is
+calibrated or delayed. Products run on the tensor cores at twice the bf16 rate (compute capability 8.9 and newer).
 
 R rows, H hidden, M intermediate, O outputs.
 """
@@ -28,7 +28,7 @@ class Fp8Matrix:
 
     @staticmethod
     def empty(rows: int, width: int, device: torch.device) -> Fp8Matrix:
-        """To be written by one of the kernels below."""
+        """Uninitialised matrix, to be written by one of the kernels below."""
         return Fp8Matrix(
             torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=device),
             torch.empty(rows, dtype=torch.float32, device=device),
@@ -36,20 +36,20 @@ class Fp8Matrix:
 
     @staticmethod
     def of_weight(weight_OH: Tensor) -> Fp8Matrix:
-        """A weight [O, H] with one scale per output channel."""
+        """Quantise a weight [O, H] with one scale per output channel."""
         scale = weight_OH.abs().amax(1).float().clamp(min=1e-12) / LARGEST
         values = (weight_OH.float() / scale[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
         return Fp8Matrix(values, scale)
 
     def dequantized(self) -> Tensor:
-        """fp32 [R, H]."""
+        """Dequantised matrix, fp32 [R, H]."""
         return self.values.float() * self.scale[:, None]
 
 
 def product(
     x: Fp8Matrix, weight: Fp8Matrix, dtype: torch.dtype, out: Tensor | None = None, fast: bool = True
 ) -> Tensor:
-    """x [R, H] times the transpose of weight [O, H]: [R, O]; `fast` keeps fewer bits of partial sums."""
+    """x [R, H] @ weight [O, H]^T: [R, O]; `fast` keeps fewer bits of partial sums."""
     operands = (x.values, weight.values.t(), x.scale[:, None], weight.scale[None, :])
     if out is None:
         out = torch.empty(len(x.values), len(weight.values), dtype=dtype, device=x.values.device)
@@ -84,7 +84,7 @@ def _norm_kernel(
 
 
 def norm(a_RH: Tensor, b_RH: Tensor | None, sum_RH: Tensor | None, weight_H: Tensor, eps: float) -> Fp8Matrix:
-    """RMS norm of a (+ b, whose sum goes to `sum_RH`), quantised."""
+    """RMS norm of a (+ b; the sum is written to `sum_RH`), quantised."""
     R, H = a_RH.shape
     out = Fp8Matrix.empty(R, H, a_RH.device)
     _norm_kernel[(R,)](
@@ -123,7 +123,7 @@ def _quantize_kernel(x_ptr, out_ptr, scale_ptr, H, BLOCK: tl.constexpr):
 
 
 def quantize(x_RH: Tensor) -> Fp8Matrix:
-    """Rows of x (contiguous) with their scales."""
+    """Quantise x (contiguous) with one scale per row."""
     R, H = x_RH.shape
     out = Fp8Matrix.empty(R, H, x_RH.device)
     block = triton.next_power_of_2(H)

@@ -1,8 +1,8 @@
 """Triton kernels over vocabulary rows: the teacher from whole logits, and soft cross-entropy with its gradient.
 
-A row is read twice (the second time from the L2 cache) and written once; nothing in fp32 ever reaches memory. Where the
-vocabulary is split over ranks the two readings are two kernels, between which the ranks agree on the row's log-sum-exp.
-`vocab_parallel.py` and `drafts/teacher.py` hold the plain versions.
+A row is read twice (the second time from the L2 cache) and written once; no fp32 value is written to memory. When the
+vocabulary is sharded over ranks, each pass is a kernel, and the ranks reduce the row's log-sum-exp in between.
+`vocab_parallel.py` and `drafts/teacher.py` have the plain versions.
 
 R rows, D draft vocabulary, V target vocabulary, U teacher rows.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 BLOCK = 4096
 WARPS = 8
-_LOW = tl.constexpr(-1.0e30)  # finite, so that a lane without any value adds exp(-inf) = 0 and not NaN
+_LOW = tl.constexpr(-1.0e30)  # finite, so that a lane without values adds exp(-inf) = 0 instead of NaN
 
 
 @triton.jit
@@ -57,14 +57,14 @@ def _gradient_kernel(
 
 @triton.jit
 def _largest(z_ptr, D, inverse_temperature, BLOCK: tl.constexpr):
-    """(largest value, log-sum-exp, place of the largest) of a row."""
+    """(largest value, log-sum-exp, index of the largest value) of a row."""
     lanes = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), _LOW, tl.float32)
     mass = tl.zeros((BLOCK,), tl.float32)
     where = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, D, BLOCK):
         cols = start + lanes
-        # kept in the L2 cache for the second pass; everything else passes through
+        # kept in the L2 cache for the second pass; all other data is streamed
         z = tl.load(z_ptr + cols, mask=cols < D, other=float("-inf"), eviction_policy="evict_last")
         z = z.to(tl.float32) * inverse_temperature
         where = tl.where(z > top, cols, where)
@@ -81,7 +81,7 @@ def _gradient(
     row, z_ptr, t_ptr, t_stride, rows_ptr, lse_t_ptr, weight_ptr, loss_ptr, overlap_ptr, lse, D, inverse_temperature,
     IS_KL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loss and overlap of a row, and its gradient in place of its logits."""
+    """Loss and overlap of a row; its gradient replaces its logits."""
     lanes = tl.arange(0, BLOCK)
     teacher = tl.load(rows_ptr + row).to(tl.int64)
     t_ptr += teacher * t_stride
@@ -134,7 +134,7 @@ def soft_rows(
 
 
 def largest(logits_RD: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of logits / temperature: (largest value, log-sum-exp, place of the largest), each [R]."""
+    """(largest value, log-sum-exp, index of the largest value) of logits / temperature, each [R]."""
     R, D = logits_RD.shape
     top, lse = torch.empty(2, R, dtype=torch.float32, device=logits_RD.device)
     best = torch.empty(R, dtype=torch.int64, device=logits_RD.device)
@@ -155,7 +155,7 @@ def soft_shard(
     temperature: float,
     kl: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`soft_rows` for one rank's shard of the vocabulary: its parts of loss [R] and overlap [R].
+    """`soft_rows` for one rank's shard of the vocabulary: its contributions to loss [R] and overlap [R].
 
     Args:
         lse_R: fp32 log-sum-exp of logits / temperature over all ranks.
@@ -214,14 +214,14 @@ def _teacher_kernel(
 def teacher_rows(
     whole_RV: Tensor, target_ids_D: Tensor, draft_ids_V: Tensor, temperature: float, logits_RD: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The teacher of R rows from whole-vocabulary logits; the restricted logits are written to `logits_RD`.
+    """The teacher of R rows from full-vocabulary logits; the restricted logits are written to `logits_RD`.
 
     Args:
         target_ids_D: target id of every draft id.
         draft_ids_V: draft id of every target id, -1 outside the draft vocabulary.
 
     Returns:
-        log-sum-exp over the draft vocabulary [R] fp32, argmax over the whole vocabulary [R], label [R], inside [R]
+        log-sum-exp over the draft vocabulary [R] fp32, argmax over the full vocabulary [R], label [R], inside [R]
         (see `vocab_parallel.Teacher`).
     """
     R, device = whole_RV.shape[0], whole_RV.device

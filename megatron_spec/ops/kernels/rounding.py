@@ -1,7 +1,7 @@
-"""The E4M3 round trip as one Triton kernel: one read, one write, equal to the plain one bit for bit.
+"""The E4M3 round trip as one Triton kernel: one read, one write, bitwise equal to the plain version.
 
-E4M3 is rounded with integer arithmetic on the float32 pattern, so that it also runs on GPUs without fp8 (and the
-interpreter computes the same): a float32 has 20 mantissa bits more than E4M3's three.
+Rounding to E4M3 uses integer arithmetic on float32 bit patterns, so it also runs on GPUs without fp8 (and gives the
+same result in the interpreter): a float32 has 20 mantissa bits more than E4M3's three.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def _round_trip_kernel(x_ptr, amax_ptr, out_ptr, inside_ptr, size, MASK: tl.cons
     sign = bits & -2147483648
     size_bits = bits & 0x7FFFFFFF
     magnitude = tl.minimum(size_bits.to(tl.float32, bitcast=True), 448.0)
-    # From 2^-6 on: three mantissa bits, ties to even. A carry moves into the exponent, as it should.
+    # From 2^-6 on: three mantissa bits, ties to even. A carry correctly increments the exponent.
     pattern = magnitude.to(tl.int32, bitcast=True)
     pattern = (pattern + 0x7FFFF + ((pattern >> 20) & 1)) & -1048576
     normal = pattern.to(tl.float32, bitcast=True)
-    # Below: steps of 2^-9. Numbers between 2^14 and 2^15 have that step, so that adding one rounds to it.
+    # Below: steps of 2^-9. Numbers between 2^14 and 2^15 have this step, so adding one of them rounds to it.
     tiny = (magnitude + 16384.0) - 16384.0
     rounded = tl.where(magnitude < 0.015625, tiny, normal)
     rounded = (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     rounded = tl.where(size_bits > 0x7F800000, y, rounded)  # NaN stays NaN
     result = rounded * scale
-    if stored.dtype == tl.bfloat16:  # ties to even by hand: the interpreter's conversion cuts off
+    if stored.dtype == tl.bfloat16:  # explicit ties to even: the interpreter's conversion truncates
         pattern = result.to(tl.int32, bitcast=True)
         even = ((pattern + 0x7FFF + ((pattern >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
         result = tl.where(result == result, even, result)
@@ -54,7 +54,7 @@ def round_trip(
     """`fake_quant.round_trip` of x under a scalar amax; with_mask: also bool |x| <= amax.
 
     Args:
-        out: where it goes, contiguous; may be x.
+        out: output, contiguous; may be x.
     """
     x = x.contiguous()
     out = torch.empty_like(x) if out is None else out

@@ -1,9 +1,9 @@
-"""Triton kernels for one pass over rows: norms, rotary embedding, gated activation, shifted sums.
+"""Single-pass Triton kernels over rows: norms, rotary embedding, gated activation, shifted sums.
 
-Everything here is limited by memory traffic, so each function reads its inputs once and writes its outputs once.
-Plain versions of the same arithmetic are in the drafts (`drafts/layer.py`); tests compare. Numbers of heads and head
-sizes are any: blocks are padded to powers of two, as Triton wants them. Branch attention is in `branch_kernels.py`.
-Every kernel works for any number of rows without being compiled again.
+All of them are memory-bound, so each reads its inputs once and writes its outputs once. Plain versions of the same
+arithmetic are in the drafts (`drafts/layer.py`); tests compare them. Any number of heads and head size works: blocks
+are padded to powers of two, as Triton requires. Branch attention is in `branch.py`. Kernels do not recompile for
+another number of rows.
 
 Rows are flattened [S * B] (row = s * B + b). R rows, H hidden, M intermediate, N query heads, G key/value heads,
 D head size, T draft steps, E = R + (T - 1) * B rows that carry an embedding.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 WIDE_WARPS = 8
 PARTIALS = 264
-"""Programs of a norm's backward: each sums the weight gradient of its rows before it writes anything."""
+"""Programs of a norm's backward; each accumulates the weight gradient of its rows before writing it."""
 
 
 def _block(width: int) -> int:
@@ -36,7 +36,7 @@ def _norm_kernel(
     x = tl.load(a_ptr + row * H + cols, mask=mask, other=0.0)
     if HAS_B:
         b = tl.load(b_ptr + row * H + cols, mask=mask, other=0.0)
-        x = (x.to(tl.float32) + b.to(tl.float32)).to(x.dtype)  # rounded as the plain sum is
+        x = (x.to(tl.float32) + b.to(tl.float32)).to(x.dtype)  # rounded like the plain sum
         tl.store(sum_ptr + row * H + cols, x, mask=mask)
     wide = x.to(tl.float32)
     rstd = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / H + eps)
@@ -63,14 +63,14 @@ def norm_forward(
     second: tuple[Tensor, Tensor] | None = None,
     place_R: Tensor | None = None,
 ) -> Tensor:
-    """RMS norm of a (+ b, the sum goes to `sum_RH`), under one or two weights at once.
+    """RMS norm of a (+ b; the sum is written to `sum_RH`) with one or two weights at once.
 
     Args:
         first: (weight [H], output [R, H]).
-        second: another weight and output, whose row is `place_R[row]` (int32; -1: not written) when given.
+        second: another weight and output, written at row `place_R[row]` (int32; -1: not written) when given.
 
     Returns:
-        fp32 [R], reciprocal of the root mean square: what the backward needs.
+        fp32 [R], reciprocal of the root mean square, needed by the backward.
     """
     R, H = a_RH.shape
     rstd = torch.empty(R, dtype=torch.float32, device=a_RH.device)
@@ -149,9 +149,9 @@ def norm_backward(
     """Backward of `norm_forward`.
 
     Args:
-        dx_RH: where the gradient of x goes (+ `add_RH`, which may be the same tensor); None: not wanted.
-        first: (gradient of the output [R, H], weight [H], partial sums from `norm_partials`, added to).
-        second: the same of the second output; its row is `place_R[row]`, absent rows count as zero.
+        dx_RH: output, gradient of x (+ `add_RH`, which may be the same tensor); None: not computed.
+        first: (gradient of the output [R, H], weight [H], partial sums from `norm_partials`, accumulated).
+        second: the same for the second output, at row `place_R[row]`; absent rows count as zero.
     """
     R, H = x_RH.shape
     dy1, w1, dw1 = first or (x_RH, x_RH, x_RH)
@@ -166,7 +166,7 @@ def norm_backward(
 
 @triton.jit
 def _head_weight(q_at, k_at, mask, is_q, is_k):  # type: ignore[no-untyped-def]
-    """Weights of the norms of queries and keys where these are, 1 elsewhere."""
+    """Norm weights at queries and keys, 1 elsewhere."""
     q = tl.load(q_at, mask=mask, other=1.0).to(tl.float32)
     k = tl.load(k_at, mask=mask, other=1.0).to(tl.float32)
     return tl.where(is_q, q, tl.where(is_k, k, 1.0))
@@ -174,7 +174,7 @@ def _head_weight(q_at, k_at, mask, is_q, is_k):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _heads_of(slot, used, N: tl.constexpr, G: tl.constexpr, GROUPED: tl.constexpr):
-    """Whether a head of the projection is a query, a key or a value, and which one of its kind."""
+    """Kind of a head of the projection (query, key or value), and its index within the kind."""
     n: tl.constexpr = N // G
     if GROUPED:  # megatron-core: per key/value head its n query heads, then k, then v
         kv_head = slot // (n + 2)
@@ -294,9 +294,9 @@ def rotary_forward(
         x_RX: [R, (N + 2G) * D] projection; `e_EX`, contiguous rows of the same width, is added to it when given:
             row `place_R[row]` of it (default: the same row).
         tables: fp32 (cos, sin) [R, D / 2] of the rows' positions.
-        q, k, v: outputs [R, N*D], [R, G*D], [R, G*D]; v may be None when only rotation is wanted.
+        q, k, v: outputs [R, N*D], [R, G*D], [R, G*D]; v may be None when only the rotation is needed.
         grouped: columns are ordered as in megatron-core's linear_qkv (per group: q..., k, v), else q, k, v.
-        norms: weights [D] of the RMS norms (`eps`) of each query and key head, taken before they turn; no backward.
+        norms: weights [D] of the RMS norms (`eps`) over query and key heads, applied before rotation; no backward.
     """
     _launch_rotary(x_RX, e_EX, place_R, tables, q, k, v, heads, kv_heads, grouped, False, norms, eps)
 
@@ -361,11 +361,11 @@ def _shifted_sum_kernel(x_ptr, place_ptr, out_ptr, R, later, W, B, steps, HAS_PL
 
 
 def shifted_sum(x_NW: Tensor, R: int, later: int, steps: int, B: int, place_R: Tensor | None = None) -> Tensor:
-    """[R + (T - 1) * B, W]: row e is the sum over steps k of the row that stands for e - k * B, where there is one.
+    """[R + (T - 1) * B, W]: row e sums, over steps k, the row of step k at position e - k * B, if it exists.
 
     Args:
         x_NW: R rows of step 0, then `later` rows of each later step.
-        place_R: row of a later step that stands for a row of step 0, -1 for none; default: they are the same.
+        place_R: row of a later step for each position of step 0, -1 for none; default: the identity.
     """
     W = x_NW.shape[1]
     out = torch.empty(R + (steps - 1) * B, W, dtype=x_NW.dtype, device=x_NW.device)
@@ -386,7 +386,7 @@ def _scale_kernel(x_ptr, scale_ptr, count, BLOCK: tl.constexpr):
 
 
 def scale_(x: Tensor, scale: Tensor) -> Tensor:
-    """x (contiguous) times a scalar on the device, in place; reads nothing when the scalar is 1."""
+    """x (contiguous) times a scalar on the device, in place; does not read x when the scalar is 1."""
     if x.numel():
         _scale_kernel[(triton.cdiv(x.numel(), 8192),)](x, scale, x.numel(), 8192, num_warps=8)
     return x

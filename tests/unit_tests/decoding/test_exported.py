@@ -124,7 +124,7 @@ def test_a_base_alone_refuses_what_would_do_nothing(
         with pytest.raises(UserError, match=f"--{name.replace('_', '-')} is for a draft, and there is none"):
             chain.generate(shipped[1], str(output), base=base, decode=undrafted.replace(**{name: value}))
     output.write_text("notes\n")
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         chain.generate(shipped[1], str(output), base=base)
 
 

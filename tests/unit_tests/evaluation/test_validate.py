@@ -171,7 +171,7 @@ def test_a_sweep_is_the_runs_one_by_one(chat: Any, tmp_path: Path) -> None:
         assert run.acceptance_by_prompt_length == alone.acceptance_by_prompt_length
     written = json.loads(output.read_text())
     assert written["acceptance_length"] == written["sweep"][0]["acceptance_length"] and len(written["sweep"]) == 3
-    with pytest.raises(UserError, match=r"--max-draft-len: found \[2, 2\], expected different"):
+    with pytest.raises(UserError, match=r"--max-draft-len: found \[2, 2\], expected distinct"):
         run_of(chat, draft_lens=(2, 2))
 
 

@@ -281,7 +281,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "input norm of EAGLE-1": ("eagle1", lambda c, t: (c, {**t, "layers.0.input_layernorm.weight": ONE(32)}), "no norm"),
     "parallel heads": ("eagle3", lambda c, t: ({**c, "eagle_config": {"parallel_draft_step": 3}}, t), "parallel draft"),
     "no captures": ("eagle3", lambda c, t: ({**c, "eagle_config": {"use_aux_hidden_state": False}}, t), "last state"),
-    "unknown option": ("eagle3", lambda c, t: ({**c, "eagle_config": {"new": 1}}, t), "holds eagle_config.new"),
+    "unknown option": ("eagle3", lambda c, t: ({**c, "eagle_config": {"new": 1}}, t), "has eagle_config.new"),
     "unknown key": ("eagle3", lambda c, t: ({**c, "post_fc_norm": True}, t), r"post_fc_norm \(True\)"),
     "key of another kind": ("eagle1", lambda c, t: ({**c, "norm_before_fc": True}, t), "norm_before_fc"),
     "nested, of another kind": ("eagle1", lambda c, t: ({**c, "eagle_config": {"has_lm_head": True}}, t), "lm_head"),
@@ -308,7 +308,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "captures": (
         "eagle3", lambda c, t: ({**c, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}, t), "2 layer"
     ),
-    "text for a number": ("eagle3", lambda c, t: ({**c, "hidden_size": "32"}, t), "whole number"),
+    "text for a number": ("eagle3", lambda c, t: ({**c, "hidden_size": "32"}, t), "positive integer"),
     "rope of another type": ("eagle3", lambda c, t: ({**c, "rope_scaling": "yarn"}, t), "rope_scaling is 'yarn'"),
     "narrow, no embedding": ("narrow", lambda c, t: (c, drop(t, "embed_tokens.weight")), "missing embed_tokens"),
     "heads in config": ("medusa", lambda c, t: ({**c, "medusa_num_heads": 2}, t), "the tensors hold 3"),
@@ -334,9 +334,9 @@ def test_a_key_that_sounds_like_no_option_is_named_in_one_warning(
     folder = write(tmp_path / "d", {**raw, "zebra": 1, "use_cache": True, "new_norm": False}, tensors)
     for _ in range(2):
         open_draft(folder, home.reference)
-    assert [r.getMessage() for r in caplog.records if "not known here" in r.getMessage()] == [
-        f"{folder}: config.json holds new_norm, zebra, not known here and left unread: make sure that the draft does "
-        "not need it"
+    assert [r.getMessage() for r in caplog.records if "unknown keys" in r.getMessage()] == [
+        f"{folder}: unknown keys in config.json are ignored: new_norm, zebra; make sure that the draft does not need "
+        "them"
     ]
 
 
@@ -393,7 +393,7 @@ def test_train_on_from_a_published_draft(home: Home, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"rope": {"type": "yarn", "factor": 4.0, "attention_factor": 1.5}}, "engines take 1.13863 for factor 4.0"),
+        ({"rope": {"type": "yarn", "factor": 4.0, "attention_factor": 1.5}}, "engines use 1.13863 for factor 4.0"),
         ({"fc_bias": True, "qk_norm": True}, "qk_norm with fc_bias: no engine"),
         ({"rope_scaling": {"rope_type": "yarn", "factr": 4.0}}, "did you mean 'factor'"),
     ],

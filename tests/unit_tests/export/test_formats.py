@@ -66,7 +66,7 @@ def test_writer_is_strict(tmp_path: Path) -> None:
         "c": torch.tensor([2**40]),
     }  # fmt: skip
     writer = TensorWriter(tmp_path, plan)
-    with pytest.raises(VerificationError, match="planned was"):
+    with pytest.raises(VerificationError, match="planned"):
         writer.add("a", torch.zeros(4, dtype=torch.bool))
     for name, value in values.items():
         if name == "c":
@@ -121,7 +121,7 @@ def _first(tensors: dict[str, Tensor], suffix: str) -> Tensor:
 
 
 def test_speculators_refuses_what_it_cannot_hold() -> None:
-    with pytest.raises(UserError, match="this one is medusa"):
+    with pytest.raises(UserError, match="the draft is medusa"):
         speculators.check(MedusaConfig(num_heads=2, hidden_size=8, vocab_size=8), False)
     with pytest.raises(UserError, match="no fp8"):
         speculators.check(eagle_config(), True)

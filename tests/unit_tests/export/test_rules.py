@@ -171,7 +171,7 @@ BROKEN: dict[str, tuple[Break, str, str, bool]] = {
     ),
     "repeated d2t": (lambda t, c: ({**t, "d2t": -torch.arange(D)}, c), "d2t", "not distinct", False),
     "short t2d": (lambda t, c: ({**t, "t2d": t["t2d"][1:]}, c), "t2d", "config.json says vocab_size", False),
-    "other t2d": (lambda t, c: ({**t, "t2d": ~t["t2d"]}, c), "t2d", "other tokens", False),
+    "other t2d": (lambda t, c: ({**t, "t2d": ~t["t2d"]}, c), "t2d", "different tokens", False),
     "d2t with D = V": (
         lambda t, c: ({**t, "lm_head.weight": torch.ones(V, H)}, {**c, "draft_vocab_size": V}), "d2t", "raises", False
     ),
@@ -225,7 +225,7 @@ def eight_bits(t: Tensors, linear: str) -> Tensors:
 
 OTHERS: dict[str, tuple[str, Break, str, str]] = {
     # name: (kind, change, rule, part of the message)
-    "no bias": ("eagle1", lambda t, c: (without(t, "fc.bias"), c), "fc.bias", "random"),
+    "no bias": ("eagle1", lambda t, c: (without(t, "fc.bias"), c), "fc.bias", "uninitialised"),
     "trained bias": ("eagle1", lambda t, c: ({**t, "fc.bias": torch.ones(H)}, c), "fc.bias", "drops"),
     "input norm": (
         "eagle1", lambda t, c: ({**t, "layers.0.input_layernorm.weight": torch.ones(H)}, c), "unknown", "cannot be read"
@@ -242,7 +242,7 @@ OTHERS: dict[str, tuple[str, Break, str, str]] = {
         "model", lambda t, c: ({**t, "model.embed_tokens.weight": torch.ones(64, H)}, c), "vocab_size", "64 rows"
     ),
     "fp8 values": (
-        "dflash", lambda t, c: (eight_bits(t, "layers.0.self_attn.v_proj"), c), "qkv", "SGLang loads the codes"
+        "dflash", lambda t, c: (eight_bits(t, "layers.0.self_attn.v_proj"), c), "qkv", "SGLang silently loads the codes"
     ),
     "no mask token": (
         "dflash", lambda t, c: (t, {**c, "dflash_config": {"target_layer_ids": [1, 5]}}), "config", "mask_token_id"

@@ -192,7 +192,7 @@ def test_a_rerun_that_would_answer_otherwise_is_refused(chat: Any, tmp_path: Pat
     with pytest.raises(UserError, match=f"1 conversations answer other questions .*{other.identifier}"):
         _to_file(chat, [other, asked[1]], output, {"base_fingerprint": "a"})
     output.with_name("out.jsonl.meta.json").unlink()
-    with pytest.raises(UserError, match=r"meta\.json is missing"):
+    with pytest.raises(UserError, match=r"meta\.json, .* is missing"):
         _to_file(chat, asked, output, {"base_fingerprint": "a"})
     assert output.read_bytes() == before
 
@@ -200,7 +200,7 @@ def test_a_rerun_that_would_answer_otherwise_is_refused(chat: Any, tmp_path: Pat
 def test_a_file_of_something_else_is_not_overwritten(chat: Any, tmp_path: Path) -> None:
     thesis = tmp_path / "thesis.tex"
     thesis.write_text("do not lose me\n", encoding="utf-8")
-    for output, message in ((thesis, "thesis.tex is there already"), (tmp_path, "is a folder")):
+    for output, message in ((thesis, "thesis.tex already exists"), (tmp_path, "is a folder")):
         with pytest.raises(UserError, match=message):
             _to_file(chat, chat.prompts[:1], output)
     assert thesis.read_text(encoding="utf-8") == "do not lose me\n" and list(tmp_path.iterdir()) == [thesis]

@@ -108,5 +108,5 @@ def test_refusals(folder: Path) -> None:
         with pytest.raises(UserError, match="that format is for drafts"):
             QuantConfig(**values)  # type: ignore[arg-type]
     tiny = make(folder, world_of(), intermediate_size=40)
-    with pytest.raises(UserError, match="no multiple of the block 16"):
+    with pytest.raises(UserError, match="not a multiple of the block 16"):
         calibrate(tiny.base, tiny.draft, tiny.source, tiny.batches, OBJECTIVE, QUANT, tiny.world)

@@ -361,5 +361,5 @@ def test_base_state_is_strict(tiny: Tiny, folder: Path) -> None:
         load_base_amax(tiny.base, less)
     with pytest.raises(UserError, match="unexpected"):
         load_base_amax(tiny.base, {**state, "layers.2.other.input": 1.0})
-    with pytest.raises(UserError, match="give the base of the checkpoint"):
+    with pytest.raises(UserError, match="use the base of the checkpoint"):
         load_base_amax(tiny.base, {k: v * 1.5 for k, v in state.items()})

@@ -179,7 +179,7 @@ def test_block_drafts_pard_and_lookup(tmp_path: Path, caplog: pytest.LogCaptureF
     causal = draft(tmp_path / "causal", architectures=["DFlashDraftModel"], **shape, dflash_config=inside)
     assert speculative_config(exported(causal))["method"] == "dflash"
     for refuses in (lambda: sglang_command(exported(causal), "/b"), lambda: trtllm_config(exported(causal))):
-        with pytest.raises(UserError, match=r"does not serve this draft: it lets a slot see .*; serve it with vLLM"):
+        with pytest.raises(UserError, match=r"does not serve this draft: without a window .*; serve it with vLLM"):
             refuses()
     pard = Speculation("pard", 4, "/small")
     assert trtllm_config(pard)["speculative_config"]["decoding_type"] == "PARD"

@@ -163,7 +163,7 @@ def test_one_bad_conversation_does_not_stop_the_others(prompts, tmp_path):
 
 def test_a_model_that_is_named_needs_no_list(prompts, tmp_path):
     with Server(models=500) as server:
-        with pytest.raises(UserError, match=r"no server named its model: .*InternalServerError.*With --model NAME"):
+        with pytest.raises(UserError, match=r"no server named its model: .*InternalServerError.*--model NAME"):
             ask(prompts, tmp_path / "out.jsonl", server)
         ask(prompts, tmp_path / "out.jsonl", server, model="mine")
         assert {b["model"] for b in server.requests} == {"mine"}
@@ -298,7 +298,7 @@ def test_reasoning_is_kept_under_one_name(prompts, tmp_path, name, caplog):
 def test_text_that_the_server_keeps_to_itself_is_counted(prompts, tmp_path, caplog):
     with Server(lambda n, body: message(tokens=200)) as server:
         totals, _ = ask(prompts, tmp_path / "out.jsonl", server)
-    assert totals.unreturned == 15 and "15 answers hold far less text than the server counts" in caplog.text
+    assert totals.unreturned == 15 and "15 answers have far less text than the server counts" in caplog.text
 
 
 def test_tools_and_template_arguments_reach_server_and_file(tmp_path):
