@@ -52,7 +52,7 @@ def chain(root: str, name: str) -> dict[str, Any]:
     from megatron_spec.commands.export import ExportRun, export
     from megatron_spec.commands.finetune import FinetuneRun, finetune
     from megatron_spec.commands.quantize import quantize
-    from megatron_spec.config import DecodeConfig, ObjectiveConfig, ParallelConfig, TrainConfig
+    from megatron_spec.config import DecodeConfig, ObjectiveConfig, TrainConfig
 
     here, data = f"{root}/{name}", f"{root}/train.jsonl"
     convert(f"{root}/base", f"{here}/draft", **request(root, name))
@@ -62,7 +62,7 @@ def chain(root: str, name: str) -> dict[str, Any]:
     def train(load: str, save: str, iterations: int, cache: str | None = None) -> list[Any]:
         settings = TrainConfig(iterations, micro_batch_size=2, global_batch_size=4, lr=3e-3)
         where = f"{here}/{load}", f"{here}/{save}", data
-        run = FinetuneRun(*where, settings, goal, ParallelConfig(), 96, feature_cache=cache)
+        run = FinetuneRun(*where, settings, goal, seq_length=96, feature_cache=cache)
         assert finetune(run)
         lines = Path(here, save, "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
@@ -222,7 +222,8 @@ def trained_in(root: str, layouts: tuple[dict[str, Any], ...]) -> list[dict[str,
             settings = TrainConfig(2, micro_batch_size=1, global_batch_size=4, lr=1e-3)
             goal = ObjectiveConfig() if name == "medusa" else ObjectiveConfig(ttt_steps=2)
             data = f"{root}/train.jsonl"
-            assert finetune(FinetuneRun(f"{here}/draft", f"{here}/tuned", data, settings, goal, parallel, 96))
+            where = (f"{here}/draft", f"{here}/tuned", data)
+            assert finetune(FinetuneRun(*where, settings, goal, parallel=parallel, seq_length=96))
             lines = [json.loads(line) for line in Path(here, "tuned", "metrics.jsonl").read_text().splitlines()]
             found.append({"name": name, "values": [[line["loss"], line["grad_norm"]] for line in lines]})
     return found

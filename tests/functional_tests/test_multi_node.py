@@ -22,12 +22,12 @@ def convert_and_train(root: Path) -> None:
     """A fresh draft, and two steps in this process."""
     from megatron_spec.commands.convert import convert
     from megatron_spec.commands.finetune import FinetuneRun, finetune
-    from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
+    from megatron_spec.config import ObjectiveConfig, TrainConfig
 
     convert(f"{root}/base", f"{root}/draft", eagle_config=f"{root}/eagle.json")
     train = TrainConfig(train_iters=2, global_batch_size=2, lr_decay_style="constant")
     goal = ObjectiveConfig(ttt_steps=2)
-    run = FinetuneRun(f"{root}/draft", f"{root}/one", f"{root}/train.jsonl", train, goal, ParallelConfig(), 64)
+    run = FinetuneRun(f"{root}/draft", f"{root}/one", f"{root}/train.jsonl", train, goal, seq_length=64)
     assert finetune(run)
 
 

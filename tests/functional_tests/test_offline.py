@@ -36,8 +36,8 @@ def tune(
     parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, sequence_parallel=tp > 1)
     data, offline = (f"{root}/train.jsonl", None) if store is None else (None, f"{root}/{store}")
     run = FinetuneRun(
-        f"{root}/draft", f"{root}/{save}", data, train, ObjectiveConfig(ttt_steps=2), parallel, offline_data=offline,
-        seq_length=96 if store is None else None, feature_cache=cache and f"{root}/{cache}",
+        f"{root}/draft", f"{root}/{save}", data, train, ObjectiveConfig(ttt_steps=2), parallel=parallel,
+        offline_data=offline, seq_length=96 if store is None else None, feature_cache=cache and f"{root}/{cache}",
     )  # fmt: skip
     original = build.load_exported_base
     if store is not None:

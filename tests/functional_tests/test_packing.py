@@ -32,7 +32,13 @@ def steps(root: str, layout: str) -> dict[str, Any]:
     for packing, batch in ((False, len(dataset)), (True, rows)):
         train = TrainConfig(2, 1, batch, packing=packing, lr=1e-2)
         run = FinetuneRun(
-            f"{here}/draft", f"{here}/{packing}", data, train, ObjectiveConfig(ttt_steps=3), parallel, SEQ_LENGTH
+            f"{here}/draft",
+            f"{here}/{packing}",
+            data,
+            train,
+            ObjectiveConfig(ttt_steps=3),
+            parallel=parallel,
+            seq_length=SEQ_LENGTH,
         )
         assert finetune(run)
         lines = Path(f"{here}/{packing}/metrics.jsonl").read_text().splitlines()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from megatron_spec.commands.export import ExportRun, export
 from megatron_spec.commands.finetune import FinetuneRun, resolve
 from megatron_spec.commands.quantize import quant_policy
-from megatron_spec.config import ObjectiveConfig, ParallelConfig, QuantConfig, TrainConfig, UserError
+from megatron_spec.config import ObjectiveConfig, QuantConfig, TrainConfig, UserError
 from megatron_spec.export.check import check_folder
 from tests.functional_tests.script_helpers import make_base, write_conversations
 from tests.worlds import run_world
@@ -29,9 +29,7 @@ clipped_ste: true
 
 def finetune_run(root: Path, load: str, save: str, **changes: Any) -> FinetuneRun:
     settings = TrainConfig(2, micro_batch_size=2, global_batch_size=4, lr=1e-3)
-    run = FinetuneRun(
-        str(root / load), str(root / save), str(root / "train.jsonl"), settings, GOAL, ParallelConfig(), 96
-    )
+    run = FinetuneRun(str(root / load), str(root / save), str(root / "train.jsonl"), settings, GOAL, seq_length=96)
     return run.replace(**changes)
 
 
