@@ -25,6 +25,8 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 SOURCES = [p for folder in ("megatron_spec", "tools", "examples", "benchmarks") for p in (ROOT / folder).rglob("*.py")]
+FOLDERS = ("tools", "benchmarks", "examples/post_training")
+"""Where scripts are."""
 ROOTS = ("", "megatron_spec", "tests", "docs")
 """Folders that a named file may be relative to."""
 UNWANTED = re.compile(r"\b(mend|mends|mended|behind|nobody|turned|speaks? through|the house)\b", re.IGNORECASE)
@@ -76,7 +78,9 @@ def test_cited_sections_exist() -> None:
 
 def commands(page: Path) -> Iterator[list[str]]:
     """Commands of the page's shell blocks, as words; variables that a block sets are put in."""
-    for block in re.findall(r"```(?:bash)?\n(.*?)```", text_of(page), re.S):
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text_of(page), re.S | re.M):
+        if language not in ("", "bash"):
+            continue
         lines = block.replace("\\\n", " ")
         for name, value in re.findall(r"(?:^|; )(\w+)=(\"[^\"]*\"|[^\s;]+)", lines, re.M):
             lines = lines.replace(f"${name}", value.strip('"'))
@@ -85,10 +89,20 @@ def commands(page: Path) -> Iterator[list[str]]:
                 yield shlex.split(line, comments=True)
 
 
+def named_commands(page: Path) -> Iterator[list[str]]:
+    """Commands in the page's running text and tables, as words: a script and what follows it."""
+    prose = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.S | re.M)
+    for code in re.findall(r"`([^`]+)`", prose):
+        found = re.search(r"([\w-]+\.(?:py|sh))\s(.*--\w.*)", code, re.S)
+        script = found and next((p for folder in FOLDERS if (p := ROOT / folder / found[1]).exists()), None)
+        if found and script:
+            yield [str(script.relative_to(ROOT)), *re.findall(r"(?<![\w-])--\w[\w-]*", found[2])]
+
+
 @functools.cache
 def known_flags(script: Path) -> frozenset[str]:
-    """Flags in a script's help; for shell scripts and benchmarks, those in the source."""
-    if script.suffix == ".sh" or script.parent.name == "benchmarks":
+    """Flags in a script's help; for shell scripts, benchmarks and writers of tables, those in the source."""
+    if script.suffix == ".sh" or script.parent.name == "benchmarks" or script.stem.endswith("_table"):
         text = text_of(script)
     else:
         text = subprocess.run(
@@ -100,7 +114,7 @@ def known_flags(script: Path) -> frozenset[str]:
 def test_documented_commands_use_flags_that_exist() -> None:
     checked = 0
     for page in PAGES:
-        for words in commands(page):
+        for words in itertools.chain(commands(page), named_commands(page)):
             at = next((i for i, word in enumerate(words) if re.search(r"/.*\.(py|sh)$", word)), None)
             if at is None:
                 continue
@@ -108,7 +122,7 @@ def test_documented_commands_use_flags_that_exist() -> None:
             unknown = flags - known_flags(ROOT / words[at])
             assert not unknown, f"{page.name}: {words[at]} has no {', '.join(sorted(unknown))}"
             checked += 1
-    assert checked > 30
+    assert checked > 70
 
 
 class Parsed(BaseException):
