@@ -55,6 +55,8 @@ class Source:
         """Open a folder. Raises UserError when config.json or all tensor files are missing, or a file is damaged."""
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder")
+        if not (folder / "config.json").is_file() and (folder / "draft" / "config.json").is_file():
+            raise UserError(f"{folder} is a folder of export.py with the draft in it: give {folder / 'draft'}")
         raw = read_object(folder / "config.json")
         if not isinstance(raw, dict):
             raise UserError(f"{folder / 'config.json'}: expected a JSON object, found {type(raw).__name__}")

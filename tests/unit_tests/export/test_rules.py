@@ -329,6 +329,10 @@ def test_unreadable_folders(tmp_path: Path) -> None:
         check_folder(folder)
     with pytest.raises(UserError, match="not a folder"):
         check_folder(tmp_path / "nowhere")
+    (tmp_path / "out").mkdir()
+    write(tmp_path / "out" / "draft", *good())
+    with pytest.raises(UserError, match="give .*out/draft"):
+        check_folder(tmp_path / "out")
 
 
 def test_old_pickled_folders_are_read(tmp_path: Path) -> None:
