@@ -158,12 +158,14 @@ class Server:
         first = last = None
         parts: list[str] = []
         tokens = chunks = 0
+        streamed = False
         try:
             stream = await self.client.chat.completions.create(
                 model=await self.find_model(), messages=[{"role": "user", "content": prompt}], stream=True,
                 stream_options={"include_usage": True}, **self.options,
             )  # fmt: skip
             async for chunk in stream:
+                streamed = True
                 if chunk.usage is not None:
                     tokens = chunk.usage.completion_tokens
                 if chunk.choices and chunk.choices[0].delta.content:
@@ -173,6 +175,8 @@ class Server:
                     parts.append(chunk.choices[0].delta.content)
         except self._error as e:
             raise UserError(f"{self.url}: {type(e).__name__}: {e}") from None
+        if not streamed:
+            raise UserError(f"{self.url}: the server did not stream its answer, so its tokens have no times")
         end = time.perf_counter()
         return Answer("".join(parts), tokens or chunks, (first or end) - start, (last or end) - start)
 

@@ -57,6 +57,9 @@ class Handler(BaseHTTPRequestHandler):
         if request["messages"][0]["content"] == "bad":
             self._send(json.dumps({"error": {"message": "too long"}}), code=400)
             return
+        if request["messages"][0]["content"] == "whole":
+            self._send(json.dumps({"id": "1", "choices": []}))
+            return
         with s.lock:
             s.asked += 1
             s.requests.append(request)
@@ -130,6 +133,8 @@ def test_what_a_server_refuses_is_told(servers: list[Any], tmp_path: Path) -> No
     data = str(questions(tmp_path / "q.jsonl", "bad"))
     with pytest.raises(UserError, match="too long"):
         run("--url", url(servers[0]), "--data", data)
+    with pytest.raises(UserError, match="did not stream"):
+        run("--url", url(servers[0]), "--data", str(questions(tmp_path / "w.jsonl", "whole")))
     with pytest.raises(UserError, match="is the server up"):
         run("--url", "http://127.0.0.1:9", "--data", data)
 
