@@ -331,7 +331,7 @@ def test_unreadable_folders(tmp_path: Path) -> None:
         check_folder(tmp_path / "nowhere")
     (tmp_path / "out").mkdir()
     write(tmp_path / "out" / "draft", *good())
-    with pytest.raises(UserError, match="give .*out/draft"):
+    with pytest.raises(UserError, match=r"give .*out/draft"):
         check_folder(tmp_path / "out")
 
 
