@@ -134,6 +134,12 @@ if [ -f "$output/.stages/options" ] && [ "$(cat "$output/.stages/options")" != "
   fail "$output holds a run with other options: choose another --output, or remove it"
 fi
 printf '%s\n' "$options" > "$output/.stages/options"
+# Another way to measure: validate again.
+measured="heldout=$heldout eval_prompts=$eval_prompts eval_tokens=$eval_tokens"
+if [ -f "$output/.stages/measured" ] && [ "$(cat "$output/.stages/measured")" != "$measured" ]; then
+  rm -rf "$output"/.stages/validate_* "$output"/validate_*
+fi
+printf '%s\n' "$measured" > "$output/.stages/measured"
 
 stage() { # name, output that only this stage makes ('' when the command continues by itself), command...
   local name=$1 made=$2 begin; shift 2

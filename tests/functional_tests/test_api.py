@@ -58,6 +58,8 @@ def main() -> None:
     for kind in draft_kinds():
         mask = {"mask_token_id": 3} if kind in ("dflash", "dspark", "p-eagle") else {}
         captures = {} if kind in ("eagle1", "eagle-mtp", "medusa") else {"capture_layer_ids": [1, 3, 4]}
+        if kind == "eagle3":  # in ModelOpt's words
+            captures = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True}}
         fresh = megatron_spec.convert(base, [(kind, {**mask, **captures})])
         assert fresh.draft.config.algorithm == ("eagle3" if kind == "eagle" else kind)
         fresh(make_batch(2, 24, seed=0))[0].total.backward()

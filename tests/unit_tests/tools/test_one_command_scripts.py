@@ -102,3 +102,14 @@ def test_a_folder_keeps_its_draft(start: Any, tmp_path: Path) -> None:
     assert "--eagle_config and --draft_vocab do nothing" in start(*arguments, *changed[2])[1]
     code, said, started = start(*arguments)
     assert code == 0 and len(started) == 1 and "--model and --algorithm are not read" in said
+
+
+def test_the_chain_measures_again_when_it_is_asked_otherwise(start: Any) -> None:
+    """Started again: nothing is done twice, but what the new options change; other training is another folder."""
+    chain = ("train_eagle3_and_export.sh", "--base_model", "base", "--output", "chain")
+    assert len(start(*chain)[2]) == 8
+    assert start(*chain)[::2] == (0, [])
+    code, _, started = start(*chain, "--eval_prompts", "5")
+    assert code == 0 and [(name, run.num_prompts) for name, run in started] == [("validate", 5)] * 2
+    code, said, started = start(*chain, "--lr", "1e-3")
+    assert code == 2 and not started and "holds a run with other options" in said
