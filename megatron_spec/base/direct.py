@@ -1,8 +1,8 @@
 """The layers of the frozen base as a short list of products and element-wise operations, without modules or autograd.
 
-Runs what the stage's megatron-core layers run, on their own weights, with the same result, over one of three sets of
-operators: plain torch (decoding on any device: a step of it is bound by the host, and takes a fraction of the calls),
-fused kernels (half precision on a GPU, training too: fewer passes over memory), and fp8 linears (training alone).
+Computes what the stage's megatron-core layers compute, on the same weights, with one of three sets of operators: plain
+torch (decoding on any device, which is bound by the host: a fraction of the calls per step), fused kernels (half
+precision on a GPU, for decoding and training: fewer passes over memory), and fp8 linears (training only).
 
 S sequence, B micro-batch, R = S * B rows, H hidden, N query and G key/value heads of this rank, D head size.
 """
@@ -29,16 +29,16 @@ Norms = tuple[Tensor, Tensor] | None
 
 
 class PlainOperators:
-    """In plain torch, in any dtype. An activation is what `linear` accepts: here, a tensor [R, inputs]."""
+    """Plain torch operators, in any dtype. An activation is what `linear` accepts: here, a tensor [R, inputs]."""
 
-    only = False
-    """True when the layers themselves cannot run any more."""
+    weights_released = False
+    """True when the modules have lost their weights and only these operators can run the layers."""
 
     def __init__(self, config: BaseConfig, heads: int, kv_heads: int) -> None:
         self.config, self.heads, self.kv_heads, self.eps = config, heads, kv_heads, config.rms_norm_eps
 
     def serves(self, visibility: Visibility) -> bool:
-        """True where these operators gain something: decoding."""
+        """True for the forwards that these operators speed up: decoding."""
         return visibility.cache is not None
 
     def attend(
@@ -51,12 +51,12 @@ class PlainOperators:
         layer: int,
         norms: Norms,
     ) -> Tensor:
-        """[R, N * D] attention of a layer from its projection [R, (N + 2G) * D]."""
+        """Attention output [R, N * D] of a layer from its projection [R, (N + 2G) * D]."""
         q, k, v = self.split_rotated(qkv, tables, S, B, norms)
         return attend(q, k, v, visibility, layer).reshape(S * B, -1)
 
     def tables(self, angles_SB1D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin) as `split_rotated` wants them."""
+        """(cos, sin) as `split_rotated` expects them."""
         return angles_SB1D.cos().to(dtype)[:, :, None], angles_SB1D.sin().to(dtype)[:, :, None]
 
     def split_rotated(
@@ -98,7 +98,7 @@ class PlainOperators:
 
 
 class KernelOperators(PlainOperators):
-    """With fused kernels (residual sum with norm, rotary embedding with the split of q, k and v, gate), for training
+    """Operators with fused kernels (residual sum and norm, rotary embedding and split of q, k, v, gate), for training
     batches and decoding.
 
     Args:
@@ -110,7 +110,7 @@ class KernelOperators(PlainOperators):
         self.kernels = kernels
 
     def serves(self, visibility: Visibility) -> bool:
-        """Training batches and decoding."""
+        """True: training batches and decoding."""
         return True
 
     def tables(self, angles_SB1D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ class KernelOperators(PlainOperators):
         return total, normed
 
     def final(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """See `PlainOperators.final`; never in another number format."""
+        """See `PlainOperators.final`; never in fp8."""
         return KernelOperators.add_norm(self, x, delta, weight)
 
     def gated(self, gate_up: Tensor) -> Any:
@@ -145,12 +145,12 @@ class KernelOperators(PlainOperators):
 
 
 class Fp8Operators(KernelOperators):
-    """The same with the four linears of every layer in real fp8; norms, attention and residual stream stay as they are.
+    """`KernelOperators` with the four linears of every layer in fp8; norms, attention and residual stream keep dtype.
 
-    The bf16 weights of the linears are released: such a base serves training batches only.
+    The bf16 weights of the linears are released, so the base serves training batches only.
     """
 
-    only = True
+    weights_released = True
 
     def __init__(self, plain: KernelOperators, layers: list[Any]) -> None:
         from megatron_spec.ops.kernels import fp8
@@ -165,7 +165,7 @@ class Fp8Operators(KernelOperators):
                 module.weight.data = module.weight.data.new_empty(0)
 
     def serves(self, visibility: Visibility) -> bool:
-        """Training batches only: `FrozenBase` refuses the rest."""
+        """True for training batches; `FrozenBase` refuses the rest."""
         return visibility.cache is None
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Any]:
@@ -193,7 +193,7 @@ class DirectForward:
     Args:
         layers: megatron-core TransformerLayers with this package's local spec.
         final_norm: weight of the final norm on the last stage.
-        paths: of the base; `base_direct` is on.
+        paths: fast paths of the base, with `base_direct` on.
     """
 
     def __init__(
@@ -208,11 +208,11 @@ class DirectForward:
         self._parts = [m for layer in layers for m in layer.modules()]
 
     def untouched(self) -> bool:
-        """No hooks (quantisers, observers): these must run, so such layers are not bypassed."""
+        """True if no module has hooks (quantisers, observers), which bypassing the modules would skip."""
         return not any(m._forward_pre_hooks or m._forward_hooks for m in self._parts)
 
     def can_run(self, visibility: Visibility) -> bool:
-        """True for what the operators serve, when nothing hooks into the layers."""
+        """True if the operators serve this forward and no module has hooks."""
         return self.operators.serves(visibility) and self.untouched()
 
     @torch.no_grad()
@@ -223,11 +223,11 @@ class DirectForward:
         """Run all layers.
 
         Args:
-            captured: indices in `layers` whose outputs are wanted.
+            captured: indices in `layers` of the outputs to capture.
             visibility: key visibility; default: causal.
 
         Returns:
-            (state after the last layer, after the final norm when there is one; captured outputs), all [S, B, H].
+            (state after the last layer and, on the last stage, the final norm; captured outputs), all [S, B, H].
         """
         (S, B, H), do = hidden_SBH.shape, self.operators
         visibility = visibility or Visibility.causal()
@@ -255,7 +255,7 @@ class DirectForward:
         return (attention.q_layernorm.weight, attention.k_layernorm.weight) if self.config.qk_norm else None
 
     def _summed(self, activation: Any, module: Any) -> Tensor:
-        """Output of a row-parallel module: the ranks' products summed, then its bias, which every rank holds whole."""
+        """Output of a row-parallel module: partial products summed over ranks, plus the replicated bias."""
         if self.tp.size() == 1:
             return self.operators.linear(activation, module, module.bias)
         out = self.operators.linear(activation, module, None)
@@ -264,18 +264,18 @@ class DirectForward:
 
 
 def run_in_fp8(base: Any) -> None:
-    """Give a loaded `FrozenBase` real fp8 (E4M3) linears, in place: twice the arithmetic rate, half the memory.
+    """Convert the linears of a loaded `FrozenBase` to fp8 (E4M3), in place: twice the arithmetic rate, half the memory.
 
-    Scales are per output channel for weights and per row for activations, found as the rows are computed. The head
-    and the embedding stay as they are. The path `base_fp8` must be on (`paths.check` says why not).
+    Scales are per output channel for weights and per row for activations, computed on the fly. The head and the
+    embedding are unchanged. The path `base_fp8` must be available (`paths.check` raises what blocks it).
 
     Raises:
-        UserError: the base carries quantisers, or keeps its own layers.
+        UserError: the base has fake quantisers or layers of its own.
     """
     paths: Paths = base.paths.asked_for("base_fp8")
     paths.check()
     direct: DirectForward | None = base.direct
     if direct is None or not direct.can_run(Visibility.causal()):
-        raise UserError("--base-fp8: this base carries fake quantisers, or layers of its own; leave --base-fp8 out")
+        raise UserError("--base-fp8: this base has fake quantisers, or layers of its own; leave --base-fp8 out")
     assert isinstance(direct.operators, KernelOperators)
     direct.operators, base.paths = Fp8Operators(direct.operators, direct.layers), paths

@@ -20,12 +20,12 @@ from megatron_spec.runtime.distributed import World
 
 
 class Ends(nn.Module):
-    """Fulfils `drafts.contract.BaseEnds`; a subclass has the two weights.
+    """Implements `drafts.contract.BaseEnds`; a subclass provides the two weights.
 
     Attributes:
         config: architecture of the base.
         world: process groups.
-        dtype: of the weights.
+        dtype: data type of the weights.
         vocab_size: true size of the vocabulary; rows past it are padding.
     """
 
@@ -57,8 +57,8 @@ class Ends(nn.Module):
     def logits(self, state_SBH: Tensor) -> Tensor:
         """[S, B, V / TP] logits of this rank's vocabulary shard (full sequence); padding rows are -inf.
 
-        Differentiable in the state (the gradient is summed over tensor parallel ranks), as drafts that train through
-        the frozen head need.
+        Differentiable in the state (the gradient is summed over tensor parallel ranks), for drafts that train through
+        the frozen head.
         """
         weight, tp = self.head_weight, self.world.tp
         if self.world.parallel.sequence_parallel:
@@ -73,7 +73,7 @@ class Ends(nn.Module):
 
 
 class EndsOnly(Ends):
-    """Embedding and head without layers: all that training on stored features needs of the base. NaN until loaded."""
+    """Embedding and head without layers: all that training on stored features needs. NaN until loaded."""
 
     def __init__(
         self, config: BaseConfig, world: World, dtype: torch.dtype, padded_vocab_size: int | None = None

@@ -1,4 +1,4 @@
-"""Norms, attention and MLP of the base's last layer, whole and on every rank: what a fresh draft may start from."""
+"""Norms, attention and MLP of the base's last layer, unsharded on every rank, to initialise a new draft."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _PARTS = ("final_layernorm", "input_layernorm", "pre_mlp_layernorm", "self_atten
 def last_layer_tensors(base: FrozenBase) -> dict[str, Tensor]:
     """Unsharded tensors by Hugging Face name inside the layer ("mlp.gate_proj.weight"), and "norm.weight". Collective.
 
-    The last pipeline stage joins its tensor parallel shards and sends them to the others. A layer of experts gives its
-    norms alone: the draft's MLP is one dense MLP, regardless of the base's.
+    The last pipeline stage gathers its tensor parallel shards and broadcasts them. The experts of a mixture-of-experts
+    layer are left out: the draft's MLP is dense.
     """
     prefix = f"model.layers.{base.config.num_layers - 1}."
     ranks = dist.get_process_group_ranks(base.world.pp)

@@ -1,7 +1,7 @@
 """Multi-head latent attention of DeepSeek-V3 (arXiv 2412.19437, section 2.1.1), under megatron-core's names.
 
 Queries and keys have a non-rotary and a rotary part; all heads share the rotary part of the keys.
-Keys and values are expanded before attention, so the cache holds them whole.
+Keys and values are expanded before attention, so the cache holds full keys and values.
 
 S sequence, B micro-batch, H hidden, N heads of this rank, D = nope + rope sizes of a query or key head, V of a value.
 """
@@ -21,7 +21,7 @@ from megatron_spec.ops import latent as latent_ops
 
 
 class LatentAttention(nn.Module):
-    """Stands in the place of megatron-core's SelfAttention."""
+    """Replaces megatron-core's SelfAttention."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, pg_collection: Any, mla: MlaConfig,
@@ -54,7 +54,7 @@ class LatentAttention(nn.Module):
     def forward(
         self, hidden_SBH: Tensor, attention_mask: Tensor | None = None, rotary_pos_emb: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[S, B, H] -> ([S, B, H], no bias); rows are spread over ranks under sequence parallelism."""
+        """[S, B, H] -> ([S, B, H], no bias); rows are sharded under sequence parallelism."""
         assert rotary_pos_emb is not None
         mla = self.mla
         latent, k_rotary = self.linear_kv_down_proj(hidden_SBH).split([mla.kv_lora_rank, mla.rope_head_dim], -1)

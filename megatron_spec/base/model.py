@@ -33,11 +33,11 @@ from megatron_spec.runtime.distributed import World
 
 @contextmanager
 def record_outputs(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Yields a list that holds, after the forward, the output [S, B, H] of each of `layers` in the order they ran."""
+    """Yields a list that the forward fills with the output [S, B, H] of each of `layers`, in the order they run."""
     recorded: list[Tensor] = []
 
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        """Keep the output of the layer."""
+        """Record the output of the layer."""
         # megatron-core's TransformerLayer returns (hidden, context).
         recorded.append(output[0] if isinstance(output, tuple) else output)
 
@@ -69,8 +69,8 @@ class FrozenBase(GptStage):
     """One pipeline stage of the base, frozen.
 
     Attributes:
-        paths: the fast paths it may take.
-        direct: runs the layers without their modules where that gives the same result; None: not with this base.
+        paths: the fast paths it may use.
+        direct: runs the layers without their modules where the result is the same; None if this base cannot.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class FrozenBase(GptStage):
         paths: Paths | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config, world, gpt, stages, dtype)
-        self.reference: Any = None  # `BaseReference`, where it was loaded from disk
+        self.reference: Any = None  # `BaseReference` of a base loaded from disk
         self.quantised_on_disk = False
-        """The base's own files are in fp8, and it computes with their ranges: there is nothing to calibrate."""
+        """True if the base's files are in fp8 and bring their own activation ranges, so calibration is not needed."""
         rotary = config.mla.rope_head_dim if config.mla else config.head_dim
         self.inv_freq: Tensor
         self.register_buffer("inv_freq", inverse_frequencies(config.rope, rotary, world.device), persistent=False)
@@ -116,7 +116,7 @@ class FrozenBase(GptStage):
             padded_vocab_size: rows of embedding and head over all ranks; default: the vocabulary rounded up to a
                 multiple of the tensor parallel size.
             transformer_engine: build the layers from Transformer Engine's modules.
-            paths: fast paths it may take; default: all that run here.
+            paths: fast paths it may use; default: all that run here.
 
         Raises:
             UserError: the parallel sizes or capture ids do not fit the base.
@@ -145,14 +145,14 @@ class FrozenBase(GptStage):
         return base
 
     def capture(self, layer_ids: Sequence[int]) -> None:
-        """Capture the outputs of these layers from now on. Raises UserError for layers that the base has not."""
+        """Capture the outputs of these layers from now on. Raises UserError for layers that do not exist."""
         placement.check_captures(self.config.num_layers, layer_ids)
         stages = placement.stages_from_counts(self.stage_counts, layer_ids)
         self.stage, self.capture_layer_ids = stages[self.world.pp_rank], stages[-1].captures_out
 
     @classmethod
     def from_gpt_model(cls, gpt: Any, config: BaseConfig, world: World, capture_layer_ids: Sequence[int]) -> FrozenBase:
-        """Wrap a GPTModel (or a list of one chunk) that is built and loaded already, on every rank of `world`.
+        """Wrap a GPTModel (or a list of one chunk) that is already built and loaded, on every rank of `world`.
 
         It keeps its own attention, so it serves causal training batches only: no packed documents, no KV cache.
 
@@ -161,9 +161,7 @@ class FrozenBase(GptStage):
         """
         layouts.check("wrap", world.parallel)
         if config.rope.longest_short is not None:
-            raise UserError(
-                "a wrapped GPTModel chooses longrope's frequencies by the batch: load the base with load_base"
-            )
+            raise UserError("a wrapped GPTModel chooses longrope's frequencies per batch: load the base with load_base")
         model = _unwrapped(gpt)
         counts: list[Any] = [None] * world.pp_size
         dist.all_gather_object(counts, len(model.decoder.layers), group=world.pp)
@@ -192,7 +190,7 @@ class FrozenBase(GptStage):
         )
 
     def _frequencies(self, batch: Batch, visibility: Visibility) -> Tensor:
-        """longrope has two sets of frequencies: the length of each token's own text chooses (see ops/rope.py)."""
+        """Rotary frequencies. longrope has two sets: the length of a token's document selects one (see ops/rope.py)."""
         limit = self.config.rope.longest_short
         if self.inv_freq_long is None or limit is None:
             return self.inv_freq
@@ -204,7 +202,7 @@ class FrozenBase(GptStage):
         return torch.where(length_BS.t()[..., None] > limit, self.inv_freq_long, self.inv_freq)
 
     @contextmanager
-    def _under(self, visibility: Visibility) -> Iterator[None]:
+    def _with_visibility(self, visibility: Visibility) -> Iterator[None]:
         for attention in self.attentions:
             attention.visibility = visibility
         try:
@@ -221,7 +219,7 @@ class FrozenBase(GptStage):
                 "a wrapped GPTModel keeps its own causal attention and cannot run packed documents, context "
                 "parallelism or a cache: load the base with load_base, or give one document per row"
             )
-        # Fused kernels want one row of angles for the whole batch.
+        # Fused kernels expect one row of angles for the whole batch.
         return rotary_angles(torch.arange(batch.tokens_BS.shape[1], device=self.world.device)[None], self.inv_freq)
 
     @torch.no_grad()
@@ -231,7 +229,7 @@ class FrozenBase(GptStage):
         Args:
             batch: the micro-batch (its tokens are read on the first stage, its positions on all).
             visibility: which keys each row sees.
-            relayed: [S, B, H * (1 + k_in)] from the stage before; None on the first stage.
+            relayed: [S, B, H * (1 + k_in)] from the previous stage; None on the first stage.
 
         Returns:
             hidden [S, B, H] (after the final norm on the last stage) and the captures so far, each [S, B, H]
@@ -250,14 +248,14 @@ class FrozenBase(GptStage):
             with platform.direct():
                 hidden, recorded = direct(hidden, positions, self.inv_freq, wanted, visibility)
             return hidden, captures + recorded
-        if direct is not None and direct.operators.only:
+        if direct is not None and direct.operators.weights_released:
             raise UserError("a base in fp8 serves training batches only: it has no weights for decoding or quantisers")
         captured = [decoder.layers[i - self.stage.first] for i in self.stage.captures_own]
         if not self.gpt.pre_process:
             decoder.set_input_tensor(hidden)
-        own_layers = len(self.attentions) == self.stage.count  # known never to ask for CUDA by name
+        own_layers = len(self.attentions) == self.stage.count  # they never request the device "cuda" by name
         calls = platform.direct() if own_layers else nullcontext()
-        with self._under(visibility), record_outputs(captured) as recorded, calls:
+        with self._with_visibility(visibility), record_outputs(captured) as recorded, calls:
             hidden = decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=self._angles(batch, visibility))
         decoder.set_input_tensor(None)
         return hidden, captures + recorded

@@ -1,4 +1,4 @@
-"""The modules of the frozen base's layers that are our own: norm, core attention, a linear that is whole on every rank.
+"""This package's modules in the frozen base's layers: norm, core attention, replicated linear.
 
 S sequence, B micro-batch, N query heads and G key/value heads of this rank, D head size, H hidden.
 """
@@ -28,12 +28,12 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x_SBH: Tensor) -> Tensor:
-        """[..., H] -> [..., H], computed in fp32 inside."""
+        """[..., H] -> [..., H], computed internally in fp32."""
         return F.rms_norm(x_SBH, self.weight.shape, self.weight, self.eps)
 
 
 class ReplicatedLinear(nn.Module):
-    """A product with a matrix that every tensor parallel rank holds whole."""
+    """A linear whose weight is replicated on every tensor parallel rank."""
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -51,10 +51,10 @@ class CoreAttention(nn.Module):
     Args:
         window: sliding window of this layer.
         sinks: heads have a sink (`softmax_offset`, this rank's heads).
-        scale: of the scores; None: 1/sqrt(D).
-        rotary_size: dimensions of a head that rotate, the first ones or (`rotary_last`) the last.
-        rotary_factor: what these are multiplied by.
-        tp_group: ranks that share the heads, when the groups do not come as `pg_collection`.
+        scale: scale of the scores; None: 1/sqrt(D).
+        rotary_size: number of rotary dimensions of a head, the first ones or (`rotary_last`) the last.
+        rotary_factor: factor applied to the rotary dimensions.
+        tp_group: ranks that share the heads, if not given by `pg_collection`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class CoreAttention(nn.Module):
             heads = config.num_attention_heads // group.size()
             device = torch.cuda.current_device()
             self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
-        if rotary_factor != 1.0:  # before hooks of others: a quantiser of keys sees what the cache holds
+        if rotary_factor != 1.0:  # before other hooks, so a quantiser of keys sees what the cache holds
             self.register_forward_pre_hook(_scale_rotary)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -87,7 +87,7 @@ class CoreAttention(nn.Module):
 
 
 def _scale_rotary(core: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """yarn and longrope multiply cosines and sines by a factor: here the rotary dimensions of queries and keys."""
+    """Scale the rotary dimensions of queries and keys, where yarn and longrope scale cosines and sines."""
     query, key, *rest = args
     plain = query.shape[-1] - core.rotary_size
     factor = query.new_full((core.rotary_size,), core.rotary_factor)

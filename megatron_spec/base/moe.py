@@ -1,9 +1,9 @@
-"""Mixture of experts of a frozen base: every expert a pair of linears, tokens gathered over the expert parallel ranks.
+"""Mixture of experts of a frozen base: each expert is a pair of linears; expert parallel ranks gather the tokens.
 
 Names are megatron-core's (`router`, `experts.local_experts.0.linear_fc1`, `shared_experts`). Tensor parallel ranks hold
-a cut of every expert's matrices, expert parallel ranks whole experts; partial results are added once for all experts.
+a shard of every expert's matrices, expert parallel ranks complete experts; partial results are summed once at the end.
 
-S sequence, B micro-batch, H hidden, E experts, R rows (tokens), K experts a token passes.
+S sequence, B micro-batch, H hidden, E experts, R rows (tokens), K experts per token.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _sharded_children(module: nn.Module, prefix: str, offsets: tuple[Any, ...], 
 
 
 class Router(nn.Module):
-    """Scores of a token for every expert."""
+    """Selects experts for each token and weights them."""
 
     def __init__(self, config: TransformerConfig, moe: MoeConfig) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Router(nn.Module):
 
 
 class Expert(nn.Module):
-    """One gated MLP, this rank's cut; its outputs are partial sums over the tensor parallel ranks."""
+    """This rank's shard of one gated MLP; its outputs are partial sums over the tensor parallel ranks."""
 
     def __init__(self, config: TransformerConfig, width: int, groups: Any, moe: MoeConfig) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Expert(nn.Module):
         return out + out_bias if out_bias is not None and self.first else out
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> Any:
-        """Where its tensors lie in a distributed checkpoint: as those of megatron-core's MLP, gate and up apart."""
+        """Layout in a distributed checkpoint: that of megatron-core's MLP, with gate and up separate."""
         state = _sharded_children(self, prefix, sharded_offsets, metadata)
         for name in (f"{prefix}linear_fc1.weight", f"{prefix}linear_fc1.bias"):
             if name in state:
@@ -112,33 +112,33 @@ class LocalExperts(nn.Module):
         )
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> Any:
-        """Where its tensors lie in a distributed checkpoint: all experts in one, as megatron-core's SequentialMLP."""
+        """Layout in a distributed checkpoint: that of megatron-core's SequentialMLP, all experts in one tensor."""
         state: dict[str, Any] = {}
         for i, expert in enumerate(self.local_experts):
             own = f"{prefix}local_experts.{i}."
             offsets = (*sharded_offsets, (len(sharded_offsets), self.here.first + i, self.num_experts))
             part = expert.sharded_state_dict(own, offsets, metadata)  # type: ignore[operator]
             replace_prefix_for_sharding(part, own, f"{prefix}experts.")
-            for tensor in part.values():  # copies are counted over the ranks that hold the same experts
+            for tensor in part.values():  # replicas are the ranks that hold the same experts
                 tensor.replica_id = (*tensor.replica_id[:2], parallel_state.get_expert_data_parallel_rank())
             state.update(part)
         return state
 
     def forward(self, x_RH: Tensor, weights_RK: Tensor, chosen_RK: Tensor) -> Tensor:
-        """[R, H] sums of this rank's experts, each times its weight."""
+        """Weighted sum [R, H] of this rank's experts."""
         weights = weights_RK.flatten().to(x_RH.dtype)
         return mixed(x_RH, weights, chosen_RK, self.local_experts, self.here.first)
 
 
 class MixtureOfExperts(nn.Module):
-    """The MLP of a layer: routed experts and, when the base has one, a shared expert that every token passes."""
+    """The MLP of a layer: routed experts and, if the base has one, a shared expert for every token."""
 
     moe: MoeConfig
     groups: Any
 
     @staticmethod
     def of(moe: MoeConfig, groups: Any) -> type[MixtureOfExperts]:
-        """A class that megatron-core can build from its configuration alone: it warns about MLPs with arguments."""
+        """A class that takes no more than megatron-core's configuration, which warns about MLPs with arguments."""
         return type("MixtureOfExperts", (MixtureOfExperts,), {"moe": moe, "groups": groups})
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
@@ -153,7 +153,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = Expert(config, shared, groups, moe) if shared else None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> Any:
-        """Where its tensors lie in a distributed checkpoint."""
+        """Layout in a distributed checkpoint."""
         return _sharded_children(self, prefix, sharded_offsets, metadata)
 
     def forward(self, hidden_SBH: Tensor, **_: Any) -> tuple[Tensor, None]:
@@ -161,7 +161,7 @@ class MixtureOfExperts(nn.Module):
         if self.sequence_parallel:
             hidden_SBH = gather_from_sequence_parallel_region(hidden_SBH, group=self.tp)
         x_RH = hidden_SBH.flatten(0, 1)
-        out_RH = self._spread(x_RH) if self.ep.size() > 1 else self.experts(x_RH, *self.router(x_RH))
+        out_RH = self._expert_parallel(x_RH) if self.ep.size() > 1 else self.experts(x_RH, *self.router(x_RH))
         if self.shared_experts is not None:
             out_RH = out_RH + self.shared_experts(x_RH)
         out_SBH = out_RH.view(hidden_SBH.shape)
@@ -169,8 +169,8 @@ class MixtureOfExperts(nn.Module):
             return reduce_scatter_to_sequence_parallel_region(out_SBH, group=self.tp), None
         return reduce_from_tensor_model_parallel_region(out_SBH, group=self.tp), None
 
-    def _spread(self, x_RH: Tensor) -> Tensor:
-        """Rows of all expert parallel ranks pass this rank's experts; the sums come back. Batches may differ."""
+    def _expert_parallel(self, x_RH: Tensor) -> Tensor:
+        """Gather the rows of all expert parallel ranks (R may differ), run this rank's experts, sum, keep own rows."""
         ranks, mine = self.ep.size(), len(x_RH)
         sizes = [torch.zeros(1, dtype=torch.int64, device=x_RH.device) for _ in range(ranks)]
         dist.all_gather(sizes, torch.full_like(sizes[0], mine), group=self.ep)

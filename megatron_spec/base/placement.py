@@ -1,4 +1,4 @@
-"""Arithmetic of the pipeline: which stage holds which layers, and which captures a stage receives and sends on.
+"""Pipeline placement: which stage holds which layers, and which captures a stage receives and sends on.
 
 Pure functions over integers. Layers and captures are counted from 0 over the whole model; capture j is the output
 of layer j.
@@ -36,7 +36,7 @@ class Stage:
 
 
 def layers_per_stage(num_layers: int, parallel: ParallelConfig) -> list[int]:
-    """Layers of each stage: the given counts for the first and last stage, the rest even, remainder to the first ones.
+    """Layers per stage: the given counts for the first and last stage, the rest split evenly, remainder first.
 
     Raises UserError when a stage would have no layer or the given counts do not fit.
     """
@@ -74,7 +74,7 @@ def check_captures(num_layers: int, capture_layer_ids: Sequence[int]) -> None:
     outside = [i for i in ids if not 0 <= i < num_layers]
     if outside:
         raise UserError(
-            f"capture_layer_ids {ids}: {outside} outside of the base's layers 0..{num_layers - 1}; give ids inside"
+            f"capture_layer_ids {ids}: {outside} outside the base's layers 0..{num_layers - 1}; give ids in this range"
             + (" (the default {1, L//2-1, L-4} needs a base with more layers)" if num_layers < 8 else "")
         )
     if any(a >= b for a, b in itertools.pairwise(ids)):
@@ -104,7 +104,7 @@ def stages_from_counts(counts: Sequence[int], capture_layer_ids: Sequence[int]) 
 
 
 def check_parallel(base: BaseConfig, parallel: ParallelConfig) -> None:
-    """Raise UserError when the base cannot be cut as `parallel` asks. Needs no weights and no process groups."""
+    """Raise UserError when the base cannot be sharded by `parallel`. Needs no weights and no process groups."""
     tp = parallel.tensor_model_parallel_size
     sizes = {"num_attention_heads": base.num_attention_heads}
     if base.moe is None or base.moe.dense_layers:

@@ -1,4 +1,4 @@
-"""What travels between two stages: the hidden state followed by the captures, as one tensor.
+"""The tensor sent between two stages: the hidden state followed by the captures.
 
 S sequence (this rank's part under sequence parallelism), B micro-batch, H hidden, k captures so far.
 """
@@ -25,13 +25,13 @@ def split(relayed: Tensor, hidden_size: int) -> tuple[Tensor, list[Tensor]]:
 
 
 def shapes_adjuster(captures_in: int, captures_out: int) -> Callable[[Shapes, Shapes], tuple[Shapes, Shapes]]:
-    """megatron-core's `adjust_tensor_shapes_fn`: widen what is received and sent by the captures on board."""
+    """megatron-core's `adjust_tensor_shapes_fn`: widen the received and sent shapes by their captures."""
 
     def adjust(receive: Shapes, send: Shapes) -> tuple[Shapes, Shapes]:
-        """Shapes with room for the captures of the stages before."""
+        """Shapes with room for the captures of earlier stages."""
 
         def widen(shapes: Shapes, captures: int) -> Shapes:
-            """The last dimension for so many captures more."""
+            """Shapes whose last dimension also holds this many captures."""
             return [(*shape[:-1], shape[-1] * (1 + captures)) for shape in shapes]
 
         return widen(receive, captures_in), widen(send, captures_out)

@@ -27,7 +27,7 @@ Result = tuple[Tensor, Tensor]
 
 
 class _ScheduledStage:
-    """What megatron-core's schedules expect of a model, around a FrozenBase."""
+    """A FrozenBase with the interface that megatron-core's schedules expect of a model."""
 
     def __init__(self, base: FrozenBase) -> None:
         self.base = base
@@ -48,11 +48,11 @@ class _ScheduledStage:
         return config
 
     def exchange_shapes(self) -> None:
-        """Stages tell one another the shape of every micro-batch, for micro-batches of several lengths."""
+        """Let stages send the shape of every micro-batch, for micro-batches of different lengths."""
         self.config.variable_seq_lengths = True
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
-        """Called by the schedule with what the stage before sent."""
+        """Called by the schedule with the tensor received from the previous stage."""
         self.input_tensor = tensors[0]
 
     def step(self, work: Iterator[tuple[Batch, Visibility]], _model: Any) -> tuple[Any, Any]:
@@ -75,14 +75,14 @@ def _check_lengths(base: FrozenBase, batches: list[Batch]) -> None:
     for S in {batch.tokens_BS.shape[1] for batch in batches}:
         if S % multiple:
             raise UserError(
-                f"sequence length {S} is not a multiple of {multiple}, which sequence_parallel (the tensor parallel "
-                "size) and context parallelism (twice its size) need together: change the length, or turn them off"
+                f"sequence length {S} is not a multiple of {multiple}, as sequence_parallel (the tensor parallel "
+                "size) and context parallelism (twice its size) together require: change the length, or turn them off"
             )
 
 
 @torch.no_grad()
 def run_base(base: FrozenBase, batches: list[Batch], visibilities: list[Visibility] | None = None) -> list[Result]:
-    """Run the base over micro-batches, all pipeline ranks together. Each runs in its own shape.
+    """Run the base over micro-batches, whose shapes may differ. Collective over the pipeline ranks.
 
     Args:
         visibilities: one per micro-batch; default: causal inside each document.

@@ -1,8 +1,8 @@
-"""Structure of the frozen base's layers: megatron-core modules, with our own norm, attention core and experts.
+"""Structure of the frozen base's layers: megatron-core modules, with this package's norm, core attention and experts.
 
-Two builders of linears: megatron-core's own, and Transformer Engine's, whose norms are fused into the linears after
-them. Attention is `CoreAttention` with both. The weights, the checkpoints and, within rounding, the numbers are the
-same; only the names of the norms differ.
+The linears are megatron-core's own or Transformer Engine's, which fuse each norm into the linear after it. Attention is
+`CoreAttention` with both. Weights, checkpoints and, within rounding, outputs are the same; only the names of the norms
+differ.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FUSED_NORMS = {
 
 
 def own_name(name: str) -> str:
-    """A parameter's name in layers of megatron-core's own modules, from its name in either kind of layers."""
+    """A parameter's name in layers of megatron-core's own modules, from its name in either kind of layer."""
     for own, fused in FUSED_NORMS.items():
         name = name.replace(fused, own)
     return name
@@ -60,12 +60,12 @@ class _Linears:
     """Modules that a layer is built from."""
 
     column: Any = ColumnParallelLinear
-    """After a norm, which it may hold."""
+    """Column-parallel linear after a norm, which may be fused into it."""
     row: Any = RowParallelLinear
     norm: Any = RMSNorm
-    """Before a `column`; nothing where that holds the norm."""
+    """Norm before a `column`; the identity where it is fused."""
     keys: dict[str, str] = field(default_factory=lambda: dict(FUSED_NORMS))
-    """Names of the norms in a checkpoint, where they are not the names of the modules."""
+    """Names of the norms in a checkpoint, where they differ from the names of the modules."""
 
 
 def _transformer_engine() -> _Linears:

@@ -1,6 +1,6 @@
 """What a pipeline stage of the frozen base holds: layers, linears and weights of megatron-core's GPTModel.
 
-Here, in `model.py` and in `spec.py` is all that knows GPTModel, so another base class can be added beside it: other
+Only this module, `model.py` and `spec.py` depend on GPTModel, so another base class can be added beside it: other
 packages read a base through `layers`, `linears`, `weights` and `sharded_weights`.
 
 H hidden, V padded vocabulary, TP tensor parallel size.
@@ -77,11 +77,11 @@ class GptStage(Ends):
             self.gpt.output_layer.weight.data.copy_(self.embedding_weight)
 
     def layers(self) -> Iterator[tuple[int, Any]]:
-        """(number in the whole base, layer) of this stage."""
+        """(number in the complete base, layer) for each layer of this stage."""
         return enumerate(self.gpt.decoder.layers, self.stage.first)
 
     def linears(self) -> Iterator[tuple[str, Any]]:
-        """(name in the whole base, linear) of this stage: "layers.3.mlp.linear_fc1", for every parallel layout."""
+        """(name, linear) of this stage. Names are the same in every parallel layout: "layers.3.mlp.linear_fc1"."""
         first = self.experts.first
         for number, layer in self.layers():
             for name, module in layer.named_modules():
@@ -97,7 +97,7 @@ class GptStage(Ends):
         """name -> (parameter, megatron-core's ShardedTensor: its place in a distributed checkpoint).
 
         Args:
-            prefix: of the keys in the checkpoint.
+            prefix: prefix of the keys in the checkpoint.
             numbered: layers are stored one by one, not stacked.
         """
         metadata = {"non_homogeneous_layers": True} if numbered else None

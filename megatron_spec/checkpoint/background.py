@@ -1,7 +1,7 @@
-"""Checkpoints written by a second process while training goes on, through megatron-core's asynchronous save.
+"""Checkpoints written by a second process while training continues, with megatron-core's asynchronous save.
 
-Tensors are copied to the host when the save begins; a forked process writes them while training goes on. All ranks
-publish together once every one of them has finished, so a kill in between leaves a temporary folder and nothing else.
+Tensors are copied to the host when the save begins; a forked process then writes them. All ranks publish together once
+every one of them has finished, so a run killed in between leaves only a temporary folder.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ Guard = Callable[[], AbstractContextManager[Any]]
 
 
 class BackgroundWriter:
-    """At most one save is under way. Every method is a collective."""
+    """Runs at most one save at a time. Every method is a collective."""
 
     def __init__(self) -> None:
         self._queue = AsyncCallsQueue()
         self._guard: Guard = nullcontext
 
     def save(self, state: dict[str, Any], folder: Path, publish: Callable[[], None], guard: Guard) -> None:
-        """Begin to write a sharded state; `publish` runs on every rank when all have finished.
+        """Start writing a sharded state; `publish` runs on every rank when all have finished.
 
         Args:
-            guard: makes the context in which a part of the writing may fail.
+            guard: creates the context manager around each part of the save that may fail.
         """
         self._guard = guard
         options = {"async_sharded_save": True}
         if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
-            options["async_strategy"] = "mcore"  # type: ignore[assignment]  # its default is a package of its own
+            options["async_strategy"] = "mcore"  # type: ignore[assignment]  # the default needs another package
         with guard(), managers_end_with_parent():
             request: Any = dist_checkpointing.save(state, str(folder), **options)
             request.add_finalize_fn(publish)
             self._queue.schedule_async_request(request)
 
     def poll(self) -> None:
-        """Publish what is complete."""
+        """Publish the save if it has finished."""
         with self._guard():
             self._queue.maybe_finalize_async_calls(blocking=False)
 
     def wait(self) -> None:
-        """Publish what was begun."""
+        """Wait for the save to finish and publish it."""
         with self._guard():
             self._queue.maybe_finalize_async_calls(blocking=True)

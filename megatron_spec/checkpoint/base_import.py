@@ -1,6 +1,6 @@
-"""A base on disk -> this rank's frozen stage. Hugging Face folders and megatron-core checkpoints.
+"""Load a base from disk into this rank's frozen stage: Hugging Face folders and megatron-core checkpoints.
 
-`inspect_base` reads no weights: it says what is there, so that everything unsupported is refused early.
+`inspect_base` identifies a base without loading its weights, so unsupported bases are refused early.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _COMPUTES = (
     "family", "hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "rms_norm_eps", "rope", "tie_word_embeddings",
 )  # fmt: skip
-"""Fields that a checkpoint's stored arguments and a config.json beside it both tell, and must agree on."""
+"""Fields that both a checkpoint's stored arguments and a config.json beside it give; they must agree."""
 
 
 @dataclass(frozen=True)
 class BaseReference:
-    """A base by place and content.
+    """A base identified by path and content.
 
     Attributes:
-        path: folder, absolute: a later step may run from another directory.
+        path: absolute path of the folder, because a later step may run from another directory.
         kind: 'hf' (Hugging Face) or 'megatron' (torch distributed checkpoint of megatron-core).
         fingerprint: content hash, see `checkpoint.fingerprint`.
         config: architecture.
@@ -48,7 +48,7 @@ class BaseReference:
 
 
 def inspect_base(path: str | Path) -> BaseReference:
-    """What base lies at `path`, a folder or a name on the hub. Reads configuration and samples of the weight files.
+    """Identify the base at `path`, a folder or a name on the hub. Reads its configuration and samples of its weights.
 
     Raises:
         UserError: no such folder, neither format, an unsupported architecture, or missing files.
@@ -61,7 +61,7 @@ def inspect_base(path: str | Path) -> BaseReference:
     shards = megatron.checkpoint_folder(folder)
     if shards is not None:
         config = megatron.read_config(folder, shards)
-        # Token ids and dtype are not in the arguments: a config.json added later must not make it another base.
+        # Token ids and dtype are not in the arguments: a config.json added later must not change the fingerprint.
         values = {name: value for name, value in config.to_dict().items() if name in _COMPUTES}
         text = json.dumps(values, sort_keys=True).encode()
         return BaseReference(str(folder), "megatron", fingerprint(text, megatron.weight_files(shards)), config)
@@ -82,7 +82,7 @@ def load_base(
 
     Args:
         transformer_engine: build the layers from Transformer Engine's modules.
-        paths: fast paths it may take; default: all that run here.
+        paths: fast paths it may use; default: all that run here.
 
     Returns:
         The stage in eval mode, without gradients.
@@ -98,7 +98,7 @@ def load_base(
     else:
         folder = megatron.checkpoint_folder(path)
         if folder is None:
-            raise UserError(f"{path}: expected a Megatron checkpoint, and it is not there any more")
+            raise UserError(f"{path}: expected a Megatron checkpoint, but it no longer exists")
         rows = megatron.padded_vocab_size(folder, config, world)
         base = FrozenBase.build(config, world, capture_layer_ids, dtype, rows, transformer_engine, paths)
         megatron.load_megatron(base, folder)
@@ -119,7 +119,7 @@ def load_ends(
     else:
         folder = megatron.checkpoint_folder(path)
         if folder is None:
-            raise UserError(f"{path}: expected a Megatron checkpoint, and it is not there any more")
+            raise UserError(f"{path}: expected a Megatron checkpoint, but it no longer exists")
         ends = EndsOnly(config, world, dtype, megatron.padded_vocab_size(folder, config, world))
         megatron.load_ends(ends, folder)
     _check_finite(ends, reference.path)

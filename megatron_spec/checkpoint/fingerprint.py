@@ -27,8 +27,8 @@ def fingerprint(config_text: bytes, weight_files: Iterable[Path]) -> str:
     """sha256 over the configuration and every weight file: name, size, and content.
 
     Files above about 4 MiB are sampled: 65 blocks of 64 KiB, spread evenly, the first (header) and last among them.
-    So 140 GB take seconds. Training or converting changes every block; a hand-made change of a few bytes inside a
-    large file can go unseen.
+    So 140 GB take seconds. Training or converting changes every block; a manual change of a few bytes inside a large
+    file can go unnoticed.
     """
     digest = hashlib.sha256()
     digest.update(len(config_text).to_bytes(8, "little") + config_text)

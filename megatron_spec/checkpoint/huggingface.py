@@ -1,4 +1,4 @@
-"""Read a base from a Hugging Face folder: safetensors in one file or several, each rank only its slices."""
+"""Read a base from a Hugging Face folder: one or more safetensors files, of which each rank reads only its slices."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def weight_files(folder: Path) -> list[Path]:
         names = sorted(set(weight_map.values()))
         bad = [name for name in names if Path(name).name != name]
         if bad:
-            raise UserError(f"{folder / _INDEX}: names files outside of its folder: {bad}")
+            raise UserError(f"{folder / _INDEX}: names files outside its folder: {bad}")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise UserError(f"{folder}: missing {', '.join(missing)}, named in {_INDEX}; copy the folder again")
@@ -72,19 +72,19 @@ class HuggingFaceWeights:
 
     @property
     def names(self) -> Collection[str]:
-        """Of every tensor."""
+        """Names of all tensors."""
         return self._handle_of.keys()
 
     @property
     def parameters(self) -> set[str]:
-        """Names of all parameters, however they are stored: tensors that hold the scales of others are none."""
+        """Names of all parameters, however they are stored, without the tensors that hold scales."""
         packed = {n.removesuffix(mxfp4.BLOCKS) for n in self.names if n.endswith(mxfp4.BLOCKS)}
         parts = {name + part for name in packed for part in (mxfp4.BLOCKS, mxfp4.SCALES)}
         scales = {name + block_fp8.SCALES for name in self.names if self.has_scales(name)}
         return {*self.names, *packed} - parts - scales
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor as it is stored."""
+        """Shape of a tensor as stored."""
         return tuple(self._handle_of[name].get_slice(name).get_shape())
 
     def check(self, rules: list[NameRule], config: BaseConfig) -> None:
@@ -93,7 +93,7 @@ class HuggingFaceWeights:
         self.check_names(expected, lambda name: is_ignorable(name, config))
 
     def check_names(self, expected: dict[str, tuple[int, ...]], ignorable: Callable[[str], bool]) -> None:
-        """`check` against names and shapes; `ignorable` says which other tensors are no trouble."""
+        """`check` against names and shapes; other tensors must be `ignorable`."""
         expected = dict(expected)
         for name in [name for name in expected if name + mxfp4.BLOCKS in self._handle_of]:
             expected |= mxfp4.shapes(name, expected.pop(name))
@@ -116,7 +116,7 @@ class HuggingFaceWeights:
             raise UserError(f"{self.folder}: {len(problems)} tensors do not fit its config.json: {shown}")
 
     def has_scales(self, name: str) -> bool:
-        """True where a tensor in fp8 is no trouble."""
+        """True if the scales of a tensor in fp8 are in the folder."""
         return self._fp8_block is not None and name + block_fp8.SCALES in self._handle_of
 
     def _raw(self, name: str, dim: int, start: int, stop: int, outer: slice = EVERYTHING) -> Tensor:
@@ -126,9 +126,9 @@ class HuggingFaceWeights:
         return tensor
 
     def read(self, name: str, dim: int, start: int, stop: int, outer: slice = EVERYTHING) -> Tensor:
-        """The slice [start, stop) of a dimension, and `outer` of the first one where that is another.
+        """The slice [start, stop) of dimension `dim`, and `outer` of the first dimension if `dim` is not the first.
 
-        MXFP4 is dequantised to bf16, fp8 by blocks to fp32.
+        MXFP4 is dequantised to bf16, block fp8 to fp32.
         """
         if name + mxfp4.BLOCKS in self._handle_of:
             return mxfp4.read(self._raw, name, dim, start, stop, outer)
@@ -166,7 +166,7 @@ def load_huggingface(base: FrozenBase, folder: Path, reader: type[HuggingFaceWei
 
 @torch.no_grad()
 def load_ends(ends: EndsOnly, folder: Path, reader: type[HuggingFaceWeights] = HuggingFaceWeights) -> None:
-    """Fill embedding and head alone; the whole folder is checked by names and shapes all the same."""
+    """Fill only embedding and head; names and shapes are still checked for all tensors of the folder."""
     config, world = ends.config, ends.world
     rules = name_rules(config)
     with reader(folder) as weights:

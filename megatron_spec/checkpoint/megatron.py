@@ -1,7 +1,7 @@
 """Read a base from a megatron-core distributed checkpoint of any layout, from local or Transformer Engine layers.
 
 The arguments and tensors are read with safe loaders, but torch's reader of distributed checkpoints unpickles the file
-`.metadata` without restrictions: load Megatron folders from sources you trust only.
+`.metadata` without restrictions: only load Megatron folders from sources you trust.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PARTS = ("decoder.", "embedding.", "output_layer.", "mtp.")
 
 
 def checkpoint_folder(path: Path) -> Path | None:
-    """The folder with the shards that `path` means (itself, or its latest iteration); None when it is neither.
+    """The folder with the shards of `path` (itself, or its latest iteration); None when it is neither.
 
     Raises UserError when the iteration that the pointer names is missing.
     """
@@ -44,7 +44,7 @@ def checkpoint_folder(path: Path) -> Path | None:
     folder = path / (name if not name.isdigit() else f"iter_{int(name):07d}")
     if not re.fullmatch(r"\d+|release", name) or not (folder / "metadata.json").is_file():
         raise UserError(
-            f"{path / _POINTER} names {name[:40]!r}, but {folder} is no distributed checkpoint (metadata.json is "
+            f"{path / _POINTER} names {name[:40]!r}, but {folder} is not a distributed checkpoint (metadata.json is "
             "missing): expected one saved with --ckpt-format torch_dist"
         )
     return folder
@@ -81,14 +81,14 @@ def read_config(path: Path, folder: Path) -> BaseConfig:
 def _readable(config: BaseConfig, path: Path) -> BaseConfig:
     if config.mla is not None or config.attention_sinks:
         raise UserError(
-            f"{path}: Megatron checkpoints of bases with latent attention or attention sinks are not read "
+            f"{path}: Megatron checkpoints of bases with latent attention or attention sinks are not supported "
             f"({config.family}): give the base as a Hugging Face folder"
         )
     return config
 
 
 class _Stored:
-    """Names and shapes in a checkpoint."""
+    """Names and shapes of the tensors in a checkpoint."""
 
     def __init__(self, folder: Path, config: BaseConfig) -> None:
         self.folder, self.config = folder, config
@@ -106,7 +106,7 @@ class _Stored:
         self.numbered = any(re.match(re.escape(self.prefix) + r"decoder\.layers\.\d+\.", key) for key in self.shapes)
 
     def key(self, rule: NameRule) -> str:
-        """The stored tensor that a parameter is in: of all layers, unless they are numbered, and of all experts."""
+        """Key of the stored tensor that contains a parameter: one for all layers, unless numbered, and all experts."""
         key = rule.core if self.numbered else re.sub(r"^(decoder\.layers)\.\d+\.", r"\1.", rule.core)
         key = re.sub(r"\.local_experts\.\d+\.", ".experts.", key)
         for norm, fused in FUSED_NORMS.items():
@@ -168,7 +168,7 @@ def load_megatron(base: FrozenBase, folder: Path) -> None:
 
 @torch.no_grad()
 def load_ends(ends: EndsOnly, folder: Path) -> None:
-    """Fill embedding and head alone. Raises UserError when they do not fit."""
+    """Fill only embedding and head. Raises UserError when they do not fit."""
     stored, world = _Stored(folder, ends.config), ends.world
     weights = {"embedding.word_embeddings.weight": ends.embedding_weight}
     if not ends.config.tie_word_embeddings:
@@ -190,7 +190,7 @@ def load_ends(ends: EndsOnly, folder: Path) -> None:
 
 
 def _clear_rows(weights: list[Tensor], vocab_size: int, world: World) -> None:
-    """Rows past the true vocabulary are ignored, regardless of what the checkpoint holds there."""
+    """Clear the rows past the true vocabulary, whatever the checkpoint holds there."""
     for weight in weights:
         real = min(max(vocab_size - world.tp_rank * weight.shape[0], 0), weight.shape[0])
         weight[real:].zero_()

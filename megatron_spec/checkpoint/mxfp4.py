@@ -1,6 +1,6 @@
 """MXFP4 tensors of gpt-oss, dequantised while they are read (OCP Microscaling Formats 1.0).
 
-A matrix [E, R, C] is stored as NAME_blocks [E, R, C / 32, 16] (two E2M1 codes a byte, the low half first) and
+A matrix [E, R, C] is stored as NAME_blocks [E, R, C / 32, 16] (two E2M1 codes per byte, the low half first) and
 NAME_scales [E, R, C / 32] (exponents with a bias of 127). The model's parameter is its transpose [E, C, R].
 """
 
@@ -13,13 +13,13 @@ from torch import Tensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK = 32
-"""Values under one scale."""
+"""Values that share one scale."""
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """What is stored for a parameter of this shape [E, C, R]."""
+    """Stored tensors of a parameter of shape [E, C, R]: name -> shape."""
     E, C, R = shape
     return {name + BLOCKS: (E, R, C // BLOCK, BLOCK // 2), name + SCALES: (E, R, C // BLOCK)}
 
@@ -35,11 +35,11 @@ def read(
     read_raw: Callable[[str, int, int, int, slice], Tensor], name: str, dim: int, start: int, stop: int,
     experts: slice = slice(None),
 ) -> Tensor:  # fmt: skip
-    """The slice [start, stop) of dimension `dim` of the parameter [E, C, R], of some experts where `dim` is not 0.
+    """The slice [start, stop) of dimension `dim` of the parameter [E, C, R], limited to `experts` if `dim` is not 0.
 
     Only the blocks it touches are read.
     """
-    if dim == 1:  # columns of the stored matrix: whole blocks
+    if dim == 1:  # columns of the stored matrix, in units of blocks
         first, last = start // BLOCK, -(-stop // BLOCK)
         part = dequantize(*(read_raw(name + kind, 2, first, last, experts) for kind in (BLOCKS, SCALES)))
         part = part[..., start - first * BLOCK : stop - first * BLOCK]

@@ -1,4 +1,4 @@
-"""The prediction module that a base ships (DeepSeek-V3's MTP), read from the base's folder into a draft."""
+"""Load the prediction module that a base ships (DeepSeek-V3's MTP) from the base's folder into a draft."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ CHUNK_ROWS = 8192
 
 
 def check_own_module(folder: Path, config: EagleConfig, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Look for the module of `presets.own_mtp_config` in the base's folder; reads names and shapes, and its ends.
+    """Check that the base's folder has the module of `presets.own_mtp_config`. Reads names, shapes and its ends.
 
     Args:
-        shapes: what the module is made of, by the names of the base's files.
+        shapes: shapes of the module's tensors, by their names in the base's files.
 
     Raises UserError naming every missing, unexpected or misshapen tensor, and for a module with an embedding or a head
     of its own.
@@ -38,14 +38,14 @@ def check_own_module(folder: Path, config: EagleConfig, shapes: dict[str, tuple[
         for own, base in ends_here.items():
             if base in weights.names and not _same(weights, own, base, config.vocab_size):
                 raise UserError(
-                    f"{folder}: {own} is no copy of {base}: a prediction module with an embedding or a head of its own "
-                    "is not supported; leave --mtp-from-base out"
+                    f"{folder}: {own} is not a copy of {base}: a prediction module with an embedding or a head of its "
+                    "own is not supported; leave --mtp-from-base out"
                 )
 
 
 @torch.no_grad()
 def load_own_module(draft: Draft, folder: Path, world: World) -> None:
-    """Fill a draft of the base's kind from a folder that `check_own_module` found good.
+    """Load the module into a draft of the base's kind, from a folder that `check_own_module` has accepted.
 
     Each rank reads only the rows or columns it keeps.
     """

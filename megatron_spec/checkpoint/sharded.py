@@ -1,4 +1,4 @@
-"""Draft checkpoints through megatron-core's `dist_checkpointing`: any parallel layout loads any other."""
+"""Draft checkpoints with megatron-core's `dist_checkpointing`: any parallel layout loads those of any other."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _shard(key: str, tensor: Any, world: World, replica: tuple[int, ...]) -> Sha
 
 
 def _optimizer_metadata() -> dict[str, str]:
-    # The one sharding of the distributed optimizer's state that loads under another layout.
+    # The only sharding of the distributed optimizer's state that loads under another layout.
     return {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}  # type: ignore[dict-item]
 
 
@@ -90,9 +90,9 @@ def save(
         optimizer: megatron-core optimizer whose state is saved with the draft.
         extra: small picklable state (samples consumed, scheduler), equal on all ranks.
         base_amax: activation ranges of a fake-quantised base, by layer name.
-        keep: iterations to keep, older ones are removed; 0 keeps all.
-        keep_until: iterations up to this one are of earlier runs and stay.
-        writer: writes while training goes on; what it wrote before is published first. Default: write now.
+        keep: number of iterations to keep; older ones are removed. 0 keeps all.
+        keep_until: iterations up to this one belong to earlier runs and are never removed.
+        writer: writes while training continues, after it has published its previous save. Default: write now.
     """
     if writer is not None:
         writer.wait()
@@ -104,7 +104,7 @@ def save(
     size = _size(state["model"], optimizer is not None)
 
     def begin() -> None:
-        """The folder and its small files."""
+        """Create the folder and its small files."""
         with _written(final, temporary, size):
             for leftover in final.parent.glob(".iter_*.tmp"):  # of killed runs
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -132,7 +132,7 @@ def save(
 
 
 def _size(model: dict[str, ShardedTensor], with_optimizer: bool) -> int:
-    """Bytes of the checkpoint: every value, and three numbers in fp32 beside it (its master copy and two moments)."""
+    """Bytes of the checkpoint: every value, plus three fp32 values for the optimizer (master copy, two moments)."""
     return sum(
         math.prod(t.global_shape) * (t.data.itemsize + 12 * (with_optimizer and t.data.requires_grad))
         for t in model.values()
@@ -141,7 +141,7 @@ def _size(model: dict[str, ShardedTensor], with_optimizer: bool) -> int:
 
 @contextmanager
 def _written(final: Path, temporary: Path, size: int) -> Iterator[None]:
-    """Inside, an iteration is written; when that fails, nothing of it stays. Raises UserError for a full disk."""
+    """Remove the temporary folder if writing the iteration fails. Raises UserError for a full disk."""
     try:
         with writing(final, size):
             yield
@@ -151,11 +151,11 @@ def _written(final: Path, temporary: Path, size: int) -> Iterator[None]:
 
 
 def publish(temporary: Path, final: Path, keep: int = 0, keep_until: int = -1) -> None:
-    """A complete temporary folder becomes iteration `final`, then the latest one. Killed anywhere inside, `latest`
-    names a complete iteration: the new one, or the one before."""
+    """Rename a complete temporary folder to iteration `final` and make it the latest. If killed at any point, `latest`
+    still names a complete iteration: the new one or the previous one."""
     checkpoint, old = final.parent, final.with_name(f".{final.name}.old.tmp")
     others = [p for p in iterations(checkpoint) if p != final]
-    if final.exists():  # the same iteration saved again: until it is there, another one is the latest
+    if final.exists():  # the same iteration saved again: meanwhile, another one is the latest
         if others:
             write_text(checkpoint / POINTER, f"{_number(others[-1])}\n")
         rename(final, old)
@@ -172,11 +172,11 @@ def _number(folder: Path) -> int:
 
 def _remove_old(checkpoint: Path, keep: int, keep_until: int) -> None:
     latest = latest_iteration(checkpoint)
-    # A run that is saved into the folder it started from does not remove what was there.
+    # A run that saves into the folder it started from keeps the iterations of earlier runs.
     saved = [p for p in iterations(checkpoint) if _number(p) > keep_until]
     for old in saved[:-keep]:
         if latest is not None and old != iteration_folder(checkpoint, latest) and not in_use(old):
-            doomed = old.with_name(f".{old.name}.old.tmp")  # half removed it must not look complete
+            doomed = old.with_name(f".{old.name}.old.tmp")  # a partly removed folder must not look complete
             rename(old, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
 
@@ -210,7 +210,7 @@ def load(folder: Path | str, draft: nn.Module, world: World, *, optimizer: Any =
 
 
 def read_extra(folder: Path | str) -> dict[str, Any]:
-    """The `extra` state of an iteration folder alone; no tensor is read and no process group needed.
+    """Only the `extra` state of an iteration folder; reads no tensors and needs no process group.
 
     Raises UserError when it cannot be read.
     """
@@ -227,7 +227,7 @@ def _unreadable(folder: Path | str, error: BaseException) -> UserError:
 
 
 def has_optimizer(folder: Path | str) -> bool:
-    """Whether an iteration folder holds optimizer state, so that a run can continue from it.
+    """True if an iteration folder holds optimizer state, which resuming needs.
 
     Raises UserError when it cannot be read.
     """
@@ -238,9 +238,9 @@ def has_optimizer(folder: Path | str) -> bool:
 
 
 def _allocate_state(optimizer: Any) -> None:
-    """Let the distributed optimizer load over torch's AdamW (no Transformer Engine or apex).
+    """Let the distributed optimizer load its state over torch's AdamW (no Transformer Engine or apex).
 
-    There it cannot describe a state before its first step, so the moments are made first; and it looks for the step
+    It cannot describe that state before the first step, so the moments are created first; and it looks for the step
     count among the loaded tensors, although it has just read it from the parameter groups.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -259,7 +259,7 @@ def _set_states(part: Any, model_param: torch.Tensor, tensors: dict[str, torch.T
     group, order = part.model_param_group_index_map[model_param]
     main = part.optimizer.param_groups[group]["params"][order]
     state = part.optimizer.state[main]
-    state["step"] = state["step"].clone()  # megatron-core gives all parameters one tensor, which each would count up
+    state["step"] = state["step"].clone()  # megatron-core shares one tensor, which every parameter would increment
     known = {"step": state["step"], **tensors}
     DistributedOptimizer._set_main_param_and_optimizer_states(part, model_param, known)
 

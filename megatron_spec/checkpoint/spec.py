@@ -1,4 +1,4 @@
-"""spec.json: what a draft checkpoint is, apart from its tensors. No torch here.
+"""spec.json: what describes a draft checkpoint besides its tensors. Does not import torch.
 
 A checkpoint folder holds `latest_checkpointed_iteration.txt` (Megatron's pointer) and `iter_NNNNNNN/` folders, each
 with spec.json, run.json, vocab.safetensors and the sharded tensors of `dist_checkpointing` in dist/.
@@ -23,16 +23,16 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class BaseLink(Config):
-    """The base a draft belongs to: where it was, what it contains, what it is."""
+    """The base a draft belongs to: its path, content and architecture."""
 
     path: str
-    """Folder in which it was."""
+    """Folder of the base at conversion."""
     kind: str
-    """'hf' or 'megatron'."""
+    """Format of the base: 'hf' or 'megatron'."""
     fingerprint: str
-    """Hash of its content."""
+    """Hash of the base's content."""
     config: BaseConfig
-    """Its architecture."""
+    """Architecture of the base."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class CheckpointSpec(Config):
     base: BaseLink
     """The base of the draft."""
     draft: DraftConfig
-    """Told apart by `algorithm`."""
+    """Configuration of the draft; `algorithm` selects its class."""
     quant: QuantConfig | None = None
     """Fake quantisation; None: not quantised."""
     iteration: int = 0
@@ -54,7 +54,7 @@ class CheckpointSpec(Config):
         """Raise UserError when fields are out of range or contradict one another."""
         if self.format_version != FORMAT_VERSION:
             raise UserError(
-                f"checkpoint format {self.format_version} is not known here (this version reads {FORMAT_VERSION})"
+                f"checkpoint format {self.format_version} is not supported (this version reads {FORMAT_VERSION})"
             )
 
 
@@ -70,7 +70,7 @@ def iterations(checkpoint: Path | str) -> list[Path]:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What an iteration folder lacks to be complete."""
+    """Names of the files that an iteration folder lacks."""
     return [name for name in ("spec.json", "vocab.safetensors", "dist/metadata.json") if not (folder / name).is_file()]
 
 
@@ -100,7 +100,7 @@ def _named(pointer: Path) -> int:
 
 
 def resolve(checkpoint: Path | str) -> Path:
-    """The complete iteration folder that --load means: a checkpoint folder's latest, or an iter_* folder itself.
+    """The complete iteration folder of --load: a checkpoint folder's latest, or an iter_* folder itself.
 
     Raises UserError when it is missing or half-written.
     """
@@ -125,7 +125,7 @@ def resolve(checkpoint: Path | str) -> Path:
 
 @contextmanager
 def held(checkpoint: Path | str) -> Iterator[Path]:
-    """`resolve`, and keep a run that saves there (--ckpt-keep) from removing the iteration while it is read."""
+    """`resolve`, with a lock that keeps a run saving there (--ckpt-keep) from removing the iteration meanwhile."""
     while True:
         folder = resolve(checkpoint)
         try:
@@ -133,9 +133,9 @@ def held(checkpoint: Path | str) -> Iterator[Path]:
         except FileNotFoundError:  # removed since
             continue
         try:
-            with suppress(OSError):  # a file system without locks
+            with suppress(OSError):  # the file system may not support locks
                 fcntl.flock(handle, fcntl.LOCK_SH)
-            if missing_files(folder):  # removed since; of a checkpoint's folder another one is the latest now
+            if missing_files(folder):  # removed since: `resolve` finds the checkpoint's new latest one
                 continue
             yield folder
             return
@@ -144,7 +144,7 @@ def held(checkpoint: Path | str) -> Iterator[Path]:
 
 
 def in_use(folder: Path) -> bool:
-    """True while another process holds an iteration (`held`)."""
+    """True while another process has locked an iteration (`held`)."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -166,5 +166,5 @@ def read_spec(folder: Path | str) -> CheckpointSpec:
 
 
 def identity(folder: Path) -> dict[str, str]:
-    """Path of an iteration folder, and what tells its content from that of another."""
+    """Path of an iteration folder and a hash that identifies its content."""
     return {"path": str(folder.resolve()), "run.json": sha256_of(folder / "run.json")}

@@ -1,9 +1,9 @@
 """Conversations -> token ids and the assistant turn that each token belongs to.
 
-The tokenizer's own chat template renders a conversation, so that training sees what serving sends. Which tokens the
-assistant wrote comes from the template's `{% generation %}` marks when it has them, and otherwise from rendering the
-conversation up to each assistant turn (`_incremental_spans`). The header that opens a turn is never supervised; the
-token that ends it always is. A line with `answer_ids` is trained on these ids, each after the prompt that it answered.
+The tokenizer's own chat template renders a conversation, so training sees what serving sends. The assistant's tokens
+are found by the template's `{% generation %}` marks if it has them, and otherwise by rendering the conversation up to
+each assistant turn (`_incremental_spans`). The header that opens a turn is never supervised; the token that ends it
+always is. A line with `answer_ids` is trained on these ids, each after the prompt that it answered.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from megatron_spec.data.tokenizer import beyond_vocabulary, special_ids, vocabul
 
 Array = NDArray[Any]
 LONGEST_PREFIX = 32
-"""Characters of what a prompt may open for the answer, such as <think> or an empty thought."""
+"""Most characters of a prefix that the prompt opens the answer with, such as <think> or empty reasoning."""
 MOST_CHARACTERS = 2**30
-"""Of a conversation, times its answers: what stands in front of each answer is rendered for it."""
+"""Limit on a conversation's characters times its answers: everything before each answer is rendered for it."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Sample:
         tokens: int64 [N].
         turns: int32 [N], 0 where not supervised, n on the tokens of the n-th assistant turn (its end token included).
         where: 'FILE line N', for messages.
-        shortened: answers whose words are not all there: the chat template left out how they begin.
-        asked_otherwise: answers that begin otherwise than the template asks for them (a prefix such as <think>).
+        shortened: number of answers whose beginning the chat template left out.
+        asked_otherwise: number of answers that do not begin as the template's generation prompt does (<think>, ...).
     """
 
     tokens: Tensor
@@ -55,14 +55,14 @@ class Sample:
 
 
 class ChatEncoder:
-    """Turns conversations into samples with one tokenizer.
+    """Converts conversations to samples with one tokenizer.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer with a chat template.
-        stop_token_ids: further ids that end a turn (generation_config.json), besides the tokenizer's special tokens.
-        use_generation_marks: None takes the template's marks when it has them; True requires, False ignores them.
+        stop_token_ids: ids that end a turn (generation_config.json), besides the tokenizer's special tokens.
+        use_generation_marks: None uses the template's marks if it has them; True requires them, False ignores them.
         template_kwargs: see `ChatTemplate`.
-        vocab_size: of the base; prompts with ids that it does not know are refused. None: not checked.
+        vocab_size: vocabulary of the base; prompts with ids outside it are refused. None: not checked.
 
     Raises UserError when the tokenizer has no chat template or no offsets.
     """
@@ -108,8 +108,8 @@ class ChatEncoder:
     def encode_all(self, conversations: Sequence[Conversation]) -> list[list[Sample]]:
         """The samples of each conversation; faster than `encode`, because the tokenizer sees all texts at once.
 
-        One sample, or with answer_ids one for each prompt that does not continue the prompt and answer before it (a
-        template may cut the reasoning of earlier answers, which the base had in front of it nowhere else).
+        One sample, or with answer_ids one for each prompt that does not continue the previous prompt and answer: a
+        template may cut the reasoning of earlier answers, so the base never saw it in later prompts.
         """
         for conversation in conversations:
             _check_work(conversation)
@@ -146,9 +146,9 @@ class ChatEncoder:
         return [_sample(conversation, np.array(ids), np.array(turns, dtype=np.int32)) for ids, turns in parts]
 
     def prompt_ids(self, conversation: Conversation) -> list[int]:
-        """Token ids of a conversation that waits for an answer, the assistant's header included.
+        """Token ids of a conversation to be answered, including the assistant's header.
 
-        Raises UserError for an id that the base does not know.
+        Raises UserError for an id outside the base's vocabulary.
         """
         ids = self._prompt(conversation, len(conversation.messages))
         if self.vocab_size is not None and ids and max(ids) >= self.vocab_size:
@@ -160,7 +160,7 @@ class ChatEncoder:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def question_ids(self) -> list[int]:
-        """Token ids before the first question: what the template writes before the user's words."""
+        """Token ids that the template writes before the text of the first user message."""
         asked = Conversation([{"role": "user", "content": PLACEHOLDER}], "a question")
         text = str(self.template.render(asked)).split(PLACEHOLDER)[0].rstrip(" ")
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -175,7 +175,7 @@ class ChatEncoder:
                 turn += 0 if i and mask[i - 1] else 1
                 turns[i] = turn
             elif i and mask[i - 1] and ids[i - 1] not in self._end_ids and token in self._end_ids:
-                turns[i] = turn  # marks around the content only: the end of the turn is learnt too
+                turns[i] = turn  # the marks enclose only the content: supervise the end token as well
         answers = [message for message in conversation.messages if message["role"] == "assistant"]
         shortened = 0
         if turn == len(answers):
@@ -201,7 +201,7 @@ class ChatEncoder:
         for turn, (begin, end) in enumerate(spans, start=1):
             first, after = places.tokens_of(begin, end)
             turns_N[first:after] = turn
-        # The words may begin with the prefix that the prompt ends with, which is not supervised.
+        # The answer may begin with the prefix that the prompt ends with, which is not supervised.
         begun = [(max(0, begin - LONGEST_PREFIX), end) for begin, end in spans]
         held = [_holds(text[begin:end], answer) for (begin, end), answer in zip(begun, answers, strict=True)]
         return _sample(conversation, ids_N, turns_N, held.count(False), asked_otherwise)
@@ -209,12 +209,12 @@ class ChatEncoder:
     def _incremental_spans(
         self, conversation: Conversation, text: str, ends: list[tuple[int, int]]
     ) -> tuple[list[tuple[int, int]], int]:
-        """(character span of each assistant turn in `text`, answers that begin otherwise than they are asked for).
+        """(character span of each assistant turn in `text`, number of answers that begin unlike their prompt's end).
 
-        `text` is the rendering of the whole conversation; `ends` are the ends of its special tokens, and their ids.
+        `text` is the rendering of the complete conversation; `ends` are the (end, id) of its special tokens.
 
-        A turn begins where the rendering of everything before it (with the header that asks for an answer) ends,
-        and ends with the first special token after its content.
+        A turn begins where the rendering of everything before it (with the generation prompt) ends, and ends with the
+        first special token after its content.
         """
         messages = conversation.messages
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -237,11 +237,11 @@ class ChatEncoder:
     def _span(
         self, messages: list[dict[str, Any]], i: int, text: str, within: tuple[int, int], ends: list[tuple[int, int]]
     ) -> tuple[int, int | None]:
-        """(first character of assistant message i, end of the special token that ends it or None)."""
+        """(first character of assistant message i, end of its closing special token or None)."""
         begin, bound = within
-        # After the words of a turn that calls tools its calls follow, among special tokens of their own.
+        # Tool calls follow the content of their turn, with special tokens of their own.
         content = "" if messages[i].get("tool_calls") else messages[i]["content"].strip()
-        # The last turn may think before it answers, and think the same words.
+        # The reasoning of the last turn may contain the text of its answer.
         find = text.rfind if i == len(messages) - 1 else text.find
         at = find(content, begin, bound) if content else -1
         if at < 0:  # the template rewrote the content (removed its reasoning, added tool calls)
@@ -262,7 +262,7 @@ def _end_without_token(template: ChatTemplate, conversation: Conversation, i: in
 
 
 def _before(template: ChatTemplate, conversation: Conversation, i: int) -> str:
-    """What is rendered before the text of message i."""
+    """Rendering of everything before the text of message i."""
     if i > 0:
         return str(template.render(conversation, conversation.messages[:i], add_generation_prompt=True))
     # Without messages a template adds no default system prompt, so look at what comes before a first answer.
@@ -271,14 +271,14 @@ def _before(template: ChatTemplate, conversation: Conversation, i: int) -> str:
 
 
 def _check_work(conversation: Conversation) -> None:
-    """Raise UserError for a conversation whose beginnings, of which every answer needs one, are too much to render."""
+    """Raise UserError if rendering everything before each answer is too much work."""
     answers = sum(message["role"] == "assistant" for message in conversation.messages)
     characters = sum(len(message["content"] or "") for message in conversation.messages)
     if answers * characters > MOST_CHARACTERS:
         raise UserError(
-            f"{conversation.where}: {answers} answers in {characters / 1e6:.1f} million characters: what stands in "
-            f"front of each is rendered again, at most {MOST_CHARACTERS // 10**6} million characters in all; split it "
-            "into several conversations"
+            f"{conversation.where}: {answers} answers in {characters / 1e6:.1f} million characters: everything before "
+            f"each is rendered again, at most {MOST_CHARACTERS // 10**6} million characters in total; split it into "
+            "several conversations"
         )
 
 
@@ -295,12 +295,12 @@ def _sample(
 
 
 def _holds(text: str, answer: dict[str, Any]) -> bool:
-    """True when the supervised text of an answer has its reasoning and its content, apart from space around them."""
+    """True if the supervised text of an answer contains its reasoning and its content, up to surrounding space."""
     return all(answer.get(key, "").strip() in text for key in ("reasoning_content", "content"))
 
 
 def _shared(one: str, other: str) -> int:
-    """Number of characters two texts begin with in common."""
+    """Length of the common prefix of two texts."""
     if other.startswith(one):
         return len(one)
     known, differ = 0, min(len(one), len(other)) + 1

@@ -1,4 +1,4 @@
-"""One record of any tool's file -> one line this package trains on, or the reason why not."""
+"""Convert one record of another tool's file to a line that this package trains on, or give the reason why not."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _PAIRS = {
     "instruction": ("output", "response", "completion"), "prompt": ("response", "completion", "output", "answer"),
     "question": ("answer", "response", "output"), "query": ("response", "answer", "output"),
 }  # fmt: skip
-"""Columns with a question -> those with its answer, the first that is there (alpaca, dolly, prompt and response)."""
+"""Column with a question -> columns that may hold its answer; the first that exists is used (alpaca, dolly, ...)."""
 _INPUTS = ("input", "context")
-"""Columns whose text belongs to an instruction."""
+"""Columns whose text is appended to an instruction."""
 _MORE_ROLES = {"prompter": "user", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "bot": "assistant"}
 Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class CleanOptions:
-    """What to make of a conversation.
+    """How to clean conversations.
 
     Attributes:
-        make_prompts: keep the questions alone.
-        max_characters: longer ones are left out; 0: no limit.
+        make_prompts: keep only the questions.
+        max_characters: drop longer conversations; 0: no limit.
     """
 
     make_prompts: bool = False
@@ -37,12 +37,12 @@ class CleanOptions:
 
 @dataclass
 class Cleaned:
-    """What became of one record.
+    """Result of cleaning one record.
 
     Attributes:
-        line: ready to be written, or None.
-        reason: why not, '' otherwise.
-        repairs: what was corrected.
+        line: line to write, or None.
+        reason: why there is no line, else ''.
+        repairs: corrections made.
     """
 
     line: dict[str, Any] | None = None
@@ -51,22 +51,22 @@ class Cleaned:
 
 
 def identifier(content: Any) -> str:
-    """16 hexadecimal digits from the content."""
+    """16 hexadecimal digits that identify the content."""
     canonical = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def is_held_out(name: str, share: float) -> bool:
-    """Decided by the id alone, so that a conversation never changes sides."""
+    """True for a share of the ids. Depends only on the id, so a conversation never changes sides."""
     return int(name, 16) < share * 16**16
 
 
 def clean(record: Any, options: CleanOptions) -> Cleaned:
     """A line with a stable id, or the reason why the record cannot be used.
 
-    Understood: `messages`, `conversations` or `conversation` under OpenAI's or ShareGPT's names; alpaca's columns and
-    other pairs of question and answer (`_PAIRS`, with `history`); question files with `turns` or `prompt` (a list of
-    texts; only with `make_prompts`). Beside them: `system`, `tools`, `chat_template_kwargs` and `answer_ids`.
+    Accepts `messages`, `conversations` or `conversation` with OpenAI's or ShareGPT's names; alpaca's columns and other
+    pairs of question and answer (`_PAIRS`, with `history`); question files with `turns` or `prompt` (a list of texts;
+    only with `make_prompts`). Also reads `system`, `tools`, `chat_template_kwargs` and `answer_ids`.
     """
     result = Cleaned()
     try:
@@ -85,13 +85,13 @@ def clean(record: Any, options: CleanOptions) -> Cleaned:
         result.reason = _problem(messages, options)
     if not result.reason:
         ids = record.get("answer_ids") if messages == conversation.messages else None
-        result.repairs["answer_ids removed, because messages were"] += bool(record.get("answer_ids")) and ids is None
+        result.repairs["answer_ids removed with a message"] += bool(record.get("answer_ids")) and ids is None
         result.line = _line(replace(conversation, messages=messages), record.get("category"), ids, options)
     return result
 
 
 def _conversation(record: Any, repairs: Counter[str]) -> dict[str, Any]:
-    """The record under names that `parse_conversation` knows. Raises BadConversation when it holds no messages."""
+    """The record with the names that `parse_conversation` reads. Raises BadConversation if it has no messages."""
     if not isinstance(record, dict):
         raise BadConversation("", f"a JSON {type(record).__name__} instead of an object")
     beside = {k: record[k] for k in ("tools", "chat_template_kwargs", "answer_ids") if record.get(k)}
@@ -118,7 +118,7 @@ def _messages(record: dict[str, Any], repairs: Counter[str]) -> list[Any]:
 
 
 def _pair(record: dict[str, Any]) -> list[Any]:
-    """Messages of a record with a question and, perhaps, its answer in columns; [] when there is no question."""
+    """Messages of a record with columns for a question and, optionally, its answer; [] if there is no question."""
     question = next((key for key in _PAIRS if record.get(key)), None)
     if question is None:
         return []
@@ -160,7 +160,7 @@ def _is_empty_system(message: Any) -> bool:
 
 
 def _trim(messages: Messages, repairs: Counter[str], keep_questions: bool) -> Messages:
-    """Without answers before the first question and, unless `keep_questions`, questions after the last answer."""
+    """Remove answers before the first question and, unless `keep_questions`, questions after the last answer."""
     head = 0
     while head < len(messages) and messages[head]["role"] == "system":
         head += 1
@@ -170,7 +170,7 @@ def _trim(messages: Messages, repairs: Counter[str], keep_questions: bool) -> Me
     end = len(messages)
     while not keep_questions and end > begin and messages[end - 1]["role"] != "assistant":
         end -= 1
-    if begin < end:  # else the conversation is dropped, and nothing was corrected
+    if begin < end:  # else the conversation is dropped, not corrected
         repairs["answer without a question removed at the start"] += begin > head
         repairs["question without an answer removed at the end"] += end < len(messages)
     return messages[:head] + messages[begin:end]
@@ -182,9 +182,9 @@ def _problem(messages: Messages, options: CleanOptions) -> str:
     if "user" not in roles:
         return "no question with an answer"
     if options.make_prompts and ("tool" in roles or any(m.get("tool_calls") for m in messages)):
-        return "tool turns, which cannot be asked again"
+        return "tool turns, which cannot be answered again"
     before = "system"
-    answers = "assistant" in roles  # question files hold questions alone
+    answers = "assistant" in roles  # question files hold only questions
     for message in messages:
         role = message["role"]
         allowed = {

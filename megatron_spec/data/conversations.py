@@ -1,7 +1,7 @@
-"""Conversations in JSON lines: how a line is read, and what is refused with its number.
+"""Read conversations from JSON lines, with errors that name the line.
 
 A line is `{"conversations": [{"role": "user", "content": "..."}, ...]}`; the key may be `messages`, and ShareGPT's
-`from`/`value` with `human`/`gpt` are understood. Beside the messages: `system` (a system text), `tools` (schemas),
+`from`/`value` with `human`/`gpt` are accepted. Optional keys: `system` (a system text), `tools` (schemas),
 `chat_template_kwargs` (arguments of the chat template, such as enable_thinking) and `answer_ids` (see `AnswerIds`).
 """
 
@@ -27,13 +27,13 @@ ROLES = {
     "function": "tool",
     "observation": "tool",
 }
-"""Role names that are understood -> the role a chat template knows."""
+"""Accepted role name -> role in chat templates."""
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names under which servers and chat templates keep what a model thinks; lines keep the first."""
+"""Names that servers and chat templates use for a model's reasoning; lines keep the first."""
 
 LONGEST_LINE = 2**26
-"""Bytes. No tokenizer is asked for more at once: a line is one conversation, not a corpus."""
+"""Most bytes of a line, which bounds the text tokenised at once: a line is one conversation, not a corpus."""
 
 RESERVED_KWARGS = frozenset(
     {
@@ -42,14 +42,14 @@ RESERVED_KWARGS = frozenset(
         "return_assistant_tokens_mask", "tokenizer_kwargs",
     }
 )  # fmt: skip
-"""Arguments of apply_chat_template that are not the template's own."""
+"""Arguments of apply_chat_template that are not passed to the template."""
 
 NOT_TEXT, NO_MESSAGE = "content that is not text", "message without role and content"
 SURROGATE = "a lone surrogate, half of a character"
 
 
 class BadConversation(UserError):
-    """A conversation that cannot be used. `reason` says why in words that many conversations share, to be counted."""
+    """A conversation that cannot be used. `reason` is a general form of the message, for counting."""
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
@@ -58,12 +58,12 @@ class BadConversation(UserError):
 
 @dataclass(frozen=True)
 class AnswerIds:
-    """Token ids that a base generated, of a line whose text does not tokenise to them again.
+    """Token ids that a base generated, for a line whose text does not tokenise to the same ids.
 
     Attributes:
         tokenizer: `data.tokenizer.vocabulary_hash` of the tokenizer that they belong to.
-        turns: one entry per assistant message: its ids with the end token if there was one, or None for a message
-            that the base did not write.
+        turns: one entry per assistant message: its ids, with the end token if there was one, or None for a message
+            that the base did not generate.
     """
 
     tokenizer: str
@@ -72,15 +72,15 @@ class AnswerIds:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One line of a file, checked.
+    """One validated line of a file.
 
     Attributes:
-        messages: dictionaries with `role` (system, user, assistant, tool), `content`, and whatever else the line gave
-            (`reasoning_content`, `tool_calls`, `name`): templates read it. `arguments` of tool calls are objects.
+        messages: dictionaries with `role` (system, user, assistant, tool), `content`, and any other keys of the line
+            (`reasoning_content`, `tool_calls`, `name`) for templates. `arguments` of tool calls are objects.
         where: 'FILE line N', for messages.
         tools: tool schemas for the template, or None.
-        template_kwargs: arguments of the chat template; they win over those of the run.
-        answer_ids: train on these instead of the text of the answers.
+        template_kwargs: arguments of the chat template; they override those of the run.
+        answer_ids: ids to train on instead of the text of the answers.
     """
 
     messages: list[dict[str, Any]]
@@ -92,7 +92,7 @@ class Conversation:
 
 
 def check_text(value: Any, where: str) -> None:
-    """Raise BadConversation when a text in a JSON value holds a lone surrogate: it has no UTF-8, and no tokens."""
+    """Raise BadConversation if a text in a JSON value has a lone surrogate, which UTF-8 and tokenizers reject."""
     if isinstance(value, str):
         if not value.isascii():
             try:
@@ -110,7 +110,7 @@ def check_text(value: Any, where: str) -> None:
 
 
 def _from_json(value: Any, kind: type, what: str, where: str) -> Any:
-    """`value`, or what it holds as JSON text, of the type `kind`. Raises BadConversation."""
+    """`value`, parsed if it is JSON text, of type `kind`. Raises BadConversation."""
     words = "a JSON object" if kind is dict else "a JSON list"
     found = value
     if isinstance(value, str):
@@ -125,7 +125,7 @@ def _from_json(value: Any, kind: type, what: str, where: str) -> Any:
 
 
 def read_kwargs(value: Any, where: str) -> dict[str, Any]:
-    """Arguments of a chat template from a JSON object or its text. Raises BadConversation with `where`."""
+    """Arguments of a chat template from a JSON object or JSON text. Raises BadConversation with `where`."""
     found: dict[str, Any] = _from_json(value, dict, "chat_template_kwargs", where)
     if wrong := sorted(RESERVED_KWARGS & set(found)):
         problem = f"chat_template_kwargs with {wrong[0]}, which is not an argument of the template"
@@ -152,7 +152,7 @@ def _content(message: dict[str, Any], where: str, may_be_empty: bool) -> str:
 
 
 def _reasoning(message: dict[str, Any], where: str) -> str:
-    """What the message thinks, under any of the names; '' for nothing."""
+    """Reasoning of the message under any of the names, or ''."""
     found = {name: message[name] for name in REASONING if message.get(name)}
     if any(not isinstance(value, str) for value in found.values()):
         raise BadConversation(f"{where}: found reasoning that is not text", "reasoning that is not text")
@@ -163,7 +163,7 @@ def _reasoning(message: dict[str, Any], where: str) -> str:
 
 
 def _tool_calls(value: Any, where: str) -> list[Any]:
-    """Calls with `arguments` as objects: servers write them as JSON text, templates read objects."""
+    """Tool calls with `arguments` as objects: servers write JSON text, templates read objects."""
     calls = []
     for call in _from_json(value, list, "tool_calls", where):
         if not isinstance(call, dict):
@@ -176,7 +176,7 @@ def _tool_calls(value: Any, where: str) -> list[Any]:
 
 
 def parse_message(message: Any, where: str) -> dict[str, Any]:
-    """A message with `role` and `content` under the names templates know. Raises BadConversation with `where`."""
+    """A message with `role` and `content` as templates read them. Raises BadConversation with `where`."""
     if not isinstance(message, dict):
         found = str(message)[:80]
         raise BadConversation(f"{where}: found {found!r}, expected an object with role and content", NO_MESSAGE)
@@ -201,14 +201,14 @@ def parse_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _with_system(messages: list[dict[str, Any]], system: Any, where: str) -> list[dict[str, Any]]:
-    """`messages` with the text of a `system` key in front. One that the messages hold already is not said twice."""
+    """`messages` preceded by the text of a `system` key, unless they already contain it."""
     if system is None or (isinstance(system, str) and not system.strip()):
         return messages
     told = parse_message({"role": "system", "content": system}, f"{where}, system")
     if messages[0]["role"] != "system":
         return [told, *messages]
     if messages[0]["content"].strip() != told["content"].strip():
-        problem = "a system text beside the messages that differs from their system message"
+        problem = "a system text that differs from the system message"
         raise BadConversation(f"{where}: found {problem}: keep one of them", problem)
     return messages
 
@@ -264,7 +264,7 @@ def read_extras(record: dict[str, Any], where: str) -> tuple[list[Any] | None, d
 
 
 def refuse_other_formats(path: Path | str) -> None:
-    """Raise UserError when a file is in a form that tools/prepare_conversations.py reads: array, gzip, parquet."""
+    """Raise UserError if a file is in a format for tools/prepare_conversations.py: JSON array, gzip, parquet."""
     with Path(path).open("rb") as file:
         start = file.read(4096)
     kind = ""
@@ -277,19 +277,19 @@ def refuse_other_formats(path: Path | str) -> None:
         kind = "a JSON array" if first in (b"{", b"]", b"") else ""
     if kind:
         raise UserError(
-            f"{path} is {kind}, expected one JSON object a line: python tools/prepare_conversations.py {path} "
-            "--output PREPARED.jsonl writes that"
+            f"{path} is {kind}, expected one JSON object per line: python tools/prepare_conversations.py {path} "
+            "--output PREPARED.jsonl converts it"
         )
 
 
 def numbered_lines(path: Path | str, what: str = "conversation", gaps: bool = False) -> Iterator[tuple[int, bytes]]:
-    """(line number, line) of a JSON lines file; empty lines at its end are left out.
+    """(line number, line) of a JSON lines file; empty lines at its end are skipped.
 
     Args:
-        what: a line is, for messages.
-        gaps: leave out empty lines inside, too.
+        what: name of a line's content, for messages.
+        gaps: also skip empty lines inside the file.
 
-    Raises UserError for a missing file, one that prepare_conversations.py has to read first, an empty line inside it,
+    Raises UserError for a missing file, one that prepare_conversations.py must convert first, an empty line inside it,
     a line of more than `LONGEST_LINE` bytes, and a file without any line.
     """
     path = Path(path)
@@ -302,7 +302,7 @@ def numbered_lines(path: Path | str, what: str = "conversation", gaps: bool = Fa
             number += 1
             if len(raw) > LONGEST_LINE:
                 raise UserError(
-                    f"{path} line {number}: longer than {LONGEST_LINE // 2**20} MiB, expected one {what} a line"
+                    f"{path} line {number}: longer than {LONGEST_LINE // 2**20} MiB, expected one {what} per line"
                 )
             line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
             if not line.strip():
@@ -323,7 +323,7 @@ def load_line(raw: bytes, where: str) -> Any:
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8 ({error.reason}): convert the file to UTF-8") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: malformed JSON ({error}): expected one JSON object a line") from None
+        raise UserError(f"{where}: malformed JSON ({error}): expected one JSON object per line") from None
 
 
 def parse_line(raw: bytes, where: str, require_assistant: bool = True) -> Conversation:

@@ -1,4 +1,4 @@
-"""Figures of a conversation file as a draft is trained on it: lengths, masks, turns, what the cut takes away."""
+"""Statistics of a conversation file as training sees it: lengths, masks, turns, truncated tokens."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 
 @dataclass(frozen=True)
 class DataReport:
-    """What a conversation file holds.
+    """Statistics of a conversation file.
 
     Attributes:
-        statistics: those of the dataset (`ConversationDataset.statistics`).
+        statistics: `ConversationDataset.statistics`.
         dropped: reason -> conversations.
-        lengths: tokens of a conversation before the cut, at `QUANTILES`.
-        answer_lengths: supervised tokens of a turn before the cut, at `QUANTILES`.
-        turns: assistant turns -> conversations, before the cut.
-        lost_tokens: tokens after the cut.
+        lengths: tokens of a conversation before truncation, at `QUANTILES`.
+        answer_lengths: supervised tokens of a turn before truncation, at `QUANTILES`.
+        turns: number of assistant turns -> conversations, before truncation.
+        lost_tokens: tokens removed by truncation.
         packed_rows: rows of `seq_length` that hold all conversations with --packing.
-        packed_fill: share of these rows that is no padding.
+        packed_fill: share of these rows that is not padding.
     """
 
     statistics: dict[str, float]
@@ -41,7 +41,7 @@ class DataReport:
 
 
 def inspect(dataset: ConversationDataset) -> DataReport:
-    """The report of a dataset. Reads no tokens, only lengths and positions of turns."""
+    """Report on a dataset. Reads no tokens, only lengths and positions of turns."""
     store = dataset.store
     sizes: list[NDArray[Any]] = []
     for first, after in store.ranges():
@@ -67,7 +67,7 @@ def _quantiles(values: NDArray[Any]) -> list[int]:
 
 
 def pieces(dataset: ConversationDataset, index: int, tokenizer: Any) -> list[tuple[str, bool]]:
-    """(text, supervised) stretches of one sample, as the draft will see it."""
+    """(text, supervised) for each stretch of one sample, as the draft is trained on it."""
     sample = dataset[index]
     turns = sample.turns.numpy()
     edges = [0, *(np.flatnonzero(np.diff(turns)) + 1).tolist(), len(turns)]

@@ -1,8 +1,8 @@
 """Samples, and the order in which ranks read them.
 
-The order is a pure function of (seed, samples consumed, data-parallel rank): nothing is stored to resume, and a run
-continues with the same samples in another layout. All micro-batches of one global batch have one length, because the
-stages of a pipeline agree on shapes beforehand.
+The order is a pure function of (seed, samples consumed, data-parallel rank): resuming needs no stored state, and a run
+continues with the same samples in another layout. All micro-batches of a global batch have the same length, because
+pipeline stages agree on shapes beforehand.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["BatchLoader", "ConversationDataset", "Dataset", "Sample"]
 
 
 class Dataset(Protocol):
-    """What the loader reads: samples by index, none longer than `seq_length`."""
+    """Samples by index, none longer than `seq_length`."""
 
     seq_length: int
 
@@ -45,30 +45,30 @@ class Dataset(Protocol):
 
 
 def lengths_of(dataset: Dataset) -> NDArray[Any]:
-    """[samples] tokens of each sample, without reading them where the dataset knows."""
+    """Tokens of each sample, [samples]; reads the samples only if the dataset does not store their lengths."""
     known = getattr(dataset, "lengths", None)
     return np.array([len(dataset[i]) for i in range(len(dataset))] if known is None else known, dtype=np.int32)
 
 
 class ConversationDataset:
-    """The conversations of a JSON lines file, tokenised once (`data.tokenise`), cut to `seq_length` tokens when read.
+    """The conversations of a JSON lines file, tokenised once (`data.tokenise`), truncated to `seq_length` when read.
 
-    A conversation of which the cut leaves no two supervised tokens in one turn (a draft is trained on pairs) is
+    A conversation whose truncation leaves no two supervised tokens in one turn (a draft is trained on pairs) is
     dropped with a warning.
 
     Attributes:
-        store: tokens of the whole file, uncut.
-        kept: numbers in the store of the conversations in this dataset.
-        lengths: int32 [samples] tokens of each, after the cut.
-        dropped: reason -> number of conversations left out.
-        statistics: figures of the mask, as logged.
+        store: tokens of the complete file, not truncated.
+        kept: indices in the store of the conversations in this dataset.
+        lengths: int32 [samples] tokens of each, after truncation.
+        dropped: reason -> number of dropped conversations.
+        statistics: statistics of the mask, as logged.
 
     Args:
         cache, workers, template_kwargs: see `data.tokenise.open_tokens`.
-        vocab_size: of the base; None: token ids are not checked.
+        vocab_size: vocabulary of the base; None: token ids are not checked.
 
-    Raises UserError for what `open_tokens` refuses, for a token id that the base does not know, and when nothing
-    supervised is left.
+    Raises UserError like `open_tokens`, for a token id outside the base's vocabulary, and if nothing supervised is
+    left.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ConversationDataset:
         log.info("%s: %s", self.path, ", ".join(f"{key} {value}" for key, value in self.statistics.items()))
 
     def _measure_runs(self) -> tuple[NDArray[Any], Counter[str]]:
-        """(longest supervised stretch of each sample after the cut, turns and supervised tokens of those kept)."""
+        """(longest supervised stretch of each truncated sample, turns and supervised tokens of those kept)."""
         longest = np.zeros(len(self.store), dtype=np.int32)
         figures: Counter[str] = Counter()
         for first, after in self.store.ranges():
@@ -133,7 +133,7 @@ class ConversationDataset:
         log.warning("%s: dropped %s; the first is %s", self.path, said, example)
 
     def _report_faults(self) -> None:
-        """Warn of answers that are trained otherwise than they are written or served."""
+        """Warn about answers that training does not see as they were written or are served."""
         turns = self.store.meta["turns"]
         for name, (count, line) in self.store.meta["faults"].items():
             log.warning("%s: %d of %d answers %s; the first: line %d", self.path, count, turns, FAULTS[name], line)
@@ -171,7 +171,7 @@ class ConversationDataset:
         return Sample(torch.from_numpy(tokens), torch.from_numpy(turns), self._where(number))
 
     def supervised(self) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        """(supervised tokens, line of each) of all samples, some million at a time."""
+        """(supervised tokens, line of each) of all samples, a few million at a time."""
         is_kept = np.zeros(len(self.store), dtype=bool)
         is_kept[self.kept] = True
         for first, after in self.store.ranges():
@@ -184,18 +184,18 @@ class ConversationDataset:
 class BatchLoader:
     """Micro-batches of one data-parallel rank.
 
-    Under pipeline parallelism a loader belongs to a whole copy of the base: `dp_rank` and `dp_size` are the base's
-    (`World.dp`), and every tensor and pipeline rank of the copy builds the same loader and reads the same batches.
+    Under pipeline parallelism a loader belongs to a replica of the base: `dp_rank` and `dp_size` are the base's
+    (`World.dp`), and every tensor and pipeline rank of the replica builds the same loader and reads the same batches.
 
-    A global batch is `global_batch_size` consecutive positions of the order; micro-batch m of rank r holds the
-    positions [(m * dp_size + r) * micro_batch_size, ...) of it, so the samples of a step do not depend on the layout.
+    A global batch is `global_batch_size` consecutive positions of the order; micro-batch m of rank r holds its
+    positions [(m * dp_size + r) * micro_batch_size, ...), so the samples of a step do not depend on the layout.
 
     Args:
-        micro_batch_size: rows in a micro-batch.
-        global_batch_size: rows in a step over all data ranks and micro-batches.
-        pad_multiple: the common length is a multiple of it (`World.sequence_multiple`).
+        micro_batch_size: rows per micro-batch.
+        global_batch_size: rows per step over all data-parallel ranks and micro-batches.
+        pad_multiple: pad rows to a multiple of it (`World.sequence_multiple`).
         context: the ranks that share every sequence; they build the same loader.
-        packing: several samples in one row of at most `dataset.seq_length` tokens; a row then counts as one sample.
+        packing: pack several samples into a row of at most `dataset.seq_length` tokens; a row then counts as a sample.
 
     Raises UserError when the sizes do not divide, or the dataset is empty.
     """
@@ -236,7 +236,7 @@ class BatchLoader:
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of this rank in one step."""
+        """Micro-batches of this rank per step."""
         return self.global_batch_size // (self.micro_batch_size * self.dp_size)
 
     @property
@@ -249,7 +249,7 @@ class BatchLoader:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             n = len(self._rows)
             order = torch.randperm(n, generator=generator).numpy() if self.shuffle else np.arange(n)
-            # A step touches neighbouring epochs only: forget the others.
+            # A step touches only adjacent epochs: drop the others.
             self._orders = {e: o for e, o in self._orders.items() if abs(e - epoch) <= 1} | {epoch: order}
         return self._orders[epoch]
 

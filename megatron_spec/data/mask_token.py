@@ -1,4 +1,4 @@
-"""The mask token of a base for block drafts: an id that its embedding holds and no text contains."""
+"""The mask token of a base for block drafts: an id that has an embedding row and occurs in no text."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _MASKS = ("<|MASK|>", "<|mask|>", "<mask>", "[MASK]")
 
 
 def find(folder: Path, vocab_size: int) -> int | None:
-    """A mask token of the tokenizer in `folder`, else its first reserved token, else a row that no token has.
+    """Id of the mask token of the tokenizer in `folder`, else of its first reserved token, else of an unused row.
 
-    None where there is none of these, or no tokenizer.json to look into.
+    None if there is none of these, or no tokenizer.json.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -28,5 +28,5 @@ def find(folder: Path, vocab_size: int) -> int | None:
     reserved = sorted(i for word, i in added.items() if _RESERVED.fullmatch(word) and i < vocab_size)
     if reserved:
         return reserved[0]
-    behind = max(taken, default=-1) + 1
-    return behind if behind < vocab_size else None
+    unused = max(taken, default=-1) + 1
+    return unused if unused < vocab_size else None

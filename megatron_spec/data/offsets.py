@@ -1,6 +1,6 @@
-"""Which characters of a text each token covers: from byte lengths where that works, else from the tokenizer.
+"""Characters of a text that each token covers: from byte lengths where possible, else from the tokenizer.
 
-Tokenizers are faster when they keep no offsets.
+Tokenizers are faster when they do not track offsets.
 
 N tokens, V vocabulary.
 """
@@ -15,7 +15,7 @@ from tokenizers import pre_tokenizers
 
 
 def byte_lengths(tokenizer: Any) -> NDArray[Any] | None:
-    """int64 [V]: bytes of text that each token stands for; None when the tokenizer does not spell bytes.
+    """int64 [V]: bytes of text that each token encodes; None if the tokenizer is not byte-level.
 
     Byte-level tokenizers (GPT-2, Llama 3, Qwen) write each byte as one letter of an alphabet of 256.
     """
@@ -33,9 +33,9 @@ def byte_lengths(tokenizer: Any) -> NDArray[Any] | None:
 
 
 class TokenPlaces:
-    """Tokens of one text by their lengths in bytes. `fits` says whether lengths and text agree: else they say nothing.
+    """Positions of the tokens of one text by their lengths in bytes, valid only if `fits`.
 
-    They disagree when the tokenizer normalises the text, or adds or swallows spaces.
+    Lengths and text disagree if the tokenizer normalises the text, or adds or drops spaces.
     """
 
     def __init__(self, text: str, ids_N: NDArray[Any], lengths_V: NDArray[Any]) -> None:
@@ -60,7 +60,7 @@ class TokenPlaces:
 
 
 class TokenOffsets:
-    """The same from the tokenizer's own offsets: for every tokenizer, and slower than `TokenPlaces`."""
+    """Like `TokenPlaces`, from the tokenizer's own offsets: works for every tokenizer, but is slower."""
 
     fits = True
 

@@ -1,4 +1,4 @@
-"""Rows of a batch from samples: one sample a row, or several short ones packed one after the other.
+"""Rows of a batch from samples: one sample per row, or several short ones packed together.
 
 B rows, S row length.
 """
@@ -21,10 +21,10 @@ from megatron_spec.runtime.context import ContextShard
 
 @dataclass(frozen=True)
 class Rows:
-    """Which samples each row of the data holds.
+    """The samples of each row.
 
     Attributes:
-        samples: sample numbers, row by row.
+        samples: sample indices, row by row.
         starts: [rows + 1] where each row begins in `samples`.
         lengths: [rows] tokens of each row.
     """
@@ -35,7 +35,7 @@ class Rows:
 
     @staticmethod
     def single(lengths: NDArray[Any]) -> Rows:
-        """One sample a row."""
+        """One sample per row."""
         return Rows(np.arange(len(lengths)), np.arange(len(lengths) + 1), lengths)
 
     def __len__(self) -> int:
@@ -47,17 +47,17 @@ class Rows:
 
 
 def pack(lengths: Sequence[int] | NDArray[Any], capacity: int) -> Rows:
-    """Several samples in a row, so that no row is longer than `capacity`.
+    """Pack samples into rows of at most `capacity` tokens.
 
-    Best fit decreasing: the longest sample first, each into the row with the least room that is enough. Deterministic;
-    the samples of a row are ascending and rows are ordered by their first sample. A sample longer than `capacity` is an
-    error (ValueError): cut samples before packing.
+    Best fit decreasing: longest sample first, each into the fullest row that still has room. Deterministic; samples are
+    ascending within a row and rows are ordered by their first sample. Raises ValueError for a sample longer than
+    `capacity`: truncate samples before packing.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and int(sizes.max()) > capacity:
         raise ValueError(f"a sample of {int(sizes.max())} tokens does not fit a row of {capacity}")
     row_of = np.empty(len(sizes), dtype=np.int64)
-    rooms: list[int] = []  # ascending: rooms that some open row has
+    rooms: list[int] = []  # ascending: free tokens of the open rows, without duplicates
     rows_with: dict[int, list[int]] = {}  # room -> rows
     count, smallest = 0, int(sizes.min(initial=1))
     for index in np.argsort(-sizes, kind="stable").tolist():
@@ -73,7 +73,7 @@ def pack(lengths: Sequence[int] | NDArray[Any], capacity: int) -> Rows:
                 del rows_with[room], rooms[at]
         row_of[index] = row
         room -= length
-        if room >= smallest:  # otherwise nothing fits any more
+        if room >= smallest:  # otherwise nothing fits into this row
             if room not in rows_with:
                 insort(rooms, room)
                 rows_with[room] = []
@@ -101,10 +101,10 @@ def build_batch(
     sample_ids: tuple[tuple[int, ...], ...] | None = None,
     context: ContextShard | None = None,
 ) -> Batch:
-    """A Batch [B, S=length] with the samples of each row one after the other and padding at the end.
+    """A Batch [B, S=length] with the samples of each row concatenated, then padding.
 
-    Positions restart in every document, documents are numbered from 0 in a row (-1 on padding), turn numbers stay
-    unique in a row. Padding continues the positions of the last document. Raises ValueError when a row is too long.
+    Positions restart in every document, documents are numbered from 0 within a row (-1 on padding), turn numbers stay
+    unique within a row. Padding continues the positions of the last document. Raises ValueError if a row is too long.
     """
     tokens_BS = torch.full((len(rows), length), pad_token_id, dtype=torch.int64)
     positions_BS = torch.zeros(len(rows), length, dtype=torch.int64)

@@ -1,10 +1,10 @@
-"""Conversation files of other tools -> JSON lines to train on: cleaned in several processes, each conversation once.
+"""Clean conversation files of other tools in several processes and write JSON lines to train on, without duplicates.
 
-    OUTPUT.work/lines.jsonl, ids.bin   what was cleaned so far, and the id of each line (uint64)
-    OUTPUT.work/state.json             how far the sources were read, and counts: a killed run goes on from there
-    OUTPUT, HELD_OUT                   written in the end, without the lines whose id was seen before
+    OUTPUT.work/lines.jsonl, ids.bin   lines cleaned so far, and the id of each (uint64)
+    OUTPUT.work/state.json             position in the sources, and counts: a killed run resumes from there
+    OUTPUT, HELD_OUT                   written at the end, without lines whose id was seen before
 
-Memory holds some pieces of the input, and in the end the ids: 8 bytes a conversation, and twice that to sort them.
+Memory holds a few pieces of the input and, at the end, the ids: 8 bytes per conversation, and twice that to sort them.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from megatron_spec.runtime.files import read_json, write_json
 log = logging.getLogger(__name__)
 
 PARALLEL_FROM = 32 * 2**20
-"""Bytes of input from which several processes are used by default."""
+"""Bytes of input above which several processes are used by default."""
 DUPLICATE = "seen before"
 MOST_REASONS, OTHER = 100, "other reasons"
-"""A file may give each record a reason of its own (names as roles): memory must not grow with them."""
+"""Every record of a file may have a different reason (names as roles): this bounds the memory they take."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What came of the sources.
+    """Result of cleaning the sources.
 
     Attributes:
-        read: records.
-        written: file -> lines.
+        read: number of records.
+        written: file -> number of lines.
         dropped, repairs: reason -> records.
         examples: reason -> the first record that was dropped for it, as 'FILE line N'.
     """
@@ -58,7 +58,7 @@ class Report:
 
 @dataclass(frozen=True)
 class _Cleaned:
-    """What came of a piece; the next one begins at `place`."""
+    """Result of cleaning one piece; the next one begins at `place`."""
 
     place: int
     lines: bytes
@@ -122,11 +122,11 @@ class _Work:
                     "one, or remove the folder"
                 )
             self.state.update(found)
-            log.info("going on after %d records in %s", found["read"], self.folder)
+            log.info("resuming after %d records in %s", found["read"], self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def open(self, stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
-        """(lines, ids), cut to what state.json knows of."""
+        """The files (lines, ids), truncated to what state.json records."""
         opened = []
         for name, key in (("lines.jsonl", "lines"), ("ids.bin", "ids")):
             path = self.folder / name
@@ -139,7 +139,7 @@ class _Work:
         return opened[0], opened[1]
 
     def save(self) -> None:
-        """State on disk, whole or not at all."""
+        """Write the state atomically."""
         write_json(self.folder / "state.json", self.state)
 
 
@@ -151,10 +151,10 @@ def prepare(
     share: float = 0.05,
     workers: int | None = None,
 ) -> Report:
-    """Read, clean, write. A rerun after a kill resumes; after a finished run it restarts.
+    """Read, clean and write. A rerun resumes a killed run; after a finished one it starts over.
 
     Args:
-        held_out: file for the share of the conversations that is kept from training; chosen by id.
+        held_out: file for the share of the conversations to hold out of training, chosen by id.
         workers: processes; default: all processors for large inputs.
 
     Raises UserError for unreadable input, for an output that is an input, or when nothing usable is left.
@@ -225,7 +225,7 @@ def _read(sources: Sequence[Source], work: _Work, options: CleanOptions, workers
 
 
 def _first_of_each(ids: NDArray[Any]) -> NDArray[Any]:
-    """bool [N]: the id was not there before."""
+    """bool [N]: True at the first occurrence of each id."""
     order = np.argsort(ids, kind="stable")
     keep = np.ones(len(ids), dtype=bool)
     keep[order[1:][ids[order[1:]] == ids[order[:-1]]]] = False
@@ -233,7 +233,7 @@ def _first_of_each(ids: NDArray[Any]) -> NDArray[Any]:
 
 
 def _distribute(folder: Path, output: Path, held_out: Path | None, share: float) -> tuple[dict[str, int], int]:
-    """({file: lines}, lines left out because their id was there before)."""
+    """({file: number of lines}, number of duplicates left out)."""
     ids = np.fromfile(folder / "ids.bin", dtype=np.uint64)
     keep = _first_of_each(ids)
     targets = [output] + ([held_out] if held_out else [])

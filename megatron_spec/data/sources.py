@@ -1,7 +1,7 @@
-"""Where conversations come from: local files (JSON, JSON lines, parquet) and datasets of the Hugging Face hub.
+"""Sources of conversations: local files (JSON, JSON lines, parquet) and datasets on the Hugging Face hub.
 
-Everything streams: a source yields pieces of some hundred records, each with the position after it, from which the
-source can be opened again.
+Everything is streamed: a source yields pieces of a few hundred records, each with the position after it, from which the
+source can be reopened.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from megatron_spec.config import UserError, suggest
 
 PIECE_BYTES, PIECE_RECORDS = 2**20, 500
 Piece = tuple[int, list[tuple[str, Any]]]
-"""(position after it, [(what to call the record, its JSON line as bytes or its value)])."""
+"""(position after the piece, [(name of the record, its JSON line as bytes or its value)])."""
 _SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A dataset of the hub and the part of it that holds conversations.
+    """A dataset on the hub and the part of it that holds conversations.
 
     Attributes:
-        array_file: a JSON array in a file of its own, instead of a split. The datasets library would hold the whole of
-            it in memory, so the file is downloaded and then read as a local one.
+        array_file: file with a JSON array, instead of a split. The datasets library would load it into memory
+            completely, so the file is downloaded and read like a local one.
     """
 
     repository: str
@@ -47,16 +47,16 @@ HUB = {
     "magpie": HubDataset("Magpie-Align/Magpie-Llama-3.1-Pro-MT-300K-Filtered"),
     "mt_bench": HubDataset("HuggingFaceH4/mt_bench_prompts"),
 }
-"""Names that are understood without a file; mt_bench holds prompts alone."""
+"""Datasets available by name; mt_bench holds only prompts."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One input, opened piece by piece.
+    """One input, read piece by piece.
 
     Attributes:
-        path: local file, or None for a dataset of the hub.
-        hub: the dataset.
+        path: local file, or None for a dataset on the hub.
+        hub: the dataset on the hub, or None.
     """
 
     path: Path | None = None
@@ -64,11 +64,11 @@ class Source:
 
     @property
     def name(self) -> str:
-        """For messages and reports."""
+        """Name for messages and reports."""
         return str(self.path) if self.hub is None else self.hub.repository
 
     def identity(self) -> list[Any]:
-        """What must be the same for a run to go on: name, and size and time of change of a file."""
+        """What must not change for a run to resume: name, and size and modification time of a file."""
         if self.path is None:
             assert self.hub is not None
             return [self.hub.repository, self.hub.split, self.hub.array_file]
@@ -80,7 +80,7 @@ class Source:
         try:
             yield from self._pieces(start)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(f"{self.name}: compressed data that is damaged or cut ({error})") from None
+            raise UserError(f"{self.name}: compressed data that is damaged or truncated ({error})") from None
 
     def _pieces(self, start: int) -> Iterator[Piece]:
         if self.path is None:
@@ -118,7 +118,7 @@ def find_sources(name: str, split: str | None = None) -> list[Source]:
         return [Source(hub=HubDataset(name, split or "train"))]
     else:
         raise UserError(
-            f"{name} does not exist: expected a file, a folder, OWNER/NAME of the Hugging Face hub, or one of "
+            f"{name} does not exist: expected a file, a folder, OWNER/NAME on the Hugging Face hub, or one of "
             f"{', '.join(HUB)}{suggest(name, HUB)}"
         )
     return [Source(path=p) for p in files]
@@ -129,7 +129,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _lines(path: Path, start: int) -> Iterator[Piece]:
-    """Positions are bytes; what lies before `start` is read again, because lines are counted from the first."""
+    """Positions are bytes; lines before `start` are read again to count them."""
     number, size = 0, 0
     records: list[tuple[str, Any]] = []
     with _open(path) as file:
@@ -165,20 +165,20 @@ def _numbered(values: Iterable[Any], start: int, name: str, word: str) -> Iterat
 
 
 def _array_records(path: Path, chunk: int = 2**20) -> Iterator[Any]:
-    """Entries of a JSON array, without holding more than one of them and a chunk."""
+    """Entries of a JSON array, holding at most one of them and a chunk in memory."""
     decoder = json.JSONDecoder()
     with _open(path) as raw:
         decode = _decoder(path)
         text, position, at_end = "", 0, False
 
         def more() -> None:
-            """Read another block after what is left."""
+            """Append another block to the unread text."""
             nonlocal text, position, at_end
-            block = raw.read(max(chunk, len(text) - position))  # doubles, so that a long entry is not parsed often
+            block = raw.read(max(chunk, len(text) - position))  # doubles, so a long entry is parsed few times
             at_end = not block
             text, position = text[position:] + decode(block, at_end), 0
 
-        while "[" not in text:  # `Source.pieces` has seen it
+        while "[" not in text:  # `Source.pieces` has checked that it exists
             more()
         position = text.index("[") + 1
         number = 0
@@ -203,11 +203,11 @@ def _array_records(path: Path, chunk: int = 2**20) -> Iterator[Any]:
 
 
 def _decoder(path: Path) -> Callable[[bytes, bool], str]:
-    """Bytes of a file in pieces -> their text; a letter may be cut by the end of a piece."""
+    """Function that decodes the bytes of a file in pieces; a piece may end inside a character."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
 
     def decode(block: bytes, final: bool) -> str:
-        """Text of a block; a character may be cut by its end."""
+        """Text of a block, which may end inside a character."""
         try:
             return decoder.decode(block, final)
         except UnicodeDecodeError as error:
@@ -229,18 +229,19 @@ def _parquet_records(path: Path, start: int) -> Iterator[Any]:
                     yield from batch.slice(max(0, start - seen)).to_pylist()
                 seen += len(batch)
     except ArrowException as error:
-        raise UserError(f"{path}: not a parquet file that can be read ({error})") from None
+        raise UserError(f"{path}: not a readable parquet file ({error})") from None
 
 
 def _download(repository: str, file: str) -> Path:
-    """A file of a dataset, in the hub's cache of this machine; a download that was cut off goes on."""
+    """A file of a dataset in the local hub cache; an interrupted download resumes."""
     from huggingface_hub import hf_hub_download
 
     try:
         return Path(hf_hub_download(repository, file, repo_type="dataset"))
     except Exception as error:
         raise UserError(
-            f"{repository}, {file}: cannot be fetched ({type(error).__name__}: {error}); without the hub, give the file"
+            f"{repository}, {file}: cannot be downloaded ({type(error).__name__}: {error}); without the hub, give a "
+            "local file"
         ) from error
 
 
@@ -257,5 +258,5 @@ def _hub_records(dataset: HubDataset, start: int) -> Iterator[Any]:
     except Exception as error:
         raise UserError(
             f"{dataset.repository}, split {dataset.split}: cannot be read ({type(error).__name__}: {error}); a rerun "
-            "goes on where this one stopped"
+            "resumes where this one stopped"
         ) from error

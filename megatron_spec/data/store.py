@@ -1,14 +1,14 @@
 """Tokenised conversations on disk: written once per file, tokenizer and template, read sample by sample.
 
-    FOLDER/meta.json     what was tokenised with what; written last, so a folder with it is complete
-    FOLDER/tokens.bin    token ids of all samples, one after the other (uint16, or uint32 for larger vocabularies)
-    FOLDER/lengths.bin   int32 [N]: tokens of each sample, uncut
+    FOLDER/meta.json     identity of file and tokenizer; written last, so a folder with it is complete
+    FOLDER/tokens.bin    token ids of all samples, concatenated (uint16, or uint32 for larger vocabularies)
+    FOLDER/lengths.bin   int32 [N]: tokens of each sample, not truncated
     FOLDER/lines.bin     int32 [N]: line of the file that each sample is from
     FOLDER/runs.bin      int32 [R, 3]: first token, token after the last, turn number of each supervised stretch
     FOLDER/run_counts.bin  int32 [N]: stretches of each sample
 
-Nothing here depends on seq_length: cutting is left to the reader. Tokens are read with plain reads and not mapped, so
-that a run's memory does not grow with the part of the file it has seen.
+Nothing here depends on seq_length: the reader truncates. Tokens are read with plain reads instead of a memory map, so a
+run's memory does not grow with the part of the file it has read.
 
 N samples, R stretches, n tokens of one sample.
 """
@@ -49,7 +49,7 @@ class Block:
     run_counts: Array
 
     def supervised(self, seq_length: int) -> tuple[Array, Array]:
-        """(tokens, number of their sample in this block) that are supervised in the first `seq_length` of a sample."""
+        """(supervised tokens, index of their sample in this block) within the first `seq_length` of each sample."""
         starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
         sample = np.repeat(np.arange(len(self.lengths)), self.run_counts)
         begins = np.minimum(self.runs[:, 0], seq_length) + starts[sample]
@@ -73,14 +73,14 @@ class StoreWriter:
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self.folder = folder
-        # Room for ids beyond the tokenizer's: bases pad their vocabulary, and may generate those ids.
+        # Room for ids past the tokenizer's: bases pad their vocabulary and may generate those ids.
         self.dtype = np.dtype(np.uint16 if vocab_size <= 60_000 else np.uint32)
         self._files = {name: (folder / f"{name}.bin").open("wb") for name in _FILES}
         self._totals = {"samples": 0, "tokens": 0, "supervised": 0, "turns": 0, "longest": 0}
         self._largest = [-1, 0]
 
     def append(self, block: Block) -> None:
-        """The next samples. Raises UserError for an id that no vocabulary of this size has."""
+        """Append the next samples. Raises UserError for an id far outside the vocabulary."""
         largest = int(block.tokens.max(initial=0))
         if largest > np.iinfo(self.dtype).max:
             raise UserError(f"found token id {largest}, far beyond the tokenizer: answer_ids are damaged")
@@ -113,7 +113,7 @@ class StoreWriter:
 
 
 class TokenStore:
-    """Reads what `StoreWriter` wrote. In memory are lengths, lines and offsets: 24 bytes a sample.
+    """Reads what `StoreWriter` wrote. Keeps lengths, lines and offsets in memory: 24 bytes per sample.
 
     Raises UserError when the folder is incomplete or a file is shorter than meta.json says.
     """
@@ -131,7 +131,7 @@ class TokenStore:
         sizes = {"tokens": int(self.starts[-1]) * self.dtype.itemsize, "runs": int(self.run_starts[-1]) * 12}
         wrong = [name for name, size in sizes.items() if (folder / f"{name}.bin").stat().st_size != size]
         if {len(self.lengths), len(self.lines), len(run_counts)} != {N} or wrong:
-            raise UserError(f"{folder} is damaged ({', '.join(wrong) or 'lengths'}): remove it, it is made again")
+            raise UserError(f"{folder} is damaged ({', '.join(wrong) or 'lengths'}): remove it; it will be rebuilt")
         self._tokens, self._runs = _Reader(folder / "tokens.bin"), _Reader(folder / "runs.bin")
 
     def __len__(self) -> int:
@@ -151,7 +151,7 @@ class TokenStore:
         return np.frombuffer(self._runs.read(begin, end, 12), dtype=np.int32).reshape(-1, 3)
 
     def ranges(self, tokens: int = 2**22) -> Iterator[tuple[int, int]]:
-        """(first, after) of blocks of about `tokens` tokens that make up the store."""
+        """(first, after) of consecutive blocks of about `tokens` tokens that cover the store."""
         first = 0
         while first < len(self):
             after = int(np.searchsorted(self.starts, self.starts[first] + tokens, side="right")) - 1
@@ -167,7 +167,7 @@ def _starts(counts: Array) -> Array:
 
 
 class _Reader:
-    """Reads records of a file by number; opened when first used, and again in a process that was forked off."""
+    """Reads records of a file by number; opens it on first use, and again in a forked process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -177,11 +177,11 @@ class _Reader:
         return {"path": self.path, "_file": None}
 
     def read(self, begin: int, end: int, size: int) -> bytes:
-        """Items begin..end-1 of `size` bytes; a forked process opens the file for itself."""
+        """Items begin..end-1 of `size` bytes each."""
         if self._file is None or self._file[0] != os.getpid():
             self._file = (os.getpid(), self.path.open("rb"))
         wanted = (end - begin) * size
         found = os.pread(self._file[1].fileno(), wanted, begin * size) if wanted else b""
         if len(found) != wanted:
-            raise UserError(f"{self.path} ends early: remove its folder, it is made again")
+            raise UserError(f"{self.path} ends early: remove its folder; it will be rebuilt")
         return found

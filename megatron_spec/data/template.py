@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: how messages become text, with the arguments and spellings that the template reads."""
+"""A tokenizer's chat template: renders messages as text, with the arguments and key names that the template reads."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 class ChatTemplate:
     """Renders conversations with a tokenizer's own template.
 
-    Reasoning is given under each of the names that templates read (`conversations.REASONING`), and the arguments of
-    tool calls as an object, or as JSON text where the template writes only text.
+    Reasoning is passed under every name that templates read (`conversations.REASONING`), and the arguments of tool
+    calls as an object, or as JSON text if the template only handles text.
 
     Args:
-        kwargs: arguments of the template (enable_thinking, ...) for all conversations; those of a conversation win.
+        kwargs: arguments of the template (enable_thinking, ...) for all conversations; a conversation's own override.
 
     Raises UserError when the tokenizer has no chat template.
     """
@@ -35,14 +35,14 @@ class ChatTemplate:
         self.kwargs = read_kwargs(dict(kwargs or {}), "--chat-template-kwargs")
 
     def render(self, conversation: Conversation, messages: Messages | None = None, **options: Any) -> Any:
-        """Text of `messages` (default: all), or what transformers' apply_chat_template gives with `options`.
+        """Text of `messages` (default: all), or the result of transformers' apply_chat_template with `options`.
 
         Raises UserError when the template refuses them.
         """
         messages = conversation.messages if messages is None else messages
         try:
             return self._apply([self._spelt(m) for m in messages], conversation, options)
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates raise any exception
             message = f"{conversation.where}: the chat template refuses this conversation: {error}"
             raise UserError(message) from error
 
@@ -59,10 +59,10 @@ class ChatTemplate:
 
     @functools.cached_property
     def _arguments_are_text(self) -> bool:
-        """The template writes `arguments` as they are (so an object would become Python's words, or fail)."""
+        """True if the template writes `arguments` unchanged (an object would be written as a Python repr, or fail)."""
 
         def text(form: Any) -> str | None:
-            """Rendering of a tool call with arguments in this form; None when it fails."""
+            """Rendering of a tool call with arguments in this form; None if it fails."""
             call = {"id": "call00000", "type": "function", "function": {"name": PLACEHOLDER, "arguments": form}}
             asked = {"role": "user", "content": PLACEHOLDER}
             messages: Messages = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -78,14 +78,14 @@ class ChatTemplate:
 
     @functools.cached_property
     def opens_answers(self) -> bool:
-        """The template writes the assistant's header when it is asked for an answer."""
+        """True if the template writes the assistant's header as a generation prompt."""
         asked = Conversation([{"role": "user", "content": PLACEHOLDER}], "a question")
         texts = [str(self.render(asked, add_generation_prompt=asks)) for asks in (False, True)]
         return texts[1] != texts[0]
 
     @property
     def has_generation_marks(self) -> bool:
-        """The template marks what the assistant writes."""
+        """True if the template marks the assistant's text."""
         template = self.tokenizer.chat_template
         if not isinstance(template, str):
             template = self.tokenizer.get_chat_template()

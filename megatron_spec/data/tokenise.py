@@ -1,8 +1,8 @@
-"""Conversation file -> TokenStore, in several processes, kept on disk until file, tokenizer or template change.
+"""Tokenise a conversation file into a TokenStore in several processes; cached until file, tokenizer or template change.
 
-The store lies in `FILE.tokens/KEY` beside the file (or under the folder that is given), where KEY is a hash of the
-file's content, the tokenizer, its template and the arguments of that, the ids that end a turn, and the code that makes
-masks. It may be removed at any time. Processes that want the same one at the same time wait for the first.
+The store is in `FILE.tokens/KEY` beside the file (or under the given folder), where KEY is a hash of the file's
+content, the tokenizer, its template and template arguments, the ids that end a turn, and the code that makes masks. It
+may be removed at any time. Concurrent processes that need the same store wait for the first to build it.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from megatron_spec.runtime.files import published_folder, read_json, sha256_of, 
 log = logging.getLogger(__name__)
 
 PIECE = 2**20
-"""Characters that a process gets at a time."""
+"""Bytes that a process gets at a time."""
 PARALLEL_FROM = 16 * 2**20
-"""Smaller files are tokenised in this process: starting others takes seconds."""
+"""Files below this many bytes are tokenised in this process: starting others takes seconds."""
 
 CODE = ("chat.py", "conversations.py", "offsets.py", "template.py")
-"""Files that decide on tokens and masks."""
+"""Source files that determine tokens and masks."""
 
 FAULTS = {
     "shortened": "have a beginning that the chat template leaves out (reasoning, or text that it cuts)",
-    "asked_otherwise": "begin otherwise than the chat template asks for them (a prefix such as <think>)",
+    "asked_otherwise": "do not begin as the chat template's generation prompt does (a prefix such as <think>)",
 }
-"""Counts of `Sample` -> the remark on such answers."""
+"""Count in `Sample` -> description of such answers."""
 
 REMEMBER_FROM = 2**28
-"""Bytes from which the hash of a file is kept on disk: every rank of a run needs it."""
+"""Bytes from which the hash of a file is cached on disk, because every rank of a run needs it."""
 
 
 def content_hash(path: Path, cache: Path | str | None = None) -> str:
-    """SHA-256 of a file. That of a large one is read from beside its tokens while size and time of change stay."""
+    """SHA-256 of a file. For a large one it is cached beside its tokens until size or modification time change."""
     status = path.stat()
     if status.st_size < REMEMBER_FROM:
         return sha256_of(path)
@@ -64,7 +64,7 @@ def content_hash(path: Path, cache: Path | str | None = None) -> str:
                 found = {**about, "sha256": sha256_of(path)}
                 write_json(known, found)
             return str(found["sha256"])
-    except OSError:  # nothing can be written there: `open_tokens` reports it when it matters
+    except OSError:  # not writable: `open_tokens` reports it if needed
         return sha256_of(path)
 
 
@@ -84,21 +84,20 @@ def open_tokens(
     workers: int | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> TokenStore:
-    """The tokens of a conversation file, from the cache when they are there.
+    """The tokens of a conversation file, from the cache if it has them.
 
     Args:
         stop_token_ids: see `ChatEncoder`.
-        cache: folder for stores; default: `FILE.tokens` beside the file, or ~/.cache when that cannot be written.
+        cache: folder for stores; default: `FILE.tokens` beside the file, or ~/.cache if that is not writable.
         workers: processes; default: all processors for large files, none for small ones.
         template_kwargs: see `ChatTemplate`.
 
-    Raises UserError for what `numbered_lines`, `parse_line` and `ChatEncoder` refuse, and when the cache cannot be
-    written.
+    Raises UserError like `numbered_lines`, `parse_line` and `ChatEncoder`, and if the cache cannot be written.
     """
     path = Path(path)
     if not path.is_file():
-        next(numbered_lines(path))  # reports what is wrong
-    # Refuses a useless tokenizer before any work.
+        next(numbered_lines(path))  # raises the error
+    # Refuses an unusable tokenizer before any work.
     encoder = ChatEncoder(tokenizer, stop_token_ids, template_kwargs=template_kwargs)
     about = {
         "data": content_hash(path, cache),
@@ -133,14 +132,14 @@ def _cache_folder(path: Path, cache: Path | str | None) -> Path:
 
 @contextmanager
 def _lock(parent: Path, key: str) -> Iterator[None]:
-    """One builder at a time on this machine, and across machines where the file system can do that."""
+    """One builder at a time on this machine, and across machines if the file system supports it."""
     parent.mkdir(parents=True, exist_ok=True)
     path = parent / f".{key}.lock"
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:  # then two may build, and the second result takes the place of the first
-            log.warning("%s: no locks here (%s)", parent, error)
+        except OSError as error:  # two may build: the second result replaces the first
+            log.warning("%s: file locks do not work here (%s)", parent, error)
         yield
         path.unlink(missing_ok=True)
 
@@ -158,7 +157,8 @@ def _build(job: _Job, folder: Path, about: dict[str, Any]) -> None:
     args = (job.encoder.tokenizer, job.stop_token_ids, str(job.path), job.encoder.template.kwargs)
     faults: Counter[str] = Counter()
     first: dict[str, int] = {}
-    with published_folder(folder, True, "give another --data-cache-path", size) as temporary:  # a token is some bytes
+    # `size` bytes are enough space: a token stands for several bytes of text.
+    with published_folder(folder, True, "give another --data-cache-path", size) as temporary:
         writer = StoreWriter(temporary, len(job.encoder.tokenizer))
         done = told = tokens = 0
         try:
@@ -176,7 +176,7 @@ def _build(job: _Job, folder: Path, about: dict[str, Any]) -> None:
             writer.abandon()
     seconds = time.monotonic() - start
     log.info(
-        "tokenised %s: %d tokens in %.1f s (%.0f a second)", job.path, tokens, seconds, tokens / max(seconds, 1e-9)
+        "tokenised %s: %d tokens in %.1f s (%.0f tokens/s)", job.path, tokens, seconds, tokens / max(seconds, 1e-9)
     )
 
 
@@ -199,7 +199,7 @@ class _PieceEncoder:
     def __init__(
         self, tokenizer: Any, stop_token_ids: tuple[int, ...], path: str, template_kwargs: dict[str, Any]
     ) -> None:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a process
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
         self.encoder = ChatEncoder(tokenizer, stop_token_ids, template_kwargs=template_kwargs)
         self.path = path
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, and the ids a turn can end with. A name on the hub is fetched (`runtime.hub`)."""
+"""The tokenizer of a model folder, and the ids a turn can end with. A name on the hub is downloaded (`runtime.hub`)."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def load_tokenizer(folder: Path | str) -> Any:
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Ids of all special tokens: those that text does not spell."""
+    """Ids of all special tokens, which no text produces."""
     return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | set(tokenizer.all_special_ids)
 
 
 def stop_token_ids(folder: Path | str, tokenizer: Any | None = None) -> tuple[int, ...]:
-    """Ascending ids that end a turn: eos of generation_config.json, config.json and the tokenizer, those that exist.
+    """Ascending ids that end a turn: eos of generation_config.json, config.json and the tokenizer, if present.
 
     Raises UserError when an id in the files is not a number.
     """
@@ -55,15 +55,15 @@ def stop_token_ids(folder: Path | str, tokenizer: Any | None = None) -> tuple[in
 
 
 def vocabulary_hash(tokenizer: Any) -> str:
-    """Identity of the tokens and their ids, 16 hexadecimal digits: token ids on disk belong to it."""
+    """16 hexadecimal digits that identify tokens and their ids; stored with token ids on disk."""
     tokens = sorted((int(i), token) for token, i in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
 
 
 def beyond_vocabulary(where: str, token: int, vocab_size: int, tokenizer: Any = None) -> UserError:
-    """The error for a token id that the base has no embedding for; it names the place, the id and the token."""
+    """The error for a token id outside the base's vocabulary, with its location, id and token."""
     name = tokenizer.convert_ids_to_tokens(token) if tokenizer is not None and token < len(tokenizer) else None
     return UserError(
-        f"{where}: found token id {token}{f' ({name!r})' if name is not None else ''}, the base knows ids below "
+        f"{where}: found token id {token}{f' ({name!r})' if name is not None else ''}, the base has ids below "
         f"{vocab_size}: tokenizer and base do not belong together"
     )

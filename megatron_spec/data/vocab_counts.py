@@ -1,4 +1,4 @@
-"""Which target tokens a draft should be able to say: the most frequent ones under the assistant mask.
+"""Choose the tokens that a draft can propose: the most frequent ones under the assistant mask.
 
 V target vocabulary, D draft vocabulary.
 """
@@ -19,7 +19,7 @@ from megatron_spec.drafts.vocab import DraftVocab
 
 
 def count_supervised(dataset: ConversationDataset, vocab_size: int) -> Tensor:
-    """int64 [V]: how often each token id is supervised. Raises UserError for an id outside the vocabulary."""
+    """int64 [V]: supervised occurrences of each token id. Raises UserError for an id outside the vocabulary."""
     counts_V = np.zeros(vocab_size, dtype=np.int64)
     for tokens, lines in dataset.supervised():
         wrong = np.flatnonzero(tokens >= vocab_size)
@@ -40,7 +40,7 @@ def turn_end_ids(dataset: ConversationDataset, special_ids: Collection[int]) -> 
 
 
 def coverage_curve(counts_V: Tensor, always: Collection[int] = ()) -> list[tuple[int, float]]:
-    """(D, share of the supervised tokens inside) for draft vocabularies of 1/64 of V to V, D doubling or near it."""
+    """(D, share of supervised tokens covered) for draft vocabularies from V/64 to V, about doubling each time."""
     vocab_size, smallest = len(counts_V), max(1, len(set(always)))
     sizes = {max(smallest, vocab_size * part // 64) for part in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)}
     inside = counts_V[_ranked(counts_V, always)].cumsum(0)
@@ -49,7 +49,7 @@ def coverage_curve(counts_V: Tensor, always: Collection[int] = ()) -> list[tuple
 
 
 def _ranked(counts_V: Tensor, always: Collection[int]) -> Tensor:
-    """int64 [V] ids: `always`, then the most frequent; ties go to the lower id."""
+    """int64 [V] ids: `always`, then the rest by descending frequency; ties go to the lower id."""
     rank_V = counts_V.clone()
     rank_V[torch.tensor(sorted(always), dtype=torch.int64)] = torch.iinfo(torch.int64).max
     return torch.argsort(rank_V, descending=True, stable=True)
@@ -58,7 +58,7 @@ def _ranked(counts_V: Tensor, always: Collection[int]) -> Tensor:
 def select_draft_ids(counts_V: Tensor, draft_vocab_size: int, always: Collection[int] = ()) -> Tensor:
     """int64 [D] ascending: `always` (ids a turn can end with) and the most frequent others; ties go to the lower id.
 
-    Raises UserError when D does not lie between 1 (or the number of `always`) and V.
+    Raises UserError unless D is between 1 (or the number of `always`) and V.
     """
     vocab_size = len(counts_V)
     wrong = [i for i in always if not 0 <= i < vocab_size]
@@ -73,22 +73,22 @@ def select_draft_ids(counts_V: Tensor, draft_vocab_size: int, always: Collection
 def choose(counts_V: Tensor, draft_vocab_size: int, always: Collection[int] = ()) -> DraftVocab:
     """The draft vocabulary of `select_draft_ids`.
 
-    Raises UserError when these are the first D ids of a larger vocabulary: engines take that for a missing map.
+    Raises UserError if these are the first D ids of a larger vocabulary: serving engines take that for a missing map.
     """
     ids, vocab_size = select_draft_ids(counts_V, draft_vocab_size, always), len(counts_V)
     if draft_vocab_size < vocab_size and int(ids[-1]) == draft_vocab_size - 1:
         raise UserError(
-            f"--draft-vocab-size {draft_vocab_size}: all but the last {vocab_size - draft_vocab_size} of {vocab_size} "
-            "ids, which is no choice among them: take fewer tokens, or leave the draft vocabulary out (the draft then "
-            "has the base's)"
+            f"--draft-vocab-size {draft_vocab_size} selects the first {draft_vocab_size} of {vocab_size} ids, which "
+            "serving engines take for a missing map: use a smaller size, or leave it out (the draft then has the "
+            "base's vocabulary)"
         )
     return DraftVocab(ids, vocab_size)
 
 
 def coverage(counts_V: Tensor, draft_ids_D: Tensor, always: Collection[int] = ()) -> dict[str, Any]:
-    """What share of the supervised tokens the draft can say.
+    """Share of the supervised tokens that the draft can propose.
 
-    `draft_tokens_never_seen` leaves out `always`: a smaller vocabulary would hold them, too.
+    `draft_tokens_never_seen` excludes `always`, which a smaller vocabulary would also contain.
     """
     total, inside = int(counts_V.sum()), int(counts_V[draft_ids_D].sum())
     return {

@@ -1,4 +1,4 @@
-"""Work over a stream in several processes, in order, with a bounded number of pieces in memory."""
+"""Process a stream in several processes, in order, with a bounded number of pieces in memory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def ordered_map(
 ) -> Iterator[R]:
     """`map(make_work(*args), pieces)` in `workers` fresh processes (in this one for fewer than two).
 
-    `make_work`, a function or class of a module, is called once in each process. At most four pieces a worker are read
-    ahead, so memory does not depend on the length of the stream. An exception in a piece is raised in its place, and
-    ends the rest.
+    `make_work`, a module-level function or class, is called once in each process. At most four pieces per worker are
+    read ahead, so memory does not depend on the length of the stream. An exception in a piece is raised at its position
+    and ends the iteration.
     """
     if workers < 2:
         yield from map(make_work(*args), pieces)
         return
-    # Fresh processes, because forking one that holds threads of torch or CUDA may hang.
+    # Fresh processes, because forking one with threads of torch or CUDA may hang.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _start, (make_work, args)) as pool:
         waiting: deque[Future[Any]] = deque()
@@ -44,12 +44,12 @@ def ordered_map(
             while waiting:
                 yield waiting.popleft().result()
         finally:
-            # The pool drops what waits: cancelling one by one can leave its manager waiting for ever (CPython 3.11).
+            # Let the pool drop pending futures: cancelling them one by one can hang its manager (CPython 3.11).
             pool.shutdown(cancel_futures=True)
 
 
 _work: list[Callable[[Any], Any]] = []
-"""In a process of the pool, its work: a pool hands on pieces alone."""
+"""The work of a pool process; a pool passes only pieces."""
 
 
 def _start(make_work: Callable[..., Callable[[Any], Any]], args: tuple[Any, ...]) -> None:

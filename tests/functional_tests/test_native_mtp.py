@@ -241,4 +241,4 @@ def test_what_does_not_fit_is_named(tmp_path: Path, world: Any) -> None:
     assert "unexpected model.layers.4.mlp.extra" in text and "eh_proj.weight: found shape [2, 2]" in text
     with_module(tmp_path / "base")
     edit(tmp_path / "base", embed_tokens__weight=torch.zeros(84, 32))
-    assert "embed_tokens.weight is no copy of model.embed_tokens.weight" in message()
+    assert "embed_tokens.weight is not a copy of model.embed_tokens.weight" in message()

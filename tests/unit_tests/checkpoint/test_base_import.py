@@ -92,7 +92,7 @@ def test_missing_and_truncated_files(tmp_path: Path, world: World) -> None:
     values = json.loads(index.read_text())
     values["weight_map"] = dict.fromkeys(values["weight_map"], "../elsewhere.safetensors")
     index.write_text(json.dumps(values))
-    with pytest.raises(UserError, match="outside of its folder"):
+    with pytest.raises(UserError, match="outside its folder"):
         inspect_base(sharded)
 
 

@@ -145,5 +145,5 @@ def test_both_spellings_of_the_norm_were_there(found: list[dict[str, Any]]) -> N
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
 def test_what_is_not_read(name: str, tmp_path: Path) -> None:
     save(name, tmp_path)
-    with pytest.raises(UserError, match=f"latent attention or attention sinks are not read .{name}"):
+    with pytest.raises(UserError, match=f"latent attention or attention sinks are not supported .{name}"):
         read_config(tmp_path, tmp_path)

@@ -86,7 +86,7 @@ def test_reasoning_reaches_the_template_under_the_name_that_it_reads(name, read)
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"system": "A", "messages": [{"role": "system", "content": "B"}, *TALK]}, "differs from their system message"),
+        ({"system": "A", "messages": [{"role": "system", "content": "B"}, *TALK]}, "differs from the system message"),
         ({"system": ["A"], "messages": TALK}, "system: content part"),
         ({"tools": "{", "messages": TALK}, "expected a JSON list"),
         ({"tools": {"name": "x"}, "messages": TALK}, "expected a JSON list"),
@@ -209,4 +209,4 @@ def test_ids_of_answers_stay_with_messages_that_stay():
     ids = {"tokenizer": "a", "turns": [[1]]}
     assert clean({"messages": TALK, "answer_ids": ids}, CleanOptions()).line["answer_ids"] == ids
     found = clean({"messages": [*TALK, TALK[0]], "answer_ids": ids}, CleanOptions())
-    assert "answer_ids" not in found.line and found.repairs["answer_ids removed, because messages were"] == 1
+    assert "answer_ids" not in found.line and found.repairs["answer_ids removed with a message"] == 1

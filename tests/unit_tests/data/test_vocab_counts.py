@@ -33,7 +33,7 @@ def test_counts_only_supervised_tokens_within_the_cut(tmp_path):
     assert (int(expected[a]), int(expected[end])) == (53, 4)
     assert turn_end_ids(dataset, [*tokenizer.all_special_ids, end, a]) == [end]
     byte = tokenizer.convert_tokens_to_ids("Ã")  # the highest supervised id is a byte of é
-    with pytest.raises(UserError, match=rf"d.jsonl line 2: found token id {byte}, the base knows ids below {byte}"):
+    with pytest.raises(UserError, match=rf"d.jsonl line 2: found token id {byte}, the base has ids below {byte}"):
         count_supervised(dataset, byte)
 
 

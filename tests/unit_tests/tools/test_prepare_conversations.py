@@ -193,7 +193,7 @@ def test_a_json_array_of_the_hub_is_downloaded_and_streamed(tmp_path, monkeypatc
     (source,) = sources.find_sources("sharegpt")
     assert [len(records) for _, records in source.pieces(4)] == [2, 2, 1]
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *a, **o: 1 / 0)
-    with pytest.raises(UserError, match=r"split.json: cannot be fetched .*ZeroDivision.*give the file"):
+    with pytest.raises(UserError, match=r"split.json: cannot be downloaded .*ZeroDivision.*give a local file"):
         run("sharegpt", "--output", tmp_path / "out.jsonl")
     with pytest.raises(UserError, match=r"--split test: sharegpt is one file"):
         run("sharegpt", "--output", tmp_path / "out.jsonl", "--split", "test")
@@ -264,7 +264,7 @@ def test_unreadable_input_is_refused(tmp_path):
         run(tmp_path / "absent", "--output", out)
     cut = tmp_path / "b.jsonl.gz"
     cut.write_bytes(gzip.compress(b'{"messages": []}\n' * 1000)[:40])
-    with pytest.raises(UserError, match=r"b.jsonl.gz: compressed data that is damaged or cut"):
+    with pytest.raises(UserError, match=r"b.jsonl.gz: compressed data that is damaged or truncated"):
         run(cut, "--output", out)
     assert not out.exists()
 
