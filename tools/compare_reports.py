@@ -6,14 +6,13 @@ python tools/compare_reports.py eagle3.json medusa.json ngram.json --names EAGLE
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron_spec import cli
 from megatron_spec.config import UserError
 from megatron_spec.evaluation import html
+from megatron_spec.runtime.files import read_json
 
 
 def read_reports(paths: Sequence[str], names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
@@ -23,9 +22,11 @@ def read_reports(paths: Sequence[str], names: Sequence[str] | None) -> dict[str,
     found: dict[str, dict[str, Any]] = {}
     for i, path in enumerate(paths):
         try:
-            report = json.loads(Path(path).read_text(encoding="utf-8"))
+            report = read_json(path)
             about, _ = report["about"], report["sweep"]
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        except UserError as e:
+            raise UserError(f"expected a report of validate.py: {e}") from None
+        except (KeyError, TypeError) as e:
             raise UserError(f"{path}: expected a report of validate.py ({type(e).__name__}: {e})") from None
         name = names[i] if names else f"{about.get('decoding_type')} {about.get('draft')}"
         if name in found:
