@@ -122,7 +122,7 @@ class ChatText(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRequest(ScriptRun):
-    """The draft that convert_model.py makes; None where a flag was not given."""
+    """The draft that convert_model.py creates; None for flags that were not given."""
 
     algorithm: Literal["eagle", "medusa", "dflash", "dspark"] = option("eagle", flag="export-algorithm", once=True)
     """Kind of draft."""
@@ -137,14 +137,14 @@ class DraftRequest(ScriptRun):
     num_medusa_layers: int | None = option(None, "N", flag="export-num-medusa-layers")
     """Blocks per Medusa head (default: 1)."""
     share_base_head: bool | None = option(None, flag="medusa-share-base-head")
-    """Use the base's frozen LM head after the Medusa blocks, instead of a trained head for each."""
+    """Use the base's frozen LM head after the Medusa blocks instead of a trained head each."""
     mtp_from_base: bool | None = None
     """eagle-mtp: load the prediction module that the base ships (DeepSeek-V3), instead of a fresh one."""
 
     draft_config: str | None = option(None, "JSON")
     """dflash, dspark: file with overrides of the draft's architecture (mask_token_id, block_size, ...)."""
     draft: str | None = option(None, "FOLDER")
-    """Train on from the draft in FOLDER, of any format that check_export.py knows, with its own vocabulary."""
+    """Start from the draft in FOLDER, in any format that check_export.py reads, with its own vocabulary."""
 
     def validate(self) -> None:
         """Raise UserError when flags of one kind of draft are given for another."""
@@ -199,19 +199,19 @@ class EvalRequest(Config):
     """Acceptance on held-out prompts while a draft trains."""
 
     data: str | None = option(None, "JSONL", flag="eval-data")
-    """Held-out prompts for --eval-acceptance-interval; their first questions are asked."""
+    """Held-out prompts for --eval-acceptance-interval; only first turns are used."""
     interval: int = option(0, "N", flag="eval-acceptance-interval", least=0)
-    """Decode the held-out prompts with the draft every N steps and at the end; SAVE/best keeps the draft whose tokens
-    are accepted most. 0: never."""
+    """Decode the held-out prompts with the draft every N steps and at the end; SAVE/best keeps the draft with the
+    highest acceptance length. 0: never."""
     num_prompts: int = option(32, "N", flag="eval-prompts", least=1)
-    """Held-out prompts to use, the first N."""
+    """Number of held-out prompts, from the start of the file."""
     max_draft_len: int = option(3, "N", flag="eval-draft-len", least=1)
     """Draft tokens of the evaluation."""
     max_new_tokens: int = option(64, "N", flag="eval-tokens", least=1)
     """Longest answer of the evaluation, in tokens."""
 
     def validate(self) -> None:
-        """Raise UserError for options of an evaluation that never happens."""
+        """Raise UserError for options without an evaluation."""
         if (self.data is None) != (self.interval == 0):
             raise UserError("--eval-data and --eval-acceptance-interval belong together: give both, or neither")
         if self.interval:
@@ -232,7 +232,7 @@ class FinetuneRun(Parallel, ChatText, MovedBase, ModelRun):
     load: str = option(metavar="DIR")
     """Draft checkpoint to start from."""
     save: str = option("", "DIR")
-    """Folder of this run: checkpoints and metrics.jsonl. A folder that holds the run already continues it."""
+    """Folder of this run: checkpoints and metrics.jsonl. If it already holds the run, the run resumes."""
     data: str | None = option(None, "JSONL")
     """Conversations, one JSON object per line."""
     train: TrainConfig = group(TrainConfig)
@@ -240,7 +240,7 @@ class FinetuneRun(Parallel, ChatText, MovedBase, ModelRun):
     objective: ObjectiveConfig = group(ObjectiveConfig)
     """Objective of the draft."""
     seq_length: int | None = option(None, least=1)
-    """Conversations are cut to this many tokens (default: 2048, or the length of stored features)."""
+    """Truncate conversations to this many tokens (default: 2048, or the length of stored features)."""
     data_cache_path: str | None = option(None, "DIR")
     """Folder for tokenised conversations (default: next to the data)."""
     feature_cache: str | None = option(None, "DIR")
@@ -250,18 +250,18 @@ class FinetuneRun(Parallel, ChatText, MovedBase, ModelRun):
     base_fp8: bool = False
     """Run the base in real fp8 (Hopper or newer, with --bf16)."""
     draft_fp8: bool = False
-    """Run the linears of the draft layer in real fp8, too."""
+    """Also run the linears of the draft layer in real fp8."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """Modules of the base's layers."""
+    """Modules that the base's layers are built from."""
     teacher: Literal["quantised", "original"] = "quantised"
-    """For a checkpoint with a quantised base: train on that base as it is served, or on the original one."""
+    """For a checkpoint with a quantised base: train on the base as served, or on the original one."""
     train_epochs: int | None = option(None, "N", least=1)
     """Instead of --train-iters: passes over the data."""
     override_opt_param_scheduler: bool = False
-    """A run that continues takes learning rate, decay, betas and the other optimizer settings from these flags, not
-    from its checkpoint. Without this flag, other settings than those of the checkpoint are refused."""
+    """On resume, take learning rate, decay, betas and other optimizer settings from the flags instead of the
+    checkpoint. Without this flag, settings that differ from the checkpoint's are refused."""
     use_checkpoint_opt_param_scheduler: bool = False
-    """A run that continues takes them from its checkpoint, whatever the flags say."""
+    """On resume, take optimizer settings from the checkpoint and ignore the flags."""
     tensorboard_dir: str | None = option(None, "DIR")
     """Write TensorBoard events to this folder."""
     wandb_project: str | None = option(None, "NAME")
@@ -271,7 +271,7 @@ class FinetuneRun(Parallel, ChatText, MovedBase, ModelRun):
     dry_run: bool = False
     """Print layout, placement, memory and work, and exit. --load may be a folder that holds only a config.json."""
     num_nodes: int | None = option(None, "N", least=1)
-    """--dry-run: machines of the plan (default: 1)."""
+    """--dry-run: number of machines (default: 1)."""
     gpus_per_node: int | None = option(None, "N", least=1)
     """--dry-run: GPUs per machine (default: 8)."""
     gpu_memory_gib: float | None = option(None, "GIB", least=1)
@@ -309,27 +309,27 @@ class QuantizeRun(Parallel, Precision, ChatText, MovedBase, ModelRun):
     """fp8 (base and draft), fp8_draft_only, fp8_base_only, nvfp4_draft_only, none, or a JSON or YAML file with fields
     of QuantConfig: exclude, exclude_base, exclude_draft, calibration, ..."""
     kv_cache: Literal["none", "fp8"] | None = option(None, flag="export-kv-cache-quant")
-    """Keys and values of the base (default: as the policy says)."""
+    """Quantisation of the base's keys and values (default: the policy's)."""
     samples: int = option(256, "N", flag="calib-samples", least=1)
-    """Conversations to calibrate on, the first N."""
+    """Number of conversations to calibrate on, from the start of the file."""
     seq_length: int = 2048
-    """Conversations are cut to this many tokens."""
+    """Truncate conversations to this many tokens."""
     micro_batch_size: int = option(4, least=1)
     """Conversations per forward pass."""
     objective: ObjectiveConfig = group(ObjectiveConfig, only=("ttt_steps", "alignment"))
-    """Draft steps that are calibrated (the loss decides no range)."""
+    """Draft steps to calibrate."""
 
 
 @dataclass(frozen=True)
 class ExportRun(Parallel, Precision, MovedBase, ModelRun):
-    """export.py: write a draft, and its base where wanted, as engines load them."""
+    """export.py: write a draft, and its base on request, as engines load them."""
 
     load: str = option(metavar="DIR")
     """Draft checkpoint."""
     export_dir: str = option(metavar="OUT")
     """New or empty folder."""
     extra_modules: bool = option(False, flag="export-extra-modules")
-    """Write the draft; without this flag only the base is written."""
+    """Write the draft (default: only a quantised base is written)."""
     with_base: bool = option(False, flag="export-base")
     """Write the base next to the draft even if it is not quantised."""
     max_draft_len: int | None = option(None, "N", least=1)
@@ -339,14 +339,14 @@ class ExportRun(Parallel, Precision, MovedBase, ModelRun):
     trtllm_tp: int = option(1, "N", least=1)
     """trtllm-legacy: number of ranks."""
     medusa_pt: bool = option(False, flag="export-medusa-pt")
-    """Medusa: write medusa_lm_head.pt, too."""
+    """Medusa: also write medusa_lm_head.pt."""
     export_embeddings: bool = False
-    """Write the base's embedding into the draft, too."""
+    """Also write the base's embedding into the draft."""
     yarn_factor: float | None = option(None, "F", flag="export-yarn-factor")
-    """Write the draft with YaRN, for contexts up to F times those it was trained on. It accepts differently at every
-    length then: measure the export with validate.py --speculative-model."""
+    """Write the draft with YaRN, for contexts up to F times as long as in training. This changes acceptance at every
+    length: measure the export with validate.py --speculative-model."""
     yarn_original: int | None = option(None, "N", flag="export-yarn-original", least=1)
-    """With --export-yarn-factor: tokens of the longest conversations it was trained on (--seq-length)."""
+    """With --export-yarn-factor: --seq-length of the training."""
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -367,18 +367,18 @@ class ExtractRun(Parallel, Precision, ChatText, MovedBase, ModelRun):
     data: str = option(metavar="JSONL")
     """Conversations."""
     seq_length: int = 2048
-    """Conversations are cut to this many tokens."""
+    """Truncate conversations to this many tokens."""
     micro_batch_size: int = option(4, least=1)
     """Conversations per forward pass."""
     features_dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] | None = None
     """Type on disk (default: the base's); fp8 halves bfloat16 and has a scale per row and layer."""
     part: tuple[int, ...] = option((0, 1), "I/N", parse=_part)
-    """Share of the work, I from 0: this run writes shards I, I + N, ... (default: 0/1)."""
+    """Part I of N of the work, from 0: this run writes shards I, I + N, ... (default: 0/1)."""
 
 
 @dataclass(frozen=True)
 class ImportRun(Precision, MovedBase, ScriptRun):
-    """tools/import_features.py: features that another program computed become a store."""
+    """tools/import_features.py: turn features computed by another program into a store."""
 
     load: str = option(metavar="DIR")
     """Draft checkpoint; it names the base and the captured layers."""
@@ -387,11 +387,11 @@ class ImportRun(Precision, MovedBase, ScriptRun):
     output_dir: str = option(metavar="DIR")
     """Folder of the features."""
     final_norm: Literal["applied", "missing"] = option()
-    """Whether hidden_states has passed the base's final norm (the last one that transformers returns has)."""
+    """Whether hidden_states includes the base's final norm (the last one that transformers returns does)."""
     seq_length: int = 2048
-    """Samples are cut to this many tokens."""
+    """Truncate samples to this many tokens."""
     check: int = option(2, "N", flag="check-samples", least=0)
-    """Run the base over the first N samples and compare; 0 loads only embedding and LM head."""
+    """Compare the first N samples with the base's own features; 0 loads only embedding and LM head."""
     features_dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = None
     """Type on disk (default: that of the first dump)."""
 
@@ -402,24 +402,24 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ValidateRun(Parallel, Precision, ChatText, ModelRun):
-    """validate.py: the base decodes alone and with the draft; acceptance length and identity of the texts."""
+    """validate.py: decode with and without the draft; report acceptance length and whether the texts are identical."""
 
     data: str = option(metavar="JSONL")
     """Prompts."""
     load: str | None = option(None, "DIR")
     """Draft checkpoint (plain or quantised)."""
     base: str | None = option(None, "DIR")
-    """Base for drafts that bring none; with --load: where the base is, if it has moved."""
+    """Base for drafts without one; with --load: path of the base, if it has moved."""
     output: str | None = option(None, "JSON")
     """Report (default: validate.json in the checkpoint)."""
     html_output: str | None = option(None, "HTML", flag="html")
-    """Write the report as a page with plots, too."""
+    """Also write the report as a page with plots."""
     draft_lens: tuple[int, ...] | None = option(None, "N[,N...]", flag="max-draft-len", parse=_numbers, once=True)
     """Draft tokens of a chain, or depth of a tree; several are measured in one run (default: 3)."""
     num_prompts: int | None = option(None, "N", least=1)
     """Use the first N prompts (default: all)."""
     fp64: bool = False
-    """Compute in float64, where a fake-quantised base gives the same text for every row shape."""
+    """Compute in float64, where the text of a fake-quantised base does not depend on batch shapes."""
     decode: DecodeConfig = group(DecodeConfig, skip=("max_draft_len",))
     """Decoding."""
 
@@ -448,7 +448,7 @@ class GenerateRun(Parallel, Precision, ChatText, ModelRun):
     decode: DecodeConfig = group(DecodeConfig)
     """Decoding."""
     synthesize: int | None = option(None, "N", least=1)
-    """Instead of --data: the base writes N questions itself, into OUTPUT.questions.jsonl."""
+    """Instead of --data: have the base write N questions into OUTPUT.questions.jsonl."""
     question_temperature: float | None = option(None, "T", least=0)
     """Temperature of the questions (--synthesize; default: 1)."""
 

@@ -30,7 +30,7 @@ class EagleConfig(DecoderDraftConfig):
     target_hidden_size: int
     """Width of the base."""
     capture_layer_ids: tuple[int, ...] = ()
-    """Base layers whose *outputs* are captured, from 0, ascending, global (EAGLE-3)."""
+    """EAGLE-3: base layers whose *outputs* are captured, from 0, ascending, global."""
     num_hidden_layers: int = 1
     """Decoder layers of the draft."""
     rms_norm_eps: float = 1e-5
@@ -38,28 +38,28 @@ class EagleConfig(DecoderDraftConfig):
     init_attention: bool = False
     """EAGLE-3, with `init_from_base_layer`: copy attention too; q, k and v go into the half that reads the feature."""
     frozen_head: bool = False
-    """EAGLE-3: do not train the LM head; it keeps the base's rows of the draft vocabulary."""
+    """EAGLE-3: freeze the LM head at the base's rows of the draft vocabulary."""
     norm_before_fc: bool = False
     """EAGLE-3.1: one norm over all captures together, before `fc`."""
     fc_norm: bool = False
-    """EAGLE-3.1: a norm of its own for every capture, before `fc`."""
+    """EAGLE-3.1: a separate norm for every capture, before `fc`."""
     norm_output: bool = False
     """EAGLE-3.1 and eagle-mtp: a draft step feeds back its state after the final norm, not before it."""
     qk_norm: bool = False
-    """An RMSNorm over every query and key head, before rotation (Qwen 3). Served by vLLM alone."""
+    """An RMSNorm over every query and key head, before rotation (Qwen 3). Served by vLLM only."""
     attention_bias: bool = False
-    """Biases on q, k, v and the output projection. Served by vLLM alone."""
+    """Biases on q, k, v and the output projection. Served by vLLM only."""
     mlp_bias: bool = False
-    """Biases on the three projections of the MLP. Served by vLLM alone."""
+    """Biases on the three projections of the MLP. Served by vLLM only."""
     fc_bias: bool = False
-    """A bias after `fc`: EAGLE-1 as SafeAILab publishes it. Served by SGLang alone."""
+    """A bias after `fc`: EAGLE-1 as SafeAILab publishes it. Served by SGLang only."""
     norm_before_residual: bool = False
-    """EAGLE-3: the residual stream starts after `hidden_norm`, not before it. Served by vLLM alone."""
+    """EAGLE-3: the residual stream starts after `hidden_norm`, not before it. Served by vLLM only."""
     own_embed_tokens: bool = False
-    """EAGLE-3: an embedding of its own, also at the base's width. Served by vLLM alone."""
+    """EAGLE-3: a separate embedding even at the base's width. Served by vLLM only."""
     sliding_window: int | None = None
     """EAGLE-3: a row sees itself and the sliding_window - 1 rows before it, in training and decoding; null: all rows.
-    Served by vLLM alone."""
+    Served by vLLM only."""
     mask_token_id: int | None = None
     """P-EAGLE: token that is read at every depth after the first: in the base's embedding, never in text."""
     moe: MoeConfig | None = None
@@ -71,19 +71,19 @@ class EagleConfig(DecoderDraftConfig):
 
     @property
     def of_base(self) -> bool:
-        """The base's own prediction module, not a fresh layer."""
+        """Whether this is the base's own prediction module, not a fresh layer."""
         return self.layer_in_base is not None
 
     @property
     def own_embedding(self) -> bool:
-        """The draft embeds tokens itself: on request, and always where its width is not the base's."""
+        """Whether the draft has its own embedding: on request, and always if its width is not the base's."""
         return self.own_embed_tokens or self.hidden_size != self.target_hidden_size
 
     @property
     def reads_captures(self) -> bool:
         """EAGLE-3: step 0 starts from captured base layers, not from the base's final state.
 
-        Its first layer reads the token embedding and the state, and it has a final norm and a head of its own.
+        Its first layer reads the token embedding and the state; it has its own final norm and head.
         """
         return self.algorithm in READS_CAPTURES
 
@@ -104,12 +104,12 @@ class EagleConfig(DecoderDraftConfig):
 
     @property
     def regresses_state(self) -> bool:
-        """EAGLE-1: trained by regression on the base's next final state, too."""
+        """EAGLE-1: also trained by regression on the base's next final state."""
         return self.algorithm == "eagle1"
 
     @property
     def layer_options(self) -> tuple[str, ...]:
-        """Options of the decoder layer that a Llama layer does not have; only the plain unroll computes them."""
+        """Options that a Llama decoder layer does not have; only the plain unroll computes them."""
         names = ("qk_norm", "attention_bias", "mlp_bias", "norm_before_residual")
         found = [name for name in names if getattr(self, name)]
         if self.mla is None and (self.rope.attention_factor != 1.0 or self.rope.partial_rotary_factor != 1.0):
@@ -165,7 +165,7 @@ class EagleConfig(DecoderDraftConfig):
         )
 
     def _validate_shared_head(self) -> None:
-        """Drafts that read the base's final state and use its frozen LM head."""
+        """Checks of drafts that read the base's final state and use its frozen LM head."""
         for name, expected in (("hidden_size", self.target_hidden_size), ("draft_vocab_size", self.vocab_size)):
             require(
                 getattr(self, name) == expected,
@@ -204,13 +204,13 @@ class MedusaConfig(Config):
     hidden_size: int
     """Of the base."""
     vocab_size: int
-    """Of the base, and of every head."""
+    """Vocabulary of the base and of every head."""
     num_layers: int = 1
     """Residual blocks per head."""
     share_base_head: bool = False
-    """Use the base's frozen LM head after the blocks, instead of a trained head for each."""
+    """Use the base's frozen LM head after the blocks instead of a trained head each."""
     algorithm: Literal["medusa"] = "medusa"
-    """Tells this draft from the others."""
+    """Always medusa."""
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
@@ -219,7 +219,7 @@ class MedusaConfig(Config):
 
     @property
     def capture_layer_ids(self) -> tuple[int, ...]:
-        """None: heads read the base's final state."""
+        """Empty: heads read the base's final state."""
         return ()
 
     @property

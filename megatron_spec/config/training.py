@@ -28,13 +28,13 @@ class ParallelConfig(Config):
     sequence_parallel: bool = False
     """Split the activations between layers over the tensor parallel ranks."""
     decoder_first_pipeline_num_layers: int | None = None
-    """Layers of the first pipeline stage (default: as many as the others)."""
+    """Layers of the first pipeline stage (default: an equal share)."""
     decoder_last_pipeline_num_layers: int | None = None
-    """Layers of the last pipeline stage (default: as many as the others)."""
+    """Layers of the last pipeline stage (default: an equal share)."""
     num_layers_per_virtual_pipeline_stage: int | None = None
-    """Refused: no interleaved pipeline schedule."""
+    """Refused: interleaved pipeline schedules are not supported."""
     num_virtual_stages_per_pipeline_rank: int | None = None
-    """Refused: no interleaved pipeline schedule."""
+    """Refused: interleaved pipeline schedules are not supported."""
 
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
@@ -49,41 +49,41 @@ class ParallelConfig(Config):
 
 @dataclass(frozen=True)
 class ObjectiveConfig(Config):
-    """What a draft is trained for (docs/algorithms.md#training-time-test, #alignment, #losses)."""
+    """Training objective of a draft (docs/algorithms.md#training-time-test, #alignment, #losses)."""
 
     ttt_steps: int = 7
-    """Draft steps T in training."""
+    """Draft steps T unrolled in training."""
     step_decay: float = 0.8
     """Weight of step k is step_decay ** k."""
     loss: LossKind = "soft_ce"
     """Distance between draft and base: cross entropy with the base's distribution, KL divergence in either direction,
     total variation, the acceptance loss lk, or cross entropy with the base's most likely token."""
     temperature: float = 1.0
-    """Teacher and draft logits are divided by it before the softmax."""
+    """Softmax temperature of teacher and draft."""
     alignment: Alignment = "serving"
     """Which base row supervises a draft step: as engines verify it, as in the EAGLE-3 paper, or the next token."""
     in_vocab_only: bool = True
-    """Rows in which the base's most likely token is outside the draft vocabulary add nothing to the loss."""
+    """Leave rows whose most likely token under the base is outside the draft vocabulary out of the loss."""
     detach: bool = False
     """Stop gradients between draft steps (fed-back hidden states, keys and values of earlier steps)."""
     row_keep: float = 0.7
-    """P-EAGLE: depth d trains on a share row_keep ** d of the rows, drawn anew at every step."""
+    """P-EAGLE: depth d trains on a share row_keep ** d of the rows, redrawn at every step."""
     row_keep_least: float = 0.2
-    """P-EAGLE: least share of the rows at any depth."""
+    """P-EAGLE: smallest share of rows at any depth."""
     feature_noise: float = 0.1
-    """EAGLE-1: noise on the input feature, uniform in +- this."""
+    """EAGLE-1: half-width of the uniform noise on the input feature."""
     feature_weight: float = 1.0
     """EAGLE-1: weight of the feature regression."""
     token_weight: float = 0.1
     """EAGLE-1: weight of the token loss."""
     anchors: int = 512
-    """Block drafts: most blocks drawn from a conversation at a step."""
+    """Block drafts: most blocks drawn from a conversation per step."""
     block_weights: BlockWeights = "exponential"
-    """Block drafts: weight of slot s is exp(-s / block_gamma), or what its acceptance is worth (D-PACE)."""
+    """Block drafts: weight of slot s is exp(-s / block_gamma), or follows its acceptance probability (D-PACE)."""
     block_gamma: float | None = None
     """Block drafts, exponential weights; default: 7, 5, 4 for blocks of 16, 10, 8."""
     pace_alpha: float = 0.5
-    """Block drafts, D-PACE: how far acceptance probabilities are drawn towards 1."""
+    """Block drafts, D-PACE: how far acceptance probabilities are smoothed towards 1."""
     ce_weight: float = 0.1
     """Loss ce_l1 (DSpark): weight of the cross-entropy to the tokens of the text."""
     l1_weight: float = 0.9
@@ -91,12 +91,12 @@ class ObjectiveConfig(Config):
     confidence_weight: float = 1.0
     """DSpark: weight of the confidence head's binary cross-entropy."""
     backbone_weight: float = 0.0
-    """DSpark: share of the loss taken without the Markov head, at the start."""
+    """DSpark: initial share of the loss computed without the Markov head."""
     backbone_iters: int = 0
-    """DSpark: iterations over which backbone_weight falls to 0 (Domino's curriculum); 0: it stays."""
+    """DSpark: iterations over which backbone_weight falls to 0 (Domino's curriculum); 0: constant."""
 
     def kept_share(self, depth: int) -> float:
-        """P-EAGLE: share of the rows that a depth, from 0, trains on."""
+        """P-EAGLE: share of rows trained at a depth, from 0."""
         return max(self.row_keep**depth, self.row_keep_least)
 
     def at(self, iteration: int) -> ObjectiveConfig:
@@ -128,13 +128,13 @@ class TrainConfig(Config):
     """The training loop, under Megatron's names."""
 
     train_iters: int = 0
-    """Optimizer steps. 0: as many as the epochs of the run take."""
+    """Optimizer steps. 0: given by --train-epochs."""
     micro_batch_size: int = 1
     """Rows per forward pass of a rank."""
     global_batch_size: int = 8
     """Rows per optimizer step, over all ranks."""
     packing: bool = False
-    """Put several conversations into one row of seq_length tokens, each seeing itself alone; batch sizes count rows."""
+    """Pack conversations into rows of seq_length tokens, without attention across them; batch sizes count rows."""
     lr: float = 1e-4
     """Highest learning rate."""
     min_lr: float = 0.0
@@ -142,9 +142,9 @@ class TrainConfig(Config):
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
     """Decay of the learning rate after the warm-up."""
     lr_decay_iters: int | None = option(None, least=1)
-    """Steps after which the learning rate is min_lr (default: train_iters)."""
+    """Step at which the decay reaches min_lr (default: train_iters)."""
     lr_warmup_iters: int = 0
-    """Steps in which the learning rate rises from 0."""
+    """Steps of linear warm-up from 0."""
     weight_decay: float = 0.0
     """AdamW: decoupled weight decay."""
     adam_beta1: float = 0.9
@@ -152,22 +152,22 @@ class TrainConfig(Config):
     adam_beta2: float = 0.95
     """AdamW: decay of the second moment."""
     adam_eps: float = 1e-8
-    """AdamW: added to the root of the second moment."""
+    """AdamW: epsilon added to the root of the second moment."""
     clip_grad: float = 1.0
-    """Gradients are scaled down to this norm; 0: never."""
+    """Clip the gradient norm to this; 0: off."""
     bf16: bool = False
     """Weights and activations in bfloat16, optimizer state in float32."""
     use_distributed_optimizer: bool = False
     """Shard the optimizer state over the ranks that hold the same part of the draft."""
     features_ahead: int = 0
-    """Micro-batches of each rank whose features are held ready for the optimizer, also those of coming steps: keeps the
-    pipeline of the base full. Changes memory and speed, never a result. 0: 1, or 4 with a pipeline or from disk."""
+    """Micro-batches per rank whose features are computed ahead, also for later steps, to keep the base's pipeline full.
+    Affects memory and speed, never results. 0: 1, or 4 with a pipeline or from disk."""
     save_interval: int = 0
     """Steps between checkpoints. 0: only at the end."""
     async_save: bool = False
-    """Write checkpoints in a second process while training goes on; each appears when it is complete."""
+    """Write checkpoints in the background while training continues; each appears once complete."""
     ckpt_keep: int = 2
-    """Checkpoints to keep, the newest ones."""
+    """Number of latest checkpoints to keep."""
     log_interval: int = 1
     """Steps between progress lines; metrics.jsonl has every step."""
     seed: int = 1234
@@ -203,13 +203,13 @@ class QuantConfig(Config):
     base: QuantFormat = "fp8"
     """Linears of the base."""
     draft: QuantFormat = "fp8"
-    """Linears of the draft. 'nvfp4' rounds weights alone: E2M1 in blocks of 16 with E4M3 scales."""
+    """Linears of the draft. 'nvfp4' quantises weights only: E2M1 in blocks of 16 with E4M3 scales."""
     exclude: tuple[str, ...] = ("*lm_head*", "*output_layer*", "*embed*", "*fc.*", "*fc", "*eh_proj*", "*router*")
     """Patterns (fnmatch) of module names that stay in high precision, in base and draft."""
     exclude_base: tuple[str, ...] = ()
-    """Further patterns for the base alone."""
+    """Further patterns for the base."""
     exclude_draft: tuple[str, ...] = ()
-    """Further patterns for the draft alone."""
+    """Further patterns for the draft."""
     kv_cache: QuantFormat = "none"
     """Keys and values of the base."""
     clipped_ste: bool = False
@@ -238,5 +238,5 @@ class QuantConfig(Config):
         )
 
     def excludes(self, role: Literal["base", "draft"]) -> tuple[str, ...]:
-        """All patterns that hold for base or draft."""
+        """All patterns that apply to base or draft."""
         return self.exclude + (self.exclude_base if role == "base" else self.exclude_draft)

@@ -1,6 +1,6 @@
-"""The same commands inside a container: every local folder they name is mounted, read-only, under its own path.
+"""Server commands in a container: every local folder they name is mounted read-only under the same path.
 
-A snapshot of the Hugging Face cache is a folder of links into `../../blobs`: what links lead to is mounted as well.
+A snapshot in the Hugging Face cache is a folder of links into `../../blobs`, so link targets are mounted as well.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _paths(command: Sequence[str]) -> list[str]:
-    """Absolute paths that exist and that a command names, also inside JSON."""
+    """Existing absolute paths in a command, including those inside JSON."""
     words = [text for word in command for text in _texts(json.loads(word) if word.startswith("{") else word)]
     return list(dict.fromkeys(w for w in words if w.startswith("/") and Path(w).exists()))
 
 
 def _link_targets(folder: Path) -> dict[Path, list[Path]]:
-    """Where the links in a folder lead outside of it: the files, by the folder that holds them."""
+    """Targets of a folder's links outside the folder: files, by the folder that contains them."""
     found: dict[Path, list[Path]] = {}
     for inner, folders, files in os.walk(folder):
         links = [Path(inner, name) for name in folders + files if Path(inner, name).is_symlink()]
@@ -41,14 +41,14 @@ def _link_targets(folder: Path) -> dict[Path, list[Path]]:
 
 
 def mounts(paths: Sequence[str]) -> dict[str, str]:
-    """{path inside the container: resolved path here} for paths and for what the links below them lead to.
+    """{path in the container: resolved local path} for paths and for the targets of links below them.
 
-    One folder is mounted for several files in it.
+    Several files of one folder share a mount.
     """
     found: dict[str, str] = {}
 
     def add(path: Path) -> None:
-        """Mount a path unless a folder above it is mounted."""
+        """Mount a path unless one of its parents is mounted."""
         if not any(path.is_relative_to(known) for known in found):
             found[str(path)] = str(path.resolve())
 
@@ -62,16 +62,16 @@ def mounts(paths: Sequence[str]) -> dict[str, str]:
 
 
 def _mount_option(target: str, source: str) -> str:
-    """Value of --mount: fields separated by commas, in quotes where a path holds one of its own."""
+    """Value of --mount: comma-separated fields, quoted where a path contains a comma."""
     fields = ["type=bind", f"source={source}", f"target={target}", "readonly"]
     return ",".join('"' + f.replace('"', '""') + '"' if set(f) & set('",') else f for f in fields)
 
 
 def hub_options() -> list[str]:
-    """Options that give a container the hub's cache and token, for models named as on the hub.
+    """Options that pass the hub's cache and token to a container, for models named as on the hub.
 
-    The token goes by the name of its variable, so that no command line shows it. Without a cache here the container
-    gets a volume of its own, so that it downloads a model only once.
+    The token is passed by the name of its variable, so no command line shows it. Without a local cache the container
+    gets a volume of its own and downloads each model only once.
     """
     cache = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     source = f"type=bind,source={cache.resolve()}" if cache.is_dir() else "type=volume,source=huggingface"
@@ -85,10 +85,10 @@ def docker_command(
     """`docker run` around a server's command.
 
     Args:
-        ports: published under the same numbers.
-        also: further words whose paths are needed inside.
-        written: files needed inside that may not exist yet.
-        hub: a model is named as on the hub.
+        ports: ports to publish, under the same numbers.
+        also: further arguments whose paths are mounted.
+        written: files to mount that may not exist yet.
+        hub: whether a model is given by its name on the hub.
     """
     docker = ["docker", "run", "--rm", "--gpus", "all", "--ipc=host"]
     for port in ports:

@@ -1,6 +1,6 @@
-"""How a server drafts: with an exported draft, a second model, a lookup, or the base's own prediction module.
+"""Drafting method of a server: an exported draft, a second model, a lookup, or the base's own prediction module.
 
-Everything an engine needs is gathered here once; `trtllm.py`, `vllm.py` and `sglang.py` spell it. No torch.
+Collected here once for all engines; `trtllm.py`, `vllm.py` and `sglang.py` write their options. No torch.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _SECOND_MODEL = ("draft_target", "pard")
 
 @dataclass(frozen=True)
 class Speculation:
-    """How to draft.
+    """Drafting method and its options.
 
     Attributes:
-        method: kind of draft.
+        method: drafting method.
         max_draft_len: tokens drafted per step.
-        model: folder of the draft (absolute, since servers start elsewhere) or of the second model; None without one.
-        capture_layers: EAGLE-3: base layers whose outputs are read, from 0; None for the defaults every engine knows.
-        parallel: EAGLE-3: all tokens are proposed in one forward (P-EAGLE).
-        max_matching_ngram_size: NGram: longest suffix that is looked up. SA: length of the suffix, -1 for the longest.
+        model: folder of the draft (absolute, as servers start elsewhere) or of the second model; None without one.
+        capture_layers: EAGLE-3: captured base layers, from 0; None for the engines' default.
+        parallel: EAGLE-3: propose all tokens in one forward (P-EAGLE).
+        max_matching_ngram_size: NGram: longest suffix to look up. SA: suffix length, -1 for the longest.
         is_public_pool, is_keep_all, is_use_oldest: NGram: share the pool, keep every match, propose the oldest one.
-        enable_global_pool, global_pool_size: SA: look into other requests, too; how many are kept.
+        enable_global_pool, global_pool_size: SA: also look up in other requests, and how many to keep.
         sa_threshold: beside EAGLE-3, MTP or PARD: a match of at least this length replaces the draft's tokens.
         relaxed: MTP: (relaxed_topk, relaxed_delta) of relaxed acceptance in a thinking phase; None verifies exactly.
-        unserved: engine -> why it would not compute this draft as it was trained.
+        unserved: engine -> why it would compute another draft than was trained.
     """
 
     method: Method
@@ -92,7 +92,7 @@ class Speculation:
         return self.max_matching_ngram_size or (-1 if self.method == "sa" else 2)
 
     def require(self, methods: tuple[Method, ...], engine: Engine) -> None:
-        """Raise UserError unless the engine can draft so."""
+        """Raise UserError unless the engine supports this method."""
         if self.method not in methods:
             known = ", ".join(NAMES[m] for m in methods)
             raise UserError(f"{ENGINES[engine]} does not serve {NAMES[self.method]} drafts; it serves {known}")
@@ -102,7 +102,7 @@ class Speculation:
             raise UserError(f"{ENGINES[engine]} does not serve this draft: {self.unserved[engine]}{instead}")
 
     def require_plain(self, engine: str) -> None:
-        """Raise UserError for options that TensorRT-LLM alone has."""
+        """Raise UserError for options that only TensorRT-LLM has."""
         if self.sa_threshold is not None or self.relaxed is not None:
             raise UserError(f"--sa-threshold and --relaxed-topk are options of TensorRT-LLM, not of {engine}")
 
@@ -110,14 +110,14 @@ class Speculation:
 def exported(
     folder: Path | str, max_draft_len: int | None = None, place: Path | str | None = None, **options: Any
 ) -> Speculation:
-    """With the exported draft in `folder`, or in the 'draft' inside it; or of that name on the hub.
+    """Drafting with the exported draft in `folder` or `folder/draft`, or of that name on the hub.
 
     Args:
-        max_draft_len: default: 3, for DFlash and DSpark all tokens of a block.
-        place: where it will be served from, when that is not where it is now.
+        max_draft_len: draft length (default: 3; for DFlash and DSpark all tokens of a block).
+        place: path it will be served from, if other than `folder`.
         options: further fields of `Speculation`.
 
-    Raises UserError when there is no draft that an engine serves, or it cannot draft that far.
+    Raises UserError if no engine serves what the folder holds, or the draft is too short for max_draft_len.
     """
     path, named = model_folder(folder, weights=False), is_hub_name(folder)
     if not (path / "config.json").is_file() and (path / "draft" / "config.json").is_file():
@@ -138,7 +138,7 @@ def exported(
 
 
 def _unserved(config: dict[str, Any]) -> dict[Any, str]:
-    """Of a block draft whose config.json can be read; others are left to the engine."""
+    """`Speculation.unserved` of a block draft with a readable config.json; {} for other drafts."""
     try:
         return dict(unserved(config_of(config))) if algorithm_of(config) is not None else {}
     except UserError:
@@ -146,7 +146,7 @@ def _unserved(config: dict[str, Any]) -> dict[Any, str]:
 
 
 def _method_of_tensors(path: Path, architectures: list[Any]) -> Method:
-    """For a folder whose config.json does not name its kind. Raises UserError for one that no engine serves."""
+    """Method of a folder whose config.json does not name it. Raises UserError if no engine serves it."""
     try:
         config = read_draft(path).config
     except UserError as e:
@@ -165,7 +165,7 @@ def _method_of_tensors(path: Path, architectures: list[Any]) -> Method:
 
 
 def _draft_len(method: Method, config: dict[str, Any], asked: int | None) -> int:
-    """Tokens drafted per step. Raises UserError when the draft cannot go so far."""
+    """Tokens drafted per step. Raises UserError beyond what the draft can propose."""
     heads, block = config.get("medusa_num_heads"), config.get("block_size")
     if heads is not None and (asked or 3) > heads:
         raise UserError(f"--max-draft-len {asked or 3}, but the draft has {heads} Medusa heads")

@@ -1,8 +1,8 @@
-"""Measures an OpenAI-compatible server: latency percentiles, tokens per second, and how much of a draft is accepted.
+"""Measures an OpenAI-compatible server: latency percentiles, tokens per second and acceptance.
 
-Requests are streamed chat completions, so that the first token has a time of its own. A fixed number of workers keeps
-as many requests in flight; each takes the next prompt when its answer is complete. Acceptance comes from the counters
-of the server's /metrics before and after, where it has them.
+Requests are streamed chat completions, so the time to the first token is known. A fixed number of workers keeps as many
+requests in flight; each takes the next prompt when its answer is complete. Acceptance is computed from the counters of
+the server's /metrics before and after, if it has them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Answer:
 
     @property
     def between_tokens(self) -> float | None:
-        """Mean time between two tokens; None for an answer of one."""
+        """Mean time between two tokens; None for an answer of one token."""
         return (self.latency - self.first_token) / (self.tokens - 1) if self.tokens > 1 else None
 
 
@@ -51,11 +51,11 @@ class Level:
 
     Attributes:
         concurrency: requests in flight.
-        requests, tokens: answered, and tokens of all answers.
+        requests, tokens: requests answered, and tokens of all answers.
         seconds: from the first request to the last token.
         tokens_per_second: of all answers together.
         first_token_ms, latency_ms, between_tokens_ms: percentiles by name ('p50', ...).
-        acceptance: acceptance_length, acceptance_per_position, ...; {} when the server does not say.
+        acceptance: acceptance_length, acceptance_per_position, ...; {} if the server does not report it.
     """
 
     concurrency: int
@@ -70,7 +70,7 @@ class Level:
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:
-    """p50, p90, p99 in milliseconds, each the smallest value that this share of the values does not exceed."""
+    """p50, p90, p99 in milliseconds, each the smallest value that at least this share of the values do not exceed."""
     ordered = sorted(values)
     if not ordered:
         return {}
@@ -82,7 +82,7 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
 
 
 def read_counters(url: str) -> dict[str, float]:
-    """Every sample of URL/metrics by name and labels, added up over what tells engines and models apart; {} without."""
+    """Samples of URL/metrics by name and labels, summed over engines and models; {} if there are none."""
     root = re.sub(r"/v1/?$", "", url.rstrip("/"))
     try:
         with urllib.request.urlopen(f"{root}/metrics", timeout=10) as answer:
@@ -101,7 +101,7 @@ def read_counters(url: str) -> dict[str, float]:
 
 
 def acceptance(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
-    """What was accepted between two readings; {} when nothing was drafted or the server does not count."""
+    """Acceptance between two readings; {} if nothing was drafted or the server has no counters."""
     change = {name: value - before.get(name, 0.0) for name, value in after.items()}
     found: dict[str, Any] = {}
     for ours, names in _COUNTERS.items():
@@ -128,8 +128,8 @@ class Server:
 
     Args:
         url: with or without '/v1'.
-        model: name it serves; None asks for it.
-        options: of every request: max_tokens, temperature, ...
+        model: served model name; None queries the server.
+        options: options of every request: max_tokens, temperature, ...
     """
 
     def __init__(self, url: str, model: str | None, options: dict[str, Any], api_key: str = "none") -> None:

@@ -17,8 +17,8 @@ def sglang_command(
 ) -> list[str]:
     """Arguments that start a server which drafts one chain (no tree).
 
-    SGLang counts the verified tokens: the drafted ones and the last accepted one. Raises UserError for what it does
-    not serve.
+    SGLang counts the verified tokens: the drafted ones and the last accepted one. Raises UserError for drafts that it
+    does not serve.
     """
     plan.require(tuple(_ALGORITHMS), "sglang")
     plan.require_plain("SGLang")

@@ -31,16 +31,16 @@ _OLDER_TYPES: dict[Method, str] = {
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What TensorRT-LLM itself is told, besides how it drafts. None leaves its default.
+    """Options of TensorRT-LLM other than drafting. None keeps its default.
 
     Attributes:
-        max_batch_size: most requests in a step; CUDA graphs are recorded up to it.
-        max_num_tokens: most tokens of one forward, prompts included.
-        max_seq_len: longest prompt and answer together.
-        free_gpu_memory_fraction: share of the memory that is free after loading which the KV cache takes.
-        enable_autotuner: try kernels at start; off starts sooner and repeats itself.
+        max_batch_size: most requests per step; CUDA graphs are captured up to it.
+        max_num_tokens: most tokens per forward, prompts included.
+        max_seq_len: longest prompt plus answer.
+        free_gpu_memory_fraction: share of the memory left after loading that the KV cache takes.
+        enable_autotuner: benchmark kernels at start; off starts faster and is reproducible.
         tp_size: tensor parallel size.
-        older: the spelling of releases up to 1.2.
+        older: use the spelling of releases up to 1.2.
     """
 
     max_batch_size: int = 1
@@ -151,5 +151,5 @@ def trtllm_yaml(
 
 
 def options_path(path: Path | str | None) -> str:
-    """How a command names the YAML file: absolute, or by its usual name when it has none yet."""
+    """Path of the YAML file in a command: absolute, or the default name if there is none yet."""
     return "trtllm.yaml" if path is None else str(Path(path).resolve())

@@ -24,7 +24,7 @@ _METHODS: dict[Method, str] = {
 def speculative_config(plan: Speculation) -> dict[str, Any]:
     """vLLM's speculative_config. The method is always named: guessing it from the folder's name fails silently.
 
-    Raises UserError for what vLLM does not serve.
+    Raises UserError for drafts that vLLM does not serve.
     """
     plan.require(tuple(_METHODS), "vllm")
     plan.require_plain("vLLM")
@@ -48,10 +48,10 @@ def vllm_command(plan: Speculation, base: str, port: int = 8000, tp_size: int = 
 def triton_models(
     plan: Speculation, base: str, name: str, other: Speculation | None, tp_size: int = 1, memory: float = MEMORY
 ) -> dict[str, dict[str, Any]]:
-    """Engine arguments by model name: with the draft, the base alone (to compare), and with a second model.
+    """Engine arguments by model name: with the draft, without (for comparison), and with a second model.
 
     Args:
-        memory: share of a GPU's memory that a model may take.
+        memory: share of GPU memory for one model.
     """
     engine: dict[str, Any] = {"model": base, "gpu_memory_utilization": memory}
     if tp_size > 1:
@@ -64,7 +64,7 @@ def triton_models(
 
 
 def triton_command(repository: str, models: Iterable[str], http_port: int = 8000) -> list[str]:
-    """`tritonserver` that loads `models` and no other; HTTP, gRPC and metrics on three ports from `http_port` on."""
+    """`tritonserver` that loads only `models`; HTTP, gRPC and metrics on three ports from `http_port`."""
     command = ["tritonserver", "--model-repository", repository, "--model-control-mode", "explicit"]
     for name in models:
         command += ["--load-model", name]
@@ -76,7 +76,7 @@ def triton_command(repository: str, models: Iterable[str], http_port: int = 8000
 def write_triton_repository(folder: Path | str, models: Mapping[str, Any], overwrite: bool = False) -> None:
     """Write FOLDER/NAME/{config.pbtxt, 1/model.json} for Triton's vLLM backend, per model.
 
-    Raises UserError for a name that is no plain folder name, or a folder that is not empty.
+    Raises UserError for a name that is not a plain folder name, or a folder that is not empty.
     """
     for name in models:
         if not name.replace("_", "").replace("-", "").isalnum():

@@ -1,6 +1,6 @@
 """The training loop: data order is a pure function of samples consumed, so a killed run resumes exactly.
 
-All randomness of a step is derived from (seed, iteration), which makes the random state a part of the position.
+All randomness of a step is derived from (seed, iteration), so the position includes the random state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Position:
-    """Position of a run: all that is needed, with draft and optimizer, to continue it exactly."""
+    """Position of a run: with draft and optimizer, everything needed to continue it exactly."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -41,27 +41,27 @@ class Position:
 
     @property
     def done(self) -> int:
-        """Steps of this run."""
+        """Steps done by this run."""
         return self.iteration - self.begun_at
 
     def state(self) -> dict[str, int]:
-        """For the checkpoint."""
+        """The fields saved in a checkpoint."""
         return {"iteration": self.iteration, "consumed_samples": self.consumed_samples, "begun_at": self.begun_at}
 
 
 class Saver(Protocol):
-    """Writes checkpoints, at once or while training goes on. Every method is a collective."""
+    """Writes checkpoints, synchronously or in the background. Every method is a collective."""
 
     def save(self, position: Position) -> None:
-        """Write a checkpoint, or begin to."""
+        """Write a checkpoint, or start writing it."""
         ...
 
     def poll(self) -> None:
-        """Make a checkpoint appear whose writing has ended."""
+        """Publish a checkpoint once it is written."""
         ...
 
     def wait(self) -> None:
-        """Return when all that was begun is complete."""
+        """Block until every checkpoint is complete."""
         ...
 
 
@@ -72,7 +72,7 @@ end."""
 
 @dataclass
 class StopSignal:
-    """SIGTERM, SIGUSR1 (SLURM preemption) or Ctrl-C: finish the step, save, leave. Seen by every rank in one step.
+    """SIGTERM, SIGUSR1 (SLURM preemption) or Ctrl-C: finish the step, save, exit. All ranks act on it in the same step.
 
     A second Ctrl-C ends the process at once (KeyboardInterrupt).
     """
@@ -103,9 +103,9 @@ class StopSignal:
         self._first = now if self._first is None else self._first
 
     def agreed(self, device: torch.device) -> bool:
-        """True on every rank when any rank got the signal; asked once in a step.
+        """True on every rank if any rank got the signal; called once per step.
 
-        On a GPU the answer is that of the step before: the present one would need a device synchronisation.
+        On a GPU this is the result of the previous step, which needs no device synchronisation.
         """
         flag = to_device(torch.tensor(float(self.received)), device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
@@ -125,9 +125,9 @@ def train(
     trainer: Trainer, loader: BatchLoader, source: FeatureSource, train: TrainConfig, tracker: Tracker,
     position: Position, saver: Saver, evaluate: Evaluate | None = None,
 ) -> bool:  # fmt: skip
-    """Run from `position` to train.train_iters, saving on the way and at the end.
+    """Train from `position` to train.train_iters, saving at intervals and at the end.
 
-    `evaluate` is called after every step, and after its checkpoint, but not when a signal ends the run.
+    `evaluate` runs after every step and its checkpoint, but not when a signal ends the run.
 
     Returns True when the run is complete, False when a signal ended it early (after a save).
     Raises NonFiniteLossError, with the iteration and the samples of the batch, when loss or gradient are not finite.

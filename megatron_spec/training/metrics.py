@@ -1,7 +1,7 @@
-"""What a training step reports: sums over supervised rows, reduced over every rank, then named.
+"""Training metrics: sums over supervised rows, reduced over all ranks, then named.
 
 T draft steps. The predicted acceptance length under greedy decoding is 1 + a_0 + a_0 a_1 + ..., with a_k the share of
-rows of step k whose draft argmax is the base's argmax, given that the steps before were right; the unconditional
+rows of step k whose draft argmax is the base's argmax, given that all earlier steps were correct; the unconditional
 accuracy of training-time test is the estimate of a_k.
 """
 
@@ -72,7 +72,7 @@ def predicted_acceptance_length(share_per_step: list[float]) -> float:
 
 
 def truncate_log(path: Path, last_iteration: int) -> None:
-    """Drop lines after `last_iteration` (and a half-written one) from metrics.jsonl, before a resumed run appends."""
+    """Drop lines after `last_iteration` (and a half-written one) from metrics.jsonl before a resumed run appends."""
     if not path.is_file():
         return
     kept = []

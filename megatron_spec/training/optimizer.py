@@ -1,4 +1,4 @@
-"""megatron-core's DDP, optimizer and schedule around the draft alone, on process groups of its own.
+"""megatron-core's DDP, optimizer and schedule for the draft, on the draft's own process groups.
 
 Gradients are summed over all ranks that hold the same shard of the draft and divided once by the number of supervised
 rows of the whole global batch; means of per-micro-batch means would be wrong (docs/algorithms.md#losses).
@@ -91,13 +91,13 @@ KIND = ("bf16", "use_distributed_optimizer")
 
 
 def settings(train: TrainConfig) -> dict[str, Any]:
-    """What a checkpoint records of its optimizer."""
+    """Optimizer settings recorded in a checkpoint."""
     found = {name: getattr(train, name) for name in (*SETTINGS, *KIND)}
     return {**found, "lr_decay_iters": train.lr_decay_iters or train.train_iters}
 
 
 def apply_settings(optimizer: MegatronOptimizer, train: TrainConfig) -> None:
-    """Write the settings of `train` into parameter groups that were restored with others."""
+    """Write the settings of `train` into parameter groups restored from a checkpoint."""
     for group in optimizer.param_groups:
         group.update(max_lr=train.lr, min_lr=train.min_lr, eps=train.adam_eps)
         group["betas"] = (train.adam_beta1, train.adam_beta2)

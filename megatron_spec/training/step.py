@@ -44,7 +44,7 @@ class StepResult:
 
 @dataclass
 class Trainer:
-    """Everything one step needs; the draft is trained in place."""
+    """Runs training steps; the draft is updated in place."""
 
     world: World
     ddp: DistributedDataParallel
@@ -59,8 +59,8 @@ class Trainer:
         """Accumulate gradients over micro-batches; reduce sums and gradients.
 
         Args:
-            features: of this rank's micro-batches; an iterator (`FeaturesAhead.step`) need not hold them all at once.
-            count: how many there are; None counts them, which holds them all.
+            features: of this rank's micro-batches; an iterator (`FeaturesAhead.step`) keeps only some in memory.
+            count: number of micro-batches; None counts them, which keeps all in memory.
 
         Returns the reduced sums [5, T] and the loss: weighted step losses per supervised row of step 0.
         """
@@ -91,12 +91,12 @@ class Trainer:
     def step(self, features: Iterable[Features], describe: str = "", count: int | None = None) -> StepResult:
         """One optimizer step. A batch without any supervised row changes neither parameters nor moments.
 
-        There is one device synchronisation, for the norm of the gradient (megatron-core returns it as a number); loss
-        and sums are complete then, and the optimizer runs while the next step is prepared.
+        The only device synchronisation is for the gradient norm (megatron-core returns it as a number); loss and sums
+        are complete by then, and the optimizer runs while the next step is prepared.
 
         Args:
             features, count: see `backward`.
-            describe: the batch, for messages.
+            describe: description of the batch, for messages.
 
         Raises NonFiniteLossError when the loss or the gradient norm is not finite; nothing was updated then. All ranks
         raise it, as both are reduced over all.

@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl always, TensorBoard and Weights & Biases when asked, progress lines on rank 0."""
+"""Metrics sinks: metrics.jsonl always, TensorBoard and Weights & Biases on request, progress lines on rank 0."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILES = {METRICS, WANDB_ID, "wandb"}
 
 
 def check(tensorboard_dir: str | None, wandb_project: str | None) -> None:
-    """Raise UserError when a requested library is not installed: before anything loads."""
+    """Raise UserError if a requested library is not installed, before anything loads."""
     asked = (("--tensorboard-dir", tensorboard_dir, "tensorboard"), ("--wandb-project", wandb_project, "wandb"))
     for flag, value, module in asked:
         if value is not None and importlib.util.find_spec(module) is None:
@@ -33,7 +33,7 @@ def check(tensorboard_dir: str | None, wandb_project: str | None) -> None:
 
 
 class Tracker:
-    """Writes the metrics of one run. Only rank 0 owns one that writes; the others hold a silent one."""
+    """Writes the metrics of one run on rank 0; does nothing on other ranks."""
 
     def __init__(
         self, folder: Path, active: bool, *, resumed_at: int = 0, tensorboard_dir: str | None = None,
@@ -68,7 +68,7 @@ class Tracker:
             self._wandb.log(flat, step=metrics["iteration"])
 
     def close(self) -> None:
-        """Flush what is buffered."""
+        """Flush and close the writers."""
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
@@ -97,7 +97,7 @@ def _wandb_run(project: str, folder: Path, config: dict[str, Any]) -> Any:
 
 
 class Progress:
-    """One line per logged step: where the run is, how well it does, how fast, and when it ends."""
+    """One line per logged step: position, quality, speed and time left."""
 
     def __init__(self, total: int, first: int) -> None:
         self.total, self.first, self.start = total, first, time.monotonic()
