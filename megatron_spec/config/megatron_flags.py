@@ -51,7 +51,7 @@ def _shapes(**attributes: str) -> list[MegatronFlag]:
 _FUSIONS = (
     "no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion "
     "no-gradient-accumulation-fusion no-persist-layer-norm cross-entropy-loss-fusion moe-permute-fusion "
-    "moe-grouped-gemm use-flash-attn apply-layernorm-1p no-async-tensor-model-parallel-allreduce tp-comm-overlap "
+    "moe-grouped-gemm use-flash-attn no-async-tensor-model-parallel-allreduce tp-comm-overlap "
     "overlap-grad-reduce overlap-param-gather overlap-p2p-communication no-overlap-p2p-communication "
     "no-create-attention-mask-in-dataloader manual-gc no-mmap-bin-files accumulate-allreduce-grads-in-fp32"
 )
@@ -70,6 +70,7 @@ _TABLE = [
     ),
     *_valued("position-embedding-type", "fixed", "the base decides", "rope", "yarn"),
     *_valued("normalization", "fixed", "bases have RMSNorm", "RMSNorm"),
+    *_switches("apply-layernorm-1p", "refused", "bases with zero-centered norm weights are not supported"),
     *_valued("attention-dropout hidden-dropout", "fixed", "a draft is trained without dropout", "0", "0.0"),
     *_valued("make-vocab-size-divisible-by", "not needed", "ranks split a vocabulary of any size"),
     *_valued("init-method-std", "refused", 'give "initializer_range" in --eagle-config'),
