@@ -119,7 +119,7 @@ def test_formats(done: tuple[Path, dict[str, Any]]) -> None:
     ("load", "changes", "message"),
     [
         ("plain", {"format": "trtllm-legacy"}, "written for Medusa"),
-        ("heads", {"format": "speculators"}, "this one is medusa"),
+        ("heads", {"format": "speculators"}, "the draft is medusa"),
         ("q", {"format": "speculators"}, "no fp8"),
         ("heads", {"trtllm_tp": 2}, "--trtllm-tp is of"),
         ("heads", {"format": "trtllm-legacy", "trtllm_tp": 3}, "does not divide"),
