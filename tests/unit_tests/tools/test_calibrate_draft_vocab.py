@@ -106,7 +106,7 @@ def test_the_vocabulary_of_a_draft_is_written_and_measured_not_rebuilt(model, tm
 def test_advice_on_sizes_near_the_whole_vocabulary(model, tmp_path, capsys):
     folder, tokenizer = model
     data, size = write_lines(tmp_path / "d.jsonl", DATA), len(tokenizer) + 3
-    with pytest.raises(UserError, match=rf"--draft-vocab-size {size - 2}: all but the last 2 of {size} ids"):
+    with pytest.raises(UserError, match=rf"--draft-vocab-size {size - 2} selects the first {size - 2} of {size} ids"):
         run(folder, data, size - 2, tmp_path / "vocab")
     run(folder, data, 9, tmp_path / "nine")
     # a, b, c, <|end|> and <eos> are all that is needed
