@@ -29,6 +29,7 @@ from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference
 from megatron_spec.checkpoint.spec import CheckpointSpec, resolve
 from megatron_spec.commands.convert import draft_kinds, first_draft, fresh_config, own_module, published_draft
+from megatron_spec.commands.runs import ConvertRun
 from megatron_spec.config import (
     Config,
     DecodeConfig,
@@ -55,9 +56,6 @@ from megatron_spec.quantization.attach import base_amax_state
 from megatron_spec.quantization.calibrate import LayerReport, calibrate
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
-
-SEED = 1234
-"""Of a fresh draft's initial values, where none is given."""
 
 MAIN_GUARD = (
     "saving starts a process, which imports this program once more: put its code into a function that is called below "
@@ -138,7 +136,7 @@ def _draft_config(drafts: Sequence[tuple[str, Any]], reference: BaseReference, v
 
 def convert(
     model: Any, drafts: Sequence[tuple[str, Any]] = (), *, base_path: str | Path | None = None,
-    vocab: DraftVocab | None = None, objective: ObjectiveConfig | None = None, seed: int = SEED,
+    vocab: DraftVocab | None = None, objective: ObjectiveConfig | None = None, seed: int = ConvertRun.seed,
     draft: str | Path | None = None, mtp_from_base: bool = False,
 ) -> SpecModel:  # fmt: skip
     """Freeze a loaded megatron-core GPTModel and give it a draft: fresh, from a folder, or the base's own module.
@@ -158,7 +156,9 @@ def convert(
     Raises:
         UserError: models, configurations or layouts that do not fit.
     """
-    _check_source(draft, mtp_from_base, {"drafts": bool(drafts), "vocab": vocab is not None, "seed": seed != SEED})
+    _check_source(
+        draft, mtp_from_base, {"drafts": bool(drafts), "vocab": vocab is not None, "seed": seed != ConvertRun.seed}
+    )
     world = _world_of(model)
     reference = getattr(model, "reference", None) if base_path is None else inspect_exported_base(base_path)
     if reference is None:

@@ -33,6 +33,7 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 scripts=$root/examples/post_training
 model="" data="" offline="" output="" num_gpu=1 epochs=1 eagle="" vocab="" tp=1 pp=1 batch="" algorithm=eagle3 eval="" eval_interval=""
 fail() { echo "error: $1" >&2; exit 2; }
+. "$scripts/algorithms.sh"
 while [ $# -gt 0 ]; do
   [ "$1" = -- ] && { shift; break; }
   case $1 in -h|--help) usage; exit 0 ;; esac
@@ -52,16 +53,11 @@ if [ -n "$data" ] && [ -n "$offline" ]; then
   echo "--offline-data holds its conversations: --data $data is not read" >&2
   data=""
 fi
+draft_flags "$algorithm" "$eagle"
 case $algorithm in
-  medusa) kind=(--export-algorithm medusa) ; [ -z "$eagle" ] || fail "--eagle_config: Medusa heads have none" ;;
-  dflash|dspark) kind=(--export-algorithm "$algorithm" ${eagle:+--draft-config "$eagle"}) ;;
-  eagle3|eagle3.1|eagle1|eagle-mtp|p-eagle)
-    kind=(--export-algorithm eagle --export-eagle-algorithm "$algorithm" ${eagle:+--eagle-config "$eagle"}) ;;
+  medusa) [ -z "$eagle" ] || fail "--eagle_config: Medusa heads have none" ;;
   mtp-from-base)
-    kind=(--export-algorithm eagle --export-eagle-algorithm eagle-mtp --mtp-from-base)
     [ -z "$eagle$vocab" ] || fail "--eagle_config, --draft_vocab: the module is as the base has it: leave them out" ;;
-  eagle2) fail "--algorithm eagle2: EAGLE-2 is EAGLE-1 decoded with a dynamic tree: train eagle1, decode with validate.py --use-dynamic-tree" ;;
-  *) fail "--algorithm $algorithm: expected eagle3, eagle3.1, eagle1, eagle-mtp, mtp-from-base, p-eagle, medusa, dflash or dspark" ;;
 esac
 number() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1 $2: expected a whole number of at least 1"; }
 number --num_epochs "$epochs"; number --tp "$tp"; number --pp "$pp"; number --batch "${batch:-1}"

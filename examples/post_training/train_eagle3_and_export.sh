@@ -38,6 +38,7 @@ base_model="" tokenizer="" num_gpu=0 tp=1 pp=1 data="" output=$root/runs/eagle3
 prompts=$scripts/data/prompts.jsonl heldout="" algorithm=eagle3 eagle_config=""
 draft_vocab="" train_iters="" qat_iters="" batch="" seq_length="" lr="" ttt_steps="" max_new_tokens="" loss="" num_prompts="" eval_prompts="" eval_tokens="" step_decay="" beta2=""
 fail() { echo "error: $1" >&2; exit 2; }
+. "$scripts/algorithms.sh"
 
 while [ $# -gt 0 ]; do
   case $1 in
@@ -63,24 +64,16 @@ unread() { # reason, flags that the algorithm does not have...
 policy=fp8
 vocabulary=() # a reduced one is EAGLE-3's alone
 case $algorithm in
-  medusa)
-    kind=(--export-algorithm medusa)
-    unread "Medusa heads have the base's width and vocabulary, and a step each" eagle_config draft_vocab ttt_steps ;;
-  dflash|dspark)
-    kind=(--export-algorithm "$algorithm" ${eagle_config:+--draft-config "$eagle_config"})
-    unread "a block has the base's vocabulary and as many steps as slots" draft_vocab ttt_steps step_decay ;;
-  eagle3|eagle3.1|p-eagle) vocabulary=(--draft-vocab "$output/vocab") ;;&
-  eagle1|eagle-mtp) unread "it drafts with the base's head and vocabulary" draft_vocab ;;&
-  eagle3|eagle3.1|eagle1|eagle-mtp|p-eagle)
-    : "${eagle_config:=$scripts/eagle_config_demo.json}"
-    kind=(--export-algorithm eagle --export-eagle-algorithm "$algorithm" --eagle-config "$eagle_config") ;;
+  medusa) unread "Medusa heads have the base's width and vocabulary, and a step each" eagle_config draft_vocab ttt_steps ;;
+  dflash|dspark) unread "a block has the base's vocabulary and as many steps as slots" draft_vocab ttt_steps step_decay ;;
   mtp-from-base)
-    kind=(--export-algorithm eagle --export-eagle-algorithm eagle-mtp --mtp-from-base)
     policy=fp8_base_only # the module stays in high precision
     unread "the module is as the base has it" eagle_config draft_vocab ;;
-  eagle2) fail "--algorithm eagle2: EAGLE-2 is EAGLE-1 decoded with a dynamic tree: train eagle1, decode with validate.py --use-dynamic-tree" ;;
-  *) fail "--algorithm $algorithm: expected eagle3, eagle3.1, eagle1, eagle-mtp, mtp-from-base, p-eagle, medusa, dflash or dspark" ;;
+  eagle3|eagle3.1|p-eagle) vocabulary=(--draft-vocab "$output/vocab") ;;&
+  eagle1|eagle-mtp) unread "it drafts with the base's head and vocabulary" draft_vocab ;;&
+  eagle3|eagle3.1|eagle1|eagle-mtp|p-eagle) : "${eagle_config:=$scripts/eagle_config_demo.json}" ;;
 esac
+draft_flags "$algorithm" "$eagle_config"
 for f in "$prompts" "$heldout" ${eagle_config:+"$eagle_config"} ${data:+"$data"}; do [ -f "$f" ] || fail "$f: no such file"; done
 [ -z "$base_model" ] || [ -d "$base_model" ] || [[ $base_model =~ ^[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+$ ]] || fail "--base_model $base_model: no such folder"
 [ $((num_gpu > 1 ? num_gpu : 1)) -ge $((tp * pp)) ] || fail "--tp $tp x --pp $pp needs at least $((tp * pp)) GPUs, --num_gpu is $num_gpu"

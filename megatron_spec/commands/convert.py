@@ -74,18 +74,21 @@ def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftV
         reading = published_draft(request.draft, ref)
         _check_algorithm(request, reading.config)
         return reading.config, StoredTensors(reading).vocab
-    if request.algorithm == "medusa":
-        sizes = {"num_heads": request.num_medusa_heads, "num_layers": request.num_medusa_layers}
-        given: dict[str, Any] = {k: v for k, v in sizes.items() if v is not None}
-        config = presets.medusa_config(ref.config, share_base_head=bool(request.share_base_head), **given)
-        return config, DraftVocab.full(ref.config.vocab_size)
     if request.mtp_from_base:
         return own_module(ref), DraftVocab.full(ref.config.vocab_size)
-    if request.algorithm in ("dflash", "dspark"):
+    if request.algorithm == "eagle":
+        return _plan_eagle(ref, request.eagle_algorithm or "eagle3", request.eagle_config, request.draft_vocab)
+    if request.algorithm == "medusa":
+        names = {
+            "num_heads": "num_medusa_heads",
+            "num_layers": "num_medusa_layers",
+            "share_base_head": "share_base_head",
+        }
+        overrides = {k: v for k, name in names.items() if (v := getattr(request, name)) is not None}
+    else:
         overrides = read_object(request.draft_config) if request.draft_config else {}
-        vocab = DraftVocab.full(ref.config.vocab_size)
-        return fresh_config(ref, request.algorithm, overrides, vocab), vocab
-    return _plan_eagle(ref, request.eagle_algorithm or "eagle3", request.eagle_config, request.draft_vocab)
+    vocab = DraftVocab.full(ref.config.vocab_size)
+    return fresh_config(ref, request.algorithm, overrides, vocab), vocab
 
 
 def published_draft(folder: str | Path, ref: BaseReference) -> Reading:
@@ -167,8 +170,7 @@ def fresh_config(ref: BaseReference, kind: str, overrides: dict[str, Any], vocab
     if algorithm in MASKED:
         overrides = with_mask_token(ref, overrides)
     if cls is MedusaConfig:
-        sizes = {"num_heads": 4, "hidden_size": ref.config.hidden_size, "vocab_size": ref.config.vocab_size}
-        return MedusaConfig.from_dict({**sizes, **overrides})
+        return presets.medusa_config(ref.config, **overrides)
     if cls is BlockConfig:
         return presets.block_config(ref.config, algorithm, overrides)
     return presets.eagle_config(ref.config, algorithm, {"draft_vocab_size": len(vocab), **overrides})

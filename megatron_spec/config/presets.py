@@ -187,14 +187,10 @@ def own_mtp_config(base: BaseConfig) -> EagleConfig:
     )
 
 
-def medusa_config(
-    base: BaseConfig, num_heads: int = 4, num_layers: int = 1, share_base_head: bool = False
-) -> MedusaConfig:
-    """Medusa heads for `base`. Raises UserError for sizes below 1."""
-    return MedusaConfig(
-        num_heads=num_heads, num_layers=num_layers, hidden_size=base.hidden_size, vocab_size=base.vocab_size,
-        share_base_head=share_base_head,
-    )  # fmt: skip
+def medusa_config(base: BaseConfig, num_heads: int = 4, num_layers: int = 1, **overrides: Any) -> MedusaConfig:
+    """Medusa heads for `base`. Raises UserError for unknown keys and sizes below 1."""
+    sizes = {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
+    return MedusaConfig.from_dict({**sizes, "num_heads": num_heads, "num_layers": num_layers, **overrides})
 
 
 def spread_capture_ids(num_layers: int, count: int) -> tuple[int, ...]:

@@ -1,0 +1,12 @@
+# Read by launch_train.sh and train_eagle3_and_export.sh: what convert_model.py is told for each --algorithm.
+draft_flags() { # algorithm, file of overrides or ''; sets `kind`
+  case $1 in
+    medusa) kind=(--export-algorithm medusa) ;;
+    dflash|dspark) kind=(--export-algorithm "$1" ${2:+--draft-config "$2"}) ;;
+    mtp-from-base) kind=(--export-algorithm eagle --export-eagle-algorithm eagle-mtp --mtp-from-base) ;;
+    eagle3|eagle3.1|eagle1|eagle-mtp|p-eagle)
+      kind=(--export-algorithm eagle --export-eagle-algorithm "$1" ${2:+--eagle-config "$2"}) ;;
+    eagle2) fail "--algorithm eagle2: EAGLE-2 is EAGLE-1 decoded with a dynamic tree: train eagle1, decode with validate.py --use-dynamic-tree" ;;
+    *) fail "--algorithm $1: expected eagle3, eagle3.1, eagle1, eagle-mtp, mtp-from-base, p-eagle, medusa, dflash or dspark" ;;
+  esac
+}
