@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import nn
 
 from megatron_spec.config import UserError
-from megatron_spec.families.hybrid import PAIR, gpt_name
+from megatron_spec.families.hybrid import PAIR, gpt_name, transformer_layers
 
 _HYBRID = ("megatron.core.models.hybrid.hybrid_model.HybridModel", "megatron.core.models.mamba.mamba_model.MambaModel")
-"""Compared by name: importing the classes imports every module of a Mamba layer, and no version has both."""
-
+"""Compared by name, because importing them imports every module of a Mamba layer."""
 
 _PARTS = {"*": ("input_layernorm", "self_attention"), "-": ("pre_mlp_layernorm", "mlp")}
 """Symbol of a layer -> its modules with parameters."""
@@ -55,7 +55,7 @@ class CoreModel:
 
 
 def core_model(model: Any) -> CoreModel:
-    """The stage in a GPTModel, or in a HybridModel whose `layer_pattern` has been checked."""
+    """The stage in a GPTModel, or in a HybridModel that `stage_counts` accepts."""
     layers = list(model.decoder.layers)
     if isinstance(model, GPTModel):
         return CoreModel(model, layers, layers, getattr(model.decoder, "final_layernorm", None))
@@ -87,14 +87,14 @@ def _is_known(model: Any) -> bool:
     return isinstance(model, GPTModel) or not names.isdisjoint(_HYBRID)
 
 
-def layer_pattern(model: Any) -> str:
+def _pattern(model: Any) -> str:
     """Layers of this stage as `families.hybrid` writes them; a GPTModel's are pairs."""
     if isinstance(model, GPTModel):
         return PAIR * len(model.decoder.layers)
     return "".join(model.decoder.layer_type_list)
 
 
-def problem(model: Any) -> str | None:
+def _problem(model: Any) -> str | None:
     """What makes this stage of a HybridModel another function than that of its pairs; None if nothing does."""
     if isinstance(model, GPTModel):
         return None
@@ -103,7 +103,7 @@ def problem(model: Any) -> str | None:
         return f"found a {name} with position_embedding_type={model.position_embedding_type!r}, expected 'rope'"
     if model.post_process and not hasattr(model.decoder, "final_norm"):
         return f"found a {name} without a final norm (post_layer_norm=False), expected one"
-    for number, (symbol, layer) in enumerate(zip(layer_pattern(model), model.decoder.layers, strict=True)):
+    for number, (symbol, layer) in enumerate(zip(_pattern(model), model.decoder.layers, strict=True)):
         parts = _PARTS.get(symbol, ())
         extra = [
             part
@@ -113,3 +113,25 @@ def problem(model: Any) -> str | None:
         if parts and extra:
             return f"found {', '.join(extra)} in layer {number} of a {name}, expected {' and '.join(parts)}"
     return None
+
+
+def stage_counts(model: Any, num_layers: int, pp: dist.ProcessGroup) -> list[int]:
+    """Transformer layers of every pipeline stage. Collective over `pp`, whose ranks refuse a model together.
+
+    Raises:
+        UserError: a HybridModel with layers that are neither attention nor MLP, or do not pair up; or another number
+            of layers than `num_layers`.
+    """
+    found: list[Any] = [None] * pp.size()
+    dist.all_gather_object(found, (_pattern(model), _problem(model)), group=pp)
+    name = type(model).__name__
+    counts = transformer_layers("|".join(pattern for pattern, _ in found), name)
+    for _, problem in found:
+        if problem is not None:
+            raise UserError(f"{problem}: convert() cannot wrap it")
+    if sum(counts) != num_layers:
+        raise UserError(
+            f"found {sum(counts)} transformer layers in the {name}, expected {num_layers} as in its base_path: give "
+            "the folder of this model"
+        )
+    return counts

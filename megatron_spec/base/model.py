@@ -10,19 +10,17 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from megatron_spec.base import placement, relay
-from megatron_spec.base.core_model import CoreModel, core_model, layer_pattern, problem, unwrapped
+from megatron_spec.base.core_model import CoreModel, core_model, stage_counts, unwrapped
 from megatron_spec.base.direct import DirectForward
 from megatron_spec.base.modules import CoreAttention
 from megatron_spec.base.spec import block_spec, check_transformer_engine
 from megatron_spec.base.stage import CoreStage
 from megatron_spec.batch import Batch
 from megatron_spec.config import BaseConfig, UserError
-from megatron_spec.families.hybrid import transformer_layers
 from megatron_spec.families.names import padded_vocab
 from megatron_spec.families.transformer_config import transformer_config
 from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
@@ -149,17 +147,7 @@ class FrozenBase(CoreStage):
         if config.rope.longest_short is not None:
             raise UserError("a wrapped model chooses longrope's frequencies per batch: load the base with load_base")
         model = unwrapped(given)
-        found: list[Any] = [None] * world.pp_size
-        dist.all_gather_object(found, (layer_pattern(model), problem(model)), group=world.pp)  # all refuse together
-        counts = transformer_layers("|".join(pattern for pattern, _ in found), type(model).__name__)
-        for _, reason in found:
-            if reason is not None:
-                raise UserError(f"{reason}: convert() cannot wrap it")
-        if sum(counts) != config.num_layers:
-            raise UserError(
-                f"found {sum(counts)} transformer layers in the {type(model).__name__}, expected {config.num_layers} "
-                "as in its base_path: give the folder of this model"
-            )
+        counts = stage_counts(model, config.num_layers, world.pp)
         placement.check_captures(config.num_layers, capture_layer_ids)
         stages = placement.stages_from_counts(counts, capture_layer_ids)
         base = cls(config, world, core_model(model), stages, next(model.parameters()).dtype)
