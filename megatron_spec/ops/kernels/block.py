@@ -165,7 +165,9 @@ def _query_backward_kernel(
             q_ptr, first_ptr, anchor_ptr, tile, part, g, P, C, G, n, D, HEADS, BLOCKS, M
         )
         do, lse, delta = _upstream(do_ptr, lse_ptr, delta_ptr, at, valid, D)
-        o_seen = _sees_own(block, slot, valid, o_block, o_slot, o_valid, WINDOW, CAUSAL)  # a loop keeps shapes: own names
+        o_seen = _sees_own(
+            block, slot, valid, o_block, o_slot, o_valid, WINDOW, CAUSAL
+        )  # a loop keeps shapes: own names
         o_p, o_ds = _weights(q, o_k, o_v, do, lse, delta, o_seen, scale)
         dv += tl.dot(tl.trans(o_p.to(do.dtype)), do)
         dk += tl.dot(tl.trans(o_ds.to(q.dtype)), q)
