@@ -178,7 +178,7 @@ def _query_backward_kernel(
             at_keys = rows.to(tl.int64) * G + g
             k, v = _matrix(keys_ptr, at_keys, rows < end, D), _matrix(values_ptr, at_keys, rows < end, D)
             seen = _sees_context(rows, first, anchor, slot, valid, WINDOW)
-            p, ds = _weights(q, k, v, do, lse, delta, seen, scale)
+            _p, ds = _weights(q, k, v, do, lse, delta, seen, scale)
             dq += tl.dot(ds.to(q.dtype), k)
         place = at[:, None] * D + d[None, :]
         tl.store(dq_ptr + place, (dq * plain_scale).to(dq_ptr.dtype.element_ty), mask=valid[:, None])
