@@ -23,6 +23,10 @@ from megatron_spec.runtime.distributed import World
 from tests.worlds import run_world
 
 LAYERS, PADDED, CAPTURES = 4, 96, (0, 1, 3)
+FUSED_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
 ARGS: dict[str, Any] = {
     "num_layers": LAYERS, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,
     "group_query_attention": True, "kv_channels": 12, "max_position_embeddings": 64, "norm_epsilon": 1e-5,
@@ -97,12 +101,13 @@ class _Foreign(nn.Module):
         return make_sharded_tensors_for_checkpoint(self.state_dict(), prefix)
 
 
-def _hybrid(world: World, pattern: str, positions: str = "rope", extra: bool = False) -> Any:
+def _hybrid(world: World, pattern: str, positions: str = "rope", extra: bool = False, fused: bool = False) -> Any:
     """megatron-core's own HybridModel, with a final norm that needs no Transformer Engine.
 
     Args:
         pattern: layers of all stages, "|" between them.
         extra: the attention layers have an MLP too.
+        fused: checkpoints name the norms as Transformer Engine's layers do.
     """
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -120,15 +125,16 @@ def _hybrid(world: World, pattern: str, positions: str = "rope", extra: bool = F
                 self.final_norm = WrappedTorchNorm(config, config.hidden_size, config.layernorm_epsilon)
 
     parts = _local().submodules
-    mlp = dict(pre_mlp_layernorm=parts.pre_mlp_layernorm, mlp=parts.mlp, mlp_bda=parts.mlp_bda)
+    mlp: dict[str, Any] = dict(pre_mlp_layernorm=parts.pre_mlp_layernorm, mlp=parts.mlp, mlp_bda=parts.mlp_bda)
+    names = {"sharded_state_dict_keys_map": FUSED_NORMS if fused else {}}
     attention = TransformerLayerSubmodules(
         input_layernorm=parts.input_layernorm, self_attention=parts.self_attention, self_attn_bda=parts.self_attn_bda,
-        **(mlp if extra else {}),
+        **(mlp if extra else {}), **names,
     )  # fmt: skip
     submodules = kinds(
         mamba_layer=ModuleSpec(module=_Foreign),
         attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-        mlp_layer=ModuleSpec(module=MLPLayer, submodules=TransformerLayerSubmodules(**mlp)),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=TransformerLayerSubmodules(**mlp, **names)),
     )
     layers = pattern.replace("|", "")
     given = {"hybrid_layer_pattern": pattern} if IS_NEW else {"hybrid_override_pattern": layers}
@@ -220,6 +226,11 @@ def _tensor_parallel(root: Path) -> dict[str, Any]:
     expected = _reference(gpt, batch)
     _save(root / "gpt", gpt, ARGS, world)
     _save(root / "hybrid", hybrid, _hybrid_args("*-" * LAYERS), world)
+    fused = _hybrid(world, "*-" * LAYERS, fused=True)
+    _copy(gpt, fused)
+    keys = [getattr(tensor, "key", "") for tensor in fused.sharded_state_dict().values()]
+    found["fused names"] = sum("layer_norm_weight" in key for key in keys) == 2 * LAYERS
+    _save(root / "fused", fused, _hybrid_args("*-" * LAYERS), world)
     config = inspect_base(root / "gpt").config
     found["same configuration"] = inspect_base(root / "hybrid").config == config
     wrapped = FrozenBase.wrap([hybrid], config, world, CAPTURES)
@@ -260,10 +271,12 @@ def _pipeline(root: Path) -> dict[str, Any]:
     batch, reference = _batch(), inspect_base(root / "hybrid")
     whole = load_base(inspect_base(root / "gpt"), world, CAPTURES)
     imported = load_base(reference, world, CAPTURES)
+    fused = load_base(inspect_base(root / "fused"), world, CAPTURES)
     hybrid = _load(root / "hybrid", _hybrid(world, "*-*-|*-*-"))
     wrapped = FrozenBase.wrap(hybrid, reference.config, world, CAPTURES)
     found: dict[str, Any] = {
         "imported": _equal(dict(imported.named_parameters()), dict(whole.named_parameters())),
+        "fused": _equal(dict(fused.named_parameters()), dict(whole.named_parameters())),
         "wrapped": _equal(wrapped.weights(), whole.weights()),
         "ends": torch.equal(load_ends(reference, world).head_weight, whole.head_weight)
         and torch.equal(wrapped.embedding_weight, whole.embedding_weight)
@@ -317,13 +330,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_world(2, _cases, str(tmp_path_factory.mktemp("hybrid")))
 
 
-@pytest.mark.parametrize("what", ["features", "captures", "logits", "weights", "linears", "same configuration"])
+@pytest.mark.parametrize(
+    "what", ["features", "captures", "logits", "weights", "linears", "same configuration", "fused names"]
+)
 def test_equals_the_gpt_model(found: list[dict[str, Any]], what: str) -> None:
     """Wrapped at TP 2: bit for bit what hooks see in megatron-core's own forward of the GPTModel."""
     assert all(rank["tp2"][what] for rank in found)
 
 
-@pytest.mark.parametrize("what", ["imported", "wrapped", "ends"])
+@pytest.mark.parametrize("what", ["imported", "fused", "wrapped", "ends"])
 def test_the_weights_of_a_pipeline(found: list[dict[str, Any]], what: str) -> None:
     """Saved by a HybridModel at TP 2, read at PP 2: the GPTModel's, bit for bit."""
     assert all(rank["pp2"][what] for rank in found)
