@@ -25,6 +25,7 @@ PRELOADED = [
     *(f"megatron_spec.commands.{name}" for name in ("convert", "decode", "export", "features", "finetune", "quantize")),
     "megatron_spec.api",
     "megatron_spec.training.optimizer",
+    "tests.frozen",
 ]
 
 

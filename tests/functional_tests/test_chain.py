@@ -1,6 +1,6 @@
 """The whole chain through its scripts, each step from what the step before saved, in different parallel layouts.
 
-Each script runs once in new interpreters, so that an import which others make is not missed; the other runs are forked.
+Scripts that no other test starts in a new interpreter run in one once, which an import that is missing would stop.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     succeed(
         "finetune", "--load", root / "draft", "--save", root / "tuned", *common, "--train-iters", 24,
         "--micro-batch-size", 2, "--global-batch-size", 4, "--lr", 1e-2, "--feature-cache", root / "features", *TP2,
-        processes=2, fresh=True,
+        processes=2,
     )  # fmt: skip
-    succeed("quantize", "--load", root / "tuned", "--save", root / "quantized", *common, "--calib-samples", 8, fresh=True)
+    quantise = ("--load", root / "tuned", "--save", root / "quantized", *common, "--calib-samples", 8)
+    succeed("quantize", *quantise, fresh=True)
     succeed(
         "finetune", "--load", root / "quantized", "--save", root / "qat", *common, "--train-iters", 6,
         "--micro-batch-size", 1, "--global-batch-size", 4, "--lr", 1e-3, "--pipeline-model-parallel-size", 2,
