@@ -43,10 +43,13 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
+        self.first: torch.cuda.CUDAGraph | None = None
+        """Kept, because torch refuses to record into a pool whose graphs are all gone."""
 
     def __call__(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """See `Recorder`."""
         graph = torch.cuda.CUDAGraph()
+        self.first = self.first or graph
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             results = function()
         return graph.replay, results

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_spec.config import BaseConfig, RopeConfig, UserError
+from megatron_spec.families.hybrid import transformer_layers
 
 _LLAMA3_ORIGINAL_POSITIONS = 8192
 """Constants of Llama 3.1 that megatron-core's --use-rope-scaling hard-codes (RotaryEmbedding._apply_scaling)."""
@@ -42,6 +43,21 @@ def _rope(args: dict[str, Any]) -> RopeConfig:
     )
 
 
+def _num_layers(args: dict[str, Any], where: str) -> int:
+    """Transformer layers; a HybridModel counts attention and MLP layers one by one, in a pattern."""
+    pattern = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
+    if not pattern:
+        if args.get("is_hybrid_model"):
+            raise UserError(
+                f"{where}: a HybridModel without hybrid_layer_pattern; put the base's config.json beside it"
+            )
+        return int(args["num_layers"])
+    main, _, prediction = pattern.partition("/")
+    if prediction:
+        raise UserError(f"{where}: found prediction layers in hybrid_layer_pattern={pattern!r}, expected none")
+    return sum(transformer_layers(main.replace("|", ""), where))
+
+
 def config_from_args(args: dict[str, Any], where: str) -> BaseConfig:
     """BaseConfig from Megatron-LM's arguments. Raises UserError naming every argument that does not match a Llama."""
     needed = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
@@ -67,7 +83,7 @@ def config_from_args(args: dict[str, Any], where: str) -> BaseConfig:
         family="llama",
         hidden_size=args["hidden_size"],
         intermediate_size=args["ffn_hidden_size"],
-        num_layers=args["num_layers"],
+        num_layers=_num_layers(args, where),
         num_attention_heads=heads,
         num_key_value_heads=groups or heads,
         head_dim=args.get("kv_channels") or args["hidden_size"] // heads,

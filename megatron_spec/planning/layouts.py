@@ -65,7 +65,7 @@ ROWS: dict[str, Row] = {
     "export": Row("export.py", {"CP": _NO_SEQUENCE, "EP": _WHOLE_EXPERTS}),
     "decode": Row("validate.py, generate.py", {"SP": _ONE_TOKEN, "CP": _ONE_TOKEN, "EP": _OWN_PROMPTS}),
     "wrap": Row(
-        "library: convert() around a GPTModel of your own",
+        "library: convert() around a model of your own",
         {"CP": "its own attention does not know which rows of the sequence a rank has: load the base with load_base"},
     ),
 }

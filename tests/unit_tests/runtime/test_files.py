@@ -155,6 +155,6 @@ def test_json_that_is_no_file_or_huge(tmp_path: Path) -> None:
         read_json(tmp_path / "x")
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(2**40)
-    with pytest.raises(UserError, match=r"holds 1.0 TiB: expected a JSON file"):
+    with pytest.raises(UserError, match=r"found 1.0 TiB, expected a JSON file"):
         read_json(tmp_path / "huge")
     assert check_object({"a": None, "n": 3, "x": 1}, "here", {"a": dict, "n": float}) == {"a": None, "n": 3, "x": 1}
