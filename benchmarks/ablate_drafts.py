@@ -10,7 +10,8 @@
 3. Ablations of EAGLE-3 train for equally many steps, each with one setting changed; with --ablation-seeds 3 three
    times, each time from other first weights and with the batches in another order.
 4. The other drafts train for as many steps as these.
-5. Base and drafts are fake-quantised (fp8, PTQ) and decode; the drafts train on for a while (QAT) and decode again.
+5. A suffix automaton looks up the text beside every draft, at several thresholds, and alone.
+6. Base and drafts are fake-quantised (fp8, PTQ) and decode; the drafts train on for a while (QAT) and decode again.
    As a control the unquantised drafts train on for as many steps.
 
 --parts chooses among them, so that several GPUs can share the work (each its --output, the same --data).
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("megatron_spec.ablate_drafts")
 
-PARTS = ("drafters", "lengths", "ablations", "steps", "fp8")
+PARTS = ("drafters", "lengths", "ablations", "steps", "lookup", "fp8")
 HEADLINE = ("eagle3", "eagle1", "eagle-mtp", "medusa")
 DRAFTERS: dict[str, dict[str, Any]] = {
     **{name: {} for name in HEADLINE},
@@ -56,6 +57,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 Block drafts are named by layers and slots; a block of 5 slots proposes 4 tokens (DFlash) or 5 (DSpark).
 """
+THRESHOLDS = (2, 3, 4, 6, 8)
+"""Of the lookup beside a draft: tokens that must have occurred before."""
 _FROM_BASE = {"init_from_base_layer": True, "fc_init": "average"}
 _ATTENTION = {**_FROM_BASE, "init_attention": True}
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -79,7 +82,16 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     },
     "q/k norm": {"fields": {"qk_norm": True}},
     "two layers": {"fields": {"num_hidden_layers": 2}},
-}
+    **{
+        f"from the base, late captures, {name}": {
+            "fields": {**_ATTENTION, "capture_layer_ids": "late", **fields}, "objective": objective,
+        }
+        for name, fields, objective in (
+            ("q/k norm", {"qk_norm": True}, {}), ("two layers", {"num_hidden_layers": 2}, {}),
+            ("T = 4", {}, {"ttt_steps": 4}), ("loss lk", {}, {"loss": "lk"}),
+        )
+    },
+}  # fmt: skip
 """EAGLE-3 with something changed: fields of EagleConfig, and of ObjectiveConfig."""
 
 
@@ -111,6 +123,9 @@ def make_parser() -> cli.Parser:
     p.add_argument("--questions", type=cli.at_least_one, default=80, help="of each set (default: 80)")
     p.add_argument(
         "--few-questions", type=cli.at_least_one, default=40, help="of each set, for all but the first table"
+    )
+    p.add_argument(
+        "--timed-questions", type=cli.at_least_one, default=2, help="of each set, answered one by one (default: 2)"
     )
     p.add_argument("--max-new-tokens", type=cli.at_least_one, default=128)
     p.add_argument("--max-draft-len", type=cli.at_least_one, default=4)
@@ -189,19 +204,35 @@ def ablate(run: Comparison, steps: int) -> None:
             ablation(run, name, seed, steps)
 
 
-def equal_steps(run: Comparison, steps: int) -> None:
-    """The other drafts after as many steps as the ablations, and so as much data."""
+def equal_steps(run: Comparison, steps: int) -> list[Draft]:
+    """The other drafts after as many steps as the ablations, and so as much data. Returns them."""
+    trained: list[Draft] = []
     if run.late(run.args.reserve):
-        return
+        return trained
     ablation(run, "defaults", 0, steps)
     for name in run.args.drafters:
         if run.late(run.args.reserve):
-            return
+            break
         if name == "eagle3":
             continue
         fresh = run.new(f"equal steps {name}", kind_of(name))
         draft = run.trained(fresh, 0.0, run.args.lr, steps=steps)
+        trained.append(draft)
         run.measure(draft.name, lambda draft=draft: run.module(draft), draft.about, few=True)
+    return trained
+
+
+def look_up(run: Comparison, trained: list[Draft]) -> None:
+    """The suffix automaton alone, then beside every draft."""
+    if run.late(run.args.reserve):
+        return
+    run.measure("SA", None, {}, few=True, decoding_type="SA")
+    for draft in trained:
+        for threshold in THRESHOLDS:
+            if run.late(run.args.reserve):
+                return
+            name = f"{draft.name} + SA {threshold}"
+            run.measure(name, lambda draft=draft: run.module(draft), draft.about, few=True, sa_threshold=threshold)
 
 
 def train_on(run: Comparison, trained: list[Draft]) -> dict[str, int]:
@@ -265,8 +296,9 @@ def main(args: argparse.Namespace) -> None:
         steps = pace(run) if {"ablations", "steps"} & set(args.parts) and not run.late(args.reserve) else 0
         if "ablations" in args.parts:
             ablate(run, steps)
-        if "steps" in args.parts:
-            equal_steps(run, steps)
+        equal = equal_steps(run, steps) if "steps" in args.parts else []
+        if "lookup" in args.parts:
+            look_up(run, [*trained, *equal])
         if "fp8" in args.parts:
             quantise(run, trained, train_on(run, trained))
     finally:

@@ -74,10 +74,19 @@ def _training(line: Line) -> str:
 def _drafters(found: dict[str, Line]) -> str:
     rows = [
         [name, _training(x), _length(x["overall"]), _positions(x["overall"]), f"{x['identical']:.1%}",
-         _times(x["predicted_speedup"]), _times(x["speedup"])]
+         _times(x["predicted_speedup"]), _times(_measured(x)), _times(x["speedup"])]
         for name, x in found.items() if x["speedup"] is not None
     ]  # fmt: skip
-    head = ["drafter", "training", "acceptance length (95 %)", "per position", "same text", "batch 1", "whole batch"]
+    head = [
+        "drafter",
+        "training",
+        "acceptance length (95 %)",
+        "per position",
+        "same text",
+        "predicted",
+        "batch 1",
+        "whole batch",
+    ]
     return table(head, sorted(rows, key=lambda row: row[2], reverse=True))
 
 
@@ -161,11 +170,35 @@ def _steps(found: dict[str, Line]) -> str:
     first = {"eagle3": found["ablation defaults"]} if "ablation defaults" in found else {}
     others = {n.removeprefix("equal steps "): x for n, x in found.items() if n.startswith("equal steps ")}
     rows = [
-        [name, _training(line), _length(line["few"]), _positions(line["few"])]
+        [name, _training(line), _length(line["few"]), _positions(line["few"]), _times(line.get("predicted_speedup")),
+         _times(_measured(line))]
         for name, line in {**first, **others}.items() if others
     ]  # fmt: skip
-    head = ["drafter", "training", "acceptance length (95 %)", "per position"]
+    head = ["drafter", "training", "acceptance length (95 %)", "per position", "predicted", "measured"]
     return table(head, sorted(rows, key=lambda row: row[2], reverse=True))
+
+
+def _lookup(found: dict[str, Line]) -> str:
+    """Drafts with a lookup beside them; the change is that against the draft alone."""
+    drafts = dict.fromkeys(name.rpartition(" + SA ")[0] for name in found if " + SA " in name)
+    alone = [name for name in ("SA",) if name in found]
+    rows = [_looked_up(name, found[name], None) for name in alone]
+    for draft in (name for name in drafts if name in found):
+        rows.append(_looked_up(draft, found[draft], None))
+        rows += [_looked_up(n, x, found[draft]) for n, x in found.items() if n.startswith(f"{draft} + SA ")]
+    head = ["decoding", "acceptance length (95 %)", "change (95 %)", "predicted speed-up", "measured speed-up"]
+    return table(head, rows)
+
+
+def _looked_up(name: str, line: Line, base: Line | None) -> list[str]:
+    predicted, measured = _times(line["predicted_speedup"]), _times(_measured(line))
+    return [name, _length(line["few"]), _change(line, base), predicted, measured]
+
+
+def _measured(line: Line) -> float | None:
+    """Speed-up at batch 1, the mean over the question sets."""
+    speeds = line.get("single_speedup")
+    return sum(speeds.values()) / len(speeds) if speeds else None
 
 
 def _ways(found: dict[str, Line]) -> str:
@@ -188,7 +221,7 @@ def _fp8(found: dict[str, Line], precision: str) -> str:
     return "\n".join(parts)
 
 
-PARTS = ("drafters", "sets", "lengths", "ablations", "steps", "fp8")
+PARTS = ("drafters", "sets", "lengths", "ablations", "steps", "lookup", "fp8")
 """Names of the tables of a run, in their order."""
 
 
@@ -238,6 +271,11 @@ def render(path: Path, wanted: Sequence[str] = PARTS) -> str:
         "lengths": (f"**Draft length and trees.** {few}.", _ways(found)),
         "ablations": (f"**Ablations**, {_count(found)}equal data and steps. {few}.", _ablations(found)),
         "steps": (f"**Equal steps**, the same batches for every draft. {few}.", _steps(found)),
+        "lookup": (
+            f"**A suffix automaton** (SA), alone and beside a draft from a match of so many tokens. {few}; speed-ups "
+            "are those at batch 1, the measured one is the mean over the sets.",
+            _lookup(found),
+        ),
         "fp8": (
             f"**fp8** of base and draft, simulated, so there is no speed to measure. {few}.",
             _fp8(found, precision),

@@ -56,7 +56,8 @@ log = logging.getLogger("megatron_spec.ablate_drafts")
 
 SETTINGS = (
     "prompts", "seconds", "ablation_seconds", "qat_seconds", "draft_vocab_size", "questions", "few_questions",
-    "max_new_tokens", "max_draft_len", "batch_size", "global_batch_size", "seq_length", "lr", "bf16", "ttt_steps",
+    "timed_questions", "max_new_tokens", "max_draft_len", "batch_size", "global_batch_size", "seq_length", "lr", "bf16",
+    "ttt_steps",
 )  # fmt: skip
 """Flags that the figures depend on."""
 HIDDEN = ("sets", "costs", "few", "few_tokens", "few_steps")
@@ -258,14 +259,16 @@ class Comparison:
             self.cost(None, self.decode)  # warm
             found, seconds = self._timed(ids, self.decode, None)
             tokens, step = [g.tokens for g in found], sum(self.cost(None, self.decode).values())
-            write_json(path, {"tokens": tokens, "step": step, "seconds": seconds})
+            single = self.single(None, self.decode)
+            write_json(path, {"tokens": tokens, "step": step, "seconds": seconds, "single": single})
             count = sum(map(len, tokens))
             self.results.add(
                 "alone", name=name, questions=len(ids), tokens=count, seconds=seconds, step_seconds=step,
-                tokens_per_second=count / seconds,
+                tokens_per_second=count / seconds, single=single,
             )  # fmt: skip
         found = read_json(path)
         self.alone, self.step_seconds, self.alone_seconds = found["tokens"], found["step"], found["seconds"]
+        self.alone_single = found["single"]
 
     # --- drafts -------------------------------------------------------------------------------------------------
 
@@ -363,6 +366,15 @@ class Comparison:
         decode(self.base, [ids for _, ids in self.questions[:2]], config, set(), draft=draft, costs=costs)
         return {phase: costs.typical(phase) for phase in ("draft", "base", "observe")}
 
+    def single(self, draft: Any, config: DecodeConfig) -> dict[str, float]:
+        """Tokens/s at batch 1, prefill included, of the first --timed-questions of each set."""
+        config, speeds = config.replace(batch_size=1), {}
+        for name in dict.fromkeys(name for name, _ in self.questions):
+            ids = [ids for n, ids in self.questions if n == name][: self.args.timed_questions]
+            found, seconds = self._timed(ids, config, draft)
+            speeds[name] = sum(len(g.tokens) for g in found) / seconds
+        return speeds
+
     def _timed(self, ids: list[list[int]], config: DecodeConfig, draft: Any) -> tuple[list[Generation], float]:
         """(answers, seconds without those of recording CUDA graphs)."""
         recorder, start = timed_recorder_for(self.base, config.cuda_graphs), now()
@@ -393,7 +405,7 @@ class Comparison:
         first = set(self.few())
         chosen = sorted(first) if few else list(range(len(self.questions)))
         ids = [self.questions[i][1] for i in chosen]
-        costs = self.cost(module, config)
+        costs, single = self.cost(module, config), self.single(module, config)
         found, seconds = self._timed(ids, config, module)
         same = sum(g.tokens == self.alone[i] for g, i in zip(found, chosen, strict=True))
         stats, step = acceptance_stats(found), sum(costs.values())
@@ -402,6 +414,7 @@ class Comparison:
             "measured", name=name, decode=changes, **about, questions=len(ids), identical=same / len(ids),
             seconds_to_decode=seconds, tokens=sum(len(g.tokens) for g in found), overall=asdict(stats),
             speedup=None if few else self.alone_seconds / seconds,
+            single=single, single_speedup={k: v / self.alone_single[k] for k, v in single.items()},
             predicted_speedup=(stats.acceptance_length or 0) * self.step_seconds / step, costs=costs,
             alone_step=self.step_seconds, few=asdict(acceptance_stats(some)),
             few_tokens=[sum(g.accepted_lengths) + len(g.accepted_lengths) for g in some],

@@ -1,4 +1,4 @@
-"""Bases of known shapes (figures of the models' config.json) and their EAGLE-3 drafts, with random weights."""
+"""Bases of known shapes (figures of the models' config.json) and drafts for them, with random weights."""
 
 from __future__ import annotations
 
@@ -62,6 +62,17 @@ def random_draft(base: BaseConfig, world: World, draft_vocab_size: int, dtype: t
     config = presets.eagle_config(base, overrides={"draft_vocab_size": size})
     vocab = DraftVocab(torch.arange(size) * (base.vocab_size // size), base.vocab_size)
     draft = build_draft(config, vocab, world, dtype)
+    _randomise(draft)
+    return draft
+
+
+def random_block_draft(
+    base: BaseConfig, world: World, algorithm: str, layers: int, block_size: int, dtype: torch.dtype
+) -> torch.nn.Module:
+    """A DFlash or DSpark draft of a base; its mask token is the last of the vocabulary."""
+    fields = {"mask_token_id": base.vocab_size - 1, "num_hidden_layers": layers, "block_size": block_size}
+    config = presets.block_config(base, algorithm, fields)
+    draft = build_draft(config, DraftVocab.full(base.vocab_size), world, dtype)
     _randomise(draft)
     return draft
 

@@ -1,13 +1,14 @@
-"""Speed of EAGLE-3 training at the shape of a base (Llama-3.1-8B), random weights, through the package's own classes.
+"""Speed of training at the shape of a base (Llama-3.1-8B), random weights, through the package's own classes.
 
     python benchmarks/train_throughput.py --seq-length 4096 2048 --ttt-steps 7 3 --output bench.json
     python benchmarks/train_throughput.py --offline         # features from disk; the base does not run
     python benchmarks/train_throughput.py --shape qwen3-8b  # another base (benchmarks/random_models.py)
     python benchmarks/train_throughput.py --plain           # the same in torch's own operations, for comparison
+    python benchmarks/train_throughput.py --draft dflash --draft-layers 5 --block-size 8 --anchors 512
     python benchmarks/train_throughput.py --tiny            # in miniature, on a CPU
 
 Every token is supervised, so no work is saved by dropping rows. Model FLOP utilisation counts the plain algorithm
-(`standard_flops`), whatever is saved by doing less, against the dense bf16 peak of one H100 SXM.
+(benchmarks/flops.py), whatever is saved by doing less, against the dense bf16 peak of one H100 SXM.
 
 The JSON holds one entry per (length, steps): tokens_per_second, mfu, peak_gib, seq_length, ttt_steps, shares of a step
 (base, head, optimizer, draft_layer), launches and synchronisations of one step, kernels compiled after warm-up.
@@ -33,12 +34,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.random_models import SHAPES, base_shape, random_base, random_draft
+from benchmarks.flops import block_flops, standard_flops
+from benchmarks.random_models import SHAPES, base_shape, random_base, random_block_draft, random_draft
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.batch import Batch
-from megatron_spec.config import BaseConfig, ObjectiveConfig, TrainConfig
+from megatron_spec.config import BaseConfig, BlockConfig, ObjectiveConfig, TrainConfig, presets
 from megatron_spec.data.chat import Sample
-from megatron_spec.drafts import eagle3
+from megatron_spec.drafts import dflash, eagle3
+from megatron_spec.drafts.anchors import BlockPlan
 from megatron_spec.features.ahead import FeaturesAhead
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.offline import OfflineFeatures, extract
@@ -53,19 +56,6 @@ PEAK = 990e12
 """Dense bf16 FLOP/s of one H100 SXM."""
 
 
-def standard_flops(base: BaseConfig, draft_vocab: int, captures: int, S: int, T: int) -> dict[str, float]:
-    """FLOPs per token of the plain algorithm: base forward with its head; T draft steps forward and backward."""
-    H, M, attention = base.hidden_size, base.intermediate_size, base.num_attention_heads * base.head_dim
-    qkv = attention + 2 * base.num_key_value_heads * base.head_dim
-    scores = 2 * 2 * attention * S / 2  # causal: q k and p v over S / 2 keys
-    layer = 2 * (qkv * H + attention * H + 3 * M * H)
-    draft_layer = 2 * (qkv * 2 * H + attention * H + 3 * M * H) + scores
-    return {
-        "base": base.num_layers * (layer + scores) + 2 * H * base.vocab_size,
-        "draft": T * 3 * (draft_layer + 2 * H * draft_vocab) + 3 * 2 * captures * H * H,
-    }
-
-
 def supervised_batch(config: BaseConfig, B: int, S: int, device: torch.device, share: float = 1.0) -> Batch:
     """Random tokens; the last `share` of every row is one assistant turn."""
     positions = torch.arange(S).expand(B, S).contiguous()
@@ -74,13 +64,33 @@ def supervised_batch(config: BaseConfig, B: int, S: int, device: torch.device, s
     return Batch(tokens, positions, turns, torch.zeros_like(turns)).to(device)
 
 
-def build_trainer(base: FrozenBase, world: World, draft_vocab: int, T: int, dtype: torch.dtype) -> Trainer:
+def build_trainer(draft: torch.nn.Module, base: FrozenBase, world: World, objective: ObjectiveConfig) -> Trainer:
     """The draft with its optimizer, as finetune.py builds them."""
-    draft = random_draft(base.config, world, draft_vocab, dtype)
-    train = TrainConfig(train_iters=1000, bf16=dtype == torch.bfloat16)
+    train = TrainConfig(train_iters=1000, bf16=base.dtype == torch.bfloat16)
     ddp = wrap_ddp(draft, world, train)
     optimizer, scheduler = build_optimizer(ddp, world, train)
-    return Trainer(world, ddp, optimizer, scheduler, base, ObjectiveConfig(ttt_steps=T))
+    return Trainer(world, ddp, optimizer, scheduler, base, objective)
+
+
+def new_draft(base: FrozenBase, world: World, T: int, args: argparse.Namespace) -> tuple[Any, ObjectiveConfig]:
+    """(draft as --draft asks, what it is trained for)."""
+    if args.draft == "eagle3":
+        draft = random_draft(base.config, world, args.draft_vocab_size, base.dtype)
+        return draft, ObjectiveConfig(ttt_steps=T)
+    draft = random_block_draft(base.config, world, args.draft, args.draft_layers, args.block_size, base.dtype)
+    base.capture(draft.config.capture_layer_ids)
+    return draft, presets.objective_for(draft.config, ObjectiveConfig(anchors=args.anchors))
+
+
+def flops_of(draft: Any, base: FrozenBase, objective: ObjectiveConfig, batch: Batch) -> dict[str, float]:
+    """Of one token of this batch; for block drafts counted with the anchors that are drawn from it."""
+    B, S = batch.tokens_BS.shape
+    if not isinstance(draft.config, BlockConfig):
+        captures = len(draft.config.capture_layer_ids)
+        return standard_flops(base.config, len(draft.vocab), captures, S, objective.ttt_steps)
+    plan = BlockPlan.of(batch, draft.config, objective.anchors)
+    teacher = len(plan.supervision.teacher_U) / (B * S)
+    return block_flops(base.config, draft.config, len(plan.tokens_P) // B, S, teacher)
 
 
 def offline_source(base: FrozenBase, world: World, batches: list[Batch], folder: Path | None) -> OfflineFeatures:
@@ -154,7 +164,8 @@ def shares(
     clock = Stopwatch(cuda)
     undo = [
         clock.watch(source, "features", "base"), clock.watch(eagle3, "teach", "head"),
-        clock.watch(eagle3, "head_losses", "head"), clock.watch(trainer, "_update", "optimizer"),
+        clock.watch(eagle3, "head_losses", "head"), clock.watch(dflash, "teach", "head"),
+        clock.watch(dflash, "block_losses", "head"), clock.watch(trainer, "_update", "optimizer"),
     ]  # fmt: skip
     for _ in range(repeats):
         with clock.region("step"):
@@ -200,10 +211,12 @@ def compiled_kernels() -> int:
     with contextlib.suppress(ImportError):
         from triton.runtime.jit import JITFunction
 
-        from megatron_spec.ops.kernels import branch, rows
+        from megatron_spec.ops.kernels import block, branch, rows
         from megatron_spec.ops.kernels import loss as losses
 
-        for kernel in (k for m in (losses, rows, branch) for k in vars(m).values() if isinstance(k, JITFunction)):
+        for kernel in (
+            k for m in (losses, rows, branch, block) for k in vars(m).values() if isinstance(k, JITFunction)
+        ):
             count += sum(len(cache[0]) for cache in kernel.device_caches.values())
     return count
 
@@ -211,14 +224,13 @@ def compiled_kernels() -> int:
 def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Namespace) -> dict[str, Any]:
     """Warm up, time whole steps, then take one apart."""
     cuda, B = world.device.type == "cuda", args.micro_batch_size
-    D = args.draft_vocab_size
-    trainer = build_trainer(base, world, D, T, base.dtype)
-    draft = trainer.ddp.module
+    draft, objective = new_draft(base, world, T, args)
+    trainer = build_trainer(draft, base, world, objective)
     if args.draft_fp8:
         draft.paths = draft.paths.asked_for("draft_fp8")
         draft.paths.check()
     if args.plain:
-        draft.paths = draft.paths.without("draft_fused")
+        draft.paths = draft.paths.without("draft_fused", "block_kernel")
     batches = [supervised_batch(base.config, B, S, world.device, args.supervised_share) for _ in range(2)]
     source: FeatureSource = OnlineFeatures(base)
     if args.offline:
@@ -253,7 +265,7 @@ def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Names
         times.append((time.perf_counter() - begin) / args.iters)
     after = compiled_kernels()
     seconds = statistics.median(times)
-    flops = standard_flops(base.config, D, len(base.capture_layer_ids), S, T)
+    flops = flops_of(draft, base, objective, batches[0])
     if args.offline:
         flops["base"] = 0.0
     parts = shares(step, trainer, source, cuda)
@@ -261,7 +273,7 @@ def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Names
         "tokens_per_second": B * S / seconds,
         "mfu": sum(flops.values()) * B * S / seconds / PEAK,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-        "seq_length": S, "micro_batch_size": B, "ttt_steps": T, "step_ms": seconds * 1e3,
+        "seq_length": S, "micro_batch_size": B, "ttt_steps": objective.ttt_steps, "step_ms": seconds * 1e3,
         "step_ms_all": [t * 1e3 for t in times], "first_step_s": first, "shares_ms": parts,
         "base_mfu": flops["base"] * B * S / (parts["base"] / 1e3) / PEAK if flops["base"] else None,
         "compiled_after_warmup": after - before, "loss": float(result.loss),
@@ -299,6 +311,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--offline", action="store_true", help="features from disk; MFU is that of the draft's work")
     parser.add_argument("--store", type=Path, default=None, help="folder for the features of --offline (temporary)")
     parser.add_argument("--supervised-share", type=float, default=1.0, help="share of the tokens that is supervised")
+    parser.add_argument("--draft", choices=["eagle3", "dflash", "dspark"], default="eagle3")
+    parser.add_argument("--draft-layers", type=int, default=5, help="of a block draft")
+    parser.add_argument("--block-size", type=int, default=8, help="slots of a block, the anchor included")
+    parser.add_argument("--anchors", type=int, default=512, help="blocks drawn from a sequence")
     parser.add_argument("--only", nargs="+", default=None, metavar="SxT", help="pairs such as 4096x7, instead of all")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="of the base")
     parser.add_argument("--plain", action="store_true", help="no fused unroll and no short forward of the base")
@@ -335,7 +351,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         memory = f"{entry['peak_gib']:.1f} GiB" if cuda else "-"
         parts = " ".join(f"{k} {v:.1f}" for k, v in entry["shares_ms"].items())
         print(
-            f"S={S} B={entry['micro_batch_size']} T={T}: {entry['step_ms']:.1f} ms, "
+            f"S={S} B={entry['micro_batch_size']} T={entry['ttt_steps']}: {entry['step_ms']:.1f} ms, "
             f"{entry['tokens_per_second']:.0f} tokens/s, MFU {100 * entry['mfu']:.1f} %, peak {memory}; ms: {parts}",
             flush=True,
         )
@@ -344,6 +360,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             torch.cuda.empty_cache()
     report = {
         **entries[0], "card": torch.cuda.get_device_name() if cuda else "CPU", "shape": args.shape, "plain": args.plain,
+        "draft": args.draft,
         "transformer_engine": args.transformer_engine, "base_fp8": args.base_fp8,
         "draft_fp8": args.draft_fp8, "offline": args.offline,
         "supervised_share": args.supervised_share, "versions": versions(),

@@ -139,10 +139,12 @@ def convert(
     vocab: DraftVocab | None = None, objective: ObjectiveConfig | None = None, seed: int = ConvertRun.seed,
     draft: str | Path | None = None, mtp_from_base: bool = False,
 ) -> SpecModel:  # fmt: skip
-    """Freeze a loaded megatron-core GPTModel and give it a draft: fresh, from a folder, or the base's own module.
+    """Freeze a loaded megatron-core model and give it a draft: fresh, from a folder, or the base's own module.
 
     Args:
-        model: GPTModel, or the list of model chunks Megatron passes around (of length one), or a `FrozenBase`.
+        model: GPTModel, or HybridModel of attention and MLP layers in pairs, or the list of model chunks that Megatron
+            passes around (of length one), or a `FrozenBase`. Layers are counted as those of a GPTModel: layer i of a
+            HybridModel is its pair 2i, 2i + 1.
         drafts: one pair (kind, configuration). Kind: any algorithm ('eagle3', 'eagle1', 'medusa', 'dflash', ...), or
             'eagle', whose algorithm may stand among the overrides; configuration: that of the kind (`EagleConfig`,
             `MedusaConfig`, `BlockConfig`), a dictionary of overrides, or None.
@@ -198,7 +200,7 @@ def _frozen(model: Any, reference: BaseReference, world: World, config: DraftCon
                 f"{list(config.capture_layer_ids)}: load the base with those"
             )
         return model
-    return FrozenBase.from_gpt_model(model, reference.config, world, config.capture_layer_ids)
+    return FrozenBase.wrap(model, reference.config, world, config.capture_layer_ids)
 
 
 def save(model: SpecModel, folder: str | Path, *, iteration: int = 0, optimizer: Any = None, keep: int = 0) -> Path:

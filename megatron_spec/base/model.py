@@ -10,15 +10,15 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from megatron_spec.base import placement, relay
+from megatron_spec.base.core_model import CoreModel, core_model, stage_counts, unwrapped
 from megatron_spec.base.direct import DirectForward
 from megatron_spec.base.modules import CoreAttention
 from megatron_spec.base.spec import block_spec, check_transformer_engine
-from megatron_spec.base.stage import GptStage
+from megatron_spec.base.stage import CoreStage
 from megatron_spec.batch import Batch
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.families.names import padded_vocab
@@ -49,23 +49,7 @@ def record_outputs(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
             handle.remove()
 
 
-def _unwrapped(gpt: Any) -> GPTModel:
-    """The GPTModel inside wrappers, or inside a list of one."""
-    chunks = gpt if isinstance(gpt, list) else [gpt]
-    if len(chunks) != 1:
-        raise UserError(
-            f"found {len(chunks)} model chunks (interleaved pipeline), expected one: build the base without "
-            "virtual pipeline stages"
-        )
-    model = chunks[0]
-    while not isinstance(model, GPTModel) and hasattr(model, "module"):
-        model = model.module
-    if not isinstance(model, GPTModel):
-        raise UserError(f"found {type(model).__name__}, expected megatron-core's GPTModel (or a list of one)")
-    return model
-
-
-class FrozenBase(GptStage):
+class FrozenBase(CoreStage):
     """One pipeline stage of the base, frozen.
 
     Attributes:
@@ -74,10 +58,10 @@ class FrozenBase(GptStage):
     """
 
     def __init__(
-        self, config: BaseConfig, world: World, gpt: GPTModel, stages: list[placement.Stage], dtype: torch.dtype,
+        self, config: BaseConfig, world: World, core: CoreModel, stages: list[placement.Stage], dtype: torch.dtype,
         paths: Paths | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(config, world, gpt, stages, dtype)
+        super().__init__(config, world, core, stages, dtype)
         self.reference: Any = None  # `BaseReference` of a base loaded from disk
         self.quantised_on_disk = False
         """True if the base's files are in fp8 and bring their own activation ranges, so calibration is not needed."""
@@ -88,11 +72,10 @@ class FrozenBase(GptStage):
         longrope = config.rope.type == "longrope"
         long = inverse_frequencies(config.rope, rotary, world.device, long=True) if longrope else None
         self.register_buffer("inv_freq_long", long, persistent=False)
-        self.attentions = [
-            core for _, layer in self.layers() if isinstance(core := layer.self_attention.core_attention, CoreAttention)
-        ]
-        for index, core in enumerate(self.attentions):
-            core.cache_layer = index
+        candidates = [layer.self_attention.core_attention for _, layer in self.layers()]
+        self.attentions = [attention for attention in candidates if isinstance(attention, CoreAttention)]
+        for index, attention in enumerate(self.attentions):
+            attention.cache_layer = index
         name = str(dtype).removeprefix("torch.")
         self.paths = paths or Paths(Setting(platform.machine(), name, world.parallel, config))
         self.direct = self._direct_forward()
@@ -139,7 +122,7 @@ class FrozenBase(GptStage):
             position_embedding_type="none",  # angles come from ops.rope, for arbitrary positions
             pg_collection=world.base_groups,
         )
-        base = cls(config, world, gpt, stages, dtype, paths)
+        base = cls(config, world, core_model(gpt), stages, dtype, paths)
         for parameter in base.parameters():
             parameter.data.fill_(float("nan"))
         return base
@@ -151,38 +134,37 @@ class FrozenBase(GptStage):
         self.stage, self.capture_layer_ids = stages[self.world.pp_rank], stages[-1].captures_out
 
     @classmethod
-    def from_gpt_model(cls, gpt: Any, config: BaseConfig, world: World, capture_layer_ids: Sequence[int]) -> FrozenBase:
-        """Wrap a GPTModel (or a list of one chunk) that is already built and loaded, on every rank of `world`.
+    def wrap(cls, given: Any, config: BaseConfig, world: World, capture_layer_ids: Sequence[int]) -> FrozenBase:
+        """Wrap a GPTModel or HybridModel (or a list of one chunk) that is built and loaded, on every rank of `world`.
 
         It keeps its own attention, so it serves causal training batches only: no packed documents, no KV cache.
 
         Raises:
-            UserError: more than one model chunk, longrope, or capture ids that do not fit.
+            UserError: more than one model chunk; layers of a HybridModel that are neither attention nor MLP or do not
+                pair up; another depth than the configuration's; longrope; or capture ids that do not fit.
         """
         layouts.check("wrap", world.parallel)
         if config.rope.longest_short is not None:
-            raise UserError("a wrapped GPTModel chooses longrope's frequencies per batch: load the base with load_base")
-        model = _unwrapped(gpt)
-        counts: list[Any] = [None] * world.pp_size
-        dist.all_gather_object(counts, len(model.decoder.layers), group=world.pp)
+            raise UserError("a wrapped model chooses longrope's frequencies per batch: load the base with load_base")
+        model = unwrapped(given)
+        counts = stage_counts(model, config.num_layers, world.pp)
         placement.check_captures(config.num_layers, capture_layer_ids)
         stages = placement.stages_from_counts(counts, capture_layer_ids)
-        base = cls(config, world, model, stages, next(model.parameters()).dtype)
+        base = cls(config, world, core_model(model), stages, next(model.parameters()).dtype)
         base.share_ends()
         return base
 
     def _direct_forward(self) -> DirectForward | None:
-        fused = any("layer_norm_weight" in name for name, _ in self.gpt.named_parameters())
+        fused = any("layer_norm_weight" in name for name in self.core.weights())
         if fused or len(self.attentions) != self.stage.count or not self.paths.on("base_direct"):
             return None
-        decoder = self.gpt.decoder
-        final_norm = decoder.final_layernorm.weight if self.world.is_last_stage else None
-        return DirectForward(self.config, list(decoder.layers), final_norm, self.world.tp, self.paths)
+        final_norm = self.core.final_norm.weight if self.world.is_last_stage else None
+        return DirectForward(self.config, self.core.layers, final_norm, self.world.tp, self.paths)
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """Empty cache for the layers and key/value heads of this rank."""
         if len(self.attentions) != self.stage.count:
-            raise UserError("a wrapped GPTModel keeps its own attention and cannot decode with a cache: use load_base")
+            raise UserError("a wrapped model keeps its own attention and cannot decode with a cache: use load_base")
         config, world = self.config, self.world
         heads = max(1, config.num_key_value_heads // world.tp_size)
         return KVCache(
@@ -216,7 +198,7 @@ class FrozenBase(GptStage):
             return rotary_angles(batch.local(batch.positions_BS), self._frequencies(batch, visibility))
         if not visibility.is_causal:
             raise UserError(
-                "a wrapped GPTModel keeps its own causal attention and cannot run packed documents, context "
+                "a wrapped model keeps its own causal attention and cannot run packed documents, context "
                 "parallelism or a cache: load the base with load_base, or give one document per row"
             )
         # Fused kernels expect one row of angles for the whole batch.
@@ -240,7 +222,6 @@ class FrozenBase(GptStage):
             hidden = self.embed(batch.local(batch.tokens_BS))
         else:
             hidden, captures = relay.split(relayed, self.config.hidden_size)
-        decoder = self.gpt.decoder
         direct = self.direct
         if direct is not None and direct.can_run(visibility):
             wanted = [i - self.stage.first for i in self.stage.captures_own]
@@ -250,8 +231,9 @@ class FrozenBase(GptStage):
             return hidden, captures + recorded
         if direct is not None and direct.operators.weights_released:
             raise UserError("a base in fp8 serves training batches only: it has no weights for decoding or quantisers")
-        captured = [decoder.layers[i - self.stage.first] for i in self.stage.captures_own]
-        if not self.gpt.pre_process:
+        captured = [self.core.outputs[i - self.stage.first] for i in self.stage.captures_own]
+        decoder = self.model.decoder
+        if not self.model.pre_process:
             decoder.set_input_tensor(hidden)
         own_layers = len(self.attentions) == self.stage.count  # they never request the device "cuda" by name
         calls = platform.direct() if own_layers else nullcontext()

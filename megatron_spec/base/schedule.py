@@ -31,14 +31,14 @@ class _ScheduledStage:
 
     def __init__(self, base: FrozenBase) -> None:
         self.base = base
-        self.model_type = base.gpt.model_type
+        self.model_type = base.model.model_type
         self.config = self._forward_config(base)
         self.input_tensor: Tensor | None = None
 
     @staticmethod
     def _forward_config(base: FrozenBase) -> Any:
         # A copy: a wrapped model may belong to a training loop with its own hooks.
-        config = copy.copy(base.gpt.config)
+        config = copy.copy(base.model.config)
         for name in ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "timers"):
             setattr(config, name, None)
         config.pipeline_dtype = base.dtype
@@ -48,7 +48,7 @@ class _ScheduledStage:
         return config
 
     def exchange_shapes(self) -> None:
-        """Let stages send the shape of every micro-batch, for micro-batches of different lengths."""
+        """Let stages send the shape of every tensor before it, for micro-batches of different lengths."""
         self.config.variable_seq_lengths = True
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
@@ -96,9 +96,11 @@ def run_base(base: FrozenBase, batches: list[Batch], visibilities: list[Visibili
     B, S = batches[0].tokens_BS.shape
     visibilities = visibilities if visibilities is not None else [Visibility.of(batch) for batch in batches]
     stage, world = _ScheduledStage(base), base.world
+    adjust = None
     if any(batch.tokens_BS.shape != (B, S) for batch in batches):
         stage.exchange_shapes()
-    adjust = relay.shapes_adjuster(len(base.stage.captures_in), len(base.stage.captures_out))
+    elif world.pp_size > 1:
+        adjust = relay.shapes_adjuster(len(base.stage.captures_in), len(base.stage.captures_out))
     results: list[Result] = get_forward_backward_func()(
         forward_step_func=stage.step,
         data_iterator=iter(list(zip(batches, visibilities, strict=True))),
@@ -108,7 +110,7 @@ def run_base(base: FrozenBase, batches: list[Batch], visibilities: list[Visibili
         micro_batch_size=B,
         forward_only=True,
         collect_non_loss_data=True,
-        adjust_tensor_shapes_fn=adjust if world.pp_size > 1 else None,
+        adjust_tensor_shapes_fn=adjust,
     )
     return results
 

@@ -1,7 +1,7 @@
-"""What a pipeline stage of the frozen base holds: layers, linears and weights of megatron-core's GPTModel.
+"""What a pipeline stage of the frozen base holds: layers, linears and weights of a megatron-core model.
 
-Only this module, `model.py` and `spec.py` depend on GPTModel, so another base class can be added beside it: other
-packages read a base through `layers`, `linears`, `weights` and `sharded_weights`.
+Only this module, `core_model.py`, `model.py` and `spec.py` depend on megatron-core's model classes: other packages read
+a base through `layers`, `linears`, `weights` and `sharded_weights`.
 
 H hidden, V padded vocabulary, TP tensor parallel size.
 """
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
 from megatron_spec.base import placement
+from megatron_spec.base.core_model import CoreModel
 from megatron_spec.base.ends import Ends
 from megatron_spec.base.modules import ReplicatedLinear
 from megatron_spec.base.spec import own_name
@@ -29,40 +29,41 @@ from megatron_spec.runtime.distributed import World
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
-class GptStage(Ends):
+class CoreStage(Ends):
     """Weights of this stage, and embedding and head on every stage.
 
     Attributes:
-        gpt: megatron-core's GPTModel of this stage.
+        core: megatron-core's model of this stage, as transformer layers.
+        model: the model itself.
         stage: what this stage holds, receives and sends.
         stage_counts: layers of every stage.
         capture_layer_ids: layers whose outputs are captured, global, from 0.
     """
 
     def __init__(
-        self, config: BaseConfig, world: World, gpt: GPTModel, stages: list[placement.Stage], dtype: torch.dtype
+        self, config: BaseConfig, world: World, core: CoreModel, stages: list[placement.Stage], dtype: torch.dtype
     ) -> None:
         super().__init__(config, world, dtype)
-        self.gpt = gpt
+        self.core, self.model = core, core.model
         self.stage = stages[world.pp_rank]
         self.capture_layer_ids = stages[-1].captures_out
         self.stage_counts = [stage.count for stage in stages]
         # Stages without embedding or head get a copy of its shard; a tied head is the embedding itself.
-        rows = gpt.vocab_size // world.tp_size
-        self.embedding_copy = None if gpt.pre_process else self.new_end(rows)
-        self.head_copy = None if gpt.post_process or config.tie_word_embeddings else self.new_end(rows)
+        rows = self.model.vocab_size // world.tp_size
+        self.embedding_copy = None if self.model.pre_process else self.new_end(rows)
+        self.head_copy = None if self.model.post_process or config.tie_word_embeddings else self.new_end(rows)
 
     @property
     def embedding_weight(self) -> Tensor:
         """[V / TP, H] this rank's rows of the embedding."""
-        return self.gpt.embedding.word_embeddings.weight if self.embedding_copy is None else self.embedding_copy
+        return self.model.embedding.word_embeddings.weight if self.embedding_copy is None else self.embedding_copy
 
     @property
     def head_weight(self) -> Tensor:
         """[V / TP, H] this rank's rows of the head; rows past the true vocabulary are padding."""
         if self.config.tie_word_embeddings:
             return self.embedding_weight
-        return self.gpt.output_layer.weight if self.head_copy is None else self.head_copy
+        return self.model.output_layer.weight if self.head_copy is None else self.head_copy
 
     @torch.no_grad()
     def share_ends(self) -> None:
@@ -73,12 +74,12 @@ class GptStage(Ends):
         dist.broadcast(self.embedding_weight.data, ranks[0], group=self.world.pp)
         if not self.config.tie_word_embeddings:
             dist.broadcast(self.head_weight.data, ranks[-1], group=self.world.pp)
-        elif self.gpt.post_process and not self.gpt.pre_process:
-            self.gpt.output_layer.weight.data.copy_(self.embedding_weight)
+        elif self.model.post_process and not self.model.pre_process:
+            self.model.output_layer.weight.data.copy_(self.embedding_weight)
 
     def layers(self) -> Iterator[tuple[int, Any]]:
         """(number in the complete base, layer) for each layer of this stage."""
-        return enumerate(self.gpt.decoder.layers, self.stage.first)
+        return enumerate(self.core.layers, self.stage.first)
 
     def linears(self) -> Iterator[tuple[str, Any]]:
         """(name, linear) of this stage. Names are the same in every parallel layout: "layers.3.mlp.linear_fc1"."""
@@ -91,7 +92,7 @@ class GptStage(Ends):
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Parameters of this stage, under the names that `families.names` gives them."""
-        return {own_name(name): parameter for name, parameter in self.gpt.named_parameters()}
+        return {own_name(name): parameter for name, parameter in self.core.weights().items()}
 
     def sharded_weights(self, prefix: str, numbered: bool) -> dict[str, tuple[nn.Parameter, Any]]:
         """name -> (parameter, megatron-core's ShardedTensor: its place in a distributed checkpoint).
@@ -101,12 +102,12 @@ class GptStage(Ends):
             numbered: layers are stored one by one, not stacked.
         """
         metadata = {"non_homogeneous_layers": True} if numbered else None
-        state = self.gpt.sharded_state_dict(prefix=prefix, metadata=metadata)
-        return {name: (parameter, state[prefix + name]) for name, parameter in self.gpt.named_parameters()}
+        state = self.model.sharded_state_dict(prefix=prefix, metadata=metadata)
+        return {name: (parameter, state[prefix + name]) for name, parameter in self.model.named_parameters()}
 
     def normed(self, state_SBH: Tensor) -> Tensor:
         """The state after the final norm (last stage)."""
-        out: Tensor = self.gpt.decoder.final_layernorm(state_SBH)
+        out: Tensor = self.core.final_norm(state_SBH)
         return out
 
     @property

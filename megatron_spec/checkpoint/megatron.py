@@ -1,5 +1,8 @@
 """Read a base from a megatron-core distributed checkpoint of any layout, from local or Transformer Engine layers.
 
+The checkpoint may be that of a GPTModel or of a HybridModel whose attention and MLP layers pair up; both fill the same
+base.
+
 The arguments and tensors are read with safe loaders, but torch's reader of distributed checkpoints unpickles the file
 `.metadata` without restrictions: only load Megatron folders from sources you trust.
 """
@@ -21,6 +24,7 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.spec import FUSED_NORMS, own_name
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.families import name_rules, parse_base_config
+from megatron_spec.families.hybrid import gpt_name, stored_pattern, transformer_layers
 from megatron_spec.families.megatron_args import config_from_args
 from megatron_spec.families.names import NameRule
 from megatron_spec.runtime.distributed import World
@@ -88,7 +92,7 @@ def _readable(config: BaseConfig, path: Path) -> BaseConfig:
 
 
 class _Stored:
-    """Names and shapes of the tensors in a checkpoint."""
+    """Shapes of the tensors in a checkpoint, under the names of a GPTModel."""
 
     def __init__(self, folder: Path, config: BaseConfig) -> None:
         self.folder, self.config = folder, config
@@ -98,12 +102,26 @@ class _Stored:
         found = [prefix for prefix in _PREFIXES if prefix + embedding in self.shapes]
         if not found:
             raise UserError(
-                f"{folder}: found no {embedding}, expected a GPTModel's checkpoint (it holds "
+                f"{folder}: found no {embedding}, expected the checkpoint of a GPTModel or HybridModel (it holds "
                 f"{', '.join(sorted(self.shapes)[:5])}, ...)"
             )
         self.prefix = found[0]
+        self._hybrid_keys = self._of_hybrid_model()
+        self.shapes = {name: self.shapes[key] for name, key in self._hybrid_keys.items()} or self.shapes
         self.vocab_rows = self.shapes[self.prefix + embedding][0]
         self.numbered = any(re.match(re.escape(self.prefix) + r"decoder\.layers\.\d+\.", key) for key in self.shapes)
+
+    def _of_hybrid_model(self) -> dict[str, str]:
+        """Name in a GPTModel -> key, in the checkpoint of a HybridModel; empty for a GPTModel's."""
+        own = {key.removeprefix(self.prefix): key for key in self.shapes}
+        if "decoder.final_norm.weight" not in own:
+            return {}
+        transformer_layers(stored_pattern(own), str(self.folder))
+        return {self.prefix + gpt_name(name): key for name, key in own.items()}
+
+    def on_disk(self, name: str) -> str:
+        """Key of a tensor in the checkpoint."""
+        return self._hybrid_keys.get(name, name)
 
     def key(self, rule: NameRule) -> str:
         """Key of the stored tensor that contains a parameter: one for all layers, unless numbered, and all experts."""
@@ -123,7 +141,9 @@ class _Stored:
         keys = {self.key(rule) for rule in name_rules(self.config)}
         ours = tuple(self.prefix + part for part in _PARTS)
         problems = [f"missing {key}" for key in sorted(keys - self.shapes.keys())]
-        problems += [f"unexpected {key}" for key in sorted(self.shapes) if key.startswith(ours) and key not in keys]
+        problems += [
+            f"unexpected {self.on_disk(key)}" for key in sorted(self.shapes) if key.startswith(ours) and key not in keys
+        ]
         norm = self.prefix + "decoder.layers." + FUSED_NORMS["input_layernorm."] + "weight"
         wanted = (self.config.num_layers, self.config.hidden_size)
         if norm in self.shapes and self.shapes[norm] != wanted:
@@ -158,7 +178,7 @@ def load_megatron(base: FrozenBase, folder: Path) -> None:
     stored = _Stored(folder, base.config)
     weights = base.sharded_weights(stored.prefix, stored.numbered)
     for _, tensor in weights.values():
-        tensor.key = stored.spelling(tensor.key)
+        tensor.key = stored.on_disk(stored.spelling(tensor.key))
     loaded = _load({name: tensor for name, (_, tensor) in weights.items()}, folder)
     for name, (parameter, _) in weights.items():
         parameter.copy_(loaded[name])

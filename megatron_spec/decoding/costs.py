@@ -1,4 +1,4 @@
-"""Where the time of decoding goes: seconds of every phase of every step."""
+"""Time of every phase of every decoding step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 @dataclass
 class Costs:
-    """Seconds of every run of each phase; waiting for the device around each phase costs some time."""
+    """Seconds of each run of each phase. Synchronises with the device around each phase, which costs some time."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
@@ -25,12 +25,12 @@ class Costs:
         self.seconds.setdefault(name, []).append(now() - start)
 
     def typical(self, name: str) -> float:
-        """Median seconds of a run of a phase (first runs of a shape are slow); 0 for one that never ran."""
+        """Median seconds per run of a phase (the first runs of a shape are slow); 0 if it never ran."""
         return statistics.median(self.seconds.get(name, [0.0]))
 
 
 class NoCosts(Costs):
-    """Measures nothing: no device synchronisation."""
+    """Measures nothing and does not synchronise."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -39,7 +39,7 @@ class NoCosts(Costs):
 
 
 def now() -> float:
-    """Wall clock, when everything asked of the device is done."""
+    """`time.perf_counter` after a device synchronisation."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,25 +1,25 @@
-"""Decoding with the frozen base: plain, or speculative with a drafter. One loop serves both.
+"""Decoding with the frozen base, plain or speculative. One loop serves both.
 
-In every step the base reads, for each running sequence, its last known token and the drafted ones, a chain or a tree
-(none without a drafter). The verified ones (verify.py) and one token of the base's own are added. At temperature 0 the
-text is the base's greedy text. At a higher temperature it has the base's distribution, and unless rejection sampling is
-asked for, it is even the text that the base alone draws from the same numbers.
+In each step the base reads, for every running sequence, the last known token and the proposal (a chain, a tree, or
+nothing without a drafter) and emits the accepted path and the bonus token (verify.py). With lossless acceptance, the
+text at temperature 0 is the base's greedy text; at higher temperatures it follows the base's distribution and, without
+rejection sampling, is the very text that the base alone samples from the same random numbers.
 
-Sequences of different lengths run side by side: caches are addressed by slot, so rejected tokens need no clean-up: they
-are never visible and soon overwritten. Nodes of a tree have the slots after the text, and the accepted path closes up.
-Running sequences occupy the first rows of every cache; when one ends, the last running row replaces it, and waiting
-prompts are prefilled into the free rows after the running ones.
+Sequences of different lengths run side by side. Caches are addressed by slot: rejected tokens are never visible and
+soon overwritten, so they need no clean-up. Tree nodes take the slots after the text, and the accepted path is compacted
+to the first of them. Running sequences occupy the first rows of every cache; when one finishes, the last running row
+replaces it, and waiting prompts are prefilled into the free rows after the running ones.
 
-This file holds the host's half: which prompt runs in which row, how much is drafted, what each answer is. The device's
-half (step.py, rows.py) depends on nothing that the host knows, so on one GPU a step runs from CUDA graphs (replay.py);
-there is one device synchronisation a step, for a table of what was emitted. Rows after the running ones may then be
-computed too; they stay inside their cache, and what they hold is overwritten before it is seen.
+This file is the host side: which prompt runs in which row, how much is drafted, the answers. The device side (step.py,
+rows.py) depends on nothing that the host knows, so on one GPU a step replays CUDA graphs (replay.py). One device
+synchronisation per step reads the table of emitted tokens. Replayed steps may compute rows after the running ones, as
+padding; these write only to their own cache rows, and what they write is overwritten before it is visible.
 
-A base with longrope reads short and long texts with other frequencies (ops/rope.py): a sequence that grows past the
-boundary ends there for its row, and waits to be read again as a longer prompt.
+A base with longrope has different frequencies for short and long texts (ops/rope.py): a sequence that grows past the
+boundary leaves its row and is prefilled again as a longer prompt.
 
-Data-parallel ranks know nothing of each other. B rows, S rows of one forward, N draft nodes, P rows of an
-accepted path, H hidden size.
+Data-parallel ranks decode independently. B rows, S rows of one forward, N draft nodes, P rows of an accepted path,
+H hidden size.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ from megatron_spec.decoding.verify import Drafted
 from megatron_spec.ops.visibility import Visibility
 
 PREFILL_TOKENS = 16384
-"""Most prompt tokens (padding included) that one prefill forward reads: bounds its memory."""
+"""Maximum number of prompt tokens (padding included) per prefill forward: bounds its memory."""
 
 SHORT_PROMPT = 256
-"""Prompts up to this many tokens share one cache with each other."""
+"""Prompts of up to this many tokens are grouped in one cache."""
 
 
 @dataclass
 class Generation:
-    """What came of one prompt.
+    """The answer to one prompt, with statistics.
 
     Attributes:
-        tokens: the answer, the stop token included when there is one.
-        stopped: True when it ended with a stop token, False when it was cut by max_new_tokens or the context limit.
-        num_base_forwards: base forwards this sequence took part in, the prefill included.
-        accepted_lengths: per verification step, the tokens emitted less one. A draft token that ends the text counts
-            as the base's own token (which would have been the same), so that always
-            len(tokens) == 1 + sum(accepted_lengths) + len(accepted_lengths). Empty without a drafter.
-        drafted_lengths: per verification step, the draft tokens of a path that could have counted (the depth of a
-            tree): those after a token that ends the text are as if never proposed.
-        drafted_steps: verification steps in which anything was proposed.
-        accepted_after_end: draft tokens accepted after the token that ends the text. Engines count them, too.
+        tokens: the answer, including the stop token if there is one.
+        stopped: True if it ended with a stop token, False if it was truncated by max_new_tokens or the context limit.
+        num_base_forwards: base forwards this sequence took part in, including the prefill.
+        accepted_lengths: tokens emitted minus one, per verification. A draft token that ends the text counts as the
+            bonus token, so len(tokens) == 1 + sum(accepted_lengths) + len(accepted_lengths) always holds. Empty
+            without a drafter.
+        drafted_lengths: draft tokens per verification along a path (the depth of a tree); those after a token that
+            ends the text do not count.
+        drafted_steps: verifications with at least one draft token.
+        accepted_after_end: draft tokens accepted after the token that ends the text. Serving engines count these, too.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -78,10 +78,10 @@ class Generation:
     accepted_after_end: int = 0
 
     def add(self, outcome: Outcome, verified: bool) -> None:
-        """Take in what a step did.
+        """Add the outcome of a step.
 
         Args:
-            verified: the step verified drafts.
+            verified: the step was a verification.
         """
         emitted = outcome.emitted
         self.tokens += outcome.tokens[:emitted]
@@ -111,12 +111,12 @@ def decode(
     Args:
         prompts: token ids, not empty, shorter than the base's max_position_embeddings.
         stop_ids: tokens that end an answer.
-        draft: a draft model, a second base model or a Drafter; None drafts by config.decoding_type, or not at all.
-        progress: called with (answers done, answers in all) for every answer.
-        seeds: one per prompt for temperature > 0; config.seed + the prompt's index otherwise.
-        costs: where the time of each phase is kept.
-        recorder: of CUDA graphs; default: where they pay, unless config.cuda_graphs is off.
-        stop: asked before every step; True, on all model parallel ranks alike, ends it with the answers that are ready.
+        draft: a draft model, a second base model or a Drafter; None: the drafter of config.decoding_type, if any.
+        progress: called with (finished answers, all answers) after every answer.
+        seeds: one per prompt, for temperature > 0; default: config.seed + the prompt's index.
+        costs: collects the time of each phase.
+        recorder: records CUDA graphs; default: used if they are available, unless config.cuda_graphs is off.
+        stop: called before every step; True, on all model parallel ranks alike, ends decoding; finished answers count.
 
     Raises:
         UserError: an empty or too long prompt, or a base under sequence parallelism.
@@ -141,7 +141,7 @@ def decode_stream(
     recorder: Recorder | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Iterator[tuple[int, Generation]]:
-    """`decode`, yielding (index of the prompt, answer) as answers end."""
+    """`decode`, yielding (index of the prompt, answer) as answers finish."""
     _check(base, prompts)
     drafter, stop_ids = build_drafter(draft, base, config), set(stop_ids)
     seeds = seeds if seeds is not None else [config.seed + i for i in range(len(prompts))]
@@ -154,7 +154,8 @@ def decode_stream(
 
 
 def _groups(prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Indices, longest prompts first, cut where prompts are less than half as long: caches are sized by the longest."""
+    """Indices of prompts, longest first. A group's prompts are at least half as long as its longest, which sizes the
+    caches."""
     group: list[int] = []
     for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
         if group and 2 * max(len(prompts[i]), SHORT_PROMPT) < len(prompts[group[0]]):
@@ -167,7 +168,7 @@ def _groups(prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
 
 def _check(base: FrozenBase, prompts: Sequence[Sequence[int]]) -> None:
     if base.world.parallel.sequence_parallel:
-        raise UserError("decoding: found sequence parallelism, which one token cannot use: drop --sequence-parallel")
+        raise UserError("decoding: sequence parallelism is not supported: drop --sequence-parallel")
     limit = base.config.max_position_embeddings
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) < limit:
@@ -179,7 +180,7 @@ def _check(base: FrozenBase, prompts: Sequence[Sequence[int]]) -> None:
 
 @torch.inference_mode()
 def two_best(base: FrozenBase, tokens: Sequence[int]) -> tuple[list[float], list[int]]:
-    """Values and ids of the two largest logits that follow `tokens`, read in one forward without a cache.
+    """Values and ids of the two largest logits after `tokens`, from one forward without a cache.
 
     Collective over the model parallel ranks.
     """
@@ -194,13 +195,13 @@ def two_best(base: FrozenBase, tokens: Sequence[int]) -> tuple[list[float], list
 
 @dataclass
 class _Sequence:
-    """A running sequence as the host knows it.
+    """The host's record of a running sequence.
 
     Attributes:
-        index: of the prompt.
+        index: index of the prompt.
         generation: the answer so far.
-        length, limit: known tokens, and most tokens in this row.
-        automaton: of the text, where a lookup proposes in addition to the draft.
+        length, limit: number of known tokens, and its maximum in this row.
+        automaton: suffix automaton of the text, if a lookup proposes in addition to the draft.
     """
 
     index: int
@@ -211,7 +212,7 @@ class _Sequence:
 
 
 class _Engine:
-    """The host's half of one call of `decode`: rows 0..running-1 of every tensor are in use."""
+    """Host side of one `decode` call: rows 0..running-1 of every tensor are in use."""
 
     def __init__(
         self, base: FrozenBase, prompts: Sequence[Sequence[int]], group: list[int], config: DecodeConfig,
@@ -219,10 +220,10 @@ class _Engine:
     ) -> None:  # fmt: skip
         self.base, self.prompts, self.config, self.drafter, self.seeds = base, prompts, config, drafter, seeds
         self.costs, self.replays = costs, replays
-        self.waiting = group  # longest first: neighbours in a batch have similar lengths
-        self.running: list[_Sequence] = []  # one for each row in use
-        self.begun: dict[int, Generation] = {}  # answers that wait to be read again
-        self.ended: list[tuple[int, Generation]] = []
+        self.waiting = group  # longest first, so that the prompts of a batch have similar lengths
+        self.running: list[_Sequence] = []  # one per row in use
+        self.requeued: dict[int, Generation] = {}  # unfinished answers that wait for another prefill
+        self.finished: list[tuple[int, Generation]] = []
         self.draft_len = config.max_draft_len if drafter else 0
         self.count = count = min(config.batch_size, len(group))
         self.nodes = max(drafter.max_nodes(self.draft_len), self.draft_len) if drafter else 0
@@ -240,10 +241,10 @@ class _Engine:
 
     def _text(self, i: int) -> list[int]:
         """Prompt i and the answer so far."""
-        return [*self.prompts[i], *(self.begun[i].tokens if i in self.begun else ())]
+        return [*self.prompts[i], *(self.requeued[i].tokens if i in self.requeued else ())]
 
     def _row_limit(self, i: int) -> int:
-        """Most tokens of prompt i and its answer that a row can hold before it is read again."""
+        """Maximum length of prompt i with its answer in one row: its limit, or longrope's boundary."""
         short = self.base.config.rope.longest_short
         return self._limit(i) if short is None or len(self._text(i)) > short else min(self._limit(i), short + 1)
 
@@ -251,19 +252,19 @@ class _Engine:
         return -(-needed // self.key_step) * self.key_step
 
     def run(self, stop: Callable[[], bool]) -> Iterator[tuple[int, Generation]]:
-        """Yield answers as they end."""
+        """Yield answers as they finish."""
         while (self.running or self.waiting) and not stop():
             free = self.count - len(self.running)
-            # A prefill of few prompts costs nearly as much as a step: wait for a quarter of the rows.
+            # A prefill of few prompts costs nearly as much as a step: wait until a quarter of the rows is free.
             if self.waiting and (not self.running or free * 4 >= self.count):
                 self._prefill(free)
             else:
                 self._verify()
-            yield from self.ended
-            self.ended = []
+            yield from self.finished
+            self.finished = []
 
     def _prefill(self, free: int) -> None:
-        """Read waiting prompts into the free rows and emit their first tokens."""
+        """Prefill waiting prompts into the free rows and emit their first tokens."""
         widest = len(self._text(self.waiting[0]))
         count = max(1, min(free, PREFILL_TOKENS // widest, len(self.waiting)))
         taken, self.waiting = self.waiting[:count], self.waiting[count:]
@@ -276,16 +277,16 @@ class _Engine:
             self.drafter.observe(step.seen)
         for i, text, limit in zip(taken, texts, limits, strict=True):
             automaton = self._automaton(i)
-            generation = self.begun.pop(i) if i in self.begun else Generation()
+            generation = self.requeued.pop(i) if i in self.requeued else Generation()
             self.running.append(_Sequence(i, generation, len(text), limit, automaton))
-        self._book(first, read_outcomes(step.table_BX, count), verified=False)
+        self._update(first, read_outcomes(step.table_BX, count), verified=False)
 
     def _automaton(self, i: int) -> SuffixAutomaton | None:
-        beside = self.drafter is not None and self.config.sa_threshold is not None
-        return SuffixAutomaton(self._text(i)) if beside else None
+        lookup = self.drafter is not None and self.config.sa_threshold is not None
+        return SuffixAutomaton(self._text(i)) if lookup else None
 
-    def _looked_up(self, drafted: Drafted) -> Drafted:
-        """What followed a match replaces the draft's tokens where the match is long enough."""
+    def _with_lookup(self, drafted: Drafted) -> Drafted:
+        """Replace the draft's tokens by the continuation of a match that is long enough."""
         count, threshold = drafted.tokens_BN.shape[1], self.config.sa_threshold or 0
         found = [
             s.automaton.propose(min(count, s.limit - s.length - 1), threshold=threshold) if s.automaton else []
@@ -294,10 +295,10 @@ class _Engine:
         return replaced(drafted, found) if any(found) else drafted
 
     def _draft(self, batch: int) -> Drafted:
-        """What is proposed for rows 0 .. batch - 1."""
+        """Proposals for rows 0 .. batch - 1."""
         count = min(self.draft_len, max(s.limit - s.length for s in self.running) - 1)
         if self.replays.active:
-            count = self.draft_len  # one shape; nodes that no sequence may still grow do not count
+            count = self.draft_len  # one shape; nodes past a sequence's limit are invalid
         if count == 0 or self.drafter is None:
             nothing_BN = self.rows.tokens_BL.new_empty(batch, 0)
             return Drafted(nothing_BN, nothing_BN.bool(), None, 0)
@@ -315,25 +316,25 @@ class _Engine:
         return filled
 
     def _verify(self) -> None:
-        """One step of every running sequence. Only reading the table synchronises with the device."""
+        """One step for all running sequences. Only reading the table synchronises with the device."""
         running = len(self.running)
         batch = padded_rows(running, self.count) if self.replays.active else running
         with self.costs.phase("draft"):
             drafted = self._draft(batch)
             if self.config.sa_threshold is not None:
-                drafted = self._looked_up(drafted)
+                drafted = self._with_lookup(drafted)
         key_slots = self._key_slots(max(s.length for s in self.running) + drafted.tokens_BN.shape[1])
         name = ("base", batch, key_slots, drafted.depth)
         with self.costs.phase("base"):
-            step = self.replays.run(name, lambda given: self.device.judged(batch, key_slots, given), drafted)
+            step = self.replays.run(name, lambda given: self.device.verify(batch, key_slots, given), drafted)
             outcomes = read_outcomes(step.table_BX, running)
         if self.drafter:
             with self.costs.phase("observe"):
                 self._observe(step.seen, 1 + max(outcome.accepted for outcome in outcomes))
-        self._book(0, outcomes, verified=self.drafter is not None)
+        self._update(0, outcomes, verified=self.drafter is not None)
 
     def _observe(self, seen: Observation, longest: int) -> None:
-        """Args: longest: most rows of a sequence that are final."""
+        """Args: longest: maximum number of final rows of a sequence."""
         assert self.drafter is not None
         if self.drafter.fixed_shapes and self.replays.active:
             self.replays.run(("observe", seen.key_slots), self.drafter.observe, seen)
@@ -344,29 +345,30 @@ class _Engine:
             seen.state_SBH[:P, :B], seen.key_slots,
         ))  # fmt: skip
 
-    def _book(self, first: int, outcomes: list[Outcome], verified: bool) -> None:
-        """Add the emitted tokens of rows `first`.. to their answers and free the ended rows."""
+    def _update(self, first: int, outcomes: list[Outcome], verified: bool) -> None:
+        """Append the emitted tokens of rows `first`.. to their answers and free the finished rows."""
         for sequence, outcome in zip(self.running[first:], outcomes, strict=True):
             sequence.length += outcome.emitted
-            again = self.drafter is not None and bool(sequence.generation.tokens)  # read again: a step without drafts
+            # A repeated prefill counts as a verification without draft tokens.
+            again = self.drafter is not None and bool(sequence.generation.tokens)
             sequence.generation.add(outcome, verified or again)
             if sequence.automaton is not None:
                 sequence.automaton.extend(outcome.tokens[: outcome.emitted])
-        ended = [row for row, outcome in enumerate(outcomes, start=first) if outcome.over]
-        if ended:
-            self._free(ended)
+        finished = [row for row, outcome in enumerate(outcomes, start=first) if outcome.finished]
+        if finished:
+            self._free(finished)
 
-    def _free(self, ended: list[int]) -> None:
-        """Move the last running rows over the ended ones."""
-        for sequence in (self.running[row] for row in ended):
+    def _free(self, finished: list[int]) -> None:
+        """Move the last running rows over the finished ones."""
+        for sequence in (self.running[row] for row in finished):
             if sequence.generation.stopped or sequence.length >= self._limit(sequence.index):
-                self.ended.append((sequence.index, sequence.generation))
+                self.finished.append((sequence.index, sequence.generation))
             else:  # it crossed longrope's boundary
-                self.begun[sequence.index] = sequence.generation
+                self.requeued[sequence.index] = sequence.generation
                 self.waiting.append(sequence.index)
                 self.waiting.sort(key=lambda i: -len(self._text(i)))
-        left, gone = len(self.running) - len(ended), set(ended)
-        target = [r for r in ended if r < left]
+        left, gone = len(self.running) - len(finished), set(finished)
+        target = [r for r in finished if r < left]
         source = [r for r in range(left, len(self.running)) if r not in gone]
         if source:
             move_rows(self.cache, source, target)

@@ -1,6 +1,6 @@
-"""Which options belong to which way of drafting, and which decoding type a draft is. No torch.
+"""Which options belong to which decoding type, and the decoding type of a draft. No torch.
 
-An option that would silently do nothing is refused.
+Options without effect are refused.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ DECODING_TYPES: dict[str, DecodingType] = {
     "eagle1": "Eagle", "eagle3": "Eagle3", "eagle3.1": "Eagle3", "p-eagle": "Eagle3", "eagle-mtp": "MTP",
     "medusa": "Medusa", "dflash": "DFlash", "dspark": "DSpark",
 }  # fmt: skip
-"""Algorithm of a draft -> TensorRT-LLM's name of decoding with it."""
+"""Algorithm of a draft -> TensorRT-LLM's name for decoding with it."""
 
 WITHOUT_DRAFT = ("NGram", "SA", "DraftTarget", "User")
-"""Ways of drafting that need no trained draft."""
+"""Decoding types without a trained draft."""
 
 _OWNERS: dict[str, tuple[str, ...]] = {
     "use_dynamic_tree": ("Eagle3", "Eagle", "MTP", "Medusa"),
@@ -41,21 +41,21 @@ _OWNERS: dict[str, tuple[str, ...]] = {
 _UNDRAFTED = (
     "decoding_type", "max_new_tokens", "batch_size", "cuda_graphs", "temperature", "top_k", "top_p", "seed",
 )  # fmt: skip
-"""Options of a base that answers alone."""
+"""Options of decoding without a drafter."""
 
 
 def check_undrafted(config: DecodeConfig) -> None:
-    """Raise UserError for options of drafting, when there is nothing that drafts."""
+    """Raise UserError for drafting options if there is no drafter."""
     for name, value in DecodeConfig().to_dict().items():
         if name not in _UNDRAFTED and getattr(config, name) != value:
             raise UserError(
-                f"--{name.replace('_', '-')} is for a draft, and there is none: leave it out, or give --load, "
+                f"--{name.replace('_', '-')} needs a draft, but none is given: leave it out, or give --load, "
                 "--speculative-model or --decoding-type"
             )
 
 
 def check_options(config: DecodeConfig, kind: DecodingType) -> None:
-    """Raise UserError for options that another way of drafting has, or that contradict one another."""
+    """Raise UserError for options of another decoding type and for conflicting options."""
     default = DecodeConfig()
     for name, owners in _OWNERS.items():
         if getattr(config, name) != getattr(default, name) and kind not in owners:
@@ -88,16 +88,16 @@ def check_options(config: DecodeConfig, kind: DecodingType) -> None:
 
 
 def check_lengths(config: DecodeConfig, lens: Sequence[int], draft: DraftConfig | None) -> None:
-    """Raise UserError for draft lengths and trees that cannot be drafted.
+    """Raise UserError for draft lengths and trees that are impossible.
 
     Args:
-        lens: draft lengths, the levels of a tree.
-        draft: trained draft, where there is one.
+        lens: draft lengths; for a tree, its levels.
+        draft: configuration of the trained draft, if there is one.
     """
     deepest = max(lens)
     if config.use_dynamic_tree and isinstance(draft, EagleConfig) and draft.parallel_drafting:
         raise UserError(
-            "--use-dynamic-tree: p-eagle proposes a chain in one pass, no token waits for another: leave it out"
+            "--use-dynamic-tree: p-eagle proposes a chain in one forward, so it cannot grow a tree: leave it out"
         )
     if config.use_dynamic_tree and deepest > config.max_total_draft_tokens:
         raise UserError(
@@ -144,9 +144,9 @@ def _check_acceptance(config: DecodeConfig) -> None:
 
 
 def decoding_type(algorithm: str | None, asked: DecodingType | None) -> DecodingType:
-    """The way of drafting for a draft of `algorithm` (None: there is no draft) and what the user asked for.
+    """The decoding type for a draft of `algorithm` (None: no draft) and the user's choice `asked`.
 
-    Raises UserError when they contradict each other.
+    Raises UserError if they conflict.
     """
     if asked in WITHOUT_DRAFT:
         return asked  # type: ignore[return-value]
@@ -173,7 +173,7 @@ def read_choices(text: str) -> tuple[tuple[int, ...], ...]:
     """The paths of a fixed tree: a JSON list of lists of ranks, or a file that holds one.
 
     Path (r0, r1, ...) is the token of rank r0 of the first head, then of rank r1 of the second, ... Raises UserError
-    for anything else, for a path twice, and for a path whose beginning is missing.
+    for anything else, for duplicate paths, and for a path whose prefix is missing.
     """
     try:
         found: Any = json.loads(text if text.lstrip().startswith("[") else Path(text).read_text(encoding="utf-8"))
@@ -186,7 +186,7 @@ def read_choices(text: str) -> tuple[tuple[int, ...], ...]:
     wrong += [p for p in paths if len(p) > 1 and p[:-1] not in paths]
     if wrong or not paths or len(set(paths)) < len(paths):
         raise UserError(
-            f"--medusa-choices: found {[list(p) for p in wrong[:3]] or 'no path, or a path twice'}, expected different "
-            "paths of ranks from 0, each beginning with another path: [[0], [1], [0, 0]]"
+            f"--medusa-choices: found {[list(p) for p in wrong[:3]] or 'no path, or a duplicate'}, expected distinct "
+            "paths of ranks from 0, the prefix of each path included: [[0], [1], [0, 0]]"
         )
     return tuple(sorted(paths, key=lambda p: (len(p), p)))

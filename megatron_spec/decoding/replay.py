@@ -1,10 +1,10 @@
-"""CUDA graphs for the steps of decoding: a step is many small kernels, and starting them takes longer than they run.
+"""CUDA graphs for decoding: a step is many small kernels, which take longer to launch than to run.
 
-What is recorded are functions of fixed shapes that read and write the same memory every time and never read values
-on the host. The first runs of a shape are ordinary ones, which is the warm-up that recording needs; then it is recorded
-once and replayed. Shapes are few: sequences come in powers of two, cache slots that are read in steps (`key_step`).
+Functions of fixed shapes that use the same memory in every call and never read values on the host are recorded. The
+first runs of a shape are eager, which is the warm-up that capture needs; then it is recorded once and replayed. Few
+shapes occur: batch sizes are powers of two, and the number of cache slots to read is rounded up (`key_step`).
 
-A recorder is all that knows CUDA, so that a test can record and replay on a CPU.
+Only the recorder knows CUDA, so tests can record and replay on a CPU.
 """
 
 from __future__ import annotations
@@ -24,36 +24,39 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WARM = 2
-"""Ordinary runs of a shape before it is recorded."""
+"""Eager runs of a shape before it is recorded."""
 
 
 class Recorder(Protocol):
-    """Records what a function asks of the device."""
+    """Records the device work of a function."""
 
     def __call__(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """(does it all, the tensors that hold the results every time); nothing has been done before the first replay.
+        """(replay, the results, whose tensors every replay overwrites). Nothing runs before the first replay.
 
-        Raises RuntimeError for what cannot be recorded.
+        Raises RuntimeError if the function cannot be recorded.
         """
         ...
 
 
 class CudaRecorder:
-    """Records CUDA graphs; all of them share one pool of memory."""
+    """Records CUDA graphs that share one memory pool."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
+        self.first: torch.cuda.CUDAGraph | None = None
+        """Kept, because torch refuses to record into a pool whose graphs are all gone."""
 
     def __call__(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """See `Recorder`."""
         graph = torch.cuda.CUDAGraph()
+        self.first = self.first or graph
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             results = function()
         return graph.replay, results
 
 
 class TimedRecorder:
-    """Counts the seconds that recording takes: once for a shape, not with every answer."""
+    """Measures the time spent recording, which occurs once per shape rather than once per answer."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder, self.seconds = recorder, 0.0
@@ -67,12 +70,12 @@ class TimedRecorder:
 
 
 def recorder_for(base: Any) -> Recorder | None:
-    """A recorder where the base may take the path `cuda_graphs`: other ranks would have to replay in step."""
+    """A recorder if the fast path `cuda_graphs` is on."""
     return CudaRecorder() if base.paths.on("cuda_graphs") else None
 
 
 def timed_recorder_for(base: Any, wanted: bool) -> TimedRecorder | None:
-    """The same, for timing answers: few short ones would pay for the graphs of their shapes as much as many long ones.
+    """`recorder_for` for benchmarks: recording time is kept apart, as it would dominate a few short answers.
 
     Args:
         wanted: `DecodeConfig.cuda_graphs`.
@@ -82,17 +85,17 @@ def timed_recorder_for(base: Any, wanted: bool) -> TimedRecorder | None:
 
 
 def key_step(most: int) -> int:
-    """Cache slots are read in multiples of this: at most eight shapes, however much the cache holds."""
+    """Cache slots are read in multiples of this number: at most eight shapes for any cache size `most`."""
     return max(64, 1 << max((most - 1).bit_length() - 3, 0))
 
 
 def padded_rows(running: int, most: int) -> int:
-    """The next power of two, at most `most`."""
+    """`running` rounded up to a power of two, at most `most`."""
     return min(1 << (running - 1).bit_length(), most)
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with every tensor in it (dataclasses, tuples, lists) replaced."""
+    """`value` with `function` applied to every tensor in it (in dataclasses, tuples and lists)."""
     if isinstance(value, Tensor):
         return function(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -104,11 +107,11 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Every tensor that `mapped` would reach, in its order."""
+    """The tensors in a structure, in the order of `mapped`."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
-        """Remember a tensor of the structure."""
+        """Collect a tensor of the structure."""
         found.append(tensor)
         return tensor
 
@@ -124,7 +127,7 @@ class _Recording:
 
 
 class Replays:
-    """Runs functions from recordings where there is a recorder, else as they are."""
+    """Runs functions by replaying their recordings, or eagerly if there is no recorder."""
 
     def __init__(self, recorder: Recorder | None) -> None:
         self.recorder = recorder
@@ -133,15 +136,15 @@ class Replays:
 
     @property
     def active(self) -> bool:
-        """True when shapes should be kept few."""
+        """True if functions are recorded, so that few shapes should occur."""
         return self.recorder is not None
 
     def run(self, name: Hashable, function: Callable[..., T], *inputs: Any) -> T:
-        """function(*inputs); results are overwritten by the next run of the same name and shapes.
+        """function(*inputs). The next run with the same name and shapes overwrites the results.
 
         Args:
-            name: all that `function` depends on besides its inputs and the contents of memory that stays.
-            inputs: tensors, and dataclasses or tuples of them.
+            name: identifies everything that `function` depends on besides its inputs and persistent memory.
+            inputs: tensors, and dataclasses or tuples of tensors.
         """
         if self.recorder is None:
             return function(*inputs)
@@ -165,6 +168,6 @@ class Replays:
         try:
             replay, results = self.recorder(lambda: function(*still))
         except RuntimeError as error:
-            log.warning("decoding: %s is not replayed as a CUDA graph: %s", name, str(error).splitlines()[0])
+            log.warning("decoding: %s runs without a CUDA graph: %s", name, str(error).splitlines()[0])
             return None
         return _Recording(replay, tensors_in(still), results)

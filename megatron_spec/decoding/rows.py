@@ -1,9 +1,9 @@
 """The running sequences on the device: known tokens, lengths, limits and random numbers, one row each.
 
-Rows 0 .. running - 1 are in use. A step writes down what it emits without a synchronisation; the host learns all of
-it from one table (`Outcome`).
+Rows 0 .. running - 1 are in use. A step stores what it emits without synchronising; the host reads one table per step
+(`Outcome`).
 
-B rows, P tokens that a step may emit, L token buffer, N tokens of an answer.
+B rows, P tokens that a step may emit, L length of the token buffer, N tokens of an answer.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from megatron_spec.runtime.platform import to_device
 
 
 class Outcome(NamedTuple):
-    """What a step did to a row: a line of the table that `Rows.advance` returns.
+    """Result of a step for one row: a line of the table that `Rows.advance` returns.
 
     Attributes:
-        accepted: draft tokens accepted, also after a token that ends the text.
-        emitted: tokens added to the text.
-        stopped: the last of them is a stop token.
-        over: the sequence has ended, by a stop token or by its limit.
-        proposed: depth of the draft tokens that counted.
-        tokens: those emitted come first.
+        accepted: number of accepted draft tokens, including those after a token that ends the text.
+        emitted: number of tokens added to the text.
+        stopped: 1 if the last of them is a stop token.
+        finished: 1 if the sequence has ended, by a stop token or at its limit.
+        proposed: depth of the deepest valid draft token.
+        tokens: the emitted tokens, then meaningless ones.
     """
 
     accepted: int
     emitted: int
     stopped: int
-    over: int
+    finished: int
     proposed: int
     tokens: list[int]
 
 
-_NUMBERS = ("accepted", "emitted", "stopped", "over", "proposed")
+_NUMBERS = ("accepted", "emitted", "stopped", "finished", "proposed")
 
 
 def read_outcomes(table_BX: Tensor, count: int) -> list[Outcome]:
-    """The first `count` lines of a table. Waits for the device."""
+    """The first `count` lines of a table. Synchronises with the device."""
     width = len(_NUMBERS)
     lines: list[list[int]] = table_BX.tolist()[:count]
     return [Outcome(**dict(zip(_NUMBERS, line, strict=False)), tokens=line[width:]) for line in lines]
@@ -53,10 +53,10 @@ class Rows:
 
     Attributes:
         tokens_BL: int64 prompt and answer; entries from the length on are meaningless.
-        length_B: int64 known tokens.
-        prompt_B: int64 tokens of the prompt.
-        limit_B: int64 most tokens, prompt included.
-        uniform_BN3: numbers in [0, 1) for each token of the answer: the base's choice, acceptance, the draft's choice.
+        length_B: int64 number of known tokens.
+        prompt_B: int64 length of the prompt.
+        limit_B: int64 maximum length, including the prompt.
+        uniform_BN3: random numbers in [0, 1) per answer token: the base's choice, acceptance, the draft's choice.
     """
 
     def __init__(self, rows: int, slots: int, config: DecodeConfig, stop_ids: set[int], device: torch.device) -> None:
@@ -72,7 +72,13 @@ class Rows:
         self, first: int, texts: Sequence[Sequence[int]], prompts: Sequence[int], limits: Sequence[int],
         seeds: Sequence[int],
     ) -> None:  # fmt: skip
-        """Fill the rows from `first` on with texts that begin with prompts of this many tokens."""
+        """Fill the rows from `first` on.
+
+        Args:
+            texts: prompts, with the answer so far if there is one.
+            prompts: lengths of the prompts.
+            limits: maximum lengths of the texts.
+        """
         here, device = slice(first, first + len(texts)), self.tokens_BL.device
         whole_BL = torch.nn.utils.rnn.pad_sequence(
             [torch.tensor(text, dtype=torch.int64) for text in texts], batch_first=True
@@ -83,12 +89,12 @@ class Rows:
         self.length_B[here], self.prompt_B[here], self.limit_B[here] = numbers
         if self.config.temperature > 0:
             generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-            # The base's choices first: they are the same numbers regardless of what else is drawn.
+            # The base's choices first, so that they do not depend on what else is drawn.
             drawn = [torch.rand(3, self.config.max_new_tokens, generator=g).t() for g in generators]
             self.uniform_BN3[here] = to_device(torch.stack(drawn), device)
 
     def draws(self, batch: int, count: int, first: int = 0) -> Tensor:
-        """[B, count, 3] the numbers of the next `count` tokens of rows first .. first + batch - 1."""
+        """[B, count, 3] random numbers of the next `count` tokens of rows first .. first + batch - 1."""
         here = slice(first, first + batch)
         first_B = self.length_B[here] - self.prompt_B[here]
         index_BP = first_B[:, None] + torch.arange(count, device=first_B.device)
@@ -96,21 +102,22 @@ class Rows:
         return self.uniform_BN3[here].gather(1, index_BP[:, :, None].expand(-1, -1, 3))
 
     def advance(self, first: int, chosen_BP: Tensor, accepted_B: Tensor, proposed_B: Tensor) -> Tensor:
-        """Lengthen rows `first`.. by what they emit, up to a stop token. Returns the table of `Outcome`s, [B, X]."""
+        """Extend rows `first`.. by the emitted tokens, up to a stop token. Returns the table of `Outcome`s, [B, X]."""
         here = slice(first, first + chosen_BP.shape[0])
         stops_BP = (chosen_BP[:, :, None] == self.stop_ids).any(dim=2)
         stops_BP = stops_BP & (torch.arange(chosen_BP.shape[1], device=chosen_BP.device) <= accepted_B[:, None])
         stopped_B = stops_BP.any(dim=1)
         emitted_B = torch.where(stopped_B, stops_BP.long().argmax(dim=1), accepted_B) + 1
-        length_B = torch.minimum(self.length_B[here] + emitted_B, self.limit_B[here])  # rows not in use stay inside
+        length_B = torch.minimum(self.length_B[here] + emitted_B, self.limit_B[here])  # bounds unused rows
         self.length_B[here] = length_B
-        over_B = stopped_B | (length_B >= self.limit_B[here])
+        finished_B = stopped_B | (length_B >= self.limit_B[here])
         numbers = {
-            "accepted": accepted_B, "emitted": emitted_B, "stopped": stopped_B, "over": over_B, "proposed": proposed_B,
+            "accepted": accepted_B, "emitted": emitted_B, "stopped": stopped_B, "finished": finished_B,
+            "proposed": proposed_B,
         }  # fmt: skip
         return torch.cat([torch.stack([numbers[name] for name in _NUMBERS], dim=1), chosen_BP], dim=1)
 
     def move(self, source: list[int], target: list[int]) -> None:
-        """Copy rows `source` over rows `target`."""
+        """Copy rows `source` to rows `target`."""
         for state in (self.tokens_BL, self.length_B, self.prompt_B, self.limit_B, self.uniform_BN3):
             state[target] = state[source]

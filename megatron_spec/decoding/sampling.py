@@ -1,4 +1,4 @@
-"""Choosing tokens from vocab-parallel logits, without gathering the vocabulary over tensor parallel ranks.
+"""Sampling from vocab-parallel logits; the vocabulary is gathered over tensor parallel ranks only where noted.
 
 N rows, V vocabulary (this rank holds V / TP consecutive entries of every row), TP tensor parallel size.
 Every function returns the same values on all ranks of the group.
@@ -21,7 +21,7 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def argmax(logits_NV: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """int64 [N] ids of the largest logit over the whole vocabulary; of equal logits, the lowest id.
+    """int64 [N] ids of the largest logit over the whole vocabulary; the lowest id on ties.
 
     Each rank sends one (value, id) pair per row. float64 holds both exactly.
     """
@@ -30,7 +30,7 @@ def argmax(logits_NV: Tensor, group: dist.ProcessGroup) -> Tensor:
         return id_N
     id_N = id_N + group.rank() * logits_NV.shape[-1]
     pairs_TN2 = _gather(torch.stack([value_N.double(), id_N.double()], dim=-1), group)
-    best_N = pairs_TN2[..., 0].argmax(dim=0)  # first of equals: the lowest rank
+    best_N = pairs_TN2[..., 0].argmax(dim=0)  # ties: the lowest rank
     return pairs_TN2[best_N, torch.arange(best_N.numel(), device=best_N.device), 1].long()
 
 
@@ -45,10 +45,10 @@ def topk(logits_NV: Tensor, k: int, group: dist.ProcessGroup) -> tuple[Tensor, T
 
 
 def sample(logits_NV: Tensor, uniform_N: Tensor, temperature: float, group: dist.ProcessGroup) -> Tensor:
-    """int64 [N] ids drawn from softmax(logits / temperature) by inverting the cumulative distribution.
+    """int64 [N] ids sampled from softmax(logits / temperature) by inverse transform sampling.
 
-    The token is a function of the logits and of one uniform number in [0, 1) per row, so the same numbers give the
-    same text regardless of the batch, the draft or the tensor parallel size (up to rounding at an interval's edge).
+    The token is a function of the logits and of one uniform number in [0, 1) per row, so equal numbers give equal text
+    for any batch, draft and tensor parallel size (up to rounding at the edge of an interval).
     """
     scaled_NV = logits_NV.float() / temperature
     top_N = _gather(scaled_NV.amax(dim=-1), group).amax(dim=0)
@@ -59,16 +59,16 @@ def sample(logits_NV: Tensor, uniform_N: Tensor, temperature: float, group: dist
     owner_N = (target_N >= edges_TN[:-1]).sum(dim=0)
     below_N = (edges_TN - mass_TN).gather(0, owner_N[None])[0]
     inside_N1 = torch.searchsorted(cumulative_NV, (target_N - below_N)[:, None], right=True)
-    # Rounding may put the target past the last entry that has any mass: step back to that entry.
+    # Rounding may put the target past the last entry with nonzero probability: clamp to that entry.
     last_N1 = (cumulative_NV < cumulative_NV[:, -1:]).sum(dim=-1, keepdim=True)
     id_N = torch.minimum(inside_N1, last_N1)[:, 0] + group.rank() * logits_NV.shape[-1]
     return _gather(id_N, group).gather(0, owner_N[None])[0]
 
 
 def likely(scaled_NV: Tensor, top_k: int, top_p: float, group: dist.ProcessGroup) -> Tensor:
-    """Logits with -inf for tokens outside the top_k (0: no bound), then outside the nucleus of probability top_p.
+    """Logits masked with -inf outside the top_k (0: no limit), then outside the nucleus of probability top_p.
 
-    Tokens as likely as the last one that is kept are kept too. The vocabulary is gathered: this is for decoding.
+    Ties with the last kept token are kept. Gathers the vocabulary, so for decoding only.
     """
     if not top_k and top_p == 1.0:
         return scaled_NV
@@ -83,21 +83,25 @@ def likely(scaled_NV: Tensor, top_k: int, top_p: float, group: dist.ProcessGroup
 
 
 def probabilities(scaled_NV: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """float32 [N, V whole] softmax, the same on all ranks. The vocabulary is gathered: this is for decoding."""
+    """float32 softmax [N, V] over the whole vocabulary, equal on all ranks. Gathers it, so for decoding only."""
     return torch.cat(list(_gather(scaled_NV.float(), group)), dim=-1).softmax(dim=-1)
 
 
 def draw(p_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """int64 [N] ids drawn from whole distributions (not normalised, not zero), one number in [0, 1) a row."""
+    """int64 [N] ids sampled from unnormalised nonzero distributions over the whole vocabulary.
+
+    Args:
+        uniform_N: one random number in [0, 1) per row.
+    """
     cumulative_NV = p_NV.double().cumsum(dim=-1)
     target_N1 = uniform_N.double()[:, None] * cumulative_NV[:, -1:]
     id_N1 = torch.searchsorted(cumulative_NV, target_N1, right=True)
-    last_N1 = (cumulative_NV < cumulative_NV[:, -1:]).sum(dim=-1, keepdim=True)  # rounding must not go past it
+    last_N1 = (cumulative_NV < cumulative_NV[:, -1:]).sum(dim=-1, keepdim=True)  # as in `sample`: rounding
     return torch.minimum(id_N1, last_N1)[:, 0]
 
 
 def log_normalizer(logits_NV: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """float32 [N] log of the sum of exp(logits) over the whole vocabulary."""
+    """float32 [N] logsumexp of the logits over the whole vocabulary."""
     return _gather(logits_NV.float().logsumexp(dim=-1), group).logsumexp(dim=0)
 
 
@@ -116,7 +120,7 @@ def entropy(logits_NV: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def at(logits_NV: Tensor, ids_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """float32 [N] the logit of one token in each row."""
+    """float32 [N] logit of one token per row."""
     width = logits_NV.shape[-1]
     place_N = ids_N - group.rank() * width
     mine_N = (place_N >= 0) & (place_N < width)

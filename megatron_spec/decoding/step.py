@@ -1,8 +1,8 @@
-"""The device's half of a decoding step: base forwards over the running rows, drafts, verdicts.
+"""Device side of a decoding step: base forwards over the running rows, drafting, verification.
 
-Nothing here reads values on the host, so that a step may run from a CUDA graph (replay.py), but for proposals of a
-user's drafter. Every rank of the pipeline and tensor parallel groups takes the same decisions: tokens are reduced over
-tensor parallel ranks (sampling.py) and taken from the first pipeline stage.
+Nothing here reads values on the host, except to check the proposals of a user's drafter, so a step can be replayed as a
+CUDA graph (replay.py). All ranks of the pipeline and tensor parallel groups choose the same tokens: they are reduced
+over tensor parallel ranks (sampling.py) and broadcast from the first pipeline stage.
 
 B rows, S rows of one forward, N draft nodes, P rows of an accepted path, C captures width, H hidden size, M rows of
 logits.
@@ -32,11 +32,11 @@ from megatron_spec.ops.visibility import KVCache, Visibility
 
 @dataclass
 class Step:
-    """What a forward of the base leaves.
+    """Result of a base forward.
 
     Attributes:
-        seen: for the drafter.
-        table_BX: all that the host wants to know (`rows.Outcome`).
+        seen: input of `Drafter.observe`.
+        table_BX: `rows.Outcome`s for the host.
     """
 
     seen: Observation
@@ -53,7 +53,7 @@ class DeviceSteps:
         self.foreign = is_foreign(drafter)
 
     def prefill(self, first: int, count: int, widest: int) -> Step:
-        """Read the prompts of rows first .. first + count - 1 and choose their first tokens."""
+        """Read the prompts in rows first .. first + count - 1 and choose their first tokens."""
         rows, here = self.rows, slice(first, first + count)
         tokens_BS, length_B = rows.tokens_BL[here, :widest], rows.length_B[here].clone()
         slots_BS = torch.arange(widest, device=tokens_BS.device).repeat(count, 1)
@@ -68,7 +68,7 @@ class DeviceSteps:
         return Step(seen, rows.advance(first, chosen_B[:, None], zeros_B, zeros_B))
 
     def propose(self, batch: int, count: int, key_slots: int, lengths: Sequence[int]) -> Drafted:
-        """Ask the drafter; nodes deeper than a sequence may still grow do not count."""
+        """The drafter's proposal; nodes past a sequence's limit are invalid."""
         assert self.drafter is not None
         length_B = self.rows.length_B[:batch]
         room_B = self.rows.limit_B[:batch] - length_B - 1
@@ -91,16 +91,16 @@ class DeviceSteps:
             valid_BN = valid_BN & (index_N < self._agree(proposal.proposed_B)[:, None])
         return Drafted(tokens_BN, valid_BN, tree, depth, proposal.q_BNV)
 
-    def judged(self, batch: int, key_slots: int, drafted: Drafted) -> Step:
-        """Read the drafts, decide, and write down what is emitted: all of a step that the device does alone."""
+    def verify(self, batch: int, key_slots: int, drafted: Drafted) -> Step:
+        """Verify the drafts and store the emitted tokens: all of a step after drafting."""
         length_B = self.rows.length_B[:batch]
         tokens_BS = torch.cat([self.rows.tokens_BL[:batch].gather(1, length_B[:, None] - 1), drafted.tokens_BN], dim=1)
         slots_BS = length_B[:, None] - 1 + torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         captures_SBC, state_SBH = self._forward(0, tokens_BS, slots_BS, key_slots, drafted.tree)
-        verdict = self._judge(tokens_BS, state_SBH, drafted)
+        verdict = self._verdict(tokens_BS, state_SBH, drafted)
         path_BP, emitted_BP, accepted_B = verdict.path_BP, verdict.emitted_BP, verdict.accepted_B
         path_slots_BP = slots_BS[:, : emitted_BP.shape[1]]
-        self.rows.tokens_BL[:batch].scatter_(1, path_slots_BP + 1, emitted_BP)  # after the accepted ones: meaningless
+        self.rows.tokens_BL[:batch].scatter_(1, path_slots_BP + 1, emitted_BP)  # meaningless after the bonus token
         if path_BP is not None:
             move_slots(rows_view(self.cache, 0, batch), slots_BS.gather(1, path_BP), path_slots_BP)
             rows_P1B = (path_BP.t(), torch.arange(batch, device=path_BP.device))
@@ -113,7 +113,7 @@ class DeviceSteps:
     def _forward(
         self, first: int, tokens_BS: Tensor, slots_BS: Tensor, key_slots: int, tree: Tree | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Args: key_slots: how many are read; 0: the tokens begin their sequences."""
+        """Args: key_slots: number of cache slots to read; 0: the tokens begin their sequences."""
         view, positions_BS = rows_view(self.cache, first, tokens_BS.shape[0]), slots_BS
         length_B = self.rows.length_B[first : first + tokens_BS.shape[0]]
         if tree is not None:
@@ -127,7 +127,7 @@ class DeviceSteps:
         zeros_BS = torch.zeros_like(tokens_BS, dtype=torch.int32)
         return run_base_everywhere(self.base, Batch(tokens_BS, positions_BS, zeros_BS, zeros_BS), visibility)
 
-    def _judge(self, tokens_BS: Tensor, state_SBH: Tensor, drafted: Drafted) -> Verdict:
+    def _verdict(self, tokens_BS: Tensor, state_SBH: Tensor, drafted: Drafted) -> Verdict:
         batch = tokens_BS.shape[0]
         numbers = self.rows.draws(batch, drafted.depth + 1)
         draws = Draws(numbers[:, :, 0], numbers[:, :, 1])
@@ -143,7 +143,7 @@ class DeviceSteps:
         return verdict
 
     def _agree(self, tokens: Tensor) -> Tensor:
-        """The first pipeline stage's tokens: stages must never differ, regardless of their arithmetic."""
+        """Broadcast from the first pipeline stage, so that rounding cannot make stages differ."""
         pp = self.base.world.pp
         if pp.size() > 1:
             tokens = tokens.contiguous()

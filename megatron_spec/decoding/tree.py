@@ -1,4 +1,4 @@
-"""Trees of draft tokens: shapes, who sees whom, and the longest accepted path. A chain is a tree without forks.
+"""Trees of draft tokens: shape, visibility and the longest accepted path. A chain is a tree without branches.
 
 Row 0 of a verification is the last known token, row 1 + n is node n.
 
@@ -20,8 +20,8 @@ class Tree:
 
     Attributes:
         parent_row_BN: int64 verification row of each node's parent.
-        depth_BN: int64 1 for children of the last known token, ...
-        above_BSS: bool, row s sees row r of its own tree: r is s or one of its ancestors.
+        depth_BN: int64 depth of each node, 1 for children of the last known token.
+        above_BSS: bool, row s sees row r of its tree: r is s or an ancestor of s.
     """
 
     parent_row_BN: Tensor
@@ -30,10 +30,10 @@ class Tree:
 
     @staticmethod
     def of(parents_BN: Tensor, depth: int) -> Tree:
-        """From parents (-1: the last known token), parents before children.
+        """From the parent of each node (-1: the last known token); parents come before their children.
 
         Args:
-            depth: no node is deeper.
+            depth: upper bound of the nodes' depth.
         """
         B, N = parents_BN.shape
         row_BN = parents_BN + 1
@@ -42,7 +42,7 @@ class Tree:
         depth_BS, up_BS = torch.zeros_like(parent_BS), parent_BS
         here_S = torch.arange(N + 1, device=parents_BN.device)
         is_node_BS = (here_S > 0).expand(B, -1)
-        for _ in range(depth):  # one generation further up each time; the root stays where it is
+        for _ in range(depth):  # one generation up per iteration; the root is its own parent
             depth_BS = depth_BS + is_node_BS
             above_BSS = above_BSS | (up_BS[:, :, None] == here_S)
             is_node_BS = is_node_BS & (up_BS > 0)
@@ -51,12 +51,12 @@ class Tree:
 
 
 def visible_slots(first_B: Tensor, above_BSM: Tensor, length: int) -> Tensor:
-    """bool [B, S, length]: key slots that each row sees, when tree node m lies in slot first_B + m.
+    """bool [B, S, length]: key slots that each row sees, with tree node m in slot first_B + m.
 
     Args:
-        first_B: all slots before it are seen by every row.
+        first_B: slots before it are visible to every row.
         above_BSM: row s sees node m.
-        length: key slots in all.
+        length: number of key slots.
     """
     B, S, M = above_BSM.shape
     offset_BL = torch.arange(length, device=first_B.device) - first_B[:, None]
@@ -71,12 +71,12 @@ def longest_path(
     """The deepest path of accepted nodes in each tree.
 
     Args:
-        ok_BN: a node would be accepted if its parent is.
-        depth: of the deepest node.
-        score_BN: in [0, 1), decides between paths of equal length.
+        ok_BN: the node is accepted if its parent is.
+        depth: depth of the deepest node.
+        score_BN: in [0, 1), breaks ties between paths of equal length.
 
     Returns:
-        int64 [B, P] verification rows of the path from row 0 on (entries past its end mean nothing), and int64
+        int64 [B, P] verification rows of the path from row 0 on (entries past its end are meaningless), and int64
         [B] its length in nodes.
     """
     B = ok_BN.shape[0]
@@ -96,19 +96,20 @@ def longest_path(
 
 
 def paths_to_parents(paths: tuple[tuple[int, ...], ...]) -> tuple[list[int], list[int], list[int]]:
-    """(parents, levels from 0, ranks) of the nodes of a fixed tree whose paths are sorted by length."""
+    """(parents, levels from 0, ranks) of the nodes of a fixed tree, given by its paths sorted by length."""
     index = {path: i for i, path in enumerate(paths)}
     parents = [index[p[:-1]] if len(p) > 1 else -1 for p in paths]
     return parents, [len(p) - 1 for p in paths], [p[-1] for p in paths]
 
 
 def best_nodes(score_BM: Tensor, parents_BM: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` nodes of the highest score, a tree again: no node has a higher score than its parent.
+    """The `count` nodes with the highest scores. They form a tree, because no node's score exceeds its parent's.
 
-    Returns int64 [B, count] their places among the M, ascending, and int64 [B, count] their parents among themselves.
+    Returns int64 [B, count] their indices among the M nodes, ascending, and int64 [B, count] their parents, as indices
+    into the kept nodes.
     """
     B, M = score_BM.shape
-    # A stable sort: of equal scores the earlier node, so no child is kept without its parent.
+    # Stable sort: ties keep the earlier node, so no child is kept without its parent.
     kept_BN = score_BM.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
     place_BM = torch.full((B, M + 1), -1, dtype=torch.int64, device=score_BM.device)
     place_BM.scatter_(1, kept_BN + 1, torch.arange(kept_BN.shape[1], device=score_BM.device).expand(B, -1))

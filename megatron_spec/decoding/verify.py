@@ -1,12 +1,14 @@
 """Verification: which path of proposed tokens is accepted, and the bonus token (docs/algorithms.md#verification).
 
-exact      A node is accepted when it is the token the base chooses after its parent: the argmax, or at a temperature
-           a sample drawn with a number that belongs to the place in the text. A most likely draft token is then
-           accepted with just the base's probability of it, and the text is the one that the base alone draws.
-rejection  Tokens drawn from q are accepted with min(1, p/q), else one from max(p - q, 0) takes their place (speculative
-           sampling, arXiv 2302.01318 and 2211.17192): the base's distribution, and more accepted than above.
-typical    p above min(threshold, alpha * exp(-entropy of p)) (Medusa, arXiv 2401.10774 section 2.3.1).
-relaxed    In a thinking phase: among the base's best relaxed_topk, within relaxed_delta of the best log-probability.
+exact      A node is accepted if it is the token that the base chooses after its parent: the argmax, or at a temperature
+           > 0 a sample drawn with the random number of that position. A greedy draft token is then accepted with the
+           base's probability of it, and the text is the one that the base alone samples.
+rejection  Tokens drawn from q are accepted with probability min(1, p/q), else replaced by a sample from max(p - q, 0)
+           (speculative sampling, arXiv 2302.01318 and 2211.17192): the base's distribution, with more tokens accepted
+           than above.
+typical    Accepted if p > min(threshold, alpha * exp(-entropy of p)) (Medusa, arXiv 2401.10774 section 2.3.1).
+relaxed    In a thinking phase, accepted among the base's top relaxed_topk tokens within relaxed_delta of the best
+           log-probability.
 
 The last two change the text. B rows of the batch, N nodes, S = N + 1 verification rows, P = depth + 1 path rows, V
 vocabulary (this rank's shard).
@@ -27,13 +29,13 @@ from megatron_spec.decoding.tree import Tree, longest_path
 
 @dataclass
 class Drafted:
-    """A proposal as the engine verifies it, equal on all ranks.
+    """A proposal in the form that is verified, equal on all ranks.
 
     Attributes:
-        tokens_BN: nodes.
-        valid_BN: bool, nodes that count.
-        tree: their shape; None: a chain.
-        depth: of the deepest node.
+        tokens_BN: tokens of the nodes.
+        valid_BN: bool, nodes that may be accepted.
+        tree: shape of the tree; None: a chain.
+        depth: depth of the deepest node.
         q_BNV: see Proposal.
     """
 
@@ -46,12 +48,12 @@ class Drafted:
 
 @dataclass
 class Verdict:
-    """What a verification decided.
+    """Result of a verification.
 
     Attributes:
-        path_BP: int64 verification rows that were right, row 0 first; None where they are 0, 1, 2, ... (a chain).
-        emitted_BP: int64 tokens after those rows: the accepted ones, then the base's own; the rest means nothing.
-        accepted_B: int64 accepted draft tokens.
+        path_BP: int64 verification rows of the accepted path, from row 0; None for a chain, where they are 0, 1, 2, ...
+        emitted_BP: int64 accepted tokens, then the bonus token; entries after it are meaningless.
+        accepted_B: int64 number of accepted draft tokens.
     """
 
     path_BP: Tensor | None
@@ -61,11 +63,11 @@ class Verdict:
 
 @dataclass
 class Draws:
-    """Numbers in [0, 1) by which tokens are chosen, [B, P] for the places from the first new token on.
+    """Uniform random numbers in [0, 1) for sampling, [B, P], one per position from the first new token on.
 
     Attributes:
-        choose_BP: for the base's own tokens.
-        accept_BP: for accepting draft tokens (rejection sampling).
+        choose_BP: to sample the base's tokens.
+        accept_BP: to accept draft tokens (rejection sampling).
     """
 
     choose_BP: Tensor
@@ -73,7 +75,7 @@ class Draws:
 
 
 def choose(logits_NV: Tensor, uniform_N: Tensor, config: DecodeConfig, group: dist.ProcessGroup) -> Tensor:
-    """int64 [N] the base's own tokens: the argmax, or samples at the configured temperature, top_k and top_p."""
+    """int64 [N] the base's tokens: the argmax, or samples at the configured temperature, top_k and top_p."""
     if config.temperature == 0:
         return sampling.argmax(logits_NV, group)
     if config.top_k or config.top_p < 1.0:
@@ -86,10 +88,10 @@ def verify(
     logits_BSV: Tensor, drafted: Drafted, draws: Draws, config: DecodeConfig, group: dist.ProcessGroup,
     thinking_BS: Tensor | None = None,
 ) -> Verdict:  # fmt: skip
-    """Judge the drafts of one step.
+    """Choose the accepted path and the bonus token of every row.
 
     Args:
-        logits_BSV: of the verification rows.
+        logits_BSV: logits of the verification rows.
         thinking_BS: bool, verification rows inside a thinking phase (relaxed acceptance).
     """
     if drafted.q_BNV is not None:
@@ -120,7 +122,7 @@ def verify(
         path_BP, accepted_B = longest_path(ok_BN, parent_row_BN, drafted.tree.depth_BN, drafted.depth, score_BN)
         rows_BP = path_BP
     emitted_BP = chosen_BS.gather(1, rows_BP)
-    if not config.lossless:  # an accepted token need not be the one that the base would have chosen
+    if not config.lossless:  # an accepted token may differ from the base's choice
         accepted_BP = torch.arange(rows_BP.shape[1] - 1, device=ok_BN.device) < accepted_B[:, None]
         taken_BP = drafted.tokens_BN.gather(1, (rows_BP[:, 1:] - 1).clamp(min=0))
         emitted_BP = torch.cat([torch.where(accepted_BP, taken_BP, emitted_BP[:, :-1]), emitted_BP[:, -1:]], dim=1)
@@ -138,20 +140,20 @@ def _depths(drafted: Drafted, batch: int) -> Tensor:
 def _typical(
     after_NV: Tensor, drafted: Drafted, parent_row_BN: Tensor, config: DecodeConfig, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """(accepted if the parent is, score of the path up to the node), both [B, N]."""
+    """(accepted if its parent is, score of the path up to the node), both [B, N]."""
     scaled_NV = after_NV.float() / config.temperature
     tokens_BN = drafted.tokens_BN
     logp_N = sampling.at(scaled_NV, tokens_BN.flatten(), group) - sampling.log_normalizer(scaled_NV, group)
     bar_N = (config.posterior_alpha * (-sampling.entropy(scaled_NV, group)).exp()).clamp(max=config.posterior_threshold)
     logp_BN = logp_N.view_as(tokens_BN)
     total_BN = logp_BN
-    if drafted.tree is not None:  # of equally long paths the likeliest
+    if drafted.tree is not None:  # breaks ties between equally long paths by likelihood
         total_BN = (drafted.tree.above_BSS[:, 1:, 1:].float() @ logp_BN.clamp(min=-1e4)[:, :, None])[:, :, 0]
     return (logp_N.exp() > bar_N).view_as(tokens_BN), 0.999 * total_BN.clamp(max=0.0).exp()
 
 
 def _relaxed(after_NV: Tensor, tokens_BN: Tensor, config: DecodeConfig, group: dist.ProcessGroup) -> Tensor:
-    """bool [B, N]; differences of log-probabilities are differences of logits."""
+    """bool [B, N] accepted if its parent is. Differences of log-probabilities are differences of logits."""
     top_Nk, ids_Nk = sampling.topk(after_NV, config.relaxed_topk, group)
     near_Nk = top_Nk >= top_Nk[:, :1] - config.relaxed_delta
     return ((ids_Nk == tokens_BN.flatten()[:, None]) & near_Nk).any(dim=1).view_as(tokens_BN)
@@ -172,7 +174,7 @@ def _reject(
     p_BN, q_BN = (x.gather(2, token_BN1)[:, :, 0] for x in (p_BSV[:, :-1], q_BNV))
     ok_BN = (draws.accept_BP[:, : S - 1] * q_BN < p_BN) & drafted.valid_BN
     accepted_B = ok_BN.long().cumprod(dim=1).sum(dim=1)
-    # After a rejected token the rest of p; after the last proposed one p itself (q counts as 0 there).
+    # The bonus token comes from max(p - q, 0) after a rejected token, from p after the last proposed one (q = 0 there).
     counts_BN = torch.cat([drafted.valid_BN, drafted.valid_BN.new_zeros(B, 1)], dim=1)
     at_B11 = accepted_B[:, None, None].expand(-1, 1, p_BSV.shape[2])
     q_BSV = torch.cat([q_BNV, torch.zeros_like(q_BNV[:, :1])], dim=1) * counts_BN[:, :, None]
@@ -188,7 +190,7 @@ def thinking_rows(tokens_BL: Tensor, length_B: Tensor, drafted: Drafted, config:
     """bool [B, S]: the token after this verification row is in a thinking phase.
 
     Args:
-        tokens_BL: the text, of which `length_B` tokens are known.
+        tokens_BL: the text; `length_B` of its tokens are known.
     """
     begin, end = config.begin_thinking_phase_token, config.end_thinking_phase_token
     batch, N = drafted.tokens_BN.shape

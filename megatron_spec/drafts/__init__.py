@@ -1,4 +1,4 @@
-"""Draft models. `build_draft` is the one way from a configuration to a module on this rank."""
+"""Draft models. `build_draft` builds the module of a configuration on this rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def build_draft(
     """The draft of `config.algorithm` on this rank; parameters are NaN until initialised or loaded.
 
     Args:
-        paths: fast paths it may take; default: all that run here.
+        paths: fast paths it may use; default: all that run here.
 
     Raises UserError for sizes that do not fit the parallel layout.
     """
@@ -55,7 +55,7 @@ def build_draft(
 
 
 def _check_structure(draft: Any, ranks: int, rank: int) -> None:
-    """The module holds exactly the tensors of the table (an invariant: everything else is derived from the table)."""
+    """Assert that the module has exactly the tensors of `config.structure`, from which everything else is derived."""
     from megatron_spec.config.structure import draft_tensors, share
 
     expected = {}

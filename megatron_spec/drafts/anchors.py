@@ -1,9 +1,9 @@
-"""Where the blocks of a micro-batch are, what they see, and what each slot is compared with.
+"""Blocks of a micro-batch: anchors, visibility and supervision of the slots.
 
 A block of C slots starts at anchor row a. Step k (from 0) predicts t_{a+1+k} and is compared with the base's logits
-z_{a+k}; it is supervised when t_a .. t_{a+1+k} lie in one assistant turn, which is what a serving engine asks of it.
+z_{a+k}. It is supervised if t_a .. t_{a+1+k} lie in one assistant turn, as in serving.
 
-P blocks, C slots, T steps, S sequence, B micro-batch, U rows of the teacher.
+P blocks, C slots of a block, T steps, S sequence, B micro-batch, U teacher rows.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatron_spec.runtime.platform import to_device
 
 
 def document_keys(batch: Batch) -> tuple[Tensor, Tensor]:
-    """(number of each token's document among all of the batch, 32 random bits of each token), both int64 [B, S].
+    """(index of each token's document in the batch, 32 random bits per token), both int64 [B, S].
 
-    The bits depend on torch's seed, the content of the document and the place in it.
+    The bits depend on torch's seed, the content of the document and the position in it.
     """
     B, S = batch.tokens_BS.shape
     documents = batch.documents_BS.long()
@@ -38,7 +38,7 @@ def document_keys(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def draw(eligible_BS: Tensor, batch: Batch, most: int) -> Tensor:
-    """bool [B, S]: at most `most` of the eligible tokens of each document, at random."""
+    """bool [B, S]: a random choice of at most `most` eligible tokens per document."""
     group_BS, key_BS = document_keys(batch)
     place_E = eligible_BS.flatten().nonzero()[:, 0]
     group_E, key_E = group_BS.flatten()[place_E], key_BS.flatten()[place_E]
@@ -65,15 +65,15 @@ def supervised_slots(batch: Batch, steps: int) -> Tensor:
 
 @dataclass
 class BlockPlan:
-    """The blocks of one micro-batch on this rank, in the order of sequences, then of anchors.
+    """The blocks of one micro-batch on this rank, ordered by sequence, then by anchor.
 
     Attributes:
         tokens_P: int64 token of each anchor.
         positions_P: int64 rotary position of each anchor.
-        layout: what the slots see of the context, whose rows are counted sequence by sequence.
-        supervision: rows count through [P * C]; `active` is not used.
-        tokens_U, labels_U: int64 [U] token of the text at each row of the teacher, and the one after it.
-        slots: of a block, C.
+        layout: context rows that the slots see, as indices into [B * S].
+        supervision: rows are indices into [P * C]; `active` is unused.
+        tokens_U, labels_U: int64 [U] token of the text at each teacher row, and the next token.
+        slots: C, slots per block.
     """
 
     tokens_P: Tensor
@@ -85,18 +85,18 @@ class BlockPlan:
     slots: int
 
     def tokens_before(self) -> Tensor:
-        """[N] the token before the one that each supervised row of all steps predicts."""
+        """[N] token before the predicted one, for the supervised rows of all steps."""
         return self.tokens_U[torch.cat(self.supervision.teacher_rows)]
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """(block, step) of every supervised row of all steps."""
+        """(block, step) of the supervised rows of all steps."""
         rows = self.supervision.rows
         step_N = torch.cat([torch.full_like(r, k) for k, r in enumerate(rows)])
         return torch.cat(rows) // self.slots, step_N
 
     @staticmethod
     def of(batch: Batch, config: BlockConfig, most: int) -> BlockPlan:
-        """Draw the anchors. Counted on the host where the batch has a copy there."""
+        """Draw the anchors. Computed on the host if the batch has a host copy."""
         plan = BlockPlan._of(batch.host or batch, config, most)
         return plan if batch.host is None else plan._to(batch.tokens_BS.device)
 
@@ -116,7 +116,7 @@ class BlockPlan:
             block = mask_TBS[k].flatten()[anchor_P].nonzero()[:, 0]
             rows.append(block * config.block_size + config.first_slot + k)
             place = anchor_P[block]
-            wanted.append((place % S + k) * B + place // S)  # the teacher's rows count through [S, B]
+            wanted.append((place % S + k) * B + place // S)  # teacher rows are indices into [S * B]
         needed = torch.zeros(S * B, dtype=torch.bool, device=anchor_P.device)
         for r in wanted:
             needed[r] = True
@@ -129,7 +129,7 @@ class BlockPlan:
         return BlockPlan(tokens_P, positions_P, layout, supervision, tokens_U, labels_U, config.block_size)
 
     def _to(self, device: torch.device) -> BlockPlan:
-        """All indices on a device, in one copy."""
+        """Copy all indices to a device, in one transfer."""
         plan, layout = self.supervision, self.layout
         blocks = [self.tokens_P, self.positions_P, layout.first_P, layout.anchor_P]
         single = [*blocks, self.tokens_U, self.labels_U, plan.teacher_U]

@@ -1,4 +1,4 @@
-"""Losses of blocks: the head of all supervised slots in one pass, weights of the steps, and DSpark's additions.
+"""Losses of block drafts: LM head and loss of all supervised slots in one pass, step weights, DSpark's extra heads.
 
 P blocks, T steps, R rows of a step, N rows of all steps, H hidden size, V / TP this rank's shard of the vocabulary,
 r rank of the Markov head.
@@ -28,14 +28,14 @@ from megatron_spec.runtime.platform import to_device
 
 @dataclass
 class BlockHead:
-    """Logits of a row: weight x (+ low_weight m).
+    """Inputs and weights of a block's heads. The logits of a row x are weight_VH x (+ low_weight_Vr l).
 
     Attributes:
         rows: per step [R, H], complete on every tensor parallel rank, gradients summed over ranks.
-        weight_VH: this rank's rows of the base's head.
-        low_Nr: the Markov head's input for the rows of all steps, likewise.
-        low_weight_Vr: its output matrix, this rank's rows.
-        confidence_N: logits of the confidence head for the rows of all steps, the same on every rank.
+        weight_VH: this rank's rows of the base's LM head.
+        low_Nr: l, the Markov head's latent vectors for the rows of all steps; complete, gradients summed likewise.
+        low_weight_Vr: this rank's rows of the Markov head's output matrix.
+        confidence_N: logits of the confidence head for the rows of all steps, equal on all ranks.
     """
 
     rows: list[Tensor]
@@ -46,16 +46,16 @@ class BlockHead:
 
     @property
     def backbone(self) -> BlockHead:
-        """The same without the Markov head."""
+        """The heads without the Markov head."""
         return BlockHead(self.rows, self.weight_VH)
 
 
 class _Attach(torch.autograd.Function):
-    """A scalar whose gradients with respect to some tensors are known already."""
+    """A scalar with precomputed gradients."""
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, count: int, *tensors: Tensor) -> Tensor:
-        """Args: tensors: `count` inputs, then the gradient of each."""
+        """Args: tensors: `count` inputs, then their gradients."""
         ctx.count = count
         ctx.save_for_backward(*tensors[count:])
         return total.clone()
@@ -63,13 +63,13 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The known gradients, scaled."""
+        """The precomputed gradients times `grad`."""
         known = [x * grad.to(x.dtype) for x in ctx.saved_tensors]
         return (grad, None, *known, *(None for _ in known))
 
 
 class _Rows:
-    """The row loss that `fused_head` calls on one chunk after the other; remembers the overlap of every row."""
+    """Row loss that `fused_head` calls chunk by chunk; records the overlap of every row."""
 
     def __init__(
         self, head: BlockHead, teacher: Teacher, weight_N: Tensor, objective: ObjectiveConfig,
@@ -108,7 +108,7 @@ class _Rows:
         return result
 
     def attach(self, total: Tensor) -> Tensor:
-        """The total with gradients of the Markov head."""
+        """The total, with the Markov head's gradients attached."""
         if not self.gradients:
             return total
         inputs = [x for x in (self.head.low_Nr, self.head.low_weight_Vr) if x is not None]
@@ -120,7 +120,11 @@ class _Rows:
 def _step_weights(
     head: BlockHead, plan: BlockPlan, objective: ObjectiveConfig, column_N: Tensor, group: dist.ProcessGroup
 ) -> Tensor:
-    """[N] weight of every row, whose label has the column `column_N` counted from this rank's first one."""
+    """[N] weight of every row.
+
+    Args:
+        column_N: column of the label, relative to this rank's first one.
+    """
     counts = [len(rows) for rows in plan.supervision.rows]
     wide = torch.promote_types(head.weight_VH.dtype, torch.float32)
     if objective.block_weights == "exponential":
@@ -138,7 +142,7 @@ def _step_weights(
 
 @torch.no_grad()
 def _label_probabilities(head: BlockHead, temperature: float, column_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[N] the draft's probability of every label, chunk by chunk."""
+    """[N] the draft's probability of every label, computed chunk by chunk."""
     x_NH, found = torch.cat(head.rows), [column_N.new_zeros(0, dtype=torch.float32)]
     wide = torch.promote_types(x_NH.dtype, torch.float32)
     size = chunk_rows(head.weight_VH)
@@ -157,7 +161,7 @@ def block_losses(
 ) -> DraftLosses:  # fmt: skip
     """Losses of all steps. `hard_ce`, `ce_l1` and D-PACE compare with the text, the others with the base.
 
-    Accuracy is by the base's argmax, as everywhere.
+    Accuracy compares with the base's argmax, as for all drafts.
     """
     rows = plan.supervision.teacher_rows
     all_N = torch.cat(rows)

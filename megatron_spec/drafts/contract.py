@@ -1,6 +1,6 @@
-"""The contract every draft fulfils, and what it may ask of the frozen base.
+"""Interface of drafts, and of the frozen base's ends that they use.
 
-T draft steps, S sequence, B micro-batch, H target hidden size, V target vocabulary padded, TP tensor parallel size.
+T draft steps, S sequence, B micro-batch, H base hidden size, V padded base vocabulary, TP tensor parallel size.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from megatron_spec.config import ObjectiveConfig
 from megatron_spec.planning.paths import NO_PATHS, Paths
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [S,B,N,D], k [S,B,G,D], v [S,B,G,D]), all rotated -> [S, B, N*D]. The draft does not know whether it
-trains (training-time test) or decodes (cache)."""
+"""(layer, q [S,B,N,D], k [S,B,G,D], v [S,B,G,D]), q and k rotated -> [S, B, N*D]. Training passes the attention of the
+training-time test, decoding one over a cache; a draft works with either."""
 
 
 class BaseEnds(Protocol):
-    """Embedding and head of the base, on every rank: sharded over the vocabulary, frozen."""
+    """Frozen embedding and LM head of the base, sharded over the vocabulary, on every pipeline rank."""
 
     vocab_size: int
-    """True vocabulary."""
+    """Vocabulary size without padding."""
 
     @property
     def head_weight(self) -> Tensor:
-        """[V / TP, H] rows [tp_rank * V/TP, ...) of the base's head; rows >= vocab_size are padding."""
+        """[V / TP, H] rows tp_rank * V/TP, ... of the base's LM head; rows >= vocab_size are padding."""
         ...
 
     def embed(self, tokens_BS: Tensor) -> Tensor:
@@ -44,16 +44,16 @@ class BaseEnds(Protocol):
 
 @dataclass
 class DraftLosses:
-    """Sums over the supervised rows of one micro-batch, on this rank; nothing is divided or reduced yet.
+    """Sums over the supervised rows of one micro-batch on this rank, before any division or reduction.
 
     Attributes:
-        total: scalar with gradient, sum over steps of step weight * loss sum. Already complete over tensor
-            parallel ranks (each rank holds the same value).
+        total: scalar with gradient, sum over steps of step weight * loss sum. Complete: equal on all tensor parallel
+            ranks.
         loss_T: detached loss sum per step.
         correct_T: rows whose draft argmax is the base's argmax.
         overlap_T: sum over rows of sum_v min(p, q), the expected acceptance under sampling.
         rows_T: supervised rows per step (the denominator of loss and accuracy; in_vocab_only does not change it).
-        counted: scalar, rows of the first step that in_vocab_only leaves in the loss; None: all.
+        counted: scalar, rows of the first step that in_vocab_only keeps in the loss; None: all.
     """
 
     total: Tensor
@@ -65,22 +65,22 @@ class DraftLosses:
 
 
 class Draft(nn.Module):
-    """A draft model: trained from `Features`, decoded step by step, sharded over the tensor parallel group.
+    """A draft model, trained on `Features` and sharded over the tensor parallel group.
 
-    Every parameter carries megatron-core's attributes: `tensor_model_parallel` and `partition_dim` when it is a
-    shard, `sequence_parallel` when its gradient must be summed over tensor parallel ranks. Parameter names are
-    those of the export format where one exists, so that checkpoint, quantisation and export share one naming.
+    Every parameter has megatron-core's attributes: `tensor_model_parallel` and `partition_dim` if it is a shard,
+    `sequence_parallel` if its gradient must be summed over tensor parallel ranks. Parameter names are those of the
+    export format if one exists, so that checkpoint, quantisation and export share them.
     """
 
     paths: Paths = NO_PATHS
-    """The fast paths it may take; `drafts.build_draft` sets them."""
+    """The fast paths it may use; set by `drafts.build_draft`."""
 
     def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
         """Unroll over the micro-batch and return the loss sums."""
         raise NotImplementedError
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`forward`, during which parameters do not change."""
+        """`forward` under `weights_fixed`."""
         with self.weights_fixed():
             return super().__call__(*args, **kwargs)
 
@@ -88,7 +88,7 @@ class Draft(nn.Module):
     def weights_fixed(self) -> Iterator[None]:
         """Parameters do not change in this block, so fake-quantised weights are rounded once, not at every draft step.
 
-        Wrap the micro-batches of one optimizer step in it to round once for all of them.
+        Enter it around the micro-batches of an optimizer step to round once for all of them.
         """
         places = ("weight_quantizer", "input_quantizer")
         quantizers: list[Any] = [getattr(m, p, None) for m in self.modules() for p in places]
@@ -104,10 +104,10 @@ class Draft(nn.Module):
 
 
 def mark_sharded(parameter: nn.Parameter, dim: int, whole: int | None = None) -> nn.Parameter:
-    """Mark a parameter as this rank's shard along `dim` (megatron-core's optimizer and our checkpoint read it).
+    """Mark a parameter as this rank's shard along `dim`, for megatron-core's optimizer and checkpoints.
 
     Args:
-        whole: size of the unsplit dimension where the ranks need not have equal parts of it (`structure.share`).
+        whole: full size of the dimension, if shards may differ in size (`structure.share`).
     """
     parameter.partition_whole = whole  # type: ignore[attr-defined]
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -124,7 +124,7 @@ def mark_replicated(parameter: nn.Parameter, sequence_parallel: bool) -> nn.Para
 
 
 def shift(x: Tensor, k: int, dim: int, fill: float | int = 0) -> Tensor:
-    """x[j + k] at row j along `dim`; rows past the end hold `fill`. Those rows are never supervised."""
+    """x[j + k] at row j along `dim`; rows past the end are `fill` and never supervised."""
     if k == 0:
         return x
     size = x.shape[dim]

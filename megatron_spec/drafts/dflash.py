@@ -1,15 +1,15 @@
-"""DFlash (arXiv 2602.06036): a block of tokens from one forward pass over slots that hang on an anchor.
+"""DFlash (arXiv 2602.06036): one forward over the slots of a block, which starts at an anchor, proposes its tokens.
 
-The context of row i is c_i = hidden_norm(fc [captures of row i]). Every layer makes keys and values of the context and
-of its block with the same projections: c_i goes in as it is, the block's state after the layer's input norm. Slot s of
-anchor a is at rotary position a + s, sees the context rows before a and its own block (`ops/block_attention.py`),
-and uses the base's frozen LM head: slot s proposes t_{a+s}, the anchor's own slot nothing.
+The context of row i is c_i = hidden_norm(fc [captures of row i]). Every layer computes keys and values of context and
+block with the same projections, from c_i without a norm and from the block's state after the layer's input norm. Slot s
+of anchor a has rotary position a + s, sees the context rows before a and its own block (`ops/block_attention.py`), and
+uses the base's frozen LM head: slot s proposes t_{a+s}; the anchor's own slot proposes nothing.
 
-fc and hidden_norm are split over the sequence under sequence parallelism; the blocks are whole on every tensor parallel
-rank. Under context parallelism a rank has the blocks whose anchors are among its rows, and sees the whole context.
+Under sequence parallelism fc and hidden_norm are split over the sequence, while every tensor parallel rank has the
+complete blocks. Under context parallelism a rank has the blocks anchored at its rows, and sees the whole context.
 
-P blocks, C slots, S sequence, B micro-batch, H hidden size, N query heads and G key/value heads of this rank, D head
-size, T steps.
+P blocks, C slots of a block, S sequence, B micro-batch, H hidden size, N query heads and G key/value heads of this
+rank, D head size, T steps.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from megatron_spec.ops.visibility import KVCache
 
 
 class DFlashDraft(Draft):
-    """fc, hidden_norm, layers.{i}, norm; embedding and head are the base's. Parameters are NaN until they are set."""
+    """fc, hidden_norm, layers.{i}, norm; embedding and LM head are the base's. Parameters are NaN until initialised."""
 
     def __init__(self, config: BlockConfig, vocab: DraftVocab, place: Placement) -> None:
         super().__init__()
         if not vocab.is_full or vocab.vocab_size != config.vocab_size:
             raise UserError(
-                f"{config.algorithm} uses the base's frozen LM head: the draft vocabulary must be the base's "
+                f"{config.algorithm} uses the base's frozen LM head: expected a draft vocabulary of all "
                 f"{config.vocab_size} tokens, found {len(vocab)} of {vocab.vocab_size}"
             )
         self.config, self.vocab = config, vocab
@@ -66,7 +66,7 @@ class DFlashDraft(Draft):
     def initialize(
         self, ends: BaseEnds, base_layer_tensors: Mapping[str, Tensor] | None = None, seed: int = 1234
     ) -> None:
-        """Set every parameter; see `RecurrentDraft.initialize`."""
+        """Initialise every parameter; see `RecurrentDraft.initialize`."""
         set_parameters(self, initial_values(self, ends, base_layer_tensors or {}, seed), self.tp_group)
 
     def rotation(self, positions_XY: Tensor, like: Tensor) -> Rotation:
@@ -76,18 +76,18 @@ class DFlashDraft(Draft):
         return (angles.cos() * factor).to(like.dtype), (angles.sin() * factor).to(like.dtype)
 
     def block_rotation(self, positions_P: Tensor, like: Tensor) -> Rotation:
-        """Of all slots [P, C, 1, D] of blocks whose anchors are at `positions_P`."""
+        """(cos, sin) [P, C, 1, D] of all slots of the blocks anchored at `positions_P`."""
         slots = torch.arange(self.config.block_size, device=positions_P.device)
         return self.rotation(positions_P[:, None] + slots, like)
 
     def context(self, captures_SBC: Tensor) -> Tensor:
-        """[S, B, H] what every layer makes keys and values of; whole on every tensor parallel rank."""
+        """[S, B, H] context that every layer computes keys and values from; complete on every tensor parallel rank."""
         x = self.hidden_norm(self.fc(captures_SBC.to(self.fc.weight.dtype)))
         return enter(x, self.tp_group, self.sequence_parallel)
 
     @torch.no_grad()
     def block_embedding(self, tokens_P: Tensor, ends: BaseEnds) -> Tensor:
-        """[P, C, H] the base's embedding of the anchors, and of the mask token for every other slot."""
+        """[P, C, H] the base's embedding of the anchor tokens, and of the mask token in all other slots."""
         P, ranks = len(tokens_P), self.tp_group.size()
         mask = tokens_P.new_full((1 + -(P + 1) % ranks,), self.config.mask_token_id)
         both = enter(ends.embed(torch.cat([tokens_P, mask])[None]), self.tp_group, self.sequence_parallel)[:, 0]
@@ -96,14 +96,14 @@ class DFlashDraft(Draft):
         return torch.cat([both[:P, None], slots], dim=1)
 
     def run_layers(self, state_PCH: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
-        """[P, C, H] state of every slot after the final norm: what the head reads."""
+        """[P, C, H] state of every slot after the final norm: the input of the LM head."""
         for i, layer in enumerate(self.decoder_layers):
             state_PCH = layer(state_PCH, state_PCH, *rotation, attention, i)
         out: Tensor = self.norm(state_PCH)
         return out
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
-        """An empty cache for decoding: context and block of this rank's key/value heads in every layer."""
+        """An empty cache for decoding: keys and values of context and block, this rank's heads of every layer."""
         attention, weight = self.decoder_layers[0].self_attn, self.fc.weight
         return KVCache(
             len(self.layers), batch, max_length, attention.num_kv_heads, attention.head_dim, weight.dtype,
@@ -111,7 +111,7 @@ class DFlashDraft(Draft):
         )  # fmt: skip
 
     def teacher_head(self, ends: BaseEnds) -> TeacherHead:
-        """The base's frozen head, prepared on first use. A collective when it has to be built."""
+        """The base's frozen LM head, prepared on first use, which is a collective."""
         return teacher_of(self, ends)
 
     def logits(self, normed_SBH: Tensor, ends: BaseEnds) -> Tensor:
@@ -126,7 +126,7 @@ class DFlashDraft(Draft):
         rows = self.rotation(batch.local(batch.positions_BS).t(), context_SBH)
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            """Slots see the context of this layer and their block."""
+            """Attention of the slots over context and block."""
             keys, values = self.decoder_layers[layer].self_attn.keys_values(context_SBH, rows)
             if batch.context is not None:
                 keys, values = batch.context.gather(torch.cat([keys, values], 2)).chunk(2, 2)
@@ -140,7 +140,8 @@ class DFlashDraft(Draft):
     def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
         """Losses of the blocks drawn for this step.
 
-        Raises UserError when objective.ttt_steps is not what a block proposes (`presets.objective_for` makes it so).
+        Raises UserError unless objective.ttt_steps is the number of tokens that a block proposes (as set by
+        `presets.objective_for`).
         """
         config, group = self.config, self.tp_group
         if objective.ttt_steps != config.num_steps:
@@ -153,5 +154,5 @@ class DFlashDraft(Draft):
         return block_losses(self.block_head(rows, head.draft_rows(), plan), plan, teacher, objective, group, self.paths)
 
     def block_head(self, rows: list[Tensor], weight_VH: Tensor, plan: BlockPlan) -> BlockHead:
-        """What the losses read: supervised rows [R, H] of every step, and the head."""
+        """Inputs of the losses: supervised rows [R, H] of every step, and the LM head."""
         return BlockHead([copy_to_ranks(x, self.tp_group) for x in rows], weight_VH)

@@ -1,16 +1,17 @@
 """DSpark (arXiv 2607.05147): DFlash's backbone with every slot trained, a Markov head and a confidence head.
 
-Slot s predicts t_{a+1+s}. The Markov head adds W2 l to its logits, where l comes from m = W1[x] and x is the token
-before the predicted one: the anchor for slot 0, the true token in training, the token just drafted in decoding.
+Slot s predicts t_{a+1+s}. The Markov head adds W2 l to the logits. l is computed from m = W1[x], and x is the token
+before the predicted one: the anchor for slot 0, else the true token in training, the drafted token in decoding.
 
 - vanilla: l = m
 - gated: l = sigmoid(gate_proj [state ; m]) * m
 - rnn: (g, c, o) = joint_proj [memory ; m ; state], l = tanh(o), and the memory, 0 before the first slot, becomes
   sigmoid(g) memory + (1 - sigmoid(g)) tanh(c)
 
-The confidence head tells how likely the slot's token is accepted: sigmoid(w [state ; m] + b), trained on 1 - TV.
+The confidence head predicts the probability that the slot's token is accepted: sigmoid(w [state ; m] + b), trained on
+1 - TV.
 
-W1 is split over the vocabulary like an embedding, W2 like a head; the rest is whole on every tensor parallel rank.
+W1 is split over the vocabulary like an embedding, W2 like an LM head; the rest is replicated.
 
 R rows of a step, N rows of all steps, P blocks, H hidden size, V vocabulary, r rank.
 """
@@ -32,24 +33,24 @@ from megatron_spec.drafts.vocab import DraftVocab
 
 
 class Affine(nn.Module):
-    """weight [outputs, inputs] and bias; replicated, and computed alike on every rank."""
+    """weight [outputs, inputs] and bias, replicated, with equal inputs on all tensor parallel ranks."""
 
     def __init__(self, inputs: int, outputs: int, place: Placement) -> None:
         super().__init__()
         self.weight, self.bias = place.replicated(outputs, inputs), place.replicated(outputs)
 
     def forward(self, *parts: Tensor) -> Tensor:
-        """[N, outputs] of inputs whose parts are [N, ...]."""
+        """[N, outputs] from the concatenation of `parts` [N, ...]."""
         return F.linear(torch.cat(parts, -1), self.weight, self.bias)
 
 
 class MarkovHead(nn.Module):
-    """markov_w1 [V, r], a lookup, markov_w2 [V, r], and what lies between them."""
+    """markov_w1 [V, r], an embedding, markov_w2 [V, r], and the layer between them."""
 
     def __init__(self, config: BlockConfig, place: Placement) -> None:
         super().__init__()
         self.markov_w1 = VocabEmbedding(config.vocab_size, config.markov_rank, place)
-        # No linear of `linear.py`: it stays in high precision, as the head whose logits it is added to.
+        # Not a linear of `linear.py`, which may be quantised: like the LM head, it stays in high precision.
         self.markov_w2 = nn.Module()
         self.markov_w2.weight = place.vocabulary(config.vocab_size, config.markov_rank)
         self.kind, r, H = config.markov_head_type, config.markov_rank, config.hidden_size
@@ -59,7 +60,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = Affine(2 * r + H, 3 * r, place)
 
     def step(self, m_Nr: Tensor, states_NH: Tensor, memory_Nr: Tensor) -> tuple[Tensor, Tensor]:
-        """(l, the next memory) [N, r] of one slot of N blocks; only the rnn changes its memory."""
+        """(l, next memory), both [N, r], of one slot of N blocks; only rnn updates the memory."""
         if self.kind == "gated":
             return self.gate_proj(states_NH, m_Nr).sigmoid() * m_Nr, memory_Nr
         if self.kind == "rnn":
@@ -69,12 +70,12 @@ class MarkovHead(nn.Module):
         return m_Nr, memory_Nr
 
     def steps(self, m: Sequence[Tensor], states: Sequence[Tensor], blocks: Sequence[Tensor], count: int) -> Tensor:
-        """[N, r] l of the rows of all steps, one step after the other.
+        """l [N, r] of the rows of all steps, step by step.
 
         Args:
-            m, states: of every step [R, r] and [R, H].
-            blocks: int64 [R] the block of every row; those of a step are among those of the step before.
-            count: of blocks.
+            m, states: [R, r] and [R, H] of every step.
+            blocks: int64 [R] block of every row, per step; a subset of those of the previous step.
+            count: number of blocks.
         """
         if self.kind != "rnn":
             whole = torch.cat(list(m))
@@ -106,12 +107,12 @@ class DSparkDraft(DFlashDraft):
         self.confidence_head = ConfidenceHead(inputs, blocks)
 
     def markov(self, tokens_N: Tensor) -> Tensor:
-        """[N, r] W1 of some tokens, complete on every rank."""
+        """[N, r] rows of W1, complete on every rank."""
         out: Tensor = self.markov_head.markov_w1(tokens_N[None])[:, 0]
         return out
 
     def markov_logits(self, latent_Nr: Tensor) -> Tensor:
-        """[N, V / TP] what is added to this rank's logits."""
+        """[N, V / TP] correction of this rank's logits."""
         logits = latent_Nr @ self.markov_head.markov_w2.weight.t()  # type: ignore[operator]
         return pad_logits(logits, self.config.vocab_size, self.tp_group)
 
@@ -129,6 +130,6 @@ class DSparkDraft(DFlashDraft):
         head = super().block_head(rows, weight_VH, plan)
         head.low_Nr = copy_to_ranks(latent_Nr, self.tp_group)
         head.low_weight_Vr = self.markov_head.markov_w2.weight  # type: ignore[assignment]
-        # The paper trains the confidence on what the slot knows: its gradient also reaches the backbone.
+        # As in the paper, the confidence loss also trains the backbone.
         head.confidence_N = self.confidence(torch.cat(rows), m_Nr)
         return head

@@ -1,10 +1,10 @@
-"""EAGLE-1 (arXiv 2401.15077): predict the base's next final state from its last one and the next token.
+"""EAGLE-1 (arXiv 2401.15077): predict the base's next final state from the current one and the next token.
 
-Row j reads [embedding(t_{j+1}) ; f_j], f the base's state after its final norm, and gives an estimate of f_{j+1}, which
-the base's own head turns into logits. Trained by regression on f_{j+1} and by the base's distribution; with several
-draft steps on its own estimates too (arXiv 2408.15766). EAGLE-2 is the same weights, decoded with another tree.
+Row j reads [embedding(t_{j+1}) ; f_j], with f the base's final state, and estimates f_{j+1}, from which the base's
+frozen LM head computes logits. Trained by regression on f_{j+1} and on the base's distribution; with several draft
+steps also on its own estimates (arXiv 2408.15766). EAGLE-2 uses the same weights with dynamic trees.
 
-S sequence, B micro-batch, H hidden size, T draft steps, R supervised rows of a step, U rows of the teacher.
+S sequence, B micro-batch, H hidden size, T draft steps, R supervised rows of a step, U teacher rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_spec.drafts.vocab import DraftVocab
 
 
 class Eagle1Draft(SharedHeadDraft):
-    """fc, layers.{i}; the first layer has no input norm, there is no final norm, the head is the base's."""
+    """fc and layers.{i}: no input norm in the first layer, no final norm, the base's LM head."""
 
     def __init__(self, config: EagleConfig, vocab: DraftVocab, place: Placement) -> None:
         super().__init__(config, vocab, place)
@@ -43,7 +43,7 @@ class Eagle1Draft(SharedHeadDraft):
     def layer_step(
         self, hidden_SBH: Tensor, embedding_SBH: Tensor, positions_BS: Tensor, attention: Attention
     ) -> tuple[Tensor, Tensor]:
-        """See RecurrentDraft: the estimated state is both fed back and read by the head."""
+        """See RecurrentDraft. The estimated state is both fed back and the input of the LM head."""
         cos, sin = self.rotary(positions_BS, hidden_SBH)
         embedding_SBH = embedding_SBH.to(hidden_SBH.dtype)
         hidden_SBH = self.fc(torch.cat([embedding_SBH, hidden_SBH], dim=-1))
@@ -54,7 +54,7 @@ class Eagle1Draft(SharedHeadDraft):
     def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
         """feature_weight * SmoothL1 (mean over H) + token_weight * token loss, summed over supervised rows.
 
-        `DraftLosses.loss_T` is this sum per step, too.
+        `DraftLosses.loss_T` has the same sum per step.
         """
         hidden = self.start(features.captures_SBC, features.state_SBH)
         if self.training and torch.is_grad_enabled() and objective.feature_noise > 0:
@@ -67,8 +67,8 @@ class Eagle1Draft(SharedHeadDraft):
         token, states, plan, _ = self._token_losses(hidden, features, ends, objective)
         regression_T = self._regression(states, features, plan)
         regression = torch.stack([objective.step_decay**k * x for k, x in enumerate(regression_T)]).sum()
-        # Every rank holds the same states, and their gradients are summed over tensor parallel ranks: each gives its
-        # part of the regression's gradient, while the value stays whole.
+        # All tensor parallel ranks have the same states, whose gradients are summed over ranks: scale the gradient of
+        # the regression by 1 / TP, but not its value.
         part = regression / self.tp_group.size()
         regression = part + (regression - part).detach()
         token.total = objective.token_weight * token.total + objective.feature_weight * regression
@@ -88,11 +88,11 @@ class Eagle1Draft(SharedHeadDraft):
 def feature_noise(batch: Batch, like_SBH: Tensor, scale: float, rows_L: Tensor | None = None) -> Tensor:
     """Noise [S, B, H], uniform in +-scale: a function of torch's seed, the tokens of the row, position and channel.
 
-    It does not depend on the device, on padding, or on how rows, batches and sequences are spread over ranks.
+    Independent of device, padding and layout.
 
     Args:
         like_SBH: shape, dtype and device of the noise.
-        rows_L: sequence positions of its rows, when these are not all (sequence or context parallelism).
+        rows_L: sequence positions of the rows, if not all (sequence or context parallelism).
     """
     H = like_SBH.shape[2]
     device = like_SBH.device

@@ -1,10 +1,10 @@
 """EAGLE-3 (arXiv 2503.01840; docs/algorithms.md#eagle-3): one decoder layer on captures of several base layers.
 
-Submodules carry the names of the export format, so that checkpoint, quantisation and export share one naming:
-fc, midlayer.* (or layers.{i}.* when there are several), norm, lm_head, and embed_tokens where the draft has its own
+Submodules have the names of the export format, shared by checkpoint, quantisation and export: fc, midlayer.* (or
+layers.{i}.* with several layers), norm, lm_head, and embed_tokens if the draft has an embedding of its own
 (`EagleConfig.own_embedding`).
 
-S sequence, B micro-batch, K captured layers, C = K * target hidden size, H draft hidden size, D draft vocabulary.
+S sequence, B micro-batch, K captured layers, C = K * base hidden size, H draft hidden size, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ class EagleDraft(RecurrentDraft):
 
     @property
     def decoder_layers(self) -> list[DraftLayer]:
-        """The decoder layers in order, regardless of their names."""
+        """The decoder layers in order, whatever their names."""
         layers = [self.midlayer] if self.config.num_hidden_layers == 1 else list(self.layers)
         return layers  # type: ignore[return-value]
 
     def embed(self, tokens_BS: Tensor, ends: BaseEnds) -> Tensor:
-        """See RecurrentDraft; trained, in a draft with an embedding of its own."""
+        """See RecurrentDraft; trained if the embedding is the draft's own."""
         return self.embed_tokens(tokens_BS) if self.config.own_embedding else super().embed(tokens_BS, ends)
 
     def start(self, captures_SBC: Tensor, state_SBH: Tensor) -> Tensor:
-        """See RecurrentDraft: the captures, projected."""
+        """See RecurrentDraft: the projected captures."""
         return self.project(captures_SBC)
 
     def project(self, captures_SBC: Tensor) -> Tensor:
-        """[S, B, H] feature of step 0 from the captured base layers."""
+        """[S, B, H] feature of step 0 from the captures."""
         x = captures_SBC.to(self.fc.weight.dtype)
         if self.config.norm_before_fc:
             x = self.input_norm(x)
@@ -88,7 +88,7 @@ class EagleDraft(RecurrentDraft):
         return (normed_SBH if self.config.norm_output else hidden_SBH), normed_SBH
 
     def logits(self, normed_SBH: Tensor, ends: BaseEnds | None = None) -> Tensor:
-        """See RecurrentDraft; the head is the draft's own."""
+        """See RecurrentDraft; the LM head is the draft's own."""
         out: Tensor = self.lm_head(enter(normed_SBH, self.tp_group, self.sequence_parallel))
         return out
 
@@ -97,7 +97,7 @@ class EagleDraft(RecurrentDraft):
         return Supervision.of(batch, objective.ttt_steps, objective.alignment)
 
     def states(self, features: Features, plan: Supervision, ends: BaseEnds, objective: ObjectiveConfig) -> list[Tensor]:
-        """Supervised rows [R, H] of the state that the head reads, for every step."""
+        """Supervised rows [R, H] of the LM head's input, for every step."""
         hidden = self.project(features.captures_SBC)
         fused = self.paths.under(objective).on("draft_fused")
         if fused and suits(self, hidden, features.batch, objective.ttt_steps):

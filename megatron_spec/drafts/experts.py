@@ -1,9 +1,10 @@
-"""Mixture of experts of a draft that has a layer of its base's own kind (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
+"""Mixture of experts in a draft layer of the base's architecture (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
 
-Parameters carry DeepSeek's names. Every rank holds a cut of every expert: the draft is data parallel over all other
-ranks. The bias of the choice is kept as the base has it: it balances load by a rule of its own, without a gradient.
+Parameters have DeepSeek's names. Every tensor parallel rank has a shard of every expert; there is no expert
+parallelism, as the draft is data parallel over all other ranks. The router's bias for load balancing, which has no
+gradient, keeps the base's values.
 
-S sequence, B batch, H hidden, E experts, K experts a token passes, R rows (tokens).
+S sequence, B batch, H hidden, E experts, K experts per token, R rows (tokens).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megatron_spec.ops.moe import choose, mixed
 
 
 class Router(nn.Module):
-    """Scores of the experts, in fp32."""
+    """Expert scores in fp32."""
 
     def __init__(self, moe: MoeConfig, hidden: int, place: Placement) -> None:
         super().__init__()
@@ -35,15 +36,15 @@ class Router(nn.Module):
 
 
 class PartialLinear(RowLinear):
-    """A `RowLinear` whose partial products are summed over ranks later, for all experts at once."""
+    """A `RowLinear` that leaves the sum over ranks to the caller, for all experts at once."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[R, in / TP] -> this rank's part of [R, out]."""
+        """[R, in / TP] -> this rank's partial sum of [R, out]."""
         return F.linear(self.quantized_input(x), self.quantized_weight())
 
 
 class Expert(nn.Module):
-    """down(silu(gate(x)) * up(x)) of this rank's cut."""
+    """down(silu(gate(x)) * up(x)) on this rank's shard."""
 
     def __init__(self, hidden: int, width: int, place: Placement) -> None:
         super().__init__()
@@ -53,13 +54,13 @@ class Expert(nn.Module):
         self.down_proj = PartialLinear(width, hidden, what, place)
 
     def forward(self, x_RH: Tensor) -> Tensor:
-        """This rank's part of [R, H]."""
+        """This rank's partial sum of [R, H]."""
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x_RH)) * self.up_proj(x_RH))
         return out
 
 
 class MixtureOfExperts(nn.Module):
-    """Stands in the place of `layer.GatedMLP`."""
+    """Replaces `layer.GatedMLP`."""
 
     def __init__(self, config: EagleConfig, moe: MoeConfig, place: Placement) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class MixtureOfExperts(nn.Module):
         """[S, B, H] -> [S, B, H]; [S / TP, B, H] under sequence parallelism."""
         weights_SBK, chosen_SBK = self.gate(x_SBH)
         x = enter(x_SBH, self.group, self.sequence_parallel)
-        # Each rank multiplies its part of an expert's output: the gradient of a weight is the sum over ranks.
+        # Each rank weights its partial sum of an expert's output, so gradients of the weights are summed over ranks.
         weights = enter(weights_SBK, self.group, self.sequence_parallel).flatten().to(x.dtype)
         if self.sequence_parallel:
             chosen_SBK = mappings.gather_from_sequence_parallel_region(chosen_SBK, group=self.group)

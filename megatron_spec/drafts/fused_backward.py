@@ -1,4 +1,4 @@
-"""The backward of the fused unroll (`fused_unroll.py`), written by hand over the buffers of its forward."""
+"""Hand-written backward of the fused unroll (`fused_unroll.py`), over the buffers of its forward."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from megatron_spec.ops import attention
 from megatron_spec.ops.products import GradientSums, add_product
 
 ROWS_AT_ONCE = 65536
-"""Rows whose weight gradient is one product: bounds the memory of the backward at long sequences."""
+"""Maximum number of rows per weight-gradient product: bounds the memory of the backward at long sequences."""
 
 Above = tuple[Tensor, Tensor]
-"""What reaches a step's state from the step after it: (gradient past the residual, gradient of the normed state)."""
+"""What step k + 1 sends to the state of step k: (gradient along the residual, gradient of the normed state)."""
 
 
 class Backward:
     """Gradients of one micro-batch, from the last step to the first.
 
     Args:
-        tape: left by the forward; its `gate_up` is overwritten.
-        sums: where weight gradients go.
+        tape: tape of the forward; its `gate_up` is overwritten.
+        sums: accumulates weight gradients.
     """
 
     def __init__(self, tape: Tape, sums: GradientSums) -> None:
@@ -39,9 +39,9 @@ class Backward:
         self.norms = {p: tape.kernels.norm_partials(sizes.hidden, tape.q.device) for p in norms}
 
     def run(self, grad_states: tuple[Tensor, ...]) -> Tensor:
-        """Gradient of the first hidden state, from those of the states that the head read."""
+        """Gradient of the first hidden state, given those of the LM head's inputs."""
         tape, above = self.tape, None
-        if tape.tp.size() > 1:  # of each rank's part of the head; one message
+        if tape.tp.size() > 1:  # partial gradients from each rank's shard of the LM head; one all-reduce
             grad_states = tape.summed(torch.cat(grad_states)).split([len(g) for g in grad_states])
         for start, end in self.groups:
             for k in reversed(range(start, end)):
@@ -52,14 +52,14 @@ class Backward:
         out = torch.empty_like(tape.saved.before[0])
         self._into_before(0, above, out)
         self._embedding_gradients()
-        # Under sequence parallelism the trainer sums the gradients of norms over ranks; here each has the whole.
+        # Under sequence parallelism the trainer sums norm gradients over ranks, but here each rank has the full one.
         once = not tape.sequence_parallel or tape.tp.rank() == 0
         for parameter, partial in self.norms.items():
             self.sums.of(parameter).add_(partial.sum(0), alpha=int(once))
         return out
 
     def _step(self, k: int, part: slice, d_state: Tensor, above: Above | None) -> Above:
-        """One step; `part` are its rows in the buffers of its group."""
+        """Backward of one step; `part` is its slice of the group's buffers."""
         tape, post_norm = self.tape, self.tape.weights.post_norm
         d_after, d_inner, gated = self.d_after[part], self.d_inner[part], self.gated[part]
         self._into_after(k, d_state, above, d_after)
@@ -75,13 +75,13 @@ class Backward:
         return d_inner, tape.summed(tape.qkv_product.backward(tape.at(self.d_qkv, k)))
 
     def _into_before(self, k: int, above: Above, out: Tensor) -> None:
-        """Gradient of the state that step k reads: past its residual, and through its norm."""
+        """Gradient of the input state of step k: along the residual and through the norm."""
         tape, (residual, d_normed) = self.tape, above
         first = (d_normed, tape.weights.hidden_norm, self.norms[tape.weights.hidden_norm])
         tape.kernels.norm_backward(tape.saved.before[k], tape.saved.rstd_before[k], out, first, add_RH=residual)
 
     def _into_after(self, k: int, d_state: Tensor, above: Above | None, out: Tensor) -> None:
-        """Gradient of the state that step k ends with: from the head and from the step after it."""
+        """Gradient of the output state of step k: from the LM head and from step k + 1."""
         tape, weights, first, residual = self.tape, self.tape.weights, None, None
         index = tape.steps.index
         if above is not None and k == 0 and index is not None:
@@ -119,7 +119,7 @@ class Backward:
         tape.kernels.rotary_backward(dq, dk, dv, tape.tables[k], tape.at(self.d_qkv, k), sizes.heads, sizes.kv_heads)
 
     def _weight_gradients(self, start: int, end: int) -> None:
-        """Of steps start..end-1, in one product each."""
+        """Weight gradients of steps start..end-1, one product per weight."""
         tape, sums, weights = self.tape, self.sums, self.tape.weights
         span, width = tape.steps.span(start, end), tape.sizes.intermediate
         rows = slice(0, span.stop - span.start)
@@ -137,7 +137,7 @@ class Backward:
         return [(weights.q, slice(0, q)), (weights.k, slice(q, q + kv)), (weights.v, slice(q + kv, q + 2 * kv))]
 
     def _embedding_gradients(self) -> None:
-        """The half of q, k and v that reads the embedding, once for all steps."""
+        """Gradients of the embedding half of q, k and v, once for all steps."""
         tape, sizes, steps, norm = self.tape, self.tape.sizes, self.tape.steps, self.tape.weights.input_norm
         d_projected = tape.kernels.shifted_sum(
             self.d_qkv, sizes.rows, steps.later, sizes.steps, sizes.batch, steps.inverse

@@ -1,4 +1,4 @@
-"""What the two directions of the fused unroll share: sizes, weights, and the buffers that the forward leaves.
+"""Shared by forward and backward of the fused unroll: sizes, weights and saved buffers.
 
 S sequence, B micro-batch, R rows (s * B + b), D head size.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Weights:
-    """Parameters in the order autograd sees them."""
+    """Parameters in the order in which autograd receives them."""
 
     input_norm: nn.Parameter
     hidden_norm: nn.Parameter
@@ -52,13 +52,13 @@ class Weights:
         )  # fmt: skip
 
     def all(self) -> list[nn.Parameter]:
-        """In the order of the fields."""
+        """All parameters in the order of the fields."""
         return list(vars(self).values())
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one micro-batch on this rank; heads and intermediate columns are this rank's share."""
+    """Sizes of one micro-batch on this rank; heads and intermediate columns are this rank's."""
 
     batch: int
     length: int
@@ -99,30 +99,31 @@ class Sizes:
 
 
 def round_(linear: Any, x: Tensor) -> Tensor:
-    """x, rounded in place as the linear's input is."""
+    """x, fake-quantised in place like the linear's input."""
     quantizer = linear.input_quantizer
     return x if quantizer is None else quantizer.round_(x)  # type: ignore[no-any-return]
 
 
 @dataclass
 class Saved:
-    """What each step leaves for the backward, one entry a step."""
+    """Saved for the backward, one entry per step."""
 
     before: list[Tensor]
-    """State that a step reads; `after`: state that it ends with. The same but for dropped rows."""
+    """Input state of a step; `after`: its output state. `before` of a step is `after` of the previous one, less dropped
+    rows."""
     after: list[Tensor] = field(default_factory=list)
     rstd_before: list[Tensor] = field(default_factory=list)
-    """Reciprocals of root mean squares, of the norms over `before`, `inner` and `after`."""
+    """Reciprocal root mean squares of the norms over `before`, `inner` and `after`."""
     rstd_inner: list[Tensor] = field(default_factory=list)
     rstd_after: list[Tensor] = field(default_factory=list)
     lse: list[Tensor] = field(default_factory=list)
-    """Log-sum-exp of the merged attention."""
+    """Logsumexp of the merged attention."""
     attention: list[tuple[Tensor, ...]] = field(default_factory=list)
     """State of the attention kernel for its backward."""
 
 
 class Tape:
-    """Modules, sizes and buffers of one micro-batch; buffers over all steps hold rows as `Steps` orders them."""
+    """Modules, sizes and buffers of one micro-batch; buffers over all steps are ordered as in `Steps`."""
 
     def __init__(
         self, draft: EagleDraft, weights: Weights, hidden_RH: Tensor, batch: Batch, steps: Steps, ends: BaseEnds,
@@ -150,8 +151,7 @@ class Tape:
         self._project(draft.paths.on("draft_fp8"))
 
     def _project(self, fp8: bool) -> None:
-        """Weights as the products use them; rows of q, k and v together, in a half for the embedding and one for the
-        state."""
+        """Weights in the form of the products: q, k and v fused, split into an embedding half and a state half."""
         qkv = [
             linear.quantized_weight().detach()
             for linear in (self.attention.q_proj, self.attention.k_proj, self.attention.v_proj)
@@ -167,7 +167,7 @@ class Tape:
         self.o_product, self.down_product = WeightProducts(o, fp8), WeightProducts(down, fp8)
 
     def _embedding(self, ends: BaseEnds, tokens_BS: Tensor) -> Tensor:
-        """[(S + steps - 1) * B, embedding]: row j at step k reads place j + k."""
+        """[(S + steps - 1) * B, embedding]: step k reads position j + k at row j."""
         sizes = self.sizes
         rows = sizes.length + sizes.steps - 1
         extra = -rows % self.tp.size() if self.sequence_parallel else 0
@@ -194,25 +194,25 @@ class Tape:
         return x
 
     def at(self, x: Tensor, k: int) -> Tensor:
-        """Rows of step k in a buffer over all steps."""
+        """The rows of step k in a buffer over all steps."""
         return x[self.steps.span(k, k + 1)]
 
     def keys_values(self, trunk: list[Tensor], branches: list[Tensor], k: int) -> tuple[Tensor, Tensor]:
-        """Of step k: the trunk's at step 0, a branch's after it."""
+        """Keys and values of step k: the trunk's for step 0, else those of its branch."""
         return (trunk[0], trunk[1]) if k == 0 else (branches[0][k - 1], branches[1][k - 1])
 
     def by_heads(self, x_RX: Tensor) -> Tensor:
-        """[B, S, heads, D] of all rows."""
+        """Rows [R, heads * D] as [B, S, heads, D]."""
         return x_RX.view(self.sizes.length, self.sizes.batch, -1, self.sizes.head_dim).transpose(0, 1)
 
     def spread(self, x: Tensor, k: int) -> Tensor:
-        """[B, S, heads, D] of the rows of step k, zero where it has none."""
+        """Rows of step k as [B, S, heads, D], zero at dropped rows."""
         index = self.steps.compacted(k)
         if index is None:
             return self.by_heads(x)
         return self.by_heads(x.new_zeros(self.sizes.rows, x.shape[1]).index_copy_(0, index, x))
 
     def attended(self, start: int, end: int) -> Tensor:
-        """What the output projection reads in steps start..end-1; `out` stays as it is for the attention's backward."""
+        """Input of the output projection in steps start..end-1. `out` is unchanged, for the backward of attention."""
         out, linear = self.out[self.steps.span(start, end)], self.attention.o_proj
         return out if linear.input_quantizer is None else round_(linear, out.clone())

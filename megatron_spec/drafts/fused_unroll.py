@@ -1,22 +1,22 @@
-"""The unroll of a one-layer EAGLE-3 draft with its backward written by hand: fewer passes over memory, fewer products.
+"""Unroll of a one-layer EAGLE-3 draft with a hand-written backward: fewer passes over memory, fewer products.
 
-Computes what `unroll.unroll` computes with `EagleDraft.layer_step`, its plain twin. What is gained:
+Its plain twin is `unroll.unroll` with `EagleDraft.layer_step`. The gains:
 
-- The embedding half of q, k and v depends on the token alone, so its projection is made once for all steps: step k
-  reads rows j + k. The same holds for its backward.
-- Weight gradients are one product over the rows of many steps, summed in fp32 straight into `main_grad`.
-- Norms, rotary embedding, gate and branch attention are one pass over memory each (`ops/kernels/rows.py`,
-  `ops/kernels/branch.py`); the gate's output is recomputed, and its input replaced by its gradient in place.
-- Only rows that some step supervises are written for the head, and steps after the first run on those rows alone
-  where that saves enough.
+- The embedding half of q, k and v depends only on the token, so it is projected once for all steps: step k reads rows
+  j + k. So does its backward.
+- Weight gradients are one product over the rows of many steps, accumulated in fp32 directly in `main_grad`.
+- Norms, rotary embedding, gate and branch attention take one pass over memory each (`ops/kernels/rows.py`,
+  `ops/kernels/branch.py`); the gate's output is recomputed, and its gradient overwrites its input.
+- Only rows that some step supervises are written for the LM head, and steps after the first run only on these rows if
+  that saves enough.
 
-Tensor parallel: rows are whole on every rank, heads and intermediate columns are split. Partial sums are added over
-ranks after the two row-sharded products, and after the gradients of what column-sharded ones and the head read; the
-embedding's norm alone keeps its own share, of which only the weight's gradient travels. Under sequence parallelism the
-unroll holds whole rows all the same (up to `paths.MOST_WHOLE_ROWS`), so it may drop those that no step supervises.
+Tensor parallelism: every rank has all rows, complete; heads and intermediate columns are split. All-reduces follow the
+two row-sharded products and, in the backward, the input gradients of column-sharded products and of the LM head. The
+gradient of the embedding's norm stays partial; only its weight gradient is reduced. Under sequence parallelism the
+unroll also works on the full sequence (up to `paths.MOST_WHOLE_ROWS` rows), so it can drop unsupervised rows.
 
-Fake-quantised linears round in place what a kernel wrote for them, and multiply with their rounded weights; gradients
-pass the rounding unchanged (quantisers that clip them take the plain unroll).
+Inputs of fake-quantised linears are rounded in place after the kernel that writes them, and weights are rounded;
+gradients pass straight through (quantisers that clip gradients use the plain unroll).
 
 The buffers are in `fused_tape.py`, the backward in `fused_backward.py`. R rows (s * B + b), H draft hidden size.
 """
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from megatron_spec.drafts.eagle3 import EagleDraft
 
 COMPACT_BELOW = 0.9
-"""From step 1 on, unsupervised rows are dropped when less than this share is left: moving rows costs something too."""
+"""From step 1 on, unsupervised rows are dropped if fewer than this share remain: copying rows has a cost, too."""
 
 
 def suits(draft: EagleDraft, hidden_SBH: Tensor, batch: Batch, steps: int) -> bool:
-    """True when a draft whose path `draft_fused` is on can take it for this micro-batch: gradients are wanted, its
-    quantisers are not calibrating, and whole rows fit under sequence parallelism."""
+    """True if a draft whose path `draft_fused` is on can use it for this micro-batch: gradients are enabled, no
+    quantiser is calibrating, and, under sequence parallelism, the full sequence fits."""
     if draft.sequence_parallel:
         rows = hidden_SBH.shape[0] * hidden_SBH.shape[1] * draft.tp_group.size()
         if whole_rows_bytes(hidden_SBH.shape[2], rows, steps, hidden_SBH.element_size()) > MOST_WHOLE_ROWS:
@@ -62,18 +62,22 @@ def suits(draft: EagleDraft, hidden_SBH: Tensor, batch: Batch, steps: int) -> bo
 
 
 class _Forward:
-    """The steps of one micro-batch, from the first to the last."""
+    """Forward of one micro-batch."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
 
     def run(self, counts: list[int]) -> list[Tensor]:
-        """The normed states of the supervised rows of every step (`counts` of them)."""
+        """Normed states of the supervised rows of every step.
+
+        Args:
+            counts: number of supervised rows per step.
+        """
         tape, sizes, saved, weights = self.tape, self.tape.sizes, self.tape.saved, self.tape.weights
         first = (weights.input_norm, tape.normed_embedding)
         tape.rstd_embedding = tape.kernels.norm_forward(tape.embedding, tape.eps, first=first)
         projected = round_(tape.attention.q_proj, tape.normed_embedding) @ tape.qkv_embedding.t()
-        # one buffer, which the head then reads as a whole
+        # one buffer, which the LM head reads at once
         states = list(tape.empty(sum(counts), sizes.hidden).split(counts))
         first = (weights.hidden_norm, tape.at(tape.normed, 0))
         saved.rstd_before.append(tape.kernels.norm_forward(saved.before[0], tape.eps, first=first))
@@ -86,7 +90,7 @@ class _Forward:
         return states
 
     def _mlp(self, k: int, delta: Tensor, gated: Tensor) -> Tensor:
-        """The state between attention and MLP; `delta` comes with the attention's output and leaves with the MLP's."""
+        """The state between attention and MLP; `delta` has the attention's output, and then the MLP's."""
         tape = self.tape
         inner = tape.at(tape.inner, k)
         first = (tape.weights.post_norm, tape.at(tape.post, k))
@@ -115,7 +119,7 @@ class _Forward:
         tape.kernels.merge_forward(q, o, lse, *branches, tape.at(tape.out, k), index)
 
     def _finish(self, k: int, inner: Tensor, delta: Tensor, state: Tensor) -> None:
-        """Sum and norms after step k: what the head reads, and what the next step starts from."""
+        """Residual sum and norms after step k: the LM head's input and the next step's input."""
         tape, saved, after = self.tape, self.tape.saved, torch.empty_like(inner)
         hidden_norm, index = tape.weights.hidden_norm, tape.steps.index
         last, dropping = k + 1 == tape.sizes.steps, k == 0 and index is not None
@@ -147,7 +151,7 @@ class _FusedUnroll(torch.autograd.Function):
         """Gradients of the first hidden state and of the parameters."""
         tape, sums = ctx.tape, GradientSums()
         assert tape is not None, "the buffers of this unroll were overwritten by its first backward"
-        ctx.tape = None  # its buffers are the bulk of the memory
+        ctx.tape = None  # frees its buffers, most of the memory
         first = Backward(tape, sums).run(tuple(g.contiguous() for g in grads))
         return None, None, first, *(sums.result(p) for p in tape.weights.all())
 
@@ -155,15 +159,15 @@ class _FusedUnroll(torch.autograd.Function):
 def fused_unroll(
     draft: EagleDraft, hidden_SBH: Tensor, batch: Batch, rows: list[Tensor], active: list[Tensor], ends: BaseEnds
 ) -> list[Tensor]:
-    """Supervised rows [R_k, H] of the state that the head reads, for every step; differentiable.
+    """Supervised rows [R_k, H] of the LM head's input, for every step; differentiable.
 
     Args:
         hidden_SBH: state of step 0 ([S / TP, B, H] under sequence parallelism).
-        rows: int64 rows (s * B + b) that step k supervises, ascending.
-        active: per step, ascending, the rows that some step from it on supervises.
+        rows: int64 rows (s * B + b) that are supervised at each step, ascending.
+        active: int64 rows that are supervised at this step or a later one, per step, ascending.
     """
     weights = Weights.of(draft)
-    if draft.sequence_parallel:  # every rank finds the whole gradient, so each keeps its rows of it
+    if draft.sequence_parallel:  # every rank has the full gradient and keeps its own rows
         hidden_SBH = mappings.gather_from_sequence_parallel_region(
             hidden_SBH, tensor_parallel_output_grad=False, group=draft.tp_group
         )

@@ -1,6 +1,6 @@
-"""First values of a draft's parameters, independent of how it is sharded.
+"""Initial values of a draft's parameters, independent of sharding.
 
-Every parameter is drawn whole from a generator seeded by the seed and its name, then sliced.
+Every parameter is drawn unsharded from a generator seeded with the seed and its name, then sliced.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from megatron_spec.drafts.recurrent import RecurrentDraft
 
 FC_NOISE = 0.05
-"""Size of the noise on `fc`, relative to the average it starts from."""
+"""Scale of the noise on `fc`, relative to its noise-free initial value."""
 
 CHUNK_ROWS = 5040
-"""Rows of an embedding at a time."""
+"""Rows of an embedding per chunk."""
 
 
 def draw_normal(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
     """fp32 normal(0, std) on the CPU, determined by (seed, name, shape)."""
-    # torch's generator on the CPU reads the low 32 bits of its seed and drops the others
+    # torch's CPU generator uses only the low 32 bits of its seed
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
 
 
 def _captures_to_feature(hidden: int, captures: int, start: str, name: str, seed: int) -> Tensor:
-    """K captures -> their average, or the last one (the nearest to what the base head reads), and little noise."""
+    """Maps K captures to their mean, or to the last one (closest to the base's final state), plus small noise."""
     passed = torch.eye(hidden).repeat(1, captures) / captures
     if start == "last_capture":
         passed = torch.cat([torch.zeros(hidden, (captures - 1) * hidden), torch.eye(hidden)], dim=1)
@@ -47,7 +47,7 @@ def _captures_to_feature(hidden: int, captures: int, start: str, name: str, seed
 
 
 def _feature_alone(shape: tuple[int, ...], name: str, seed: int) -> Tensor:
-    """[embedding ; feature] -> the feature, and little noise."""
+    """Maps [embedding ; feature] to the feature, plus small noise."""
     hidden = shape[0]
     passed = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1)
     return passed + draw_normal(name, shape, FC_NOISE / math.sqrt(2 * hidden), seed)
@@ -55,9 +55,9 @@ def _feature_alone(shape: tuple[int, ...], name: str, seed: int) -> Tensor:
 
 @torch.no_grad()
 def _embedding(draft: RecurrentDraft, ends: BaseEnds, name: str, seed: int) -> Tensor:
-    """[V / TP, H] this rank's rows of the base's embedding, at another width by a random projection. A collective.
+    """[V / TP, H] this rank's rows of the base's embedding, projected at random to the draft's width. Collective.
 
-    Such a projection keeps the angles between tokens nearly as they are (Johnson and Lindenstrauss).
+    Such a projection nearly preserves the angles between tokens (Johnson and Lindenstrauss).
     """
     config, ranks = draft.config, draft.tp_group.size()
     mine = share(config.vocab_size, ranks, draft.tp_group.rank())
@@ -65,7 +65,7 @@ def _embedding(draft: RecurrentDraft, ends: BaseEnds, name: str, seed: int) -> T
     if config.hidden_size != config.target_hidden_size:
         project = draw_normal(name, (config.target_hidden_size, config.hidden_size), config.hidden_size**-0.5, seed)
     found = []
-    for start in range(0, config.vocab_size, CHUNK_ROWS):  # the same chunks in every layout: the same bits
+    for start in range(0, config.vocab_size, CHUNK_ROWS):  # equal chunks in every layout, so equal bits
         ids = torch.arange(start, min(start + CHUNK_ROWS, config.vocab_size), device=ends.head_weight.device)
         even = F.pad(ids, (0, -len(ids) % ranks))  # sequence parallelism splits them
         part = enter(ends.embed(even[None]), draft.tp_group, draft.sequence_parallel)[: len(ids), 0].float()
@@ -75,7 +75,7 @@ def _embedding(draft: RecurrentDraft, ends: BaseEnds, name: str, seed: int) -> T
 
 
 def _first_value(draft: RecurrentDraft, ends: BaseEnds, name: str, spec: TensorSpec, seed: int) -> Tensor:
-    """The values of the table, whole; rows of a head or an embedding come as this rank's shard."""
+    """Initial value by `spec`, unsharded; of an LM head or an embedding, this rank's shard."""
     config, shape = draft.config, spec.shape
     if spec.first in ("ones", "zeros"):
         return torch.full(shape, 1.0 if spec.first == "ones" else 0.0)
@@ -91,7 +91,7 @@ def _first_value(draft: RecurrentDraft, ends: BaseEnds, name: str, spec: TensorS
 
 
 def initial_values(draft: Any, ends: BaseEnds, base: Mapping[str, Tensor], seed: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, value) of every parameter, by the table of `config.structure`. A collective.
+    """(name, value) of every parameter, by the table in `config.structure`. Collective.
 
     Args:
         draft: a `RecurrentDraft` or a `MedusaDraft`.
@@ -113,7 +113,7 @@ def initial_values(draft: Any, ends: BaseEnds, base: Mapping[str, Tensor], seed:
 
 @torch.no_grad()
 def set_parameters(draft: nn.Module, values: Iterator[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
-    """Copy each value, whole or already this rank's shard, into the parameter of its name."""
+    """Copy each value, unsharded or this rank's shard, to the parameter of that name."""
     parameters = dict(draft.named_parameters())
     for name, value in values:
         parameter = parameters.pop(name)

@@ -1,7 +1,7 @@
-"""Multi-head latent attention of a draft with a layer of its base's own kind (DeepSeek-V3, arXiv 2412.19437, 2.1.1).
+"""Multi-head latent attention in a draft layer of the base's architecture (DeepSeek-V3, arXiv 2412.19437, 2.1.1).
 
-Parameters carry DeepSeek's names. Values are narrower than keys: they are padded with zeros for the attention that the
-draft is given, and cut again after it.
+Parameters have DeepSeek's names. Values are narrower than keys: they are zero-padded for attention, and the output is
+truncated.
 
 S sequence, B batch, H hidden, N heads of this rank, D = nope + rope sizes of a query or key head, V of a value.
 """
@@ -18,7 +18,7 @@ from megatron_spec.ops.latent import LATENT_EPS, expand
 
 
 class LatentAttention(nn.Module):
-    """Stands in the place of `layer.SelfAttention`."""
+    """Replaces `layer.SelfAttention`."""
 
     def __init__(self, config: EagleConfig, mla: MlaConfig, place: Placement) -> None:
         super().__init__()

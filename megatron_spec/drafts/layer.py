@@ -1,6 +1,6 @@
-"""The decoder layer of a draft: a Llama layer whose first instance also reads the token embedding (EAGLE-3).
+"""Decoder layer of a draft: a Llama layer; the first layer also reads the token embedding (EAGLE-3).
 
-With `config.mla` and `config.moe` it is a layer of the base's own kind instead (an MTP module that a base ships).
+With `config.mla` and `config.moe` it is a layer of the base's architecture instead (the base's own MTP module).
 
 S sequence, B batch, H draft hidden size, N query heads and G key/value heads of this rank, D head size.
 """
@@ -23,13 +23,13 @@ from megatron_spec.ops.rope import apply_rotary
 
 LayerConfig = EagleConfig | BlockConfig
 Rotation = tuple[Tensor, Tensor]
-"""(cos, sin) of the positions of some rows."""
+"""(cos, sin) of the rows' positions."""
 
 
 def local_kv_heads(num_heads: int, num_kv_heads: int, tp_size: int, tp_rank: int) -> list[int]:
-    """Global key/value heads that the query heads of one rank read, in order.
+    """Indices of the key/value heads that the query heads of one rank read, in order.
 
-    Where the rank's query heads spread unevenly over them, one entry per query head.
+    One entry per query head if the rank's query heads are unevenly distributed over them.
     """
     per_rank, group = num_heads // tp_size, num_heads // num_kv_heads
     needed = [n // group for n in range(tp_rank * per_rank, (tp_rank + 1) * per_rank)]
@@ -39,7 +39,7 @@ def local_kv_heads(num_heads: int, num_kv_heads: int, tp_size: int, tp_rank: int
 
 
 def rotate(x_SBND: Tensor, cos_SB1D: Tensor, sin_SB1D: Tensor) -> Tensor:
-    """Rotary embedding of the first dimensions of each head, as many as cos and sin have."""
+    """Apply the rotary embedding to the first dimensions of each head, as many as cos and sin have."""
     size = cos_SB1D.shape[-1]
     if size == x_SBND.shape[-1]:
         return apply_rotary(x_SBND, cos_SB1D, sin_SB1D)
@@ -47,7 +47,7 @@ def rotate(x_SBND: Tensor, cos_SB1D: Tensor, sin_SB1D: Tensor) -> Tensor:
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm over each head. A rank sees its own heads, so the gradient of the weight is summed over ranks here."""
+    """RMSNorm over each head. A rank has only its own heads, so the weight gradient is summed over ranks here."""
 
     def __init__(self, size: int, eps: float, place: Placement) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class HeadNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """q, k, v projections, rotary embedding, the attention it is given, output projection."""
+    """q, k, v projections, rotary embedding, the attention passed to `forward`, output projection."""
 
     def __init__(self, config: LayerConfig, inputs: int, place: Placement) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class SelfAttention(nn.Module):
         self.q_norm, self.k_norm = None, None
         if config.qk_norm:
             self.q_norm, self.k_norm = (HeadNorm(self.head_dim, config.rms_norm_eps, place) for _ in range(2))
-        # Fewer key/value heads than ranks: projected in slices, gathered, and each rank picks what it reads.
+        # With fewer key/value heads than ranks, slices are projected and gathered, and each rank selects its heads.
         self.picked = None
         if kv_heads % group.size():
             self.picked = local_kv_heads(heads, kv_heads, group.size(), group.rank())
@@ -94,7 +94,7 @@ class SelfAttention(nn.Module):
         return everyone.index_select(2, torch.tensor(self.picked, device=x_SBX.device))
 
     def keys_values(self, x_SBX: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Rotated keys, and values [S, B, G, D], of an input that is complete on every rank."""
+        """Rotated keys and values, both [S, B, G, D], of an input that is complete on every rank."""
         k = self._kv_heads(self.k_proj(x_SBX))
         k = k if self.k_norm is None else self.k_norm(k)
         return rotate(k, *rotation), self._kv_heads(self.v_proj(x_SBX))
@@ -130,8 +130,8 @@ class GatedMLP(nn.Module):
 class DraftLayer(nn.Module):
     """Pre-norm decoder layer. With `reads_embedding`, attention reads [norm(embedding) ; norm(hidden)] (EAGLE-3).
 
-    The residual stream is the un-normed hidden state alone; with `config.norm_before_residual`, the normed one. Without
-    `input_norm`, attention reads it bare (EAGLE-1).
+    The residual stream is the un-normed hidden state, or the normed one with `config.norm_before_residual`. Without
+    `input_norm`, attention reads the un-normed state (EAGLE-1).
     """
 
     def __init__(self, config: LayerConfig, reads_embedding: bool, place: Placement, input_norm: bool = True) -> None:
@@ -140,7 +140,7 @@ class DraftLayer(nn.Module):
         norm = (config.rms_norm_eps, place)
         self.reads_embedding = reads_embedding
         self.norm_before_residual = reads_embedding and config.norm_before_residual
-        embedding_size = H if reads_embedding else 0  # the base's, or the draft's own of its own width
+        embedding_size = H if reads_embedding else 0  # the base's, or the draft's own, whose width may differ
         # docs/formats.md#eagle-3: in the first layer `input_layernorm` is the norm of the token embedding.
         self.input_layernorm: Any = RMSNorm(embedding_size or H, *norm) if input_norm else None
         if reads_embedding:

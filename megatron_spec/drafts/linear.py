@@ -1,8 +1,8 @@
 """Linear layers and norms of a draft, sharded over the tensor parallel group (Megatron-LM, arXiv 1909.08053).
 
-Communication is explicit: `enter` before the column-sharded linears of a block, which all read the same input,
-`RowLinear` at its end. Both know sequence parallelism (arXiv 2205.05198), where activations between blocks hold
-this rank's S / TP rows.
+Communication is explicit: `enter` before the column-sharded linears of a block, which share their input, and
+`RowLinear` at its end. Both support sequence parallelism (arXiv 2205.05198), where activations between blocks have
+S / TP rows per rank.
 
 S sequence, B batch.
 """
@@ -33,20 +33,20 @@ class _CopyToRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """The input as it is."""
+        """The input, unchanged."""
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Gradients summed over the ranks of the group."""
+        """The gradient, summed over the group."""
         grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
 
 
 def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The same tensor on every rank; its gradient is the sum of the ranks' gradients."""
+    """Identity on every rank; the gradient is summed over ranks."""
     if group.size() == 1:
         return x
     out: Tensor = _CopyToRanks.apply(x, group)  # type: ignore[no-untyped-call]
@@ -62,11 +62,11 @@ def enter(x_SBH: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> T
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the parameters of a draft live on this rank.
+    """Sharding, device and dtype of a draft's parameters on this rank.
 
     Attributes:
         group: tensor parallel group.
-        sequence_parallel: what lies between the sharded linears is split over the sequence.
+        sequence_parallel: activations between the sharded linears are split over the sequence.
     """
 
     group: dist.ProcessGroup
@@ -75,15 +75,15 @@ class Placement:
     device: torch.device | str = "cpu"
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """A parameter of NaN until it is initialised or loaded: one that was forgotten must never look trained."""
+        """A parameter that is NaN until initialised or loaded, so that a missing one is noticed."""
         return nn.Parameter(torch.full(shape, float("nan"), dtype=dtype or self.dtype, device=self.device))
 
     def replicated(self, *shape: int) -> nn.Parameter:
-        """The same on every rank."""
+        """A replicated parameter."""
         return mark_replicated(self.empty(*shape), self.sequence_parallel)
 
     def divide(self, total: int, what: str) -> int:
-        """This rank's share of `total`. Raises UserError when `what` cannot be split evenly."""
+        """This rank's share of `total`. Raises UserError, naming `what`, if it cannot be split evenly."""
         parts = self.group.size()
         if total % parts:
             raise UserError(
@@ -93,9 +93,9 @@ class Placement:
         return total // parts
 
     def vocabulary(self, rows: int, width: int) -> nn.Parameter:
-        """This rank's rows of a head or an embedding; see `structure.share`.
+        """This rank's rows of an LM head or an embedding; see `structure.share`.
 
-        Raises UserError for a vocabulary so small that a rank would have none of it.
+        Raises UserError for a vocabulary so small that a rank would have no rows.
         """
         mine = len(share(rows, self.group.size(), self.group.rank()))
         if not len(share(rows, self.group.size(), self.group.size() - 1)):
@@ -107,13 +107,13 @@ class Placement:
 
 
 def pad_logits(logits_SBV: Tensor, vocab_size: int, group: dist.ProcessGroup) -> Tensor:
-    """[S, B, ceil(V / TP)] logits of this rank's rows of a vocabulary, -inf where the last rank has none."""
+    """[S, B, ceil(V / TP)] logits of this rank's vocabulary shard, padded with -inf where it is shorter."""
     missing = -(-vocab_size // group.size()) - logits_SBV.shape[-1]
     return F.pad(logits_SBV, (0, missing), value=float("-inf")) if missing else logits_SBV
 
 
 class _Linear(nn.Module):
-    """y = x W^T (+ b), with optional fake quantisation of both factors."""
+    """y = x W^T (+ b), with optional fake quantisation of input and weight."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -122,11 +122,11 @@ class _Linear(nn.Module):
         self.weight_quantizer: Callable[[Tensor], Tensor] | None = None
 
     def quantized_input(self, x: Tensor) -> Tensor:
-        """x as this layer sees it."""
+        """x, fake-quantised if this layer has an input quantiser."""
         return x if self.input_quantizer is None else self.input_quantizer(x)
 
     def quantized_weight(self) -> Tensor:
-        """The weight as this layer uses it."""
+        """The weight, fake-quantised if this layer has a weight quantiser."""
         return self.weight if self.weight_quantizer is None else self.weight_quantizer(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,14 +135,14 @@ class _Linear(nn.Module):
 
 
 class Linear(_Linear):
-    """Replicated: the same weight [out, in] on every rank; under sequence parallelism each sees its own rows."""
+    """Replicated weight [out, in]; under sequence parallelism each rank computes its own rows of activations."""
 
     def __init__(self, inputs: int, outputs: int, place: Placement, bias: bool = False) -> None:
         super().__init__(place.replicated(outputs, inputs), place.replicated(outputs) if bias else None)
 
 
 class ColumnLinear(_Linear):
-    """Rows of the weight are split: [out / TP, in]. The input comes from `enter`, the output stays split."""
+    """Column parallel: weight [out / TP, in]. The input comes from `enter`, the output stays split."""
 
     def __init__(self, inputs: int, outputs: int, what: str, place: Placement, bias: bool = False) -> None:
         rows = place.divide(outputs, what)
@@ -151,9 +151,9 @@ class ColumnLinear(_Linear):
 
 
 class RowLinear(_Linear):
-    """Columns of the weight are split: [out, in / TP]. Partial products are summed over ranks.
+    """Row parallel: weight [out, in / TP]. Partial products are summed over ranks.
 
-    Under sequence parallelism the sum is scattered over the sequence.
+    Under sequence parallelism the sum is reduce-scattered over the sequence.
     """
 
     def __init__(self, inputs: int, outputs: int, what: str, place: Placement, bias: bool = False) -> None:
@@ -172,7 +172,7 @@ class RowLinear(_Linear):
 
 
 class VocabLinear(_Linear):
-    """A head: rows of the vocabulary are split, [V / TP, in]. The input comes from `enter`, the output stays split."""
+    """Vocabulary-parallel LM head [V / TP, in]. The input comes from `enter`, the output stays split."""
 
     def __init__(self, inputs: int, vocab_size: int, place: Placement) -> None:
         super().__init__(place.vocabulary(vocab_size, inputs))
@@ -184,7 +184,7 @@ class VocabLinear(_Linear):
 
 
 class VocabEmbedding(nn.Module):
-    """Rows of the table are split: [V / TP, size]."""
+    """Vocabulary-parallel embedding [V / TP, size]."""
 
     def __init__(self, vocab_size: int, size: int, place: Placement) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""Medusa-1 (arXiv 2401.10774): heads on the base's final state, each of which predicts one token further ahead.
+"""Medusa-1 (arXiv 2401.10774): heads on the base's final state, each predicting one token further ahead.
 
 Head i (from 0) predicts t_{j+2+i} from the state x of row j: logits_i = W2_i(x + SiLU(W1_i x + b_i)), with one or
-several such residual blocks. W1 and b start at zero, W2 as the base head, so that every head starts as the base. Steps
-of `DraftLosses` are heads here.
+several such residual blocks. W1 and b are initialised with zeros, W2 with the base's LM head, so every head starts as
+the base's. The steps of `DraftLosses` are heads here.
 
-The blocks are replicated. They run on the supervised rows alone, gathered under sequence parallelism, so their
-gradients are whole on every tensor parallel rank; W2 is split over the vocabulary.
+The blocks are replicated. They run only on the supervised rows, gathered under sequence parallelism, so every tensor
+parallel rank has their full gradients; W2 is split over the vocabulary.
 
 S sequence, B micro-batch, H base hidden size, V vocabulary, R supervised rows of a head, TP tensor parallel size.
 """
@@ -42,7 +42,7 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHead(nn.Module):
-    """The blocks of one head, and its rows of the vocabulary unless the base's head is shared."""
+    """The blocks of one head, and its output matrix unless it shares the base's LM head."""
 
     def __init__(self, config: MedusaConfig, place: Placement) -> None:
         super().__init__()
@@ -60,12 +60,12 @@ class MedusaDraft(Draft):
         super().__init__()
         if not vocab.is_full or len(vocab) != config.vocab_size:
             raise UserError(
-                f"Medusa heads cover the whole vocabulary of {config.vocab_size} tokens, found a draft vocabulary of "
+                f"Medusa heads predict the whole vocabulary of {config.vocab_size} tokens, found a draft vocabulary of "
                 f"{len(vocab)} of {vocab.vocab_size}: convert without --draft-vocab"
             )
         self.config, self.vocab = config, vocab
         self.tp_group, self.sequence_parallel = place.group, place.sequence_parallel
-        # A head reads whole rows, also under sequence parallelism: its parameters are no part of the split.
+        # Under sequence parallelism, too, a head reads the full sequence: its gradients are not partial.
         whole = replace(place, sequence_parallel=False)
         self.heads = nn.ModuleList(MedusaHead(config, whole) for _ in range(config.num_heads))
         self._teacher: TeacherHead | None = None
@@ -73,15 +73,15 @@ class MedusaDraft(Draft):
     def initialize(
         self, ends: BaseEnds, base_layer_tensors: Mapping[str, Tensor] | None = None, seed: int = 1234
     ) -> None:
-        """Set every parameter so that each head is the base's head. Nothing is random. A collective."""
+        """Initialise every head to the base's LM head, without randomness. Collective."""
         set_parameters(self, initial_values(self, ends, {}, seed), self.tp_group)
 
     def teacher_head(self, ends: BaseEnds) -> TeacherHead:
-        """The base's head, prepared on first use. A collective when it has to be built."""
+        """The base's LM head, prepared on first use, which is a collective."""
         return teacher_of(self, ends)
 
     def logits(self, state_SBH: Tensor, head: int, ends: BaseEnds) -> Tensor:
-        """[S, B, V / TP] logits of one head from base states (complete on every tensor parallel rank)."""
+        """[S, B, V / TP] logits of one head from final states (complete on every tensor parallel rank)."""
         module: MedusaHead = self.heads[head]  # type: ignore[assignment]
         x = module.blocks(state_SBH.to(next(self.parameters()).dtype))
         if module.lm_head is None:
@@ -92,7 +92,7 @@ class MedusaDraft(Draft):
     def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
         """Losses of every head. `hard_ce` compares with the tokens of the data, every other loss with the base.
 
-        Raises UserError when objective.ttt_steps is not the number of heads (`presets.objective_for` makes it so).
+        Raises UserError unless objective.ttt_steps is the number of heads (as set by `presets.objective_for`).
         """
         heads, group, teacher_head = self.config.num_heads, self.tp_group, self.teacher_head(ends)
         if objective.ttt_steps != heads:
@@ -120,5 +120,5 @@ class MedusaDraft(Draft):
 
 
 def following_tokens(batch: Batch) -> Tensor:
-    """int64 [S * B]: the token after each row."""
+    """int64 [S * B] token after each row."""
     return shift(batch.tokens_BS, 1, 1).t().flatten()

@@ -1,10 +1,10 @@
 """Multi-token prediction as a draft (DeepSeek-V3, arXiv 2412.19437): one module, applied at every draft step.
 
-Row j reads [norm(embedding(t_{j+1})) ; norm(h_j)], h_0 the base state after its final norm, projects it to H, runs one
-decoder layer of the base's kind, and ends in a final norm and the base's frozen LM head. The state before that norm is
-fed back (after it with `norm_output`). Trained with the same steps, rows and losses as EAGLE-3.
+Row j projects [norm(embedding(t_{j+1})) ; norm(h_j)] to H, runs one decoder layer of the base's architecture, a final
+norm and the base's frozen LM head. At step 0, h is the base's final state; later, the draft's state before its final
+norm (after it with `norm_output`). Steps, supervised rows and losses are those of EAGLE-3.
 
-Parameters are named as inside a layer of DeepSeek-V3, the layer being counted from 0 here:
+Parameters have DeepSeek-V3's names, with layers numbered from 0:
 layers.0.{enorm, hnorm, eh_proj, input_layernorm, self_attn, post_attention_layernorm, mlp, shared_head.norm}.
 
 S sequence, B micro-batch, H hidden size.
@@ -25,7 +25,7 @@ from megatron_spec.drafts.vocab import DraftVocab
 
 
 class MtpModule(DraftLayer):
-    """A decoder layer with the projection before it and the norm after it."""
+    """A decoder layer with its input projection and output norm."""
 
     def __init__(self, config: EagleConfig, place: Placement) -> None:
         super().__init__(config, False, place)

@@ -1,12 +1,12 @@
-"""P-EAGLE (arXiv 2602.01469): EAGLE-3 whose draft steps do not wait for one another (docs/algorithms.md#p-eagle).
+"""P-EAGLE (arXiv 2602.01469): EAGLE-3 with parallel draft steps (docs/algorithms.md#p-eagle).
 
-Row j at depth 0 reads [embedding(t_{j+1}) ; fc(captures of row j)], as EAGLE-3 does. At depth d >= 1 it reads
-[embedding(mask token) ; fc(m)] with one learnt vector m, the parameter `mask_hidden`, at rotary position j + d. It sees
-the rows <= j of its document at depth 0, and itself at the depths up to its own: the trunk and branches of the
-training-time test (`ops/ttt_attention.py`). Depth d is compared with what step d of EAGLE-3 is compared with.
+Row j at depth 0 reads [embedding(t_{j+1}) ; fc(captures of row j)], as in EAGLE-3. At depth d >= 1 it reads
+[embedding(mask token) ; fc(m)] at rotary position j + d, where m is one learned vector, the parameter `mask_hidden`. It
+sees the depth-0 rows <= j of its document, and row j at depths 1 to d: the trunk and branches of the training-time test
+(`ops/ttt_attention.py`). Depth d has the targets of step d of EAGLE-3.
 
-Every later depth trains on fewer rows, a share `ObjectiveConfig.kept_share` of them; a row that a depth keeps is kept
-at all depths before. Only rows that some loss looks at are computed.
+Each further depth trains on a random share `ObjectiveConfig.kept_share` of the previous depth's rows. Only rows that
+some loss reads are computed.
 
 S sequence, B micro-batch, T depths, H draft hidden size, R rows of a depth, TP tensor parallel size.
 """
@@ -33,7 +33,7 @@ from megatron_spec.ops.visibility import Visibility
 def kept_rows(batch: Batch, objective: ObjectiveConfig) -> Tensor:
     """bool [T, B, S]: rows that each depth trains on.
 
-    A function of torch's seed, of the document and of the place in it: the same in every layout.
+    A function of torch's seed, the document and the position in it, so equal in every layout.
     """
     _, key_BS = document_keys(batch)
     shares = [objective.kept_share(d) for d in range(objective.ttt_steps)]
@@ -41,10 +41,9 @@ def kept_rows(batch: Batch, objective: ObjectiveConfig) -> Tensor:
 
 
 def computed_rows(active: list[Tensor], total: int, ranks: int) -> list[Tensor]:
-    """Per depth from the second on, ascending rows to compute: the active ones.
+    """Rows to compute at each depth >= 1, ascending: the active ones.
 
-    Under sequence parallelism as many idle rows more as make their number a multiple of the ranks, out of those that
-    the depth before computes.
+    Under sequence parallelism, idle rows from the previous depth pad their number to a multiple of `ranks`.
     """
     before, found = torch.arange(total, device=active[0].device), []
     for rows in active[1:]:
@@ -58,7 +57,7 @@ def computed_rows(active: list[Tensor], total: int, ranks: int) -> list[Tensor]:
 
 
 class PEagleDraft(EagleDraft):
-    """EAGLE-3's parameters and `mask_hidden`, which stands for the captures of a row that the base has not computed."""
+    """EAGLE-3's parameters and `mask_hidden`, which replaces captures that the base has not computed yet."""
 
     def __init__(self, config: EagleConfig, vocab: DraftVocab, place: Placement) -> None:
         super().__init__(config, vocab, place)
@@ -66,24 +65,24 @@ class PEagleDraft(EagleDraft):
 
     @property
     def mask_token(self) -> int:
-        """Token of every row at every depth after the first."""
+        """Input token of every row at depths >= 1."""
         assert self.config.mask_token_id is not None  # `EagleConfig.validate`
         return self.config.mask_token_id
 
     def masked_inputs(self, ends: BaseEnds) -> tuple[Tensor, Tensor]:
-        """(feature, embedding), both [1, 1, H]: what every row reads at every depth after the first."""
+        """(feature, embedding), both [1, 1, H]: the inputs of every row at depths >= 1."""
         ranks = self.tp_group.size() if self.sequence_parallel else 1
         tokens_BS = torch.full((1, ranks), self.mask_token, device=self.mask_hidden.device)
         return self.project(self.mask_hidden), self.embed(tokens_BS, ends)
 
     def supervision(self, batch: Batch, objective: ObjectiveConfig) -> Supervision:
-        """See EagleDraft; rows are dropped in training alone."""
+        """See EagleDraft; rows are dropped only in training."""
         training = self.training and torch.is_grad_enabled()
         kept = functools.partial(kept_rows, objective=objective) if training else None
         return Supervision.of(batch, objective.ttt_steps, objective.alignment, kept)
 
     def states(self, features: Features, plan: Supervision, ends: BaseEnds, objective: ObjectiveConfig) -> list[Tensor]:
-        """See EagleDraft: depth after depth, each through all layers."""
+        """See EagleDraft. Depth by depth, each through all layers."""
         batch, group, scattered = features.batch, self.tp_group, self.sequence_parallel
         hidden_SBH = self.project(features.captures_SBC)
         attention = TrainingTimeTest(Visibility.of(batch), window=self.config.sliding_window)

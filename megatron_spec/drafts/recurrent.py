@@ -1,4 +1,4 @@
-"""What all drafts share that run on their own output: EAGLE-1, EAGLE-3, MTP.
+"""Base classes of drafts that run on their own output: EAGLE-1, EAGLE-3, MTP.
 
 S sequence, B micro-batch, H draft hidden size, D draft vocabulary, C captures width, TP tensor parallel size.
 """
@@ -27,16 +27,16 @@ from megatron_spec.ops.visibility import KVCache, Visibility
 
 
 class RecurrentDraft(Draft):
-    """A draft of decoder layers: `start` gives the state of step 0, `layer_step` goes one step further.
+    """A draft of decoder layers: `start` gives the state of step 0, `layer_step` runs one step.
 
-    Every parameter is NaN until `initialize` or a checkpoint sets it.
+    Every parameter is NaN until initialised or loaded.
     """
 
     def __init__(self, config: EagleConfig, vocab: DraftVocab, place: Placement) -> None:
         super().__init__()
         if len(vocab) != config.draft_vocab_size or vocab.vocab_size != config.vocab_size:
             raise UserError(
-                f"draft vocabulary has {len(vocab)} of {vocab.vocab_size} tokens, the draft's configuration says "
+                f"draft vocabulary: found {len(vocab)} of {vocab.vocab_size} tokens, expected, by the configuration, "
                 f"{config.draft_vocab_size} of {config.vocab_size}"
             )
         self.config, self.vocab = config, vocab
@@ -48,11 +48,11 @@ class RecurrentDraft(Draft):
 
     @property
     def decoder_layers(self) -> Sequence[DraftLayer]:
-        """The decoder layers in order, regardless of their names."""
+        """The decoder layers in order, whatever their names."""
         raise NotImplementedError
 
     def start(self, captures_SBC: Tensor, state_SBH: Tensor) -> Tensor:
-        """[S, B, H] state of step 0 from the features of the base ([S / TP, ...] under sequence parallelism)."""
+        """[S, B, H] state of step 0 from captures and final state ([S / TP, ...] under sequence parallelism)."""
         raise NotImplementedError
 
     def embed(self, tokens_BS: Tensor, ends: BaseEnds) -> Tensor:
@@ -63,12 +63,13 @@ class RecurrentDraft(Draft):
     def layer_step(
         self, hidden_SBH: Tensor, embedding_SBH: Tensor, positions_BS: Tensor, attention: Attention
     ) -> tuple[Tensor, Tensor]:
-        """One draft step: (state to feed back, state the head reads), both [S, B, H] ([S / TP, ...] sharded).
+        """One draft step: (state to feed back, input of the LM head), both [S, B, H] ([S / TP, ...] under sequence
+        parallelism).
 
         Args:
-            hidden_SBH: state of step 0 (`start`), or what the step before fed back.
-            embedding_SBH: base embedding of the token after each row.
-            positions_BS: rotary position of each row, for the whole sequence.
+            hidden_SBH: state of step 0 (`start`), or the state fed back by the previous step.
+            embedding_SBH: embedding of the token after each row.
+            positions_BS: rotary positions of the full sequence.
         """
         raise NotImplementedError
 
@@ -76,21 +77,21 @@ class RecurrentDraft(Draft):
         """[S, B, D / TP] draft logits of this rank's shard (full sequence also under sequence parallelism).
 
         Args:
-            ends: the base, for drafts that use its head.
+            ends: the base, for drafts that use its LM head.
         """
         raise NotImplementedError
 
     def initialize(
         self, ends: BaseEnds, base_layer_tensors: Mapping[str, Tensor] | None = None, seed: int = 1234
     ) -> None:
-        """Set every parameter; values do not depend on the number of tensor parallel ranks. A collective.
+        """Initialise every parameter, independently of the tensor parallel size. Collective.
 
         Args:
-            ends: the base's embedding and head.
-            base_layer_tensors: whole (unsharded) tensors of the base's last layer under their Hugging Face names
-                inside the layer ("mlp.gate_proj.weight", "input_layernorm.weight", ...), and "norm.weight" for the
-                final norm. The final norm is always used; the layer's when config.init_from_base_layer.
-            seed: together with a parameter's name it determines the parameter.
+            ends: the base's embedding and LM head.
+            base_layer_tensors: unsharded tensors of the base's last layer by Hugging Face name inside the layer
+                ("mlp.gate_proj.weight", "input_layernorm.weight", ...), and "norm.weight" for the final norm. The
+                final norm is always used, the others with config.init_from_base_layer.
+            seed: seed and name of a parameter determine its value.
         """
         set_parameters(self, initial_values(self, ends, base_layer_tensors or {}, seed), self.tp_group)
 
@@ -100,19 +101,19 @@ class RecurrentDraft(Draft):
         return self._inv_freq
 
     def rotary(self, positions_BS: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of the positions, times YaRN's attention factor, in the dtype and on the device of `like`."""
+        """(cos, sin) of the positions times YaRN's attention factor, in the dtype and on the device of `like`."""
         angles = rotary_angles(positions_BS, self.inv_freq_on(like.device))
         factor = self._rotary_factor
         return (angles.cos() * factor).to(like.dtype), (angles.sin() * factor).to(like.dtype)
 
     def cached_attention(self, visibility: Visibility) -> Attention:
-        """The attention that decoding gives `layer_step`: keys and values by `visibility`, and the draft's window."""
+        """Attention of `layer_step` in decoding, with the draft's sliding window."""
         window = self.config.sliding_window
         variant = PLAIN if window is None else Variant(window=window)
         return lambda layer, q, k, v: attend(q, k, v, visibility, layer, variant)
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
-        """An empty cache for decoding: this rank's key/value heads of every draft layer."""
+        """An empty cache for decoding: this rank's key/value heads of every layer."""
         attention = self.decoder_layers[0].self_attn
         weight = self.decoder_layers[0].post_attention_layernorm.weight
         return KVCache(
@@ -121,15 +122,15 @@ class RecurrentDraft(Draft):
         )  # fmt: skip
 
     def teacher_head(self, ends: BaseEnds) -> TeacherHead:
-        """The frozen restricted head, built on first use. A collective when it has to be built."""
+        """The base's LM head restricted to the draft vocabulary, prepared on first use, which is a collective."""
         return teacher_of(self, ends)
 
 
 class SharedHeadDraft(RecurrentDraft):
-    """A draft that starts from the base's final state and uses the base's own, frozen head."""
+    """A draft that starts from the base's final state and uses the base's frozen LM head."""
 
     def start(self, captures_SBC: Tensor, state_SBH: Tensor) -> Tensor:
-        """The base's final state itself."""
+        """The base's final state."""
         return state_SBH.to(self.decoder_layers[0].post_attention_layernorm.weight.dtype)
 
     def logits(self, normed_SBH: Tensor, ends: BaseEnds | None = None) -> Tensor:
@@ -141,7 +142,7 @@ class SharedHeadDraft(RecurrentDraft):
     def _token_losses(
         self, hidden_SBH: Tensor, features: Features, ends: BaseEnds, objective: ObjectiveConfig
     ) -> tuple[DraftLosses, list[Tensor], Supervision, Teacher]:
-        """Unroll from `hidden_SBH`; also the supervised rows [R, H] that the head read at every step."""
+        """(losses of the unroll from `hidden_SBH`, supervised rows [R, H] of the LM head's input at every step)."""
         group, scattered = self.tp_group, self.sequence_parallel
         head = self.teacher_head(ends)
         plan = Supervision.of(features.batch, objective.ttt_steps, objective.alignment)

@@ -1,7 +1,7 @@
-"""The base as teacher: its head on its final state, restricted to the draft vocabulary, once per micro-batch.
+"""The teacher: the base's LM head on its final state, restricted to the draft vocabulary, once per micro-batch.
 
-U rows that some draft step is compared with, H base hidden size, D / TP this rank's shard of the draft vocabulary,
-V / TP this rank's shard of the (padded) target vocabulary.
+U teacher rows (rows that some draft step is compared with), H base hidden size, D / TP this rank's shard of the draft
+vocabulary, V / TP this rank's shard of the (padded) base vocabulary.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megatron_spec.losses.vocab_parallel import Teacher, argmax_and_lse, argmax_
 from megatron_spec.ops import backend
 
 CHUNK_BYTES = 256 << 20
-"""Size of one chunk of whole-vocabulary logits."""
+"""Bytes of one chunk of whole-vocabulary logits."""
 KERNEL_CHUNK_BYTES = 1100 << 20
-"""The same on a GPU: large enough for full speed of the matrix product."""
+"""The same on a GPU: large enough for the matrix product to run at full speed."""
 
 
 @torch.no_grad()
 def gather_rows(shard_VH: Tensor, ids: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Rows `ids` (the same on every rank) of a matrix whose rows are split over the group: [len(ids), H] everywhere."""
+    """[len(ids), H] rows `ids` of a row-sharded matrix, on every rank; `ids` is equal on all ranks."""
     local = ids.to(shard_VH.device) - group.rank() * shard_VH.shape[0]
     mine = (local >= 0) & (local < shard_VH.shape[0])
     rows = shard_VH[local.clamp(0, shard_VH.shape[0] - 1)] * mine[:, None]
@@ -39,7 +39,7 @@ def gather_rows(shard_VH: Tensor, ids: Tensor, group: dist.ProcessGroup) -> Tens
 
 @torch.no_grad()
 def restricted_head(ends: BaseEnds, vocab: DraftVocab, group: dist.ProcessGroup) -> Tensor:
-    """[D / TP, H] rows of the base head that this rank's shard of the draft vocabulary stands for. A collective."""
+    """[D / TP, H] rows of the base's LM head for this rank's shard of the draft vocabulary. Collective."""
     if group.size() == 1:
         return ends.head_weight[vocab.target_ids.to(ends.head_weight.device)]
     mine = torch.empty(0)
@@ -58,10 +58,10 @@ def _chunk_rows(weight_VH: Tensor) -> int:
 
 @torch.no_grad()
 def whole_logits(ends: BaseEnds, state_UH: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Chunk by chunk: (state [u, H], its logits without padding [u, <= V / TP], argmax over all ranks [u]).
+    """Chunks of (state [u, H], logits without padding [u, <= V / TP], argmax over all ranks [u]).
 
     Args:
-        state_UH: final base states, complete on every tensor parallel rank.
+        state_UH: final states, complete on every tensor parallel rank.
     """
     shard, first = ends.head_weight.shape[0], group.rank() * ends.head_weight.shape[0]
     weight = ends.head_weight[: min(max(ends.vocab_size - first, 0), shard)]
@@ -69,27 +69,27 @@ def whole_logits(ends: BaseEnds, state_UH: Tensor, group: dist.ProcessGroup) -> 
         whole = F.linear(state, weight)
         if len(weight):
             top, argmax = whole.max(-1)
-        else:  # a shard of nothing but padding
+        else:  # the shard is all padding
             top = whole.new_full((len(state),), -torch.inf)
             argmax = torch.zeros_like(top, dtype=torch.int64)
         yield state, whole, argmax_over_ranks(top, argmax + first, group)
 
 
 def base_argmax(ends: BaseEnds, state_UH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """int64 [U]: the base's own next token after each final state (complete on every tensor parallel rank)."""
+    """int64 [U] the base's greedy next token for each final state (complete on every tensor parallel rank)."""
     found = [argmax for _, _, argmax in whole_logits(ends, state_UH, group)]
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device=state_UH.device)
 
 
 class TeacherHead:
-    """Turns base states into a `Teacher`. Built once; holds the frozen rows that the draft shard needs.
+    """Computes a `Teacher` from final states. Built once; keeps the rows of the base's LM head for the draft shard.
 
-    Draft and target vocabulary are split at different tokens, so with several tensor parallel ranks the restricted
-    logits come from rows of their own; whole-vocabulary logits are reduced to an argmax, chunk by chunk. On one rank
-    the restricted logits are picked from the whole ones.
+    Draft and base vocabulary are sharded at different tokens, so with several tensor parallel ranks the restricted
+    logits are computed from a copy of these rows; whole-vocabulary logits are reduced to an argmax, chunk by chunk. On
+    one rank the restricted logits are selected from the whole-vocabulary ones.
 
     Args:
-        kernels: operators (`ops.backend.load`) where the path `teacher_kernel` runs.
+        kernels: operators (`ops.backend.load`) if the path `teacher_kernel` is on.
     """
 
     def __init__(self, ends: BaseEnds, vocab: DraftVocab, group: dist.ProcessGroup, kernels: Any = None) -> None:
@@ -104,15 +104,15 @@ class TeacherHead:
         self.aligned = vocab.is_full and (group.size() == 1 or shard == -(-len(vocab) // group.size()))
         self.rows: Tensor | None = None
         if group.size() > 1:
-            self.draft_rows()  # a collective: now, when every rank is here
+            self.draft_rows()  # collective, so done now, on every rank
 
     def fits(self, ends: BaseEnds) -> bool:
-        """True when built from this very head."""
+        """True if it was built from this LM head."""
         weight = ends.head_weight
         return self.source == (weight.data_ptr(), weight.dtype, weight.device)
 
     def draft_rows(self) -> Tensor:
-        """[D / TP, H] frozen rows of the base's head for this rank's shard of the draft vocabulary."""
+        """[D / TP, H] frozen rows of the base's LM head for this rank's shard of the draft vocabulary."""
         if self.rows is None:
             whole = self.ends.head_weight[: self.valid]
             self.rows = whole if self.aligned else restricted_head(self.ends, self.vocab, self.group)
@@ -127,10 +127,10 @@ class TeacherHead:
 
     @torch.no_grad()
     def __call__(self, state_UH: Tensor, temperature: float, argmax_U: Tensor | None = None) -> Teacher:
-        """Teacher rows for final base states [U, H] (complete on every tensor parallel rank).
+        """The teacher for final states [U, H] (complete on every tensor parallel rank).
 
         Args:
-            argmax_U: the base's choices at these rows, when known; they are computed otherwise.
+            argmax_U: the base's argmax at these rows, if known; else it is computed.
         """
         weight = self.ends.head_weight[: self.valid]
         if argmax_U is None and self.kernels is not None:
@@ -148,7 +148,7 @@ class TeacherHead:
         return Teacher(logits, lse, argmax, torch.where(inside, draft_id, best), inside, self.share.start)
 
     def _logits(self, state_UH: Tensor, argmax_U: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """(logits of this rank's draft shard [u, D / TP], argmax over the whole vocabulary [u]), chunk by chunk."""
+        """Chunks of (logits of this rank's draft shard [u, D / TP], argmax over the whole vocabulary [u])."""
         if argmax_U is None:
             for state, whole, argmax in whole_logits(self.ends, state_UH, self.group):
                 yield self._restricted(state, whole), argmax
@@ -176,10 +176,10 @@ class TeacherHead:
 
 
 def teacher_of(draft: Any, ends: BaseEnds) -> TeacherHead:
-    """The base's rows that a draft is compared with, prepared on first use. A collective when they have to be built.
+    """The draft's `TeacherHead`, built on first use, which is a collective.
 
     Args:
-        draft: with `vocab`, `tp_group`, `paths` and `_teacher`, where the result is kept.
+        draft: has `vocab`, `tp_group`, `paths`, and `_teacher`, which caches the result.
     """
     if draft._teacher is None or not draft._teacher.fits(ends):
         kind = draft.paths.kernels("teacher_kernel")

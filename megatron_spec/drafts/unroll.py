@@ -1,11 +1,11 @@
 """Training-time test (EAGLE-3, arXiv 2503.01840 section 3.2): the draft is unrolled on its own output for T steps.
 See docs/algorithms.md#training-time-test.
 
-Row j at step k reads token t_{j+1+k} and its own state of step k, is compared with the base's logits z_{j+1+k}, and
-predicts t_{j+2+k}. Everything about which row is supervised when is decided here, once per micro-batch; only
-supervised rows reach the head.
+Row j at step k reads token t_{j+1+k} and its own state of step k, predicts t_{j+2+k}, and is compared with the base's
+logits z_{j+1+k}. The supervised rows of each step are determined here, once per micro-batch; only these reach the LM
+head.
 
-T draft steps, S sequence, B micro-batch, H draft hidden size, R supervised rows of a step, U rows of the teacher.
+T draft steps, S sequence, B micro-batch, H draft hidden size, R supervised rows of a step, U teacher rows.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from megatron_spec.planning.paths import NO_PATHS, Paths
 from megatron_spec.runtime.platform import to_device
 
 Step = Callable[[Tensor, Tensor, Tensor, Attention], tuple[Tensor, Tensor]]
-"""(hidden [S,B,H], embedding [S,B,H], positions [B,S], attention) -> (state fed back, state read by the head)."""
+"""(hidden [S,B,H], embedding [S,B,H], positions [B,S], attention) -> (state fed back, input of the LM head)."""
 
 
 def supervised_rows(batch: Batch, steps: int, alignment: Alignment) -> Tensor:
     """bool [T, B, S]: row j is supervised at step k.
 
     serving: t_{j+1}..t_{j+2+k} are all in one assistant turn; paper: t_{j+k} is in any; target: t_{j+2+k} is.
-    Always: row and target lie in the same document, and neither is padding.
+    In all three, row and target are in the same document, and neither is padding.
     """
     turns, documents = batch.turns_BS, batch.documents_BS
     first = shift(turns, 1, 1)
@@ -56,21 +56,21 @@ def supervised_rows(batch: Batch, steps: int, alignment: Alignment) -> Tensor:
     return torch.stack(steps_TBS)
 
 
-def _places_of(mask_TN: Tensor) -> list[Tensor]:
-    """Per row of the mask, the indices where it is True; one synchronisation with the device for all of them."""
+def _indices_of(mask_TN: Tensor) -> list[Tensor]:
+    """Per row of the mask, the indices where it is True, with one device synchronisation in all."""
     counts = mask_TN.sum(1).tolist()
     return list(mask_TN.nonzero()[:, 1].split(counts))
 
 
 @dataclass
 class Supervision:
-    """Supervised rows as indices into the flattened [S * B] rows.
+    """Supervised rows as indices into [S * B].
 
     Attributes:
-        rows: per step int64 [R], row of the draft on this rank, ascending.
-        active: per step, the rows some step from this one on is supervised at: all that has to be computed.
-        teacher_rows: per step int64 [R], position of its teacher row inside `teacher_U`.
-        teacher_U: int64 [U], rows of the base, counted in the whole sequence, that some step is compared with.
+        rows: int64 [R] per step, supervised rows of the draft on this rank, ascending.
+        active: int64 per step, rows that are supervised at this step or a later one; only these have to be computed.
+        teacher_rows: int64 [R] per step, index of each supervised row's teacher row in `teacher_U`.
+        teacher_U: int64 [U], teacher rows: rows of the base, in the full sequence, that some step is compared with.
     """
 
     rows: list[Tensor]
@@ -82,18 +82,18 @@ class Supervision:
     def of(
         batch: Batch, steps: int, alignment: Alignment, kept: Callable[[Batch], Tensor] | None = None
     ) -> Supervision:
-        """From the turns and documents of a micro-batch; under context parallelism this rank's rows.
+        """From the turns and documents of a micro-batch; under context parallelism, this rank's rows.
 
-        Counted on the host where the batch has a copy there: the device would have to finish the base first.
+        Computed on the host if the batch has a host copy, so as not to wait for the base's forward.
 
         Args:
-            kept: bool [T, B, S] of a batch, rows that may be supervised at each step; None: all.
+            kept: gives bool [T, B, S] for a batch, rows that may be supervised at each step; None: all.
         """
         found = Supervision._of(batch.host or batch, steps, alignment, kept)
         return found if batch.host is None else found._to(batch.tokens_BS.device)
 
     def _to(self, device: torch.device) -> Supervision:
-        """All indices on a device, in one copy."""
+        """Copy all indices to a device, in one transfer."""
         lists = [self.rows, self.active, self.teacher_rows, [self.teacher_U]]
         flat = [x for part in lists for x in part]
         moved = iter(to_device(torch.cat(flat), device).split([len(x) for x in flat]))
@@ -109,8 +109,8 @@ class Supervision:
         if kept is not None:
             mask_TBS &= kept(batch)
         mask_TN = (mask_TBS if batch.context is None else batch.context.part(mask_TBS, 2)).transpose(1, 2).flatten(1)
-        rows = _places_of(mask_TN)
-        active = _places_of(mask_TN.flip(0).cumsum(0).flip(0) > 0)
+        rows = _indices_of(mask_TN)
+        active = _indices_of(mask_TN.flip(0).cumsum(0).flip(0) > 0)
         wanted = [batch.whole_rows(r) + (1 + k) * B for k, r in enumerate(rows)]  # row j is compared with z_{j+1+k}
         needed = torch.zeros_like(mask_TBS[0]).flatten()
         for r in wanted:
@@ -123,7 +123,7 @@ class Supervision:
 def teacher_state(
     features: Features, supervision: Supervision, group: dist.ProcessGroup, sequence_parallel: bool
 ) -> Tensor:
-    """[U, H] the base's final state at the rows of the teacher. A collective under context parallelism."""
+    """[U, H] the base's final state at the teacher rows. Collective under context parallelism."""
     state, context = enter(features.state_SBH, group, sequence_parallel), features.batch.context
     if context is None:
         return state.flatten(0, 1)[supervision.teacher_U]
@@ -138,13 +138,13 @@ def teach(
     group: dist.ProcessGroup,
     sequence_parallel: bool,
 ) -> Teacher:
-    """The base's opinion at every row that some step needs."""
+    """The teacher at every row that some step is compared with."""
     state_UH = teacher_state(features, supervision, group, sequence_parallel)
     return head(state_UH, temperature, features.argmax_of(supervision.teacher_U))
 
 
 def head_rows(x_SBH: Tensor, rows_R: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
-    """[R, H] rows of a state, as input of the vocab-parallel head: gradients are summed over tensor parallel ranks."""
+    """[R, H] rows of a state as input of a vocab-parallel LM head: gradients are summed over tensor parallel ranks."""
     if sequence_parallel:
         return pick_rows(enter(x_SBH, group, True).flatten(0, 1), rows_R)
     return copy_to_ranks(pick_rows(x_SBH.flatten(0, 1), rows_R), group)
@@ -163,8 +163,8 @@ def head_losses(
     """Losses of all steps from the supervised rows [R, H] of each.
 
     Args:
-        labels_U: draft ids that `hard_ce` compares with; default: the base's argmax. Accuracy is always by the latter.
-        paths: of the draft.
+        labels_U: draft ids as targets of `hard_ce`; default: the base's argmax. Accuracy is always against the latter.
+        paths: fast paths of the draft.
     """
     told = teacher if labels_U is None else dataclasses.replace(teacher, label_U=labels_U)
     steps = []
@@ -176,7 +176,7 @@ def head_losses(
         steps.append(StepRows(rows, weight, torch.where(inside, teacher.label_U[rows], -1)))
 
     def row_loss(logits_RD: Tensor, rows_R: Tensor):  # type: ignore[no-untyped-def]
-        """Losses of rows of logits, differentiable."""
+        """Differentiable losses of rows of logits."""
         return row_losses(logits_RD, told, rows_R, objective.loss, objective.temperature, group)
 
     in_place = scale_ = None
@@ -202,16 +202,16 @@ def unroll(
     sequence_parallel: bool,
     window: int | None = None,
 ) -> list[Tensor]:
-    """Run the draft T times on its own output; returns the supervised rows [R, H] of every step, for the head.
+    """Run T draft steps on the draft's own output; returns the supervised rows [R, H] of every step, for the LM head.
 
     A row reads the trunk and its own branches, so from step 1 on rows that no later loss reads are dropped
-    (not under sequence parallelism, where every rank must hold as many rows as the others).
+    (except under sequence parallelism, where all ranks must have equally many rows).
 
     Args:
         step: the draft's `layer_step`.
         hidden_SBH: state of step 0 ([S / TP, B, H] under sequence parallelism).
-        embed: tokens [B, S] -> embeddings that the draft reads.
-        window: of the draft's attention.
+        embed: tokens [B, S] -> input embeddings of the draft.
+        window: sliding window of the draft's attention.
     """
     batch = features.batch
     attention = TrainingTimeTest(Visibility.of(batch), objective.detach, window)
@@ -233,9 +233,9 @@ def unroll(
 
 
 def _keep_active(hidden_SBH: Tensor, attention: TrainingTimeTest, supervision: Supervision, k: int) -> Tensor:
-    """[R, 1, H]: the rows of the step before that step k goes on with; the branches are reduced to the same rows."""
+    """[R, 1, H] rows of the previous step that are active at step k; branches are reduced to the same rows."""
     active = supervision.active[k]
-    if k == 1:  # the step before had all rows, and there is no branch yet
+    if k == 1:  # step 0 had all rows, and there is no branch yet
         attention.compact(active, None)
         return pick_rows(hidden_SBH.flatten(0, 1), active)[:, None]
     if len(active) == len(supervision.active[k - 1]):

@@ -1,4 +1,4 @@
-"""Which rows the fused unroll of a draft computes at each step, and where they lie in its buffers.
+"""Rows that the fused unroll computes at each step, and their layout in its buffers.
 
 R rows of a micro-batch (s * B + b), T draft steps.
 """
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 class Steps:
-    """Rows of every step: all R of them at step 0, `later` ones from step 1 on (those some later loss reads).
+    """Rows of every step: all R rows at step 0, `later` rows from step 1 on (those that some later loss reads).
 
-    Buffers over all steps hold the rows of step 0, then those of each later step.
+    Buffers over all steps have the rows of step 0, then those of each later step.
     """
 
     def __init__(self, rows: list[Tensor], active: list[Tensor], R: int, compact_below: float) -> None:
@@ -21,9 +21,9 @@ class Steps:
         self.index: Tensor | None = active[1] if compact else None
         self.later = R if self.index is None else len(self.index)
         self.inverse = None if self.index is None else self.place(self.index, R)
-        """Row of a later step that stands for a row of step 0, or -1."""
+        """Row of step 0 -> row of later steps, or -1."""
         self.places = [self.place(self.inside(k, r), self.count(k)) for k, r in enumerate(rows)]
-        """Per step: place of a row among those the head reads, or -1."""
+        """Per step: row -> index among the LM head's input rows, or -1."""
 
     @staticmethod
     def place(rows_R: Tensor, total: int) -> Tensor:
@@ -33,16 +33,16 @@ class Steps:
         return place
 
     def compacted(self, k: int) -> Tensor | None:
-        """Places of the rows of step k among those of step 0; None when they are the same."""
+        """Row of step k -> row of step 0; None if they are the same."""
         return None if k == 0 else self.index
 
     def inside(self, k: int, rows_R: Tensor) -> Tensor:
-        """Rows of step 0 -> rows of step k."""
+        """Rows of step 0 as rows of step k."""
         index = self.compacted(k)
         return rows_R if index is None else torch.searchsorted(index, rows_R)
 
     def count(self, k: int) -> int:
-        """Rows that step k computes."""
+        """Number of rows that step k computes."""
         return self.R if k == 0 else self.later
 
     def span(self, start: int, end: int) -> slice:
@@ -51,7 +51,7 @@ class Steps:
         return slice(first[start], first[end])
 
     def groups(self, at_once: int) -> list[tuple[int, int]]:
-        """(start, end) of the steps whose rows are handled together, at most `at_once` of them, last steps first."""
+        """(start, end) of groups of steps with at most `at_once` rows (at least one step), last steps first."""
         found, end = [], self.T
         while end:
             start = end - 1

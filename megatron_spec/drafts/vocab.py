@@ -1,7 +1,7 @@
 """The draft vocabulary: which D of the base's V tokens a draft can propose.
 
-Stored as the engines store it: `d2t` int64 [D] holds offsets (target id = draft id + d2t[draft id]), `t2d` bool [V]
-marks the target ids inside. D = V needs neither.
+Stored in the engines' format: `d2t` int64 [D] has offsets (target id = draft id + d2t[draft id]), `t2d` bool [V] marks
+the target ids in the draft vocabulary. D = V needs neither.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from megatron_spec.runtime.files import replacing
 
 
 class DraftVocab:
-    """Ascending target ids [D] of the draft vocabulary, inside a target vocabulary of `vocab_size` tokens.
+    """Ascending target ids [D] of the draft vocabulary, out of a base vocabulary of `vocab_size` tokens.
 
-    Raises UserError when the ids are not distinct, ascending and in range, or when they are merely the first D
-    (an all-zero d2t): such a map is never the outcome of counting tokens.
+    Raises UserError unless the ids are distinct, ascending and in range, and if they are just the first D (an all-zero
+    d2t), which counting tokens never yields.
     """
 
     def __init__(self, target_ids: Tensor, vocab_size: int) -> None:
@@ -42,7 +42,7 @@ class DraftVocab:
             raise UserError("draft vocabulary: target ids must be distinct and ascending")
         if len(ids) < vocab_size and int(ids[-1]) == len(ids) - 1:
             raise UserError(
-                f"draft vocabulary: found the first {len(ids)} token ids (an all-zero d2t), which is no calibrated "
+                f"draft vocabulary: found the first {len(ids)} token ids (an all-zero d2t), which is not a calibrated "
                 "vocabulary: count the tokens of the training set first"
             )
         self.target_ids = ids
@@ -50,7 +50,7 @@ class DraftVocab:
 
     @staticmethod
     def full(vocab_size: int) -> DraftVocab:
-        """The draft covers the whole target vocabulary."""
+        """The whole base vocabulary."""
         return DraftVocab(torch.arange(vocab_size), vocab_size)
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class DraftVocab:
 
     @property
     def is_full(self) -> bool:
-        """True when D = V: draft ids are target ids."""
+        """True if D = V: draft ids are target ids."""
         return len(self) == self.vocab_size
 
     @property
@@ -77,26 +77,26 @@ class DraftVocab:
 
     @property
     def t2d(self) -> Tensor:
-        """bool [V]: the target ids inside."""
+        """bool [V]: target ids in the draft vocabulary."""
         inside = torch.zeros(self.vocab_size, dtype=torch.bool)
         inside[self.target_ids] = True
         return inside
 
     @property
     def draft_ids(self) -> Tensor:
-        """int64 [V]: draft id of every target id, -1 outside."""
+        """int64 [V] draft id of every target id, or -1."""
         ids = torch.full((self.vocab_size,), -1, dtype=torch.int64)
         ids[self.target_ids] = torch.arange(len(self))
         return ids
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `d2t` and `t2d` as safetensors (to a temporary name, then renamed)."""
+        """Write `d2t` and `t2d` as safetensors, under a temporary name that is then renamed."""
         with replacing(Path(path), self.d2t.nbytes + self.t2d.nbytes) as temporary:
             save_file({"d2t": self.d2t, "t2d": self.t2d}, temporary)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> DraftVocab:
-        """Read what `save` wrote. Raises UserError when tensors are missing or contradict one another."""
+        """Read the file of `save`. Raises UserError if tensors are missing or inconsistent."""
         if not Path(path).is_file():
             raise UserError(f"draft vocabulary: no file {os.fspath(path)}")
         try:
@@ -109,7 +109,7 @@ class DraftVocab:
 
     @staticmethod
     def from_tensors(d2t: Tensor, t2d: Tensor) -> DraftVocab:
-        """From the two tensors of an export. Raises UserError when they contradict one another."""
+        """From the two tensors of an export. Raises UserError if they are inconsistent."""
         vocab = DraftVocab(d2t.long() + torch.arange(len(d2t)), len(t2d))
         if not torch.equal(vocab.t2d, t2d.bool()):
             raise UserError("draft vocabulary: t2d marks other tokens than d2t lists")

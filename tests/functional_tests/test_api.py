@@ -106,7 +106,7 @@ def tp2_wrapped(root: str) -> list[float]:
     world = megatron_spec.initialize(ParallelConfig(tensor_model_parallel_size=2))
     overrides = {"capture_layer_ids": [0, 3, 6]}
     plain = load_base(inspect_base(f"{root}/base"), world, (0, 3, 6))
-    chunks = [load_base(inspect_base(f"{root}/base"), world).gpt]  # a GPTModel of the user's own, weights loaded
+    chunks = [load_base(inspect_base(f"{root}/base"), world).model]  # a GPTModel of the user's own, weights loaded
     for layer in chunks[0].decoder.layers:
         from megatron_spec.ops.visibility import Visibility
 

@@ -84,7 +84,7 @@ def test_hooks_are_in_the_graph() -> None:
     """A base with hooks (quantisers) runs its modules, from a graph as well."""
     base = make_base(torch.float32)
     plain = [g.tokens for g in decode(base, prompts(), DecodeConfig(max_new_tokens=30), set())]
-    for layer in base.gpt.decoder.layers:
+    for layer in base.model.decoder.layers:
         layer.mlp.linear_fc2.register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:]))
     config, recorder = DecodeConfig(max_new_tokens=30), Counting()
     eager = [g.tokens for g in decode(base, prompts(), config.replace(cuda_graphs=False), set())]

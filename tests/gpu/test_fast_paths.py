@@ -109,7 +109,7 @@ def test_hooks_are_not_bypassed() -> None:
     """A base whose linears carry quantisers runs its modules."""
     base = make_base(torch.bfloat16)
     assert base.direct is not None
-    base.gpt.decoder.layers[3].mlp.linear_fc1.register_forward_pre_hook(lambda *_: None)
+    base.model.decoder.layers[3].mlp.linear_fc1.register_forward_pre_hook(lambda *_: None)
     assert not base.direct.can_run(Visibility.causal())
 
 
@@ -325,7 +325,7 @@ def test_fp8_base(name: str) -> None:
     # E4M3 rounds 22 times as coarsely as bf16, whose own error here is near 1 % (test_base_forward)
     assert 1e-2 < distance(captures_fp8, captures) < 0.3
     assert 1e-2 < distance(state_fp8, state) < 0.3
-    assert base.gpt.decoder.layers[0].mlp.linear_fc1.weight.numel() == 0
+    assert base.model.decoder.layers[0].mlp.linear_fc1.weight.numel() == 0
     cache = base.new_cache(ROWS, LENGTH)
     slots = torch.arange(LENGTH, device="cuda").repeat(ROWS, 1)
     with pytest.raises(UserError, match="fp8"):
@@ -407,7 +407,7 @@ def test_transformer_engine_base(packed: bool) -> None:
     engine = FrozenBase.build(CONFIG, distributed.initialize(), CAPTURES, torch.bfloat16, transformer_engine=True)
     kinds = {type(m).__name__ for m in engine.modules()}
     assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear"} <= kinds and engine.direct is None
-    own = dict(local.gpt.named_parameters())
+    own = dict(local.model.named_parameters())
     with torch.no_grad():
         for name, parameter in engine.weights().items():
             parameter.copy_(own.pop(name))

@@ -239,7 +239,7 @@ def test_settings_that_would_do_nothing() -> None:
         (lambda: block_objective(l1_weight=0.3), "--l1-weight belong to --loss ce_l1"),
         (lambda: block_objective(algorithm="dspark", backbone_iters=3), "does nothing without --backbone-weight"),
         (lambda: block_objective(in_vocab_only=False), "--in-vocab-only do nothing for dflash"),
-        (lambda: check_undrafted(DecodeConfig(max_draft_len=4)), "--max-draft-len is for a draft"),
+        (lambda: check_undrafted(DecodeConfig(max_draft_len=4)), "--max-draft-len needs a draft"),
         (lambda: presets.objective_for(presets.medusa_config(BASE), ObjectiveConfig(in_vocab_only=False)),
          "--no-in-vocab-only: this draft has the whole vocabulary"),
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""One file per way of drafting; `build_drafter` finds the one for a draft model and a configuration."""
+"""One file per drafter; `build_drafter` selects the one for a draft model and a configuration."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ __all__ = ["Context", "Drafter", "Observation", "Proposal", "build_drafter"]
 
 
 def build_drafter(draft: Any, base: FrozenBase, config: DecodeConfig | None = None) -> Drafter | None:
-    """A Drafter as it is; a draft model, a second base model (DraftTarget) or None, by the configuration.
+    """The drafter for a draft model, a second base model (DraftTarget) or None; a Drafter is returned unchanged.
 
-    None without a decoding_type decodes with the base alone. Raises UserError for what does not fit together.
+    Returns None, decoding with the base alone, for no draft and no decoding_type. Raises UserError for a draft that
+    does not match the configuration.
     """
     config = config or DecodeConfig()
     if isinstance(draft, Drafter) or (draft is None and config.decoding_type is None):

@@ -1,15 +1,16 @@
-"""DFlash and DSpark drafting: one forward pass proposes a block.
+"""DFlash and DSpark drafting: one forward proposes a block.
 
-The drafter keeps keys and values of the context: every observation adds those of the verified rows, made of the base's
-captures. A proposal runs the slots of a block that hangs on the last known token, at position a: their keys and values
-are written after the context, to slots a .. a + C - 1, where the next observation or proposal overwrites them, so
-rolling back costs nothing. Every slot sees what it saw in training (`ops/block_attention.py`).
+The drafter caches keys and values of the context: every observation adds those of the verified rows, computed from the
+base's captures. A proposal runs a block anchored at the last known token, at position a. Keys and values of its slots
+are written after the context, to cache slots a .. a + C - 1, where the next observation or proposal overwrites them, so
+rollback is free. Every slot has the visibility of training (`ops/block_attention.py`).
 
-DFlash's tokens are independent of each other given the text; DSpark's are chosen from left to right, each with the
-Markov head's correction by the one before, and a block is cut where the product of confidences falls below a threshold.
+DFlash's tokens are independent of each other given the text. DSpark's are chosen from left to right, each with the
+Markov head's correction for the token before it, and a block is truncated where the product of confidences falls below
+a threshold.
 
-B rows of the running batch, S rows of one observation, C slots, K proposed tokens, L looked-at cache slots, H hidden
-size, V vocabulary.
+B rows of the running batch, S rows of one observation, C slots of a block, K proposed tokens, L cache slots read, H
+hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class BlockDrafter(Drafter):
-    """DFlash: the best token of every slot, or one drawn from its distribution."""
+    """DFlash: the most likely token of every slot, or a sample."""
 
     fixed_shapes = True
 
@@ -41,8 +42,8 @@ class BlockDrafter(Drafter):
         config = draft.config
         if most > config.num_steps:
             raise UserError(
-                f"--max-draft-len {most}, but the draft proposes blocks of {config.num_steps} tokens: ask for at most "
-                "that many"
+                f"--max-draft-len {most}, but the draft proposes blocks of {config.num_steps} tokens: give at most "
+                f"{config.num_steps}"
             )
         self.draft, self.base, self.config, self.group = draft, base, config, base.world.tp
 
@@ -51,7 +52,7 @@ class BlockDrafter(Drafter):
         self.cache = self.draft.new_cache(rows, max_length + self.config.block_size)
 
     def observe(self, seen: Observation) -> None:
-        """Keys and values of the verified rows, in every layer."""
+        """Cache keys and values of the verified rows in every layer."""
         context_SBH = self.draft.context(seen.captures_SBC)
         rotation = self.draft.rotation(seen.slots_BS.t(), context_SBH)
         view = cache_rows.rows_view(self.cache, seen.first, seen.slots_BS.shape[0])
@@ -72,7 +73,7 @@ class BlockDrafter(Drafter):
         return seen
 
     def _states(self, context: Context) -> tuple[Tensor, Tensor]:
-        """([B, C, H] states that the head reads, int64 [B] the last known token) of a block for every row."""
+        """([B, C, H] inputs of the LM head for the block of every row, int64 [B] last known token)."""
         anchor_B = context.lengths_B - 1
         token_B = context.tokens_BL.gather(1, anchor_B[:, None])[:, 0]
         state_BCH = self.draft.block_embedding(token_B, self.base)
@@ -82,14 +83,14 @@ class BlockDrafter(Drafter):
         visibility = Visibility.cached(view, slots_BC, self._visible(anchor_B, length), length)
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            """The slots over the cache."""
+            """Attention of the block's slots over the cache."""
             return attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), visibility, layer).transpose(0, 1)
 
         rotation = self.draft.block_rotation(anchor_B, state_BCH)
         return self.draft.run_layers(state_BCH, rotation, attention), token_B
 
     def _choose(self, logits_BV: Tensor, context: Context, k: int, q: list[Tensor]) -> Tensor:
-        """The token of place k; its distribution goes to `q` when it is drawn."""
+        """Draft token k; if it is sampled, its distribution is appended to `q`."""
         if context.uniform_BK is None:
             return sampling.argmax(logits_BV, self.group)
         q.append(sampling.probabilities(logits_BV / context.temperature, self.group))
@@ -110,7 +111,7 @@ class BlockDrafter(Drafter):
 
 
 class DSparkDrafter(BlockDrafter):
-    """DSpark: tokens from left to right, cut where the draft is not confident enough."""
+    """DSpark: tokens from left to right, truncated where the confidence is too low."""
 
     def __init__(self, draft: DSparkDraft, base: FrozenBase, most: int, threshold: float) -> None:
         super().__init__(draft, base, most)

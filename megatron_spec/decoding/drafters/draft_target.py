@@ -1,9 +1,9 @@
-"""Drafting with a second, smaller model of the same tokenizer: the first form of speculative decoding.
+"""Drafting with a second, smaller model of the same tokenizer: the original form of speculative decoding.
 
-The model reads what is known and it has not read yet, then goes on alone, in a KV cache of its own. Its rejected tokens
-are overwritten when the sequence goes on.
+With a KV cache of its own, the model reads the known tokens that it has not read yet, then generates the draft tokens.
+Rejected ones are overwritten by the next proposal.
 
-B rows of the running batch, S tokens a forward reads, K draft tokens.
+B rows of the running batch, S tokens per forward, K draft tokens.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ PROBES = (
 
 
 class DraftTargetDrafter(Drafter):
-    """Chain of a whole model under the base's parallel layout."""
+    """Chains from a complete language model under the base's parallel layout."""
 
     def __init__(self, model: FrozenBase, base: FrozenBase) -> None:
         if model.config.max_position_embeddings < base.config.max_position_embeddings:
             raise UserError(
-                f"the draft model holds {model.config.max_position_embeddings} positions, the base "
+                f"the draft model has {model.config.max_position_embeddings} positions, the base "
                 f"{base.config.max_position_embeddings}: choose a draft model with at least as many"
             )
         self.model, self.group = model, base.world.tp
         self.known = min(model.vocab_size, base.vocab_size)
-        """Ids that both have; sizes may differ by rows that no token of the tokenizer stands for (Qwen2.5)."""
+        """Number of ids in both vocabularies; sizes may differ by rows without a token of the tokenizer (Qwen2.5)."""
 
     def open(self, rows: int, max_length: int) -> None:
         """See Drafter."""
@@ -51,7 +51,7 @@ class DraftTargetDrafter(Drafter):
         self.read = [0] * rows  # tokens of each row that the model has read
 
     def observe(self, seen: Observation) -> None:
-        """Rows that restart have nothing read; everything else is read when drafts are asked for."""
+        """A prefill resets its rows; tokens are read in `prepare_draft_tokens`."""
         if seen.prefill:
             count = seen.slots_BS.shape[0]
             self.read[seen.first : seen.first + count] = [0] * count
@@ -70,7 +70,7 @@ class DraftTargetDrafter(Drafter):
         """See Drafter. Always proposes `count` tokens."""
         batch, lengths_B = context.lengths_B.shape[0], context.lengths_B
         S = max(length - read for length, read in zip(context.lengths, self.read, strict=False))
-        # A shorter row reads again what it knows: the last of the S tokens is the last known one in every row.
+        # Rows with fewer unread tokens read some again, so that the last of the S tokens is the last known one.
         slots_BS = (lengths_B[:, None] - S + torch.arange(S, device=lengths_B.device)).clamp(min=0)
         last_B = torch.full_like(lengths_B, S - 1)
         tokens_BS = context.tokens_BL.gather(1, slots_BS).clamp(max=self.known - 1)
@@ -103,9 +103,12 @@ def check_tokenizers(base: Any, draft: Any, where: str) -> None:
     texts = [p for p in PROBES if base.encode(p, add_special_tokens=False) != draft.encode(p, add_special_tokens=False)]
     if wrong or extra or texts:
         found = (
-            f"{len(wrong)} tokens have other ids ({wrong[:3]})" if wrong else f"{len(extra)} tokens more ({extra[:3]})"
+            f"tokens with different ids: {len(wrong)} ({wrong[:3]})"
+            if wrong
+            else f"extra tokens: {len(extra)} ({extra[:3]})"
         )
-        found = found if wrong or extra else f"the text {texts[0]!r} is split otherwise"
+        found = found if wrong or extra else f"the text {texts[0]!r} is split differently"
         raise UserError(
-            f"--speculative-model {where} has another tokenizer than the base: {found}; choose one that shares it"
+            f"--speculative-model {where}: its tokenizer differs from the base's ({found}); choose a model with the "
+            "base's tokenizer"
         )

@@ -1,13 +1,13 @@
 """EAGLE and MTP drafting with a draft KV cache (docs/algorithms.md#training-time-test): a chain, or a tree.
 
-Draft row j holds the base features of position j and the token of position j + 1; it predicts the token of position
-j + 2. Rows of verified tokens are run with their true base features. The last of them gives the first draft token;
-draft step k then feeds back the draft's own hidden state with the token just drafted, at rotary position j + k and in
-cache slot j + k, so it sees the true rows <= j and its own earlier steps: exactly the rows it was trained on. The
-next observation starts at slot j + 1 and overwrites what the steps left there: rolling back costs nothing.
+Draft row j reads the base features of position j and the token of position j + 1, and predicts the token of position
+j + 2. Rows of verified tokens run with true base features. The last of them predicts the first draft token; draft step
+k then feeds back the draft's hidden state with the token just drafted, at rotary position j + k and in cache slot
+j + k, so it sees the true rows <= j and its own earlier steps, as in training. The next observation starts at slot
+j + 1 and overwrites the slots of these steps, so rollback is free.
 
 In a tree (EAGLE-2) every expanded node has a slot of its own after j, sees the true rows and its ancestors, and has
-the rotary position of its depth: along each path the same rows as in a chain.
+the rotary position of its depth: every path computes what a chain would.
 
 B rows of the running batch, S rows of one observation, C captures width, H draft hidden size, k expanded nodes.
 """
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 class EagleDrafter(Drafter):
-    """Chain of a draft that runs on its own output; sharded over the base's tensor parallel group."""
+    """Chains from a draft that runs on its own output, sharded over the base's tensor parallel group."""
 
     fixed_shapes = True
     spare_slots = 0
-    """Cache slots needed after those of the text."""
+    """Number of cache slots needed after those of the text."""
 
     def __init__(self, draft: RecurrentDraft, base: FrozenBase) -> None:
         self.draft, self.base = draft, base
@@ -64,7 +64,7 @@ class EagleDrafter(Drafter):
         return Visibility.cached(view, slots_BS, length=key_slots)
 
     def observe(self, seen: Observation) -> None:
-        """Run the verified rows with their true features; keep the last one of each sequence."""
+        """Run the verified rows with true features; keep the last state of each sequence."""
         hidden_SBH = self.draft.start(seen.captures_SBC, seen.state_SBH)
         if seen.prefill:
             view = cache_rows.rows_view(self.cache, seen.first, seen.slots_BS.shape[0])
@@ -95,7 +95,7 @@ class EagleDrafter(Drafter):
         return Proposal(torch.stack(tokens, dim=1), q_BNV=torch.stack(q, dim=1) if q else None)
 
     def _choose(self, logits_BD: Tensor, context: Context, k: int, q: list[Tensor]) -> Tensor:
-        """The token of place k; its distribution goes to `q` when it is drawn."""
+        """Draft token k; if it is sampled, its distribution is appended to `q`."""
         if context.uniform_BK is None:
             return self._target(sampling.argmax(logits_BD, self.group))
         q.append(self._distribution(logits_BD, context.temperature))
@@ -120,7 +120,7 @@ class EagleDrafter(Drafter):
 
 
 class EagleTreeDrafter(EagleDrafter):
-    """EAGLE-2: the likeliest `total` nodes of a tree grown by the joint draft probability."""
+    """EAGLE-2: the `total` most likely nodes of a tree, by joint draft probability."""
 
     def __init__(self, draft: RecurrentDraft, base: FrozenBase, depth: int, width: int, total: int) -> None:
         super().__init__(draft, base)
@@ -141,7 +141,7 @@ class EagleTreeDrafter(EagleDrafter):
         root = torch.arange(batch, device=position_B.device)
 
         def children(level: Level) -> tuple[Tensor, Tensor]:
-            """Log-probabilities and tokens of the best continuations of a level."""
+            """Log-probabilities and tokens of the most likely children of a level."""
             nonlocal fed_back_kBH
             used = level.above_BkM.shape[2]
             hidden_kBH = fed_back_kBH[level.parent_Bk.t(), root]

@@ -1,4 +1,4 @@
-"""Growing a tree by joint draft probability (EAGLE-2, arXiv 2406.16858): expand the likeliest nodes, keep the best.
+"""Dynamic trees (EAGLE-2, arXiv 2406.16858): expand and keep the nodes with the highest joint draft probability.
 
 B rows of the running batch, k children of a node and nodes expanded per level, M candidate nodes, N nodes kept.
 """
@@ -17,13 +17,13 @@ from megatron_spec.decoding.tree import best_nodes
 
 @dataclass
 class Level:
-    """Nodes of one level that are expanded.
+    """The expanded nodes of one level.
 
     Attributes:
         depth: 1 for children of the last known token.
         tokens_Bk: int64 tokens of the nodes.
-        parent_Bk: int64 place of each node's parent among the nodes of the level before (0 at depth 1).
-        above_BkM: bool, node sees expanded node m (those of level after level): itself and its ancestors.
+        parent_Bk: int64 index of each node's parent among the expanded nodes of the previous level (0 at depth 1).
+        above_BkM: bool, node sees expanded node m (numbered level by level): itself and its ancestors.
     """
 
     depth: int
@@ -33,17 +33,17 @@ class Level:
 
 
 class Children(Protocol):
-    """log-probabilities and tokens [B, k, k] of the likeliest children of every node of a level."""
+    """Log-probabilities and tokens [B, k, k] of the most likely children of every node of a level."""
 
     def __call__(self, level: Level) -> tuple[Tensor, Tensor]: ...
 
 
 def grow(logp_Bk: Tensor, tokens_Bk: Tensor, depth: int, total: int, children: Children) -> Proposal:
-    """The `total` likeliest nodes of a tree of `depth` levels.
+    """The `total` most likely nodes of a tree of `depth` levels.
 
     Args:
-        logp_Bk, tokens_Bk: children of the last known token.
-        children: called for depth 1 .. depth - 1.
+        logp_Bk, tokens_Bk: log-probabilities and tokens of the last known token's children.
+        children: called for levels 1 .. depth - 1.
     """
     B, k = tokens_Bk.shape
     score_Bk, index_Bk = logp_Bk, torch.arange(k, device=tokens_Bk.device).expand(B, -1)

@@ -1,9 +1,9 @@
-"""Lookup by a suffix automaton: what followed the longest suffix of the text that occurred before. No model.
+"""Suffix automaton drafting: propose what followed the longest suffix of the text that occurred before. No model.
 
-Alone (`SA`), or with a draft model: where the match is long enough, what followed it replaces the model's tokens
-(TensorRT-LLM's SA and `sa_config`). The automaton holds every substring of a text in at most two states per token and
-grows by a token in constant time on average (Blumer et al., 1985). The suffix link of its last state is the longest
-suffix that occurred before, which is the match; the first of its occurrences proposes.
+Alone (`SA`), or with a draft model: the continuation of a match that is long enough replaces the model's tokens
+(TensorRT-LLM's SA and `sa_config`). The automaton represents all substrings of a text in at most two states per token,
+and appends a token in amortised constant time (Blumer et al., 1985). The suffix link of its last state is the longest
+suffix that occurred before: the match. The continuation of its first occurrence is proposed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_spec.decoding.verify import Drafted
 
 
 class SuffixAutomaton:
-    """All substrings of a text that grows.
+    """Suffix automaton of a growing text.
 
     Attributes:
         text: the tokens so far.
@@ -27,8 +27,8 @@ class SuffixAutomaton:
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.text: list[int] = []
-        # A state stands for substrings that end at the same places; its longest is `_length` long, and those of its
-        # link are shorter suffixes of it. State 0 is the empty string.
+        # A state represents the substrings that end at the same positions: the longest has `_length` tokens, and the
+        # state of `_link` has the longest shorter suffix that also ends elsewhere. State 0 is the empty string.
         self._next: list[dict[int, int]] = [{}]
         self._link, self._length, self._first_end, self._last = [-1], [0], [-1], 0
         self.extend(tokens)
@@ -57,7 +57,7 @@ class SuffixAutomaton:
         self._last = new
 
     def _suffix(self, state: int, token: int) -> int:
-        """The state whose longest string is that of `state` followed by `token`; split off where there is none yet."""
+        """The state whose longest string is that of `state` followed by `token`; split off if there is none yet."""
         found = self._next[state][token]
         if self._length[found] == self._length[state] + 1:
             return found
@@ -71,10 +71,10 @@ class SuffixAutomaton:
         return split
 
     def match(self, size: int = -1) -> tuple[int, int]:
-        """(length of the longest suffix that occurred before, index after its first occurrence); (0, 0) for none.
+        """(length of the longest suffix that occurred before, index after its first occurrence); (0, 0) if none did.
 
         Args:
-            size: look at suffixes of this length alone; -1: the longest.
+            size: match suffixes of this length only; -1: the longest.
         """
         state = self._link[self._last]
         if state <= 0 or self._length[state] < size:
@@ -84,22 +84,25 @@ class SuffixAutomaton:
         return (size if size > 0 else self._length[state]), self._first_end[state] + 1
 
     def propose(self, count: int, size: int = -1, threshold: int = 1) -> list[int]:
-        """Up to `count` tokens that followed the match; [] for a match shorter than `threshold`."""
+        """Up to `count` tokens after the match; [] if the match is shorter than `threshold`."""
         length, start = self.match(size)
         return self.text[start : start + count] if length >= threshold else []
 
 
 def padded(found: Sequence[Sequence[int]], count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(int64 [B, count] proposals filled up with zeros, int64 [B] their lengths), in one transfer."""
+    """(int64 [B, count] proposals padded with zeros, int64 [B] their lengths), in one transfer."""
     lines = [[*tokens, *[0] * (count - len(tokens)), len(tokens)] for tokens in found]
     both_BX = torch.tensor(lines, dtype=torch.int64).to(device)
     return both_BX[:, :count], both_BX[:, count]
 
 
 def replaced(drafted: Drafted, found: Sequence[Sequence[int]]) -> Drafted:
-    """A chain in which the rows that a lookup found something for (the first ones of `found`) take that instead.
+    """A chain with the rows replaced for which the lookup has a proposal.
 
-    What a lookup proposes is certain: its distribution has all of its weight on the token (rejection sampling).
+    The distribution of a proposed token is one-hot (rejection sampling).
+
+    Args:
+        found: proposals for the first rows; [] for none.
     """
     batch, count = drafted.tokens_BN.shape
     lines = [*found, *[[] for _ in range(batch - len(found))]]
@@ -121,7 +124,7 @@ class LookupDrafter(TextDrafter):
     """Chains from each sequence's own automaton.
 
     Args:
-        max_matching_ngram_size: length of the suffixes that are looked up; -1: the longest that occurred before.
+        max_matching_ngram_size: length of the suffixes to look up; -1: the longest that occurred before.
     """
 
     def __init__(self, max_matching_ngram_size: int = -1) -> None:

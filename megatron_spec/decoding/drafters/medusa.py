@@ -1,7 +1,7 @@
 """Drafting with Medusa heads: head i proposes the token i positions after the next one, all from one base state.
 
-A chain of every head's best token, a fixed tree of head ranks (arXiv 2401.10774 section 2.1.2), or a tree of the
-likeliest combinations, the heads taken as independent.
+A chain of the most likely token of every head, a fixed tree of head ranks (arXiv 2401.10774 section 2.1.2), or a tree
+of the most likely combinations, treating the heads as independent.
 
 B rows of the running batch, H base hidden size, N nodes, k tokens considered per head.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class MedusaDrafter(Drafter):
-    """The best token of every head; never more tokens than heads. Remembers one base state a row."""
+    """The most likely token of every head, so at most as many tokens as heads. Keeps one base state per row."""
 
     fixed_shapes = True
 
@@ -97,7 +97,7 @@ class MedusaChoicesDrafter(MedusaDrafter):
 
 
 class MedusaTreeDrafter(MedusaDrafter):
-    """The likeliest `total` combinations of the heads' tokens."""
+    """The `total` most likely combinations of the heads' tokens."""
 
     def __init__(self, draft: MedusaDraft, base: FrozenBase, width: int, total: int) -> None:
         super().__init__(draft, base)
@@ -113,7 +113,7 @@ class MedusaTreeDrafter(MedusaDrafter):
         top = [sampling.top_log_probs(self._logits(batch, i), k, self.group) for i in range(min(count, self.heads))]
 
         def children(level: Level) -> tuple[Tensor, Tensor]:
-            """The best tokens of the level's head, the same for every parent."""
+            """The most likely tokens of the level's head, the same for every parent."""
             logp_Bk, ids_Bk = top[level.depth]
             return logp_Bk[:, None].expand(-1, k, -1), ids_Bk[:, None].expand(-1, k, -1)
 

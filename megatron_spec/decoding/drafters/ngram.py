@@ -1,8 +1,8 @@
-"""Prompt lookup: the draft is what followed the last words when they appeared before. No model.
+"""N-gram drafting (prompt lookup): propose what followed the last tokens where they occurred before. No model.
 
-Patterns of up to max_matching_ngram_size tokens are kept in a pool with what followed them, up to the draft length. The
-longest suffix of the text that is in the pool proposes. Sources: prompt lookup decoding; TensorRT-LLM's NGram decoding,
-whose option names are used.
+A pool maps patterns of up to max_matching_ngram_size tokens to their continuations, up to the draft length. The
+continuation of the longest suffix of the text in the pool is proposed. Sources: prompt lookup decoding; TensorRT-LLM's
+NGram decoding, whose option names are used.
 
 B rows of the running batch, K draft tokens.
 """
@@ -21,17 +21,17 @@ Tokens = tuple[int, ...]
 
 @dataclass
 class Pool:
-    """Patterns and what followed them, oldest first.
+    """Patterns and their continuations, oldest first.
 
     Attributes:
-        keep_all: keep every continuation of a pattern; else the first, until a longer one is seen.
+        keep_all: keep every continuation of a pattern; else only the first, until a longer one occurs.
     """
 
     keep_all: bool
     found: dict[Tokens, list[Tokens]] = field(default_factory=dict)
 
     def add(self, pattern: Tokens, following: Tokens) -> None:
-        """Remember a continuation. A known one that it goes on from gives it its place."""
+        """Add a continuation. It replaces a known one that it extends."""
         known = self.found.setdefault(pattern, [])
         if following in known:
             return
@@ -49,28 +49,28 @@ class Pool:
 
 
 class TextDrafter(Drafter):
-    """A drafter that reads the text of each row on the host, each token once."""
+    """Base class of drafters that read the text of each row on the host, each token once."""
 
     def open(self, rows: int, max_length: int) -> None:
         """See Drafter."""
         self.texts: list[list[int]] = [[] for _ in range(rows)]  # tokens of each row that have been read
 
     def begin(self, row: int) -> None:
-        """Another sequence begins in this row."""
+        """Start a new sequence in this row."""
         self.texts[row] = []
 
     def observe(self, seen: Observation) -> None:
-        """See Drafter: only a prefill matters, which restarts rows."""
+        """See Drafter. Only a prefill matters: it resets rows."""
         for row in range(seen.first, seen.first + seen.slots_BS.shape[0] if seen.prefill else 0):
             self.begin(row)
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
-        """See Drafter. The rows left over are restarted before they are used."""
+        """See Drafter. Freed rows are reset before they are used again."""
         for s, t in zip(source, target, strict=True):
             self.texts[t] = self.texts[s]
 
     def fresh(self, context: Context) -> list[list[int]]:
-        """Tokens of each row that are not in `texts` yet: they alone come from the device."""
+        """Tokens of each row that are not in `texts` yet; only these are copied from the device."""
         known = torch.tensor([len(text) for text in self.texts[: len(context.lengths)]])
         counts = (torch.tensor(context.lengths) - known).tolist()
         index_BN = known[:, None] + torch.arange(max(counts))
@@ -98,7 +98,7 @@ class NGramDrafter(TextDrafter):
         self.pools = [shared if self.public else Pool(self.keep_all) for _ in range(rows)]
 
     def begin(self, row: int) -> None:
-        """See TextDrafter: with an empty pool of its own, where pools are not shared."""
+        """See TextDrafter. Starts with an empty pool unless the pool is shared."""
         super().begin(row)
         if not self.public:
             self.pools[row] = Pool(self.keep_all)
@@ -119,7 +119,7 @@ class NGramDrafter(TextDrafter):
         return Proposal(drafts_BK.to(device), torch.tensor([len(tokens) for tokens in found], device=device))
 
     def _add(self, row: int, fresh: list[int], count: int) -> None:
-        """Add the patterns whose continuation has grown."""
+        """Add the patterns whose continuation is new or longer."""
         pool, text = self.pools[row], self.texts[row]
         read = len(text)
         text.extend(fresh)

@@ -1,12 +1,12 @@
-"""P-EAGLE drafting: one forward pass proposes all tokens (docs/algorithms.md#p-eagle).
+"""P-EAGLE drafting: one forward proposes all tokens (docs/algorithms.md#p-eagle).
 
-The verified rows are run with their true features, and in the same pass a masked row for every token after the first:
-row i of an observation with c final rows is a true row for i < c and the masked row of depth i - c + 1 from there on.
-Rows stand at consecutive positions and cache slots and see every slot up to their own, so a masked row sees the true
-rows and the depths before its own: exactly what it saw in training. The next observation starts at the slot of the
-first masked row and overwrites what these left there: rolling back costs nothing.
+The verified rows run with true features and, in the same forward, a masked row for every token after the first: row i
+of an observation with c final rows is a true row for i < c, else the masked row of depth i - c + 1. Rows have
+consecutive positions and cache slots and see every slot up to their own, so a masked row sees the true rows and the
+lower depths, as in training. The next observation starts at the slot of the first masked row and overwrites the masked
+rows, so rollback is free.
 
-B rows of the running batch, S rows of one observation, X rows of one pass, K proposed tokens, H draft hidden size.
+B rows of the running batch, S rows of one observation, X rows of one forward, K proposed tokens, H draft hidden size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class PEagleDrafter(EagleDrafter):
-    """A chain of up to `most` tokens from the pass that takes in what was verified."""
+    """Chains of up to `most` tokens, from the forward that reads the verified rows."""
 
     def __init__(self, draft: PEagleDraft, base: FrozenBase, most: int) -> None:
         super().__init__(draft, base)
@@ -42,7 +42,7 @@ class PEagleDrafter(EagleDrafter):
         self.states_BKH = torch.zeros(size, dtype=weight.dtype, device=weight.device)
 
     def observe(self, seen: Observation) -> None:
-        """Run the verified rows with their true features and the masked rows after them; keep what the head reads."""
+        """Run the verified rows with true features and the masked rows after them; keep the inputs of the LM head."""
         draft, more = self.parallel_draft, self.most - 1
         S, device = seen.slots_BS.shape[1], seen.slots_BS.device
         slots_BX = torch.cat([seen.slots_BS, seen.slots_BS[:, -1:] + 1 + torch.arange(more, device=device)], 1)
@@ -61,7 +61,7 @@ class PEagleDrafter(EagleDrafter):
         self.states_BKH[seen.first : seen.first + len(slots_BX)] = normed_XBH[place_BK, row_B[:, None]]
 
     def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
-        """See Drafter. Always proposes `count` tokens, at most as many as it was made for."""
+        """See Drafter. Always proposes `count` tokens, at most `most`."""
         assert count <= self.most, (count, self.most)
         states_KBH = self.states_BKH[: context.lengths_B.shape[0], :count].transpose(0, 1)
         q: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Drafters of the user's own: `module:Class`, derived from `Drafter` or with its methods."""
+"""User-defined drafters: `module:Class`, a class derived from `Drafter`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def find_drafter(name: str) -> type[Drafter]:
-    """The class that `module:Class` names; the module must be importable. Raises UserError otherwise."""
+    """Import the class `module:Class`. Raises UserError if that fails or it is not a drafter."""
     module_name, _, class_name = name.partition(":")
     if not module_name or not class_name:
         raise UserError(f"--drafter {name!r}: expected module:Class, for example my_drafters:Repeat")
@@ -31,8 +31,8 @@ def find_drafter(name: str) -> type[Drafter]:
         )
     if not any(_takes(found, *arguments) for arguments in ((None, None), ())):
         raise UserError(
-            f"--drafter {name}: {class_name}{inspect.signature(found)} can be made neither with (base, config) nor "
-            "with nothing: expected a constructor of one of these kinds, or none"
+            f"--drafter {name}: found the constructor {class_name}{inspect.signature(found)}, expected one that takes "
+            "(base, config) or no arguments"
         )
     return found
 
@@ -46,16 +46,16 @@ def _takes(found: type[Drafter], *arguments: object) -> bool:
 
 
 def user_drafter(name: str, base: FrozenBase, config: DecodeConfig) -> Drafter:
-    """An instance of the named class, made with (base, config), or with nothing when it takes nothing."""
+    """An instance of the named class, constructed with (base, config), or without arguments if it takes none."""
     found: Any = find_drafter(name)
     made: Drafter = found(base, config) if _takes(found, base, config) else found()
     return made
 
 
 def is_foreign(drafter: Drafter | None) -> bool:
-    """True for a class from outside of this package, whose proposals are looked at before the base reads them.
+    """True if proposals are checked before the base reads them: for a class from outside this package.
 
-    False where that is impossible: in a CUDA graph (`fixed_shapes`).
+    False for a drafter with `fixed_shapes`, because a check cannot run in a CUDA graph.
     """
     if drafter is None or drafter.fixed_shapes:
         return False
@@ -63,7 +63,7 @@ def is_foreign(drafter: Drafter | None) -> bool:
 
 
 def check_proposal(proposal: Proposal, batch: int, vocab_size: int, drafter: Drafter) -> None:
-    """Raise UserError for tokens that are no [batch, nodes] int64 ids of the base's vocabulary. Waits for a GPU."""
+    """Raise UserError unless tokens are int64 ids [batch, nodes] of the base's vocabulary. Synchronises with a GPU."""
     tokens_BN, name = proposal.tokens_BN, type(drafter).__name__
     if tokens_BN.dtype != torch.int64 or tokens_BN.dim() != 2 or len(tokens_BN) != batch:
         raise UserError(
@@ -74,7 +74,7 @@ def check_proposal(proposal: Proposal, batch: int, vocab_size: int, drafter: Dra
     if bool(outside_BN.any()):
         row, node = outside_BN.nonzero()[0].tolist()
         raise UserError(
-            f"drafter {name} proposed token id {int(tokens_BN[row, node])} (row {row}, place {node}), expected 0 to "
-            f"{vocab_size - 1}, the base's vocabulary: use the base's tokenizer in the drafter; places that "
-            "do not count (proposed_B) hold ids, too"
+            f"drafter {name} proposed token id {int(tokens_BN[row, node])} (row {row}, node {node}), expected 0 to "
+            f"{vocab_size - 1}, the base's vocabulary: use the base's tokenizer in the drafter; nodes that are not "
+            "valid (proposed_B) need ids of the vocabulary, too"
         )

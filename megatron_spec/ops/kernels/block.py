@@ -165,18 +165,20 @@ def _query_backward_kernel(
             q_ptr, first_ptr, anchor_ptr, tile, part, g, P, C, G, n, D, HEADS, BLOCKS, M
         )
         do, lse, delta = _upstream(do_ptr, lse_ptr, delta_ptr, at, valid, D)
-        seen = _sees_own(block, slot, valid, o_block, o_slot, o_valid, WINDOW, CAUSAL)
-        p, ds = _weights(q, o_k, o_v, do, lse, delta, seen, scale)
-        dv += tl.dot(tl.trans(p.to(do.dtype)), do)
-        dk += tl.dot(tl.trans(ds.to(q.dtype)), q)
-        dq = tl.dot(ds.to(q.dtype), o_k)
+        o_seen = _sees_own(
+            block, slot, valid, o_block, o_slot, o_valid, WINDOW, CAUSAL
+        )  # a loop keeps shapes: own names
+        o_p, o_ds = _weights(q, o_k, o_v, do, lse, delta, o_seen, scale)
+        dv += tl.dot(tl.trans(o_p.to(do.dtype)), do)
+        dk += tl.dot(tl.trans(o_ds.to(q.dtype)), q)
+        dq = tl.dot(o_ds.to(q.dtype), o_k)
         low, end = _bounds(first, anchor, valid, WINDOW)
         for start in range(low, end, KEYS):
             rows = start + tl.arange(0, KEYS)
             at_keys = rows.to(tl.int64) * G + g
             k, v = _matrix(keys_ptr, at_keys, rows < end, D), _matrix(values_ptr, at_keys, rows < end, D)
             seen = _sees_context(rows, first, anchor, slot, valid, WINDOW)
-            p, ds = _weights(q, k, v, do, lse, delta, seen, scale)
+            _p, ds = _weights(q, k, v, do, lse, delta, seen, scale)
             dq += tl.dot(ds.to(q.dtype), k)
         place = at[:, None] * D + d[None, :]
         tl.store(dq_ptr + place, (dq * plain_scale).to(dq_ptr.dtype.element_ty), mask=valid[:, None])

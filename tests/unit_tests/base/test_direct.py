@@ -79,7 +79,7 @@ def compare(config: BaseConfig, parallel: ParallelConfig = ONE) -> None:
     base.direct = direct
     for a, b in zip(decoded(base), layers, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    for name, p in base.gpt.decoder.layers[2].named_parameters():  # every weight is used
+    for name, p in base.model.decoder.layers[2].named_parameters():  # every weight is used
         before = p.data
         p.data = before * 1.5 if p.dim() > 1 else before.flip(0)
         assert not torch.allclose(decoded(base)[-1], layers[-1], atol=1e-3), name
@@ -108,7 +108,7 @@ def test_the_same_on_two_ranks() -> None:
 @pytest.mark.parametrize("name", ["mlp.linear_fc1", "self_attention.k_layernorm"])
 def test_hooks_are_not_bypassed(name: str) -> None:
     base, seen = make_base(BASES["Qwen3"]), []
-    module = base.gpt.decoder.layers[1].get_submodule(name)
+    module = base.model.decoder.layers[1].get_submodule(name)
     handle = module.register_forward_pre_hook(lambda module, args: seen.append(1))
     decoded(base)
     assert len(seen) == 3

@@ -243,7 +243,7 @@ def _megatron_cases(root: str) -> dict[str, Any]:
         _save_megatron(folder, gpt, args, world)
         # megatron-core's own forward, [B, S, V / TP]
         expected[name] = _gathered(gpt(batch.tokens_BS, batch.positions_BS, None), world)
-        base = FrozenBase.from_gpt_model([gpt], inspect_base(folder).config, world, (0, 2))
+        base = FrozenBase.wrap([gpt], inspect_base(folder).config, world, (0, 2))
         captures, state = run_base(base, [batch])[0]
         logits = _gathered(base.logits(state), world)
         found[f"wrapped {name}"] = float((logits.transpose(0, 1) - expected[name]).abs().max())

@@ -63,7 +63,7 @@ def cases(root: str) -> float:
     parallel_state.destroy_model_parallel()
     base = load_base(inspect_base(root), distributed.initialize())
     gap = 0.0
-    for name, parameter in base.gpt.named_parameters():
+    for name, parameter in base.model.named_parameters():
         inside = name.startswith("decoder.layers.")
         layer, key = (int(name.split(".")[2]), name.split(".", 3)[3]) if inside else (0, name)
         real = 83 if "word_embeddings" in name or name.startswith("output_layer") else len(parameter)

@@ -75,7 +75,7 @@ def _write(root: Path, case: str, world: World) -> set[str]:
 
     base = load_base(inspect_base(root / case.split()[0]), world)
     gpt = _gpt(base.config, case.endswith("te"), world)
-    ours = dict(base.gpt.named_parameters())
+    ours = dict(base.model.named_parameters())
     theirs = dict(gpt.named_parameters())
     assert ours.keys() == theirs.keys(), sorted(ours.keys() ^ theirs.keys())
     for name, parameter in theirs.items():
@@ -103,9 +103,9 @@ def _layout(tp: int, pp: int, ep: int) -> World:
 def _different(root: str, case: str, world: World) -> list[str]:
     """Parameters that a Megatron checkpoint and the Hugging Face folder give differently."""
     read = load_base(inspect_base(Path(root, f"{case} megatron")), world)
-    true = dict(load_base(inspect_base(Path(root, case.split()[0])), world).gpt.named_parameters())
+    true = dict(load_base(inspect_base(Path(root, case.split()[0])), world).model.named_parameters())
     assert len(true) > 10
-    return [name for name, p in read.gpt.named_parameters() if not torch.equal(p, true[name])]
+    return [name for name, p in read.model.named_parameters() if not torch.equal(p, true[name])]
 
 
 def _cases(root: str) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def test_a_base_alone_refuses_what_would_do_nothing(
         ("max_matching_ngram_size", 3), ("is_keep_all", False), ("drafter", "a:B"), ("use_rejection_sampling", True),
         ("typical_acceptance", True), ("posterior_alpha", 0.5), ("relaxed_topk", 2), ("begin_thinking_phase_token", 5),
     ):  # fmt: skip
-        with pytest.raises(UserError, match=f"--{name.replace('_', '-')} is for a draft, and there is none"):
+        with pytest.raises(UserError, match=f"--{name.replace('_', '-')} needs a draft, but none is given"):
             chain.generate(shipped[1], str(output), base=base, decode=undrafted.replace(**{name: value}))
     output.write_text("notes\n")
     with pytest.raises(UserError, match="already exists"):
@@ -149,7 +149,7 @@ def test_what_does_not_fit_is_refused_before_loading(
         (dict(base=base), dict(speculative_model=base), f"{base}: .* expected a draft"),
         (dict(base=base), dict(speculative_model=medusa, decoding_type="NGram"), "is an option of .* not of NGram"),
         (dict(base=base, draft_lens=(2, 2)), dict(decoding_type="NGram"), r"--max-draft-len: found \[2, 2\]"),
-        (dict(base=base), dict(decoding_type="DraftTarget", speculative_model=str(other)), "another tokenizer"),
+        (dict(base=base), dict(decoding_type="DraftTarget", speculative_model=str(other)), "its tokenizer differs"),
         (dict(base=base), dict(decoding_type="NGram", use_relaxed_acceptance_for_thinking=True), "no <think>"),
         (dict(base=base, bf16=True, fp64=True), dict(decoding_type="NGram"), "--bf16 and --fp64"),
         (dict(base=base, parallel=ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),

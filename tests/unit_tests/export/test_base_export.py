@@ -71,7 +71,7 @@ def test_fp8_export(base_folder: Path, tmp_path: Path) -> None:
     assert found["lm_head.weight"].dtype == found["model.embed_tokens.weight"].dtype == torch.float32
     fp8 = {n for n, t in found.items() if t.dtype == torch.float8_e4m3fn}
     assert len(fp8) == 8 * 7
-    layer = tiny.base.gpt.decoder.layers[3]
+    layer = tiny.base.model.decoder.layers[3]
     q, k, v = split_qkv(layer.self_attention.linear_qkv.weight.detach(), tiny.base.config)
     gate, up = layer.mlp.linear_fc1.weight.detach().chunk(2)
     memory = {
@@ -100,7 +100,7 @@ def test_bf16_base_keeps_its_codes(base_folder: Path, tmp_path: Path) -> None:
     found = tensors_of(export_base(tiny.base, tiny.reference, tmp_path / "base", FP8, tiny.world))
     stem = "model.layers.2.mlp.down_proj"
     again = (found[f"{stem}.weight"].float() * found[f"{stem}.weight_scale"]).bfloat16()
-    assert torch.equal(again, tiny.base.gpt.decoder.layers[2].mlp.linear_fc2.weight.detach())
+    assert torch.equal(again, tiny.base.model.decoder.layers[2].mlp.linear_fc2.weight.detach())
 
 
 def test_refusals(base_folder: Path, tmp_path: Path) -> None:

@@ -458,7 +458,7 @@ def test_quantised_bases_convert_and_load(home: Home, tmp_path: Path, form: str)
     meant = quantised(base, form)
     convert(str(base), str(tmp_path / "c"), eagle_algorithm="eagle3")
     loaded = load_checkpoint(tmp_path / "c", home.world)
-    down = dict(loaded.base.named_parameters())["gpt.decoder.layers.0.mlp.linear_fc2.weight"]
+    down = dict(loaded.base.named_parameters())["model.decoder.layers.0.mlp.linear_fc2.weight"]
     torch.testing.assert_close(down, meant["model.layers.0.mlp.down_proj.weight"], rtol=1e-6, atol=1e-7)
     rounding = [m for m in loaded.base.modules() if getattr(m, "input_quantizer", None) is not None]
     assert bool(rounding) == (form == "FP8") == loaded.base.quantised_on_disk

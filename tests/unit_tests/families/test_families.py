@@ -192,7 +192,7 @@ def counted_reads() -> Iterator[dict[str, int]]:
 
 def lazy(base: Any, seen: dict[str, int]) -> bool:
     """This rank read what it keeps and no more (padding of the vocabulary is not read), and one tensor at a time."""
-    kept = dict(base.gpt.named_parameters())
+    kept = dict(base.model.named_parameters())
     if base.config.tie_word_embeddings:
         kept.pop("output_layer.weight", None)  # comes from the first stage
     stacked = base.experts.count if base.config.family == "gpt_oss" else 1

@@ -143,14 +143,14 @@ def test_base_exclusion_uses_hugging_face_names(tiny: Tiny) -> None:
 def test_frozen_weights_are_rounded_once(tiny: Tiny, folder: Path) -> None:
     raw = load_base(tiny.reference, tiny.world, dtype=torch.float32)
     name = "decoder.layers.1.mlp.linear_fc1.weight"
-    original = dict(raw.gpt.named_parameters())[name]
+    original = dict(raw.model.named_parameters())[name]
     attach_quantizers(tiny.base, FP8, "base")
-    weight = dict(tiny.base.gpt.named_parameters())[name]
+    weight = dict(tiny.base.model.named_parameters())[name]
     assert torch.equal(weight, round_trip(original, original.abs().max()))
     before = weight.clone()
     attach_quantizers(tiny.base, FP8, "base")
     assert torch.equal(weight, before) and not torch.equal(weight, original)
-    assert len(tiny.base.gpt.decoder.layers[1].mlp.linear_fc1._forward_pre_hooks) == 1
+    assert len(tiny.base.model.decoder.layers[1].mlp.linear_fc1._forward_pre_hooks) == 1
 
 
 # ---- calibration
@@ -180,7 +180,7 @@ def test_ranges_are_those_of_an_independent_hook(tiny: Tiny) -> None:
     attach_quantizers(tiny.base, FP8, "base")
     for quantizer in quantizers(tiny.base).values():
         quantizer.mode = Mode.DISABLED
-    linear = tiny.base.gpt.decoder.layers[5].mlp.linear_fc2
+    linear = tiny.base.model.decoder.layers[5].mlp.linear_fc2
     handle = linear.register_forward_pre_hook(
         lambda _m, args: seen.update(amax=max(seen.get("amax", 0.0), float(args[0].abs().max())))
     )

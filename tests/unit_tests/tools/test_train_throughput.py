@@ -8,15 +8,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import train_throughput
+from benchmarks import flops, train_throughput
 from benchmarks.random_models import SHAPES, base_shape
+from megatron_spec.config import presets
 
 
 def test_counts_the_plain_algorithm() -> None:
     """Per token: base forward 16.08 GFLOP, seven draft steps 16.73 GFLOP at S = 4096 and D = 32000."""
-    flops = train_throughput.standard_flops(base_shape("llama-3.1-8b"), 32000, 3, 4096, 7)
-    assert flops["base"] / 1e9 == pytest.approx(16.08, abs=0.01)
-    assert flops["draft"] / 1e9 == pytest.approx(16.73, abs=0.01)
+    found = flops.standard_flops(base_shape("llama-3.1-8b"), 32000, 3, 4096, 7)
+    assert found["base"] / 1e9 == pytest.approx(16.08, abs=0.01)
+    assert found["draft"] / 1e9 == pytest.approx(16.73, abs=0.01)
+
+
+def test_counts_block_drafts() -> None:
+    """Five layers, 512 blocks of 8 in 4096 tokens: as many slots as tokens, so products are easily counted by hand."""
+    base = base_shape("llama-3.1-8b")
+    draft = presets.block_config(base, "dflash", {"mask_token_id": 0, "num_hidden_layers": 5, "block_size": 8})
+    found = flops.block_flops(base, draft, 512, 4096, 0.5)
+    H, V, keys = 4096, 128256, 2 * 1024
+    layer = 2 * H * (2 * H + 2 * keys + 3 * 14336) + 4 * H * (2048 + 8)
+    head = 7 / 8 * 4 * H * V  # forward and the gradient of its input
+    assert found["draft"] == 15 * layer + 2 * 2 * 5 * H * H + head
+    assert found["base"] / 1e9 == pytest.approx(16.08 - 0.5 * 2 * H * V / 1e9, abs=0.01)
 
 
 def test_every_shape_is_a_base() -> None:
@@ -36,8 +49,10 @@ def test_half_supervised() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the miniature is for a CPU")
-def test_tiny_run(tmp_path: Path) -> None:
-    report = train_throughput.main(["--tiny", "--only", "32x2", "--output", str(tmp_path / "bench.json")])
+@pytest.mark.parametrize("draft", ["eagle3", "dspark"])
+def test_tiny_run(tmp_path: Path, draft: str) -> None:
+    options = ["--draft", draft, "--block-size", "2", "--draft-layers", "1"]
+    report = train_throughput.main(["--tiny", "--only", "32x2", *options, "--output", str(tmp_path / "bench.json")])
     written = json.loads((tmp_path / "bench.json").read_text())
     assert written["tokens_per_second"] == report["tokens_per_second"] > 0
     assert (written["seq_length"], written["ttt_steps"], written["card"]) == (32, 2, "CPU")
