@@ -1,4 +1,4 @@
-"""The two dataclasses that everything passes on: `Batch` (tokens) and `Features` (what the base computed for them).
+"""The two dataclasses that layers pass on: `Batch` (tokens) and `Features` (the base's outputs for them).
 
 S sequence, B micro-batch, H base hidden size, K captured layers, C = K * H.
 """
@@ -18,19 +18,18 @@ from megatron_spec.runtime.platform import to_device
 
 @dataclass
 class Batch:
-    """One micro-batch of token sequences, the same on every tensor parallel rank.
+    """One micro-batch of token sequences, equal on all tensor parallel ranks.
 
     Attributes:
-        tokens_BS: int64 token ids; padding may hold any id inside the vocabulary.
-        positions_BS: int64 rotary positions, restarting at 0 in every document.
-        turns_BS: int32 supervision: 0 for tokens that are not supervised (system, user, padding), and a number
-            greater than 0 that is unique in the row for the tokens of each assistant turn (its end-of-turn token
-            included).
-        documents_BS: int32 document number inside the row, from 0; -1 for padding.
-        sample_ids: indices in the dataset of the samples in each row, in order (features on disk are found by them).
-        context: which rows of the sequence this rank computes, when several share it; the tensors here are whole on
-            every rank, only activations are spread.
-        host: the same tensors in the host's memory, when they are on a GPU: counting there avoids a synchronisation.
+        tokens_BS: int64 token ids; padding may have any id of the vocabulary.
+        positions_BS: int64 rotary positions, from 0 in every document.
+        turns_BS: int32 supervision: 0 for unsupervised tokens (system, user, padding), else a positive number that is
+            unique in the row to each assistant turn (which includes its end-of-turn token).
+        documents_BS: int32 index of the document in the row, from 0; -1 for padding.
+        sample_ids: dataset indices of the samples in each row, in order (keys of features on disk).
+        context: which rows of the sequence this rank computes under context parallelism; only activations are split,
+            the tensors here are complete on every rank.
+        host: host copy of the tensors if they are on a GPU: index computations there avoid a synchronisation.
     """
 
     tokens_BS: Tensor
@@ -46,16 +45,16 @@ class Batch:
 
     @property
     def single_document(self) -> bool:
-        """True when every row holds one document that starts at 0 (padding only after it)."""
+        """True if every row has one document that starts at 0 (with padding only after it)."""
         return int((self.host or self).documents_BS.max()) <= 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are not padding."""
+        """Number of tokens without padding."""
         return int(((self.host or self).documents_BS >= 0).sum())
 
     def document_lengths(self) -> Tensor:
-        """int64 [B, S] tokens of the document that each token lies in."""
+        """int64 [B, S] length of the document of each token."""
         number_BS = self.documents_BS.long() + 1
         counts = number_BS.new_zeros(number_BS.shape[0], number_BS.shape[1] + 1)
         return counts.scatter_add_(1, number_BS, torch.ones_like(number_BS)).gather(1, number_BS)
@@ -65,7 +64,7 @@ class Batch:
         return x_BS if self.context is None else self.context.part(x_BS, 1)
 
     def whole_rows(self, rows_R: Tensor) -> Tensor:
-        """Rows of this rank (s * B + b, s counted among its own) as rows of the whole sequence."""
+        """Rows of this rank (s * B + b, with its local s) as rows of the full sequence."""
         if self.context is None:
             return rows_R
         B, S = self.tokens_BS.shape
@@ -81,16 +80,16 @@ class Batch:
 
 @dataclass
 class Features:
-    """One micro-batch with what the frozen base computed for it: all that a draft is trained from.
+    """One micro-batch with the frozen base's outputs: everything that a draft trains on.
 
     Attributes:
         batch: the tokens (full sequence on every tensor parallel rank).
         captures_SBC: [S, B, K*H] outputs of the captured base layers, ascending, before any norm. Under sequence
-            parallelism the first axis holds this rank's S / TP rows, under context parallelism those of `batch.context`
-            (and S / CP / TP under both).
-        state_SBH: [S, B, H] base state after its final norm: what the base head reads. Sharded as captures.
-        argmax_SB: int64 [S, B] the base's argmax (never sharded), where it was computed already: the teacher then needs
-            no product with the whole vocabulary.
+            parallelism the first axis has this rank's S / TP rows, under context parallelism those of `batch.context`
+            (S / CP / TP under both).
+        state_SBH: [S, B, H] final state: the input of the base's LM head. Sharded like the captures.
+        argmax_SB: int64 [S, B] the base's argmax (never sharded), if already computed; the teacher then needs no
+            product with the whole vocabulary.
     """
 
     batch: Batch
@@ -99,5 +98,5 @@ class Features:
     argmax_SB: Tensor | None = None
 
     def argmax_of(self, rows_U: Tensor) -> Tensor | None:
-        """[U] the base's argmax at flattened rows (s * B + b), when known."""
+        """[U] the base's argmax at rows s * B + b, if known."""
         return None if self.argmax_SB is None else self.argmax_SB.flatten()[rows_U]

@@ -37,34 +37,34 @@ class Loaded:
     spec: CheckpointSpec
     base_ref: BaseReference
     base: FrozenBase
-    """Or `EndsOnly`, where only embedding and head were asked for."""
+    """`EndsOnly` if only embedding and LM head were requested."""
     draft: Draft
     vocab: DraftVocab
     base_amax: dict[str, float] | None
     """Ranges of a fake-quantised base."""
     base_quantised: bool
-    """The base computes with those ranges now."""
+    """True if the base is fake-quantised with these ranges now."""
     extra: dict[str, Any]
-    """What was saved beside the tensors: iteration, samples consumed, objective."""
+    """Saved beside the tensors: iteration, samples consumed, objective."""
 
 
 def link(ref: BaseReference) -> BaseLink:
-    """What spec.json records of a base."""
+    """The entry for a base in spec.json."""
     return BaseLink(path=str(ref.path), kind=ref.kind, fingerprint=ref.fingerprint, config=ref.config)
 
 
 def check_base(spec: CheckpointSpec, base_path: str | None) -> BaseReference:
-    """Find the base of a checkpoint and make sure it is the one the draft was made for.
+    """Find the base of a checkpoint and check that it is the one the draft was made for.
 
-    Raises UserError when it is gone, or its content is another.
+    Raises UserError if it is missing or its contents differ.
     """
     path = Path(base_path or spec.base.path)
     if not path.exists():
-        raise UserError(f"the base of this checkpoint is not at {path}: give its new place with --base")
+        raise UserError(f"the base of this checkpoint is not at {path}: give its new location with --base")
     ref = inspect_exported_base(path)
     if ref.fingerprint != spec.base.fingerprint:
         raise UserError(
-            f"{path} is not the base this draft was made for: its content has fingerprint {ref.fingerprint[:16]}, "
+            f"{path} is not the base this draft was made for: found fingerprint {ref.fingerprint[:16]}, "
             f"the checkpoint expects {spec.base.fingerprint[:16]}"
         )
     return ref
@@ -75,14 +75,14 @@ def resolve_paths(
     transformer_engine: bool = False, ends_only: bool = False, objective: ObjectiveConfig | None = None, rows: int = 0,
     wanted: tuple[str, ...] = (), plain: bool = False,
 ) -> Paths:  # fmt: skip
-    """The fast paths that base and draft of a checkpoint take on this machine: the one place that decides it.
+    """The fast paths of base and draft of a checkpoint on this machine; the only place that resolves them.
 
     Args:
-        rows: of a micro-batch; 0: not known.
-        wanted: paths that run on request.
-        plain: none of them.
+        rows: rows of a micro-batch; 0: unknown.
+        wanted: requested opt-in paths.
+        plain: no fast paths.
 
-    Raises UserError when a path that was asked for cannot run.
+    Raises UserError if a requested path cannot run.
     """
     quant = spec.quant
     if quant is not None and original_base:
@@ -103,17 +103,17 @@ def load_checkpoint(
     original_base: bool = False, transformer_engine: bool = False, ends_only: bool = False,
     paths: Paths | None = None, plain: bool = False, spec: CheckpointSpec | None = None,
 ) -> Loaded:  # fmt: skip
-    """Base and draft of a checkpoint folder, fake-quantised when the checkpoint is.
+    """Base and draft of a checkpoint folder, fake-quantised if the checkpoint is.
 
     Args:
-        spec: spec.json of the folder, if it was read before; its draft may differ in what needs no tensors (RoPE).
-        original_base: leave the base in high precision although the checkpoint quantises it.
+        spec: spec.json of the folder, if already read; its draft may differ in settings without tensors (RoPE).
+        original_base: keep the base in high precision even if the checkpoint quantises it.
         transformer_engine: build the base's layers from Transformer Engine's modules.
-        ends_only: of the base load embedding and head alone: features come from disk.
+        ends_only: load only the base's embedding and LM head, as features come from disk.
         paths: the fast paths of the run (`resolve_paths`); default: all that run here.
-        plain: without `paths`: none of them.
+        plain: no fast paths; used without `paths`.
 
-    Raises UserError for a missing, half-written or unfitting checkpoint, before any weight of the base is read.
+    Raises UserError for a missing, incomplete or mismatched checkpoint, before any weight of the base is read.
     """
     with held(path) as folder:
         _check_same_on_all_ranks(folder)
@@ -150,7 +150,7 @@ def _load(
     extra = sharded.load(folder, draft, world)
     if transformer_engine and spec.quant is not None and spec.quant.base != "none" and not original_base:
         raise UserError(
-            "--transformer-impl transformer_engine: the norms of its linears are inside, where the inputs cannot be "
+            "--transformer-impl transformer_engine: its linears are fused with norms, so their inputs cannot be "
             "fake-quantised; use --transformer-impl local for a quantised base"
         )
     base: Any
@@ -172,5 +172,5 @@ def _load(
 
 
 def respec(spec: CheckpointSpec, **changes: object) -> CheckpointSpec:
-    """A changed copy of a spec."""
+    """A copy of a spec with changes."""
     return dataclasses.replace(spec, **changes)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""The shared start of all scripts: flags made from the configuration classes, logging, and how errors end a run.
+"""Command-line framework of the scripts: flags from configuration classes, logging, exit codes.
 
-The parsing half imports neither torch nor megatron-core: `--help` and a misspelt flag answer at once.
+Parsing imports neither torch nor megatron-core, so `--help` and flag errors answer at once.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ log = logging.getLogger(__name__)
 USER_ERRORS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
 )
-"""Operating system errors that state what to do: no space, no permission, a file in place of a folder. No traceback."""
+"""Operating system errors that need no traceback: no space, no permission, a file in place of a folder, ..."""
 OTHERS_WAIT = 3.0
-"""Seconds for which a rank keeps a message back that the first rank of its machine is likely to print."""
+"""Seconds by which a rank delays a message that the first rank of its machine is likely to print."""
 
 _ALIASES = {
     "tensor_model_parallel_size": ["--tp"],
     "pipeline_model_parallel_size": ["--pp"],
     "draft_lens": ["--num-nextn-predict-layers"],
 }
-"""Other flags of a field."""
+"""Alternative flags of a field."""
 
 
 class Once(argparse.Action):
-    """Stores a value, and refuses to be given twice (argparse would forget the first)."""
+    """Stores a value and refuses a second one (argparse would drop the first)."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Called by argparse for each occurrence."""
+        """Store the value; called by argparse for each occurrence."""
         given = namespace.__dict__.setdefault("_given", set())
         if self.dest in given:
             raise argparse.ArgumentError(self, "given twice: expected one value; start another run for the other")
@@ -55,10 +55,10 @@ class Once(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with exact flags only and exit code 2. All problems of a command line are reported at once.
+    """argparse without abbreviations. All problems of a command line are reported at once, with exit code 2.
 
     Args:
-        run: configuration whose fields become flags; the parsed namespace holds it as `run`.
+        run: configuration class whose fields become flags; the parsed namespace has the instance as `run`.
     """
 
     def __init__(self, description: str | None, run: type[Config] | None = None) -> None:
@@ -70,12 +70,12 @@ class Parser(argparse.ArgumentParser):
             self._add_fields(run, self, "")
 
     def error(self, message: str) -> NoReturn:
-        """Leave with exit code 2 and one line."""
-        # Every rank parses the same flags: one rank of each machine reports.
+        """Exit with code 2 and the message."""
+        # All ranks parse the same flags, so one rank of each machine reports.
         self.exit(2, f"{self.prog}: error: {message}\n" if local_rank() == 0 else None)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse; wrong, unknown and missing flags and values that contradict one another end the program together."""
+        """Parse; reports all unknown and missing flags, invalid values and conflicts together, and exits."""
         words, problems, shapes = self._sort_out(sys.argv[1:] if args is None else list(args))
         required = [a for a in self._actions if a.required and a.option_strings]
         for action in required:
@@ -96,7 +96,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def _sort_out(self, words: list[str]) -> tuple[list[str], list[str], tuple[tuple[str, str], ...]]:
-        """(words of known flags with a value of their type, problems of the others, shapes in Megatron's flags)."""
+        """(words of valid flags, problems of the others, base sizes given by Megatron's flags)."""
         good: list[str] = []
         problems: list[str] = []
         shapes: list[tuple[str, str]] = []
@@ -126,7 +126,7 @@ class Parser(argparse.ArgumentParser):
     def _answer(
         self, name: str, flag: megatron_flags.MegatronFlag, values: list[str], shapes: list[tuple[str, str]]
     ) -> str | None:
-        """The answer to a flag of Megatron-LM; None where it is accepted."""
+        """The error message for a flag of Megatron-LM; None if it is accepted."""
         if flag.verdict == "renamed":
             here = flag.text in self._option_string_actions
             return f"{name} is {flag.text} here" if here else f"{name}: this script has no such option ({flag.text})"
@@ -214,7 +214,7 @@ def _bounded(kind: Callable[[str], Any], least: float, text: str) -> Any:
 def _build(
     cls: type[Config], found: argparse.Namespace, path: str, problems: list[str], complete: bool = True
 ) -> Config | None:
-    """The configuration that parsed flags describe; what it refuses joins `problems`."""
+    """The configuration from parsed flags; its errors are appended to `problems`."""
     hints, values = typing.get_type_hints(cls), {}
     for field in dataclasses.fields(cls):
         hint, dest = hints[field.name], path + field.name
@@ -242,7 +242,7 @@ def _argument(hint: Any) -> dict[str, Any]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The strings written below the fields of a dataclass and of its parents, by field name."""
+    """Docstrings of the fields of a dataclass and its parents, by field name."""
     docs: dict[str, str] = {}
     for part in reversed(cls.__mro__):
         if dataclasses.is_dataclass(part):
@@ -263,7 +263,7 @@ def _own_field_docs(cls: type) -> dict[str, str]:
 
 
 def at_least_one(text: str) -> int:
-    """An argparse type: a whole number from 1."""
+    """An argparse type: a positive integer."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, found {value}")
@@ -271,7 +271,7 @@ def at_least_one(text: str) -> int:
 
 
 def at_least_zero(text: str) -> int:
-    """An argparse type: a whole number from 0."""
+    """An argparse type: a non-negative integer."""
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"must be at least 0, found {value}")
@@ -290,17 +290,17 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def rank() -> int:
-    """Rank of this process as torchrun set it."""
+    """Rank of this process, set by torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
 def local_rank() -> int:
-    """Rank of this process among those of its machine, as torchrun set it."""
+    """Rank of this process on its machine, set by torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def setup_logging() -> None:
-    """Progress on rank 0 to stderr; warnings and errors from every rank, with their rank."""
+    """Log to stderr: progress on rank 0, warnings and errors on every rank, prefixed with the rank."""
     level = logging.INFO if rank() == 0 else logging.WARNING
     prefix = "" if int(os.environ.get("WORLD_SIZE", "1")) == 1 else f"[rank {rank()}] "
     logging.basicConfig(level=logging.WARNING, format=f"{prefix}%(asctime)s %(message)s", datefmt="%H:%M:%S")
@@ -315,8 +315,8 @@ def setup_logging() -> None:
 def run(
     parser: Parser, main: Callable[[argparse.Namespace], int | None], argv: Sequence[str] | None = None
 ) -> NoReturn:
-    """Parse, run and leave. Exit code 0: done; 2: user error (no traceback); 1: a bug (traceback), or what `main`
-    returned."""
+    """Parse, run and exit. Exit code 0: success; 2: user error (no traceback); 1: bug (traceback); or the code that
+    `main` returned."""
     args = parser.parse_args(argv)
     setup_logging()
     code: int | None = 0
@@ -342,8 +342,8 @@ def run(
 def _leave(code: int, message: str, error: str = "") -> NoReturn:
     if message:
         if code == 2 and local_rank() != 0:
-            # Every rank sees most mistakes. The first rank of a machine reports them, and its exit makes torchrun end
-            # the others while they wait here; a rank that is still here then knows something that the first does not.
+            # Most user errors occur on every rank. The first rank of a machine reports them, and its exit makes
+            # torchrun end the others while they wait here; a rank that is still alive then has an error of its own.
             time.sleep(OTHERS_WAIT)
         print(message if rank() == 0 else f"[rank {rank()}] {message}", file=sys.stderr, flush=True)
     sys.stdout.flush()
@@ -352,7 +352,7 @@ def _leave(code: int, message: str, error: str = "") -> NoReturn:
     if watching is not None:
         watching.leave((error or message)[:300] or None if code else None)
     if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        os._exit(code)  # do not wait in destructors for ranks that wait for us: torchrun ends them
+        os._exit(code)  # destructors could wait for ranks that wait for this one: torchrun ends them
     started = sys.modules.get("megatron_spec.runtime.distributed")
     if started is not None:
         started.shutdown()

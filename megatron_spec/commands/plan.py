@@ -116,12 +116,13 @@ def plan_run(run: FinetuneRun) -> str:
 def _layout(parallel: ParallelConfig, cluster: Cluster, train: TrainConfig) -> SimpleNamespace:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     cp = parallel.context_parallel_size
-    copy = tp * pp * cp
-    if cluster.world_size % copy:
+    replica = tp * pp * cp
+    if cluster.world_size % replica:
         raise UserError(
-            f"{cluster.world_size} GPUs cannot hold copies of TP {tp} x PP {pp} x CP {cp}: use a multiple of {copy}"
+            f"{cluster.world_size} GPUs cannot hold replicas of TP {tp} x PP {pp} x CP {cp}: use a multiple of "
+            f"{replica}"
         )
-    dp = cluster.world_size // copy
+    dp = cluster.world_size // replica
     unit = train.micro_batch_size * dp * pp
     if train.global_batch_size % unit:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What the package knows of each base family: its config.json, and one table of parameter names used both ways."""
+"""Base families: config.json, and one table of parameter names for import and export."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SUPPORTED_ARCHITECTURES = tuple(BY_ARCHITECTURE)
 
 
 def parse_base_config(raw: dict[str, object], where: str) -> BaseConfig:
-    """BaseConfig from the content of a config.json; `where` names its origin in errors.
+    """BaseConfig from the contents of a config.json; `where` names its source in errors.
 
     Raises UserError for an unknown architecture, a missing field, or a feature that is not supported.
     """
@@ -45,9 +45,9 @@ def parse_base_config(raw: dict[str, object], where: str) -> BaseConfig:
 
 
 def read_base_config(folder: str | Path) -> BaseConfig:
-    """Architecture of the base in a Hugging Face folder, or of that name on the hub.
+    """Architecture of the base in a Hugging Face folder, or of a model on the hub.
 
-    Raises UserError when it is missing or not supported.
+    Raises UserError if config.json is missing or the architecture is not supported.
     """
     path = model_folder(folder, weights=False) / "config.json"
     if not path.is_file():

@@ -1,7 +1,7 @@
-"""The families of bases: what each adds to the common fields of a config.json, and how it names its tensors.
+"""Base families: what each adds to the common fields of a config.json, and the names of its tensors.
 
-All rotate the first half of a head's dimensions against the second, in Hugging Face and in megatron-core alike, so no
-row of q or k moves on import; DeepSeek rotates adjacent pairs (`MlaConfig.interleaved`).
+All families rotate the first half of a head's dimensions against the second, as megatron-core does, so rows of q and k
+keep their order on import; DeepSeek rotates adjacent pairs (`MlaConfig.interleaved`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Raw = dict[str, Any]
 
 @dataclass(frozen=True)
 class Naming:
-    """How the Hugging Face tensors of a family's layers are named and merged.
+    """Names and layout of the Hugging Face tensors of a family's layers.
 
     Attributes:
         fused: q, k, v in one matrix, gate and up in another (Phi-3).
         moe: prefix of the mixture of experts inside a layer.
-        router: name of the router in it.
+        router: name of its router.
         gate, up, down: names of an expert's matrices.
-        stacked: one tensor holds all experts, transposed, gate and up alternating (gpt-oss).
+        stacked: one transposed tensor has all experts, with gate and up interleaved (gpt-oss).
     """
 
     fused: bool = False
@@ -44,11 +44,12 @@ class Family:
 
     Attributes:
         name: `BaseConfig.family`.
-        architecture: in config.json.
-        models: which models have it, as docs/families.md says.
-        extra: what it adds to the common arguments of BaseConfig, from (config.json, origin for errors).
-        naming: of its tensors.
-        prefix: config.json fields it defaults, for files that leave them out.
+        architecture: `architectures` in config.json.
+        models: models of this architecture, for docs/families.md.
+        extra: (config.json, its source for errors) -> arguments of BaseConfig in addition to the common ones.
+        naming: names of its tensors.
+        quantized: quant_method of weights that are dequantised on import, besides block-wise fp8, which every family
+            supports.
     """
 
     name: str
@@ -57,7 +58,6 @@ class Family:
     extra: Callable[[Raw, str], Raw]
     naming: Naming = Naming()
     quantized: str = ""
-    """quant_method of weights that are dequantised on import, beside fp8 by blocks, which every family may have."""
 
 
 def _window_everywhere(raw: Raw) -> Raw:
@@ -67,7 +67,7 @@ def _window_everywhere(raw: Raw) -> Raw:
 
 
 def _window_by_type(raw: Raw, default: tuple[int, ...]) -> Raw:
-    """Layers named in layer_types (transformers 5), else `default`."""
+    """Window of the layers with sliding attention in layer_types (transformers 5); without it, of `default`."""
     kinds = raw.get("layer_types")
     layers = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention") if kinds else default
     return fields.window(raw.get("sliding_window"), layers, raw.get("max_position_embeddings", 2048))
@@ -196,37 +196,37 @@ FAMILIES = (
 
 REFUSED = {
     "GemmaForCausalLM": "scales its embeddings, adds 1 to its norm weights, and uses GELU",
-    "Gemma2ForCausalLM": "caps its logits and norms its layers' outputs",
-    "Gemma3ForCausalLM": "norms its layers' outputs and has two rotary bases",
+    "Gemma2ForCausalLM": "soft-caps its logits and has norms after attention and MLP",
+    "Gemma3ForCausalLM": "has norms after attention and MLP and two rotary bases",
     "Phi3SmallForCausalLM": "has block-sparse attention",
-    "PhiForCausalLM": "runs attention and MLP side by side",
+    "PhiForCausalLM": "runs attention and MLP in parallel",
     "PhiMoEForCausalLM": "has a router (SparseMixer) that megatron-core lacks",
     "Qwen2MoeForCausalLM": "gates its shared expert, which megatron-core 0.16 lacks",
     "Qwen3NextForCausalLM": "has linear attention (a HybridModel), and the base here is a GPTModel",
-    "DeepseekV2ForCausalLM": "has another router than DeepSeek-V3, which is not built here yet",
-    "DeepseekV32ForCausalLM": "has sparse attention (an indexer), which is not built here yet",
-    "Llama4ForConditionalGeneration": "has chunked attention and images",
-    "CohereForCausalLM": "runs attention and MLP side by side and scales its logits",
-    "FalconForCausalLM": "runs attention and MLP side by side",
-    "GPT2LMHeadModel": "has learned positions and LayerNorm",
-    "GPTNeoXForCausalLM": "runs attention and MLP side by side, with LayerNorm",
+    "DeepseekV2ForCausalLM": "has a different router from DeepSeek-V3, which is not implemented yet",
+    "DeepseekV32ForCausalLM": "has sparse attention (an indexer), which is not implemented yet",
+    "Llama4ForConditionalGeneration": "has chunked attention and image inputs",
+    "CohereForCausalLM": "runs attention and MLP in parallel and scales its logits",
+    "FalconForCausalLM": "runs attention and MLP in parallel",
+    "GPT2LMHeadModel": "has learned position embeddings and LayerNorm",
+    "GPTNeoXForCausalLM": "runs attention and MLP in parallel, with LayerNorm",
     "MambaForCausalLM": "has no attention, and the base here is a GPTModel",
 }
-"""Architectures that are refused by name, and why; docs/families.md shows the same list."""
+"""Architectures that are refused by name, with the reason; shown in docs/families.md."""
 
 BY_NAME = {family.name: family for family in FAMILIES}
 BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 
 
 def parse(family: Family, raw: Raw, where: str) -> BaseConfig:
-    """BaseConfig of a config.json. Raises UserError naming the field that is missing or not supported."""
+    """BaseConfig from a config.json. Raises UserError naming the field that is missing or not supported."""
     quantization = raw.get("quantization_config") or {}
     method = quantization.get("quant_method", "")
     if method == "fp8":
         fields.fp8_block(quantization, where)
     elif quantization and method != family.quantized:
         raise UserError(
-            f"{where}: the base is already quantised (quantization_config, {method or 'unknown method'}); give its "
-            "bf16 original"
+            f"{where}: the base is already quantised (quantization_config, {method or 'unknown method'}); use the "
+            "original in bf16"
         )
     return BaseConfig(**{"family": family.name, **fields.common(raw, where), **family.extra(raw, where)})

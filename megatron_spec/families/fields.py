@@ -1,4 +1,4 @@
-"""Fields of a config.json that all families share -> arguments of BaseConfig."""
+"""The config.json fields of all families -> arguments of BaseConfig."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _first(value: Any) -> int | None:
 
 
 def require(raw: dict[str, Any], names: tuple[str, ...], where: str) -> None:
-    """Raise UserError naming the fields that are missing."""
+    """Raise UserError if fields are missing, naming them."""
     missing = [name for name in names if raw.get(name) is None]
     if missing:
         raise UserError(f"{where}: missing {', '.join(missing)}")
@@ -34,19 +34,19 @@ def refuse_true(raw: dict[str, Any], names: tuple[str, ...], where: str) -> None
 
 
 def window(size: int | None, layers: tuple[int, ...], positions: int) -> dict[str, Any]:
-    """Sliding window of some layers; one that covers every position is none."""
+    """Arguments for a sliding window of some layers; none if it covers every position."""
     if not size or size >= positions or not layers:
         return {}
     return {"window": size, "window_layers": layers}
 
 
 def all_layers(raw: dict[str, Any]) -> tuple[int, ...]:
-    """Numbers of all layers."""
+    """Indices of all layers."""
     return tuple(range(raw["num_hidden_layers"]))
 
 
 def common(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """Arguments of BaseConfig that every family has. Raises UserError naming what is missing or not supported."""
+    """The common arguments of BaseConfig. Raises UserError naming the field that is missing or not supported."""
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     require(raw, needed, where)
     if raw.get("hidden_act", "silu") != "silu":
@@ -72,13 +72,13 @@ def common(raw: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def fp8_block(quantization_config: dict[str, Any], where: str) -> tuple[int, int]:
-    """(rows, columns) under one scale of weights in fp8 by blocks. Raises UserError for another kind of fp8."""
+    """(rows, columns) of a block of block-wise fp8 weights. Raises UserError for other kinds of fp8."""
     size = quantization_config.get("weight_block_size")
     if not (isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
         raise UserError(
-            f"{where}: the base is already quantised (fp8 with weight_block_size {size!r}; expected two numbers, "
-            "128 x 128 in DeepSeek's files); give its bf16 original"
+            f"{where}: the base is already quantised (fp8 with weight_block_size {size!r}; expected two integers, as "
+            "[128, 128] in DeepSeek's files); use the original in bf16"
         )
     if quantization_config.get("fmt", "e4m3") != "e4m3":
-        raise UserError(f"{where}: fp8 of the kind {quantization_config['fmt']!r} is not supported; expected 'e4m3'")
+        raise UserError(f"{where}: fp8 format {quantization_config['fmt']!r} is not supported; expected 'e4m3'")
     return size[0], size[1]

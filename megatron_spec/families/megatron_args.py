@@ -1,4 +1,4 @@
-"""Arguments stored in a Megatron-LM checkpoint -> BaseConfig, refusing what the frozen base cannot be."""
+"""Arguments stored in a Megatron-LM checkpoint -> BaseConfig; unsupported models are refused."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from megatron_spec.config import BaseConfig, RopeConfig, UserError
 from megatron_spec.families.hybrid import transformer_layers
 
 _LLAMA3_ORIGINAL_POSITIONS = 8192
-"""megatron-core's --use-rope-scaling fixes these constants of Llama 3.1 (RotaryEmbedding._apply_scaling)."""
+"""Constants of Llama 3.1 that megatron-core's --use-rope-scaling hard-codes (RotaryEmbedding._apply_scaling)."""
 
-# What the arguments must say for the model to be a Llama. Absent arguments of older versions count as fitting.
+# Values that a Llama must have. Arguments that older versions do not store count as matching.
 _EXPECTED: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope",),
     "normalization": ("RMSNorm",),
@@ -59,23 +59,23 @@ def _num_layers(args: dict[str, Any], where: str) -> int:
 
 
 def config_from_args(args: dict[str, Any], where: str) -> BaseConfig:
-    """BaseConfig from Megatron-LM's arguments. Raises UserError naming every argument that does not fit."""
+    """BaseConfig from Megatron-LM's arguments. Raises UserError naming every argument that does not match a Llama."""
     needed = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
     missing = [name for name in needed if args.get(name) is None]
     if missing:
         raise UserError(
-            f"{where}: the stored arguments lack {', '.join(missing)}; put the base's config.json beside it"
+            f"{where}: the stored arguments lack {', '.join(missing)}: put the base's config.json beside the checkpoint"
         )
     wrong = [f"{name}={args[name]!r}" for name, fit in _EXPECTED.items() if name in args and args[name] not in fit]
     if wrong:
         raise UserError(
-            f"{where}: not a Llama: {', '.join(wrong)}; put the base's config.json (Hugging Face format) beside the "
-            "checkpoint, from which every family is read"
+            f"{where}: not a Llama: {', '.join(wrong)}; for another family, put the base's config.json (Hugging Face "
+            "format) beside the checkpoint"
         )
     if args.get("vocab_size") is None:
         raise UserError(
-            f"{where}: the stored arguments hold only the padded vocabulary ({args.get('padded_vocab_size')}), not the "
-            "true vocab_size: put the base's config.json beside it"
+            f"{where}: the stored arguments have only the padded vocabulary size ({args.get('padded_vocab_size')}), "
+            "not vocab_size: put the base's config.json beside the checkpoint"
         )
     heads = args["num_attention_heads"]
     groups = args.get("num_query_groups") if args.get("group_query_attention") else heads

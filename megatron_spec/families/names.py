@@ -1,13 +1,14 @@
-"""One rule per parameter: its megatron-core name, its Hugging Face names, and how ranks share it.
+"""One rule per parameter: its megatron-core name, its Hugging Face names, and its sharding.
 
-The same rule serves both directions: `read_shard` (import: a rank reads only its rows or columns) and `join_shards` +
-`to_hf` (export). Layouts of megatron-core's merged matrices:
+A rule serves both directions: `read_shard` (import: a rank reads only its rows or columns) and `join_shards` + `to_hf`
+(export). Layouts in megatron-core:
 
-- linear_qkv: one block per key/value head g, [q heads of g; k_g; v_g], rows cut evenly over the ranks (with fewer
-  key/value heads than ranks a cut falls inside a block).
-- linear_fc1: rank r holds [gate_r; up_r].
-- vocabulary: rows padded with zeros to a multiple of the ranks.
-- experts: each is a module of its own, on one expert parallel rank, its matrices cut over tensor parallel ranks.
+- linear_qkv: one block per key/value head g, [q heads of g; k_g; v_g], rows split evenly over the ranks (with fewer
+  key/value heads than ranks, inside a block).
+- linear_fc1: rank r has [gate_r; up_r].
+- embedding and LM head: rows split evenly over the ranks, zero rows appended to the vocabulary to make that possible
+  (more for a Megatron checkpoint with more padding). Export drops them. A draft's are not padded (`structure.share`).
+- experts: each is a module of its own on one expert parallel rank, its matrices sharded over tensor parallel ranks.
 
 V vocabulary, H hidden, N query heads, G key/value heads, D head size, F MLP width, E experts, R rows.
 """
@@ -31,28 +32,29 @@ EVERYTHING = slice(None)
 
 
 class ReadSlice(Protocol):
-    """Reads a part of a Hugging Face tensor."""
+    """Reads a slice of a Hugging Face tensor."""
 
     def __call__(self, name: str, dim: int, start: int, stop: int, outer: slice = EVERYTHING, /) -> Tensor:
-        """The slice [start, stop) of dimension `dim`, and `outer` of dimension 0 where that is another."""
+        """The slice [start, stop) of dimension `dim`, and `outer` of dimension 0 if `dim` is not 0."""
         ...
 
 
 ALL_EXPERTS = "*"
-"""Stands for the number of the expert in the name of a rule whose Hugging Face tensor holds all experts."""
+"""Placeholder for the expert's index in rules whose Hugging Face tensor has all experts."""
 _EXPERT = re.compile(r"(?<=\.local_experts\.)(\d+|\*)(?=\.)")
 
 
 @dataclass(frozen=True)
 class NameRule:
-    """One parameter of the base (or, for `stacked_*`, that of all experts of a layer).
+    """One parameter of the base (for `stacked_*`, of all experts of a layer).
 
     Attributes:
-        core: name in the whole megatron-core model (layers numbered over all pipeline stages, experts over all ranks).
-        hf: the Hugging Face tensors it is made of, in order.
-        kind: how it is cut over tensor parallel ranks.
-        shapes: of the tensors in `hf`.
-        float32: kept in fp32 whatever the dtype of the model.
+        core: name in the unsharded megatron-core model (layers numbered over all pipeline stages, experts over all
+            ranks).
+        hf: names of its Hugging Face tensors, in order.
+        kind: how it is sharded over tensor parallel ranks.
+        shapes: shapes of the tensors in `hf`.
+        float32: kept in fp32 for any dtype of the model.
     """
 
     core: str
@@ -63,38 +65,38 @@ class NameRule:
 
     @property
     def layer(self) -> int | None:
-        """Number of the layer it belongs to; None for embedding, final norm and head."""
+        """Index of its layer; None for embedding, final norm and LM head."""
         parts = self.core.split(".")
         return int(parts[2]) if parts[1] == "layers" else None
 
     @property
     def module(self) -> str:
-        """Name of the module it belongs to, from the decoder on: "layers.3.mlp.linear_fc1"."""
+        """Name of its module inside the decoder: "layers.3.mlp.linear_fc1"."""
         return self.core.removeprefix("decoder.").rpartition(".")[0]
 
     @property
     def expert(self) -> str | None:
-        """The expert it belongs to, '*' for all of them in one tensor, None outside of experts."""
+        """Index of its expert, '*' for all experts in one tensor, None outside experts."""
         found = _EXPERT.search(self.core)
         return found[0] if found else None
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts of a layer that are on this rank: numbers first .. first + count - 1."""
+    """Experts of a layer on this rank: first .. first + count - 1."""
 
     first: int = 0
     count: int = 0
 
     @staticmethod
     def of(config: BaseConfig, ep_rank: int, ep_size: int) -> Experts:
-        """Even shares in the order of the ranks."""
+        """Equal shares in rank order."""
         count = config.num_experts // ep_size
         return Experts(ep_rank * count, count)
 
 
 def local_names(rule: NameRule, first_layer: int, experts: Experts) -> list[str]:
-    """Names of the rule's parameters inside the stage that starts at `first_layer`; some may belong to later stages.
+    """Names of the rule's parameters in the stage that starts at `first_layer`; it may end before their layer.
 
     Empty for a layer of an earlier stage and for an expert of another rank; one per local expert for `stacked_*`.
     """
@@ -112,26 +114,27 @@ def local_names(rule: NameRule, first_layer: int, experts: Experts) -> list[str]
 
 
 def padded_vocab(vocab_size: int, tp_size: int) -> int:
-    """Smallest multiple of the tensor parallel size that holds the vocabulary."""
+    """The vocabulary size rounded up to a multiple of the tensor parallel size."""
     return -(-vocab_size // tp_size) * tp_size
 
 
 def hf_shapes(rule: NameRule) -> dict[str, tuple[int, ...]]:
-    """Expected shape of every Hugging Face tensor of the rule."""
+    """Shapes of the rule's Hugging Face tensors by name."""
     return dict(zip(rule.hf, rule.shapes, strict=True))
 
 
 def merge_qkv(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
     """Interleave q [N*D, ...], k and v [G*D, ...] per key/value head into linear_qkv [(N + 2G)*D, ...].
 
-    `groups` is the number of key/value heads in these tensors (a slice of the model's is fine).
+    Args:
+        groups: number of key/value heads in these tensors, which may be a slice of the model's.
     """
     parts = [x.unflatten(0, (groups, -1)) for x in (q, k, v)]
     return torch.cat(parts, dim=1).flatten(0, 1)
 
 
 def split_qkv(qkv: Tensor, config: BaseConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Inverse of `merge_qkv` for the whole matrix [(N + 2G)*D, ...]."""
+    """Inverse of `merge_qkv` for the unsharded matrix [(N + 2G)*D, ...]."""
     D, G = config.head_dim, config.num_key_value_heads
     per_group = config.num_attention_heads // G
     q, k, v = qkv.unflatten(0, (G, -1)).split([per_group * D, D, D], dim=1)
@@ -139,13 +142,13 @@ def split_qkv(qkv: Tensor, config: BaseConfig) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _read_qkv(rule: NameRule, config: BaseConfig, tp_rank: int, tp_size: int, read: ReadSlice) -> Tensor:
-    """Read the key/value groups this rank's rows touch, merge them, and cut the rows out."""
+    """Read and merge the key/value groups that overlap this rank's rows, and select the rows."""
     D, N, G = config.head_dim, config.num_attention_heads, config.num_key_value_heads
     q_rows = N // G * D
     block = q_rows + 2 * D
     rows = block * G // tp_size
     first, last = tp_rank * rows // block, -(-(tp_rank + 1) * rows // block)
-    # A fused matrix holds [q; k; v], so that k and v begin further down.
+    # A fused matrix is [q; k; v], so k and v have offsets.
     names, begins = (rule.hf * 3, (0, N * D, (N + G) * D)) if rule.kind == "fused_qkv" else (rule.hf, (0, 0, 0))
     q, k, v = (
         read(name, 0, begin + first * size, begin + last * size)
@@ -155,7 +158,7 @@ def _read_qkv(rule: NameRule, config: BaseConfig, tp_rank: int, tp_size: int, re
 
 
 def _read_vocab(name: str, config: BaseConfig, rows: int, tp_rank: int, read: ReadSlice) -> Tensor:
-    """This rank's rows of a vocabulary matrix; rows past the true vocabulary are zero."""
+    """This rank's rows of an embedding or LM head; rows past the vocabulary are zero."""
     start = min(tp_rank * rows, config.vocab_size)
     stop = min(start + rows, config.vocab_size)
     part = read(name, 0, start, stop)
@@ -163,7 +166,7 @@ def _read_vocab(name: str, config: BaseConfig, rows: int, tp_rank: int, read: Re
 
 
 def _read_stacked(rule: NameRule, tp_rank: int, tp_size: int, read: ReadSlice, experts: Experts) -> Tensor:
-    """gpt-oss: [local experts, ...] in megatron-core's layout. Gate and up columns alternate in the file."""
+    """gpt-oss: [local experts, ...] in megatron-core's layout. Gate and up columns are interleaved in the file."""
     name, shape = rule.hf[0], rule.shapes[0]
     here = slice(experts.first, experts.first + experts.count)
     if rule.kind == "stacked_down_bias":
@@ -180,11 +183,11 @@ def read_shard(
     rule: NameRule, config: BaseConfig, tp_rank: int, tp_size: int, read: ReadSlice, vocab_rows: int | None = None,
     experts: Experts | None = None,
 ) -> Tensor:  # fmt: skip
-    """This rank's shard of the megatron-core parameter, reading no more of the files than it needs.
+    """This rank's shard of the megatron-core parameter; reads only the slices that it needs.
 
     Args:
-        vocab_rows: vocabulary rows per rank when the model was built with more padding than needed.
-        experts: this rank's, for `stacked_*` rules, whose shard is [local experts, ...].
+        vocab_rows: vocabulary rows per rank; default: those of `padded_vocab`.
+        experts: this rank's experts, for `stacked_*` rules, whose shard is [local experts, ...].
     """
     if rule.kind in ("qkv", "fused_qkv"):
         return _read_qkv(rule, config, tp_rank, tp_size, read)
@@ -208,9 +211,9 @@ def read_shard(
 
 
 def join_shards(rule: NameRule, shards: list[Tensor]) -> Tensor:
-    """The whole megatron-core parameter from the shards of all tensor parallel ranks, in rank order.
+    """The unsharded megatron-core parameter from the shards of all tensor parallel ranks, in rank order.
 
-    linear_fc1 comes out as [gate; up]; a vocabulary matrix keeps its padding.
+    linear_fc1 becomes [gate; up]; embedding and LM head keep their padding.
     """
     if rule.kind in ("replicated", "stacked_down_bias"):
         return shards[0]
@@ -226,7 +229,7 @@ def join_shards(rule: NameRule, shards: list[Tensor]) -> Tensor:
 
 
 def to_hf(rule: NameRule, whole: Tensor, config: BaseConfig) -> dict[str, Tensor]:
-    """Hugging Face tensors (contiguous, vocabulary padding cut off) from the whole megatron-core parameter."""
+    """Hugging Face tensors (contiguous, without vocabulary padding) from the unsharded megatron-core parameter."""
     parts: tuple[Tensor, ...]
     if rule.kind == "qkv":
         parts = split_qkv(whole, config)

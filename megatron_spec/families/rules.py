@@ -1,4 +1,4 @@
-"""Every parameter of a base, from its BaseConfig and its family's naming."""
+"""The parameters of a base, from its BaseConfig and its family's naming."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _experts(config: BaseConfig, moe: MoeConfig, core: str, hf: str, naming: Nam
 
 
 def name_rules(config: BaseConfig) -> list[NameRule]:
-    """Every parameter, outside in. The head is absent when it is tied to the embedding."""
+    """All parameters: embedding, layers, final norm, LM head (absent if tied to the embedding)."""
     naming = BY_NAME[config.family].naming
     H, V = config.hidden_size, config.vocab_size
     rules = [_one("embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab", V, H)]
@@ -121,7 +121,7 @@ def name_rules(config: BaseConfig) -> list[NameRule]:
 
 
 def prediction_layer(name: str, config: BaseConfig) -> int | None:
-    """Number of the prediction module that a tensor belongs to: a layer after the base's last one (DeepSeek-V3)."""
+    """Index of the prediction module of a tensor, a layer after the base's last one (DeepSeek-V3); else None."""
     if config.family != "deepseek_v3" or not name.startswith("model.layers."):
         return None
     number = name.split(".")[2]
@@ -129,9 +129,9 @@ def prediction_layer(name: str, config: BaseConfig) -> int | None:
 
 
 def is_ignorable(name: str, config: BaseConfig) -> bool:
-    """Tensors that a checkpoint may hold without meaning for the base.
+    """True for tensors of a checkpoint that the base does not need.
 
-    Rotary buffers of old files, a copy of a tied head, and prediction modules after the last layer (DeepSeek).
+    Rotary buffers in old files, a copy of a tied LM head, and prediction modules after the last layer (DeepSeek).
     """
     if prediction_layer(name, config) is not None:
         return True

@@ -12,7 +12,7 @@ from megatron_spec.config import BaseConfig, ParallelConfig
 
 
 def pipeline_layout(layers_per_stage: list[int]) -> list[list[str]]:
-    """megatron-core's `pipeline_model_parallel_layout` for any split of the layers over the stages."""
+    """megatron-core's `pipeline_model_parallel_layout` for any number of layers per stage."""
     stages = [["decoder"] * count for count in layers_per_stage]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")

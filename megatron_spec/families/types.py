@@ -1,4 +1,4 @@
-"""What a config.json must hold where: a wrong type or size is an error that names file, key and expected type."""
+"""Types and ranges of the values in a config.json; an error names file, key and expected type."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIZES = (
     "n_routed_experts", "original_max_position_embeddings", "n_group", "topk_group", "moe_layer_freq",
     "decoder_sparse_step",
 )  # fmt: skip
-"""Whole numbers from 1."""
+"""Positive integers."""
 _NUMBERS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "swiglu_limit", "swiglu_alpha",
             "routed_scaling_factor")  # fmt: skip
 _COUNTS = ("sliding_window", "max_window_layers", "n_shared_experts", "first_k_dense_replace",
@@ -28,7 +28,7 @@ CONFIG: Types = {
     **dict.fromkeys(("architectures", "layer_types", "mlp_only_layers"), list),
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), dict),
 }  # fmt: skip
-"""Types of the values that are read."""
+"""Types of the keys that are read."""
 ROPE: Types = {
     **dict.fromkeys(
         ("rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor", "beta_fast",
@@ -36,12 +36,12 @@ ROPE: Types = {
     "original_max_position_embeddings": int, "rope_type": str, "type": str, "truncate": bool,
     "short_factor": list, "long_factor": list,
 }  # fmt: skip
-"""Inside `rope_scaling` and `rope_parameters`."""
+"""Types of the keys in `rope_scaling` and `rope_parameters`."""
 _ITEMS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "mlp_only_layers"), int),
     **dict.fromkeys(("architectures", "layer_types"), str), **dict.fromkeys(("short_factor", "long_factor"), float),
 }  # fmt: skip
-"""Of lists."""
+"""Types of the items of lists."""
 
 
 def _check_items(raw: dict[str, Any], where: str) -> None:
@@ -52,9 +52,9 @@ def _check_items(raw: dict[str, Any], where: str) -> None:
 
 
 def check_config(raw: Any, where: str) -> dict[str, Any]:
-    """The content of a config.json without nulls, types and sizes checked; keys that are not read may hold anything.
+    """The contents of a config.json without nulls, after checks of types and ranges. Unread keys are not checked.
 
-    Raises UserError naming `where`, the key, and what is expected.
+    Raises UserError naming `where`, the key and the expected type or range.
     """
     config = _checked(raw, where, CONFIG)
     for key in ("rope_scaling", "rope_parameters"):
@@ -69,5 +69,5 @@ def _checked(raw: Any, where: str, types: Types) -> dict[str, Any]:
     for key in {*_SIZES, *_COUNTS} & config.keys():
         low, high = int(key in _SIZES), 10_000 if "layers" in key else 2**31 - 1
         if not low <= config[key] <= high:
-            raise UserError(f"{where}: {key} is {config[key]}, expected a whole number from {low} to {high}")
+            raise UserError(f"{where}: {key} is {config[key]}, expected an integer from {low} to {high}")
     return config

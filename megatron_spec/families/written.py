@@ -1,4 +1,4 @@
-"""A config.json for a base that came without one (a Megatron checkpoint of a dense family)."""
+"""Writes a config.json for a base without one (a Megatron checkpoint of a dense family)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_spec.families.families import BY_NAME
 
 
 def config_json(config: BaseConfig) -> dict[str, Any]:
-    """Content of a config.json that `parse_base_config` reads back as `config`."""
+    """Contents of a config.json that `parse_base_config` reads as `config`."""
     rope = config.rope
     ends = config.eos_token_ids
     found: dict[str, Any] = {

@@ -1,8 +1,8 @@
-"""Features before the optimizer needs them, so that the pipeline of the base does not drain between steps.
+"""Features computed ahead of the optimizer, so that the base's pipeline does not drain between steps.
 
-The base never changes: features of coming steps may be computed at any time, with the same result. A pipeline of PP
-stages is idle in PP - 1 of n + PP - 1 slots when n micro-batches run through it, so micro-batches of several steps
-go through together. Features from disk are read by a thread while the draft trains.
+The base is frozen, so features of later steps can be computed at any time. A pipeline of PP stages that runs n
+micro-batches is idle in PP - 1 of n + PP - 1 slots, so micro-batches of several steps run together. Features on disk
+are read by a thread while the draft trains.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from megatron_spec.features.base import FeatureSource, check_count
 
 
 def default_ahead(pp_size: int, in_background: bool) -> int:
-    """Micro-batches of a rank computed at once by default: few enough to fit beside the draft."""
+    """Default number of micro-batches of a rank to compute at once: few enough to fit in memory beside the draft."""
     return 4 if pp_size > 1 or in_background else 1
 
 
 class FeaturesAhead:
-    """Features of consecutive steps in the order of training.
+    """Features of consecutive steps, in the order of training.
 
-    At most `ahead` micro-batches of this rank are held in addition to the one that is trained on.
+    At most `ahead` micro-batches of this rank are held in addition to the one in training.
 
     Args:
-        source: where features come from; all ranks of a pipeline group draw alike.
-        steps: the micro-batches of every step (`FeatureSource.features`); read no further than needed.
-        pp_size: pipeline stages, the ranks that share the micro-batches of a step.
-        ahead: micro-batches of this rank to compute at once; 0: `default_ahead`.
+        source: source of features; all ranks of a pipeline group make the same calls.
+        steps: the micro-batches of every step (`FeatureSource.features`), consumed lazily.
+        pp_size: number of pipeline stages, over which the micro-batches of a step are distributed.
+        ahead: number of micro-batches of this rank to compute at once; 0: `default_ahead`.
     """
 
     def __init__(self, source: FeatureSource, steps: Iterable[list[Batch]], pp_size: int, ahead: int = 0) -> None:
@@ -39,16 +39,16 @@ class FeaturesAhead:
         self._steps = iter(steps)
         self._drawn: deque[list[Batch]] = deque()
         self._rounds: deque[list[Batch]] = deque()
-        """Micro-batches not computed yet, one for each rank of the pipeline."""
+        """Micro-batches that are not computed yet; each entry has one per pipeline rank."""
         self._ready: deque[Features] = deque()
         self._read: deque[Future[list[Features]]] = deque()
         self._reader = ThreadPoolExecutor(1, "features") if self.in_background else None
 
     def step(self) -> tuple[list[Batch], Iterator[Features], int]:
-        """The next step: its micro-batches, the features of those this rank owns, and how many these are.
+        """The next step: its micro-batches, the features of those that this rank owns, and the number of the latter.
 
-        All of them must be drawn before the next call. Raises UserError when their number is not a multiple of the
-        pipeline size, StopIteration after the last step.
+        The iterator must be exhausted before the next call. Raises UserError if the number of micro-batches is not a
+        multiple of the pipeline size, StopIteration after the last step.
         """
         if not self._drawn:
             self._draw()
@@ -57,7 +57,7 @@ class FeaturesAhead:
         return batches, (self._next() for _ in range(count)), count
 
     def close(self) -> None:
-        """Forget what was read ahead."""
+        """Discard what was read ahead."""
         if self._reader is not None:
             self._reader.shutdown(cancel_futures=True)
 

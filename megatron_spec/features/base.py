@@ -1,4 +1,4 @@
-"""The contract of a source of features: how a training step gets them, whether the base runs now or ran long ago."""
+"""Interface between training and a source of features: the running base, or features on disk."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megatron_spec.config import UserError
 
 
 class FeatureSource(Protocol):
-    """Gives each pipeline rank the features of the micro-batches it owns: micro-batch i belongs to rank i % PP."""
+    """Gives each pipeline rank the features of the micro-batches that it owns: rank i % PP owns micro-batch i."""
 
     def features(self, batches: list[Batch]) -> list[Features]:
         """Features of this rank's micro-batches.
 
         Args:
-            batches: all micro-batches of this pipeline group for one step, the same list on each of its ranks.
+            batches: all micro-batches of this pipeline group for one step, the same list on all its ranks.
 
         Returns:
             One Features per owned micro-batch, in order.
@@ -27,7 +27,7 @@ class FeatureSource(Protocol):
 
 
 def check_count(count: int, pp_size: int) -> None:
-    """Every pipeline rank must own equally many micro-batches: raise UserError otherwise."""
+    """Raise UserError unless all pipeline ranks own equally many micro-batches."""
     if count == 0 or count % pp_size:
         raise UserError(
             f"found {count} micro-batches per data parallel rank and step, expected a multiple of "

@@ -1,13 +1,14 @@
 """Features computed by other programs: one file per sample.
 
-A .pt file (read with weights_only) or a .safetensors file holds, and may hold a leading dimension of one in each:
+A .pt file (loaded with weights_only) or a .safetensors file with these tensors, each optionally with a leading
+dimension of one:
 
     input_ids          integers [n]
-    hidden_states      floats [n, H]   last state of the base
-    aux_hidden_states  floats [n, C]   outputs of the captured layers side by side
-    loss_mask          0 or 1 [n]      optional: the assistant wrote this token
+    hidden_states      floats [n, H]   final state of the base
+    aux_hidden_states  floats [n, C]   concatenated outputs of the captured layers
+    loss_mask          0 or 1 [n]      optional; 1: the assistant wrote this token
 
-Other entries (a conversation id, say) are left alone.
+Other entries (a conversation id, say) are ignored.
 
 n tokens of a sample, H hidden, K captures, C = K * H.
 """
@@ -36,7 +37,7 @@ class Dump:
     """One sample: tokens int64 [n], turns int32 [n] (see `batch.Batch`), captures [n, C], state [n, H].
 
     Attributes:
-        masked: the file said which tokens the assistant wrote; otherwise all count as one turn.
+        masked: the file has a loss_mask; without one, all tokens count as one turn.
     """
 
     tokens: Tensor
@@ -47,7 +48,7 @@ class Dump:
 
 
 def dump_files(folder: str | Path) -> list[Path]:
-    """The dumps below a folder, by name. Raises UserError when there are none, or two share a name but for its end."""
+    """The dumps below a folder, by name. Raises UserError if there are none, or if two differ only in their suffix."""
     root = Path(folder)
     found = sorted(p for p in root.rglob("*") if p.suffix in SUFFIXES and p.is_file())
     if not found:
@@ -55,19 +56,19 @@ def dump_files(folder: str | Path) -> list[Path]:
     stems = [p.with_suffix("") for p in found]
     for stem, following in itertools.pairwise(stems):
         if stem == following:
-            raise UserError(f"{stem} is there as .pt and as .safetensors: remove one of them")
+            raise UserError(f"{stem} exists as .pt and as .safetensors: remove one of them")
     return found
 
 
 def turns_of_mask(mask_N: Tensor) -> Tensor:
-    """int32 [n]: 1, 2, ... in each stretch of supervised tokens, 0 elsewhere."""
+    """int32 [n]: 1, 2, ... in each run of supervised tokens, 0 elsewhere."""
     mask = mask_N.to(torch.int32)
     begins = torch.cat([mask[:1], (mask[1:] - mask[:-1]).clamp(min=0)])
     return (begins.cumsum(0) * mask).to(torch.int32)
 
 
 def _entries(path: Path) -> dict[str, Any]:
-    """What the file holds, by name; nothing in it is executed."""
+    """Contents of the file by name; loading executes no code."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
@@ -76,10 +77,10 @@ def _entries(path: Path) -> dict[str, Any]:
     except (SafetensorError, OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as e:
         said = str(e).strip().split("\n")[0][:200]
         raise UserError(
-            f"{path}: cannot be read ({said}): it is damaged, or holds more than tensors and plain values"
+            f"{path}: cannot be read ({said}): it is damaged, or has more than tensors and plain values"
         ) from e
     if not isinstance(found, dict):
-        raise UserError(f"{path}: holds a {type(found).__name__}, expected a dictionary with {', '.join(_WANTED)}")
+        raise UserError(f"{path}: found a {type(found).__name__}, expected a dictionary with {', '.join(_WANTED)}")
     return found
 
 
@@ -100,7 +101,7 @@ def _tensor(path: Path, entries: dict[str, Any], name: str, dims: int, floating:
 
 
 def read_dump(path: Path, hidden_size: int, capture_layer_ids: Sequence[int], vocab_size: int) -> Dump:
-    """Read and check one sample. Raises UserError with the name of the file for whatever does not fit."""
+    """Read and check one sample. Raises UserError, naming the file, if it is invalid."""
     entries = _entries(path)
     tokens = _tensor(path, entries, "input_ids", 1, floating=False)
     state = _tensor(path, entries, "hidden_states", 2, floating=True)
@@ -111,24 +112,24 @@ def read_dump(path: Path, hidden_size: int, capture_layer_ids: Sequence[int], vo
     lengths = {"input_ids": len(tokens), "hidden_states": len(state), "aux_hidden_states": len(captures)}
     lengths["loss_mask"] = len(mask)
     if len(set(lengths.values())) > 1 or not len(tokens):
-        raise UserError(f"{path}: expected as many rows in each entry, and one at least; found {lengths}")
+        raise UserError(f"{path}: expected equally many rows in every entry, at least one; found {lengths}")
     if state.shape[1] != hidden_size:
         raise UserError(
-            f"{path}: hidden_states is {state.shape[1]} wide, the base {hidden_size}: it is of another base"
+            f"{path}: hidden_states has width {state.shape[1]}, expected {hidden_size}, the base's hidden_size"
         )
     if captures.shape[1] != len(capture_layer_ids) * hidden_size:
         raise UserError(
-            f"{path}: aux_hidden_states is {captures.shape[1]} wide ({captures.shape[1] / hidden_size:g} captures), "
-            f"expected {len(capture_layer_ids)} captures of {hidden_size}, layers {list(capture_layer_ids)}"
+            f"{path}: aux_hidden_states has width {captures.shape[1]} ({captures.shape[1] / hidden_size:g} captures), "
+            f"expected {len(capture_layer_ids)} captures of width {hidden_size}, layers {list(capture_layer_ids)}"
         )
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
         raise UserError(
-            f"{path}: input_ids range from {low} to {high}, the base's vocabulary from 0 to {vocab_size - 1}"
+            f"{path}: input_ids range from {low} to {high}, expected 0 to {vocab_size - 1}, the base's vocabulary"
         )
     if bool(((mask != 0) & (mask != 1)).any()):
-        raise UserError(f"{path}: loss_mask holds {sorted(set(mask.tolist()))[:5]}, expected 0 and 1")
+        raise UserError(f"{path}: loss_mask has {sorted(set(mask.tolist()))[:5]}, expected 0 and 1")
     for name, x in (("hidden_states", state), ("aux_hidden_states", captures)):
         if not bool(torch.isfinite(x).all()):
-            raise UserError(f"{path}: {name} holds values that are not finite")
+            raise UserError(f"{path}: {name} has values that are not finite")
     return Dump(tokens.long(), turns_of_mask(mask), captures, state, entries.get("loss_mask") is not None)

@@ -1,4 +1,4 @@
-"""Features from disk: computed once, read in every epoch. The draft cannot tell them from those of `online`.
+"""Features on disk: computed once, read in every epoch. To the draft, they are the same as those of `online`.
 
 S sequence, B micro-batch, H hidden, C = captures * H, n tokens of one sample.
 """
@@ -29,20 +29,20 @@ from megatron_spec.runtime.platform import to_device
 log = logging.getLogger(__name__)
 
 PIPELINED = 4
-"""Micro-batches a stage computes before the results are written: fills the pipeline, and bounds what is held."""
+"""Micro-batches that run through the pipeline before results are written: fills the pipeline, and bounds memory."""
 
 
 class OfflineFeatures:
     """A FeatureSource that reads a store. The base does not run."""
 
     in_background = True
-    """A thread may read while the draft trains: nothing here talks to other ranks."""
+    """Reading needs no communication, so a thread may read while the draft trains."""
 
     def __init__(self, store: FeatureStore, world: World, dtype: torch.dtype = torch.float32) -> None:
         self.store, self.world, self.dtype = store, world, dtype
 
     def features(self, batches: list[Batch]) -> list[Features]:
-        """See `FeatureSource.features`. Raises UserError when a row is not the stored sample of its number."""
+        """See `FeatureSource.features`. Raises UserError if a row differs from the stored sample of its index."""
         check_count(len(batches), self.world.pp_size)
         return [self._read(batch) for batch in batches[self.world.pp_rank :: self.world.pp_size]]
 
@@ -66,8 +66,8 @@ class OfflineFeatures:
                 ends_there = end == lengths[row] if last else end < lengths[row]
                 if not ends_there or not torch.equal(sample.tokens, tokens_BS[row, begin:end]):
                     raise UserError(
-                        f"sample {index} of the data is not the one in {self.store.folder}: the features were "
-                        "extracted from other conversations, another template or another seq_length; extract them again"
+                        f"sample {index} of the data differs from the one in {self.store.folder}: the features were "
+                        "extracted with other conversations, template or seq_length; extract them again"
                     )
                 captures_SBC[begin:end, row], state_SBH[begin:end, row] = sample.captures, sample.state
                 argmax_SB[begin:end, row] = sample.argmax
@@ -88,18 +88,18 @@ def extract(
     base: FrozenBase, dataset: Dataset, folder: str | Path, manifest: StoreManifest, micro_batch_size: int = 1,
     part: tuple[int, int] = (0, 1),
 ) -> int:  # fmt: skip
-    """Compute the features of every sample of `dataset` and write them to `folder`; every rank calls it.
+    """Compute the features of every sample of `dataset` and write them to `folder`. Collective.
 
-    Data parallel ranks take turns over the shards. A run that was killed continues with the shards that are missing.
+    Data parallel ranks share the shards round-robin. A run that was interrupted continues with the missing shards.
 
     Args:
-        part: (i, n): only shards i, i + n, ...: n runs at a time may share a folder.
+        part: (i, n): only shards i, i + n, ..., so that n concurrent runs can share a folder.
 
     Returns:
-        The number of shards that were written by all ranks together.
+        The number of shards written by all ranks together.
 
     Raises:
-        UserError: the folder was begun with other settings.
+        UserError: the folder was started with other settings.
     """
     world = base.world
     todo = [shard for shard in _agree_on_pending(folder, manifest, world) if shard % part[1] == part[0]]
@@ -115,7 +115,7 @@ def extract(
 
 
 def _agree_on_pending(folder: str | Path, manifest: StoreManifest, world: World) -> list[int]:
-    """Rank 0 alone looks, before anybody writes, and tells the others; its UserError is raised everywhere."""
+    """Missing shards as seen by rank 0 before any rank writes, broadcast; its UserError is raised on all ranks."""
     answer: list[list[int] | str] = [[]]
     if world.rank == 0:
         try:
@@ -129,7 +129,7 @@ def _agree_on_pending(folder: str | Path, manifest: StoreManifest, world: World)
 
 
 def _run_shard(base: FrozenBase, dataset: Dataset, numbers: range, micro_batch_size: int) -> list[SampleFeatures]:
-    """Features of the samples in order, on the last stage ([] elsewhere); similar lengths run together."""
+    """Features of the samples in order, on the last stage ([] elsewhere); samples are batched by length."""
     world = base.world
     order = sorted(numbers, key=lambda i: len(dataset[i]))
     chunks = [order[i : i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
@@ -141,9 +141,9 @@ def _run_shard(base: FrozenBase, dataset: Dataset, numbers: range, micro_batch_s
 
 
 def _run_chunks(base: FrozenBase, dataset: Dataset, chunks: list[list[int]]) -> dict[int, SampleFeatures]:
-    """Features of the samples of several micro-batches, by number, on the last stage ({} elsewhere)."""
+    """Features of the samples of several micro-batches, by index, on the last stage ({} elsewhere)."""
     world, batches = base.world, []
-    for chunk in chunks:  # they go through the pipeline together, each in its own length
+    for chunk in chunks:  # they run through the pipeline together, each with its own length
         length = -(-max(len(dataset[i]) for i in chunk) // world.sequence_multiple) * world.sequence_multiple
         batches.append(build_batch([[dataset[i]] for i in chunk], length, world.device, context=world.context))
     found: dict[int, SampleFeatures] = {}
@@ -152,7 +152,7 @@ def _run_chunks(base: FrozenBase, dataset: Dataset, chunks: list[list[int]]) -> 
         argmax_SB = base_argmax(base, whole[1].flatten(0, 1), world.tp).view(whole[1].shape[:2])
         whole.append(argmax_SB)
         for row, i in enumerate(chunk):
-            # Copies: a view would keep the padded batch alive.
+            # Copied, as a view would keep the padded batch alive.
             own = (x[: len(dataset[i]), row].to("cpu", copy=True) for x in whole)
             found[i] = SampleFeatures(dataset[i].tokens, dataset[i].turns, *own)
     return found

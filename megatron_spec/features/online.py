@@ -1,4 +1,4 @@
-"""Features from the base as it runs: forward-only pipeline, then each micro-batch goes to the rank that trains on it.
+"""Features from the running base: forward-only pipeline, then each micro-batch is sent to the rank that trains on it.
 
 S sequence (this rank's part under sequence and context parallelism), B micro-batch, H hidden, C = captures * H.
 """
@@ -16,13 +16,13 @@ from megatron_spec.features.base import check_count
 
 
 class OnlineFeatures:
-    """A FeatureSource that runs the frozen base. No gradient ever reaches it."""
+    """A FeatureSource that runs the frozen base, without gradients."""
 
     def __init__(self, base: FrozenBase) -> None:
         self.base = base
 
     def features(self, batches: list[Batch]) -> list[Features]:
-        """See `FeatureSource.features`. Every pipeline rank of the group must call it together."""
+        """See `FeatureSource.features`. Collective over the pipeline group."""
         world = self.base.world
         check_count(len(batches), world.pp_size)
         results = run_base(self.base, batches)
@@ -32,7 +32,7 @@ class OnlineFeatures:
         return [Features(b, captures, state) for b, (captures, state) in zip(owned, results, strict=True)]
 
     def _scatter(self, results: list[Result], batches: list[Batch]) -> list[Result]:
-        """Micro-batch i from the last stage to pipeline rank i % PP (ranks of one pipeline share the tp coordinate)."""
+        """Send micro-batch i from the last stage to pipeline rank i % PP, within one tensor parallel coordinate."""
         world, H = self.base.world, self.base.config.hidden_size
         ranks = dist.get_process_group_ranks(world.pp)
         joined: list[Tensor] = []

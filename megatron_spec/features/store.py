@@ -1,12 +1,12 @@
 """Features on disk: one manifest, and shards of a fixed number of samples as safetensors.
 
-    FOLDER/manifest.json               what was computed, by which base, for how many samples
+    FOLDER/manifest.json               settings, base and number of samples
     FOLDER/features-00000.safetensors  samples 0 .. samples_per_shard-1, and so on
 
-A shard holds five tensors per sample i, without padding: "i.tokens" int64 [n], "i.turns" int32 [n], "i.captures"
+A shard has five tensors per sample i, without padding: "i.tokens" int64 [n], "i.turns" int32 [n], "i.captures"
 [n, C], "i.state" [n, H], "i.argmax" int32 [n] (the base's next token). In fp8 (float8_e4m3fn) captures and
 state are divided by the scale of their row and layer: "i.capture_scales" float32 [n, captures], "i.state_scale" [n, 1].
-Shards appear only when they are complete, so a killed run continues with what is missing.
+Shards are renamed into place when complete, so an interrupted run continues with the missing ones.
 
 n tokens of a sample, C = captures * H, H hidden.
 """
@@ -39,31 +39,31 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class StoreManifest(Config):
-    """Contents of manifest.json: all that must agree between the run that wrote and the run that reads."""
+    """Contents of manifest.json: what must agree between the writing and the reading run."""
 
     base_fingerprint: str
-    """Hash of the base's content, and of its ranges when it was fake-quantised."""
+    """Hash of the base's weights, and of its ranges if it is fake-quantised."""
     capture_layer_ids: tuple[int, ...]
     """Base layers whose outputs are stored."""
     hidden_size: int
-    """Width of the base."""
+    """Hidden size of the base."""
     dtype: str
-    """Of captures and state on disk: float32, bfloat16, float16 or float8_e4m3fn."""
+    """Data type of captures and state on disk: float32, bfloat16, float16 or float8_e4m3fn."""
     template_hash: str
-    """Identity of tokenizer and chat template; '' when unknown."""
+    """Identity of tokenizer and chat template; '' if unknown."""
     num_samples: int
     """Conversations."""
     seq_length: int
-    """Longest sample allowed."""
+    """Maximum number of tokens per sample."""
     samples_per_shard: int = 16
-    """Conversations in a file."""
+    """Number of samples per shard."""
     convention: str = CONVENTION
-    """What the stored states are."""
+    """Definition of the stored states."""
     format_version: int = FORMAT_VERSION
-    """Version of this file."""
+    """Version of the format."""
 
     def validate(self) -> None:
-        """Raise UserError when fields are out of range or contradict one another."""
+        """Raise UserError if fields are out of range or inconsistent."""
         if self.format_version != FORMAT_VERSION:
             raise UserError(f"feature store format {self.format_version}: this version reads {FORMAT_VERSION}")
         if self.dtype not in _DTYPES:
@@ -81,30 +81,30 @@ class StoreManifest(Config):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of captures and state on disk."""
+        """Data type of captures and state on disk."""
         return _DTYPES[self.dtype]
 
     @property
     def read_dtype(self) -> torch.dtype:
-        """Of captures and state as they are read."""
+        """Data type of captures and state after reading."""
         return torch.bfloat16 if self.torch_dtype is _FP8 else self.torch_dtype
 
     @property
     def bytes_per_token(self) -> int:
-        """On disk: captures, state, their scales, token, turn, argmax."""
+        """Bytes per token on disk: captures, state, their scales, token, turn, argmax."""
         layers = len(self.capture_layer_ids) + 1
         scales = 4 * layers if self.torch_dtype is _FP8 else 0
         return layers * self.hidden_size * self.torch_dtype.itemsize + scales + 16
 
     def samples_of(self, shard: int) -> range:
-        """Samples in a shard."""
+        """Indices of the samples in a shard."""
         first = shard * self.samples_per_shard
         return range(first, min(first + self.samples_per_shard, self.num_samples))
 
 
 @dataclass
 class SampleFeatures:
-    """One sample with its features: tokens [n], turns [n], captures [n, C], state [n, H], argmax [n] of the base."""
+    """One sample with its features: tokens [n], turns [n], captures [n, C], state [n, H], the base's argmax [n]."""
 
     tokens: Tensor
     turns: Tensor
@@ -123,12 +123,12 @@ def _damaged(path: Path, error: Exception) -> str:
 
 
 def missing_shards(folder: Path, manifest: StoreManifest) -> list[int]:
-    """Shards that are not in the folder yet."""
+    """Shards that are missing in the folder."""
     return [s for s in range(manifest.num_shards) if not shard_path(folder, s).is_file()]
 
 
 def differences(found: StoreManifest, expected: dict[str, Any]) -> list[str]:
-    """'name: found X, expected Y' for every field of `expected` that disagrees."""
+    """'name: found X, expected Y' for every field that differs from `expected`."""
     values = found.to_dict()
     lists = {name: tuple(value) if isinstance(value, list) else value for name, value in expected.items()}
     wrong = {name: value for name, value in lists.items() if values[name] != value}
@@ -136,22 +136,22 @@ def differences(found: StoreManifest, expected: dict[str, Any]) -> list[str]:
 
 
 def manifest_file(folder: str | Path) -> Path:
-    """Path of the manifest. Raises UserError when the folder is not a store."""
+    """Path of the manifest. Raises UserError if the folder is not a store."""
     path = Path(folder) / _MANIFEST
     if not path.is_file():
-        raise UserError(f"{folder} holds no features ({_MANIFEST} is missing): run offline_feature_extract.py first")
+        raise UserError(f"{folder} has no features ({_MANIFEST} is missing): run offline_feature_extract.py first")
     return path
 
 
 def read_manifest(folder: str | Path) -> StoreManifest:
-    """Manifest of a store. Raises UserError when there is none, or it cannot be read."""
+    """Manifest of a store. Raises UserError if there is none or it cannot be read."""
     return StoreManifest.from_dict(read_object(manifest_file(folder)))
 
 
 class FeatureWriter:
-    """Writes shards into a folder that may hold some already.
+    """Writes shards to a folder that may already have some.
 
-    Raises UserError when the folder was begun with other settings.
+    Raises UserError if the folder was started with other settings.
     """
 
     def __init__(self, folder: str | Path, manifest: StoreManifest) -> None:
@@ -163,15 +163,19 @@ class FeatureWriter:
         wrong = differences(StoreManifest.from_dict(read_object(path)), manifest.to_dict())
         if wrong:
             raise UserError(
-                f"{self.folder} was begun with other settings ({'; '.join(wrong)}): use another folder, or remove it"
+                f"{self.folder} was started with other settings ({'; '.join(wrong)}): use another folder, or remove it"
             )
 
     def pending(self) -> list[int]:
-        """Shards that are not there yet."""
+        """Shards that are missing."""
         return missing_shards(self.folder, self.manifest)
 
     def write(self, shard: int, samples: Sequence[SampleFeatures]) -> None:
-        """Write a shard; it appears when it is complete. `samples` are those of `manifest.samples_of(shard)`."""
+        """Write a shard, under a temporary name that is then renamed.
+
+        Args:
+            samples: the samples `manifest.samples_of(shard)`.
+        """
         numbers = self.manifest.samples_of(shard)
         assert len(samples) == len(numbers), (len(samples), numbers)
         tensors: dict[str, Tensor] = {}
@@ -194,13 +198,13 @@ class FeatureWriter:
 
 
 class FeatureStore:
-    """A complete store, read lazily. Also a dataset of its samples, so that training needs no conversations.
+    """A complete store, read lazily. Also a dataset of its samples, so training needs no conversations.
 
     Args:
-        expected: fields of `StoreManifest` that must agree, for example base_fingerprint and capture_layer_ids.
+        expected: required values of `StoreManifest` fields, for example base_fingerprint and capture_layer_ids.
 
     Raises:
-        UserError: no store, a manifest that disagrees, or missing shards.
+        UserError: no store, another manifest than expected, or missing shards.
     """
 
     def __init__(self, folder: str | Path, expected: dict[str, Any] | None = None) -> None:
@@ -210,16 +214,15 @@ class FeatureStore:
         wrong = differences(self.manifest, {"convention": CONVENTION, **(expected or {})})
         if wrong:
             raise UserError(
-                f"the features in {self.folder} were computed for something else ({'; '.join(wrong)}): extract them "
-                "again"
+                f"the features in {self.folder} do not match this run ({'; '.join(wrong)}): extract them again"
             )
         missing = [shard_path(self.folder, s).name for s in missing_shards(self.folder, self.manifest)]
         if missing:
             raise UserError(
                 f"{self.folder}: {len(missing)} of {self.manifest.num_shards} shards are missing "
-                f"({', '.join(missing[:5])}): run the extraction again, it continues where it stopped"
+                f"({', '.join(missing[:5])}): run the extraction again; it continues with the missing shards"
             )
-        # Few at a time: a file is mapped into memory, of which a system allows some ten thousand.
+        # Bounded: every open file is a memory mapping, of which a process may have about 65,000.
         self._open = lru_cache(maxsize=64)(self._open_shard)
 
     def __len__(self) -> int:
@@ -230,7 +233,7 @@ class FeatureStore:
 
     @cached_property
     def lengths(self) -> NDArray[Any]:
-        """int32 [samples] tokens of each sample, from the heads of the files."""
+        """int32 [samples] number of tokens of each sample, from the headers of the files."""
         found = np.empty(len(self), dtype=np.int32)
         for shard in range(self.manifest.num_shards):
             path = shard_path(self.folder, shard)
@@ -244,7 +247,7 @@ class FeatureStore:
 
     def _read(self, index: int, names: Sequence[str]) -> list[Tensor]:
         if not 0 <= index < len(self):
-            raise UserError(f"{self.folder}: sample {index} was asked for, the store holds 0..{len(self) - 1}")
+            raise UserError(f"{self.folder}: sample {index} was requested, but the store has 0..{len(self) - 1}")
         shard = index // self.manifest.samples_per_shard
         try:
             file = self._open(shard)

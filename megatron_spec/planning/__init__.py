@@ -1,1 +1,1 @@
-"""Decisions made from configurations alone: layouts, fast paths, memory and work. No torch."""
+"""Decisions based on configurations only: layouts, fast paths, estimates of memory and work. No torch."""

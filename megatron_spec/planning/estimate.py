@@ -1,7 +1,7 @@
-"""Work and memory of a run from configurations alone: no weights, no GPU, no torch.
+"""Estimates of work and memory from configurations only: no weights, no GPU, no torch.
 
-Work counts the plain algorithm (what MFU is measured by, docs/performance.md). Memory is an estimate of the peak on one
-rank, built from what is allocated; against the measured peaks in docs/scale.md it is within a tenth.
+Work is that of the plain algorithm, which MFU is defined by (docs/performance.md). Memory is the estimated peak on one
+rank, the sum of known allocations; it is within 10 % of the measured peaks in docs/scale.md.
 
 H base hidden size, D draft vocabulary, S sequence, B micro-batch, T draft steps, K captured layers, X width of q, k, v.
 """
@@ -27,7 +27,7 @@ from megatron_spec.planning.paths import Paths, Setting
 
 GIB = 1 << 30
 HEAD_CHUNK = 1100 << 20
-"""Bytes of whole-vocabulary logits alive at a time on a GPU (drafts/teacher.py, ops/head.py)."""
+"""Bytes of whole-vocabulary logits in memory at a time on a GPU (drafts/teacher.py, ops/head.py)."""
 
 
 def attention_width(config: BaseConfig | EagleConfig | BlockConfig) -> int:
@@ -41,7 +41,7 @@ def qkv_width(config: BaseConfig | EagleConfig | BlockConfig) -> int:
 
 
 def base_layer_parameters(base: BaseConfig) -> tuple[int, int]:
-    """(parameters every token passes, parameters of all experts) of one base layer."""
+    """(parameters that every token uses, parameters of all experts) of one base layer."""
     H, experts = base.hidden_size, getattr(base, "num_experts", 0) or 0
     mlp = 3 * H * (base.moe.intermediate_size if base.moe else base.intermediate_size)
     shared = H * (qkv_width(base) + attention_width(base)) + 2 * H
@@ -49,12 +49,12 @@ def base_layer_parameters(base: BaseConfig) -> tuple[int, int]:
 
 
 def end_parameters(base: BaseConfig) -> int:
-    """Embedding and head, which every pipeline stage holds."""
+    """Parameters of embedding and LM head, which every pipeline stage has."""
     return base.vocab_size * base.hidden_size * (1 if base.tie_word_embeddings else 2)
 
 
 def mlp_width(draft: EagleConfig, every_expert: bool = False) -> int:
-    """Width of the MLP that a token passes; or of all experts together."""
+    """Total MLP width per token, or of all experts."""
     if draft.moe is None:
         return draft.intermediate_size
     count = draft.moe.num_experts if every_expert else draft.moe.experts_per_token
@@ -69,10 +69,10 @@ def draft_parameters(draft: DraftConfig) -> tuple[int, int]:
 
 
 def block_flops(draft: BlockConfig, S: int, anchors: int) -> float:
-    """FLOPs a token of training a block draft on sequences of S tokens with `anchors` blocks each.
+    """FLOPs per token of training a block draft on sequences of S tokens with `anchors` blocks each.
 
-    The context's projections of every token; layers, scores (half the context on average) and head of every slot. The
-    base's head has no weight gradient; nothing is counted that is computed twice.
+    Context projections of every token; layers, attention scores (over half the context on average) and LM head of every
+    slot. The base's LM head has no weight gradient; recomputation is not counted.
     """
     H, layers = draft.hidden_size, draft.num_hidden_layers
     kv = 2 * draft.num_key_value_heads * draft.head_dim
@@ -86,14 +86,14 @@ def block_flops(draft: BlockConfig, S: int, anchors: int) -> float:
 
 
 def draft_passes(draft: DraftConfig, objective: ObjectiveConfig) -> float:
-    """T: how often a row passes the draft; P-EAGLE drops rows at later depths."""
+    """T: draft forwards per row; P-EAGLE drops rows at later depths."""
     if isinstance(draft, EagleConfig) and draft.parallel_drafting:
         return sum(objective.kept_share(depth) for depth in range(objective.ttt_steps))
     return objective.ttt_steps
 
 
 def flops_per_token(base: BaseConfig, draft: DraftConfig, S: int, T: float, anchors: int = 512) -> dict[str, float]:
-    """FLOPs a token of the plain algorithm: the base forward with its head, T draft steps forward and backward."""
+    """FLOPs per token of the plain algorithm: base forward with LM head, forward and backward of T draft steps."""
     H, scores = base.hidden_size, 2 * 2 * attention_width(base) * S / 2  # causal: q k and p v over S / 2 keys
     shared, experts = base_layer_parameters(base)
     if experts:
@@ -109,7 +109,7 @@ def flops_per_token(base: BaseConfig, draft: DraftConfig, S: int, T: float, anch
         return found
     head = 0 if draft.own_head else base.vocab_size * H
     once = replicated if draft.reads_captures else 0  # `fc` reads captures once; other projections run at every step
-    idle = 3 * H * (mlp_width(draft, every_expert=True) - mlp_width(draft))  # of experts a token does not pass
+    idle = 3 * H * (mlp_width(draft, every_expert=True) - mlp_width(draft))  # experts that a token does not use
     draft_scores = draft.num_hidden_layers * 4 * attention_width(draft) * S / 2
     found["draft"] = T * 3 * (2.0 * (split - idle + head + replicated - once) + draft_scores) + 3 * 2.0 * once
     return found
@@ -117,13 +117,14 @@ def flops_per_token(base: BaseConfig, draft: DraftConfig, S: int, T: float, anch
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how a run executes.
+    """One rank of a run.
 
     Attributes:
-        world_size: processes.
-        layers: base layers of the rank's stage.
-        pipelined: base layers are spread over stages.
-        ttt_steps: draft steps of a row, `draft_passes`.
+        ttt_steps: draft steps per row, `draft_passes`.
+        world_size: number of processes.
+        layers: number of base layers in the rank's stage.
+        offline: features come from disk.
+        last_stage: the rank is on the last pipeline stage.
     """
 
     base: BaseConfig
@@ -137,7 +138,7 @@ class Place:
     offline: bool = False
     last_stage: bool = True
     paths: Paths | None = None
-    """Default: what an H100 takes."""
+    """Default: the paths that an H100 can run."""
 
     @property
     def pp(self) -> int:
@@ -146,7 +147,7 @@ class Place:
 
     @property
     def fast_paths(self) -> Paths:
-        """The fast paths that the memory is estimated for."""
+        """The fast paths that the estimate assumes."""
         if self.paths is not None:
             return self.paths
         dtype, rows = "bfloat16" if self.train.bf16 else "float32", self.train.micro_batch_size * self.seq_length
@@ -155,12 +156,12 @@ class Place:
 
     @property
     def features_ahead(self) -> int:
-        """Micro-batches computed at once (`features.ahead.default_ahead`)."""
+        """Number of micro-batches computed at once (`features.ahead.default_ahead`)."""
         return self.train.features_ahead or (4 if self.pp > 1 or self.offline else 1)
 
 
 def _activation_bytes(place: Place, rows: float, width: int) -> float:
-    """Saved by T draft steps for their backward."""
+    """Bytes that T draft steps save for their backward."""
     draft, tp = place.draft, place.parallel.tensor_model_parallel_size
     if isinstance(draft, MedusaConfig):
         return rows * draft.num_heads * (draft.num_layers * 3 + 1) * draft.hidden_size * width
@@ -177,12 +178,12 @@ def _activation_bytes(place: Place, rows: float, width: int) -> float:
 
 
 def checkpoint_bytes(draft: DraftConfig, bf16: bool) -> float:
-    """Of one saved iteration: the draft, fp32 master weights where it is in bf16, and two moments."""
+    """Bytes of one iteration: the draft, two moments, and fp32 master weights if the draft is in bf16."""
     return sum(draft_parameters(draft)) * (2 + 12 if bf16 else 4 + 8)
 
 
 def memory(place: Place) -> dict[str, float]:
-    """Bytes on one rank, by what they hold."""
+    """Bytes on one rank, by use."""
     base, parallel, train = place.base, place.parallel, place.train
     tp, cp, ep = (
         parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.expert_model_parallel_size,
@@ -192,20 +193,20 @@ def memory(place: Place) -> dict[str, float]:
     layers = 0 if place.offline else place.layers
     split, replicated = draft_parameters(place.draft)
     own = split / tp + replicated
-    copies = place.world_size // tp if train.use_distributed_optimizer else 1
+    shards = place.world_size // tp if train.use_distributed_optimizer else 1
     rows = place.train.micro_batch_size * place.seq_length / cp
     spread = rows / (tp if parallel.sequence_parallel else 1)
     captures = len(place.draft.capture_layer_ids) + 1
     held = place.features_ahead + 1
     if place.pp > 1 and place.last_stage and not place.offline:
-        held += place.features_ahead * place.pp  # the results of all stages, before they are sent to their owners
+        held += place.features_ahead * place.pp  # all results, before they are sent to their owners
     D = place.draft.draft_vocab_size
     return {
         "base layers": layers * (shared / tp + experts / tp / ep) * (1 if place.fast_paths.on("base_fp8") else width),
         "embedding and head": end_parameters(base) / tp * width,
         "draft": own * width,
         "gradients (fp32)": own * 4,
-        "optimizer": own * (12 if train.bf16 else 8) / copies,
+        "optimizer": own * (12 if train.bf16 else 8) / shards,
         "features": held * spread * captures * H * width,
         "teacher": rows * D / tp * width,
         "draft steps": _activation_bytes(place, rows, width),

@@ -1,4 +1,4 @@
-"""What works under which parallel layout: one table, read by the scripts before anything loads and shown in the docs.
+"""Supported parallel layouts: one table, checked before anything loads and shown in the docs.
 
 Standard library only. `tools/support_table.py --write` renders it.
 """
@@ -18,15 +18,15 @@ AXES = {
     "CP": "--context-parallel-size",
     "EP": "--expert-model-parallel-size",
 }
-"""Column of the table -> the flag that asks for it."""
+"""Column of the table -> its flag."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way of running and the layouts it refuses.
+    """One use case and the layouts that it refuses.
 
     Attributes:
-        title: as the pages show it.
+        title: title in the docs.
         refused: axis -> reason.
     """
 
@@ -34,31 +34,31 @@ class Row:
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
-_NO_SEQUENCE = "no activation is spread over ranks there: leave it out"
-_WHOLE_EXPERTS = "every copy of the base holds all experts there: spread them with TP or PP instead"
-_OWN_PROMPTS = "copies of the base answer prompts of their own, and experts would wait for one another: use TP or PP"
-_ONE_TOKEN = "decoding reads one token at a time, which cannot be spread: leave it out"
+_NO_SEQUENCE = "there are no activations to shard: leave it out"
+_WHOLE_EXPERTS = "every replica of the base has all experts: shard them with TP or PP instead"
+_OWN_PROMPTS = "replicas of the base decode different prompts, but expert parallelism needs lockstep: use TP or PP"
+_ONE_TOKEN = "decoding reads few tokens at a time, so there is no sequence to shard: leave it out"
 
 ROWS: dict[str, Row] = {
     "convert": Row("convert_model.py", {"CP": _NO_SEQUENCE}),
     "extract": Row(
         "offline_feature_extract.py, --feature-cache",
-        {"EP": "data ranks work on shards of their own, and experts need all ranks in step: use TP and PP"},
+        {"EP": "data-parallel ranks process different samples, but expert parallelism needs lockstep: use TP or PP"},
     ),
     "finetune": Row("finetune.py, any draft, also packed and on a quantised checkpoint"),
     "offline": Row("finetune.py --offline-data"),
     "base_fp8": Row(
         "finetune.py --base-fp8",
         {
-            "SP": "the fp8 layers of the base read whole sequences",
-            "CP": "the fp8 layers of the base read whole sequences",
-            "EP": "the fp8 layers of the base are dense ones",
+            "SP": "the fp8 layers of the base need the full sequence",
+            "CP": "the fp8 layers of the base need the full sequence",
+            "EP": "the fp8 layers of the base are dense",
         },
     ),
     "quantize": Row(
         "quantize.py",
         {
-            "CP": "calibration reads whole sequences; the checkpoint it makes trains under any layout",
+            "CP": "calibration needs the full sequence; the quantised checkpoint trains under any layout",
             "EP": _WHOLE_EXPERTS,
         },
     ),
@@ -66,14 +66,14 @@ ROWS: dict[str, Row] = {
     "decode": Row("validate.py, generate.py", {"SP": _ONE_TOKEN, "CP": _ONE_TOKEN, "EP": _OWN_PROMPTS}),
     "wrap": Row(
         "library: convert() around a model of your own",
-        {"CP": "its own attention is not told which rows of the sequence a rank holds: load the base with load_base"},
+        {"CP": "its own attention does not know which rows of the sequence a rank has: load the base with load_base"},
     ),
 }
 
 INTERLEAVED = (
     "the interleaved (virtual) pipeline schedule is not supported: it overlaps forward and backward of several chunks, "
-    "and a frozen base has no backward; forward only, evenly split stages leave nothing for it to hide. Checkpoints "
-    "that were trained with it load: leave the flag out"
+    "but a frozen base has no backward, so evenly split stages gain nothing from it. Checkpoints that were trained "
+    "with it can be loaded: leave the flag out"
 )
 
 
@@ -88,11 +88,11 @@ def _wanted(parallel: ParallelConfig) -> dict[str, bool]:
 
 
 def check(row: str, parallel: ParallelConfig, experts: int | None = None) -> None:
-    """Raise UserError when the table refuses `parallel` for this way of running.
+    """Raise UserError if the table refuses `parallel` for this use case.
 
     Args:
         row: a key of `ROWS`.
-        experts: of the base, where it is known; 0 for a dense one.
+        experts: number of experts of the base, if known; 0 for a dense one.
     """
     entry = ROWS[row]
     if parallel.num_layers_per_virtual_pipeline_stage or parallel.num_virtual_stages_per_pipeline_rank:
@@ -107,7 +107,7 @@ def check(row: str, parallel: ParallelConfig, experts: int | None = None) -> Non
 
 
 def table() -> str:
-    """The table in Markdown, with the reasons below it."""
+    """The table in Markdown, followed by the reasons."""
     lines = ["| | " + " | ".join(AXES) + " |", "|---|" + "---|" * len(AXES)]
     reasons: list[str] = []
     for row in ROWS.values():
@@ -120,8 +120,8 @@ def table() -> str:
         lines.append(f"| {row.title} | " + " | ".join(cells) + " |")
     notes = [f"({i}) {reason}." for i, reason in enumerate(reasons, 1)]
     notes.append(
-        "EP needs a base with experts; those of a draft (`--mtp-from-base`) are not spread. Tested with it: training "
-        "against one process, and the base of every family with experts; not convert, extraction, or a model of your "
-        "own. " + INTERLEAVED[0].upper() + INTERLEAVED[1:] + "."
+        "EP needs a base with experts; the experts of a draft (`--mtp-from-base`) are not sharded by it. Tested under "
+        "EP: training against one process, and the base of every family with experts; not tested: conversion, "
+        "extraction and your own models. " + INTERLEAVED[0].upper() + INTERLEAVED[1:] + "."
     )
     return "\n".join([*lines, "", *(f"{note}  " for note in notes)]).rstrip() + "\n"

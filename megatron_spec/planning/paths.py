@@ -1,7 +1,7 @@
-"""Every fast path of the package: what it replaces, what keeps it from running, and the test that compares the two.
+"""The fast paths of the package: the plain twin of each, what blocks it, and the test that compares the two.
 
-A run resolves them once, when it is built; models carry the result (`Paths`). Nothing else asks which device, dtype or
-library is there, but for the attention kernels (`ops/attention.py`, a table of its own).
+They are resolved once, when a model is built, and the model keeps the result (`Paths`). Only the attention kernels
+(`ops/attention.py`, with a table of their own) also depend on device, dtype and installed libraries.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from megatron_spec.config import (
 from megatron_spec.config.machine import Kernels, Machine
 
 MOST_WHOLE_ROWS = 8 << 30
-"""Under sequence parallelism the fused unroll holds whole rows on every rank, up to this many bytes."""
+"""Maximum bytes of the full sequence on every rank in the fused unroll under sequence parallelism."""
 
 
 def whole_rows_bytes(hidden_size: int, rows: float, steps: int, width: int) -> float:
-    """Of the residual stream and its norms in the fused unroll, `rows` rows of `width` bytes a number."""
+    """Bytes of the residual stream and its norms in the fused unroll, for `rows` rows of `width`-byte values."""
     return 9.0 * hidden_size * rows * steps * width
 
 
 @dataclass(frozen=True)
 class Setting:
-    """All that decides which fast paths a run takes."""
+    """Everything that determines the fast paths of a run."""
 
     machine: Machine = field(default_factory=Machine)
     dtype: str = "float32"
-    """Of the weights of base and draft."""
+    """Data type of base and draft."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     base: BaseConfig | None = None
-    """None: its layers do not run (features come from disk)."""
+    """None: the base's layers do not run (features come from disk)."""
     draft: DraftConfig | None = None
     objective: ObjectiveConfig | None = None
-    """None: not known yet; `Paths.under` adds it."""
+    """None: unknown yet; `Paths.under` adds it."""
     quant: QuantConfig | None = None
-    """Fake quantisation that is in effect."""
+    """Active fake quantisation."""
     transformer_engine: bool = False
     """The base's layers are Transformer Engine's modules."""
     rows: int = 0
-    """Rows of a micro-batch (its size times its length); 0: not known yet."""
+    """Rows of a micro-batch (its size times its length); 0: unknown yet."""
     wanted: tuple[str, ...] = ()
-    """Paths that run on request and were asked for."""
+    """Opt-in paths that were requested."""
     off: tuple[str, ...] = ()
-    """Paths switched off, to compare."""
+    """Paths turned off for comparison."""
     plain: bool = False
-    """No fast path at all."""
+    """No fast paths."""
 
 
 Reasons = dict[str, bool]
-"""{why a path cannot run, in words: whether that is so}."""
+"""{reason why a path cannot run: whether it applies}."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Path:
     """One fast path.
 
     Attributes:
-        title: what it does.
-        twin: the plain code that computes the same.
-        test: compares the two.
-        reasons: what keeps it from running.
-        flag: asks for it; None: it runs wherever it can.
+        title: what it does, for the docs.
+        twin: the plain code with the same result.
+        test: the test that compares the two.
+        reasons: what blocks it.
+        flag: opts in; None: on wherever it can run.
     """
 
     name: str
@@ -81,13 +81,13 @@ class Path:
     flag: str | None = None
 
     def blocked(self, setting: Setting) -> str | None:
-        """Why it does not run, or None."""
+        """Why it is off, or None."""
         if setting.plain:
             return "--plain turns it off"
         if self.name in setting.off:
             return "turned off"
         if self.flag is not None and self.name not in setting.wanted:
-            return f"not asked for ({self.flag})"
+            return f"not requested ({self.flag})"
         return next((reason for reason, holds in self.reasons(setting).items() if holds), None)
 
 
@@ -108,7 +108,7 @@ def _fp8(s: Setting) -> Reasons:
 
 
 def missing_features(base: BaseConfig, tp_size: int) -> Reasons:
-    """What the direct forward does not compute."""
+    """Features of a base that the direct forward does not support."""
     rope, heads = base.rope, base.num_key_value_heads
     found = {
         "experts": base.moe is not None,
@@ -129,7 +129,7 @@ def _base_direct(s: Setting) -> Reasons:
     return {
         "--transformer-impl transformer_engine builds the base": s.transformer_engine,
         **missing_features(s.base, s.parallel.tensor_model_parallel_size),
-        "it reads whole sequences (--sequence-parallel)": s.parallel.sequence_parallel,
+        "it needs the full sequence (--sequence-parallel)": s.parallel.sequence_parallel,
         "the base is fake-quantised": quantised,
     }
 
@@ -146,16 +146,16 @@ def _base_fp8(s: Setting) -> Reasons:
 def _draft_fused(s: Setting) -> Reasons:
     config = s.draft
     if not isinstance(config, EagleConfig) or not config.reads_captures:
-        return {"the draft is no EAGLE-3 draft": True}
+        return {"the draft is not EAGLE-3": True}
     steps = s.objective.ttt_steps if s.objective is not None else 0
     whole = whole_rows_bytes(config.hidden_size, s.rows, steps, 2) if s.parallel.sequence_parallel else 0
     odd = s.machine.kernels == "triton" and (config.head_dim < 16 or config.head_dim % 8 != 0)
     clipped = s.quant is not None and s.quant.draft != "none" and s.quant.clipped_ste
     return {
-        "the draft proposes all tokens in one pass (P-EAGLE)": config.parallel_drafting,
+        "the draft proposes all tokens in one forward (P-EAGLE)": config.parallel_drafting,
         **_kernels(s),
         "context parallelism splits the sequence": s.parallel.context_parallel_size > 1,
-        "draft steps are detached from one another": s.objective is not None and s.objective.detach,
+        "draft steps are detached": s.objective is not None and s.objective.detach,
         "there are fewer key/value heads than tensor parallel ranks": bool(
             config.num_key_value_heads % s.parallel.tensor_model_parallel_size
         ),
@@ -165,7 +165,7 @@ def _draft_fused(s: Setting) -> Reasons:
         f"the draft's layer has {', '.join(config.layer_options)}": bool(config.layer_options),
         f"the draft's head size is {config.head_dim}": odd,
         "fake quantisers clip gradients": clipped,
-        "whole rows would take too much memory under sequence parallelism": whole > MOST_WHOLE_ROWS,
+        "the full sequence would take too much memory under sequence parallelism": whole > MOST_WHOLE_ROWS,
     }
 
 
@@ -173,14 +173,14 @@ def _draft_fp8(s: Setting) -> Reasons:
     return {
         "the draft is fake-quantised": s.quant is not None and s.quant.draft != "none",
         **_draft_fused(s),
-        "tensor parallel ranks would each round their own part of a row": s.parallel.tensor_model_parallel_size > 1,
+        "tensor parallel ranks would round parts of a row separately": s.parallel.tensor_model_parallel_size > 1,
         **_fp8(s),
     }
 
 
 def _block_kernel(s: Setting) -> Reasons:
     return {
-        "the draft is no block draft": not isinstance(s.draft, BlockConfig),
+        "the draft is not a block draft": not isinstance(s.draft, BlockConfig),
         **_kernels(s),
         "its plain twin runs instead": s.machine.kernels == "plain",
     }
@@ -193,7 +193,7 @@ def _loss_kernel(s: Setting) -> Reasons:
 
 def _teacher_kernel(s: Setting) -> Reasons:
     split = s.parallel.tensor_model_parallel_size > 1
-    return {**_kernels(s), "tensor parallel ranks split the base's head": split}
+    return {**_kernels(s), "the base's LM head is split over tensor parallel ranks": split}
 
 
 def _rounding_kernel(s: Setting) -> Reasons:
@@ -208,8 +208,8 @@ def _cuda_graphs(s: Setting) -> Reasons:
     ranks = s.parallel.tensor_model_parallel_size * s.parallel.pipeline_model_parallel_size
     return {
         "there is no GPU": not s.machine.gpu,
-        "several ranks hold the base": ranks > 1,
-        "experts are sent as many tokens as choose them": s.base is not None and s.base.moe is not None,
+        "the base is split over several ranks": ranks > 1,
+        "the number of tokens per expert varies": s.base is not None and s.base.moe is not None,
     }
 
 
@@ -258,10 +258,10 @@ PATHS = {path.name: path for path in _PATHS}
 
 
 class Paths:
-    """Which fast paths a setting takes. Immutable.
+    """The fast paths of a setting. Immutable.
 
     Attributes:
-        blocked: {name: why it is off}; paths that are on are not in it.
+        blocked: {name: why it is off}, without the paths that are on.
     """
 
     def __init__(self, setting: Setting = Setting()) -> None:
@@ -271,17 +271,17 @@ class Paths:
         self._next: Paths | None = None
 
     def on(self, name: str) -> bool:
-        """True when the path runs."""
+        """True if the path is on."""
         assert name in PATHS, name
         return name not in self.blocked
 
     def kernels(self, *names: str) -> Kernels:
-        """What the paths are made of (`ops.backend.load`); 'none' unless all of them run and kernels can."""
+        """Implementation of the kernels for these paths (`ops.backend.load`); 'none' unless all of them are on."""
         can = not self.setting.plain and not any(_kernels(self.setting).values())
         return self.setting.machine.kernels if can and all(map(self.on, names)) else "none"
 
     def under(self, objective: ObjectiveConfig) -> Paths:
-        """The same with an objective."""
+        """The paths with this objective."""
         if self.setting.objective == objective:
             return self
         if self._next is None or self._next.setting.objective != objective:
@@ -289,31 +289,31 @@ class Paths:
         return self._next
 
     def asked_for(self, *names: str) -> Paths:
-        """The same with paths that run on request."""
+        """The paths with these opt-in paths requested."""
         return Paths(replace(self.setting, wanted=tuple(dict.fromkeys((*self.setting.wanted, *names)))))
 
     def without(self, *names: str) -> Paths:
-        """The same with paths switched off."""
+        """The paths with these turned off."""
         return Paths(replace(self.setting, off=(*self.setting.off, *names)))
 
     def check(self) -> None:
-        """Raise UserError when a path that was asked for cannot run, with what is in its way."""
+        """Raise UserError, with the reason, if a requested path cannot run."""
         for name in self.setting.wanted:
             if name in self.blocked:
                 flag = PATHS[name].flag
                 raise UserError(f"{flag} cannot run here: {self.blocked[name]}; leave {flag} out, or change that")
 
     def to_dict(self) -> dict[str, str]:
-        """{name: 'on', or why it is off}."""
+        """{name: 'on' or why it is off}."""
         return {name: self.blocked.get(name, "on") for name in PATHS}
 
     def lines(self, names: Iterable[str] = PATHS) -> list[str]:
-        """One line a path, for people."""
+        """One line per path, for the log."""
         return [f"{name:<16} {'off: ' + self.blocked[name] if name in self.blocked else 'on'}" for name in names]
 
 
 NO_PATHS = Paths()
-"""All off: of a model without resolved paths."""
+"""All off, for a model without resolved paths."""
 
 
 def table() -> str:

@@ -1,7 +1,7 @@
-"""Files that appear whole or not at all (a temporary name, then one rename), and errors that name them.
+"""Atomic writes (a temporary name, then one rename), and errors that name the file.
 
-Everything the package writes goes through `writing`, `replacing` or `published_folder`: a disk that is full or a folder
-that cannot be written ends in one `UserError` with the path and the size, and leaves no partial file.
+Everything the package writes goes through `writing`, `replacing` or `published_folder`: a full disk or a folder without
+write permission is one `UserError` with path and size, and leaves no partial file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from megatron_spec.config import UserError
 
 JSON_LIMIT = 2**28
-"""Bytes. No JSON file of a model is as large: a larger one is something else."""
+"""Maximum bytes of a JSON file of a model; a larger file must be something else."""
 
 _REFUSED = (
     errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EIO,
@@ -40,7 +40,7 @@ _FULL_TEXTS = (
 
 
 def human_size(size: float) -> str:
-    """'1.5 GiB' of a number of bytes."""
+    """A number of bytes as text: '1.5 GiB'."""
     if size < 1024:
         return f"{size:.0f} bytes"
     power = min(int(math.log(size, 1024)), 4)
@@ -48,14 +48,14 @@ def human_size(size: float) -> str:
 
 
 def free_space(path: Path) -> int:
-    """Bytes that can be written where `path` is or will be."""
+    """Free bytes on the file system of `path`, which need not exist."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free
 
 
 def require_space(path: Path | str, size: int) -> None:
-    """Raise UserError when fewer than `size` bytes are free where `path` will be: before anything is written."""
+    """Raise UserError if fewer than `size` bytes are free on the file system of `path`; called before writing."""
     path = Path(path).absolute()
     free = free_space(path)
     if free < size:
@@ -68,7 +68,7 @@ def _full(path: Path, size: int | None, free: int, hint: str = "make room, then 
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and those that led to it, also those of other processes (megatron-core's writers)."""
+    """An error and its causes, including those from other processes (megatron-core's writers)."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen
@@ -79,18 +79,18 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _published(path: Path | str) -> Path:
-    """The place that a temporary name stands for: what the user asked for."""
+    """The final path of a temporary name: the one that the user gave."""
     return Path(*(re.sub(r"^\.(.+)\.tmp-\d+$", r"\1", part) for part in Path(path).absolute().parts))
 
 
 def write_error(
     path: Path | str, error: BaseException, size: int | None = None, hint: str = ""
 ) -> UserError | None:  # fmt: skip
-    """What a user can do about a failure to write `path`; None when it was no failure of the system.
+    """UserError for a failed write of `path`; None if the cause was not an operating system error.
 
     Args:
-        size: bytes that were to be written.
-        hint: what to do, where that is not to make room or to choose another place.
+        size: bytes to be written.
+        hint: what to do, instead of freeing space or choosing another place.
     """
     path = _published(path)
     for cause in _causes(error):
@@ -107,13 +107,13 @@ def write_error(
 
 @contextmanager
 def writing(path: Path | str, size: int | None = None, hint: str = "") -> Iterator[None]:
-    """Inside, `path` is written: a failure of the system is raised as a UserError that names it."""
+    """Context that writes `path`: operating system errors become a UserError that names it."""
     try:
         yield
     except UserError:
         raise
     except BaseException as e:
-        if not isinstance(e, Exception) and not hasattr(e, "failures"):  # torch's CheckpointException is no Exception
+        if not isinstance(e, Exception) and not hasattr(e, "failures"):  # CheckpointException is a BaseException
             raise
         told = write_error(path, e, size, hint)
         if told is None:
@@ -122,15 +122,15 @@ def writing(path: Path | str, size: int | None = None, hint: str = "") -> Iterat
 
 
 def rename(source: Path | str, target: Path | str) -> None:
-    """The one place where something that was written gets its final name."""
+    """Move a written file or folder to its final name; the only such place."""
     os.replace(source, target)
 
 
 @contextmanager
 def replacing(path: Path | str, size: int | None = None) -> Iterator[Path]:
-    """A temporary name beside `path`: what is written there replaces `path` when the block ends well.
+    """A temporary name beside `path`; the file written there replaces `path` if the block succeeds.
 
-    It is removed otherwise, and so are the temporaries of killed processes.
+    Otherwise it is removed. Temporary files of killed processes are removed, too.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
@@ -147,18 +147,18 @@ def replacing(path: Path | str, size: int | None = None) -> Iterator[Path]:
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Replace a file atomically. Raises UserError when it cannot be written."""
+    """Replace a file atomically. Raises UserError if it cannot be written."""
     with replacing(path, len(text)) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path | str, value: Any) -> None:
-    """Replace a file by indented JSON, atomically. Raises UserError when it cannot be written."""
+    """Replace a file by indented JSON, atomically. Raises UserError if it cannot be written."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def append_text(path: Path | str, text: str) -> None:
-    """Add whole lines to a file; what of them does not fit on the disk is taken back. Raises UserError then."""
+    """Append complete lines to a file. If the disk is full, truncates the file again and raises UserError."""
     data = text.encode("utf-8")
     with writing(path, len(data)), open(path, "ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
@@ -173,9 +173,9 @@ def append_text(path: Path | str, text: str) -> None:
 def require_empty(
     folder: Path | str, hint: str = "choose another folder or remove it", apart_from: Collection[str] = ()
 ) -> None:
-    """Raise UserError when an output folder already holds something, or when it cannot be written.
+    """Raise UserError if an output folder is not empty or cannot be written.
 
-    A temporary of a killed run does not count.
+    Temporary files of killed runs do not count.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -192,12 +192,12 @@ def require_empty(
 
 
 def require_writable(folder: Path | str) -> None:
-    """Raise UserError when nothing can be written into a folder that exists or is to be made."""
+    """Raise UserError unless the folder is writable, or can be created."""
     folder = Path(folder).absolute()
     existing = folder
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
-    try:  # asks the file system: permission bits do not tell of read-only mounts, or of /proc
+    try:  # try it: permission bits do not show read-only mounts, or /proc
         os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=existing))
     except OSError as e:
         where = folder if existing == folder else f"{folder}: {existing}"
@@ -205,14 +205,14 @@ def require_writable(folder: Path | str) -> None:
 
 
 def _leftovers(path: Path) -> list[Path]:
-    """Temporaries that killed processes left beside `path`."""
+    """Temporary files of killed processes beside `path`."""
     prefix = f".{path.name}.tmp-"
     numbers = {p: p.name[len(prefix) :] for p in path.parent.iterdir() if p.name.startswith(prefix)}
     return [p for p, number in numbers.items() if number.isdecimal() and not process_exists(int(number))]
 
 
 def process_exists(pid: int) -> bool:
-    """True while another process of this number runs on this machine."""
+    """True if another process with this id runs on this machine."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -226,12 +226,12 @@ def process_exists(pid: int) -> bool:
 def published_folder(
     folder: Path | str, overwrite: bool = False, hint: str = "", size: int | None = None
 ) -> Iterator[Path]:
-    """A temporary folder beside `folder` that replaces it when the block ends well, and is removed otherwise.
+    """A temporary folder beside `folder` that replaces it if the block succeeds, and is removed otherwise.
 
     Args:
-        size: bytes that will be written, for the message.
+        size: bytes to be written, for the message.
 
-    Raises UserError when it cannot be written.
+    Raises UserError if it cannot be written.
     """
     folder = Path(folder)
     if not overwrite:
@@ -255,10 +255,10 @@ def published_folder(
 
 
 def read_text(path: Path | str, kind: str = "text") -> str:
-    """Content of a small file. Raises UserError naming it when it is missing, unreadable, huge, or no text.
+    """Contents of a small file. Raises UserError naming it if it is missing, unreadable, huge or not text.
 
     Args:
-        kind: of text, for the message.
+        kind: kind of text, for the message.
     """
     path = Path(path)
     require_small(path, kind)
@@ -273,17 +273,17 @@ def read_text(path: Path | str, kind: str = "text") -> str:
 
 
 def require_small(path: Path, kind: str) -> None:
-    """Raise UserError for a file larger than any of its kind: it would fill the memory."""
+    """Raise UserError for a file larger than any of its kind, rather than run out of memory."""
     if path.is_file() and path.stat().st_size > JSON_LIMIT:
-        raise UserError(f"{path} holds {human_size(path.stat().st_size)}: expected a {kind} file of a model")
+        raise UserError(f"{path}: found {human_size(path.stat().st_size)}, expected a {kind} file of a model")
 
 
 def read_json(path: Path | str) -> Any:
-    """Parse a JSON file. Raises UserError naming the file when it is missing, malformed, or something else."""
+    """Parse a JSON file. Raises UserError naming the file if it is missing, malformed or not text."""
     try:
         return json.loads(read_text(path, "JSON"))
     except json.JSONDecodeError as e:
-        raise UserError(f"{path} is not valid JSON ({e}): it may be cut off; copy it again") from None
+        raise UserError(f"{path} is not valid JSON ({e}): it may be truncated; copy it again") from None
     except RecursionError:
         raise UserError(f"{path} is not valid JSON: it is nested too deeply") from None
 
@@ -292,22 +292,23 @@ Types = Mapping[str, type | tuple[type, ...]]
 """Expected types of the values of a JSON object, by key."""
 
 _NAMES = {
-    dict: "an object", list: "a list", str: "a string", int: "a whole number", float: "a number", bool: "true or false",
+    dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a number", bool: "true or false",
     type(None): "null",
 }  # fmt: skip
 
 
 def read_object(path: Path | str, types: Types | None = None, required: Collection[str] = ()) -> dict[str, Any]:
-    """A JSON file that holds an object, its values checked by `check_object`."""
+    """The object in a JSON file, checked by `check_object`."""
     return check_object(read_json(path), str(path), types, required)
 
 
 def check_object(value: Any, where: str, types: Types | None = None, required: Collection[str] = ()) -> dict[str, Any]:
-    """Raise UserError naming origin, key, and expected type unless `value` is an object that fits.
+    """Return `value` if it is an object of these types; else raise UserError naming source, key and expected type.
 
     Args:
-        types: of keys that may be there; `float` takes whole numbers as well, null is always an absent value.
-        required: keys that must be there.
+        where: source of the value, for errors.
+        types: types of optional keys. `float` accepts integers; null always counts as absent.
+        required: keys that must be present.
     """
     if not isinstance(value, dict):
         raise UserError(f"{where}: found {_NAMES.get(type(value), type(value).__name__)}, expected a JSON object")
@@ -331,13 +332,13 @@ def _is_a(value: Any, expected: type | tuple[type, ...]) -> bool:
 
 
 def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """'name: found 1, now 2; ...' for what `new` has otherwise than `old`, as JSON holds it; '' for nothing."""
+    """'name: found 1, now 2; ...' for the values of `new` that differ from `old`, compared as JSON; '' for none."""
     new = json.loads(json.dumps(new))
     return "; ".join(f"{k}: found {old.get(k)!r}, now {v!r}" for k, v in new.items() if old.get(k) != v)
 
 
 def sha256_of(path: Path | str) -> str:
-    """SHA-256 of a file's content; read once as long as size and time of change stay the same."""
+    """SHA-256 of a file's contents, cached by size and modification time."""
     status = os.stat(path)
     return _sha256_of(os.path.abspath(path), status.st_size, status.st_mtime_ns)
 

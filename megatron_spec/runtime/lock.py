@@ -1,8 +1,8 @@
-"""One run at a time in an output folder.
+"""Lock of an output folder: one run at a time.
 
-FOLDER/.lock names host and process of the run. A lock of the system goes with its process, so one that a killed run
-left is recognised at once on the same machine; on another machine when the file, which a run touches every
-`TOUCH` seconds, has not changed for `STALE`.
+FOLDER/.lock names host and process of the run. The system releases a file lock when its process ends, so on the same
+machine the lock of a killed run is free at once. From another machine it counts as stale when the file, which a run
+touches every `TOUCH` seconds, has not changed for `STALE` seconds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _refuse(folder: Path, owner: dict[str, Any]) -> UserError:
 
 
 def _take(folder: Path) -> tuple[int, bool]:
-    """File descriptor of the lock, and whether the system holds it for us. Raises UserError when another run has it."""
+    """(file descriptor of the lock, whether a file lock is held). Raises UserError if another run has it."""
     path = folder / NAME
     while True:
         handle, locked = os.open(path, os.O_RDWR | os.O_CREAT, 0o644), True
@@ -58,17 +58,17 @@ def _take(folder: Path) -> tuple[int, bool]:
         except (BlockingIOError, PermissionError):
             os.close(handle)
             raise _refuse(folder, _owner(path)) from None
-        except OSError:  # a file system without locks: the content of the file must do
+        except OSError:  # a file system without locks: rely on the contents of the file
             locked = False
         with contextlib.suppress(FileNotFoundError):
             if os.fstat(handle).st_ino == os.stat(path).st_ino:
                 return handle, locked
-        os.close(handle)  # the run before removed the file in between
+        os.close(handle)  # the previous run removed the file in the meantime
 
 
 def _check_owner(folder: Path, handle: int, locked: bool) -> None:
-    """Refuse a folder whose owner still runs where locks of the system do not tell: on another machine, or anywhere."""
-    owner = _parsed(os.pread(handle, 4096, 0))  # opening the file again would give the lock back
+    """Refuse a folder whose owner still runs where file locks do not show it: another machine, or no file locks."""
+    owner = _parsed(os.pread(handle, 4096, 0))  # closing a second descriptor would release the lock
     if owner.get("host") == socket.gethostname():
         alive = not locked and process_exists(int(owner.get("pid", 0)))
     else:
@@ -78,7 +78,7 @@ def _check_owner(folder: Path, handle: int, locked: bool) -> None:
 
 
 def _clock_of(folder: Path) -> float:
-    """The time of the file system, which may not be that of this machine."""
+    """The file system's time, which may differ from this machine's."""
     probe = folder / f"{NAME}.now-{os.getpid()}"
     probe.touch()
     try:
@@ -89,7 +89,7 @@ def _clock_of(folder: Path) -> float:
 
 @contextmanager
 def exclusive(folder: Path | str) -> Iterator[None]:
-    """Hold the folder of a run. Raises UserError naming host and process when another run has it."""
+    """Lock the folder of a run. Raises UserError naming host and process if another run has it."""
     folder = Path(folder)
     made = not folder.exists()
     with writing(folder):

@@ -1,8 +1,8 @@
-"""CUDA or CPU: the one place that lets megatron-core run without a GPU.
+"""CUDA or CPU: makes megatron-core run without a GPU.
 
 megatron-core writes `device="cuda"`, calls `torch.cuda.current_device()` and compares `tensor.type()` with
-'torch.cuda.FloatTensor'. On a machine without a GPU, `activate()` enters a torch function mode that answers all
-of these for the CPU, once, at start-up. With a GPU it does nothing.
+'torch.cuda.FloatTensor'. On a machine without a GPU, `activate()` enters, once at start-up, a torch function mode that
+redirects all of these to the CPU. With a GPU it does nothing.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _OPTIONAL = {
 
 
 def check_optional_packages() -> None:
-    """Make sure that Transformer Engine and apex are either absent or whole.
+    """Check that Transformer Engine and apex are either absent or complete.
 
-    megatron-core picks them up when they import; a half-installed one (a core without its torch extension, a library
-    for another CUDA) makes it fail later with an unrelated message, or silently lose the fused path.
+    megatron-core uses them if they import. A partial installation (a core without its torch extension, a library for
+    another CUDA version) fails later with an unrelated message, or silently loses the fused path.
 
     Raises:
         UserError: a package is installed but does not import; states what failed and what to do.
@@ -54,14 +54,14 @@ def check_optional_packages() -> None:
 
 
 def to_device(x: torch.Tensor, place: torch.device | str) -> torch.Tensor:
-    """Copy of a tensor of the host; to a GPU from pinned memory, so that no device synchronisation is needed."""
+    """Copy a host tensor to a device; to a GPU from pinned memory, so without a device synchronisation."""
     if torch.device(place).type == "cuda" and x.device.type == "cpu":
         return (x if x.is_pinned() else x.pin_memory()).to(place, non_blocking=True)
     return x.to(place)
 
 
 def has_cuda() -> bool:
-    """True when a GPU is there to compute on."""
+    """True if there is a GPU to compute on."""
     return torch.cuda.is_available()
 
 
@@ -72,7 +72,7 @@ def device() -> torch.device:
 
 @functools.cache
 def machine() -> Machine:
-    """What decides which fast paths can run on this rank."""
+    """The properties of this rank's machine that fast paths depend on."""
     if not has_cuda():
         return Machine()
     triton = importlib.util.find_spec("triton") is not None
@@ -80,7 +80,7 @@ def machine() -> Machine:
 
 
 def backend() -> str:
-    """torch.distributed backend for the device."""
+    """torch.distributed backend of the device."""
     return "nccl" if has_cuda() else "gloo"
 
 
@@ -108,7 +108,7 @@ class _CpuMode(TorchFunctionMode):
 
 
 class _NoNvtx:
-    """Stands in for torch.cuda.nvtx."""
+    """Replaces torch.cuda.nvtx."""
 
     def range_push(self, *_: Any) -> None:
         """Nothing."""
@@ -135,5 +135,5 @@ def activate() -> None:
 
 
 def direct() -> contextlib.AbstractContextManager[Any]:
-    """Inside, torch functions are called directly: for code that never names CUDA, where rewriting calls costs 8 %."""
+    """Context without the torch function mode, for code that never names CUDA, where rewriting calls costs 8 %."""
     return torch._C.DisableTorchFunction() if _active is not None else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""run.json beside every artefact: which versions, which command, which configuration made it. Standard library only."""
+"""run.json beside every artefact: versions, command and configuration that made it. Standard library only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "transforme
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions of the packages that decide the numbers; None when absent."""
+    """Installed versions of the packages that affect results; None if absent."""
     found: dict[str, str | None] = {"megatron_spec": __version__, "python": host.python_version()}
     for name in _PACKAGES:
         try:
@@ -28,7 +28,7 @@ def versions() -> dict[str, str | None]:
 
 
 def git_sha() -> str | None:
-    """Commit of the source tree, with '+' when it has changes; None outside a checkout."""
+    """Commit of the source tree, with '+' if there are changes; None outside a checkout."""
     root = Path(__file__).resolve().parent.parent
     try:
         run = ["git", "-C", str(root)]

@@ -132,7 +132,7 @@ def test_states_before_the_norm_are_normed(found: tuple[Path, dict[str, Any]]) -
         ("twice", "dumps/0000.safetensors", "the last state by"),
         ("order", "shifted/one.pt", "the output of layer 0 by"),
         ("layers", "", "--check-samples 0 loads none"),
-        ("other length", "", "begun with other settings"),
+        ("other length", "", "started with other settings"),
     ],
 )
 def test_what_does_not_fit(found: tuple[Path, dict[str, Any]], case: str, file: str, message: str) -> None:

@@ -131,7 +131,7 @@ def test_fp8_features_are_near(runs: tuple[Path, dict[str, list[float]]]) -> Non
         ({"data": "train.jsonl"}, "found both"),
         ({"seq_length": 32}, "were cut to 96"),
         ({"tokenizer": "base"}, "--tokenizer with --offline-data"),
-        ({"offline_data": "draft"}, "holds no features"),
+        ({"offline_data": "draft"}, "has no features"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -161,7 +161,7 @@ def test_features_of_another_base_are_refused(runs: tuple[Path, dict[str, list[f
     manifest = root / "foreign" / "manifest.json"
     fingerprint = json.loads(manifest.read_text())["base_fingerprint"]
     manifest.write_text(manifest.read_text().replace(fingerprint, "sha256:0"))
-    with pytest.raises(UserError, match="computed for something else"):
+    with pytest.raises(UserError, match="do not match this run"):
         FeatureStore(root / "foreign", {"base_fingerprint": fingerprint})
 
 
@@ -190,9 +190,9 @@ def test_one_command_trains_on_either(runs: tuple[Path, dict[str, list[float]]])
         (["--data", f"{root}/train.jsonl", "--eval_data", "no"], "--eval_data no: no such file"),
         ([], "give --data or --offline-data"),
         (["--data", "d"], "--data d: no such file"),
-        (["--offline-data", str(root)], "holds no features"),
-        (["--data", "d", "--num_gpu", "two"], "--num_gpu two: expected a whole number"),
-        (["--data", "d", "--tp", "0"], "--tp 0: expected a whole number"),
+        (["--offline-data", str(root)], "has no features"),
+        (["--data", "d", "--num_gpu", "two"], "--num_gpu two: expected a positive integer"),
+        (["--data", "d", "--tp", "0"], "--tp 0: expected a positive integer"),
     ):
         refused = subprocess.run([*script, *here, *flags], capture_output=True, text=True)
         assert refused.returncode == 2 and message in refused.stderr, refused.stderr

@@ -117,7 +117,7 @@ def test_names_on_the_hub(address: str, tmp_path: Path) -> None:
     found = ask(HF_ENDPOINT=address, HF_HOME=str(tmp_path))
     assert found["small"] == ["config.json"] and found["hidden"] == 8 and found["whole"] == whole
     assert found["pickled"] == ["config.json", "pytorch_model.bin"] and found["draft"] == "org/pickled"
-    assert "the hub knows no model of this name" in found["none"] and "accept them on its page" in found["gated"]
+    assert "no such model on the hub" in found["none"] and "accept its terms" in found["gated"]
     assert Hub.tokens == {"Bearer hf_of_the_test"}
     offline = ask(HF_ENDPOINT=address, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
     assert offline["whole"] == whole and offline["pickled"] == found["pickled"]
@@ -169,7 +169,7 @@ def test_without_a_network_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(UserError, match=r"org/base: no such folder, .* the hub is not reached .*or give a folder"):
+    with pytest.raises(UserError, match=r"org/base: no such folder, .* the hub cannot be reached .*or give a folder"):
         hub.model_folder("org/base")
 
 

@@ -111,7 +111,7 @@ def test_codes_without_scales_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("quantization", "expected"),
-    [({"weight_block_size": [128]}, "expected two numbers"), ({}, "already quantised"),
+    [({"weight_block_size": [128]}, "expected two integers"), ({}, "already quantised"),
      ({"weight_block_size": [128, 128], "fmt": "e5m2"}, "'e5m2' is not supported")],
 )  # fmt: skip
 def test_other_kinds_of_fp8(quantization: dict[str, Any], expected: str, tmp_path: Path) -> None:

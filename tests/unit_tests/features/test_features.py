@@ -326,7 +326,7 @@ def test_store_reads_back_as_a_dataset(store: Path) -> None:
         ({"capture_layer_ids": (1, 2)}, "capture_layer_ids"),
         (
             {"capture_layer_ids": [0, 2], "dtype": "bfloat16"},
-            r"something else \(dtype: found 'float32', expected 'bfloat16'\)",
+            r"do not match this run \(dtype: found 'float32', expected 'bfloat16'\)",
         ),
         ({"template_hash": "u"}, "template_hash"),
     ],
@@ -349,7 +349,7 @@ def test_incomplete_and_damaged_stores_are_refused(store: Path) -> None:
     shard.unlink()
     with pytest.raises(UserError, match=r"1 of 3 shards are missing \(features-00001"):
         FeatureStore(store)
-    with pytest.raises(UserError, match="begun with other settings"):
+    with pytest.raises(UserError, match="started with other settings"):
         FeatureWriter(store, manifest(dtype="bfloat16"))
 
 
@@ -366,11 +366,11 @@ def test_rows_that_are_not_the_stored_sample_are_refused(store: Path) -> None:
     assert source.features([good])[0].captures_SBC[:, 0, 0].tolist() == [1.0] * 7 + [0.0]
     for index, length in ((2, 16), (1, 8)):
         bad = build_batch([[dataset[3]]], length, "cpu", sample_ids=((index,),))
-        with pytest.raises(UserError, match=f"sample {index} of the data is not the one"):
+        with pytest.raises(UserError, match=f"sample {index} of the data differs"):
             source.features([bad])
     two = [[dataset[3], dataset[1]]]
     packed = source.features([build_batch(two, 16, "cpu", sample_ids=((3, 1),))])[0]
     assert packed.captures_SBC[:, 0, 0].tolist() == [1.0] * 11 + [0.0] * 5
     for wrong, index in (((3, 6), 6), ((3,), 3), ((1, 3), 1)):
-        with pytest.raises(UserError, match=f"sample {index} of the data is not the one"):
+        with pytest.raises(UserError, match=f"sample {index} of the data differs"):
             source.features([build_batch(two, 16, "cpu", sample_ids=(wrong,))])

@@ -50,7 +50,7 @@ def test_405b_on_64_nodes(folder: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"nodes": 3}, "24 GPUs cannot hold copies of TP 8 x PP 8 x CP 1"),
+        ({"nodes": 3}, "24 GPUs cannot hold replicas of TP 8 x PP 8 x CP 1"),
         ({"batch": 100}, "must be a multiple of micro-batch size"),
         ({"expert_model_parallel_size": 2}, "the base has no experts"),
         ({"tensor_model_parallel_size": 7}, "does not divide"),

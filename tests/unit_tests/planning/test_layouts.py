@@ -18,10 +18,10 @@ def test_the_pages_show_the_table() -> None:
     ("row", "values", "message"),
     [
         ("decode", {"context_parallel_size": 2}, "--context-parallel-size does not work with validate.py, generate.py"),
-        ("decode", {"sequence_parallel": True, "tensor_model_parallel_size": 2}, "one token at a time"),
-        ("base_fp8", {"context_parallel_size": 2}, "read whole sequences"),
+        ("decode", {"sequence_parallel": True, "tensor_model_parallel_size": 2}, "few tokens at a time"),
+        ("base_fp8", {"context_parallel_size": 2}, "need the full sequence"),
         ("quantize", {"context_parallel_size": 2}, "trains under any layout"),
-        ("finetune", {"num_layers_per_virtual_pipeline_stage": 2}, "Checkpoints that were trained with it load"),
+        ("finetune", {"num_layers_per_virtual_pipeline_stage": 2}, "that were trained with it can be loaded"),
     ],
 )
 def test_what_the_table_refuses_is_refused(row: str, values: dict[str, int], message: str) -> None:

@@ -31,10 +31,10 @@ FP8 = ("base_fp8", "draft_fp8")
 def test_an_h100_takes_them_all() -> None:
     paths = Paths(replace(GPU, wanted=FP8))
     paths.check()
-    block = {"block_kernel": "the draft is no block draft"}
+    block = {"block_kernel": "the draft is not a block draft"}
     assert paths.blocked == block and set(paths.to_dict().values()) == {"on", *block.values()}
-    asked = {"base_fp8": "not asked for (--base-fp8)", "draft_fp8": "not asked for (--draft-fp8)"}
-    assert Paths(GPU).blocked == asked | block
+    opt_in = {"base_fp8": "not requested (--base-fp8)", "draft_fp8": "not requested (--draft-fp8)"}
+    assert Paths(GPU).blocked == opt_in | block
     assert set(Paths(replace(GPU, plain=True)).blocked) == set(PATHS) == set(NO_PATHS.blocked)
     assert Paths(replace(GPU, plain=True)).kernels() == "none" and Paths(GPU).kernels("draft_fused") == "triton"
 
@@ -43,7 +43,7 @@ def test_an_h100_takes_them_all() -> None:
     ("name", "changes", "reason"),
     [
         ("draft_fp8", {"parallel": ParallelConfig(context_parallel_size=2)}, "context parallelism"),
-        ("draft_fp8", {"parallel": ParallelConfig(tensor_model_parallel_size=2)}, "their own part of a row"),
+        ("draft_fp8", {"parallel": ParallelConfig(tensor_model_parallel_size=2)}, "parts of a row separately"),
         ("draft_fp8", {"draft": DRAFT.replace(num_hidden_layers=2)}, "several layers"),
         ("draft_fp8", {"draft": DRAFT.replace(algorithm="eagle3.1", norm_output=True)}, "norm_output"),
         ("draft_fp8", {"objective": ObjectiveConfig(detach=True)}, "detached"),

@@ -134,7 +134,7 @@ def test_places_that_cannot_be_written(place: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", "not valid JSON"), (b'{"a": [1, 2', "may be cut off"), (b"\x80\x00\xff", "not valid JSON"),
+        (b"", "not valid JSON"), (b'{"a": [1, 2', "may be truncated"), (b"\x80\x00\xff", "not valid JSON"),
         (b"[" * 200_000, "nested too deeply|not valid JSON"), (b"[1]", "found a list, expected a JSON object"),
         (b'{"b": {}}', "missing a"), (b'{"a": {}, "b": "x"}', 'b is "x", expected a number'),
         (b'{"a": true, "b": 1}', "a is true, expected an object or a list"),
@@ -155,6 +155,6 @@ def test_json_that_is_no_file_or_huge(tmp_path: Path) -> None:
         read_json(tmp_path / "x")
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(2**40)
-    with pytest.raises(UserError, match=r"holds 1.0 TiB: expected a JSON file"):
+    with pytest.raises(UserError, match=r"found 1.0 TiB, expected a JSON file"):
         read_json(tmp_path / "huge")
     assert check_object({"a": None, "n": 3, "x": 1}, "here", {"a": dict, "n": float}) == {"a": None, "n": 3, "x": 1}
