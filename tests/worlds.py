@@ -23,21 +23,10 @@ from tests import warm
 def _entry(
     rank: int, size: int, port: int, folder: str, environment: dict[str, str], fn: Callable[..., Any], args: Any
 ) -> None:
-    import warnings
-
     import torch
 
-    warnings.simplefilter("ignore")  # megatron-core warns once per rank about every optional package
-    torch.set_num_threads(1)
-    os.environ.clear()  # a forked process has that of its server
-    os.environ.update(
-        environment,
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    warm.take_over({**environment, **own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     try:
         result = fn(*args)
         Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(result))
@@ -72,15 +61,7 @@ def run_world(size: int, fn: Callable[..., Any], *args: Any, fresh: bool = False
         ranks: list[Any] = [warm.context(fresh).Process(target=_entry, args=(r, *common)) for r in range(size)]
         for p in ranks:
             p.start()
-        pending = list(ranks)
-        while pending:
-            for p in list(pending):
-                p.join(timeout=0.05)
-                if p.exitcode is not None:
-                    pending.remove(p)
-                    if p.exitcode != 0:
-                        for other in pending:
-                            other.kill()
+        warm.wait_for(ranks)
         errors = [e.read_text() for e in sorted(Path(folder).glob("*.err"))]
         if errors:
             raise RuntimeError("a rank failed:\n" + "\n".join(errors))

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests import warm
 from tests.tiny import save_llama
 from tests.unit_tests.data.chat_fixtures import CHATML_MARKED, make_tokenizer
 
@@ -60,22 +61,29 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run_script(
-    name: str, *arguments: object, processes: int = 0, timeout: float = 300, search_path: Path = ROOT
-) -> subprocess.CompletedProcess[str]:
-    """Run a script of the chain: with plain python, or under torchrun with `processes` ranks."""
+    name: str, *arguments: object, processes: int = 0, timeout: float = 300, search_path: Path | None = None,
+    fresh: bool = False,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """Run a script of the chain: alone, or with `processes` ranks.
+
+    Args:
+        search_path: a folder of packages, which a new interpreter then finds.
+        fresh: a new interpreter, which imports everything itself, under torchrun when there are ranks; else a process
+            that is forked with everything imported (`tests/warm.py`).
+    """
+    path, words = name if "/" in name else str(SCRIPTS / f"{name}.py"), [str(x) for x in arguments]
+    if not (fresh or search_path):
+        return warm.run_script(str(ROOT / path), words, processes, environment(), ROOT, timeout)
     start = [sys.executable]
     if processes:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    path = name if "/" in name else str(SCRIPTS / f"{name}.py")
-    return subprocess.run(
-        [*start, path, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, cwd=ROOT,
-        env=environment(PYTHONPATH=f"{ROOT}{os.pathsep}{search_path}"),
-    )  # fmt: skip
+    env = environment(PYTHONPATH=os.pathsep.join(map(str, [ROOT, *([search_path] if search_path else [])])))
+    return subprocess.run([*start, path, *words], capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=env)
 
 
-def succeed(name: str, *arguments: object, processes: int = 0) -> str:
+def succeed(name: str, *arguments: object, processes: int = 0, fresh: bool = False) -> str:
     """Run a script that must work; its output."""
-    done = run_script(name, *arguments, processes=processes)
+    done = run_script(name, *arguments, processes=processes, fresh=fresh)
     assert done.returncode == 0, f"{name} {arguments}\n{done.stdout}\n{done.stderr[-4000:]}"
     return done.stdout + done.stderr
 

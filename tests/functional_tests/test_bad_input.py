@@ -246,9 +246,8 @@ def test_help_needs_no_torch() -> None:
 
 def test_a_failing_rank_is_an_error_not_a_hang(place: Path, tmp_path: Path) -> None:
     flags = ("--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2)
-    done = run_script(
-        "convert_model", "--load", place / "base", "--save", tmp_path / "x", *flags, processes=2, timeout=120
-    )
+    sizes = ("--load", place / "base", "--save", tmp_path / "x", *flags)
+    done = run_script("convert_model", *sizes, processes=2, timeout=120, fresh=True)
     assert done.returncode != 0
     assert done.stderr.count("2 processes cannot hold") == 1, "both ranks know it, one says it"
 

@@ -1,4 +1,7 @@
-"""The whole chain through its scripts, each step from what the step before saved, in different parallel layouts."""
+"""The whole chain through its scripts, each step from what the step before saved, in different parallel layouts.
+
+Scripts that no other test starts in a new interpreter run in one once, which an import that is missing would stop.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     size = json.loads((base / "config.json").read_text())["vocab_size"]
     succeed(
         "tools/calibrate_draft_vocab.py", "--model", base, "--data", data, "--draft-vocab-size", 64, "--save-dir",
-        root / "vocab",
+        root / "vocab", fresh=True,
     )  # fmt: skip
     assert size > 64
     succeed(
@@ -38,13 +41,14 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--micro-batch-size", 2, "--global-batch-size", 4, "--lr", 1e-2, "--feature-cache", root / "features", *TP2,
         processes=2,
     )  # fmt: skip
-    succeed("quantize", "--load", root / "tuned", "--save", root / "quantized", *common, "--calib-samples", 8)
+    quantise = ("--load", root / "tuned", "--save", root / "quantized", *common, "--calib-samples", 8)
+    succeed("quantize", *quantise, fresh=True)
     succeed(
         "finetune", "--load", root / "quantized", "--save", root / "qat", *common, "--train-iters", 6,
         "--micro-batch-size", 1, "--global-batch-size", 4, "--lr", 1e-3, "--pipeline-model-parallel-size", 2,
         processes=2,
     )  # fmt: skip
-    succeed("export", "--load", root / "qat", "--export-dir", root / "fp8", "--export-extra-modules")
+    succeed("export", "--load", root / "qat", "--export-dir", root / "fp8", "--export-extra-modules", fresh=True)
     return root
 
 
@@ -100,7 +104,7 @@ def test_a_draft_is_exported_with_yarn(chain: Path) -> None:
 
 def test_validate_says_the_text_is_identical_in_every_layout(chain: Path) -> None:
     prompts = ("--data", chain / "train.jsonl", "--num-prompts", 4, "--max-new-tokens", 12, "--max-draft-len", 3)
-    succeed("validate", "--load", chain / "tuned", *prompts, "--output", chain / "one.json")
+    succeed("validate", "--load", chain / "tuned", *prompts, "--output", chain / "one.json", fresh=True)
     succeed("validate", "--load", chain / "tuned", *prompts, "--output", chain / "four.json", *TP2_PP2, processes=4)
     one, four = (json.loads((chain / name).read_text()) for name in ("one.json", "four.json"))
     assert one["text_identical"] and four["text_identical"]
@@ -118,7 +122,7 @@ def test_validate_in_float64_says_the_text_of_an_fp8_base_is_identical(chain: Pa
 def test_generate_with_and_without_a_draft_writes_the_same_text(chain: Path) -> None:
     prompts = ("--data", chain / "train.jsonl", "--num-prompts", 4, "--max-new-tokens", 12)
     succeed("generate", "--base", chain / "base", *prompts, "--output", chain / "alone.jsonl")
-    succeed("generate", "--load", chain / "tuned", *prompts, "--output", chain / "drafted.jsonl")
+    succeed("generate", "--load", chain / "tuned", *prompts, "--output", chain / "drafted.jsonl", fresh=True)
     alone, drafted = ((chain / n).read_text().splitlines() for n in ("alone.jsonl", "drafted.jsonl"))
     assert len(alone) == 4
     answers = [[json.loads(line)["conversations"] for line in lines] for lines in (alone, drafted)]

@@ -6,7 +6,6 @@ import json
 import logging
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 
 from megatron_spec.config import UserError
 from megatron_spec.runtime.lock import exclusive
-from tests.functional_tests.script_helpers import ROOT, environment, make_base, succeed, write_conversations
+from tests.functional_tests.script_helpers import make_base, run_script, succeed, write_conversations
 from tests.worlds import run_world
 
 # finetune.py as it stands, over features (one micro-batch a step) that send a signal to their own process in step 2
@@ -34,7 +33,7 @@ class Interrupting(chain.OnlineFeatures):
         return super().features(batches)
 
 chain.OnlineFeatures = Interrupting
-sys.argv = ["finetune.py", *sys.argv[2:]]
+sys.argv[1:] = sys.argv[2:]
 runpy.run_path("examples/post_training/finetune.py", run_name="__main__")
 """
 
@@ -52,11 +51,12 @@ def flags(root: Path, save: str, iterations: int) -> list[str]:
     ]  # fmt: skip
 
 
-def interrupt(root: Path, save: str, signal_name: str, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, signal_name, *flags(root, save, 4), *more],
-        capture_output=True, text=True, timeout=200, env=environment(), cwd=ROOT,
-    )  # fmt: skip
+def interrupt(
+    root: Path, save: str, signal_name: str, *more: str, fresh: bool = False
+) -> subprocess.CompletedProcess[str]:
+    program = root / "finetune.py"
+    program.write_text(INTERRUPTED)
+    return run_script(str(program), signal_name, *flags(root, save, 4), *more, fresh=fresh)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_a_run_that_was_killed_before_its_first_save_starts_over(root: Path) -> 
 
 def test_a_run_that_was_killed_after_a_save_ends_whole_and_is_adopted(root: Path) -> None:
     """Whoever reads its output sees the end, although megatron-core has started a process to save (here: a pipe)."""
-    assert interrupt(root, "saved", "SIGKILL", "--save-interval", "1").returncode == -9
+    assert interrupt(root, "saved", "SIGKILL", "--save-interval", "1", fresh=True).returncode == -9
     assert latest(root / "saved") == "1" and (root / "saved" / ".lock").is_file()
     (root / "saved" / "latest_checkpointed_iteration.txt").unlink()  # killed before it was written
     assert again(root, save="saved") == (root / "saved" / "iter_0000001", True)
