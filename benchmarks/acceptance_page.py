@@ -201,7 +201,7 @@ def _measured(line: Line) -> float | None:
     return sum(speeds.values()) / len(speeds) if speeds else None
 
 
-def _ways(found: dict[str, Line]) -> str:
+def _lengths_and_trees(found: dict[str, Line]) -> str:
     drafts = [name for name, x in found.items() if x["speedup"] is not None]
     parts = []
     for draft in drafts:
@@ -268,7 +268,7 @@ def render(path: Path, wanted: Sequence[str] = PARTS) -> str:
     tables = {
         "drafters": ("**Drafters**, all questions.", _drafters(found)),
         "sets": ("**Question sets.**", _sets(found)),
-        "lengths": (f"**Draft length and trees.** {few}.", _ways(found)),
+        "lengths": (f"**Draft length and trees.** {few}.", _lengths_and_trees(found)),
         "ablations": (f"**Ablations**, {_count(found)}equal data and steps. {few}.", _ablations(found)),
         "steps": (f"**Equal steps**, the same batches for every draft. {few}.", _steps(found)),
         "lookup": (
