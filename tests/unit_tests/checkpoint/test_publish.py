@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_spec.checkpoint import sharded
-from megatron_spec.checkpoint.spec import POINTER, held, latest_iteration, resolve
+from megatron_spec.checkpoint.spec import POINTER, latest_iteration, locked, resolve
 from megatron_spec.config import UserError
 
 
@@ -86,7 +86,7 @@ def test_an_iteration_that_is_read_is_not_removed(tmp_path: Path) -> None:
     for number in (1, 2):
         write_iteration(tmp_path / f"iter_000000{number}", str(number))
     (tmp_path / POINTER).write_text("1\n")
-    with held(tmp_path) as folder:
+    with locked(tmp_path) as folder:
         assert folder.name == "iter_0000001"
         sharded.publish(write_iteration(tmp_path / ".iter_0000003.tmp", "new"), tmp_path / "iter_0000003", keep=1)
         assert folder.is_dir() and not (tmp_path / "iter_0000002").exists()

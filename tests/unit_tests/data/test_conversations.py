@@ -164,7 +164,7 @@ def test_answers_whose_beginning_the_template_leaves_out_are_counted_and_named(t
     assert "answers" not in caplog.text
     opened = chats.CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     data = ConversationDataset(path, make_tokenizer(opened), 200)
-    assert data.statistics["answers asked otherwise"] == 3  # the others begin with <think>
+    assert data.statistics["answers prompted differently"] == 3  # the others begin with <think>
     assert "answers shortened" not in data.statistics
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_spec import api
 from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
+from megatron_spec.commands import convert as commands
 from megatron_spec.commands.convert import convert
 from megatron_spec.config import MedusaConfig, QuantConfig, RopeConfig, UserError, presets
 from megatron_spec.config.rope import mscale
@@ -372,15 +373,18 @@ def test_medusa_sizes_come_from_tensors(home: Home, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "d")
 
 
-def test_train_on_from_a_published_draft(home: Home, tmp_path: Path) -> None:
-    """convert_model.py --draft and convert(draft=...) give the draft of the folder, which exports as it was."""
+def test_train_on_from_a_published_draft(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """convert_model.py --draft and convert(draft=...) load the draft from its folder, opened once, and export it."""
     raw, tensors = home.export("eagle3", "eagle3")
     folder = write(tmp_path / "d", raw, drop(numbered(shuffled(tensors)), "t2d"))
+    opened: list[Path] = []
+    monkeypatch.setattr(commands, "open_draft", lambda place, ref: opened.append(place) or open_draft(place, ref))
     convert(str(home.base), str(tmp_path / "checkpoint"), draft=str(folder))
     loaded = load_checkpoint(tmp_path / "checkpoint", home.world)
     same(loaded.draft, home.drafts["eagle3"])
     model = api.convert(home.ends, base_path=home.base, draft=folder)
     same(model.draft, home.drafts["eagle3"])
+    assert opened == [str(folder), folder]  # once per conversion
     api.export_draft(model, tmp_path / "out", dtype="float32")
     again = load_file(tmp_path / "out" / "model.safetensors")
     assert again.keys() == tensors.keys() and all(torch.equal(again[n], tensors[n]) for n in tensors)

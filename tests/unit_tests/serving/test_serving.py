@@ -368,20 +368,20 @@ def test_triton_loads_the_model_it_is_for(tmp_path: Path, capsys: pytest.Capture
         (["--engine", "vllm", "--base", "b"], "give EXPORT_DIR"),
         (["x", "--method", "ngram", "--engine", "vllm", "--base", "b"], "leave x out"),
         (["--method", "draft_target", "--engine", "vllm", "--base", "b"], "--draft-model"),
-        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--relaxed-topk", "3"], "--relaxed-topk is of"),
-        (["--method", "mtp", "--engine", "trtllm", "--relaxed-topk", "3"], "come together"),
-        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--max-batch-size", "3"], "is of --engine trtllm"),
-        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--draft-model", "d"], "--draft-model is of"),
-        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--image", "d"], "--image is of --docker"),
+        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--relaxed-topk", "3"], "--relaxed-topk needs"),
+        (["--method", "mtp", "--engine", "trtllm", "--relaxed-topk", "3"], "need each other"),
+        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--max-batch-size", "3"], "needs --engine trtllm"),
+        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--draft-model", "d"], "--draft-model needs"),
+        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--image", "d"], "--image needs --docker"),
         (["--method", "ngram", "--engine", "triton", "--base", "b"], "give --output"),
-        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--no-is-keep-all"], "--is-keep-all is of"),
-        (["--method", "ngram", "--engine", "sglang", "--base", "b", "--max-matching-ngram-size", "3"], "is of"),
+        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--no-is-keep-all"], "--is-keep-all needs"),
+        (["--method", "ngram", "--engine", "sglang", "--base", "b", "--max-matching-ngram-size", "3"], "needs"),
         (
             ["--method", "mtp", "--engine", "trtllm", "--num-nextn-predict-layers", "2", "--max-draft-len", "3"],
             "drafts one",
         ),
         (["--method", "ngram", "--engine", "trtllm", "--sa-threshold", "3"], "goes with EAGLE-3"),
-        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--load-all"], "--load-all is of"),
+        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--load-all"], "--load-all needs"),
         (["--method", "ngram", "--engine", "sglang"], "give --base"),
     ],
 )
@@ -399,7 +399,7 @@ def test_a_target_that_does_not_fit(
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps(config))
     plain, export = str(tmp_path / "plain"), str(tmp_path / "out")
-    with pytest.raises(UserError, match="ships no prediction module"):
+    with pytest.raises(UserError, match="has no prediction module"):
         run(capsys, "--method", "mtp", "--engine", "vllm", "--base", plain)
     assert "mtp" in run(capsys, "--method", "mtp", "--engine", "vllm", "--base", str(tmp_path / "v3"))
     run(capsys, export, "--engine", "vllm", "--base", str(tmp_path / "out" / "base"))

@@ -47,7 +47,7 @@ def test_writes_the_vocabulary_and_its_coverage(model, tmp_path, capsys):
     assert "88.89%" in said and "100.000%" in said
     assert "never occur" not in said  # only <eos>, which is always in: fewer tokens would cover less
     run(folder, data, 4, out)
-    with pytest.raises(UserError, match=r"holds another vocabulary, and a draft may"):
+    with pytest.raises(UserError, match=r"has another vocabulary, which a draft may"):
         run(folder, data, 3, out)
     assert DraftVocab.load(out / "draft_vocab.safetensors") == vocab
     run(folder, data, 3, tmp_path / "three")

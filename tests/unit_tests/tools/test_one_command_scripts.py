@@ -104,7 +104,7 @@ def test_a_folder_keeps_its_draft(start: Any, tmp_path: Path) -> None:
     assert code == 0 and len(started) == 1 and "--model and --algorithm are not read" in said
 
 
-def test_the_chain_measures_again_when_it_is_asked_otherwise(start: Any) -> None:
+def test_chain_validates_again_with_other_settings(start: Any) -> None:
     """Started again: nothing is done twice, but what the new options change; other training is another folder."""
     chain = ("train_eagle3_and_export.sh", "--base_model", "base", "--output", "chain")
     assert len(start(*chain)[2]) == 8

@@ -208,7 +208,7 @@ def test_what_cannot_work_is_refused_before_anybody_is_asked(prompts, tmp_path):
     with Server() as server:
         for flags, words in (
             (["--url", "localhost:8000"], "expected http://HOST:PORT/v1"),
-            (["--timeout", "0"], "expected seconds"),
+            (["--timeout", "0"], "expected a positive number of seconds"),
             (["--extra-body", "[1]"], "expected a JSON object"),
             (["--extra-body", "{"], "is not JSON"),
             (["--data-path", str(tmp_path / "absent")], "no such file"),
