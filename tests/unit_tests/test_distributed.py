@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_spec.runtime import distributed
 
 
-def test_a_world_of_one_leaves_the_environment_alone() -> None:
+def test_single_process_leaves_the_environment_unchanged() -> None:
     """Its children must not believe that they are ranks of it."""
     before = dict(os.environ)
     world = distributed.initialize()

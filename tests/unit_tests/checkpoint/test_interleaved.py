@@ -71,5 +71,5 @@ def cases(root: str) -> float:
     return gap
 
 
-def test_it_loads_layer_by_layer(tmp_path: Path) -> None:
+def test_loads_layer_by_layer(tmp_path: Path) -> None:
     assert run_world(2, cases, str(tmp_path)) == [0.0, 0.0]

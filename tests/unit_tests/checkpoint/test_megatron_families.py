@@ -137,13 +137,13 @@ def test_every_parameter_is_read_back_in_another_layout(found: list[dict[str, An
         assert rank[case] == []
 
 
-def test_both_spellings_of_the_norm_were_there(found: list[dict[str, Any]]) -> None:
+def test_both_names_of_the_norm_occurred(found: list[dict[str, Any]]) -> None:
     assert found[0]["norms mixtral"] == set()
     assert found[0]["norms mixtral te"] == {"decoder.layers.pre_mlp_layernorm.weight"}
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
-def test_what_is_not_read(name: str, tmp_path: Path) -> None:
+def test_unsupported_checkpoints_are_refused(name: str, tmp_path: Path) -> None:
     save(name, tmp_path)
     with pytest.raises(UserError, match=f"latent attention or attention sinks are not supported .{name}"):
         read_config(tmp_path, tmp_path)

@@ -26,7 +26,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["next iteration", "the same iteration again"])
-def test_every_moment_of_publishing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
+def test_every_step_of_publishing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
     calls = {"count": 0, "die_at": 0}
 
     def dying(original: Any) -> Any:

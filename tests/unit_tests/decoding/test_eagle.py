@@ -83,7 +83,7 @@ def plain_drafts(tiny: Any, text: list[int], count: int) -> list[int]:
     return drafted
 
 
-def test_every_draft_equals_the_chain_from_scratch(tiny: Any) -> None:
+def test_drafts_equal_recomputation(tiny: Any) -> None:
     recorder = Recorder(EagleDrafter(tiny.draft, tiny.base))
     prompts = [*tiny.prompts, tiny.prompts[0][2:] + tiny.answers[0][:3]]
     found = decode(tiny.base, prompts, CONFIG.replace(batch_size=3), set(), draft=recorder)

@@ -139,7 +139,7 @@ def drafts_from_scratch(base: Any, draft: Any, text: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_is_the_bases_and_drafts_are_those_of_training(tiny: Any, trained: dict[str, Any], kind: str) -> None:
+def test_text_equals_the_base_and_drafts_equal_training(tiny: Any, trained: dict[str, Any], kind: str) -> None:
     recorder = Recorder(build_drafter(trained[kind], tiny.base))
     found = decode(tiny.base, tiny.prompts, CONFIG, set(), draft=recorder)
     assert [g.tokens for g in found] == tiny.answers
@@ -151,7 +151,7 @@ def test_text_is_the_bases_and_drafts_are_those_of_training(tiny: Any, trained: 
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_a_block_learned_by_heart_is_accepted_whole_after_reload(
+def test_memorised_block_is_fully_accepted_after_reload(
     tiny: Any, trained: dict[str, Any], kind: str, tmp_path: Path
 ) -> None:
     """A slot that is one off, a mask that differs, a lost row: each would break the run of accepted blocks."""
@@ -170,7 +170,7 @@ def test_a_block_learned_by_heart_is_accepted_whole_after_reload(
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.6, 1.0])
-def test_a_block_is_cut_where_the_product_of_confidences_falls_below(
+def test_block_is_truncated_below_the_confidence_threshold(
     tiny: Any, trained: dict[str, Any], threshold: float
 ) -> None:
     draft = trained["dspark"]
@@ -273,7 +273,7 @@ def parallel(folder: str, weights: dict[str, dict[str, Tensor]]) -> dict[str, An
     return found
 
 
-def test_drafts_of_several_ranks_are_the_same(four_ranks: Any) -> None:
+def test_drafts_are_equal_on_all_ranks(four_ranks: Any) -> None:
     for found in four_ranks.found:
         assert len(found["algorithms"]) == len(KINDS) + len(STAGED)
         for name, answers in found["algorithms"].items():

@@ -78,7 +78,7 @@ def test_every_other_drafter(tiny: Any, kind: str) -> None:
     assert recorder.replayed > recorder.recorded > 0
 
 
-def test_what_cannot_be_recorded_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_unrecordable_steps_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     replays, recorder = Replays(CpuRecorder()), torch.zeros(3)
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ def test_the_tape_fails_where_a_graph_would() -> None:
     assert [replays.run("step", step)[0].item() for _ in range(5)] == [1, 2, 3, 3, 3]
 
 
-def test_shapes_are_few() -> None:
+def test_few_shapes_occur() -> None:
     for most in (1, 64, 65, 500, 4096, 131072):
         assert key_step(most) >= 64 and -(-most // key_step(most)) <= 8
     assert [padded_rows(n, 12) for n in (1, 2, 3, 5, 9, 12)] == [1, 2, 4, 8, 12, 12]

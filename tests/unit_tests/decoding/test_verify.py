@@ -68,7 +68,7 @@ SAMPLING = [
 
 @pytest.mark.parametrize("options", SAMPLING, ids=str)
 @pytest.mark.parametrize("rule", ["chain", "tree", "rejection"])
-def test_the_next_two_tokens_have_the_bases_distribution(tiny: Any, options: dict[str, Any], rule: str) -> None:
+def test_next_two_tokens_follow_the_base_distribution(tiny: Any, options: dict[str, Any], rule: str) -> None:
     """The last known token is 1; a bad drafter proposes what follows."""
     config = DecodeConfig(**options, use_rejection_sampling=rule == "rejection")
     group, table = tiny.base.world.tp, base_logits()
@@ -97,7 +97,7 @@ def test_the_next_two_tokens_have_the_bases_distribution(tiny: Any, options: dic
     assert rule != "rejection" or 0.02 < float((verdict.accepted_B > 0).float().mean()) < 0.98
 
 
-def test_rejection_accepts_what_the_distributions_share(tiny: Any) -> None:
+def test_rejection_acceptance_rate_is_the_overlap(tiny: Any) -> None:
     """P(accept) = sum of min(p, q), and 1 for q = p."""
     config = DecodeConfig(temperature=1.0, use_rejection_sampling=True)
     p = base_logits()[0, 1].softmax(-1)
@@ -188,7 +188,7 @@ def test_rejection_sampling_runs_in_the_engine(tiny: Any, kind: str) -> None:
     assert 0 < sum(accepted) < 3 * len(accepted)
 
 
-def test_options_that_would_do_nothing_are_refused() -> None:
+def test_options_without_effect_are_refused() -> None:
     for kind, options, message in (
         ("Eagle3", dict(medusa_choices="[[0]]"), "--medusa-choices is an option of Medusa"),
         ("NGram", dict(use_dynamic_tree=True), "--use-dynamic-tree is an option of Eagle3"),

@@ -92,7 +92,7 @@ def test_options_of_the_layer(name: str) -> None:
     assert not Paths(Setting(H100, "bfloat16", draft=asked)).on("draft_fused")
 
 
-def test_a_row_on_its_own_document_ignores_its_neighbours() -> None:
+def test_documents_are_independent() -> None:
     """A packed document has the loss it has alone."""
     config = eagle_config()
     draft, ends = make(config)
@@ -109,7 +109,7 @@ def test_a_row_on_its_own_document_ignores_its_neighbours() -> None:
     torch.testing.assert_close(draft(f, ends, objective).loss_T, parts)
 
 
-def test_nothing_supervised_gives_zero_and_zero_gradients() -> None:
+def test_no_supervised_rows_give_zero_loss_and_gradients() -> None:
     config = eagle_config()
     draft, ends = make(config)
     f = features(conversations(), config, torch.float64)
@@ -121,7 +121,7 @@ def test_nothing_supervised_gives_zero_and_zero_gradients() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_serving_repeats_training(window: int | None) -> None:
+def test_decoding_equals_training(window: int | None) -> None:
     """Decoding step by step with a cache gives the hidden states that training saw, also after rolling back."""
     config, steps = eagle_config(num_hidden_layers=2, sliding_window=window), 3
     draft, ends = make(config)
@@ -199,7 +199,7 @@ def test_initial_values() -> None:
     assert drawn == {"fc.weight", *attention}
 
 
-def test_attention_of_the_base_goes_into_the_half_that_reads_the_feature() -> None:
+def test_init_attention_fills_the_feature_half() -> None:
     config = eagle_config(init_from_base_layer=True, init_attention=True)
     draft = EagleDraft(config, draft_vocab(config), Placement(distributed.initialize().tp))
     found = dict(draft.named_parameters())

@@ -288,7 +288,7 @@ def test_which_engines_compute_a_block_draft(tmp_path: Path, base: Path) -> None
         assert all(f.rule == "served" for f in findings), name
 
 
-def test_layers_one_off_are_pointed_out(tmp_path: Path, base: Path) -> None:
+def test_off_by_one_layers_are_pointed_out(tmp_path: Path, base: Path) -> None:
     tensors, config = good()  # a target of 8 layers: outputs 1, 3, 4
     for keys in ({TOP: [1, 3, 4]}, {NESTED: {TOP: [2, 4, 5]}}):
         findings = check_folder(write(tmp_path / "d", tensors, {**config, **keys}), base=base)

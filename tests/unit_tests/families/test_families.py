@@ -260,7 +260,7 @@ def test_equals_transformers(found: list[dict[tuple[str, str], dict[str, Any]]],
         assert wanted <= result.keys()
 
 
-def test_the_readme_says_what_ran(found: list[dict[tuple[str, str], dict[str, Any]]]) -> None:
+def test_readme_states_what_ran(found: list[dict[tuple[str, str], dict[str, Any]]]) -> None:
     """The table's source is what this run found, so that it can be neither stale nor wishful."""
     ran: dict[str, dict[str, bool]] = {}
     for layout, name in CASES:
@@ -274,7 +274,7 @@ def test_the_readme_says_what_ran(found: list[dict[tuple[str, str], dict[str, An
     assert same_as_committed("layouts", ran), "run with MEGATRON_SPEC_WRITE_SUPPORT=1"
 
 
-def test_models_differ_where_their_features_say() -> None:
+def test_features_change_the_models() -> None:
     """Each feature matters in these tiny models: without the window, logits change."""
     import tempfile
 

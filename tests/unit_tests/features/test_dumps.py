@@ -68,7 +68,7 @@ class Stranger:
         ({"input_ids": Stranger()}, "cannot be read"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_invalid_dumps_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         read_dump(write(tmp_path, **changes), H, (1, 2), V)
     assert str(tmp_path / "a.pt") in str(error.value)

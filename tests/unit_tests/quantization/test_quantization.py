@@ -81,7 +81,7 @@ def test_broken_data_is_reported(bad: float) -> None:
         quantizer.enable()
 
 
-def test_state_dict_carries_amax_and_loading_nan_is_noticed() -> None:
+def test_state_dict_contains_amax_and_loading_nan_is_detected() -> None:
     quantizer, other = TensorQuantizer("a"), TensorQuantizer("b")
     quantizer.set_amax(2.5)
     other.load_state_dict(quantizer.state_dict())

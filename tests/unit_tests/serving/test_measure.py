@@ -129,7 +129,7 @@ def test_compares_two_servers(servers: list[Any], tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out.count("\n| ") == 3
 
 
-def test_what_a_server_refuses_is_told(servers: list[Any], tmp_path: Path) -> None:
+def test_server_refusals_are_reported(servers: list[Any], tmp_path: Path) -> None:
     data = str(questions(tmp_path / "q.jsonl", "bad"))
     with pytest.raises(UserError, match="too long"):
         run("--url", url(servers[0]), "--data", data)

@@ -51,7 +51,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     return next((found for name in sorted(graph) if (found := visit(name, []))), [])
 
 
-def test_no_circle_of_files_or_folders() -> None:
+def test_no_import_cycles() -> None:
     files = {name: {i for i in imports(name, tree) if i != name} for name, tree in trees().items()}
     assert circle(files) == []
     folders: dict[str, set[str]] = {}
@@ -94,7 +94,7 @@ def derives_config(node: ast.ClassDef) -> bool:
     return any(ast.unparse(base).endswith(("Config", "Run")) for base in node.bases)
 
 
-def test_only_the_base_knows_megatron_cores_model_class() -> None:
+def test_only_base_uses_megatron_cores_model_class() -> None:
     found = [
         name
         for name, tree in trees().items()
