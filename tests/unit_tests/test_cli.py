@@ -1,4 +1,4 @@
-"""Flags made from configurations, and who says what when several ranks fail alike."""
+"""Flags from configuration classes, and error messages when several ranks fail alike."""
 
 from __future__ import annotations
 

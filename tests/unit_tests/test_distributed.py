@@ -1,4 +1,4 @@
-"""Start-up of a world of one."""
+"""Initialisation of a single process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_spec.runtime import distributed
 
 
 def test_single_process_leaves_the_environment_unchanged() -> None:
-    """Its children must not believe that they are ranks of it."""
+    """Child processes must not take themselves for its ranks."""
     before = dict(os.environ)
     world = distributed.initialize()
     assert dist.is_initialized() and (world.pp_rank, world.pp_size) == (0, 1)

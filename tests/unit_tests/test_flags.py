@@ -1,4 +1,4 @@
-"""Flags and files of Megatron-LM's and ModelOpt's pages: understood, or answered completely."""
+"""Flags and files from the documentation of Megatron-LM and ModelOpt: accepted, or explained."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_impossible_trees_and_lengths_are_refused() -> None:
 
 
 def test_every_flag_is_read_by_something() -> None:
-    """A field that nothing but its own class names is a flag that is ignored."""
+    """A field that only its own class names is an ignored flag."""
     named = {"backbone_iters", "row_keep", "row_keep_least"}  # read by a method of their own class
     for path in (*(ROOT / "megatron_spec").rglob("*.py"), *SCRIPTS):
         if path.parent.name == "config" or path.name == "runs.py":
@@ -264,7 +264,7 @@ def test_every_field_of_every_configuration_is_documented() -> None:
 
 
 def test_help_imports_no_torch_and_few_modules() -> None:
-    """No clock: what takes the time is an import, so modules are counted."""
+    """Counts modules instead of seconds, as imports take the time."""
     code = "import sys, runpy\nfor s in sys.argv[1:]:\n    sys.argv = [s, '--help']\n"
     code += "    try: runpy.run_path(s, run_name='__main__')\n    except SystemExit as e: assert e.code == 0\n"
     code += "heavy = [m for m in ('torch', 'numpy', 'transformers', 'megatron.core', 'yaml', 'asyncio')]\n"

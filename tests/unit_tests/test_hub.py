@@ -1,4 +1,4 @@
-"""Models by their name on the hub, against a stand-in of the hub on this machine."""
+"""Hub names, against a local stand-in for the hub."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODELS = {
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The part of the hub's interface that huggingface_hub asks for a snapshot."""
+    """The part of the hub's API that huggingface_hub uses for a snapshot."""
 
     tokens: set[str | None] = set()
     folders: dict[str, Path] = {}

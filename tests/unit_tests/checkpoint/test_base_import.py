@@ -146,7 +146,7 @@ def _has_te() -> bool:
 
 
 def _gpt(layers: str, tied: bool, world: World) -> Any:
-    """A random GPTModel as a user builds it; nothing of it is ours."""
+    """A random GPTModel as a user builds it, without this package."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -278,7 +278,7 @@ def _megatron_cases(root: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def _export_without_config(folder: Path, batch: Any, expected_BSV: Tensor, world: World) -> dict[str, Any]:
-    """A Megatron checkpoint has no config.json: one is written; and one put beside it later changes nothing."""
+    """Export writes the missing config.json; one put beside the checkpoint later changes nothing."""
     from transformers import LlamaForCausalLM
 
     from megatron_spec.export.base import export_base

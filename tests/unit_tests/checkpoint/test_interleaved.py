@@ -13,7 +13,7 @@ from tests.worlds import run_world
 
 
 def weight_of(name: str, layer: int, shape: torch.Size) -> torch.Tensor:
-    """The same for a parameter of a global layer, wherever it lies."""
+    """The same for a parameter of a global layer, on any rank."""
     generator = torch.Generator().manual_seed(sum(name.encode()) + 1000 * layer)
     return torch.randn(shape, generator=generator)
 

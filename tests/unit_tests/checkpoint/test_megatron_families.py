@@ -23,7 +23,7 @@ CASES = ("qwen2", "qwen3", "mixtral", "mixtral te", "qwen3_moe")
 
 
 def _gpt(config: BaseConfig, te_names: bool, world: World) -> nn.Module:
-    """megatron-core's own GPTModel; nothing of it is ours."""
+    """megatron-core's own GPTModel."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -101,7 +101,7 @@ def _layout(tp: int, pp: int, ep: int) -> World:
 
 
 def _different(root: str, case: str, world: World) -> list[str]:
-    """Parameters that a Megatron checkpoint and the Hugging Face folder give differently."""
+    """Parameters that differ between a Megatron checkpoint and the Hugging Face folder."""
     read = load_base(inspect_base(Path(root, f"{case} megatron")), world)
     true = dict(load_base(inspect_base(Path(root, case.split()[0])), world).model.named_parameters())
     assert len(true) > 10

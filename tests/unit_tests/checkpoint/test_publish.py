@@ -1,4 +1,4 @@
-"""A kill at any moment of a save leaves a complete checkpoint, and nothing that looks complete and is not."""
+"""A kill at any point of a save leaves a complete checkpoint, and no incomplete one that looks complete."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_iteration(folder: Path, content: str) -> Path:
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing behind it runs."""
+    """Stands for SIGKILL: nothing runs after it."""
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["next iteration", "the same iteration again"])

@@ -1,4 +1,4 @@
-"""What lies beside the messages of a line is used, or refused with the line."""
+"""Every key beside the messages of a line is used, or refused with the line."""
 
 import gzip
 import json

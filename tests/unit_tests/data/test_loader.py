@@ -9,7 +9,7 @@ from tests.unit_tests.data.chat_fixtures import CHATML, make_tokenizer, talk, wr
 
 
 class Numbers:
-    """Samples whose tokens say which sample they are: sample i is i+1 times the token i."""
+    """Samples that identify themselves: sample i is the token i, repeated i + 1 times."""
 
     seq_length = 16
 

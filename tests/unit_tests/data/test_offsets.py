@@ -1,4 +1,4 @@
-"""Places from byte lengths are those of the tokenizer's own offsets."""
+"""Offsets from byte lengths equal the tokenizer's own."""
 
 import numpy as np
 import pytest

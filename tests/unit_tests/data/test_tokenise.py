@@ -1,4 +1,4 @@
-"""Tokens on disk: the same as in memory, kept, made again when something changes, whole or absent."""
+"""Tokens on disk: equal to those in memory, cached until something changes, complete or absent."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Every draft of a run is what the draft says without any cache, from features computed anew.
+"""Every proposal equals the draft's output without a cache, on recomputed features.
 
 S rows, B batch, N query heads, G key/value heads, D head size.
 """
@@ -19,7 +19,7 @@ from tests.unit_tests.decoding.tiny_models import CAPTURES, CONFIG
 
 
 class Recorder(Drafter):
-    """A drafter that notes each known text with what was drafted for it."""
+    """A drafter that records each text with its proposal."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner

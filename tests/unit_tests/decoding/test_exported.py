@@ -1,4 +1,4 @@
-"""Decoding from the command's side: checkpoints and exported folders, plain and fp8, and what does not fit together."""
+"""Decoding through the commands: checkpoints and exported folders, high precision and fp8, and mismatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suffix automaton against a search of the whole text, alone and beside a draft: the text is the base's own."""
+"""The suffix automaton against a brute-force search, alone and with a draft: the text is the base's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit_tests.decoding.tiny_models import CONFIG
 
 
 def searched(text: list[int], size: int) -> tuple[int, int]:
-    """What `SuffixAutomaton.match` says, by comparing every place."""
+    """`SuffixAutomaton.match` by comparing every position."""
     for length in [size] if size > 0 else range(len(text) - 1, 0, -1):
         for start in range(len(text) - length):
             if text[start : start + length] == text[len(text) - length :]:

@@ -1,4 +1,4 @@
-"""A second model as the draft, drafters of the user's own, and the choice of a drafter."""
+"""A second model as draft, user-defined drafters, and the selection of a drafter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit_tests.decoding.tiny_models import CONFIG
 
 
 class Repeat(Drafter):
-    """Says the last token again."""
+    """Proposes the last token again."""
 
     def __init__(self, base: Any, config: DecodeConfig) -> None:
         self.config = config
@@ -39,13 +39,13 @@ class Plain(Drafter):
 
 
 class Demanding(Plain):
-    """Wants what nobody gives."""
+    """Needs an argument that is never passed."""
 
     def __init__(self, base: Any, config: DecodeConfig, more: int) -> None: ...
 
 
 class Beyond(Plain):
-    """Proposes a token that the base does not have."""
+    """Proposes a token outside the base's vocabulary."""
 
     def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
         found = super().prepare_draft_tokens(context, count)
@@ -54,7 +54,7 @@ class Beyond(Plain):
 
 
 class Flat(Plain):
-    """Forgets the rows."""
+    """Returns a tensor without the row dimension."""
 
     def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
         return Proposal(super().prepare_draft_tokens(context, count).tokens_BN[0])

@@ -1,4 +1,4 @@
-"""Steps replayed from recordings give the tokens of steps that run as they are: what CUDA graphs need, on a CPU."""
+"""Replayed steps give the tokens of eager steps: tests on a CPU what CUDA graphs need."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_replayed_steps_give_the_same_tokens(tiny: Any, way: str) -> None:
 
 
 class Last(Drafter):
-    """Says the last token again; reads the host's numbers, so it never runs from a recording."""
+    """Proposes the last token again; reads values on the host, so it is never replayed."""
 
     def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
         assert len(context.lengths) == context.tokens_BL.shape[0]
@@ -91,7 +91,7 @@ def test_unrecordable_steps_run_eagerly(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_the_tape_fails_where_a_graph_would() -> None:
-    """A number that the host put in stays what it was: the other tests would notice."""
+    """A value from the host stays constant in replays, so the other tests would fail."""
     replays, count = Replays(CpuRecorder()), [0]
 
     def step() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Trees: shapes, the same text, drafts as along a chain, and more accepted than a chain."""
+"""Trees: shapes, equal text, nodes equal to those of chains, and more accepted tokens than a chain."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def tree_config(**changes: Any) -> DecodeConfig:
 
 
 class Wide(Drafter):
-    """The right token among wrong ones at every level, at a place that changes."""
+    """The right token among wrong ones at every level, at varying ranks."""
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
         self.answers = answers
@@ -118,7 +118,7 @@ def test_dynamic_tree_gives_the_text_and_accepts_more_than_a_chain(tiny: Any) ->
 
 
 def test_tree_nodes_are_the_most_likely_paths(tiny: Any) -> None:
-    """Against chains run anew for each path: joint probabilities of all paths, the best of them kept."""
+    """Against a chain per path: joint probabilities of all paths, of which the highest are kept."""
     drafter = build_drafter(tiny.draft, tiny.base, tree_config())
     assert drafter is not None
     seen: list[Proposal] = []
@@ -134,7 +134,7 @@ def test_tree_nodes_are_the_most_likely_paths(tiny: Any) -> None:
         paths[node] = (*paths[parent], token)
 
     class Forced(Drafter):
-        """Drafts a given path and notes the log-probability of each of its tokens."""
+        """Drafts a given path and records the log-probability of each token."""
 
         def __init__(self, path: tuple[int, ...]) -> None:
             self.inner: Any = build_drafter(tiny.draft, tiny.base)

@@ -1,4 +1,4 @@
-"""Rules of acceptance: lossless where they claim it, by statistics; typical and relaxed by their definitions."""
+"""Acceptance rules: lossless ones by statistics, typical and relaxed by their definitions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def base_logits() -> Tensor:
 
 
 def expected_pairs(first: int, config: DecodeConfig) -> Tensor:
-    """[V, V] probability of the next two tokens after (0, first) of the base alone, filtered by the book."""
+    """[V, V] probability of the base's next two tokens after (0, first), with textbook top-k and top-p."""
     from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
     def p(logits: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ SAMPLING = [
 @pytest.mark.parametrize("options", SAMPLING, ids=str)
 @pytest.mark.parametrize("rule", ["chain", "tree", "rejection"])
 def test_next_two_tokens_follow_the_base_distribution(tiny: Any, options: dict[str, Any], rule: str) -> None:
-    """The last known token is 1; a bad drafter proposes what follows."""
+    """The last known token is 1; a bad drafter proposes the next tokens."""
     config = DecodeConfig(**options, use_rejection_sampling=rule == "rejection")
     group, table = tiny.base.world.tp, base_logits()
     draws = torch.rand(TRIALS, 3, 4, generator=torch.Generator().manual_seed(len(str(options))))
@@ -133,7 +133,7 @@ def test_typical_acceptance_by_its_definition(tiny: Any) -> None:
 
 
 class Second(Drafter):
-    """Always the base's second choice, told in advance."""
+    """Always proposes the base's second choice, given in advance."""
 
     def __init__(self, table: dict[int, int]) -> None:
         self.table = table

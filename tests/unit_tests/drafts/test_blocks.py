@@ -52,7 +52,7 @@ def features(dtype: torch.dtype = torch.float64) -> Features:
 
 
 def made(config: BlockConfig, group: Any, dtype: torch.dtype = torch.float64, **place: Any) -> Any:
-    """A draft with every parameter away from its first value."""
+    """A draft with every parameter changed from its initial value."""
     from megatron_spec.drafts.dflash import DFlashDraft
     from megatron_spec.drafts.dspark import DSparkDraft
 

@@ -70,7 +70,7 @@ def batch_features(config: DraftConfig, dtype: torch.dtype) -> Any:
 
 
 def make(config: DraftConfig, dtype: torch.dtype) -> tuple[Any, StandInEnds]:
-    """A draft away from its starting values, norms that are not 1."""
+    """A draft with parameters changed from their initial values and norms that are not 1."""
     ends = StandInEnds(16, dtype, vocab_size=VOCAB)
     draft = build_draft(config, vocabulary(config), distributed.initialize(), dtype)
     draft.initialize(ends, seed=13)
@@ -152,7 +152,7 @@ def test_a_new_draft_depends_mostly_on_the_feature() -> None:
 
 
 def test_noise() -> None:
-    """Uniform in its range; a function of seed, tokens and place alone; off without gradients and in eval mode."""
+    """Uniform in its range; a function of seed, tokens and position only; off without gradients and in eval mode."""
     batch = conversations()
     like = torch.zeros(18, 2, 64)
     torch.manual_seed(5)

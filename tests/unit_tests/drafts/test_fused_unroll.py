@@ -43,7 +43,7 @@ def results(draft: EagleDraft, ends: StandInEnds) -> dict[str, Tensor]:
 
 
 def fuse(draft: EagleDraft) -> None:
-    """Let a draft take the fused unroll, over plain twins."""
+    """Make a draft use the fused unroll, over plain twins."""
     draft.paths = Paths(Setting(Machine(kernels="plain"), draft=draft.config))
 
 

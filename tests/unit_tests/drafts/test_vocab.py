@@ -58,7 +58,7 @@ def test_inconsistent_files_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("total", [5, 31, 96, 32_001, 128_257])
 def test_rows_per_rank(total: int) -> None:
-    """As the ranks of a base have theirs, without the padding."""
+    """The shards of the base's ranks, without padding."""
     for ranks in (1, 2, 3, 4, 8):
         parts = [share(total, ranks, rank) for rank in range(ranks)]
         assert [i for part in parts for i in part] == list(range(total))

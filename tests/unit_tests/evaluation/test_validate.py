@@ -1,4 +1,4 @@
-"""The validation report, with drafts that are honest and a base that is not."""
+"""The validation report, with correct and with broken verification."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_report(chat: Any, tmp_path: Path) -> None:
 
 
 def test_recording_graphs_is_not_counted(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that stands still but for recording: answers take no time."""
+    """With a clock that only advances while recording, answers take no time."""
     clock, recorder = [0.0], CpuRecorder()
 
     def record(function: Any) -> Any:
@@ -98,7 +98,7 @@ def test_wrong_text_is_detected(chat: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_exact_ties_are_not_differences(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same wrong text, where the two tokens are said to share the largest logit: both numbers are reported."""
+    """The same wrong text, with two tokens patched to share the largest logit: both counts are reported."""
     real, prompts = step.verify, chat.prompts[:1]
 
     def other_choice(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Drafts in the formats of others: one of ours, rewritten by hand, is read back as the draft it was, or refused."""
+"""Drafts in other formats: one of ours, rewritten by hand, is read as the same draft, or refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MODELOPT = {
 
 
 class Home:
-    """A tiny base, and of each kind of draft our own export of it with every parameter away from its start."""
+    """A tiny base, and our export of each kind of draft with every parameter changed from its initial value."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.base = root, root / "base"
@@ -432,7 +432,7 @@ def test_a_base_that_was_changed_after_training(home: Home, tmp_path: Path) -> N
 
 
 def quantised(folder: Path, form: str) -> dict[str, Tensor]:
-    """Rewrite a base as ModelOpt writes it; returns the weights as they stand there."""
+    """Rewrite a base in ModelOpt's format; returns its dequantised weights."""
     tensors = load_file(folder / "model.safetensors")
     stored, meant = dict(tensors), dict(tensors)
     for name in [n for n in tensors if n.endswith("_proj.weight")]:
@@ -454,7 +454,7 @@ def quantised(folder: Path, form: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("form", ["FP8", "NVFP4"])
 def test_quantised_bases_convert_and_load(home: Home, tmp_path: Path, form: str) -> None:
-    """An fp8 base is frozen as it is served, its inputs rounded; an nvfp4 one is dequantised."""
+    """An fp8 base computes as served, with rounded inputs; an nvfp4 base is dequantised."""
     base = tmp_path / "base"
     shutil.copytree(home.base, base)
     meant = quantised(base, form)

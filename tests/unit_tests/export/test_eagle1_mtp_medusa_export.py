@@ -55,7 +55,7 @@ def config_of(kind: str, base: Any) -> DraftConfig:
 
 
 def make(folder: str | Path, world: World, kind: str) -> Exported:
-    """A draft of every kind whose norms and biases are uneven, so that a lost one shows."""
+    """A draft of every kind with random norms and biases, so that a lost one is detected."""
     reference = inspect_base(folder)
     config = config_of(kind, reference.config)
     base = load_base(reference, world, config.capture_layer_ids)

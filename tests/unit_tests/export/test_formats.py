@@ -140,7 +140,7 @@ def linear(x: Tensor, tensors: dict[str, Tensor], name: str) -> Tensor:
 
 
 class PlainRanks:
-    """What a runtime of several ranks computes from the files: partial sums added, rows joined."""
+    """Computes from the files like a runtime with several ranks: partial sums added, rows joined."""
 
     def __init__(self, folder: Path) -> None:
         self.config = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Calibration and export on two ranks, in every layout of two, against one process. One spawned world."""
+"""Calibration and export in every layout of two ranks against one process, in one spawned world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P-EAGLE on disk: our export comes back, folders of others are the draft they were, and engines are told apart."""
+"""P-EAGLE on disk: round trip of our export, other formats, and the engines that serve it."""
 
 from __future__ import annotations
 

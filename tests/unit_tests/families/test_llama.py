@@ -136,7 +136,7 @@ def test_qkv_interleave_golden() -> None:
 
 @pytest.mark.parametrize("tp", [1, 2, 4])  # 4: more ranks than key/value heads
 def test_shards_join_to_what_was_imported(tp: int) -> None:
-    """Import over every rank, join, export: bit-equal, for every parameter; and no rank reads more than its part."""
+    """Import on every rank, join, export: every parameter is bit-equal, and no rank reads more than its shard."""
     config = parse()
     torch.manual_seed(0)
     for rule in name_rules(config):

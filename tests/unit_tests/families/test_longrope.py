@@ -1,4 +1,4 @@
-"""longrope's short or long factors: the length of a text alone chooses, in training batches, packing and decoding.
+"""longrope's short or long factors: only a text's length selects them, in training, packing and decoding.
 
 Phi-3's original number of positions is 16 here. Compared with transformers, each text alone.
 """

@@ -1,4 +1,4 @@
-"""Folders that do not fit, for every family and every kind of rule: each tensor that is wrong is named."""
+"""Mismatched folders, for every family and kind of rule: each wrong tensor is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A line that generate.py writes trains back to what the base said, whatever its chat template makes of the text."""
+"""Training on a line of generate.py uses the generated tokens, whatever the chat template does to the text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def encoder_of(template: str, **options: Any) -> ChatEncoder:
 
 
 def hold(encoder: ChatEncoder, answers: list[str], greeting: bool = False) -> tuple[Dialogue, dict[str, Any]]:
-    """A dialogue with these answers (the last one is cut when no end token is at its end), and its line."""
+    """A dialogue with these answers (the last one is truncated if it has no end token), and its line."""
     rounds = QUESTIONS[: len(answers)]
     if greeting:
         rounds = (({"role": "assistant", "content": "Welcome."}, *rounds[0]), *rounds[1:])

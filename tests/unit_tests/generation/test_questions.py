@@ -1,4 +1,4 @@
-"""Questions of the base's own: the same whatever the layout, distinct, continued after a kill."""
+"""Questions written by the base: equal in every layout, distinct, resumed after a kill."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Answers on disk: right, flagged, and continued after a kill."""
+"""Answers on disk: correct, flagged, and resumed after a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Row losses and gradients against the one-line versions, and at the extremes."""
+"""Row losses and gradients against one-line versions, and at extreme values."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def documents(B: int, S: int, packed: bool) -> Tensor:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, mask_B1LS: Tensor) -> tuple[Tensor, Tensor]:
-    """Masked attention with scores in memory: (o [B, L, N, D], lse [B, L, N])."""
+    """Masked attention with materialised scores: (o [B, L, N, D], lse [B, L, N])."""
     n = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(n, 2), v.repeat_interleave(n, 2)
     scores = torch.einsum("blnd,bsnd->bnls", q, k) / q.shape[-1] ** 0.5

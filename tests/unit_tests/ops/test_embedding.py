@@ -1,4 +1,4 @@
-"""Token ids that no row of the embedding stands for. Under tensor parallelism: tests/unit_tests/base/test_model.py."""
+"""Token ids outside the embedding. Under tensor parallelism: tests/unit_tests/base/test_model.py."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_without_main_grad_autograd_gets_the_sum_once() -> None:
 
 
 def test_head_gradient_goes_to_main_grad() -> None:
-    """Added to what is there, scaled by what comes from above, and not told to autograd as well."""
+    """Added to the existing gradient, scaled by the incoming one, and not passed to autograd as well."""
 
     def run(weight: nn.Parameter) -> None:
         x = torch.arange(6.0).view(2, 3)

@@ -1,4 +1,4 @@
-"""Plans of runs that no machine here could make: finetune.py --dry-run."""
+"""finetune.py --dry-run for runs too large for the test machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of layouts: README.md and docs/scale.md show it, the scripts refuse by it."""
+"""The table of layouts, shown in README.md and docs/scale.md and enforced by the scripts."""
 
 from __future__ import annotations
 

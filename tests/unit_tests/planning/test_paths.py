@@ -1,4 +1,4 @@
-"""The rule for fast paths: one table decides, refuses what was asked for, and nothing else asks about the machine."""
+"""Fast paths: one table decides and refuses, and no other code depends on the machine."""
 
 from __future__ import annotations
 

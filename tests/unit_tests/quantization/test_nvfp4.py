@@ -1,4 +1,4 @@
-"""NVFP4 weights: codes against plain enumeration, gradients, and a draft through calibration, export and re-reading."""
+"""NVFP4 weights: codes against enumeration, gradients, and a draft through calibration, export and reading."""
 
 from __future__ import annotations
 

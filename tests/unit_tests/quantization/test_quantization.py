@@ -230,7 +230,7 @@ def test_every_draft_parameter_still_receives_gradient(tiny: Tiny) -> None:
 
 
 def test_weights_are_rounded_once_while_they_do_not_change(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses and gradients are those of rounding at every draft step; a changed weight is seen by the next forward."""
+    """Losses and gradients equal those of rounding at every draft step; the next forward uses a changed weight."""
     from megatron_spec.drafts.eagle3 import EagleDraft
     from megatron_spec.quantization import quantizer as module
 

@@ -1,4 +1,4 @@
-"""Folders appear whole or not at all, and what killed runs left goes."""
+"""Folders appear complete or not at all, and temporary files of killed runs are removed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_full_disk_names_path_and_size_and_leaves_nothing(tmp_path: Path, monk
 
 
 def test_full_disks_of_other_writers_are_recognised(tmp_path: Path) -> None:
-    """safetensors and torch report them in words of their own, and megatron-core's writers from another process."""
+    """safetensors and torch report them with their own messages, megatron-core's writers from another process."""
     with pytest.raises(UserError, match="no space left"), replacing(tmp_path / "x") as temporary:
         temporary.symlink_to("/dev/full")
         with temporary.open("w") as file:

@@ -1,4 +1,4 @@
-"""One run at a time in a folder; what a killed run left does not count."""
+"""One run at a time in a folder; locks of killed runs do not count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server benchmark against a small server of our own: streamed answers, counters, two servers compared."""
+"""The server benchmark against a small test server: streamed answers, counters, comparison of two servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS = ["one ", "two ", "three "]
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers every chat with three words, counts drafts as vLLM does, and remembers how many were in flight."""
+    """Answers every chat with three words, counts drafts like vLLM, and records how many were in flight."""
 
     server: Any
 

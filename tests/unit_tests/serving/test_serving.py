@@ -1,4 +1,4 @@
-"""Deployment files for an exported draft, and for other ways of drafting."""
+"""Deployment files for an exported draft and for other speculation methods."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_mtp() -> None:
 
 
 def test_block_drafts_pard_and_lookup(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The spelling of each method in the engines that have it, and one sentence for those that do not."""
+    """The name of each method in the engines that support it, and an error for the others."""
     flash = exported(draft(tmp_path / "flash", architectures=["DFlashDraftModel"], block_size=8))
     assert flash.max_draft_len == 7  # the first slot of a block is the known token
     assert trtllm_config(flash)["speculative_config"] == {
@@ -393,7 +393,7 @@ def test_flags_without_effect_are_refused(arguments: list[str], message: str) ->
 def test_mismatched_target_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """MTP without a module in the base; a base in high precision for a draft of a quantised one."""
+    """MTP without a module in the base; a high-precision base for a draft trained for a quantised one."""
     draft(tmp_path / "out" / "draft")
     for folder, config in (("out/base", {"quantization_config": {}}), ("plain", {}), ("v3", {"mtp_num_layers": 1})):
         (tmp_path / folder).mkdir()

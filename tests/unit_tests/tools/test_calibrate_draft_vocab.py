@@ -56,7 +56,7 @@ def test_writes_the_vocabulary_and_its_coverage(model, tmp_path, capsys):
 
 @contextlib.contextmanager
 def disk_of(size):
-    """No file may grow beyond `size` bytes: as on a full disk, whoever writes it."""
+    """Limits files to `size` bytes, for any writer, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

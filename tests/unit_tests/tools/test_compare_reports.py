@@ -1,4 +1,4 @@
-"""Reports side by side: what is refused."""
+"""Comparison of reports: refusals."""
 
 from __future__ import annotations
 

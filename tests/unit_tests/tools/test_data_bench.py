@@ -1,4 +1,4 @@
-"""The benchmarks of the data: what they make, measure, and start."""
+"""The data benchmarks: what they create, measure and start."""
 
 import json
 import runpy

@@ -1,4 +1,4 @@
-"""docs/families.md shows what the tests of the families found, and those compare the findings with their own run."""
+"""docs/families.md shows the findings of the family tests, which compare them with every run."""
 
 from __future__ import annotations
 

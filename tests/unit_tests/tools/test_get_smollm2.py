@@ -1,4 +1,4 @@
-"""The conversion is checked against a small Llama made by transformers and written as llama.cpp would write it."""
+"""The conversion against a small Llama made by transformers and written in llama.cpp's format."""
 
 import json
 import zipfile

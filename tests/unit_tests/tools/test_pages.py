@@ -126,11 +126,11 @@ def test_documented_commands_use_flags_that_exist() -> None:
 
 
 class Parsed(BaseException):
-    """The command line was taken: nothing more is run."""
+    """The command line was accepted; nothing more runs."""
 
 
 def test_documented_commands_parse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each by the script's own parser: required flags, values, and what contradicts itself."""
+    """Each by the script's own parser: required flags, values and conflicts."""
     parse = cli.Parser.parse_args
 
     def taken(self: cli.Parser, *args: Any) -> None:

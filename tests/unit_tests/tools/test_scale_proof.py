@@ -1,4 +1,4 @@
-"""The driver of scale.py: a layout that ends its processes is reported, the others go on, and tables say the rest."""
+"""The driver of scale.py: a layout that crashes is reported, the others continue; and the tables."""
 
 from __future__ import annotations
 

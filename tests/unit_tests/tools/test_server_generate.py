@@ -1,4 +1,4 @@
-"""Answers from a server: right, complete, once, whatever the server does."""
+"""Answers from a server: correct, complete and not repeated, whatever the server does."""
 
 import asyncio
 import json

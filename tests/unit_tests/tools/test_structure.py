@@ -1,4 +1,4 @@
-"""What docs/architecture.md and CONTRIBUTING.md promise about the code itself, read from its syntax trees."""
+"""Code structure as stated in docs/architecture.md and CONTRIBUTING.md, checked on syntax trees."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def imports(name: str, tree: ast.Module) -> Iterator[str]:
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
-    """Names that import each other in a circle, or []."""
+    """An import cycle, or []."""
     done: set[str] = set()
 
     def visit(name: str, path: list[str]) -> list[str]:
-        """The first circle that a path from `name` runs into."""
+        """The first cycle on a path from `name`."""
         if name in path:
             return path[path.index(name) :]
         if name in done:

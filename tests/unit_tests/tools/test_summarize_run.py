@@ -1,4 +1,4 @@
-"""Table and summary.json of a chain run, from files as the scripts leave them."""
+"""Table and summary.json of a chain run, from files as written by the scripts."""
 
 from __future__ import annotations
 

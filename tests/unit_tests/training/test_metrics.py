@@ -1,4 +1,4 @@
-"""Names and values of what a step reports, and where it goes."""
+"""Names, values and destinations of a step's metrics."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_tracker_writes_lines_and_tensorboard_events(tmp_path: Path) -> None:
 
 
 def test_resumed_run_continues_the_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for wandb: what it is asked for, and what it is given."""
+    """With a stand-in for wandb: its arguments and its data."""
     started: list[dict[str, Any]] = []
     logged: list[tuple[int, float]] = []
     run = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""A step that cannot be made leaves parameters and optimizer as they were."""
+"""An invalid step leaves parameters and optimizer unchanged."""
 
 from __future__ import annotations
 
