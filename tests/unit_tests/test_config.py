@@ -1,4 +1,4 @@
-"""Values that no run can follow are refused where they are given, with the name of the field."""
+"""Invalid values are refused in the configuration, with the name of the field."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ LONGROPE = {
 
 
 def test_a_draft_has_one_set_of_frequencies() -> None:
-    """longrope has two; a draft of a base with it rotates plainly, and one that asks for it is refused."""
+    """longrope has two sets; a draft for such a base uses default frequencies, and one with longrope is refused."""
     with pytest.raises(UserError, match="rope type longrope in a draft: use default"):
         eagle(rope_scaling=LONGROPE)
     with pytest.raises(UserError, match="rope type longrope in a draft: use default"):

@@ -1,4 +1,4 @@
-"""A kill at any moment of a save leaves a complete checkpoint, and nothing that looks complete and is not."""
+"""A kill at any point of a save leaves a complete checkpoint, and no incomplete one that looks complete."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def write_iteration(folder: Path, content: str) -> Path:
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing behind it runs."""
+    """Stands for SIGKILL: nothing runs after it."""
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["next iteration", "the same iteration again"])
-def test_every_moment_of_publishing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
+def test_every_step_of_publishing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
     calls = {"count": 0, "die_at": 0}
 
     def dying(original: Any) -> Any:

@@ -83,7 +83,7 @@ LAYER_OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", LAYER_OPTIONS)
 def test_options_of_the_layer(name: str) -> None:
-    """What published drafts have beyond a Llama layer; the hand-written unroll refuses it."""
+    """Options of published drafts beyond a Llama layer, which the fused unroll does not support."""
     config = eagle_config(**LAYER_OPTIONS[name])
     compare(config, ObjectiveConfig(ttt_steps=2))
     usual = eagle_config(head_dim=16)
@@ -92,8 +92,8 @@ def test_options_of_the_layer(name: str) -> None:
     assert not Paths(Setting(H100, "bfloat16", draft=asked)).on("draft_fused")
 
 
-def test_a_row_on_its_own_document_ignores_its_neighbours() -> None:
-    """A packed document has the loss it has alone."""
+def test_documents_are_independent() -> None:
+    """A packed document has the same loss as on its own."""
     config = eagle_config()
     draft, ends = make(config)
     f, objective = features(conversations(), config, torch.float64), ObjectiveConfig(ttt_steps=3)
@@ -109,7 +109,7 @@ def test_a_row_on_its_own_document_ignores_its_neighbours() -> None:
     torch.testing.assert_close(draft(f, ends, objective).loss_T, parts)
 
 
-def test_nothing_supervised_gives_zero_and_zero_gradients() -> None:
+def test_no_supervised_rows_give_zero_loss_and_gradients() -> None:
     config = eagle_config()
     draft, ends = make(config)
     f = features(conversations(), config, torch.float64)
@@ -121,8 +121,8 @@ def test_nothing_supervised_gives_zero_and_zero_gradients() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_serving_repeats_training(window: int | None) -> None:
-    """Decoding step by step with a cache gives the hidden states that training saw, also after rolling back."""
+def test_decoding_equals_training(window: int | None) -> None:
+    """Decoding step by step with a cache gives the hidden states of training, also after a rollback."""
     config, steps = eagle_config(num_hidden_layers=2, sliding_window=window), 3
     draft, ends = make(config)
     S = 12
@@ -199,7 +199,7 @@ def test_initial_values() -> None:
     assert drawn == {"fc.weight", *attention}
 
 
-def test_attention_of_the_base_goes_into_the_half_that_reads_the_feature() -> None:
+def test_init_attention_fills_the_feature_half() -> None:
     config = eagle_config(init_from_base_layer=True, init_attention=True)
     draft = EagleDraft(config, draft_vocab(config), Placement(distributed.initialize().tp))
     found = dict(draft.named_parameters())
@@ -225,7 +225,7 @@ def attention_of_a_base(draft: EagleDraft, **more: torch.Tensor) -> dict[str, to
 
 @pytest.mark.parametrize("tokens", [5, 8192])
 def test_biases_of_the_base_are_added_through_the_embedding(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft without biases starts with nearly the base's q, k and v for every token that was fitted."""
+    """A draft without biases starts with approximately the base's q, k and v for every fitted token."""
     monkeypatch.setattr(initial, "CONSTANT_TOKENS", tokens)
     config = eagle_config(init_from_base_layer=True, init_attention=True, initializer_range=1e-9)
     draft = EagleDraft(config, draft_vocab(config), Placement(distributed.initialize().tp))
@@ -258,7 +258,7 @@ def test_a_draft_with_biases_takes_those_of_the_base() -> None:
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_heads_that_the_base_norms(qk_norm: bool) -> None:
-    """The draft norms them too, or its projection has the scale that the norm gives on average."""
+    """The draft norms its heads too, or its projection has the norm's average scale."""
     config = eagle_config(init_from_base_layer=True, init_attention=True, qk_norm=qk_norm)
     draft = EagleDraft(config, draft_vocab(config), Placement(distributed.initialize().tp))
     norm, inputs = 1 + torch.rand(config.head_dim), 0.1 + torch.rand(16)
