@@ -59,7 +59,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def four_ranks(tiny: Any, chat: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """found: what `four_ranks.all_cases` gave on each rank; algorithms_alone: those cases in one process."""
+    """found: results of `four_ranks.all_cases` on each rank; algorithms_alone: the same cases in one process."""
     from tests.unit_tests.decoding import four_ranks as ranks
     from tests.unit_tests.decoding import test_every_algorithm
     from tests.worlds import run_world

@@ -1,4 +1,4 @@
-"""Everything of this folder that needs several ranks, in one world of four: start-up is most of its cost."""
+"""All tests of this folder that need several ranks, in one world of four, because start-up dominates their cost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def all_cases(layouts: tuple[Any, ...], algorithms: tuple[Any, ...], questions: tuple[Any, ...]) -> dict[str, Any]:
-    """What each test's function gives on this rank."""
+    """The result of each test's function on this rank."""
     from tests.unit_tests.decoding import test_every_algorithm, test_parallel
     from tests.unit_tests.generation import test_questions
 
