@@ -36,7 +36,7 @@ class EagleConfig(DecoderDraftConfig):
     rms_norm_eps: float = 1e-5
     """Epsilon of the norms."""
     init_attention: bool = False
-    """With `init_from_base_layer`: copy attention too. In EAGLE-3 q, k and v go into the half that reads the feature."""
+    """With `init_from_base_layer`: copy attention, too (in EAGLE-3 q, k and v into the half that reads the feature)."""
     frozen_head: bool = False
     """EAGLE-3: freeze the LM head at the base's rows of the draft vocabulary."""
     norm_before_fc: bool = False
