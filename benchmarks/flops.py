@@ -1,4 +1,4 @@
-"""Floating-point operations of training, as the plain algorithm needs them.
+"""Floating-point operations of training with the plain algorithm.
 
 S sequence, T draft steps, H hidden size, M width of the MLP.
 """
@@ -9,19 +9,19 @@ from megatron_spec.config import BaseConfig, BlockConfig, DraftConfig
 
 
 def _projections(config: BaseConfig | DraftConfig, inputs: int) -> tuple[int, int, int]:
-    """(queries and output, keys and values, MLP) per token of a layer whose projections read `inputs` numbers."""
+    """(queries and output, keys and values, MLP) per token of a layer whose projections have `inputs` inputs."""
     H, attention = config.hidden_size, config.num_attention_heads * config.head_dim
     keys = 2 * config.num_key_value_heads * config.head_dim
     return 2 * (attention * inputs + attention * H), 2 * keys * inputs, 2 * 3 * config.intermediate_size * H
 
 
 def _scores(config: BaseConfig | DraftConfig, keys: float) -> float:
-    """Scores and their sum of values for one query token over so many keys."""
+    """Attention scores and the weighted sum of values for one query token over `keys` keys."""
     return 2 * 2 * config.num_attention_heads * config.head_dim * keys
 
 
 def base_flops(base: BaseConfig, S: int) -> float:
-    """Per token: one forward pass without the LM head."""
+    """Base forward without the LM head, per token."""
     return base.num_layers * (sum(_projections(base, base.hidden_size)) + _scores(base, S / 2))
 
 

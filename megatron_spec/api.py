@@ -166,15 +166,16 @@ def convert(
     if reference is None:
         raise UserError("convert: found no base_path, expected the folder of the base that this model was loaded from")
     vocab = vocab or DraftVocab.full(reference.config.vocab_size)
+    published = None if draft is None else published_draft(draft, reference)
     config: DraftConfig
-    if draft is not None:
-        config = published_draft(draft, reference).config
+    if published is not None:
+        config = published.config
     elif mtp_from_base:
         config = own_module(reference)
     else:
         config = _draft_config(drafts, reference, vocab)
     base = _frozen(model, reference, world, config)
-    made = first_draft(base, reference, config, vocab, world, base.dtype, seed, draft)
+    made = first_draft(base, reference, config, vocab, world, base.dtype, seed, published)
     return SpecModel(base, made, made.vocab, reference, objective or ObjectiveConfig())  # type: ignore[arg-type]
 
 

@@ -7,6 +7,7 @@ differ.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,12 +105,19 @@ def _attention(config: BaseConfig, layer: int, linears: _Linears) -> ModuleSpec:
     )
 
 
+def _dense(width: int, linears: _Linears) -> Any:
+    submodules = MLPSubmodules(linear_fc1=linears.column, linear_fc2=linears.row)
+    if not hasattr(MLP, "as_mlp_submodule"):  # before megatron-core 0.18
+        return ModuleSpec(module=MLP, params={"ffn_hidden_size": width}, submodules=submodules)
+    return functools.partial(MLP.as_mlp_submodule, submodules=submodules, ffn_hidden_size=width)
+
+
 def _layer(config: BaseConfig, world: World, layer: int, linears: _Linears) -> ModuleSpec:
     mlp: Any
     if config.moe is not None and config.has_experts(layer):
         mlp = MixtureOfExperts.of(config.moe, world.base_groups)
     else:
-        mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=linears.column, linear_fc2=linears.row))
+        mlp = _dense(config.intermediate_size, linears)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

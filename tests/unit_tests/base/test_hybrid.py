@@ -23,6 +23,10 @@ from megatron_spec.runtime.distributed import World
 from tests.worlds import run_world
 
 LAYERS, PADDED, CAPTURES = 4, 96, (0, 1, 3)
+FUSED_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
 ARGS: dict[str, Any] = {
     "num_layers": LAYERS, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,
     "group_query_attention": True, "kv_channels": 12, "max_position_embeddings": 64, "norm_epsilon": 1e-5,
@@ -97,12 +101,13 @@ class _Foreign(nn.Module):
         return make_sharded_tensors_for_checkpoint(self.state_dict(), prefix)
 
 
-def _hybrid(world: World, pattern: str, positions: str = "rope", extra: bool = False) -> Any:
+def _hybrid(world: World, pattern: str, positions: str = "rope", extra: bool = False, fused: bool = False) -> Any:
     """megatron-core's own HybridModel, with a final norm that needs no Transformer Engine.
 
     Args:
         pattern: layers of all stages, "|" between them.
         extra: the attention layers have an MLP too.
+        fused: checkpoints name the norms as Transformer Engine's layers do.
     """
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -120,15 +125,16 @@ def _hybrid(world: World, pattern: str, positions: str = "rope", extra: bool = F
                 self.final_norm = WrappedTorchNorm(config, config.hidden_size, config.layernorm_epsilon)
 
     parts = _local().submodules
-    mlp = dict(pre_mlp_layernorm=parts.pre_mlp_layernorm, mlp=parts.mlp, mlp_bda=parts.mlp_bda)
+    mlp: dict[str, Any] = dict(pre_mlp_layernorm=parts.pre_mlp_layernorm, mlp=parts.mlp, mlp_bda=parts.mlp_bda)
+    names = {"sharded_state_dict_keys_map": FUSED_NORMS if fused else {}}
     attention = TransformerLayerSubmodules(
         input_layernorm=parts.input_layernorm, self_attention=parts.self_attention, self_attn_bda=parts.self_attn_bda,
-        **(mlp if extra else {}),
+        **(mlp if extra else {}), **names,
     )  # fmt: skip
     submodules = kinds(
         mamba_layer=ModuleSpec(module=_Foreign),
         attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-        mlp_layer=ModuleSpec(module=MLPLayer, submodules=TransformerLayerSubmodules(**mlp)),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=TransformerLayerSubmodules(**mlp, **names)),
     )
     layers = pattern.replace("|", "")
     given = {"hybrid_layer_pattern": pattern} if IS_NEW else {"hybrid_override_pattern": layers}
@@ -223,6 +229,11 @@ def _tensor_parallel(root: Path) -> dict[str, Any]:
     expected = _reference(gpt, batch)
     _save(root / "gpt", gpt, ARGS, world)
     _save(root / "hybrid", hybrid, _hybrid_args("*-" * LAYERS), world)
+    fused = _hybrid(world, "*-" * LAYERS, fused=True)
+    _copy(gpt, fused)
+    keys = [getattr(tensor, "key", "") for tensor in fused.sharded_state_dict().values()]
+    found["fused names"] = sum("layer_norm_weight" in key for key in keys) == 2 * LAYERS
+    _save(root / "fused", fused, _hybrid_args("*-" * LAYERS), world)
     config = inspect_base(root / "gpt").config
     found["same configuration"] = inspect_base(root / "hybrid").config == config
     wrapped = FrozenBase.wrap([hybrid], config, world, CAPTURES)
@@ -263,10 +274,12 @@ def _pipeline(root: Path) -> dict[str, Any]:
     batch, reference = _batch(), inspect_base(root / "hybrid")
     whole = load_base(inspect_base(root / "gpt"), world, CAPTURES)
     imported = load_base(reference, world, CAPTURES)
+    fused = load_base(inspect_base(root / "fused"), world, CAPTURES)
     hybrid = _load(root / "hybrid", _hybrid(world, "*-*-|*-*-"))
     wrapped = FrozenBase.wrap(hybrid, reference.config, world, CAPTURES)
     found: dict[str, Any] = {
         "imported": _equal(dict(imported.named_parameters()), dict(whole.named_parameters())),
+        "fused": _equal(dict(fused.named_parameters()), dict(whole.named_parameters())),
         "wrapped": _equal(wrapped.weights(), whole.weights()),
         "ends": torch.equal(load_ends(reference, world).head_weight, whole.head_weight)
         and torch.equal(wrapped.embedding_weight, whole.embedding_weight)
@@ -283,26 +296,25 @@ def _pipeline(root: Path) -> dict[str, Any]:
     return found
 
 
-def _losses(root: Path) -> list[float]:
-    """Losses of a fresh draft in the library, on the imported GPTModel and on the wrapped HybridModel."""
+def _library(root: Path) -> list[tuple[float, dict[str, float]]]:
+    """(loss of a fresh draft, ranges of the quantised base), of the imported GPTModel and the wrapped HybridModel."""
     import megatron_spec
-    from megatron_spec.config import ObjectiveConfig
+    from megatron_spec.checkpoint.base_import import inspect_base, load_base
+    from megatron_spec.config import ObjectiveConfig, QuantConfig
+    from megatron_spec.quantization.attach import base_amax_state
 
     world = distributed.initialize(ParallelConfig(pipeline_model_parallel_size=2))
-    losses = []
-    for name in ("gpt", "hybrid"):
-        if name == "gpt":
-            from megatron_spec.checkpoint.base_import import inspect_base, load_base
-
-            model: Any = load_base(inspect_base(root / name), world, CAPTURES)
-        else:
-            model = [_load(root / name, _hybrid(world, "*-*-|*-*-"))]
+    imported = load_base(inspect_base(root / "gpt"), world, CAPTURES)
+    found, batches = [], [_batch(), _batch()]
+    for name, model in (("gpt", imported), ("hybrid", [_load(root / "hybrid", _hybrid(world, "*-*-|*-*-"))])):
         spec = megatron_spec.convert(
             model, [("eagle", {"capture_layer_ids": list(CAPTURES)})], base_path=root / name,
             objective=ObjectiveConfig(ttt_steps=2),
         )  # fmt: skip
-        losses.append(sum(float(x.total) for x in spec([_batch(), _batch()])))
-    return losses
+        loss = sum(float(x.total) for x in spec(batches))
+        megatron_spec.quantize(spec, [batches], QuantConfig(base="fp8"))
+        found.append((loss, base_amax_state(spec.base)))
+    return found
 
 
 def _cases(root: str) -> dict[str, Any]:
@@ -311,7 +323,7 @@ def _cases(root: str) -> dict[str, Any]:
     found: dict[str, Any] = {"tp2": _tensor_parallel(Path(root))}
     parallel_state.destroy_model_parallel()
     found["pp2"] = _pipeline(Path(root))
-    found["losses"] = _losses(Path(root))
+    found["library"] = _library(Path(root))
     return found
 
 
@@ -320,13 +332,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_world(2, _cases, str(tmp_path_factory.mktemp("hybrid")))
 
 
-@pytest.mark.parametrize("what", ["features", "captures", "logits", "weights", "linears", "same configuration"])
+@pytest.mark.parametrize(
+    "what", ["features", "captures", "logits", "weights", "linears", "same configuration", "fused names"]
+)
 def test_equals_the_gpt_model(found: list[dict[str, Any]], what: str) -> None:
     """Wrapped at TP 2: bit for bit what hooks see in megatron-core's own forward of the GPTModel."""
     assert all(rank["tp2"][what] for rank in found)
 
 
-@pytest.mark.parametrize("what", ["imported", "wrapped", "ends"])
+@pytest.mark.parametrize("what", ["imported", "fused", "wrapped", "ends"])
 def test_the_weights_of_a_pipeline(found: list[dict[str, Any]], what: str) -> None:
     """Saved by a HybridModel at TP 2, read at PP 2: the GPTModel's, bit for bit."""
     assert all(rank["pp2"][what] for rank in found)
@@ -340,10 +354,11 @@ def test_the_features_of_a_pipeline(found: list[dict[str, Any]], what: str) -> N
             torch.testing.assert_close(torch.tensor(here), torch.tensor(there), rtol=1e-5, atol=1e-5)
 
 
-def test_a_draft_has_the_same_losses(found: list[dict[str, Any]]) -> None:
+def test_the_library_on_either_model(found: list[dict[str, Any]]) -> None:
     for rank in found:
-        gpt, hybrid = rank["losses"]
-        assert gpt > 0 and hybrid == pytest.approx(gpt, rel=1e-5)
+        (loss, ranges), (hybrid_loss, hybrid_ranges) = rank["library"]
+        assert loss > 0 and hybrid_loss == pytest.approx(loss, rel=1e-5)
+        assert len(ranges) == LAYERS * 4 * 2 and hybrid_ranges == pytest.approx(ranges, rel=1e-4)
 
 
 @pytest.mark.parametrize(

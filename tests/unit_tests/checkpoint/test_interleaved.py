@@ -13,7 +13,7 @@ from tests.worlds import run_world
 
 
 def weight_of(name: str, layer: int, shape: torch.Size) -> torch.Tensor:
-    """The same for a parameter of a global layer, wherever it lies."""
+    """The same for a parameter of a global layer, on any rank."""
     generator = torch.Generator().manual_seed(sum(name.encode()) + 1000 * layer)
     return torch.randn(shape, generator=generator)
 
@@ -73,5 +73,5 @@ def cases(root: str) -> float:
     return gap
 
 
-def test_it_loads_layer_by_layer(tmp_path: Path) -> None:
+def test_loads_layer_by_layer(tmp_path: Path) -> None:
     assert run_world(2, cases, str(tmp_path)) == [0.0, 0.0]

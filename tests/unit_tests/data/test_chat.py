@@ -174,7 +174,7 @@ def test_unusable_tokenizers_and_templates_are_refused():
 
 @pytest.mark.parametrize("template", [chats.CHATML, chats.CHATML_MARKED])
 def test_a_long_line_is_read_a_fixed_number_of_times_and_too_many_turns_are_refused(template, monkeypatch):
-    """30 MB in one answer are tokenised in time that grows with their number: each character is seen so often."""
+    """Tokenising a 30 MB answer takes linear time: each character is read a fixed number of times."""
     encoder, seen = ChatEncoder(make_tokenizer(template)), []
     render, shared = encoder.template.render, chat._shared
 

@@ -83,7 +83,7 @@ def world_cases(
 
 
 def all_cases(layouts: tuple[Any, ...], algorithms: tuple[Any, ...], questions: tuple[Any, ...]) -> dict[str, Any]:
-    """What each test's function gives on this rank."""
+    """The result of each test's function on this rank."""
     return {
         "layouts": world_cases(*layouts),
         "algorithms": test_every_algorithm.parallel(*algorithms),
@@ -93,7 +93,7 @@ def all_cases(layouts: tuple[Any, ...], algorithms: tuple[Any, ...], questions: 
 
 @pytest.fixture(scope="module")
 def four_ranks(tiny: Any, chat: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """found: what `all_cases` gave on each rank; algorithms_alone: those cases in one process."""
+    """found: results of `all_cases` on each rank; algorithms_alone: the same cases in one process."""
     folder = tmp_path_factory.mktemp("algorithms")
     weights, alone = test_every_algorithm.prepare_parallel(folder)
     layouts = (
@@ -139,7 +139,7 @@ def test_data_parallel_ranks_report_together(found: list[dict[str, Any]], chat: 
         assert run["acceptance"]["steps"] == expected.first.acceptance.steps
 
 
-def test_drafts_of_several_ranks_are_the_same(four_ranks: Any) -> None:
+def test_drafts_are_equal_on_all_ranks(four_ranks: Any) -> None:
     for found in four_ranks.found:
         assert len(found["algorithms"]) == len(test_every_algorithm.KINDS) + len(test_every_algorithm.STAGED)
         for name, answers in found["algorithms"].items():

@@ -1,4 +1,4 @@
-"""Acceptance figures on hand-made steps."""
+"""Acceptance figures of hand-written steps."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_categories_are_apart() -> None:
 
 
 def test_a_change_is_measured_on_the_same_prompts() -> None:
-    """Prompts differ by far more than the two runs do: the paired interval does not see that."""
+    """Prompts differ by far more than the two runs, which the paired interval removes."""
     generator = torch.Generator().manual_seed(0)
     steps = torch.randint(20, 40, (50,), generator=generator)
     tokens = (steps * (1 + torch.rand(50, generator=generator))).long()
@@ -120,7 +120,7 @@ def test_a_change_equals_a_plain_loop() -> None:
 
 
 def test_a_change_of_answers_without_steps() -> None:
-    """Without steps in both runs: as if never asked. In one of them: no length of some resamples, none of NaN."""
+    """Answers without steps in both runs are ignored; in one run, some resamples have no length, none is NaN."""
     one, two = ([9, 4], [3, 4]), ([8, 6], [4, 4])
     padded = [([*tokens, 0], [*steps, 0]) for tokens, steps in (one, two)]
     assert change_ci95(*padded) == change_ci95(one, two)

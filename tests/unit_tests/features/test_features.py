@@ -58,7 +58,7 @@ def manifest(fingerprint: str = "sha256:0", **changes: Any) -> StoreManifest:
 
 
 def _same_teacher(base: Any, world: Any, online: Any, offline: Any, draft_size: int) -> bool:
-    """The stored choices give the teacher that the product with the whole vocabulary gives."""
+    """The stored argmax gives the same teacher as the product with the whole vocabulary."""
     from megatron_spec.drafts.linear import enter
     from megatron_spec.drafts.teacher import TeacherHead
     from megatron_spec.drafts.vocab import DraftVocab
@@ -201,7 +201,7 @@ def test_features_computed_ahead_are_bit_equal(found: list[dict[str, Any]], layo
 
 
 class Recorded:
-    """A source that gives the numbers it is asked for, and records when."""
+    """A source that returns the requested numbers and records the order."""
 
     def __init__(self, pp_size: int, in_background: bool = False) -> None:
         self.pp_size, self.in_background = pp_size, in_background

@@ -1,4 +1,4 @@
-"""The rule for fast paths: one table decides, refuses what was asked for, and nothing else asks about the machine."""
+"""Fast paths: one table decides and refuses, and no other code depends on the machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GPU = Setting(H100, "bfloat16", base=BASE, draft=DRAFT, objective=ObjectiveConfi
 FP8 = ("base_fp8", "draft_fp8")
 
 
-def test_an_h100_takes_them_all() -> None:
+def test_an_h100_runs_all_paths() -> None:
     paths = Paths(replace(GPU, wanted=FP8))
     paths.check()
     block = {"block_kernel": "the draft is not a block draft"}
@@ -60,12 +60,12 @@ def test_an_h100_takes_them_all() -> None:
         ("base_fp8", {"transformer_engine": True}, "transformer_engine"),
     ],
 )  # fmt: skip
-def test_what_was_asked_for_is_refused_with_the_reason(name: str, changes: dict[str, Any], reason: str) -> None:
+def test_requested_paths_are_refused_with_the_reason(name: str, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=f"{PATHS[name].flag} cannot run here: .*{reason}"):
         Paths(replace(GPU, wanted=(name,), **changes)).check()
 
 
-def test_an_objective_is_added_later() -> None:
+def test_objective_can_be_added_later() -> None:
     paths = Paths(replace(GPU, objective=None))
     assert paths.on("draft_fused") and paths.on("loss_kernel")
     under = paths.under(ObjectiveConfig(loss="tv", detach=True))
@@ -82,7 +82,7 @@ def test_an_objective_is_added_later() -> None:
         (DRAFT.replace(num_hidden_layers=2), False),
     ],
 )
-def test_memory_is_estimated_for_the_path_that_is_taken(draft: EagleConfig, fused: bool) -> None:
+def test_memory_is_estimated_for_active_paths(draft: EagleConfig, fused: bool) -> None:
     from megatron_spec.config import TrainConfig
 
     place = Place(BASE, draft, ParallelConfig(), TrainConfig(train_iters=1, bf16=True), 64, 3, 1, 4)
@@ -125,7 +125,7 @@ def asked(tree: ast.Module) -> set[str]:
     return found
 
 
-def test_nothing_else_asks_about_the_machine() -> None:
+def test_only_paths_depend_on_the_machine() -> None:
     package = ROOT / "megatron_spec"
     wrong: dict[str, set[str]] = {}
     for file in package.rglob("*.py"):

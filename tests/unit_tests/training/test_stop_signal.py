@@ -1,4 +1,4 @@
-"""What signals do to a running loop, in this process."""
+"""Effects of signals on a running loop, in this process."""
 
 from __future__ import annotations
 
