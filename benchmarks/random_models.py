@@ -40,6 +40,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
         rope={"theta": 1000000.0}, qk_norm=True,
     ),
+    "qwen3-30b-a3b": dict(
+        family="qwen3_moe", hidden_size=2048, intermediate_size=6144, num_layers=48, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
+        rope={"theta": 1000000.0}, qk_norm=True,
+        moe=dict(num_experts=128, experts_per_token=8, intermediate_size=768),
+    ),
+    "tiny-moe": dict(
+        family="mixtral", hidden_size=128, intermediate_size=256, num_layers=8, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=16, vocab_size=512, max_position_embeddings=512,
+        moe=dict(num_experts=4, experts_per_token=2, intermediate_size=256),
+    ),
 }  # fmt: skip
 
 

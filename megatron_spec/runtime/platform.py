@@ -73,10 +73,11 @@ def device() -> torch.device:
 @functools.cache
 def machine() -> Machine:
     """The properties of this rank's machine that fast paths depend on."""
+    grouped = hasattr(torch.nn.functional, "grouped_mm")
     if not has_cuda():
-        return Machine()
+        return Machine(grouped_products=grouped)
     triton = importlib.util.find_spec("triton") is not None
-    return Machine(True, torch.cuda.get_device_capability(), "triton" if triton else "none")
+    return Machine(True, torch.cuda.get_device_capability(), "triton" if triton else "none", grouped)
 
 
 def backend() -> str:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_spec.config import BaseConfig, EagleConfig, ObjectiveConfig, ParallelConfig, QuantConfig, UserError
+from megatron_spec.config import (
+    BaseConfig,
+    EagleConfig,
+    MoeConfig,
+    ObjectiveConfig,
+    ParallelConfig,
+    QuantConfig,
+    UserError,
+)
 from megatron_spec.config.machine import H100, Machine
 from megatron_spec.ops import backend, plain
 from megatron_spec.planning.estimate import Place, _activation_bytes
@@ -31,7 +40,7 @@ FP8 = ("base_fp8", "draft_fp8")
 def test_an_h100_runs_all_paths() -> None:
     paths = Paths(replace(GPU, wanted=FP8))
     paths.check()
-    block = {"block_kernel": "the draft is not a block draft"}
+    block = {"block_kernel": "the draft is not a block draft", "grouped_experts": "the base has no experts"}
     assert paths.blocked == block and set(paths.to_dict().values()) == {"on", *block.values()}
     opt_in = {"base_fp8": "not requested (--base-fp8)", "draft_fp8": "not requested (--draft-fp8)"}
     assert Paths(GPU).blocked == opt_in | block
@@ -142,3 +151,20 @@ def test_only_paths_depend_on_the_machine() -> None:
     assert not wrong, f"ask planning/paths.py instead: {wrong}"
     kept = {name for name in ASKS if asked(ast.parse((package / name).read_text()))}
     assert kept == set(ASKS), f"these ask no more, take them off the list: {set(ASKS) - kept}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"machine": Machine(True, (9, 0), "triton", False)}, "torch has no grouped products"),
+        ({"dtype": "float16"}, "float16, not in bf16"),
+        ({"parallel": ParallelConfig(tensor_model_parallel_size=4)}, r"\(64, 12\), not multiples of 8"),
+        ({"quant": QuantConfig(draft="none")}, "fake-quantised"),
+        ({"transformer_engine": True}, "transformer_engine"),
+        ({"machine": Machine()}, "no GPU"),
+    ],
+)
+def test_when_experts_are_not_grouped(changes: dict[str, Any], reason: str) -> None:
+    base = BASE.replace(hidden_size=64, moe=MoeConfig(num_experts=8, experts_per_token=2, intermediate_size=48))
+    assert Paths(replace(GPU, base=base)).on("grouped_experts")
+    assert re.search(reason, Paths(replace(GPU, base=base, **changes)).blocked["grouped_experts"])
