@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from megatron_spec.config import BaseConfig, EagleConfig, ObjectiveConfig, ParallelConfig, QuantConfig, UserError
+from megatron_spec.config import (
+    BaseConfig,
+    EagleConfig,
+    ObjectiveConfig,
+    ParallelConfig,
+    QuantConfig,
+    UserError,
+    presets,
+)
 from megatron_spec.config.machine import H100, Machine
 from megatron_spec.ops import backend, plain
 from megatron_spec.planning.estimate import Place, _activation_bytes
@@ -31,7 +39,7 @@ FP8 = ("base_fp8", "draft_fp8")
 def test_an_h100_takes_them_all() -> None:
     paths = Paths(replace(GPU, wanted=FP8))
     paths.check()
-    block = {"block_kernel": "the draft is not a block draft"}
+    block = dict.fromkeys(("draft_layer", "block_kernel"), "the draft is not a block draft")
     assert paths.blocked == block and set(paths.to_dict().values()) == {"on", *block.values()}
     opt_in = {"base_fp8": "not requested (--base-fp8)", "draft_fp8": "not requested (--draft-fp8)"}
     assert Paths(GPU).blocked == opt_in | block
@@ -71,6 +79,22 @@ def test_an_objective_is_added_later() -> None:
     under = paths.under(ObjectiveConfig(loss="tv", detach=True))
     assert not under.on("draft_fused") and under.blocked["loss_kernel"] == "the loss is tv, not soft_ce or kl"
     assert paths.under(ObjectiveConfig(loss="tv", detach=True)) is under
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"dtype": "float32"}, "float32, not in half precision"),
+        ({"quant": QuantConfig(base="none")}, "the draft is fake-quantised"),
+        ({"parallel": ParallelConfig(tensor_model_parallel_size=4)}, "fewer key/value heads"),
+        ({"plain": True}, "--plain"),
+    ],
+)
+def test_layers_of_block_drafts(changes: dict[str, Any], reason: str | None) -> None:
+    draft = presets.block_config(BASE, "dflash", {"mask_token_id": 1})
+    paths = Paths(replace(GPU, draft=draft, **changes))
+    assert paths.on("draft_layer") is (reason is None) and (reason or "") in paths.to_dict()["draft_layer"]
 
 
 @pytest.mark.parametrize(
