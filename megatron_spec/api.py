@@ -58,8 +58,8 @@ from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
 
 MAIN_GUARD = (
-    "saving starts a process, which imports this program once more: put its code into a function that is called below "
-    'if __name__ == "__main__":'
+    "large files are tokenised in processes that import this program once more: put its code into a function that is "
+    'called below if __name__ == "__main__":'
 )
 
 
@@ -166,15 +166,16 @@ def convert(
     if reference is None:
         raise UserError("convert: found no base_path, expected the folder of the base that this model was loaded from")
     vocab = vocab or DraftVocab.full(reference.config.vocab_size)
+    published = None if draft is None else published_draft(draft, reference)
     config: DraftConfig
-    if draft is not None:
-        config = published_draft(draft, reference).config
+    if published is not None:
+        config = published.config
     elif mtp_from_base:
         config = own_module(reference)
     else:
         config = _draft_config(drafts, reference, vocab)
     base = _frozen(model, reference, world, config)
-    made = first_draft(base, reference, config, vocab, world, base.dtype, seed, draft)
+    made = first_draft(base, reference, config, vocab, world, base.dtype, seed, published)
     return SpecModel(base, made, made.vocab, reference, objective or ObjectiveConfig())  # type: ignore[arg-type]
 
 
@@ -208,13 +209,9 @@ def save(model: SpecModel, folder: str | Path, *, iteration: int = 0, optimizer:
     spec = CheckpointSpec(link(model.reference), model.draft.config, model.quant, iteration)  # type: ignore[arg-type]
     amax = base_amax_state(model.base) if model.quant is not None and model.quant.base != "none" else None
     extra = {"iteration": iteration, "consumed_samples": 0, "objective": model.objective.to_dict()}
-    try:
-        return sharded.save(
-            folder, spec, model.draft, model.vocab, model.world, optimizer=optimizer, extra=extra, base_amax=amax,
-            keep=keep,
-        )  # fmt: skip
-    except EOFError as e:  # of the child that could not start
-        raise UserError(MAIN_GUARD) from e
+    return sharded.save(
+        folder, spec, model.draft, model.vocab, model.world, optimizer=optimizer, extra=extra, base_amax=amax, keep=keep
+    )
 
 
 def load(folder: str | Path, *, dtype: torch.dtype = torch.float32, base_path: str | None = None) -> SpecModel:

@@ -19,7 +19,7 @@ def summary(path: Path) -> str:
 
 
 def tree() -> str:
-    """Source files of the package, the scripts and the tools, folder by folder; empty modules are left out."""
+    """Source files of package, scripts and tools by folder, without empty modules."""
     lines: list[str] = []
     for folder in FOLDERS:
         paths = [p for p in sorted((ROOT / folder).rglob("*")) if p.suffix in (".py", ".sh")]

@@ -1,6 +1,6 @@
 """The tables of layouts and of fast paths, from megatron_spec/planning: python tools/support_table.py [--write].
 
-README.md shows which layouts work, docs/scale.md the reasons too; docs/performance.md shows the fast paths.
+README.md shows the supported layouts, docs/scale.md also the reasons; docs/performance.md shows the fast paths.
 """
 
 from __future__ import annotations

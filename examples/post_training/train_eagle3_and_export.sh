@@ -21,8 +21,7 @@ options (defaults in brackets):
                       examples/post_training/data/heldout_prompts.jsonl]
   --algorithm NAME    eagle3, eagle3.1, eagle1, eagle-mtp, mtp-from-base (the prediction module that the base ships),
                       p-eagle, medusa, dflash or dspark [eagle3]
-  --eagle_config FILE architecture of the draft as JSON [EAGLE: examples/post_training/eagle_config_demo.json; DFlash
-                      and DSpark: layers like the base's]
+  --eagle_config FILE architecture of an EAGLE, DFlash or DSpark draft as JSON [layers like the base's]
   --output DIR        where everything goes [runs/eagle3]
   --draft_vocab N     EAGLE-3: draft vocabulary size [4096; 32000 with --base_model]
   --train_iters N, --qat_iters N, --batch N, --seq_length N, --lr X, --ttt_steps N, --max_new_tokens N, --loss KIND,
@@ -69,9 +68,8 @@ case $algorithm in
   mtp-from-base)
     policy=fp8_base_only # the module stays in high precision
     unread "the module is as the base has it" eagle_config draft_vocab ;;
-  eagle3|eagle3.1|p-eagle) vocabulary=(--draft-vocab "$output/vocab") ;;&
-  eagle1|eagle-mtp) unread "it drafts with the base's head and vocabulary" draft_vocab ;;&
-  eagle3|eagle3.1|eagle1|eagle-mtp|p-eagle) : "${eagle_config:=$scripts/eagle_config_demo.json}" ;;
+  eagle3|eagle3.1|p-eagle) vocabulary=(--draft-vocab "$output/vocab") ;;
+  eagle1|eagle-mtp) unread "it drafts with the base's head and vocabulary" draft_vocab ;;
 esac
 draft_flags "$algorithm" "$eagle_config"
 for f in "$prompts" "$heldout" ${eagle_config:+"$eagle_config"} ${data:+"$data"}; do [ -f "$f" ] || fail "$f: no such file"; done

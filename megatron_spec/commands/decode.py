@@ -17,7 +17,7 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint.base_import import BaseReference
-from megatron_spec.checkpoint.spec import CheckpointSpec, held, identity, read_spec
+from megatron_spec.checkpoint.spec import CheckpointSpec, identity, locked, read_spec
 from megatron_spec.commands.convert import check_draft_parallel
 from megatron_spec.commands.data import check_base_shapes, check_file
 from megatron_spec.commands.features import teacher_fingerprint, template_hash
@@ -122,7 +122,7 @@ def _iteration(load: str | None) -> Iterator[Path | None]:
     if load is None:
         yield None
     else:
-        with held(load) as folder:
+        with locked(load) as folder:
             yield folder
 
 
@@ -220,7 +220,9 @@ def load_models(planned: Plan, world: World, dtype: torch.dtype, plain: bool) ->
         return Paths(Setting(platform.machine(), name, world.parallel, base, draft, plain=plain))
 
     if planned.folder is not None:
-        loaded = load_checkpoint(planned.folder, world, dtype=dtype, base_path=planned.base, plain=plain)
+        loaded = load_checkpoint(
+            planned.folder, world, spec=planned.spec, dtype=dtype, base_path=planned.base, plain=plain
+        )
         found = Models(loaded.base, loaded.draft, teacher_fingerprint(loaded), bool(loaded.base_amax))
     else:
         assert planned.reference is not None

@@ -11,7 +11,7 @@ import torch
 
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint, respec
-from megatron_spec.checkpoint.spec import CheckpointSpec, held, identity, read_spec
+from megatron_spec.checkpoint.spec import CheckpointSpec, identity, locked, read_spec
 from megatron_spec.commands.data import check_base_shapes
 from megatron_spec.commands.runs import ExportRun, settings_of, takes
 from megatron_spec.config import BlockConfig, DraftConfig, MedusaConfig, UserError, flag_name
@@ -122,7 +122,7 @@ def export(run: ExportRun) -> Path:
         UserError: input that does not fit.
         VerificationError: what was written is not what is in memory; nothing is published.
     """
-    with held(run.load) as folder:
+    with locked(run.load) as folder:
         spec = _check(run, read_spec(folder))
         world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
         dtype = torch.bfloat16 if run.bf16 else torch.float32

@@ -51,6 +51,42 @@ def default_capture_ids(num_layers: int) -> tuple[int, int, int]:
     return ids
 
 
+def late_capture_ids(num_layers: int) -> tuple[int, ...]:
+    """The middle, three quarters and the last layer but one: better than the default on one of two bases measured
+    (docs/acceptance.md)."""
+    return tuple(sorted({max(0, num_layers // 2 - 1), max(0, 3 * num_layers // 4 - 1), max(0, num_layers - 2)}))
+
+
+_CAPTURES = {"default": default_capture_ids, "late": late_capture_ids}
+"""Names that `capture_layer_ids` may have instead of layers."""
+
+
+def _capture_ids(base: BaseConfig, given: Any) -> Any:
+    """Layers for a name, everything else as it is. Raises UserError for an unknown name."""
+    if not isinstance(given, str):
+        return given
+    if given not in _CAPTURES:
+        raise UserError(
+            f"--eagle-config: capture_layer_ids is {given!r}, expected layers of the base or one of "
+            f"{', '.join(_CAPTURES)}{suggest(given, _CAPTURES)}"
+        )
+    return _CAPTURES[given](base.num_layers)
+
+
+def _first_values(base: BaseConfig, values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """What a fresh EAGLE-3 draft starts from: the base's last layer, where the draft's layer has its shape.
+
+    On both bases measured every seed accepts more so (docs/acceptance.md). Attention of a base that norms its heads was
+    not measured, so it is copied on request only.
+    """
+    shape = {name: overrides.get(name, values[name]) for name in ("hidden_size", *_draft_shape(base))}
+    own = {"hidden_size": base.hidden_size, "intermediate_size": base.intermediate_size}
+    own |= {name: getattr(base, name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")}
+    if base.mla or base.moe or shape != own or not overrides.get("init_from_base_layer", True):
+        return {}
+    return {"init_from_base_layer": True, "fc_init": "average", "init_attention": not base.qk_norm}
+
+
 def _rope_overrides(base: BaseConfig, overrides: dict[str, Any]) -> dict[str, Any]:
     for name, kinds in (("rope_theta", (int, float)), ("rope_scaling", (dict, type(None)))):
         if name in overrides and not isinstance(overrides[name], kinds):
@@ -117,7 +153,7 @@ def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[st
 
     Args:
         overrides: fields of `EagleConfig`, for P-EAGLE `mask_token_id` among them; `rope_theta` and `rope_scaling` are
-            accepted in Hugging Face spelling.
+            accepted in Hugging Face spelling, and for `capture_layer_ids` "default" or "late".
 
     Raises:
         UserError: unknown key (with a suggestion), wrong type, contradicting values, or no mask token.
@@ -139,8 +175,10 @@ def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[st
     if algorithm == "p-eagle":
         require_mask_token(algorithm, overrides)
         values["num_hidden_layers"] = 4 if base.hidden_size >= LARGE else 2
-    if algorithm in READS_CAPTURES and "capture_layer_ids" not in overrides:
-        values["capture_layer_ids"] = default_capture_ids(base.num_layers)
+    if algorithm in READS_CAPTURES:
+        overrides["capture_layer_ids"] = _capture_ids(base, overrides.get("capture_layer_ids", "default"))
+    if algorithm == "eagle3":
+        values.update(_first_values(base, values, overrides))
     if not (_HUGGING_FACE_NAMES & overrides.keys() and "rope" in overrides):
         values["rope"] = _rope_overrides(base, overrides)
     values.update({k: v for k, v in overrides.items() if k not in _HUGGING_FACE_NAMES})

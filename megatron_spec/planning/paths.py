@@ -134,6 +134,22 @@ def _base_direct(s: Setting) -> Reasons:
     }
 
 
+def _grouped_experts(s: Setting) -> Reasons:
+    moe = s.base.moe if s.base is not None else None
+    real, sizes = s.machine.kernels != "plain", (0, 0)
+    if s.base is not None and moe is not None:
+        sizes = (s.base.hidden_size, moe.intermediate_size // s.parallel.tensor_model_parallel_size)
+    return {
+        "the base has no experts": moe is None,
+        "--transformer-impl transformer_engine builds the base": s.transformer_engine,
+        "there is no GPU": real and not s.machine.gpu,
+        f"weights are in {s.dtype}, not in bf16 (--bf16)": real and s.dtype != "bfloat16",
+        "this torch has no grouped products (2.10 has)": not s.machine.grouped_products,
+        f"hidden size and width of an expert per rank are {sizes}, not multiples of 8": any(x % 8 for x in sizes),
+        "the base is fake-quantised": s.quant is not None and s.quant.base != "none",
+    }
+
+
 def _base_fp8(s: Setting) -> Reasons:
     sizes = (0, 0, 0)
     if s.base is not None:
@@ -234,6 +250,10 @@ _PATHS = (
         "base: its layers as a list of products, without modules; fused kernels in half precision on a GPU, plain "
         "operators for decoding anywhere",
         "megatron-core's layers (base/spec.py)", "tests/unit_tests/base/test_direct.py", _base_direct,
+    ),
+    Path(
+        "grouped_experts", "base: two products for all experts of a layer, instead of two for each",
+        "ops/moe.py, `mixed`", "tests/unit_tests/base/test_grouped_experts.py", _grouped_experts,
     ),
     Path(
         "base_fp8", "base: its linears in real fp8 (E4M3) in training", "base_direct in bf16",

@@ -221,7 +221,7 @@ def edit(folder: Path, **changes: Tensor | None) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_what_does_not_fit_is_named(tmp_path: Path, world: Any) -> None:
+def test_invalid_dumps_are_named(tmp_path: Path, world: Any) -> None:
     def message(**more: Any) -> str:
         with pytest.raises(UserError) as error:
             convert(str(tmp_path / "base"), str(tmp_path / "draft"), **{**ASKED, **more})
