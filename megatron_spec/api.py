@@ -58,8 +58,8 @@ from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
 
 MAIN_GUARD = (
-    "saving starts a process, which imports this program once more: put its code into a function that is called below "
-    'if __name__ == "__main__":'
+    "large files are tokenised in processes that import this program once more: put its code into a function that is "
+    'called below if __name__ == "__main__":'
 )
 
 
@@ -209,13 +209,9 @@ def save(model: SpecModel, folder: str | Path, *, iteration: int = 0, optimizer:
     spec = CheckpointSpec(link(model.reference), model.draft.config, model.quant, iteration)  # type: ignore[arg-type]
     amax = base_amax_state(model.base) if model.quant is not None and model.quant.base != "none" else None
     extra = {"iteration": iteration, "consumed_samples": 0, "objective": model.objective.to_dict()}
-    try:
-        return sharded.save(
-            folder, spec, model.draft, model.vocab, model.world, optimizer=optimizer, extra=extra, base_amax=amax,
-            keep=keep,
-        )  # fmt: skip
-    except EOFError as e:  # of the child that could not start
-        raise UserError(MAIN_GUARD) from e
+    return sharded.save(
+        folder, spec, model.draft, model.vocab, model.world, optimizer=optimizer, extra=extra, base_amax=amax, keep=keep
+    )
 
 
 def load(folder: str | Path, *, dtype: torch.dtype = torch.float32, base_path: str | None = None) -> SpecModel:

@@ -91,10 +91,16 @@ def _is_cuda(dev: Any) -> bool:
     return isinstance(dev, str) and dev.startswith("cuda")
 
 
+_METHODS = frozenset({torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.type})
+"""Methods that name a device, or a type of one, without a keyword."""
+
+
 class _CpuMode(TorchFunctionMode):
     """Rewrites requests for CUDA into requests for the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and func not in _METHODS:  # most calls; each one comes here
+            return func(*args)
         kwargs = kwargs or {}
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs = {**kwargs, "device": "cpu"}
