@@ -30,14 +30,14 @@ def _cell(found: dict[str, Any], name: str) -> str:
 
 
 def _chain(steps: list[str] | None) -> str:
-    """How far a kind of draft was taken on a family."""
+    """Last step of the chain that a kind of draft was tested with on a family."""
     if not steps:
         return "-"
     return "whole chain" if {"fp8", "export", "validate"} <= set(steps) else steps[-1]
 
 
 def table(results: dict[str, Any]) -> str:
-    """The table in Markdown; '-' is what no test runs. Below it, the refused architectures and why."""
+    """The Markdown table ('-': not tested), followed by the refused architectures with reasons."""
     columns = ["architecture", "models", *LAYOUTS, "drafts", *DRAFTS]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for family in FAMILIES:

@@ -202,6 +202,20 @@ def _block_kernel(s: Setting) -> Reasons:
     }
 
 
+def _draft_layer(s: Setting) -> Reasons:
+    config = s.draft
+    if not isinstance(config, BlockConfig):
+        return {"the draft is not a block draft": True}
+    return {
+        **_kernels(s),
+        "the draft is fake-quantised": s.quant is not None and s.quant.draft != "none",
+        "the draft has a partial rotary embedding": config.rope.partial_rotary_factor != 1.0,
+        "there are fewer key/value heads than tensor parallel ranks": bool(
+            config.num_key_value_heads % s.parallel.tensor_model_parallel_size
+        ),
+    }
+
+
 def _loss_kernel(s: Setting) -> Reasons:
     kind = s.objective.loss if s.objective is not None else "soft_ce"
     return {**_kernels(s), f"the loss is {kind}, not soft_ce or kl": kind not in ("soft_ce", "kl")}
@@ -252,6 +266,12 @@ _PATHS = (
     Path(
         "draft_fp8", "draft: the layer's products in real fp8 (E4M3)", "draft_fused in bf16",
         f"{_GPU}::test_fp8_draft", _draft_fp8, "--draft-fp8",
+    ),
+    Path(
+        "draft_layer",
+        "block drafts: norms with residual sums, heads and gate of a layer in one pass each, forward and backward; "
+        "weight gradients into the optimizer's buffers", "drafts/layer.py",
+        "tests/unit_tests/drafts/test_fused_layer.py", _draft_layer,
     ),
     Path(
         "block_kernel", "block drafts: attention of slots over context and block, forward and backward",

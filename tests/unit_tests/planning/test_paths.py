@@ -18,6 +18,7 @@ from megatron_spec.config import (
     ParallelConfig,
     QuantConfig,
     UserError,
+    presets,
 )
 from megatron_spec.config.machine import H100, Machine
 from megatron_spec.ops import backend, plain
@@ -40,7 +41,8 @@ FP8 = ("base_fp8", "draft_fp8")
 def test_an_h100_runs_all_paths() -> None:
     paths = Paths(replace(GPU, wanted=FP8))
     paths.check()
-    block = {"block_kernel": "the draft is not a block draft", "grouped_experts": "the base has no experts"}
+    block = dict.fromkeys(("draft_layer", "block_kernel"), "the draft is not a block draft")
+    block["grouped_experts"] = "the base has no experts"
     assert paths.blocked == block and set(paths.to_dict().values()) == {"on", *block.values()}
     opt_in = {"base_fp8": "not requested (--base-fp8)", "draft_fp8": "not requested (--draft-fp8)"}
     assert Paths(GPU).blocked == opt_in | block
@@ -80,6 +82,22 @@ def test_objective_can_be_added_later() -> None:
     under = paths.under(ObjectiveConfig(loss="tv", detach=True))
     assert not under.on("draft_fused") and under.blocked["loss_kernel"] == "the loss is tv, not soft_ce or kl"
     assert paths.under(ObjectiveConfig(loss="tv", detach=True)) is under
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"dtype": "float32"}, "float32, not in half precision"),
+        ({"quant": QuantConfig(base="none")}, "the draft is fake-quantised"),
+        ({"parallel": ParallelConfig(tensor_model_parallel_size=4)}, "fewer key/value heads"),
+        ({"plain": True}, "--plain"),
+    ],
+)
+def test_layers_of_block_drafts(changes: dict[str, Any], reason: str | None) -> None:
+    draft = presets.block_config(BASE, "dflash", {"mask_token_id": 1})
+    paths = Paths(replace(GPU, draft=draft, **changes))
+    assert paths.on("draft_layer") is (reason is None) and (reason or "") in paths.to_dict()["draft_layer"]
 
 
 @pytest.mark.parametrize(
