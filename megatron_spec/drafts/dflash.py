@@ -201,10 +201,11 @@ class DFlashDraft(Draft):
         plan = BlockPlan.of(features.batch, config, objective.anchors)
         head = self.teacher_head(ends)
         teacher = teach(features, plan.supervision, head, objective.temperature, group, self.sequence_parallel)
-        states = self.states(features, plan, ends)
-        rows = [pick_rows(states, r) for r in plan.supervision.rows]
-        return block_losses(self.block_head(rows, head.draft_rows(), plan), plan, teacher, objective, group, self.paths)
+        states_NH = pick_rows(self.states(features, plan, ends), torch.cat(plan.supervision.rows))
+        inputs = self.block_head(states_NH, head.draft_rows(), plan)
+        return block_losses(inputs, plan, teacher, objective, group, self.paths)
 
-    def block_head(self, rows: list[Tensor], weight_VH: Tensor, plan: BlockPlan) -> BlockHead:
-        """Inputs of the losses: supervised rows [R, H] of every step, and the LM head."""
-        return BlockHead([copy_to_ranks(x, self.tp_group) for x in rows], weight_VH)
+    def block_head(self, states_NH: Tensor, weight_VH: Tensor, plan: BlockPlan) -> BlockHead:
+        """Inputs of the losses: states of the supervised rows of all steps, and the LM head."""
+        states_NH = copy_to_ranks(states_NH, self.tp_group)
+        return BlockHead(list(states_NH.split([len(r) for r in plan.supervision.rows])), weight_VH)

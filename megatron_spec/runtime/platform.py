@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import importlib.util
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_spec.config import UserError
 from megatron_spec.config.machine import Machine
 
 _CUDA_TYPES = {
@@ -24,33 +22,6 @@ _CUDA_TYPES = {
     torch.float16: "torch.cuda.HalfTensor",
     torch.bfloat16: "torch.cuda.BFloat16Tensor",
 }
-
-
-_OPTIONAL = {
-    "transformer_engine": ("transformer_engine.pytorch", "pip install 'transformer-engine[pytorch]'"),
-    "apex": ("apex.optimizers", "build apex from source with its CUDA extensions"),
-}
-
-
-def check_optional_packages() -> None:
-    """Check that Transformer Engine and apex are either absent or complete.
-
-    megatron-core uses them if they import. A partial installation (a core without its torch extension, a library for
-    another CUDA version) fails later with an unrelated message, or silently loses the fused path.
-
-    Raises:
-        UserError: a package is installed but does not import; states what failed and what to do.
-    """
-    for name, (module, remedy) in _OPTIONAL.items():
-        if importlib.util.find_spec(name) is None:
-            continue
-        try:
-            importlib.import_module(module)
-        except Exception as e:
-            raise UserError(
-                f"{name} is installed, but {module} does not import ({type(e).__name__}: {e}): complete it ({remedy}) "
-                f"or remove it (pip uninstall {name.replace('_', '-')}); it is optional"
-            ) from e
 
 
 def to_device(x: torch.Tensor, place: torch.device | str) -> torch.Tensor:
