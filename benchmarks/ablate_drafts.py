@@ -39,9 +39,9 @@ PARTS = ("drafters", "lengths", "ablations", "steps", "lookup", "fp8")
 HEADLINE = ("eagle3", "eagle1", "eagle-mtp", "medusa")
 DRAFTERS: dict[str, dict[str, Any]] = {
     **{name: {} for name in HEADLINE},
-    "eagle3 best": {"algorithm": "eagle3", "fields": {
-        "init_from_base_layer": True, "fc_init": "average", "init_attention": True, "capture_layer_ids": "late",
-        "frozen_head": True,
+    "eagle3 late": {"algorithm": "eagle3", "fields": {"capture_layer_ids": "late", "frozen_head": True}},
+    "eagle-mtp from the base": {"algorithm": "eagle-mtp", "fields": {
+        "init_from_base_layer": True, "init_attention": True,
     }},
     "p-eagle": {},
     **{
@@ -59,10 +59,15 @@ Block drafts are named by layers and slots; a block of 5 slots proposes 4 tokens
 """
 THRESHOLDS = (2, 3, 4, 6, 8)
 """Of the lookup beside a draft: tokens that must have occurred before."""
-_FROM_BASE = {"init_from_base_layer": True, "fc_init": "average"}
-_ATTENTION = {**_FROM_BASE, "init_attention": True}
+_AFRESH = {"init_from_base_layer": False, "fc_init": "last_capture", "init_attention": False}
+_LATE = {"capture_layer_ids": "late"}
 ABLATIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
+    "nothing from the base": {"fields": _AFRESH},
+    "layer from the base, not attention": {"fields": {**_AFRESH, "init_from_base_layer": True}},
+    "fc from the average alone": {"fields": {**_AFRESH, "fc_init": "average"}},
+    "all but attention": {"fields": {"init_attention": False}},
+    "biases of the base": {"fields": {"attention_bias": True}},
     "detached": {"objective": {"detach": True}},
     "alignment target": {"objective": {"alignment": "target"}},
     "alignment paper": {"objective": {"alignment": "paper"}},
@@ -70,28 +75,14 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "all rows (no in_vocab_only)": {"objective": {"in_vocab_only": False}},
     "loss lk": {"objective": {"loss": "lk"}},
     "T = 4": {"objective": {"ttt_steps": 4}},
-    "layer from the base's last": {"fields": {"init_from_base_layer": True}},
-    "fc from the average": {"fields": {"fc_init": "average"}},
-    "both": {"fields": _FROM_BASE},
-    "both, and attention": {"fields": _ATTENTION},
     "frozen head": {"fields": {"frozen_head": True}},
-    "late captures": {"fields": {"capture_layer_ids": "late"}},
-    "from the base, late captures": {"fields": {**_ATTENTION, "capture_layer_ids": "late"}},
-    "from the base, late captures, frozen head": {
-        "fields": {**_ATTENTION, "capture_layer_ids": "late", "frozen_head": True},
-    },
+    "late captures": {"fields": _LATE},
     "q/k norm": {"fields": {"qk_norm": True}},
     "two layers": {"fields": {"num_hidden_layers": 2}},
-    **{
-        f"from the base, late captures, {name}": {
-            "fields": {**_ATTENTION, "capture_layer_ids": "late", **fields}, "objective": objective,
-        }
-        for name, fields, objective in (
-            ("q/k norm", {"qk_norm": True}, {}), ("two layers", {"num_hidden_layers": 2}, {}),
-            ("T = 4", {}, {"ttt_steps": 4}), ("loss lk", {}, {"loss": "lk"}),
-        )
-    },
-}  # fmt: skip
+    "late captures, frozen head": {"fields": {**_LATE, "frozen_head": True}},
+    "late captures, T = 4": {"fields": _LATE, "objective": {"ttt_steps": 4}},
+    "late captures, frozen head, T = 4": {"fields": {**_LATE, "frozen_head": True}, "objective": {"ttt_steps": 4}},
+}
 """EAGLE-3 with something changed: fields of EagleConfig, and of ObjectiveConfig."""
 
 

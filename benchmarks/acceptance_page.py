@@ -1,10 +1,10 @@
-"""Tables of acceptance in markdown, from what benchmarks/ablate_drafts.py measured.
+"""Markdown tables of acceptance from the results of benchmarks/ablate_drafts.py.
 
     python benchmarks/acceptance_page.py runs/compare/results.jsonl --write docs/acceptance.md
 
-Without --write they are printed. With it they replace what stands between <!--measured--> and <!--/measured--> in PAGE
-(a page without these marks is written anew). Several results stand below one another; FILE:ablations,lengths shows only
-these tables of a run.
+Without --write they are printed. With it they replace the text between <!--measured--> and <!--/measured--> in PAGE (a
+page without these marks is overwritten). Several results are listed in order; FILE:ablations,lengths selects tables of
+a run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Line = dict[str, Any]
 
 
 def read_results(path: Path) -> tuple[Line, dict[str, Line], dict[str, Line], Line]:
-    """(settings, figures by name, the base alone by precision, training data). Raises UserError for another file."""
+    """(settings, figures by name, the base alone by precision, training data). Raises UserError for other files."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as e:
@@ -40,7 +40,7 @@ def read_results(path: Path) -> tuple[Line, dict[str, Line], dict[str, Line], Li
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of markdown; '' without rows."""
+    """A Markdown table; '' without rows."""
     if not rows:
         return ""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
@@ -102,13 +102,13 @@ def _difference(line: Line, base: Line) -> float:
 
 
 def _change(line: Line, base: Line | None) -> str:
-    """Change against `base`, with a paired interval where the figures of single questions are there."""
+    """Change against `base`, with a paired interval if there are figures per question."""
     if base is None or line is base:
         return "-"
     text = f"{_difference(line, base):+.3f}"
-    if not (line.get("few_steps") and base.get("few_steps")):  # of an older run
+    if not (line.get("few_steps") and base.get("few_steps")):  # an older run
         return text
-    if not (sum(line["few_steps"]) and sum(base["few_steps"])):  # answers of one token
+    if not (sum(line["few_steps"]) and sum(base["few_steps"])):  # all answers have one token
         return text
     low, high = change_ci95((line["few_tokens"], line["few_steps"]), (base["few_tokens"], base["few_steps"]))
     return f"{text} ({low:+.3f} to {high:+.3f})"
@@ -125,9 +125,9 @@ def _some(found: dict[str, Line], chosen: Sequence[str], base: Line | None, what
 
 
 def pooled(lines: Sequence[Line]) -> Line:
-    """The same setting trained from several seeds, question by question together.
+    """One setting trained with several seeds, pooled per question.
 
-    With a line of an older run, which says nothing of single questions, all questions together and no interval.
+    If a line comes from an older run, without figures per question, pooled over all questions and without interval.
     """
     if not all("few_steps" in line for line in lines):
         steps = sum(line["few"]["steps"] for line in lines)
@@ -143,7 +143,7 @@ def pooled(lines: Sequence[Line]) -> Line:
 
 
 def _ablations(found: dict[str, Line]) -> str:
-    """A row for each setting; with several seeds all of them together, and the change of each."""
+    """One row per setting; with several seeds, pooled, and the change of each."""
     seeds: dict[str, list[Line]] = {}
     for name, line in found.items():
         if name.startswith("ablation "):
@@ -166,7 +166,7 @@ def _ablations(found: dict[str, Line]) -> str:
 
 
 def _steps(found: dict[str, Line]) -> str:
-    """Drafts of every algorithm after equally many steps."""
+    """Drafts of every algorithm after the same number of steps."""
     first = {"eagle3": found["ablation defaults"]} if "ablation defaults" in found else {}
     others = {n.removeprefix("equal steps "): x for n, x in found.items() if n.startswith("equal steps ")}
     rows = [
@@ -179,7 +179,7 @@ def _steps(found: dict[str, Line]) -> str:
 
 
 def _lookup(found: dict[str, Line]) -> str:
-    """Drafts with a lookup beside them; the change is that against the draft alone."""
+    """Drafts combined with a lookup; the change is against the draft alone."""
     drafts = dict.fromkeys(name.rpartition(" + SA ")[0] for name in found if " + SA " in name)
     alone = [name for name in ("SA",) if name in found]
     rows = [_looked_up(name, found[name], None) for name in alone]
@@ -201,7 +201,7 @@ def _measured(line: Line) -> float | None:
     return sum(speeds.values()) / len(speeds) if speeds else None
 
 
-def _ways(found: dict[str, Line]) -> str:
+def _lengths_and_trees(found: dict[str, Line]) -> str:
     drafts = [name for name, x in found.items() if x["speedup"] is not None]
     parts = []
     for draft in drafts:
@@ -222,11 +222,11 @@ def _fp8(found: dict[str, Line], precision: str) -> str:
 
 
 PARTS = ("drafters", "sets", "lengths", "ablations", "steps", "lookup", "fp8")
-"""Names of the tables of a run, in their order."""
+"""Names of the tables of a run, in order."""
 
 
 def parse_results(text: str) -> tuple[Path, tuple[str, ...]]:
-    """'FILE' or 'FILE:PART,PART' -> the file, and which tables of it. Raises UserError for an unknown part."""
+    """'FILE' or 'FILE:PART,PART' -> the file and its tables to show. Raises UserError for an unknown part."""
     path, colon, chosen = text.rpartition(":")
     if not colon or Path(text).is_file():
         return Path(text), PARTS
@@ -268,7 +268,7 @@ def render(path: Path, wanted: Sequence[str] = PARTS) -> str:
     tables = {
         "drafters": ("**Drafters**, all questions.", _drafters(found)),
         "sets": ("**Question sets.**", _sets(found)),
-        "lengths": (f"**Draft length and trees.** {few}.", _ways(found)),
+        "lengths": (f"**Draft length and trees.** {few}.", _lengths_and_trees(found)),
         "ablations": (f"**Ablations**, {_count(found)}equal data and steps. {few}.", _ablations(found)),
         "steps": (f"**Equal steps**, the same batches for every draft. {few}.", _steps(found)),
         "lookup": (
@@ -286,7 +286,7 @@ def render(path: Path, wanted: Sequence[str] = PARTS) -> str:
 
 
 def write_page(results: Sequence[str], page: Path) -> None:
-    """Put the tables between the marks of `page`, or write a page of them alone."""
+    """Write the tables between the marks of `page`, or a page with only the tables."""
     tables = "\n".join(render(*parse_results(text)) for text in results)
     old = page.read_text(encoding="utf-8") if page.is_file() else ""
     if BEGIN in old and END in old:

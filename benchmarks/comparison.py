@@ -116,15 +116,8 @@ class ByTheClock:
         self.done = due
 
 
-LATE = "late"
-"""As `capture_layer_ids`: the middle of the base, three quarters, and its last layer but one."""
 REDUCED = ("eagle3", "p-eagle")
 """Algorithms with a head of their own, over the draft vocabulary."""
-
-
-def late_captures(layers: int) -> tuple[int, ...]:
-    """The layers that `LATE` stands for, in a base of so many."""
-    return tuple(sorted({max(0, layers // 2 - 1), max(0, 3 * layers // 4 - 1), max(0, layers - 2)}))
 
 
 @dataclass(frozen=True)
@@ -279,10 +272,8 @@ class Comparison:
         return DraftVocab.full(self.ref.config.vocab_size)
 
     def config_of(self, kind: Kind) -> Any:
-        """Its architecture; `LATE` captures are counted in the base's layers."""
-        fields, layers = dict(kind.fields), self.ref.config.num_layers
-        if fields.get("capture_layer_ids") == LATE:
-            fields["capture_layer_ids"] = late_captures(layers)
+        """Its architecture."""
+        fields = dict(kind.fields)
         if kind.algorithm in MASKED and self.args.mask_token_id is not None:
             fields["mask_token_id"] = self.args.mask_token_id
         if kind.algorithm == "medusa":

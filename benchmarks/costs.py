@@ -1,11 +1,11 @@
-"""What packing gains, and what stored features and checkpoints cost, with a base of yours.
+"""Gain of packing, and costs of stored features and checkpoints, for any base.
 
     python benchmarks/costs.py --base SMOLLM2 --output costs.json
     python benchmarks/costs.py --base /models/llama-3.1-8b --bf16 --seq-length 4096 --draft-vocab-size 32000
 
-Conversations are random tokens with the spread of lengths of chat data (log-normal, a quarter below half the median,
-the longest cut at --seq-length), half of each supervised. Every step reads as many rows as --micro-batch-size says; a
-token counts when it is no padding.
+Conversations are random tokens with the length distribution of chat data (log-normal, a quarter below half the median,
+truncated at --seq-length), half of each supervised. Every step reads --micro-batch-size rows; padding does not count as
+tokens.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Conversations:
 
 
 class Bench:
-    """A base, a fresh draft and its trainer."""
+    """A base, a new draft and its trainer."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.world = args, distributed.initialize()
@@ -83,7 +83,7 @@ class Bench:
         self.data = Conversations(args.conversations, args.seq_length, base.vocab_size)
 
     def seconds(self, work: Callable[[], Any]) -> float:
-        """Of some work, with what it left to the device."""
+        """Seconds of a call, including its work on the device."""
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
         begin = time.perf_counter()
@@ -93,7 +93,7 @@ class Bench:
         return time.perf_counter() - begin
 
     def training(self, source: FeatureSource, data: Dataset, packing: bool) -> dict[str, float]:
-        """Tokens a second, and their share of the places of a batch, over one pass of the data."""
+        """Tokens per second, and their share of the rows of a batch, over one pass of the data."""
         B = self.args.micro_batch_size
         loader = BatchLoader(data, B, B, device=self.world.device, packing=packing)
         batches = [loader.step(i * B) for i in range(max(1, loader.samples_per_epoch // B))]
@@ -104,13 +104,13 @@ class Bench:
             for step in steps:
                 self.trainer.step(source.features(step))
 
-        # A GPU compiles kernels for the row counts it meets, which vary from batch to batch.
+        # On a GPU, kernels are compiled per row count, which varies from batch to batch.
         train(batches if self.world.device.type == "cuda" else batches[:1])  # warm
         seconds = self.seconds(lambda: train(batches))
         return {"tokens_per_second": tokens / seconds, "filled": tokens / places, "steps": len(batches)}
 
     def features(self, folder: Path) -> dict[str, float]:
-        """Throughput and size of writing features, and training on them."""
+        """Throughput and size of stored features, and throughput of training on them."""
         manifest = StoreManifest(
             base_fingerprint=self.ref.fingerprint, capture_layer_ids=self.config.capture_layer_ids,
             hidden_size=self.ref.config.hidden_size, dtype=str(self.dtype).removeprefix("torch."), template_hash="",
@@ -126,7 +126,7 @@ class Bench:
         }  # fmt: skip
 
     def checkpoint(self, folder: Path) -> dict[str, float]:
-        """Seconds the training waits for a save, now and in the background, and the size of one."""
+        """Seconds that training waits for a save, in the foreground and in the background, and its size."""
         spec = CheckpointSpec(base=link(self.ref), draft=self.config)
         writer = BackgroundWriter()
 
@@ -137,7 +137,7 @@ class Bench:
         self.seconds(save("warm"))
         found = {"sync_s": self.seconds(save("sync"))}
         size = sum(p.stat().st_size for p in (folder / "sync").rglob("*") if p.is_file())
-        self.seconds(save("first", writer=writer))  # starts the process that writes
+        self.seconds(save("first", writer=writer))  # starts the writer process
         writer.wait()
         begin = time.perf_counter()
         found["async_blocking_s"] = self.seconds(save("async", writer=writer))
@@ -151,7 +151,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--base", required=True, metavar="DIR", help="base in Hugging Face or Megatron format")
     p.add_argument("--bf16", action="store_true")
     p.add_argument("--seq-length", type=int, default=1024)
-    p.add_argument("--micro-batch-size", type=int, default=4, help="rows of a step")
+    p.add_argument("--micro-batch-size", type=int, default=4, help="rows per step")
     p.add_argument("--conversations", type=int, default=48)
     p.add_argument("--ttt-steps", type=int, default=3)
     p.add_argument("--draft-vocab-size", type=int, default=8192)
@@ -160,7 +160,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure, print one line for each finding, write all as JSON."""
+    """Measure, print one line per result, write all results as JSON."""
     bench, report = Bench(args), {}
     online = OnlineFeatures(bench.base)
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,11 +1,11 @@
-"""Memory and time of the data's way to a draft, for files of several sizes: prepare -> calibrate -> finetune (2 steps).
+"""Memory and time of the data pipeline for files of several sizes: prepare -> calibrate -> finetune (2 steps).
 
     python benchmarks/data_scale.py --model SMOLLM2 --megabytes 100 1000
 
-Conversations are made from source text, with what files have in practice: ShareGPT's names, duplicates, broken roles,
-questions without an answer. Every step is a process as a user starts it; its memory is looked at twice a second: the
-resident set of the largest process, and all processes together, pages that they share counted once. Memory that is the
-same for both sizes does not grow with the data. Prints a table in Markdown; everything that was made is removed.
+Conversations are made from source code, with the defects of real files: ShareGPT's names, duplicates, wrong roles,
+questions without an answer. Every step is a process as a user starts it. Its memory is sampled twice a second: the
+resident set of the largest process, and that of all processes with shared pages counted once. Memory that is equal for
+all sizes does not grow with the data. Prints a Markdown table; all files are removed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ DRAFT_VOCAB = 16384
 
 @dataclass
 class Usage:
-    """Of one command: seconds, and MiB of its largest process and of all together, a sample each half second."""
+    """Usage of one command: seconds, and MiB of its largest process and of all processes, sampled twice a second."""
 
     seconds: float
     largest: list[float]
     together: list[float]
 
     def row(self, megabytes: int, name: str) -> str:
-        """Of the table."""
+        """Row of the table."""
         places = " / ".join(f"{self.together[int(p * len(self.together))]:.0f}" for p in PLACES)
         return (
             f"| {megabytes} | {name} | {self.seconds:.0f} | {max(self.largest):.0f} | {max(self.together):.0f} "
@@ -56,18 +56,18 @@ def make_parser() -> cli.Parser:
     p.add_argument("--model", required=True, metavar="DIR", help="base, small enough for this machine")
     p.add_argument("--megabytes", type=cli.at_least_one, nargs="+", default=[100, 1000], metavar="N")
     p.add_argument("--seq-length", type=int, default=512)
-    p.add_argument("--work-dir", metavar="DIR", help="for the files, five times as large (default: the system's /tmp)")
+    p.add_argument("--work-dir", metavar="DIR", help="temporary folder with five times the space (default: /tmp)")
     return p
 
 
 def watch(command: list[str], log: Path) -> Usage:
-    """Run a script of the repository. Raises UserError, with the end of its output, when it fails."""
+    """Run a script of the repository. Raises UserError with the end of its output if it fails."""
     start, largest, together = time.monotonic(), [0.0], [0.0]
     with log.open("w") as out:
         process = psutil.Popen([sys.executable, *command], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
         while process.poll() is None:
             sizes = [_sizes(one) for one in [process, *_children(process)]]
-            if sizes[0][0]:  # else it has just ended
+            if sizes[0][0]:  # 0: it has just ended
                 largest.append(max(resident for resident, _ in sizes))
                 together.append(sum(own for _, own in sizes))
             try:
@@ -80,7 +80,7 @@ def watch(command: list[str], log: Path) -> Usage:
 
 
 def _sizes(process: psutil.Process) -> tuple[float, float]:
-    """MiB (resident, with its share of what several processes hold); 0 when it has ended."""
+    """MiB (resident, proportional share of shared pages); 0 if it has ended."""
     try:
         found = process.memory_full_info()
     except psutil.Error:
@@ -97,7 +97,7 @@ def _children(process: psutil.Popen) -> list[psutil.Process]:
 
 
 def steps(model: str, folder: Path, seq_length: int) -> dict[str, list[str]]:
-    """Name of a step -> its command; they read what the ones before them wrote."""
+    """Name of a step -> its command; each reads the output of earlier ones."""
     data, vocab, chain = f"{folder}/train.jsonl", f"{folder}/vocab", "examples/post_training"
     (folder / "eagle.json").write_text(json.dumps({"draft_vocab_size": DRAFT_VOCAB}))
     return {
@@ -117,7 +117,7 @@ def steps(model: str, folder: Path, seq_length: int) -> dict[str, list[str]]:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Prints the table."""
+    """Measure and print the table."""
     parent = Path(tempfile.mkdtemp(prefix="data-scale-", dir=args.work_dir))
     sys.stdout.write(
         "| MB | step | seconds | peak MiB | all | at "

@@ -1,9 +1,9 @@
-"""Speed of reading conversations: JSON -> template -> tokens and masks on disk -> packed rows, in tokens a second.
+"""Throughput of reading conversations: JSON -> template -> tokens and masks on disk -> packed rows, in tokens/s.
 
     python benchmarks/data_throughput.py --tokenizer SMOLLM2 --megabytes 200 --num-workers 2
 
-Without --data it makes conversations of one to three turns from the text of the Python files of this machine's standard
-library (an answer of 200 to 2,500 characters). Start-up of the processes is counted.
+Without --data it makes conversations of one to three turns from the source code of this machine's Python standard
+library (answers of 200 to 2,500 characters). Process start-up is included.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ def make_parser() -> cli.Parser:
     p = cli.Parser(__doc__)
     p.add_argument("--tokenizer", required=True, metavar="DIR")
     p.add_argument("--data", metavar="JSONL", help="conversations (default: made from source text)")
-    p.add_argument("--megabytes", type=cli.at_least_one, default=200, help="of made conversations (default: 200)")
+    p.add_argument(
+        "--megabytes", type=cli.at_least_one, default=200, help="size of the conversations made (default: 200)"
+    )
     p.add_argument("--seq-length", type=int, default=2048)
     p.add_argument("--num-workers", type=cli.at_least_one, metavar="N", help="processes (default: all processors)")
     return p
 
 
 def make_conversations(path: Path, megabytes: int, untidy: bool = False) -> None:
-    """Reproducible on one Python version.
+    """Write conversations made from source code; reproducible on one Python version.
 
     Args:
-        untidy: of every hundred, two are there twice, one has a question without an answer, one a strange role.
+        untidy: of every hundred, two are duplicates, one has a question without an answer, one an unknown role.
     """
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = "".join(source.read_text(encoding="utf-8", errors="ignore") for source in sources)
@@ -62,7 +64,7 @@ def make_conversations(path: Path, megabytes: int, untidy: bool = False) -> None
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Prints one line of JSON."""
+    """Measure and print one line of JSON."""
     from megatron_spec.data.loader import ConversationDataset
     from megatron_spec.data.packing import pack
     from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids

@@ -1,10 +1,10 @@
-"""What fp8 fake quantisation costs: the rounding alone, plain and as a kernel, and a draft step with and without it.
+"""Cost of fp8 fake quantisation: the rounding alone, plain and as a kernel, and a draft step with and without it.
 
     python benchmarks/fake_quant.py                       # Llama-3.1-8B's draft shape, on a GPU
     python benchmarks/fake_quant.py --tiny                # a tiny shape: works on a CPU
 
 The draft step is forward and backward on random features, by the hand-written unroll (`drafts/fused_unroll.py`) and by
-the general one; the base is not run. `cost` is the share that fake quantisation adds to the step as training runs it.
+the plain one; the base does not run. `cost` is the share that fake quantisation adds to the step of training.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def make_parser() -> cli.Parser:
     p = cli.Parser(__doc__)
     p.add_argument("--tiny", action="store_true")
     p.add_argument("--ttt-steps", type=int, default=7)
-    p.add_argument("--repeats", type=int, default=5, help="the median of this many timings")
+    p.add_argument("--repeats", type=int, default=5, help="number of timings, for the median")
     return p
 
 
 def timed(run: Callable[[], Any], repeats: int) -> float:
-    """Median seconds of a call, after one that warms up."""
+    """Median seconds of a call, after a warm-up call."""
     run()
     times = []
     for _ in range(repeats):
@@ -71,7 +71,7 @@ def round_trips(shape: dict[str, int], device: torch.device, repeats: int) -> di
 
 
 def steps(shape: dict[str, int], world: Any, ttt_steps: int, repeats: int) -> dict[str, float]:
-    """Seconds of forward and backward of a draft, as it is and fake-quantised."""
+    """Seconds of a draft's forward and backward, with and without fake quantisation."""
     H, S, B, V = (shape[n] for n in ("H", "S", "B", "V"))
     device, dtype = world.device, torch.bfloat16 if world.device.type == "cuda" else torch.float32
     config = EagleConfig(
@@ -99,7 +99,7 @@ def steps(shape: dict[str, int], world: Any, ttt_steps: int, repeats: int) -> di
         draft(features, ends, objective).total.backward()
 
     def both_ways(name: str) -> dict[str, float]:
-        """Seconds as training goes, and by the general unroll where that is another way."""
+        """Seconds of the step of training, and of the plain unroll if training uses the fused one."""
         found = {f"{name}_s": timed(step, repeats)}
         if device.type == "cuda":
             taken, draft.paths = draft.paths, draft.paths.without("draft_fused")

@@ -1,37 +1,37 @@
-"""Floating-point operations of training, as the plain algorithm needs them.
+"""Floating-point operations of training with the plain algorithm.
 
 S sequence, T draft steps, H hidden size, M width of the MLP.
 """
 
 from __future__ import annotations
 
-from megatron_spec.config import BaseConfig, BlockConfig, DraftConfig
+from megatron_spec.config import BaseConfig, BlockConfig, EagleConfig
 
 
-def _projections(config: BaseConfig | DraftConfig, inputs: int) -> tuple[int, int, int]:
-    """(queries and output, keys and values, MLP) per token of a layer whose projections read `inputs` numbers."""
+def _projections(config: BaseConfig | BlockConfig | EagleConfig, inputs: int) -> tuple[int, int, int]:
+    """(queries and output, keys and values, MLP) per token of a layer whose projections have `inputs` inputs."""
     H, attention = config.hidden_size, config.num_attention_heads * config.head_dim
     keys = 2 * config.num_key_value_heads * config.head_dim
     return 2 * (attention * inputs + attention * H), 2 * keys * inputs, 2 * 3 * config.intermediate_size * H
 
 
-def _scores(config: BaseConfig | DraftConfig, keys: float) -> float:
-    """Scores and their sum of values for one query token over so many keys."""
+def _scores(config: BaseConfig | BlockConfig | EagleConfig, keys: float) -> float:
+    """Attention scores and the weighted sum of values for one query token over `keys` keys."""
     return 2 * 2 * config.num_attention_heads * config.head_dim * keys
 
 
 def base_flops(base: BaseConfig, S: int) -> float:
-    """Per token: one forward pass without the LM head."""
+    """Base forward without the LM head, per token."""
     return base.num_layers * (sum(_projections(base, base.hidden_size)) + _scores(base, S / 2))
 
 
-def standard_flops(base: BaseConfig, draft_vocab: int, captures: int, S: int, T: int) -> dict[str, float]:
+def standard_flops(base: BaseConfig, draft: EagleConfig, S: int, T: int) -> dict[str, float]:
     """EAGLE-3, per token: the base forward with its head; T draft steps forward and backward."""
     H = base.hidden_size
-    draft_layer = sum(_projections(base, 2 * H)) + _scores(base, S / 2)
+    draft_layer = sum(_projections(draft, 2 * H)) + _scores(draft, S / 2)
     return {
         "base": base_flops(base, S) + 2 * H * base.vocab_size,
-        "draft": T * 3 * (draft_layer + 2 * H * draft_vocab) + 3 * 2 * captures * H * H,
+        "draft": T * 3 * (draft_layer + 2 * H * draft.draft_vocab_size) + 3 * 2 * len(draft.capture_layer_ids) * H * H,
     }
 
 

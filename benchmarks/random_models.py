@@ -1,4 +1,4 @@
-"""Bases of known shapes (figures of the models' config.json) and drafts for them, with random weights."""
+"""Bases of known shapes (from the models' config.json) and drafts for them, with random weights."""
 
 from __future__ import annotations
 
@@ -40,16 +40,27 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
         rope={"theta": 1000000.0}, qk_norm=True,
     ),
+    "qwen3-30b-a3b": dict(
+        family="qwen3_moe", hidden_size=2048, intermediate_size=6144, num_layers=48, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
+        rope={"theta": 1000000.0}, qk_norm=True,
+        moe=dict(num_experts=128, experts_per_token=8, intermediate_size=768),
+    ),
+    "tiny-moe": dict(
+        family="mixtral", hidden_size=128, intermediate_size=256, num_layers=8, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=16, vocab_size=512, max_position_embeddings=512,
+        moe=dict(num_experts=4, experts_per_token=2, intermediate_size=256),
+    ),
 }  # fmt: skip
 
 
 def base_shape(name: str) -> BaseConfig:
-    """One of `SHAPES`."""
+    """The configuration of one of `SHAPES`."""
     return BaseConfig.from_dict(SHAPES[name])
 
 
 def random_base(config: BaseConfig, world: World, dtype: torch.dtype, transformer_engine: bool = False) -> FrozenBase:
-    """A base that was never trained, with the captures of an EAGLE-3 draft."""
+    """A base with random weights and the captures of an EAGLE-3 draft."""
     captures = presets.default_capture_ids(config.num_layers)
     base = FrozenBase.build(config, world, captures, dtype, transformer_engine=transformer_engine)
     _randomise(base)
@@ -57,7 +68,7 @@ def random_base(config: BaseConfig, world: World, dtype: torch.dtype, transforme
 
 
 def random_draft(base: BaseConfig, world: World, draft_vocab_size: int, dtype: torch.dtype) -> torch.nn.Module:
-    """An EAGLE-3 draft of a base; its tokens are spread over the base's vocabulary, at most all of them."""
+    """An EAGLE-3 draft for a base; its vocabulary is spread evenly over the base's."""
     size = min(draft_vocab_size, base.vocab_size)
     config = presets.eagle_config(base, overrides={"draft_vocab_size": size})
     vocab = DraftVocab(torch.arange(size) * (base.vocab_size // size), base.vocab_size)

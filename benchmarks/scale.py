@@ -1,13 +1,13 @@
 """Layouts on several GPUs: losses and gradients against one GPU, and throughput per GPU at the Llama-3.1-8B shape.
 
     python benchmarks/scale.py --gpus 2 --output two.json          # all layouts of two GPUs against one: tables
-    python benchmarks/scale.py --gpus 2 --tiny                     # the same in miniature, on CPUs
+    python benchmarks/scale.py --gpus 2 --tiny                     # the same with tiny models, on CPUs
     torchrun --nproc-per-node 4 benchmarks/scale.py pp4 --model 70b --no-equality --output large.json
 
 A layout is written tp2pp2cp1, then sp for sequence parallelism, te for Transformer Engine's layers, @16384x1 for
-another sequence length and micro-batch size of the throughput; what is left is data parallel. Equality: a small model
-with weights on disk, in fp32 and bf16; throughput: random weights and every token supervised. `--reference` is written
-by the layout `one` and read by the others; --gpus does both, in processes of its own (`scale_proof.py`).
+another sequence length and micro-batch size in the throughput test; the other GPUs are data parallel. Equality: a small
+model with weights on disk, in fp32 and bf16. Throughput: random weights, every token supervised. `--reference` is
+written by the layout `one` and read by the others; --gpus does both, in child processes (`scale_proof.py`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SMALL = dict(
 
 
 def parse_layout(text: str) -> tuple[ParallelConfig, bool]:
-    """('tp2pp2sp' -> sizes, whether Transformer Engine's layers are used)."""
+    """'tp2pp2sp' -> (parallel sizes, whether Transformer Engine's layers are used)."""
     if not re.fullmatch(r"one(te)?|((tp|pp|cp|dp)\d+|sp|te)+", text):
         raise SystemExit(f"layout {text!r}: expected for example tp4, tp2pp2, cp4, tp2sp, dp4 or one")
     size = {name: int(n) for name, n in re.findall(r"(tp|pp|cp)(\d+)", text)}
@@ -62,7 +62,7 @@ def parse_layout(text: str) -> tuple[ParallelConfig, bool]:
 
 
 def start(layout: str) -> tuple[World, bool]:
-    """The groups of a layout, after those of the one before."""
+    """The process groups of a layout, after removing those of the previous one."""
     from megatron.core import parallel_state
 
     parallel, engine = parse_layout(layout.split("@")[0])
@@ -99,7 +99,7 @@ def write_small_base(folder: Path, tiny: bool) -> None:
 
 
 def equality_batches(vocab: int, S: int, world: World) -> list[Batch]:
-    """This data rank's part of sixteen micro-batches with two turns a row and padding."""
+    """This data-parallel rank's part of sixteen micro-batches with two turns per row and padding."""
     generator, found = torch.Generator().manual_seed(3), []
     for m in range(16):
         tokens = torch.randint(0, vocab, (2, S), generator=generator)
@@ -111,7 +111,7 @@ def equality_batches(vocab: int, S: int, world: World) -> list[Batch]:
 
 
 def gradients(base_folder: Path, world: World, dtype: torch.dtype, engine: bool, S: int) -> dict[str, Any]:
-    """Loss, sums and whole gradients of one global batch."""
+    """Loss, sums and unsharded gradients of one global batch."""
     reference = inspect_base(base_folder)
     D = reference.config.vocab_size // 2
     config = presets.eagle_config(reference.config, overrides={"draft_vocab_size": D})
@@ -154,7 +154,7 @@ def equality(layout: str, reference: Path, tiny: bool) -> list[dict[str, Any]]:
             "loss_difference": abs(found["loss"] / one["loss"] - 1), "same_rows": found["rows"] == one["rows"],
             "gradient_difference": every, "worst_parameter": worst,
         })  # fmt: skip
-        if dtype == torch.bfloat16:  # what rounding alone does, with and without sharing
+        if dtype == torch.bfloat16:  # the effect of rounding alone, with and without parallelism
             exact = torch.load(reference / "float32.pt", weights_only=True)
             entries[-1]["gradient_from_fp32"] = differences(found["gradients"], exact["gradients"])[0]
         say(world, entries[-1])
@@ -162,7 +162,7 @@ def equality(layout: str, reference: Path, tiny: bool) -> list[dict[str, Any]]:
 
 
 def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, float]:
-    """Relative differences: of all gradients together, and of the worst parameter."""
+    """Relative differences of all gradients together and of the worst parameter."""
     pairs = [(g, expected[n]) for n, g in found.items()]
     every = torch.cat([(a - b).flatten() for a, b in pairs]).norm() / torch.cat([b.flatten() for _, b in pairs]).norm()
     return float(every), max(float((a - b).norm() / b.norm()) for a, b in pairs)
@@ -172,7 +172,7 @@ def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second and GPU of the training loop's step, features drawn ahead across steps."""
+    """Tokens per second and GPU of training steps, with features computed ahead across steps."""
     world, _ = start(layout)
     cuda = world.device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -221,7 +221,7 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def say(world: World, entry: dict[str, Any]) -> None:
-    """One line on rank 0."""
+    """Print one line on rank 0."""
     if world.rank == 0:
         print(json.dumps(entry), flush=True)
 
@@ -230,15 +230,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Command line."""
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("layouts", nargs="*")
-    p.add_argument("--gpus", type=int, metavar="N", help="instead: every layout of N GPUs against one, and tables")
+    p.add_argument("--gpus", type=int, metavar="N", help="every layout of N GPUs against one GPU, as tables")
     p.add_argument("--reference", type=Path, help="folder of the small base and the results of one GPU")
     p.add_argument("--no-equality", action="store_true")
     p.add_argument("--no-speed", action="store_true")
-    p.add_argument("--speed-of", nargs="+", metavar="LAYOUT", help="throughput of these alone (default: all)")
+    p.add_argument("--speed-of", nargs="+", metavar="LAYOUT", help="layouts for the throughput test (default: all)")
     p.add_argument("--model", choices=["8b", "70b"], default="8b")
     p.add_argument("--seq-length", type=int, default=4096)
     p.add_argument("--micro-batch-size", type=int, default=2)
-    p.add_argument("--micro-batches", type=int, default=2, help="of a rank and step")
+    p.add_argument("--micro-batches", type=int, default=2, help="micro-batches per rank and step")
     p.add_argument("--features-ahead", type=int, default=0)
     p.add_argument("--ttt-steps", type=int, default=7)
     p.add_argument("--warmup", type=int, default=3, help="steps")
@@ -256,7 +256,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Every layout: equality, then throughput; a layout that fails is reported, and the others go on."""
+    """Equality, then throughput, of every layout; a failed layout is reported, and the others continue."""
     args = parse()
     if args.gpus is not None:
         flags = [flag for flag in sys.argv[1:] if flag == "--tiny"]

@@ -1,7 +1,7 @@
-"""Driver of scale.py: every layout of a machine's GPUs against one GPU, in processes of their own; tables and JSON.
+"""Driver of scale.py: every layout of a machine's GPUs against one GPU, in child processes; tables and JSON.
 
-Each line a child prints is a finding. A layout that ends its processes, or says nothing for `PATIENCE` seconds, is
-reported as failed, and the next layouts run in new ones.
+Each line that a child prints is a result. A layout that crashes, or prints nothing for `PATIENCE` seconds, is reported
+as failed, and the remaining layouts run in new processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Finding = dict[str, Any]
 
 
 def layouts(gpus: int, engine: bool) -> tuple[list[str], list[str]]:
-    """(of equality, of throughput) on `gpus` GPUs; those with Transformer Engine's layers where it is installed."""
+    """(layouts for equality, for throughput) on `gpus` GPUs, with Transformer Engine's layers if `engine`."""
     n = gpus
     equal = [f"tp{n}", f"tp{n}sp", f"pp{n}", f"dp{n}", f"cp{n}"]
     fast = [f"dp{n}", f"pp{n}", f"tp{n}", f"tp{n}sp", f"cp{n}@16384x1"]
@@ -33,7 +33,7 @@ def layouts(gpus: int, engine: bool) -> tuple[list[str], list[str]]:
 
 
 def run(gpus: int, wanted: list[str], flags: list[str]) -> tuple[list[Finding], list[str]]:
-    """(findings, failures) of layouts on so many GPUs."""
+    """(results, failures) of layouts on `gpus` GPUs."""
     findings: list[Finding] = []
     failures: list[str] = []
     left = list(wanted)
@@ -57,7 +57,7 @@ def run(gpus: int, wanted: list[str], flags: list[str]) -> tuple[list[Finding], 
 
 
 def _listen(child: subprocess.Popen[str], findings: list[Finding]) -> tuple[str, deque[str]]:
-    """Collect what a child finds until it ends: (layout it was at, its last other lines)."""
+    """Collect a child's results until it ends; returns (its current layout, its last other lines)."""
     begun, last = "", deque[str](maxlen=12)
     assert child.stdout is not None
 
@@ -112,14 +112,14 @@ def prove(gpus: int, flags: list[str], output: Path | None, reference: Path | No
             findings, failures = run(count, wanted, [*own, *flags])
             report[kind] += findings
             report["failed"] += [f"{kind} {failure}" for failure in failures]
-            if output is not None:  # what there is, whatever comes
+            if output is not None:  # save partial results
                 output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print("\n" + tables(report), flush=True)
     return 1 if report["failed"] else 0
 
 
 def tables(report: dict[str, Any]) -> str:
-    """Both tables in Markdown."""
+    """Both Markdown tables."""
     rows = {(e["layout"], e["dtype"]): e for e in report["equality"]}
     lines = [
         "| layout | loss, fp32 | gradient, fp32 | loss, bf16 | gradient, bf16 | bf16 gradient from fp32 of one GPU |",

@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.flops import block_flops, standard_flops
 from benchmarks.random_models import SHAPES, base_shape, random_base, random_block_draft, random_draft
 from megatron_spec.base.model import FrozenBase
+from megatron_spec.base.moe import LocalExperts
 from megatron_spec.batch import Batch
 from megatron_spec.config import BaseConfig, BlockConfig, ObjectiveConfig, TrainConfig, presets
 from megatron_spec.data.chat import Sample
@@ -86,8 +87,7 @@ def flops_of(draft: Any, base: FrozenBase, objective: ObjectiveConfig, batch: Ba
     """Of one token of this batch; for block drafts counted with the anchors that are drawn from it."""
     B, S = batch.tokens_BS.shape
     if not isinstance(draft.config, BlockConfig):
-        captures = len(draft.config.capture_layer_ids)
-        return standard_flops(base.config, len(draft.vocab), captures, S, objective.ttt_steps)
+        return standard_flops(base.config, draft.config, S, objective.ttt_steps)
     plan = BlockPlan.of(batch, draft.config, objective.anchors)
     teacher = len(plan.supervision.teacher_U) / (B * S)
     return block_flops(base.config, draft.config, len(plan.tokens_P) // B, S, teacher)
@@ -230,7 +230,7 @@ def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Names
         draft.paths = draft.paths.asked_for("draft_fp8")
         draft.paths.check()
     if args.plain:
-        draft.paths = draft.paths.without("draft_fused", "block_kernel")
+        draft.paths = draft.paths.without("draft_fused", "draft_layer", "block_kernel")
     batches = [supervised_batch(base.config, B, S, world.device, args.supervised_share) for _ in range(2)]
     source: FeatureSource = OnlineFeatures(base)
     if args.offline:
@@ -337,6 +337,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     base = random_base(base_shape("tiny" if args.tiny else args.shape), world, dtype, args.transformer_engine)
     if args.plain:
         base.direct = None
+        for module in base.modules():
+            if isinstance(module, LocalExperts):
+                module.grouped = False
     if args.base_fp8:
         from megatron_spec.base.direct import run_in_fp8
 

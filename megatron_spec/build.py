@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference
-from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec, held, read_spec
+from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec, locked, read_spec
 from megatron_spec.config import ObjectiveConfig, ParallelConfig, UserError
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
@@ -115,7 +115,7 @@ def load_checkpoint(
 
     Raises UserError for a missing, incomplete or mismatched checkpoint, before any weight of the base is read.
     """
-    with held(path) as folder:
+    with locked(path) as folder:
         _check_same_on_all_ranks(folder)
         spec = read_spec(folder) if spec is None else spec
         return _load(folder, spec, world, dtype, base_path, original_base, transformer_engine, ends_only, paths, plain)

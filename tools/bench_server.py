@@ -1,12 +1,11 @@
-"""Measure a server with an OpenAI-compatible interface (vLLM, SGLang, TensorRT-LLM, ...), or compare two.
+"""Benchmark a server with an OpenAI-compatible API (vLLM, SGLang, TensorRT-LLM, ...), or compare two.
 
     python tools/bench_server.py --url http://localhost:8000 --data prompts.jsonl --concurrency 1,2,4,8
     python tools/bench_server.py --url http://localhost:8000 --compare http://localhost:8001 --data prompts.jsonl
 
-Per concurrency: tokens per second, percentiles of the time to the first token, of the latency and of the time between
-tokens, and the acceptance length where the server counts it. With --compare the second server answers the same prompts
-after the first, level by level; at temperature 0 the share of equal answers is shown. Needs openai
-(megatron-spec[serving]).
+Per concurrency: tokens per second, percentiles of time to first token, latency and time between tokens, and the
+acceptance length if the server reports it. With --compare the second server answers the same prompts after the first,
+level by level; at temperature 0 the share of identical answers is shown. Needs openai (megatron-spec[serving]).
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ def make_parser() -> cli.Parser:
     p.add_argument("--url", required=True, help="server, for example http://localhost:8000")
     p.add_argument("--compare", metavar="URL", help="second server")
     p.add_argument(
-        "--data", required=True, metavar="JSONL", help="question file or conversations; first questions count"
+        "--data", required=True, metavar="JSONL", help="question file or conversations; only the first turn is sent"
     )
     p.add_argument("--num-prompts", type=cli.at_least_one, metavar="N", help="use the first N (default: all)")
     p.add_argument("--concurrency", type=levels, default=[1], help="requests in flight, for example 1,2,4 (default: 1)")
-    p.add_argument("--max-tokens", type=cli.at_least_one, default=128, help="longest answer (default: 128)")
+    p.add_argument("--max-tokens", type=cli.at_least_one, default=128, help="maximum tokens per answer (default: 128)")
     p.add_argument("--temperature", type=float, default=0.0)
-    p.add_argument("--ignore-eos", action="store_true", help="answers of max-tokens each (vLLM, SGLang)")
-    p.add_argument("--warm-up", type=int, default=2, metavar="N", help="answers before measuring (default: 2)")
-    p.add_argument("--model", help="name the server knows it by (default: its first)")
+    p.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens tokens (vLLM, SGLang)")
+    p.add_argument("--warm-up", type=int, default=2, metavar="N", help="requests before the measurement (default: 2)")
+    p.add_argument("--model", help="name of the served model (default: the server's first)")
     p.add_argument("--api-key", default="none")
     p.add_argument("--output", metavar="JSON", help="all figures")
     return p
@@ -74,7 +73,7 @@ HEAD = (
 
 
 async def measure(args: argparse.Namespace, prompts: list[str]) -> dict[str, Any]:
-    """Run all levels; prints the table as it grows."""
+    """Run all levels, printing the table row by row."""
     options: dict[str, Any] = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     if args.ignore_eos:
         options["extra_body"] = {"ignore_eos": True}
@@ -104,7 +103,7 @@ async def measure(args: argparse.Namespace, prompts: list[str]) -> dict[str, Any
 
 
 def main(args: argparse.Namespace) -> None:
-    """Read the prompts, measure, report. Raises UserError when a server does not answer."""
+    """Read the prompts, measure, report. Raises UserError if a server does not answer."""
     from megatron_spec.generation.prompts import read_prompts
 
     texts = [str(p.rounds[0][-1]["content"]) for p in read_prompts(args.data, args.num_prompts)]

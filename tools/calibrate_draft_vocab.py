@@ -1,12 +1,12 @@
-"""Choose the draft vocabulary: the tokens the assistant uses most in the training conversations.
+"""Choose the draft vocabulary: the most frequent assistant tokens in the training conversations.
 
     python tools/calibrate_draft_vocab.py --model BASE --data train.jsonl --draft-vocab-size 32000 --save-dir vocab
-    python tools/calibrate_draft_vocab.py --load DRAFT --data new.jsonl --save-dir vocab    # of a draft that has one
+    python tools/calibrate_draft_vocab.py --load DRAFT --data new.jsonl --save-dir vocab    # measure an existing one
 
-Every token a turn can end with is always in. Writes draft_vocab.safetensors (d2t and t2d, for convert_model.py
---draft-vocab), d2t.pt (the same map for other tools), coverage.json and coverage.png (with matplotlib), and prints how
-much of the assistant's text vocabularies of several sizes would cover. A vocabulary is never replaced by another one:
-neither that of a draft (--load), nor one in --save-dir. Tokens are kept beside the data, where training finds them.
+Every token that can end a turn is included. Writes draft_vocab.safetensors (d2t and t2d, for convert_model.py
+--draft-vocab), d2t.pt (the same map for other tools), coverage.json and coverage.png (with matplotlib), and prints the
+share of assistant tokens that vocabularies of several sizes cover. An existing vocabulary, in a draft (--load) or in
+--save-dir, is never replaced by another one. Tokenised data are cached beside the data, and reused in training.
 """
 
 from __future__ import annotations
@@ -34,28 +34,36 @@ def make_parser() -> cli.Parser:
     """The flags."""
     p = cli.Parser(__doc__)
     p.add_argument("--model", metavar="DIR", help="base, in Hugging Face or Megatron format (default: that of --load)")
-    p.add_argument("--load", metavar="DIR", help="draft checkpoint: write and measure the vocabulary it has")
-    p.add_argument("--data", required=True, metavar="JSONL", help="training conversations, answered")
+    p.add_argument("--load", metavar="DIR", help="draft checkpoint whose vocabulary is written and measured")
+    p.add_argument("--data", required=True, metavar="JSONL", help="training conversations with answers")
     p.add_argument("--draft-vocab-size", type=int, metavar="D", help="needed without --load")
     p.add_argument("--save-dir", required=True, metavar="DIR")
-    p.add_argument("--seq-length", type=int, default=4096, help="count the first tokens only (default: %(default)s)")
+    p.add_argument(
+        "--seq-length",
+        type=int,
+        default=4096,
+        help="count only the first tokens of a conversation (default: %(default)s)",
+    )
     p.add_fields(ChatText)
     p.add_argument("--data-cache-path", metavar="DIR", help="folder for tokenised data (default: beside the data)")
     p.add_argument(
-        "--num-workers", type=cli.at_least_one, metavar="N", help="processes that tokenise (default: as is useful)"
+        "--num-workers",
+        type=cli.at_least_one,
+        metavar="N",
+        help="tokeniser processes (default: by the size of the data)",
     )
     return p
 
 
 def check_output(folder: Path) -> None:
-    """Raise UserError when the folder holds anything but an earlier result of this tool."""
+    """Raise UserError if the folder has anything but an earlier result of this tool."""
     if folder.is_dir() and {p.name for p in folder.iterdir() if not p.name.startswith(".")} <= WRITTEN:
         return
     files.require_empty(folder, "choose another --save-dir")
 
 
 def read_vocab_size(model: Path) -> object:
-    """From config.json, or the arguments of a Megatron checkpoint. Raises UserError when there is neither."""
+    """vocab_size from config.json or the arguments of a Megatron checkpoint. Raises UserError if there is neither."""
     if not (model / "config.json").is_file():
         from megatron_spec.checkpoint import megatron
 
@@ -66,7 +74,7 @@ def read_vocab_size(model: Path) -> object:
 
 
 def given_vocabulary(args: argparse.Namespace) -> tuple[str, DraftVocab | None]:
-    """(folder of the base, vocabulary of --load or None). Raises UserError when flags contradict one another."""
+    """(folder of the base, vocabulary of --load or None). Raises UserError for conflicting flags."""
     if args.load is None:
         if args.model is None or args.draft_vocab_size is None:
             raise UserError("give --model and --draft-vocab-size, or --load for a draft that has a vocabulary")
@@ -85,7 +93,7 @@ def given_vocabulary(args: argparse.Namespace) -> tuple[str, DraftVocab | None]:
 
 
 def calibrate(args: argparse.Namespace) -> None:
-    """Count, choose, write, report. Raises UserError for input that does not fit."""
+    """Count, choose, write, report. Raises UserError for invalid input."""
     folder = Path(args.save_dir)
     check_output(folder)
     model, vocab = given_vocabulary(args)
@@ -118,18 +126,16 @@ def calibrate(args: argparse.Namespace) -> None:
 
 
 def check_not_replaced(folder: Path, vocab: DraftVocab) -> None:
-    """Raise UserError when the folder holds another vocabulary: a draft may have been made with it."""
+    """Raise UserError if the folder has another vocabulary, as a draft may use it."""
     from megatron_spec.drafts.vocab import DraftVocab
 
     path = folder / "draft_vocab.safetensors"
     if path.is_file() and DraftVocab.load(path) != vocab:
-        raise UserError(
-            f"{path} holds another vocabulary, and a draft may have been made with it: choose another --save-dir"
-        )
+        raise UserError(f"{path} has another vocabulary, which a draft may use: choose another --save-dir")
 
 
 def write(folder: Path, vocab: DraftVocab, report: dict[str, Any]) -> None:
-    """The vocabulary for this package and for others, figures, and the curve where matplotlib is installed."""
+    """Write the vocabulary for this package and for others, the figures and, with matplotlib, the curve."""
     import torch
 
     size = 2 * vocab.d2t.nbytes + vocab.t2d.nbytes + (1 << 16)
@@ -155,7 +161,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     size, share = report["draft_vocab_size"], report["coverage"]
     axes.plot([size], [share], "o", color="tab:red", label=f"chosen: {size} tokens, {share:.2%}")
     axes.set_xlabel("draft vocabulary size")
-    axes.set_ylabel("share of the assistant's tokens inside")
+    axes.set_ylabel("share of assistant tokens covered")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
@@ -163,7 +169,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def say(folder: Path, report: dict[str, Any]) -> None:
-    """Table of the curve, and what was written."""
+    """Print the curve as a table, and what was written."""
     sys.stdout.write("draft vocabulary   covered\n")
     sys.stdout.writelines(f"{size:16d}  {share:8.3%}\n" for size, share in report["curve"])
     sys.stdout.write(

@@ -1,12 +1,12 @@
-"""Check that an exported folder, ours or anybody's, loads in serving engines as it was meant.
+"""Check that an exported folder, from this package or elsewhere, loads correctly in serving engines.
 
     python tools/check_export.py DIR [--engine trtllm|vllm|sglang] [--base TARGET_DIR]
     python tools/check_export.py --fix DIR OUT --base TARGET_DIR
 
-Knows EAGLE-3, EAGLE-1, Medusa, MTP, the format of speculators, TensorRT-LLM's legacy checkpoint, and whole models.
-Prints every rule that is broken with how to fix it. Exit code 0: none; 1: at least one (warnings alone do not count);
-2: the folder cannot be read, or wrong usage. --fix writes a draft of any known format again, to the new folder OUT, in
-the spelling that engines load, and checks that.
+Supports EAGLE-3, EAGLE-1, Medusa, MTP, speculators' format, TensorRT-LLM's legacy checkpoint and complete models.
+Prints every broken rule and how to fix it. Exit code 0: no errors (warnings do not count); 1: errors; 2: the folder
+cannot be read, or wrong usage. --fix rewrites a draft of any of these formats to the new folder OUT, in the form that
+engines load, and checks that.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from megatron_spec.export.check import check_folder
 def make_parser() -> cli.Parser:
     """The flags."""
     p = cli.Parser(__doc__)
-    p.add_argument("folder", metavar="DIR", help="draft or model as engines read it")
-    p.add_argument("out", metavar="OUT", nargs="?", help="with --fix: new folder to write")
-    p.add_argument("--fix", action="store_true", help="write the draft in DIR again, to OUT, as engines load it")
-    p.add_argument("--engine", choices=["trtllm", "vllm", "sglang"], help="rules of this engine only (default: all)")
-    p.add_argument("--base", metavar="TARGET_DIR", help="the target's folder, for the rules that depend on it")
+    p.add_argument("folder", metavar="DIR", help="exported draft or model")
+    p.add_argument("out", metavar="OUT", nargs="?", help="with --fix: new output folder")
+    p.add_argument("--fix", action="store_true", help="rewrite the draft in DIR to OUT in the form that engines load")
+    p.add_argument(
+        "--engine", choices=["trtllm", "vllm", "sglang"], help="check the rules of this engine only (default: all)"
+    )
+    p.add_argument("--base", metavar="TARGET_DIR", help="the target's folder, for rules that depend on it")
     return p
 
 
 def _fix(folder: str, out: str, base: str | None) -> Path:
     if base is None:
-        raise UserError("--fix: name the target's folder with --base: layers and vocabulary are checked against it")
+        raise UserError("--fix needs --base, the target's folder: layers and vocabulary are checked against it")
     from megatron_spec.export.load import inspect_exported_base
     from megatron_spec.export.rewrite import rewrite
 
@@ -41,9 +43,9 @@ def _fix(folder: str, out: str, base: str | None) -> Path:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Check and print; exits with 1 when a rule is broken."""
+    """Check and print; exits with 1 if a rule is broken."""
     if args.fix != (args.out is not None):
-        raise UserError("--fix DIR OUT: " + ("name the new folder OUT" if args.fix else "OUT is for --fix alone"))
+        raise UserError("--fix DIR OUT: " + ("give the new folder OUT" if args.fix else "OUT needs --fix"))
     if args.fix:
         args.folder = str(_fix(args.folder, args.out, args.base))
     findings = check_folder(args.folder, args.engine, args.base)

@@ -1,4 +1,4 @@
-"""Reports of validate.py side by side in one HTML page: drafters, or one draft before and after quantisation.
+"""Compare reports of validate.py in one HTML page: several drafters, or one draft before and after quantisation.
 
 python tools/compare_reports.py eagle3.json medusa.json ngram.json --names EAGLE-3 Medusa NGram --html compare.html
 """
@@ -16,9 +16,9 @@ from megatron_spec.runtime.files import read_json
 
 
 def read_reports(paths: Sequence[str], names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
-    """Name -> report. Raises UserError for files that are no reports, or that measured different questions."""
+    """Name -> report. Raises UserError for files that are not reports, or not of the same questions."""
     if names and len(names) != len(paths):
-        raise UserError(f"--names: found {len(names)} names for {len(paths)} reports, expected as many")
+        raise UserError(f"--names: found {len(names)} names for {len(paths)} reports, expected one per report")
     found: dict[str, dict[str, Any]] = {}
     for i, path in enumerate(paths):
         try:
@@ -30,13 +30,13 @@ def read_reports(paths: Sequence[str], names: Sequence[str] | None) -> dict[str,
             raise UserError(f"{path}: expected a report of validate.py ({type(e).__name__}: {e})") from None
         name = names[i] if names else f"{about.get('decoding_type')} {about.get('draft')}"
         if name in found:
-            raise UserError(f"two reports are called {name!r}: tell them apart with --names")
+            raise UserError(f"two reports have the name {name!r}: give different ones with --names")
         found[name] = report
     asked = {(r["about"].get("prompts"), r["answers"], r["decode"]["max_new_tokens"]) for r in found.values()}
     if len(asked) > 1:
         raise UserError(
-            f"the reports measured different things (prompts, answers, max_new_tokens: {sorted(map(str, asked))}): "
-            "measure all drafts with the same --data, --num-prompts and --max-new-tokens"
+            f"the reports have different settings (prompts, answers, max_new_tokens: {sorted(map(str, asked))}): "
+            "run validate.py with the same --data, --num-prompts and --max-new-tokens for all drafts"
         )
     return found
 
@@ -44,9 +44,11 @@ def read_reports(paths: Sequence[str], names: Sequence[str] | None) -> dict[str,
 def make_parser() -> cli.Parser:
     """The flags."""
     p = cli.Parser(__doc__)
-    p.add_argument("reports", nargs="+", metavar="JSON", help="what validate.py --output wrote")
-    p.add_argument("--names", nargs="+", metavar="NAME", help="of the drafters (default: decoding type and draft)")
-    p.add_argument("--html", required=True, metavar="HTML", help="the page")
+    p.add_argument("reports", nargs="+", metavar="JSON", help="report of validate.py --output")
+    p.add_argument(
+        "--names", nargs="+", metavar="NAME", help="names of the drafters (default: decoding type and draft)"
+    )
+    p.add_argument("--html", required=True, metavar="HTML", help="output page")
     return p
 
 

@@ -1,11 +1,11 @@
-"""Turn question files into the input of benchmark clients: GenAI-Perf, or trtllm-bench.
+"""Convert question files to the input of benchmark clients: GenAI-Perf or trtllm-bench.
 
     python tools/convert_questions.py question.jsonl --output prompts.jsonl
     python tools/convert_questions.py question.jsonl --output dataset.json --format trtllm-bench --output-tokens 256
 
 A question file has lines with "turns", such as {"question_id": 81, "category": "writing", "turns": ["...", "..."]};
-conversations are read too. genai-perf: lines {"text_input": ...} for `genai-perf profile --input-file` (--field text
-for releases that call it so). trtllm-bench: lines {"task_id", "prompt", "output_tokens"} for --dataset.
+conversations are accepted too. genai-perf: lines {"text_input": ...} for `genai-perf profile --input-file` (--field
+text for releases with that name). trtllm-bench: lines {"task_id", "prompt", "output_tokens"} for --dataset.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ def make_parser() -> cli.Parser:
     p.add_argument(
         "--field", choices=["text_input", "text"], help="genai-perf: name of the field (default: text_input)"
     )
-    p.add_argument("--output-tokens", type=cli.at_least_one, help="trtllm-bench: tokens of an answer (default: 128)")
-    p.add_argument("--turns", choices=["first", "all"], default="first", help="of a question (default: first)")
-    p.add_argument("--category", help="questions of this category only")
-    p.add_argument("--limit", type=cli.at_least_one, metavar="N", help="the first N lines of the output")
+    p.add_argument("--output-tokens", type=cli.at_least_one, help="trtllm-bench: tokens per answer (default: 128)")
+    p.add_argument(
+        "--turns", choices=["first", "all"], default="first", help="turns of a question to use (default: first)"
+    )
+    p.add_argument("--category", help="use only questions of this category")
+    p.add_argument("--limit", type=cli.at_least_one, metavar="N", help="write only the first N lines")
     p.add_argument("--chat-template", metavar="DIR", help="render with the chat template of this tokenizer folder")
     return p
 
 
 def questions(args: argparse.Namespace) -> Iterator[str]:
-    """The texts, in order."""
+    """The selected texts, in order."""
     from megatron_spec.generation.prompts import read_prompts
 
     prompts = [p for p in read_prompts(args.data) if args.category in (None, p.category)]
     if not prompts:
-        raise UserError(f"{args.data} holds no question of category {args.category!r}")
+        raise UserError(f"{args.data} has no question of category {args.category!r}")
     render = renderer(args.chat_template) if args.chat_template else str
     for prompt in prompts:
         for messages in prompt.rounds if args.turns == "all" else prompt.rounds[:1]:
@@ -52,7 +54,7 @@ def questions(args: argparse.Namespace) -> Iterator[str]:
 
 
 def renderer(folder: str) -> Any:
-    """text -> what the model reads, as one user turn."""
+    """Function that renders a text as one user turn with the chat template."""
     from megatron_spec.data.tokenizer import load_tokenizer
 
     tokenizer: Any = load_tokenizer(folder)
@@ -65,9 +67,9 @@ def lines(args: argparse.Namespace) -> Iterator[str]:
     """JSON lines of the output. Raises UserError for a flag of the other format."""
     bench = args.format == "trtllm-bench"
     if args.field and bench:
-        raise UserError("--field is of --format genai-perf: leave it out")
+        raise UserError("--field is an option of --format genai-perf: leave it out")
     if args.output_tokens and not bench:
-        raise UserError("--output-tokens is of --format trtllm-bench: leave it out")
+        raise UserError("--output-tokens is an option of --format trtllm-bench: leave it out")
     for number, text in enumerate(questions(args)):
         if args.limit is not None and number >= args.limit:
             return
@@ -78,7 +80,7 @@ def lines(args: argparse.Namespace) -> Iterator[str]:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Read, convert, write. Raises UserError for input that does not fit."""
+    """Read, convert, write. Raises UserError for invalid input."""
     text = "".join(lines(args))
     if args.output:
         write_text(args.output, text)

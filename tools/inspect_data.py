@@ -1,10 +1,10 @@
-"""Look at conversations as a draft is trained on them: lengths, what is supervised, what the cut takes away.
+"""Inspect conversations as training data: lengths, supervised tokens, losses by truncation.
 
     python tools/inspect_data.py --data train.jsonl --tokenizer BASE --seq-length 2048 --samples 3
 
-Prints tables and the first samples, the assistant's tokens (those a draft learns from) in green, or in double brackets
-where the output goes to a file. Masks that are empty
-or hold everything are refused with the line. Tokens are kept beside the data, where training finds them.
+Prints tables and the first samples with the assistant's (supervised) tokens in green, or in double brackets if the
+output is not a terminal. Loss masks that are empty or cover everything are refused with the line number. Tokenised data
+are cached beside the data, and reused in training.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def make_parser() -> cli.Parser:
     """The flags."""
     p = cli.Parser(__doc__)
     p.add_argument("--data", required=True, metavar="JSONL", help="conversations")
-    p.add_argument("--tokenizer", required=True, metavar="DIR", help="the base's folder, or that of a tokenizer")
+    p.add_argument("--tokenizer", required=True, metavar="DIR", help="folder of the base or of a tokenizer")
     p.add_argument(
-        "--seq-length", type=int, default=2048, help="tokens a conversation is cut to (default: %(default)s)"
+        "--seq-length", type=int, default=2048, help="truncate conversations to this many tokens (default: %(default)s)"
     )
     p.add_argument(
         "--samples", type=cli.at_least_zero, default=3, metavar="N", help="print the first N (default: %(default)s)"
@@ -34,14 +34,17 @@ def make_parser() -> cli.Parser:
     p.add_fields(ChatText, "chat_template_kwargs")
     p.add_argument("--data-cache-path", metavar="DIR", help="folder for tokenised data (default: beside the data)")
     p.add_argument(
-        "--num-workers", type=cli.at_least_one, metavar="N", help="processes that tokenise (default: as is useful)"
+        "--num-workers",
+        type=cli.at_least_one,
+        metavar="N",
+        help="tokeniser processes (default: by the size of the data)",
     )
-    p.add_argument("--json", action="store_true", help="the figures alone, as JSON")
+    p.add_argument("--json", action="store_true", help="print only the figures, as JSON")
     return p
 
 
 def inspect_data(args: argparse.Namespace) -> None:
-    """Tokenise where needed, and report. Raises UserError for data that cannot be trained on."""
+    """Tokenise if necessary, and report. Raises UserError for data that cannot be trained on."""
     from megatron_spec.commands.data import open_dataset
     from megatron_spec.data.inspect import inspect, pieces
     from megatron_spec.data.tokenizer import load_tokenizer
@@ -73,13 +76,16 @@ def tables(report: Any, seq_length: int) -> list[Any]:
     from megatron_spec.data.inspect import QUANTILES
 
     figures = Table("figure", "value", title="conversations")
-    packed = {"rows with --packing": report.packed_rows, "filled share of them": round(report.packed_fill, 4)}
+    packed = {
+        "rows with --packing": report.packed_rows,
+        "share of their tokens without padding": round(report.packed_fill, 4),
+    }
     lost = {f"tokens after {seq_length}": report.lost_tokens}
     dropped = {f"dropped: {reason}": count for reason, count in report.dropped.items()}
     for name, value in {**report.statistics, **lost, **dropped, **packed}.items():
         figures.add_row(name.replace("_", " "), str(value))
     lengths = Table("", *(f"{q:.0%}" for q in QUANTILES), title="tokens, quantiles")
-    lengths.add_row("conversation, uncut", *map(str, report.lengths))
+    lengths.add_row("conversation, not truncated", *map(str, report.lengths))
     lengths.add_row("answer", *map(str, report.answer_lengths))
     turns = Table("assistant turns", "conversations", title="turns")
     shown = sorted(report.turns.items())
@@ -91,7 +97,7 @@ def tables(report: Any, seq_length: int) -> list[Any]:
 
 
 def sample_text(where: str, parts: list[tuple[str, bool]], styled: bool) -> Any:
-    """One sample in two colours, or in a file with brackets around what is supervised."""
+    """One sample in two colours, or with brackets around supervised tokens."""
     from rich.text import Text
 
     text = Text(f"\n{where}\n", style="bold")

@@ -1,4 +1,4 @@
-"""Write what a serving engine needs to start with an exported draft, or with another way of drafting.
+"""Write the start-up files of a serving engine for an exported draft, or for another speculation method.
 
     python tools/make_serving_config.py EXPORT_DIR --engine trtllm --base TARGET --output trtllm.yaml
     python tools/make_serving_config.py EXPORT_DIR --engine vllm --base TARGET [--docker]
@@ -7,9 +7,9 @@
     python tools/make_serving_config.py --method ngram --engine vllm --base TARGET
     python tools/make_serving_config.py --method pard --draft-model SMALL --engine trtllm --base TARGET
 
-trtllm: a YAML file that begins with the commands that read it; vllm and sglang: a command line; triton: a model
-repository for its vLLM backend. Without --output the text goes to standard output. EXPORT_DIR is the draft's folder, or
-the one of export.py that holds draft/ and base/.
+trtllm: a YAML file that starts with the commands to use it; vllm and sglang: a command line; triton: a model repository
+for its vLLM backend. Without --output the text goes to standard output. EXPORT_DIR is the draft's folder, or the output
+folder of export.py with draft/ and base/.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ONLY = {
     "load_all": "--engine triton",
     "draft_model": "--method draft_target, or --method pard, or --engine triton",
 }
-"""Flags that mean something in one place only: given elsewhere they are refused."""
+"""Flags with a single use; refused elsewhere."""
 METHODS = ["exported", "ngram", "sa", "draft_target", "pard", "mtp"]
 TWINS = argparse.BooleanOptionalAction
 
@@ -64,18 +64,22 @@ def make_parser() -> cli.Parser:
     p = cli.Parser(__doc__)
     p.add_argument("export_dir", metavar="EXPORT_DIR", nargs="?", help="exported draft")
     p.add_argument("--engine", required=True, choices=["trtllm", "vllm", "sglang", "triton"])
-    p.add_argument("--method", choices=METHODS, default="exported", help="how to draft (default: the exported draft)")
+    p.add_argument(
+        "--method", choices=METHODS, default="exported", help="speculation method (default: the exported draft)"
+    )
     p.add_argument("--base", metavar="TARGET", help="the target's folder or hub name (default: EXPORT_DIR/base)")
     p.add_argument(
-        "--draft-model", metavar="DIR", help="draft_target and pard: the smaller model; triton: a third model with it"
+        "--draft-model",
+        metavar="DIR",
+        help="draft_target and pard: the smaller model; triton: a third model, with it as draft",
     )
     p.add_argument(
-        "--max-draft-len", type=int, help="tokens drafted per step (default: 3; of a block draft, all of its block)"
+        "--max-draft-len", type=int, help="draft tokens per step (default: 3; for a block draft, its whole block)"
     )
     p.add_argument("--tp-size", type=cli.at_least_one, default=1, help="tensor parallel size (default: 1)")
-    p.add_argument("--docker", action="store_true", help="a docker command line around the server's")
+    p.add_argument("--docker", action="store_true", help="wrap the server command in docker")
     p.add_argument("--image", help="docker image (default: the engine's own)")
-    p.add_argument("--port", type=int, default=8000, help="triton: of HTTP, gRPC is the next one (default: 8000)")
+    p.add_argument("--port", type=int, default=8000, help="triton: HTTP port, gRPC uses the next one (default: 8000)")
     p.add_argument("--output", metavar="PATH", help="file, or folder for triton (default: standard output)")
     add_method_flags(p)
     add_engine_flags(p)
@@ -83,39 +87,47 @@ def make_parser() -> cli.Parser:
 
 
 def add_method_flags(p: cli.Parser) -> None:
-    """Flags of one way of drafting each."""
-    group = p.add_argument_group("ways of drafting", "under TensorRT-LLM's names")
+    """Flags of one speculation method each."""
+    group = p.add_argument_group("speculation methods", "with TensorRT-LLM's names")
     add = group.add_argument
-    add("--max-matching-ngram-size", type=int, help="ngram: longest suffix looked up (default: 2); sa: its length (-1)")
-    add("--is-public-pool", action=TWINS, help="ngram: all requests share what was seen (default: on)")
+    add(
+        "--max-matching-ngram-size",
+        type=int,
+        help="ngram: longest suffix to look up (default: 2); sa: its length (default: -1)",
+    )
+    add("--is-public-pool", action=TWINS, help="ngram: share the pool between requests (default: on)")
     add("--is-keep-all", action=TWINS, help="ngram: keep every continuation of a pattern (default: on)")
     add("--is-use-oldest", action=TWINS, help="ngram: propose the oldest continuation (default: on)")
-    add("--enable-global-pool", action="store_true", default=None, help="sa: look into other requests, too")
-    add("--global-pool-size", type=int, help="sa: requests that are kept in the pool")
-    add("--sa-threshold", type=int, help="EAGLE-3, mtp, pard: a lookup proposes when its match is at least so long")
+    add("--enable-global-pool", action="store_true", default=None, help="sa: match other requests, too")
+    add("--global-pool-size", type=int, help="sa: number of requests kept in the pool")
+    add(
+        "--sa-threshold",
+        type=int,
+        help="EAGLE-3, mtp, pard: use a lookup's proposal if its match is at least this long",
+    )
     add("--num-nextn-predict-layers", type=int, help="mtp: another name of --max-draft-len")
-    add("--relaxed-topk", type=int, help="mtp: relaxed acceptance in thinking, among the best K")
-    add("--relaxed-delta", type=float, help="mtp: ... within this log-probability of the best")
+    add("--relaxed-topk", type=int, help="mtp: relaxed acceptance in thinking phases, among the top K tokens")
+    add("--relaxed-delta", type=float, help="mtp: ... within this log-probability of the top token")
 
 
 def add_engine_flags(p: cli.Parser) -> None:
     """Flags of one engine each."""
     add = p.add_argument_group("engines").add_argument
-    add("--max-batch-size", type=int, help="trtllm: most requests in a step, all with CUDA graphs (default: 1)")
-    add("--max-num-tokens", type=int, help="trtllm: most tokens of one forward, prompts included")
-    add("--max-seq-len", type=int, help="trtllm: longest prompt and answer together")
-    add("--free-gpu-memory-fraction", type=float, help="trtllm: share of the free memory for the KV cache")
-    add("--enable-autotuner", action=TWINS, help="trtllm: try kernels at start (default: the engine's)")
-    add("--older", action="store_true", default=None, help="trtllm: the spelling of releases up to 1.2")
+    add("--max-batch-size", type=int, help="trtllm: maximum batch size, all sizes with CUDA graphs (default: 1)")
+    add("--max-num-tokens", type=int, help="trtllm: maximum tokens per forward, including prompts")
+    add("--max-seq-len", type=int, help="trtllm: maximum length of prompt and answer")
+    add("--free-gpu-memory-fraction", type=float, help="trtllm: share of free memory for the KV cache")
+    add("--enable-autotuner", action=TWINS, help="trtllm: autotune kernels at start (default: the engine's)")
+    add("--older", action="store_true", default=None, help="trtllm: names of releases up to 1.2")
     add("--name", help="triton: name of the model with the draft (default: eagle_model)")
     add(
         "--load-all", action="store_true", default=None,
-        help="triton: load the models to compare with, too; they share the memory (default: the one with the draft)",
+        help="triton: also load the models to compare with; they share memory (default: only the one with the draft)",
     )  # fmt: skip
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise UserError for a flag that would do nothing here."""
+    """Raise UserError for flags without effect."""
     for name, where in ONLY.items():
         if getattr(args, name) is None:
             continue
@@ -124,16 +136,16 @@ def check_flags(args: argparse.Namespace) -> None:
             for w in where.split(", or ")
         )
         if not used:
-            raise UserError(f"--{name.replace('_', '-')} is of {where}: leave it out")
+            raise UserError(f"--{name.replace('_', '-')} needs {where}: leave it out")
     if (args.relaxed_topk is None) != (args.relaxed_delta is None):
-        raise UserError("--relaxed-topk and --relaxed-delta come together")
+        raise UserError("--relaxed-topk and --relaxed-delta need each other: give both")
     if args.num_nextn_predict_layers and args.max_draft_len not in (None, args.num_nextn_predict_layers):
         raise UserError(
             f"--num-nextn-predict-layers {args.num_nextn_predict_layers}, but --max-draft-len {args.max_draft_len}: "
             "each module drafts one token, give one of them"
         )
     if args.image and not args.docker:
-        raise UserError("--image is of --docker: leave it out")
+        raise UserError("--image needs --docker: leave it out")
     if args.method == "exported" and not args.export_dir:
         raise UserError("give EXPORT_DIR, or another --method")
     if args.method != "exported" and args.export_dir:
@@ -141,12 +153,12 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def local(name: str) -> str:
-    """A folder's absolute path; a hub name as it is."""
+    """The absolute path of a folder; a hub name unchanged."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 def plan_of(args: argparse.Namespace) -> Speculation:
-    """How to draft. Raises UserError."""
+    """The speculation method and its options. Raises UserError."""
     names = {f.name for f in dataclasses.fields(Speculation)} - {"method", "max_draft_len", "model"}
     options = {name: value for name, value in vars(args).items() if name in names and value is not None}
     if args.method == "exported":
@@ -159,7 +171,7 @@ def plan_of(args: argparse.Namespace) -> Speculation:
 
 
 def target(args: argparse.Namespace) -> str:
-    """The target's path. Raises UserError when it is neither given nor exported."""
+    """The target's path. Raises UserError if it is neither given nor exported."""
     if args.base:
         return local(args.base)
     if args.export_dir:
@@ -171,12 +183,12 @@ def target(args: argparse.Namespace) -> str:
 
 
 def check_target(args: argparse.Namespace) -> None:
-    """Raise UserError for MTP with a base that ships none; warn of a base that the draft was not trained for."""
+    """Raise UserError for MTP with a base without prediction module; warn if the draft was trained for another base."""
     if not args.base or not (Path(args.base) / "config.json").is_file():
-        return  # a name on the hub: the engine fetches it
+        return  # a hub name: the engine downloads it
     config = read_object(Path(args.base) / "config.json")
     if args.method == "mtp" and not any("nextn" in key or "mtp" in key for key in flat_keys(config)):
-        raise UserError(f"--method mtp: {args.base} ships no prediction module (config.json names none)")
+        raise UserError(f"--method mtp: {args.base} has no prediction module (by config.json)")
     if args.method != "exported":
         return
     own = Path(args.export_dir) / "base" / "config.json"
@@ -185,12 +197,12 @@ def check_target(args: argparse.Namespace) -> None:
 
 
 def flat_keys(config: dict[str, Any]) -> list[str]:
-    """Names at the top level, and in the configuration of the text model where there are several."""
+    """Keys at the top level and, for multimodal models, in the text model's configuration."""
     return [*config, *(config.get("text_config") or {})]
 
 
 def triton(args: argparse.Namespace, plan: Speculation) -> str:
-    """Write the repository; the command that serves it."""
+    """Write the repository; return the command that serves it."""
     if not args.output:
         raise UserError("--engine triton writes a folder: give --output")
     other, name, base = None, args.name or "eagle_model", target(args)
@@ -209,12 +221,12 @@ def triton(args: argparse.Namespace, plan: Speculation) -> str:
 
 
 def from_hub(*models: str | None) -> bool:
-    """True when one of the models is named as on the hub: it is no folder here."""
+    """True if one of the models is a hub name instead of a folder."""
     return any(model is not None and not Path(model).exists() for model in models)
 
 
 def trtllm_file(args: argparse.Namespace, plan: Speculation) -> str:
-    """The YAML file, after the commands that read it."""
+    """The YAML file, preceded by the commands to use it."""
     path = trtllm.options_path(args.output)
     known = args.base or (args.export_dir and (Path(args.export_dir) / "base").is_dir())
     base = target(args) if known else None
@@ -254,7 +266,7 @@ def text(args: argparse.Namespace, plan: Speculation) -> str:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Write or print. Raises UserError for input that does not fit."""
+    """Write or print. Raises UserError for invalid input."""
     check_flags(args)
     plan = plan_of(args)
     check_target(args)

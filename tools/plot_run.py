@@ -1,9 +1,9 @@
-"""Draw the metrics of a run: loss and accuracy of each draft step, and the predicted acceptance length.
+"""Plot the metrics of a run: loss and accuracy of each draft step, and the predicted acceptance length.
 
     python tools/plot_run.py RUN_DIR                       # -> RUN_DIR/metrics.png
     python tools/plot_run.py RUN_DIR --output run.png --smooth 20
 
-RUN_DIR is what finetune.py was given as --save (or a metrics.jsonl). Needs matplotlib (megatron-spec[demo]).
+RUN_DIR is the --save folder of finetune.py (or a metrics.jsonl). Needs matplotlib (megatron-spec[demo]).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def make_parser() -> cli.Parser:
     p = cli.Parser(__doc__)
     p.add_argument("run", metavar="RUN_DIR", help="folder with metrics.jsonl, or that file")
     p.add_argument("--output", metavar="FILE.png", help="default: metrics.png beside metrics.jsonl")
-    p.add_argument("--smooth", type=int, default=1, metavar="N", help="mean over the last N points (default: 1)")
+    p.add_argument("--smooth", type=int, default=1, metavar="N", help="moving average over N points (default: 1)")
     return p
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a half-written last line is skipped. Raises UserError when nothing can be drawn."""
+    """The lines of metrics.jsonl; an incomplete last line is skipped. Raises UserError if there is nothing to plot."""
     if not path.is_file():
-        raise UserError(f"{path} does not exist: expected the folder that finetune.py was given as --save")
+        raise UserError(f"{path} does not exist: expected the --save folder of finetune.py")
     lines = path.read_text(encoding="utf-8").splitlines()
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -48,7 +48,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             raise UserError(f"{path} line {number}: missing {', '.join(missing)}")
         rows.append(row)
     if not rows:
-        raise UserError(f"{path} holds no metrics yet")
+        raise UserError(f"{path} has no metrics yet")
     return rows
 
 
@@ -58,7 +58,7 @@ def smooth(values: list[float], window: int) -> list[float]:
 
 
 def draw(rows: list[dict[str, Any]], output: Path, window: int = 1) -> None:
-    """Three panels side by side, one line per draft step in the first two."""
+    """Three panels in a row, with one line per draft step in the first two."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -98,14 +98,14 @@ def draw(rows: list[dict[str, Any]], output: Path, window: int = 1) -> None:
 
 
 def main(args: Namespace) -> None:
-    """Read, draw, say where."""
+    """Read the metrics, plot them, print the path."""
     path = Path(args.run)
     path = path / "metrics.jsonl" if path.is_dir() or path.suffix != ".jsonl" else path
     if args.smooth < 1:
         raise UserError(f"--smooth {args.smooth}: expected at least 1")
     output = Path(args.output) if args.output else path.with_name("metrics.png")
     if output.suffix != ".png":
-        raise UserError(f"--output {output}: expected a name that ends in .png")
+        raise UserError(f"--output {output}: expected a file name ending in .png")
     draw(read_metrics(path), output, args.smooth)
     sys.stdout.write(f"{output}\n")
 

@@ -1,13 +1,13 @@
-"""Turn conversations of other tools into the JSON lines this package trains on.
+"""Convert and clean conversations from other sources to JSON lines for training.
 
     python tools/prepare_conversations.py in1.json in2.jsonl --output train.jsonl
     python tools/prepare_conversations.py ultrachat --output train.jsonl --held-out test.jsonl --held-out-share 0.05
     python tools/prepare_conversations.py OWNER/NAME --split train --output prompts.jsonl --make-prompts
 
 A source is a JSON, JSON lines or parquet file (.gz too), a folder of them, OWNER/NAME of a dataset on the Hugging Face
-hub, or a name: daring-anteater, sharegpt, ultrachat, magpie, mt_bench (prompts). What cannot be used is dropped and
-counted by reason; equal conversations are kept once. Ids come from the content, so they and the split do not depend on
-the order or number of sources. A killed run goes on when it is started again.
+hub, or a name: daring-anteater, sharegpt, ultrachat, magpie, mt_bench (prompts). Unusable conversations are dropped and
+counted by reason; duplicates are removed. Ids are hashes of the content, so they and the split do not depend on the
+order or number of sources. An interrupted run resumes when it is started again.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ if TYPE_CHECKING:
 def make_parser() -> cli.Parser:
     """The flags."""
     p = cli.Parser(__doc__)
-    p.add_argument("sources", nargs="+", metavar="SOURCE", help="file, folder, OWNER/NAME of the hub, or a known name")
+    p.add_argument("sources", nargs="+", metavar="SOURCE", help="file, folder, OWNER/NAME on the hub, or a known name")
     p.add_argument("--output", required=True, metavar="JSONL")
-    p.add_argument(
-        "--split", metavar="NAME", help="of datasets on the hub (default: train, or what a known name needs)"
-    )
+    p.add_argument("--split", metavar="NAME", help="split of hub datasets (default: train, or that of the known name)")
     p.add_argument("--held-out", metavar="JSONL", help="file for the held-out part")
     p.add_argument("--held-out-share", type=float, metavar="SHARE", help="share held out (default: 0.05)")
-    p.add_argument("--make-prompts", action="store_true", help="keep the questions alone, to be answered by the base")
+    p.add_argument("--make-prompts", action="store_true", help="keep only the prompts, for the base to answer")
     p.add_argument(
-        "--max-characters", type=cli.at_least_one, default=0, metavar="N", help="drop longer ones (default: no limit)"
+        "--max-characters",
+        type=cli.at_least_one,
+        default=0,
+        metavar="N",
+        help="drop longer conversations (default: no limit)",
     )
     p.add_argument(
         "--num-workers", type=cli.at_least_one, metavar="N", help="processes (default: all for large inputs)"
@@ -45,7 +47,7 @@ def make_parser() -> cli.Parser:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Read, clean, write, report. Raises UserError for unreadable input or when nothing is left."""
+    """Read, clean, write, report. Raises UserError for unreadable input or if nothing is left."""
     from megatron_spec.data import prepare as library
     from megatron_spec.data.cleaning import CleanOptions
     from megatron_spec.data.sources import find_sources
@@ -65,7 +67,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def say(report: Report) -> None:
-    """What was written, dropped and corrected."""
+    """Print what was written, dropped and corrected."""
     for path, lines in report.written.items():
         sys.stdout.write(f"{lines} conversations in {path}\n")
     for title, counts in (("dropped", report.dropped), ("corrected", report.repairs)):

@@ -1,12 +1,12 @@
-"""Let the target model answer prompts from an OpenAI-compatible server: training data in its own words.
+"""Generate training data with the target model on an OpenAI-compatible server.
 
     vllm serve MODEL &      # or trtllm-serve MODEL, or python -m sglang.launch_server --model-path MODEL
     python tools/server_generate.py --url http://localhost:8000/v1 --data-path prompts.jsonl --output-path train.jsonl
 
-Reads conversations (their answers are replaced, turn by turn) and prompt files of prepare_conversations.py. Every
-finished conversation is on disk at once; a second run with the same --output-path goes on. Conversations whose answer
-was cut, or that the server refused, are in OUTPUT.rejected. The key of a server that wants one is read from
-OPENAI_API_KEY. In a job array, --shard 3/16 takes a part and writes a file of its own (slurm/server_generate.sbatch).
+Reads conversations (whose answers are replaced, turn by turn) and prompt files of prepare_conversations.py. Every
+finished conversation is written at once; a second run with the same --output-path resumes. Conversations with a
+truncated answer, or refused by the server, go to OUTPUT.rejected. The API key, if any, is read from OPENAI_API_KEY. In
+a job array, --shard 3/16 selects a part and writes a file of its own (slurm/server_generate.sbatch).
 """
 
 from __future__ import annotations
@@ -30,25 +30,29 @@ def make_parser() -> cli.Parser:
     p.add_argument("--data-path", required=True, metavar="JSONL", help="conversations or prompts")
     p.add_argument("--output-path", required=True, metavar="JSONL")
     p.add_argument("--url", nargs="+", default=["http://localhost:8000/v1"], help="endpoints (default: %(default)s)")
-    p.add_argument("--model", metavar="NAME", help="served model (default: the first one the server names)")
+    p.add_argument("--model", metavar="NAME", help="served model (default: the server's first)")
     p.add_argument(
-        "--system-prompt", metavar="TEXT", help="for conversations without a system turn; is written as well"
+        "--system-prompt", metavar="TEXT", help="system turn for conversations without one; also written to the output"
     )
     p.add_argument("--temperature", type=float, metavar="T", help="(default: the server's)")
     p.add_argument("--top-p", type=float, metavar="P")
-    p.add_argument("--top-k", type=int, metavar="K", help="where the engine knows it")
-    p.add_argument("--max-tokens", type=cli.at_least_one, default=2048, help="of an answer (default: %(default)s)")
-    p.add_argument("--seed", type=int, help="each answer gets its own, made from this one, conversation and turn")
-    p.add_argument("--extra-body", metavar="JSON", help="further parameters of the request, as one JSON object")
+    p.add_argument("--top-k", type=int, metavar="K", help="if the engine supports it")
+    p.add_argument(
+        "--max-tokens", type=cli.at_least_one, default=2048, help="maximum tokens per answer (default: %(default)s)"
+    )
+    p.add_argument("--seed", type=int, help="each answer's seed is derived from this one, conversation and turn")
+    p.add_argument("--extra-body", metavar="JSON", help="additional request parameters, as a JSON object")
     p.add_fields(ChatText, "chat_template_kwargs")
-    p.add_argument("--concurrency", type=cli.at_least_one, default=64, help="conversations at a time (default: 64)")
+    p.add_argument("--concurrency", type=cli.at_least_one, default=64, help="concurrent conversations (default: 64)")
     p.add_argument(
         "--retries", type=cli.at_least_zero, default=8, help="attempts after the first (default: %(default)s)"
     )
-    p.add_argument("--timeout", type=float, default=600.0, help="seconds for one answer (default: %(default)s)")
-    p.add_argument("--keep-truncated", action="store_true", help="write conversations whose last answer was cut, too")
+    p.add_argument("--timeout", type=float, default=600.0, help="seconds per answer (default: %(default)s)")
+    p.add_argument(
+        "--keep-truncated", action="store_true", help="also write conversations whose last answer is truncated"
+    )
     p.add_argument("--num-prompts", type=cli.at_least_one, metavar="N", help="use the first N prompts (default: all)")
-    p.add_argument("--shard", metavar="I/N", help="every N-th prompt, beginning with the I-th (0 <= I < N)")
+    p.add_argument("--shard", metavar="I/N", help="every N-th prompt, starting with number I (0 <= I < N)")
     return p
 
 
@@ -61,13 +65,13 @@ def read_shard(text: str | None) -> tuple[int, int]:
 
 
 def shard_path(output: str, shard: tuple[int, int]) -> Path:
-    """train.jsonl of shard 3 of 16 is train-00003-of-00016.jsonl."""
+    """Output file of a shard: train-00003-of-00016.jsonl for train.jsonl and shard 3/16."""
     path = Path(output)
     return path if shard[1] == 1 else path.with_name(f"{path.stem}-{shard[0]:05d}-of-{shard[1]:05d}{path.suffix}")
 
 
 def extra_body(args: argparse.Namespace) -> dict[str, Any]:
-    """Parameters outside OpenAI's. Raises UserError when --extra-body is no JSON object."""
+    """Request parameters beyond OpenAI's. Raises UserError if --extra-body is not a JSON object."""
     try:
         extra = json.loads(args.extra_body or "{}")
     except ValueError as error:
@@ -88,18 +92,18 @@ def template_kwargs(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise UserError for values that cannot work, before a server is asked."""
+    """Raise UserError for invalid values, before any request."""
     wrong = [url for url in args.url if not url.startswith(("http://", "https://"))]
     if wrong:
         raise UserError(f"--url {wrong[0]}: expected http://HOST:PORT/v1")
     if args.timeout <= 0:
-        raise UserError(f"--timeout {args.timeout}: expected seconds, more than 0")
+        raise UserError(f"--timeout {args.timeout}: expected a positive number of seconds")
     if not Path(args.data_path).is_file():
         raise UserError(f"--data-path {args.data_path}: no such file")
 
 
 def generate(args: argparse.Namespace) -> None:
-    """Ask and write. Raises UserError for input that does not fit, or when no server answers."""
+    """Request and write the answers. Raises UserError for invalid input, or if no server answers."""
     shard, extra = read_shard(args.shard), extra_body(args)
     kwargs = template_kwargs(args, extra)
     from tqdm import tqdm
@@ -126,7 +130,7 @@ def generate(args: argparse.Namespace) -> None:
 
         totals = generate_from_server(prompts, output, options, report)
     if totals.unanswered:
-        raise UserError(f"{totals.unanswered} conversations were not answered: start again to ask for them alone")
+        raise UserError(f"{totals.unanswered} conversations were not answered: start again to request only these")
 
 
 if __name__ == "__main__":

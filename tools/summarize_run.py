@@ -21,7 +21,7 @@ STAGES = (
 
 
 def final_metrics(run: Path, share: float = 0.1) -> dict[str, list[float]]:
-    """Loss and accuracy per draft step, averaged over the last tenth of a run (a step is few conversations)."""
+    """Loss and accuracy per draft step, averaged over the last tenth of a run (one step has few conversations)."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{path} is missing: the chain did not finish")
@@ -35,7 +35,7 @@ def final_metrics(run: Path, share: float = 0.1) -> dict[str, list[float]]:
 
 
 def summarize(run: Path) -> dict[str, Any]:
-    """Everything the table shows, as one dictionary."""
+    """The figures of the table as one dictionary."""
     plain, fp8 = read_json(run / "validate_bf16.json"), read_json(run / "validate_fp8.json")
     finetune, qat = final_metrics(run / "finetuned"), final_metrics(run / "qat")
     seconds = {}

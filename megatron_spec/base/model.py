@@ -17,6 +17,7 @@ from megatron_spec.base import placement, relay
 from megatron_spec.base.core_model import CoreModel, core_model, stage_counts, unwrapped
 from megatron_spec.base.direct import DirectForward
 from megatron_spec.base.modules import CoreAttention
+from megatron_spec.base.moe import LocalExperts
 from megatron_spec.base.spec import block_spec, check_transformer_engine
 from megatron_spec.base.stage import CoreStage
 from megatron_spec.batch import Batch
@@ -78,6 +79,9 @@ class FrozenBase(CoreStage):
             attention.cache_layer = index
         name = str(dtype).removeprefix("torch.")
         self.paths = paths or Paths(Setting(platform.machine(), name, world.parallel, config))
+        for module in self.modules():
+            if isinstance(module, LocalExperts):
+                module.grouped = self.paths.on("grouped_experts")
         self.direct = self._direct_forward()
         self.requires_grad_(False)
         self.eval()

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from megatron_spec.config import MoeConfig
 from megatron_spec.families.names import Experts
-from megatron_spec.ops.moe import choose, mixed
+from megatron_spec.ops.moe import choose, mixed, mixed_by_groups
 
 
 def _sharded_children(module: nn.Module, prefix: str, offsets: tuple[Any, ...], metadata: Any) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Expert(nn.Module):
     def forward(self, x_RH: Tensor) -> Tensor:
         """[R, H] -> [R, H]."""
         gate_up, bias = self.linear_fc1(x_RH)
-        out, out_bias = self.linear_fc2(self._gated(gate_up if bias is None else gate_up + bias))
+        out, out_bias = self.linear_fc2(self.gated(gate_up if bias is None else gate_up + bias))
         return out + out_bias if out_bias is not None and self.first else out
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> Any:
@@ -93,7 +93,8 @@ class Expert(nn.Module):
                 state[name] = apply_swiglu_sharded_factory(state[name], sharded_offsets)
         return state
 
-    def _gated(self, gate_up: Tensor) -> Tensor:
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """The activation of [..., 2 * width]."""
         gate, up = gate_up.chunk(2, dim=-1)
         if not self.clamp:
             return F.silu(gate) * up
@@ -102,14 +103,46 @@ class Expert(nn.Module):
 
 
 class LocalExperts(nn.Module):
-    """The experts of this rank."""
+    """The experts of this rank.
+
+    Attributes:
+        grouped: one product for all experts (the path `grouped_experts`), unless a module has hooks (quantisers).
+    """
 
     def __init__(self, config: TransformerConfig, moe: MoeConfig, groups: Any, experts: Experts) -> None:
         super().__init__()
-        self.here, self.num_experts = experts, moe.num_experts
+        self.here, self.num_experts, self.grouped = experts, moe.num_experts, False
         self.local_experts = nn.ModuleList(
             Expert(config, moe.intermediate_size, groups, moe) for _ in range(experts.count)
         )
+        self._stacked: dict[str, Tensor] = {}
+
+    def _linears(self, name: str) -> list[Any]:
+        return [getattr(expert, name) for expert in self.local_experts]
+
+    def _untouched(self) -> bool:
+        return not any(
+            m._forward_pre_hooks or m._forward_hooks for n in ("linear_fc1", "linear_fc2") for m in self._linears(n)
+        )
+
+    def _matrices(self, linear: str, kind: str = "weight") -> Tensor:
+        """A parameter of all experts as one tensor, of which the parameters become parts; once."""
+        name, parameters = f"{linear}.{kind}", [getattr(m, kind) for m in self._linears(linear)]
+        whole = self._stacked.get(name)
+        if whole is None or any(p.data_ptr() != part.data_ptr() for p, part in zip(parameters, whole, strict=True)):
+            whole = self._stacked[name] = torch.stack([p.data for p in parameters])
+            for parameter, part in zip(parameters, whole, strict=True):
+                parameter.data = part
+        return whole
+
+    def _by_groups(self, x_RH: Tensor, weights_P: Tensor, chosen_RK: Tensor) -> Tensor:
+        expert: Any = self.local_experts[0]
+        biases = None
+        if expert.linear_fc1.bias is not None:
+            leave = self._matrices("linear_fc2", "bias") if expert.first else None
+            biases = (self._matrices("linear_fc1", "bias"), leave)
+        matrices = (self._matrices("linear_fc1"), self._matrices("linear_fc2"))
+        return mixed_by_groups(x_RH, weights_P, chosen_RK, self.here.first, *matrices, expert.gated, biases)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> Any:
         """Layout in a distributed checkpoint: that of megatron-core's SequentialMLP, all experts in one tensor."""
@@ -127,6 +160,8 @@ class LocalExperts(nn.Module):
     def forward(self, x_RH: Tensor, weights_RK: Tensor, chosen_RK: Tensor) -> Tensor:
         """Weighted sum [R, H] of this rank's experts."""
         weights = weights_RK.flatten().to(x_RH.dtype)
+        if self.grouped and self._untouched():
+            return self._by_groups(x_RH, weights, chosen_RK)
         return mixed(x_RH, weights, chosen_RK, self.local_experts, self.here.first)
 
 

@@ -124,7 +124,7 @@ def resolve(checkpoint: Path | str) -> Path:
 
 
 @contextmanager
-def held(checkpoint: Path | str) -> Iterator[Path]:
+def locked(checkpoint: Path | str) -> Iterator[Path]:
     """`resolve`, with a lock that keeps a run saving there (--ckpt-keep) from removing the iteration meanwhile."""
     while True:
         folder = resolve(checkpoint)
@@ -144,7 +144,7 @@ def held(checkpoint: Path | str) -> Iterator[Path]:
 
 
 def in_use(folder: Path) -> bool:
-    """True while another process has locked an iteration (`held`)."""
+    """True while another process has locked an iteration (`locked`)."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:

@@ -1,4 +1,4 @@
-"""Base checkpoint -> draft checkpoint: a fresh draft whose every parameter is set, beside a link to its base."""
+"""Base checkpoint -> draft checkpoint: an initialised draft and a reference to its base."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from megatron_spec.runtime.files import read_object, require_empty
 log = logging.getLogger(__name__)
 
 MASKED = ("dflash", "dspark", "p-eagle")
-"""Algorithms whose input holds a mask token."""
+"""Algorithms with a mask token in their input."""
 
 
 def draft_vocabulary(path: str | None, overrides: dict[str, Any], vocab_size: int) -> DraftVocab:
-    """The vocabulary of a new draft: calibrated when `path` is given, else the whole one.
+    """The vocabulary of a new draft: the calibrated one in `path`, or the whole base vocabulary.
 
-    Raises UserError when a reduced size is asked for without a calibrated vocabulary, or sizes contradict.
+    Raises UserError for a reduced size without a calibrated vocabulary, and for conflicting sizes.
     """
     wanted = overrides.get("draft_vocab_size")
     if path is None:
@@ -68,12 +68,16 @@ def draft_vocabulary(path: str | None, overrides: dict[str, Any], vocab_size: in
     return vocab
 
 
-def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftVocab]:
-    """Architecture and vocabulary of the draft, checked before any weight of the base is read."""
+def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftVocab, Reading | None]:
+    """(architecture, vocabulary, the published draft to start from, if any), checked before base weights are read."""
     if request.draft is not None:
         reading = published_draft(request.draft, ref)
         _check_algorithm(request, reading.config)
-        return reading.config, StoredTensors(reading).vocab
+        return reading.config, StoredTensors(reading).vocab, reading
+    return *_plan_new(ref, request), None
+
+
+def _plan_new(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftVocab]:
     if request.mtp_from_base:
         return own_module(ref), DraftVocab.full(ref.config.vocab_size)
     if request.algorithm == "eagle":
@@ -92,23 +96,23 @@ def plan(ref: BaseReference, request: DraftRequest) -> tuple[DraftConfig, DraftV
 
 
 def published_draft(folder: str | Path, ref: BaseReference) -> Reading:
-    """A draft in a folder, to train on. Raises UserError for one that is quantised, or is the base's own module."""
+    """A draft in a folder, to train further. Raises UserError if it is quantised, or a base's own prediction module."""
     reading = open_draft(folder, ref)
     if reading.config.of_base:
         raise UserError(
-            f"--draft {folder}: this folder holds a base's own prediction module: use --mtp-from-base instead "
+            f"--draft {folder}: this folder has a base's own prediction module: use --mtp-from-base instead "
             "(in the library, mtp_from_base=True)"
         )
     if reading.quantised():
         raise UserError(
-            f"--draft {folder}: its linears are in fp8 or nvfp4: take the high-precision draft, and quantise it again "
+            f"--draft {folder}: its linears are in fp8 or nvfp4: use the high-precision draft, and quantise it again "
             "with quantize.py after training"
         )
     return reading
 
 
 def own_module(ref: BaseReference) -> EagleConfig:
-    """Architecture of the prediction module that the base ships. Raises UserError where its files hold none."""
+    """Architecture of the base's own prediction module. Raises UserError if its files have none."""
     if ref.kind != "hf":
         raise UserError("--mtp-from-base reads Hugging Face folders, this base is a Megatron checkpoint")
     own = presets.own_mtp_config(ref.config)
@@ -117,7 +121,7 @@ def own_module(ref: BaseReference) -> EagleConfig:
 
 
 def _check_algorithm(request: DraftRequest, config: DraftConfig) -> None:
-    """Raise UserError when --export-algorithm names another kind than the draft of --draft."""
+    """Raise UserError if --export-algorithm differs from the algorithm of --draft."""
     kind = "eagle" if isinstance(config, EagleConfig) else config.algorithm
     if request.algorithm not in ("eagle", kind):  # eagle: not given
         raise UserError(
@@ -126,7 +130,7 @@ def _check_algorithm(request: DraftRequest, config: DraftConfig) -> None:
 
 
 def with_mask_token(ref: BaseReference, overrides: dict[str, Any]) -> dict[str, Any]:
-    """The overrides with the base's mask token, where they name none and the base has one."""
+    """The overrides, with the base's mask token, if it has one and they have none."""
     if overrides.get("mask_token_id") is not None or ref.kind != "hf":
         return overrides
     found = mask_token.find(Path(ref.path), ref.config.vocab_size)
@@ -139,11 +143,16 @@ def with_mask_token(ref: BaseReference, overrides: dict[str, Any]) -> dict[str, 
 def _plan_eagle(
     ref: BaseReference, eagle_algorithm: str, eagle_config: str | None, draft_vocab: str | None
 ) -> tuple[EagleConfig, DraftVocab]:
-    overrides = read_object(eagle_config) if eagle_config else {}
-    overrides = from_modelopt(overrides, eagle_algorithm)
+    overrides = from_modelopt(read_object(eagle_config) if eagle_config else {}, eagle_algorithm)
     vocab = draft_vocabulary(draft_vocab, overrides, ref.config.vocab_size)
-    config = fresh_config(ref, eagle_algorithm, {**overrides, "draft_vocab_size": len(vocab)}, vocab)
-    return typing.cast(EagleConfig, config), vocab
+    return _eagle_config(ref, eagle_algorithm, overrides, vocab), vocab
+
+
+def _eagle_config(ref: BaseReference, algorithm: str, overrides: dict[str, Any], vocab: DraftVocab) -> EagleConfig:
+    """Args: overrides: by this package's names (`from_modelopt`)."""
+    if algorithm in MASKED:
+        overrides = with_mask_token(ref, overrides)
+    return presets.eagle_config(ref.config, algorithm, {"draft_vocab_size": len(vocab), **overrides})
 
 
 def draft_kinds() -> dict[str, type[Any]]:
@@ -155,9 +164,9 @@ def draft_kinds() -> dict[str, type[Any]]:
 
 
 def fresh_config(ref: BaseReference, kind: str, overrides: dict[str, Any], vocab: DraftVocab) -> DraftConfig:
-    """Architecture of a fresh draft of a kind of `draft_kinds`, from the base's and the overrides.
+    """Architecture of a new draft of a kind in `draft_kinds`: the preset for this base, with overrides.
 
-    Raises UserError for overrides that this kind has not, and for a reduced vocabulary where it takes none.
+    Raises UserError for overrides that this kind does not have, and for a reduced vocabulary if it needs the whole one.
     """
     overrides, cls = dict(overrides), draft_kinds()[kind]
     algorithm = overrides.pop("algorithm", "eagle3" if kind == "eagle" else kind)
@@ -165,15 +174,11 @@ def fresh_config(ref: BaseReference, kind: str, overrides: dict[str, Any], vocab
         raise UserError(f"convert: a draft of kind {kind!r} cannot have the algorithm {algorithm!r}")
     if cls is not EagleConfig and len(vocab) != vocab.vocab_size:
         raise UserError(f"convert: a draft of kind {kind!r} has the whole vocabulary of the base: leave vocab out")
-    if cls is EagleConfig:
-        overrides = from_modelopt(overrides, algorithm)
-    if algorithm in MASKED:
-        overrides = with_mask_token(ref, overrides)
     if cls is MedusaConfig:
         return presets.medusa_config(ref.config, **overrides)
     if cls is BlockConfig:
-        return presets.block_config(ref.config, algorithm, overrides)
-    return presets.eagle_config(ref.config, algorithm, {"draft_vocab_size": len(vocab), **overrides})
+        return presets.block_config(ref.config, algorithm, with_mask_token(ref, overrides))
+    return _eagle_config(ref, algorithm, from_modelopt(overrides, algorithm), vocab)
 
 
 def new_draft(
@@ -187,11 +192,11 @@ def new_draft(
 
 def first_draft(
     base: FrozenBase, ref: BaseReference, config: DraftConfig, vocab: DraftVocab, world: World, dtype: torch.dtype,
-    seed: int, folder: str | Path | None = None,
+    seed: int, published: Reading | None = None,
 ) -> Draft:  # fmt: skip
-    """A fresh draft, the one in `folder`, or the module that the base ships, as `plan` decided."""
-    if folder is not None:
-        return load_draft(open_draft(folder, ref), world, dtype)
+    """The draft that training starts from, by `plan`: published, the base's own module, or new."""
+    if published is not None:
+        return load_draft(published, world, dtype)
     if not config.of_base:
         return new_draft(base, config, vocab, world, dtype, seed)
     draft: Draft = build_draft(config, vocab, world, dtype)
@@ -201,14 +206,14 @@ def first_draft(
 
 @takes(ConvertRun)
 def convert(run: ConvertRun) -> Path:
-    """Give a base (Hugging Face folder or Megatron checkpoint) a new draft and save it. Returns the iteration folder.
+    """Make a draft for a base (Hugging Face folder or Megatron checkpoint) and save it. Returns the iteration folder.
 
-    Raises UserError for bases, configurations and layouts that do not fit, before any weight is read.
+    Raises UserError for unsupported bases, configurations and layouts, before any weight is read.
     """
     require_empty(run.save, "give another --save folder, or remove it to convert again")
     ref = inspect_exported_base(run.load)
     check_base_shapes(run, ref.config)
-    config, vocab = plan(ref, run)
+    config, vocab, published = plan(ref, run)
     layouts.check("convert", run.parallel)
     check_parallel(ref.config, run.parallel)
     check_draft_parallel(config, run.parallel)
@@ -216,13 +221,15 @@ def convert(run: ConvertRun) -> Path:
         log.warning("%s", said)
     world = distributed.initialize(run.parallel, run.seed, settings=settings_of(run, load=ref.fingerprint))
     with distributed.sole_run(run.save, world):
-        return _convert(run, ref, config, vocab, world)
+        return _convert(run, ref, config, vocab, published, world)
 
 
-def _convert(run: ConvertRun, ref: BaseReference, config: DraftConfig, vocab: DraftVocab, world: World) -> Path:
+def _convert(
+    run: ConvertRun, ref: BaseReference, config: DraftConfig, vocab: DraftVocab, published: Reading | None, world: World
+) -> Path:
     dtype = torch.bfloat16 if run.bf16 else torch.float32
     base = load_exported_base(ref, world, capture_layer_ids=config.capture_layer_ids, dtype=dtype)
-    draft = first_draft(base, ref, config, vocab, world, dtype, run.seed, run.draft)
+    draft = first_draft(base, ref, config, vocab, world, dtype, run.seed, published)
     spec = CheckpointSpec(base=link(ref), draft=config)
     folder = sharded.save(run.save, spec, draft, vocab, world, run_config={"seed": run.seed, "bf16": run.bf16})
     parameters = sum(p.numel() for p in draft.parameters()) * 1e-6
@@ -231,16 +238,16 @@ def _convert(run: ConvertRun, ref: BaseReference, config: DraftConfig, vocab: Dr
 
 
 def check_draft_parallel(config: DraftConfig, parallel: ParallelConfig) -> None:
-    """Raise UserError when tensor parallelism does not divide the draft's shapes. A vocabulary may have any size."""
+    """Raise UserError unless the tensor parallel size divides the draft's shapes; a vocabulary may have any size."""
     tp = parallel.tensor_model_parallel_size
     for name in ("num_attention_heads", "intermediate_size"):
-        if not hasattr(config, name):  # Medusa heads have a vocabulary alone
+        if not hasattr(config, name):  # Medusa heads only have a vocabulary
             continue
         if getattr(config, name) % tp:
             sizes = [str(n) for n in range(1, 17) if getattr(config, name) % n == 0]
             raise UserError(
                 f"--tensor-model-parallel-size {tp} does not divide the draft's {name} {getattr(config, name)}: "
-                f"use {' or '.join(sizes)} with more pipeline stages or data parallel copies, or change it in "
+                f"use {' or '.join(sizes)} with more pipeline stages or data parallel replicas, or change it in "
                 "--eagle-config"
             )
     if isinstance(config, (EagleConfig, BlockConfig)) and config.num_key_value_heads * config.head_dim % tp:

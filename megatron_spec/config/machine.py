@@ -19,6 +19,8 @@ class Machine:
     kernels: Kernels = "none"
     """What the fast paths are made of: Triton's kernels, their plain twins (on any device, in any dtype: for tests), or
     nothing."""
+    grouped_products: bool = True
+    """torch multiplies groups of rows with a matrix each."""
 
     @property
     def fp8(self) -> bool:

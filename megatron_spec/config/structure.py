@@ -75,8 +75,8 @@ def _row(rows: int, width: int, base: str | None = None) -> TensorSpec:
     return TensorSpec((rows, width), 1, base=base, linear=True)
 
 
-def _bias(size: int, split: bool) -> TensorSpec:
-    return TensorSpec((size,), 0 if split else None, first="zeros")
+def _bias(size: int, split: bool, base: str | None = None) -> TensorSpec:
+    return TensorSpec((size,), 0 if split else None, first="zeros", base=base)
 
 
 def layer_names(config: EagleConfig | BlockConfig) -> list[str]:
@@ -212,14 +212,20 @@ def _attention(config: EagleConfig | BlockConfig, width: int) -> Table:
         "k": config.num_key_value_heads * d,
         "v": config.num_key_value_heads * d,
     }
-    names = {x: f"self_attn.{x}_proj.weight" if config.init_attention else None for x in "qkvo"}
-    table = {f"self_attn.{x}_proj.weight": _column(n, width, names[x]) for x, n in rows.items()}
-    table["self_attn.o_proj.weight"] = _row(H, rows["q"], names["o"])
+
+    def copied(name: str) -> str | None:
+        """The base's tensor of the same name, where attention starts from it."""
+        return f"self_attn.{name}" if config.init_attention else None
+
+    table = {f"self_attn.{x}_proj.weight": _column(n, width, copied(f"{x}_proj.weight")) for x, n in rows.items()}
+    table["self_attn.o_proj.weight"] = _row(H, rows["q"], copied("o_proj.weight"))
     if config.attention_bias:
-        table |= {f"self_attn.{x}_proj.bias": _bias(n, split=True) for x, n in rows.items()}
-        table["self_attn.o_proj.bias"] = _bias(H, split=False)
+        table |= {
+            f"self_attn.{x}_proj.bias": _bias(n, split=True, base=copied(f"{x}_proj.bias")) for x, n in rows.items()
+        }
+        table["self_attn.o_proj.bias"] = _bias(H, split=False, base=copied("o_proj.bias"))
     if config.qk_norm:
-        table |= {f"self_attn.{x}_norm.weight": _norm(d) for x in "qk"}
+        table |= {f"self_attn.{x}_norm.weight": _norm(d, copied(f"{x}_norm.weight")) for x in "qk"}
     return table
 
 

@@ -42,14 +42,14 @@ class Sample:
         turns: int32 [N], 0 where not supervised, n on the tokens of the n-th assistant turn (its end token included).
         where: 'FILE line N', for messages.
         shortened: number of answers whose beginning the chat template left out.
-        asked_otherwise: number of answers that do not begin as the template's generation prompt does (<think>, ...).
+        prompted_differently: number of answers that do not begin like the template's generation prompt (<think>, ...).
     """
 
     tokens: Tensor
     turns: Tensor
     where: str = field(default="", compare=False)
     shortened: int = field(default=0, compare=False)
-    asked_otherwise: int = field(default=0, compare=False)
+    prompted_differently: int = field(default=0, compare=False)
 
     def __len__(self) -> int:
         return int(self.tokens.numel())
@@ -222,7 +222,7 @@ class ChatEncoder:
         special = self._is_end_V[ids_N].nonzero()[0].tolist()
         ends = [(places.character_end(i), int(ids_N[i])) for i in special]
         turns_N = np.zeros(len(ids_N), dtype=np.int32)
-        spans, asked_otherwise = self._incremental_spans(conversation, text, ends, prompts)
+        spans, prompted_differently = self._incremental_spans(conversation, text, ends, prompts)
         answers = [message for message in conversation.messages if message["role"] == "assistant"]
         for turn, (begin, end) in enumerate(spans, start=1):
             first, after = places.tokens_of(begin, end)
@@ -230,7 +230,7 @@ class ChatEncoder:
         # The answer may begin with the prefix that the prompt ends with, which is not supervised.
         begun = [(max(0, begin - LONGEST_PREFIX), end) for begin, end in spans]
         held = [_holds(text[begin:end], answer) for (begin, end), answer in zip(begun, answers, strict=True)]
-        return _sample(conversation, ids_N, turns_N, held.count(False), asked_otherwise)
+        return _sample(conversation, ids_N, turns_N, held.count(False), prompted_differently)
 
     def _incremental_spans(
         self, conversation: Conversation, text: str, ends: list[tuple[int, int]], prompts: Sequence[str]
@@ -311,7 +311,7 @@ def _check_work(conversation: Conversation) -> None:
 
 
 def _sample(
-    conversation: Conversation, ids_N: Array, turns_N: Array, shortened: int = 0, asked_otherwise: int = 0
+    conversation: Conversation, ids_N: Array, turns_N: Array, shortened: int = 0, prompted_differently: int = 0
 ) -> Sample:
     supervised = int(np.count_nonzero(turns_N))
     if supervised == 0:
@@ -319,7 +319,7 @@ def _sample(
     if supervised == len(turns_N):
         raise UserError(f"{conversation.where}: every token counts as the assistant's: the chat template is wrong")
     tokens, turns = torch.from_numpy(ids_N), torch.from_numpy(turns_N)
-    return Sample(tokens, turns, conversation.where, shortened, asked_otherwise)
+    return Sample(tokens, turns, conversation.where, shortened, prompted_differently)
 
 
 def _holds(text: str, answer: dict[str, Any]) -> bool:

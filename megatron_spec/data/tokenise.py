@@ -41,7 +41,7 @@ CODE = ("chat.py", "conversations.py", "offsets.py", "template.py")
 
 FAULTS = {
     "shortened": "have a beginning that the chat template leaves out (reasoning, or text that it cuts)",
-    "asked_otherwise": "do not begin as the chat template's generation prompt does (a prefix such as <think>)",
+    "prompted_differently": "do not begin as the chat template's generation prompt does (a prefix such as <think>)",
 }
 """Count in `Sample` -> description of such answers."""
 

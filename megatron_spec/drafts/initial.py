@@ -30,6 +30,12 @@ FC_NOISE = 0.05
 CHUNK_ROWS = 5040
 """Rows of an embedding per chunk."""
 
+CONSTANT_TOKENS = 8192
+"""Tokens of the draft vocabulary over whose embeddings a constant is fitted: the first, which are the most frequent
+ones of a byte-pair vocabulary."""
+RIDGE = 1e-3
+"""Added to the mean squares of the embedding's dimensions in that fit."""
+
 
 def draw_normal(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
     """fp32 normal(0, std) on the CPU, determined by (seed, name, shape)."""
@@ -74,6 +80,66 @@ def _embedding(draft: RecurrentDraft, ends: BaseEnds, name: str, seed: int) -> T
     return torch.cat(found)
 
 
+@torch.no_grad()
+def constant_of_embeddings(draft: RecurrentDraft, ends: BaseEnds) -> Tensor:
+    """[H] u with u . e near 1 for the normed embedding e of every frequent token, by ridge regression. Collective.
+
+    A matrix b u^T then adds the bias b to a projection that reads the embedding and has no bias of its own.
+    """
+    config, ranks = draft.config, draft.tp_group.size()
+    ids = draft.vocab.target_ids[:CONSTANT_TOKENS].to(ends.head_weight.device)
+    even = F.pad(ids, (0, -len(ids) % ranks))  # sequence parallelism splits them
+    rows = enter(ends.embed(even[None]), draft.tp_group, draft.sequence_parallel)[: len(ids), 0].double()
+    rows = F.rms_norm(rows, rows.shape[-1:], eps=config.rms_norm_eps)
+    squares = rows.t() @ rows / len(rows)
+    squares.diagonal().add_(RIDGE)
+    return torch.linalg.solve(squares, rows.mean(0)).float()
+
+
+def _scaled_heads(weight: Tensor, inputs: Tensor, norm: Tensor) -> Tensor:
+    """A projection [heads * D, H] whose outputs the base norms per head, scaled as the norm does on average.
+
+    Args:
+        inputs: [H] weight of the norm before the projection.
+        norm: [D] weight of the norm of the heads.
+    """
+    heads = weight.unflatten(0, (-1, norm.shape[0])).float()
+    rms = (heads * inputs).pow(2).sum((1, 2), keepdim=True).div(norm.shape[0]).sqrt()
+    return (heads / rms * norm[:, None]).flatten(0, 1)
+
+
+class _BaseLayer:
+    """What a draft's first layer takes from the base's last one.
+
+    Args:
+        base: see `RecurrentDraft.initialize`.
+    """
+
+    def __init__(self, draft: Any, ends: BaseEnds, base: Mapping[str, Tensor]) -> None:
+        self.draft, self.ends, self.base = draft, ends, base
+        self.copied = getattr(draft.config, "init_from_base_layer", False)
+        self._constant: Tensor | None = None
+
+    def source(self, spec: TensorSpec) -> Tensor | None:
+        """The base's tensor for a parameter, if there is one."""
+        if spec.base is None or spec.base not in self.base or not (self.copied or spec.base == FINAL_NORM):
+            return None
+        found, norm = self.base[spec.base], self.base.get(spec.base.replace("_proj.weight", "_norm.weight"))
+        if spec.base.endswith("_proj.weight") and norm is not None and not self.draft.config.qk_norm:
+            return _scaled_heads(found, self.base["input_layernorm.weight"], norm)
+        return found
+
+    def enter_half(self, value: Tensor, spec: TensorSpec, source: Tensor) -> None:
+        """Put a projection of the feature, [R, H], and its bias into one of [embedding ; feature], [R, 2 * H]."""
+        value[:, source.shape[-1] :] = source.to(value)
+        bias = self.base.get((spec.base or "").replace(".weight", ".bias"))
+        if bias is None or self.draft.config.attention_bias:
+            return
+        if self._constant is None:
+            self._constant = constant_of_embeddings(self.draft, self.ends)
+        value[:, : source.shape[-1]] += (bias.float()[:, None] * self._constant).to(value)
+
+
 def _first_value(draft: RecurrentDraft, ends: BaseEnds, name: str, spec: TensorSpec, seed: int) -> Tensor:
     """Initial value by `spec`, unsharded; of an LM head or an embedding, this rank's shard."""
     config, shape = draft.config, spec.shape
@@ -97,17 +163,17 @@ def initial_values(draft: Any, ends: BaseEnds, base: Mapping[str, Tensor], seed:
         draft: a `RecurrentDraft` or a `MedusaDraft`.
         base: see `RecurrentDraft.initialize`.
     """
-    copied = getattr(draft.config, "init_from_base_layer", False)
+    last = _BaseLayer(draft, ends, base)
     head: Tensor | None = None
     for name, spec in draft_tensors(draft.config).items():
-        source = base.get(spec.base or "") if copied or spec.base == FINAL_NORM else None
+        source = last.source(spec)
         if source is not None and tuple(source.shape) == spec.shape:
             yield name, source
             continue
         value = head if spec.first == "head" and head is not None else _first_value(draft, ends, name, spec, seed)
         head = value if spec.first == "head" else head
         if source is not None and (source.shape[0], 2 * source.shape[-1]) == spec.shape:
-            value[:, source.shape[-1] :] = source.to(value)
+            last.enter_half(value, spec, source)
         yield name, value
 
 

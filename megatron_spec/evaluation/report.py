@@ -199,10 +199,10 @@ class Answer:
     """One answer without the draft, and with it once per draft length.
 
     Attributes:
-        identifier, category, round: of the prompt.
+        identifier, category, round: identity of the prompt.
         prompt_tokens: length of the prompt, history included.
-        alone: answer of the base alone.
-        spoken: answers with the draft, one per draft length.
+        base: answer of the base alone.
+        drafted: answers with the draft, one per draft length.
         mismatches: one per draft length, None where the texts are equal.
     """
 
@@ -210,16 +210,16 @@ class Answer:
     category: str
     round: int
     prompt_tokens: int
-    alone: Generation
-    spoken: list[Generation]
+    base: Generation
+    drafted: list[Generation]
     mismatches: list[Mismatch | None]
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Answer:
         """Inverse of `dataclasses.asdict`."""
         mismatches = [None if m is None else Mismatch(**m) for m in values["mismatches"]]
-        spoken = [Generation(**g) for g in values["spoken"]]
-        return Answer(**{**values, "alone": Generation(**values["alone"]), "spoken": spoken, "mismatches": mismatches})
+        drafted = [Generation(**g) for g in values["drafted"]]
+        return Answer(**{**values, "base": Generation(**values["base"]), "drafted": drafted, "mismatches": mismatches})
 
 
 @dataclass
@@ -267,11 +267,11 @@ def _run(
     same_text: bool,
 ) -> Run:  # fmt: skip
     """Figures of the draft length at index `which`."""
-    spoken = [a.spoken[which] for a in answers]
+    drafted = [a.drafted[which] for a in answers]
     categories, groups = [a.category for a in answers], [length_group(a.prompt_tokens) for a in answers]
     mismatches = tuple(m for a in answers if (m := a.mismatches[which]) is not None)
     different = [m for m in mismatches if not m.exact_tie]
-    speed, acceptance = _speed(spoken, seconds), acceptance_stats(spoken, seed)
+    speed, acceptance = _speed(drafted, seconds), acceptance_stats(drafted, seed)
     predicted = None
     if cost is not None and acceptance.acceptance_length is not None:
         predicted = cost.speedup(acceptance.acceptance_length)
@@ -287,16 +287,16 @@ def _run(
         predicted_speedup=predicted,
         costs=cost,
         acceptance=acceptance,
-        acceptance_by_category=by_category(spoken, categories, seed),
-        acceptance_by_prompt_length=by_category(spoken, groups, seed),
-        acceptance_by_context_length=by_context(spoken, [a.prompt_tokens for a in answers], context_group, seed),
-        acceptance_distribution=_distribution(spoken),
+        acceptance_by_category=by_category(drafted, categories, seed),
+        acceptance_by_prompt_length=by_category(drafted, groups, seed),
+        acceptance_by_context_length=by_context(drafted, [a.prompt_tokens for a in answers], context_group, seed),
+        acceptance_distribution=_distribution(drafted),
     )
 
 
 def longest_text(answers: Iterable[Answer]) -> int:
     """Tokens of the longest prompt plus answer; 0 without answers."""
-    return max((a.prompt_tokens + len(a.alone.tokens) for a in answers), default=0)
+    return max((a.prompt_tokens + len(a.base.tokens) for a in answers), default=0)
 
 
 def build_report(
@@ -309,14 +309,14 @@ def build_report(
         same_text: the text with the draft should be the base's own.
     """
     answers = [a for part in parts for a in part.answers]
-    base = _speed([a.alone for a in answers], max(part.seconds[0] for part in parts))
+    base = _speed([a.base for a in answers], max(part.seconds[0] for part in parts))
     runs = [
         _run(answers, i, length, max(part.seconds[i + 1] for part in parts), base, costs[i], config.seed, same_text)
         for i, length in enumerate(draft_lens)
     ]
     return Report(
         answers=len(answers),
-        truncated=sum(not a.alone.stopped for a in answers),
+        truncated=sum(not a.base.stopped for a in answers),
         skipped=tuple(s for part in parts for s in part.skipped),
         base=base,
         memory=memory,

@@ -119,7 +119,7 @@ class _Validation:
         check_draft_lens(lens)
         check_stop_ids(stop_ids)
         self.config = config.replace(max_draft_len=lens[0])
-        self.alone = self.config.replace(decoding_type=None)
+        self.undrafted = self.config.replace(decoding_type=None)
         self.configs = [config.replace(max_draft_len=length) for length in lens]
         self.drafters = [build_drafter(draft, base, c) for c in self.configs]
         self.same_text = config.lossless and not config.use_rejection_sampling
@@ -171,53 +171,53 @@ class _Validation:
                 skipped[0],
             )  # fmt: skip
 
-    def _ways(self) -> list[tuple[DecodeConfig, Any]]:
-        return [(self.alone, None), *zip(self.configs, self.drafters, strict=True)]
+    def _decoders(self) -> list[tuple[DecodeConfig, Any]]:
+        return [(self.undrafted, None), *zip(self.configs, self.drafters, strict=True)]
 
-    def _ask(self, dialogue: Dialogue) -> list[int] | None:
+    def _next_prompt(self, dialogue: Dialogue) -> list[int] | None:
         return dialogue.ask(self.encoder, self.base.config.max_position_embeddings)
 
     def _samples(self, count: int) -> Iterator[list[int]]:
         """Token ids of up to `count` first questions."""
         for prompt in (p for window in self.windows for p in window):
-            if count and (ids := self._ask(Dialogue(prompt))) is not None:
+            if count and (ids := self._next_prompt(Dialogue(prompt))) is not None:
                 count -= 1
                 yield ids
 
     def _warm_up(self) -> None:
         """Generate one short answer with each drafter: first calls pay for allocation and kernel compilation."""
         for ids in self._samples(1):
-            for config, drafter in self._ways():
+            for config, drafter in self._decoders():
                 short = config.replace(max_new_tokens=max(c.max_draft_len for c in self.configs) + 2)
                 decode(self.base, [ids], short, set(), draft=drafter)
 
     def _measure(self, dialogues: list[Dialogue], bar: Any) -> Part:
         part = Part([], [0.0] * (len(self.configs) + 1), [])
-        while asking := [(d, ids) for d in dialogues if d.waits and (ids := self._ask(d)) is not None]:
-            questions, seeds = [ids for _, ids in asking], [d.seed(self.config.seed) for d, _ in asking]
+        while pending := [(d, ids) for d in dialogues if d.waits and (ids := self._next_prompt(d)) is not None]:
+            questions, seeds = [ids for _, ids in pending], [d.seed(self.config.seed) for d, _ in pending]
             results: list[list[Generation]] = []
-            for way, (config, drafter) in enumerate(self._ways()):
+            for i, (config, drafter) in enumerate(self._decoders()):
                 recorder, start = timed_recorder_for(self.base, config.cuda_graphs), now()
                 results.append(
                     decode(self.base, questions, config, self.stop_ids, draft=drafter, seeds=seeds, recorder=recorder)
                 )
-                part.seconds[way] += now() - start - (recorder.seconds if recorder else 0.0)
-            for (d, ids), alone, *spoken in zip(asking, *results, strict=True):
+                part.seconds[i] += now() - start - (recorder.seconds if recorder else 0.0)
+            for (d, ids), base, *drafted in zip(pending, *results, strict=True):
                 prompt, round_ = d.prompt, len(d.answers)
-                mismatches = [self._compare(prompt, round_, ids, alone, g) for g in spoken]
+                mismatches = [self._compare(prompt, round_, ids, base, g) for g in drafted]
                 part.answers.append(
-                    Answer(prompt.identifier, prompt.category, round_, len(ids), alone, spoken, mismatches)
+                    Answer(prompt.identifier, prompt.category, round_, len(ids), base, drafted, mismatches)
                 )
-                d.take(alone.tokens, alone.stopped, self.encoder.tokenizer)
+                d.take(base.tokens, base.stopped, self.encoder.tokenizer)
                 bar.update()
         part.skipped += [f"{d.prompt.identifier}: {d.problem}" for d in dialogues if d.problem]
         return part
 
     def _compare(
-        self, prompt: Prompt, round_: int, ids: list[int], alone: Generation, spoken: Generation
+        self, prompt: Prompt, round_: int, ids: list[int], base: Generation, drafted: Generation
     ) -> Mismatch | None:
         """Collective over the model-parallel ranks, which all have the same answers."""
-        a, b = alone.tokens, spoken.tokens
+        a, b = base.tokens, drafted.tokens
         if a == b or not self.same_text:
             return None
         at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -240,13 +240,13 @@ class _Validation:
         ids = list(self._samples(config.batch_size))
         steps = 16 if self.base.world.device.type == "cuda" else 4
         short = config.replace(max_new_tokens=steps * (config.max_draft_len + 1) + 1)
-        alone, spoken = Costs(), Costs()
-        decode(self.base, ids, short.replace(decoding_type=None), set(), costs=alone)
-        decode(self.base, ids, short, set(), draft=drafter, costs=spoken)
-        if not ("base" in alone.seconds and "base" in spoken.seconds):
+        undrafted, drafted = Costs(), Costs()
+        decode(self.base, ids, short.replace(decoding_type=None), set(), costs=undrafted)
+        decode(self.base, ids, short, set(), draft=drafter, costs=drafted)
+        if not ("base" in undrafted.seconds and "base" in drafted.seconds):
             return None
         return StepCosts(*(c.typical(phase) for c, phase in (
-            (alone, "base"), (spoken, "draft"), (spoken, "base"), (spoken, "observe")
+            (undrafted, "base"), (drafted, "draft"), (drafted, "base"), (drafted, "observe")
         )))  # fmt: skip
 
     def _memory(self, tokens: int) -> Memory:

@@ -202,7 +202,7 @@ REFUSED = {
     "PhiForCausalLM": "runs attention and MLP in parallel",
     "PhiMoEForCausalLM": "has a router (SparseMixer) that megatron-core lacks",
     "Qwen2MoeForCausalLM": "gates its shared expert, which megatron-core 0.16 lacks",
-    "Qwen3NextForCausalLM": "has linear attention (a HybridModel), and the base here is a GPTModel",
+    "Qwen3NextForCausalLM": "has linear attention (Gated DeltaNet layers), which is not built here yet",
     "DeepseekV2ForCausalLM": "has a different router from DeepSeek-V3, which is not implemented yet",
     "DeepseekV32ForCausalLM": "has sparse attention (an indexer), which is not implemented yet",
     "Llama4ForConditionalGeneration": "has chunked attention and image inputs",
@@ -210,7 +210,7 @@ REFUSED = {
     "FalconForCausalLM": "runs attention and MLP in parallel",
     "GPT2LMHeadModel": "has learned position embeddings and LayerNorm",
     "GPTNeoXForCausalLM": "runs attention and MLP in parallel, with LayerNorm",
-    "MambaForCausalLM": "has no attention, and the base here is a GPTModel",
+    "MambaForCausalLM": "has Mamba layers, which are not built here yet",
 }
 """Architectures that are refused by name, with the reason; shown in docs/families.md."""
 

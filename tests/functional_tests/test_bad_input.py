@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.functional_tests.script_helpers import ROOT, SCRIPTS, make_base, refuse, run_script, write_conversations
+from tests.functional_tests.script_helpers import SCRIPTS, make_base, refuse, run_script, write_conversations
 from tests.worlds import run_world
 
 
@@ -234,14 +233,6 @@ def test_bad_data_names_file_and_line(place: Path, tmp_path: Path, line: str, ex
     data.write_text("\n".join([good[0], line, good[1]]) + "\n")
     message = in_process(open_dataset, str(data), str(place / "base"), 64)
     assert str(data) in message and "2" in message and expected in message
-
-
-def test_help_needs_no_torch() -> None:
-    code = "import sys, runpy; sys.argv=['finetune.py','--help']\n"
-    code += "try: runpy.run_path('examples/post_training/finetune.py', run_name='__main__')\n"
-    code += "except SystemExit as e: print('torch' in sys.modules, e.code)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.stdout.splitlines()[-1] == "False 0"
 
 
 def test_a_failing_rank_is_an_error_not_a_hang(place: Path, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def check_fp8(folder: Path, name: str) -> None:
         assert {f"{stem}.weight_scale", f"{stem}.input_scale"} <= found.keys()
 
 
-def test_the_readme_says_what_ran() -> None:
+def test_readme_states_what_ran() -> None:
     """Runs last: the table's source is what the tests above found."""
     if sum(len(found) for found in OUTCOME.values()) < len(FAMILIES) * len(ALGORITHMS):
         pytest.skip("not everything ran")

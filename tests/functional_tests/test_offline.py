@@ -134,7 +134,7 @@ def test_fp8_features_are_near(runs: tuple[Path, dict[str, list[float]]]) -> Non
         ({"offline_data": "draft"}, "has no features"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_invalid_input_is_refused(
     runs: tuple[Path, dict[str, list[float]]], changes: dict[str, Any], message: str
 ) -> None:
     from megatron_spec.commands.finetune import FinetuneRun, resolve

@@ -110,8 +110,8 @@ def block_hits(place: Any, draft: Any, features: Features) -> Tensor:
     states = draft.states(features, plan, place.base)
     text_S = features.batch.tokens_BS[0]
     found_TS = torch.zeros(STEPS, len(text_S), dtype=torch.bool)
-    rows = [states[r] for r in plan.supervision.rows]
-    head = draft.block_head(rows, draft.teacher_head(place.base).draft_rows(), plan)
+    head = draft.block_head(states[torch.cat(plan.supervision.rows)], draft.teacher_head(place.base).draft_rows(), plan)
+    rows = head.rows
     added = head.low_Nr @ head.low_weight_Vr.t() if head.low_Nr is not None else torch.zeros(sum(map(len, rows)), 1)
     for k, added_RV in enumerate(added.split([len(r) for r in rows])):
         anchor_R = plan.layout.anchor_P[plan.supervision.rows[k] // draft.config.block_size]

@@ -1,4 +1,4 @@
-"""Flags made from configurations, and who says what when several ranks fail alike."""
+"""Flags from configuration classes, and error messages when several ranks fail alike."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_refused_flags(argv: list[str], expected: str, capsys: pytest.CaptureFix
     assert expected in capsys.readouterr().err
 
 
-def test_a_full_disk_or_a_missing_permission_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_disk_and_missing_permission_are_user_errors(capsys: pytest.CaptureFixture[str]) -> None:
     for error, said in (
         (OSError(errno.ENOSPC, "No space left on device"), "error: writing: No space left on device"),
         (PermissionError(errno.EACCES, "Permission denied", "out"), "error: out: Permission denied"),
@@ -68,9 +68,7 @@ def test_one_rank_of_a_machine_names_a_wrong_flag(
     assert capsys.readouterr().err == ""
 
 
-def test_other_ranks_keep_a_message_back_and_then_say_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_ranks_delay_their_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     waited: list[float] = []
     monkeypatch.setattr(cli.time, "sleep", waited.append)
     assert leave([], "sky is down") == 2

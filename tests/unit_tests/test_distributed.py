@@ -1,4 +1,4 @@
-"""Start-up of a world of one."""
+"""Initialisation of a single process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch.distributed as dist
 from megatron_spec.runtime import distributed
 
 
-def test_a_world_of_one_leaves_the_environment_alone() -> None:
-    """Its children must not believe that they are ranks of it."""
+def test_single_process_leaves_the_environment_unchanged() -> None:
+    """Child processes must not take themselves for its ranks."""
     before = dict(os.environ)
     world = distributed.initialize()
     assert dist.is_initialized() and (world.pp_rank, world.pp_size) == (0, 1)

@@ -1,4 +1,4 @@
-"""Flags and files of Megatron-LM's and ModelOpt's pages: understood, or answered completely."""
+"""Flags and files from the documentation of Megatron-LM and ModelOpt: accepted, or explained."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_page_is_that_of_the_table() -> None:
     assert text == page(), "run: python tools/megatron_flags_table.py --write"
 
 
-def test_arguments_of_megatrons_page_get_through() -> None:
+def test_documented_megatron_arguments_are_accepted() -> None:
     words = [
         "--tokenizer-type", "HuggingFaceTokenizer", "--use-checkpoint-args", "--ckpt-format", "torch_dist",
         "--finetune", "--num-layers", "12", "--hidden-size", "32", "--num-query-groups", "2", "--overlap-grad-reduce",
@@ -74,7 +74,7 @@ def test_arguments_of_megatrons_page_get_through() -> None:
         check_base_shapes(run, BASE.replace(num_layers=13))
 
 
-def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(
         runs.FinetuneRun, capsys, "--load", "d", "--fp16", "--train-samples", "8", "--eval-interval", "10", "--lr", "x",
         "--finetune-hf-dataset", "nvidia/Daring-Anteater", "--offline-distillation-data", "f", "--ckpt-format", "torch",
@@ -90,7 +90,7 @@ def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -
         assert expected in text, expected
 
 
-def test_hints_for_names_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hints_for_names_in_other_frameworks(capsys: pytest.CaptureFixture[str]) -> None:
     from megatron_spec.commands.quantize import quant_policy
 
     convert = ("--load", "b", "--save", "s", "--export-eagle-algorithm", "eagle2")
@@ -101,7 +101,7 @@ def test_hints_for_names_of_others(capsys: pytest.CaptureFixture[str]) -> None:
         quant_policy("FP8_DEFAULT_CFG")
 
 
-def test_no_flag_of_ours_is_in_the_table() -> None:
+def test_own_flags_are_not_in_the_table() -> None:
     for run in RUNS:
         ours = cli.Parser("x", run)._option_string_actions
         assert not [name for name in megatron_flags.FLAGS if name in ours]
@@ -118,7 +118,7 @@ MODELOPT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_modelopts_configuration_is_understood() -> None:
+def test_modelopt_configuration_is_translated() -> None:
     config = presets.eagle_config(BASE, overrides=from_modelopt(MODELOPT, "eagle3"))
     assert (config.capture_layer_ids, config.intermediate_size, config.rope.theta) == ((0, 4, 9), 64, 1e6)
     assert from_modelopt({"capture_layer_ids": [1, 2]}, "eagle3") == {"capture_layer_ids": [1, 2]}
@@ -135,12 +135,12 @@ def test_modelopts_configuration_is_understood() -> None:
         ({"eagle_architecture_config": [1]}, "expected an object"),
     ],
 )
-def test_what_modelopt_has_elsewhere_or_otherwise_is_answered(changes: dict[str, Any], expected: str) -> None:
+def test_unsupported_modelopt_keys_are_explained(changes: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         from_modelopt(changes, "eagle3")
 
 
-def test_trees_and_lengths_that_cannot_be_drafted_are_refused() -> None:
+def test_impossible_trees_and_lengths_are_refused() -> None:
     heads = MedusaConfig(num_heads=2, hidden_size=8, vocab_size=96)
     tree = DecodeConfig(use_dynamic_tree=True, max_total_draft_tokens=2)
     with pytest.raises(UserError, match="--max-draft-len 3 with --max-total-draft-tokens 2"):
@@ -157,7 +157,7 @@ def test_trees_and_lengths_that_cannot_be_drafted_are_refused() -> None:
 
 
 def test_every_flag_is_read_by_something() -> None:
-    """A field that nothing but its own class names is a flag that is ignored."""
+    """A field that only its own class names is an ignored flag."""
     named = {"backbone_iters", "row_keep", "row_keep_least"}  # read by a method of their own class
     for path in (*(ROOT / "megatron_spec").rglob("*.py"), *SCRIPTS):
         if path.parent.name == "config" or path.name == "runs.py":
@@ -201,14 +201,14 @@ def spec(draft: Any, quant: QuantConfig | None = None) -> CheckpointSpec:
     ("algorithm", "fields", "message"),
     [
         ("eagle1", {"max_draft_len": 4}, "--max-draft-len: no serving configuration is written for eagle1"),
-        ("eagle3", {"max_draft_len": 4, "extra_modules": False}, "--max-draft-len is for the draft"),
-        ("eagle3", {"export_embeddings": True, "extra_modules": False}, "--export-embeddings is for the draft"),
+        ("eagle3", {"max_draft_len": 4, "extra_modules": False}, "--max-draft-len concerns the draft"),
+        ("eagle3", {"export_embeddings": True, "extra_modules": False}, "--export-embeddings concerns the draft"),
         ("eagle3", {"yarn_factor": 4.0}, "--export-yarn-original None: expected both"),
         ("eagle3", {"yarn_factor": 0.5, "yarn_original": 9}, "a factor above 1"),
-        ("eagle3", {"yarn_factor": 4.0, "yarn_original": 9, "format": "speculators"}, "written in the format hf"),
+        ("eagle3", {"yarn_factor": 4.0, "yarn_original": 9, "format": "speculators"}, "needs --export-format hf"),
     ],
 )
-def test_options_of_export_that_would_do_nothing(algorithm: str, fields: dict[str, Any], message: str) -> None:
+def test_export_options_without_effect_are_refused(algorithm: str, fields: dict[str, Any], message: str) -> None:
     from megatron_spec.commands.export import _check
 
     run = runs.ExportRun("d", "o", **{"extra_modules": True, "with_base": True, **fields})
@@ -221,7 +221,7 @@ def block_objective(algorithm: str = "dflash", **fields: Any) -> ObjectiveConfig
     return presets.objective_for(config, ObjectiveConfig(**fields))
 
 
-def test_settings_that_would_do_nothing() -> None:
+def test_settings_without_effect_are_refused() -> None:
     cases: list[tuple[Any, str]] = [
         (lambda: QuantConfig(percentile=99.0), "percentile 99.0 does nothing with calibration 'max'"),
         (lambda: QuantConfig(base="none", exclude_base=("*x",)), "exclude_base does nothing"),
@@ -263,8 +263,8 @@ def test_every_field_of_every_configuration_is_documented() -> None:
     assert len(seen) > 20
 
 
-def test_help_needs_neither_torch_nor_much() -> None:
-    """No clock: what takes the time is an import, so modules are counted."""
+def test_help_imports_no_torch_and_few_modules() -> None:
+    """Counts modules instead of seconds, as imports take the time."""
     code = "import sys, runpy\nfor s in sys.argv[1:]:\n    sys.argv = [s, '--help']\n"
     code += "    try: runpy.run_path(s, run_name='__main__')\n    except SystemExit as e: assert e.code == 0\n"
     code += "heavy = [m for m in ('torch', 'numpy', 'transformers', 'megatron.core', 'yaml', 'asyncio')]\n"

@@ -1,4 +1,4 @@
-"""Models by their name on the hub, against a stand-in of the hub on this machine."""
+"""Hub names, against a local stand-in for the hub."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODELS = {
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The part of the hub's interface that huggingface_hub asks for a snapshot."""
+    """The part of the hub's API that huggingface_hub uses for a snapshot."""
 
     tokens: set[str | None] = set()
     folders: dict[str, Path] = {}
@@ -146,7 +146,7 @@ if __name__ == "__main__":
 """
 
 
-def test_the_chain_from_names_on_the_hub(address: str, tmp_path: Path) -> None:
+def test_chain_with_hub_names(address: str, tmp_path: Path) -> None:
     """convert, finetune, export; validate and convert --draft with a published draft, the latter again offline."""
     make_base(tmp_path / "tiny")
     write_conversations(tmp_path / "train.jsonl", 2)
@@ -162,7 +162,7 @@ def test_the_chain_from_names_on_the_hub(address: str, tmp_path: Path) -> None:
     assert (tmp_path / "again_on" / "latest_checkpointed_iteration.txt").is_file()
 
 
-def test_without_a_network_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_network_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def unreachable(*args: Any, **options: Any) -> str:
@@ -173,7 +173,7 @@ def test_without_a_network_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         hub.model_folder("org/base")
 
 
-def test_folders_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_take_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "org" / "base").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert hub.model_folder("org/base") == Path("org/base") and not hub.is_hub_name("org/base")

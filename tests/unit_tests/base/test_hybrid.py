@@ -178,12 +178,15 @@ def _reference(gpt: Any, batch: Any) -> tuple[Tensor, Tensor]:
 def _save(folder: Path, model: Any, args: dict[str, Any], world: World) -> None:
     from megatron.core import dist_checkpointing
 
+    from megatron_spec.checkpoint.results import results_in_this_process
+
     if world.rank == 0:
         (folder / "iter_0000007").mkdir(parents=True)
         (folder / "latest_checkpointed_iteration.txt").write_text("7")
     torch.distributed.barrier()
     state = {"model": model.sharded_state_dict(), "args": argparse.Namespace(**args), "iteration": 7}
-    dist_checkpointing.save(state, str(folder / "iter_0000007"))
+    with results_in_this_process():
+        dist_checkpointing.save(state, str(folder / "iter_0000007"))
 
 
 def _load(folder: Path, model: Any) -> Any:
@@ -293,26 +296,25 @@ def _pipeline(root: Path) -> dict[str, Any]:
     return found
 
 
-def _losses(root: Path) -> list[float]:
-    """Losses of a fresh draft in the library, on the imported GPTModel and on the wrapped HybridModel."""
+def _library(root: Path) -> list[tuple[float, dict[str, float]]]:
+    """(loss of a fresh draft, ranges of the quantised base), of the imported GPTModel and the wrapped HybridModel."""
     import megatron_spec
-    from megatron_spec.config import ObjectiveConfig
+    from megatron_spec.checkpoint.base_import import inspect_base, load_base
+    from megatron_spec.config import ObjectiveConfig, QuantConfig
+    from megatron_spec.quantization.attach import base_amax_state
 
     world = distributed.initialize(ParallelConfig(pipeline_model_parallel_size=2))
-    losses = []
-    for name in ("gpt", "hybrid"):
-        if name == "gpt":
-            from megatron_spec.checkpoint.base_import import inspect_base, load_base
-
-            model: Any = load_base(inspect_base(root / name), world, CAPTURES)
-        else:
-            model = [_load(root / name, _hybrid(world, "*-*-|*-*-"))]
+    imported = load_base(inspect_base(root / "gpt"), world, CAPTURES)
+    found, batches = [], [_batch(), _batch()]
+    for name, model in (("gpt", imported), ("hybrid", [_load(root / "hybrid", _hybrid(world, "*-*-|*-*-"))])):
         spec = megatron_spec.convert(
             model, [("eagle", {"capture_layer_ids": list(CAPTURES)})], base_path=root / name,
             objective=ObjectiveConfig(ttt_steps=2),
         )  # fmt: skip
-        losses.append(sum(float(x.total) for x in spec([_batch(), _batch()])))
-    return losses
+        loss = sum(float(x.total) for x in spec(batches))
+        megatron_spec.quantize(spec, [batches], QuantConfig(base="fp8"))
+        found.append((loss, base_amax_state(spec.base)))
+    return found
 
 
 def _cases(root: str) -> dict[str, Any]:
@@ -321,7 +323,7 @@ def _cases(root: str) -> dict[str, Any]:
     found: dict[str, Any] = {"tp2": _tensor_parallel(Path(root))}
     parallel_state.destroy_model_parallel()
     found["pp2"] = _pipeline(Path(root))
-    found["losses"] = _losses(Path(root))
+    found["library"] = _library(Path(root))
     return found
 
 
@@ -352,10 +354,11 @@ def test_the_features_of_a_pipeline(found: list[dict[str, Any]], what: str) -> N
             torch.testing.assert_close(torch.tensor(here), torch.tensor(there), rtol=1e-5, atol=1e-5)
 
 
-def test_a_draft_has_the_same_losses(found: list[dict[str, Any]]) -> None:
+def test_the_library_on_either_model(found: list[dict[str, Any]]) -> None:
     for rank in found:
-        gpt, hybrid = rank["losses"]
-        assert gpt > 0 and hybrid == pytest.approx(gpt, rel=1e-5)
+        (loss, ranges), (hybrid_loss, hybrid_ranges) = rank["library"]
+        assert loss > 0 and hybrid_loss == pytest.approx(loss, rel=1e-5)
+        assert len(ranges) == LAYERS * 4 * 2 and hybrid_ranges == pytest.approx(ranges, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def _gap(found: Tensor, expected_BSX: Tensor) -> float:
 
 
 def _forward_gaps(base: Any, world: Any, ref: dict[str, Tensor]) -> dict[str, float]:
-    """Largest differences to transformers, of what this rank has to answer for."""
+    """Largest differences from transformers in this rank's results."""
     from megatron_spec.base.schedule import run_base, run_base_everywhere
     from megatron_spec.batch import Batch
     from megatron_spec.ops.visibility import Visibility

@@ -46,7 +46,7 @@ def test_impossible_splits_are_refused(parallel: ParallelConfig, message: str) -
         layers_per_stage(4, parallel)
 
 
-def test_captures_travel_to_the_last_stage() -> None:
+def test_captures_are_relayed_to_the_last_stage() -> None:
     stages = place(7, pp(3), (1, 3, 6))
     assert [(s.first, s.count, s.captures_in, s.captures_own) for s in stages] == [
         (0, 3, (), (1,)),
@@ -62,7 +62,7 @@ def test_bad_capture_ids_are_refused(ids: tuple[int, ...]) -> None:
         check_captures(4, ids)
 
 
-def test_relayed_shapes_grow_with_the_captures_on_board() -> None:
+def test_relayed_shapes_grow_with_captures() -> None:
     receive, send = shapes_adjuster(1, 3)([(8, 2, 16)], [(8, 2, 16)])
     assert (receive, send) == ([(8, 2, 32)], [(8, 2, 64)])
 

@@ -1,4 +1,4 @@
-"""Random tiny Llamas in Hugging Face format, and transformers' answers for them."""
+"""Random tiny Llamas in Hugging Face format, and transformers' results for them."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def edit(folder: Path, **changes: Tensor | None) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def test_every_misfit_is_named(folder: Path, world: World) -> None:
+def test_every_mismatch_is_named(folder: Path, world: World) -> None:
     edit(
         folder, model__norm__weight=None, model__extra__weight=torch.ones(2),
         model__layers__1__mlp__up_proj__weight=torch.ones(3, 32),
@@ -67,7 +67,7 @@ def test_rotary_buffers_of_old_files_are_ignored(folder: Path, world: World) -> 
     assert {p.dtype for p in base.parameters()} == {torch.bfloat16}
 
 
-def test_folders_that_are_no_base(tmp_path: Path, folder: Path) -> None:
+def test_folders_without_a_base_are_refused(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         inspect_base(tmp_path / "nowhere")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
@@ -96,7 +96,7 @@ def test_missing_and_truncated_files(tmp_path: Path, world: World) -> None:
         inspect_base(sharded)
 
 
-def test_place_of_a_base_is_absolute(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_base_path_is_absolute(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
     assert inspect_base("base").path == str(folder)
 
@@ -146,7 +146,7 @@ def _has_te() -> bool:
 
 
 def _gpt(layers: str, tied: bool, world: World) -> Any:
-    """A random GPTModel as a user builds it; nothing of it is ours."""
+    """A random GPTModel as a user builds it, without this package."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -197,12 +197,15 @@ def _gathered(logits: Tensor, world: World) -> Tensor:
 def _save_megatron(folder: Path, gpt: Any, args: Any, world: World) -> None:
     from megatron.core import dist_checkpointing
 
+    from megatron_spec.checkpoint.results import results_in_this_process
+
     if world.rank == 0:
         (folder / "iter_0000007").mkdir(parents=True)
         (folder / "latest_checkpointed_iteration.txt").write_text("7")
     torch.distributed.barrier()
     state = {"model": gpt.sharded_state_dict(), "args": args, "iteration": 7}
-    dist_checkpointing.save(state, str(folder / "iter_0000007"))
+    with results_in_this_process():
+        dist_checkpointing.save(state, str(folder / "iter_0000007"))
 
 
 def _message(path: Path, world: World) -> str:
@@ -278,7 +281,7 @@ def _megatron_cases(root: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def _export_without_config(folder: Path, batch: Any, expected_BSV: Tensor, world: World) -> dict[str, Any]:
-    """A Megatron checkpoint has no config.json: one is written; and one put beside it later changes nothing."""
+    """Export writes the missing config.json; one put beside the checkpoint later changes nothing."""
     from transformers import LlamaForCausalLM
 
     from megatron_spec.export.base import export_base

@@ -1,4 +1,4 @@
-"""Bases in fp8 with a scale per block: what is read equals a plain dequantisation, whole and in every rank's slices."""
+"""Block-wise fp8 bases: reading equals a plain dequantisation, unsharded and in every rank's slices."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch import Tensor
 from megatron_spec.checkpoint import block_fp8
 from megatron_spec.checkpoint.huggingface import HuggingFaceWeights
 from megatron_spec.config import UserError
-from megatron_spec.families import name_rules, parse_base_config, read_base_config
+from megatron_spec.families import parse_base_config, read_base_config
 from megatron_spec.families.names import Experts, read_shard
+from megatron_spec.families.rules import name_rules
 from tests.unit_tests.families.families import save
 
 BLOCK = (16, 16)
@@ -23,7 +24,7 @@ KEPT = ("embed_tokens", "lm_head", "mlp.gate.", "norm")
 
 
 def encode(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes, scales, plainly dequantised), block by block."""
+    """(codes, scales, dequantised values), block by block."""
     rows, columns = block_fp8.scale_shape(tuple(weight.shape), block)
     codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
     scales, plain = torch.empty(rows, columns), torch.empty_like(weight)
@@ -55,7 +56,7 @@ def test_slices_of_a_matrix(dim: int, start: int, stop: int) -> None:
 
 
 def to_fp8(source: Path, fp8: Path, plain: Path) -> None:
-    """The folder in fp8 by blocks, and the plainly dequantised one."""
+    """The folder in block-wise fp8, and dequantised."""
     raw = json.loads((source / "config.json").read_text())
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
     both: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}

@@ -23,7 +23,7 @@ CASES = ("qwen2", "qwen3", "mixtral", "mixtral te", "qwen3_moe")
 
 
 def _gpt(config: BaseConfig, te_names: bool, world: World) -> nn.Module:
-    """megatron-core's own GPTModel; nothing of it is ours."""
+    """megatron-core's own GPTModel."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -73,6 +73,8 @@ def _write(root: Path, case: str, world: World) -> set[str]:
     """The family's random weights inside megatron-core's model, saved by it. Returns the keys of the experts' norms."""
     from megatron.core import dist_checkpointing
 
+    from megatron_spec.checkpoint.results import results_in_this_process
+
     base = load_base(inspect_base(root / case.split()[0]), world)
     gpt = _gpt(base.config, case.endswith("te"), world)
     ours = dict(base.model.named_parameters())
@@ -84,7 +86,8 @@ def _write(root: Path, case: str, world: World) -> set[str]:
     if world.rank == 0:
         folder.mkdir()
     torch.distributed.barrier()
-    dist_checkpointing.save({"model": gpt.sharded_state_dict(), "iteration": 7}, str(folder))
+    with results_in_this_process():
+        dist_checkpointing.save({"model": gpt.sharded_state_dict(), "iteration": 7}, str(folder))
     if world.rank == 0:
         shutil.copy(root / case.split()[0] / "config.json", folder)
     torch.distributed.barrier()
@@ -101,7 +104,7 @@ def _layout(tp: int, pp: int, ep: int) -> World:
 
 
 def _different(root: str, case: str, world: World) -> list[str]:
-    """Parameters that a Megatron checkpoint and the Hugging Face folder give differently."""
+    """Parameters that differ between a Megatron checkpoint and the Hugging Face folder."""
     read = load_base(inspect_base(Path(root, f"{case} megatron")), world)
     true = dict(load_base(inspect_base(Path(root, case.split()[0])), world).model.named_parameters())
     assert len(true) > 10
@@ -137,13 +140,13 @@ def test_every_parameter_is_read_back_in_another_layout(found: list[dict[str, An
         assert rank[case] == []
 
 
-def test_both_spellings_of_the_norm_were_there(found: list[dict[str, Any]]) -> None:
+def test_both_names_of_the_norm_occurred(found: list[dict[str, Any]]) -> None:
     assert found[0]["norms mixtral"] == set()
     assert found[0]["norms mixtral te"] == {"decoder.layers.pre_mlp_layernorm.weight"}
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
-def test_what_is_not_read(name: str, tmp_path: Path) -> None:
+def test_unsupported_checkpoints_are_refused(name: str, tmp_path: Path) -> None:
     save(name, tmp_path)
     with pytest.raises(UserError, match=f"latent attention or attention sinks are not supported .{name}"):
         read_config(tmp_path, tmp_path)

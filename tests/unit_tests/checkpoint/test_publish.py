@@ -1,4 +1,4 @@
-"""A kill at any moment of a save leaves a complete checkpoint, and nothing that looks complete and is not."""
+"""A kill at any point of a save leaves a complete checkpoint, and no incomplete one that looks complete."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_spec.checkpoint import sharded
-from megatron_spec.checkpoint.spec import POINTER, held, latest_iteration, resolve
+from megatron_spec.checkpoint.spec import POINTER, latest_iteration, locked, resolve
 from megatron_spec.config import UserError
 
 
@@ -22,11 +22,11 @@ def write_iteration(folder: Path, content: str) -> Path:
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing behind it runs."""
+    """Stands for SIGKILL: nothing runs after it."""
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["next iteration", "the same iteration again"])
-def test_every_moment_of_publishing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
+def test_every_step_of_publishing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
     calls = {"count": 0, "die_at": 0}
 
     def dying(original: Any) -> Any:
@@ -86,7 +86,7 @@ def test_an_iteration_that_is_read_is_not_removed(tmp_path: Path) -> None:
     for number in (1, 2):
         write_iteration(tmp_path / f"iter_000000{number}", str(number))
     (tmp_path / POINTER).write_text("1\n")
-    with held(tmp_path) as folder:
+    with locked(tmp_path) as folder:
         assert folder.name == "iter_0000001"
         sharded.publish(write_iteration(tmp_path / ".iter_0000003.tmp", "new"), tmp_path / "iter_0000003", keep=1)
         assert folder.is_dir() and not (tmp_path / "iter_0000002").exists()

@@ -1,4 +1,4 @@
-"""A tokenizer made on the spot (bytes are tokens, special tokens stand alone), and chat templates of families."""
+"""A byte-level tokenizer with special tokens, and chat templates of base families."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def talk(*turns: tuple[str, str]) -> list[dict[str, str]]:
 
 
 def write_lines(path: Path, conversations: list[Any]) -> Path:
-    """A JSON lines file, one conversation (list of messages) a line."""
+    """Write a JSON lines file with one conversation (list of messages) per line."""
     lines = [json.dumps({"conversations": messages}, ensure_ascii=False) for messages in conversations]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path

@@ -1,4 +1,4 @@
-"""What lies beside the messages of a line is used, or refused with the line."""
+"""Every key beside the messages of a line is used, or refused with the line."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ def encoded(template, record, **options):
     return tokenizer.decode(sample.tokens, skip_special_tokens=False)
 
 
-def test_a_system_text_beside_the_messages_is_trained_asked_and_prepared(tmp_path):
+def test_system_key_is_used_everywhere(tmp_path):
     record = {"id": "a", "system": "Answer like a pirate.", "conversations": TALK}
     assert "<|start|>system\nAnswer like a pirate.<|end|>" in encoded(chats.CHATML, record)
     path = tmp_path / "d.jsonl"
@@ -55,7 +55,7 @@ EITHER = TOJSON.replace(
 
 @pytest.mark.parametrize("template", [TOJSON, ITEMS, CONCATENATES, AS_IT_IS, EITHER])
 @pytest.mark.parametrize("as_text", [False, True])
-def test_arguments_of_tool_calls_are_what_the_base_writes(template, as_text):
+def test_tool_call_arguments_in_the_form_of_the_base(template, as_text):
     call = json.loads(json.dumps(CALL))
     if as_text:
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
@@ -101,7 +101,7 @@ def test_reasoning_reaches_the_template_under_the_name_that_it_reads(name, read)
         ({"tools": [{"name": "\ud83d"}], "messages": TALK}, "found .*a lone surrogate"),
     ],
 )
-def test_what_cannot_be_used_is_refused_with_the_line_and_dropped_with_a_reason(record, words):
+def test_invalid_lines_are_refused_in_training_and_dropped_in_preparation(record, words):
     with pytest.raises(UserError, match=rf"line 3.*{words}"):
         parse_conversation(record, "line 3")
     found = clean(record, CleanOptions())
@@ -128,7 +128,7 @@ def test_files_that_prepare_conversations_reads_name_it(tmp_path):
                 read(tmp_path / name)
 
 
-def test_a_line_that_is_no_conversation_but_a_corpus_is_refused(tmp_path, monkeypatch):
+def test_plain_text_corpus_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(conversations, "LONGEST_LINE", 1000)
     path = write_lines(tmp_path / "d.jsonl", [TALK, talk(("user", "x" * 2000), ("assistant", "y"))])
     for read in (lambda p: list(numbered_lines(p)), read_prompts):
@@ -164,7 +164,7 @@ def test_answers_whose_beginning_the_template_leaves_out_are_counted_and_named(t
     assert "answers" not in caplog.text
     opened = chats.CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     data = ConversationDataset(path, make_tokenizer(opened), 200)
-    assert data.statistics["answers asked otherwise"] == 3  # the others begin with <think>
+    assert data.statistics["answers prompted differently"] == 3  # the others begin with <think>
     assert "answers shortened" not in data.statistics
 
 
@@ -201,11 +201,11 @@ def test_columns_of_questions_and_answers_are_prepared(record, said):
         ({"messages": [{"role": "system", "content": ""}]}, "no messages"),
     ],
 )
-def test_columns_that_cannot_be_used_have_a_reason(record, reason):
+def test_unusable_columns_have_a_reason(record, reason):
     assert clean(record, CleanOptions()).reason == reason
 
 
-def test_ids_of_answers_stay_with_messages_that_stay():
+def test_answer_ids_are_kept_with_their_messages():
     ids = {"tokenizer": "a", "turns": [[1]]}
     assert clean({"messages": TALK, "answer_ids": ids}, CleanOptions()).line["answer_ids"] == ids
     found = clean({"messages": [*TALK, TALK[0]], "answer_ids": ids}, CleanOptions())

@@ -1,6 +1,6 @@
-"""Supervision masks under a chat template in the style of every base family, against golden files one can read.
+"""Loss masks under a chat template in the style of every base family, against readable golden files.
 
-In golden/*.txt what is supervised stands in brackets: each assistant turn with the token that ends it, and no header.
+In golden/*.txt supervised text is in brackets: each assistant turn with its end token, without the header.
 After a change, `MEGATRON_SPEC_WRITE_GOLDEN=1 pytest THIS_FILE` writes them; read the difference before committing it.
 """
 
@@ -67,7 +67,7 @@ def shown(found: ChatEncoder, sample: Sample) -> str:
 
 
 def masks(template: str) -> str:
-    """Everything a golden file holds."""
+    """Contents of a golden file."""
     found = encoder(template)
     parts = []
     for name, record in TALKS.items():

@@ -9,7 +9,7 @@ from tests.unit_tests.data.chat_fixtures import CHATML, make_tokenizer, talk, wr
 
 
 class Numbers:
-    """Samples whose tokens say which sample they are: sample i is i+1 times the token i."""
+    """Samples that identify themselves: sample i is the token i, repeated i + 1 times."""
 
     seq_length = 16
 
@@ -45,7 +45,7 @@ def test_every_layout_reads_the_same_samples_at_one_length():
         assert shapes == {(micro, max(NUMBERS.lengths[i] for i in reference[1]))}
 
 
-def test_an_epoch_holds_every_sample_once_and_epochs_differ():
+def test_epochs_have_every_sample_once_and_differ():
     loader = BatchLoader(NUMBERS, 1, 1)
     order = [loader.step(i)[0].sample_ids[0][0] for i in range(33)]
     epochs = [order[:11], order[11:22], order[22:]]
@@ -58,7 +58,7 @@ def test_an_epoch_holds_every_sample_once_and_epochs_differ():
     ]
 
 
-def test_a_step_depends_on_nothing_that_was_read_before():
+def test_steps_are_independent_of_earlier_reads():
     used, fresh = BatchLoader(NUMBERS, 2, 4), BatchLoader(NUMBERS, 2, 4)
     for consumed in (0, 4, 40, 8):
         used.step(consumed)
@@ -67,7 +67,7 @@ def test_a_step_depends_on_nothing_that_was_read_before():
             assert a.sample_ids == b.sample_ids and torch.equal(a.tokens_BS, b.tokens_BS)
 
 
-def test_rows_hold_their_samples_and_padding():
+def test_rows_have_their_samples_and_padding():
     loader = BatchLoader(NUMBERS, 2, 4, shuffle=False, pad_multiple=8, pad_token_id=99)
     second = loader.step(0)[1]  # samples 2 (4 tokens) and 3 (7 tokens); the longest of the step is 9 -> 16
     assert second.sample_ids == ((2,), (3,)) and second.single_document
@@ -79,7 +79,7 @@ def test_rows_hold_their_samples_and_padding():
     assert dtypes == [torch.int64, torch.int64, torch.int32, torch.int32]
 
 
-def test_packed_rows_hold_every_sample_once_in_an_epoch():
+def test_packed_epoch_has_every_sample_once():
     loaders = [BatchLoader(NUMBERS, 1, 2, rank, 2, packing=True) for rank in range(2)]
     assert loaders[0].samples_per_epoch == 4  # 62 tokens in rows of 16
     seen = []
@@ -105,7 +105,7 @@ def test_packed_rows_hold_every_sample_once_in_an_epoch():
         ((NUMBERS, 0, 8), "not a multiple"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(arguments, words):
+def test_invalid_sizes_are_refused(arguments, words):
     with pytest.raises(UserError, match=words):
         BatchLoader(*arguments)
 
@@ -116,7 +116,7 @@ LONG_ANSWER = talk(("user", "hi"), ("assistant", "a" * 100))
 BEGINS = 18 + 10 + 11  # tokens (bytes) of "<|start|>system\nBe kind.<|end|>\n", of the user's turn, of the header
 
 
-def test_dataset_cuts_drops_counts_and_says_so(tmp_path, caplog):
+def test_dataset_truncates_drops_and_reports(tmp_path, caplog):
     path = write_lines(tmp_path / "d.jsonl", [SHORT, LONG_QUESTION, LONG_ANSWER, LONG_QUESTION])
     with caplog.at_level(logging.INFO):
         data = ConversationDataset(path, make_tokenizer(CHATML), 60)
@@ -131,7 +131,7 @@ def test_dataset_cuts_drops_counts_and_says_so(tmp_path, caplog):
     assert "supervised 24" in figures
 
 
-def test_a_cut_that_leaves_one_supervised_token_drops_the_conversation(tmp_path):
+def test_truncation_to_one_supervised_token_drops_the_conversation(tmp_path):
     path = write_lines(tmp_path / "d.jsonl", [SHORT, LONG_ANSWER])
     assert len(ConversationDataset(path, make_tokenizer(CHATML), BEGINS + 2)) == 2
     with pytest.raises(UserError, match=r"no supervised tokens .*line 1.*begins at token 39.*larger seq_length"):

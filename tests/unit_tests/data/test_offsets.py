@@ -1,4 +1,4 @@
-"""Places from byte lengths are those of the tokenizer's own offsets."""
+"""Offsets from byte lengths equal the tokenizer's own."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def test_every_span_has_the_same_tokens(text):
 
 @pytest.mark.parametrize("template", [CHATML, BRACKETS])
 @pytest.mark.parametrize("kind", ["bytes", "normalised", "prefix space"])
-def test_masks_do_not_depend_on_how_places_are_found(template, kind, monkeypatch):
+def test_masks_do_not_depend_on_the_offset_method(template, kind, monkeypatch):
     tokenizer = make_tokenizer(template)
     if kind == "normalised":  # then lengths say nothing about some texts
         tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
@@ -49,7 +49,7 @@ def test_masks_do_not_depend_on_how_places_are_found(template, kind, monkeypatch
         assert a.tokens.tolist() == b.tokens.tolist() and a.turns.tolist() == b.turns.tolist()
 
 
-def test_tokenizers_that_do_not_spell_bytes_have_no_lengths():
+def test_tokenizers_without_byte_tokens_have_no_lengths():
     tokenizer = make_tokenizer(CHATML)
     assert byte_lengths(tokenizer)[tokenizer.convert_tokens_to_ids("<|end|>")] == 7
     tokenizer.backend_tokenizer.model = type(tokenizer.backend_tokenizer.model)({"\u2581a": 5, "b": 6}, [])

@@ -11,7 +11,7 @@ def sample(tokens, turns):
     return Sample(torch.tensor(tokens), torch.tensor(turns, dtype=torch.int32))
 
 
-def test_rows_hold_every_sample_once_within_capacity_and_no_two_rows_could_be_one():
+def test_rows_have_every_sample_once_and_cannot_be_merged():
     numbers = random.Random(0)
     for _ in range(30):
         lengths = [numbers.randint(1, 40) for _ in range(numbers.randint(0, 60))]

@@ -1,4 +1,4 @@
-"""Tokens on disk: the same as in memory, kept, made again when something changes, whole or absent."""
+"""Tokens on disk: equal to those in memory, cached until something changes, complete or absent."""
 
 import json
 import pickle
@@ -35,7 +35,7 @@ def keys(path):
     return sorted(p.name for p in folder.iterdir()) if folder.exists() else []
 
 
-def test_store_holds_what_the_encoder_gives(path, monkeypatch):
+def test_store_equals_the_encoder(path, monkeypatch):
     tokenizer = make_tokenizer(CHATML)
     monkeypatch.setattr(tokenise, "PIECE", 500)  # several pieces
     data = ConversationDataset(path, tokenizer, 70)
@@ -54,7 +54,7 @@ def test_store_holds_what_the_encoder_gives(path, monkeypatch):
         assert all(row.tokens_BS.shape[1] <= 70 for row in rows)
 
 
-def test_several_processes_give_the_same_files(path, tmp_path, monkeypatch):
+def test_files_do_not_depend_on_the_number_of_processes(path, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenise, "PIECE", 300)
     one = open_tokens(path, make_tokenizer(CHATML), cache=tmp_path / "one")
     two = open_tokens(path, make_tokenizer(CHATML), cache=tmp_path / "two", workers=2)
@@ -66,7 +66,7 @@ def test_several_processes_give_the_same_files(path, tmp_path, monkeypatch):
     assert len([p for p in (tmp_path / "two").iterdir() if not p.name.startswith(".")]) == 1
 
 
-def test_tokens_are_made_once_and_again_when_something_changes(path, monkeypatch):
+def test_tokens_are_cached_until_something_changes(path, monkeypatch):
     tokenizer = make_tokenizer(CHATML)
     open_tokens(path, tokenizer)
     built = []
@@ -97,7 +97,7 @@ def test_a_large_file_is_hashed_once_for_all_processes(path, tmp_path, monkeypat
     assert tokenise.content_hash(path, tmp_path / "file") == files.sha256_of(path)
 
 
-def test_processes_that_want_the_same_tokens_wait_for_the_first(path, monkeypatch):
+def test_concurrent_processes_tokenise_once(path, monkeypatch):
     built = []
     real = tokenise._build
     monkeypatch.setattr(tokenise, "_build", lambda *a: built.append(1) or real(*a))
@@ -112,7 +112,7 @@ def test_processes_that_want_the_same_tokens_wait_for_the_first(path, monkeypatc
     assert found == [60] * 4 and built == [1]
 
 
-def test_a_failed_run_leaves_nothing_and_damage_is_seen(path, tmp_path, monkeypatch):
+def test_failed_runs_leave_nothing_and_damage_is_detected(path, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(tokenise.StoreWriter, "append", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left")))
         with pytest.raises(UserError, match=r"cannot be written.*no space left.*--data-cache-path"):
@@ -149,7 +149,7 @@ def test_runs_and_blocks():
         assert (tokens.tolist(), sample.tolist()) == expected
 
 
-def test_ranges_make_up_the_store(path):
+def test_ranges_cover_the_store(path):
     store = open_tokens(path, make_tokenizer(CHATML))
     for size in (1, 100, 1000, 10**6):
         ranges = list(store.ranges(size))
@@ -162,7 +162,7 @@ def make_doubler(by):
     return lambda x: x * by if x != 13 else 1 // 0
 
 
-def test_ordered_map_reads_no_further_than_it_must():
+def test_ordered_map_is_lazy():
     read = []
 
     def pieces():

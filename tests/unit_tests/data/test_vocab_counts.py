@@ -16,7 +16,7 @@ TALKS = [
 ]
 
 
-def test_counts_only_supervised_tokens_within_the_cut(tmp_path):
+def test_counts_only_supervised_tokens_before_truncation(tmp_path):
     tokenizer = make_tokenizer(CHATML)
     path = write_lines(tmp_path / "d.jsonl", TALKS)
     for seq_length in (25, 50, 80, 400):  # cuts everything away, in an answer, behind some, and nothing
@@ -64,7 +64,7 @@ def test_coverage_is_the_share_of_supervised_tokens():
     assert (report["distinct_tokens"], report["draft_tokens_never_seen"], report["vocab_size"]) == (3, 1, 5)
 
 
-def test_stop_ids_come_from_all_three_places(tmp_path):
+def test_stop_ids_come_from_all_three_sources(tmp_path):
     tokenizer = make_tokenizer(CHATML)
     tokenizer.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""A recorder for the CPU: writes down every operation with the tensors it used, and does them again on the same memory.
+"""A recorder for the CPU: records every operation with its tensors, and replays it on the same memory.
 
 What a CUDA graph cannot hold fails here too: a value read on the host is refused, and anything that the host decided or
 copied from its own memory is the same in every replay.

@@ -1,4 +1,4 @@
-"""Every draft of a run is what the draft says without any cache, from features computed anew.
+"""Every proposal equals the draft's output without a cache, on recomputed features.
 
 S rows, B batch, N query heads, G key/value heads, D head size.
 """
@@ -19,7 +19,7 @@ from tests.unit_tests.decoding.tiny_models import CAPTURES, CONFIG
 
 
 class Recorder(Drafter):
-    """A drafter that notes each known text with what was drafted for it."""
+    """A drafter that records each text with its proposal."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
@@ -83,7 +83,7 @@ def plain_drafts(tiny: Any, text: list[int], count: int) -> list[int]:
     return drafted
 
 
-def test_every_draft_equals_the_chain_from_scratch(tiny: Any) -> None:
+def test_drafts_equal_recomputation(tiny: Any) -> None:
     recorder = Recorder(EagleDrafter(tiny.draft, tiny.base))
     prompts = [*tiny.prompts, tiny.prompts[0][2:] + tiny.answers[0][:3]]
     found = decode(tiny.base, prompts, CONFIG.replace(batch_size=3), set(), draft=recorder)

@@ -83,7 +83,7 @@ def test_stop_tokens_end_answers_as_in_transformers(tiny: Any) -> None:
     assert 1 in lengths and len(lengths) > 2  # one answer ends with the prefill, others at different steps
 
 
-def test_untrained_draft_changes_nothing_but_the_count(tiny: Any) -> None:
+def test_untrained_draft_does_not_change_the_text(tiny: Any) -> None:
     draft = tiny_models.new_draft(tiny.base, None)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_overfitted_draft_is_accepted_to_the_last_token(tiny: Any) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7])
 @pytest.mark.parametrize("draft_len", [1, 3, 5])
-def test_partly_accepted_drafts_leave_the_text_alone(tiny: Any, batch_size: int, draft_len: int) -> None:
+def test_partly_accepted_drafts_do_not_change_the_text(tiny: Any, batch_size: int, draft_len: int) -> None:
     config = CONFIG.replace(batch_size=batch_size, max_draft_len=draft_len)
     # Beside its own prompt the draft meets prefixes of its conversation, where it errs sometimes.
     prompts = [*tiny.prompts, tiny.prompts[0][2:] + tiny.answers[0][:3], tiny.prompts[0] + tiny.answers[0][:9]]

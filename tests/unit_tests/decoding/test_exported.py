@@ -1,4 +1,4 @@
-"""Decoding from the command's side: checkpoints and exported folders, plain and fp8, and what does not fit together."""
+"""Decoding through the commands: checkpoints and exported folders, high precision and fp8, and mismatches."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def measure(shipped: Any, output: Path, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
-def test_an_exported_draft_is_accepted_like_its_checkpoint(shipped: Any, tmp_path: Path, kind: str) -> None:
+def test_exported_draft_has_the_acceptance_of_its_checkpoint(shipped: Any, tmp_path: Path, kind: str) -> None:
     here = shipped[0]
     first = measure(shipped, tmp_path / "a.json", load=str(here / kind), draft_lens=(1, 2))
     exported = FEW.replace(speculative_model=str(here / f"{kind}-export"))
@@ -76,7 +76,7 @@ def test_an_exported_draft_is_accepted_like_its_checkpoint(shipped: Any, tmp_pat
     assert again["about"]["decoding_type"] == {"eagle3": "Eagle3", "medusa": "Medusa"}[kind]
 
 
-def test_an_exported_fp8_base_computes_what_the_quantised_one_does(shipped: Any) -> None:
+def test_exported_fp8_base_equals_the_quantised_one(shipped: Any) -> None:
     here, _, model = shipped
     reference = inspect_exported_base(here / "fp8-base")
     base = load_exported_base(reference, model.world, tiny_models.CAPTURES)
@@ -90,7 +90,7 @@ def test_an_exported_fp8_base_computes_what_the_quantised_one_does(shipped: Any)
     assert two_best(base, prompts[1]) == two_best(model.base, prompts[1]) != two_best(plain, prompts[1])
 
 
-def test_other_ways_of_drafting(shipped: Any, tmp_path: Path) -> None:
+def test_other_decoding_types(shipped: Any, tmp_path: Path) -> None:
     here = shipped[0]
     for options in (
         dict(decoding_type="NGram"),
@@ -110,7 +110,7 @@ def test_other_ways_of_drafting(shipped: Any, tmp_path: Path) -> None:
     assert done == 2
 
 
-def test_a_base_alone_refuses_what_would_do_nothing(
+def test_options_without_effect_on_a_base_alone_are_refused(
     shipped: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chain, "load_models", lambda *_: pytest.fail("weights were read"))
@@ -128,9 +128,7 @@ def test_a_base_alone_refuses_what_would_do_nothing(
         chain.generate(shipped[1], str(output), base=base)
 
 
-def test_what_does_not_fit_is_refused_before_loading(
-    shipped: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mismatches_are_refused_before_loading(shipped: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = shipped[0]
     monkeypatch.setattr(chain, "load_models", lambda *_: pytest.fail("weights were read"))
     base, medusa = str(here / "base"), str(here / "medusa-export")

@@ -1,4 +1,4 @@
-"""The suffix automaton against a search of the whole text, alone and beside a draft: the text is the base's own."""
+"""The suffix automaton against a brute-force search, alone and with a draft: the text is the base's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit_tests.decoding.tiny_models import CONFIG
 
 
 def searched(text: list[int], size: int) -> tuple[int, int]:
-    """What `SuffixAutomaton.match` says, by comparing every place."""
+    """`SuffixAutomaton.match` by comparing every position."""
     for length in [size] if size > 0 else range(len(text) - 1, 0, -1):
         for start in range(len(text) - length):
             if text[start : start + length] == text[len(text) - length :]:
@@ -42,7 +42,7 @@ def test_the_longest_suffix_that_occurred_before() -> None:
     assert automaton.propose(9, threshold=3) == [9, 8, 1, 2, 3] and SuffixAutomaton([4]).propose(3) == []
 
 
-def test_a_row_with_a_match_takes_it_and_the_others_keep_their_draft() -> None:
+def test_only_rows_with_a_match_are_replaced() -> None:
     drafted = Drafted(torch.tensor([[1, 2, 3]] * 3), torch.tensor([[True, True, False]] * 3), None, 3)
     found = replaced(drafted, [[7, 8], []])  # the third row is idle
     assert found.tokens_BN.tolist() == [[7, 8, 0], [1, 2, 3], [1, 2, 3]]
@@ -53,7 +53,7 @@ def test_a_row_with_a_match_takes_it_and_the_others_keep_their_draft() -> None:
 LONG = CONFIG.replace(max_new_tokens=48)
 
 
-def test_the_text_is_the_bases_own(tiny: Any) -> None:
+def test_text_equals_the_base(tiny: Any) -> None:
     prompts = [p + p for p in tiny.prompts[:4]]
     expected = [g.tokens for g in decode(tiny.base, prompts, LONG, set())]
     alone = decode(tiny.base, prompts, LONG.replace(decoding_type="SA"), set())
@@ -80,7 +80,7 @@ def test_sampled_text_is_the_same(tiny: Any) -> None:
     assert [g.tokens for g in found] == expected
 
 
-def test_rejection_sampling_knows_that_a_lookup_is_certain(tiny: Any) -> None:
+def test_rejection_sampling_with_a_one_hot_lookup(tiny: Any) -> None:
     """Token 2 is looked up where the draft had drawn from a flat distribution: tokens keep the base's distribution."""
     trials, p_V = 20000, torch.tensor([0.1, 0.5, 0.2, 0.2])
     draws = torch.rand(trials, 2, 2, generator=torch.Generator().manual_seed(3))
@@ -97,7 +97,7 @@ def test_rejection_sampling_knows_that_a_lookup_is_certain(tiny: Any) -> None:
     assert all(g.tokens for g in decode(tiny.base, tiny.prompts, hot, set(), draft=tiny.draft))
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+def test_conflicting_options_are_refused() -> None:
     with pytest.raises(UserError, match="replaces the tokens of a chain"):
         check_options(DecodeConfig(sa_threshold=4, use_dynamic_tree=True), "Eagle3")
     with pytest.raises(UserError, match="--sa-threshold is an option of"):

@@ -36,7 +36,7 @@ def once(text: list[int], count: int = 2, **options: Any) -> list[int]:
     return propose(drafter, [text], count)[0]
 
 
-def test_long_matches_come_first_then_age_decides() -> None:
+def test_longest_match_wins_then_age() -> None:
     assert once(TEXT, max_matching_ngram_size=3) == [9, 2]  # 1 2 3 at the start
     assert once(TEXT, max_matching_ngram_size=2) == [9, 2]  # 2 3, the older of two
     assert once(TEXT, max_matching_ngram_size=2, is_use_oldest=False) == [7, 3]
@@ -74,7 +74,7 @@ def test_pools_are_shared_or_private_and_move_with_their_rows() -> None:
         assert propose(drafter, [[1]]) == ([[2, 3]] if public else [[]])
 
 
-def test_a_pool_read_step_by_step_is_the_pool_read_at_once() -> None:
+def test_incremental_pool_equals_full_pool() -> None:
     generator = torch.Generator().manual_seed(3)
     text = torch.randint(4, (60,), generator=generator).tolist()
     drafter = NGramDrafter(3)

@@ -1,4 +1,4 @@
-"""A second model as the draft, drafters of the user's own, and the choice of a drafter."""
+"""A second model as draft, user-defined drafters, and the selection of a drafter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit_tests.decoding.tiny_models import CONFIG
 
 
 class Repeat(Drafter):
-    """Says the last token again."""
+    """Proposes the last token again."""
 
     def __init__(self, base: Any, config: DecodeConfig) -> None:
         self.config = config
@@ -39,13 +39,13 @@ class Plain(Drafter):
 
 
 class Demanding(Plain):
-    """Wants what nobody gives."""
+    """Needs an argument that is never passed."""
 
     def __init__(self, base: Any, config: DecodeConfig, more: int) -> None: ...
 
 
 class Beyond(Plain):
-    """Proposes a token that the base does not have."""
+    """Proposes a token outside the base's vocabulary."""
 
     def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
         found = super().prepare_draft_tokens(context, count)
@@ -54,14 +54,14 @@ class Beyond(Plain):
 
 
 class Flat(Plain):
-    """Forgets the rows."""
+    """Returns a tensor without the row dimension."""
 
     def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
         return Proposal(super().prepare_draft_tokens(context, count).tokens_BN[0])
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 16])
-def test_the_base_as_its_own_draft_is_always_right(tiny: Any, batch_size: int) -> None:
+def test_base_as_its_own_draft_is_always_accepted(tiny: Any, batch_size: int) -> None:
     config = CONFIG.replace(batch_size=batch_size)
     found = decode(tiny.base, tiny.prompts, config, set(), draft=tiny.base)
     assert [g.tokens for g in found] == tiny.answers
@@ -72,7 +72,7 @@ def test_the_base_as_its_own_draft_is_always_right(tiny: Any, batch_size: int) -
     assert all(a == d for g in sampled for a, d in zip(g.accepted_lengths, g.drafted_lengths, strict=True))
 
 
-def test_another_model_as_the_draft(tiny: Any, tmp_path: Path) -> None:
+def test_second_model_as_draft(tiny: Any, tmp_path: Path) -> None:
     save_tiny(tmp_path, seed=9, num_hidden_layers=2, hidden_size=16)
     small = tiny_models.load(tmp_path, tiny.base.world, captures=())
     for config in (CONFIG, CONFIG.replace(batch_size=1, max_draft_len=5)):
@@ -91,7 +91,7 @@ def test_another_model_as_the_draft(tiny: Any, tmp_path: Path) -> None:
     assert seen[0].tokens_BN[0].tolist() == expected
 
 
-def test_a_drafter_of_the_user(tiny: Any) -> None:
+def test_user_defined_drafter(tiny: Any) -> None:
     config = CONFIG.replace(decoding_type="User", drafter=f"{__name__}:Repeat")
     found = decode(tiny.base, tiny.prompts, config, set())
     assert [g.tokens for g in found] == tiny.answers and found[0].drafted_lengths[0] == 3
@@ -106,7 +106,7 @@ def test_a_drafter_of_the_user(tiny: Any) -> None:
             decode(tiny.base, tiny.prompts, config.replace(drafter=name), set())
 
 
-def test_tokens_that_the_base_does_not_have_are_refused_before_it_reads_them(tiny: Any) -> None:
+def test_tokens_outside_the_base_vocabulary_are_refused(tiny: Any) -> None:
     said = r"drafter Beyond proposed token id 83 \(row 2, node 1\), expected 0 to 82"
     for kind, message in (
         ("Beyond", said),
@@ -121,7 +121,7 @@ def test_tokens_that_the_base_does_not_have_are_refused_before_it_reads_them(tin
 
 
 @pytest.mark.parametrize("rows", [-8, 8])
-def test_a_draft_model_with_another_number_of_rows_shares_the_common_ones(tiny: Any, tmp_path: Path, rows: int) -> None:
+def test_draft_model_with_another_vocabulary_size(tiny: Any, tmp_path: Path, rows: int) -> None:
     save_tiny(tmp_path, seed=9, num_hidden_layers=2, hidden_size=16, vocab_size=tiny_models.VOCAB + rows)
     small = tiny_models.load(tmp_path, tiny.base.world, captures=())
     if rows > 0:
@@ -135,7 +135,7 @@ def test_ngram_by_configuration(tiny: Any) -> None:
     assert [g.tokens for g in found] == tiny.answers and any(g.drafted_lengths for g in found)
 
 
-def test_the_decoding_type_fits_the_draft() -> None:
+def test_decoding_type_matches_the_draft() -> None:
     assert decoding_type("eagle3.1", None) == "Eagle3" and decoding_type("eagle-mtp", "MTP") == "MTP"
     assert decoding_type("eagle3", "Eagle") == "Eagle3"  # the spelling of TensorRT-LLM's older releases
     assert [DecodeConfig(decoding_type=name).decoding_type for name in ("UserProvided", "User_Provided")] == [
@@ -162,7 +162,7 @@ def test_tokenizers_are_compared() -> None:
         check_tokenizers(other, base, "draft")
 
 
-def test_costs_are_counted(tiny: Any) -> None:
+def test_costs_per_phase(tiny: Any) -> None:
     costs = Costs()
     [found] = decode(tiny.base, tiny.prompts[:1], CONFIG, set(), draft=tiny.draft, costs=costs)
     assert {k: len(v) for k, v in costs.seconds.items()} == {"prefill": 1, "draft": 6, "base": 6, "observe": 6}

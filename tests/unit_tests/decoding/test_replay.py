@@ -1,4 +1,4 @@
-"""Steps replayed from recordings give the tokens of steps that run as they are: what CUDA graphs need, on a CPU."""
+"""Replayed steps give the tokens of eager steps: tests on a CPU what CUDA graphs need."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_replayed_steps_give_the_same_tokens(tiny: Any, way: str) -> None:
 
 
 class Last(Drafter):
-    """Says the last token again; reads the host's numbers, so it never runs from a recording."""
+    """Proposes the last token again; reads values on the host, so it is never replayed."""
 
     def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
         assert len(context.lengths) == context.tokens_BL.shape[0]
@@ -78,7 +78,7 @@ def test_every_other_drafter(tiny: Any, kind: str) -> None:
     assert recorder.replayed > recorder.recorded > 0
 
 
-def test_what_cannot_be_recorded_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_unrecordable_steps_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     replays, recorder = Replays(CpuRecorder()), torch.zeros(3)
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(caplog: pytest.LogCaptureFixture)
 
 
 def test_the_tape_fails_where_a_graph_would() -> None:
-    """A number that the host put in stays what it was: the other tests would notice."""
+    """A value from the host stays constant in replays, so the other tests would fail."""
     replays, count = Replays(CpuRecorder()), [0]
 
     def step() -> torch.Tensor:
@@ -101,7 +101,7 @@ def test_the_tape_fails_where_a_graph_would() -> None:
     assert [replays.run("step", step)[0].item() for _ in range(5)] == [1, 2, 3, 3, 3]
 
 
-def test_shapes_are_few() -> None:
+def test_few_shapes_occur() -> None:
     for most in (1, 64, 65, 500, 4096, 131072):
         assert key_step(most) >= 64 and -(-most // key_step(most)) <= 8
     assert [padded_rows(n, 12) for n in (1, 2, 3, 5, 9, 12)] == [1, 2, 4, 8, 12, 12]

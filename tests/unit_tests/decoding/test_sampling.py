@@ -1,4 +1,4 @@
-"""Choosing tokens on one rank; several ranks are in test_parallel.py."""
+"""Sampling on one rank; several ranks are in test_parallel.py."""
 
 from __future__ import annotations
 

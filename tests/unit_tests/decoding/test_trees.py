@@ -1,4 +1,4 @@
-"""Trees: shapes, the same text, drafts as along a chain, and more accepted than a chain."""
+"""Trees: shapes, equal text, nodes equal to those of chains, and more accepted tokens than a chain."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_longest_path_against_every_path() -> None:
         assert longest == 0 or [n - 1 for n in found[1:]] in paths
 
 
-def test_the_best_nodes_are_a_tree() -> None:
+def test_best_nodes_form_a_tree() -> None:
     parents = torch.tensor([[-1, -1, 0, 0, 1, 4]])
     scores = torch.tensor([[-1.0, -0.5, -1.0, -3.0, -0.5, -2.0]])  # ties between parent and child
     kept, of_kept = best_nodes(scores, parents, 4)
@@ -63,7 +63,7 @@ def tree_config(**changes: Any) -> DecodeConfig:
 
 
 class Wide(Drafter):
-    """The right token among wrong ones at every level, at a place that changes."""
+    """The right token among wrong ones at every level, at varying ranks."""
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
         self.answers = answers
@@ -91,7 +91,7 @@ class Wide(Drafter):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_every_right_path_is_found_whatever_stands_beside_it(tiny: Any, batch_size: int) -> None:
+def test_correct_path_is_found_among_siblings(tiny: Any, batch_size: int) -> None:
     answers = {tuple(p): a for p, a in zip(tiny.prompts, tiny.answers, strict=True)}
     config = CONFIG.replace(batch_size=batch_size)
     found = decode(tiny.base, tiny.prompts, config, set(), draft=Wide(answers))
@@ -117,8 +117,8 @@ def test_dynamic_tree_gives_the_text_and_accepts_more_than_a_chain(tiny: Any) ->
     assert [g.accepted_lengths for g in decode(tiny.base, tiny.prompts, narrow, set(), draft=draft)] == counts["chain"]
 
 
-def test_tree_nodes_are_the_likeliest_paths_of_the_draft(tiny: Any) -> None:
-    """Against chains run anew for each path: joint probabilities of all paths, the best of them kept."""
+def test_tree_nodes_are_the_most_likely_paths(tiny: Any) -> None:
+    """Against a chain per path: joint probabilities of all paths, of which the highest are kept."""
     drafter = build_drafter(tiny.draft, tiny.base, tree_config())
     assert drafter is not None
     seen: list[Proposal] = []
@@ -134,7 +134,7 @@ def test_tree_nodes_are_the_likeliest_paths_of_the_draft(tiny: Any) -> None:
         paths[node] = (*paths[parent], token)
 
     class Forced(Drafter):
-        """Drafts a given path and notes the log-probability of each of its tokens."""
+        """Drafts a given path and records the log-probability of each token."""
 
         def __init__(self, path: tuple[int, ...]) -> None:
             self.inner: Any = build_drafter(tiny.draft, tiny.base)

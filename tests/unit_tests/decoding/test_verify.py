@@ -1,4 +1,4 @@
-"""Rules of acceptance: lossless where they claim it, by statistics; typical and relaxed by their definitions."""
+"""Acceptance rules: lossless ones by statistics, typical and relaxed by their definitions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def base_logits() -> Tensor:
 
 
 def expected_pairs(first: int, config: DecodeConfig) -> Tensor:
-    """[V, V] probability of the next two tokens after (0, first) of the base alone, filtered by the book."""
+    """[V, V] probability of the base's next two tokens after (0, first), with textbook top-k and top-p."""
     from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
     def p(logits: Tensor) -> Tensor:
@@ -68,8 +68,8 @@ SAMPLING = [
 
 @pytest.mark.parametrize("options", SAMPLING, ids=str)
 @pytest.mark.parametrize("rule", ["chain", "tree", "rejection"])
-def test_the_next_two_tokens_have_the_bases_distribution(tiny: Any, options: dict[str, Any], rule: str) -> None:
-    """The last known token is 1; a bad drafter proposes what follows."""
+def test_next_two_tokens_follow_the_base_distribution(tiny: Any, options: dict[str, Any], rule: str) -> None:
+    """The last known token is 1; a bad drafter proposes the next tokens."""
     config = DecodeConfig(**options, use_rejection_sampling=rule == "rejection")
     group, table = tiny.base.world.tp, base_logits()
     draws = torch.rand(TRIALS, 3, 4, generator=torch.Generator().manual_seed(len(str(options))))
@@ -97,7 +97,7 @@ def test_the_next_two_tokens_have_the_bases_distribution(tiny: Any, options: dic
     assert rule != "rejection" or 0.02 < float((verdict.accepted_B > 0).float().mean()) < 0.98
 
 
-def test_rejection_accepts_what_the_distributions_share(tiny: Any) -> None:
+def test_rejection_acceptance_rate_is_the_overlap(tiny: Any) -> None:
     """P(accept) = sum of min(p, q), and 1 for q = p."""
     config = DecodeConfig(temperature=1.0, use_rejection_sampling=True)
     p = base_logits()[0, 1].softmax(-1)
@@ -133,7 +133,7 @@ def test_typical_acceptance_by_its_definition(tiny: Any) -> None:
 
 
 class Second(Drafter):
-    """Always the base's second choice, told in advance."""
+    """Always proposes the base's second choice, given in advance."""
 
     def __init__(self, table: dict[int, int]) -> None:
         self.table = table
@@ -188,7 +188,7 @@ def test_rejection_sampling_runs_in_the_engine(tiny: Any, kind: str) -> None:
     assert 0 < sum(accepted) < 3 * len(accepted)
 
 
-def test_options_that_would_do_nothing_are_refused() -> None:
+def test_options_without_effect_are_refused() -> None:
     for kind, options, message in (
         ("Eagle3", dict(medusa_choices="[[0]]"), "--medusa-choices is an option of Medusa"),
         ("NGram", dict(use_dynamic_tree=True), "--use-dynamic-tree is an option of Eagle3"),

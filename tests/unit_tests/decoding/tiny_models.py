@@ -27,7 +27,7 @@ def prompts() -> list[list[int]]:
 
 
 def save_base(folder: Path) -> Any:
-    """Write the base; returns transformers' model of it."""
+    """Write the base; returns its transformers model."""
     return save_tiny(folder)
 
 
@@ -49,7 +49,7 @@ def reference_greedy(model: Any, prompt: list[int], new: int, stop: set[int]) ->
 
 
 def new_draft(base: Any, draft_tokens: list[int] | None) -> Any:
-    """An EagleDraft with its starting values; a reduced vocabulary when tokens are given."""
+    """An EagleDraft with its initial values, and a reduced vocabulary if tokens are given."""
     from megatron_spec.drafts import build_draft
     from megatron_spec.drafts.vocab import DraftVocab
 

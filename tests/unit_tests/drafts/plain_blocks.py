@@ -1,4 +1,4 @@
-"""DFlash and DSpark written from their papers alone: a dense mask of slots x (context rows + slots), autograd.
+"""DFlash and DSpark as in their papers: a dense mask of slots x (context rows + slots), autograd.
 
 P blocks, C slots, S sequence, B batch, H hidden size, V vocabulary.
 """
@@ -72,7 +72,7 @@ def block_states(
 
 
 def markov(w: Weights, config: Any, m: Tensor, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """What W2 is applied to for one slot, and the memory of the next: DSpark's three heads."""
+    """(input of W2 for one slot, next memory) of DSpark's three Markov heads."""
     r = config.markov_rank
     if config.markov_head_type == "gated":
         G, b = w["markov_head.gate_proj.weight"], w["markov_head.gate_proj.bias"]

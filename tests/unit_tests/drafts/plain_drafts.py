@@ -1,4 +1,4 @@
-"""EAGLE-1, EAGLE-3.1, MTP and Medusa as their papers write them: loops over rows, dense masks, whole logits."""
+"""EAGLE-1, EAGLE-3.1, MTP and Medusa as in their papers: loops over rows, dense masks, full logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A base reduced to what a draft sees of it, example batches, and a plain EAGLE-3 to compare with."""
+"""A base reduced to its ends, example batches, and a plain EAGLE-3 to compare with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL_VOCAB = [0, 2, 3, 5, 8, 9, 11, 14, 17, 20, 24, 30]
 
 
 class StandInEnds:
-    """Embedding and head as plain matrices, the head split over the group and padded with rows of garbage."""
+    """Embedding and LM head as plain matrices; the head is split over the group and padded with garbage rows."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ def plain_row_loss(kind: str, p: Tensor, q: Tensor, label: int) -> Tensor:
 
 
 class PlainEagle:
-    """EAGLE-3 as the paper writes it, from a dictionary of parameters."""
+    """EAGLE-3 as in the paper, from a dictionary of parameters."""
 
     def __init__(
         self, config: EagleConfig, parameters: dict[str, Tensor], ends: StandInEnds, vocab: DraftVocab
@@ -218,7 +218,7 @@ class PlainEagle:
 def assert_same(
     draft: nn.Module, losses: DraftLosses, total: Tensor, stats: Tensor, parameters: dict[str, Tensor]
 ) -> None:
-    """Losses, figures of every step and every gradient of a draft are those of its plain version."""
+    """Assert that losses, figures of every step and every gradient equal those of the plain version."""
     assert stats[:, 3].min() > 0, "the example must supervise every step"
     close: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
     torch.testing.assert_close(losses.total, total, **close)

@@ -1,4 +1,4 @@
-"""P-EAGLE as its paper writes it: every row of every depth in one pass under a dense mask."""
+"""P-EAGLE as in its paper: all rows of all depths in one forward under a dense mask."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def features(dtype: torch.dtype = torch.float64) -> Features:
 
 
 def made(config: BlockConfig, group: Any, dtype: torch.dtype = torch.float64, **place: Any) -> Any:
-    """A draft with every parameter away from its first value."""
+    """A draft with every parameter changed from its initial value."""
     from megatron_spec.drafts.dflash import DFlashDraft
     from megatron_spec.drafts.dspark import DSparkDraft
 
@@ -118,14 +118,14 @@ def test_equals_the_dense_mask(name: str, alone: Any) -> None:
         torch.testing.assert_close(p.grad, w[n].grad, rtol=1e-9, atol=1e-11, msg=n)
 
 
-def test_anchors_stand_where_two_tokens_of_a_turn_follow() -> None:
+def test_anchors_need_the_next_token_in_the_same_turn() -> None:
     mask_TBS = supervised_slots(batch(), 3)
     assert mask_TBS[0, 0].nonzero().flatten().tolist() == [*range(5), *range(9, 19)]
     assert mask_TBS[2, 1].nonzero().flatten().tolist() == [3, 4, 5]
     assert mask_TBS[1, 1].nonzero().flatten().tolist() == [3, 4, 5, 6, 12, 16]
 
 
-def test_anchors_depend_on_seed_and_content_alone() -> None:
+def test_anchors_depend_only_on_seed_and_content() -> None:
     one = batch()
     eligible = supervised_slots(one, 1)[0]
     torch.manual_seed(3)
@@ -145,7 +145,7 @@ def test_anchors_depend_on_seed_and_content_alone() -> None:
     assert torch.equal(draw(eligible, one, 100), eligible)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_input_is_refused() -> None:
     with pytest.raises(UserError, match="markov_rank is an option of dspark"):
         block_config(markov_rank=4)
     with pytest.raises(UserError, match="dspark needs markov_rank"):

@@ -11,7 +11,7 @@ import torch
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig, RopeConfig, UserError
 from megatron_spec.config.machine import H100
-from megatron_spec.drafts import build_draft
+from megatron_spec.drafts import build_draft, initial
 from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.drafts.linear import Placement
 from megatron_spec.ops.ttt_attention import TrainingTimeTest
@@ -83,7 +83,7 @@ LAYER_OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", LAYER_OPTIONS)
 def test_options_of_the_layer(name: str) -> None:
-    """What published drafts have beyond a Llama layer; the hand-written unroll refuses it."""
+    """Options of published drafts beyond a Llama layer, which the fused unroll does not support."""
     config = eagle_config(**LAYER_OPTIONS[name])
     compare(config, ObjectiveConfig(ttt_steps=2))
     usual = eagle_config(head_dim=16)
@@ -92,8 +92,8 @@ def test_options_of_the_layer(name: str) -> None:
     assert not Paths(Setting(H100, "bfloat16", draft=asked)).on("draft_fused")
 
 
-def test_a_row_on_its_own_document_ignores_its_neighbours() -> None:
-    """A packed document has the loss it has alone."""
+def test_documents_are_independent() -> None:
+    """A packed document has the same loss as on its own."""
     config = eagle_config()
     draft, ends = make(config)
     f, objective = features(conversations(), config, torch.float64), ObjectiveConfig(ttt_steps=3)
@@ -109,7 +109,7 @@ def test_a_row_on_its_own_document_ignores_its_neighbours() -> None:
     torch.testing.assert_close(draft(f, ends, objective).loss_T, parts)
 
 
-def test_nothing_supervised_gives_zero_and_zero_gradients() -> None:
+def test_no_supervised_rows_give_zero_loss_and_gradients() -> None:
     config = eagle_config()
     draft, ends = make(config)
     f = features(conversations(), config, torch.float64)
@@ -121,8 +121,8 @@ def test_nothing_supervised_gives_zero_and_zero_gradients() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_serving_repeats_training(window: int | None) -> None:
-    """Decoding step by step with a cache gives the hidden states that training saw, also after rolling back."""
+def test_decoding_equals_training(window: int | None) -> None:
+    """Decoding step by step with a cache gives the hidden states of training, also after a rollback."""
     config, steps = eagle_config(num_hidden_layers=2, sliding_window=window), 3
     draft, ends = make(config)
     S = 12
@@ -199,7 +199,7 @@ def test_initial_values() -> None:
     assert drawn == {"fc.weight", *attention}
 
 
-def test_attention_of_the_base_goes_into_the_half_that_reads_the_feature() -> None:
+def test_init_attention_fills_the_feature_half() -> None:
     config = eagle_config(init_from_base_layer=True, init_attention=True)
     draft = EagleDraft(config, draft_vocab(config), Placement(distributed.initialize().tp))
     found = dict(draft.named_parameters())
@@ -214,6 +214,65 @@ def test_attention_of_the_base_goes_into_the_half_that_reads_the_feature() -> No
     without = EagleDraft(config.replace(init_attention=False), draft_vocab(config), Placement(draft.tp_group))
     without.initialize(StandInEnds(16, torch.float32), base, seed=1)
     assert not torch.equal(without.midlayer.self_attn.o_proj.weight, base[names["o"]])
+
+
+def attention_of_a_base(draft: EagleDraft, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    shapes = {n.removeprefix("midlayer."): p.shape for n, p in draft.named_parameters() if ".self_attn." in n}
+    generator = torch.Generator().manual_seed(3)
+    widths = {n: (s[0], s[1] // (1 if "o_proj" in n else 2)) for n, s in shapes.items() if n.endswith("_proj.weight")}
+    return {**{n: torch.randn(s, generator=generator) for n, s in widths.items()}, **more}
+
+
+@pytest.mark.parametrize("tokens", [5, 8192])
+def test_base_biases_are_fitted_through_the_embedding(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft without biases starts with approximately the base's q, k and v for every fitted token."""
+    monkeypatch.setattr(initial, "CONSTANT_TOKENS", tokens)
+    config = eagle_config(init_from_base_layer=True, init_attention=True, initializer_range=1e-9)
+    draft = EagleDraft(config, draft_vocab(config), Placement(distributed.initialize().tp))
+    ends, kv = StandInEnds(16, torch.float32), config.num_key_value_heads * config.head_dim
+    bias = {"self_attn.k_proj.bias": torch.arange(1.0, kv + 1)}
+    base = attention_of_a_base(draft, **bias)
+    draft.initialize(ends, base, seed=1)
+    ids = draft.vocab.target_ids[:tokens]
+    embedding = torch.nn.functional.rms_norm(ends.embed(ids[None])[:, 0], (16,))
+    feature = torch.randn(len(ids), 16)
+    found = torch.cat([embedding, feature], 1) @ draft.midlayer.self_attn.k_proj.weight.t()
+    added = found - feature @ base["self_attn.k_proj.weight"].t()
+    ratio = (added / bias["self_attn.k_proj.bias"]).detach()
+    assert torch.allclose(ratio, ratio[:, :1].expand_as(ratio), atol=1e-4)  # one number per token, near 1
+    assert (ratio - 1).abs().max() < (0.02 if tokens == 5 else 0.9) and abs(float(ratio.mean()) - 1) < 0.1
+    q = draft.midlayer.self_attn.q_proj.weight[:, :16]
+    assert q.abs().max() < 1e-6  # this base has no bias there
+
+
+def test_draft_with_biases_copies_those_of_the_base() -> None:
+    config = eagle_config(init_from_base_layer=True, init_attention=True, attention_bias=True)
+    draft = EagleDraft(config, draft_vocab(config), Placement(distributed.initialize().tp))
+    kv = config.num_key_value_heads * config.head_dim
+    base = attention_of_a_base(draft, **{"self_attn.v_proj.bias": torch.rand(kv)})
+    draft.initialize(StandInEnds(16, torch.float32), base, seed=1)
+    assert torch.equal(draft.midlayer.self_attn.v_proj.bias, base["self_attn.v_proj.bias"])
+    assert draft.midlayer.self_attn.v_proj.weight[:, :16].abs().max() < 0.2
+    assert not draft.midlayer.self_attn.q_proj.bias.any()
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_init_attention_from_a_base_with_qk_norm(qk_norm: bool) -> None:
+    """The draft norms its heads too, or its projection has the norm's average scale."""
+    config = eagle_config(init_from_base_layer=True, init_attention=True, qk_norm=qk_norm)
+    draft = EagleDraft(config, draft_vocab(config), Placement(distributed.initialize().tp))
+    norm, inputs = 1 + torch.rand(config.head_dim), 0.1 + torch.rand(16)
+    base = attention_of_a_base(draft, **{"self_attn.q_norm.weight": norm, "input_layernorm.weight": inputs})
+    base["self_attn.q_proj.weight"] *= 7
+    draft.initialize(StandInEnds(16, torch.float32), base, seed=1)
+    weight = draft.midlayer.self_attn.q_proj.weight[:, 16:].detach()
+    if qk_norm:
+        assert torch.equal(draft.midlayer.self_attn.q_norm.weight, norm)
+        assert torch.equal(weight, base["self_attn.q_proj.weight"])
+        return
+    rows = torch.randn(20000, 16) * inputs  # normed states are nearly of equal mean square in every dimension
+    heads = (rows @ weight.t()).unflatten(-1, (-1, config.head_dim)) / norm
+    assert torch.allclose(heads.pow(2).mean((0, 2)), torch.ones(config.num_attention_heads), atol=0.05)
 
 
 def test_a_frozen_head_keeps_the_rows_of_the_base() -> None:

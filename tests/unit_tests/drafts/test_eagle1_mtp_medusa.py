@@ -70,7 +70,7 @@ def batch_features(config: DraftConfig, dtype: torch.dtype) -> Any:
 
 
 def make(config: DraftConfig, dtype: torch.dtype) -> tuple[Any, StandInEnds]:
-    """A draft away from its starting values, norms that are not 1."""
+    """A draft with parameters changed from their initial values and norms that are not 1."""
     ends = StandInEnds(16, dtype, vocab_size=VOCAB)
     draft = build_draft(config, vocabulary(config), distributed.initialize(), dtype)
     draft.initialize(ends, seed=13)
@@ -126,7 +126,7 @@ def test_overfits_a_fixed_batch(name: str) -> None:
         assert (last.correct_T >= 0.9 * last.rows_T).all(), (last.correct_T, last.rows_T)
 
 
-def test_a_new_draft_of_heads_repeats_the_base() -> None:
+def test_new_medusa_heads_equal_the_base() -> None:
     ends, f = StandInEnds(16, torch.float32, vocab_size=VOCAB), batch_features(medusa(), torch.float32)
     for config in (medusa(num_layers=2), medusa(share_base_head=True)):
         draft = build_draft(config, DraftVocab.full(VOCAB), distributed.initialize(), torch.float32)
@@ -136,7 +136,7 @@ def test_a_new_draft_of_heads_repeats_the_base() -> None:
             torch.testing.assert_close(draft.logits(f.state_SBH, i, ends), f.state_SBH @ ends.head.T)
 
 
-def test_a_new_draft_leans_on_the_feature() -> None:
+def test_a_new_draft_depends_mostly_on_the_feature() -> None:
     ends = StandInEnds(16, torch.float32, vocab_size=VOCAB)
     base = {"norm.weight": torch.rand(16), "input_layernorm.weight": torch.rand(16)}
     for algorithm in ("eagle1", "eagle-mtp"):
@@ -151,8 +151,18 @@ def test_a_new_draft_leans_on_the_feature() -> None:
     assert torch.equal(found["layers.0.input_layernorm.weight"], base["input_layernorm.weight"])
 
 
+@pytest.mark.parametrize(("algorithm", "layer"), [("eagle1", "layers.0"), ("eagle-mtp", "layers.0")])
+def test_attention_may_start_from_the_base(algorithm: str, layer: str) -> None:
+    config = eagle_config(algorithm=algorithm, init_from_base_layer=True, init_attention=True, **SHARED_HEAD)
+    draft = build_draft(config, DraftVocab.full(VOCAB), distributed.initialize(), torch.float32)
+    found = dict(draft.named_parameters())
+    base = {f"self_attn.{x}_proj.weight": torch.rand(found[f"{layer}.self_attn.{x}_proj.weight"].shape) for x in "qkvo"}
+    draft.initialize(StandInEnds(16, torch.float32, vocab_size=VOCAB), base, seed=1)
+    assert all(torch.equal(found[f"{layer}.{name}"], value) for name, value in base.items())
+
+
 def test_noise() -> None:
-    """Uniform in its range; a function of seed, tokens and place alone; off without gradients and in eval mode."""
+    """Uniform in its range; a function of seed, tokens and position only; off without gradients and in eval mode."""
     batch = conversations()
     like = torch.zeros(18, 2, 64)
     torch.manual_seed(5)
@@ -173,7 +183,7 @@ def test_noise() -> None:
     assert not torch.allclose(feature_noise(batch, like, 0.2), noise, atol=0.01)
 
 
-def test_noise_is_of_training_alone() -> None:
+def test_noise_is_added_only_in_training() -> None:
     config, _ = CASES["eagle1, noise"]
     goal = ObjectiveConfig(ttt_steps=2, feature_noise=0.5)
     draft, ends = make(config, torch.float64)

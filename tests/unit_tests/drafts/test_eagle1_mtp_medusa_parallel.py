@@ -1,4 +1,4 @@
-"""EAGLE-1, EAGLE-3.1, MTP and Medusa on two ranks equal themselves on one: initial values, losses, every gradient."""
+"""EAGLE-1, EAGLE-3.1, MTP and Medusa on two ranks equal one rank: initial values, losses, every gradient."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def fusing(rows_below: float) -> Iterator[list[int]]:
 
 
 def decoded(draft: EagleDraft, ends: StandInEnds, captures_SBC: Tensor, full_length: int) -> Tensor:
-    """Logits of one pass through the cache; under tensor parallelism this rank's shard."""
+    """Logits of one forward over the cache; under tensor parallelism this rank's shard."""
     cache = draft.new_cache(2, full_length)
     slots = torch.arange(full_length).repeat(2, 1)
     visibility = Visibility.cached(cache, slots)
@@ -168,7 +168,7 @@ def test_equals_one_rank(world: list[dict[str, Any]], name: str) -> None:
 
 
 def joined(shards: list[Tensor], expected: Tensor) -> Tensor:
-    """The whole tensor; a shard of logits that is wider than its vocabulary ends in -inf."""
+    """The unsharded tensor; logits past the vocabulary are -inf."""
     split = next(d for d in range(expected.dim()) if shards[0].shape[d] != expected.shape[d])
     whole, size = torch.cat(shards, split), expected.shape[split]
     padding = whole.narrow(split, size, whole.shape[split] - size)

@@ -43,7 +43,7 @@ def results(draft: EagleDraft, ends: StandInEnds) -> dict[str, Tensor]:
 
 
 def fuse(draft: EagleDraft) -> None:
-    """Let a draft take the fused unroll, over plain twins."""
+    """Make a draft use the fused unroll, over plain twins."""
     draft.paths = Paths(Setting(Machine(kernels="plain"), draft=draft.config))
 
 
@@ -79,7 +79,7 @@ def test_losses_and_gradients(policy: str, compact: bool, monkeypatch: pytest.Mo
         assert not torch.allclose(results(other, ends)["loss"], found["loss"], rtol=1e-3)  # rounding matters here
 
 
-def test_what_takes_the_plain_unroll(taken: list[int]) -> None:
+def test_cases_of_the_plain_unroll(taken: list[int]) -> None:
     """Clipped gradients, and calibration."""
     draft, ends = quantised(QuantConfig(base="none", clipped_ste=True))
     fuse(draft)

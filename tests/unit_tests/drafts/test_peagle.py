@@ -52,7 +52,7 @@ def test_equals_the_dense_mask(name: str) -> None:
     assert_same(draft, losses, total, stats, parameters)
 
 
-def test_rows_kept_are_nested_and_depend_on_seed_and_content_alone() -> None:
+def test_kept_rows_are_nested_and_depend_only_on_seed_and_content() -> None:
     tokens = torch.randint(0, V, (2, 3000), generator=torch.Generator().manual_seed(1))
     zeros = torch.zeros(2, 3000, dtype=torch.int32)
     batch = Batch(tokens, torch.arange(3000).repeat(2, 1), zeros, zeros)
@@ -72,7 +72,7 @@ def test_rows_kept_are_nested_and_depend_on_seed_and_content_alone() -> None:
     assert not torch.equal(kept_rows(batch, goal), kept)
 
 
-def test_rows_are_dropped_in_training_alone() -> None:
+def test_rows_are_dropped_only_in_training() -> None:
     draft, ends = make(peagle())
     f, goal = features(conversations(), draft.config, torch.float64), ObjectiveConfig(ttt_steps=4, **SOME)
     torch.manual_seed(4)
@@ -105,7 +105,7 @@ def test_a_batch_without_supervised_rows_has_zero_gradients() -> None:
     assert not losses.rows_T.any() and all(not p.grad.any() for p in draft.parameters() if p.grad is not None)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_input_is_refused() -> None:
     with pytest.raises(UserError, match="p-eagle needs mask_token_id"):
         peagle(mask_token_id=None)
     with pytest.raises(UserError, match=r"mask_token_id 31 is not in the base's vocabulary of 31"):

@@ -1,4 +1,4 @@
-"""Which rows are supervised at which step, on a row written out by hand, and against loops on random rows."""
+"""Supervised rows of each step: a hand-written example, and random rows against loops."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_offsets_and_members() -> None:
     assert not vocab.is_full and DraftVocab.full(7).is_full and len(vocab) == 3
 
 
-def test_saved_is_loaded(tmp_path: Path) -> None:
+def test_save_and_load(tmp_path: Path) -> None:
     vocab = DraftVocab(torch.tensor([1, 2, 5]), 7)
     vocab.save(tmp_path / "v.safetensors")
     assert DraftVocab.load(tmp_path / "v.safetensors") == vocab != DraftVocab(torch.tensor([1, 2, 6]), 7)
@@ -43,7 +43,7 @@ def test_refuses(ids: list[int], message: str) -> None:
         DraftVocab(torch.tensor(ids, dtype=torch.int64), 7)
 
 
-def test_refuses_files_that_contradict_themselves(tmp_path: Path) -> None:
+def test_inconsistent_files_are_refused(tmp_path: Path) -> None:
     vocab = DraftVocab(torch.tensor([1, 2, 5]), 7)
     path = tmp_path / "v.safetensors"
     save_file({"d2t": vocab.d2t, "t2d": ~vocab.t2d}, path)
@@ -57,8 +57,8 @@ def test_refuses_files_that_contradict_themselves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("total", [5, 31, 96, 32_001, 128_257])
-def test_every_rank_has_its_rows_and_the_last_one_the_rest(total: int) -> None:
-    """As the ranks of a base have theirs, without the padding."""
+def test_rows_per_rank(total: int) -> None:
+    """The shards of the base's ranks, without padding."""
     for ranks in (1, 2, 3, 4, 8):
         parts = [share(total, ranks, rank) for rank in range(ranks)]
         assert [i for part in parts for i in part] == list(range(total))
@@ -66,7 +66,7 @@ def test_every_rank_has_its_rows_and_the_last_one_the_rest(total: int) -> None:
         assert all(part.start == min(rank * width, total) and len(part) <= width for rank, part in enumerate(parts))
 
 
-def test_layouts_of_a_vocabulary_that_no_number_of_ranks_divides() -> None:
+def test_layouts_of_an_indivisible_vocabulary() -> None:
     base = BaseConfig("llama", 64, 96, 8, 16, 8, 4, 32_001, 64)
     own = presets.eagle_config(base, overrides={"own_embed_tokens": True})
     drafts = [presets.eagle_config(base, kind) for kind in ("eagle3", "eagle1", "eagle-mtp")]

@@ -1,4 +1,4 @@
-"""The HTML report in a real headless Chromium: plots are drawn where one looks, and the console stays silent."""
+"""The HTML report in a headless Chromium: plots are visible, and the console has no messages."""
 
 from __future__ import annotations
 

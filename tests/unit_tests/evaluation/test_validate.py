@@ -1,4 +1,4 @@
-"""The validation report, with drafts that are honest and a base that is not."""
+"""The validation report, with correct and with broken verification."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit_tests.decoding.tiny_models import CHAT_CONFIG
 module = importlib.import_module("megatron_spec.evaluation.validate")
 
 
-def test_report_of_an_honest_draft(chat: Any, tmp_path: Path) -> None:
+def test_report(chat: Any, tmp_path: Path) -> None:
     output = tmp_path / "validate.json"
     huge = Prompt("huge", "none", (({"role": "user", "content": "x" * 300},),))
     report = validate(
@@ -56,7 +56,7 @@ def test_report_of_an_honest_draft(chat: Any, tmp_path: Path) -> None:
 
 
 def test_recording_graphs_is_not_counted(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that stands still but for recording: answers take no time."""
+    """With a clock that only advances while recording, answers take no time."""
     clock, recorder = [0.0], CpuRecorder()
 
     def record(function: Any) -> Any:
@@ -78,7 +78,7 @@ def _seconds_of(chat: Any) -> list[float]:
     return run._measure([Dialogue(p) for p in chat.prompts[:2]], SimpleNamespace(update=lambda: None)).seconds
 
 
-def test_a_wrong_text_is_found(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_text_is_detected(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A verification that accepts whatever is drafted must not pass."""
     real = step.verify
 
@@ -97,8 +97,8 @@ def test_a_wrong_text_is_found(chat: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert mismatch.top_gap > 1e-3 and not mismatch.near_tie and report.first.near_ties == 0
 
 
-def test_exact_ties_are_no_differences(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same wrong text, where the two tokens are said to share the largest logit: both numbers are reported."""
+def test_exact_ties_are_not_differences(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same wrong text, with two tokens patched to share the largest logit: both counts are reported."""
     real, prompts = step.verify, chat.prompts[:1]
 
     def other_choice(*args: Any) -> Any:
@@ -135,7 +135,7 @@ def test_memory_is_reported(chat: Any) -> None:
     assert "memory of" not in render({"d": {k: v for k, v in report.to_dict().items() if k != "memory"}})
 
 
-def test_nothing_to_validate_is_refused(chat: Any) -> None:
+def test_empty_validation_is_refused(chat: Any) -> None:
     for draft, prompts, config in (
         (None, chat.prompts, CHAT_CONFIG),
         (NGramDrafter(), [], CHAT_CONFIG),
@@ -148,7 +148,7 @@ def test_nothing_to_validate_is_refused(chat: Any) -> None:
         validate(chat.base, NGramDrafter(), huge, chat.tokenizer, CHAT_CONFIG, stop_ids={1})
 
 
-def test_tie_tolerance_grows_with_coarser_numbers() -> None:
+def test_tie_tolerance_grows_with_coarser_dtypes() -> None:
     assert tie_tolerance(torch.float32, 30.0) == 1e-3
     assert tie_tolerance(torch.bfloat16, 16.0) == pytest.approx(0.5)
 
@@ -161,7 +161,7 @@ def run_of(chat: Any, output: Path | None = None, draft: Any = None, **changes: 
     )
 
 
-def test_a_sweep_is_the_runs_one_by_one(chat: Any, tmp_path: Path) -> None:
+def test_sweep_equals_individual_runs(chat: Any, tmp_path: Path) -> None:
     output = tmp_path / "sweep.json"
     report = run_of(chat, output, draft_lens=(1, 2, 4))
     assert [run.max_draft_len for run in report.runs] == [1, 2, 4]
@@ -175,7 +175,7 @@ def test_a_sweep_is_the_runs_one_by_one(chat: Any, tmp_path: Path) -> None:
         run_of(chat, draft_lens=(2, 2))
 
 
-def test_a_killed_validation_continues(chat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_validation_resumes(chat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "report.json"
     monkeypatch.setattr(module, "WINDOW", 1)  # two dialogues at a time
     expected = run_of(chat, draft_lens=(2, 3))
@@ -212,7 +212,7 @@ def test_text_is_not_compared_where_it_may_differ(chat: Any) -> None:
         assert report.first.text_identical is None and report.first.mismatches == ()
 
 
-def test_the_page_stands_alone(chat: Any, tmp_path: Path) -> None:
+def test_html_page_is_self_contained(chat: Any, tmp_path: Path) -> None:
     from xml.etree import ElementTree
 
     report = run_of(chat, draft_lens=(1, 3)).to_dict()

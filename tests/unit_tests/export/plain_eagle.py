@@ -1,4 +1,4 @@
-"""A plain EAGLE-3 forward that knows nothing but an exported folder: what a serving engine would compute.
+"""A plain EAGLE-3 forward from an exported folder only, as in a serving engine.
 
 S rows of one sequence; no batches, no cache. fp8 linears round their input by the file's scale.
 """

@@ -1,4 +1,4 @@
-"""The exported base in one process: equal to the original, loadable by transformers, fp8 equal to what is in memory."""
+"""The exported base in one process: equal to the original, loadable by transformers, fp8 equal to memory."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_fp8_export(base_folder: Path, tmp_path: Path) -> None:
 
 
 def test_bf16_base_keeps_its_codes(base_folder: Path, tmp_path: Path) -> None:
-    """A base held in bf16 stores q * scale rounded to bf16; the codes in the file still are the q of memory."""
+    """A bf16 base has q * scale rounded to bf16 in memory, but the codes in the file are exactly q."""
     tiny = make(base_folder, world_of(), dtype=torch.bfloat16)
     calibrate(tiny.base, tiny.draft, tiny.source, tiny.batches, OBJECTIVE, FP8, tiny.world)
     found = tensors_of(export_base(tiny.base, tiny.reference, tmp_path / "base", FP8, tiny.world))

@@ -1,4 +1,4 @@
-"""Exported EAGLE-3 folders: their content, a plain reader that computes the same, and what verification catches."""
+"""Exported EAGLE-3 folders: contents, equality with a plain reader, and faults that verification catches."""
 
 from __future__ import annotations
 

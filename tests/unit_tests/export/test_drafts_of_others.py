@@ -1,4 +1,4 @@
-"""Drafts in the formats of others: one of ours, rewritten by hand, is read back as the draft it was, or refused."""
+"""Drafts in other formats: one of ours, rewritten by hand, is read as the same draft, or refused."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_spec import api
 from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
+from megatron_spec.commands import convert as commands
 from megatron_spec.commands.convert import convert
 from megatron_spec.config import MedusaConfig, QuantConfig, RopeConfig, UserError, presets
 from megatron_spec.config.rope import mscale
@@ -45,7 +46,7 @@ MODELOPT = {
 
 
 class Home:
-    """A tiny base, and of each kind of draft our own export of it with every parameter away from its start."""
+    """A tiny base, and our export of each kind of draft with every parameter changed from its initial value."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.base = root, root / "base"
@@ -214,7 +215,7 @@ def same(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_draft_of_others_is_the_draft_it_was(home: Home, tmp_path: Path, name: str) -> None:
+def test_drafts_in_other_formats_load_unchanged(home: Home, tmp_path: Path, name: str) -> None:
     """Read, and written again by --fix, which breaks no rule of any engine that loads its kind."""
     kind, change, file = READ[name]
     algorithm, overrides = KINDS[kind]
@@ -231,7 +232,7 @@ def test_a_draft_of_others_is_the_draft_it_was(home: Home, tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("kind", ["options", "yarn", "window"])
-def test_options_come_back_from_an_export(home: Home, kind: str) -> None:
+def test_options_round_trip(home: Home, kind: str) -> None:
     algorithm, overrides = KINDS[kind]
     home.export(kind, algorithm, **overrides)
     found = load_draft(open_draft(home.root / kind, home.reference), home.world)
@@ -256,7 +257,7 @@ def test_yarn_keeps_its_attention_factor(home: Home, tmp_path: Path) -> None:
     assert float(cos.max()) == pytest.approx(mscale(32.0)) and not sin.any()
 
 
-def test_the_embedding_of_the_target_is_not_the_drafts_own(home: Home, tmp_path: Path) -> None:
+def test_target_embedding_is_not_an_own_embedding(home: Home, tmp_path: Path) -> None:
     raw, tensors = home.export("eagle3", "eagle3")
     folder = write(tmp_path / "copy", raw, {**tensors, "embed_tokens.weight": home.embedding.bfloat16()})
     same(load_draft(open_draft(folder, home.reference), home.world), home.drafts["eagle3"])
@@ -318,7 +319,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_read_is_refused_by_reader_and_checker(home: Home, tmp_path: Path, name: str) -> None:
+def test_unreadable_drafts_are_refused_by_reader_and_checker(home: Home, tmp_path: Path, name: str) -> None:
     kind, change, message = REFUSED[name]
     algorithm, overrides = KINDS[kind]
     folder = write(tmp_path / "d", *change(*home.export(kind, algorithm, **overrides)))
@@ -327,9 +328,7 @@ def test_what_cannot_be_read_is_refused_by_reader_and_checker(home: Home, tmp_pa
     assert [f for f in check_folder(folder, base=home.base) if not f.warning]
 
 
-def test_a_key_that_sounds_like_no_option_is_named_in_one_warning(
-    home: Home, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_harmless_keys_give_one_warning(home: Home, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     raw, tensors = home.export("eagle3", "eagle3")
     folder = write(tmp_path / "d", {**raw, "zebra": 1, "use_cache": True, "new_norm": False}, tensors)
     for _ in range(2):
@@ -340,7 +339,7 @@ def test_a_key_that_sounds_like_no_option_is_named_in_one_warning(
     ]
 
 
-def test_a_draft_beside_another_base(home: Home, tmp_path: Path) -> None:
+def test_draft_with_another_base(home: Home, tmp_path: Path) -> None:
     home.export("eagle3", "eagle3")
     save_tiny(tmp_path / "wide", seed=2, num_hidden_layers=8, vocab_size=V, hidden_size=48)
     with pytest.raises(UserError, match="hidden size of 32, the target has 48"):
@@ -372,15 +371,18 @@ def test_medusa_sizes_come_from_tensors(home: Home, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "d")
 
 
-def test_train_on_from_a_published_draft(home: Home, tmp_path: Path) -> None:
-    """convert_model.py --draft and convert(draft=...) give the draft of the folder, which exports as it was."""
+def test_training_from_a_published_draft(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """convert_model.py --draft and convert(draft=...) load the draft from its folder, opened once, and export it."""
     raw, tensors = home.export("eagle3", "eagle3")
     folder = write(tmp_path / "d", raw, drop(numbered(shuffled(tensors)), "t2d"))
+    opened: list[Path] = []
+    monkeypatch.setattr(commands, "open_draft", lambda place, ref: opened.append(place) or open_draft(place, ref))
     convert(str(home.base), str(tmp_path / "checkpoint"), draft=str(folder))
     loaded = load_checkpoint(tmp_path / "checkpoint", home.world)
     same(loaded.draft, home.drafts["eagle3"])
     model = api.convert(home.ends, base_path=home.base, draft=folder)
     same(model.draft, home.drafts["eagle3"])
+    assert opened == [str(folder), folder]  # once per conversion
     api.export_draft(model, tmp_path / "out", dtype="float32")
     again = load_file(tmp_path / "out" / "model.safetensors")
     assert again.keys() == tensors.keys() and all(torch.equal(again[n], tensors[n]) for n in tensors)
@@ -398,13 +400,13 @@ def test_train_on_from_a_published_draft(home: Home, tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factr": 4.0}}, "did you mean 'factor'"),
     ],
 )  # fmt: skip
-def test_what_export_cannot_write_is_refused_at_convert(home: Home, tmp_path: Path, asked: Json, message: str) -> None:
+def test_unexportable_options_are_refused_at_convert(home: Home, tmp_path: Path, asked: Json, message: str) -> None:
     (tmp_path / "draft.json").write_text(json.dumps(asked))
     with pytest.raises(UserError, match=message):
         convert(str(home.base), str(tmp_path / "c"), eagle_config=str(tmp_path / "draft.json"))
 
 
-def test_what_engines_will_not_do_is_said_at_convert(home: Home) -> None:
+def test_engine_limits_are_reported_at_convert(home: Home) -> None:
     base = home.reference.config
     last = presets.eagle_config(base, "eagle3", {"capture_layer_ids": [1, 7]})
     assert "SGLang never delivers" in check_exportable(last, base)[0]
@@ -430,7 +432,7 @@ def test_a_base_that_was_changed_after_training(home: Home, tmp_path: Path) -> N
 
 
 def quantised(folder: Path, form: str) -> dict[str, Tensor]:
-    """Rewrite a base as ModelOpt writes it; returns the weights as they stand there."""
+    """Rewrite a base in ModelOpt's format; returns its dequantised weights."""
     tensors = load_file(folder / "model.safetensors")
     stored, meant = dict(tensors), dict(tensors)
     for name in [n for n in tensors if n.endswith("_proj.weight")]:
@@ -452,7 +454,7 @@ def quantised(folder: Path, form: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("form", ["FP8", "NVFP4"])
 def test_quantised_bases_convert_and_load(home: Home, tmp_path: Path, form: str) -> None:
-    """An fp8 base is frozen as it is served, its inputs rounded; an nvfp4 one is dequantised."""
+    """An fp8 base computes as served, with rounded inputs; an nvfp4 base is dequantised."""
     base = tmp_path / "base"
     shutil.copytree(home.base, base)
     meant = quantised(base, form)

@@ -55,7 +55,7 @@ def config_of(kind: str, base: Any) -> DraftConfig:
 
 
 def make(folder: str | Path, world: World, kind: str) -> Exported:
-    """A draft of every kind whose norms and biases are uneven, so that a lost one shows."""
+    """A draft of every kind with random norms and biases, so that a lost one is detected."""
     reference = inspect_base(folder)
     config = config_of(kind, reference.config)
     base = load_base(reference, world, config.capture_layer_ids)
@@ -148,7 +148,7 @@ def test_wrong_logits_of_a_medusa_folder_are_caught(folders: tuple[Path, Path]) 
         medusa.check_logits(folders[1] / "one" / "medusa", s.draft, s.world, s.base)
 
 
-def test_options_that_disagree_are_caught(folders: tuple[Path, Path]) -> None:
+def test_conflicting_options_are_caught(folders: tuple[Path, Path]) -> None:
     source = open_source(folders[1] / "one" / "eagle3.1")
     found: Any = read_draft(source).config
     assert found.algorithm == "eagle3.1" and found.fc_norm and found.norm_output and found.norm_before_fc
@@ -162,7 +162,7 @@ def test_rule_checker_agrees(folders: tuple[Path, Path], kind: str) -> None:
     assert [f for f in check_folder(folders[1] / "one" / kind, base=folders[0]) if not f.warning] == []
 
 
-def test_rules_know_the_options(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_rules_cover_the_options(folders: tuple[Path, Path], tmp_path: Path) -> None:
     one = folders[1] / "one" / "eagle3.1"
     assert [f for f in check_folder(one, base=folders[0]) if not f.warning] == []
     shutil.copytree(one, tmp_path / "draft")

@@ -120,7 +120,7 @@ def _first(tensors: dict[str, Tensor], suffix: str) -> Tensor:
     return next(t for n, t in tensors.items() if n.endswith(suffix) and ("midlayer" in n or "layers.0" in n))
 
 
-def test_speculators_refuses_what_it_cannot_hold() -> None:
+def test_speculators_refuses_unsupported_options() -> None:
     with pytest.raises(UserError, match="the draft is medusa"):
         speculators.check(MedusaConfig(num_heads=2, hidden_size=8, vocab_size=8), False)
     with pytest.raises(UserError, match="no fp8"):
@@ -140,7 +140,7 @@ def linear(x: Tensor, tensors: dict[str, Tensor], name: str) -> Tensor:
 
 
 class PlainRanks:
-    """What a runtime of several ranks computes from the files: partial sums added, rows joined."""
+    """Computes from the files like a runtime with several ranks: partial sums added, rows joined."""
 
     def __init__(self, folder: Path) -> None:
         self.config = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Calibration and export on two ranks, in every layout of two, against one process. One spawned world."""
+"""Calibration and export in every layout of two ranks against one process, in one spawned world."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_folder_is_bit_equal_to_one_process(results: Results, layout: str, part:
         assert (one / name).read_bytes() == (two / name).read_bytes(), name
 
 
-def test_a_failure_on_one_rank_is_everyones(results: Results) -> None:
+def test_failure_on_one_rank_is_raised_on_all(results: Results) -> None:
     for rank, (message, left_behind) in enumerate(r["failing"] for r in results.ranks):
         assert message.endswith("a shard is bad") and not left_behind
         assert message.startswith("rank 1 failed: ") == (rank == 0)

@@ -1,4 +1,4 @@
-"""P-EAGLE on disk: our export comes back, folders of others are the draft they were, and engines are told apart."""
+"""P-EAGLE on disk: round trip of our export, other formats, and the engines that serve it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ours(home: Home) -> tuple[Json, Tensors]:  # noqa: F811
     return home.export("p-eagle", "p-eagle", mask_token_id=MASK)
 
 
-def test_our_export_comes_back(home: Home) -> None:  # noqa: F811
+def test_export_round_trip(home: Home) -> None:  # noqa: F811
     raw, tensors = ours(home)
     assert raw["ptd_token_id"] == MASK and raw["architectures"] == ["LlamaForCausalLMEagle3"]
     assert raw["num_hidden_layers"] == 2 and tensors["mask_hidden"].shape == (1, 1, len(IDS) * 32)
@@ -70,7 +70,7 @@ READ: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_draft_of_others_is_the_draft_it_was(home: Home, tmp_path: Path, name: str) -> None:  # noqa: F811
+def test_drafts_in_other_formats_load_unchanged(home: Home, tmp_path: Path, name: str) -> None:  # noqa: F811
     folder = write(tmp_path / "d", *READ[name](*ours(home)))
     same(load_draft(open_draft(folder, home.reference), home.world), home.drafts["p-eagle"])
     assert exported(folder).parallel
@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_read_is_refused_by_reader_and_checker(home: Home, tmp_path: Path, name: str) -> None:  # noqa: F811
+def test_unreadable_drafts_are_refused_by_reader_and_checker(home: Home, tmp_path: Path, name: str) -> None:  # noqa: F811
     change, message = REFUSED[name]
     folder = write(tmp_path / "d", *change(*ours(home)))
     with pytest.raises(UserError, match=message):
@@ -98,14 +98,14 @@ def test_what_cannot_be_read_is_refused_by_reader_and_checker(home: Home, tmp_pa
     assert [f for f in check_folder(folder, "vllm", home.base) if not f.warning]
 
 
-def test_the_mask_token_under_a_name_that_vllm_does_not_read(home: Home, tmp_path: Path) -> None:  # noqa: F811
+def test_mask_token_under_a_name_unknown_to_vllm(home: Home, tmp_path: Path) -> None:  # noqa: F811
     raw, tensors = ours(home)
     folder = write(tmp_path / "d", {**drop(raw, "ptd_token_id"), "mask_token_id": MASK}, tensors)
     [found] = [f for f in check_folder(folder, "vllm", home.base) if not f.warning]
     assert found.rule == "mask_token" and f'"ptd_token_id": {MASK}' in found.fix
 
 
-def test_vllm_alone_serves_it(home: Home) -> None:  # noqa: F811
+def test_only_vllm_serves_it(home: Home) -> None:  # noqa: F811
     ours(home)
     plan = exported(home.root / "p-eagle", 4)
     expected = {"method": "eagle3", "model": plan.model, "parallel_drafting": True, "num_speculative_tokens": 4}

@@ -33,7 +33,7 @@ Break = Callable[[Tensors, Json], tuple[Tensors, Json]]
 
 
 def good(fp8: bool = False) -> tuple[Tensors, Json]:
-    """A folder's content that breaks no rule, made without the exporter."""
+    """A valid folder's contents, made without the exporter."""
     linears = set(quantisable(CONFIG)) if fp8 else set()
     tensors = {
         name: torch.ones(shape, dtype=getattr(torch, dtype)) if dtype.startswith("float8") is False
@@ -76,7 +76,7 @@ def test_a_good_folder_breaks_no_rule(tmp_path: Path, base: Path, fp8: bool) -> 
 
 
 def other(kind: str) -> tuple[Tensors, Json]:
-    """A folder's content of another kind that breaks no rule, made without the exporter."""
+    """A valid folder's contents of another kind, made without the exporter."""
     shape = dict(
         hidden_size=H, intermediate_size=12, num_attention_heads=2, num_key_value_heads=1, head_dim=4, vocab_size=V,
     )  # fmt: skip
@@ -144,7 +144,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_kinds(tmp_path: Path, base: Path, kind: str) -> None:
-    """A good folder breaks nothing, and an engine that does not load its kind says so."""
+    """A valid folder breaks no rule, and engines that do not load its kind are named."""
     folder = write(tmp_path / "d", *other(kind))
     assert [f for f in check_folder(folder, base=base) if not f.warning] == []
     for engine in ("trtllm", "vllm", "sglang"):
@@ -288,7 +288,7 @@ def test_which_engines_compute_a_block_draft(tmp_path: Path, base: Path) -> None
         assert all(f.rule == "served" for f in findings), name
 
 
-def test_layers_one_off_are_pointed_out(tmp_path: Path, base: Path) -> None:
+def test_off_by_one_layers_are_pointed_out(tmp_path: Path, base: Path) -> None:
     tensors, config = good()  # a target of 8 layers: outputs 1, 3, 4
     for keys in ({TOP: [1, 3, 4]}, {NESTED: {TOP: [2, 4, 5]}}):
         findings = check_folder(write(tmp_path / "d", tensors, {**config, **keys}), base=base)

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, made by transformers, and their answers.
+"""Tiny random models of every family, made by transformers, and their results.
 
 S sequence, B micro-batch, H hidden, V vocabulary, K captures.
 """
@@ -60,7 +60,7 @@ START = 16
 
 
 def save(name: str, folder: Path, seed: int = 0, max_shard_size: str = "50GB", **overrides: Any) -> Any:
-    """Write a random model and return it. Biases, sinks and norms are random as well, so that a lost one shows."""
+    """Write a random model and return it. Biases, sinks and norms are random, so that a lost one is detected."""
     import transformers
 
     stem, extra = MODELS[name]
@@ -148,7 +148,7 @@ class PredictionModule(torch.nn.Module):
 
 @torch.no_grad()
 def save_with_module(folder: Path, name: str = "deepseek_v3", **overrides: Any) -> Path:
-    """A DeepSeek base that ships its prediction module, with copies of its embedding and head; see `with_module`."""
+    """A DeepSeek base with its prediction module and copies of embedding and head; see `with_module`."""
     with_module(folder, name, **overrides)
     return folder
 
@@ -157,7 +157,7 @@ def save_with_module(folder: Path, name: str = "deepseek_v3", **overrides: Any) 
 def with_module(
     folder: Path, name: str = "deepseek_v3", modules: int = 1, **overrides: Any
 ) -> tuple[Any, PredictionModule]:
-    """(the base, the first of its modules) that `folder` then holds."""
+    """Write them to `folder`; returns (the base, its first module)."""
     model = save(name, folder, **overrides)
     made, first = [PredictionModule(model.config).eval() for _ in range(modules)], model.config.num_hidden_layers
     tensors = load_file(folder / "model.safetensors")

@@ -38,7 +38,7 @@ MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v3 plain
 
 
 def runs(layout: str, name: str) -> bool:
-    """The layouts a model is tested under."""
+    """The layouts that a model is tested under."""
     return layout != "EP 2" or name in MIXTURES
 
 
@@ -54,7 +54,7 @@ def _gather(x: Tensor, world: Any, dim: int) -> Tensor:
 
 
 def _gap(found: Tensor, expected_BSX: Tensor) -> float:
-    """Of [S, B, X] and [B, S, X]; padding of the vocabulary behind."""
+    """Difference of [S, B, X] and [B, S, X], without vocabulary padding."""
     return float((found.transpose(0, 1)[..., : expected_BSX.shape[-1]] - expected_BSX).abs().max())
 
 
@@ -82,7 +82,7 @@ def forward_gaps(base: Any, world: Any, expected: dict[str, Tensor]) -> dict[str
 
 
 def decode_gap(base: Any, world: Any, expected: dict[str, Tensor]) -> float:
-    """A prompt of 7 tokens, then steps of 1, 3 and 2, then a tree of 3 next tokens and 2 behind the second of them."""
+    """A prompt of 7 tokens, steps of 1, 3 and 2, then a tree of 3 next tokens and 2 children of the second."""
     from megatron_spec.base.schedule import run_base_everywhere
     from megatron_spec.batch import Batch
     from megatron_spec.ops.visibility import Visibility
@@ -116,7 +116,7 @@ def decode_gap(base: Any, world: Any, expected: dict[str, Tensor]) -> float:
 
 
 def draft_losses(base: Any, world: Any) -> dict[str, dict[int, float]]:
-    """{algorithm: {micro-batch: loss sum of a fresh draft}} of the micro-batches this rank trains on."""
+    """{algorithm: {micro-batch: loss sum of a new draft}} of the micro-batches that this rank trains on."""
     from megatron_spec.batch import Batch
     from megatron_spec.commands.convert import new_draft
     from megatron_spec.config import ObjectiveConfig, presets
@@ -159,7 +159,7 @@ def draft_gaps(base: Any, world: Any, expected: dict[str, dict[int, float]]) -> 
 
 
 def _export_differs(base: Any, reference: Any, out: Path, source: Path, world: Any) -> list[str]:
-    """Names of tensors that import and export did not give back bit for bit."""
+    """Names of tensors that import and export changed."""
     from megatron_spec.export.base import export_base
 
     export_base(base, reference, out, None, world, dtype="float32")
@@ -172,7 +172,7 @@ def _export_differs(base: Any, reference: Any, out: Path, source: Path, world: A
 
 @contextmanager
 def counted_reads() -> Iterator[dict[str, int]]:
-    """Elements that are read from files in this block: of all tensors together, and the most at a time."""
+    """Counts elements read from files in this block: in total, and the maximum at a time."""
     from megatron_spec.checkpoint.huggingface import HuggingFaceWeights
 
     seen, plain = {"all": 0, "largest": 0}, HuggingFaceWeights._raw
@@ -191,7 +191,7 @@ def counted_reads() -> Iterator[dict[str, int]]:
 
 
 def lazy(base: Any, seen: dict[str, int]) -> bool:
-    """This rank read what it keeps and no more (padding of the vocabulary is not read), and one tensor at a time."""
+    """True if this rank read only what it keeps (no vocabulary padding), one tensor at a time."""
     kept = dict(base.model.named_parameters())
     if base.config.tie_word_embeddings:
         kept.pop("output_layer.weight", None)  # comes from the first stage
@@ -260,8 +260,8 @@ def test_equals_transformers(found: list[dict[tuple[str, str], dict[str, Any]]],
         assert wanted <= result.keys()
 
 
-def test_the_readme_says_what_ran(found: list[dict[tuple[str, str], dict[str, Any]]]) -> None:
-    """The table's source is what this run found, so that it can be neither stale nor wishful."""
+def test_readme_states_what_ran(found: list[dict[tuple[str, str], dict[str, Any]]]) -> None:
+    """The source of the table equals the findings of this run."""
     ran: dict[str, dict[str, bool]] = {}
     for layout, name in CASES:
         row = ran.setdefault(name.split()[0], {})
@@ -274,8 +274,8 @@ def test_the_readme_says_what_ran(found: list[dict[tuple[str, str], dict[str, An
     assert same_as_committed("layouts", ran), "run with MEGATRON_SPEC_WRITE_SUPPORT=1"
 
 
-def test_models_differ_where_their_features_say() -> None:
-    """Each feature matters in these tiny models: without the window, logits change."""
+def test_features_change_the_models() -> None:
+    """Each feature has an effect in these tiny models: without the window, logits change."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:

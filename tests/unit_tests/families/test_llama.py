@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_spec.config import BaseConfig, RopeConfig, UserError
-from megatron_spec.families import config_json, name_rules, parse_base_config, read_base_config
+from megatron_spec.families import config_json, parse_base_config, read_base_config
 from megatron_spec.families.megatron_args import config_from_args
 from megatron_spec.families.names import hf_shapes, join_shards, merge_qkv, read_shard, to_hf
+from megatron_spec.families.rules import name_rules
 
 RAW: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -39,7 +40,7 @@ def parse(**changes: Any) -> BaseConfig:
          RopeConfig(theta=7e4, type="llama3", **LLAMA3)),
     ],
 )  # fmt: skip
-def test_rope_in_every_spelling(changes: dict[str, Any], expected: RopeConfig) -> None:
+def test_every_form_of_rope(changes: dict[str, Any], expected: RopeConfig) -> None:
     assert parse(**changes).rope == expected
 
 
@@ -59,7 +60,7 @@ DEFAULT = {"rope_type": "default", "rope_theta": 7e4}
         ({"rope_parameters": DEFAULT, "rope_scaling": {"type": "default"}, "rope_theta": 7e4}, ""),
     ],
 )  # fmt: skip
-def test_rope_said_twice_is_read_as_transformers_does(
+def test_duplicate_rope_is_read_as_in_transformers(
     changes: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     from copy import deepcopy
@@ -81,7 +82,7 @@ def test_rope_said_twice_is_read_as_transformers_does(
         {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}, "max_position_embeddings": 99},
     ],
 )
-def test_a_written_config_reads_back(changes: dict[str, Any]) -> None:
+def test_written_config_round_trip(changes: dict[str, Any]) -> None:
     config = parse(**changes)
     assert parse_base_config(config_json(config), "written") == config
 
@@ -136,7 +137,7 @@ def test_qkv_interleave_golden() -> None:
 
 @pytest.mark.parametrize("tp", [1, 2, 4])  # 4: more ranks than key/value heads
 def test_shards_join_to_what_was_imported(tp: int) -> None:
-    """Import over every rank, join, export: bit-equal, for every parameter; and no rank reads more than its part."""
+    """Import on every rank, join, export: every parameter is bit-equal, and no rank reads more than its shard."""
     config = parse()
     torch.manual_seed(0)
     for rule in name_rules(config):

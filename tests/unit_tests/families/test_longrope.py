@@ -1,4 +1,4 @@
-"""longrope's short or long factors: the length of a text alone chooses, in training batches, packing and decoding.
+"""longrope's short or long factors: only a text's length selects them, in training, packing and decoding.
 
 Phi-3's original number of positions is 16 here. Compared with transformers, each text alone.
 """
@@ -35,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]
     distributed.shutdown()
 
 
-def test_documents_of_one_batch_are_each_as_if_alone(models: tuple[Any, Any]) -> None:
+def test_documents_of_a_batch_are_independent(models: tuple[Any, Any]) -> None:
     """Row 0: one short document and padding; row 1: one long document; row 2: a short and a short one, packed."""
     reference, base = models
     ids = tokens()[0]
@@ -53,9 +53,7 @@ def test_documents_of_one_batch_are_each_as_if_alone(models: tuple[Any, Any]) ->
 
 @pytest.mark.parametrize("method", [{}, {"decoding_type": "NGram", "max_draft_len": 3}])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_answers_equal_those_of_transformers_alone(
-    models: tuple[Any, Any], batch_size: int, method: dict[str, Any]
-) -> None:
+def test_answers_equal_transformers(models: tuple[Any, Any], batch_size: int, method: dict[str, Any]) -> None:
     reference, base = models
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(84, (n,), generator=generator).tolist() for n in PROMPTS]

@@ -1,4 +1,4 @@
-"""Folders that do not fit, for every family and every kind of rule: each tensor that is wrong is named."""
+"""Mismatched folders, for every family and kind of rule: each wrong tensor is named."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from megatron_spec.checkpoint.huggingface import HuggingFaceWeights
 from megatron_spec.config import UserError
-from megatron_spec.families import name_rules, parse_base_config, read_base_config
+from megatron_spec.families import parse_base_config, read_base_config
 from megatron_spec.families.names import Experts, NameRule, read_shard
+from megatron_spec.families.rules import name_rules
 from tests.unit_tests.families.families import MODELS, save
 
 FAMILIES = [name for name in MODELS if " " not in name]
@@ -36,7 +37,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("folder", FAMILIES, indirect=True)
-def test_every_misfit_is_named(folder: Path) -> None:
+def test_every_mismatch_is_named(folder: Path) -> None:
     config = read_base_config(folder)
     tensors, expected = load_file(folder / "model.safetensors"), {"unexpected model.layers.0.extra.weight"}
     for kind, names in one_of_each_kind(name_rules(config)).items():
@@ -59,7 +60,7 @@ def test_every_misfit_is_named(folder: Path) -> None:
     assert {problem for problem in expected if problem not in text} == set()
 
 
-def test_experts_are_read_alone(tmp_path: Path) -> None:
+def test_experts_are_read_individually(tmp_path: Path) -> None:
     """gpt-oss keeps all experts in one tensor: a rank of EP 2 x TP 2 reads its columns of its own experts."""
     save("gpt_oss", tmp_path)
     config, seen = read_base_config(tmp_path), 0

@@ -1,4 +1,4 @@
-"""JSON of a base with any value wrong: it is read, or refused by file and key, and never ends in another error."""
+"""JSON of a base with one wrong value: it is read, or refused with file and key; other errors never occur."""
 
 from __future__ import annotations
 

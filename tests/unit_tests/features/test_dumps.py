@@ -1,4 +1,4 @@
-"""Dumps of other tools: what is read, and what is refused by the name of its file."""
+"""Dumps of other tools: valid ones are read, others refused with the file name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_both_formats_and_a_batch_of_one(tmp_path: Path) -> None:
 
 
 class Stranger:
-    """Of a class that a safe reader must not build."""
+    """A class that a safe reader must not construct."""
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ class Stranger:
         ({"input_ids": Stranger()}, "cannot be read"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_invalid_dumps_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         read_dump(write(tmp_path, **changes), H, (1, 2), V)
     assert str(tmp_path / "a.pt") in str(error.value)

@@ -1,4 +1,4 @@
-"""A line that generate.py writes trains back to what the base said, whatever its chat template makes of the text."""
+"""Training on a line of generate.py uses the generated tokens, whatever the chat template does to the text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def encoder_of(template: str, **options: Any) -> ChatEncoder:
 
 
 def hold(encoder: ChatEncoder, answers: list[str], greeting: bool = False) -> tuple[Dialogue, dict[str, Any]]:
-    """A dialogue with these answers (the last one is cut when no end token is at its end), and its line."""
+    """A dialogue with these answers (the last one is truncated if it has no end token), and its line."""
     rounds = QUESTIONS[: len(answers)]
     if greeting:
         rounds = (({"role": "assistant", "content": "Welcome."}, *rounds[0]), *rounds[1:])
@@ -63,7 +63,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("greeting", [False, True])
-def test_what_is_trained_on_is_what_was_asked_and_said(case: str, greeting: bool) -> None:
+def test_training_tokens_equal_the_dialogue(case: str, greeting: bool) -> None:
     template, answers, keeps_ids = CASES[case]
     if template == chats.BRACKETS and greeting:
         return  # roles must alternate
@@ -90,7 +90,7 @@ def test_what_is_trained_on_is_what_was_asked_and_said(case: str, greeting: bool
     assert [pair for pair in found if pair[1][: len(welcome)] != welcome] == wanted
 
 
-def test_a_line_that_continues_itself_is_one_sample() -> None:
+def test_line_with_consistent_history_is_one_sample() -> None:
     encoder = encoder_of(chats.BRACKETS)
     _, line = hold(encoder, [" 25.<eos>", " 36.<eos>"])
     assert "answer_ids" not in line
@@ -135,7 +135,7 @@ def test_damaged_ids_are_refused_with_the_line(value: Any) -> None:
         parse_conversation({**line, "answer_ids": value}, "line 7")
 
 
-def test_the_prefix_of_the_run_and_of_a_line_is_in_prompt_and_training() -> None:
+def test_template_prefix_is_in_prompt_and_training() -> None:
     template = chats.CHATML.replace("assistant\n{% endif %}", "assistant\n{% if quiet %}<quiet>{% endif %}{% endif %}")
     template = template.replace("}}\n{{ m", "}}\n{% if quiet and m['role'] == 'assistant' %}<quiet>{% endif %}{{ m")
     for options, more in (({"template_kwargs": {"quiet": True}}, {}), ({}, {"chat_template_kwargs": {"quiet": True}})):

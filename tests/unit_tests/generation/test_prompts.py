@@ -33,7 +33,7 @@ def test_question_files(tmp_path: Path) -> None:
     assert [p.identifier for p in read_prompts(path, limit=2)] == ["mt-1", "mt-2"]
 
 
-def test_chat_files_lose_their_answers_and_keep_the_rest(tmp_path: Path) -> None:
+def test_chat_files_keep_everything_but_answers(tmp_path: Path) -> None:
     u, a, s = ({"role": r, "content": "x"} for r in ("user", "assistant", "system"))
     path = _write(
         tmp_path / "chat.jsonl",
@@ -96,7 +96,7 @@ def test_dialogue_renders_history_with_the_tokenizers_template() -> None:
     assert [m["content"] for m in dialogue.messages] == ["a", "yes", "b", "so"]
 
 
-def test_dialogue_ends_at_a_cut_an_empty_or_an_impossible_round() -> None:
+def test_dialogue_ends_at_a_truncated_empty_or_impossible_round() -> None:
     tokenizer = tiny_models.chat_tokenizer()
     encoder = ChatEncoder(tokenizer)
     prompt = Prompt("p", "none", (({"role": "user", "content": "a"},), ({"role": "user", "content": "b"},)))

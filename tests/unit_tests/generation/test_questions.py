@@ -1,4 +1,4 @@
-"""Questions of the base's own: the same whatever the layout, distinct, continued after a kill."""
+"""Questions written by the base: equal in every layout, distinct, resumed after a kill."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.unit_tests.decoding.tiny_models import CHAT_CONFIG
 CONFIG = CHAT_CONFIG.replace(temperature=1.5, seed=3)
 
 
-def test_the_header_is_what_stands_before_the_users_words():
+def test_header_is_the_text_before_the_user_message():
     for template, expected in (
         (CHATML, "<|start|>system\nBe kind.<|end|>\n<|start|>user\n"),
         (BRACKETS, "<bos>[INST]"),
@@ -24,7 +24,7 @@ def test_the_header_is_what_stands_before_the_users_words():
         assert tokenizer.decode(ChatEncoder(tokenizer).question_ids(), skip_special_tokens=False) == expected
 
 
-def test_questions_are_distinct_the_first_of_their_kind_and_do_not_depend_on_the_batch(chat, tmp_path):
+def test_questions_are_distinct_and_independent_of_the_batch(chat, tmp_path):
     draws = draw_questions(chat.base, ChatEncoder(chat.tokenizer), range(60), CONFIG, chat.stop_ids)
     assert 10 < len(draws) <= 60 and all(text.strip() == text != "" for text in draws.values())
     expected = []
@@ -41,7 +41,7 @@ def test_questions_are_distinct_the_first_of_their_kind_and_do_not_depend_on_the
     assert found[2] == found[5]
 
 
-def test_a_killed_run_goes_on_and_other_settings_are_refused(chat, tmp_path, monkeypatch):
+def test_killed_run_resumes_and_other_settings_are_refused(chat, tmp_path, monkeypatch):
     whole, path = tmp_path / "whole.jsonl", tmp_path / "q.jsonl"
     config = CONFIG.replace(batch_size=2)
     write_questions(chat.base, chat.tokenizer, 8, config, whole, chat.stop_ids)
@@ -58,7 +58,7 @@ def test_a_killed_run_goes_on_and_other_settings_are_refused(chat, tmp_path, mon
         write_questions(chat.base, chat.tokenizer, 8, config.replace(temperature=0.0), path, chat.stop_ids)
 
 
-def test_a_base_that_repeats_itself_ends_with_a_warning(chat, tmp_path, monkeypatch, caplog):
+def test_repetitive_base_ends_with_a_warning(chat, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(questions, "draw_questions", lambda b, t, numbers, *a: {n: f"Same {n % 2}" for n in numbers})
     found = write_questions(chat.base, chat.tokenizer, 5, CONFIG, tmp_path / "q.jsonl", chat.stop_ids)
     assert len(found) == 2 and "2 distinct questions instead of 5" in caplog.text
@@ -81,13 +81,6 @@ def generated(folder: str, layouts: list) -> list:
         if len(layouts) > 1:
             parallel_state.destroy_model_parallel()
     return found
-
-
-def test_every_layout_writes_the_same_conversations(four_ranks, chat):
-    one = generated(str(chat.folder), [{}])[0]
-    assert len(one) == 6 and all(r["conversations"][0]["role"] == "user" for r in one)
-    for found in four_ranks.found:
-        assert found["questions"] == [one, one]
 
 
 def test_other_settings_are_refused_before_any_weight_is_read(chat, tmp_path, monkeypatch):

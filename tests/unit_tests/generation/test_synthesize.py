@@ -1,4 +1,4 @@
-"""Answers on disk: right, flagged, and continued after a kill."""
+"""Answers on disk: correct, flagged, and resumed after a kill."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def records(chat: Any) -> dict[str, dict[str, Any]]:
     return {r["conversation_id"]: r for r in found}
 
 
-def test_answers_are_the_bases_own(chat: Any, records: dict[str, dict[str, Any]]) -> None:
+def test_answers_equal_the_base(chat: Any, records: dict[str, dict[str, Any]]) -> None:
     assert set(records) == {p.identifier for p in chat.prompts}
     flags = [records[p.identifier]["truncated"] for p in chat.prompts]
     assert True in flags and False in flags
@@ -46,7 +46,7 @@ def test_answers_are_the_bases_own(chat: Any, records: dict[str, dict[str, Any]]
     assert any(len(r["conversations"]) == 4 for r in records.values())
 
 
-def test_a_draft_gives_the_same_answers(chat: Any, records: dict[str, dict[str, Any]]) -> None:
+def test_drafting_does_not_change_the_answers(chat: Any, records: dict[str, dict[str, Any]]) -> None:
     found = synthesize(
         chat.base, chat.tokenizer, chat.prompts, CHAT_CONFIG, stop_ids=chat.stop_ids, draft=NGramDrafter()
     )
@@ -86,7 +86,7 @@ def test_file_is_in_the_order_of_the_prompts_and_readable(
     assert output.read_bytes() == before
 
 
-def test_a_killed_run_continues(
+def test_killed_run_resumes(
     chat: Any, records: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out.jsonl"
@@ -124,7 +124,7 @@ def test_parts_of_another_layout_are_used_and_new_prompts_added(
     assert list(read_records(output).values()) == [records[p.identifier] for p in chat.prompts]
 
 
-def test_prompts_that_cannot_be_answered_are_left_out_and_named(
+def test_unanswerable_prompts_are_skipped_and_named(
     chat: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     output = tmp_path / "out.jsonl"
@@ -145,7 +145,7 @@ def test_no_answer_at_all_is_an_error_and_leaves_no_output(chat: Any, tmp_path: 
     assert not output.exists() and len(read_records(tmp_path / "out.jsonl.rejected")) == 2
 
 
-def test_cut_answers_and_the_questions_after_them_are_counted(
+def test_truncated_answers_and_later_questions_are_counted(
     chat: Any, records: dict[str, dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     _to_file(chat, chat.prompts, tmp_path / "out.jsonl", max_new_tokens=2)
@@ -175,7 +175,7 @@ def test_the_file_trains_on_the_tokens_of_the_base(
     assert checked == sum(m["role"] == "assistant" for r in records.values() for m in r["conversations"])
 
 
-def test_a_rerun_that_would_answer_otherwise_is_refused(chat: Any, tmp_path: Path) -> None:
+def test_rerun_with_other_settings_is_refused(chat: Any, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     asked = [chat.prompts[0], chat.prompts[4]]
     assert _to_file(chat, asked, output, {"base_fingerprint": "a"}) == 2
@@ -197,7 +197,7 @@ def test_a_rerun_that_would_answer_otherwise_is_refused(chat: Any, tmp_path: Pat
     assert output.read_bytes() == before
 
 
-def test_a_file_of_something_else_is_not_overwritten(chat: Any, tmp_path: Path) -> None:
+def test_unrelated_files_are_not_overwritten(chat: Any, tmp_path: Path) -> None:
     thesis = tmp_path / "thesis.tex"
     thesis.write_text("do not lose me\n", encoding="utf-8")
     for output, message in ((thesis, "thesis.tex already exists"), (tmp_path, "is a folder")):

@@ -1,4 +1,4 @@
-"""Row losses and gradients against the one-line versions, and at the extremes."""
+"""Row losses and gradients against one-line versions, and at extreme values."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_relations() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stays_finite_where_draft_and_teacher_are_far_apart(kind: Any) -> None:
+def test_finite_for_distant_draft_and_teacher(kind: Any) -> None:
     """Probabilities that underflow in fp32; the gradient still pulls towards the teacher's token."""
     draft = torch.tensor([[200.0, -200.0, -200.0]])
     teacher = teacher_of(torch.tensor([[-200.0, 0.0, 200.0]], dtype=torch.bfloat16))

@@ -27,7 +27,7 @@ def documents(B: int, S: int, packed: bool) -> Tensor:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, mask_B1LS: Tensor) -> tuple[Tensor, Tensor]:
-    """Masked attention with scores in memory: (o [B, L, N, D], lse [B, L, N])."""
+    """Masked attention with materialised scores: (o [B, L, N, D], lse [B, L, N])."""
     n = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(n, 2), v.repeat_interleave(n, 2)
     scores = torch.einsum("blnd,bsnd->bnls", q, k) / q.shape[-1] ** 0.5
@@ -76,7 +76,7 @@ def test_chunks_see_what_the_mask_shows(monkeypatch: pytest.MonkeyPatch, packed:
     torch.testing.assert_close(lse, expected_lse)
 
 
-def test_every_row_is_held_once_and_work_is_even() -> None:
+def test_rows_are_partitioned_with_equal_work() -> None:
     S, size = 64, 4
     shards = [ContextShard(SimpleNamespace(rank=lambda r=r: r, size=lambda: size)) for r in range(size)]  # type: ignore[arg-type, misc]
     rows = torch.cat([shard.rows(S, "cpu") for shard in shards])
@@ -85,7 +85,7 @@ def test_every_row_is_held_once_and_work_is_even() -> None:
     assert len(set(keys_seen)) == 1
 
 
-def test_scores_in_memory_have_fewer_queries_than_keys() -> None:
+def test_materialised_scores_with_fewer_queries_than_keys() -> None:
     """The kernel of GPUs in fp32, under context parallelism: values and gradients."""
     group: Any = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
     shard, S = ContextShard(group), 24
@@ -111,7 +111,7 @@ def test_mask_of_packed_documents() -> None:
 
 @pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_chosen_kernel_equals_scores_in_memory(packed: bool, lse: bool) -> None:
+def test_kernel_equals_materialised_scores(packed: bool, lse: bool) -> None:
     visibility = Visibility(documents(2, 20, True) if packed else None)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 20, heads, 8, generator=generator) for heads in (4, 2, 2))

@@ -1,4 +1,4 @@
-"""The fused head against logits, loss and autograd one after the other."""
+"""The fused head against separate logits, loss and autograd."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_row_of_weight_zero_may_have_an_infinite_loss() -> None:
 
 
 def test_low_precision_sums_the_head_gradient_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bf16: the gradient over many small chunks is as good as over one."""
+    """bf16: the gradient over many small chunks is as accurate as over one."""
     _hidden, weight, teacher, _steps = example()
     rows = torch.arange(8).repeat(64)
     step = StepRows(rows, torch.ones(512), teacher.label_U[rows])

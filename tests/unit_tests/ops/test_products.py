@@ -18,7 +18,7 @@ def test_add_product_to_a_strided_wider_matrix() -> None:
     torch.testing.assert_close(target[:, 3:], 1 + (a @ b).float())
 
 
-def test_without_main_grad_the_sum_is_told_to_autograd_once() -> None:
+def test_without_main_grad_autograd_gets_the_sum_once() -> None:
     parameter, sums = nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16)), GradientSums()
     sums.of(parameter).add_(1.5)
     sums.of(parameter).add_(1)
@@ -28,7 +28,7 @@ def test_without_main_grad_the_sum_is_told_to_autograd_once() -> None:
 
 
 def test_head_gradient_goes_to_main_grad() -> None:
-    """Added to what is there, scaled by what comes from above, and not told to autograd as well."""
+    """Added to the existing gradient, scaled by the incoming one, and not passed to autograd as well."""
 
     def run(weight: nn.Parameter) -> None:
         x = torch.arange(6.0).view(2, 3)

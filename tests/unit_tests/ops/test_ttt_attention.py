@@ -33,7 +33,7 @@ def pairs(flat: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
 def test_equals_reference(
     documents: str, branches: int, heads: int, kv_heads: int, plain_trunk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Output and every gradient; also with the trunk of devices that have no flash attention."""
+    """Output and every gradient, also with the trunk attention of devices without flash attention."""
     if plain_trunk:
         monkeypatch.setattr(attention, "KERNELS", (attention.SCORES,))
     ids = DOCUMENTS[documents]

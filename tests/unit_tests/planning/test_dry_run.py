@@ -1,4 +1,4 @@
-"""Plans of runs that no machine here could make: finetune.py --dry-run."""
+"""finetune.py --dry-run for runs too large for the test machine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_405b_on_64_nodes(folder: str) -> None:
         ({"tensor_model_parallel_size": 7}, "does not divide"),
     ],
 )
-def test_it_refuses_what_the_run_would_refuse(folder: str, changes: dict[str, int], message: str) -> None:
+def test_dry_run_refuses_what_the_run_would_refuse(folder: str, changes: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         plan_of(folder, **changes)
 
@@ -65,7 +65,7 @@ def test_it_refuses_what_the_run_would_refuse(folder: str, changes: dict[str, in
     ("rows", "length", "measured"),
     [(1, 2048, 25.7), (1, 4096, 28.5), (1, 8192, 33.5), (1, 16384, 42.5), (1, 32768, 59.9), (2, 4096, 33.5)],
 )
-def test_memory_is_near_what_was_measured(rows: int, length: int, measured: float) -> None:
+def test_memory_is_close_to_measurements(rows: int, length: int, measured: float) -> None:
     """docs/performance.md: one H100, bf16, T = 7, D = 32,000."""
     draft = presets.eagle_config(LLAMA_8B, overrides={"draft_vocab_size": 32000})
     train = TrainConfig(train_iters=1, bf16=True, micro_batch_size=rows)
@@ -73,7 +73,7 @@ def test_memory_is_near_what_was_measured(rows: int, length: int, measured: floa
     assert sum(memory(place).values()) / GIB == pytest.approx(measured, rel=0.1)
 
 
-def test_work_is_that_of_the_published_figures() -> None:
+def test_work_equals_published_figures() -> None:
     draft = presets.eagle_config(LLAMA_8B, overrides={"draft_vocab_size": 32000})
     work = flops_per_token(LLAMA_8B, draft, 4096, 7)
     assert work["base"] / 1e9 == pytest.approx(16.08, rel=2e-3) and work["draft"] / 1e9 == pytest.approx(
@@ -81,7 +81,7 @@ def test_work_is_that_of_the_published_figures() -> None:
     )
 
 
-def test_rows_that_p_eagle_drops_are_no_work() -> None:
+def test_dropped_rows_of_p_eagle_are_not_counted() -> None:
     draft = presets.eagle_config(LLAMA_8B, "p-eagle", {"mask_token_id": 1})
     goal = ObjectiveConfig(ttt_steps=4, row_keep=0.5, row_keep_least=0.2)
     assert draft_passes(draft, goal) == pytest.approx(1 + 0.5 + 0.25 + 0.2)
@@ -89,7 +89,7 @@ def test_rows_that_p_eagle_drops_are_no_work() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "eagle1", "eagle-mtp", "medusa"])
-def test_parameters_are_counted_as_they_are(algorithm: str) -> None:
+def test_parameter_counts_are_exact(algorithm: str) -> None:
     import torch
 
     from megatron_spec.drafts import build_draft

@@ -1,4 +1,4 @@
-"""The table of layouts: README.md and docs/scale.md show it, the scripts refuse by it."""
+"""The table of layouts, shown in README.md and docs/scale.md and enforced by the scripts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def test_the_pages_show_the_table() -> None:
         ("finetune", {"num_layers_per_virtual_pipeline_stage": 2}, "that were trained with it can be loaded"),
     ],
 )
-def test_what_the_table_refuses_is_refused(row: str, values: dict[str, int], message: str) -> None:
+def test_refuses_what_the_table_refuses(row: str, values: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         layouts.check(row, ParallelConfig(**values))
 
 
-def test_every_yes_passes() -> None:
+def test_accepts_what_the_table_accepts() -> None:
     everything = {
         "TP": {"tensor_model_parallel_size": 2}, "SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
         "PP": {"pipeline_model_parallel_size": 2}, "DP": {}, "CP": {"context_parallel_size": 2},
@@ -41,7 +41,7 @@ def test_every_yes_passes() -> None:
                 layouts.check(name, ParallelConfig(**values))
 
 
-def test_experts_are_spread_evenly_over_ranks() -> None:
+def test_experts_are_split_evenly_over_ranks() -> None:
     parallel = ParallelConfig(expert_model_parallel_size=4)
     layouts.check("finetune", parallel, experts=8)
     for experts in (0, 6):

@@ -1,15 +1,25 @@
-"""The rule for fast paths: one table decides, refuses what was asked for, and nothing else asks about the machine."""
+"""Fast paths: one table decides and refuses, and no other code depends on the machine."""
 
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_spec.config import BaseConfig, EagleConfig, ObjectiveConfig, ParallelConfig, QuantConfig, UserError
+from megatron_spec.config import (
+    BaseConfig,
+    EagleConfig,
+    MoeConfig,
+    ObjectiveConfig,
+    ParallelConfig,
+    QuantConfig,
+    UserError,
+    presets,
+)
 from megatron_spec.config.machine import H100, Machine
 from megatron_spec.ops import backend, plain
 from megatron_spec.planning.estimate import Place, _activation_bytes
@@ -24,14 +34,16 @@ DRAFT = EagleConfig(
     algorithm="eagle3", hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     vocab_size=96, draft_vocab_size=48, target_hidden_size=64, max_position_embeddings=64, capture_layer_ids=(0, 1, 2),
 )  # fmt: skip
+MOE = MoeConfig(num_experts=8, experts_per_token=2, intermediate_size=48)
 GPU = Setting(H100, "bfloat16", base=BASE, draft=DRAFT, objective=ObjectiveConfig())
 FP8 = ("base_fp8", "draft_fp8")
 
 
-def test_an_h100_takes_them_all() -> None:
+def test_an_h100_runs_all_paths() -> None:
     paths = Paths(replace(GPU, wanted=FP8))
     paths.check()
-    block = {"block_kernel": "the draft is not a block draft"}
+    block = dict.fromkeys(("draft_layer", "block_kernel"), "the draft is not a block draft")
+    block["grouped_experts"] = "the base has no experts"
     assert paths.blocked == block and set(paths.to_dict().values()) == {"on", *block.values()}
     opt_in = {"base_fp8": "not requested (--base-fp8)", "draft_fp8": "not requested (--draft-fp8)"}
     assert Paths(GPU).blocked == opt_in | block
@@ -58,19 +70,36 @@ def test_an_h100_takes_them_all() -> None:
         ("base_fp8", {"base": BASE.replace(intermediate_size=100)}, "multiples of 16"),
         ("base_fp8", {"quant": QuantConfig(draft="none")}, "the base is fake-quantised"),
         ("base_fp8", {"transformer_engine": True}, "transformer_engine"),
+        ("base_fp8", {"base": BASE.replace(moe=MOE)}, "experts"),
     ],
 )  # fmt: skip
-def test_what_was_asked_for_is_refused_with_the_reason(name: str, changes: dict[str, Any], reason: str) -> None:
+def test_requested_paths_are_refused_with_the_reason(name: str, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=f"{PATHS[name].flag} cannot run here: .*{reason}"):
         Paths(replace(GPU, wanted=(name,), **changes)).check()
 
 
-def test_an_objective_is_added_later() -> None:
+def test_objective_can_be_added_later() -> None:
     paths = Paths(replace(GPU, objective=None))
     assert paths.on("draft_fused") and paths.on("loss_kernel")
     under = paths.under(ObjectiveConfig(loss="tv", detach=True))
     assert not under.on("draft_fused") and under.blocked["loss_kernel"] == "the loss is tv, not soft_ce or kl"
     assert paths.under(ObjectiveConfig(loss="tv", detach=True)) is under
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"dtype": "float32"}, "float32, not in half precision"),
+        ({"quant": QuantConfig(base="none")}, "the draft is fake-quantised"),
+        ({"parallel": ParallelConfig(tensor_model_parallel_size=4)}, "fewer key/value heads"),
+        ({"plain": True}, "--plain"),
+    ],
+)
+def test_layers_of_block_drafts(changes: dict[str, Any], reason: str | None) -> None:
+    draft = presets.block_config(BASE, "dflash", {"mask_token_id": 1})
+    paths = Paths(replace(GPU, draft=draft, **changes))
+    assert paths.on("draft_layer") is (reason is None) and (reason or "") in paths.to_dict()["draft_layer"]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +111,7 @@ def test_an_objective_is_added_later() -> None:
         (DRAFT.replace(num_hidden_layers=2), False),
     ],
 )
-def test_memory_is_estimated_for_the_path_that_is_taken(draft: EagleConfig, fused: bool) -> None:
+def test_memory_is_estimated_for_active_paths(draft: EagleConfig, fused: bool) -> None:
     from megatron_spec.config import TrainConfig
 
     place = Place(BASE, draft, ParallelConfig(), TrainConfig(train_iters=1, bf16=True), 64, 3, 1, 4)
@@ -125,7 +154,7 @@ def asked(tree: ast.Module) -> set[str]:
     return found
 
 
-def test_nothing_else_asks_about_the_machine() -> None:
+def test_only_paths_depend_on_the_machine() -> None:
     package = ROOT / "megatron_spec"
     wrong: dict[str, set[str]] = {}
     for file in package.rglob("*.py"):
@@ -142,3 +171,21 @@ def test_nothing_else_asks_about_the_machine() -> None:
     assert not wrong, f"ask planning/paths.py instead: {wrong}"
     kept = {name for name in ASKS if asked(ast.parse((package / name).read_text()))}
     assert kept == set(ASKS), f"these ask no more, take them off the list: {set(ASKS) - kept}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"machine": Machine(True, (9, 0), "triton", False)}, "torch has no grouped products"),
+        ({"dtype": "float16"}, "float16, not in bf16"),
+        ({"parallel": ParallelConfig(tensor_model_parallel_size=4)}, r"\(64, 12\), not multiples of 8"),
+        ({"quant": QuantConfig(draft="none")}, "fake-quantised"),
+        ({"transformer_engine": True}, "transformer_engine"),
+        ({"machine": Machine()}, "no GPU"),
+    ],
+)
+def test_when_experts_are_not_grouped(changes: dict[str, Any], reason: str) -> None:
+    base = BASE.replace(moe=MOE)
+    assert {"grouped_experts", "base_direct", "cuda_graphs"} & Paths(replace(GPU, base=base)).blocked.keys() == set()
+    blocked = Paths(replace(GPU, base=base, **changes)).blocked
+    assert re.search(reason, blocked["grouped_experts"]) and "cuda_graphs" in blocked

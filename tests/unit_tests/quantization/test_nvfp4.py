@@ -1,4 +1,4 @@
-"""NVFP4 weights: codes against plain enumeration, gradients, and a draft through calibration, export and re-reading."""
+"""NVFP4 weights: codes against enumeration, gradients, and a draft through calibration, export and reading."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_equals_the_definition() -> None:
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_ties_go_to_the_even_code(sign: float) -> None:
+def test_ties_round_to_even(sign: float) -> None:
     halfway = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, *[0.0] * 8]]) * sign
     amax = torch.tensor(2688.0)  # global scale 1, block scale 1
     expected = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]

@@ -81,7 +81,7 @@ def test_broken_data_is_reported(bad: float) -> None:
         quantizer.enable()
 
 
-def test_state_dict_carries_amax_and_loading_nan_is_noticed() -> None:
+def test_state_dict_contains_amax_and_loading_nan_is_detected() -> None:
     quantizer, other = TensorQuantizer("a"), TensorQuantizer("b")
     quantizer.set_amax(2.5)
     other.load_state_dict(quantizer.state_dict())
@@ -230,7 +230,7 @@ def test_every_draft_parameter_still_receives_gradient(tiny: Tiny) -> None:
 
 
 def test_weights_are_rounded_once_while_they_do_not_change(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses and gradients are those of rounding at every draft step; a changed weight is seen by the next forward."""
+    """Losses and gradients equal those of rounding at every draft step; the next forward uses a changed weight."""
     from megatron_spec.drafts.eagle3 import EagleDraft
     from megatron_spec.quantization import quantizer as module
 

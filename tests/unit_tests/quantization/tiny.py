@@ -63,12 +63,12 @@ def vocabulary(size: int = D) -> DraftVocab:
 
 
 def draft_config(reference: BaseReference, size: int = D, **overrides: Any) -> EagleConfig:
-    """A draft for the base with a reduced vocabulary, whose first feature is small: fed-back ones widen the ranges."""
+    """A draft with a reduced vocabulary and small first features, so that fed-back ones widen the ranges."""
     return eagle_config(reference.config, overrides={"draft_vocab_size": size, "fc_init": "average", **overrides})
 
 
 def make(folder: str | Path, world: World, size: int = D, dtype: torch.dtype = torch.float32, **overrides: Any) -> Tiny:
-    """Base from `folder`, a fresh draft (norms made uneven, so that a lost norm shows), two steps of data."""
+    """Base from `folder`, a new draft (random norms, so that a lost norm is detected), two steps of data."""
     reference = inspect_base(folder)
     config = draft_config(reference, size, **overrides)
     base = load_base(reference, world, config.capture_layer_ids, dtype)

@@ -1,4 +1,4 @@
-"""Children end with a parent that is killed: whoever reads its output sees the end."""
+"""Child processes end with a killed parent, so readers of its output see the end of file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders appear whole or not at all, and what killed runs left goes."""
+"""Folders appear complete or not at all, and temporary files of killed runs are removed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron_spec.runtime.files import (
 )
 
 
-def test_leftovers_of_killed_runs_go_and_others_stay(tmp_path: Path) -> None:
+def test_temporaries_of_killed_runs_are_removed(tmp_path: Path) -> None:
     here = os.getppid()  # of a process that runs
     for name in (".out.tmp-99999998", f".out.tmp-{here}", ".out.tmp-mine", ".outer.tmp-1", ".other.tmp-1"):
         (tmp_path / name).mkdir()
@@ -76,7 +76,7 @@ def test_a_full_disk_names_path_and_size_and_leaves_nothing(tmp_path: Path, monk
 
 
 def test_full_disks_of_other_writers_are_recognised(tmp_path: Path) -> None:
-    """safetensors and torch report them in words of their own, and megatron-core's writers from another process."""
+    """safetensors and torch report them with their own messages, megatron-core's writers from another process."""
     with pytest.raises(UserError, match="no space left"), replacing(tmp_path / "x") as temporary:
         temporary.symlink_to("/dev/full")
         with temporary.open("w") as file:
@@ -95,7 +95,7 @@ def test_full_disks_of_other_writers_are_recognised(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_half_a_line_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_line_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     append_text(path, "one\n")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -110,7 +110,7 @@ def test_half_a_line_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert path.read_text() == "one\n"
 
 
-def test_space_is_asked_for_before_writing(tmp_path: Path) -> None:
+def test_free_space_is_checked_before_writing(tmp_path: Path) -> None:
     require_space(tmp_path / "not" / "yet", 1000)
     with pytest.raises(
         UserError, match=r"out cannot be written: no space left on the disk \(about 1024.0 TiB are needed"
@@ -119,7 +119,7 @@ def test_space_is_asked_for_before_writing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["/proc/out", "/proc/self/out", "/dev/null/out", "file/out"])
-def test_places_that_cannot_be_written(place: str, tmp_path: Path) -> None:
+def test_unwritable_paths_are_refused(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     folder = tmp_path / place
     for action in (require_empty, lambda f: published_folder(f).__enter__(), lambda f: write_text(f / "x", "x")):
@@ -148,7 +148,7 @@ def test_json_names_file_key_and_type(tmp_path: Path, content: bytes, expected: 
     assert str(path) in str(error.value)
 
 
-def test_json_that_is_no_file_or_huge(tmp_path: Path) -> None:
+def test_missing_and_huge_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read: Is a directory"):
         read_json(tmp_path)
     with pytest.raises(UserError, match="does not exist"):

@@ -1,4 +1,4 @@
-"""One run at a time in a folder; what a killed run left does not count."""
+"""One run at a time in a folder; locks of killed runs do not count."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_folder_in_use_names_host_and_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("age", "stale"), [(0.0, False), (2 * STALE, True)])
-def test_a_run_of_another_machine(tmp_path: Path, age: float, stale: bool) -> None:
+def test_lock_of_another_machine(tmp_path: Path, age: float, stale: bool) -> None:
     path = tmp_path / NAME
     path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "since": "today"}))
     os.utime(path, (time.time() - age,) * 2)
@@ -58,7 +58,7 @@ def test_a_run_of_another_machine(tmp_path: Path, age: float, stale: bool) -> No
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00\xff", b"[1]"])
-def test_a_broken_lock_file_is_no_owner(tmp_path: Path, content: bytes) -> None:
+def test_broken_lock_file_has_no_owner(tmp_path: Path, content: bytes) -> None:
     (tmp_path / NAME).write_bytes(content)
     with exclusive(tmp_path):
         pass

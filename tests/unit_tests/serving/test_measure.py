@@ -1,4 +1,4 @@
-"""The server benchmark against a small server of our own: streamed answers, counters, two servers compared."""
+"""The server benchmark against a small test server: streamed answers, counters, comparison of two servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS = ["one ", "two ", "three "]
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers every chat with three words, counts drafts as vLLM does, and remembers how many were in flight."""
+    """Answers every chat with three words, counts drafts like vLLM, and records how many were in flight."""
 
     server: Any
 
@@ -129,7 +129,7 @@ def test_compares_two_servers(servers: list[Any], tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out.count("\n| ") == 3
 
 
-def test_what_a_server_refuses_is_told(servers: list[Any], tmp_path: Path) -> None:
+def test_server_refusals_are_reported(servers: list[Any], tmp_path: Path) -> None:
     data = str(questions(tmp_path / "q.jsonl", "bad"))
     with pytest.raises(UserError, match="too long"):
         run("--url", url(servers[0]), "--data", data)

@@ -1,4 +1,4 @@
-"""Deployment files for an exported draft, and for other ways of drafting."""
+"""Deployment files for an exported draft and for other speculation methods."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_trtllm_gets_other_capture_layers(tmp_path: Path, keys: dict[str, Any]) 
     assert config["speculative_config"]["eagle3_layers_to_capture"] == [0, 6]
 
 
-def test_every_engine_gets_the_kinds_it_loads(tmp_path: Path) -> None:
+def test_every_engine_gets_supported_kinds(tmp_path: Path) -> None:
     kinds = {"eagle": ["LlamaForCausalLMEagle", "LlamaForCausalLM"], "medusa": ["MedusaModel"]}
     for method, architectures in kinds.items():
         plan = exported(draft(tmp_path / method, architectures=architectures, medusa_num_heads=3))
@@ -103,7 +103,7 @@ def test_sglang_counts_the_accepted_token(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_refuses_what_is_no_draft(tmp_path: Path) -> None:
+def test_refuses_folders_without_a_draft(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(UserError, match="expected an exported EAGLE-3"):
         exported(tmp_path)
@@ -159,7 +159,7 @@ def test_mtp() -> None:
 
 
 def test_block_drafts_pard_and_lookup(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The spelling of each method in the engines that have it, and one sentence for those that do not."""
+    """The name of each method in the engines that support it, and an error for the others."""
     flash = exported(draft(tmp_path / "flash", architectures=["DFlashDraftModel"], block_size=8))
     assert flash.max_draft_len == 7  # the first slot of a block is the known token
     assert trtllm_config(flash)["speculative_config"] == {
@@ -339,7 +339,7 @@ def test_docker_of_trtllm_mounts_the_file_it_writes(
     assert "HF_TOKEN" not in local  # nothing is named as on the hub
 
 
-def test_triton_loads_the_model_it_is_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_triton_loads_the_drafted_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draft(tmp_path / "draft")
     flags = [str(tmp_path / "draft"), "--engine", "triton", "--draft-model", "/s", "--base", str(tmp_path / "draft")]
     out = str(tmp_path / "repo")
@@ -368,38 +368,38 @@ def test_triton_loads_the_model_it_is_for(tmp_path: Path, capsys: pytest.Capture
         (["--engine", "vllm", "--base", "b"], "give EXPORT_DIR"),
         (["x", "--method", "ngram", "--engine", "vllm", "--base", "b"], "leave x out"),
         (["--method", "draft_target", "--engine", "vllm", "--base", "b"], "--draft-model"),
-        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--relaxed-topk", "3"], "--relaxed-topk is of"),
-        (["--method", "mtp", "--engine", "trtllm", "--relaxed-topk", "3"], "come together"),
-        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--max-batch-size", "3"], "is of --engine trtllm"),
-        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--draft-model", "d"], "--draft-model is of"),
-        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--image", "d"], "--image is of --docker"),
+        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--relaxed-topk", "3"], "--relaxed-topk needs"),
+        (["--method", "mtp", "--engine", "trtllm", "--relaxed-topk", "3"], "need each other"),
+        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--max-batch-size", "3"], "needs --engine trtllm"),
+        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--draft-model", "d"], "--draft-model needs"),
+        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--image", "d"], "--image needs --docker"),
         (["--method", "ngram", "--engine", "triton", "--base", "b"], "give --output"),
-        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--no-is-keep-all"], "--is-keep-all is of"),
-        (["--method", "ngram", "--engine", "sglang", "--base", "b", "--max-matching-ngram-size", "3"], "is of"),
+        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--no-is-keep-all"], "--is-keep-all needs"),
+        (["--method", "ngram", "--engine", "sglang", "--base", "b", "--max-matching-ngram-size", "3"], "needs"),
         (
             ["--method", "mtp", "--engine", "trtllm", "--num-nextn-predict-layers", "2", "--max-draft-len", "3"],
             "drafts one",
         ),
         (["--method", "ngram", "--engine", "trtllm", "--sa-threshold", "3"], "goes with EAGLE-3"),
-        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--load-all"], "--load-all is of"),
+        (["--method", "ngram", "--engine", "vllm", "--base", "b", "--load-all"], "--load-all needs"),
         (["--method", "ngram", "--engine", "sglang"], "give --base"),
     ],
 )
-def test_flags_that_would_do_nothing_are_refused(arguments: list[str], message: str) -> None:
+def test_flags_without_effect_are_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_serving_config.main(make_serving_config.make_parser().parse_args(arguments))
 
 
-def test_a_target_that_does_not_fit(
+def test_mismatched_target_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """MTP without a module in the base; a base in high precision for a draft of a quantised one."""
+    """MTP without a module in the base; a high-precision base for a draft trained for a quantised one."""
     draft(tmp_path / "out" / "draft")
     for folder, config in (("out/base", {"quantization_config": {}}), ("plain", {}), ("v3", {"mtp_num_layers": 1})):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps(config))
     plain, export = str(tmp_path / "plain"), str(tmp_path / "out")
-    with pytest.raises(UserError, match="ships no prediction module"):
+    with pytest.raises(UserError, match="has no prediction module"):
         run(capsys, "--method", "mtp", "--engine", "vllm", "--base", plain)
     assert "mtp" in run(capsys, "--method", "mtp", "--engine", "vllm", "--base", str(tmp_path / "v3"))
     run(capsys, export, "--engine", "vllm", "--base", str(tmp_path / "out" / "base"))

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server in a thread of the test, which misbehaves as it is told."""
+"""An OpenAI-compatible server in a thread of the test that misbehaves on demand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def says(text: str, finish: str = "stop", tokens: int = 3) -> dict[str, Any]:
 
 
 def echo(number: int, body: dict[str, Any]) -> dict[str, Any]:
-    """Answers depend on the question alone."""
+    """Answers depend only on the question."""
     return says("to " + body["messages"][-1]["content"])
 
 

@@ -46,7 +46,7 @@ def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path, monkeyp
     one_at_a_time(monkeypatch)
     monkeypatch.setattr(ablate_drafts, "THRESHOLDS", (3, 5))
     drafts = ["eagle3", "medusa", "dspark 2 x 5"]
-    ablations = ["detached", "from the base, late captures, frozen head"]
+    ablations = ["detached", "late captures, frozen head"]
     base, output = make_base(tmp_path / "base"), tmp_path / "out"
     sets = [write_questions(tmp_path / f"{name}.jsonl") for name in ("qa", "sum")]
 

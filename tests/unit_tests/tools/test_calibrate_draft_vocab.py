@@ -47,7 +47,7 @@ def test_writes_the_vocabulary_and_its_coverage(model, tmp_path, capsys):
     assert "88.89%" in said and "100.000%" in said
     assert "never occur" not in said  # only <eos>, which is always in: fewer tokens would cover less
     run(folder, data, 4, out)
-    with pytest.raises(UserError, match=r"holds another vocabulary, and a draft may"):
+    with pytest.raises(UserError, match=r"has another vocabulary, which a draft may"):
         run(folder, data, 3, out)
     assert DraftVocab.load(out / "draft_vocab.safetensors") == vocab
     run(folder, data, 3, tmp_path / "three")
@@ -56,7 +56,7 @@ def test_writes_the_vocabulary_and_its_coverage(model, tmp_path, capsys):
 
 @contextlib.contextmanager
 def disk_of(size):
-    """No file may grow beyond `size` bytes: as on a full disk, whoever writes it."""
+    """Limits files to `size` bytes, for any writer, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -65,7 +65,7 @@ def disk_of(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(model, tmp_path):
+def test_full_disk_is_a_user_error_without_partial_files(model, tmp_path):
     folder, _ = model
     data, out, cache = write_lines(tmp_path / "d.jsonl", DATA), tmp_path / "vocab", tmp_path / "cache"
     with disk_of(10), pytest.raises(UserError, match=rf"{cache}/\S+ cannot be written: no space left on the disk"):
@@ -84,7 +84,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(model, tmp_path
     assert {p.name for p in tmp_path.iterdir()} == {"base", "cache", "d.jsonl", "vocab"}
 
 
-def test_the_vocabulary_of_a_draft_is_written_and_measured_not_rebuilt(model, tmp_path, monkeypatch):
+def test_vocabulary_of_a_draft_is_reused(model, tmp_path, monkeypatch):
     folder, tokenizer = model
     draft, out = tmp_path / "draft", tmp_path / "vocab"
     (draft / "dist").mkdir(parents=True)
@@ -131,7 +131,7 @@ def test_megatron_base_with_a_tokenizer_elsewhere(model, tmp_path):
         run(base, data, 4, tmp_path / "other")
 
 
-def test_mistakes_are_refused_before_work(model, tmp_path):
+def test_invalid_flags_are_refused_early(model, tmp_path):
     folder, tokenizer = model
     data = write_lines(tmp_path / "d.jsonl", DATA)
     with pytest.raises(UserError, match=f"expected 1 to the base's vocab_size {len(tokenizer) + 3}"):

@@ -1,4 +1,4 @@
-"""Reports side by side: what is refused."""
+"""Comparison of reports: refusals."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def write(path: Path, prompts: str = "a.jsonl", **about: str) -> str:
     return str(path)
 
 
-def test_reports_are_named_and_must_have_measured_the_same(tmp_path: Path) -> None:
+def test_reports_need_names_and_equal_settings(tmp_path: Path) -> None:
     one, two = write(tmp_path / "1.json"), write(tmp_path / "2.json", draft="other")
     assert list(read_reports([one, two], None)) == ["NGram NGram", "NGram other"]
     assert list(read_reports([one, two], ["x", "y"])) == ["x", "y"]
-    with pytest.raises(UserError, match="tell them apart with --names"):
+    with pytest.raises(UserError, match="give different ones with --names"):
         read_reports([one, one], None)
     with pytest.raises(UserError, match="found 1 names for 2 reports"):
         read_reports([one, two], ["x"])
-    with pytest.raises(UserError, match="measured different things"):
+    with pytest.raises(UserError, match="have different settings"):
         read_reports([one, write(tmp_path / "3.json", "b.jsonl")], ["x", "y"])
     with pytest.raises(UserError, match=r"expected a report of validate\.py"):
         read_reports([str(tmp_path)], None)

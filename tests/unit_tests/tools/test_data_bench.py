@@ -1,4 +1,4 @@
-"""The benchmarks of the data: what they make, measure, and start."""
+"""The data benchmarks: what they create, measure and start."""
 
 import json
 import runpy
@@ -19,7 +19,7 @@ def conversations(tmp_path_factory):
     return path
 
 
-def test_untidy_conversations_have_what_the_preparation_drops(conversations, tmp_path, capsys):
+def test_untidy_conversations_are_dropped_by_preparation(conversations, tmp_path, capsys):
     records = [json.loads(line) for line in conversations.read_text().splitlines()]
     count = int(records[-1]["id"]) + 1
     assert 1e6 <= conversations.stat().st_size < 1.02e6 and count > 200
@@ -45,7 +45,7 @@ def test_throughput_is_measured_in_one_line(conversations, tmp_path, capsys):
     assert not small.with_name("small.jsonl.tokens").exists()
 
 
-def test_steps_are_commands_the_scripts_know(tmp_path):
+def test_steps_are_valid_commands(tmp_path):
     steps = data_scale.steps("BASE", tmp_path, 512)
     assert list(steps) == ["prepare", "calibrate", "convert", "finetune"]
     prepare_conversations.make_parser().parse_args(steps["prepare"][1:])
@@ -55,7 +55,7 @@ def test_steps_are_commands_the_scripts_know(tmp_path):
         runpy.run_path(str(data_scale.ROOT / script))["parser"]().parse_args(flags)
 
 
-def test_memory_is_that_of_the_process_and_a_failure_is_told(tmp_path):
+def test_memory_of_the_process_and_failures_are_reported(tmp_path):
     script = "import time; held = b'x' * 2**27; time.monotonic()"
     used = data_scale.watch(["-c", script], tmp_path / "log")
     assert max(used.largest) < 2000 and used.row(5, "step").startswith("| 5 | step | ")

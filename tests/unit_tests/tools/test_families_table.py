@@ -1,4 +1,4 @@
-"""docs/families.md shows what the tests of the families found, and those compare the findings with their own run."""
+"""docs/families.md shows the findings of the family tests, which compare them with every run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def test_the_page_shows_the_table() -> None:
     assert updated(text) == text, "run: python tools/families_table.py --write"
 
 
-def test_what_failed_or_did_not_run_is_not_a_yes() -> None:
+def test_failed_and_missing_runs_are_not_yes() -> None:
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     results["layouts"]["phi3"]["PP 2"] = False
     del results["chain"]["phi3"]

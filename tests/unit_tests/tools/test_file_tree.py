@@ -1,4 +1,4 @@
-"""`tools/file_tree.py` prints every source file with what it is."""
+"""`tools/file_tree.py` prints every source file with a summary."""
 
 from tools.file_tree import ROOT, summary, tree
 

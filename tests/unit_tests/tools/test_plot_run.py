@@ -56,7 +56,7 @@ def test_smoothing_is_the_mean_of_the_last_points():
 
 
 def test_nothing_to_draw_is_an_error(tmp_path):
-    with pytest.raises(UserError, match=r"does not exist: expected the folder"):
+    with pytest.raises(UserError, match=r"does not exist: expected the --save folder"):
         draw(tmp_path)
     for lines, words in (
         (["{", json.dumps(row(1))], "line 1: malformed"),
@@ -65,5 +65,5 @@ def test_nothing_to_draw_is_an_error(tmp_path):
     ):
         with pytest.raises(UserError, match=words):
             draw(write(tmp_path, lines))
-    with pytest.raises(UserError, match=r"ends in .png"):
+    with pytest.raises(UserError, match=r"ending in .png"):
         draw(write(tmp_path, [json.dumps(row(1))]), "--output", tmp_path / "x.pdf")

@@ -76,7 +76,7 @@ def test_prompts_and_length_limit(tmp_path):
     assert prompts[0].identifier == lines(out)[0]["conversation_id"]
 
 
-def test_turns_are_mended_or_the_reason_is_counted(tmp_path, capsys):
+def test_turns_are_corrected_or_counted_by_reason(tmp_path, capsys):
     def talk(*pairs, **more):
         return {"conversations": [{"from": role, "value": text} for role, text in pairs], **more}
 
@@ -199,7 +199,7 @@ def test_a_json_array_of_the_hub_is_downloaded_and_streamed(tmp_path, monkeypatc
         run("sharegpt", "--output", tmp_path / "out.jsonl", "--split", "test")
 
 
-def test_a_killed_run_goes_on_and_gives_the_same(tmp_path, monkeypatch):
+def test_killed_run_resumes_with_the_same_result(tmp_path, monkeypatch):
     data = [open_ai(f"question {i % 70}", "answer") for i in range(100)] + [{"text": "x"}] * 5
     one, two = tmp_path / "a.jsonl", tmp_path / "b.json"
     one.write_text("".join(json.dumps(r) + "\n" for r in data))
@@ -237,7 +237,7 @@ def test_a_killed_run_goes_on_and_gives_the_same(tmp_path, monkeypatch):
     assert not out.with_name("out.jsonl.work").exists()
 
 
-def test_several_processes_give_the_same(tmp_path, monkeypatch):
+def test_result_does_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PIECE_BYTES", 500)
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps(open_ai(f"question {i}", "answer")) + "\n" for i in range(60)))
@@ -269,7 +269,7 @@ def test_unreadable_input_is_refused(tmp_path):
     assert not out.exists()
 
 
-def test_flags_that_would_lose_data_or_do_nothing_are_refused(tmp_path):
+def test_flags_that_lose_data_or_have_no_effect_are_refused(tmp_path):
     source, out = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
     text = "".join(json.dumps(open_ai(f"q{i}", "a")) + "\n" for i in range(20))
     source.write_text(text)

@@ -1,4 +1,4 @@
-"""The driver of scale.py: a layout that ends its processes is reported, the others go on, and tables say the rest."""
+"""The driver of scale.py: a layout that crashes is reported, the others continue; and the tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ for name in sys.argv[1:]:
 """
 
 
-def test_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_layouts_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "child.py").write_text(CHILD)
     monkeypatch.setattr(scale_proof, "SCRIPT", tmp_path / "child.py")
     findings, failures = scale_proof.run(1, ["tp2", "broken", "dp2"], [])
@@ -40,7 +40,7 @@ def test_tables() -> None:
 
 
 @pytest.mark.parametrize("gpus", [2, 4])
-def test_every_parallelism_is_asked(gpus: int) -> None:
+def test_every_parallelism_is_tested(gpus: int) -> None:
     equal, fast = scale_proof.layouts(gpus, engine=True)
     for wanted in ("tp", "pp", "dp", "cp"):
         assert f"{wanted}{gpus}" in equal and any(name.startswith(wanted) for name in fast)
@@ -48,7 +48,7 @@ def test_every_parallelism_is_asked(gpus: int) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the miniature is for a CPU")
-def test_throughput_in_miniature() -> None:
+def test_tiny_throughput() -> None:
     found = scale.speed("one", scale.parse(["one", "--tiny", "--no-equality"]))
     assert found["tokens_per_second"] == found["tokens_per_second_per_gpu"] > 0
     assert (found["model"], found["gpus"], found["seq_length"]) == ("tiny", 1, 64)

@@ -1,4 +1,4 @@
-"""Answers from a server: right, complete, once, whatever the server does."""
+"""Answers from a server: correct, complete and not repeated, whatever the server does."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ def check(output, count=10):
     assert len(output.read_text().splitlines()) == count, "each conversation once"
 
 
-def test_turns_are_replayed_one_by_one_and_settings_are_sent(prompts, tmp_path):
+def test_turns_are_sent_in_order_with_settings(prompts, tmp_path):
     output = tmp_path / "deep" / "out.jsonl"
     with Server() as server:
         totals, _ = ask(
@@ -79,7 +79,7 @@ def test_turns_are_replayed_one_by_one_and_settings_are_sent(prompts, tmp_path):
     assert len(list(read_conversations(output))) == 10
 
 
-def test_a_rerun_asks_only_for_what_is_missing_and_refuses_other_settings(prompts, tmp_path):
+def test_rerun_requests_only_missing_answers_and_refuses_other_settings(prompts, tmp_path):
     output = tmp_path / "out.jsonl"
     with Server() as server:
         ask(prompts, output, server)
@@ -98,7 +98,7 @@ def test_a_rerun_asks_only_for_what_is_missing_and_refuses_other_settings(prompt
     check(output)
 
 
-def test_every_kind_of_failure_is_tried_again_with_growing_pauses(prompts, tmp_path):
+def test_failures_are_retried_with_backoff(prompts, tmp_path):
     failures = [500, (429, {"retry_after": "7"}), "half", "close", "garbage", 503, 500, "half"]
     with Server(lambda n, body: failures[n] if n < len(failures) else echo(n, body)) as server:
         totals, pauses = ask(prompts, tmp_path / "out.jsonl", server, concurrency=1, retries=8)
@@ -121,7 +121,7 @@ def test_a_refused_connection_moves_to_the_other_endpoint(prompts, tmp_path):
         ask(prompts, tmp_path / "other.jsonl", None, urls=(dead,), retries=2)
 
 
-def test_a_server_that_dies_ends_the_run_and_keeps_what_is_finished(prompts, tmp_path, monkeypatch):
+def test_server_crash_ends_the_run_and_keeps_finished_conversations(prompts, tmp_path, monkeypatch):
     from megatron_spec.generation import server as library
 
     monkeypatch.setattr(library, "GIVE_UP_AFTER", 3)
@@ -161,7 +161,7 @@ def test_one_bad_conversation_does_not_stop_the_others(prompts, tmp_path):
         assert kept["truncated"] and [m["content"] for m in kept["conversations"]] == ["q5", "cut"]
 
 
-def test_a_model_that_is_named_needs_no_list(prompts, tmp_path):
+def test_explicit_model_needs_no_model_list(prompts, tmp_path):
     with Server(models=500) as server:
         with pytest.raises(UserError, match=r"no server named its model: .*InternalServerError.*--model NAME"):
             ask(prompts, tmp_path / "out.jsonl", server)
@@ -179,7 +179,7 @@ def test_a_wrong_key_or_model_ends_the_run_at_once(prompts, tmp_path):
     assert lines(tmp_path / "out.jsonl") == {}
 
 
-def test_a_killed_process_continues(prompts, tmp_path):
+def test_killed_process_resumes(prompts, tmp_path):
     output = tmp_path / "out.jsonl"
     flags = ["--data-path", str(prompts), "--output-path", str(output), "--concurrency", "1"]
     process = None
@@ -200,7 +200,7 @@ def test_a_killed_process_continues(prompts, tmp_path):
     check(output)
 
 
-def test_what_cannot_work_is_refused_before_anybody_is_asked(prompts, tmp_path):
+def test_invalid_flags_are_refused_before_any_request(prompts, tmp_path):
     def run(*flags):
         given = ["--data-path", str(prompts), "--output-path", str(tmp_path / "out.jsonl"), *flags]
         server_generate.generate(server_generate.make_parser().parse_args(given))
@@ -208,7 +208,7 @@ def test_what_cannot_work_is_refused_before_anybody_is_asked(prompts, tmp_path):
     with Server() as server:
         for flags, words in (
             (["--url", "localhost:8000"], "expected http://HOST:PORT/v1"),
-            (["--timeout", "0"], "expected seconds"),
+            (["--timeout", "0"], "expected a positive number of seconds"),
             (["--extra-body", "[1]"], "expected a JSON object"),
             (["--extra-body", "{"], "is not JSON"),
             (["--data-path", str(tmp_path / "absent")], "no such file"),
@@ -232,7 +232,7 @@ Server(port=int(sys.argv[sys.argv.index("--port") + 1])).http.serve_forever()
 """
 
 
-def test_a_task_of_a_job_array_starts_its_server_and_asks_for_its_share(prompts, tmp_path):
+def test_job_array_task_starts_its_server_and_takes_its_shard(prompts, tmp_path):
     (tmp_path / "srun").write_text(
         "#!/usr/bin/env bash\nwhile true; do case $1 in --*=*) shift ;; --*) shift 2 ;; *) break ;; esac; done\n"
         'exec "$@"\n'
@@ -262,7 +262,7 @@ def test_a_task_of_a_job_array_starts_its_server_and_asks_for_its_share(prompts,
     assert dead.returncode == 1 and "the server ended: see server-" in dead.stderr
 
 
-def test_shards_make_up_the_whole(prompts, tmp_path):
+def test_shards_cover_all_prompts(prompts, tmp_path):
     output = tmp_path / "out.jsonl"
     with Server() as server:
         flags = ["--url", server.url, "--data-path", str(prompts), "--output-path", str(output), "--top-k", "5"]
@@ -295,7 +295,7 @@ def test_reasoning_is_kept_under_one_name(prompts, tmp_path, name, caplog):
     assert "far less text" not in caplog.text
 
 
-def test_text_that_the_server_keeps_to_itself_is_counted(prompts, tmp_path, caplog):
+def test_text_withheld_by_the_server_is_counted(prompts, tmp_path, caplog):
     with Server(lambda n, body: message(tokens=200)) as server:
         totals, _ = ask(prompts, tmp_path / "out.jsonl", server)
     assert totals.unreturned == 15 and "15 answers have far less text than the server counts" in caplog.text
@@ -316,7 +316,7 @@ def test_tools_and_template_arguments_reach_server_and_file(tmp_path):
     assert "round 0 called a tool, so 1 further rounds" in line["problem"] and line["truncated"] is False
 
 
-def test_answers_that_are_cut_or_cannot_be_written_are_rejected_and_counted(prompts, tmp_path, caplog):
+def test_truncated_and_unwritable_answers_are_rejected_and_counted(prompts, tmp_path, caplog):
     output = tmp_path / "out.jsonl"
     answers = [message("length"), message(content="half \ud83d")]
     with Server(lambda n, body: answers[1 - n % 2]) as server:

@@ -1,4 +1,4 @@
-"""What docs/architecture.md and CONTRIBUTING.md promise about the code itself, read from its syntax trees."""
+"""Code structure as stated in docs/architecture.md and CONTRIBUTING.md, checked on syntax trees."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def imports(name: str, tree: ast.Module) -> Iterator[str]:
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
-    """Names that import each other in a circle, or []."""
+    """An import cycle, or []."""
     done: set[str] = set()
 
     def visit(name: str, path: list[str]) -> list[str]:
-        """The first circle that a path from `name` runs into."""
+        """The first cycle on a path from `name`."""
         if name in path:
             return path[path.index(name) :]
         if name in done:
@@ -51,7 +51,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     return next((found for name in sorted(graph) if (found := visit(name, []))), [])
 
 
-def test_no_circle_of_files_or_folders() -> None:
+def test_no_import_cycles() -> None:
     files = {name: {i for i in imports(name, tree) if i != name} for name, tree in trees().items()}
     assert circle(files) == []
     folders: dict[str, set[str]] = {}
@@ -94,7 +94,7 @@ def derives_config(node: ast.ClassDef) -> bool:
     return any(ast.unparse(base).endswith(("Config", "Run")) for base in node.bases)
 
 
-def test_only_the_base_knows_megatron_cores_model_class() -> None:
+def test_only_base_uses_megatron_cores_model_class() -> None:
     found = [
         name
         for name, tree in trees().items()

@@ -1,4 +1,4 @@
-"""Table and summary.json of a chain run, from files as the scripts leave them."""
+"""Table and summary.json of a chain run, from files as written by the scripts."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def test_the_summary_has_what_the_table_shows(run: Path) -> None:
     assert "greedy text: yes, all 4 answers" in text and "NO, 1 of 4 answers differ" in text
 
 
-def test_the_last_steps_are_weighted_by_what_they_supervised(run: Path) -> None:
+def test_last_steps_are_weighted_by_supervised_rows(run: Path) -> None:
     """(1 + 1 + 1 + 1 + 3 * 4) / 8: the first line is not among the last five."""
     assert final_metrics(run / "finetuned") == {"loss_per_step": [2.0], "accuracy_per_step": [pytest.approx(0.2)]}
 
 
-def test_an_unfinished_run_says_so(tmp_path: Path) -> None:
+def test_unfinished_run_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the chain did not finish"):
         final_metrics(tmp_path)

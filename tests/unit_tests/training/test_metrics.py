@@ -1,4 +1,4 @@
-"""Names and values of what a step reports, and where it goes."""
+"""Names, values and destinations of a step's metrics."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_sums_become_means_over_rows_of_their_step() -> None:
     assert name_metrics(torch.zeros(5, 2, dtype=torch.float64))["loss_per_step"] == [0.0, 0.0]
 
 
-def test_rows_that_the_draft_vocabulary_leaves_out_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_outside_the_draft_vocabulary_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     rows_T = torch.tensor([10.0, 9.0])
     zeros = torch.zeros(2)
     some = DraftLosses(torch.tensor(1.0), zeros, zeros, zeros, rows_T, torch.tensor(3))
@@ -57,7 +57,7 @@ def test_rows_that_the_draft_vocabulary_leaves_out_are_said(caplog: pytest.LogCa
     assert "0.0 % of 10 supervised rows count at iteration 2" in caplog.text
 
 
-def test_a_resumed_log_loses_what_was_not_saved(tmp_path: Path) -> None:
+def test_resumed_log_drops_unsaved_steps(tmp_path: Path) -> None:
     log = tmp_path / "metrics.jsonl"
     truncate_log(log, 3)
     assert not log.exists()
@@ -91,8 +91,8 @@ def test_tracker_writes_lines_and_tensorboard_events(tmp_path: Path) -> None:
     assert [e.value for e in events.Scalars("accuracy_per_step/1")] == [0.5, 0.5]
 
 
-def test_a_resumed_run_goes_on_in_the_plots_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for wandb: what it is asked for, and what it is given."""
+def test_resumed_run_continues_the_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for wandb: its arguments and its data."""
     started: list[dict[str, Any]] = []
     logged: list[tuple[int, float]] = []
     run = SimpleNamespace(
@@ -126,7 +126,7 @@ def test_a_resumed_run_hides_the_events_it_repeats(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 9.0), (2, 1.0), (3, 1.0)]
 
 
-def test_what_is_not_installed_is_said_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_reported_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     check(None, None)
     with pytest.raises(UserError, match=r"--wandb-project needs wandb.*pip install megatron-spec\[tracking\]"):
@@ -142,7 +142,7 @@ def test_a_silent_tracker_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_progress_line_names_what_matters() -> None:
+def test_progress_line() -> None:
     metrics = {
         "iteration": 5, "loss": 2.0, "accuracy_per_step": [0.5, 0.25], "predicted_acceptance_length": 1.625,
         "lr": 1e-4, "grad_norm": 0.3, "tokens_per_second": 1000.0,

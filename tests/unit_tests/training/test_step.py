@@ -1,4 +1,4 @@
-"""A step that cannot be made leaves parameters and optimizer as they were."""
+"""An invalid step leaves parameters and optimizer unchanged."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("number", range(len(SETTINGS)), ids=str)
-def test_nothing_is_updated_by_what_is_not_a_number(results: list[dict[str, Any]], number: int) -> None:
+def test_nan_updates_nothing(results: list[dict[str, Any]], number: int) -> None:
     found = results[number]
     assert found["moved"] and found["goes on"]
     assert "the loss is nan at iteration 7, samples [[1, 2]]" in found["loss"]

@@ -1,0 +1,105 @@
+"""Grouped products of experts equal the loop over experts: one layer, a whole base, ranks that share the experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_spec.base.model import FrozenBase
+from megatron_spec.base.moe import LocalExperts
+from megatron_spec.checkpoint.base_import import inspect_base, load_base
+from megatron_spec.config import ParallelConfig
+from megatron_spec.config.machine import Machine
+from megatron_spec.ops.moe import mixed, mixed_by_groups
+from megatron_spec.planning.paths import Paths, Setting
+from megatron_spec.runtime import distributed
+from tests.tiny import make_batch, save_mixtral
+from tests.worlds import run_world
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="needs torch 2.10")
+
+
+class GatedExpert(nn.Module):
+    def __init__(self, enter: torch.Tensor, leave: torch.Tensor, bias: torch.Tensor, out: torch.Tensor | None) -> None:
+        super().__init__()
+        self.parts = enter, leave, bias, out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        enter, leave, bias, out = self.parts
+        y = gated(x @ enter.t() + bias) @ leave.t()
+        return y if out is None else y + out
+
+
+def gated(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.tanh(a) * b
+
+
+@pytest.mark.parametrize(("first", "with_out"), [(0, True), (0, False), (2, True), (4, False)])
+def test_one_layer(first: int, with_out: bool) -> None:
+    """Experts without rows, and choices of experts on other ranks, are among them."""
+    torch.manual_seed(first)
+    R, K, H, W, here, E = 13, 2, 16, 8, 2, 6
+    x, weights = torch.randn(R, H), torch.rand(R * K)
+    chosen = torch.stack([torch.randperm(E - 1)[:K] for _ in range(R)])  # nobody chooses the last expert
+    enter, leave, bias = torch.randn(here, 2 * W, H), torch.randn(here, H, W), torch.randn(here, 2 * W)
+    out = torch.randn(here, H) if with_out else None
+    modules = [GatedExpert(enter[e], leave[e], bias[e], None if out is None else out[e]) for e in range(here)]
+    expected = mixed(x, weights, chosen, nn.ModuleList(modules), first)
+    found = mixed_by_groups(x, weights, chosen, first, enter, leave, gated, (bias, out))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def features(base: FrozenBase) -> Any:
+    from megatron_spec.features.online import OnlineFeatures
+
+    [found] = OnlineFeatures(base).features([make_batch(2, 24, 1)])
+    return found
+
+
+def loaded(folder: Path, grouped: bool, **sizes: int) -> FrozenBase:
+    layout = ParallelConfig(**sizes)
+    ref, world = inspect_base(folder), distributed.initialize(layout)
+    setting = Setting(Machine(kernels="plain"), base=ref.config, parallel=layout)
+    paths = Paths(setting).without(*([] if grouped else ["grouped_experts"]))
+    assert paths.on("grouped_experts") == grouped
+    return load_base(ref, world, (1, 3), torch.float32, paths=paths)
+
+
+def test_a_whole_base_and_its_weights(tmp_path: Path) -> None:
+    """Features are equal; parameters become parts of one tensor, and changed ones count; hooks are not bypassed."""
+    folder = save_mixtral(tmp_path / "base")
+    plain = loaded(folder, False)
+    expected, weights = features(plain), {n: p.clone() for n, p in plain.named_parameters()}
+    base = loaded(folder, True)
+    for _ in range(2):
+        torch.testing.assert_close(features(base).captures_SBC, expected.captures_SBC, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(p, weights[n]) for n, p in base.named_parameters())
+    experts = next(m for m in base.modules() if isinstance(m, LocalExperts))
+    assert experts.local_experts[1].linear_fc1.weight.data_ptr() == experts._matrices("linear_fc1")[1].data_ptr()
+    for change in ("in place", "replaced"):
+        for some in (plain, base):
+            module = next(m for m in some.modules() if isinstance(m, LocalExperts)).local_experts[2].linear_fc2
+            with torch.no_grad():
+                module.weight.mul_(3) if change == "in place" else None
+            if change == "replaced":
+                module.weight.data = module.weight.data * 0.5
+        torch.testing.assert_close(features(base).state_SBH, features(plain).state_SBH, rtol=1e-5, atol=1e-5)
+    calls: list[int] = []
+    experts.local_experts[0].linear_fc1.register_forward_hook(lambda *_: calls.append(1))
+    features(base)
+    assert calls
+
+
+def in_world(folder: Path, layout: dict[str, int]) -> None:
+    plain, base = (features(loaded(folder, grouped, **layout)) for grouped in (False, True))
+    torch.testing.assert_close(base.captures_SBC, plain.captures_SBC, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [{"expert_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}])
+def test_ranks_that_share_the_experts(tmp_path: Path, layout: dict[str, int]) -> None:
+    run_world(2, in_world, save_mixtral(tmp_path / "base"), layout)
