@@ -14,15 +14,17 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-MODULE = "megatron.core.jit"
+PACKAGE = "megatron.core"
 
 
-def compiled_when_called(compiler: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The decorator `compiler`, applied to a function at its first call."""
+def compiled_when_called(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiler`, which is `torch.compile` or is called like it, applied to a function at the function's first call."""
 
-    def decorate(function: Any) -> Any:
-        """`function`, not compiled yet."""
-        compiled = functools.cache(lambda: compiler(function))
+    def decorate(function: Any = None, **options: Any) -> Any:
+        """`function`, not compiled yet; a decorator where there are only options."""
+        if function is None:
+            return functools.partial(decorate, **options)
+        compiled = functools.cache(lambda: compiler(function, **options))
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -36,28 +38,33 @@ def compiled_when_called(compiler: Callable[[Any], Any]) -> Callable[[Any], Any]
     return decorate
 
 
+def _load(load: Callable[[ModuleType], None], package: ModuleType) -> None:
+    """Load megatron-core; its own name for `torch.compile`, `jit_fuser`, stays what it found here."""
+    import torch
+
+    compiler = torch.compile
+    torch.compile = compiled_when_called(compiler)
+    try:
+        load(package)
+    finally:
+        torch.compile = compiler
+
+
 class _Finder(MetaPathFinder):
-    """Finds megatron-core's module of the decorator, and replaces the decorator when it is loaded."""
+    """Finds megatron-core once."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Called for every import."""
-        if name != MODULE:
+        if name != PACKAGE:
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                """As the module's own loader does."""
-                load(module)
-                module.jit_fuser = compiled_when_called(module.jit_fuser)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = functools.partial(_load, spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
 
 
 def install() -> None:
     """From now on, an import of megatron-core does this. For programs of our own: it changes a package of others."""
-    if MODULE not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if PACKAGE not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
