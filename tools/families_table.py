@@ -6,6 +6,7 @@ them write it.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -56,8 +57,15 @@ def updated(page: str) -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write it into docs/families.md; default: print it, exit code 1 if outdated",
+    )
+    args = parser.parse_args()
     text = PAGE.read_text(encoding="utf-8")
-    if "--write" in sys.argv[1:]:
+    if args.write:
         PAGE.write_text(updated(text), encoding="utf-8")
     else:
         print(table(json.loads(RESULTS.read_text(encoding="utf-8"))), end="")

@@ -20,6 +20,7 @@ from megatron_spec.config import (
     presets,
 )
 from megatron_spec.config.machine import H100
+from megatron_spec.families import read_base_config
 from megatron_spec.planning import layouts
 from megatron_spec.planning.estimate import (  # fmt: skip
     GIB,
@@ -54,8 +55,6 @@ def architectures(load: str) -> tuple[BaseConfig, DraftConfig, QuantConfig | Non
     if not (folder / "config.json").is_file():
         spec = read_spec(resolve(load))
         return spec.base.config, spec.draft, spec.quant
-    from megatron_spec.families import read_base_config
-
     base = read_base_config(folder)
     size = min(32000, base.vocab_size)
     return base, presets.eagle_config(base, "eagle3", {"draft_vocab_size": size}), None

@@ -162,9 +162,7 @@ def predicted_lengths(hits_TS: Tensor, prompt: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", list(ITERATIONS))
-def test_accepted_lengths_are_those_that_training_predicts(
-    place: Any, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accepted_lengths_equal_predictions_of_training(place: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_spec.decoding.engine import decode
     from megatron_spec.evaluation.acceptance import acceptance_stats
 
