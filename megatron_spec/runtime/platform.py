@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,24 @@ def to_device(x: torch.Tensor, place: torch.device | str) -> torch.Tensor:
     if torch.device(place).type == "cuda" and x.device.type == "cpu":
         return (x if x.is_pinned() else x.pin_memory()).to(place, non_blocking=True)
     return x.to(place)
+
+
+def to_host(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Start copying a tensor to the host. The result waits for the copy, but not for later work, and returns it."""
+    if x.device.type != "cuda":
+        copied = x.clone()
+        return lambda: copied
+    kept = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    kept.copy_(x, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+
+    def wait() -> torch.Tensor:
+        """The copy."""
+        done.synchronize()
+        return kept
+
+    return wait
 
 
 def has_cuda() -> bool:

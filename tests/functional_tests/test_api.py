@@ -81,7 +81,7 @@ main()
 """
 
 
-def test_a_program_of_ones_own(tmp_path: Path) -> None:
+def test_user_program(tmp_path: Path) -> None:
     """On a base that knows its folder, from convert to export; saving needs no main guard."""
     make_base(tmp_path / "base", num_hidden_layers=8)
     write_conversations(tmp_path / "train.jsonl", 3)
@@ -173,7 +173,7 @@ def resume_own_loop(root: str) -> dict[str, list[float]]:
     return found
 
 
-def test_a_loop_of_ones_own_resumes(tmp_path: Path) -> None:
+def test_user_training_loop_resumes(tmp_path: Path) -> None:
     make_base(tmp_path / "base")
     found = run_world(1, resume_own_loop, str(tmp_path))[0]
     assert len(found["whole"]) == 4 and found["halves"] == found["whole"]

@@ -78,7 +78,7 @@ def test_generation_marks_and_incremental_rendering_agree(messages):
 
 def test_prompt_ids_end_with_the_assistants_header():
     tokenizer = make_tokenizer(chats.CHATML)
-    ids = ChatEncoder(tokenizer).prompt_ids(Conversation(ONE[:1], "here"))
+    [(_, ids)] = ChatEncoder(tokenizer).prompts([Conversation(ONE[:1], "here")])
     expected = "<|start|>system\nBe kind.<|end|>\n<|start|>user\nhi<|end|>\n<|start|>assistant\n"
     assert tokenizer.decode(ids, skip_special_tokens=False) == expected
 

@@ -34,6 +34,7 @@ DRAFT = EagleConfig(
     algorithm="eagle3", hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     vocab_size=96, draft_vocab_size=48, target_hidden_size=64, max_position_embeddings=64, capture_layer_ids=(0, 1, 2),
 )  # fmt: skip
+MOE = MoeConfig(num_experts=8, experts_per_token=2, intermediate_size=48)
 GPU = Setting(H100, "bfloat16", base=BASE, draft=DRAFT, objective=ObjectiveConfig())
 FP8 = ("base_fp8", "draft_fp8")
 
@@ -69,6 +70,7 @@ def test_an_h100_runs_all_paths() -> None:
         ("base_fp8", {"base": BASE.replace(intermediate_size=100)}, "multiples of 16"),
         ("base_fp8", {"quant": QuantConfig(draft="none")}, "the base is fake-quantised"),
         ("base_fp8", {"transformer_engine": True}, "transformer_engine"),
+        ("base_fp8", {"base": BASE.replace(moe=MOE)}, "experts"),
     ],
 )  # fmt: skip
 def test_requested_paths_are_refused_with_the_reason(name: str, changes: dict[str, Any], reason: str) -> None:
@@ -183,6 +185,7 @@ def test_only_paths_depend_on_the_machine() -> None:
     ],
 )
 def test_when_experts_are_not_grouped(changes: dict[str, Any], reason: str) -> None:
-    base = BASE.replace(hidden_size=64, moe=MoeConfig(num_experts=8, experts_per_token=2, intermediate_size=48))
-    assert Paths(replace(GPU, base=base)).on("grouped_experts")
-    assert re.search(reason, Paths(replace(GPU, base=base, **changes)).blocked["grouped_experts"])
+    base = BASE.replace(moe=MOE)
+    assert {"grouped_experts", "base_direct", "cuda_graphs"} & Paths(replace(GPU, base=base)).blocked.keys() == set()
+    blocked = Paths(replace(GPU, base=base, **changes)).blocked
+    assert re.search(reason, blocked["grouped_experts"]) and "cuda_graphs" in blocked
