@@ -40,6 +40,9 @@ HEADLINE = ("eagle3", "eagle1", "eagle-mtp", "medusa")
 DRAFTERS: dict[str, dict[str, Any]] = {
     **{name: {} for name in HEADLINE},
     "eagle3 late": {"algorithm": "eagle3", "fields": {"capture_layer_ids": "late", "frozen_head": True}},
+    "eagle-mtp from the base": {"algorithm": "eagle-mtp", "fields": {
+        "init_from_base_layer": True, "init_attention": True,
+    }},
     "p-eagle": {},
     **{
         f"{algorithm} {layers} x {size}": {

@@ -230,7 +230,7 @@ def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Names
         draft.paths = draft.paths.asked_for("draft_fp8")
         draft.paths.check()
     if args.plain:
-        draft.paths = draft.paths.without("draft_fused", "block_kernel")
+        draft.paths = draft.paths.without("draft_fused", "draft_layer", "block_kernel")
     batches = [supervised_batch(base.config, B, S, world.device, args.supervised_share) for _ in range(2)]
     source: FeatureSource = OnlineFeatures(base)
     if args.offline:

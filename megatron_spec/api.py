@@ -58,8 +58,8 @@ from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
 
 MAIN_GUARD = (
-    "saving starts a process, which imports this program once more: put its code into a function that is called below "
-    'if __name__ == "__main__":'
+    "large files are tokenised in processes that import this program once more: put its code into a function that is "
+    'called below if __name__ == "__main__":'
 )
 
 
@@ -68,11 +68,11 @@ class SpecModel:
     """A frozen base with its draft on this rank.
 
     Attributes:
-        base: the frozen base; `features` come from it.
+        base: the frozen base, source of `features`.
         draft: the trainable module: give its parameters to your optimizer.
         objective: draft steps, loss and alignment.
         reference: the base on disk, needed to save and export.
-        quant: the policy when quantised.
+        quant: the quantisation policy, if quantised.
     """
 
     base: FrozenBase
@@ -99,21 +99,21 @@ class SpecModel:
         """Losses of this rank's micro-batches. Sums: divide gradients by the supervised rows of the global batch.
 
         Args:
-            batches: all micro-batches of this pipeline group; every rank of it passes the same list.
+            batches: all micro-batches of this pipeline group, the same list on all its ranks.
         """
         given = [batches] if isinstance(batches, Batch) else batches
         return [self.draft(f, self.base, self.objective) for f in self.source.features(given)]
 
 
 def initialize(parallel: ParallelConfig | None = None, seed: int = 1234) -> World:
-    """Start torch.distributed and megatron-core's groups, or take over those that exist already."""
+    """Initialise torch.distributed and megatron-core's groups, or use the existing ones."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # a child that imports the main module
         raise UserError(MAIN_GUARD)
     return distributed.initialize(parallel or distributed.existing_parallel(), seed)
 
 
 def _world_of(model: Any) -> World:
-    """The groups the model was built on; sequence parallelism is a property of the model, not of the groups."""
+    """The groups that the model was built with; sequence parallelism is a property of the model, not of the groups."""
     if isinstance(model, FrozenBase):
         return model.world
     chunk = model[0] if isinstance(model, list) and model else model
@@ -139,24 +139,24 @@ def convert(
     vocab: DraftVocab | None = None, objective: ObjectiveConfig | None = None, seed: int = ConvertRun.seed,
     draft: str | Path | None = None, mtp_from_base: bool = False,
 ) -> SpecModel:  # fmt: skip
-    """Freeze a loaded megatron-core model and give it a draft: fresh, from a folder, or the base's own module.
+    """Freeze a loaded megatron-core model and add a draft: new, from a folder, or the base's own module.
 
     Args:
         model: GPTModel, or HybridModel of attention and MLP layers in pairs, or the list of model chunks that Megatron
             passes around (of length one), or a `FrozenBase`. Layers are counted as those of a GPTModel: layer i of a
             HybridModel is its pair 2i, 2i + 1.
         drafts: one pair (kind, configuration). Kind: any algorithm ('eagle3', 'eagle1', 'medusa', 'dflash', ...), or
-            'eagle', whose algorithm may stand among the overrides; configuration: that of the kind (`EagleConfig`,
+            'eagle', with the algorithm in the overrides; configuration: that of the kind (`EagleConfig`,
             `MedusaConfig`, `BlockConfig`), a dictionary of overrides, or None.
-        base_path: the base on disk; describes the architecture and is what a saved draft refers to. Default: where
-            `load_base` read it from.
-        vocab: calibrated draft vocabulary; default: the whole one.
-        seed: of a fresh draft's initial values.
-        draft: folder of a published draft, of any format that tools/check_export.py knows, to train on.
-        mtp_from_base: train on the prediction module that the base ships (DeepSeek-V3).
+        base_path: the base on disk; gives the architecture, and saved drafts refer to it. Default: where `load_base`
+            read it.
+        vocab: calibrated draft vocabulary; default: the whole vocabulary.
+        seed: seed of a new draft's initial values.
+        draft: folder of a published draft to start from, in any format that tools/check_export.py reads.
+        mtp_from_base: start from the base's own prediction module (DeepSeek-V3).
 
     Raises:
-        UserError: models, configurations or layouts that do not fit.
+        UserError: unsupported models, configurations or layouts.
     """
     _check_source(
         draft, mtp_from_base, {"drafts": bool(drafts), "vocab": vocab is not None, "seed": seed != ConvertRun.seed}
@@ -180,7 +180,7 @@ def convert(
 
 
 def _check_source(draft: str | Path | None, mtp_from_base: bool, fresh: dict[str, bool]) -> None:
-    """Raise UserError for two sources of a draft, and for what only a fresh one takes (name -> was it given?)."""
+    """Raise UserError for two sources of a draft, and for arguments of new drafts (name -> was it given?)."""
     if draft is None and not mtp_from_base:
         return
     if draft is not None and mtp_from_base:
@@ -205,30 +205,26 @@ def _frozen(model: Any, reference: BaseReference, world: World, config: DraftCon
 
 
 def save(model: SpecModel, folder: str | Path, *, iteration: int = 0, optimizer: Any = None, keep: int = 0) -> Path:
-    """Save the draft (and optimizer) as a checkpoint that scripts and `load` read. Collective."""
+    """Save the draft (and optimizer) as a checkpoint for the scripts and `load`. Collective."""
     spec = CheckpointSpec(link(model.reference), model.draft.config, model.quant, iteration)  # type: ignore[arg-type]
     amax = base_amax_state(model.base) if model.quant is not None and model.quant.base != "none" else None
     extra = {"iteration": iteration, "consumed_samples": 0, "objective": model.objective.to_dict()}
-    try:
-        return sharded.save(
-            folder, spec, model.draft, model.vocab, model.world, optimizer=optimizer, extra=extra, base_amax=amax,
-            keep=keep,
-        )  # fmt: skip
-    except EOFError as e:  # of the child that could not start
-        raise UserError(MAIN_GUARD) from e
+    return sharded.save(
+        folder, spec, model.draft, model.vocab, model.world, optimizer=optimizer, extra=extra, base_amax=amax, keep=keep
+    )
 
 
 def load(folder: str | Path, *, dtype: torch.dtype = torch.float32, base_path: str | None = None) -> SpecModel:
-    """Base and draft of a checkpoint in the current layout. Collective. Raises UserError when it does not fit."""
+    """Base and draft of a checkpoint in the current layout. Collective. Raises UserError for a mismatch."""
     loaded = load_checkpoint(folder, initialize(), dtype=dtype, base_path=base_path)
     objective = ObjectiveConfig.from_dict(loaded.extra.get("objective") or {})
     return SpecModel(loaded.base, loaded.draft, loaded.vocab, loaded.base_ref, objective, loaded.spec.quant)
 
 
 def load_optimizer(model: SpecModel, folder: str | Path, optimizer: Any) -> int:
-    """Read the optimizer state that `save` wrote, into an optimizer over `model.draft`. Collective.
+    """Load the optimizer state written by `save` into an optimizer over `model.draft`. Collective.
 
-    Returns the iteration it was saved at. Raises UserError when the checkpoint holds no fitting state.
+    Returns the iteration of the checkpoint. Raises UserError if it has no matching optimizer state.
     """
     return int(sharded.load(resolve(folder), model.draft, model.world, optimizer=optimizer)["iteration"])
 
@@ -242,13 +238,13 @@ def quantize(model: SpecModel, batches: Sequence[list[Batch]], quant: QuantConfi
 
 
 def export_draft(model: SpecModel, folder: str | Path, **options: Any) -> Path:
-    """Write the draft as engines load it, verified; options as `export.draft.export_draft`. Collective."""
+    """Export the draft for serving engines, verified; options as in `export.draft.export_draft`. Collective."""
     draft: nn.Module = model.draft
     return export.export_draft(draft, model.reference, folder, model.quant, model.world, ends=model.base, **options)
 
 
 def export_base(model: SpecModel, folder: str | Path, **options: Any) -> Path:
-    """Write the base as engines load it, in fp8 when it is quantised, verified; options as `export.base.export_base`.
+    """Export the base for serving engines, in fp8 if quantised, verified; options as in `export.base.export_base`.
 
     Collective.
     """
@@ -259,12 +255,12 @@ def validate(
     model: SpecModel, prompts: str | Path, config: DecodeConfig | None = None, *, num_prompts: int | None = None,
     draft_lens: Sequence[int] | None = None, tokenizer: str | None = None, output: str | Path | None = None,
 ) -> Report:  # fmt: skip
-    """Answer prompts with the base alone and with the draft, and compare speed and texts. Collective.
+    """Decode prompts with the base alone and with the draft, and compare speed and texts. Collective.
 
     Args:
-        prompts: file of prompts, as validate.py reads it.
-        config: how to decode; default: greedy, 3 draft tokens.
-        tokenizer: folder; default: the base's.
+        prompts: file of prompts, as for validate.py.
+        config: decoding options; default: greedy, 3 draft tokens.
+        tokenizer: folder of the tokenizer; default: the base's.
         output: file for the report.
     """
     folder = tokenizer or str(model.reference.path)
@@ -284,7 +280,7 @@ def decode(
     model: SpecModel, prompts: Sequence[Sequence[int]], config: DecodeConfig | None = None, *,
     stop_ids: Sequence[int] = (), speculate: bool = True,
 ) -> list[engine.Generation]:  # fmt: skip
-    """Answers to prompts of token ids, drafted and verified, or (`speculate=False`) of the base alone. Collective.
+    """Answers to prompts of token ids, with the draft or (`speculate=False`) with the base alone. Collective.
 
     Args:
         stop_ids: tokens that end an answer; default: the base's.

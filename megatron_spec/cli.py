@@ -323,9 +323,12 @@ def run(
     for note in parser.notes:
         log.info(note)
     try:
-        from megatron_spec.runtime.platform import check_optional_packages
+        if parser.run_class is not None:  # a script that computes with megatron-core
+            from megatron_spec.runtime import late_compile
+            from megatron_spec.runtime.optional import check_optional_packages
 
-        check_optional_packages()
+            late_compile.install()
+            check_optional_packages()
         code = main(args)
     except UserError as e:
         _leave(2, f"{parser.prog}: error: {e}")

@@ -6,6 +6,7 @@ them write it.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -29,14 +30,14 @@ def _cell(found: dict[str, Any], name: str) -> str:
 
 
 def _chain(steps: list[str] | None) -> str:
-    """How far a kind of draft was taken on a family."""
+    """Last step of the chain that a kind of draft was tested with on a family."""
     if not steps:
         return "-"
     return "whole chain" if {"fp8", "export", "validate"} <= set(steps) else steps[-1]
 
 
 def table(results: dict[str, Any]) -> str:
-    """The table in Markdown; '-' is what no test runs. Below it, the refused architectures and why."""
+    """The Markdown table ('-': not tested), followed by the refused architectures with reasons."""
     columns = ["architecture", "models", *LAYOUTS, "drafts", *DRAFTS]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for family in FAMILIES:
@@ -56,8 +57,15 @@ def updated(page: str) -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write it into docs/families.md; default: print it, exit code 1 if outdated",
+    )
+    args = parser.parse_args()
     text = PAGE.read_text(encoding="utf-8")
-    if "--write" in sys.argv[1:]:
+    if args.write:
         PAGE.write_text(updated(text), encoding="utf-8")
     else:
         print(table(json.loads(RESULTS.read_text(encoding="utf-8"))), end="")

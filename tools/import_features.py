@@ -1,12 +1,11 @@
-"""Features that another tool computed -> a store for finetune.py --offline-data.
+"""Import features computed by another tool into a store for finetune.py --offline-data.
 
     python tools/import_features.py --load DRAFT --dumps FOLDER --final-norm applied --output-dir FEATURES
     python finetune.py --load DRAFT --save RUN --offline-data FEATURES ...
 
-FOLDER holds one .pt or .safetensors per sample, with input_ids [n], hidden_states [n, H], aux_hidden_states [n, C] and,
-where not all tokens are the assistant's, loss_mask [n]. Every file is checked, the base runs over the first
---check-samples of them to compare, and the first file that does not fit is named. A killed import goes on where it
-stopped.
+FOLDER has one .pt or .safetensors file per sample, with input_ids [n], hidden_states [n, H], aux_hidden_states [n, C]
+and, unless all tokens are the assistant's, loss_mask [n]. Every file is checked, the base recomputes the first
+--check-samples of them to compare, and the first invalid file is named. An interrupted import resumes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def make_parser() -> cli.Parser:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Check and write. Raises UserError for dumps that do not fit."""
+    """Check and write. Raises UserError for invalid dumps."""
     from megatron_spec.commands.import_features import import_features
 
     import_features(args.run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -24,8 +25,13 @@ def page() -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--write", action="store_true", help="write docs/megatron_flags.md; default: print it, exit code 1 if outdated"
+    )
+    args = parser.parse_args()
     path = Path(__file__).resolve().parents[1] / "docs" / "megatron_flags.md"
-    if "--write" in sys.argv[1:]:
+    if args.write:
         path.write_text(page(), encoding="utf-8")
     else:
         print(page(), end="")

@@ -5,6 +5,7 @@ README.md shows the supported layouts, docs/scale.md also the reasons; docs/perf
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -34,8 +35,13 @@ def updated(page: Path) -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--write", action="store_true", help="write it into the pages; default: print it, exit code 1 if outdated"
+    )
+    args = parser.parse_args()
     outdated = [page for page in PAGES if updated(page) != page.read_text(encoding="utf-8")]
-    if "--write" in sys.argv[1:]:
+    if args.write:
         for page in outdated:
             page.write_text(updated(page), encoding="utf-8")
     else:

@@ -1,4 +1,4 @@
-# Read by launch_train.sh and train_eagle3_and_export.sh: what convert_model.py is told for each --algorithm.
+# Sourced by launch_train.sh and train_eagle3_and_export.sh: flags of convert_model.py for each --algorithm.
 draft_flags() { # algorithm, file of overrides or ''; sets `kind`
   case $1 in
     medusa) kind=(--export-algorithm medusa) ;;

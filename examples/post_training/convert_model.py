@@ -1,4 +1,4 @@
-"""Give a base model a draft model: a fresh one, or a published one to train on.
+"""Make a draft model for a base: a new one, or a published one to train further.
 
     python convert_model.py --export-algorithm eagle --export-eagle-algorithm eagle3 --load BASE --save DIR
     python convert_model.py --export-algorithm dflash --load BASE --save DIR
@@ -7,7 +7,7 @@
     torchrun --nproc-per-node 4 convert_model.py --tensor-model-parallel-size 4 --load BASE --save DIR ...
 
 BASE is a Hugging Face folder or a Megatron dist_checkpointing checkpoint. A reduced draft vocabulary comes from
-tools/calibrate_draft_vocab.py. The base is referred to by path and content hash, not copied.
+tools/calibrate_draft_vocab.py. The base is referenced by path and content hash, not copied.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Write a draft (and its base, when that is fake-quantised) in the formats that serving engines load, and check it.
+"""Export a draft (and its base, if fake-quantised) in the formats that serving engines load, and verify the export.
 
     python export.py --export-dir OUT --export-extra-modules --load DIR
 
-OUT/draft holds the draft (bf16, or fp8 when the checkpoint is quantised), OUT/base the fp8 base, and OUT/trtllm.yaml a
+OUT/draft is the draft (bf16, or fp8 if the checkpoint is quantised), OUT/base the fp8 base, and OUT/trtllm.yaml a
 TensorRT-LLM configuration (EAGLE-3). --export-format speculators writes OUT/draft in the format of that library;
-trtllm-legacy writes OUT/trtllm, base and Medusa heads together with one file per rank. What was written is read back
-and compared with the model in memory before it appears.
+trtllm-legacy writes OUT/trtllm, base and Medusa heads together with one file per rank. Files are read back and compared
+with the model in memory before they are published.
 """
 
 import argparse

@@ -3,8 +3,7 @@
     python finetune.py --load DIR --save DIR2 --data train.jsonl --train-iters 1000 --lr 1e-4
     torchrun --nproc-per-node 8 finetune.py --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 ...
 
-Started again with the same --save it continues where it was. metrics.jsonl is written beside the checkpoints; draw it
-with tools/plot_run.py.
+Resumes when started again with the same --save. metrics.jsonl is written to --save; plot it with tools/plot_run.py.
 """
 
 import argparse
@@ -27,7 +26,7 @@ def main(args: argparse.Namespace) -> None:
     from megatron_spec.commands.finetune import finetune
 
     if not finetune(args.run):
-        sys.exit(3)  # stopped by a signal after saving: a scheduler starts it again
+        sys.exit(3)  # saved and stopped by a signal: a scheduler restarts it
 
 
 if __name__ == "__main__":

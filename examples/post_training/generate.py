@@ -1,10 +1,10 @@
-"""Let the base answer prompts, with or without a draft; the answers are training conversations.
+"""Generate the base's answers to prompts, with or without a draft, as training conversations.
 
-    python generate.py --base BASE --data prompts.jsonl --output train.jsonl            # synthesise with the base alone
-    python generate.py --base BASE --synthesize 10000 --output train.jsonl              # it writes the questions, too
-    python generate.py --load DIR --data prompts.jsonl --output answers.jsonl           # the same text, with a draft
+    python generate.py --base BASE --data prompts.jsonl --output train.jsonl            # the base alone
+    python generate.py --base BASE --synthesize 10000 --output train.jsonl              # questions by the base, too
+    python generate.py --load DIR --data prompts.jsonl --output answers.jsonl           # with a draft: the same text
 
-Every finished conversation is on disk at once; a second run with the same --output continues.
+Every finished conversation is written at once; a second run with the same --output resumes.
 """
 
 import argparse

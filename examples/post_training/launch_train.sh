@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train a draft on one node: convert once, then finetune; started again it goes on where it was.
+# Train a draft on one node: convert once, then finetune; resumes when started again.
 #
 #   bash launch_train.sh --model /models/llama --data train.jsonl --output_dir runs/llama --num_gpu 8 --num_epochs 2
 #   bash launch_train.sh --model /models/llama --offline-data FEATURES --output_dir runs/llama --num_gpu 8 --num_epochs 2
@@ -50,7 +50,7 @@ done
 [ -n "$model" ] && [ -n "$output" ] || { usage >&2; fail "--model and --output_dir are needed"; }
 [ -n "$data$offline" ] || fail "give --data or --offline-data"
 if [ -n "$data" ] && [ -n "$offline" ]; then
-  echo "--offline-data holds its conversations: --data $data is not read" >&2
+  echo "--offline-data includes its conversations: --data $data is not read" >&2
   data=""
 fi
 draft_flags "$algorithm" "$eagle"
@@ -67,7 +67,7 @@ number --eval_interval "${eval_interval:-200}"
 [ -z "$eagle" ] || [ -f "$eagle" ] || fail "--eagle_config $eagle: no such file"
 [ -z "$vocab" ] || [ -e "$vocab" ] || fail "--draft_vocab $vocab: no such folder"
 [ -z "$data" ] || [ -f "$data" ] || fail "--data $data: no such file"
-[ -z "$offline" ] || [ -f "$offline/manifest.json" ] || fail "--offline-data $offline holds no features (manifest.json is missing)"
+[ -z "$offline" ] || [ -f "$offline/manifest.json" ] || fail "--offline-data $offline has no features (manifest.json is missing)"
 
 if [ -z "$eval" ] && [ -n "$data" ]; then
   if [ -f "$root/runs/mt_bench.jsonl" ]; then eval=$root/runs/mt_bench.jsonl
@@ -96,7 +96,7 @@ launch() { # script arguments...
   fi
 }
 
-# The folder remembers what its draft was made of: another base or architecture would be another run.
+# The folder records the base and architecture of its draft: others would be another run.
 here() { if [ -d "$1" ]; then (cd "$1" && pwd); else echo "$1"; fi; }
 made="--model $(here "$model") --algorithm $algorithm --draft_vocab $(here "$vocab") --eagle_config ${eagle:+$(cksum < "$eagle")}"
 if [ ! -f "$output/draft/latest_checkpointed_iteration.txt" ]; then
@@ -106,7 +106,7 @@ elif [ ! -f "$output/draft.options" ]; then
   [ -z "$eagle$vocab" ] || fail "$output/draft is there: --eagle_config and --draft_vocab do nothing, leave them out"
   echo "training $output/draft as it is, on its own base: --model and --algorithm are not read" >&2
 elif [ "$(cat "$output/draft.options")" != "$made" ]; then
-  printf 'begun with: %s\nasked for:  %s\n' "$(cat "$output/draft.options")" "$made" >&2
+  printf 'recorded: %s\ngiven:    %s\n' "$(cat "$output/draft.options")" "$made" >&2
   fail "$output/draft was made with other options: choose another --output_dir, or remove it"
 fi
 launch finetune.py --load "$output/draft" --save "$output/run" ${data:+--data "$data"} \

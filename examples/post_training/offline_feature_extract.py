@@ -1,10 +1,10 @@
-"""Run the base once over the conversations and store what a draft is trained from.
+"""Run the base once over the conversations and store the features that drafts are trained on.
 
     python offline_feature_extract.py --load DIR --data train.jsonl --output-dir FEATURES
     python finetune.py --load DIR --save DIR2 --offline-data FEATURES ...          # needs no base layers in memory
 
-Several runs may share the work and the folder: run i of n is given --part i/n (a SLURM job array). A killed run goes on
-with the shards that are missing. Features of another base, template or length are refused.
+Several runs can share the work and the folder: run i of n gets --part i/n (a SLURM job array). An interrupted run
+continues with the missing shards. Features of another base, template or length are refused.
 """
 
 import argparse

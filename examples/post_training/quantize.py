@@ -2,8 +2,8 @@
 
     python quantize.py --export-quant-cfg fp8 --load DIR --save DIR2 --data train.jsonl
 
-Calibration runs every draft step, so that the draft's ranges hold for its own fed-back features. Follow with
-finetune.py for quantisation-aware training, or with export.py.
+Calibration runs every draft step, so that the draft's ranges cover its fed-back features. Continue with finetune.py
+for quantisation-aware training, or with export.py.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 #   bash examples/post_training/train_eagle3_and_export.sh                       # SmolLM2-135M on a laptop, no GPU
 #   bash examples/post_training/train_eagle3_and_export.sh --base_model PATH --num_gpu 8 --tp 2 --data chats.jsonl
 #
-# A second start with the same --output continues after the last finished stage.
+# A second run with the same --output resumes after the last finished stage.
 set -euo pipefail
 
 usage() {
@@ -77,7 +77,7 @@ for f in "$prompts" "$heldout" ${eagle_config:+"$eagle_config"} ${data:+"$data"}
 [ $((num_gpu > 1 ? num_gpu : 1)) -ge $((tp * pp)) ] || fail "--tp $tp x --pp $pp needs at least $((tp * pp)) GPUs, --num_gpu is $num_gpu"
 
 own_loss=$loss # as given
-# Small settings fit a two-core machine; with a model of the user's own the usual ones of the EAGLE-3 paper.
+# The demo has small settings for a two-core machine; with --base_model, those of the EAGLE-3 paper.
 if [ -z "$base_model" ]; then
   : "${draft_vocab:=4096}" "${train_iters:=460}" "${qat_iters:=12}" "${batch:=4}" "${seq_length:=256}" "${lr:=2e-3}"
   : "${ttt_steps:=3}" "${max_new_tokens:=96}" "${loss:=lk}" "${num_prompts:=320}" "${step_decay:=0.6}" "${beta2:=0.99}"
@@ -93,7 +93,7 @@ global_batch=$((batch * ranks / tp))
 micro_batch=$([ -z "$base_model" ] && echo "$batch" || echo 1)
 [ "$num_gpu" -gt 0 ] || export CUDA_VISIBLE_DEVICES=
 
-# The interpreter: on GPU machines one that already has torch with CUDA and the rest, otherwise our own environment.
+# The interpreter: on GPU machines, one that has torch with CUDA and the other packages, else our own environment.
 python=python3
 needs='import torch, megatron.core, transformers, safetensors, psutil, yaml; assert torch.cuda.is_available()'
 if [ "$num_gpu" -eq 0 ] || ! python3 -c "$needs" >/dev/null 2>&1; then
@@ -101,7 +101,7 @@ if [ "$num_gpu" -eq 0 ] || ! python3 -c "$needs" >/dev/null 2>&1; then
   python=$root/.venv/bin/python
 fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false
-# Threads that wait go to sleep soon: beside another process, spinning ones make everything several times slower.
+# Waiting threads sleep soon: with another process on the machine, spinning ones slow everything down several times.
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000}
 
 launch() { # script arguments...
@@ -115,17 +115,17 @@ launch() { # script arguments...
   fi
 }
 
-# The folder remembers what it was made with: other options would mix two runs.
+# The folder records its options: others would mix two runs.
 mkdir -p "$output/.stages"
 options="algorithm=$algorithm eagle_config=$eagle_config base_model=$base_model tokenizer=$tokenizer data=$data prompts=$prompts num_prompts=$num_prompts draft_vocab=$draft_vocab \
 train_iters=$train_iters qat_iters=$qat_iters batch=$global_batch seq_length=$seq_length lr=$lr ttt_steps=$ttt_steps loss=$loss step_decay=$step_decay beta2=$beta2 \
 max_new_tokens=$max_new_tokens"
 if [ -f "$output/.stages/options" ] && [ "$(cat "$output/.stages/options")" != "$options" ]; then
-  printf 'begun with: %s\nasked for:  %s\n' "$(cat "$output/.stages/options")" "$options" >&2
+  printf 'recorded: %s\ngiven:    %s\n' "$(cat "$output/.stages/options")" "$options" >&2
   fail "$output holds a run with other options: choose another --output, or remove it"
 fi
 printf '%s\n' "$options" > "$output/.stages/options"
-# Another way to measure: validate again.
+# Other measurement options: validate again.
 measured="heldout=$heldout eval_prompts=$eval_prompts eval_tokens=$eval_tokens"
 if [ -f "$output/.stages/measured" ] && [ "$(cat "$output/.stages/measured")" != "$measured" ]; then
   rm -rf "$output"/.stages/validate_* "$output"/validate_*

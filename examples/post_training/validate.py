@@ -4,7 +4,7 @@
     python validate.py --base EXPORT/base --speculative-model EXPORT/draft --data prompts.jsonl --output report.json
     python validate.py --base BASE --decoding-type NGram --data prompts.jsonl --output report.json
 
-Prompts are chat JSON lines or question files with `turns`. A second start with the same --output continues.
+Prompts are chat JSON lines or question files with `turns`. A second run with the same --output resumes.
 Exit code 1: an answer differs where neither a tie of the two best logits nor rounding explains it.
 """
 
@@ -22,7 +22,7 @@ def main(args: argparse.Namespace) -> int:
     from megatron_spec.commands.decode import validate
 
     report = validate(args.run)
-    rounds = report.about["fake_quantised_base"] and not args.run.fp64  # a flipped code of fp8 is no small difference
+    rounds = report.about["fake_quantised_base"] and not args.run.fp64  # a flipped fp8 code is a large difference
     return int(not rounds and any(run.unexplained for run in report.runs))
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_spec.base.moe import MixtureOfExperts
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.ops import backend
 from megatron_spec.ops.attention import attend
@@ -187,6 +188,11 @@ class Fp8Operators(KernelOperators):
         return self.fp8.quantize(x)
 
 
+def _experts(layer: Any) -> torch.nn.Module:
+    """The layer's mixture of experts; an empty module for a dense layer."""
+    return layer.mlp if isinstance(layer.mlp, MixtureOfExperts) else torch.nn.Module()
+
+
 class DirectForward:
     """Forward of one stage's layers.
 
@@ -205,7 +211,8 @@ class DirectForward:
         self.operators: PlainOperators = PlainOperators(config, *heads)
         if kind != "none":
             self.operators = KernelOperators(config, *heads, backend.load(kind))
-        self._parts = [m for layer in layers for m in layer.modules()]
+        experts = {m for layer in layers for m in _experts(layer).modules()}  # run as modules, hooks included
+        self._parts = [m for layer in layers for m in layer.modules() if m not in experts]
 
     def untouched(self) -> bool:
         """True if no module has hooks (quantisers, observers), which bypassing the modules would skip."""
@@ -234,7 +241,7 @@ class DirectForward:
         tables = do.tables(rotary_angles(positions_BS, inv_freq), hidden_SBH.dtype)
         x, delta, recorded = hidden_SBH.reshape(S * B, H), None, []
         for i, layer in enumerate(self.layers):
-            attention, mlp = layer.self_attention, layer.mlp
+            attention = layer.self_attention
             x, normed = do.add_norm(x, delta, layer.input_layernorm.weight)
             if i - 1 in captured:
                 recorded.append(x.view(S, B, H))
@@ -242,7 +249,7 @@ class DirectForward:
             attended = do.attend(qkv, tables, S, B, visibility, i, self._head_norms(attention))
             delta = self._summed(do.activation(attended), attention.linear_proj)
             x, normed = do.add_norm(x, delta, layer.pre_mlp_layernorm.weight)
-            delta = self._summed(do.gated(do.linear(normed, mlp.linear_fc1, mlp.linear_fc1.bias)), mlp.linear_fc2)
+            delta = self._mlp(layer.mlp, normed, S)
         if self.final_norm is not None:
             x, out = do.final(x, delta, self.final_norm)
         else:
@@ -250,6 +257,14 @@ class DirectForward:
         if len(self.layers) - 1 in captured:
             recorded.append(x.view(S, B, H))
         return out.view(S, B, H), recorded
+
+    def _mlp(self, mlp: Any, normed: Any, S: int) -> Tensor:
+        """[R, H] output of a dense MLP by the operators, or of experts by their modules."""
+        if isinstance(mlp, MixtureOfExperts):
+            mixed: Tensor = mlp(normed.view(S, -1, normed.shape[-1]))[0]
+            return mixed.flatten(0, 1)
+        gate_up = self.operators.linear(normed, mlp.linear_fc1, mlp.linear_fc1.bias)
+        return self._summed(self.operators.gated(gate_up), mlp.linear_fc2)
 
     def _head_norms(self, attention: Any) -> Norms:
         return (attention.q_layernorm.weight, attention.k_layernorm.weight) if self.config.qk_norm else None

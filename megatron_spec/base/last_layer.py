@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_spec.base.model import FrozenBase
-from megatron_spec.families import name_rules
 from megatron_spec.families.names import NameRule, hf_shapes, join_shards, local_names, to_hf
+from megatron_spec.families.rules import name_rules
 
 _PARTS = ("final_layernorm", "input_layernorm", "pre_mlp_layernorm", "self_attention", "mlp")
 

@@ -16,9 +16,9 @@ from megatron_spec.base.ends import EndsOnly
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint import block_fp8, mxfp4
 from megatron_spec.config import BaseConfig, UserError
-from megatron_spec.families import is_ignorable, name_rules
 from megatron_spec.families.fields import fp8_block
 from megatron_spec.families.names import EVERYTHING, NameRule, hf_shapes, local_names, read_shard
+from megatron_spec.families.rules import is_ignorable, name_rules
 from megatron_spec.runtime.files import read_object
 
 log = logging.getLogger(__name__)

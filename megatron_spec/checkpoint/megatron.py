@@ -23,10 +23,11 @@ from megatron_spec.base.ends import EndsOnly
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.spec import FUSED_NORMS, own_name
 from megatron_spec.config import BaseConfig, UserError
-from megatron_spec.families import name_rules, parse_base_config
+from megatron_spec.families import parse_base_config
 from megatron_spec.families.hybrid import gpt_name, stored_pattern, transformer_layers
 from megatron_spec.families.megatron_args import config_from_args
 from megatron_spec.families.names import NameRule
+from megatron_spec.families.rules import name_rules
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import read_object
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_spec.checkpoint.background import BackgroundWriter
+from megatron_spec.checkpoint.results import results_in_this_process
 from megatron_spec.checkpoint.spec import (
     POINTER,
     CheckpointSpec,
@@ -30,7 +31,6 @@ from megatron_spec.checkpoint.spec import (
 from megatron_spec.config import UserError
 from megatron_spec.config.structure import share
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.runtime.children import managers_end_with_parent
 from megatron_spec.runtime.distributed import World, together
 from megatron_spec.runtime.files import rename, require_space, write_json, write_text, writing
 from megatron_spec.runtime.provenance import write_run_json
@@ -125,7 +125,7 @@ def save(
     if writer is not None:
         writer.save(state, temporary / "dist", publish_everywhere, lambda: _written(final, temporary, size))
         return final
-    with _written(final, temporary, size), managers_end_with_parent():
+    with _written(final, temporary, size), results_in_this_process():
         dist_checkpointing.save(state, str(temporary / "dist"))
     publish_everywhere()
     return final

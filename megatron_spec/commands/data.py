@@ -1,4 +1,4 @@
-"""How scripts open conversations: tokenizer and stop tokens of a folder, length checked against the base."""
+"""Opens conversations for the scripts: tokenizer and stop tokens of a folder, length checked against the base."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 
 
 def check_seq_length(seq_length: int, spec: CheckpointSpec) -> None:
-    """Raise UserError when the base never saw positions that far."""
+    """Raise UserError if the length exceeds the base's max_position_embeddings."""
     longest = spec.base.config.max_position_embeddings
     if not 0 < seq_length <= longest:
         raise UserError(f"--seq-length {seq_length} must be between 1 and the base's max_position_embeddings {longest}")
 
 
 def check_file(path: str, flag: str = "--data") -> None:
-    """Raise UserError when an input file is not there."""
+    """Raise UserError if an input file does not exist."""
     if not Path(path).is_file():
         raise UserError(f"{flag} {path}: no such file")
 
 
 def tokenizer_folder(spec: CheckpointSpec, base: str | None, tokenizer: str | None) -> str:
-    """Where the tokenizer is: the folder given for it, or else that of the base. Raises UserError when that is gone."""
+    """Folder of the tokenizer: the given one, or the base's. Raises UserError if it is missing."""
     folder = tokenizer or base or str(spec.base.path)
     if tokenizer is None and base is None and not Path(folder).exists():
-        raise UserError(f"the base of this checkpoint is not at {folder}: give its new place with --base")
+        raise UserError(f"the base of this checkpoint is not at {folder}: give its new location with --base")
     return folder
 
 
@@ -52,7 +52,7 @@ def open_dataset(
 
 
 def check_base_shapes(run: ScriptRun, base: BaseConfig) -> None:
-    """Raise UserError when flags of Megatron-LM describe another architecture than the base's."""
+    """Raise UserError if Megatron-LM's flags describe another architecture than the base's."""
     wrong = []
     for name, text in run.base_shapes:
         found = operator.attrgetter(megatron_flags.FLAGS[name].attribute)(base)

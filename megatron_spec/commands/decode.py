@@ -54,20 +54,20 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Plan:
-    """What is to be decoded with what; nothing heavy is read yet.
+    """Resolved inputs of a decoding run; no weights are read yet.
 
     Attributes:
-        kind: way of drafting; None: the base alone.
+        kind: decoding type; None: the base alone.
         folder: iteration folder of a draft checkpoint, or None.
         spec: its spec.json.
         base: folder given for the base, or None.
         base_config: architecture of the base.
-        reference: the base, unless it comes with the checkpoint.
-        captures: base layers whose outputs the draft reads.
-        tokenizer: the tokenizer, and the folder it is from.
-        decode: the configuration, complete.
+        reference: the base, unless the checkpoint names it.
+        captures: base layers that the draft captures.
+        tokenizer, source: the tokenizer, and its folder.
+        decode: the complete configuration.
         reading: the draft of an exported folder.
-        target: a second base that drafts.
+        target: a second base, used as draft.
     """
 
     kind: DecodingType | None
@@ -85,13 +85,13 @@ class Plan:
 
     @property
     def agreed(self) -> dict[str, Any]:
-        """What all ranks must have found, beside the settings."""
+        """Findings, besides the settings, that must be equal on all ranks."""
         return {} if self.folder is None else {"load": identity(self.folder)}
 
     def check_prompts(self, prompts: Sequence[Prompt], template_kwargs: Mapping[str, Any] | None) -> None:
-        """Raise UserError for a prompt that the template refuses, or with token ids that the base does not know.
+        """Raise UserError for a prompt that the template refuses, or with token ids outside the base's vocabulary.
 
-        The first prompt of all, and all where the tokenizer is larger than the base's vocabulary.
+        Checks the first prompt, or all prompts if the tokenizer is larger than the base's vocabulary.
         """
         known = self.base_config.vocab_size
         encoder = ChatEncoder(self.tokenizer, template_kwargs=template_kwargs, vocab_size=known)
@@ -100,7 +100,7 @@ class Plan:
 
 
 def _thinking_tokens(decode: DecodeConfig, tokenizer: Any, vocab_size: int) -> DecodeConfig:
-    """The tokenizer's where none are given. Raises UserError for one that is not in the base's vocabulary."""
+    """Thinking tokens, by default the tokenizer's. Raises UserError for one outside the base's vocabulary."""
     if not decode.use_relaxed_acceptance_for_thinking:
         return decode
     vocab, changes = tokenizer.get_vocab(), {}
@@ -118,7 +118,7 @@ def _thinking_tokens(decode: DecodeConfig, tokenizer: Any, vocab_size: int) -> D
 
 @contextmanager
 def _iteration(load: str | None) -> Iterator[Path | None]:
-    """The iteration folder that `load` means, kept while it is read; None without one."""
+    """The iteration folder of `load`, locked while it is read; None without `load`."""
     if load is None:
         yield None
     else:
@@ -129,7 +129,7 @@ def _iteration(load: str | None) -> Iterator[Path | None]:
 def _draft_of(
     spec: CheckpointSpec | None, base: str | None, decode: DecodeConfig
 ) -> tuple[DraftConfig | None, Reading | None, BaseReference | None]:
-    """(configuration of the draft, its folder when it is an exported one, the base unless a checkpoint names it)."""
+    """(configuration of the draft, the draft itself if it is exported, the base unless a checkpoint names it)."""
     exported = decode.speculative_model if decode.decoding_type not in WITHOUT_DRAFT else None
     if spec is not None:
         if exported is not None:
@@ -151,12 +151,12 @@ def plan(
     folder: Path | None, base: str | None, decode: DecodeConfig, parallel: ParallelConfig, tokenizer: str | None,
     draft_needed: bool, lens: Sequence[int] | None = None,
 ) -> Plan:  # fmt: skip
-    """Find out what is meant. Raises UserError for what does not fit together; no weight is read.
+    """Resolve the inputs of a decoding run. Raises UserError for mismatches; no weights are read.
 
     Args:
         folder: iteration folder of a draft checkpoint.
         lens: draft lengths; default: that of `decode`.
-        draft_needed: without a draft there is nothing to do; else the base decodes alone.
+        draft_needed: a missing draft is an error; else the base decodes alone.
     """
     spec = None if folder is None else read_spec(folder)
     config, reading, reference = _draft_of(spec, base, decode)
@@ -198,7 +198,7 @@ class Models:
     Attributes:
         draft: draft model, second base model, or None.
         fingerprint: identity of the base.
-        fake_quantised: the base rounds its inputs to fp8.
+        fake_quantised: the inputs of the base's linears are rounded to fp8.
     """
 
     base: FrozenBase
@@ -208,14 +208,14 @@ class Models:
 
 
 def load_models(planned: Plan, world: World, dtype: torch.dtype, plain: bool) -> Models:
-    """Read what was planned. Collective.
+    """Load base and draft. Collective.
 
     Args:
-        plain: take no fast path.
+        plain: no fast paths.
     """
 
     def paths(base: BaseConfig | None = None, draft: DraftConfig | None = None) -> Paths:
-        """Of one model."""
+        """Fast paths of one model."""
         name = str(dtype).removeprefix("torch.")
         return Paths(Setting(platform.machine(), name, world.parallel, base, draft, plain=plain))
 
@@ -244,11 +244,11 @@ def load_models(planned: Plan, world: World, dtype: torch.dtype, plain: bool) ->
 def validate(run: ValidateRun) -> Report:
     """Measure a draft on prompts; writes the report to `output` (default: validate.json in the checkpoint).
 
-    float64: a verification of several rows and a step of one row differ in the last bits, and an fp8 base turns a last
-    bit next to the edge of two codes into 6 % of that value: in float32 that happens thousands of times in an answer,
-    in float64 practically never, so equality of the texts can be checked.
+    --fp64: a verification of several rows and a step of one row differ in the last bits. In an fp8 base, a last bit at
+    the boundary of two codes changes a value by 6 %. In float32 that happens thousands of times per answer, in float64
+    practically never, so texts can be compared.
 
-    Raises UserError for input that does not fit, before any weight is read where that is possible.
+    Raises UserError for invalid input, if possible before any weight is read.
     """
     own_draft = run.load is not None and run.decode.decoding_type not in WITHOUT_DRAFT
     if run.output is None and not own_draft:
@@ -302,7 +302,7 @@ def _measure(
 
 
 def _file_sizes(planned: Plan) -> dict[str, float]:
-    """MiB of the folders that are served, where there are any: an fp8 base or draft is that small only there."""
+    """MiB of the exported folders, if there are any: fp8 bases and drafts are smaller there than in memory."""
     named = {"base_files_mib": planned.base, "draft_files_mib": planned.decode.speculative_model}
     folders = {name: model_folder(folder) for name, folder in named.items() if folder}
     sizes = {name: sum(p.stat().st_size for p in f.glob("*.safetensors")) for name, f in folders.items()}
@@ -330,9 +330,9 @@ def _log_run(run: Run, report: Report) -> None:
 
 @takes(GenerateRun)
 def generate(run: GenerateRun) -> int:
-    """Answer prompts with a base, alone or with a draft. Returns the number of new answers.
+    """Generate answers with a base, alone or with a draft. Returns the number of new answers.
 
-    Raises UserError for input that does not fit, before any weight is read where that is possible.
+    Raises UserError for invalid input, if possible before any weight is read.
     """
     prompts: list[Prompt] = []
     if run.data is not None:
@@ -348,7 +348,7 @@ def _generate(run: GenerateRun, prompts: list[Prompt], planned: Plan) -> int:
     stop_ids = set(stop_token_ids(planned.source, planned.tokenizer))
     asking = planned.decode.replace(temperature=1.0 if run.question_temperature is None else run.question_temperature)
     questions = Path(f"{output}.questions.jsonl")
-    # Before any weight is read: all that is known without them.
+    # All checks that need no weights come before reading weights.
     kwargs = run.chat_template_kwargs
     about: dict[str, Any] = {"chat_template_kwargs": kwargs} if kwargs else {}
     about["template_hash"] = template_hash(planned.source, kwargs)
@@ -376,9 +376,9 @@ def _generate(run: GenerateRun, prompts: list[Prompt], planned: Plan) -> int:
 
 
 def _other_text(decode: DecodeConfig) -> dict[str, Any]:
-    """Settings, other than temperature and seed, under which the text is another one; usually none."""
+    """Settings besides temperature and seed that change the text; usually none."""
     names = ["top_k", "top_p", "use_rejection_sampling", "typical_acceptance", "use_relaxed_acceptance_for_thinking"]
-    if decode.use_rejection_sampling or not decode.lossless:  # then the draft and its options shape the text too
+    if decode.use_rejection_sampling or not decode.lossless:  # then the text depends on the draft and its options, too
         names = [f.name for f in dataclasses.fields(decode)]
         names = [n for n in names if n not in ("max_new_tokens", "temperature", "seed", "batch_size", "cuda_graphs")]
     default = DecodeConfig()

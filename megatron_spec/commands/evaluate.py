@@ -1,6 +1,6 @@
-"""Acceptance while a draft trains: the base decodes held-out prompts with the draft as it is, and the best is kept.
+"""Acceptance during training: the base decodes held-out prompts with the current draft, and the best draft is kept.
 
-Loss says how well the draft follows the base on given text; acceptance is what it is trained for.
+The loss measures how well the draft matches the base on given text; acceptance is the objective.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from megatron_spec.training.metrics import truncate_log
 log = logging.getLogger(__name__)
 
 BEST, LOG = "best", "acceptance.jsonl"
-"""Inside --save: a checkpoint of the draft that was accepted most, without optimizer state; a line per measurement."""
+"""In --save: the checkpoint with the highest acceptance, without optimizer state; a line per measurement."""
 
 FILES = {BEST, LOG}
 
 
 def check(request: EvalRequest, parallel: ParallelConfig, other_base: dict[str, bool]) -> None:
-    """Refuse what cannot be measured, before anything loads.
+    """Raise UserError, before anything loads, if acceptance cannot be measured.
 
     Args:
-        other_base: flags whose base has no cache to decode with -> whether they are set.
+        other_base: flags whose base cannot decode -> whether they are set.
     """
     if request.interval == 0:
         return
@@ -55,9 +55,9 @@ def check(request: EvalRequest, parallel: ParallelConfig, other_base: dict[str, 
 
 
 class AcceptanceEvaluator:
-    """Measures every `interval` steps; all ranks call it together.
+    """Measures acceptance every `interval` steps. Collective.
 
-    SAVE/acceptance.jsonl gets a line per measurement, SAVE/best the draft that did best.
+    SAVE/acceptance.jsonl gets a line per measurement, SAVE/best the draft with the highest acceptance.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class AcceptanceEvaluator:
         self.best = float(read_json(record)["acceptance_length"]) if resumed_at and record.is_file() else 0.0
 
     def __call__(self, iteration: int, last: bool, interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Measure when it is time, or at the end of training; end at once, without a result, when interrupted."""
+        """Measure if it is due, or at the end of training; stops at once, without a result, if interrupted."""
         if iteration % self.request.interval and not last:
             return
         base = self.loaded.base
@@ -97,7 +97,7 @@ class AcceptanceEvaluator:
         self._record(iteration, acceptance_stats(found))
 
     def _answers(self, interrupted: Callable[[], bool]) -> list[Generation] | None:
-        """Answers to this rank's questions; None when a signal came first."""
+        """Answers to this rank's questions; None if interrupted by a signal."""
         base, draft = self.loaded.base, self.loaded.draft
         training, stopped = draft.training, _AgreedStop(base.world, interrupted)
         draft.eval()
@@ -153,7 +153,7 @@ class _AgreedStop:
 
 
 def _everywhere(found: list[Generation] | None, world: World) -> list[Generation] | None:
-    """The answers of all data-parallel ranks, so that every rank comes to the same figures; None when one has none."""
+    """The answers of all data-parallel ranks, so that all compute equal figures; None if one was interrupted."""
     if world.dp_size == 1:
         return found
     parts: list[Any] = [None] * world.dp_size

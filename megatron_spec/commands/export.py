@@ -1,4 +1,4 @@
-"""Checkpoint -> folders that engines load, checked by reading them back, with a serving configuration beside them."""
+"""Checkpoint -> folders that engines load, verified by reading them back, and a serving configuration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def _check(run: ExportRun, spec: CheckpointSpec) -> CheckpointSpec:
-    """The checkpoint as it is exported. Raises UserError for all that can be refused without reading weights."""
+    """The checkpoint's spec as exported. Raises UserError for everything that can be checked without weights."""
     algorithm, quant = spec.draft.algorithm, spec.quant
     heads = isinstance(spec.draft, MedusaConfig)
     check_base_shapes(run, spec.base.config)
@@ -45,25 +45,25 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> CheckpointSpec:
         )
     on_disk = Path(run.base or spec.base.path)
     if run.with_base and (on_disk / "hf_quant_config.json").is_file():
-        raise UserError(f"--export-base: {on_disk} is quantised already, as engines load it: serve that folder itself")
+        raise UserError(f"--export-base: {on_disk} is already quantised in the engines' format: serve that folder")
     alone = ("export_embeddings", "medusa_pt", "max_draft_len", "yarn_factor") if not run.extra_modules else ()
     for name in alone:
         if getattr(run, name):
             flag = flag_name(run.__dataclass_fields__[name])
-            raise UserError(f"--{flag} is for the draft: add --export-extra-modules, or leave it out")
+            raise UserError(f"--{flag} concerns the draft: add --export-extra-modules, or leave it out")
     if run.max_draft_len and run.format != "speculators" and not (run.format == "hf" and _writes_yaml(spec.draft)):
         raise UserError(
             f"--max-draft-len: no serving configuration is written for {algorithm} in the format {run.format}; "
             "tools/make_serving_config.py writes one"
         )
     if run.export_embeddings and heads:
-        raise UserError("--export-embeddings: a Medusa draft reads no embedding")
+        raise UserError("--export-embeddings: a Medusa draft has no embedding")
     if run.medusa_pt and not heads:
         raise UserError(f"--export-medusa-pt: this draft is {algorithm}, and only Medusa heads have that format")
     if run.format != "hf" and not run.extra_modules:
-        raise UserError(f"--export-format {run.format} is of drafts: add --export-extra-modules, or use hf")
+        raise UserError(f"--export-format {run.format} is a format for drafts: add --export-extra-modules, or use hf")
     if run.trtllm_tp != 1 and run.format != "trtllm-legacy":
-        raise UserError("--trtllm-tp is of --export-format trtllm-legacy: leave it out")
+        raise UserError("--trtllm-tp needs --export-format trtllm-legacy: leave it out")
     if run.format == "trtllm-legacy":
         if not heads:
             raise UserError(
@@ -81,14 +81,14 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> CheckpointSpec:
 
 
 def _writes_yaml(draft: DraftConfig) -> bool:
-    """TensorRT-LLM's PyTorch backend loads such a draft."""
+    """True if TensorRT-LLM's PyTorch backend loads such a draft."""
     if isinstance(draft, BlockConfig):
         return "trtllm" not in unserved(draft)
     return draft.reads_captures and not getattr(draft, "parallel_drafting", False)
 
 
 def _with_yarn(run: ExportRun, spec: CheckpointSpec) -> CheckpointSpec:
-    """The checkpoint's description with the YaRN of --export-yarn-factor in the draft, where that is given."""
+    """The checkpoint's spec, with the YaRN of --export-yarn-factor in the draft if given."""
     factor, original, draft = run.yarn_factor, run.yarn_original, spec.draft
     if factor is None and original is None:
         return spec
@@ -97,7 +97,7 @@ def _with_yarn(run: ExportRun, spec: CheckpointSpec) -> CheckpointSpec:
             f"--export-yarn-factor {factor} with --export-yarn-original {original}: expected both, a factor above 1"
         )
     if run.format != "hf":
-        raise UserError(f"--export-yarn-factor is written in the format hf, found --export-format {run.format}")
+        raise UserError(f"--export-yarn-factor needs --export-format hf, found {run.format}")
     if isinstance(draft, MedusaConfig) or draft.of_base or draft.rope.type != "default":
         kind = "none of its own" if isinstance(draft, MedusaConfig) or draft.of_base else draft.rope.type
         raise UserError(f"--export-yarn-factor extends a default rotary embedding, this draft has {kind}: leave it out")
@@ -116,11 +116,11 @@ def _quantised_base(spec: CheckpointSpec) -> bool:
 def export(run: ExportRun) -> Path:
     """Write EXPORT_DIR/draft and, for a fake-quantised base or on request, EXPORT_DIR/base.
 
-    A trtllm-legacy checkpoint holds base and draft together: it is EXPORT_DIR/trtllm.
+    A trtllm-legacy checkpoint, EXPORT_DIR/trtllm, contains base and draft.
 
     Raises:
-        UserError: input that does not fit.
-        VerificationError: what was written is not what is in memory; nothing is published.
+        UserError: invalid input.
+        VerificationError: the files differ from the model in memory; nothing is published.
     """
     with locked(run.load) as folder:
         spec = _check(run, read_spec(folder))
@@ -131,10 +131,10 @@ def export(run: ExportRun) -> Path:
     run_config = {"checkpoint": str(folder), "quant": spec.quant.to_dict() if spec.quant else None}
     legacy, with_base = run.format == "trtllm-legacy", _quantised_base(spec) or run.with_base
     of_base = getattr(spec.draft, "of_base", False)
-    with shared_folder(out, world, overwrite=False) as new:  # base and draft appear together or not at all
+    with shared_folder(out, world, overwrite=False) as new:  # publishes base and draft together
         if run.extra_modules:
             asked: dict[str, Any] = {"also_pt": True} if run.medusa_pt else {}
-            own = getattr(spec.draft, "own_embedding", False)  # then it is written anyway
+            own = getattr(spec.draft, "own_embedding", False)  # always written
             if run.export_embeddings or (run.format == "speculators" and not own):
                 asked["export_embeddings"] = True
             export_draft(
@@ -151,7 +151,8 @@ def export(run: ExportRun) -> Path:
         _say_who_loads_mtp(of_base, with_base)
     if run.yarn_factor is not None:
         log.warning(
-            "YaRN was not in the training: measure the export with validate.py --speculative-model, short and long"
+            "the draft was trained without YaRN: measure the export with validate.py --speculative-model on short and "
+            "long prompts"
         )
     log.info("exported %s", out)
     return out
@@ -165,7 +166,7 @@ def _say_who_loads_mtp(of_base: bool, with_base: bool) -> None:
 
 
 def _finish(run: ExportRun, spec: CheckpointSpec, new: Path, out: Path, base: Path) -> None:
-    """On rank 0: what is made from the verified Hugging Face folders."""
+    """Write, on rank 0, the files that are derived from the verified Hugging Face folders."""
     if not run.extra_modules:
         return
     if run.format == "trtllm-legacy":

@@ -1,4 +1,4 @@
-"""Features of the base on disk: extracted by a script of their own, or by the first finetune run that wants them."""
+"""Features of the base on disk: extracted by a script, or by the first finetune run with --feature-cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def teacher_fingerprint(loaded: Loaded) -> str:
-    """Identity of the base as it computes: its content and, when fake-quantised, its ranges."""
+    """Identity of the base's function: its weights and, if fake-quantised, its ranges."""
     if loaded.base_amax is None or not loaded.base_quantised:
         return loaded.base_ref.fingerprint
     ranges = json.dumps(loaded.base_amax, sort_keys=True).encode()
@@ -39,7 +39,7 @@ def teacher_fingerprint(loaded: Loaded) -> str:
 
 
 def template_hash(tokenizer_folder: str, template_kwargs: Mapping[str, Any] | None = None) -> str:
-    """Identity of tokenizer and chat template, with the arguments of the template."""
+    """Identity of tokenizer, chat template and template arguments."""
     digest, folder = hashlib.sha256(), model_folder(tokenizer_folder, weights=False)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         path = folder / name
@@ -50,7 +50,11 @@ def template_hash(tokenizer_folder: str, template_kwargs: Mapping[str, Any] | No
 
 
 def manifest_of(loaded: Loaded, dataset: Dataset, template: str, dtype: str | None = None) -> StoreManifest:
-    """What a store of `dataset`'s features must say; `template`: `template_hash`."""
+    """Manifest of a store of `dataset`'s features.
+
+    Args:
+        template: `template_hash`.
+    """
     return StoreManifest(
         base_fingerprint=teacher_fingerprint(loaded),
         capture_layer_ids=loaded.spec.draft.capture_layer_ids,
@@ -63,7 +67,7 @@ def manifest_of(loaded: Loaded, dataset: Dataset, template: str, dtype: str | No
 
 
 def check_disk(folder: str, manifest: StoreManifest, dataset: Dataset, part: tuple[int, int] = (0, 1)) -> None:
-    """Log the size of what a store still lacks, and raise UserError when the disk cannot hold that."""
+    """Log the size of a store's missing shards, and raise UserError if the disk is too small for them."""
     shards = [shard for shard in missing_shards(Path(folder), manifest) if shard % part[1] == part[0]]
     pending = [i for shard in shards for i in manifest.samples_of(shard)]
     need = int(lengths_of(dataset)[pending].sum(dtype="int64")) * manifest.bytes_per_token
@@ -71,7 +75,7 @@ def check_disk(folder: str, manifest: StoreManifest, dataset: Dataset, part: tup
 
 
 def check_room(folder: str | Path, need: int, samples: int) -> None:
-    """Log the size of features to write, and raise UserError when the disk cannot hold it."""
+    """Log the size of features to write, and raise UserError if the disk is too small for them."""
     place = Path(folder).absolute()
     while not place.exists():
         place = place.parent
@@ -87,22 +91,22 @@ def check_room(folder: str | Path, need: int, samples: int) -> None:
 def cached_features(
     folder: str, loaded: Loaded, dataset: Dataset, template: str, world: World, micro_batch_size: int
 ) -> OfflineFeatures:
-    """Features of `dataset` from `folder`, computed now where they are missing. Collective.
+    """Features of `dataset` from `folder`; missing ones are computed. Collective.
 
-    Raises UserError when the folder holds features of something else.
+    Raises UserError if the folder has features of another base or other data.
     """
     manifest = manifest_of(loaded, dataset, template)
     check_disk(folder, manifest, dataset)
     written = extract(loaded.base, dataset, folder, manifest, micro_batch_size)
-    log.info("features: %d shards computed, the others were there", written)
+    log.info("features: %d shards computed, the others already existed", written)
     return OfflineFeatures(FeatureStore(folder, manifest.to_dict()), world, loaded.base.dtype)
 
 
 @takes(ExtractRun)
 def extract_features(run: ExtractRun) -> Path:
-    """Run the base of a checkpoint over conversations and write what a draft is trained from. Resumable.
+    """Run the base of a checkpoint over conversations and write features for training. Resumable.
 
-    Raises UserError for input that does not fit, before any weight is read where that is possible.
+    Raises UserError for invalid input, if possible before any weight is read.
     """
     folder = resolve(run.load)
     spec = read_spec(folder)
@@ -130,9 +134,9 @@ def extract_features(run: ExtractRun) -> Path:
 
 
 def stored_features(folder: str, loaded: Loaded, world: World) -> OfflineFeatures:
-    """Features of a complete store for a draft: base, captures and width must be those of the checkpoint.
+    """Features of a complete store for a draft.
 
-    Raises UserError when they are not.
+    Raises UserError unless base, captures and width are those of the checkpoint.
     """
     expected = {
         "base_fingerprint": teacher_fingerprint(loaded),

@@ -48,25 +48,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a run means, found out once, before any weight is read."""
+    """The resolved inputs of a run, determined once, before any weight is read."""
 
     run: FinetuneRun
     folder: Path
     """Iteration folder to start from."""
     resumed: bool
-    """That folder is of this run, which continues."""
+    """The folder belongs to this run, which resumes."""
     spec: CheckpointSpec
     """spec.json of that folder."""
     objective: ObjectiveConfig
-    """As it applies to this draft."""
+    """The objective for this draft."""
     seq_length: int
     """Longest row in tokens."""
     order: dict[str, Any]
-    """What decides which samples a step sees, by flag."""
+    """Settings that determine the samples of a step, by flag."""
     start: dict[str, str]
     """Path and identity of the checkpoint that the first step started from."""
     saved: dict[str, Any]
-    """What an earlier start of this run saved beside the tensors."""
+    """Saved beside the tensors by an earlier start of this run."""
 
     @property
     def position(self) -> Position:
@@ -106,9 +106,9 @@ def fast_paths(resolved: Resolved) -> Paths:
 
 
 def resolve(run: FinetuneRun) -> Resolved:
-    """Find out what `run` means: the folder to start from, the draft and its objective, the order of the data.
+    """Resolve the inputs of a run: the folder to start from, the draft and its objective, the order of the data.
 
-    Raises UserError for everything that can be refused without reading weights.
+    Raises UserError for everything that can be checked without reading weights.
     """
     folder, resumed = starting_point(run)
     spec, length = read_spec(folder), row_length(run)
@@ -125,9 +125,9 @@ def resolve(run: FinetuneRun) -> Resolved:
 
 
 def starting_point(run: FinetuneRun) -> tuple[Path, bool]:
-    """The folder to start from, and whether that continues an earlier run: --save wins over --load when it has one.
+    """(folder to start from, whether that resumes an earlier run): a run in --save takes precedence over --load.
 
-    Raises UserError when --save holds something that is not a run of this draft.
+    Raises UserError if --save has something other than a run of this draft.
     """
     latest = latest_iteration(run.save)
     if latest is None:
@@ -159,7 +159,7 @@ def _policy(quant: QuantConfig | None) -> str:
 
 
 def content_file(run: FinetuneRun) -> Path:
-    """The file that says what is trained on. Raises UserError unless there is exactly one source of samples."""
+    """The file that identifies the training data. Raises UserError unless there is exactly one source of samples."""
     if (run.data is None) == (run.offline_data is None):
         found = "neither" if run.data is None else "both"
         raise UserError(f"found {found} of --data and --offline-data, expected one: stored features hold their samples")
@@ -171,7 +171,7 @@ def content_file(run: FinetuneRun) -> Path:
 
 
 def row_length(run: FinetuneRun) -> int:
-    """Longest row in tokens. Raises UserError when stored features were cut to another length than asked for."""
+    """Longest row in tokens. Raises UserError if stored features were truncated to another length than --seq-length."""
     content_file(run)
     if run.offline_data is None:
         return run.seq_length or 2048
@@ -184,7 +184,7 @@ def row_length(run: FinetuneRun) -> int:
 
 
 def data_order(run: FinetuneRun, seq_length: int) -> dict[str, Any]:
-    """What decides which samples a step sees, by flag: a run that is continued with other values is another run."""
+    """Settings that determine the samples of a step, by flag; a run cannot resume with other values."""
     return {
         "--data": content_hash(content_file(run), run.data_cache_path),
         "--seq-length": seq_length,
@@ -197,7 +197,7 @@ def data_order(run: FinetuneRun, seq_length: int) -> dict[str, Any]:
 
 
 def check_same_run(resolved: Resolved) -> None:
-    """Raise UserError when the run that was saved went through other samples; warn of another objective."""
+    """Raise UserError if the saved run has other samples; warn about another objective."""
     run, saved = resolved.run, sharded.read_extra(resolved.folder)
     for flag, value in resolved.order.items():
         before = saved.get("data_order", {}).get(flag, {} if flag == "--chat-template-kwargs" else value)
@@ -222,7 +222,7 @@ def check_same_run(resolved: Resolved) -> None:
 
 
 def continued(resolved: Resolved, train: TrainConfig) -> TrainConfig:
-    """The training loop of a run that continues, with the optimizer settings that count. Raises UserError."""
+    """The training loop of a resumed run, with the effective optimizer settings. Raises UserError."""
     changed = changed_settings(resolved, train)
     if not changed:
         return train
@@ -232,10 +232,11 @@ def continued(resolved: Resolved, train: TrainConfig) -> TrainConfig:
 
 
 def changed_settings(resolved: Resolved, train: TrainConfig) -> dict[str, Any]:
-    """Optimizer settings of the checkpoint that are not those of `train`, and that may differ.
+    """Optimizer settings of the checkpoint that differ from `train`, if the flags allow a difference.
 
-    Raises UserError for other settings, unless --override-opt-param-scheduler or --use-checkpoint-opt-param-scheduler
-    says which ones count, and for another kind of optimizer or precision.
+    Raises UserError for different settings without --override-opt-param-scheduler or
+    --use-checkpoint-opt-param-scheduler, which select the effective ones, and for another kind of optimizer or
+    precision.
     """
     run, wanted = resolved.run, settings(train)
     before = {**wanted, **resolved.saved.get("optimizer_settings", {})}
@@ -259,7 +260,7 @@ def changed_settings(resolved: Resolved, train: TrainConfig) -> dict[str, Any]:
 
 
 def check(resolved: Resolved) -> None:
-    """Raise UserError for flags that do not fit the checkpoint, the layout, one another or this machine."""
+    """Raise UserError for flags that conflict with the checkpoint, the layout, other flags or this machine."""
     run, base = resolved.run, resolved.spec.base.config
     check_base_shapes(run, base)
     tracking.check(run.tensorboard_dir, run.wandb_project)
@@ -283,7 +284,7 @@ def check(resolved: Resolved) -> None:
 
 
 def check_offline(run: FinetuneRun) -> None:
-    """Refuse flags that mean nothing where the base does not run and nothing is tokenised."""
+    """Raise UserError for flags without effect if the base does not run and nothing is tokenised."""
     given = {
         "--feature-cache": run.feature_cache, "--tokenizer": run.tokenizer, "--data-cache-path": run.data_cache_path,
         "--chat-template-kwargs": run.chat_template_kwargs,
@@ -322,7 +323,7 @@ def make_loader(run: FinetuneRun, dataset: Dataset, world: World) -> BatchLoader
 
 
 def with_steps(run: FinetuneRun, rows: int) -> TrainConfig:
-    """The training loop with the steps that its epochs take: the last one may reach into the next epoch."""
+    """The training loop with the steps of its epochs; the last step may extend into the next epoch."""
     if run.train_epochs is None:
         return run.train
     steps = -(-rows * run.train_epochs // run.train.global_batch_size)
@@ -331,7 +332,7 @@ def with_steps(run: FinetuneRun, rows: int) -> TrainConfig:
 
 
 def feature_source(run: FinetuneRun, loaded: Loaded, loader: BatchLoader, world: World) -> FeatureSource:
-    """Features computed by the base every time, or once into --feature-cache, or by another run (--offline-data)."""
+    """Features computed online, once into --feature-cache, or by another run (--offline-data)."""
     if run.offline_data is not None:
         return stored_features(run.offline_data, loaded, world)
     if run.feature_cache is None:
@@ -353,7 +354,7 @@ def describe_layout(world: World, base: BaseConfig) -> str:
 
 
 def load_models(resolved: Resolved, world: World) -> Loaded:
-    """Base and draft as the run wants them."""
+    """Load base and draft for the run."""
     run, paths = resolved.run, fast_paths(resolved)
     for line in paths.lines():
         log.info("fast path %s", line)
@@ -372,9 +373,9 @@ def load_models(resolved: Resolved, world: World) -> Loaded:
 
 @takes(FinetuneRun)
 def finetune(run: FinetuneRun) -> bool:
-    """Train (or continue to train) a draft. Returns False when a signal ended the run early, after saving it.
+    """Train a draft, or resume training. Returns False if a signal ended the run early, after saving.
 
-    Raises UserError for input that does not fit, before any weight is read where that is possible.
+    Raises UserError for invalid input, if possible before any weight is read.
     """
     before, resolved = latest_iteration(run.save), resolve(run)
     agreed = settings_of(run, data=resolved.order["--data"], load=resolved.start, save=resolved.position)
@@ -421,7 +422,7 @@ def _finetune(run: FinetuneRun, resolved: Resolved, world: World) -> bool:
 
 
 class CheckpointSaver:
-    """Saves the draft with everything a run continues from."""
+    """Saves the draft with everything needed to resume."""
 
     def __init__(
         self, resolved: Resolved, loaded: Loaded, trainer: Trainer, training: TrainConfig, config: dict[str, Any]
@@ -435,7 +436,7 @@ class CheckpointSaver:
         self.latest = latest_iteration(self.run.save)
 
     def save(self, position: Position) -> None:
-        """See `training.loop.Saver`. An iteration that is there already is not written again."""
+        """See `training.loop.Saver`. An existing iteration is not written again."""
         if position.iteration == self.latest:
             return
         run, loaded, trainer = self.run, self.loaded, self.trainer

@@ -1,4 +1,4 @@
-"""Features that another program computed, checked and written as a store that `finetune.py --offline-data` reads.
+"""Imports features computed by another program into a store for `finetune.py --offline-data`, with checks.
 
 n tokens of a sample, H hidden, C = captures * H.
 """
@@ -29,8 +29,8 @@ from megatron_spec.runtime import distributed
 log = logging.getLogger(__name__)
 
 NEAR = 0.06
-"""Median over rows of the relative difference up to which two programs are taken to compute the same: in bf16 they
-differ by a hundredth or three, the outputs of neighbouring layers by more."""
+"""Maximum relative difference (median over rows) that counts as equal: in bf16 two programs differ by 1 to 3 %, outputs
+of adjacent layers by more."""
 
 
 class _Importer:
@@ -54,7 +54,7 @@ class _Importer:
 
     @torch.no_grad()
     def sample(self, path: Path) -> SampleFeatures:
-        """A dump as it is stored, cut to the length of the store."""
+        """A dump in the form of the store, truncated to its length."""
         dump, base = self.read(path), self.loaded.base
         self.cut += len(dump.tokens) > self.seq_length
         self.unmasked += not dump.masked
@@ -65,7 +65,7 @@ class _Importer:
         return SampleFeatures(tokens, turns, captures, state, base_argmax(base, state, base.world.tp))
 
     def check(self, path: Path) -> None:
-        """Run the base over one sample. Raises UserError when it finds other features than the dump has."""
+        """Run the base over one sample. Raises UserError if its features differ from the dump's."""
         dump, base, H = self.read(path), self.loaded.base, self.loaded.spec.base.config.hidden_size
         tokens, turns = dump.tokens[: self.seq_length], dump.turns[: self.seq_length]
         batch = build_batch([[Sample(tokens, turns, str(path))]], len(tokens), base.world.device)
@@ -79,12 +79,12 @@ class _Importer:
         wrong += [f"the last state by {away:.2f}"] if away > NEAR else []
         if wrong:
             raise UserError(
-                f"{path}: this base computes other features for these tokens; they differ in {', '.join(wrong)} "
-                f"(relative, median over rows; up to {NEAR} is rounding). Is it this base? Layers count from 0 and the "
-                "embedding is none of them; --final-norm says whether hidden_states has passed the base's final norm; "
-                "captures have passed no norm"
+                f"{path}: this base computes different features for these tokens: {', '.join(wrong)} (relative "
+                f"difference, median over rows; up to {NEAR} is rounding). Check the base, the layers (counted from 0, "
+                "without the embedding), --final-norm (whether hidden_states is after the base's final norm), and that "
+                "captures are before any norm"
             )
-        log.info("%s: the base computes the same features", path)
+        log.info("%s: the base reproduces the features", path)
 
 
 def distance(found_NX: Tensor, expected_NX: Tensor) -> float:
@@ -98,7 +98,7 @@ def distance(found_NX: Tensor, expected_NX: Tensor) -> float:
 def import_features(run: ImportRun) -> Path:
     """Write the dumps below a folder as a feature store; resumable. One process.
 
-    Raises UserError, with the name of the file, for whatever does not fit.
+    Raises UserError, naming the file, for an invalid dump.
     """
     files = dump_files(run.dumps)
     folder = resolve(run.load)
@@ -147,7 +147,7 @@ def _write(importer: _Importer, folder: Path, manifest: StoreManifest, read_dtyp
         log.info("features: shard %d of %d", done + 1, len(pending))
     if importer.cut:
         log.warning(
-            "%d samples were longer than --seq-length and were cut to %d tokens", importer.cut, manifest.seq_length
+            "%d samples were longer than --seq-length and truncated to %d tokens", importer.cut, manifest.seq_length
         )
     if importer.unmasked:
         log.warning("%d samples have no loss_mask: all of their tokens are supervised", importer.unmasked)

@@ -1,4 +1,4 @@
-"""What a run would do, from configurations alone: `finetune.py --dry-run`. Nothing is loaded, no GPU is touched."""
+"""Plan of a run from configurations only: `finetune.py --dry-run`. No weights, no GPU."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from megatron_spec.config import (
     presets,
 )
 from megatron_spec.config.machine import H100
+from megatron_spec.families import read_base_config
 from megatron_spec.planning import layouts
 from megatron_spec.planning.estimate import (  # fmt: skip
     GIB,
@@ -36,7 +37,7 @@ from megatron_spec.planning.paths import Paths, Setting
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines of a run that is only planned."""
+    """Machines of a planned run."""
 
     num_nodes: int = 1
     gpus_per_node: int = 8
@@ -49,13 +50,11 @@ class Cluster:
 
 
 def architectures(load: str) -> tuple[BaseConfig, DraftConfig, QuantConfig | None]:
-    """Of a draft checkpoint; or of a folder with a base's config.json alone, which gets the default EAGLE-3 draft."""
+    """(base, draft) of a draft checkpoint, or of a folder with a base's config.json and the default EAGLE-3 draft."""
     folder = Path(load)
     if not (folder / "config.json").is_file():
         spec = read_spec(resolve(load))
         return spec.base.config, spec.draft, spec.quant
-    from megatron_spec.families import read_base_config
-
     base = read_base_config(folder)
     size = min(32000, base.vocab_size)
     return base, presets.eagle_config(base, "eagle3", {"draft_vocab_size": size}), None
@@ -68,10 +67,10 @@ def plan(
     """The layout, memory per rank, work and placement as text.
 
     Args:
-        wanted: fast paths that run on request.
-        plain: no fast path.
+        wanted: requested opt-in fast paths.
+        plain: no fast paths.
 
-    Raises UserError for everything that the run itself would refuse before it loads weights.
+    Raises UserError for everything that the run would refuse before loading weights.
     """
     base, draft, quant = architectures(load)
     row = "base_fp8" if "base_fp8" in wanted else "offline" if offline else "finetune"
@@ -161,7 +160,7 @@ def _layout_lines(layout: SimpleNamespace, parallel: ParallelConfig, train: Trai
 
 
 def _placement(stages: list[Stage], layout: SimpleNamespace, cluster: Cluster) -> list[str]:
-    """Ranks are counted with TP innermost, then CP, DP, PP."""
+    """Ranks are numbered with TP innermost, then CP, DP, PP."""
     per_stage, per_node = layout.tp * layout.cp * layout.dp, cluster.gpus_per_node
     lines = ["stage  layers      captures (own / passing)      ranks          nodes"]
     for i, stage in enumerate(stages):

@@ -50,17 +50,17 @@ MODELOPT = {
         "integer formats are not supported: use fp8",
     ),
 }
-"""Names of ModelOpt -> what to give instead."""
+"""ModelOpt's names -> replacement."""
 
 
 def quant_policy(name: str, kv_cache: str | None = None) -> QuantConfig:
-    """The policy that --export-quant-cfg and --export-kv-cache-quant describe.
+    """The policy of --export-quant-cfg and --export-kv-cache-quant.
 
     Args:
         name: a preset, or a JSON or YAML file with fields of `QuantConfig`.
-        kv_cache: 'none' or 'fp8'; None keeps what the policy says.
+        kv_cache: 'none' or 'fp8'; None: the policy's.
 
-    Raises UserError with a suggestion for an unknown preset or field, and for a contradiction.
+    Raises UserError with a suggestion for an unknown preset or field, and for conflicting settings.
     """
     if name in MODELOPT:
         raise UserError(f"--export-quant-cfg {name} is of ModelOpt: {MODELOPT[name]}")
@@ -102,7 +102,7 @@ def _read_policy(path: Path) -> QuantConfig:
 def calibration_loader(
     dataset: ConversationDataset, world: World, samples: int, micro_batch_size: int, sequence_parallel: bool
 ) -> tuple[BatchLoader, int]:
-    """A loader whose every step fills all pipeline and data ranks, and the number of its steps for `samples`."""
+    """A loader whose steps fill all pipeline and data-parallel ranks, and the number of steps for `samples`."""
     per_step = micro_batch_size * world.dp_size * world.pp_size
     loader = BatchLoader(
         dataset,
@@ -119,10 +119,10 @@ def calibration_loader(
 
 @takes(QuantizeRun)
 def quantize(run: QuantizeRun) -> Path:
-    """Quantise a checkpoint. Returns the iteration folder; calibration.{json,md,png} beside it show every linear.
+    """Quantise a checkpoint. Returns the iteration folder; calibration.{json,md,png} beside it report every linear.
 
-    The policy 'none' saves the checkpoint as it is. Raises UserError for input that does not fit, before any weight is
-    read where that is possible.
+    The policy 'none' saves the checkpoint unchanged. Raises UserError for invalid input, if possible before any weight
+    is read.
     """
     quant = quant_policy(run.policy, run.kv_cache)
     folder = resolve(run.load)
@@ -141,7 +141,7 @@ def _quantize(
     loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base, plain=run.plain, spec=spec)
     run_config = {"policy": run.policy, "samples": run.samples, "quant": quant.to_dict()}
     if dataset is None:
-        log.info("nothing is quantised: %s holds the checkpoint as it was", run.save)
+        log.info("nothing is quantised: %s is a copy of the checkpoint", run.save)
         plain = respec(loaded.spec, iteration=_iteration(run))
         return sharded.save(run.save, plain, loaded.draft, loaded.vocab, world, run_config=run_config)
     sequence_parallel = run.parallel.sequence_parallel
@@ -169,13 +169,13 @@ def _into_its_own_folder(run: QuantizeRun) -> bool:
 
 
 def _iteration(run: QuantizeRun) -> int:
-    """0; in the folder of --load the one after its latest, so that what was there stays."""
+    """Iteration to save as: 0, or in the folder of --load the one after its latest, so that none is overwritten."""
     latest = latest_iteration(run.save) if _into_its_own_folder(run) else None
     return 0 if latest is None else latest + 1
 
 
 def check(run: QuantizeRun, spec: CheckpointSpec, quant: QuantConfig) -> ObjectiveConfig:
-    """The objective as it applies to this draft. Raises UserError for all that can be refused without weights."""
+    """The objective for this draft. Raises UserError for everything that can be checked without weights."""
     if spec.quant is not None:
         raise UserError(f"--load {run.load} is quantised already: quantise the checkpoint it was made from")
     check_base_shapes(run, spec.base.config)
@@ -191,7 +191,7 @@ def check(run: QuantizeRun, spec: CheckpointSpec, quant: QuantConfig) -> Objecti
 
 
 def write_report(found: list[LayerReport], save: str) -> None:
-    """calibration.{json,md,png}, and a line about the worst linear."""
+    """Write calibration.{json,md,png}, and log the linear with the largest error."""
     report.write(found, Path(save))
     worst = max(found, key=lambda line: line.input_error or 0.0)
     error = worst.input_error or 0.0

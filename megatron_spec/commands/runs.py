@@ -1,4 +1,4 @@
-"""What each script is asked to do: one dataclass per script, whose fields make its flags and help text. No torch here.
+"""Options of the scripts: one dataclass per script, whose fields are its flags and help text. No torch here.
 
 Every command takes its run, or the run's fields: `convert(ConvertRun("base", "draft"))` and `convert("base", "draft")`.
 """
@@ -32,14 +32,14 @@ R = TypeVar("R")
 
 
 def takes(cls: type[Config]) -> Callable[[Callable[[Any], R]], Callable[..., R]]:
-    """Decorate a command so that it takes a run of `cls`, or the fields of one."""
+    """Decorate a command so that it takes a run of `cls`, or its fields as arguments."""
 
     def decorate(command: Callable[[Any], R]) -> Callable[..., R]:
-        """The command, taking either."""
+        """The decorated command."""
 
         @functools.wraps(command)
         def call(*args: Any, **fields: Any) -> R:
-            """Run the command with a run of `cls`, made from the fields where none is given."""
+            """Run the command with a run of `cls`, constructed from the fields unless given."""
             return command(args[0] if args and isinstance(args[0], cls) else cls(*args, **fields))
 
         return call
@@ -48,10 +48,10 @@ def takes(cls: type[Config]) -> Callable[[Callable[[Any], R]], Callable[..., R]]
 
 
 def settings_of(run: Config, **known: Any) -> dict[str, Any]:
-    """Flag -> value of a run, and the content of the files it names: what all ranks must agree on.
+    """Flag -> value of a run, and the hashes of the files it names: what must be equal on all ranks.
 
     Args:
-        known: content of files, by field, that is known already; what is no field is added as it is.
+        known: known hashes of files, by field; other entries are added unchanged.
     """
     found = dict(_flags(run))
     for flag, value in list(found.items()):
@@ -75,15 +75,15 @@ class ScriptRun(Config):
     """Fields of every command."""
 
     base_shapes: tuple[tuple[str, ...], ...] = option((), hidden=True)
-    """Pairs of a flag of Megatron-LM that describes the base's architecture, and its value: must be the base's."""
+    """(flag, value) pairs of Megatron-LM's architecture flags, which must match the base."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRun(ScriptRun):
-    """Fields of a command that computes with base or draft."""
+    """Fields of a command that runs base or draft."""
 
     plain: bool = False
-    """Take no fast path (docs/performance.md): run plain code everywhere, for comparison."""
+    """Turn off all fast paths (docs/performance.md): run plain code everywhere, for comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class Parallel(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Precision(Config):
-    """Fields of a command that loads weights to compute with."""
+    """Fields of a command that loads weights."""
 
     bf16: bool = False
     """Hold weights in bfloat16 instead of float32."""
@@ -139,7 +139,7 @@ class DraftRequest(ScriptRun):
     share_base_head: bool | None = option(None, flag="medusa-share-base-head")
     """Use the base's frozen LM head after the Medusa blocks instead of a trained head each."""
     mtp_from_base: bool | None = None
-    """eagle-mtp: load the prediction module that the base ships (DeepSeek-V3), instead of a fresh one."""
+    """eagle-mtp: load the base's own prediction module (DeepSeek-V3) instead of creating a new one."""
 
     draft_config: str | None = option(None, "JSON")
     """dflash, dspark: file with overrides of the draft's architecture (mask_token_id, block_size, ...)."""
@@ -147,7 +147,7 @@ class DraftRequest(ScriptRun):
     """Start from the draft in FOLDER, in any format that check_export.py reads, with its own vocabulary."""
 
     def validate(self) -> None:
-        """Raise UserError when flags of one kind of draft are given for another."""
+        """Raise UserError for flags of another kind of draft."""
         eagle = ("eagle_algorithm", "eagle_config", "draft_vocab", "mtp_from_base")
         medusa = ("num_medusa_heads", "num_medusa_layers", "share_base_head")
         block = ("draft_config",)
@@ -177,7 +177,7 @@ class DraftRequest(ScriptRun):
 
 @dataclass(frozen=True)
 class ConvertRun(Parallel, Precision, DraftRequest):
-    """convert_model.py: a base gets a fresh draft."""
+    """convert_model.py: make a draft for a base."""
 
     load: str = option(metavar="BASE")
     """Base: Hugging Face folder, name on the hub, or Megatron checkpoint."""
@@ -208,7 +208,7 @@ class EvalRequest(Config):
     max_draft_len: int = option(3, "N", flag="eval-draft-len", least=1)
     """Draft tokens of the evaluation."""
     max_new_tokens: int = option(64, "N", flag="eval-tokens", least=1)
-    """Longest answer of the evaluation, in tokens."""
+    """Maximum tokens per answer in the evaluation."""
 
     def validate(self) -> None:
         """Raise UserError for options without an evaluation."""
@@ -248,9 +248,9 @@ class FinetuneRun(Parallel, ChatText, MovedBase, ModelRun):
     offline_data: str | None = option(None, "DIR")
     """Instead of --data: features written by offline_feature_extract.py. The base's layers are not loaded."""
     base_fp8: bool = False
-    """Run the base in real fp8 (Hopper or newer, with --bf16)."""
+    """Run the base's linears in fp8 (Hopper or newer, with --bf16)."""
     draft_fp8: bool = False
-    """Also run the linears of the draft layer in real fp8."""
+    """Run the draft layer's linears in fp8."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Modules that the base's layers are built from."""
     teacher: Literal["quantised", "original"] = "quantised"
@@ -269,7 +269,7 @@ class FinetuneRun(Parallel, ChatText, MovedBase, ModelRun):
     evaluation: EvalRequest = group(EvalRequest)
     """Acceptance on held-out prompts while the draft trains."""
     dry_run: bool = False
-    """Print layout, placement, memory and work, and exit. --load may be a folder that holds only a config.json."""
+    """Print layout, placement, memory and work, and exit. --load may be a folder with only a config.json."""
     num_nodes: int | None = option(None, "N", least=1)
     """--dry-run: number of machines (default: 1)."""
     gpus_per_node: int | None = option(None, "N", least=1)
@@ -322,7 +322,7 @@ class QuantizeRun(Parallel, Precision, ChatText, MovedBase, ModelRun):
 
 @dataclass(frozen=True)
 class ExportRun(Parallel, Precision, MovedBase, ModelRun):
-    """export.py: write a draft, and its base on request, as engines load them."""
+    """export.py: export a draft, and its base on request, for serving engines."""
 
     load: str = option(metavar="DIR")
     """Draft checkpoint."""
@@ -378,7 +378,7 @@ class ExtractRun(Parallel, Precision, ChatText, MovedBase, ModelRun):
 
 @dataclass(frozen=True)
 class ImportRun(Precision, MovedBase, ScriptRun):
-    """tools/import_features.py: turn features computed by another program into a store."""
+    """tools/import_features.py: convert features from another program to a store."""
 
     load: str = option(metavar="DIR")
     """Draft checkpoint; it names the base and the captured layers."""
@@ -433,7 +433,7 @@ class ValidateRun(Parallel, Precision, ChatText, ModelRun):
 
 @dataclass(frozen=True)
 class GenerateRun(Parallel, Precision, ChatText, ModelRun):
-    """generate.py: a base answers prompts, alone or with a draft."""
+    """generate.py: generate a base's answers to prompts, with or without a draft."""
 
     data: str | None = option(metavar="JSONL")
     """Prompts."""

@@ -36,7 +36,7 @@ class EagleConfig(DecoderDraftConfig):
     rms_norm_eps: float = 1e-5
     """Epsilon of the norms."""
     init_attention: bool = False
-    """EAGLE-3, with `init_from_base_layer`: copy attention too; q, k and v go into the half that reads the feature."""
+    """With `init_from_base_layer`: copy attention, too (in EAGLE-3 q, k and v into the half that reads the feature)."""
     frozen_head: bool = False
     """EAGLE-3: freeze the LM head at the base's rows of the draft vocabulary."""
     norm_before_fc: bool = False
@@ -155,8 +155,8 @@ class EagleConfig(DecoderDraftConfig):
             self.sliding_window is None or (self.reads_captures and self.sliding_window >= 1),
             f"sliding_window is of EAGLE-3 and at least 1, found {self.sliding_window} for {self.algorithm}",
         )
-        for name in ("init_attention", "frozen_head"):
-            require(not getattr(self, name) or self.reads_captures, f"{name} is of EAGLE-3, found {self.algorithm}")
+        require(not self.frozen_head or self.reads_captures, f"frozen_head is of EAGLE-3, found {self.algorithm}")
+        require(not self.init_attention or self.mla is None, "init_attention: not for a draft with latent attention")
         require(not self.init_attention or self.init_from_base_layer, "init_attention needs init_from_base_layer")
         require(
             not self.frozen_head or self.hidden_size == self.target_hidden_size,

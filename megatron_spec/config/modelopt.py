@@ -1,7 +1,7 @@
-"""ModelOpt's eagle_config.json in our terms: its names are translated, or answered with ours.
+"""ModelOpt's eagle_config.json: keys are translated, or refused with this package's equivalent.
 
-Its file nests the architecture (`eagle_architecture_config`, in exports `eagle_config`), counts captured layers as we
-do (outputs, from 0) and writes null for "as the base".
+The file nests the architecture (`eagle_architecture_config`, in exports `eagle_config`), numbers captured layers as
+here (outputs, from 0) and writes null for the base's value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WITHOUT_MEANING = frozenset({
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id",
     "eos_token_id", "pad_token_id", "eagle_use_torch_compile", "eagle_report_acc", "eagle_enable_nvtx",
 })  # fmt: skip
-"""They describe a file or a program, not a draft."""
+"""Keys that describe a file or a program, not a draft."""
 
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_mtp_layernorm": ((False,), "multi-token prediction is --export-eagle-algorithm eagle-mtp"),
@@ -39,7 +39,7 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "eagle_base_lora": ((False,), "the base is frozen"),
     "eagle_export_rope_scaling": (({},), 'give "rope_scaling", which is trained and exported'),
 }
-"""Key -> values that are what is done here anyway, and the message for others."""
+"""Key -> (values that match this package's behaviour, message for other values)."""
 
 _BY_ALGORITHM = {
     "use_aux_hidden_state": "EAGLE-3 and P-EAGLE read captured layers, eagle1 and eagle-mtp the final state",
@@ -47,7 +47,7 @@ _BY_ALGORITHM = {
     "use_last_layernorm": "EAGLE-3 and P-EAGLE have that norm, eagle1 has not",
     "has_lm_head": "EAGLE-3 and P-EAGLE have a head of their own, the others use the base's",
 }
-"""Key -> which algorithms have it; true for EAGLE-3 and P-EAGLE, false for the others."""
+"""Key -> message; it must be true for EAGLE-3 and P-EAGLE, false for the others."""
 
 _ELSEWHERE = {
     "eagle_ttt_steps": "finetune.py --ttt-steps",
@@ -55,22 +55,22 @@ _ELSEWHERE = {
     "eagle_self_logit_distillation": "finetune.py --loss (soft_ce is distillation, hard_ce is not)",
     "eagle_offline": "finetune.py --offline-data",
 }
-"""Key -> where that is set here."""
+"""Key -> the flag that sets it here."""
 
 
 def from_modelopt(overrides: dict[str, Any], algorithm: str) -> dict[str, Any]:
     """Overrides for `presets.eagle_config` from a file that may have ModelOpt's names.
 
     Args:
-        algorithm: of --export-eagle-algorithm.
+        algorithm: value of --export-eagle-algorithm.
 
-    Raises UserError, with every key that means something else here.
+    Raises UserError naming every key that is not supported here.
     """
     found: dict[str, Any] = {}
     problems: list[str] = []
     for key, value in _flat(overrides).items():
         if (value is None and key != "rope_scaling") or key in _WITHOUT_MEANING:
-            continue  # null: as the base has it
+            continue  # null: the base's value
         if key == "algorithm":
             if value != algorithm:
                 problems.append(f"algorithm is {value!r}, but --export-eagle-algorithm is {algorithm}")

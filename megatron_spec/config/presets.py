@@ -25,22 +25,22 @@ log = logging.getLogger(__name__)
 
 _HUGGING_FACE_NAMES = {"rope_theta", "rope_scaling"}
 LARGE = 2048
-"""Width of a base from which drafts of several layers are as large as published."""
+"""Minimum hidden size of a base for drafts with the published number of layers."""
 
 
 def require_mask_token(algorithm: str, overrides: dict[str, Any]) -> None:
-    """Raise UserError when the overrides name no mask token."""
+    """Raise UserError unless the overrides have a mask token."""
     if overrides.get("mask_token_id") is None:
         raise UserError(
-            f"{algorithm} needs a mask token, a token id that the base's embedding holds and no text contains: none is "
-            'known for this base, name one with "mask_token_id" in the draft\'s configuration'
+            f"{algorithm} needs a mask token, a token id in the base's embedding that no text contains: none is known "
+            'for this base, give one as "mask_token_id" in the draft\'s configuration'
         )
 
 
 def default_capture_ids(num_layers: int) -> tuple[int, int, int]:
     """Base layers whose outputs EAGLE-3 reads: 1, L//2-1, L-4 counted from 0 (docs/algorithms.md#features).
 
-    Raises UserError when a base is so small that they are not three distinct layers in ascending order.
+    Raises UserError for a base so small that these are not three distinct layers in ascending order.
     """
     ids = (1, num_layers // 2 - 1, num_layers - 4)
     if not 0 <= ids[0] < ids[1] < ids[2]:
@@ -52,17 +52,17 @@ def default_capture_ids(num_layers: int) -> tuple[int, int, int]:
 
 
 def late_capture_ids(num_layers: int) -> tuple[int, ...]:
-    """The middle, three quarters and the last layer but one: better than the default on one of two bases measured
-    (docs/acceptance.md)."""
+    """The layers at one half and three quarters of the depth, and the second to last: better than the default on one of
+    two bases measured (docs/acceptance.md)."""
     return tuple(sorted({max(0, num_layers // 2 - 1), max(0, 3 * num_layers // 4 - 1), max(0, num_layers - 2)}))
 
 
 _CAPTURES = {"default": default_capture_ids, "late": late_capture_ids}
-"""Names that `capture_layer_ids` may have instead of layers."""
+"""Names for `capture_layer_ids`."""
 
 
 def _capture_ids(base: BaseConfig, given: Any) -> Any:
-    """Layers for a name, everything else as it is. Raises UserError for an unknown name."""
+    """The layers of a name; other values unchanged. Raises UserError for an unknown name."""
     if not isinstance(given, str):
         return given
     if given not in _CAPTURES:
@@ -74,10 +74,10 @@ def _capture_ids(base: BaseConfig, given: Any) -> Any:
 
 
 def _first_values(base: BaseConfig, values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """What a fresh EAGLE-3 draft starts from: the base's last layer, where the draft's layer has its shape.
+    """Default initialisation of a new EAGLE-3 draft: from the base's last layer, if the draft's layer has its shape.
 
-    On both bases measured every seed accepts more so (docs/acceptance.md). Attention of a base that norms its heads was
-    not measured, so it is copied on request only.
+    On both bases measured, acceptance is higher for every seed (docs/acceptance.md). Attention with `qk_norm` was not
+    measured, so it is copied only on request.
     """
     shape = {name: overrides.get(name, values[name]) for name in ("hidden_size", *_draft_shape(base))}
     own = {"hidden_size": base.hidden_size, "intermediate_size": base.intermediate_size}
@@ -93,7 +93,7 @@ def _rope_overrides(base: BaseConfig, overrides: dict[str, Any]) -> dict[str, An
             expected = "a number" if name == "rope_theta" else "an object or null"
             raise UserError(f"--eagle-config: {name} is {overrides[name]!r}, expected {expected}")
     theta = float(overrides.get("rope_theta", base.rope.theta))
-    # yarn, longrope and partial rotation belong to the base's training: a fresh draft rotates plainly.
+    # yarn, longrope and partial rotation belong to the base's training: a new draft has a default rotary embedding.
     plain = base.rope.type in ("yarn", "longrope") or base.rope.partial_rotary_factor != 1.0
     rope = RopeConfig(theta=theta) if plain else base.rope.replace(theta=theta)
     if "rope_scaling" not in overrides:
@@ -107,13 +107,13 @@ def _rope_overrides(base: BaseConfig, overrides: dict[str, Any]) -> dict[str, An
         scaling["rope_type"] = scaling.get("rope_type", kind or rope.type)
     elif kind:
         scaling["rope_type"] = kind
-    if scaling and scaling["rope_type"] == rope.type:  # what is not given is the base's
+    if scaling and scaling["rope_type"] == rope.type:  # missing fields are the base's
         scaling = {**(rope_scaling_json(rope) or {}), **scaling}
     return read_rope({"rope_theta": theta, "rope_scaling": scaling}, "--eagle-config").to_dict()
 
 
 def _draft_shape(base: BaseConfig) -> dict[str, int]:
-    """Heads and MLP width of a dense Llama-style layer beside `base`, regardless of the base's own layers."""
+    """Heads and MLP width of a dense Llama-style layer for `base`, whatever the base's own layers are."""
     heads, groups, size, width = (
         base.num_attention_heads, base.num_key_value_heads, base.head_dim, base.intermediate_size,
     )  # fmt: skip
@@ -121,13 +121,13 @@ def _draft_shape(base: BaseConfig) -> dict[str, int]:
         size = math.gcd(base.hidden_size, 128)
         heads = base.hidden_size // size
         groups = heads // math.gcd(heads, 8)
-    if base.moe and width < 2 * base.hidden_size:  # the width of one expert: take that of those a token passes
+    if base.moe and width < 2 * base.hidden_size:  # width of one expert: use the total width per token
         width = base.moe.experts_per_token * base.moe.intermediate_size
     return dict(num_attention_heads=heads, num_key_value_heads=groups, head_dim=size, intermediate_size=width)
 
 
 def _check_trainable(config: EagleConfig) -> None:
-    """What the configuration class can hold and no draft computes: refused before a base is loaded."""
+    """Raise UserError, before a base is loaded, for configurations that no draft supports."""
     if config.reads_captures and not config.capture_layer_ids:
         raise UserError(
             f"--eagle-config: capture_layer_ids is empty, but {config.algorithm} reads layers of the base: name at "
@@ -136,7 +136,7 @@ def _check_trainable(config: EagleConfig) -> None:
 
 
 def _check_overrides(overrides: dict[str, Any], cls: type[Config], fixed: dict[str, int], where: str) -> None:
-    """Raise UserError for keys that `cls` has not, and for values that the base fixes otherwise."""
+    """Raise UserError for keys that `cls` does not have, and for values that conflict with the base."""
     known = [*cls.__dataclass_fields__, *cls.SETTLED, *_HUGGING_FACE_NAMES]
     for key in overrides:
         if key not in known:
@@ -149,14 +149,14 @@ def _check_overrides(overrides: dict[str, Any], cls: type[Config], fixed: dict[s
 def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[str, Any] | None = None) -> EagleConfig:
     """EAGLE draft for `base`: its shapes and rope, one dense Llama-style layer, then the user's overrides.
 
-    P-EAGLE has four layers for a base from 2048 wide, as published, two for a smaller one.
+    P-EAGLE has four layers for a base of hidden size 2048 or more, as published, else two.
 
     Args:
-        overrides: fields of `EagleConfig`, for P-EAGLE `mask_token_id` among them; `rope_theta` and `rope_scaling` are
-            accepted in Hugging Face spelling, and for `capture_layer_ids` "default" or "late".
+        overrides: fields of `EagleConfig`, for P-EAGLE including `mask_token_id`; Hugging Face's `rope_theta` and
+            `rope_scaling` are accepted, and "default" or "late" for `capture_layer_ids`.
 
     Raises:
-        UserError: unknown key (with a suggestion), wrong type, contradicting values, or no mask token.
+        UserError: unknown key (with a suggestion), wrong type, conflicting values, or no mask token.
     """
     overrides = dict(overrides or {})
     fixed = {"vocab_size": base.vocab_size, "target_hidden_size": base.hidden_size}
@@ -193,18 +193,18 @@ def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[st
 
 
 def own_mtp_config(base: BaseConfig) -> EagleConfig:
-    """The draft that a base ships as its own prediction module (DeepSeek-V3): a layer of the base's kind.
+    """The base's own prediction module (DeepSeek-V3) as a draft: a layer of the base's architecture.
 
     Raises UserError for a base without one.
     """
     if base.mtp_layers < 1 or base.mla is None or base.moe is None:
         raise UserError(
             "--mtp-from-base: this base ships no prediction module (num_nextn_predict_layers in its config.json, "
-            "DeepSeek-V3); without the flag, eagle-mtp makes a fresh one"
+            "DeepSeek-V3); without the flag, eagle-mtp creates a new one"
         )
     if base.mtp_layers > 1:
         log.warning(
-            "the base ships %d prediction modules: the first is read, the others stay as they are", base.mtp_layers
+            "the base ships %d prediction modules: the first one is trained, the others are unchanged", base.mtp_layers
         )
     return EagleConfig(
         algorithm="eagle-mtp",
@@ -244,13 +244,13 @@ def spread_capture_ids(num_layers: int, count: int) -> tuple[int, ...]:
 def block_config(base: BaseConfig, algorithm: str, overrides: dict[str, Any] | None = None) -> BlockConfig:
     """DFlash or DSpark draft for `base`: Qwen3-style layers of the base's shape, then the user's overrides.
 
-    Five layers and captures for a base from 2048 wide, two layers for a smaller one; Markov rank 256 or 64.
+    Five layers and captures for a base of hidden size 2048 or more, else two layers; Markov rank 256 or 64.
 
     Args:
-        overrides: fields of `BlockConfig`, `mask_token_id` among them; `rope_theta` and `rope_scaling` are accepted.
+        overrides: fields of `BlockConfig` including `mask_token_id`; `rope_theta` and `rope_scaling` are accepted.
 
     Raises:
-        UserError: unknown key (with a suggestion), wrong type, contradicting values, or no mask token.
+        UserError: unknown key (with a suggestion), wrong type, conflicting values, or no mask token.
     """
     overrides = dict(overrides or {})
     fixed = {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size, "num_target_layers": base.num_layers}
@@ -292,7 +292,7 @@ def _block_objective(config: BlockConfig, objective: ObjectiveConfig) -> Objecti
 
 
 def _refuse_without_owner(objective: ObjectiveConfig) -> None:
-    """Options that belong to a choice which was not made."""
+    """Raise UserError for options that have no effect with the others."""
     if objective.block_weights == "exponential":
         _refuse_unread(objective, ["pace_alpha"], "does nothing without --block-weights d-pace")
     else:
@@ -327,9 +327,9 @@ _BLOCK_OPTIONS = [
 
 
 def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveConfig:
-    """The objective as it applies to a draft: Medusa has as many steps as heads.
+    """The objective for a draft: for Medusa, with one step per head.
 
-    Raises UserError for settings that this draft cannot follow.
+    Raises UserError for settings that this draft does not support.
     """
     default = ObjectiveConfig()
     if not config.regresses_state:

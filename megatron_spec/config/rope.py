@@ -19,13 +19,13 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
-"""What rope_scaling must hold, by supported type."""
+"""Required keys of rope_scaling, by supported type."""
 
 _DEFAULT_THETA = {"mixtral": 1e6, "gpt_oss": 150000.0}
-"""By model_type, where a config.json gives none; 10000 for all others, as in transformers."""
+"""Default theta by model_type; 10000 for all others, as in transformers."""
 
 _SPELLINGS = {"su": "longrope"}
-"""Old names of types."""
+"""Former names of types."""
 
 
 def mscale(factor: float, weight: float = 1.0) -> float:
@@ -36,8 +36,8 @@ def mscale(factor: float, weight: float = 1.0) -> float:
 def rope_values(raw: dict[str, Any]) -> dict[str, Any]:
     """Old files: rope_theta + rope_scaling; transformers 5: rope_parameters with both.
 
-    With transformers' precedence: rope_scaling before rope_parameters, which is not merged with it; the fields beside
-    them fill gaps, but for the original number of positions, which wins.
+    With transformers' precedence: rope_scaling before rope_parameters, without merging; top-level fields fill gaps,
+    except original_max_position_embeddings, which takes precedence.
     """
     values = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
     for name in ("rope_theta", "partial_rotary_factor"):
@@ -63,7 +63,7 @@ def _attention_factor(kind: str, values: dict[str, Any], raw: dict[str, Any]) ->
 
 
 def read_rope(raw: dict[str, Any], where: str) -> RopeConfig:
-    """Rotary embedding of a config.json. Raises UserError for a type that is not known or lacks fields."""
+    """Rotary embedding of a config.json. Raises UserError for an unknown type and for missing fields."""
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(raw.get(name) or {}, dict):
             raise UserError(f"{where}: {name} is {raw[name]!r}, expected an object or null")
@@ -116,7 +116,7 @@ def _warn_once(text: str) -> None:
 
 
 def rope_scaling_json(rope: RopeConfig) -> dict[str, Any] | None:
-    """What `rope_scaling` holds for this embedding; None for the default. `read_rope` reads it back as it was."""
+    """`rope_scaling` of this embedding, None for the default; the inverse of `read_rope`."""
     if rope.type == "default":
         return None
     found: dict[str, Any] = {"rope_type": rope.type, **{name: getattr(rope, name) for name in ROPE_FIELDS[rope.type]}}

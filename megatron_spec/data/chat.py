@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +64,7 @@ class ChatEncoder:
         use_generation_marks: None uses the template's marks if it has them; True requires them, False ignores them.
         template_kwargs: see `ChatTemplate`.
         vocab_size: vocabulary of the base; prompts with ids outside it are refused. None: not checked.
+        threads: tokenise several texts on so many threads; Python runs on while they do.
 
     Raises UserError when the tokenizer has no chat template or no offsets.
     """
@@ -74,11 +76,12 @@ class ChatEncoder:
         use_generation_marks: bool | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         vocab_size: int | None = None,
+        threads: int = 1,
     ) -> None:
         self.template = ChatTemplate(tokenizer, template_kwargs)
         if not getattr(tokenizer, "is_fast", False):
             raise UserError("the tokenizer reports no character offsets: a tokenizer.json (fast tokenizer) is needed")
-        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+        self.tokenizer, self.vocab_size, self.threads = tokenizer, vocab_size, threads
         marked = self.template.has_generation_marks
         if use_generation_marks and not marked:
             raise UserError("the chat template has no {% generation %} marks")
@@ -97,6 +100,19 @@ class ChatEncoder:
         """See `data.tokenizer.vocabulary_hash`."""
         return vocabulary_hash(self.tokenizer)
 
+    @functools.cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.threads)
+
+    def _tokenise(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without special tokens around it."""
+        encode = functools.partial(self.tokenizer.backend_tokenizer.encode_batch_fast, add_special_tokens=False)
+        if self.threads < 2 or len(texts) < 2:
+            return [encoding.ids for encoding in encode(texts)]
+        size = -(-len(texts) // self.threads)
+        parts = self._pool.map(encode, [texts[i : i + size] for i in range(0, len(texts), size)])
+        return [encoding.ids for part in parts for encoding in part]
+
     def encode(self, conversation: Conversation) -> Sample:
         """The one sample of a conversation. Raises UserError when the template refuses it or the mask makes no sense.
 
@@ -105,21 +121,29 @@ class ChatEncoder:
         [sample] = self.encode_all([conversation])[0]
         return sample
 
-    def encode_all(self, conversations: Sequence[Conversation]) -> list[list[Sample]]:
+    def encode_all(
+        self, conversations: Sequence[Conversation], prompts: Sequence[Sequence[str]] | None = None
+    ) -> list[list[Sample]]:
         """The samples of each conversation; faster than `encode`, because the tokenizer sees all texts at once.
 
         One sample, or with answer_ids one for each prompt that does not continue the previous prompt and answer: a
         template may cut the reasoning of earlier answers, so the base never saw it in later prompts.
+
+        Args:
+            prompts: the texts of `prompts` of the last answers of each conversation, which are not rendered again.
         """
         for conversation in conversations:
             _check_work(conversation)
-        plain = [c for c in conversations if c.answer_ids is None]
+        known = [()] * len(conversations) if prompts is None else prompts
+        plain = [(c, k) for c, k in zip(conversations, known, strict=True) if c.answer_ids is None]
         if self.uses_marks:
-            found = [self._marked(c) for c in plain]
+            found = [self._marked(c) for c, _ in plain]
         else:
-            texts = [str(self.template.render(c)) for c in plain]
-            encodings = self.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            found = [self._incremental(c, t, e.ids) for c, t, e in zip(plain, texts, encodings, strict=True)]
+            texts = [str(self.template.render(c)) for c, _ in plain]
+            found = [
+                self._incremental(c, text, ids, k)
+                for (c, k), text, ids in zip(plain, texts, self._tokenise(texts), strict=True)
+            ]
         samples = iter(found)
         return [[next(samples)] if c.answer_ids is None else self._from_ids(c) for c in conversations]
 
@@ -137,7 +161,7 @@ class ChatEncoder:
         for i, ids in zip(numbers, answers.turns, strict=True):
             if ids is None:
                 continue
-            prompt = self._prompt(conversation, i)
+            [(_, prompt)] = self._prompts([(conversation, i)])
             if not parts or prompt[: len(parts[-1][0])] != parts[-1][0]:
                 parts.append(([], []))
             tokens, turns = parts[-1]
@@ -145,25 +169,27 @@ class ChatEncoder:
             tokens[:] = prompt + ids
         return [_sample(conversation, np.array(ids), np.array(turns, dtype=np.int32)) for ids, turns in parts]
 
-    def prompt_ids(self, conversation: Conversation) -> list[int]:
-        """Token ids of a conversation to be answered, including the assistant's header.
+    def prompts(self, conversations: Sequence[Conversation]) -> list[tuple[str, list[int]]]:
+        """Text and token ids of each conversation to be answered, including the assistant's header.
 
         Raises UserError for an id outside the base's vocabulary.
         """
-        ids = self._prompt(conversation, len(conversation.messages))
-        if self.vocab_size is not None and ids and max(ids) >= self.vocab_size:
-            raise beyond_vocabulary(conversation.where, max(ids), self.vocab_size, self.tokenizer)
-        return ids
+        found = self._prompts([(c, len(c.messages)) for c in conversations])
+        for conversation, (_, ids) in zip(conversations, found, strict=True):
+            if self.vocab_size is not None and ids and max(ids) >= self.vocab_size:
+                raise beyond_vocabulary(conversation.where, max(ids), self.vocab_size, self.tokenizer)
+        return found
 
-    def _prompt(self, conversation: Conversation, count: int) -> list[int]:
-        text = self.template.render(conversation, conversation.messages[:count], add_generation_prompt=True)
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _prompts(self, wanted: Sequence[tuple[Conversation, int]]) -> list[tuple[str, list[int]]]:
+        """The prompts of the first messages of each conversation."""
+        texts = [str(self.template.render(c, c.messages[:n], add_generation_prompt=True)) for c, n in wanted]
+        return list(zip(texts, self._tokenise(texts), strict=True))
 
     def question_ids(self) -> list[int]:
         """Token ids that the template writes before the text of the first user message."""
         asked = Conversation([{"role": "user", "content": PLACEHOLDER}], "a question")
         text = str(self.template.render(asked)).split(PLACEHOLDER)[0].rstrip(" ")
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._tokenise([text])[0]
 
     def _marked(self, conversation: Conversation) -> Sample:
         options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
@@ -186,7 +212,7 @@ class ChatEncoder:
                 shortened += not _holds(self.tokenizer.decode(written, **options), answer)
         return _sample(conversation, np.array(ids, dtype=np.int64), turns, shortened)
 
-    def _incremental(self, conversation: Conversation, text: str, ids: list[int]) -> Sample:
+    def _incremental(self, conversation: Conversation, text: str, ids: list[int], prompts: Sequence[str]) -> Sample:
         ids_N = np.array(ids, dtype=np.int64)
         places: TokenPlaces | TokenOffsets | None = None
         if self._byte_lengths_V is not None:
@@ -196,7 +222,7 @@ class ChatEncoder:
         special = self._is_end_V[ids_N].nonzero()[0].tolist()
         ends = [(places.character_end(i), int(ids_N[i])) for i in special]
         turns_N = np.zeros(len(ids_N), dtype=np.int32)
-        spans, prompted_differently = self._incremental_spans(conversation, text, ends)
+        spans, prompted_differently = self._incremental_spans(conversation, text, ends, prompts)
         answers = [message for message in conversation.messages if message["role"] == "assistant"]
         for turn, (begin, end) in enumerate(spans, start=1):
             first, after = places.tokens_of(begin, end)
@@ -207,11 +233,12 @@ class ChatEncoder:
         return _sample(conversation, ids_N, turns_N, held.count(False), prompted_differently)
 
     def _incremental_spans(
-        self, conversation: Conversation, text: str, ends: list[tuple[int, int]]
+        self, conversation: Conversation, text: str, ends: list[tuple[int, int]], prompts: Sequence[str]
     ) -> tuple[list[tuple[int, int]], int]:
         """(character span of each assistant turn in `text`, number of answers that begin unlike their prompt's end).
 
-        `text` is the rendering of the complete conversation; `ends` are the (end, id) of its special tokens.
+        `text` is the rendering of the complete conversation; `ends` are the (end, id) of its special tokens; `prompts`
+        are the renderings of everything before each of the last turns, as far as they are known.
 
         A turn begins where the rendering of everything before it (with the generation prompt) ends, and ends with the
         first special token after its content.
@@ -219,8 +246,9 @@ class ChatEncoder:
         messages = conversation.messages
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         begins, spans, otherwise = [], [], 0
+        known = dict(zip(reversed(turns), reversed(prompts), strict=False))
         for i in turns:
-            before = _before(self.template, conversation, i)
+            before = known[i] if i in known else _before(self.template, conversation, i)
             begins.append(_shared(before, text))
             otherwise += i > 0 and begins[-1] < len(before.rstrip())
         for i, begin, bound in zip(turns, begins, [*begins[1:], len(text)], strict=True):

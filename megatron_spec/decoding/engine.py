@@ -12,8 +12,10 @@ replaces it, and waiting prompts are prefilled into the free rows after the runn
 
 This file is the host side: which prompt runs in which row, how much is drafted, the answers. The device side (step.py,
 rows.py) depends on nothing that the host knows, so on one GPU a step replays CUDA graphs (replay.py). One device
-synchronisation per step reads the table of emitted tokens. Replayed steps may compute rows after the running ones, as
-padding; these write only to their own cache rows, and what they write is overwritten before it is visible.
+synchronisation per step reads the table of emitted tokens. Before it, while the device computes the step, the host
+records what the previous step emitted and hands out the answers that ended in it. Replayed steps may compute rows after
+the running ones, as padding; these write only to their own cache rows, and what they write is overwritten before it is
+visible.
 
 A base with longrope has different frequencies for short and long texts (ops/rope.py): a sequence that grows past the
 boundary leaves its row and is prefilled again as a longer prompt.
@@ -28,22 +30,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base_everywhere
 from megatron_spec.batch import Batch
 from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.decoding import sampling
-from megatron_spec.decoding.cache import move_rows
+from megatron_spec.decoding.cache import Moves
 from megatron_spec.decoding.costs import Costs, NoCosts
 from megatron_spec.decoding.drafters import Drafter, Observation, build_drafter
 from megatron_spec.decoding.drafters.lookup import SuffixAutomaton, replaced
 from megatron_spec.decoding.replay import Recorder, Replays, key_step, mapped, padded_rows, recorder_for
-from megatron_spec.decoding.rows import Outcome, Rows, read_outcomes
+from megatron_spec.decoding.rows import Outcomes, Rows, read_outcomes
 from megatron_spec.decoding.step import DeviceSteps
 from megatron_spec.decoding.verify import Drafted
 from megatron_spec.ops.visibility import Visibility
+from megatron_spec.runtime.platform import to_host
 
 PREFILL_TOKENS = 16384
 """Maximum number of prompt tokens (padding included) per prefill forward: bounds its memory."""
@@ -77,21 +82,18 @@ class Generation:
     drafted_steps: int = 0
     accepted_after_end: int = 0
 
-    def add(self, outcome: Outcome, verified: bool) -> None:
-        """Add the outcome of a step.
-
-        Args:
-            verified: the step was a verification.
-        """
-        emitted = outcome.emitted
-        self.tokens += outcome.tokens[:emitted]
-        self.stopped = bool(outcome.stopped)
+    def add(self, tokens: list[int], stopped: int) -> None:
+        """Add the tokens that a step emitted; `stopped`: the last of them is a stop token."""
+        self.tokens += tokens
+        self.stopped = bool(stopped)
         self.num_base_forwards += 1
-        if verified:
-            self.accepted_lengths.append(emitted - 1)
-            self.drafted_lengths.append(emitted - 1 if outcome.stopped else outcome.proposed)
-            self.drafted_steps += outcome.proposed > 0
-            self.accepted_after_end += max(0, outcome.accepted - (emitted - 1))
+
+    def add_verification(self, accepted: int, emitted: int, stopped: int, proposed: int) -> None:
+        """Add the statistics of a verification (see `rows.Outcomes`)."""
+        self.accepted_lengths.append(emitted - 1)
+        self.drafted_lengths.append(emitted - 1 if stopped else proposed)
+        self.drafted_steps += proposed > 0
+        self.accepted_after_end += max(0, accepted - (emitted - 1))
 
 
 def decode(
@@ -129,7 +131,6 @@ def decode(
     return [answers[i] for i in sorted(answers)]
 
 
-@torch.inference_mode()
 def decode_stream(
     base: FrozenBase,
     prompts: Sequence[Sequence[int]],
@@ -142,6 +143,26 @@ def decode_stream(
     stop: Callable[[], bool] | None = None,
 ) -> Iterator[tuple[int, Generation]]:
     """`decode`, yielding (index of the prompt, answer) as answers finish."""
+    for ended in decode_batches(base, prompts, config, stop_ids, draft, seeds, costs, recorder, stop):
+        yield from ended
+
+
+@torch.inference_mode()
+def decode_batches(
+    base: FrozenBase,
+    prompts: Sequence[Sequence[int]],
+    config: DecodeConfig,
+    stop_ids: Iterable[int],
+    draft: Any = None,
+    seeds: Sequence[int] | None = None,
+    costs: Costs | None = None,
+    recorder: Recorder | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> Iterator[list[tuple[int, Generation]]]:
+    """`decode_stream`, yielding together the answers that ended in one step.
+
+    On a GPU the next step is running by then: work on the answers costs no time while it is shorter than a step.
+    """
     _check(base, prompts)
     drafter, stop_ids = build_drafter(draft, base, config), set(stop_ids)
     seeds = seeds if seeds is not None else [config.seed + i for i in range(len(prompts))]
@@ -200,14 +221,11 @@ class _Sequence:
     Attributes:
         index: index of the prompt.
         generation: the answer so far.
-        length, limit: number of known tokens, and its maximum in this row.
         automaton: suffix automaton of the text, if a lookup proposes in addition to the draft.
     """
 
     index: int
     generation: Generation
-    length: int
-    limit: int
     automaton: SuffixAutomaton | None = None
 
 
@@ -223,9 +241,12 @@ class _Engine:
         self.waiting = group  # longest first, so that the prompts of a batch have similar lengths
         self.running: list[_Sequence] = []  # one per row in use
         self.requeued: dict[int, Generation] = {}  # unfinished answers that wait for another prefill
-        self.finished: list[tuple[int, Generation]] = []
+        self.finished: list[tuple[int, Generation]] = []  # ended in the last step that was read
+        self.unrecorded: tuple[list[_Sequence], Outcomes, bool] | None = None  # what it emitted
         self.draft_len = config.max_draft_len if drafter else 0
         self.count = count = min(config.batch_size, len(group))
+        # Known tokens of each row, and their maximum number.
+        self.length_B, self.limit_B = np.zeros((2, count), dtype=np.int64)
         self.nodes = max(drafter.max_nodes(self.draft_len), self.draft_len) if drafter else 0
         longest = max(self._limit(i) for i in group) + self.nodes + 1
         self.key_step = key_step(longest)
@@ -251,20 +272,27 @@ class _Engine:
     def _key_slots(self, needed: int) -> int:
         return -(-needed // self.key_step) * self.key_step
 
-    def run(self, stop: Callable[[], bool]) -> Iterator[tuple[int, Generation]]:
-        """Yield answers as they finish."""
+    def run(self, stop: Callable[[], bool]) -> Iterator[list[tuple[int, Generation]]]:
+        """Yield the answers that ended in a step while the device computes the next one."""
         while (self.running or self.waiting) and not stop():
             free = self.count - len(self.running)
             # A prefill of few prompts costs nearly as much as a step: wait until a quarter of the rows is free.
-            if self.waiting and (not self.running or free * 4 >= self.count):
-                self._prefill(free)
-            else:
-                self._verify()
-            yield from self.finished
-            self.finished = []
+            prefills = self.waiting and (not self.running or free * 4 >= self.count)
+            settle = self._prefill(free) if prefills else self._verify()
+            yield from self._ended()
+            settle()
+        yield from self._ended()
 
-    def _prefill(self, free: int) -> None:
-        """Prefill waiting prompts into the free rows and emit their first tokens."""
+    def _ended(self) -> Iterator[list[tuple[int, Generation]]]:
+        """The answers that ended in the last step that was read, if any."""
+        self._record()
+        if self.finished:
+            ended, self.finished = self.finished, []
+            yield ended
+
+    def _prefill(self, free: int) -> Callable[[], None]:
+        """Start the prefill of waiting prompts into the free rows; the result reads their first tokens."""
+        self._record()  # an answer that continues in another row is part of its text
         widest = len(self._text(self.waiting[0]))
         count = max(1, min(free, PREFILL_TOKENS // widest, len(self.waiting)))
         taken, self.waiting = self.waiting[:count], self.waiting[count:]
@@ -273,13 +301,15 @@ class _Engine:
         self.rows.place(first, texts, prompts, limits, [self.seeds[i] for i in taken])
         with self.costs.phase("prefill"):
             step = self.device.prefill(first, count, widest)
+        table = to_host(step.table_BX)
         if self.drafter:
             self.drafter.observe(step.seen)
-        for i, text, limit in zip(taken, texts, limits, strict=True):
+        self.length_B[first : first + count], self.limit_B[first : first + count] = [len(t) for t in texts], limits
+        for i in taken:
             automaton = self._automaton(i)
             generation = self.requeued.pop(i) if i in self.requeued else Generation()
-            self.running.append(_Sequence(i, generation, len(text), limit, automaton))
-        self._update(first, read_outcomes(step.table_BX, count), verified=False)
+            self.running.append(_Sequence(i, generation, automaton))
+        return lambda: self._update(first, read_outcomes(table()), verified=False)
 
     def _automaton(self, i: int) -> SuffixAutomaton | None:
         lookup = self.drafter is not None and self.config.sa_threshold is not None
@@ -289,20 +319,26 @@ class _Engine:
         """Replace the draft's tokens by the continuation of a match that is long enough."""
         count, threshold = drafted.tokens_BN.shape[1], self.config.sa_threshold or 0
         found = [
-            s.automaton.propose(min(count, s.limit - s.length - 1), threshold=threshold) if s.automaton else []
-            for s in self.running
+            s.automaton.propose(min(count, room), threshold=threshold) if s.automaton else []
+            for s, room in zip(self.running, (self._room_B() - 1).tolist(), strict=True)
         ]
         return replaced(drafted, found) if any(found) else drafted
 
+    def _room_B(self) -> NDArray[np.int64]:
+        """Number of tokens that each running sequence may still emit in its row."""
+        running = len(self.running)
+        room_B: NDArray[np.int64] = self.limit_B[:running] - self.length_B[:running]
+        return room_B
+
     def _draft(self, batch: int) -> Drafted:
         """Proposals for rows 0 .. batch - 1."""
-        count = min(self.draft_len, max(s.limit - s.length for s in self.running) - 1)
+        count = min(self.draft_len, int(self._room_B().max()) - 1)
         if self.replays.active:
             count = self.draft_len  # one shape; nodes past a sequence's limit are invalid
         if count == 0 or self.drafter is None:
             nothing_BN = self.rows.tokens_BL.new_empty(batch, 0)
             return Drafted(nothing_BN, nothing_BN.bool(), None, 0)
-        lengths = [s.length for s in self.running]
+        lengths = self.length_B[: len(self.running)].tolist()
         key_slots = self._key_slots(max(lengths) + self.nodes)
         if self.drafter.fixed_shapes:
             name = ("draft", batch, count, key_slots)
@@ -315,55 +351,84 @@ class _Engine:
         filled: Drafted = mapped(drafted, lambda tensor: tensor[rows_B])
         return filled
 
-    def _verify(self) -> None:
-        """One step for all running sequences. Only reading the table synchronises with the device."""
+    def _verify(self) -> Callable[[], None]:
+        """Start a step of all running sequences; the result reads the emitted tokens."""
         running = len(self.running)
         batch = padded_rows(running, self.count) if self.replays.active else running
         with self.costs.phase("draft"):
             drafted = self._draft(batch)
             if self.config.sa_threshold is not None:
                 drafted = self._with_lookup(drafted)
-        key_slots = self._key_slots(max(s.length for s in self.running) + drafted.tokens_BN.shape[1])
+        key_slots = self._key_slots(int(self.length_B[:running].max()) + drafted.tokens_BN.shape[1])
         name = ("base", batch, key_slots, drafted.depth)
         with self.costs.phase("base"):
             step = self.replays.run(name, lambda given: self.device.verify(batch, key_slots, given), drafted)
-            outcomes = read_outcomes(step.table_BX, running)
-        if self.drafter:
-            with self.costs.phase("observe"):
-                self._observe(step.seen, 1 + max(outcome.accepted for outcome in outcomes))
-        self._update(0, outcomes, verified=self.drafter is not None)
+        table = to_host(step.table_BX[:running])
+        replayed = self.drafter is not None and self.drafter.fixed_shapes and self.replays.active
+        if replayed:
+            self._observe(step.seen)
 
-    def _observe(self, seen: Observation, longest: int) -> None:
-        """Args: longest: maximum number of final rows of a sequence."""
+        def settle() -> None:
+            """Read what was emitted."""
+            outcomes = read_outcomes(table())
+            if self.drafter and not replayed:
+                self._observe(step.seen, 1 + int(outcomes.accepted.max()))
+            self._update(0, outcomes, verified=self.drafter is not None)
+
+        return settle
+
+    def _observe(self, seen: Observation, longest: int | None = None) -> None:
+        """Args: longest: maximum number of final rows of a sequence; None: observe all of them, in a recording."""
         assert self.drafter is not None
-        if self.drafter.fixed_shapes and self.replays.active:
-            self.replays.run(("observe", seen.key_slots), self.drafter.observe, seen)
-            return
         B, P = len(self.running), longest
-        self.drafter.observe(Observation(
-            0, seen.slots_BS[:B, :P], seen.next_tokens_BS[:B, :P], seen.counts_B[:B], seen.captures_SBC[:P, :B],
-            seen.state_SBH[:P, :B], seen.key_slots,
-        ))  # fmt: skip
+        with self.costs.phase("observe"):
+            if longest is None:
+                self.replays.run(("observe", seen.key_slots), self.drafter.observe, seen)
+                return
+            self.drafter.observe(Observation(
+                0, seen.slots_BS[:B, :P], seen.next_tokens_BS[:B, :P], seen.counts_B[:B], seen.captures_SBC[:P, :B],
+                seen.state_SBH[:P, :B], seen.key_slots,
+            ))  # fmt: skip
 
-    def _update(self, first: int, outcomes: list[Outcome], verified: bool) -> None:
-        """Append the emitted tokens of rows `first`.. to their answers and free the finished rows."""
-        for sequence, outcome in zip(self.running[first:], outcomes, strict=True):
-            sequence.length += outcome.emitted
+    def _update(self, first: int, outcomes: Outcomes, verified: bool) -> None:
+        """Advance rows `first`.. and free the finished ones. Their answers are extended later (`_record`)."""
+        self.length_B[first : len(self.running)] += outcomes.emitted
+        self.unrecorded = (self.running[first:], outcomes, verified)
+        if self.config.sa_threshold is not None:
+            self._record()  # the next lookup reads the text
+        if outcomes.finished.any():
+            rows = outcomes.finished.nonzero()[0]
+            self._free((rows + first).tolist(), outcomes.stopped[rows].tolist())
+
+    def _record(self) -> None:
+        """Append what the last step that was read emitted to the answers. It is done while the device computes."""
+        if self.unrecorded is None:
+            return
+        (sequences, outcomes, verified), self.unrecorded = self.unrecorded, None
+        accepted, emitted, stopped, _, proposed, tokens = (column.tolist() for column in outcomes)
+        for sequence, count, line, ends in zip(sequences, emitted, tokens, stopped, strict=True):
             # A repeated prefill counts as a verification without draft tokens.
-            again = self.drafter is not None and bool(sequence.generation.tokens)
-            sequence.generation.add(outcome, verified or again)
+            if not verified and self.drafter is not None and sequence.generation.tokens:
+                sequence.generation.add_verification(0, 1, ends, 0)
+            sequence.generation.add(line[:count], ends)
             if sequence.automaton is not None:
-                sequence.automaton.extend(outcome.tokens[: outcome.emitted])
-        finished = [row for row, outcome in enumerate(outcomes, start=first) if outcome.finished]
-        if finished:
-            self._free(finished)
+                sequence.automaton.extend(line[:count])
+        if verified:
+            for sequence, *numbers in zip(sequences, accepted, emitted, stopped, proposed, strict=True):
+                sequence.generation.add_verification(*numbers)
 
-    def _free(self, finished: list[int]) -> None:
-        """Move the last running rows over the finished ones."""
-        for sequence in (self.running[row] for row in finished):
-            if sequence.generation.stopped or sequence.length >= self._limit(sequence.index):
+    def _free(self, finished: list[int], stopped: list[int]) -> None:
+        """Move the last running rows over the finished ones.
+
+        Args:
+            stopped: 1 for each of them that ended with a stop token.
+        """
+        for row, ended in zip(finished, stopped, strict=True):
+            sequence = self.running[row]
+            if ended or self.length_B[row] >= self._limit(sequence.index):
                 self.finished.append((sequence.index, sequence.generation))
             else:  # it crossed longrope's boundary
+                self._record()
                 self.requeued[sequence.index] = sequence.generation
                 self.waiting.append(sequence.index)
                 self.waiting.sort(key=lambda i: -len(self._text(i)))
@@ -371,10 +436,16 @@ class _Engine:
         target = [r for r in finished if r < left]
         source = [r for r in range(left, len(self.running)) if r not in gone]
         if source:
-            move_rows(self.cache, source, target)
-            self.rows.move(source, target)
-            if self.drafter:
-                self.drafter.move_rows(source, target)
+            self._move(source, target)
+        del self.running[left:]
+
+    def _move(self, source: list[int], target: list[int]) -> None:
+        """Copy rows `source` over rows `target` in every state."""
+        moves = Moves(source, target, self.base.world.device)
+        moves.copy_cache(self.cache, int(self.length_B[source].max()))
+        self.rows.move(moves)
+        if self.drafter:
+            self.drafter.move_rows(source, target)
+        self.length_B[target], self.limit_B[target] = self.length_B[source], self.limit_B[source]
         for s, t in zip(source, target, strict=True):
             self.running[t] = self.running[s]
-        del self.running[left:]

@@ -1,7 +1,7 @@
 """The running sequences on the device: known tokens, lengths, limits and random numbers, one row each.
 
 Rows 0 .. running - 1 are in use. A step stores what it emits without synchronising; the host reads one table per step
-(`Outcome`).
+(`Outcomes`).
 
 B rows, P tokens that a step may emit, L length of the token buffer, N tokens of an answer.
 """
@@ -11,15 +11,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_spec.config import DecodeConfig
+from megatron_spec.decoding.cache import Moves
 from megatron_spec.runtime.platform import to_device
 
 
-class Outcome(NamedTuple):
-    """Result of a step for one row: a line of the table that `Rows.advance` returns.
+class Outcomes(NamedTuple):
+    """Results of a step, one entry per row: the table that `Rows.advance` returns, on the host.
 
     Attributes:
         accepted: number of accepted draft tokens, including those after a token that ends the text.
@@ -27,25 +30,24 @@ class Outcome(NamedTuple):
         stopped: 1 if the last of them is a stop token.
         finished: 1 if the sequence has ended, by a stop token or at its limit.
         proposed: depth of the deepest valid draft token.
-        tokens: the emitted tokens, then meaningless ones.
+        tokens_BP: the emitted tokens, then meaningless ones.
     """
 
-    accepted: int
-    emitted: int
-    stopped: int
-    finished: int
-    proposed: int
-    tokens: list[int]
+    accepted: NDArray[np.int64]
+    emitted: NDArray[np.int64]
+    stopped: NDArray[np.int64]
+    finished: NDArray[np.int64]
+    proposed: NDArray[np.int64]
+    tokens_BP: NDArray[np.int64]
 
 
-_NUMBERS = ("accepted", "emitted", "stopped", "finished", "proposed")
+_NUMBERS = Outcomes._fields[:-1]
 
 
-def read_outcomes(table_BX: Tensor, count: int) -> list[Outcome]:
-    """The first `count` lines of a table. Synchronises with the device."""
-    width = len(_NUMBERS)
-    lines: list[list[int]] = table_BX.tolist()[:count]
-    return [Outcome(**dict(zip(_NUMBERS, line, strict=False)), tokens=line[width:]) for line in lines]
+def read_outcomes(table_BX: Tensor) -> Outcomes:
+    """The columns of a table on the host."""
+    table = table_BX.numpy()
+    return Outcomes._make([*table.T[: len(_NUMBERS)], table[:, len(_NUMBERS) :]])
 
 
 class Rows:
@@ -102,7 +104,7 @@ class Rows:
         return self.uniform_BN3[here].gather(1, index_BP[:, :, None].expand(-1, -1, 3))
 
     def advance(self, first: int, chosen_BP: Tensor, accepted_B: Tensor, proposed_B: Tensor) -> Tensor:
-        """Extend rows `first`.. by the emitted tokens, up to a stop token. Returns the table of `Outcome`s, [B, X]."""
+        """Extend rows `first`.. by the emitted tokens, up to a stop token. Returns the table of `Outcomes`, [B, X]."""
         here = slice(first, first + chosen_BP.shape[0])
         stops_BP = (chosen_BP[:, :, None] == self.stop_ids).any(dim=2)
         stops_BP = stops_BP & (torch.arange(chosen_BP.shape[1], device=chosen_BP.device) <= accepted_B[:, None])
@@ -117,7 +119,6 @@ class Rows:
         }  # fmt: skip
         return torch.cat([torch.stack([numbers[name] for name in _NUMBERS], dim=1), chosen_BP], dim=1)
 
-    def move(self, source: list[int], target: list[int]) -> None:
-        """Copy rows `source` to rows `target`."""
-        for state in (self.tokens_BL, self.length_B, self.prompt_B, self.limit_B, self.uniform_BN3):
-            state[target] = state[source]
+    def move(self, moves: Moves) -> None:
+        """Copy rows over others."""
+        moves.copy(self.tokens_BL, self.length_B, self.prompt_B, self.limit_B, self.uniform_BN3)

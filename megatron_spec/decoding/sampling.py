@@ -52,17 +52,21 @@ def sample(logits_NV: Tensor, uniform_N: Tensor, temperature: float, group: dist
     """
     scaled_NV = logits_NV.float() / temperature
     top_N = _gather(scaled_NV.amax(dim=-1), group).amax(dim=0)
-    cumulative_NV = (scaled_NV - top_N[:, None]).exp().double().cumsum(dim=-1)
+    # The copy of the logits is reused: a large vocabulary costs as much to write as a small base to run.
+    cumulative_NV = scaled_NV.sub_(top_N[:, None]).exp_().double().cumsum_(dim=-1)
     mass_TN = _gather(cumulative_NV[:, -1], group)
     edges_TN = mass_TN.cumsum(dim=0)
     target_N = uniform_N.double() * edges_TN[-1]
     owner_N = (target_N >= edges_TN[:-1]).sum(dim=0)
     below_N = (edges_TN - mass_TN).gather(0, owner_N[None])[0]
     inside_N1 = torch.searchsorted(cumulative_NV, (target_N - below_N)[:, None], right=True)
-    # Rounding may put the target past the last entry with nonzero probability: clamp to that entry.
-    last_N1 = (cumulative_NV < cumulative_NV[:, -1:]).sum(dim=-1, keepdim=True)
-    id_N = torch.minimum(inside_N1, last_N1)[:, 0] + group.rank() * logits_NV.shape[-1]
+    id_N = torch.minimum(inside_N1, _last(cumulative_NV))[:, 0] + group.rank() * logits_NV.shape[-1]
     return _gather(id_N, group).gather(0, owner_N[None])[0]
+
+
+def _last(cumulative_NV: Tensor) -> Tensor:
+    """int64 [N, 1] last entry with nonzero probability: rounding may put a target past it."""
+    return torch.searchsorted(cumulative_NV, cumulative_NV[:, -1:].contiguous())
 
 
 def likely(scaled_NV: Tensor, top_k: int, top_p: float, group: dist.ProcessGroup) -> Tensor:
@@ -96,8 +100,7 @@ def draw(p_NV: Tensor, uniform_N: Tensor) -> Tensor:
     cumulative_NV = p_NV.double().cumsum(dim=-1)
     target_N1 = uniform_N.double()[:, None] * cumulative_NV[:, -1:]
     id_N1 = torch.searchsorted(cumulative_NV, target_N1, right=True)
-    last_N1 = (cumulative_NV < cumulative_NV[:, -1:]).sum(dim=-1, keepdim=True)  # as in `sample`: rounding
-    return torch.minimum(id_N1, last_N1)[:, 0]
+    return torch.minimum(id_N1, _last(cumulative_NV))[:, 0]
 
 
 def log_normalizer(logits_NV: Tensor, group: dist.ProcessGroup) -> Tensor:

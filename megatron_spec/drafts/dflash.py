@@ -14,8 +14,8 @@ rank, D head size, T steps.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,21 @@ from megatron_spec.drafts.block_losses import BlockHead, block_losses
 from megatron_spec.drafts.contract import Attention, BaseEnds, Draft, DraftLosses
 from megatron_spec.drafts.initial import initial_values, set_parameters
 from megatron_spec.drafts.layer import DraftLayer, Rotation
-from megatron_spec.drafts.linear import Linear, Placement, RMSNorm, copy_to_ranks, enter, pad_logits
+from megatron_spec.drafts.linear import (
+    Linear,
+    Placement,
+    RMSNorm,
+    attached_quantizers,
+    copy_to_ranks,
+    enter,
+    pad_logits,
+)
 from megatron_spec.drafts.teacher import TeacherHead, teacher_of
 from megatron_spec.drafts.unroll import teach
 from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.ops import backend
 from megatron_spec.ops.block_attention import block_attention
+from megatron_spec.ops.fused_layer import FusedLayer
 from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
 from megatron_spec.ops.rows import pick_rows
 from megatron_spec.ops.visibility import KVCache
@@ -50,7 +60,7 @@ class DFlashDraft(Draft):
         self.config, self.vocab = config, vocab
         self.tp_group, self.sequence_parallel = place.group, place.sequence_parallel
         H = config.hidden_size
-        blocks = dataclasses.replace(place, sequence_parallel=False)
+        blocks = replace(place, sequence_parallel=False)
         self.fc = Linear(len(config.capture_layer_ids) * H, H, place)
         self.hidden_norm = RMSNorm(H, config.rms_norm_eps, place)
         self.layers = nn.ModuleList(DraftLayer(config, False, blocks) for _ in range(config.num_hidden_layers))
@@ -69,20 +79,47 @@ class DFlashDraft(Draft):
         """Initialise every parameter; see `RecurrentDraft.initialize`."""
         set_parameters(self, initial_values(self, ends, base_layer_tensors or {}, seed), self.tp_group)
 
+    def _cos_sin(self, positions_XY: Tensor) -> Rotation:
+        self._inv_freq = self._inv_freq.to(positions_XY.device)
+        angles, factor = rotary_angles(positions_XY.t(), self._inv_freq), self.config.rope.attention_factor
+        return angles.cos() * factor, angles.sin() * factor
+
     def rotation(self, positions_XY: Tensor, like: Tensor) -> Rotation:
         """(cos, sin) [X, Y, 1, D] of rotary positions, in the dtype of `like`."""
-        self._inv_freq = self._inv_freq.to(like.device)
-        angles, factor = rotary_angles(positions_XY.t(), self._inv_freq), self.config.rope.attention_factor
-        return (angles.cos() * factor).to(like.dtype), (angles.sin() * factor).to(like.dtype)
+        cos, sin = self._cos_sin(positions_XY)
+        return cos.to(like.dtype), sin.to(like.dtype)
+
+    def tables(self, positions_XY: Tensor) -> Rotation:
+        """fp32 (cos, sin) [X * Y, D / 2] of rotary positions, for fused layers."""
+        cos, sin = (x[:, :, 0, : self.config.head_dim // 2] for x in self._cos_sin(positions_XY))
+        return cos.flatten(0, 1).contiguous(), sin.flatten(0, 1).contiguous()
 
     def block_rotation(self, positions_P: Tensor, like: Tensor) -> Rotation:
         """(cos, sin) [P, C, 1, D] of all slots of the blocks anchored at `positions_P`."""
-        slots = torch.arange(self.config.block_size, device=positions_P.device)
-        return self.rotation(positions_P[:, None] + slots, like)
+        return self.rotation(self.slot_positions(positions_P), like)
 
-    def context(self, captures_SBC: Tensor) -> Tensor:
+    def slot_positions(self, positions_P: Tensor) -> Tensor:
+        """[P, C] rotary positions of all slots of the blocks anchored at `positions_P`."""
+        return positions_P[:, None] + torch.arange(self.config.block_size, device=positions_P.device)
+
+    def fused_layer(self, positions_XY: Tensor) -> FusedLayer | None:
+        """The parts of fused layers for rows at these positions; None if the plain layers run: in inference, with fake
+        quantisers, and with hooks on modules."""
+        kernels = self.paths.kernels("draft_layer")
+        if kernels == "none" or not torch.is_grad_enabled():
+            return None
+        modules = [self.fc, self.hidden_norm, self.norm, *self.layers.modules()]
+        if attached_quantizers(modules) or any(m._forward_pre_hooks or m._forward_hooks for m in modules):
+            return None
+        return FusedLayer(backend.load(kernels), self.tables(positions_XY))
+
+    def context(self, captures_SBC: Tensor, fused: FusedLayer | None = None) -> Tensor:
         """[S, B, H] context that every layer computes keys and values from; complete on every tensor parallel rank."""
-        x = self.hidden_norm(self.fc(captures_SBC.to(self.fc.weight.dtype)))
+        captures_SBC = captures_SBC.to(self.fc.weight.dtype)
+        if fused is None:
+            x = self.hidden_norm(self.fc(captures_SBC))
+        else:
+            _, x = fused.norm(self.hidden_norm, fused.products(captures_SBC, self.fc))
         return enter(x, self.tp_group, self.sequence_parallel)
 
     @torch.no_grad()
@@ -102,6 +139,16 @@ class DFlashDraft(Draft):
         out: Tensor = self.norm(state_PCH)
         return out
 
+    def run_fused_layers(
+        self, state: Tensor, fused: FusedLayer, attention: Attention, rows_N: Tensor | None = None
+    ) -> Tensor:
+        """`run_layers` in fused parts: [P, C, H], or [N, H] of the slots `rows_N`, to which the last layer keeps after
+        its attention."""
+        delta, last = None, len(self.layers) - 1
+        for i, layer in enumerate(self.decoder_layers):
+            state, delta = layer.fused(state, delta, fused, attention, i, rows_N if i == last else None)
+        return fused.norm(self.norm, state, delta)[1]
+
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """An empty cache for decoding: keys and values of context and block, this rank's heads of every layer."""
         attention, weight = self.decoder_layers[0].self_attn, self.fc.weight
@@ -119,23 +166,33 @@ class DFlashDraft(Draft):
         logits = normed_SBH @ self.teacher_head(ends).draft_rows().t()
         return pad_logits(logits, len(self.vocab), self.tp_group)
 
-    def states(self, features: Features, plan: BlockPlan, ends: BaseEnds) -> Tensor:
-        """[P * C, H] normed states of every slot of a micro-batch."""
+    def states(self, features: Features, plan: BlockPlan, ends: BaseEnds, rows_N: Tensor | None = None) -> Tensor:
+        """[P * C, H] normed states of every slot of a micro-batch, or [N, H] of the (distinct) slots `rows_N`."""
         batch, triton = features.batch, self.paths.on("block_kernel")
-        context_SBH = self.context(features.captures_SBC)
-        rows = self.rotation(batch.local(batch.positions_BS).t(), context_SBH)
+        positions_BS = batch.local(batch.positions_BS)
+        fused = self.fused_layer(positions_BS)
+        # Sequences follow one another from here on, so keys and values need no transposition.
+        context_BSH = self.context(features.captures_SBC, fused).transpose(0, 1).contiguous()
+        rows = self.rotation(positions_BS, context_BSH)
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             """Attention of the slots over context and block."""
-            keys, values = self.decoder_layers[layer].self_attn.keys_values(context_SBH, rows)
+            own = self.decoder_layers[layer].self_attn
+            found = own.keys_values(context_BSH, rows) if fused is None else own.fused_keys_values(context_BSH, fused)
             if batch.context is not None:
-                keys, values = batch.context.gather(torch.cat([keys, values], 2)).chunk(2, 2)
-            keys, values = (x.transpose(0, 1).flatten(0, 1) for x in (keys, values))
+                joined_SBGD = batch.context.gather(torch.cat(found, 2).transpose(0, 1))
+                found = joined_SBGD.transpose(0, 1).chunk(2, 2)
+            keys, values = (x.flatten(0, 1) for x in found)
             return block_attention(q, k, v, keys, values, plan.layout, triton)
 
         state_PCH = self.block_embedding(plan.tokens_P, ends)
-        rotation = self.block_rotation(plan.positions_P, state_PCH)
-        return self.run_layers(state_PCH, rotation, attention).flatten(0, 1)
+        if fused is None:
+            rotation = self.block_rotation(plan.positions_P, state_PCH)
+            states = self.run_layers(state_PCH, rotation, attention).flatten(0, 1)
+            return states if rows_N is None else pick_rows(states, rows_N)
+        blocks = replace(fused, tables=self.tables(self.slot_positions(plan.positions_P)))
+        states = self.run_fused_layers(state_PCH, blocks, attention, rows_N)
+        return states.flatten(0, 1) if rows_N is None else states
 
     def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
         """Losses of the blocks drawn for this step.
@@ -149,10 +206,11 @@ class DFlashDraft(Draft):
         plan = BlockPlan.of(features.batch, config, objective.anchors)
         head = self.teacher_head(ends)
         teacher = teach(features, plan.supervision, head, objective.temperature, group, self.sequence_parallel)
-        states = self.states(features, plan, ends)
-        rows = [pick_rows(states, r) for r in plan.supervision.rows]
-        return block_losses(self.block_head(rows, head.draft_rows(), plan), plan, teacher, objective, group, self.paths)
+        states_NH = self.states(features, plan, ends, torch.cat(plan.supervision.rows))
+        inputs = self.block_head(states_NH, head.draft_rows(), plan)
+        return block_losses(inputs, plan, teacher, objective, group, self.paths)
 
-    def block_head(self, rows: list[Tensor], weight_VH: Tensor, plan: BlockPlan) -> BlockHead:
-        """Inputs of the losses: supervised rows [R, H] of every step, and the LM head."""
-        return BlockHead([copy_to_ranks(x, self.tp_group) for x in rows], weight_VH)
+    def block_head(self, states_NH: Tensor, weight_VH: Tensor, plan: BlockPlan) -> BlockHead:
+        """Inputs of the losses: states of the supervised rows of all steps, and the LM head."""
+        states_NH = copy_to_ranks(states_NH, self.tp_group)
+        return BlockHead(list(states_NH.split([len(r) for r in plan.supervision.rows])), weight_VH)

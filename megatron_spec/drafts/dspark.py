@@ -122,14 +122,14 @@ class DSparkDraft(DFlashDraft):
         out: Tensor = self.confidence_head.proj(*parts)[:, 0]
         return out
 
-    def block_head(self, rows: list[Tensor], weight_VH: Tensor, plan: BlockPlan) -> BlockHead:
+    def block_head(self, states_NH: Tensor, weight_VH: Tensor, plan: BlockPlan) -> BlockHead:
         """See DFlashDraft."""
-        m_Nr = self.markov(plan.tokens_before())
+        m_Nr, counts = self.markov(plan.tokens_before()), [len(r) for r in plan.supervision.rows]
         blocks = [r // plan.slots for r in plan.supervision.rows]
-        latent_Nr = self.markov_head.steps(m_Nr.split([len(r) for r in rows]), rows, blocks, len(plan.tokens_P))
-        head = super().block_head(rows, weight_VH, plan)
+        latent_Nr = self.markov_head.steps(m_Nr.split(counts), states_NH.split(counts), blocks, len(plan.tokens_P))
+        head = super().block_head(states_NH, weight_VH, plan)
         head.low_Nr = copy_to_ranks(latent_Nr, self.tp_group)
         head.low_weight_Vr = self.markov_head.markov_w2.weight  # type: ignore[assignment]
         # As in the paper, the confidence loss also trains the backbone.
-        head.confidence_N = self.confidence(torch.cat(rows), m_Nr)
+        head.confidence_N = self.confidence(states_NH, m_Nr)
         return head

@@ -34,6 +34,7 @@ from megatron_spec.batch import Batch
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.fused_backward import Backward
 from megatron_spec.drafts.fused_tape import Tape, Weights, round_
+from megatron_spec.drafts.linear import attached_quantizers
 from megatron_spec.drafts.unroll_steps import Steps
 from megatron_spec.ops import attention
 from megatron_spec.ops.products import GradientSums
@@ -56,9 +57,8 @@ def suits(draft: EagleDraft, hidden_SBH: Tensor, batch: Batch, steps: int) -> bo
             return False
     if batch.context is not None or not torch.is_grad_enabled():
         return False
-    linears = [m for layer in draft.decoder_layers for m in layer.modules() if hasattr(m, "input_quantizer")]
-    quantisers: list[Any] = [q for m in linears for q in (m.input_quantizer, m.weight_quantizer) if q is not None]
-    return all(getattr(q, "straight", False) for q in quantisers)
+    modules = (m for layer in draft.decoder_layers for m in layer.modules())
+    return all(getattr(q, "straight", False) for q in attached_quantizers(modules))
 
 
 class _Forward:

@@ -19,7 +19,9 @@ from megatron_spec.drafts.contract import Attention, mark_replicated
 from megatron_spec.drafts.experts import MixtureOfExperts
 from megatron_spec.drafts.latent import LatentAttention
 from megatron_spec.drafts.linear import ColumnLinear, Placement, RMSNorm, RowLinear, copy_to_ranks, enter
+from megatron_spec.ops.fused_layer import FusedLayer
 from megatron_spec.ops.rope import apply_rotary
+from megatron_spec.ops.rows import pick_rows
 
 LayerConfig = EagleConfig | BlockConfig
 Rotation = tuple[Tensor, Tensor]
@@ -54,10 +56,13 @@ class HeadNorm(nn.Module):
         self.weight = mark_replicated(place.empty(size), sequence_parallel=False)
         self.eps, self.group = eps, place.group
 
+    def own_weight(self) -> Tensor:
+        """The weight, whose gradient by this rank's heads is summed over ranks."""
+        return copy_to_ranks(self.weight, self.group)
+
     def forward(self, x_SBND: Tensor) -> Tensor:
         """Same shape and dtype."""
-        weight = copy_to_ranks(self.weight, self.group)
-        return F.rms_norm(x_SBND, (x_SBND.shape[-1],), weight, self.eps)
+        return F.rms_norm(x_SBND, (x_SBND.shape[-1],), self.own_weight(), self.eps)
 
 
 class SelfAttention(nn.Module):
@@ -75,7 +80,8 @@ class SelfAttention(nn.Module):
         self.k_proj = ColumnLinear(inputs, kv_heads * self.head_dim, what, place, bias)
         self.v_proj = ColumnLinear(inputs, kv_heads * self.head_dim, what, place, bias)
         self.o_proj = RowLinear(queries, config.hidden_size, "draft query size", place, bias)
-        self.q_norm, self.k_norm = None, None
+        self.q_norm: Any = None
+        self.k_norm: Any = None
         if config.qk_norm:
             self.q_norm, self.k_norm = (HeadNorm(self.head_dim, config.rms_norm_eps, place) for _ in range(2))
         # With fewer key/value heads than ranks, slices are projected and gathered, and each rank selects its heads.
@@ -108,6 +114,26 @@ class SelfAttention(nn.Module):
         out: Tensor = self.o_proj(attention(layer, rotate(q, cos_SB1D, sin_SB1D), *keys_values))
         return out
 
+    def fused_keys_values(self, x_SBX: Tensor, fused: FusedLayer) -> tuple[Tensor, Tensor]:
+        """`keys_values` in fused parts; the positions are those of `fused`."""
+        weight = self.k_norm.own_weight()
+        projected = fused.products(x_SBX, self.k_proj, self.v_proj)
+        _, k, v = fused.heads(projected, 0, self.num_kv_heads, (weight, weight), self.k_norm.eps)
+        return k, v
+
+    def fused(
+        self, x_SBH: Tensor, fused: FusedLayer, attention: Attention, layer: int, rows_N: Tensor | None = None
+    ) -> Tensor:
+        """`forward` in fused parts; with `rows_N`, only these rows (s * B + b) of the output: [N, H]."""
+        x = enter(x_SBH, self.group, self.sequence_parallel)
+        projected = fused.products(x, self.q_proj, self.k_proj, self.v_proj)
+        norms = (self.q_norm.own_weight(), self.k_norm.own_weight())
+        heads = projected.shape[-1] // self.head_dim - 2 * self.num_kv_heads
+        qkv = fused.heads(projected, heads, self.num_kv_heads, norms, self.k_norm.eps)
+        out = attention(layer, *qkv)
+        out = out if rows_N is None else pick_rows(out.flatten(0, 1), rows_N)
+        return self.o_proj.reduced(fused.products(out, self.o_proj))
+
 
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
@@ -125,6 +151,11 @@ class GatedMLP(nn.Module):
         x = enter(x_SBH, self.group, self.sequence_parallel)
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
+
+    def fused(self, x_SBH: Tensor, fused: FusedLayer) -> Tensor:
+        """`forward` in fused parts."""
+        x = enter(x_SBH, self.group, self.sequence_parallel)
+        return self.down_proj.reduced(fused.gated(fused.products(x, self.gate_proj, self.up_proj), self.down_proj))
 
 
 class DraftLayer(nn.Module):
@@ -171,3 +202,23 @@ class DraftLayer(nn.Module):
             x = hidden_SBH if self.input_layernorm is None else self.input_layernorm(hidden_SBH)
         hidden_SBH = hidden_SBH + self.self_attn(x, cos_SB1D, sin_SB1D, attention, layer)
         return hidden_SBH + self.mlp(self.post_attention_layernorm(hidden_SBH))
+
+    def fused(
+        self,
+        hidden_SBH: Tensor,
+        delta_SBH: Tensor | None,
+        fused: FusedLayer,
+        attention: Attention,
+        layer: int,
+        rows_N: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` in fused parts, of hidden + delta. The next norm adds what is returned: (hidden, delta), both
+        [S, B, H], or [N, H] of the rows (s * B + b) `rows_N`.
+
+        For layers with `input_norm`, norms of heads and a gated MLP that do not read the embedding.
+        """
+        hidden_SBH, x = fused.norm(self.input_layernorm, hidden_SBH, delta_SBH)
+        delta = self.self_attn.fused(x, fused, attention, layer, rows_N)
+        kept = hidden_SBH if rows_N is None else pick_rows(hidden_SBH.flatten(0, 1), rows_N)
+        kept, x = fused.norm(self.post_attention_layernorm, kept, delta)
+        return kept, self.mlp.fused(x, fused)

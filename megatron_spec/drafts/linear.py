@@ -9,7 +9,7 @@ S sequence, B batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +134,12 @@ class _Linear(nn.Module):
         return F.linear(self.quantized_input(x), self.quantized_weight(), self.bias)
 
 
+def attached_quantizers(linears: Iterable[nn.Module]) -> list[Any]:
+    """The fake quantisers of these modules; other modules are passed over."""
+    places = ("input_quantizer", "weight_quantizer")
+    return [q for m in linears for q in (getattr(m, place, None) for place in places) if q is not None]
+
+
 class Linear(_Linear):
     """Replicated weight [out, in]; under sequence parallelism each rank computes its own rows of activations."""
 
@@ -163,7 +169,10 @@ class RowLinear(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, in / TP] -> [S, B, out], or [S / TP, B, out] under sequence parallelism."""
-        partial = F.linear(self.quantized_input(x), self.quantized_weight())
+        return self.reduced(F.linear(self.quantized_input(x), self.quantized_weight()))
+
+    def reduced(self, partial: Tensor) -> Tensor:
+        """The output from this rank's product [S, B, out]: the sum over ranks, and the bias."""
         if self.sequence_parallel:
             total = mappings.reduce_scatter_to_sequence_parallel_region(partial, group=self.group)
         else:

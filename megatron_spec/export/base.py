@@ -30,8 +30,9 @@ from megatron_spec.export.common import (
 )
 from megatron_spec.export.quant_metadata import BASE_EXCLUDES, hf_quant_config, quantization_config
 from megatron_spec.export.stream import TensorWriter, write_stream
-from megatron_spec.families import config_json, name_rules
+from megatron_spec.families import config_json
 from megatron_spec.families.names import NameRule, hf_shapes, join_shards, local_names, to_hf
+from megatron_spec.families.rules import name_rules
 from megatron_spec.quantization.attach import KV_PLACE, base_amax_state, excluded, input_place
 from megatron_spec.quantization.rounding import quantize, scale_of
 from megatron_spec.runtime.distributed import World, together

@@ -16,7 +16,7 @@ from megatron_spec.config import BaseConfig
 from megatron_spec.export.common import BaseLike, parse_dtype
 from megatron_spec.export.native_mtp import dtype_of
 from megatron_spec.export.stream import Plan, TensorFolder
-from megatron_spec.families import is_ignorable, prediction_layer
+from megatron_spec.families.rules import is_ignorable, prediction_layer
 
 
 class Carried:

@@ -23,8 +23,9 @@ from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export.common import shard
 from megatron_spec.export.formats import Reading, read_draft
-from megatron_spec.families import name_rules, parse_base_config
+from megatron_spec.families import parse_base_config
 from megatron_spec.families.names import EVERYTHING
+from megatron_spec.families.rules import name_rules
 from megatron_spec.planning.paths import Paths
 from megatron_spec.quantization import nvfp4
 from megatron_spec.quantization.attach import KV_PLACE, attach_quantizers, input_place, load_base_amax

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_spec.config import BlockConfig, EagleConfig, presets
 from megatron_spec.config.structure import CHOICE_BIAS, draft_tensors
+from megatron_spec.families import parse_base_config
 from megatron_spec.runtime.files import read_object
 
 Shapes = dict[str, tuple[int, ...]]
@@ -63,6 +64,4 @@ def config_json(base: Path | str, dtype: str) -> dict[str, Any]:
 
 def read_config_json(raw: dict[str, Any]) -> EagleConfig:
     """The draft described by a config.json. Raises UserError on a missing key."""
-    from megatron_spec.families import parse_base_config  # needs torch
-
     return presets.own_mtp_config(parse_base_config(raw, "config.json"))

@@ -1,4 +1,4 @@
-"""Base families: config.json, and one table of parameter names for import and export."""
+"""Base families: config.json here, without torch; names of tensors, for import and export, in `families.rules`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 
 from megatron_spec.config import BaseConfig, UserError, suggest
 from megatron_spec.families.families import BY_ARCHITECTURE, REFUSED, parse
-from megatron_spec.families.rules import is_ignorable, name_rules, prediction_layer
 from megatron_spec.families.types import check_config
 from megatron_spec.families.written import config_json
 from megatron_spec.runtime.files import read_object
@@ -15,10 +14,7 @@ from megatron_spec.runtime.hub import model_folder
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
     "config_json",
-    "is_ignorable",
-    "name_rules",
     "parse_base_config",
-    "prediction_layer",
     "read_base_config",
 ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_spec.config import UserError
 from megatron_spec.data.chat import ChatEncoder, Sample
@@ -59,20 +59,39 @@ def trains_back(samples: Sequence[Sample], asked: Sequence[list[int]], answers: 
     return sum(turn > 0 for turn in turns) == sum(map(len, answers))
 
 
-def answer_ids(
-    encoder: ChatEncoder, conversation: Conversation, asked: Sequence[list[int]], answers: Sequence[list[int]]
-) -> dict[str, Any] | None:
-    """The `answer_ids` that a line needs besides its text; None when tokenising the text reproduces the answers.
+class Answered(NamedTuple):
+    """A conversation with generated answers.
 
-    Args:
+    Attributes:
+        conversation: its messages, the answers included.
+        prompts: text of the prompt of each answer.
         asked: token ids of the prompt of each answer.
         answers: token ids of each answer, including the stop token.
     """
+
+    conversation: Conversation
+    prompts: Sequence[str]
+    asked: Sequence[list[int]]
+    answers: Sequence[list[int]]
+
+
+def answer_ids(encoder: ChatEncoder, lines: Sequence[Answered]) -> list[dict[str, Any] | None]:
+    """The `answer_ids` that each line needs besides its text; None when tokenising the text reproduces the answers."""
+    return [
+        None if trains_back(samples, line.asked, line.answers) else _kept_ids(encoder, line)
+        for line, samples in zip(lines, _samples(encoder, lines), strict=True)
+    ]
+
+
+def _samples(encoder: ChatEncoder, lines: Sequence[Answered]) -> list[list[Sample]]:
+    """What each line gives in training; [] when the template refuses the conversation or its mask is invalid."""
     try:
-        [samples] = encoder.encode_all([conversation])
-    except UserError:  # the template refuses the conversation, or its mask is invalid
-        samples = []
-    if trains_back(samples, asked, answers):
-        return None
-    before = sum(message["role"] == "assistant" for message in conversation.messages) - len(answers)  # greetings
-    return {"tokenizer": encoder.vocabulary_hash, "turns": [*[None] * before, *map(list, answers)]}
+        return encoder.encode_all([line.conversation for line in lines], [line.prompts for line in lines])
+    except UserError:
+        return [[]] if len(lines) == 1 else [sample for line in lines for sample in _samples(encoder, [line])]
+
+
+def _kept_ids(encoder: ChatEncoder, line: Answered) -> dict[str, Any]:
+    messages = line.conversation.messages
+    before = sum(message["role"] == "assistant" for message in messages) - len(line.answers)  # greetings
+    return {"tokenizer": encoder.vocabulary_hash, "turns": [*[None] * before, *map(list, line.answers)]}

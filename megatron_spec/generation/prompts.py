@@ -7,7 +7,7 @@ the base gives its own. An assistant message before the first question is a gree
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from megatron_spec.data.conversations import (
     parse_conversation,
     read_extras,
 )
-from megatron_spec.generation.answers import Message, answer_ids, answer_message
+from megatron_spec.generation.answers import Answered, Message, answer_message
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,14 @@ def _chat(record: dict[str, Any], where: str, stem: str, number: int) -> Prompt:
     return Prompt(identifier, category, tuple(rounds), where, conversation.tools, conversation.template_kwargs)
 
 
+def ask_all(dialogues: Iterable[Dialogue], encoder: ChatEncoder, limit: int) -> list[tuple[Dialogue, list[int]]]:
+    """The dialogues that wait for an answer and can be asked, with the token ids of their next round."""
+    waiting = [d for d in dialogues if d.waits]
+    prompts = encoder.prompts([d.question() for d in waiting])
+    asked = [(d, d.asks(text, ids, limit)) for d, (text, ids) in zip(waiting, prompts, strict=True)]
+    return [(d, ids) for d, ids in asked if ids is not None]
+
+
 def check_stop_ids(stop_ids: set[int]) -> None:
     """Raise UserError when there is none: every answer would be cut at max_new_tokens."""
     if not stop_ids:
@@ -135,7 +143,7 @@ class Dialogue:
     Attributes:
         prompt: the conversation to answer.
         messages: the dialogue so far, including answers.
-        asked: token ids of the prompt of each answer so far.
+        asked: token ids of the prompt of each answer so far (their texts in `_texts`).
         answers: tokens of each answer so far, including the stop token.
         truncated: the last answer was cut; no round is asked after a cut answer.
         problem: why it ended before its last round, '' otherwise.
@@ -149,7 +157,8 @@ class Dialogue:
     truncated: bool = False
     problem: str = ""
     unasked: bool = False
-    _waiting: list[int] = field(default_factory=list)
+    _texts: list[str] = field(default_factory=list)
+    _waiting: tuple[str, list[int]] = ("", [])
 
     @property
     def waits(self) -> bool:
@@ -160,15 +169,21 @@ class Dialogue:
         prompt = self.prompt
         return Conversation(messages, prompt.where, prompt.identifier, prompt.tools, prompt.template_kwargs)
 
+    def question(self) -> Conversation:
+        """The dialogue so far and the next round."""
+        return self._conversation([*self.messages, *self.prompt.rounds[len(self.answers)]])
+
     def ask(self, encoder: ChatEncoder, limit: int) -> list[int] | None:
         """Token ids of the next round; None, with `problem` set, when `limit` leaves no room for an answer."""
-        messages = [*self.messages, *self.prompt.rounds[len(self.answers)]]
-        ids = encoder.prompt_ids(self._conversation(messages))
+        return self.asks(*encoder.prompts([self.question()])[0], limit)
+
+    def asks(self, text: str, ids: list[int], limit: int) -> list[int] | None:
+        """`ask`, given the prompt of `question`."""
         if len(ids) >= limit:
             self.problem = f"round {len(self.answers)} has {len(ids)} tokens, the context holds {limit}"
             self.unasked = True
             return None
-        self._waiting = ids
+        self._waiting = (text, ids)
         return ids
 
     def take(self, tokens: list[int], stopped: bool, tokenizer: Any) -> None:
@@ -178,7 +193,9 @@ class Dialogue:
             self.problem = f"round {len(self.answers)} got an empty answer"
             return
         self.messages += [*self.prompt.rounds[len(self.answers)], message]
-        self.asked.append(self._waiting)
+        text, ids = self._waiting
+        self._texts.append(text)
+        self.asked.append(ids)
         self.answers.append(tokens)
         self.truncated = not stopped
         if self.truncated and (left := len(self.prompt.rounds) - len(self.answers)):
@@ -187,9 +204,9 @@ class Dialogue:
                 f"context), so {left} further rounds were not asked"
             )
 
-    def answer_ids(self, encoder: ChatEncoder) -> dict[str, Any] | None:
-        """The `answer_ids` of its line, or None if the text reproduces the answers; see `generation.answers`."""
-        return answer_ids(encoder, self._conversation(self.messages), self.asked, self.answers)
+    def answered(self) -> Answered:
+        """The dialogue so far, to find its `answer_ids`."""
+        return Answered(self._conversation(self.messages), self._texts, self.asked, self.answers)
 
     def seed(self, seed: int) -> int:
         """Seed for sampling the next answer, independent of all other prompts."""

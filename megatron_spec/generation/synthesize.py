@@ -24,12 +24,17 @@ import torch.distributed as dist
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.data.chat import ChatEncoder
-from megatron_spec.decoding.engine import decode_stream
-from megatron_spec.generation.prompts import Dialogue, Prompt, check_stop_ids
+from megatron_spec.data.workers import usable_cpus
+from megatron_spec.decoding.engine import decode_batches
+from megatron_spec.generation.answers import answer_ids
+from megatron_spec.generation.prompts import Dialogue, Prompt, ask_all, check_stop_ids
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import changed_settings, read_json, write_json, write_text
 
 log = logging.getLogger(__name__)
+
+THREADS = 8
+"""Threads that tokenise prompts and answers."""
 
 
 def synthesize(
@@ -56,19 +61,43 @@ def synthesize(
         answered, `problem`. In the order in which they finish. `conversations` is empty when the first round was not
         answered.
     """
-    encoder = ChatEncoder(tokenizer, stop_ids, template_kwargs=template_kwargs, vocab_size=base.vocab_size)
+    batches = synthesize_batches(
+        base, tokenizer, prompts, config, stop_ids=stop_ids, draft=draft, template_kwargs=template_kwargs
+    )
+    for batch in batches:
+        yield from batch
+
+
+def synthesize_batches(
+    base: FrozenBase,
+    tokenizer: Any,
+    prompts: Iterable[Prompt],
+    config: DecodeConfig,
+    *,
+    stop_ids: set[int],
+    draft: Any = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> Iterator[list[dict[str, Any]]]:
+    """`synthesize`, yielding together the records that ended in one step of the device.
+
+    The next step is running by then, so making and writing records costs no time while it is shorter than a step.
+    """
+    encoder = ChatEncoder(
+        tokenizer, stop_ids, template_kwargs=template_kwargs, vocab_size=base.vocab_size,
+        threads=min(THREADS, usable_cpus()),
+    )  # fmt: skip
     limit = base.config.max_position_embeddings
     check_stop_ids(stop_ids)
     for window in _windows([Dialogue(p) for p in prompts], config.batch_size):
-        while asking := [(d, ids) for d in window if d.waits and (ids := d.ask(encoder, limit)) is not None]:
+        while asking := ask_all(window, encoder, limit):
             seeds = [d.seed(config.seed) for d, _ in asking]
-            stream = decode_stream(base, [ids for _, ids in asking], config, stop_ids, draft, seeds)
-            for i, answer in stream:
-                dialogue = asking[i][0]
-                dialogue.take(answer.tokens, answer.stopped, tokenizer)
-                if not dialogue.waits:
-                    yield _record(dialogue, encoder)
-        yield from (_record(d, encoder) for d in window if d.unasked)
+            for ended in decode_batches(base, [ids for _, ids in asking], config, stop_ids, draft, seeds):
+                for i, answer in ended:
+                    asking[i][0].take(answer.tokens, answer.stopped, tokenizer)
+                if complete := [asking[i][0] for i, _ in ended if not asking[i][0].waits]:
+                    yield _records(complete, encoder)
+        if unasked := [d for d in window if d.unasked]:
+            yield _records(unasked, encoder)
 
 
 def _windows(dialogues: list[Dialogue], batch_size: int) -> Iterator[list[Dialogue]]:
@@ -85,7 +114,14 @@ def _windows(dialogues: list[Dialogue], batch_size: int) -> Iterator[list[Dialog
         yield several[start : start + 4 * batch_size]
 
 
-def _record(dialogue: Dialogue, encoder: ChatEncoder) -> dict[str, Any]:
+def _records(dialogues: Sequence[Dialogue], encoder: ChatEncoder) -> list[dict[str, Any]]:
+    """The lines of dialogues; their texts are tokenised together."""
+    answered = [d for d in dialogues if d.answers]
+    found = iter(answer_ids(encoder, [d.answered() for d in answered]))
+    return [_record(d, encoder, next(found) if d.answers else None) for d in dialogues]
+
+
+def _record(dialogue: Dialogue, encoder: ChatEncoder, ids: dict[str, Any] | None) -> dict[str, Any]:
     prompt = dialogue.prompt
     record: dict[str, Any] = {
         "conversation_id": prompt.identifier,
@@ -96,7 +132,7 @@ def _record(dialogue: Dialogue, encoder: ChatEncoder) -> dict[str, Any]:
     more = {
         "tools": prompt.tools,
         "chat_template_kwargs": {**encoder.template.kwargs, **prompt.template_kwargs},
-        "answer_ids": dialogue.answer_ids(encoder) if dialogue.answers else None,
+        "answer_ids": ids,
         "problem": dialogue.problem,
     }
     return {**record, **{key: value for key, value in more.items() if value}}
@@ -273,11 +309,12 @@ def synthesize_to_file(
         _drop_half_line(part)
     options = {"draft": draft, "stop_ids": stop_ids, "template_kwargs": template_kwargs}
     with open(part if writes else os.devnull, "a", encoding="utf-8") as file:
-        answered = synthesize(base, tokenizer, mine, config, **options)
-        for done, record in enumerate(answered, start=1):
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        done = 0
+        for records in synthesize_batches(base, tokenizer, mine, config, **options):
+            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
             file.flush()
-            if done % config.batch_size == 0 or done == len(mine):
+            before, done = done, done + len(records)
+            if done // config.batch_size > before // config.batch_size or done == len(mine):
                 log.info("answered %d of %d conversations", done, len(mine))
     if world.size > 1:
         dist.barrier()

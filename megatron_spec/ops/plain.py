@@ -122,11 +122,22 @@ def rotary_forward(
 
 
 def rotary_backward(
-    q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, Tensor], x_RX: Tensor, heads: int, kv_heads: int
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, Tensor], x_RX: Tensor, heads: int, kv_heads: int,
+    norms: tuple[Tensor, tuple[Tensor, Tensor], Tensor] | None = None, eps: float = 0.0,
+) -> None:  # fmt: skip
     """`kernels.rows.rotary_backward`."""
-    dq, dk, dv = (x.unflatten(1, (n, -1)).to(x_RX.dtype) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
-    x_RX.copy_(torch.cat([_rotate(dq, tables, -1), _rotate(dk, tables, -1), dv], 1).flatten(1))
+    D, count = 2 * tables[0].shape[1], (heads, kv_heads, kv_heads)
+    dq, dk, dv = (x.view(len(x), n, D).to(x_RX.dtype) for x, n in zip((q, k, v), count, strict=True))
+    found = [_rotate(dq, tables, -1), _rotate(dk, tables, -1)]
+    if norms is not None:
+        before_RX, weights, partial = norms
+        before = before_RX.unflatten(1, (-1, D)).split(count, 1)
+        for i in range(2):
+            rstd = (before[i].square().mean(-1, keepdim=True) + eps).rsqrt()
+            normed, g = before[i] * rstd, found[i] * weights[i]
+            partial[:, i * D : (i + 1) * D] += (found[i] * normed).sum((0, 1))
+            found[i] = rstd * (g - normed * (g * normed).mean(-1, keepdim=True))
+    x_RX.copy_(torch.cat([*found, dv], 1).flatten(1))
 
 
 def gated_forward(x_RX: Tensor, h_RM: Tensor) -> None:

@@ -111,7 +111,6 @@ def missing_features(base: BaseConfig, tp_size: int) -> Reasons:
     """Features of a base that the direct forward does not support."""
     rope, heads = base.rope, base.num_key_value_heads
     found = {
-        "experts": base.moe is not None,
         "latent attention": base.mla is not None,
         "a sliding window": base.window is not None,
         "attention sinks": base.attention_sinks,
@@ -156,7 +155,8 @@ def _base_fp8(s: Setting) -> Reasons:
         width = s.base.intermediate_size // s.parallel.tensor_model_parallel_size
         sizes = (s.base.hidden_size, width, s.base.head_dim)
     uneven = f"hidden size, intermediate size per rank and head size are {sizes}, not all multiples of 16"
-    return {**_base_direct(s), **_kernels(s), **_fp8(s), uneven: any(size % 16 for size in sizes)}
+    experts = {"the base has experts": s.base is not None and s.base.moe is not None}
+    return {**_base_direct(s), **experts, **_kernels(s), **_fp8(s), uneven: any(size % 16 for size in sizes)}
 
 
 def _draft_fused(s: Setting) -> Reasons:
@@ -202,6 +202,20 @@ def _block_kernel(s: Setting) -> Reasons:
     }
 
 
+def _draft_layer(s: Setting) -> Reasons:
+    config = s.draft
+    if not isinstance(config, BlockConfig):
+        return {"the draft is not a block draft": True}
+    return {
+        **_kernels(s),
+        "the draft is fake-quantised": s.quant is not None and s.quant.draft != "none",
+        "the draft has a partial rotary embedding": config.rope.partial_rotary_factor != 1.0,
+        "there are fewer key/value heads than tensor parallel ranks": bool(
+            config.num_key_value_heads % s.parallel.tensor_model_parallel_size
+        ),
+    }
+
+
 def _loss_kernel(s: Setting) -> Reasons:
     kind = s.objective.loss if s.objective is not None else "soft_ce"
     return {**_kernels(s), f"the loss is {kind}, not soft_ce or kl": kind not in ("soft_ce", "kl")}
@@ -221,11 +235,14 @@ def _rounding_kernel(s: Setting) -> Reasons:
 
 
 def _cuda_graphs(s: Setting) -> Reasons:
-    ranks = s.parallel.tensor_model_parallel_size * s.parallel.pipeline_model_parallel_size
+    parallel = s.parallel
+    ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    ranks *= parallel.expert_model_parallel_size
+    grouped = not any(_grouped_experts(s).values()) and "grouped_experts" not in s.off
     return {
         "there is no GPU": not s.machine.gpu,
         "the base is split over several ranks": ranks > 1,
-        "the number of tokens per expert varies": s.base is not None and s.base.moe is not None,
+        "the number of tokens per expert varies": s.base is not None and s.base.moe is not None and not grouped,
     }
 
 
@@ -252,6 +269,12 @@ _PATHS = (
     Path(
         "draft_fp8", "draft: the layer's products in real fp8 (E4M3)", "draft_fused in bf16",
         f"{_GPU}::test_fp8_draft", _draft_fp8, "--draft-fp8",
+    ),
+    Path(
+        "draft_layer",
+        "block drafts: norms with residual sums, heads and gate of a layer in one pass each, forward and backward; "
+        "weight gradients into the optimizer's buffers", "drafts/layer.py",
+        "tests/unit_tests/drafts/test_fused_layer.py", _draft_layer,
     ),
     Path(
         "block_kernel", "block drafts: attention of slots over context and block, forward and backward",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_spec.config import DraftConfig, QuantConfig, UserError
 from megatron_spec.config.structure import draft_tensors
-from megatron_spec.families import name_rules
+from megatron_spec.families.rules import name_rules
 from megatron_spec.quantization import nvfp4
 from megatron_spec.quantization.quantizer import Mode, SharedInput, TensorQuantizer
 

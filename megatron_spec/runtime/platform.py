@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_spec.config import UserError
 from megatron_spec.config.machine import Machine
 
 _CUDA_TYPES = {
@@ -26,38 +25,29 @@ _CUDA_TYPES = {
 }
 
 
-_OPTIONAL = {
-    "transformer_engine": ("transformer_engine.pytorch", "pip install 'transformer-engine[pytorch]'"),
-    "apex": ("apex.optimizers", "build apex from source with its CUDA extensions"),
-}
-
-
-def check_optional_packages() -> None:
-    """Check that Transformer Engine and apex are either absent or complete.
-
-    megatron-core uses them if they import. A partial installation (a core without its torch extension, a library for
-    another CUDA version) fails later with an unrelated message, or silently loses the fused path.
-
-    Raises:
-        UserError: a package is installed but does not import; states what failed and what to do.
-    """
-    for name, (module, remedy) in _OPTIONAL.items():
-        if importlib.util.find_spec(name) is None:
-            continue
-        try:
-            importlib.import_module(module)
-        except Exception as e:
-            raise UserError(
-                f"{name} is installed, but {module} does not import ({type(e).__name__}: {e}): complete it ({remedy}) "
-                f"or remove it (pip uninstall {name.replace('_', '-')}); it is optional"
-            ) from e
-
-
 def to_device(x: torch.Tensor, place: torch.device | str) -> torch.Tensor:
     """Copy a host tensor to a device; to a GPU from pinned memory, so without a device synchronisation."""
     if torch.device(place).type == "cuda" and x.device.type == "cpu":
         return (x if x.is_pinned() else x.pin_memory()).to(place, non_blocking=True)
     return x.to(place)
+
+
+def to_host(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Start copying a tensor to the host. The result waits for the copy, but not for later work, and returns it."""
+    if x.device.type != "cuda":
+        copied = x.clone()
+        return lambda: copied
+    kept = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    kept.copy_(x, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+
+    def wait() -> torch.Tensor:
+        """The copy."""
+        done.synchronize()
+        return kept
+
+    return wait
 
 
 def has_cuda() -> bool:
@@ -91,10 +81,16 @@ def _is_cuda(dev: Any) -> bool:
     return isinstance(dev, str) and dev.startswith("cuda")
 
 
+_METHODS = frozenset({torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.type})
+"""Methods that name a device, or a type of one, without a keyword."""
+
+
 class _CpuMode(TorchFunctionMode):
     """Rewrites requests for CUDA into requests for the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and func not in _METHODS:  # most calls; each one comes here
+            return func(*args)
         kwargs = kwargs or {}
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs = {**kwargs, "device": "cpu"}

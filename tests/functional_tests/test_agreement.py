@@ -86,7 +86,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("i", range(len(CASES)), ids=lambda i: f"{CASES[i][0]}: {CASES[i][3].split()[0]}")
-def test_ranks_that_differ_are_told(found: list[list[str]], i: int) -> None:
+def test_ranks_with_different_settings_are_refused(found: list[list[str]], i: int) -> None:
     import re
 
     assert found[0][i] == found[1][i], "both ranks say the same"

@@ -229,13 +229,13 @@ def trained_in(root: str, layouts: tuple[dict[str, Any], ...]) -> list[dict[str,
     return found
 
 
-def test_layouts_train_the_same(done: tuple[Path, dict[str, Any]]) -> None:
+def test_layouts_train_equally(done: tuple[Path, dict[str, Any]]) -> None:
     one = {x["name"]: x["values"] for x in done[1]["one process"]}
     for found in run_world(2, trained_in, str(done[0]), LAYOUTS)[0]:
         assert torch.tensor(found["values"]).allclose(torch.tensor(one[found["name"]]), rtol=1e-5), found
 
 
-def test_contradicting_flags_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_conflicting_flags_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--load", str(tmp_path / "base"), "--save", str(tmp_path / "out")]
     assert "it belongs to --export-algorithm medusa" in refuse(
         "convert_model", *where, "--export-num-medusa-heads", 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -9,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import megatron_spec
 from megatron_spec.checkpoint.spec import read_spec, resolve
+from megatron_spec.config import UserError
+from tests import warm
 from tests.functional_tests.script_helpers import ROOT, environment, make_base, write_conversations
 from tests.worlds import run_world
 
@@ -73,25 +77,25 @@ def main() -> None:
     print(json.dumps([report.first.text_identical, [d.tokens for d in drafted] == [a.tokens for a in alone]]))
 
 
-GUARD
+main()
 """
 
 
-@pytest.mark.parametrize(("guard", "code"), [('if __name__ == "__main__":\n    main()', 0), ("main()", 1)])
-def test_a_program_of_ones_own(tmp_path: Path, guard: str, code: int) -> None:
-    """On a base that knows its folder, from convert to export; without a main guard it says what is missing."""
+def test_user_program(tmp_path: Path) -> None:
+    """On a base that knows its folder, from convert to export; saving needs no main guard."""
     make_base(tmp_path / "base", num_hidden_layers=8)
     write_conversations(tmp_path / "train.jsonl", 3)
-    (tmp_path / "program.py").write_text(PROGRAM.replace("GUARD", guard))
-    done = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, env=environment()
-    )  # fmt: skip
-    assert done.returncode == code, done.stderr[-3000:]
-    if code:
-        assert "UserError: saving starts a process" in done.stderr
-        return
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = warm.run_script(str(tmp_path / "program.py"), [], 0, environment(), tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == "[true, true]"
     assert (tmp_path / "out" / "base" / "config.json").is_file() and (tmp_path / "draft" / "iter_0000000").is_dir()
+
+
+def test_a_process_that_imports_the_program_once_more_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(UserError, match=r"large files are tokenised in processes .* below if __name__ =="):
+        megatron_spec.initialize()
 
 
 def tp2_wrapped(root: str) -> list[float]:
@@ -169,7 +173,7 @@ def resume_own_loop(root: str) -> dict[str, list[float]]:
     return found
 
 
-def test_a_loop_of_ones_own_resumes(tmp_path: Path) -> None:
+def test_user_training_loop_resumes(tmp_path: Path) -> None:
     make_base(tmp_path / "base")
     found = run_world(1, resume_own_loop, str(tmp_path))[0]
     assert len(found["whole"]) == 4 and found["halves"] == found["whole"]

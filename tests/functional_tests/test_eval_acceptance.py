@@ -56,7 +56,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_acceptance_is_measured_on_time_and_at_the_end(here: Path) -> None:
+def test_acceptance_is_measured_at_intervals_and_at_the_end(here: Path) -> None:
     lines = read(here, "run")
     assert [x["iteration"] for x in lines] == [2, 4, 5]
     assert all(1 <= x["acceptance_length"] <= 3 and x["prompts"] == 4 for x in lines)
@@ -64,7 +64,7 @@ def test_acceptance_is_measured_on_time_and_at_the_end(here: Path) -> None:
     assert best == max(lines, key=lambda x: x["acceptance_length"])
 
 
-def test_the_best_is_a_checkpoint_and_accepts_as_noted(here: Path, tmp_path: Path) -> None:
+def test_best_is_a_checkpoint_with_the_logged_acceptance(here: Path, tmp_path: Path) -> None:
     from megatron_spec.checkpoint.spec import read_spec, resolve
     from megatron_spec.commands.decode import validate
     from megatron_spec.config import DecodeConfig
@@ -78,7 +78,7 @@ def test_the_best_is_a_checkpoint_and_accepts_as_noted(here: Path, tmp_path: Pat
     assert report.first.acceptance.acceptance_length == best["acceptance_length"] and report.first.text_identical
 
 
-def test_training_does_not_notice(here: Path) -> None:
+def test_evaluation_does_not_change_training(here: Path) -> None:
     from megatron_spec import api
 
     train(here, "unwatched", 5, evaluated=False)
@@ -86,7 +86,7 @@ def test_training_does_not_notice(here: Path) -> None:
     assert all(torch.equal(watched[n], unwatched[n]) for n in watched)
 
 
-def test_a_resumed_run_goes_on_with_its_measurements(here: Path) -> None:
+def test_resumed_run_continues_its_measurements(here: Path) -> None:
     train(here, "resumed", 2)
     with (here / "resumed" / "acceptance.jsonl").open("a") as file:
         file.write('{"iteration": 3, "acceptance_length": 9.0}\n')  # of a run that died before it saved
@@ -104,7 +104,7 @@ def in_parallel(here: str, layout: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("layout", [{"pipeline_model_parallel_size": 2}], ids=str)
-def test_several_ranks_measure_the_same(here: Path, layout: dict[str, int]) -> None:
+def test_measurements_are_equal_on_several_ranks(here: Path, layout: dict[str, int]) -> None:
     run_world(2, in_parallel, str(here), layout)
     found = read(here, f"run-{next(iter(layout))}")
     assert [x["acceptance_per_position"] for x in found] == [x["acceptance_per_position"] for x in read(here, "run")]
@@ -131,7 +131,7 @@ def test_a_signal_ends_an_evaluation_at_once_and_after_the_save(here: Path, monk
     assert [x["iteration"] for x in read(here, "stopped")] == [4, 5]
 
 
-def test_options_of_an_evaluation_that_never_happens_are_refused() -> None:
+def test_evaluation_options_without_evaluation_are_refused() -> None:
     from megatron_spec.commands.evaluate import EvalRequest
 
     for fields, message in (
@@ -144,7 +144,7 @@ def test_options_of_an_evaluation_that_never_happens_are_refused() -> None:
             EvalRequest(**fields)  # type: ignore[arg-type]
 
 
-def test_what_cannot_be_measured_is_refused(here: Path) -> None:
+def test_impossible_evaluations_are_refused(here: Path) -> None:
     from megatron_spec.commands.evaluate import EvalRequest
 
     data = str(here / "held_out.jsonl")

@@ -197,7 +197,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_what_a_run_does_not_read_it_refuses(home: Home, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_flags_are_refused(home: Home, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home.root)  # where a run that ignores a flag may leave its files
     command, make = SCENARIOS[name]
     run = make(home)

@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("error", "code"), [("RuntimeError", 1), ("UserError", 2)])
-def test_the_others_end_and_the_error_comes_first(tmp_path: Path, error: str, code: int) -> None:
+def test_other_ranks_end_and_the_error_comes_first(tmp_path: Path, error: str, code: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(error=error))
     done = subprocess.run(

@@ -109,13 +109,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return root, run_world(1, everything, str(root))[0]
 
 
-def test_imported_features_train_what_the_base_trains(found: tuple[Path, dict[str, Any]]) -> None:
+def test_training_on_imported_features_equals_online_training(found: tuple[Path, dict[str, Any]]) -> None:
     _, results = found
     assert results["imported"] == pytest.approx(results["online"], rel=1e-5)
     assert results["kept"] == [True, False], "what is there is not written again"
 
 
-def test_states_before_the_norm_are_normed(found: tuple[Path, dict[str, Any]]) -> None:
+def test_missing_final_norm_is_applied(found: tuple[Path, dict[str, Any]]) -> None:
     from megatron_spec.features.store import FeatureStore
 
     root, _ = found
@@ -135,7 +135,7 @@ def test_states_before_the_norm_are_normed(found: tuple[Path, dict[str, Any]]) -
         ("other length", "", "started with other settings"),
     ],
 )
-def test_what_does_not_fit(found: tuple[Path, dict[str, Any]], case: str, file: str, message: str) -> None:
+def test_mismatched_dumps_are_refused(found: tuple[Path, dict[str, Any]], case: str, file: str, message: str) -> None:
     _, results = found
     said = results["refused"][case]
     assert message in said and file in said, said

@@ -83,7 +83,7 @@ def test_ctrl_c_saves_too(root: Path) -> None:
     assert latest(root / "ctrl_c") == "2" and "Traceback" not in done.stderr
 
 
-def test_a_run_that_was_killed_before_its_first_save_starts_over(root: Path) -> None:
+def test_run_killed_before_its_first_save_starts_over(root: Path) -> None:
     assert interrupt(root, "killed", "SIGKILL").returncode == -9
     left = {p.name for p in (root / "killed").iterdir()}
     assert left == {"metrics.jsonl", ".lock"}
@@ -93,7 +93,7 @@ def test_a_run_that_was_killed_before_its_first_save_starts_over(root: Path) -> 
         again(root, save="killed")
 
 
-def test_a_run_that_was_killed_after_a_save_ends_whole_and_is_adopted(root: Path) -> None:
+def test_run_killed_after_a_save_resumes(root: Path) -> None:
     """Whoever reads its output sees the end, although megatron-core has started a process to save (here: a pipe)."""
     assert interrupt(root, "saved", "SIGKILL", "--save-interval", "1", fresh=True).returncode == -9
     assert latest(root / "saved") == "1" and (root / "saved" / ".lock").is_file()
@@ -131,13 +131,13 @@ def again(
         ({"data": "other.jsonl"}, "--data holds other content"),
     ],
 )
-def test_another_run_does_not_continue_it(root: Path, changes: dict[str, Any], expected: str) -> None:
+def test_another_run_cannot_resume_it(root: Path, changes: dict[str, Any], expected: str) -> None:
     write_conversations(root / "other.jsonl", 5)
     with pytest.raises(UserError, match=expected):
         again(root, **changes)
 
 
-def test_another_place_of_the_same_data_and_more_steps_do(root: Path) -> None:
+def test_moved_data_and_more_steps_can_resume_it(root: Path) -> None:
     (root / "moved.jsonl").write_bytes((root / "train.jsonl").read_bytes())
     assert again(root, data="moved.jsonl", train_iters=6, lr_decay_iters=4)[1]
 
@@ -154,7 +154,7 @@ def test_another_place_of_the_same_data_and_more_steps_do(root: Path) -> None:
         ({"lr_decay_style": "linear"}, "--lr-decay-style is linear"),
     ],
 )
-def test_other_optimizer_settings_are_refused_unless_asked_for(
+def test_other_optimizer_settings_are_refused_unless_requested(
     root: Path, changes: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(UserError, match=expected):
@@ -179,14 +179,14 @@ def test_another_draft_to_start_from_is_refused(root: Path) -> None:
         again(root, load=str(root / "moved"))
 
 
-def test_another_objective_is_said(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_objective_is_reported(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert again(root)[1] and not caplog.records
         again(root, ttt_steps=3)
     assert "continues with another objective: ttt_steps 2 -> 3" in caplog.text
 
 
-def test_another_quantisation_does_not_continue_it(root: Path) -> None:
+def test_another_quantisation_cannot_resume_it(root: Path) -> None:
     path = root / "draft" / "iter_0000000" / "spec.json"
     text = path.read_text()
     path.write_text(json.dumps({**json.loads(text), "quant": {"base": "none", "draft": "fp8"}}))
@@ -197,7 +197,7 @@ def test_another_quantisation_does_not_continue_it(root: Path) -> None:
         path.write_text(text)
 
 
-def test_it_continues_to_its_end(root: Path) -> None:
+def test_run_resumes_to_its_end(root: Path) -> None:
     assert latest(root / "run") == "2"
     assert "continuing" in succeed("finetune", *flags(root, "run", 4))
     assert latest(root / "run") == "4"

@@ -53,7 +53,7 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_nodes_train_what_one_process_trains(root: Path) -> None:
+def test_two_nodes_equal_one_process(root: Path) -> None:
     port = free_port()
     script = str(ROOT / "examples" / "post_training" / "finetune.py")
     agents = []
@@ -100,7 +100,7 @@ def stand_ins(folder: Path, **programs: str) -> str:
     return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
-def test_the_slurm_script_saves_is_queued_again_and_goes_on(root: Path, tmp_path: Path) -> None:
+def test_slurm_script_saves_requeues_and_resumes(root: Path, tmp_path: Path) -> None:
     path = stand_ins(tmp_path)
     (tmp_path / "repository").symlink_to(ROOT)  # its processes are found by this path
     job = environment(
@@ -180,7 +180,7 @@ def test_scripts_run_from_any_folder_through_the_container(script: str, tmp_path
         assert parsed.part == (3, 4)
 
 
-def test_single_parts_of_an_array_are_run_again(tmp_path: Path) -> None:
+def test_single_tasks_of_an_array_can_be_repeated(tmp_path: Path) -> None:
     """--array 3,7 of sixteen: the number of parts is not that of the tasks."""
     again = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_ARRAY_TASK_MAX": "7", "FEATURES": "/f"}
     done = submit("extract_features", tmp_path, "--seq-length", "64", **again, SHARDS="16")

@@ -190,7 +190,7 @@ def test_three_modules_of_an_fp8_base_are_exported_beside_another_draft(
     check_ignored(out / "base", found)
     assert "ships 3 prediction modules" not in caplog.text
     presets.own_mtp_config(inspect_base(tmp_path / "base").config)
-    assert "ships 3 prediction modules: the first is read" in caplog.text
+    assert "ships 3 prediction modules: the first one is trained" in caplog.text
 
 
 def check_names_and_values(root: Path, base: Path) -> None:

@@ -110,14 +110,14 @@ def test_offline_equals_online(runs: tuple[Path, dict[str, list[float]]]) -> Non
     assert found["tp2 pp2"] == pytest.approx(found["online"], rel=1e-5)
 
 
-def test_packed_rows_of_stored_features_are_those_of_the_base(runs: tuple[Path, dict[str, list[float]]]) -> None:
+def test_packed_rows_of_stored_features_equal_online_ones(runs: tuple[Path, dict[str, list[float]]]) -> None:
     _, found = runs
     assert found["packed online"] != pytest.approx(found["online"][:2], rel=1e-3), "several conversations in a row"
     for name in ("packed offline", "packed cache", "packed tp2 pp2"):
         assert found[name] == pytest.approx(found["packed online"], rel=1e-5), name
 
 
-def test_fp8_features_are_near(runs: tuple[Path, dict[str, list[float]]]) -> None:
+def test_fp8_features_are_close(runs: tuple[Path, dict[str, list[float]]]) -> None:
     root, found = runs
     assert found["fp8"] == pytest.approx(found["online"], rel=2e-2) and found["fp8"] != found["offline"]
     sizes = [sum(p.stat().st_size for p in (root / n).glob("*.safetensors")) for n in ("fp8", "store")]
@@ -181,7 +181,7 @@ def test_one_command_trains_on_either(runs: tuple[Path, dict[str, list[float]]])
     assert (root / "launched" / "run" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
     here = ["--model", str(root / "base"), "--output_dir", str(root / "never")]
     for flags, message in (
-        (["--data", "d", "--offline-data", "f"], "holds its conversations: --data d is not read"),
+        (["--data", "d", "--offline-data", "f"], "includes its conversations: --data d is not read"),
         (["--offline-data", f"{root}/store", "--algorithm", "eagle2"], "EAGLE-2 is EAGLE-1 decoded"),
         (["--data", "d", "--algorithm", "eagle4"], "--algorithm eagle4: expected eagle3, eagle3.1"),
         (["--data", "d", "--algorithm", "mtp-from-base", "--draft_vocab", "v"], "as the base has it"),

@@ -66,25 +66,25 @@ def metrics(root: Path, save: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (root / save / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_it_trains_as_in_folders_of_their_own(root: Path) -> None:
+def test_one_folder_trains_like_separate_folders(root: Path) -> None:
     one = metrics(root, "one")
     assert [x["iteration"] for x in one] == [1, 2, 3, 5, 6]
     assert [x["loss"] for x in one] == [x["loss"] for x in metrics(root, "tuned") + metrics(root, "qat")]
     assert [x["consumed_samples"] for x in one] == [2, 4, 6, 2, 4]
 
 
-def test_the_latest_is_the_last_and_what_each_step_began_with_stays(root: Path) -> None:
+def test_latest_iteration_is_the_last_and_earlier_ones_are_kept(root: Path) -> None:
     assert (root / "one" / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
     kept = sorted(p.name for p in (root / "one").glob("iter_*"))
     assert kept == ["iter_0000000", "iter_0000003", "iter_0000004", "iter_0000006"]
 
 
-def test_a_folder_without_optimizer_state_is_not_another_runs(root: Path) -> None:
+def test_folder_without_optimizer_state_cannot_be_resumed(root: Path) -> None:
     with pytest.raises(UserError, match=r"--save .*quantised holds a checkpoint without optimizer state"):
         train(root, "draft", "quantised", 2)
 
 
-def test_the_learning_rate_that_counts_is_the_one_that_is_used(root: Path) -> None:
+def test_effective_learning_rate(root: Path) -> None:
     last = {name: metrics(root, name)[-1] for name in ("override", "checkpoint", "same")}
     assert [last[n]["lr"] for n in last] == [0.5, 3e-3, 3e-3]
     assert last["checkpoint"]["loss"] == last["same"]["loss"] == last["override"]["loss"], "the step before is the same"

@@ -56,7 +56,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_packed_steps_are_those_of_one_conversation_a_row(root: Path, layout: str) -> None:
+def test_packed_steps_equal_unpacked_steps(root: Path, layout: str) -> None:
     found = run_world(1 if layout == "one stage" else 2, steps, str(root), layout)[0]
     assert found["rows"] % 2 == 0 and found["rows"] < found["conversations"]
     for plain, packed in zip(found["False"], found["True"], strict=True):

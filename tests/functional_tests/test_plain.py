@@ -63,7 +63,7 @@ def paths_taken(place: str) -> dict[str, list[set[str]]]:
     return found
 
 
-def test_no_script_takes_a_fast_path(tmp_path: Path) -> None:
+def test_plain_turns_off_fast_paths_in_every_script(tmp_path: Path) -> None:
     make_base(tmp_path / "base")
     write_conversations(tmp_path / "train.jsonl", 2)
     (tmp_path / "eagle.json").write_text(json.dumps({"capture_layer_ids": [0, 3, 6]}))
@@ -72,7 +72,7 @@ def test_no_script_takes_a_fast_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["convert_model"])
-def test_a_script_that_computes_nothing_does_not_know_it(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scripts_without_a_model_have_no_plain_flag(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run_here(script, "--load", "base", "--save", "draft", "--plain")
     assert "unknown argument --plain" in capsys.readouterr().err

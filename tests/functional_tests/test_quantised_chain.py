@@ -78,7 +78,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     return root, run_world(1, chain, str(root))[0]
 
 
-def test_policy_of_a_file_is_followed(done: tuple[Path, dict[str, Any]]) -> None:
+def test_policy_from_a_file(done: tuple[Path, dict[str, Any]]) -> None:
     root, _ = done
     lines = {line["name"]: line for line in json.loads((root / "q" / "calibration.json").read_text())}
     assert "base.layers.0.mlp.linear_fc1" in lines and "base.layers.1.mlp.linear_fc1" not in lines
@@ -94,7 +94,7 @@ def test_policy_of_a_file_is_followed(done: tuple[Path, dict[str, Any]]) -> None
     assert [f for f in check_folder(root / "fp8" / "base") if not f.warning] == []
 
 
-def test_teachers_differ_and_the_checkpoint_keeps_its_ranges(done: tuple[Path, dict[str, Any]]) -> None:
+def test_teacher_original_and_ranges_are_kept(done: tuple[Path, dict[str, Any]]) -> None:
     root, found = done
     assert found["quantised"][0] != found["original"][0] and found["plain"][0] != found["original"][0]
     ranges = [json.loads(p.read_text()) for p in sorted(root.glob("*/iter_*/base_amax.json"))]
@@ -121,11 +121,11 @@ def test_formats(done: tuple[Path, dict[str, Any]]) -> None:
         ("plain", {"format": "trtllm-legacy"}, "written for Medusa"),
         ("heads", {"format": "speculators"}, "the draft is medusa"),
         ("q", {"format": "speculators"}, "no fp8"),
-        ("heads", {"trtllm_tp": 2}, "--trtllm-tp is of"),
+        ("heads", {"trtllm_tp": 2}, "--trtllm-tp needs"),
         ("heads", {"format": "trtllm-legacy", "trtllm_tp": 3}, "does not divide"),
         ("plain", {"medusa_pt": True}, "only Medusa"),
-        ("heads", {"export_embeddings": True}, "reads no embedding"),
-        ("q", {"format": "speculators", "extra_modules": False}, "is of drafts"),
+        ("heads", {"export_embeddings": True}, "has no embedding"),
+        ("q", {"format": "speculators", "extra_modules": False}, "is a format for drafts"),
         ("plain", {"extra_modules": False}, "nothing to export"),
     ],
 )

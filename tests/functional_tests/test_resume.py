@@ -148,7 +148,7 @@ def test_resume_with_arguments_of_the_template_is_exact(runs: tuple[Path, dict[s
     assert losses(root / "kind")[0] != whole[0]
 
 
-def test_as_many_checkpoints_are_kept_as_asked_for(runs: tuple[Path, dict[str, Any]]) -> None:
+def test_number_of_kept_checkpoints(runs: tuple[Path, dict[str, Any]]) -> None:
     root, _ = runs
     assert sorted(p.name for p in (root / "beside").glob("*iter_*")) == [f"iter_000000{i}" for i in (4, 5, 6)]
     assert not list((root / "killed").glob(".iter_*")), "what a killed run left is removed"

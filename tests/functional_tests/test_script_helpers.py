@@ -62,7 +62,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_forked_ranks_find_one_another_and_end_with_the_first_that_fails(tmp_path: Path) -> None:
+def test_forked_ranks_communicate_and_end_with_the_first_failure(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(RANKS)
     path = str(tmp_path / "script.py")
     assert succeed(path, "work", processes=2).count("[0, 1]") == 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_spec.commands.convert import new_draft
-from megatron_spec.config import DecodeConfig, presets
+from megatron_spec.config import DecodeConfig, MoeConfig, presets
 from megatron_spec.decoding.costs import Costs
 from megatron_spec.decoding.engine import decode
 from megatron_spec.decoding.replay import CudaRecorder
@@ -78,6 +78,18 @@ def test_graphs_give_the_same_tokens(way: str, dtype: torch.dtype) -> None:
             assert (a.tokens, a.accepted_lengths) == (b.tokens, b.accepted_lengths)
         else:
             assert a.tokens[:4] == b.tokens[:4]
+
+
+def test_experts_are_in_the_graph() -> None:
+    """Grouped products synchronise with nothing, so a base with experts is replayed, too."""
+    moe = MoeConfig(num_experts=8, experts_per_token=2, intermediate_size=64)
+    base = make_base(torch.bfloat16, CONFIG.replace(family="mixtral", moe=moe))
+    assert base.paths.on("grouped_experts") and base.paths.on("cuda_graphs")
+    config, recorder = DecodeConfig(max_new_tokens=30, batch_size=3), Counting()
+    eager = decode(base, prompts(), config.replace(cuda_graphs=False), set())
+    graphs = decode(base, prompts(), config, set(), recorder=recorder)
+    assert recorder.recorded >= 1
+    assert [g.tokens[:4] for g in eager] == [g.tokens[:4] for g in graphs]
 
 
 def test_hooks_are_in_the_graph() -> None:

@@ -1,4 +1,4 @@
-"""EAGLE-1, EAGLE-3.1, MTP and Medusa in bf16 on a GPU against fp32: losses, every gradient, the noise of EAGLE-1."""
+"""Drafts other than EAGLE-3 in bf16 on a GPU against fp32: losses, every gradient, the noise of EAGLE-1."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_spec.batch import Batch, Features
-from megatron_spec.config import BaseConfig, DraftConfig, ObjectiveConfig, presets
+from megatron_spec.config import BaseConfig, BlockConfig, DraftConfig, ObjectiveConfig, presets
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import DraftLosses
 from megatron_spec.drafts.eagle1 import feature_noise
@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 V, H, ROWS, LENGTH = 2000, 256, 2, 130
 BASE = BaseConfig("llama", H, 512, 8, 4, 2, 64, V, 4096)
+BLOCK = {"mask_token_id": 7, "capture_layer_ids": [1, 3, 4], "block_size": 5, "num_hidden_layers": 3}
 CONFIGS: dict[str, DraftConfig] = {
     "eagle1": presets.eagle_config(BASE, "eagle1"),
     "eagle3.1": presets.eagle_config(BASE, "eagle3.1", {"capture_layer_ids": [1, 3, 4]}),
@@ -26,6 +27,8 @@ CONFIGS: dict[str, DraftConfig] = {
     "eagle-mtp": presets.eagle_config(BASE, "eagle-mtp"),
     "medusa": presets.medusa_config(BASE, 3),
     "medusa, base head": presets.medusa_config(BASE, 2, share_base_head=True),
+    "dflash": presets.block_config(BASE, "dflash", BLOCK),
+    "dspark": presets.block_config(BASE, "dspark", {**BLOCK, "markov_rank": 16}),
 }
 
 
@@ -60,6 +63,8 @@ def run(config: DraftConfig, dtype: torch.dtype) -> tuple[DraftLosses, dict[str,
     world = distributed.initialize()
     device, ends = world.device, Ends(dtype, world.device)
     draft = build_draft(config, DraftVocab.full(V), world, dtype)
+    half = dtype == torch.bfloat16
+    assert draft.paths.on("draft_layer") is (half and isinstance(config, BlockConfig))
     draft.initialize(ends, seed=1)
     random = torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -68,7 +73,8 @@ def run(config: DraftConfig, dtype: torch.dtype) -> tuple[DraftLosses, dict[str,
             p.copy_(p.bfloat16())
     captures, state = (torch.randn(LENGTH, ROWS, n, generator=random).bfloat16() for n in (3 * H, H))
     features = Features(micro_batch(device), captures.to(device, dtype), state.to(device, dtype))
-    goal = presets.objective_for(config, ObjectiveConfig(ttt_steps=7 if config.algorithm == "medusa" else 3))
+    steps = {"ttt_steps": 7 if config.algorithm == "medusa" else 3} if not isinstance(config, BlockConfig) else {}
+    goal = presets.objective_for(config, ObjectiveConfig(**steps))
     torch.manual_seed(9)
     losses = draft(features, ends, goal)
     losses.total.backward()

@@ -85,6 +85,28 @@ def test_rotary(heads: tuple[int, int, int], compact: bool) -> None:
     agree(run, kernels)
 
 
+@pytest.mark.parametrize("heads", [*HEADS, (0, 2, 64)])
+def test_rotary_with_norms(heads: tuple[int, int, int]) -> None:
+    """Norms of heads in front of the rotation, and their gradients; also of a projection without queries."""
+    from megatron_spec.ops.kernels import rows as kernels
+
+    N, G, D = heads
+
+    def run(module: Any) -> list[Tensor]:
+        draw = make(6)
+        x, angles, norms = draw(ROWS, (N + 2 * G) * D), draw(ROWS, D // 2), (draw(D), draw(D))
+        tables, back = (angles.cos(), angles.sin()), torch.zeros_like(x)
+        q, k, v = (torch.zeros(ROWS, n * D, device=DEVICE) for n in (N, G, G))
+        module.rotary_forward(x, tables, q, k, v, N, G, norms=norms, eps=0.1)
+        partial = module.norm_partials(2 * D, x.device)
+        grads = (draw(*q.shape), draw(*k.shape), draw(*v.shape))
+        module.rotary_backward(*grads, tables, back, N, G, norms=(x, norms, partial), eps=0.1)
+        sums = partial.sum(0).split(D)
+        return [k, v, back, sums[1], *([q, sums[0]] if N else [])]
+
+    agree(run, kernels)
+
+
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotary_of_a_projection_by_groups(heads: tuple[int, int, int], normed: bool) -> None:

@@ -55,24 +55,3 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Any:
         folder=folder, base=base, tokenizer=tokenizer, questions=questions, prompts=prompts,
         stop_ids=tiny_models.some_stops(base, prompts),
     )  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def four_ranks(tiny: Any, chat: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """found: results of `four_ranks.all_cases` on each rank; algorithms_alone: the same cases in one process."""
-    from tests.unit_tests.decoding import four_ranks as ranks
-    from tests.unit_tests.decoding import test_every_algorithm
-    from tests.worlds import run_world
-
-    folder = Path(tmp_path_factory.mktemp("algorithms"))
-    weights, alone = test_every_algorithm.prepare_parallel(folder)
-    layouts = (
-        str(tiny.folder),
-        str(chat.folder),
-        tiny_models.whole_weights(tiny.draft),
-        tiny.draft_tokens,
-        chat.stop_ids,
-    )
-    questions = (str(chat.folder), [{}, {"tensor_model_parallel_size": 2}])
-    found = run_world(4, ranks.all_cases, layouts, (str(folder), weights), questions)
-    return SimpleNamespace(found=found, algorithms_alone=alone)

@@ -39,7 +39,7 @@ def test_training_values_out_of_range(field: str, value: float) -> None:
         TrainConfig(**{"train_iters": 1, field: value})
 
 
-def test_learning_rate_must_not_rise_to_its_minimum() -> None:
+def test_minimum_learning_rate_must_not_exceed_the_learning_rate() -> None:
     with pytest.raises(UserError, match=r"min_lr 0\.01 must not be greater than lr 0\.001"):
         TrainConfig(train_iters=1, lr=1e-3, min_lr=1e-2)
     assert TrainConfig(train_iters=1, lr=1e-3, min_lr=1e-3, clip_grad=0.0, save_interval=0).min_lr == 1e-3
@@ -57,13 +57,13 @@ def eagle(**overrides: Any) -> EagleConfig:
     return presets.eagle_config(BASE, overrides=overrides)
 
 
-def test_the_draft_turns_as_its_base_does() -> None:
+def test_draft_inherits_the_rope_of_its_base() -> None:
     assert eagle().rope == LLAMA3
     assert eagle(rope_theta=1000).rope == LLAMA3.replace(theta=1000.0)
     assert eagle(rope_scaling={"rope_type": "llama3", "factor": 2.0}).rope == LLAMA3.replace(factor=2.0)
 
 
-def test_another_kind_of_rope_starts_afresh() -> None:
+def test_another_rope_type_replaces_the_inherited_one() -> None:
     assert eagle(rope_scaling=None).rope == RopeConfig(theta=5e5)
     assert eagle(rope_scaling={"type": "linear", "factor": 2.0}).rope == RopeConfig(
         theta=5e5, type="linear", factor=2.0
@@ -80,7 +80,7 @@ def test_another_kind_of_rope_starts_afresh() -> None:
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
     ],
 )
-def test_drafts_that_cannot_be_made(overrides: dict[str, Any], expected: str) -> None:
+def test_impossible_drafts_are_refused(overrides: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         eagle(**overrides)
 
@@ -98,7 +98,7 @@ def first_values(base: BaseConfig, algorithm: str = "eagle3", **overrides: Any) 
 MOE = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=16)
 
 
-def test_what_a_fresh_draft_starts_from() -> None:
+def test_default_initialisation_of_a_new_draft() -> None:
     """The base's last layer where the draft's has its shape; only EAGLE-3 was measured."""
     from_base, afresh = (True, "average", True), (False, "last_capture", False)
     assert first_values(BASE) == from_base == first_values(BASE, num_hidden_layers=2, capture_layer_ids=[0, 3])
@@ -118,7 +118,7 @@ LONGROPE = {
 }  # fmt: skip
 
 
-def test_a_draft_has_one_set_of_frequencies() -> None:
+def test_draft_has_one_set_of_rope_frequencies() -> None:
     """longrope has two sets; a draft for such a base uses default frequencies, and one with longrope is refused."""
     with pytest.raises(UserError, match="rope type longrope in a draft: use default"):
         eagle(rope_scaling=LONGROPE)

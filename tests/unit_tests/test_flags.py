@@ -201,11 +201,11 @@ def spec(draft: Any, quant: QuantConfig | None = None) -> CheckpointSpec:
     ("algorithm", "fields", "message"),
     [
         ("eagle1", {"max_draft_len": 4}, "--max-draft-len: no serving configuration is written for eagle1"),
-        ("eagle3", {"max_draft_len": 4, "extra_modules": False}, "--max-draft-len is for the draft"),
-        ("eagle3", {"export_embeddings": True, "extra_modules": False}, "--export-embeddings is for the draft"),
+        ("eagle3", {"max_draft_len": 4, "extra_modules": False}, "--max-draft-len concerns the draft"),
+        ("eagle3", {"export_embeddings": True, "extra_modules": False}, "--export-embeddings concerns the draft"),
         ("eagle3", {"yarn_factor": 4.0}, "--export-yarn-original None: expected both"),
         ("eagle3", {"yarn_factor": 0.5, "yarn_original": 9}, "a factor above 1"),
-        ("eagle3", {"yarn_factor": 4.0, "yarn_original": 9, "format": "speculators"}, "written in the format hf"),
+        ("eagle3", {"yarn_factor": 4.0, "yarn_original": 9, "format": "speculators"}, "needs --export-format hf"),
     ],
 )
 def test_export_options_without_effect_are_refused(algorithm: str, fields: dict[str, Any], message: str) -> None:

@@ -107,7 +107,7 @@ class BlockDrafter(Drafter):
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
         """See Drafter."""
-        cache_rows.move_rows(self.cache, source, target)
+        cache_rows.move_rows(source, target, [self.cache])
 
 
 class DSparkDrafter(BlockDrafter):

@@ -90,7 +90,7 @@ class DraftTargetDrafter(Drafter):
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
         """See Drafter."""
-        move_rows(self.cache, source, target)
+        move_rows(source, target, [self.cache])
         for s, t in zip(source, target, strict=True):
             self.read[t] = self.read[s]
 

@@ -114,9 +114,8 @@ class EagleDrafter(Drafter):
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
         """See Drafter."""
-        cache_rows.move_rows(self.cache, source, target)
-        for state in (self.fed_back_BH, self.normed_BH, self.position_B):
-            state[target] = state[source]
+        states = [self.fed_back_BH, self.normed_BH, self.position_B]
+        cache_rows.move_rows(source, target, [self.cache], states)
 
 
 class EagleTreeDrafter(EagleDrafter):

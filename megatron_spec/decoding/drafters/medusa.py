@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_spec.config import UserError
+from megatron_spec.decoding import cache as cache_rows
 from megatron_spec.decoding import sampling
 from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, Proposal
 from megatron_spec.decoding.drafters.grow import Level, grow
@@ -62,7 +63,7 @@ class MedusaDrafter(Drafter):
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
         """See Drafter."""
-        self.state_BH[target] = self.state_BH[source]
+        cache_rows.move_rows(source, target, states=[self.state_BH])
 
 
 class MedusaChoicesDrafter(MedusaDrafter):

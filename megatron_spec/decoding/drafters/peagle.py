@@ -71,5 +71,4 @@ class PEagleDrafter(EagleDrafter):
 
     def move_rows(self, source: list[int], target: list[int]) -> None:
         """See Drafter."""
-        cache_rows.move_rows(self.cache, source, target)
-        self.states_BKH[target] = self.states_BKH[source]
+        cache_rows.move_rows(source, target, [self.cache], [self.states_BKH])

@@ -53,13 +53,6 @@ def _matrix(ptr, at, valid, D: tl.constexpr):
 
 
 @triton.jit
-def _upstream(do_ptr, lse_ptr, delta_ptr, at, valid, D: tl.constexpr):
-    """(do, lse, sum of o * do) of a tile's rows."""
-    lse = tl.load(lse_ptr + at, mask=valid, other=0.0)
-    return _matrix(do_ptr, at, valid, D), lse, tl.load(delta_ptr + at, mask=valid, other=0.0)
-
-
-@triton.jit
 def _own(tile, g, P, C: tl.constexpr, G: tl.constexpr, BLOCKS: tl.constexpr, OWN: tl.constexpr):
     """(block, slot, offset among keys without D, valid) of the slots of a tile's blocks."""
     j = tl.arange(0, OWN)
@@ -147,7 +140,7 @@ def _weights(q, k, v, do, lse, delta, seen, scale):
 
 @triton.jit
 def _query_backward_kernel(
-    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, first_ptr,
+    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, first_ptr,
     anchor_ptr, P, scale, plain_scale, C: tl.constexpr, G: tl.constexpr, n: tl.constexpr, D: tl.constexpr,
     WINDOW: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr,
     OWN: tl.constexpr, KEYS: tl.constexpr,
@@ -164,7 +157,9 @@ def _query_backward_kernel(
         block, slot, valid, at, first, anchor, q = _rows(
             q_ptr, first_ptr, anchor_ptr, tile, part, g, P, C, G, n, D, HEADS, BLOCKS, M
         )
-        do, lse, delta = _upstream(do_ptr, lse_ptr, delta_ptr, at, valid, D)
+        do, lse = _matrix(do_ptr, at, valid, D), tl.load(lse_ptr + at, mask=valid, other=0.0)
+        delta = tl.sum(do.to(tl.float32) * _matrix(o_ptr, at, valid, D).to(tl.float32), 1)
+        tl.store(delta_ptr + at, delta, mask=valid)
         o_seen = _sees_own(
             block, slot, valid, o_block, o_slot, o_valid, WINDOW, CAUSAL
         )  # a loop keeps shapes: own names
@@ -205,7 +200,8 @@ def _context_backward_kernel(
         _block, slot, valid, at, first, anchor, q = _rows(
             q_ptr, first_ptr, anchor_ptr, i // (n // HEADS), i % (n // HEADS), g, P, C, G, n, D, HEADS, BLOCKS, M
         )
-        do, lse, delta = _upstream(do_ptr, lse_ptr, delta_ptr, at, valid, D)
+        do, lse = _matrix(do_ptr, at, valid, D), tl.load(lse_ptr + at, mask=valid, other=0.0)
+        delta = tl.load(delta_ptr + at, mask=valid, other=0.0)
         seen = _sees_context(rows, first, anchor, slot, valid, WINDOW)
         p, ds = _weights(q, k, v, do, lse, delta, seen, scale)
         dv += tl.dot(tl.trans(p.to(do.dtype)), do)
@@ -255,12 +251,12 @@ class _BlockAttention(torch.autograd.Function):
         if not P:
             return None, *(x.zero_() for x in grads)
         dq, dk, dv, dkeys, dvalues = grads
-        delta = (do.float() * out.float()).sum(-1)
+        delta = torch.empty_like(lse)  # sums of o * do, which the kernel of the queries leaves to that of the context
         tile, scale, window = _tile(C, N // G, BACKWARD_ROWS), D**-0.5, layout.window or 0
         options = {"KEYS": KEYS, "num_warps": 4 if tile["M"] <= 64 else 8, "num_stages": 2}
         _query_backward_kernel[(triton.cdiv(P, tile["BLOCKS"]), G)](
-            q, k, v, keys, values, do, lse, delta, dq, dk, dv, first, anchor, P, scale * LOG2E, scale, C, G, N // G, D,
-            window, layout.causal, **tile, **options,
+            q, k, v, keys, values, out, do, lse, delta, dq, dk, dv, first, anchor, P, scale * LOG2E, scale, C, G,
+            N // G, D, window, layout.causal, **tile, **options,
         )  # fmt: skip
         begin, end = _seen_by(layout, L)
         own = tile.pop("OWN")

@@ -193,6 +193,14 @@ def _heads_of(slot, used, N: tl.constexpr, G: tl.constexpr, GROUPED: tl.constexp
 
 
 @triton.jit
+def _of_heads(q_at, k_at, v_at, is_q, is_k, is_v):
+    """Values of queries, keys and values in the order of the projection's heads."""
+    q = tl.load(q_at, mask=is_q, other=0.0).to(tl.float32)
+    k = tl.load(k_at, mask=is_k, other=0.0).to(tl.float32)
+    return q + k + tl.load(v_at, mask=is_v, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _rotary_kernel(
     x_ptr, e_ptr, place_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, eps,
     N: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr,
@@ -216,12 +224,8 @@ def _rotary_kernel(
     k_at = k_ptr + row * G * D + kv_head * D + d
     v_at = v_ptr + row * G * D + kv_head * D + d
     if BACKWARD:
-        a = tl.load(q_at, mask=is_q, other=0.0).to(tl.float32)
-        b = tl.load(q_at + HALF, mask=is_q, other=0.0).to(tl.float32)
-        a += tl.load(k_at, mask=is_k, other=0.0).to(tl.float32)
-        b += tl.load(k_at + HALF, mask=is_k, other=0.0).to(tl.float32)
-        a += tl.load(v_at, mask=is_v, other=0.0).to(tl.float32)
-        b += tl.load(v_at + HALF, mask=is_v, other=0.0).to(tl.float32)
+        a = _of_heads(q_at, k_at, v_at, is_q, is_k, is_v)
+        b = _of_heads(q_at + HALF, k_at + HALF, v_at + HALF, is_q, is_k, is_v)
         out = x_ptr.dtype.element_ty
         tl.store(x_ptr + x_at, (a * cos + b * sin).to(out), mask=used)
         tl.store(x_ptr + x_at + HALF, (b * cos - a * sin).to(out), mask=used)
@@ -296,16 +300,92 @@ def rotary_forward(
         tables: fp32 (cos, sin) [R, D / 2] of the rows' positions.
         q, k, v: outputs [R, N*D], [R, G*D], [R, G*D]; v may be None when only the rotation is needed.
         grouped: columns are ordered as in megatron-core's linear_qkv (per group: q..., k, v), else q, k, v.
-        norms: weights [D] of the RMS norms (`eps`) over query and key heads, applied before rotation; no backward.
+        norms: weights [D] of the RMS norms (`eps`) over query and key heads, applied before rotation.
     """
     _launch_rotary(x_RX, e_EX, place_R, tables, q, k, v, heads, kv_heads, grouped, False, norms, eps)
 
 
+@triton.jit
+def _head_norm_backward_kernel(
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, before_ptr, q_norm_ptr, k_norm_ptr, x_ptr, partial_ptr, R, eps,
+    N: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64)
+    step = tl.num_programs(0)
+    D: tl.constexpr = 2 * HALF
+    slot = tl.arange(0, SLOTS)[:, None]
+    lanes = tl.arange(0, LANES)
+    d = lanes[None, :]
+    used = (slot < N + 2 * G) & (d < HALF)
+    is_q, is_k, is_v, q_head, kv_head = _heads_of(slot, used, N, G, False)
+    turns = is_q | is_k
+    left_weight = _head_weight(q_norm_ptr + d, k_norm_ptr + d, d < HALF, is_q, is_k)
+    right_weight = _head_weight(q_norm_ptr + HALF + d, k_norm_ptr + HALF + d, d < HALF, is_q, is_k)
+    left_q = tl.zeros((LANES,), tl.float32)
+    right_q = tl.zeros((LANES,), tl.float32)
+    left_k = tl.zeros((LANES,), tl.float32)
+    right_k = tl.zeros((LANES,), tl.float32)
+    for i in range(0, tl.cdiv(R - start, step)):
+        row = start + i * step
+        cos = tl.where(turns, tl.load(cos_ptr + row * HALF + d, mask=d < HALF, other=1.0), 1.0)
+        sin = tl.where(turns, tl.load(sin_ptr + row * HALF + d, mask=d < HALF, other=0.0), 0.0)
+        q_at = q_ptr + row * N * D + q_head * D + d
+        k_at = k_ptr + row * G * D + kv_head * D + d
+        v_at = v_ptr + row * G * D + kv_head * D + d
+        a = _of_heads(q_at, k_at, v_at, is_q, is_k, is_v)
+        b = _of_heads(q_at + HALF, k_at + HALF, v_at + HALF, is_q, is_k, is_v)
+        left = a * cos + b * sin
+        right = b * cos - a * sin
+        x_at = row * (N + 2 * G) * D + slot * D + d
+        left_x = tl.load(before_ptr + x_at, mask=turns, other=0.0).to(tl.float32)
+        right_x = tl.load(before_ptr + x_at + HALF, mask=turns, other=0.0).to(tl.float32)
+        rstd = 1.0 / tl.sqrt(tl.sum(left_x * left_x + right_x * right_x, axis=1) / D + eps)[:, None]
+        left_x *= rstd
+        right_x *= rstd
+        left_q += tl.sum(tl.where(is_q, left * left_x, 0.0), axis=0)
+        right_q += tl.sum(tl.where(is_q, right * right_x, 0.0), axis=0)
+        left_k += tl.sum(tl.where(is_k, left * left_x, 0.0), axis=0)
+        right_k += tl.sum(tl.where(is_k, right * right_x, 0.0), axis=0)
+        left *= left_weight
+        right *= right_weight
+        along = (tl.sum(left * left_x + right * right_x, axis=1) / D)[:, None]
+        scale = tl.where(turns, rstd, 1.0)  # at values, x is 0 and the weight 1
+        out = x_ptr.dtype.element_ty
+        tl.store(x_ptr + x_at, (scale * (left - left_x * along)).to(out), mask=used)
+        tl.store(x_ptr + x_at + HALF, (scale * (right - right_x * along)).to(out), mask=used)
+    at = partial_ptr + start * 2 * D + lanes
+    inside = lanes < HALF
+    tl.store(at, tl.load(at, mask=inside, other=0.0) + left_q, mask=inside)
+    tl.store(at + HALF, tl.load(at + HALF, mask=inside, other=0.0) + right_q, mask=inside)
+    tl.store(at + D, tl.load(at + D, mask=inside, other=0.0) + left_k, mask=inside)
+    tl.store(at + D + HALF, tl.load(at + D + HALF, mask=inside, other=0.0) + right_k, mask=inside)
+
+
 def rotary_backward(
-    q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, Tensor], x_RX: Tensor, heads: int, kv_heads: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: tuple[Tensor, Tensor],
+    x_RX: Tensor,
+    heads: int,
+    kv_heads: int,
+    norms: tuple[Tensor, tuple[Tensor, Tensor], Tensor] | None = None,
+    eps: float = 0.0,
 ) -> None:
-    """Gradients of q, k, v (k and v may be fp32) -> gradient of the fused projection, written to x."""
-    _launch_rotary(x_RX, None, None, tables, q, k, v, heads, kv_heads, False, True)
+    """Gradients of q, k, v (k and v may be fp32) -> gradient of the fused projection, written to x.
+
+    Args:
+        norms: of a forward with norms: (the projection, their weights [D], `norm_partials` of 2D columns, to which the
+            gradients of the weights of queries and keys are added).
+    """
+    if norms is None:
+        _launch_rotary(x_RX, None, None, tables, q, k, v, heads, kv_heads, False, True)
+        return
+    half, (before_RX, weights, partial) = tables[0].shape[-1], norms
+    _head_norm_backward_kernel[(PARTIALS,)](
+        q, k, v, *tables, before_RX, *weights, x_RX, partial, len(x_RX), eps, heads, kv_heads, half,
+        _block(heads + 2 * kv_heads), _block(half), num_warps=WIDE_WARPS,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from megatron_spec.base.direct import DirectForward, run_in_fp8
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base_everywhere
 from megatron_spec.batch import Batch
-from megatron_spec.config import BaseConfig, ParallelConfig, UserError
+from megatron_spec.config import BaseConfig, MoeConfig, ParallelConfig, UserError
 from megatron_spec.config.machine import Machine
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import Paths, Setting
@@ -30,6 +30,9 @@ BASES = {
     "Llama": CONFIG,
     "Qwen2": CONFIG.replace(family="qwen2", qkv_bias=True),
     "Qwen3": CONFIG.replace(family="qwen3", qk_norm=True, head_dim=12, rms_norm_eps=0.1),
+    "Qwen3 MoE": CONFIG.replace(
+        family="qwen3_moe", qk_norm=True, moe=MoeConfig(num_experts=3, experts_per_token=2, intermediate_size=16)
+    ),
     "biases everywhere": CONFIG.replace(attention_bias=True, num_key_value_heads=4, qk_norm=True),
 }
 ONE = ParallelConfig()

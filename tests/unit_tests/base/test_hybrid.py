@@ -178,12 +178,15 @@ def _reference(gpt: Any, batch: Any) -> tuple[Tensor, Tensor]:
 def _save(folder: Path, model: Any, args: dict[str, Any], world: World) -> None:
     from megatron.core import dist_checkpointing
 
+    from megatron_spec.checkpoint.results import results_in_this_process
+
     if world.rank == 0:
         (folder / "iter_0000007").mkdir(parents=True)
         (folder / "latest_checkpointed_iteration.txt").write_text("7")
     torch.distributed.barrier()
     state = {"model": model.sharded_state_dict(), "args": argparse.Namespace(**args), "iteration": 7}
-    dist_checkpointing.save(state, str(folder / "iter_0000007"))
+    with results_in_this_process():
+        dist_checkpointing.save(state, str(folder / "iter_0000007"))
 
 
 def _load(folder: Path, model: Any) -> Any:

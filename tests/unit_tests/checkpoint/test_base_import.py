@@ -197,12 +197,15 @@ def _gathered(logits: Tensor, world: World) -> Tensor:
 def _save_megatron(folder: Path, gpt: Any, args: Any, world: World) -> None:
     from megatron.core import dist_checkpointing
 
+    from megatron_spec.checkpoint.results import results_in_this_process
+
     if world.rank == 0:
         (folder / "iter_0000007").mkdir(parents=True)
         (folder / "latest_checkpointed_iteration.txt").write_text("7")
     torch.distributed.barrier()
     state = {"model": gpt.sharded_state_dict(), "args": args, "iteration": 7}
-    dist_checkpointing.save(state, str(folder / "iter_0000007"))
+    with results_in_this_process():
+        dist_checkpointing.save(state, str(folder / "iter_0000007"))
 
 
 def _message(path: Path, world: World) -> str:

@@ -14,8 +14,9 @@ from torch import Tensor
 from megatron_spec.checkpoint import block_fp8
 from megatron_spec.checkpoint.huggingface import HuggingFaceWeights
 from megatron_spec.config import UserError
-from megatron_spec.families import name_rules, parse_base_config, read_base_config
+from megatron_spec.families import parse_base_config, read_base_config
 from megatron_spec.families.names import Experts, read_shard
+from megatron_spec.families.rules import name_rules
 from tests.unit_tests.families.families import save
 
 BLOCK = (16, 16)

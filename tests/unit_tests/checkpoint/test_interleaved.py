@@ -27,6 +27,7 @@ def cases(root: str) -> float:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_spec.checkpoint.base_import import inspect_base, load_base
+    from megatron_spec.checkpoint.results import results_in_this_process
     from megatron_spec.runtime import distributed
 
     distributed.initialize()
@@ -59,7 +60,8 @@ def cases(root: str) -> float:
         folder.mkdir()
         Path(root, "latest_checkpointed_iteration.txt").write_text("1")
     torch.distributed.barrier()
-    dist_checkpointing.save(state, str(folder))
+    with results_in_this_process():
+        dist_checkpointing.save(state, str(folder))
     parallel_state.destroy_model_parallel()
     base = load_base(inspect_base(root), distributed.initialize())
     gap = 0.0

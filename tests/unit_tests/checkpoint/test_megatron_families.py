@@ -73,6 +73,8 @@ def _write(root: Path, case: str, world: World) -> set[str]:
     """The family's random weights inside megatron-core's model, saved by it. Returns the keys of the experts' norms."""
     from megatron.core import dist_checkpointing
 
+    from megatron_spec.checkpoint.results import results_in_this_process
+
     base = load_base(inspect_base(root / case.split()[0]), world)
     gpt = _gpt(base.config, case.endswith("te"), world)
     ours = dict(base.model.named_parameters())
@@ -84,7 +86,8 @@ def _write(root: Path, case: str, world: World) -> set[str]:
     if world.rank == 0:
         folder.mkdir()
     torch.distributed.barrier()
-    dist_checkpointing.save({"model": gpt.sharded_state_dict(), "iteration": 7}, str(folder))
+    with results_in_this_process():
+        dist_checkpointing.save({"model": gpt.sharded_state_dict(), "iteration": 7}, str(folder))
     if world.rank == 0:
         shutil.copy(root / case.split()[0] / "config.json", folder)
     torch.distributed.barrier()

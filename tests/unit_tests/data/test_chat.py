@@ -51,7 +51,7 @@ def encode(template, messages, **options):
         (chats.PLAIN_WORDS, TWO[1:], ["yo", "né 12\n\nok"]),
     ],
 )
-def test_supervised_text_is_the_answer_and_its_end(template, messages, expected):
+def test_supervised_text_is_the_answer_and_its_end_token(template, messages, expected):
     tokenizer, sample = encode(template, messages)
     assert turn_texts(tokenizer, sample) == expected
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -78,12 +78,12 @@ def test_generation_marks_and_incremental_rendering_agree(messages):
 
 def test_prompt_ids_end_with_the_assistants_header():
     tokenizer = make_tokenizer(chats.CHATML)
-    ids = ChatEncoder(tokenizer).prompt_ids(Conversation(ONE[:1], "here"))
+    [(_, ids)] = ChatEncoder(tokenizer).prompts([Conversation(ONE[:1], "here")])
     expected = "<|start|>system\nBe kind.<|end|>\n<|start|>user\nhi<|end|>\n<|start|>assistant\n"
     assert tokenizer.decode(ids, skip_special_tokens=False) == expected
 
 
-def test_names_of_other_formats_and_parts_are_understood():
+def test_other_formats_and_content_parts_are_read():
     record = {
         "id": 7,
         "messages": [
@@ -135,7 +135,7 @@ def test_bad_lines_are_refused_with_file_and_line(tmp_path, lines, number, words
     assert f"data.jsonl line {number}" in str(error.value) and words in str(error.value)
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_unreadable_files_are_refused(tmp_path):
     path = tmp_path / "data.jsonl"
     with pytest.raises(UserError, match=r"does not exist"):
         list(read_conversations(path))
@@ -173,7 +173,7 @@ def test_unusable_tokenizers_and_templates_are_refused():
 
 
 @pytest.mark.parametrize("template", [chats.CHATML, chats.CHATML_MARKED])
-def test_a_long_line_is_read_a_fixed_number_of_times_and_too_many_turns_are_refused(template, monkeypatch):
+def test_long_lines_take_linear_time_and_too_many_turns_are_refused(template, monkeypatch):
     """Tokenising a 30 MB answer takes linear time: each character is read a fixed number of times."""
     encoder, seen = ChatEncoder(make_tokenizer(template)), []
     render, shared = encoder.template.render, chat._shared

@@ -146,7 +146,7 @@ def test_token_ids_beyond_the_base_are_refused_with_line_and_token(tmp_path):
         ConversationDataset(path, tokenizer, 99, vocab_size=beyond)
     encoder = ChatEncoder(tokenizer, vocab_size=beyond)
     with pytest.raises(UserError, match=rf"here: found token id {beyond} \('zebra'\)"):
-        encoder.prompt_ids(parse_conversation({"messages": talk(("user", "zebra"))}, "here"))
+        encoder.prompts([parse_conversation({"messages": talk(("user", "zebra"))}, "here")])
 
 
 def test_answers_whose_beginning_the_template_leaves_out_are_counted_and_named(tmp_path, caplog):

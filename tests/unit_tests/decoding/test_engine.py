@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from megatron_spec.config import UserError
+from megatron_spec.decoding import engine
 from megatron_spec.decoding.drafters.ngram import NGramDrafter
 from megatron_spec.decoding.engine import decode, two_best
+from megatron_spec.decoding.step import DeviceSteps
 from tests.unit_tests.decoding import tiny_models
 from tests.unit_tests.decoding.tiny_models import CONFIG
 
@@ -34,6 +36,35 @@ def test_base_alone_equals_transformers(tiny: Any, batch_size: int) -> None:
     assert not any(g.stopped for g in found) and found[0].num_base_forwards == 25
     assert found[0].accepted_lengths == []
     assert done == [(i, 7) for i in range(1, 8)]
+
+
+def test_answers_are_handed_out_while_the_next_step_runs(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    def noted(event: str, function: Any) -> Any:
+        """The function, after a note."""
+
+        def call(*args: Any) -> Any:
+            events.append(event)
+            return function(*args)
+
+        return call
+
+    for name in ("prefill", "verify"):
+        monkeypatch.setattr(DeviceSteps, name, noted("start", getattr(DeviceSteps, name)))
+    monkeypatch.setattr(engine, "read_outcomes", noted("read", engine.read_outcomes))
+    stop = {tiny.answers[0][7], tiny.answers[1][0], tiny.answers[3][-1]}
+    lengths: list[int] = []
+    for ended in engine.decode_batches(tiny.base, tiny.prompts, CONFIG.replace(batch_size=16), stop):
+        assert ended
+        lengths += [len(answer.tokens) for _, answer in ended]
+        events.append("answers")
+    assert len(lengths) == len(tiny.prompts) and lengths == sorted(lengths)  # in the order in which they end
+    steps = events.count("start")
+    assert steps == events.count("read") == max(lengths) and events[-2:] == ["read", "answers"]
+    assert [e for e in events if e != "answers"] == ["start", "read"] * steps
+    before_last = [i for i, e in enumerate(events[:-1]) if e == "answers"]
+    assert before_last and all(events[i - 1] == "start" and events[i + 1] == "read" for i in before_last)
 
 
 def test_stop_tokens_end_answers_as_in_transformers(tiny: Any) -> None:

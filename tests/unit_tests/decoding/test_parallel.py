@@ -1,9 +1,13 @@
-"""The same tokens under tensor, pipeline and data parallelism: one world of four ranks over several layouts."""
+"""The same tokens under tensor, pipeline and data parallelism: one world of four ranks over several layouts.
+
+What other files of decoding and generation compare on several ranks is here too: start-up is most of its cost.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +19,10 @@ from megatron_spec.decoding.engine import decode, two_best
 from megatron_spec.evaluation.validate import validate
 from megatron_spec.generation.prompts import read_prompts
 from megatron_spec.generation.synthesize import read_records, synthesize_to_file
-from tests.unit_tests.decoding import tiny_models
+from tests.unit_tests.decoding import test_every_algorithm, tiny_models
 from tests.unit_tests.decoding.tiny_models import CHAT_CONFIG, CONFIG
+from tests.unit_tests.generation import test_questions
+from tests.worlds import run_world
 
 LAYOUTS = {
     "tp2pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
@@ -76,6 +82,28 @@ def world_cases(
     return found
 
 
+def all_cases(layouts: tuple[Any, ...], algorithms: tuple[Any, ...], questions: tuple[Any, ...]) -> dict[str, Any]:
+    """The result of each test's function on this rank."""
+    return {
+        "layouts": world_cases(*layouts),
+        "algorithms": test_every_algorithm.parallel(*algorithms),
+        "questions": test_questions.generated(*questions),
+    }
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tiny: Any, chat: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """found: results of `all_cases` on each rank; algorithms_alone: the same cases in one process."""
+    folder = tmp_path_factory.mktemp("algorithms")
+    weights, alone = test_every_algorithm.prepare_parallel(folder)
+    layouts = (
+        str(tiny.folder), str(chat.folder), tiny_models.whole_weights(tiny.draft), tiny.draft_tokens, chat.stop_ids,
+    )  # fmt: skip
+    questions = (str(chat.folder), [{}, {"tensor_model_parallel_size": 2}])
+    found = run_world(4, all_cases, layouts, (str(folder), weights), questions)
+    return SimpleNamespace(found=found, algorithms_alone=alone)
+
+
 @pytest.fixture
 def found(four_ranks: Any) -> list[dict[str, Any]]:
     return [cases["layouts"] for cases in four_ranks.found]
@@ -109,3 +137,17 @@ def test_data_parallel_ranks_report_together(found: list[dict[str, Any]], chat: 
         assert report["base"]["tokens"] == expected.base.tokens
         assert run["acceptance"]["acceptance_length"] == expected.first.acceptance.acceptance_length
         assert run["acceptance"]["steps"] == expected.first.acceptance.steps
+
+
+def test_drafts_are_equal_on_all_ranks(four_ranks: Any) -> None:
+    for found in four_ranks.found:
+        assert len(found["algorithms"]) == len(test_every_algorithm.KINDS) + len(test_every_algorithm.STAGED)
+        for name, answers in found["algorithms"].items():
+            assert answers == four_ranks.algorithms_alone[name.split(",")[0]], name
+
+
+def test_every_layout_writes_the_same_conversations(four_ranks: Any, chat: Any) -> None:
+    one = test_questions.generated(str(chat.folder), [{}])[0]
+    assert len(one) == 6 and all(r["conversations"][0]["role"] == "user" for r in one)
+    for found in four_ranks.found:
+        assert found["questions"] == [one, one]

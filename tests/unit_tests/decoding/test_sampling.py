@@ -16,6 +16,9 @@ def test_sample_follows_the_softmax(tiny: Any) -> None:
     uniform = (torch.arange(draws) + 0.5) / draws  # stratified: frequencies are exact to 1 / draws
     ids = sampling.sample(logits.repeat(draws, 1), uniform, 0.7, group)
     expected = (logits / 0.7).softmax(0)
+    given = logits.repeat(2, 1)
+    sampling.sample(given, uniform[:2], 1.0, group)
+    assert torch.equal(given, logits.repeat(2, 1))  # it works in place, on a copy
     assert torch.allclose(torch.bincount(ids, minlength=6) / draws, expected, atol=2 / draws)
 
 

@@ -224,7 +224,7 @@ def attention_of_a_base(draft: EagleDraft, **more: torch.Tensor) -> dict[str, to
 
 
 @pytest.mark.parametrize("tokens", [5, 8192])
-def test_biases_of_the_base_are_added_through_the_embedding(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_base_biases_are_fitted_through_the_embedding(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft without biases starts with approximately the base's q, k and v for every fitted token."""
     monkeypatch.setattr(initial, "CONSTANT_TOKENS", tokens)
     config = eagle_config(init_from_base_layer=True, init_attention=True, initializer_range=1e-9)
@@ -245,7 +245,7 @@ def test_biases_of_the_base_are_added_through_the_embedding(tokens: int, monkeyp
     assert q.abs().max() < 1e-6  # this base has no bias there
 
 
-def test_a_draft_with_biases_takes_those_of_the_base() -> None:
+def test_draft_with_biases_copies_those_of_the_base() -> None:
     config = eagle_config(init_from_base_layer=True, init_attention=True, attention_bias=True)
     draft = EagleDraft(config, draft_vocab(config), Placement(distributed.initialize().tp))
     kv = config.num_key_value_heads * config.head_dim
@@ -257,7 +257,7 @@ def test_a_draft_with_biases_takes_those_of_the_base() -> None:
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_heads_that_the_base_norms(qk_norm: bool) -> None:
+def test_init_attention_from_a_base_with_qk_norm(qk_norm: bool) -> None:
     """The draft norms its heads too, or its projection has the norm's average scale."""
     config = eagle_config(init_from_base_layer=True, init_attention=True, qk_norm=qk_norm)
     draft = EagleDraft(config, draft_vocab(config), Placement(distributed.initialize().tp))

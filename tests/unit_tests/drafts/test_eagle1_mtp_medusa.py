@@ -151,6 +151,16 @@ def test_a_new_draft_depends_mostly_on_the_feature() -> None:
     assert torch.equal(found["layers.0.input_layernorm.weight"], base["input_layernorm.weight"])
 
 
+@pytest.mark.parametrize(("algorithm", "layer"), [("eagle1", "layers.0"), ("eagle-mtp", "layers.0")])
+def test_attention_may_start_from_the_base(algorithm: str, layer: str) -> None:
+    config = eagle_config(algorithm=algorithm, init_from_base_layer=True, init_attention=True, **SHARED_HEAD)
+    draft = build_draft(config, DraftVocab.full(VOCAB), distributed.initialize(), torch.float32)
+    found = dict(draft.named_parameters())
+    base = {f"self_attn.{x}_proj.weight": torch.rand(found[f"{layer}.self_attn.{x}_proj.weight"].shape) for x in "qkvo"}
+    draft.initialize(StandInEnds(16, torch.float32, vocab_size=VOCAB), base, seed=1)
+    assert all(torch.equal(found[f"{layer}.{name}"], value) for name, value in base.items())
+
+
 def test_noise() -> None:
     """Uniform in its range; a function of seed, tokens and position only; off without gradients and in eval mode."""
     batch = conversations()

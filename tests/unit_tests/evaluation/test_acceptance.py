@@ -43,7 +43,7 @@ def test_length_as_engines_count_it() -> None:
     assert acceptance_stats([answer((0, 0))]).engine_acceptance_length is None
 
 
-def test_nothing_drafted_is_not_a_full_acceptance() -> None:
+def test_steps_without_drafts_are_not_fully_accepted() -> None:
     stats = acceptance_stats([answer((0, 0), (2, 2))])
     assert stats.full_acceptance_share == 1.0 and stats.acceptance_length == 2.0
     assert acceptance_stats([answer((0, 2))]).conditional_acceptance_per_position == (0.0, None)
@@ -59,14 +59,14 @@ def test_steps_are_grouped_by_the_tokens_known_before_them() -> None:
     assert by_context([Generation()], [4], str) == {}
 
 
-def test_answers_without_steps_are_no_error() -> None:
+def test_answers_without_steps_are_allowed() -> None:
     stats = acceptance_stats([Generation()])
     assert stats.prompts == 1 and stats.steps == 0
     assert stats.acceptance_length is None and stats.acceptance_length_ci95 is None
     json.dumps(stats.to_dict())
 
 
-def test_interval_holds_the_mean_is_seeded_and_shrinks() -> None:
+def test_interval_contains_the_mean_is_seeded_and_shrinks() -> None:
     few = [answer(*[(i % 4, 3)] * 5) for i in range(8)]
     low, high = acceptance_stats(few, seed=1).acceptance_length_ci95 or (0, 0)
     assert 1 < low < 2.5 < high < 4
@@ -81,14 +81,14 @@ def test_interval_holds_the_mean_is_seeded_and_shrinks() -> None:
     assert many_high - many_low == pytest.approx(2 * 1.96 * 1.118 / 128**0.5, rel=0.1)
 
 
-def test_categories_are_apart() -> None:
+def test_categories_are_separate() -> None:
     found = by_category([LONG, SHORT, LONG], ["math", "code", "math"])
     assert list(found) == ["code", "math"]
     assert found["code"].acceptance_length == 1.0 and found["math"].acceptance_length == 3.0
     assert found["math"].prompts == 2
 
 
-def test_a_change_is_measured_on_the_same_prompts() -> None:
+def test_change_is_paired_by_prompt() -> None:
     """Prompts differ by far more than the two runs, which the paired interval removes."""
     generator = torch.Generator().manual_seed(0)
     steps = torch.randint(20, 40, (50,), generator=generator)
@@ -103,7 +103,7 @@ def test_a_change_is_measured_on_the_same_prompts() -> None:
     assert change_ci95(one, two) == pytest.approx((-high, -low))
 
 
-def test_a_change_equals_a_plain_loop() -> None:
+def test_change_equals_a_plain_loop() -> None:
     """The same draws, question by question: both lengths of a resample are of the same questions."""
     one, two = ([9, 4, 7, 30], [3, 4, 5, 11]), ([8, 6, 7, 21], [4, 4, 3, 9])
     generator, changes = torch.Generator().manual_seed(5), []
@@ -119,7 +119,7 @@ def test_a_change_equals_a_plain_loop() -> None:
     assert change_ci95(one, two, resamples=50, seed=5) == pytest.approx((quantile(0.025), quantile(0.975)))
 
 
-def test_a_change_of_answers_without_steps() -> None:
+def test_change_with_answers_without_steps() -> None:
     """Answers without steps in both runs are ignored; in one run, some resamples have no length, none is NaN."""
     one, two = ([9, 4], [3, 4]), ([8, 6], [4, 4])
     padded = [([*tokens, 0], [*steps, 0]) for tokens, steps in (one, two)]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_spec.config import BaseConfig, RopeConfig, UserError
-from megatron_spec.families import config_json, name_rules, parse_base_config, read_base_config
+from megatron_spec.families import config_json, parse_base_config, read_base_config
 from megatron_spec.families.megatron_args import config_from_args
 from megatron_spec.families.names import hf_shapes, join_shards, merge_qkv, read_shard, to_hf
+from megatron_spec.families.rules import name_rules
 
 RAW: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from megatron_spec.checkpoint.huggingface import HuggingFaceWeights
 from megatron_spec.config import UserError
-from megatron_spec.families import name_rules, parse_base_config, read_base_config
+from megatron_spec.families import parse_base_config, read_base_config
 from megatron_spec.families.names import Experts, NameRule, read_shard
+from megatron_spec.families.rules import name_rules
 from tests.unit_tests.families.families import MODELS, save
 
 FAMILIES = [name for name in MODELS if " " not in name]

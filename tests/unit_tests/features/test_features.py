@@ -189,7 +189,7 @@ def test_pipeline_ranks_own_every_other_micro_batch(found: list[dict[str, Any]])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_stored_choices_of_the_base_give_the_same_teacher(found: list[dict[str, Any]], layout: str) -> None:
+def test_stored_argmax_gives_the_same_teacher(found: list[dict[str, Any]], layout: str) -> None:
     for rank in found:
         assert rank[layout]["same teacher"] == [True] * (4 if layout == "pp2" else 8)
 
@@ -218,7 +218,7 @@ class Recorded:
     (2, 0, [[0, 1, 2, 3, 4, 5]]),
     (2, 2, [[0, 1, 2, 3], [4, 5]]),
 ])  # fmt: skip
-def test_groups_cross_steps_and_run_when_they_are_needed(pp_size: int, ahead: int, expected: list[list[int]]) -> None:
+def test_groups_span_steps_and_run_lazily(pp_size: int, ahead: int, expected: list[list[int]]) -> None:
     from megatron_spec.features.ahead import FeaturesAhead
 
     source = Recorded(pp_size)
@@ -236,7 +236,7 @@ def test_groups_cross_steps_and_run_when_they_are_needed(pp_size: int, ahead: in
         stream.step()
 
 
-def test_a_reader_stays_within_its_bound() -> None:
+def test_reader_keeps_its_bound() -> None:
     from megatron_spec.features.ahead import FeaturesAhead
 
     source = Recorded(1, in_background=True)
@@ -248,14 +248,14 @@ def test_a_reader_stays_within_its_bound() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 3])
-def test_pipeline_ranks_own_equally_many(size: int) -> None:
+def test_pipeline_ranks_need_equally_many_micro_batches(size: int) -> None:
     from megatron_spec.features.ahead import FeaturesAhead
 
     with pytest.raises(UserError, match=f"found {size} micro-batches"):
         FeaturesAhead(Recorded(2), [list(range(size))], 2).step()  # type: ignore[arg-type, list-item]
 
 
-def test_disk_must_hold_what_is_missing_only(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_missing_shards_need_disk_space(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
     from megatron_spec.commands import features as chain
@@ -276,13 +276,13 @@ def test_disk_must_hold_what_is_missing_only(store: Path, tmp_path: Path, monkey
     chain.check_disk(str(store), manifest(), Samples())
 
 
-def test_extraction_continues_where_it_stopped(found: list[dict[str, Any]]) -> None:
+def test_extraction_resumes(found: list[dict[str, Any]]) -> None:
     assert [rank["pp2"]["written"] for rank in found] == [[3, 1], [3, 1]]
     assert [rank["dp2"]["written"] for rank in found] == [[3, 0], [3, 0]]
     assert "base_fingerprint" in found[0]["dp2"]["other base"] and "base_fingerprint" in found[1]["dp2"]["other base"]
 
 
-def test_layouts_write_the_same(found: list[dict[str, Any]], root: Path) -> None:
+def test_layouts_write_equal_stores(found: list[dict[str, Any]], root: Path) -> None:
     assert found
     stores = [FeatureStore(root / layout) for layout in LAYOUTS]
     for i, sample in enumerate(Samples().samples):
@@ -307,7 +307,7 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def test_store_reads_back_as_a_dataset(store: Path) -> None:
+def test_store_is_a_dataset(store: Path) -> None:
     dataset, read = Samples(), FeatureStore(store)
     assert len(read) == 7 and read.seq_length == 16
     assert all(torch.equal(read[i].tokens, dataset[i].tokens) for i in range(7))
@@ -331,7 +331,7 @@ def test_store_reads_back_as_a_dataset(store: Path) -> None:
         ({"template_hash": "u"}, "template_hash"),
     ],
 )
-def test_store_of_something_else_is_refused(store: Path, expected: dict[str, Any], message: str) -> None:
+def test_mismatched_store_is_refused(store: Path, expected: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         FeatureStore(store, expected)
     raw = json.loads((store / "manifest.json").read_text())
@@ -353,7 +353,7 @@ def test_incomplete_and_damaged_stores_are_refused(store: Path) -> None:
         FeatureWriter(store, manifest(dtype="bfloat16"))
 
 
-def test_rows_that_are_not_the_stored_sample_are_refused(store: Path) -> None:
+def test_rows_that_differ_from_the_stored_sample_are_refused(store: Path) -> None:
     from types import SimpleNamespace
 
     from megatron_spec.data.packing import build_batch

@@ -13,7 +13,7 @@ from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.conversations import parse_conversation
 from megatron_spec.generation.answers import answer_message
 from megatron_spec.generation.prompts import Dialogue, Prompt
-from megatron_spec.generation.synthesize import _record
+from megatron_spec.generation.synthesize import _records
 from tests.unit_tests.data import chat_fixtures as chats
 
 OSS = (Path(__file__).parents[1] / "data" / "templates" / "gpt_oss.jinja").read_text(encoding="utf-8").rstrip("\n")
@@ -43,7 +43,7 @@ def hold(encoder: ChatEncoder, answers: list[str], greeting: bool = False) -> tu
         assert dialogue.ask(encoder, 10**6) is not None
         stopped = answer.endswith(("<eos>", "<|end|>", "<|return|>"))
         dialogue.take(encoder.tokenizer(answer, add_special_tokens=False)["input_ids"], stopped, encoder.tokenizer)
-    return dialogue, json.loads(json.dumps(_record(dialogue, encoder)))
+    return dialogue, json.loads(json.dumps(_records([dialogue], encoder)[0]))
 
 
 CASES = {
@@ -73,7 +73,7 @@ def test_training_tokens_equal_the_dialogue(case: str, greeting: bool) -> None:
         dialogue = Dialogue(Prompt("p", "none", QUESTIONS[:1]))
         dialogue.ask(encoder, 10**6)
         dialogue.take(real("aé", add_special_tokens=False)["input_ids"][:-1], False, real)
-        line = json.loads(json.dumps(_record(dialogue, encoder)))
+        line = json.loads(json.dumps(_records([dialogue], encoder)[0]))
     else:
         dialogue, line = hold(encoder, answers, greeting)
     if not greeting:

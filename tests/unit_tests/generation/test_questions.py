@@ -83,13 +83,6 @@ def generated(folder: str, layouts: list) -> list:
     return found
 
 
-def test_every_layout_writes_the_same_conversations(four_ranks, chat):
-    one = generated(str(chat.folder), [{}])[0]
-    assert len(one) == 6 and all(r["conversations"][0]["role"] == "user" for r in one)
-    for found in four_ranks.found:
-        assert found["questions"] == [one, one]
-
-
 def test_other_settings_are_refused_before_any_weight_is_read(chat, tmp_path, monkeypatch):
     from megatron_spec.commands import decode
 

@@ -93,12 +93,12 @@ def test_killed_run_resumes(
     real = module._record
     count = 0
 
-    def dies_at_the_fourth(dialogue: Any, encoder: Any) -> dict[str, Any]:
+    def dies_at_the_fourth(*args: Any) -> dict[str, Any]:
         nonlocal count
         count += 1
         if count == 4:
             raise KeyboardInterrupt
-        return real(dialogue, encoder)
+        return real(*args)
 
     monkeypatch.setattr(module, "_record", dies_at_the_fourth)
     with pytest.raises(KeyboardInterrupt):

@@ -18,6 +18,7 @@ from megatron_spec.config import (
     ParallelConfig,
     QuantConfig,
     UserError,
+    presets,
 )
 from megatron_spec.config.machine import H100, Machine
 from megatron_spec.ops import backend, plain
@@ -33,6 +34,7 @@ DRAFT = EagleConfig(
     algorithm="eagle3", hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     vocab_size=96, draft_vocab_size=48, target_hidden_size=64, max_position_embeddings=64, capture_layer_ids=(0, 1, 2),
 )  # fmt: skip
+MOE = MoeConfig(num_experts=8, experts_per_token=2, intermediate_size=48)
 GPU = Setting(H100, "bfloat16", base=BASE, draft=DRAFT, objective=ObjectiveConfig())
 FP8 = ("base_fp8", "draft_fp8")
 
@@ -40,7 +42,8 @@ FP8 = ("base_fp8", "draft_fp8")
 def test_an_h100_runs_all_paths() -> None:
     paths = Paths(replace(GPU, wanted=FP8))
     paths.check()
-    block = {"block_kernel": "the draft is not a block draft", "grouped_experts": "the base has no experts"}
+    block = dict.fromkeys(("draft_layer", "block_kernel"), "the draft is not a block draft")
+    block["grouped_experts"] = "the base has no experts"
     assert paths.blocked == block and set(paths.to_dict().values()) == {"on", *block.values()}
     opt_in = {"base_fp8": "not requested (--base-fp8)", "draft_fp8": "not requested (--draft-fp8)"}
     assert Paths(GPU).blocked == opt_in | block
@@ -67,6 +70,7 @@ def test_an_h100_runs_all_paths() -> None:
         ("base_fp8", {"base": BASE.replace(intermediate_size=100)}, "multiples of 16"),
         ("base_fp8", {"quant": QuantConfig(draft="none")}, "the base is fake-quantised"),
         ("base_fp8", {"transformer_engine": True}, "transformer_engine"),
+        ("base_fp8", {"base": BASE.replace(moe=MOE)}, "experts"),
     ],
 )  # fmt: skip
 def test_requested_paths_are_refused_with_the_reason(name: str, changes: dict[str, Any], reason: str) -> None:
@@ -80,6 +84,22 @@ def test_objective_can_be_added_later() -> None:
     under = paths.under(ObjectiveConfig(loss="tv", detach=True))
     assert not under.on("draft_fused") and under.blocked["loss_kernel"] == "the loss is tv, not soft_ce or kl"
     assert paths.under(ObjectiveConfig(loss="tv", detach=True)) is under
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"dtype": "float32"}, "float32, not in half precision"),
+        ({"quant": QuantConfig(base="none")}, "the draft is fake-quantised"),
+        ({"parallel": ParallelConfig(tensor_model_parallel_size=4)}, "fewer key/value heads"),
+        ({"plain": True}, "--plain"),
+    ],
+)
+def test_layers_of_block_drafts(changes: dict[str, Any], reason: str | None) -> None:
+    draft = presets.block_config(BASE, "dflash", {"mask_token_id": 1})
+    paths = Paths(replace(GPU, draft=draft, **changes))
+    assert paths.on("draft_layer") is (reason is None) and (reason or "") in paths.to_dict()["draft_layer"]
 
 
 @pytest.mark.parametrize(
@@ -165,6 +185,7 @@ def test_only_paths_depend_on_the_machine() -> None:
     ],
 )
 def test_when_experts_are_not_grouped(changes: dict[str, Any], reason: str) -> None:
-    base = BASE.replace(hidden_size=64, moe=MoeConfig(num_experts=8, experts_per_token=2, intermediate_size=48))
-    assert Paths(replace(GPU, base=base)).on("grouped_experts")
-    assert re.search(reason, Paths(replace(GPU, base=base, **changes)).blocked["grouped_experts"])
+    base = BASE.replace(moe=MOE)
+    assert {"grouped_experts", "base_direct", "cuda_graphs"} & Paths(replace(GPU, base=base)).blocked.keys() == set()
+    blocked = Paths(replace(GPU, base=base, **changes)).blocked
+    assert re.search(reason, blocked["grouped_experts"]) and "cuda_graphs" in blocked

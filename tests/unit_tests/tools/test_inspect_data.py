@@ -25,7 +25,7 @@ def run(folder, data, *more):
     inspect_data.inspect_data(inspect_data.make_parser().parse_args(flags))
 
 
-def test_figures_are_those_of_the_data(folder, capsys):
+def test_figures_match_the_data(folder, capsys):
     data = write_lines(folder / "d.jsonl", TALKS)
     run(folder, data, "--json")
     found = json.loads(capsys.readouterr().out)
@@ -38,7 +38,7 @@ def test_figures_are_those_of_the_data(folder, capsys):
     assert (found["packed_rows"], found["packed_fill"]) == (2, pytest.approx((first + 100) / 200))
 
 
-def test_samples_are_coloured_where_the_assistant_speaks(folder, capsys, monkeypatch):
+def test_assistant_text_is_coloured(folder, capsys, monkeypatch):
     data = write_lines(folder / "d.jsonl", TALKS)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")
@@ -50,13 +50,13 @@ def test_samples_are_coloured_where_the_assistant_speaks(folder, capsys, monkeyp
     assert "supervised share" in said and "rows with --packing" in said
 
 
-def test_in_a_file_brackets_show_what_is_supervised(folder, capsys, monkeypatch):
+def test_supervised_text_is_bracketed_in_files(folder, capsys, monkeypatch):
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     run(folder, write_lines(folder / "d.jsonl", TALKS), "--samples", "1")
     assert "\u27e6yo<|end|>\u27e7" in capsys.readouterr().out
 
 
-def test_a_useless_mask_is_refused_with_its_line(folder):
+def test_useless_mask_is_refused_with_its_line(folder):
     everything = "{% generation %}{% for m in messages %}{{ m['content'] }}{% endfor %}{% endgeneration %}"
     make_tokenizer(everything).save_pretrained(folder / "tokenizer")
     data = write_lines(folder / "d.jsonl", TALKS)

@@ -10,7 +10,7 @@ from megatron_spec.training.loop import StopSignal
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_is_remembered_and_handlers_come_back(number: signal.Signals) -> None:
+def test_signal_is_recorded_and_handlers_are_restored(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopSignal() as stop:
         assert not stop.received
@@ -19,14 +19,14 @@ def test_a_signal_is_remembered_and_handlers_come_back(number: signal.Signals) -
     assert signal.getsignal(number) is before
 
 
-def test_a_second_ctrl_c_ends_at_once() -> None:
+def test_second_ctrl_c_ends_at_once() -> None:
     with pytest.raises(KeyboardInterrupt), StopSignal(launcher_repeats=0.0) as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.received
         signal.raise_signal(signal.SIGINT)
 
 
-def test_the_same_ctrl_c_passed_on_by_a_launcher_is_one() -> None:
+def test_ctrl_c_forwarded_by_a_launcher_counts_once() -> None:
     with StopSignal(launcher_repeats=3600.0) as stop:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
