@@ -41,11 +41,11 @@ from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.decoding import sampling
 from megatron_spec.decoding.cache import Moves
 from megatron_spec.decoding.costs import Costs, NoCosts
-from megatron_spec.decoding.drafters import Drafter, Observation, build_drafter
+from megatron_spec.decoding.drafters import Observation
 from megatron_spec.decoding.drafters.lookup import SuffixAutomaton, replaced
-from megatron_spec.decoding.replay import Recorder, Replays, key_step, mapped, padded_rows, recorder_for
-from megatron_spec.decoding.rows import Outcomes, Rows, read_outcomes
-from megatron_spec.decoding.step import DeviceSteps
+from megatron_spec.decoding.replay import key_step, mapped, padded_rows
+from megatron_spec.decoding.rows import Outcomes, read_outcomes
+from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.decoding.verify import Drafted
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.runtime.platform import to_host
@@ -105,7 +105,7 @@ def decode(
     progress: Callable[[int, int], None] | None = None,
     seeds: Sequence[int] | None = None,
     costs: Costs | None = None,
-    recorder: Recorder | None = None,
+    session: DecodeSession | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> list[Generation]:
     """Answer every prompt; results in the order of the prompts. Collective over the model parallel ranks.
@@ -117,14 +117,14 @@ def decode(
         progress: called with (finished answers, all answers) after every answer.
         seeds: one per prompt, for temperature > 0; default: config.seed + the prompt's index.
         costs: collects the time of each phase.
-        recorder: records CUDA graphs; default: used if they are available, unless config.cuda_graphs is off.
+        session: keeps caches and CUDA graphs for other calls that are given it.
         stop: called before every step; True, on all model parallel ranks alike, ends decoding; finished answers count.
 
     Raises:
         UserError: an empty or too long prompt, or a base under sequence parallelism.
     """
     answers: dict[int, Generation] = {}
-    for index, generation in decode_stream(base, prompts, config, stop_ids, draft, seeds, costs, recorder, stop):
+    for index, generation in decode_stream(base, prompts, config, stop_ids, draft, seeds, costs, session, stop):
         answers[index] = generation
         if progress:
             progress(len(answers), len(prompts))
@@ -139,11 +139,11 @@ def decode_stream(
     draft: Any = None,
     seeds: Sequence[int] | None = None,
     costs: Costs | None = None,
-    recorder: Recorder | None = None,
+    session: DecodeSession | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Iterator[tuple[int, Generation]]:
     """`decode`, yielding (index of the prompt, answer) as answers finish."""
-    for ended in decode_batches(base, prompts, config, stop_ids, draft, seeds, costs, recorder, stop):
+    for ended in decode_batches(base, prompts, config, stop_ids, draft, seeds, costs, session, stop):
         yield from ended
 
 
@@ -156,7 +156,7 @@ def decode_batches(
     draft: Any = None,
     seeds: Sequence[int] | None = None,
     costs: Costs | None = None,
-    recorder: Recorder | None = None,
+    session: DecodeSession | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Iterator[list[tuple[int, Generation]]]:
     """`decode_stream`, yielding together the answers that ended in one step.
@@ -164,14 +164,12 @@ def decode_batches(
     On a GPU the next step is running by then: work on the answers costs no time while it is shorter than a step.
     """
     _check(base, prompts)
-    drafter, stop_ids = build_drafter(draft, base, config), set(stop_ids)
     seeds = seeds if seeds is not None else [config.seed + i for i in range(len(prompts))]
-    if recorder is None and config.cuda_graphs:
-        recorder = recorder_for(base)
-    for group in _groups(prompts):
-        replays = Replays(recorder)
-        engine = _Engine(base, prompts, group, config, stop_ids, drafter, seeds, costs or NoCosts(), replays)
-        yield from engine.run(stop or (lambda: False))
+    with (session or DecodeSession()).call(base, draft, config, set(stop_ids)) as own:
+        for group in _groups(prompts):
+            engine = _Engine(base, prompts, group, config, seeds, costs or NoCosts(), own)
+            yield from engine.run(stop or (lambda: False))
+            del engine  # the next group may need the memory of its caches
 
 
 def _groups(prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
@@ -230,14 +228,14 @@ class _Sequence:
 
 
 class _Engine:
-    """Host side of one `decode` call: rows 0..running-1 of every tensor are in use."""
+    """Host side of one group of prompts: rows 0..running-1 of every tensor are in use."""
 
     def __init__(
         self, base: FrozenBase, prompts: Sequence[Sequence[int]], group: list[int], config: DecodeConfig,
-        stop_ids: set[int], drafter: Drafter | None, seeds: Sequence[int], costs: Costs, replays: Replays,
+        seeds: Sequence[int], costs: Costs, session: DecodeSession,
     ) -> None:  # fmt: skip
-        self.base, self.prompts, self.config, self.drafter, self.seeds = base, prompts, config, drafter, seeds
-        self.costs, self.replays = costs, replays
+        self.base, self.prompts, self.config, self.seeds, self.costs = base, prompts, config, seeds, costs
+        self.drafter = drafter = session.drafter
         self.waiting = group  # longest first, so that the prompts of a batch have similar lengths
         self.running: list[_Sequence] = []  # one per row in use
         self.requeued: dict[int, Generation] = {}  # unfinished answers that wait for another prefill
@@ -250,12 +248,9 @@ class _Engine:
         self.nodes = max(drafter.max_nodes(self.draft_len), self.draft_len) if drafter else 0
         longest = max(self._limit(i) for i in group) + self.nodes + 1
         self.key_step = key_step(longest)
-        longest = self._key_slots(longest)
-        self.cache = base.new_cache(count, longest)
-        if drafter:
-            drafter.open(count, longest)
-        self.rows = Rows(count, longest + 1, config, stop_ids, base.world.device)
-        self.device = DeviceSteps(base, config, self.rows, self.cache, drafter)
+        buffers = session.buffers(count, self._key_slots(longest))
+        self.cache, self.rows, self.device = buffers.cache, buffers.rows, buffers.steps
+        self.replays = buffers.replays
 
     def _limit(self, i: int) -> int:
         return min(len(self.prompts[i]) + self.config.max_new_tokens, self.base.config.max_position_embeddings)
@@ -370,7 +365,8 @@ class _Engine:
 
         def settle() -> None:
             """Read what was emitted."""
-            outcomes = read_outcomes(table())
+            with self.costs.phase("read"):
+                outcomes = read_outcomes(table())
             if self.drafter and not replayed:
                 self._observe(step.seen, 1 + int(outcomes.accepted.max()))
             self._update(0, outcomes, verified=self.drafter is not None)
