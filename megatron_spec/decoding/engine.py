@@ -304,7 +304,14 @@ class _Engine:
             automaton = self._automaton(i)
             generation = self.requeued.pop(i) if i in self.requeued else Generation()
             self.running.append(_Sequence(i, generation, automaton))
-        return lambda: self._update(first, read_outcomes(table()), verified=False)
+
+        def settle() -> None:
+            """Read the first tokens."""
+            with self.costs.phase("read"):
+                outcomes = read_outcomes(table())
+            self._update(first, outcomes, verified=False)
+
+        return settle
 
     def _automaton(self, i: int) -> SuffixAutomaton | None:
         lookup = self.drafter is not None and self.config.sa_threshold is not None

@@ -169,7 +169,7 @@ def test_costs_per_phase(tiny: Any) -> None:
         "prefill": 1,
         "draft": 6,
         "base": 6,
-        "read": 6,
+        "read": 7,
         "observe": 6,
     }
     assert all(costs.typical(k) > 0 for k in costs.seconds) and costs.typical("no") == 0 and len(found.tokens) == 25
