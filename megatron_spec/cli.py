@@ -324,8 +324,10 @@ def run(
         log.info(note)
     try:
         if parser.run_class is not None:  # a script that computes with megatron-core
+            from megatron_spec.runtime import late_compile
             from megatron_spec.runtime.optional import check_optional_packages
 
+            late_compile.install()
             check_optional_packages()
         code = main(args)
     except UserError as e:

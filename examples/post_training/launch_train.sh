@@ -50,7 +50,7 @@ done
 [ -n "$model" ] && [ -n "$output" ] || { usage >&2; fail "--model and --output_dir are needed"; }
 [ -n "$data$offline" ] || fail "give --data or --offline-data"
 if [ -n "$data" ] && [ -n "$offline" ]; then
-  echo "--offline-data holds its conversations: --data $data is not read" >&2
+  echo "--offline-data includes its conversations: --data $data is not read" >&2
   data=""
 fi
 draft_flags "$algorithm" "$eagle"
@@ -67,7 +67,7 @@ number --eval_interval "${eval_interval:-200}"
 [ -z "$eagle" ] || [ -f "$eagle" ] || fail "--eagle_config $eagle: no such file"
 [ -z "$vocab" ] || [ -e "$vocab" ] || fail "--draft_vocab $vocab: no such folder"
 [ -z "$data" ] || [ -f "$data" ] || fail "--data $data: no such file"
-[ -z "$offline" ] || [ -f "$offline/manifest.json" ] || fail "--offline-data $offline holds no features (manifest.json is missing)"
+[ -z "$offline" ] || [ -f "$offline/manifest.json" ] || fail "--offline-data $offline has no features (manifest.json is missing)"
 
 if [ -z "$eval" ] && [ -n "$data" ]; then
   if [ -f "$root/runs/mt_bench.jsonl" ]; then eval=$root/runs/mt_bench.jsonl

@@ -24,6 +24,7 @@ from megatron_spec.batch import Batch
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.families.names import padded_vocab
 from megatron_spec.families.transformer_config import transformer_config
+from megatron_spec.ops import backend
 from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
 from megatron_spec.ops.visibility import KVCache, Visibility
 from megatron_spec.planning import layouts
@@ -79,9 +80,7 @@ class FrozenBase(CoreStage):
             attention.cache_layer = index
         name = str(dtype).removeprefix("torch.")
         self.paths = paths or Paths(Setting(platform.machine(), name, world.parallel, config))
-        for module in self.modules():
-            if isinstance(module, LocalExperts):
-                module.grouped = self.paths.on("grouped_experts")
+        self._group_experts()
         self.direct = self._direct_forward()
         self.requires_grad_(False)
         self.eval()
@@ -157,6 +156,14 @@ class FrozenBase(CoreStage):
         base = cls(config, world, core_model(model), stages, next(model.parameters()).dtype)
         base.share_ends()
         return base
+
+    def _group_experts(self) -> None:
+        if not self.paths.on("grouped_experts"):
+            return
+        kind = self.paths.kernels("grouped_experts")
+        for module in self.modules():
+            if isinstance(module, LocalExperts):
+                module.grouped, module.kernels = True, None if kind == "none" else backend.load(kind)
 
     def _direct_forward(self) -> DirectForward | None:
         fused = any("layer_norm_weight" in name for name in self.core.weights())

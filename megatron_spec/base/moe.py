@@ -107,33 +107,42 @@ class LocalExperts(nn.Module):
 
     Attributes:
         grouped: one product for all experts (the path `grouped_experts`), unless a module has hooks (quantisers).
+        kernels: operators (`ops.backend.load`) for the activation, with `grouped`; None: torch's operations.
     """
 
     def __init__(self, config: TransformerConfig, moe: MoeConfig, groups: Any, experts: Experts) -> None:
         super().__init__()
         self.here, self.num_experts, self.grouped = experts, moe.num_experts, False
+        self.kernels: Any = None
         self.local_experts = nn.ModuleList(
             Expert(config, moe.intermediate_size, groups, moe) for _ in range(experts.count)
         )
+        self._linears = {n: [getattr(e, n) for e in self.local_experts] for n in ("linear_fc1", "linear_fc2")}
         self._stacked: dict[str, Tensor] = {}
 
-    def _linears(self, name: str) -> list[Any]:
-        return [getattr(expert, name) for expert in self.local_experts]
-
     def _untouched(self) -> bool:
-        return not any(
-            m._forward_pre_hooks or m._forward_hooks for n in ("linear_fc1", "linear_fc2") for m in self._linears(n)
-        )
+        return not any(m._forward_pre_hooks or m._forward_hooks for ms in self._linears.values() for m in ms)
 
     def _matrices(self, linear: str, kind: str = "weight") -> Tensor:
-        """A parameter of all experts as one tensor, of which the parameters become parts; once."""
-        name, parameters = f"{linear}.{kind}", [getattr(m, kind) for m in self._linears(linear)]
+        """A parameter of all experts as one tensor, of which the parameters become parts; once.
+
+        Called for every layer of every forward, so it goes around `nn.Module.__getattr__`.
+        """
+        name, parameters = f"{linear}.{kind}", [m._parameters[kind] for m in self._linears[linear]]
         whole = self._stacked.get(name)
-        if whole is None or any(p.data_ptr() != part.data_ptr() for p, part in zip(parameters, whole, strict=True)):
-            whole = self._stacked[name] = torch.stack([p.data for p in parameters])
-            for parameter, part in zip(parameters, whole, strict=True):
-                parameter.data = part
+        if whole is not None:
+            start, step = whole.data_ptr(), whole.stride(0) * whole.element_size()
+            if all(p.data_ptr() == start + i * step for i, p in enumerate(parameters)):
+                return whole
+        whole = self._stacked[name] = torch.stack([p.data for p in parameters])
+        for parameter, part in zip(parameters, whole, strict=True):
+            parameter.data = part
         return whole
+
+    def _gated(self, rows_RM: Tensor) -> Tensor:
+        out = rows_RM.new_empty(len(rows_RM), rows_RM.shape[1] // 2)
+        self.kernels.gated_forward(rows_RM, out)
+        return out
 
     def _by_groups(self, x_RH: Tensor, weights_P: Tensor, chosen_RK: Tensor) -> Tensor:
         expert: Any = self.local_experts[0]
@@ -142,7 +151,9 @@ class LocalExperts(nn.Module):
             leave = self._matrices("linear_fc2", "bias") if expert.first else None
             biases = (self._matrices("linear_fc1", "bias"), leave)
         matrices = (self._matrices("linear_fc1"), self._matrices("linear_fc2"))
-        return mixed_by_groups(x_RH, weights_P, chosen_RK, self.here.first, *matrices, expert.gated, biases)
+        gated = expert.gated if expert.clamp or self.kernels is None else self._gated
+        complete = len(self.local_experts) == self.num_experts
+        return mixed_by_groups(x_RH, weights_P, chosen_RK, self.here.first, *matrices, gated, biases, complete)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> Any:
         """Layout in a distributed checkpoint: that of megatron-core's SequentialMLP, all experts in one tensor."""

@@ -139,12 +139,15 @@ class DFlashDraft(Draft):
         out: Tensor = self.norm(state_PCH)
         return out
 
-    def run_fused_layers(self, state_PCH: Tensor, fused: FusedLayer, attention: Attention) -> Tensor:
-        """`run_layers` in fused parts."""
-        delta_PCH = None
+    def run_fused_layers(
+        self, state: Tensor, fused: FusedLayer, attention: Attention, rows_N: Tensor | None = None
+    ) -> Tensor:
+        """`run_layers` in fused parts: [P, C, H], or [N, H] of the slots `rows_N`, to which the last layer keeps after
+        its attention."""
+        delta, last = None, len(self.layers) - 1
         for i, layer in enumerate(self.decoder_layers):
-            state_PCH, delta_PCH = layer.fused(state_PCH, delta_PCH, fused, attention, i)
-        return fused.norm(self.norm, state_PCH, delta_PCH)[1]
+            state, delta = layer.fused(state, delta, fused, attention, i, rows_N if i == last else None)
+        return fused.norm(self.norm, state, delta)[1]
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """An empty cache for decoding: keys and values of context and block, this rank's heads of every layer."""
@@ -163,8 +166,8 @@ class DFlashDraft(Draft):
         logits = normed_SBH @ self.teacher_head(ends).draft_rows().t()
         return pad_logits(logits, len(self.vocab), self.tp_group)
 
-    def states(self, features: Features, plan: BlockPlan, ends: BaseEnds) -> Tensor:
-        """[P * C, H] normed states of every slot of a micro-batch."""
+    def states(self, features: Features, plan: BlockPlan, ends: BaseEnds, rows_N: Tensor | None = None) -> Tensor:
+        """[P * C, H] normed states of every slot of a micro-batch, or [N, H] of the (distinct) slots `rows_N`."""
         batch, triton = features.batch, self.paths.on("block_kernel")
         positions_BS = batch.local(batch.positions_BS)
         fused = self.fused_layer(positions_BS)
@@ -185,9 +188,11 @@ class DFlashDraft(Draft):
         state_PCH = self.block_embedding(plan.tokens_P, ends)
         if fused is None:
             rotation = self.block_rotation(plan.positions_P, state_PCH)
-            return self.run_layers(state_PCH, rotation, attention).flatten(0, 1)
+            states = self.run_layers(state_PCH, rotation, attention).flatten(0, 1)
+            return states if rows_N is None else pick_rows(states, rows_N)
         blocks = replace(fused, tables=self.tables(self.slot_positions(plan.positions_P)))
-        return self.run_fused_layers(state_PCH, blocks, attention).flatten(0, 1)
+        states = self.run_fused_layers(state_PCH, blocks, attention, rows_N)
+        return states.flatten(0, 1) if rows_N is None else states
 
     def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
         """Losses of the blocks drawn for this step.
@@ -201,7 +206,7 @@ class DFlashDraft(Draft):
         plan = BlockPlan.of(features.batch, config, objective.anchors)
         head = self.teacher_head(ends)
         teacher = teach(features, plan.supervision, head, objective.temperature, group, self.sequence_parallel)
-        states_NH = pick_rows(self.states(features, plan, ends), torch.cat(plan.supervision.rows))
+        states_NH = self.states(features, plan, ends, torch.cat(plan.supervision.rows))
         inputs = self.block_head(states_NH, head.draft_rows(), plan)
         return block_losses(inputs, plan, teacher, objective, group, self.paths)
 

@@ -21,6 +21,7 @@ from megatron_spec.drafts.latent import LatentAttention
 from megatron_spec.drafts.linear import ColumnLinear, Placement, RMSNorm, RowLinear, copy_to_ranks, enter
 from megatron_spec.ops.fused_layer import FusedLayer
 from megatron_spec.ops.rope import apply_rotary
+from megatron_spec.ops.rows import pick_rows
 
 LayerConfig = EagleConfig | BlockConfig
 Rotation = tuple[Tensor, Tensor]
@@ -120,14 +121,18 @@ class SelfAttention(nn.Module):
         _, k, v = fused.heads(projected, 0, self.num_kv_heads, (weight, weight), self.k_norm.eps)
         return k, v
 
-    def fused(self, x_SBH: Tensor, fused: FusedLayer, attention: Attention, layer: int) -> Tensor:
-        """`forward` in fused parts."""
+    def fused(
+        self, x_SBH: Tensor, fused: FusedLayer, attention: Attention, layer: int, rows_N: Tensor | None = None
+    ) -> Tensor:
+        """`forward` in fused parts; with `rows_N`, only these rows (s * B + b) of the output: [N, H]."""
         x = enter(x_SBH, self.group, self.sequence_parallel)
         projected = fused.products(x, self.q_proj, self.k_proj, self.v_proj)
         norms = (self.q_norm.own_weight(), self.k_norm.own_weight())
         heads = projected.shape[-1] // self.head_dim - 2 * self.num_kv_heads
         qkv = fused.heads(projected, heads, self.num_kv_heads, norms, self.k_norm.eps)
-        return self.o_proj.reduced(fused.products(attention(layer, *qkv), self.o_proj))
+        out = attention(layer, *qkv)
+        out = out if rows_N is None else pick_rows(out.flatten(0, 1), rows_N)
+        return self.o_proj.reduced(fused.products(out, self.o_proj))
 
 
 class GatedMLP(nn.Module):
@@ -199,13 +204,21 @@ class DraftLayer(nn.Module):
         return hidden_SBH + self.mlp(self.post_attention_layernorm(hidden_SBH))
 
     def fused(
-        self, hidden_SBH: Tensor, delta_SBH: Tensor | None, fused: FusedLayer, attention: Attention, layer: int
+        self,
+        hidden_SBH: Tensor,
+        delta_SBH: Tensor | None,
+        fused: FusedLayer,
+        attention: Attention,
+        layer: int,
+        rows_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`forward` in fused parts, of hidden + delta. The next norm adds what is returned: (hidden, delta).
+        """`forward` in fused parts, of hidden + delta. The next norm adds what is returned: (hidden, delta), both
+        [S, B, H], or [N, H] of the rows (s * B + b) `rows_N`.
 
         For layers with `input_norm`, norms of heads and a gated MLP that do not read the embedding.
         """
         hidden_SBH, x = fused.norm(self.input_layernorm, hidden_SBH, delta_SBH)
-        delta_SBH = self.self_attn.fused(x, fused, attention, layer)
-        hidden_SBH, x = fused.norm(self.post_attention_layernorm, hidden_SBH, delta_SBH)
-        return hidden_SBH, self.mlp.fused(x, fused)
+        delta = self.self_attn.fused(x, fused, attention, layer, rows_N)
+        kept = hidden_SBH if rows_N is None else pick_rows(hidden_SBH.flatten(0, 1), rows_N)
+        kept, x = fused.norm(self.post_attention_layernorm, kept, delta)
+        return kept, self.mlp.fused(x, fused)

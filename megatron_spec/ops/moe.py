@@ -75,6 +75,7 @@ def mixed_by_groups(
     leave_EHM: Tensor,
     gated: Callable[[Tensor], Tensor],
     biases: tuple[Tensor, Tensor | None] | None = None,
+    complete: bool = False,
 ) -> Tensor:
     """[R, H] the same as `mixed`, with two products for all experts and no synchronisation with the device.
 
@@ -82,6 +83,7 @@ def mixed_by_groups(
         enter_EMH, leave_EHM: matrices of this rank's experts, those from `first` on; M as `gated` takes and returns it.
         gated: activation of the rows of any expert.
         biases: [E, M] and [E, H] (None: left to another rank); None: the experts have none.
+        complete: these are all experts that a token may choose.
     """
     R, K = chosen_RK.shape
     count = len(enter_EMH)
@@ -90,12 +92,14 @@ def mixed_by_groups(
     index_P = torch.where((index_P >= 0) & (index_P < count), index_P, count)
     sorted_P, order_P = index_P.sort(stable=True)
     ends_E = torch.searchsorted(sorted_P, torch.arange(1, count + 1, device=x_RH.device)).int()
-    own_P1, expert_P = sorted_P[:, None] < count, sorted_P.clamp(max=count - 1)
+    expert_P = sorted_P.clamp(max=count - 1) if biases is not None else sorted_P
     rows_PM = F.grouped_mm(x_RH[order_P // K], enter_EMH.transpose(1, 2), offs=ends_E)
     if biases is not None:
         rows_PM = rows_PM + biases[0][expert_P]
     rows_PH = F.grouped_mm(gated(rows_PM), leave_EHM.transpose(1, 2), offs=ends_E)
     if biases is not None and biases[1] is not None:
         rows_PH = rows_PH + biases[1][expert_P]
-    weighted_PH = torch.where(own_P1, rows_PH * weights_P[order_P, None], 0)  # rows of no group are not written
-    return torch.empty_like(weighted_PH).index_copy_(0, order_P, weighted_PH).view(R, K, -1).sum(1)
+    if not complete:
+        rows_PH.masked_fill_(sorted_P[:, None] == count, 0)  # rows of no group are not written
+    place_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(R * K, device=x_RH.device))
+    return torch.bmm(weights_P.view(R, 1, K), rows_PH[place_P].view(R, K, -1))[:, 0]

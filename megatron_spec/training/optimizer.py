@@ -6,18 +6,23 @@ rows of the whole global batch; means of per-micro-batch means would be wrong (d
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from megatron.core.utils import local_multi_tensor_l2_norm
+from torch import Tensor, nn
 
 from megatron_spec.config import TrainConfig
 from megatron_spec.runtime.distributed import World
+
+log = logging.getLogger(__name__)
 
 
 def wrap_ddp(draft: nn.Module, world: World, train: TrainConfig) -> DistributedDataParallel:
@@ -62,6 +67,8 @@ def build_optimizer(
     )
     optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False, pg_collection=world.draft_groups)
     _use_fused_adam(optimizer)
+    _norm_without_waits()
+    log.info("optimizer: Adam and gradient norm of %s", implementation())
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -101,6 +108,25 @@ def apply_settings(optimizer: MegatronOptimizer, train: TrainConfig) -> None:
     for group in optimizer.param_groups:
         group.update(max_lr=train.lr, min_lr=train.min_lr, eps=train.adam_eps)
         group["betas"] = (train.adam_beta1, train.adam_beta2)
+
+
+def implementation() -> str:
+    """Whose Adam and gradient norm megatron-core uses: the first of Transformer Engine, apex and torch that imports."""
+    name = str(clip_grads.l2_norm_impl.__module__).partition(".")[0]
+    return {"transformer_engine": "Transformer Engine", "transformer_engine_torch": "Transformer Engine"}.get(
+        name, "apex" if name in ("amp_C", "apex") else "torch"
+    )
+
+
+def _norm(_chunk: int, _overflow: Tensor, tensors: Sequence[Sequence[Tensor]], *_: Any) -> tuple[Tensor, None]:
+    """fp32 [1] norm of all tensors, like `amp_C.multi_tensor_l2norm` without the norm of each."""
+    return torch.nn.utils.get_total_norm([t for part in tensors for t in part]).float().reshape(1), None
+
+
+def _norm_without_waits() -> None:
+    """megatron-core's own gradient norm (without Transformer Engine and apex) waits for the device at every tensor."""
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _norm
 
 
 def _use_fused_adam(optimizer: MegatronOptimizer) -> None:

@@ -181,7 +181,7 @@ def test_one_command_trains_on_either(runs: tuple[Path, dict[str, list[float]]])
     assert (root / "launched" / "run" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
     here = ["--model", str(root / "base"), "--output_dir", str(root / "never")]
     for flags, message in (
-        (["--data", "d", "--offline-data", "f"], "holds its conversations: --data d is not read"),
+        (["--data", "d", "--offline-data", "f"], "includes its conversations: --data d is not read"),
         (["--offline-data", f"{root}/store", "--algorithm", "eagle2"], "EAGLE-2 is EAGLE-1 decoded"),
         (["--data", "d", "--algorithm", "eagle4"], "--algorithm eagle4: expected eagle3, eagle3.1"),
         (["--data", "d", "--algorithm", "mtp-from-base", "--draft_vocab", "v"], "as the base has it"),

@@ -107,10 +107,10 @@ def block_hits(place: Any, draft: Any, features: Features) -> Tensor:
     from megatron_spec.drafts.anchors import BlockPlan
 
     plan = BlockPlan.of(features.batch, draft.config, 1000)
-    states = draft.states(features, plan, place.base)
     text_S = features.batch.tokens_BS[0]
     found_TS = torch.zeros(STEPS, len(text_S), dtype=torch.bool)
-    head = draft.block_head(states[torch.cat(plan.supervision.rows)], draft.teacher_head(place.base).draft_rows(), plan)
+    states = draft.states(features, plan, place.base, torch.cat(plan.supervision.rows))
+    head = draft.block_head(states, draft.teacher_head(place.base).draft_rows(), plan)
     rows = head.rows
     added = head.low_Nr @ head.low_weight_Vr.t() if head.low_Nr is not None else torch.zeros(sum(map(len, rows)), 1)
     for k, added_RV in enumerate(added.split([len(r) for r in rows])):

@@ -148,8 +148,8 @@ class LookupDrafter(TextDrafter):
 
     def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
         """See Drafter. Rows without a match propose nothing."""
-        for row, fresh in enumerate(self.fresh(context)):
-            self.automata[row].extend(fresh)
+        for row, unread in enumerate(self.unread(context)):
+            self.automata[row].extend(unread)
         rows = context.tokens_BL.shape[0]
         found = [automaton.propose(count, self.size) for automaton in self.automata[:rows]]
         return Proposal(*padded(found, count, context.tokens_BL.device))

@@ -69,7 +69,7 @@ class TextDrafter(Drafter):
         for s, t in zip(source, target, strict=True):
             self.texts[t] = self.texts[s]
 
-    def fresh(self, context: Context) -> list[list[int]]:
+    def unread(self, context: Context) -> list[list[int]]:
         """Tokens of each row that are not in `texts` yet; only these are copied from the device."""
         known = torch.tensor([len(text) for text in self.texts[: len(context.lengths)]])
         counts = (torch.tensor(context.lengths) - known).tolist()
@@ -112,17 +112,17 @@ class NGramDrafter(TextDrafter):
     def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
         """See Drafter. Rows without a match propose nothing."""
         rows, device = context.tokens_BL.shape[0], context.tokens_BL.device
-        for row, fresh in enumerate(self.fresh(context)):
-            self._add(row, fresh, count)
+        for row, unread in enumerate(self.unread(context)):
+            self._add(row, unread, count)
         found = [self._lookup(self.pools[row], self.texts[row])[:count] for row in range(rows)]
         drafts_BK = torch.tensor([[*tokens, *[0] * (count - len(tokens))] for tokens in found], dtype=torch.int64)
         return Proposal(drafts_BK.to(device), torch.tensor([len(tokens) for tokens in found], device=device))
 
-    def _add(self, row: int, fresh: list[int], count: int) -> None:
+    def _add(self, row: int, unread: list[int], count: int) -> None:
         """Add the patterns whose continuation is new or longer."""
         pool, text = self.pools[row], self.texts[row]
         read = len(text)
-        text.extend(fresh)
+        text.extend(unread)
         for size in range(1, self.size + 1):
             for start in range(max(0, read - size - count), len(text) - size):
                 end = start + size

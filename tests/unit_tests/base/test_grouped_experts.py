@@ -52,6 +52,9 @@ def test_one_layer(first: int, with_out: bool) -> None:
     expected = mixed(x, weights, chosen, nn.ModuleList(modules), first)
     found = mixed_by_groups(x, weights, chosen, first, enter, leave, gated, (bias, out))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    mine = chosen % here  # all experts are here
+    found = mixed_by_groups(x, weights, mine, 0, enter, leave, gated, (bias, out), complete=True)
+    torch.testing.assert_close(found, mixed(x, weights, mine, nn.ModuleList(modules)), rtol=1e-5, atol=1e-5)
 
 
 def features(base: FrozenBase) -> Any:

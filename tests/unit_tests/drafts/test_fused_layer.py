@@ -106,6 +106,15 @@ def test_what_takes_the_plain_layers(alone: Any, taken: list[int]) -> None:
     assert not taken
 
 
+def test_a_batch_without_any_block(alone: Any, taken: list[int]) -> None:
+    draft, ends = made(block_config(algorithm="dspark"), alone)
+    fuse(draft)
+    f = features()
+    f.batch.turns_BS.zero_()
+    assert run(draft, ends, torch.float64, f) == 0 and taken
+    assert not any(p.grad is not None and p.grad.any() for p in draft.parameters())
+
+
 def test_a_second_backward_is_refused(alone: Any) -> None:
     """It would read the gradients that the first one left in the place of gate and up."""
     draft, _ = made(block_config(), alone)
