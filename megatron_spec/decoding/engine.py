@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base_everywhere
@@ -227,6 +228,37 @@ class _Sequence:
     automaton: SuffixAutomaton | None = None
 
 
+def _extend(sequences: list[_Sequence], outcomes: Outcomes, verified: bool, drafted: bool) -> None:
+    """Append what a step emitted to the answers; see `_Engine._update`. Args: drafted: there is a drafter."""
+    accepted, emitted, stopped, _, proposed, tokens = (column.tolist() for column in outcomes)
+    for sequence, count, line, ends in zip(sequences, emitted, tokens, stopped, strict=True):
+        # A repeated prefill counts as a verification without draft tokens.
+        if not verified and drafted and sequence.generation.tokens:
+            sequence.generation.add_verification(0, 1, ends, 0)
+        sequence.generation.add(line[:count], ends)
+        if sequence.automaton is not None:
+            sequence.automaton.extend(line[:count])
+    if verified:
+        for sequence, *numbers in zip(sequences, accepted, emitted, stopped, proposed, strict=True):
+            sequence.generation.add_verification(*numbers)
+
+
+def _filled(drafted: Drafted, running: int, batch: int) -> Drafted:
+    """Proposals for `batch` rows: those after the running ones repeat the last of them."""
+    rows_B = torch.arange(batch, device=drafted.tokens_BN.device).clamp(max=running - 1)
+    filled: Drafted = mapped(drafted, lambda tensor: tensor[rows_B]) if batch > running else drafted
+    return filled
+
+
+def _first_rows(seen: Observation, batch: int, count: int) -> Observation:
+    """The first `count` rows of the first `batch` sequences."""
+    B, P = batch, count
+    return Observation(
+        0, seen.slots_BS[:B, :P], seen.next_tokens_BS[:B, :P], seen.counts_B[:B], seen.captures_SBC[:P, :B],
+        seen.state_SBH[:P, :B], seen.key_slots,
+    )  # fmt: skip
+
+
 class _Engine:
     """Host side of one group of prompts: rows 0..running-1 of every tensor are in use."""
 
@@ -304,14 +336,7 @@ class _Engine:
             automaton = self._automaton(i)
             generation = self.requeued.pop(i) if i in self.requeued else Generation()
             self.running.append(_Sequence(i, generation, automaton))
-
-        def settle() -> None:
-            """Read the first tokens."""
-            with self.costs.phase("read"):
-                outcomes = read_outcomes(table())
-            self._update(first, outcomes, verified=False)
-
-        return settle
+        return lambda: self._update(first, self._read(table), verified=False)
 
     def _automaton(self, i: int) -> SuffixAutomaton | None:
         lookup = self.drafter is not None and self.config.sa_threshold is not None
@@ -346,12 +371,7 @@ class _Engine:
             name = ("draft", batch, count, key_slots)
             return self.replays.run(name, lambda: self.device.propose(batch, count, key_slots, lengths))
         running = len(self.running)
-        drafted = self.device.propose(running, count, key_slots, lengths)
-        if running == batch:
-            return drafted
-        rows_B = torch.arange(batch, device=self.rows.tokens_BL.device).clamp(max=running - 1)
-        filled: Drafted = mapped(drafted, lambda tensor: tensor[rows_B])
-        return filled
+        return _filled(self.device.propose(running, count, key_slots, lengths), running, batch)
 
     def _verify(self) -> Callable[[], None]:
         """Start a step of all running sequences; the result reads the emitted tokens."""
@@ -372,26 +392,25 @@ class _Engine:
 
         def settle() -> None:
             """Read what was emitted."""
-            with self.costs.phase("read"):
-                outcomes = read_outcomes(table())
+            outcomes = self._read(table)
             if self.drafter and not replayed:
                 self._observe(step.seen, 1 + int(outcomes.accepted.max()))
             self._update(0, outcomes, verified=self.drafter is not None)
 
         return settle
 
+    def _read(self, table: Callable[[], Tensor]) -> Outcomes:
+        with self.costs.phase("read"):
+            return read_outcomes(table())
+
     def _observe(self, seen: Observation, longest: int | None = None) -> None:
         """Args: longest: maximum number of final rows of a sequence; None: observe all of them, in a recording."""
         assert self.drafter is not None
-        B, P = len(self.running), longest
         with self.costs.phase("observe"):
             if longest is None:
                 self.replays.run(("observe", seen.key_slots), self.drafter.observe, seen)
-                return
-            self.drafter.observe(Observation(
-                0, seen.slots_BS[:B, :P], seen.next_tokens_BS[:B, :P], seen.counts_B[:B], seen.captures_SBC[:P, :B],
-                seen.state_SBH[:P, :B], seen.key_slots,
-            ))  # fmt: skip
+            else:
+                self.drafter.observe(_first_rows(seen, len(self.running), longest))
 
     def _update(self, first: int, outcomes: Outcomes, verified: bool) -> None:
         """Advance rows `first`.. and free the finished ones. Their answers are extended later (`_record`)."""
@@ -407,18 +426,8 @@ class _Engine:
         """Append what the last step that was read emitted to the answers. It is done while the device computes."""
         if self.unrecorded is None:
             return
-        (sequences, outcomes, verified), self.unrecorded = self.unrecorded, None
-        accepted, emitted, stopped, _, proposed, tokens = (column.tolist() for column in outcomes)
-        for sequence, count, line, ends in zip(sequences, emitted, tokens, stopped, strict=True):
-            # A repeated prefill counts as a verification without draft tokens.
-            if not verified and self.drafter is not None and sequence.generation.tokens:
-                sequence.generation.add_verification(0, 1, ends, 0)
-            sequence.generation.add(line[:count], ends)
-            if sequence.automaton is not None:
-                sequence.automaton.extend(line[:count])
-        if verified:
-            for sequence, *numbers in zip(sequences, accepted, emitted, stopped, proposed, strict=True):
-                sequence.generation.add_verification(*numbers)
+        step, self.unrecorded = self.unrecorded, None
+        _extend(*step, drafted=self.drafter is not None)
 
     def _free(self, finished: list[int], stopped: list[int]) -> None:
         """Move the last running rows over the finished ones.
@@ -436,10 +445,8 @@ class _Engine:
                 self.waiting.append(sequence.index)
                 self.waiting.sort(key=lambda i: -len(self._text(i)))
         left, gone = len(self.running) - len(finished), set(finished)
-        target = [r for r in finished if r < left]
-        source = [r for r in range(left, len(self.running)) if r not in gone]
-        if source:
-            self._move(source, target)
+        if source := [r for r in range(left, len(self.running)) if r not in gone]:
+            self._move(source, [r for r in finished if r < left])
         del self.running[left:]
 
     def _move(self, source: list[int], target: list[int]) -> None:
