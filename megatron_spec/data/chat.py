@@ -116,8 +116,7 @@ class ChatEncoder:
         One sample, or with answer_ids one for each prompt that does not continue the previous prompt and answer: a
         template may cut the reasoning of earlier answers, so the base never saw it in later prompts.
 
-        Args:
-            prompts: the texts of `prompts` of the last answers of each conversation, which are not rendered again.
+        `prompts` are the texts of the prompts of the last answers of each conversation: they are not rendered again.
         """
         for conversation in conversations:
             _check_work(conversation)
@@ -179,13 +178,11 @@ class ChatEncoder:
         return self._tokenise([text])[0]
 
     def _marked(self, conversation: Conversation) -> Sample:
-        options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        encoded = self.template.render(conversation, **options)
+        encoded = self.template.render(conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         ids = list(encoded["input_ids"])
         turns = _turns_of_marks(ids, list(encoded["assistant_masks"]), self._end_ids)
         answers = [message for message in conversation.messages if message["role"] == "assistant"]
-        shortened = _shortened(self.tokenizer, ids, turns, answers)
-        return _sample(conversation, np.array(ids, dtype=np.int64), turns, shortened)
+        return _sample(conversation, np.array(ids), turns, _shortened(self.tokenizer, ids, turns, answers))
 
     def _incremental(self, conversation: Conversation, text: str, ids: list[int], prompts: Sequence[str]) -> Sample:
         ids_N = np.array(ids, dtype=np.int64)
