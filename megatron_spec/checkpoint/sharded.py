@@ -202,6 +202,7 @@ def load(folder: Path | str, draft: nn.Module, world: World, *, optimizer: Any =
         raise _unreadable(folder, e) from e
     draft.load_state_dict(loaded["model"])
     if optimizer is not None:
+        _adopt_learning_rates(optimizer, list(_parameter_groups(loaded["optimizer"])))
         optimizer.load_state_dict(loaded["optimizer"])
     unset = [n for n, p in draft.named_parameters() if not torch.isfinite(p).all()]
     if unset:
@@ -235,6 +236,33 @@ def has_optimizer(folder: Path | str) -> bool:
         return "optimizer" in dist_checkpointing.load_common_state_dict(str(Path(folder) / "dist"))
     except Exception as e:
         raise UserError(f"checkpoint {folder} does not load: {type(e).__name__}: {e}") from e
+
+
+def _parameter_groups(state: Any) -> Iterator[dict[str, Any]]:
+    """Parameter groups anywhere in the state of an optimizer or of a chain of them."""
+    if isinstance(state, list):
+        for part in state:
+            yield from _parameter_groups(part)
+    elif isinstance(state, dict):
+        yield from state.get("param_groups", ())
+        for name, part in state.items():
+            if name != "param_groups":
+                yield from _parameter_groups(part)
+
+
+def _adopt_learning_rates(optimizer: Any, saved: list[dict[str, Any]]) -> None:
+    """Give the parameter groups the saved learning rates, by which megatron-core 0.19 finds a saved group.
+
+    Loading restores the saved ones anyway; a run that changes them does so afterwards.
+    """
+
+    def kind(group: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(group.get(name) for name in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"))
+
+    for group in optimizer.param_groups:
+        same = [other for other in saved if kind(other) == kind(group)]
+        if len(same) == 1:
+            group.update({name: same[0][name] for name in ("max_lr", "min_lr") if name in same[0]})
 
 
 def _allocate_state(optimizer: Any) -> None:

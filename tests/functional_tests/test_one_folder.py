@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_spec.config import ObjectiveConfig, TrainConfig, UserError
 from tests.functional_tests.script_helpers import make_base, write_conversations
@@ -89,10 +88,12 @@ def test_effective_learning_rate(root: Path) -> None:
     last = {name: metrics(root, name)[-1] for name in ("override", "checkpoint", "same")}
     assert [last[n]["lr"] for n in last] == [0.5, 3e-3, 3e-3]
     assert last["checkpoint"]["loss"] == last["same"]["loss"] == last["override"]["loss"], "the step before is the same"
+    from megatron.core.dist_checkpointing import load_common_state_dict
+
     from megatron_spec.checkpoint.sharded import read_extra
 
     for name, rate in (("override", 0.5), ("checkpoint", 3e-3), ("same", 3e-3)):
         folder = root / name / "iter_0000004"
-        saved = torch.load(folder / "dist" / "common.pt", weights_only=False)["optimizer"]
+        saved = load_common_state_dict(str(folder / "dist"))["optimizer"]
         assert saved["param_groups"][0]["max_lr"] == rate
         assert read_extra(folder)["optimizer_settings"]["lr"] == rate
