@@ -88,7 +88,7 @@ def test_experts_are_in_the_graph() -> None:
     assert base.paths.on("grouped_experts") and base.paths.on("cuda_graphs")
     config, recorder = DecodeConfig(max_new_tokens=30, batch_size=3), Counting()
     eager = decode(base, prompts(), config.replace(cuda_graphs=False), set())
-    graphs = decode(base, prompts(), config, set(), recorder=recorder)
+    graphs = decode(base, prompts(), config, set(), session=DecodeSession(recorder))
     assert recorder.recorded >= 1
     assert [g.tokens[:4] for g in eager] == [g.tokens[:4] for g in graphs]
 
