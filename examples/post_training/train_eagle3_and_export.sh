@@ -174,7 +174,9 @@ stage qat "" launch finetune.py --load "$output/quantized" --save "$output/qat" 
 stage export_bf16 "$output/export_bf16" launch export.py --load "$output/finetuned" --export-dir "$output/export_bf16" \
   --export-extra-modules
 stage export "$output/export" launch export.py --load "$output/qat" --export-dir "$output/export" --export-extra-modules
-measure=(--data "$heldout" --max-draft-len 3 --max-new-tokens "$eval_tokens" --batch-size 24 --num-prompts "$eval_prompts" \
+draft_len=3
+[ "$algorithm" != p-eagle ] || [ "$ttt_steps" -ge $draft_len ] || draft_len=$ttt_steps # it proposes no more than it was trained for
+measure=(--data "$heldout" --max-draft-len $draft_len --max-new-tokens "$eval_tokens" --batch-size 24 --num-prompts "$eval_prompts" \
   "${words[@]}")
 stage validate_bf16 "" launch validate.py --load "$output/finetuned" "${measure[@]}" --output "$output/validate_bf16.json"
 exact=() # fp8 inputs round alike in every row shape only in float64, see validate.py --help; too slow for a large base

@@ -16,6 +16,7 @@ import torch
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint
+from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference
 from megatron_spec.checkpoint.spec import CheckpointSpec, identity, locked, read_spec
 from megatron_spec.commands.convert import check_draft_parallel
@@ -177,7 +178,9 @@ def plan(
         check_undrafted(decode)
     else:
         check_options(decode, kind)
-        check_lengths(decode, lens or (decode.max_draft_len,), config if kind in DECODING_TYPES.values() else None)
+        draft = config if kind in DECODING_TYPES.values() else None
+        trained = _trained_steps(folder) if folder is not None and algorithm == "p-eagle" else None
+        check_lengths(decode, lens or (decode.max_draft_len,), draft, trained)
     if kind == "User":
         find_drafter(decode.drafter or "")
     target = None
@@ -189,6 +192,12 @@ def plan(
     reads = ("Eagle3", "Eagle", "MTP", "DFlash", "DSpark")
     captures = config.capture_layer_ids if config is not None and kind in reads else ()
     return Plan(kind, folder, spec, base, base_config, reference, captures, opened, source, decode, reading, target)
+
+
+def _trained_steps(folder: Path) -> int | None:
+    """--ttt-steps of the run that saved a checkpoint; None for one that no training saved."""
+    found: int | None = sharded.read_extra(folder).get("objective", {}).get("ttt_steps")
+    return found
 
 
 @dataclass

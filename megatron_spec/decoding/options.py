@@ -87,14 +87,22 @@ def check_options(config: DecodeConfig, kind: DecodingType) -> None:
     _check_acceptance(config)
 
 
-def check_lengths(config: DecodeConfig, lens: Sequence[int], draft: DraftConfig | None) -> None:
+def check_lengths(
+    config: DecodeConfig, lens: Sequence[int], draft: DraftConfig | None, trained: int | None = None
+) -> None:
     """Raise UserError for draft lengths and trees that are impossible.
 
     Args:
         lens: draft lengths; for a tree, its levels.
         draft: configuration of the trained draft, if there is one.
+        trained: steps it was trained for (--ttt-steps), if known.
     """
     deepest = max(lens)
+    if isinstance(draft, EagleConfig) and draft.parallel_drafting and trained is not None and deepest > trained:
+        raise UserError(
+            f"--max-draft-len {deepest}: this p-eagle draft proposes {trained} tokens at once, as it was trained "
+            f"(--ttt-steps {trained}); give at most {trained}, or train it for more"
+        )
     if config.use_dynamic_tree and isinstance(draft, EagleConfig) and draft.parallel_drafting:
         raise UserError(
             "--use-dynamic-tree: p-eagle proposes a chain in one forward, so it cannot grow a tree: leave it out"

@@ -68,7 +68,7 @@ def chain(root: str, name: str) -> dict[str, Any]:
         return [json.loads(line) for line in lines]
 
     found: dict[str, Any] = {"tuned": train("draft", "tuned", 10, f"{here}/features")}
-    heads = 2 if name in ("dflash", "dspark") else REQUESTS[name].get("num_medusa_heads", 3)
+    heads = 2 if name in ("dflash", "dspark", "p-eagle") else REQUESTS[name].get("num_medusa_heads", 3)
     few = DecodeConfig(max_draft_len=heads, max_new_tokens=10, batch_size=2)
     report = validate(data, load=f"{here}/tuned", num_prompts=3, decode=few)
     found["identical"], found["accepted"] = report.first.text_identical, report.first.acceptance.acceptance_length

@@ -152,6 +152,15 @@ def test_impossible_trees_and_lengths_are_refused() -> None:
             check_lengths(DecodeConfig(medusa_choices=choices), (2,), heads)
     check_lengths(tree, (2,), None)
     check_lengths(DecodeConfig(medusa_choices="[[0], [0, 95]]"), (2,), heads)
+
+
+def test_a_p_eagle_draft_proposes_what_it_was_trained_for() -> None:
+    parallel = presets.eagle_config(BASE, "p-eagle", {"mask_token_id": 3})
+    with pytest.raises(UserError, match=r"--max-draft-len 5: this p-eagle draft proposes 4 tokens at once"):
+        check_lengths(DecodeConfig(), (2, 5), parallel, 4)
+    check_lengths(DecodeConfig(), (4,), parallel, 4)
+    check_lengths(DecodeConfig(), (9,), parallel, None)  # an exported draft does not say
+    check_lengths(DecodeConfig(), (9,), presets.eagle_config(BASE), 4)
     with pytest.raises(UserError, match="--no-is-use-oldest does nothing"):
         check_options(DecodeConfig(is_keep_all=False, is_use_oldest=False), "NGram")
 
