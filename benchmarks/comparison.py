@@ -40,6 +40,7 @@ from megatron_spec.data.vocab_counts import count_supervised, coverage, select_d
 from megatron_spec.decoding.costs import Costs, now
 from megatron_spec.decoding.engine import Generation, decode
 from megatron_spec.decoding.replay import timed_recorder_for
+from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.evaluation.acceptance import acceptance_stats, by_category
 from megatron_spec.features.online import OnlineFeatures
@@ -369,7 +370,7 @@ class Comparison:
     def _timed(self, ids: list[list[int]], config: DecodeConfig, draft: Any) -> tuple[list[Generation], float]:
         """(answers, seconds without those of recording CUDA graphs)."""
         recorder, start = timed_recorder_for(self.base, config.cuda_graphs), now()
-        found = decode(self.base, ids, config, self.stop_ids, draft=draft, recorder=recorder)
+        found = decode(self.base, ids, config, self.stop_ids, draft=draft, session=DecodeSession(recorder))
         return found, now() - start - (recorder.seconds if recorder else 0.0)
 
     def few(self) -> list[int]:

@@ -51,6 +51,15 @@ def record_outputs(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
             handle.remove()
 
 
+def _group_experts(base: FrozenBase) -> None:
+    if not base.paths.on("grouped_experts"):
+        return
+    kind = base.paths.kernels("grouped_experts")
+    for module in base.modules():
+        if isinstance(module, LocalExperts):
+            module.grouped, module.kernels = True, None if kind == "none" else backend.load(kind)
+
+
 class FrozenBase(CoreStage):
     """One pipeline stage of the base, frozen.
 
@@ -80,7 +89,7 @@ class FrozenBase(CoreStage):
             attention.cache_layer = index
         name = str(dtype).removeprefix("torch.")
         self.paths = paths or Paths(Setting(platform.machine(), name, world.parallel, config))
-        self._group_experts()
+        _group_experts(self)
         self.direct = self._direct_forward()
         self.requires_grad_(False)
         self.eval()
@@ -156,14 +165,6 @@ class FrozenBase(CoreStage):
         base = cls(config, world, core_model(model), stages, next(model.parameters()).dtype)
         base.share_ends()
         return base
-
-    def _group_experts(self) -> None:
-        if not self.paths.on("grouped_experts"):
-            return
-        kind = self.paths.kernels("grouped_experts")
-        for module in self.modules():
-            if isinstance(module, LocalExperts):
-                module.grouped, module.kernels = True, None if kind == "none" else backend.load(kind)
 
     def _direct_forward(self) -> DirectForward | None:
         fused = any("layer_norm_weight" in name for name in self.core.weights())

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +23,7 @@ from megatron_spec.config import UserError
 from megatron_spec.data.conversations import Conversation
 from megatron_spec.data.offsets import TokenOffsets, TokenPlaces, byte_lengths
 from megatron_spec.data.template import PLACEHOLDER, ChatTemplate
-from megatron_spec.data.tokenizer import beyond_vocabulary, special_ids, vocabulary_hash
+from megatron_spec.data.tokenizer import BatchTokenizer, beyond_vocabulary, special_ids, vocabulary_hash
 
 Array = NDArray[Any]
 LONGEST_PREFIX = 32
@@ -81,7 +80,8 @@ class ChatEncoder:
         self.template = ChatTemplate(tokenizer, template_kwargs)
         if not getattr(tokenizer, "is_fast", False):
             raise UserError("the tokenizer reports no character offsets: a tokenizer.json (fast tokenizer) is needed")
-        self.tokenizer, self.vocab_size, self.threads = tokenizer, vocab_size, threads
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+        self._tokenise = BatchTokenizer(tokenizer, threads)
         marked = self.template.has_generation_marks
         if use_generation_marks and not marked:
             raise UserError("the chat template has no {% generation %} marks")
@@ -100,19 +100,6 @@ class ChatEncoder:
         """See `data.tokenizer.vocabulary_hash`."""
         return vocabulary_hash(self.tokenizer)
 
-    @functools.cached_property
-    def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self.threads)
-
-    def _tokenise(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, without special tokens around it."""
-        encode = functools.partial(self.tokenizer.backend_tokenizer.encode_batch_fast, add_special_tokens=False)
-        if self.threads < 2 or len(texts) < 2:
-            return [encoding.ids for encoding in encode(texts)]
-        size = -(-len(texts) // self.threads)
-        parts = self._pool.map(encode, [texts[i : i + size] for i in range(0, len(texts), size)])
-        return [encoding.ids for part in parts for encoding in part]
-
     def encode(self, conversation: Conversation) -> Sample:
         """The one sample of a conversation. Raises UserError when the template refuses it or the mask makes no sense.
 
@@ -129,8 +116,7 @@ class ChatEncoder:
         One sample, or with answer_ids one for each prompt that does not continue the previous prompt and answer: a
         template may cut the reasoning of earlier answers, so the base never saw it in later prompts.
 
-        Args:
-            prompts: the texts of `prompts` of the last answers of each conversation, which are not rendered again.
+        `prompts` are the texts of the prompts of the last answers of each conversation: they are not rendered again.
         """
         for conversation in conversations:
             _check_work(conversation)
@@ -192,25 +178,11 @@ class ChatEncoder:
         return self._tokenise([text])[0]
 
     def _marked(self, conversation: Conversation) -> Sample:
-        options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        encoded = self.template.render(conversation, **options)
-        ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
-        turns, turn = np.zeros(len(ids), dtype=np.int32), 0
-        for i, token in enumerate(ids):
-            if mask[i]:
-                turn += 0 if i and mask[i - 1] else 1
-                turns[i] = turn
-            elif i and mask[i - 1] and ids[i - 1] not in self._end_ids and token in self._end_ids:
-                turns[i] = turn  # the marks enclose only the content: supervise the end token as well
+        encoded = self.template.render(conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        ids = list(encoded["input_ids"])
+        turns = _turns_of_marks(ids, list(encoded["assistant_masks"]), self._end_ids)
         answers = [message for message in conversation.messages if message["role"] == "assistant"]
-        shortened = 0
-        if turn == len(answers):
-            options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-            edges = np.searchsorted(np.maximum.accumulate(turns), np.arange(1, turn + 2)).tolist()
-            for answer, begin, end in zip(answers, edges[:-1], edges[1:], strict=True):
-                written = [token for token, n in zip(ids[begin:end], turns[begin:end], strict=True) if n]
-                shortened += not _holds(self.tokenizer.decode(written, **options), answer)
-        return _sample(conversation, np.array(ids, dtype=np.int64), turns, shortened)
+        return _sample(conversation, np.array(ids), turns, _shortened(self.tokenizer, ids, turns, answers))
 
     def _incremental(self, conversation: Conversation, text: str, ids: list[int], prompts: Sequence[str]) -> Sample:
         ids_N = np.array(ids, dtype=np.int64)
@@ -320,6 +292,31 @@ def _sample(
         raise UserError(f"{conversation.where}: every token counts as the assistant's: the chat template is wrong")
     tokens, turns = torch.from_numpy(ids_N), torch.from_numpy(turns_N)
     return Sample(tokens, turns, conversation.where, shortened, prompted_differently)
+
+
+def _turns_of_marks(ids: list[int], mask: list[int], end_ids: Collection[int]) -> Array:
+    """int32 [N]: the turn of each token, given the tokens that the template marks."""
+    turns, turn = np.zeros(len(ids), dtype=np.int32), 0
+    for i, token in enumerate(ids):
+        if mask[i]:
+            turn += 0 if i and mask[i - 1] else 1
+            turns[i] = turn
+        elif i and mask[i - 1] and ids[i - 1] not in end_ids and token in end_ids:
+            turns[i] = turn  # the marks enclose only the content: supervise the end token as well
+    return turns
+
+
+def _shortened(tokenizer: Any, ids: list[int], turns: Array, answers: list[dict[str, Any]]) -> int:
+    """Number of answers that their turns do not hold; 0 if there are not as many turns as answers."""
+    if turns.max(initial=0) != len(answers):
+        return 0
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    edges = np.searchsorted(np.maximum.accumulate(turns), np.arange(1, len(answers) + 2)).tolist()
+    count = 0
+    for answer, begin, end in zip(answers, edges[:-1], edges[1:], strict=True):
+        written = [token for token, n in zip(ids[begin:end], turns[begin:end], strict=True) if n]
+        count += not _holds(tokenizer.decode(written, **options), answer)
+    return count
 
 
 def _holds(text: str, answer: dict[str, Any]) -> bool:

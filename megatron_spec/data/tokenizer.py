@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,31 @@ def load_tokenizer(folder: Path | str) -> Any:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise UserError(f"{folder}: the tokenizer does not load: {error}") from error
+
+
+class BatchTokenizer:
+    """Token ids of texts, without special tokens around them.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer.
+        threads: tokenise several texts on so many threads; Python runs on while they do.
+    """
+
+    def __init__(self, tokenizer: Any, threads: int = 1) -> None:
+        self.tokenizer, self.threads = tokenizer, threads
+
+    @functools.cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.threads)
+
+    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text."""
+        encode = functools.partial(self.tokenizer.backend_tokenizer.encode_batch_fast, add_special_tokens=False)
+        if self.threads < 2 or len(texts) < 2:
+            return [encoding.ids for encoding in encode(texts)]
+        size = -(-len(texts) // self.threads)
+        parts = self._pool.map(encode, [texts[i : i + size] for i in range(0, len(texts), size)])
+        return [encoding.ids for part in parts for encoding in part]
 
 
 def special_ids(tokenizer: Any) -> set[int]:

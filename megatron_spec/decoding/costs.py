@@ -19,7 +19,7 @@ class Costs:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block as a run of phase `name`: prefill, draft, base, observe."""
+        """Time the block as a run of phase `name`: prefill, draft, base, read (the wait for the results), observe."""
         start = now()
         yield
         self.seconds.setdefault(name, []).append(now() - start)

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base_everywhere
@@ -41,11 +42,11 @@ from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.decoding import sampling
 from megatron_spec.decoding.cache import Moves
 from megatron_spec.decoding.costs import Costs, NoCosts
-from megatron_spec.decoding.drafters import Drafter, Observation, build_drafter
+from megatron_spec.decoding.drafters import Observation
 from megatron_spec.decoding.drafters.lookup import SuffixAutomaton, replaced
-from megatron_spec.decoding.replay import Recorder, Replays, key_step, mapped, padded_rows, recorder_for
-from megatron_spec.decoding.rows import Outcomes, Rows, read_outcomes
-from megatron_spec.decoding.step import DeviceSteps
+from megatron_spec.decoding.replay import key_step, mapped, padded_rows
+from megatron_spec.decoding.rows import Outcomes, read_outcomes
+from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.decoding.verify import Drafted
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.runtime.platform import to_host
@@ -105,7 +106,7 @@ def decode(
     progress: Callable[[int, int], None] | None = None,
     seeds: Sequence[int] | None = None,
     costs: Costs | None = None,
-    recorder: Recorder | None = None,
+    session: DecodeSession | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> list[Generation]:
     """Answer every prompt; results in the order of the prompts. Collective over the model parallel ranks.
@@ -117,14 +118,14 @@ def decode(
         progress: called with (finished answers, all answers) after every answer.
         seeds: one per prompt, for temperature > 0; default: config.seed + the prompt's index.
         costs: collects the time of each phase.
-        recorder: records CUDA graphs; default: used if they are available, unless config.cuda_graphs is off.
+        session: keeps caches and CUDA graphs for other calls that are given it.
         stop: called before every step; True, on all model parallel ranks alike, ends decoding; finished answers count.
 
     Raises:
         UserError: an empty or too long prompt, or a base under sequence parallelism.
     """
     answers: dict[int, Generation] = {}
-    for index, generation in decode_stream(base, prompts, config, stop_ids, draft, seeds, costs, recorder, stop):
+    for index, generation in decode_stream(base, prompts, config, stop_ids, draft, seeds, costs, session, stop):
         answers[index] = generation
         if progress:
             progress(len(answers), len(prompts))
@@ -139,11 +140,11 @@ def decode_stream(
     draft: Any = None,
     seeds: Sequence[int] | None = None,
     costs: Costs | None = None,
-    recorder: Recorder | None = None,
+    session: DecodeSession | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Iterator[tuple[int, Generation]]:
     """`decode`, yielding (index of the prompt, answer) as answers finish."""
-    for ended in decode_batches(base, prompts, config, stop_ids, draft, seeds, costs, recorder, stop):
+    for ended in decode_batches(base, prompts, config, stop_ids, draft, seeds, costs, session, stop):
         yield from ended
 
 
@@ -156,7 +157,7 @@ def decode_batches(
     draft: Any = None,
     seeds: Sequence[int] | None = None,
     costs: Costs | None = None,
-    recorder: Recorder | None = None,
+    session: DecodeSession | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Iterator[list[tuple[int, Generation]]]:
     """`decode_stream`, yielding together the answers that ended in one step.
@@ -164,14 +165,12 @@ def decode_batches(
     On a GPU the next step is running by then: work on the answers costs no time while it is shorter than a step.
     """
     _check(base, prompts)
-    drafter, stop_ids = build_drafter(draft, base, config), set(stop_ids)
     seeds = seeds if seeds is not None else [config.seed + i for i in range(len(prompts))]
-    if recorder is None and config.cuda_graphs:
-        recorder = recorder_for(base)
-    for group in _groups(prompts):
-        replays = Replays(recorder)
-        engine = _Engine(base, prompts, group, config, stop_ids, drafter, seeds, costs or NoCosts(), replays)
-        yield from engine.run(stop or (lambda: False))
+    with (session or DecodeSession()).call(base, draft, config, set(stop_ids)) as own:
+        for group in _groups(prompts):
+            engine = _Engine(base, prompts, group, config, seeds, costs or NoCosts(), own)
+            yield from engine.run(stop or (lambda: False))
+            del engine  # the next group may need the memory of its caches
 
 
 def _groups(prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
@@ -229,15 +228,46 @@ class _Sequence:
     automaton: SuffixAutomaton | None = None
 
 
+def _extend(sequences: list[_Sequence], outcomes: Outcomes, verified: bool, drafted: bool) -> None:
+    """Append what a step emitted to the answers; see `_Engine._update`. Args: drafted: there is a drafter."""
+    accepted, emitted, stopped, _, proposed, tokens = (column.tolist() for column in outcomes)
+    for sequence, count, line, ends in zip(sequences, emitted, tokens, stopped, strict=True):
+        # A repeated prefill counts as a verification without draft tokens.
+        if not verified and drafted and sequence.generation.tokens:
+            sequence.generation.add_verification(0, 1, ends, 0)
+        sequence.generation.add(line[:count], ends)
+        if sequence.automaton is not None:
+            sequence.automaton.extend(line[:count])
+    if verified:
+        for sequence, *numbers in zip(sequences, accepted, emitted, stopped, proposed, strict=True):
+            sequence.generation.add_verification(*numbers)
+
+
+def _filled(drafted: Drafted, running: int, batch: int) -> Drafted:
+    """Proposals for `batch` rows: those after the running ones repeat the last of them."""
+    rows_B = torch.arange(batch, device=drafted.tokens_BN.device).clamp(max=running - 1)
+    filled: Drafted = mapped(drafted, lambda tensor: tensor[rows_B]) if batch > running else drafted
+    return filled
+
+
+def _first_rows(seen: Observation, batch: int, count: int) -> Observation:
+    """The first `count` rows of the first `batch` sequences."""
+    B, P = batch, count
+    return Observation(
+        0, seen.slots_BS[:B, :P], seen.next_tokens_BS[:B, :P], seen.counts_B[:B], seen.captures_SBC[:P, :B],
+        seen.state_SBH[:P, :B], seen.key_slots,
+    )  # fmt: skip
+
+
 class _Engine:
-    """Host side of one `decode` call: rows 0..running-1 of every tensor are in use."""
+    """Host side of one group of prompts: rows 0..running-1 of every tensor are in use."""
 
     def __init__(
         self, base: FrozenBase, prompts: Sequence[Sequence[int]], group: list[int], config: DecodeConfig,
-        stop_ids: set[int], drafter: Drafter | None, seeds: Sequence[int], costs: Costs, replays: Replays,
+        seeds: Sequence[int], costs: Costs, session: DecodeSession,
     ) -> None:  # fmt: skip
-        self.base, self.prompts, self.config, self.drafter, self.seeds = base, prompts, config, drafter, seeds
-        self.costs, self.replays = costs, replays
+        self.base, self.prompts, self.config, self.seeds, self.costs = base, prompts, config, seeds, costs
+        self.drafter = drafter = session.drafter
         self.waiting = group  # longest first, so that the prompts of a batch have similar lengths
         self.running: list[_Sequence] = []  # one per row in use
         self.requeued: dict[int, Generation] = {}  # unfinished answers that wait for another prefill
@@ -250,12 +280,9 @@ class _Engine:
         self.nodes = max(drafter.max_nodes(self.draft_len), self.draft_len) if drafter else 0
         longest = max(self._limit(i) for i in group) + self.nodes + 1
         self.key_step = key_step(longest)
-        longest = self._key_slots(longest)
-        self.cache = base.new_cache(count, longest)
-        if drafter:
-            drafter.open(count, longest)
-        self.rows = Rows(count, longest + 1, config, stop_ids, base.world.device)
-        self.device = DeviceSteps(base, config, self.rows, self.cache, drafter)
+        buffers = session.buffers(count, self._key_slots(longest))
+        self.cache, self.rows, self.device = buffers.cache, buffers.rows, buffers.steps
+        self.replays = buffers.replays
 
     def _limit(self, i: int) -> int:
         return min(len(self.prompts[i]) + self.config.max_new_tokens, self.base.config.max_position_embeddings)
@@ -309,7 +336,7 @@ class _Engine:
             automaton = self._automaton(i)
             generation = self.requeued.pop(i) if i in self.requeued else Generation()
             self.running.append(_Sequence(i, generation, automaton))
-        return lambda: self._update(first, read_outcomes(table()), verified=False)
+        return lambda: self._update(first, self._read(table), verified=False)
 
     def _automaton(self, i: int) -> SuffixAutomaton | None:
         lookup = self.drafter is not None and self.config.sa_threshold is not None
@@ -344,12 +371,7 @@ class _Engine:
             name = ("draft", batch, count, key_slots)
             return self.replays.run(name, lambda: self.device.propose(batch, count, key_slots, lengths))
         running = len(self.running)
-        drafted = self.device.propose(running, count, key_slots, lengths)
-        if running == batch:
-            return drafted
-        rows_B = torch.arange(batch, device=self.rows.tokens_BL.device).clamp(max=running - 1)
-        filled: Drafted = mapped(drafted, lambda tensor: tensor[rows_B])
-        return filled
+        return _filled(self.device.propose(running, count, key_slots, lengths), running, batch)
 
     def _verify(self) -> Callable[[], None]:
         """Start a step of all running sequences; the result reads the emitted tokens."""
@@ -370,25 +392,25 @@ class _Engine:
 
         def settle() -> None:
             """Read what was emitted."""
-            outcomes = read_outcomes(table())
+            outcomes = self._read(table)
             if self.drafter and not replayed:
                 self._observe(step.seen, 1 + int(outcomes.accepted.max()))
             self._update(0, outcomes, verified=self.drafter is not None)
 
         return settle
 
+    def _read(self, table: Callable[[], Tensor]) -> Outcomes:
+        with self.costs.phase("read"):
+            return read_outcomes(table())
+
     def _observe(self, seen: Observation, longest: int | None = None) -> None:
         """Args: longest: maximum number of final rows of a sequence; None: observe all of them, in a recording."""
         assert self.drafter is not None
-        B, P = len(self.running), longest
         with self.costs.phase("observe"):
             if longest is None:
                 self.replays.run(("observe", seen.key_slots), self.drafter.observe, seen)
-                return
-            self.drafter.observe(Observation(
-                0, seen.slots_BS[:B, :P], seen.next_tokens_BS[:B, :P], seen.counts_B[:B], seen.captures_SBC[:P, :B],
-                seen.state_SBH[:P, :B], seen.key_slots,
-            ))  # fmt: skip
+            else:
+                self.drafter.observe(_first_rows(seen, len(self.running), longest))
 
     def _update(self, first: int, outcomes: Outcomes, verified: bool) -> None:
         """Advance rows `first`.. and free the finished ones. Their answers are extended later (`_record`)."""
@@ -404,18 +426,8 @@ class _Engine:
         """Append what the last step that was read emitted to the answers. It is done while the device computes."""
         if self.unrecorded is None:
             return
-        (sequences, outcomes, verified), self.unrecorded = self.unrecorded, None
-        accepted, emitted, stopped, _, proposed, tokens = (column.tolist() for column in outcomes)
-        for sequence, count, line, ends in zip(sequences, emitted, tokens, stopped, strict=True):
-            # A repeated prefill counts as a verification without draft tokens.
-            if not verified and self.drafter is not None and sequence.generation.tokens:
-                sequence.generation.add_verification(0, 1, ends, 0)
-            sequence.generation.add(line[:count], ends)
-            if sequence.automaton is not None:
-                sequence.automaton.extend(line[:count])
-        if verified:
-            for sequence, *numbers in zip(sequences, accepted, emitted, stopped, proposed, strict=True):
-                sequence.generation.add_verification(*numbers)
+        step, self.unrecorded = self.unrecorded, None
+        _extend(*step, drafted=self.drafter is not None)
 
     def _free(self, finished: list[int], stopped: list[int]) -> None:
         """Move the last running rows over the finished ones.
@@ -433,10 +445,8 @@ class _Engine:
                 self.waiting.append(sequence.index)
                 self.waiting.sort(key=lambda i: -len(self._text(i)))
         left, gone = len(self.running) - len(finished), set(finished)
-        target = [r for r in finished if r < left]
-        source = [r for r in range(left, len(self.running)) if r not in gone]
-        if source:
-            self._move(source, target)
+        if source := [r for r in range(left, len(self.running)) if r not in gone]:
+            self._move(source, [r for r in finished if r < left])
         del self.running[left:]
 
     def _move(self, source: list[int], target: list[int]) -> None:

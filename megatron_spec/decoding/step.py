@@ -44,7 +44,7 @@ class Step:
 
 
 class DeviceSteps:
-    """Forwards over the rows of one call of `decode`."""
+    """Forwards over the rows of `session.Buffers`."""
 
     def __init__(
         self, base: FrozenBase, config: DecodeConfig, rows: Rows, cache: KVCache, drafter: Drafter | None

@@ -28,6 +28,7 @@ from megatron_spec.decoding.costs import Costs, now
 from megatron_spec.decoding.drafters import build_drafter
 from megatron_spec.decoding.engine import Generation, decode, two_best
 from megatron_spec.decoding.replay import timed_recorder_for
+from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.evaluation.journal import Journal
 from megatron_spec.evaluation.report import (
     Answer,
@@ -122,6 +123,8 @@ class _Validation:
         self.undrafted = self.config.replace(decoding_type=None)
         self.configs = [config.replace(max_draft_len=length) for length in lens]
         self.drafters = [build_drafter(draft, base, c) for c in self.configs]
+        self.recorders = [timed_recorder_for(base, config.cuda_graphs) for _ in self._decoders()]
+        self.sessions = [DecodeSession(recorder) for recorder in self.recorders]
         self.same_text = config.lossless and not config.use_rejection_sampling
         self.output = None if output is None else Path(output)
         world = base.world
@@ -197,11 +200,12 @@ class _Validation:
             questions, seeds = [ids for _, ids in pending], [d.seed(self.config.seed) for d, _ in pending]
             results: list[list[Generation]] = []
             for i, (config, drafter) in enumerate(self._decoders()):
-                recorder, start = timed_recorder_for(self.base, config.cuda_graphs), now()
+                recorder, session, start = self.recorders[i], self.sessions[i], now()
+                before = recorder.seconds if recorder else 0.0
                 results.append(
-                    decode(self.base, questions, config, self.stop_ids, draft=drafter, seeds=seeds, recorder=recorder)
+                    decode(self.base, questions, config, self.stop_ids, draft=drafter, seeds=seeds, session=session)
                 )
-                part.seconds[i] += now() - start - (recorder.seconds if recorder else 0.0)
+                part.seconds[i] += now() - start - (recorder.seconds - before if recorder else 0.0)
             for (d, ids), base, *drafted in zip(pending, *results, strict=True):
                 prompt, round_ = d.prompt, len(d.answers)
                 mismatches = [self._compare(prompt, round_, ids, base, g) for g in drafted]

@@ -26,6 +26,7 @@ from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.workers import usable_cpus
 from megatron_spec.decoding.engine import decode_batches
+from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.generation.answers import answer_ids
 from megatron_spec.generation.prompts import Dialogue, Prompt, ask_all, check_stop_ids
 from megatron_spec.runtime.distributed import World
@@ -88,10 +89,12 @@ def synthesize_batches(
     )  # fmt: skip
     limit = base.config.max_position_embeddings
     check_stop_ids(stop_ids)
+    session = DecodeSession()
     for window in _windows([Dialogue(p) for p in prompts], config.batch_size):
         while asking := ask_all(window, encoder, limit):
             seeds = [d.seed(config.seed) for d, _ in asking]
-            for ended in decode_batches(base, [ids for _, ids in asking], config, stop_ids, draft, seeds):
+            asked = [ids for _, ids in asking]
+            for ended in decode_batches(base, asked, config, stop_ids, draft, seeds, session=session):
                 for i, answer in ended:
                     asking[i][0].take(answer.tokens, answer.stopped, tokenizer)
                 if complete := [asking[i][0] for i, _ in ended if not asking[i][0].waits]:

@@ -50,6 +50,11 @@ def to_host(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     return wait
 
 
+def device_memory() -> float:
+    """Bytes of the GPU's memory; unlimited without one."""
+    return float(torch.cuda.mem_get_info()[1]) if has_cuda() else float("inf")
+
+
 def has_cuda() -> bool:
     """True if there is a GPU to compute on."""
     return torch.cuda.is_available()

@@ -12,6 +12,7 @@ from megatron_spec.config import DecodeConfig, MoeConfig, presets
 from megatron_spec.decoding.costs import Costs
 from megatron_spec.decoding.engine import decode
 from megatron_spec.decoding.replay import CudaRecorder
+from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.drafts.vocab import DraftVocab
 from tests.gpu.test_fast_paths import CONFIG, make_base
 
@@ -70,7 +71,7 @@ def test_graphs_give_the_same_tokens(way: str, dtype: torch.dtype) -> None:
     config = DecodeConfig(**{"max_new_tokens": 40, "batch_size": 3, **options})
     recorder = Counting()
     plain = decode(base, prompts(), config.replace(cuda_graphs=False), {3}, draft=draft)
-    graphs = decode(base, prompts(), config, {3}, draft=draft, recorder=recorder)
+    graphs = decode(base, prompts(), config, {3}, draft=draft, session=DecodeSession(recorder))
     assert recorder.recorded >= 2
     for a, b in zip(plain, graphs, strict=True):
         # The padded batch of a graph may choose another kernel, so a last bit may decide otherwise, in bf16 not rarely.
@@ -87,7 +88,7 @@ def test_experts_are_in_the_graph() -> None:
     assert base.paths.on("grouped_experts") and base.paths.on("cuda_graphs")
     config, recorder = DecodeConfig(max_new_tokens=30, batch_size=3), Counting()
     eager = decode(base, prompts(), config.replace(cuda_graphs=False), set())
-    graphs = decode(base, prompts(), config, set(), recorder=recorder)
+    graphs = decode(base, prompts(), config, set(), session=DecodeSession(recorder))
     assert recorder.recorded >= 1
     assert [g.tokens[:4] for g in eager] == [g.tokens[:4] for g in graphs]
 
@@ -100,7 +101,7 @@ def test_hooks_are_in_the_graph() -> None:
         layer.mlp.linear_fc2.register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:]))
     config, recorder = DecodeConfig(max_new_tokens=30), Counting()
     eager = [g.tokens for g in decode(base, prompts(), config.replace(cuda_graphs=False), set())]
-    graphs = [g.tokens for g in decode(base, prompts(), config, set(), recorder=recorder)]
+    graphs = [g.tokens for g in decode(base, prompts(), config, set(), session=DecodeSession(recorder))]
     assert graphs == eager != plain and recorder.recorded
 
 

@@ -13,6 +13,7 @@ from megatron_spec.decoding.drafters.lookup import SuffixAutomaton, replaced
 from megatron_spec.decoding.drafters.ngram import NGramDrafter
 from megatron_spec.decoding.engine import decode
 from megatron_spec.decoding.options import check_options
+from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.decoding.verify import Drafted, Draws, verify
 from tests.unit_tests.decoding.cpu_recorder import CpuRecorder
 from tests.unit_tests.decoding.tiny_models import CONFIG
@@ -67,7 +68,7 @@ def test_text_equals_the_base(tiny: Any) -> None:
         beside = decode(tiny.base, prompts, config, set(), draft=tiny.draft)
         assert [g.tokens for g in beside] == expected
         accepted[threshold] = [g.accepted_lengths for g in beside]
-        replayed = decode(tiny.base, prompts, config, set(), draft=tiny.draft, recorder=CpuRecorder())
+        replayed = decode(tiny.base, prompts, config, set(), draft=tiny.draft, session=DecodeSession(CpuRecorder()))
         assert [g.tokens for g in replayed] == expected
         assert [g.accepted_lengths for g in replayed] == accepted[threshold]
     assert accepted[1000] == accepted[0] != accepted[1]

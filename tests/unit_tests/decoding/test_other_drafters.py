@@ -165,5 +165,11 @@ def test_tokenizers_are_compared() -> None:
 def test_costs_per_phase(tiny: Any) -> None:
     costs = Costs()
     [found] = decode(tiny.base, tiny.prompts[:1], CONFIG, set(), draft=tiny.draft, costs=costs)
-    assert {k: len(v) for k, v in costs.seconds.items()} == {"prefill": 1, "draft": 6, "base": 6, "observe": 6}
+    assert {k: len(v) for k, v in costs.seconds.items()} == {
+        "prefill": 1,
+        "draft": 6,
+        "base": 6,
+        "read": 7,
+        "observe": 6,
+    }
     assert all(costs.typical(k) > 0 for k in costs.seconds) and costs.typical("no") == 0 and len(found.tokens) == 25

@@ -11,6 +11,7 @@ from megatron_spec.config import DecodeConfig
 from megatron_spec.decoding.drafters import Context, Drafter, Proposal
 from megatron_spec.decoding.engine import decode
 from megatron_spec.decoding.replay import Replays, key_step, mapped, padded_rows, recorder_for
+from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.decoding.verify import Drafted
 from tests.unit_tests.decoding import tiny_models
 from tests.unit_tests.decoding.cpu_recorder import CpuRecorder
@@ -38,7 +39,7 @@ def test_replayed_steps_give_the_same_tokens(tiny: Any, way: str) -> None:
             continue
         recorder = CpuRecorder()
         plain = decode(tiny.base, tiny.prompts, config, stops, draft=draft)
-        replayed = decode(tiny.base, tiny.prompts, config, stops, draft=draft, recorder=recorder)
+        replayed = decode(tiny.base, tiny.prompts, config, stops, draft=draft, session=DecodeSession(recorder))
         assert [g.tokens for g in replayed] == [g.tokens for g in plain]
         assert [g.accepted_lengths for g in replayed] == [g.accepted_lengths for g in plain]
         assert recorder.recorded and recorder.replayed > recorder.recorded
@@ -72,7 +73,7 @@ def test_every_other_drafter(tiny: Any, kind: str) -> None:
         options["speculative_model"] = "folder"
     config, recorder = tiny_models.CONFIG.replace(**options), CpuRecorder()
     plain = decode(tiny.base, tiny.prompts, config, set(), draft=draft)
-    replayed = decode(tiny.base, tiny.prompts, config, set(), draft=draft, recorder=recorder)
+    replayed = decode(tiny.base, tiny.prompts, config, set(), draft=draft, session=DecodeSession(recorder))
     assert [g.tokens for g in plain] == tiny.answers == [g.tokens for g in replayed]
     assert [g.accepted_lengths for g in replayed] == [g.accepted_lengths for g in plain]
     assert recorder.replayed > recorder.recorded > 0

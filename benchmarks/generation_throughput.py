@@ -1,0 +1,111 @@
+"""Speed of writing answers with the frozen base: decoding alone, and with everything that generate.py does to a file.
+
+    python benchmarks/generation_throughput.py --base QWEN05 --prompts train.jsonl --batch-sizes 512 1024
+
+One line of JSON per batch size and temperature, after a run of a few tokens that warms up. `host_ms_per_step` is the
+time of a step in which the host does not wait for the device: launches, and what is not hidden behind the device. With
+a GPU, decoding is bound by the host where it is close to `ms_per_step`. `file_tokens_per_second` includes prompts,
+tokenising, chat template and writing, and recording CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_spec import cli
+from megatron_spec.config import DecodeConfig
+from megatron_spec.decoding.costs import Costs, now
+
+
+def make_parser() -> cli.Parser:
+    """The flags."""
+    p = cli.Parser(__doc__)
+    p.add_argument("--base", required=True, metavar="DIR")
+    p.add_argument("--prompts", required=True, metavar="JSONL", help="conversations or questions; only first questions")
+    p.add_argument("--batch-sizes", type=cli.at_least_one, nargs="+", default=[512])
+    p.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    p.add_argument("--max-new-tokens", type=cli.at_least_one, default=512)
+    p.add_argument("--limit", type=cli.at_least_one, default=4096, help="prompts (default: 4096)")
+    p.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    return p
+
+
+class HostCosts(Costs):
+    """Seconds that the host spends in each phase; does not wait for the device."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """See Costs."""
+        start = time.perf_counter()
+        yield
+        self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+
+
+class Bench:
+    """A base with its tokenizer and prompts."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from megatron_spec.checkpoint.base_import import inspect_base, load_base
+        from megatron_spec.data.chat import ChatEncoder
+        from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
+        from megatron_spec.generation.prompts import Dialogue, ask_all, read_prompts
+        from megatron_spec.runtime import distributed
+
+        self.tokenizer = load_tokenizer(args.base)
+        self.stop_ids = set(stop_token_ids(args.base, self.tokenizer))
+        self.base = load_base(inspect_base(args.base), distributed.initialize(), (), getattr(torch, args.dtype))
+        prompts = [p for p in read_prompts(args.prompts) if len(p.rounds) == 1][: args.limit]
+        encoder = ChatEncoder(self.tokenizer, self.stop_ids, vocab_size=self.base.vocab_size)
+        asked = ask_all(map(Dialogue, prompts), encoder, self.base.config.max_position_embeddings)
+        self.dialogues, self.ids = [d for d, _ in asked], [ids for _, ids in asked]
+
+    def run(self, config: DecodeConfig) -> dict[str, Any]:
+        """One line."""
+        from megatron_spec.decoding.engine import decode
+        from megatron_spec.generation.synthesize import synthesize_to_file
+
+        seeds, costs = [d.seed(config.seed) for d in self.dialogues], HostCosts()
+        prompts = [d.prompt for d in self.dialogues]
+        decode(self.base, self.ids[: config.batch_size], config.replace(max_new_tokens=4), self.stop_ids)
+        start = now()
+        found = decode(self.base, self.ids, config, self.stop_ids, seeds=seeds, costs=costs)
+        alone = now() - start
+        with tempfile.TemporaryDirectory() as folder:
+            start = now()
+            synthesize_to_file(
+                self.base, self.tokenizer, prompts, config, Path(folder, "out.jsonl"), stop_ids=self.stop_ids
+            )
+            written = now() - start
+        tokens, steps = sum(len(g.tokens) for g in found), len(costs.seconds["base"])
+        waits = sum(costs.seconds["read"])
+        return {
+            "batch_size": config.batch_size, "temperature": config.temperature, "answers": len(found),
+            "tokens": tokens, "steps": steps, "ms_per_step": round(alone / steps * 1e3, 3),
+            "host_ms_per_step": round((alone - waits) / steps * 1e3, 3),
+            "tokens_per_second": round(tokens / alone), "file_tokens_per_second": round(tokens / written),
+            "file_ms_per_answer": round((written - alone) / len(found) * 1e3, 3),
+        }  # fmt: skip
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Prints the lines."""
+    bench = Bench(args)
+    for size in args.batch_sizes:
+        for temperature in args.temperatures:
+            config = DecodeConfig(batch_size=size, temperature=temperature, max_new_tokens=args.max_new_tokens)
+            sys.stdout.write(json.dumps(bench.run(config)) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    cli.run(make_parser(), measure)
