@@ -117,10 +117,10 @@ def test_a_signal_ends_an_evaluation_at_once_and_after_the_save(here: Path, monk
     steps: list[int | None] = []
     verify = _Engine._verify
 
-    def interrupted(engine: _Engine) -> None:
+    def interrupted(engine: _Engine) -> Any:
         steps.append(latest_iteration(here / "stopped"))
         signal.raise_signal(signal.SIGTERM)
-        verify(engine)
+        return verify(engine)
 
     monkeypatch.setattr(_Engine, "_verify", interrupted)
     assert not train(here, "stopped", 5, train_changes={"save_interval": 2})
