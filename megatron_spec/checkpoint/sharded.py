@@ -257,6 +257,7 @@ def _adopt_learning_rates(optimizer: Any, saved: list[dict[str, Any]]) -> None:
     """
 
     def kind(group: dict[str, Any]) -> tuple[Any, ...]:
+        """What tells the groups of one optimizer apart."""
         return tuple(group.get(name) for name in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"))
 
     for group in optimizer.param_groups:

@@ -125,27 +125,12 @@ def decode(
         UserError: an empty or too long prompt, or a base under sequence parallelism.
     """
     answers: dict[int, Generation] = {}
-    for index, generation in decode_stream(base, prompts, config, stop_ids, draft, seeds, costs, session, stop):
-        answers[index] = generation
-        if progress:
-            progress(len(answers), len(prompts))
-    return [answers[i] for i in sorted(answers)]
-
-
-def decode_stream(
-    base: FrozenBase,
-    prompts: Sequence[Sequence[int]],
-    config: DecodeConfig,
-    stop_ids: Iterable[int],
-    draft: Any = None,
-    seeds: Sequence[int] | None = None,
-    costs: Costs | None = None,
-    session: DecodeSession | None = None,
-    stop: Callable[[], bool] | None = None,
-) -> Iterator[tuple[int, Generation]]:
-    """`decode`, yielding (index of the prompt, answer) as answers finish."""
     for ended in decode_batches(base, prompts, config, stop_ids, draft, seeds, costs, session, stop):
-        yield from ended
+        for index, generation in ended:
+            answers[index] = generation
+            if progress:
+                progress(len(answers), len(prompts))
+    return [answers[i] for i in sorted(answers)]
 
 
 @torch.inference_mode()
@@ -160,7 +145,7 @@ def decode_batches(
     session: DecodeSession | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Iterator[list[tuple[int, Generation]]]:
-    """`decode_stream`, yielding together the answers that ended in one step.
+    """`decode`, yielding together the (index of the prompt, answer) that ended in one step.
 
     On a GPU the next step is running by then: work on the answers costs no time while it is shorter than a step.
     """

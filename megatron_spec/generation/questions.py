@@ -6,6 +6,7 @@ on batch size or layout, and a killed run resumes where it stopped.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import zlib
@@ -19,7 +20,8 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.tokenizer import special_ids
-from megatron_spec.decoding.engine import decode_stream
+from megatron_spec.decoding.engine import decode_batches
+from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.generation.prompts import Prompt, iter_prompts
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import changed_settings, read_json, write_json, write_text
@@ -31,8 +33,9 @@ DRAWS_PER_QUESTION = 10
 
 
 def draw_questions(
-    base: FrozenBase, encoder: ChatEncoder, numbers: range, config: DecodeConfig, stop_ids: set[int]
-) -> dict[int, str]:
+    base: FrozenBase, encoder: ChatEncoder, numbers: range, config: DecodeConfig, stop_ids: set[int],
+    session: DecodeSession | None = None,
+) -> dict[int, str]:  # fmt: skip
     """Draw number -> question. Collective over all ranks; every rank gets all questions.
 
     Draws that do not end within max_new_tokens and empty draws are left out.
@@ -43,7 +46,8 @@ def draw_questions(
     ends = stop_ids | special_ids(tokenizer)  # a template may end user turns and answers with different tokens
     found: dict[int, str] = {}
     if mine:
-        for i, answer in decode_stream(base, [header] * len(mine), config, ends, None, seeds):
+        drawn = decode_batches(base, [header] * len(mine), config, ends, None, seeds, session=session)
+        for i, answer in itertools.chain.from_iterable(drawn):
             text = tokenizer.decode(answer.tokens[:-1], skip_special_tokens=True).strip() if answer.stopped else ""
             if text:
                 found[mine[i]] = text
@@ -80,11 +84,11 @@ def write_questions(
     """
     world, encoder = base.world, ChatEncoder(tokenizer, template_kwargs=template_kwargs)
     kept = _begin(path, config, about or {}, world)
-    drawn = max(kept, default=-1) + 1
+    drawn, session = max(kept, default=-1) + 1, DecodeSession()
     while len(kept) < count and drawn < DRAWS_PER_QUESTION * count + 100:
         numbers = range(drawn, drawn + max(config.batch_size * world.dp_size, min(count - len(kept), 1024)))
         seen = {_same(text) for text in kept.values()}
-        for number, text in sorted(draw_questions(base, encoder, numbers, config, stop_ids).items()):
+        for number, text in sorted(draw_questions(base, encoder, numbers, config, stop_ids, session).items()):
             if _same(text) not in seen and len(kept) < count:
                 seen.add(_same(text))
                 kept[number] = text

@@ -47,8 +47,11 @@ def synthesize(
     stop_ids: set[int],
     draft: Any = None,
     template_kwargs: Mapping[str, Any] | None = None,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[list[dict[str, Any]]]:
     """Answer the prompts. Collective over the model-parallel ranks.
+
+    The next step of the device is running while the caller handles what it got, so making and writing records costs no
+    time while it is shorter than a step.
 
     Args:
         stop_ids: tokens that end an answer (data.tokenizer.stop_token_ids).
@@ -56,32 +59,10 @@ def synthesize(
         template_kwargs: see `ChatTemplate`.
 
     Yields:
-        Records with `conversation_id`, `category`, `conversations` (messages), `truncated` (no stop token before
-        max_new_tokens or the end of the context), `tools` and `chat_template_kwargs` if used, `answer_ids` if
-        tokenising the text does not reproduce the answers (`generation.answers`) and, when a round could not be
-        answered, `problem`. In the order in which they finish. `conversations` is empty when the first round was not
-        answered.
-    """
-    batches = synthesize_batches(
-        base, tokenizer, prompts, config, stop_ids=stop_ids, draft=draft, template_kwargs=template_kwargs
-    )
-    for batch in batches:
-        yield from batch
-
-
-def synthesize_batches(
-    base: FrozenBase,
-    tokenizer: Any,
-    prompts: Iterable[Prompt],
-    config: DecodeConfig,
-    *,
-    stop_ids: set[int],
-    draft: Any = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> Iterator[list[dict[str, Any]]]:
-    """`synthesize`, yielding together the records that ended in one step of the device.
-
-    The next step is running by then, so making and writing records costs no time while it is shorter than a step.
+        The records that ended in one step, with `conversation_id`, `category`, `conversations` (messages), `truncated`
+        (no stop token before max_new_tokens or the end of the context), `tools` and `chat_template_kwargs` if used,
+        `answer_ids` if tokenising the text does not reproduce the answers (`generation.answers`) and, when a round
+        could not be answered, `problem`. `conversations` is empty when the first round was not answered.
     """
     encoder = ChatEncoder(
         tokenizer, stop_ids, template_kwargs=template_kwargs, vocab_size=base.vocab_size,
@@ -313,7 +294,7 @@ def synthesize_to_file(
     options = {"draft": draft, "stop_ids": stop_ids, "template_kwargs": template_kwargs}
     with open(part if writes else os.devnull, "a", encoding="utf-8") as file:
         done = 0
-        for records in synthesize_batches(base, tokenizer, mine, config, **options):
+        for records in synthesize(base, tokenizer, mine, config, **options):
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
             file.flush()
             before, done = done, done + len(records)

@@ -92,13 +92,14 @@ def mixed_by_groups(
     index_P = torch.where((index_P >= 0) & (index_P < count), index_P, count)
     sorted_P, order_P = index_P.sort(stable=True)
     ends_E = torch.searchsorted(sorted_P, torch.arange(1, count + 1, device=x_RH.device)).int()
-    expert_P = sorted_P.clamp(max=count - 1) if biases is not None else sorted_P
     rows_PM = F.grouped_mm(x_RH[order_P // K], enter_EMH.transpose(1, 2), offs=ends_E)
-    if biases is not None:
-        rows_PM = rows_PM + biases[0][expert_P]
+    enter_bias, leave_bias = biases or (None, None)
+    expert_P = sorted_P if complete else sorted_P.clamp(max=count - 1)
+    if enter_bias is not None:
+        rows_PM = rows_PM + enter_bias[expert_P]
     rows_PH = F.grouped_mm(gated(rows_PM), leave_EHM.transpose(1, 2), offs=ends_E)
-    if biases is not None and biases[1] is not None:
-        rows_PH = rows_PH + biases[1][expert_P]
+    if leave_bias is not None:
+        rows_PH = rows_PH + leave_bias[expert_P]
     if not complete:
         rows_PH.masked_fill_(sorted_P[:, None] == count, 0)  # rows of no group are not written
     place_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(R * K, device=x_RH.device))

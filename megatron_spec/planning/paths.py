@@ -238,7 +238,7 @@ def _cuda_graphs(s: Setting) -> Reasons:
     parallel = s.parallel
     ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     ranks *= parallel.expert_model_parallel_size
-    grouped = not any(_grouped_experts(s).values()) and "grouped_experts" not in s.off
+    grouped = PATHS["grouped_experts"].blocked(s) is None
     return {
         "there is no GPU": not s.machine.gpu,
         "the base is split over several ranks": ranks > 1,

@@ -112,10 +112,10 @@ def apply_settings(optimizer: MegatronOptimizer, train: TrainConfig) -> None:
 
 def implementation() -> str:
     """Whose Adam and gradient norm megatron-core uses: the first of Transformer Engine, apex and torch that imports."""
-    name = str(clip_grads.l2_norm_impl.__module__).partition(".")[0]
-    return {"transformer_engine": "Transformer Engine", "transformer_engine_torch": "Transformer Engine"}.get(
-        name, "apex" if name in ("amp_C", "apex") else "torch"
-    )
+    name = str(clip_grads.l2_norm_impl.__module__)
+    if name.startswith("transformer_engine"):
+        return "Transformer Engine"
+    return "apex" if name.startswith(("amp_C", "apex")) else "torch"
 
 
 def _norm(_chunk: int, _overflow: Tensor, tensors: Sequence[Sequence[Tensor]], *_: Any) -> tuple[Tensor, None]:

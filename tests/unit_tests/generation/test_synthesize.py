@@ -22,7 +22,7 @@ from tests.unit_tests.decoding.tiny_models import CHAT_CONFIG
 @pytest.fixture(scope="module")
 def records(chat: Any) -> dict[str, dict[str, Any]]:
     found = synthesize(chat.base, chat.tokenizer, chat.prompts, CHAT_CONFIG, stop_ids=chat.stop_ids)
-    return {r["conversation_id"]: r for r in found}
+    return {r["conversation_id"]: r for batch in found for r in batch}
 
 
 def test_answers_equal_the_base(chat: Any, records: dict[str, dict[str, Any]]) -> None:
@@ -50,14 +50,14 @@ def test_drafting_does_not_change_the_answers(chat: Any, records: dict[str, dict
     found = synthesize(
         chat.base, chat.tokenizer, chat.prompts, CHAT_CONFIG, stop_ids=chat.stop_ids, draft=NGramDrafter()
     )
-    assert {r["conversation_id"]: r for r in found} == records
+    assert {r["conversation_id"]: r for batch in found for r in batch} == records
 
 
 def test_temperature_is_seeded_by_conversation(chat: Any) -> None:
     def run(prompts: list[Prompt], seed: int) -> dict[str, Any]:
         config = CHAT_CONFIG.replace(temperature=1.0, seed=seed)
         found = synthesize(chat.base, chat.tokenizer, prompts, config, stop_ids=chat.stop_ids)
-        return {r["conversation_id"]: r for r in found}
+        return {r["conversation_id"]: r for batch in found for r in batch}
 
     first = run(chat.prompts, 1)
     assert run(chat.prompts[::-1][:2], 1) == {p.identifier: first[p.identifier] for p in chat.prompts[::-1][:2]}
