@@ -2,7 +2,8 @@
 
 Computes what the stage's megatron-core layers compute, on the same weights, with one of three sets of operators: plain
 torch (decoding on any device, which is bound by the host: a fraction of the calls per step), fused kernels (half
-precision on a GPU, for decoding and training: fewer passes over memory), and fp8 linears (training only).
+precision on a GPU, for decoding and training: fewer passes over memory), and fp8 linears (training only). A step of
+decoding takes its attention, or whole layers, from `decode_layers.py`.
 
 S sequence, B micro-batch, R = S * B rows, H hidden, N query and G key/value heads of this rank, D head size.
 """
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_spec.base.decode_layers import DecodeLayers
 from megatron_spec.base.moe import MixtureOfExperts
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.ops import backend
@@ -211,6 +213,8 @@ class DirectForward:
         self.operators: PlainOperators = PlainOperators(config, *heads)
         if kind != "none":
             self.operators = KernelOperators(config, *heads, backend.load(kind))
+        kind = paths.kernels("decode_kernels")
+        self.decode = None if kind == "none" else DecodeLayers(config, heads, backend.load(kind), tp.size() == 1)
         experts = {m for layer in layers for m in _experts(layer).modules()}  # run as modules, hooks included
         self._parts = [m for layer in layers for m in layer.modules() if m not in experts]
 
@@ -238,15 +242,23 @@ class DirectForward:
         """
         (S, B, H), do = hidden_SBH.shape, self.operators
         visibility = visibility or Visibility.causal()
-        tables = do.tables(rotary_angles(positions_BS, inv_freq), hidden_SBH.dtype)
-        x, delta, recorded = hidden_SBH.reshape(S * B, H), None, []
+        decode = self.decode if self.decode is not None and self.decode.serves(visibility) else None
+        angles, x = rotary_angles(positions_BS, inv_freq), hidden_SBH.reshape(S * B, H)
+        if decode is not None and decode.whole(x):
+            return self._few_rows(decode, x, decode.tables(angles), captured, visibility)
+        tables = do.tables(angles, hidden_SBH.dtype) if decode is None else decode.tables(angles)
+        delta, recorded = None, []
         for i, layer in enumerate(self.layers):
             attention = layer.self_attention
             x, normed = do.add_norm(x, delta, layer.input_layernorm.weight)
             if i - 1 in captured:
                 recorded.append(x.view(S, B, H))
-            qkv = do.linear(normed, attention.linear_qkv, attention.linear_qkv.bias)
-            attended = do.attend(qkv, tables, S, B, visibility, i, self._head_norms(attention))
+            if decode is not None:
+                qkv = do.linear(normed, attention.linear_qkv, None)
+                attended = decode.attend(qkv, attention, tables, visibility, i)
+            else:
+                qkv = do.linear(normed, attention.linear_qkv, attention.linear_qkv.bias)
+                attended = do.attend(qkv, tables, S, B, visibility, i, self._head_norms(attention))
             delta = self._summed(do.activation(attended), attention.linear_proj)
             x, normed = do.add_norm(x, delta, layer.pre_mlp_layernorm.weight)
             delta = self._mlp(layer.mlp, normed, S)
@@ -257,6 +269,20 @@ class DirectForward:
         if len(self.layers) - 1 in captured:
             recorded.append(x.view(S, B, H))
         return out.view(S, B, H), recorded
+
+    def _few_rows(
+        self, decode: DecodeLayers, x_RH: Tensor, tables: tuple[Tensor, Tensor], captured: Collection[int],
+        visibility: Visibility,
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """`__call__` for few rows over a cache."""
+        assert visibility.slots_BS is not None
+        (B, S), recorded, x = visibility.slots_BS.shape, [], x_RH
+        for i, layer in enumerate(self.layers):
+            x = decode.layer(layer, x, tables, visibility, i)
+            if i in captured:
+                recorded.append(x.view(S, B, -1))
+        out = x if self.final_norm is None else self.operators.final(x, None, self.final_norm)[1]
+        return out.view(S, B, -1), recorded
 
     def _mlp(self, mlp: Any, normed: Any, S: int) -> Tensor:
         """[R, H] output of a dense MLP by the operators, or of experts by their modules."""

@@ -25,7 +25,7 @@ from megatron_spec.decoding.cache import move_slots, rows_view
 from megatron_spec.decoding.drafters import Context, Drafter, Observation
 from megatron_spec.decoding.drafters.user import check_proposal, is_foreign
 from megatron_spec.decoding.rows import Rows
-from megatron_spec.decoding.tree import Tree, visible_slots
+from megatron_spec.decoding.tree import Tree
 from megatron_spec.decoding.verify import Drafted, Draws, Verdict, choose, thinking_rows, verify
 from megatron_spec.ops.visibility import KVCache, Visibility
 
@@ -117,8 +117,7 @@ class DeviceSteps:
         view, positions_BS = rows_view(self.cache, first, tokens_BS.shape[0]), slots_BS
         length_B = self.rows.length_B[first : first + tokens_BS.shape[0]]
         if tree is not None:
-            visible_BSL = visible_slots(slots_BS[:, 0], tree.above_BSS, key_slots)
-            visibility = Visibility.cached(view, slots_BS, visible_BSL, key_slots, length_B)
+            visibility = Visibility.cached(view, slots_BS, None, key_slots, length_B, tree.above_BSS)
             positions_BS = slots_BS[:, :1] + torch.cat([torch.zeros_like(slots_BS[:, :1]), tree.depth_BN], dim=1)
         elif key_slots:
             visibility = Visibility.cached(view, slots_BS, length=key_slots, lengths_B=length_B)

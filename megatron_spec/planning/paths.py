@@ -100,6 +100,15 @@ def _kernels(s: Setting) -> Reasons:
     }
 
 
+def _wide_kernels(s: Setting) -> Reasons:
+    """Of kernels that take fp32, too."""
+    return {
+        "there is no GPU": s.machine.kernels != "plain" and not s.machine.gpu,
+        "Triton is missing": s.machine.kernels == "none",
+        "weights are in float64": s.machine.kernels != "plain" and s.dtype == "float64",
+    }
+
+
 def _fp8(s: Setting) -> Reasons:
     return {
         f"weights are in {s.dtype}, not in bf16 (--bf16)": s.dtype != "bfloat16",
@@ -131,6 +140,10 @@ def _base_direct(s: Setting) -> Reasons:
         "it needs the full sequence (--sequence-parallel)": s.parallel.sequence_parallel,
         "the base is fake-quantised": quantised,
     }
+
+
+def _decode_kernels(s: Setting) -> Reasons:
+    return {**_base_direct(s), **_wide_kernels(s)}
 
 
 def _grouped_experts(s: Setting) -> Reasons:
@@ -255,6 +268,12 @@ _PATHS = (
         "megatron-core's layers (base/spec.py)", "tests/unit_tests/base/test_direct.py", _base_direct,
     ),
     Path(
+        "decode_kernels",
+        "base, in decoding: from the projection of the new rows to their attention in one kernel, which writes the "
+        "cache and reads as much of it as the sequence has; norms, gate and residual sums inside products of few rows",
+        "base_direct", "tests/unit_tests/base/test_direct.py", _decode_kernels,
+    ),
+    Path(
         "grouped_experts", "base: two products for all experts of a layer, instead of two for each",
         "ops/moe.py, `mixed`", "tests/unit_tests/base/test_grouped_experts.py", _grouped_experts,
     ),
@@ -320,7 +339,8 @@ class Paths:
 
     def kernels(self, *names: str) -> Kernels:
         """Implementation of the kernels for these paths (`ops.backend.load`); 'none' unless all of them are on."""
-        can = not self.setting.plain and not any(_kernels(self.setting).values())
+        blocked = _wide_kernels(self.setting) if names == ("decode_kernels",) else _kernels(self.setting)
+        can = not self.setting.plain and not any(blocked.values())
         return self.setting.machine.kernels if can and all(map(self.on, names)) else "none"
 
     def under(self, objective: ObjectiveConfig) -> Paths:
