@@ -1,8 +1,8 @@
-"""The layers of the frozen base in decoding, in few kernels (path `decode_kernels`).
+"""The layers of the frozen base in decoding, in few kernels (paths `decode_kernels` and `decode_products`).
 
 A layer is five kernels for up to `FEW_ROWS` rows: norm and projection; attention with everything about heads and cache;
-output projection and residual sum; norm, gate and up; down and residual sum. With more rows, several ranks or fp16,
-`DirectForward` runs the products and takes the attention from here: eight kernels.
+output projection and residual sum; norm, gate and up; down and residual sum. With more rows, or without
+`decode_products`, `DirectForward` runs the products and takes the attention from here: eight kernels.
 
 S new rows of each of B sequences, R = S * B rows, H hidden, N query and G key/value heads of this rank, D head size,
 X = (N + 2G) * D.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -35,11 +34,11 @@ class DecodeLayers:
     Args:
         heads: query and key/value heads of this rank.
         kernels: operators (`ops.backend.load`).
-        alone: no other rank has heads of this layer.
+        products: `decode_products` is on.
     """
 
-    def __init__(self, config: BaseConfig, heads: tuple[int, int], kernels: Any, alone: bool) -> None:
-        self.config, self.heads, self.kernels, self.alone = config, heads, kernels, alone
+    def __init__(self, config: BaseConfig, heads: tuple[int, int], kernels: Any, products: bool) -> None:
+        self.config, self.heads, self.kernels, self.products = config, heads, kernels, products
         self.eps = config.rms_norm_eps
 
     def serves(self, visibility: Visibility) -> bool:
@@ -50,8 +49,8 @@ class DecodeLayers:
         return slots_BS.shape[1] <= MOST_NEW
 
     def whole(self, x_RH: Tensor) -> bool:
-        """True if `layer` takes these rows; not in fp16, because a row is scaled by its norm after the product."""
-        return self.alone and len(x_RH) <= FEW_ROWS and x_RH.dtype != torch.float16
+        """True if `layer` takes these rows."""
+        return self.products and len(x_RH) <= FEW_ROWS
 
     def tables(self, angles_SB1D: Tensor) -> Tables:
         """For `attend`."""

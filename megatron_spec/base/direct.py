@@ -214,7 +214,9 @@ class DirectForward:
         if kind != "none":
             self.operators = KernelOperators(config, *heads, backend.load(kind))
         kind = paths.kernels("decode_kernels")
-        self.decode = None if kind == "none" else DecodeLayers(config, heads, backend.load(kind), tp.size() == 1)
+        self.decode: DecodeLayers | None = None
+        if kind != "none":
+            self.decode = DecodeLayers(config, heads, backend.load(kind), paths.on("decode_products"))
         experts = {m for layer in layers for m in _experts(layer).modules()}  # run as modules, hooks included
         self._parts = [m for layer in layers for m in layer.modules() if m not in experts]
 

@@ -67,6 +67,19 @@ class DeviceSteps:
         seen = Observation(first, slots_BS, next_BS, length_B, captures_SBC, state_SBH, prefill=True)
         return Step(seen, rows.advance(first, chosen_B[:, None], zeros_B, zeros_B))
 
+    def nothing(self, batch: int) -> Drafted:
+        """No proposal."""
+        nothing_BN = self.rows.tokens_BL.new_empty(batch, 0)
+        return Drafted(nothing_BN, nothing_BN.bool(), None, 0)
+
+    def cycle(self, batch: int, count: int, key_slots: int) -> Tensor:
+        """A whole step: proposal of depth `count` (0: none), verification, observation. Returns its table [B, X]."""
+        drafted = self.propose(batch, count, key_slots, ()) if count else self.nothing(batch)
+        step = self.verify(batch, key_slots, drafted)
+        if self.drafter is not None:
+            self.drafter.observe(step.seen)
+        return step.table_BX
+
     def propose(self, batch: int, count: int, key_slots: int, lengths: Sequence[int]) -> Drafted:
         """The drafter's proposal; nodes past a sequence's limit are invalid."""
         assert self.drafter is not None
@@ -130,7 +143,7 @@ class DeviceSteps:
         batch = tokens_BS.shape[0]
         numbers = self.rows.draws(batch, drafted.depth + 1)
         draws = Draws(numbers[:, :, 0], numbers[:, :, 1])
-        logits_BSV = self.base.logits(state_SBH).transpose(0, 1)
+        logits_BSV = self.base.logits(state_SBH.transpose(0, 1))  # the state is less to copy than the logits
         thinking_BS = None
         if self.config.use_relaxed_acceptance_for_thinking:
             rows = self.rows

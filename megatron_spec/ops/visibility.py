@@ -147,7 +147,7 @@ class Visibility:
             share the sequence; None: causal over all rows.
         context: the ranks that share the sequence: queries are this rank's rows, keys and values those of all ranks.
         cache: keys and values in decoding; None in training.
-        slots_BS: int64 cache slots that the S new rows are written to (decoding only).
+        slots_BS: int64 cache slots that the S new rows are written to (decoding only); consecutive but for `given_BSL`.
         key_slots: number of cache slots that the new rows may see (decoding only); 0: the new rows start their
             sequences and see each other causally.
         above_BSM: bool, new row s sees node m of a tree, whose nodes are in the last M slots, which end with the last

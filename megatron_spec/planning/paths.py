@@ -146,6 +146,14 @@ def _decode_kernels(s: Setting) -> Reasons:
     return {**_base_direct(s), **_wide_kernels(s)}
 
 
+def _decode_products(s: Setting) -> Reasons:
+    return {
+        **_decode_kernels(s),
+        "rows are scaled after the products, which overflow in float16": s.dtype == "float16",
+        "products are summed over tensor parallel ranks": s.parallel.tensor_model_parallel_size > 1,
+    }
+
+
 def _grouped_experts(s: Setting) -> Reasons:
     moe = s.base.moe if s.base is not None else None
     real, sizes = s.machine.kernels != "plain", (0, 0)
@@ -270,8 +278,12 @@ _PATHS = (
     Path(
         "decode_kernels",
         "base, in decoding: from the projection of the new rows to their attention in one kernel, which writes the "
-        "cache and reads as much of it as the sequence has; norms, gate and residual sums inside products of few rows",
+        "cache and reads as much of it as the sequence has",
         "base_direct", "tests/unit_tests/base/test_direct.py", _decode_kernels,
+    ),
+    Path(
+        "decode_products", "base, in decoding: norms, gate and residual sums inside the products of up to 16 rows",
+        "base_direct", "tests/unit_tests/base/test_direct.py", _decode_products,
     ),
     Path(
         "grouped_experts", "base: two products for all experts of a layer, instead of two for each",
@@ -317,6 +329,8 @@ _PATHS = (
     ),
 )  # fmt: skip
 PATHS = {path.name: path for path in _PATHS}
+_WIDE = {"decode_kernels", "decode_products"}
+"""Paths whose kernels take fp32, too."""
 
 
 class Paths:
@@ -339,7 +353,7 @@ class Paths:
 
     def kernels(self, *names: str) -> Kernels:
         """Implementation of the kernels for these paths (`ops.backend.load`); 'none' unless all of them are on."""
-        blocked = _wide_kernels(self.setting) if names == ("decode_kernels",) else _kernels(self.setting)
+        blocked = _wide_kernels(self.setting) if {*names} & _WIDE else _kernels(self.setting)
         can = not self.setting.plain and not any(blocked.values())
         return self.setting.machine.kernels if can and all(map(self.on, names)) else "none"
 

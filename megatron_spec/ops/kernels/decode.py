@@ -53,6 +53,21 @@ def _rotated(
 
 
 @triton.jit
+def _columns(g, i, N: tl.constexpr, G: tl.constexpr, D: tl.constexpr, GROUPED: tl.constexpr):
+    """First columns of query heads `i` [.., 1], key and value of key/value head g in a projection."""
+    n: tl.constexpr = N // G
+    if GROUPED:  # megatron-core: per key/value head its n query heads, then k, then v
+        q_col = (g * (n + 2) + i) * D
+        k_col = (g * (n + 2) + n) * D
+        v_col = k_col + D
+    else:
+        q_col = (g * n + i) * D
+        k_col = (N + g) * D
+        v_col = (N + G + g) * D
+    return q_col[:, None], k_col, v_col
+
+
+@triton.jit
 def _attended(q, k, v, seen, scale, top, total, acc, PRECISION: tl.constexpr):
     """Softmax over more keys: (largest score in log2, sum, weighted values) with k, v where `seen`."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
@@ -64,6 +79,81 @@ def _attended(q, k, v, seen, scale, top, total, acc, PRECISION: tl.constexpr):
     total = total * faded + tl.sum(p, axis=1)
     acc = acc * faded[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
     return higher, total, acc
+
+
+@triton.jit
+def _new_rows(
+    x_ptr, bias_ptr, norm_ptr, cos_ptr, sin_ptr, key_ptr, value_ptr, b, B, S, first, cached, k_col, v_col, lanes, eps,
+    store, X, STRIDE: tl.constexpr, HALF: tl.constexpr, NEW: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Keys and values [NEW, LANES] of the new rows; written to the cache if `store`."""
+    j = tl.arange(0, NEW)
+    inside = lanes < 2 * HALF
+    mask = (j < S)[:, None] & inside
+    row = (j * B + b).to(tl.int64)[:, None]
+    k = _rotated(x_ptr, bias_ptr, norm_ptr, cos_ptr, sin_ptr, row, k_col, mask, lanes, eps, X, HALF, HAS_BIAS, NORM)
+    v = tl.load(x_ptr + row * X + v_col + lanes, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        v += tl.load(bias_ptr + v_col + lanes, mask=inside, other=0.0).to(tl.float32)
+    k = k.to(key_ptr.dtype.element_ty)
+    v = tl.where(mask, v, 0.0).to(key_ptr.dtype.element_ty)
+    if store:
+        at = cached + (first + j).to(tl.int64)[:, None] * STRIDE + lanes
+        tl.store(key_ptr + at, k, mask=mask)
+        tl.store(value_ptr + at, v, mask=mask)
+    return k, v
+
+
+@triton.jit
+def _old_rows(
+    q, key_ptr, value_ptr, above, begin, end, tree, cached, lanes, live, scale, top, total, acc,
+    D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_attended` over slots begin .. end - 1 of the cache; `tree`: slot of the first node."""
+    for at in range(begin, end, BLOCK):
+        slot = at + tl.arange(0, BLOCK)
+        mask = (slot < end)[:, None] & (lanes < D)
+        where = cached + slot.to(tl.int64)[:, None] * STRIDE + lanes
+        k = tl.load(key_ptr + where, mask=mask, other=0.0)
+        v = tl.load(value_ptr + where, mask=mask, other=0.0)
+        seen = (slot < end)[None, :] & live[:, None]
+        if TREE:
+            node = (slot - tree)[None, :]
+            seen = seen & (tl.load(above + node, mask=seen & (node >= 0), other=1) != 0)
+        top, total, acc = _attended(q, k, v, seen, scale, top, total, acc, PRECISION)
+    return top, total, acc
+
+
+@triton.jit
+def _store_part(part_ptr, stat_ptr, mine, top, total, acc, lanes, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """What a part adds to the softmax of its rows."""
+    r = tl.arange(0, ROWS)
+    tl.store(stat_ptr + mine * 2 * ROWS + r, top)
+    tl.store(stat_ptr + (mine * 2 + 1) * ROWS + r, total)
+    tl.store(part_ptr + (mine * ROWS + r)[:, None] * LANES + lanes, acc)
+
+
+@triton.jit
+def _sum_of_parts(
+    part_ptr, stat_ptr, place, active, lanes, ROWS: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr
+):
+    """(sum, weighted values) over all parts of a sequence, which other programs have written."""
+    r = tl.arange(0, ROWS)
+    best = tl.full((ROWS,), -float("inf"), tl.float32)
+    for i in tl.static_range(PARTS):
+        at = stat_ptr + (place * PARTS + i) * 2 * ROWS + r
+        best = tl.maximum(best, tl.load(at, mask=r * 0 + i < active, other=-float("inf"), cache_modifier=".cg"))
+    best = tl.where(best == -float("inf"), 0.0, best)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, LANES), tl.float32)
+    for i in tl.static_range(PARTS):
+        at = stat_ptr + (place * PARTS + i) * 2 * ROWS + r
+        there = r * 0 + i < active
+        share = tl.exp2(tl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg") - best)
+        total += share * tl.load(at + ROWS, mask=there, other=0.0, cache_modifier=".cg")
+        values = part_ptr + ((place * PARTS + i) * ROWS + r)[:, None] * LANES + lanes
+        acc += share[:, None] * tl.load(values, mask=there[:, None] & (lanes >= 0), other=0.0, cache_modifier=".cg")
+    return total, acc
 
 
 @triton.jit(do_not_specialize=["B", "S", "M", "tiles"])
@@ -92,16 +182,8 @@ def _attention_kernel(
     live = t < S * n
     row = (s * B + b).to(tl.int64)[:, None]
     lanes = tl.arange(0, LANES)[None, :]
-    inside = lanes < D
-    if GROUPED:  # megatron-core: per key/value head its n query heads, then k, then v
-        q_col = ((g * (n + 2) + t % n) * D)[:, None]
-        k_col = (g * (n + 2) + n) * D
-        v_col = k_col + D
-    else:
-        q_col = ((g * n + t % n) * D)[:, None]
-        k_col = (N + g) * D
-        v_col = (N + G + g) * D
-    own = live[:, None] & inside
+    q_col, k_col, v_col = _columns(g, t % n, N, G, D, GROUPED)
+    own = live[:, None] & (lanes < D)
     q = _rotated(x_ptr, bias_ptr, q_norm_ptr, cos_ptr, sin_ptr, row, q_col, own, lanes, eps, X, HALF, HAS_BIAS, NORM)
     q = q.to(key_ptr.dtype.element_ty)
     top = tl.full((ROWS,), -float("inf"), tl.float32)
@@ -110,70 +192,31 @@ def _attention_kernel(
     above = above_ptr + (b.to(tl.int64) * S + s)[:, None] * M
     cached = b.to(tl.int64) * cache_stride + g * D
     if part == 0:
-        j = tl.arange(0, NEW)
-        is_new = (j < S)[:, None] & inside
-        new_row = (j * B + b).to(tl.int64)[:, None]
-        new_k = _rotated(
-            x_ptr, bias_ptr, k_norm_ptr, cos_ptr, sin_ptr, new_row, k_col, is_new, lanes, eps, X, HALF, HAS_BIAS, NORM
-        ).to(key_ptr.dtype.element_ty)
-        new_v = tl.load(x_ptr + new_row * X + v_col + lanes, mask=is_new, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            new_v += tl.load(bias_ptr + v_col + lanes, mask=inside, other=0.0).to(tl.float32)
-        new_v = tl.where(is_new, new_v, 0.0).to(key_ptr.dtype.element_ty)
-        if tile == 0:
-            new_at = cached + (first + j).to(tl.int64)[:, None] * (G * D) + lanes
-            tl.store(key_ptr + new_at, new_k, mask=is_new)
-            tl.store(value_ptr + new_at, new_v, mask=is_new)
+        k, v = _new_rows(
+            x_ptr, bias_ptr, k_norm_ptr, cos_ptr, sin_ptr, key_ptr, value_ptr, b, B, S, first, cached, k_col, v_col,
+            lanes, eps, tile == 0, X, G * D, HALF, NEW, HAS_BIAS, NORM,
+        )  # fmt: skip
+        j = tl.arange(0, NEW)[None, :]
+        seen = live[:, None] & (j < S)
         if TREE:
-            sees = tl.load(above + (M - S + j)[None, :], mask=live[:, None] & (j < S)[None, :], other=0) != 0
+            seen = tl.load(above + (M - S + j), mask=seen, other=0) != 0
         else:
-            sees = (j[None, :] <= s[:, None]) & (j < S)[None, :]
-        top, total, acc = _attended(q, new_k, new_v, sees, scale, top, total, acc, PRECISION)
-    end = tl.minimum((part + 1) * length, first)
-    for at in range(part * length, end, BLOCK):
-        slot = at + tl.arange(0, BLOCK)
-        is_old = (slot < end)[:, None] & inside
-        where = cached + slot.to(tl.int64)[:, None] * (G * D) + lanes
-        k = tl.load(key_ptr + where, mask=is_old, other=0.0)
-        v = tl.load(value_ptr + where, mask=is_old, other=0.0)
-        seen = (slot < end)[None, :] & live[:, None]
-        if TREE:
-            node = (slot - (first + S - M))[None, :]
-            seen = seen & (tl.load(above + node, mask=seen & (node >= 0), other=1) != 0)
+            seen = seen & (j <= s[:, None])
         top, total, acc = _attended(q, k, v, seen, scale, top, total, acc, PRECISION)
-    out_at = out_ptr + row * (N * D) + ((g * n + t % n) * D)[:, None] + lanes
+    top, total, acc = _old_rows(
+        q, key_ptr, value_ptr, above, part * length, tl.minimum((part + 1) * length, first), first + S - M, cached,
+        lanes, live, scale, top, total, acc, D, G * D, BLOCK, TREE, PRECISION,
+    )  # fmt: skip
+    at = out_ptr + row * (N * D) + ((g * n + t % n) * D)[:, None] + lanes
     if PARTS == 1:
-        acc = acc / tl.where(live, total, 1.0)[:, None]
-        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=own)
+        tl.store(at, (acc / tl.where(live, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty), mask=own)
     else:
-        r = tl.arange(0, ROWS)
-        mine = place * PARTS + part
-        tl.store(stat_ptr + mine * 2 * ROWS + r, top)
-        tl.store(stat_ptr + (mine * 2 + 1) * ROWS + r, total)
-        tl.store(part_ptr + (mine * ROWS + r)[:, None] * LANES + lanes, acc)
+        _store_part(part_ptr, stat_ptr, place * PARTS + part, top, total, acc, lanes, ROWS, LANES)
         tl.debug_barrier()  # all of the program's values are out before it is counted
-        arrived = tl.atomic_add(count_ptr + place, 1, sem="acq_rel")
-        if arrived == active - 1:
+        if tl.atomic_add(count_ptr + place, 1, sem="acq_rel") == active - 1:
             tl.store(count_ptr + place, 0)
-            best = tl.full((ROWS,), -float("inf"), tl.float32)
-            for other in tl.static_range(PARTS):
-                at_stat = stat_ptr + (place * PARTS + other) * 2 * ROWS + r
-                there = r * 0 + other < active
-                best = tl.maximum(best, tl.load(at_stat, mask=there, other=-float("inf"), cache_modifier=".cg"))
-            best = tl.where(best == -float("inf"), 0.0, best)
-            whole = tl.zeros((ROWS,), tl.float32)
-            acc = tl.zeros((ROWS, LANES), tl.float32)
-            for other in tl.static_range(PARTS):
-                at_stat = stat_ptr + (place * PARTS + other) * 2 * ROWS + r
-                at_part = part_ptr + ((place * PARTS + other) * ROWS + r)[:, None] * LANES + lanes
-                there = r * 0 + other < active
-                peak = tl.load(at_stat, mask=there, other=-float("inf"), cache_modifier=".cg")
-                share = tl.exp2(peak - best)
-                whole += share * tl.load(at_stat + ROWS, mask=there, other=0.0, cache_modifier=".cg")
-                some = there[:, None] & (lanes >= 0)
-                acc += share[:, None] * tl.load(at_part, mask=some, other=0.0, cache_modifier=".cg")
-            acc = acc / tl.where(live, whole, 1.0)[:, None]
-            tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=own)
+            total, acc = _sum_of_parts(part_ptr, stat_ptr, place, active, lanes, ROWS, LANES, PARTS)
+            tl.store(at, (acc / tl.where(live, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty), mask=own)
 
 
 @functools.cache
@@ -237,7 +280,7 @@ def decode_attention(
         scratch, stats, _counters(x_RX.device), B, S, 0 if above_BSM is None else above_BSM.shape[2], tiles,
         first_B.stride(0), cache[0].stride(0), D**-0.5 * 1.4426950408889634, eps, heads, kv_heads, half, lanes, rows,
         max(16, int(triton.next_power_of_2(S))), SLOTS, parts, grouped, bias_X is not None, norms is not None,
-        above_BSM is not None, "ieee" if x_RX.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+        above_BSM is not None, "ieee" if x_RX.dtype == torch.float32 else "tf32", num_warps=4 if rows * lanes <= 4096 else 8, num_stages=3,
     )  # fmt: skip
     return out
 
