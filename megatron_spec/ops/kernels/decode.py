@@ -280,7 +280,8 @@ def decode_attention(
         scratch, stats, _counters(x_RX.device), B, S, 0 if above_BSM is None else above_BSM.shape[2], tiles,
         first_B.stride(0), cache[0].stride(0), D**-0.5 * 1.4426950408889634, eps, heads, kv_heads, half, lanes, rows,
         max(16, int(triton.next_power_of_2(S))), SLOTS, parts, grouped, bias_X is not None, norms is not None,
-        above_BSM is not None, "ieee" if x_RX.dtype == torch.float32 else "tf32", num_warps=4 if rows * lanes <= 4096 else 8, num_stages=3,
+        above_BSM is not None, "ieee" if x_RX.dtype == torch.float32 else "tf32",
+        num_warps=4 if rows * lanes <= 4096 else 8, num_stages=3,
     )  # fmt: skip
     return out
 
