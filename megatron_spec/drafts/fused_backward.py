@@ -32,7 +32,10 @@ class Backward:
         self.d_after, self.d_inner = (tape.empty(most, sizes.hidden) for _ in range(2))
         self.gated = tape.empty(most, sizes.intermediate)
         self.d_qkv = tape.empty(steps.span(0, sizes.steps).stop, sizes.qkv_width)
-        self.d_trunk = [torch.empty_like(x, dtype=torch.float32) for x in tape.trunk]
+        self.d_trunk = [
+            torch.empty(x.numel() // sizes.kv_width, sizes.kv_width, dtype=torch.float32, device=x.device)
+            for x in tape.whole_trunk
+        ]
         self.d_branches = [torch.empty_like(x, dtype=torch.float32) for x in tape.branches]
         self.d_gated = tape.empty(sizes.rows, sizes.intermediate)
         norms = (weights.hidden_norm, weights.post_norm, weights.final_norm)
@@ -100,7 +103,7 @@ class Backward:
         index, q, out = tape.steps.compacted(k), tape.at(tape.q, k), tape.at(tape.out, k)
         last = k == sizes.steps - 1
         d_out = tape.o_product.backward(d_inner)
-        key, value = (tape.by_heads(x) for x in tape.trunk)
+        key, value = (tape.by_heads(x) for x in tape.whole_trunk)
         dq0, *trunk = attention.backward(
             tape.spread(d_out, k), tape.spread(q, k), key, value, tape.spread(out, k), saved.lse[k].transpose(1, 2),
             saved.attention[k], tape.visibility,
@@ -115,7 +118,8 @@ class Backward:
             q, out, d_out, saved.lse[k], tape.branches[0][:k], tape.branches[1][:k], dq0, dq, *self.d_branches, last,
             index,
         )  # fmt: skip
-        dk, dv = tape.keys_values(self.d_trunk, self.d_branches, k)
+        own = tape.own_trunk(self.d_trunk) if k == 0 else self.d_trunk
+        dk, dv = tape.keys_values(own, self.d_branches, k)
         tape.kernels.rotary_backward(dq, dk, dv, tape.tables[k], tape.at(self.d_qkv, k), sizes.heads, sizes.kv_heads)
 
     def _weight_gradients(self, start: int, end: int) -> None:
@@ -138,9 +142,10 @@ class Backward:
 
     def _embedding_gradients(self) -> None:
         """Gradients of the embedding half of q, k and v, once for all steps."""
-        tape, sizes, steps, norm = self.tape, self.tape.sizes, self.tape.steps, self.tape.weights.input_norm
+        tape, sizes, norm = self.tape, self.tape.sizes, self.tape.weights.input_norm
+        steps, rows = tape.steps, tape.token_rows
         d_projected = tape.kernels.shifted_sum(
-            self.d_qkv, sizes.rows, steps.later, sizes.steps, sizes.batch, steps.inverse
+            self.d_qkv, sizes.rows, steps.later, sizes.steps, sizes.batch, rows.steps_later, rows.steps_first
         )  # fmt: skip
         for parameter, columns in self._qkv_columns():
             target = self.sums.of(parameter)[:, : sizes.embedding]

@@ -15,6 +15,9 @@ two row-sharded products and, in the backward, the input gradients of column-sha
 gradient of the embedding's norm stays partial; only its weight gradient is reduced. Under sequence parallelism the
 unroll also works on the full sequence (up to `paths.MOST_WHOLE_ROWS` rows), so it can drop unsupervised rows.
 
+Context parallelism: a rank has the rows of two chunks of every sequence. Keys and values of the trunk are gathered once
+per micro-batch, and their gradients are summed once; all else is local to a row.
+
 Inputs of fake-quantised linears are rounded in place after the kernel that writes them, and weights are rounded;
 gradients pass straight through (quantisers that clip gradients use the plain unroll).
 
@@ -50,12 +53,12 @@ COMPACT_BELOW = 0.9
 
 def suits(draft: EagleDraft, hidden_SBH: Tensor, batch: Batch, steps: int) -> bool:
     """True if a draft whose path `draft_fused` is on can use it for this micro-batch: gradients are enabled, no
-    quantiser is calibrating, and, under sequence parallelism, the full sequence fits."""
+    quantiser is calibrating, and, under sequence parallelism, all rows fit."""
     if draft.sequence_parallel:
         rows = hidden_SBH.shape[0] * hidden_SBH.shape[1] * draft.tp_group.size()
         if whole_rows_bytes(hidden_SBH.shape[2], rows, steps, hidden_SBH.element_size()) > MOST_WHOLE_ROWS:
             return False
-    if batch.context is not None or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return False
     modules = (m for layer in draft.decoder_layers for m in layer.modules())
     return all(getattr(q, "straight", False) for q in attached_quantizers(modules))
@@ -108,9 +111,12 @@ class _Forward:
         key, value = tape.keys_values(tape.trunk, tape.branches, k)
         x = tape.qkv_product.forward(round_(tape.attention.q_proj, tape.at(tape.normed, k)))
         tape.kernels.rotary_forward(
-            x, tape.tables[k], q, key, value, sizes.heads, sizes.kv_heads, projected[k * sizes.batch :], index
-        )
-        trunk_key, trunk_value = (tape.by_heads(x) for x in tape.trunk)
+            x, tape.tables[k], q, key, value, sizes.heads, sizes.kv_heads, projected[k * sizes.batch :],
+            tape.token_rows.of_step(k),
+        )  # fmt: skip
+        if k == 0:
+            tape.share_trunk()
+        trunk_key, trunk_value = (tape.by_heads(x) for x in tape.whole_trunk)
         o, lse_BSN, state = attention.forward(tape.spread(q, k), trunk_key, trunk_value, tape.visibility)
         lse = lse_BSN.transpose(1, 2).contiguous()
         tape.saved.attention.append(state)

@@ -164,13 +164,13 @@ def _draft_fused(s: Setting) -> Reasons:
     if not isinstance(config, EagleConfig) or not config.reads_captures:
         return {"the draft is not EAGLE-3": True}
     steps = s.objective.ttt_steps if s.objective is not None else 0
-    whole = whole_rows_bytes(config.hidden_size, s.rows, steps, 2) if s.parallel.sequence_parallel else 0
+    rows = s.rows / s.parallel.context_parallel_size
+    whole = whole_rows_bytes(config.hidden_size, rows, steps, 2) if s.parallel.sequence_parallel else 0
     odd = s.machine.kernels == "triton" and (config.head_dim < 16 or config.head_dim % 8 != 0)
     clipped = s.quant is not None and s.quant.draft != "none" and s.quant.clipped_ste
     return {
         "the draft proposes all tokens in one forward (P-EAGLE)": config.parallel_drafting,
         **_kernels(s),
-        "context parallelism splits the sequence": s.parallel.context_parallel_size > 1,
         "draft steps are detached": s.objective is not None and s.objective.detach,
         "there are fewer key/value heads than tensor parallel ranks": bool(
             config.num_key_value_heads % s.parallel.tensor_model_parallel_size
