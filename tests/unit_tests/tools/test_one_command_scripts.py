@@ -119,7 +119,7 @@ def test_chain_validates_again_with_other_settings(start: Any) -> None:
 
 
 def test_short_recipe(start: Any) -> None:
-    """Own questions, late captures, a frozen head, T = 4, a lookup, no fp8; what is given counts, the rest of it stays."""
+    """Own questions, late captures, a frozen head, T = 4, a lookup, no fp8; given options count."""
     chain = ("train_eagle3_and_export.sh", "--base_model", "base", "--recipe", "short", "--output")
     code, said, started = start(*chain, "chain", data="")
     assert code == 0, said
@@ -141,12 +141,12 @@ def test_short_recipe(start: Any) -> None:
 
 
 def test_short_recipe_on_a_tiny_base(start: Any, tmp_path: Path) -> None:
-    """The commands of the recipe one after the other, with smaller numbers: every one accepts what the last one wrote."""
+    """Its commands one after the other, with smaller numbers: each accepts what the last one wrote."""
     base = make_base(tmp_path / "tiny", num_hidden_layers=6)
     questions = write_conversations(tmp_path / "questions.jsonl", 3)
     small = [
-        "--synthesize", 6, "--draft_vocab", 64, "--train_iters", 2, "--batch", 16, "--seq_length", 96, "--eval_tokens", 8,
-        "--max_new_tokens", 16, "--heldout", questions,
+        "--synthesize", 6, "--draft_vocab", 64, "--train_iters", 2, "--batch", 16, "--seq_length", 96,
+        "--eval_tokens", 8, "--max_new_tokens", 16, "--heldout", questions,
     ]  # fmt: skip
     chain = (
         "train_eagle3_and_export.sh",
