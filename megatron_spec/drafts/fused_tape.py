@@ -19,6 +19,7 @@ from megatron_spec.drafts.unroll_steps import Steps, TokenRows
 from megatron_spec.ops import backend
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.ops.weight_products import WeightProducts
+from megatron_spec.planning.paths import ROWS_AT_ONCE, keeps_gates
 
 if TYPE_CHECKING:
     from megatron_spec.drafts.eagle3 import EagleDraft
@@ -142,7 +143,11 @@ class Tape:
         total = steps.span(0, sizes.steps).stop
         self.normed, self.inner, self.post = (self.empty(total, sizes.hidden) for _ in range(3))
         self.q, self.out = (self.empty(total, sizes.q_width) for _ in range(2))
-        self.gate_up = self.empty(total, 2 * sizes.intermediate)
+        self.groups = steps.groups(ROWS_AT_ONCE)
+        """(start, end) of the steps whose weight gradients are one product, in the order of the backward."""
+        self.most = max(steps.span(*g).stop - steps.span(*g).start for g in self.groups)
+        self.keeps_gates = keeps_gates(total, sizes.intermediate, hidden_RH.element_size())
+        self.gate_up = self.empty(total if self.keeps_gates else self.most, 2 * sizes.intermediate)
         self.trunk = [self.empty(sizes.rows, sizes.kv_width) for _ in range(2)]
         """Keys and values of step 0, of this rank's rows."""
         self.whole_trunk = self.trunk
@@ -203,6 +208,11 @@ class Tape:
     def at(self, x: Tensor, k: int) -> Tensor:
         """The rows of step k in a buffer over all steps."""
         return x[self.steps.span(k, k + 1)]
+
+    def gates(self, k: int) -> Tensor:
+        """Where the forward of step k puts the outputs of gate and up, which the next step overwrites unless they are
+        kept."""
+        return self.at(self.gate_up, k) if self.keeps_gates else self.gate_up[: self.steps.count(k)]
 
     def keys_values(self, trunk: list[Tensor], branches: list[Tensor], k: int) -> tuple[Tensor, Tensor]:
         """Keys and values of step k: the trunk's for step 0, else those of its branch."""

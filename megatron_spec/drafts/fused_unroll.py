@@ -5,6 +5,7 @@ Its plain twin is `unroll.unroll` with `EagleDraft.layer_step`. The gains:
 - The embedding half of q, k and v depends only on the token, so it is projected once for all steps: step k reads rows
   j + k. So does its backward.
 - Weight gradients are one product over the rows of many steps, accumulated in fp32 directly in `main_grad`.
+- Gate and up are computed again in the backward where keeping them would take too much memory (`paths.MOST_GATES`).
 - Norms, rotary embedding, gate and branch attention take one pass over memory each (`ops/kernels/rows.py`,
   `ops/kernels/branch.py`); the gate's output is recomputed, and its gradient overwrites its input.
 - Only rows that some step supervises are written for the LM head, and steps after the first run only on these rows if
@@ -100,8 +101,8 @@ class _Forward:
         rstd = tape.kernels.norm_forward(tape.saved.before[k], tape.eps, delta, inner, first)
         tape.saved.rstd_inner.append(rstd)
         post = round_(tape.mlp.gate_proj, tape.at(tape.post, k))
-        tape.gate_up_product.forward(post, out=tape.at(tape.gate_up, k))
-        tape.kernels.gated_forward(tape.at(tape.gate_up, k), gated)
+        tape.gate_up_product.forward(post, out=tape.gates(k))
+        tape.kernels.gated_forward(tape.gates(k), gated)
         tape.summed(tape.down_product.forward(round_(tape.mlp.down_proj, gated), out=delta))
         return inner
 
