@@ -139,12 +139,14 @@ def _parts(c: Call, whole: Callable[[], tuple[Tensor, Tensor]] | None = None) ->
     """
     parts = _parts_of(c)
     calls = [
-        _dense(c.q[:, rows], *(x[:, place if whole is None else rows] for x in (c.k, c.v)), True)
+        _dense(c.q[:, rows], c.k[:, at], c.v[:, at], True)
         for rows, place in parts
+        for at in [place if whole is None else rows]
     ]
     own = [kernel_of(call).forward(call) for call in calls]
     keys, values = (c.k, c.v) if whole is None else whole()
-    o, state = torch.empty_like(c.q), []
+    o = torch.empty_like(c.q)
+    state: list[Tensor] = []
     lse = torch.empty(c.q.shape[:3], dtype=own[0][1].dtype, device=c.q.device)
     for (rows, place), (o_own, lse_own, kept) in zip(parts, own, strict=True):
         state += kept
@@ -445,6 +447,19 @@ def kernel_of(call: Call) -> Kernel:
     return next(kernel for kernel in KERNELS if kernel.serves(call))
 
 
+def _gathering(visibility: Visibility, k_SBGD: Tensor, v_SBGD: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Start to gather keys and values; the result waits for them [B, L, G, D]."""
+    assert visibility.context is not None
+    wait = visibility.context.whole(torch.cat([k_SBGD, v_SBGD], 2))
+
+    def whole() -> tuple[Tensor, Tensor]:
+        """Whole keys and values."""
+        k, v = wait().transpose(0, 1).chunk(2, 2)
+        return k, v
+
+    return whole
+
+
 def attend(
     q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, visibility: Visibility, layer: int, variant: Variant = PLAIN
 ) -> Tensor:
@@ -455,9 +470,7 @@ def attend(
     k_SBGD, v_SBGD = visibility.remember(layer, k_SBGD, v_SBGD)
     call = Call(q_SBND.transpose(0, 1), k_SBGD.transpose(0, 1), v_SBGD.transpose(0, 1), visibility, variant)
     if _parts_serve(call) and not torch.is_grad_enabled():
-        assert visibility.context is not None
-        wait = visibility.context.whole(torch.cat([k_SBGD, v_SBGD], 2))
-        return _parts(call, lambda: wait().transpose(0, 1).chunk(2, 2))[0].transpose(0, 1).flatten(2)
+        return _parts(call, _gathering(visibility, k_SBGD, v_SBGD))[0].transpose(0, 1).flatten(2)
     k_SBGD, v_SBGD = visibility.gather(k_SBGD, v_SBGD)
     call = replace(call, k=k_SBGD.transpose(0, 1), v=v_SBGD.transpose(0, 1))
     return kernel_of(call).forward(call)[0].transpose(0, 1).flatten(2)
