@@ -208,14 +208,17 @@ def merge_backward(
     dq_RX.copy_(dq.flatten(1))
 
 
-def shifted_sum(x_NW: Tensor, R: int, later: int, steps: int, B: int, place_R: Tensor | None = None) -> Tensor:
+def shifted_sum(
+    x_NW: Tensor, R: int, later: int, steps: int, B: int, place_P: Tensor | None = None, first_P: Tensor | None = None
+) -> Tensor:
     """`kernels.rows.shifted_sum`."""
-    out = x_NW.new_zeros(R + (steps - 1) * B, x_NW.shape[1])
-    out[:R] += x_NW[:R]
-    place = torch.arange(R, device=x_NW.device) if place_R is None else place_R.long()
-    rows = (place >= 0).nonzero()[:, 0]
-    for k in range(1, steps):
-        out[rows + k * B] += x_NW[R + (k - 1) * later + place[rows]]
+    identity = torch.arange(R, device=x_NW.device)
+    places = [identity if place is None else place.long() for place in (first_P, *[place_P] * (steps - 1))]
+    out = x_NW.new_zeros(len(places[0]) + (steps - 1) * B, x_NW.shape[1])
+    for k, place in enumerate(places):
+        rows = (place >= 0).nonzero()[:, 0]
+        start = 0 if k == 0 else R + (k - 1) * later
+        out[rows + k * B] += x_NW[start + place[rows]]
     return out
 
 

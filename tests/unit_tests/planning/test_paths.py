@@ -54,7 +54,6 @@ def test_an_h100_runs_all_paths() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("draft_fp8", {"parallel": ParallelConfig(context_parallel_size=2)}, "context parallelism"),
         ("draft_fp8", {"parallel": ParallelConfig(tensor_model_parallel_size=2)}, "parts of a row separately"),
         ("draft_fp8", {"draft": DRAFT.replace(num_hidden_layers=2)}, "several layers"),
         ("draft_fp8", {"draft": DRAFT.replace(algorithm="eagle3.1", norm_output=True)}, "norm_output"),
