@@ -38,7 +38,7 @@ RowLoss = Callable[[Tensor, Tensor], RowResult]
 
 RowLossInPlace = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(draft logits [R, D] in the compute dtype, replaced by the gradient of weight * loss; teacher rows [R]; weight [R]
-fp32) -> loss, overlap, argmax of the rows."""
+fp32, may be replaced) -> loss, overlap, argmax of the rows."""
 
 
 Scale = Callable[[Tensor, Tensor], Tensor]
@@ -69,6 +69,7 @@ class _FusedHead(torch.autograd.Function):
         row_loss: RowLoss,
         in_place: RowLossInPlace | None,
         scale_: Scale | None,
+        chunks: list[slice] | None,
         steps: list[StepRows],
         weight_DH: Tensor,
         *hidden_RH: Tensor,
@@ -76,7 +77,7 @@ class _FusedHead(torch.autograd.Function):
         """See `fused_head`."""
         wide = torch.float64 if weight_DH.dtype == torch.float64 else torch.float32
         train = any(ctx.needs_input_grad)
-        grad_weight = torch.zeros_like(weight_DH, dtype=wide) if train and ctx.needs_input_grad[4] else None
+        grad_weight = torch.zeros_like(weight_DH, dtype=wide) if train and ctx.needs_input_grad[5] else None
         x_NH, counts = _joined(list(hidden_RH)), [len(h) for h in hidden_RH]
         grad_NH = torch.empty_like(x_NH) if train else None
         teacher, weight, target = (
@@ -84,8 +85,9 @@ class _FusedHead(torch.autograd.Function):
         )
         weight = weight.to(wide)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
-        for start in range(0, len(x_NH), chunk_rows(weight_DH, in_place is not None)):
-            part = slice(start, start + chunk_rows(weight_DH, in_place is not None))
+        if chunks is None:
+            chunks = row_chunks(len(x_NH), chunk_rows(weight_DH, in_place is not None))
+        for part in chunks:
             x, grad_logits = x_NH[part], x_NH[part] @ weight_DH.t()
             if in_place is not None:
                 found.append(in_place(grad_logits, teacher[part], weight[part]))
@@ -117,13 +119,22 @@ class _FusedHead(torch.autograd.Function):
             scaled = ctx.scale_(grad_NH, grad_total)
         else:
             scaled = grad_NH * grad_total.to(grad_NH.dtype)
-        return None, None, None, None, told, *scaled.split(ctx.counts)
+        return None, None, None, None, None, told, *scaled.split(ctx.counts)
 
 
-def chunk_rows(weight_DH: Tensor, in_place: bool = False) -> int:
-    """Rows per chunk of logits."""
-    row = weight_DH.shape[0] * (weight_DH.element_size() if in_place else 4)
+def chunk_rows(weight_DH: Tensor, in_place: bool = False, columns: int | None = None) -> int:
+    """Rows per chunk of logits.
+
+    Args:
+        columns: of the widest shard: ranks exchange sums of a chunk's rows, so all need equal chunks.
+    """
+    row = (columns or weight_DH.shape[0]) * (weight_DH.element_size() if in_place else 4)
     return max(1, CHUNK_BYTES.get(weight_DH.device.type, 64 << 20) // row)
+
+
+def row_chunks(count: int, size: int) -> list[slice]:
+    """Chunks of `size` rows; the last one may be smaller."""
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -158,6 +169,7 @@ def fused_head(
     row_loss: RowLoss,
     in_place: RowLossInPlace | None = None,
     scale_: Scale | None = None,
+    chunks: list[slice] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """LM head, loss and metrics of the supervised rows of all draft steps.
 
@@ -167,10 +179,11 @@ def fused_head(
         weight_DH: this rank's rows of the draft's LM head.
         in_place: used instead of `row_loss` when given.
         scale_: multiplies the (large) gradient in place by a scalar that is nearly always 1.
+        chunks: of the rows of all steps, in order (default: by the size of this rank's shard).
 
     Returns:
         (total, stats [T, 3]): the weighted loss sum with gradient, and per step the loss sum over rows of weight > 0,
         the number of correct rows and the overlap sum; fp32, equal on every TP rank.
     """
-    out: tuple[Tensor, Tensor] = _FusedHead.apply(row_loss, in_place, scale_, steps, weight_DH, *hidden_RH)  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, Tensor] = _FusedHead.apply(row_loss, in_place, scale_, chunks, steps, weight_DH, *hidden_RH)  # type: ignore[no-untyped-call]
     return out
