@@ -138,7 +138,7 @@ def _base_direct(s: Setting) -> Reasons:
     return {
         "--transformer-impl transformer_engine builds the base": s.transformer_engine,
         **missing_features(s.base, s.parallel.tensor_model_parallel_size),
-        "it needs the full sequence (--sequence-parallel)": s.parallel.sequence_parallel,
+        "its experts shard the sequence (--sequence-parallel)": s.parallel.sequence_parallel and s.base.moe is not None,
         "the base is fake-quantised": quantised,
     }
 
