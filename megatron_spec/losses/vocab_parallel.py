@@ -80,6 +80,16 @@ def argmax_over_ranks(top_R: Tensor, index_R: Tensor, group: dist.ProcessGroup |
     return everyone[:, 1].gather(0, everyone[:, 0].argmax(0)[None])[0].long()
 
 
+def largest_over_ranks(
+    group: dist.ProcessGroup, top_R: Tensor, index_R: Tensor, other_R: Tensor, lse_R: Tensor, other_index_R: Tensor
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Indices of the largest `top_R` and of the largest `other_R` over ranks, and the log-sum-exp [R] of `lse_R` in
+    fp64, in one exchange."""
+    everyone = _gather_ranks(group, top_R, index_R, other_R, other_index_R, lse_R)
+    first, second = (everyone[:, i + 1].gather(0, everyone[:, i].argmax(0)[None])[0].long() for i in (0, 2))
+    return (first, second), everyone[:, 4].logsumexp(0)
+
+
 def argmax_and_lse(x_RD: Tensor, group: dist.ProcessGroup | None, first: int) -> tuple[Tensor, Tensor]:
     """(index of the largest value [R], log-sum-exp [R]) over the full vocabulary.
 

@@ -231,11 +231,6 @@ def _loss_kernel(s: Setting) -> Reasons:
     return {**_kernels(s), f"the loss is {kind}, not soft_ce or kl": kind not in ("soft_ce", "kl")}
 
 
-def _teacher_kernel(s: Setting) -> Reasons:
-    split = s.parallel.tensor_model_parallel_size > 1
-    return {**_kernels(s), "the base's LM head is split over tensor parallel ranks": split}
-
-
 def _rounding_kernel(s: Setting) -> Reasons:
     return {
         "there is no GPU": not s.machine.gpu,
@@ -296,7 +291,7 @@ _PATHS = (
     ),
     Path(
         "teacher_kernel", "base: restricted logits, log-sum-exp and argmax of a row in one pass", "drafts/teacher.py",
-        "tests/gpu/test_loss_kernels.py", _teacher_kernel,
+        "tests/gpu/test_loss_kernels.py", _kernels,
     ),
     Path(
         "rounding_kernel", "fake quantisation: the E4M3 round trip in one pass", "quantization/rounding.py",
