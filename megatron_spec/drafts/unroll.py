@@ -184,7 +184,7 @@ def head_losses(
         kernels = backend.load(paths.kernels())
         scale_ = kernels.scale_
         if paths.under(objective).on("loss_kernel"):
-            in_place = kernel_row_loss(teacher, objective.loss, objective.temperature, group, kernels)
+            in_place = kernel_row_loss(told, objective.loss, objective.temperature, group, kernels)
     total, stats = fused_head(states, weight_DH, steps, row_loss, in_place, scale_)
     rows_T = to_device(torch.tensor([len(rows) for rows in supervision.rows], dtype=stats.dtype), stats.device)
     counted = teacher.in_vocab_U[supervision.teacher_rows[0]].sum() if objective.in_vocab_only else None

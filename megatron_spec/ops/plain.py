@@ -250,6 +250,53 @@ def soft_rows(
     return *soft_shard(logits_RD, *told, lse_R, temperature, kl), best_R
 
 
+def _probabilities(
+    logits_RD: Tensor, teacher_UD: Tensor, teacher_lse_U: Tensor, rows_R: Tensor, lse_R: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    q_RD = (logits_RD / temperature - lse_R[:, None]).exp()
+    return q_RD, (teacher_UD[rows_R] / temperature - teacher_lse_U[rows_R, None]).exp()
+
+
+def _columns(rows_R: Tensor, column_U: Tensor, D: int) -> Tensor:
+    """[R, D] True at the label of each row."""
+    return torch.arange(D, device=rows_R.device)[None] == column_U[rows_R, None]
+
+
+def mixed_sums(
+    logits_RD: Tensor, teacher_UD: Tensor, teacher_lse_U: Tensor, rows_R: Tensor, column_U: Tensor, lse_R: Tensor,
+    temperature: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`kernels.loss.mixed_sums`."""
+    q, p = _probabilities(logits_RD, teacher_UD, teacher_lse_U, rows_R, lse_R, temperature)
+    logq = logits_RD / temperature - lse_R[:, None]
+    label_R = (logq * _columns(rows_R, column_U, logits_RD.shape[1])).sum(1)
+    return label_R, p.minimum(q).sum(1), (q * (q < p)).sum(1)
+
+
+def mixed_gradient(
+    logits_RD: Tensor, teacher_UD: Tensor, teacher_lse_U: Tensor, rows_R: Tensor, column_U: Tensor, weight_R: Tensor,
+    lse_R: Tensor, mass_R: Tensor, temperature: float, weights: tuple[float, float],
+) -> None:  # fmt: skip
+    """`kernels.loss.mixed_gradient`."""
+    a, b = weights
+    q, p = _probabilities(logits_RD, teacher_UD, teacher_lse_U, rows_R, lse_R, temperature)
+    label = _columns(rows_R, column_U, logits_RD.shape[1])
+    gradient = a * (q - label.to(q.dtype)) + 2 * b * q * (mass_R[:, None] - (q < p).to(q.dtype))
+    logits_RD.copy_(gradient * weight_R[:, None] / temperature)
+
+
+def mixed_rows(
+    logits_RD: Tensor, teacher_UD: Tensor, teacher_lse_U: Tensor, rows_R: Tensor, column_U: Tensor, weight_R: Tensor,
+    temperature: float, weights: tuple[float, float],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`kernels.loss.mixed_rows`."""
+    _, lse_R, best_R = largest(logits_RD, temperature)
+    told = (teacher_UD, teacher_lse_U, rows_R, column_U)
+    label_R, overlap_R, mass_R = mixed_sums(logits_RD, *told, lse_R, temperature)
+    mixed_gradient(logits_RD, *told, weight_R, lse_R, mass_R, temperature, weights)
+    return 2 * weights[1] * (1 - overlap_R) - weights[0] * label_R, overlap_R, best_R
+
+
 def teacher_rows(
     whole_RV: Tensor, target_ids_D: Tensor, draft_ids_V: Tensor, temperature: float, logits_RD: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -270,6 +317,6 @@ def scale_(x: Tensor, scale: Tensor) -> Tensor:
 OPERATORS = frozenset({
     "norm_forward", "norm_partials", "norm_backward", "rotary_forward", "rotary_backward", "gated_forward",
     "gated_backward", "shifted_sum", "scale_", "merge_forward", "merge_backward", "largest", "soft_shard", "soft_rows",
-    "teacher_rows",
+    "mixed_rows", "mixed_sums", "mixed_gradient", "teacher_rows",
 })  # fmt: skip
 """Operators that `ops.backend` loads from here or from `ops.kernels`."""

@@ -226,9 +226,13 @@ def _draft_layer(s: Setting) -> Reasons:
     }
 
 
+KERNEL_LOSSES = ("soft_ce", "kl", "hard_ce", "tv", "ce_l1")
+"""Losses that have a kernel."""
+
+
 def _loss_kernel(s: Setting) -> Reasons:
     kind = s.objective.loss if s.objective is not None else "soft_ce"
-    return {**_kernels(s), f"the loss is {kind}, not soft_ce or kl": kind not in ("soft_ce", "kl")}
+    return {**_kernels(s), f"the loss {kind} has no kernel": kind not in KERNEL_LOSSES}
 
 
 def _rounding_kernel(s: Setting) -> Reasons:
@@ -286,8 +290,8 @@ _PATHS = (
         "ops/block_attention.py", "tests/gpu/test_block_kernels.py", _block_kernel,
     ),
     Path(
-        "loss_kernel", "draft: loss, metrics and gradient of a row of logits in one pass", "losses/vocab_parallel.py",
-        "tests/gpu/test_loss_kernels.py", _loss_kernel,
+        "loss_kernel", "draft: loss, metrics and gradient of a row of logits in one pass", 
+        "losses/vocab_parallel.py, losses/block.py", "tests/gpu/test_loss_kernels.py", _loss_kernel,
     ),
     Path(
         "teacher_kernel", "base: restricted logits, log-sum-exp and argmax of a row in one pass", "drafts/teacher.py",

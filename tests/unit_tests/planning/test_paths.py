@@ -80,9 +80,10 @@ def test_requested_paths_are_refused_with_the_reason(name: str, changes: dict[st
 def test_objective_can_be_added_later() -> None:
     paths = Paths(replace(GPU, objective=None))
     assert paths.on("draft_fused") and paths.on("loss_kernel")
-    under = paths.under(ObjectiveConfig(loss="tv", detach=True))
-    assert not under.on("draft_fused") and under.blocked["loss_kernel"] == "the loss is tv, not soft_ce or kl"
-    assert paths.under(ObjectiveConfig(loss="tv", detach=True)) is under
+    under = paths.under(ObjectiveConfig(loss="lk", detach=True))
+    assert not under.on("draft_fused") and under.blocked["loss_kernel"] == "the loss lk has no kernel"
+    assert paths.under(ObjectiveConfig(loss="lk", detach=True)) is under
+    assert paths.under(ObjectiveConfig(loss="ce_l1")).on("loss_kernel")
 
 
 @pytest.mark.parametrize(
