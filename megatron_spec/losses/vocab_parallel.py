@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_spec.config import LossKind
+from megatron_spec.ops.fp8 import Fp8Matrix
 
 
 @dataclass
@@ -139,18 +140,21 @@ def row_losses(
 
 def kernel_row_loss(
     teacher: Teacher, kind: LossKind, temperature: float, group: dist.ProcessGroup | None, kernels: Any
-) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+) -> Callable[[Tensor, Tensor, Tensor, Fp8Matrix | None], tuple[Tensor, Tensor, Tensor]]:
     """`row_losses` of soft_ce or kl as one kernel that overwrites logits with weighted gradients.
 
     Args:
         kernels: operators (`ops.backend.load`).
     """
 
-    def in_place(logits_RD: Tensor, rows_R: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, overlap and best column; the gradient replaces the logits."""
+    def in_place(
+        logits_RD: Tensor, rows_R: Tensor, weight_R: Tensor, rounded: Fp8Matrix | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, overlap and best column; the gradient replaces the logits, and is rounded on request."""
         told = (logits_RD, teacher.logits_UD, teacher.lse_U, rows_R, weight_R)
         if group is None or group.size() == 1:
-            return kernels.soft_rows(*told, temperature, kind == "kl")
+            return kernels.soft_rows(*told, temperature, kind == "kl", rounded)
+        assert rounded is None, "no rank has a whole row to round"
         top_R, lse_R, index_R = kernels.largest(logits_RD, temperature)
         best_R, lse_R = _agree(group, top_R, lse_R, index_R + teacher.first)
         loss_R, overlap_R = kernels.soft_shard(*told, lse_R.float(), temperature, kind == "kl")

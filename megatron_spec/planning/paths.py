@@ -101,9 +101,10 @@ def _kernels(s: Setting) -> Reasons:
 
 
 def _fp8(s: Setting) -> Reasons:
+    real = s.machine.kernels != "plain"
     return {
-        f"weights are in {s.dtype}, not in bf16 (--bf16)": s.dtype != "bfloat16",
-        "the GPU has no fp8 tensor cores (compute capability 9.0, Hopper, or newer)": not s.machine.fp8,
+        f"weights are in {s.dtype}, not in bf16 (--bf16)": real and s.dtype != "bfloat16",
+        "the GPU has no fp8 tensor cores (compute capability 9.0, Hopper, or newer)": real and not s.machine.fp8,
     }
 
 
@@ -194,6 +195,23 @@ def _draft_fp8(s: Setting) -> Reasons:
     }
 
 
+def _draft_head_fp8(s: Setting) -> Reasons:
+    layer, sizes = PATHS["draft_fp8"].blocked(s), (0, 0)
+    if s.draft is not None:
+        sizes = (s.draft.hidden_size, s.draft.draft_vocab_size)
+    uneven = any(size % 16 for size in sizes) and s.machine.kernels != "plain"
+    return {
+        f"the draft's layer is not in fp8: {layer}": layer is not None,
+        **_loss_kernel(s),
+        f"hidden size and draft vocabulary are {sizes}, not both multiples of 16": uneven,
+    }
+
+
+def _teacher_fp8(s: Setting) -> Reasons:
+    base = PATHS["base_fp8"].blocked(s)
+    return {f"the base's layers are not in fp8: {base}": base is not None, **_teacher_kernel(s)}
+
+
 def _block_kernel(s: Setting) -> Reasons:
     return {
         "the draft is not a block draft": not isinstance(s.draft, BlockConfig),
@@ -269,6 +287,15 @@ _PATHS = (
     Path(
         "draft_fp8", "draft: the layer's products in real fp8 (E4M3)", "draft_fused in bf16",
         f"{_GPU}::test_fp8_draft", _draft_fp8, "--draft-fp8",
+    ),
+    Path(
+        "draft_head_fp8",
+        "draft: its head's products in real fp8 (E4M3), with the layer's: logits, input and weight gradient; frozen or "
+        "trained", "fused_head in bf16", f"{_GPU}::test_fp8_head", _draft_head_fp8,
+    ),
+    Path(
+        "teacher_fp8", "base: its head in real fp8 (E4M3), with its layers, for the teacher", "teacher_kernel in bf16",
+        f"{_GPU}::test_fp8_teacher", _teacher_fp8,
     ),
     Path(
         "draft_layer",
