@@ -184,7 +184,7 @@ def head_losses(
         kernels = backend.load(paths.kernels())
         scale_ = kernels.scale_
         if paths.under(objective).on("loss_kernel"):
-            in_place = kernel_row_loss(teacher, objective.loss, objective.temperature, group, kernels)
+            in_place = kernel_row_loss(told, objective.loss, objective.temperature, group, kernels)
         if paths.under(objective).on("draft_head_fp8"):
             fp8 = kernels
     total, stats = fused_head(states, weight_DH, steps, row_loss, in_place, scale_, fp8)

@@ -38,9 +38,9 @@ RowLoss = Callable[[Tensor, Tensor], RowResult]
 """(draft logits [R, D] in fp32, may be overwritten; teacher rows [R]) -> losses and gradient of the rows."""
 
 
-RowLossInPlace = Callable[[Tensor, Tensor, Tensor, Fp8Matrix | None], tuple[Tensor, Tensor, Tensor]]
+RowLossInPlace = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """(draft logits [R, D] in the compute dtype, replaced by the gradient of weight * loss; teacher rows [R]; weight [R]
-fp32; output for the gradient in fp8 or None) -> loss, overlap, argmax of the rows."""
+fp32; where the head is in fp8, an output for the gradient in fp8) -> loss, overlap, argmax of the rows."""
 
 
 Scale = Callable[[Tensor, Tensor], Tensor]
@@ -94,16 +94,16 @@ class _FusedHead(torch.autograd.Function):
             logits = products.forward(x_NH[part])
             grad: Tensor | Fp8Matrix = logits
             if in_place is not None:
-                rounded = (
-                    Fp8Matrix.empty(len(logits), len(weight_DH), logits.device) if train and fp8 is not None else None
-                )
-                found.append(in_place(logits, teacher[part], weight[part], rounded))
-                grad = logits if rounded is None else rounded
+                told = (logits, teacher[part], weight[part])
+                if train and fp8 is not None:
+                    grad = Fp8Matrix.empty(len(logits), len(weight_DH), logits.device)
+                    found.append(in_place(*told, grad))
+                else:
+                    found.append(in_place(*told))
             else:
                 result = row_loss(logits.to(wide), teacher[part])
                 found.append((result.loss_R, result.overlap_R, result.argmax_R))
                 grad = result.grad_RD.mul_(weight[part, None]).to(logits.dtype)
-            del logits
             if grad_NH is not None:
                 products.backward(grad, out=grad_NH[part])
             if gradient is not None:

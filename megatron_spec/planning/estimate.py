@@ -23,7 +23,7 @@ from megatron_spec.config import (
 )
 from megatron_spec.config.machine import H100
 from megatron_spec.config.structure import draft_tensors
-from megatron_spec.planning.paths import Paths, Setting
+from megatron_spec.planning.paths import ROWS_AT_ONCE, Paths, Setting, keeps_gates
 
 GIB = 1 << 30
 HEAD_CHUNK = 1100 << 20
@@ -171,10 +171,13 @@ def _activation_bytes(place: Place, rows: float, width: int) -> float:
         layer = 9.0 * draft.hidden_size + (3 * (attention_width(draft) + kv) + 4 * draft.intermediate_size) / tp
         return width * (slots * draft.num_hidden_layers * layer + rows * draft.num_hidden_layers * 3 * kv / tp)
     scattered, fused = place.parallel.sequence_parallel, place.fast_paths.on("draft_fused")
-    residual, gate, qkv = (9.0, 2, 1) if fused else (3 + 11 / tp if scattered else 14.0, 4, 2)
-    wide = qkv * qkv_width(draft) + attention_width(draft) + gate * mlp_width(draft)
-    step = residual * draft.hidden_size + wide / tp
-    return rows * place.ttt_steps * draft.num_hidden_layers * step * width
+    residual, qkv = (9.0, 1) if fused else (3 + 11 / tp if scattered else 14.0, 2)
+    step = residual * draft.hidden_size + (qkv * qkv_width(draft) + attention_width(draft)) / tp
+    mlp, total = mlp_width(draft) / tp, rows * place.ttt_steps
+    gates = total * (2 if fused else 4)
+    if fused and not keeps_gates(total, mlp, width):
+        gates = min(total, max(rows, ROWS_AT_ONCE)) * 2
+    return (total * step + gates * mlp) * draft.num_hidden_layers * width
 
 
 def checkpoint_bytes(draft: DraftConfig, bf16: bool) -> float:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megatron_spec.config import ObjectiveConfig, QuantConfig
 from megatron_spec.config.machine import Machine
-from megatron_spec.drafts import eagle3, fused_unroll
+from megatron_spec.drafts import eagle3, fused_tape, fused_unroll
 from megatron_spec.drafts.eagle3 import EagleDraft
+from megatron_spec.planning import paths
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.quantization.attach import attach_quantizers, draft_linears, quantizers
 from megatron_spec.quantization.quantizer import Mode
@@ -77,6 +78,21 @@ def test_losses_and_gradients(policy: str, compact: bool, monkeypatch: pytest.Mo
     if policy == "fp8":
         other, _ = quantised(None)
         assert not torch.allclose(results(other, ends)["loss"], found["loss"], rtol=1e-3)  # rounding matters here
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("at_once", [1, 65536])
+def test_gates_that_are_not_kept(policy: str, at_once: int, monkeypatch: pytest.MonkeyPatch, taken: list[int]) -> None:
+    """Computed again in the backward, with the weight gradients of one step at a time or of all."""
+    draft, ends = quantised(POLICIES[policy])
+    fuse(draft)
+    expected = results(draft, ends)
+    monkeypatch.setattr(paths, "MOST_GATES", 0)
+    monkeypatch.setattr(fused_tape, "ROWS_AT_ONCE", at_once)
+    found = results(draft, ends)
+    assert taken == [1, 1]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
 
 
 def test_cases_of_the_plain_unroll(taken: list[int]) -> None:

@@ -58,7 +58,6 @@ def test_an_h100_runs_all_paths() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("draft_fp8", {"parallel": ParallelConfig(context_parallel_size=2)}, "context parallelism"),
         ("draft_fp8", {"parallel": ParallelConfig(tensor_model_parallel_size=2)}, "parts of a row separately"),
         ("draft_fp8", {"draft": DRAFT.replace(num_hidden_layers=2)}, "several layers"),
         ("draft_fp8", {"draft": DRAFT.replace(algorithm="eagle3.1", norm_output=True)}, "norm_output"),
@@ -101,9 +100,10 @@ def test_heads_stay_in_bf16_where_they_must(name: str, changes: dict[str, Any], 
 def test_objective_can_be_added_later() -> None:
     paths = Paths(replace(GPU, objective=None))
     assert paths.on("draft_fused") and paths.on("loss_kernel")
-    under = paths.under(ObjectiveConfig(loss="tv", detach=True))
-    assert not under.on("draft_fused") and under.blocked["loss_kernel"] == "the loss is tv, not soft_ce or kl"
-    assert paths.under(ObjectiveConfig(loss="tv", detach=True)) is under
+    under = paths.under(ObjectiveConfig(loss="lk", detach=True))
+    assert not under.on("draft_fused") and under.blocked["loss_kernel"] == "the loss lk has no kernel"
+    assert paths.under(ObjectiveConfig(loss="lk", detach=True)) is under
+    assert paths.under(ObjectiveConfig(loss="ce_l1")).on("loss_kernel")
 
 
 @pytest.mark.parametrize(
