@@ -167,7 +167,8 @@ def _base_fp8(s: Setting) -> Reasons:
         sizes = (s.base.hidden_size, width, s.base.head_dim)
     uneven = f"hidden size, intermediate size per rank and head size are {sizes}, not all multiples of 16"
     experts = {"the base has experts": s.base is not None and s.base.moe is not None}
-    return {**_base_direct(s), **experts, **_kernels(s), **_fp8(s), uneven: any(size % 16 for size in sizes)}
+    odd = s.machine.kernels != "plain" and any(size % 16 for size in sizes)
+    return {**_base_direct(s), **experts, **_kernels(s), **_fp8(s), uneven: odd}
 
 
 def _draft_fused(s: Setting) -> Reasons:
