@@ -259,9 +259,9 @@ class FinetuneRun(Parallel, ChatText, MovedBase, DraftModules, ModelRun):
     offline_data: str | None = option(None, "DIR")
     """Instead of --data: features written by offline_feature_extract.py. The base's layers are not loaded."""
     base_fp8: bool = False
-    """Run the base's linears in fp8 (Hopper or newer, with --bf16)."""
+    """Run the base's linears, and its head for the teacher, in fp8 (Hopper or newer, with --bf16)."""
     draft_fp8: bool = False
-    """Run the draft layer's linears in fp8."""
+    """Run the draft's layer and LM head in fp8 (Hopper or newer, with --bf16)."""
     draft_fp8_recipe: Fp8Recipe | None = None
     """With --draft-transformer-impl transformer_engine: train the linears of the draft's layers in fp8 by this recipe
     of Transformer Engine."""

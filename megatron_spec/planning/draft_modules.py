@@ -52,14 +52,18 @@ def fp8_weights(config: DraftConfig, ranks: int) -> dict[str, tuple[int, int]]:
     return found
 
 
-def check_draft_modules(setting: Setting) -> None:
-    """Raise UserError where the draft's modules or its fp8 recipe cannot run."""
+def check_draft_modules(setting: Setting, planned: bool = False) -> None:
+    """Raise UserError where the draft's modules or its fp8 recipe cannot run.
+
+    Args:
+        planned: for another machine; what is installed here does not matter.
+    """
     recipe = setting.draft_fp8_recipe
     if not setting.draft_transformer_engine:
         if recipe is not None:
             raise UserError(f"--draft-fp8-recipe {recipe} is of Transformer Engine: add {FLAG}, or give --draft-fp8")
         return
-    if importlib.util.find_spec("transformer_engine") is None:
+    if not planned and importlib.util.find_spec("transformer_engine") is None:
         raise UserError(
             f"{FLAG}: Transformer Engine is not installed (pip install 'megatron-spec[te]'); use "
             "--draft-transformer-impl local"
