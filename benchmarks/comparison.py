@@ -12,6 +12,7 @@ import gc
 import json
 import logging
 import platform
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -58,7 +59,7 @@ log = logging.getLogger("megatron_spec.ablate_drafts")
 SETTINGS = (
     "prompts", "seconds", "ablation_seconds", "qat_seconds", "draft_vocab_size", "questions", "few_questions",
     "timed_questions", "max_new_tokens", "max_draft_len", "batch_size", "global_batch_size", "seq_length", "lr", "bf16",
-    "ttt_steps",
+    "ttt_steps", "step_ms",
 )  # fmt: skip
 """Flags that the figures depend on."""
 HIDDEN = ("sets", "costs", "few", "few_tokens", "few_steps")
@@ -97,6 +98,8 @@ class Results:
 
 
 TICKS = 1000
+TIMED_GROUPS = 9
+"""Groups of steps whose median time counts."""
 
 
 class ByTheClock:
@@ -175,7 +178,8 @@ class Comparison:
         device = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
         about = {"base": Path(args.base).name, "fingerprint": self.ref.fingerprint, "device": device}
         versions = {"torch": torch.__version__, "python": platform.python_version()}
-        self.results = Results(self.output / "results.jsonl", {**about, **versions, **settings})
+        name = "step_times.jsonl" if "step_times" in args.parts else "results.jsonl"
+        self.results = Results(self.output / name, {**about, **versions, **settings})
         self.dtype = torch.bfloat16 if args.bf16 else torch.float32
         self.captured = sorted({i for kind in kinds for i in self.config_of(kind).capture_layer_ids})
         self.base = load_base(self.ref, self.world, self.captured, self.dtype)
@@ -184,7 +188,7 @@ class Comparison:
         self.decode = DecodeConfig(
             max_draft_len=args.max_draft_len, max_new_tokens=args.max_new_tokens, batch_size=args.batch_size
         )
-        self.cost_tokens, self.trial = (96, 32) if cuda else (24, 1)
+        self.cost_tokens, self.trial, self.timed_steps = (96, 32, 12) if cuda else (24, 1, 1)
 
     def late(self, reserve: float = 0.0) -> bool:
         """True when nothing new should be started, with `reserve` seconds kept for what follows."""
@@ -309,24 +313,48 @@ class Comparison:
             module.load_state_dict(draft.weights)
         return module
 
-    def train(self, draft: Draft, lr: float, quantised: bool, *, seconds: float = 0.0, steps: int = 0) -> Draft:
-        """The draft after some seconds of training over the data in order, or after some steps."""
+    def _trainer(self, draft: Draft, lr: float, quantised: bool, ticks: int) -> Trainer:
+        """A fresh module, optimizer and schedule of so many steps."""
         gc.collect()  # DDP and its hooks hold each other: parameters and gradients of the last draft are still there
-        ticks = steps or TICKS
         config = TrainConfig(
             train_iters=ticks, lr=lr, lr_warmup_iters=max(1, ticks // 50),
             bf16=self.args.bf16, adam_beta2=0.99, global_batch_size=self.args.global_batch_size,
         )  # fmt: skip
         ddp = wrap_ddp(self.module(draft, quantised), self.world, config)
-        optimizer, scheduler = build_optimizer(ddp, self.world, config)
-        clock = ByTheClock(scheduler, seconds)
-        schedule: Any = scheduler if steps else clock
-        trainer = Trainer(self.world, ddp, optimizer, schedule, self.base, draft.objective)
+        return Trainer(self.world, ddp, *build_optimizer(ddp, self.world, config), self.base, draft.objective)
+
+    def _step(self, trainer: Trainer, draft: Draft, step: int) -> Any:
+        """A step on the batch whose turn it is."""
+        batch = self.seen_by(draft, self.features[order_of(len(self.features), step, draft.seed)])
+        return trainer.step([batch], f"step {step}", 1)
+
+    def step_ms(self, draft: Draft, lr: float) -> float:
+        """Milliseconds of a training step: the median of several groups of steps, after kernels are compiled."""
+        self.train(draft, lr, False, steps=self.trial)
+        trainer, times = self._trainer(draft, lr, False, TICKS), []
+        for group in range(TIMED_GROUPS):
+            start = now()
+            for i in range(self.timed_steps):
+                self._step(trainer, draft, group * self.timed_steps + i)
+            times.append((now() - start) / self.timed_steps)
+        return 1e3 * statistics.median(times)
+
+    def steps_in(self, name: str, seconds: float) -> int:
+        """Steps of a drafter that fit so many seconds by --step-times; 0 without it."""
+        if self.args.step_ms is None:
+            return 0
+        return max(1, int(1e3 * seconds / self.args.step_ms[name]))
+
+    def train(self, draft: Draft, lr: float, quantised: bool, *, seconds: float = 0.0, steps: int = 0) -> Draft:
+        """The draft after some seconds of training over the data in order, or after some steps."""
+        trainer = self._trainer(draft, lr, quantised, steps or TICKS)
+        clock = ByTheClock(trainer.scheduler, seconds)
+        if not steps:
+            trainer.scheduler = clock  # type: ignore[assignment]
         start, done, sums = now(), 0, [[0.0]] * 4
         while done < steps if steps else clock.elapsed < seconds:
-            batch = self.seen_by(draft, self.features[order_of(len(self.features), done, draft.seed)])
-            last = trainer.step([batch], f"step {done}", 1)
-            done, sums = done + 1, last.sums
+            done, sums = done + 1, self._step(trainer, draft, done).sums
+        ddp = trainer.ddp
         correct, rows = torch.as_tensor(sums)[[1, 3]].tolist()
         about = {
             "steps": done, "seconds": now() - start, "passes": done / len(self.features),

@@ -21,6 +21,7 @@ from megatron_spec.base.moe import MixtureOfExperts
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.ops import backend
 from megatron_spec.ops.attention import attend
+from megatron_spec.ops.fp8 import Fp8Matrix, padded
 from megatron_spec.ops.rope import apply_rotary, rotary_angles
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import Paths
@@ -162,7 +163,7 @@ class Fp8Operators(KernelOperators):
         for layer in layers:
             attention, mlp = layer.self_attention, layer.mlp
             for module in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
-                self.weights[id(module)] = fp8.Fp8Matrix.of_weight(module.weight.data)
+                self.weights[id(module)] = Fp8Matrix.of_weight(module.weight.data)
                 module.weight.data = module.weight.data.new_empty(0)
 
     def serves(self, visibility: Visibility) -> bool:
@@ -281,8 +282,9 @@ class DirectForward:
 def run_in_fp8(base: Any) -> None:
     """Convert the linears of a loaded `FrozenBase` to fp8 (E4M3), in place: twice the arithmetic rate, half the memory.
 
-    Scales are per output channel for weights and per row for activations, computed on the fly. The head and the
-    embedding are unchanged. The path `base_fp8` must be available (`paths.check` raises what blocks it).
+    Scales are per output channel for weights and per row for activations, computed on the fly. Head and embedding are
+    unchanged; the teacher reads a copy of the head in fp8 where the path `teacher_fp8` is on. The path `base_fp8` must
+    be available (`paths.check` raises what blocks it).
 
     Raises:
         UserError: the base has fake quantisers or layers of its own.
@@ -293,4 +295,8 @@ def run_in_fp8(base: Any) -> None:
     if direct is None or not direct.can_run(Visibility.causal()):
         raise UserError("--base-fp8: this base has fake quantisers, or layers of its own; leave --base-fp8 out")
     assert isinstance(direct.operators, KernelOperators)
+    kernels = direct.operators.kernels
     direct.operators, base.paths = Fp8Operators(direct.operators, direct.layers), paths
+    if paths.on("teacher_fp8"):
+        head = base.head_weight[: base.vocab_size]
+        base.head_fp8 = kernels.quantize(F.pad(head, (0, 0, 0, padded(len(head)) - len(head))))

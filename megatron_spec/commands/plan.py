@@ -88,7 +88,7 @@ def plan(
     places = [
         Place(
             base, draft, parallel, train, seq_length, draft_passes(draft, objective), cluster.world_size, stage.count,
-            offline, last_stage=stage is stages[-1], paths=paths,
+            offline, last_stage=stage is stages[-1], paths=paths, anchors=objective.anchors,
         )
         for stage in stages
     ]  # fmt: skip
@@ -201,7 +201,7 @@ def _memory(places: list[Place], cluster: Cluster) -> list[str]:
 def _work(
     base: BaseConfig, draft: DraftConfig, train: TrainConfig, objective: ObjectiveConfig, S: int, cluster: Cluster
 ) -> list[str]:
-    work = flops_per_token(base, draft, S, draft_passes(draft, objective))
+    work = flops_per_token(base, draft, S, draft_passes(draft, objective), objective.anchors)
     tokens = train.global_batch_size * S
     step = sum(work.values()) * tokens
     seconds = step / cluster.world_size / 400e12

@@ -248,9 +248,9 @@ class FinetuneRun(Parallel, ChatText, MovedBase, ModelRun):
     offline_data: str | None = option(None, "DIR")
     """Instead of --data: features written by offline_feature_extract.py. The base's layers are not loaded."""
     base_fp8: bool = False
-    """Run the base's linears in fp8 (Hopper or newer, with --bf16)."""
+    """Run the base's linears, and its head for the teacher, in fp8 (Hopper or newer, with --bf16)."""
     draft_fp8: bool = False
-    """Run the draft layer's linears in fp8."""
+    """Run the draft's layer and LM head in fp8 (Hopper or newer, with --bf16)."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Modules that the base's layers are built from."""
     teacher: Literal["quantised", "original"] = "quantised"

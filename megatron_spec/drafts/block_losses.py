@@ -19,9 +19,19 @@ from megatron_spec.config import ObjectiveConfig
 from megatron_spec.drafts.anchors import BlockPlan
 from megatron_spec.drafts.contract import DraftLosses
 from megatron_spec.losses import block
-from megatron_spec.losses.vocab_parallel import RowLosses, Teacher, kernel_row_loss, row_losses
+from megatron_spec.losses.vocab_parallel import (
+    InPlace,
+    RowLosses,
+    Teacher,
+    kernel_largest,
+    kernel_row_loss,
+    pick,
+    reduce_together,
+    row_losses,
+)
 from megatron_spec.ops import backend
 from megatron_spec.ops.head import StepRows, chunk_rows, fused_head
+from megatron_spec.ops.products import add_product
 from megatron_spec.planning.paths import NO_PATHS, Paths
 from megatron_spec.runtime.platform import to_device
 
@@ -49,6 +59,15 @@ class BlockHead:
         """The heads without the Markov head."""
         return BlockHead(self.rows, self.weight_VH)
 
+    def add_low_(self, logits_RV: Tensor, part: slice) -> None:
+        """Add the Markov head's logits of the rows `part`, if there is one."""
+        if self.low_Nr is None or self.low_weight_Vr is None:
+            return
+        if logits_RV.dtype == self.low_Nr.dtype:
+            logits_RV.addmm_(self.low_Nr[part], self.low_weight_Vr.t())
+        else:
+            logits_RV += self.low_Nr[part] @ self.low_weight_Vr.t()
+
 
 class _Attach(torch.autograd.Function):
     """A scalar with precomputed gradients."""
@@ -69,18 +88,33 @@ class _Attach(torch.autograd.Function):
 
 
 class _Rows:
-    """Row loss that `fused_head` calls chunk by chunk; records the overlap of every row."""
+    """Row losses that `fused_head` calls chunk by chunk; records the overlap of every row.
+
+    With a kernel, `in_place` also computes the loss without the Markov head, from the same product of states and LM
+    head, and adds the two gradients before they leave the logits.
+    """
 
     def __init__(
         self, head: BlockHead, teacher: Teacher, weight_N: Tensor, objective: ObjectiveConfig,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup, kernel: InPlace | None = None,
     ) -> None:  # fmt: skip
         self.head, self.teacher, self.weight_N, self.objective, self.group = head, teacher, weight_N, objective, group
+        self.kernel, self.bare = kernel, [weight_N.new_zeros(0)]
         self.done, self.overlap = 0, [weight_N.new_zeros(0)]
         self.gradients: list[Tensor] = []
         if head.low_Nr is not None and head.low_weight_Vr is not None:
             wide = torch.promote_types(head.low_Nr.dtype, torch.float32)
             self.gradients = [torch.zeros_like(x, dtype=wide) for x in (head.low_Nr, head.low_weight_Vr)]
+
+    @property
+    def share(self) -> float:
+        """Share of the loss without the Markov head that `in_place` computes."""
+        return self.objective.backbone_weight if self.kernel is not None and self.gradients else 0.0
+
+    def _next(self, count: int) -> slice:
+        part = slice(self.done, self.done + count)
+        self.done = part.stop
+        return part
 
     def _losses(self, logits_RV: Tensor, rows_R: Tensor) -> RowLosses:
         goal = self.objective
@@ -89,23 +123,45 @@ class _Rows:
             return block.ce_l1_rows(logits_RV, self.teacher, rows_R, goal.temperature, self.group, weights)
         return row_losses(logits_RV, self.teacher, rows_R, goal.loss, goal.temperature, self.group)
 
+    def _add_low_gradients(self, grad_RV: Tensor, part: slice) -> None:
+        """From the gradient of the weighted losses."""
+        assert self.head.low_Nr is not None and self.head.low_weight_Vr is not None
+        self.gradients[0][part] = grad_RV @ self.head.low_weight_Vr
+        add_product(self.gradients[1], grad_RV.t(), self.head.low_Nr[part])
+
     @torch.no_grad()
     def __call__(self, logits_RV: Tensor, rows_R: Tensor) -> RowLosses:
         """See `ops.head.RowLoss`."""
-        part = slice(self.done, self.done + len(rows_R))
-        self.done = part.stop
-        head = self.head
-        if head.low_Nr is not None and head.low_weight_Vr is not None:
-            logits_RV += head.low_Nr[part] @ head.low_weight_Vr.t()
+        part, head = self._next(len(rows_R)), self.head
+        head.add_low_(logits_RV, part)
         result = self._losses(logits_RV, rows_R)
         self.overlap.append(result.overlap_R)
-        if self.gradients:
-            assert head.low_Nr is not None and head.low_weight_Vr is not None
-            grad = result.grad_RD.to(head.low_Nr.dtype)
-            weight = self.weight_N[part, None].to(grad.dtype)
-            self.gradients[0][part] = (grad @ head.low_weight_Vr).mul_(weight)
-            self.gradients[1] += grad.t() @ (head.low_Nr[part] * weight)
+        if head.low_Nr is not None:
+            self._add_low_gradients((result.grad_RD * self.weight_N[part, None]).to(head.low_Nr.dtype), part)
         return result
+
+    @torch.no_grad()
+    def in_place(self, logits_RV: Tensor, rows_R: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `ops.head.RowLossInPlace`."""
+        assert self.kernel is not None
+        part, head, share = self._next(len(rows_R)), self.head, self.share
+        bare_RV = logits_RV.clone() if share else None
+        head.add_low_(logits_RV, part)
+        found = self.kernel(logits_RV, rows_R, weight_R * (1 - share))
+        self.overlap.append(found[1])
+        if self.gradients:
+            self._add_low_gradients(logits_RV, part)
+        if bare_RV is not None:
+            self.bare.append(self.kernel(bare_RV, rows_R, weight_R * share)[0])
+            logits_RV += bare_RV
+        return found
+
+    def with_bare(self, total: Tensor) -> Tensor:
+        """The total of `in_place` with its share of the loss without the Markov head; the gradient already has it."""
+        if not self.share:
+            return total
+        bare = (torch.cat(self.bare) * self.weight_N).sum()
+        return total + self.share * (bare - total).detach()
 
     def attach(self, total: Tensor) -> Tensor:
         """The total, with the Markov head's gradients attached."""
@@ -118,12 +174,14 @@ class _Rows:
 
 
 def _step_weights(
-    head: BlockHead, plan: BlockPlan, objective: ObjectiveConfig, column_N: Tensor, group: dist.ProcessGroup
-) -> Tensor:
+    head: BlockHead, plan: BlockPlan, objective: ObjectiveConfig, column_N: Tensor, group: dist.ProcessGroup,
+    kernels: Any = None,
+) -> Tensor:  # fmt: skip
     """[N] weight of every row.
 
     Args:
         column_N: column of the label, relative to this rank's first one.
+        kernels: operators (`ops.backend.load`) if the path `loss_kernel` is on.
     """
     counts = [len(rows) for rows in plan.supervision.rows]
     wide = torch.promote_types(head.weight_VH.dtype, torch.float32)
@@ -131,7 +189,7 @@ def _step_weights(
         gamma = objective.block_gamma or block.default_gamma(plan.slots)
         weights = block.exponential_weights(len(counts), gamma)
         return torch.cat([column_N.new_full((n,), w, dtype=wide) for n, w in zip(counts, weights, strict=True)])
-    q_N = _label_probabilities(head, objective.temperature, column_N, group)
+    q_N = _label_probabilities(head, objective.temperature, column_N, group, kernels)
     block_N, step_N = plan.places()
     q_PT = q_N.new_zeros(len(plan.tokens_P), len(counts))
     q_PT[block_N, step_N] = q_N
@@ -141,17 +199,29 @@ def _step_weights(
 
 
 @torch.no_grad()
-def _label_probabilities(head: BlockHead, temperature: float, column_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[N] the draft's probability of every label, computed chunk by chunk."""
+def _label_probabilities(
+    head: BlockHead, temperature: float, column_N: Tensor, group: dist.ProcessGroup, kernels: Any
+) -> Tensor:
+    """[N] the draft's probability of every label, computed chunk by chunk.
+
+    Args:
+        kernels: operators (`ops.backend.load`); None: plain ones.
+    """
     x_NH, found = torch.cat(head.rows), [column_N.new_zeros(0, dtype=torch.float32)]
     wide = torch.promote_types(x_NH.dtype, torch.float32)
-    size = chunk_rows(head.weight_VH)
+    size = chunk_rows(head.weight_VH, kernels is not None)
     for start in range(0, len(x_NH), size):
         part = slice(start, start + size)
-        logits = (x_NH[part] @ head.weight_VH.t()).to(wide)
-        if head.low_Nr is not None and head.low_weight_Vr is not None:
-            logits += head.low_Nr[part] @ head.low_weight_Vr.t()
-        found.append(block.label_probabilities(logits / temperature, column_N[part], group))
+        logits = x_NH[part] @ head.weight_VH.t()
+        logits = logits if kernels is not None else logits.to(wide)
+        head.add_low_(logits, part)
+        if kernels is None:
+            found.append(block.label_probabilities(logits / temperature, column_N[part], group))
+            continue
+        lse_R, _ = kernel_largest(logits, 0, temperature, group, kernels)
+        at_R = pick(logits, column_N[part])[2].to(lse_R.dtype) / temperature
+        reduce_together(group, at_R)
+        found.append((at_R - lse_R).exp())
     return torch.cat(found[1:] or found)
 
 
@@ -166,13 +236,15 @@ def block_losses(
     rows = plan.supervision.teacher_rows
     all_N = torch.cat(rows)
     told = dataclasses.replace(teacher, label_U=plan.labels_U)
-    weight_N = _step_weights(head, plan, objective, plan.labels_U[all_N] - teacher.first, group)
+    fast = paths.under(objective).kernels("loss_kernel")
+    kernels = None if fast == "none" else backend.load(fast)
+    weight_N = _step_weights(head, plan, objective, plan.labels_U[all_N] - teacher.first, group, kernels)
     steps = [
         StepRows(r, w, teacher.label_U[r]) for r, w in zip(rows, weight_N.split([len(r) for r in rows]), strict=True)
     ]
     total, stats, overlap_N = _one_pass(head, steps, told, weight_N, objective, group, paths)
     share = objective.backbone_weight
-    if share and head.low_Nr is not None:
+    if share and head.low_Nr is not None and kernels is None:
         plain, _, _ = _one_pass(head.backbone, steps, told, weight_N, objective, group, paths)
         total = share * plain + (1 - share) * total
     if head.confidence_N is not None and objective.confidence_weight:
@@ -186,14 +258,15 @@ def _one_pass(
     head: BlockHead, steps: list[StepRows], told: Teacher, weight_N: Tensor, objective: ObjectiveConfig,
     group: dist.ProcessGroup, paths: Paths,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(total, stats [T, 3], overlap [N]) of every row."""
-    row_loss = _Rows(head, told, weight_N, objective, group)
-    in_place = scale_ = None
+    """(total, stats [T, 3], overlap [N]) of all rows; a kernel's total includes the loss without the Markov head."""
+    kernel = scale_ = None
     if paths.kernels() != "none":
         kernels = backend.load(paths.kernels())
-        scale_, plain = kernels.scale_, head.low_Nr is None and head.confidence_N is None
-        if plain and objective.loss in ("soft_ce", "kl") and paths.under(objective).on("loss_kernel"):
-            in_place = kernel_row_loss(told, objective.loss, objective.temperature, group, kernels)
+        scale_ = kernels.scale_
+        if paths.under(objective).on("loss_kernel"):
+            weights = (objective.ce_weight, objective.l1_weight)
+            kernel = kernel_row_loss(told, objective.loss, objective.temperature, group, kernels, weights)
+    row_loss = _Rows(head, told, weight_N, objective, group, kernel)
+    in_place = None if kernel is None else row_loss.in_place
     total, stats = fused_head(head.rows, head.weight_VH, steps, row_loss, in_place, scale_)
-    overlap_N = weight_N.new_zeros(0) if in_place is not None else torch.cat(row_loss.overlap)
-    return row_loss.attach(total), stats, overlap_N
+    return row_loss.attach(row_loss.with_bare(total)), stats, torch.cat(row_loss.overlap)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron_spec.batch import Features
 from megatron_spec.config import ObjectiveConfig
+from megatron_spec.ops.fp8 import Fp8Matrix
 from megatron_spec.planning.paths import NO_PATHS, Paths
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -27,6 +28,8 @@ class BaseEnds(Protocol):
 
     vocab_size: int
     """Vocabulary size without padding."""
+    head_fp8: Fp8Matrix | None
+    """The LM head in fp8, without padding but for rows of zeros at its end; None: the teacher is in bf16."""
 
     @property
     def head_weight(self) -> Tensor:

@@ -9,9 +9,6 @@ from megatron_spec.drafts.fused_tape import Tape, round_
 from megatron_spec.ops import attention
 from megatron_spec.ops.products import GradientSums, add_product
 
-ROWS_AT_ONCE = 65536
-"""Maximum number of rows per weight-gradient product: bounds the memory of the backward at long sequences."""
-
 Above = tuple[Tensor, Tensor]
 """What step k + 1 sends to the state of step k: (gradient along the residual, gradient of the normed state)."""
 
@@ -27,12 +24,13 @@ class Backward:
     def __init__(self, tape: Tape, sums: GradientSums) -> None:
         self.tape, self.sums = tape, sums
         sizes, steps, weights = tape.sizes, tape.steps, tape.weights
-        self.groups = steps.groups(ROWS_AT_ONCE)
-        most = max(steps.span(*g).stop - steps.span(*g).start for g in self.groups)
-        self.d_after, self.d_inner = (tape.empty(most, sizes.hidden) for _ in range(2))
-        self.gated = tape.empty(most, sizes.intermediate)
+        self.d_after, self.d_inner = (tape.empty(tape.most, sizes.hidden) for _ in range(2))
+        self.gated = tape.empty(tape.most, sizes.intermediate)
         self.d_qkv = tape.empty(steps.span(0, sizes.steps).stop, sizes.qkv_width)
-        self.d_trunk = [torch.empty_like(x, dtype=torch.float32) for x in tape.trunk]
+        self.d_trunk = [
+            torch.empty(x.numel() // sizes.kv_width, sizes.kv_width, dtype=torch.float32, device=x.device)
+            for x in tape.whole_trunk
+        ]
         self.d_branches = [torch.empty_like(x, dtype=torch.float32) for x in tape.branches]
         self.d_gated = tape.empty(sizes.rows, sizes.intermediate)
         norms = (weights.hidden_norm, weights.post_norm, weights.final_norm)
@@ -43,7 +41,7 @@ class Backward:
         tape, above = self.tape, None
         if tape.tp.size() > 1:  # partial gradients from each rank's shard of the LM head; one all-reduce
             grad_states = tape.summed(torch.cat(grad_states)).split([len(g) for g in grad_states])
-        for start, end in self.groups:
+        for start, end in tape.groups:
             for k in reversed(range(start, end)):
                 first = tape.steps.span(start, k).stop - tape.steps.span(start, k).start
                 above = self._step(k, slice(first, first + tape.steps.count(k)), grad_states[k], above)
@@ -63,7 +61,7 @@ class Backward:
         tape, post_norm = self.tape, self.tape.weights.post_norm
         d_after, d_inner, gated = self.d_after[part], self.d_inner[part], self.gated[part]
         self._into_after(k, d_state, above, d_after)
-        d_gated, gate_up = self.d_gated[: tape.steps.count(k)], tape.at(tape.gate_up, k)
+        d_gated, gate_up = self.d_gated[: tape.steps.count(k)], self._gates(k, part)
         tape.down_product.backward(d_after, out=d_gated)
         tape.kernels.gated_backward(gate_up, d_gated, gated)
         round_(tape.mlp.down_proj, gated)
@@ -73,6 +71,13 @@ class Backward:
         )  # fmt: skip
         self._attention(k, d_inner)
         return d_inner, tape.summed(tape.qkv_product.backward(tape.at(self.d_qkv, k)))
+
+    def _gates(self, k: int, part: slice) -> Tensor:
+        """Outputs of gate and up in step k, which their gradient will overwrite."""
+        tape = self.tape
+        if tape.keeps_gates:
+            return tape.at(tape.gate_up, k)
+        return tape.gate_up_product.forward(tape.at(tape.post, k), out=tape.gate_up[part])
 
     def _into_before(self, k: int, above: Above, out: Tensor) -> None:
         """Gradient of the input state of step k: along the residual and through the norm."""
@@ -100,7 +105,7 @@ class Backward:
         index, q, out = tape.steps.compacted(k), tape.at(tape.q, k), tape.at(tape.out, k)
         last = k == sizes.steps - 1
         d_out = tape.o_product.backward(d_inner)
-        key, value = (tape.by_heads(x) for x in tape.trunk)
+        key, value = (tape.by_heads(x) for x in tape.whole_trunk)
         dq0, *trunk = attention.backward(
             tape.spread(d_out, k), tape.spread(q, k), key, value, tape.spread(out, k), saved.lse[k].transpose(1, 2),
             saved.attention[k], tape.visibility,
@@ -115,7 +120,8 @@ class Backward:
             q, out, d_out, saved.lse[k], tape.branches[0][:k], tape.branches[1][:k], dq0, dq, *self.d_branches, last,
             index,
         )  # fmt: skip
-        dk, dv = tape.keys_values(self.d_trunk, self.d_branches, k)
+        own = tape.own_trunk(self.d_trunk) if k == 0 else self.d_trunk
+        dk, dv = tape.keys_values(own, self.d_branches, k)
         tape.kernels.rotary_backward(dq, dk, dv, tape.tables[k], tape.at(self.d_qkv, k), sizes.heads, sizes.kv_heads)
 
     def _weight_gradients(self, start: int, end: int) -> None:
@@ -124,7 +130,7 @@ class Backward:
         span, width = tape.steps.span(start, end), tape.sizes.intermediate
         rows = slice(0, span.stop - span.start)
         add_product(sums.of(weights.down), self.d_after[rows].t(), self.gated[rows])
-        d_gate_up = tape.gate_up[span].t()
+        d_gate_up = tape.gate_up[span if tape.keeps_gates else rows].t()
         add_product(sums.of(weights.gate), d_gate_up[:width], tape.post[span])
         add_product(sums.of(weights.up), d_gate_up[width:], tape.post[span])
         add_product(sums.of(weights.o), self.d_inner[rows].t(), tape.attended(start, end))
@@ -138,9 +144,10 @@ class Backward:
 
     def _embedding_gradients(self) -> None:
         """Gradients of the embedding half of q, k and v, once for all steps."""
-        tape, sizes, steps, norm = self.tape, self.tape.sizes, self.tape.steps, self.tape.weights.input_norm
+        tape, sizes, norm = self.tape, self.tape.sizes, self.tape.weights.input_norm
+        steps, rows = tape.steps, tape.token_rows
         d_projected = tape.kernels.shifted_sum(
-            self.d_qkv, sizes.rows, steps.later, sizes.steps, sizes.batch, steps.inverse
+            self.d_qkv, sizes.rows, steps.later, sizes.steps, sizes.batch, rows.steps_later, rows.steps_first
         )  # fmt: skip
         for parameter, columns in self._qkv_columns():
             target = self.sums.of(parameter)[:, : sizes.embedding]

@@ -5,6 +5,7 @@ Its plain twin is `unroll.unroll` with `EagleDraft.layer_step`. The gains:
 - The embedding half of q, k and v depends only on the token, so it is projected once for all steps: step k reads rows
   j + k. So does its backward.
 - Weight gradients are one product over the rows of many steps, accumulated in fp32 directly in `main_grad`.
+- Gate and up are computed again in the backward where keeping them would take too much memory (`paths.MOST_GATES`).
 - Norms, rotary embedding, gate and branch attention take one pass over memory each (`ops/kernels/rows.py`,
   `ops/kernels/branch.py`); the gate's output is recomputed, and its gradient overwrites its input.
 - Only rows that some step supervises are written for the LM head, and steps after the first run only on these rows if
@@ -14,6 +15,9 @@ Tensor parallelism: every rank has all rows, complete; heads and intermediate co
 two row-sharded products and, in the backward, the input gradients of column-sharded products and of the LM head. The
 gradient of the embedding's norm stays partial; only its weight gradient is reduced. Under sequence parallelism the
 unroll also works on the full sequence (up to `paths.MOST_WHOLE_ROWS` rows), so it can drop unsupervised rows.
+
+Context parallelism: a rank has the rows of two chunks of every sequence. Keys and values of the trunk are gathered once
+per micro-batch, and their gradients are summed once; all else is local to a row.
 
 Inputs of fake-quantised linears are rounded in place after the kernel that writes them, and weights are rounded;
 gradients pass straight through (quantisers that clip gradients use the plain unroll).
@@ -50,12 +54,12 @@ COMPACT_BELOW = 0.9
 
 def suits(draft: EagleDraft, hidden_SBH: Tensor, batch: Batch, steps: int) -> bool:
     """True if a draft whose path `draft_fused` is on can use it for this micro-batch: gradients are enabled, no
-    quantiser is calibrating, and, under sequence parallelism, the full sequence fits."""
+    quantiser is calibrating, and, under sequence parallelism, all rows fit."""
     if draft.sequence_parallel:
         rows = hidden_SBH.shape[0] * hidden_SBH.shape[1] * draft.tp_group.size()
         if whole_rows_bytes(hidden_SBH.shape[2], rows, steps, hidden_SBH.element_size()) > MOST_WHOLE_ROWS:
             return False
-    if batch.context is not None or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return False
     modules = (m for layer in draft.decoder_layers for m in layer.modules())
     return all(getattr(q, "straight", False) for q in attached_quantizers(modules))
@@ -97,8 +101,8 @@ class _Forward:
         rstd = tape.kernels.norm_forward(tape.saved.before[k], tape.eps, delta, inner, first)
         tape.saved.rstd_inner.append(rstd)
         post = round_(tape.mlp.gate_proj, tape.at(tape.post, k))
-        tape.gate_up_product.forward(post, out=tape.at(tape.gate_up, k))
-        tape.kernels.gated_forward(tape.at(tape.gate_up, k), gated)
+        tape.gate_up_product.forward(post, out=tape.gates(k))
+        tape.kernels.gated_forward(tape.gates(k), gated)
         tape.summed(tape.down_product.forward(round_(tape.mlp.down_proj, gated), out=delta))
         return inner
 
@@ -108,9 +112,12 @@ class _Forward:
         key, value = tape.keys_values(tape.trunk, tape.branches, k)
         x = tape.qkv_product.forward(round_(tape.attention.q_proj, tape.at(tape.normed, k)))
         tape.kernels.rotary_forward(
-            x, tape.tables[k], q, key, value, sizes.heads, sizes.kv_heads, projected[k * sizes.batch :], index
-        )
-        trunk_key, trunk_value = (tape.by_heads(x) for x in tape.trunk)
+            x, tape.tables[k], q, key, value, sizes.heads, sizes.kv_heads, projected[k * sizes.batch :],
+            tape.token_rows.of_step(k),
+        )  # fmt: skip
+        if k == 0:
+            tape.share_trunk()
+        trunk_key, trunk_value = (tape.by_heads(x) for x in tape.whole_trunk)
         o, lse_BSN, state = attention.forward(tape.spread(q, k), trunk_key, trunk_value, tape.visibility)
         lse = lse_BSN.transpose(1, 2).contiguous()
         tape.saved.attention.append(state)

@@ -189,13 +189,15 @@ def head_losses(
         """Differentiable losses of rows of logits."""
         return row_losses(logits_RD, told, rows_R, objective.loss, objective.temperature, group)
 
-    in_place = scale_ = None
+    in_place = scale_ = fp8 = None
     if paths.kernels() != "none":
         kernels = backend.load(paths.kernels())
         scale_ = kernels.scale_
         if paths.under(objective).on("loss_kernel"):
-            in_place = kernel_row_loss(teacher, objective.loss, objective.temperature, group, kernels)
-    total, stats = fused_head(states, weight_DH, steps, row_loss, in_place, scale_)
+            in_place = kernel_row_loss(told, objective.loss, objective.temperature, group, kernels)
+        if paths.under(objective).on("draft_head_fp8"):
+            fp8 = kernels
+    total, stats = fused_head(states, weight_DH, steps, row_loss, in_place, scale_, fp8)
     rows_T = to_device(torch.tensor([len(rows) for rows in supervision.rows], dtype=stats.dtype), stats.device)
     counted = teacher.in_vocab_U[supervision.teacher_rows[0]].sum() if objective.in_vocab_only else None
     return DraftLosses(total, stats[:, 0], stats[:, 1], stats[:, 2], rows_T, counted)

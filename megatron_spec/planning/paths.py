@@ -24,6 +24,16 @@ from megatron_spec.config.machine import Kernels, Machine
 MOST_WHOLE_ROWS = 8 << 30
 """Maximum bytes of the full sequence on every rank in the fused unroll under sequence parallelism."""
 
+ROWS_AT_ONCE = 65536
+"""Most rows of a weight-gradient product of the fused unroll: bounds the memory of its backward at long sequences."""
+MOST_GATES = 8 << 30
+"""Bytes of gate and up activations over all steps above which the fused unroll computes them again in its backward."""
+
+
+def keeps_gates(rows: float, intermediate_size: float, width: int) -> bool:
+    """True if the fused unroll keeps gate and up of `rows` rows, those of all steps, of `width`-byte values."""
+    return rows * 2 * intermediate_size * width <= MOST_GATES
+
 
 def whole_rows_bytes(hidden_size: int, rows: float, steps: int, width: int) -> float:
     """Bytes of the residual stream and its norms in the fused unroll, for `rows` rows of `width`-byte values."""
@@ -101,9 +111,10 @@ def _kernels(s: Setting) -> Reasons:
 
 
 def _fp8(s: Setting) -> Reasons:
+    real = s.machine.kernels != "plain"
     return {
-        f"weights are in {s.dtype}, not in bf16 (--bf16)": s.dtype != "bfloat16",
-        "the GPU has no fp8 tensor cores (compute capability 9.0, Hopper, or newer)": not s.machine.fp8,
+        f"weights are in {s.dtype}, not in bf16 (--bf16)": real and s.dtype != "bfloat16",
+        "the GPU has no fp8 tensor cores (compute capability 9.0, Hopper, or newer)": real and not s.machine.fp8,
     }
 
 
@@ -164,13 +175,13 @@ def _draft_fused(s: Setting) -> Reasons:
     if not isinstance(config, EagleConfig) or not config.reads_captures:
         return {"the draft is not EAGLE-3": True}
     steps = s.objective.ttt_steps if s.objective is not None else 0
-    whole = whole_rows_bytes(config.hidden_size, s.rows, steps, 2) if s.parallel.sequence_parallel else 0
+    rows = s.rows / s.parallel.context_parallel_size
+    whole = whole_rows_bytes(config.hidden_size, rows, steps, 2) if s.parallel.sequence_parallel else 0
     odd = s.machine.kernels == "triton" and (config.head_dim < 16 or config.head_dim % 8 != 0)
     clipped = s.quant is not None and s.quant.draft != "none" and s.quant.clipped_ste
     return {
         "the draft proposes all tokens in one forward (P-EAGLE)": config.parallel_drafting,
         **_kernels(s),
-        "context parallelism splits the sequence": s.parallel.context_parallel_size > 1,
         "draft steps are detached": s.objective is not None and s.objective.detach,
         "there are fewer key/value heads than tensor parallel ranks": bool(
             config.num_key_value_heads % s.parallel.tensor_model_parallel_size
@@ -192,6 +203,25 @@ def _draft_fp8(s: Setting) -> Reasons:
         "tensor parallel ranks would round parts of a row separately": s.parallel.tensor_model_parallel_size > 1,
         **_fp8(s),
     }
+
+
+def _draft_head_fp8(s: Setting) -> Reasons:
+    layer, sizes = PATHS["draft_fp8"].blocked(s), (0, 0)
+    if s.draft is not None:
+        sizes = (s.draft.hidden_size, s.draft.draft_vocab_size)
+    uneven = any(size % 16 for size in sizes) and s.machine.kernels != "plain"
+    kind = s.objective.loss if s.objective is not None else "soft_ce"
+    return {
+        f"the draft's layer is not in fp8: {layer}": layer is not None,
+        **_loss_kernel(s),
+        f"the loss is {kind}, not soft_ce or kl": kind not in ("soft_ce", "kl"),
+        f"hidden size and draft vocabulary are {sizes}, not both multiples of 16": uneven,
+    }
+
+
+def _teacher_fp8(s: Setting) -> Reasons:
+    base = PATHS["base_fp8"].blocked(s)
+    return {f"the base's layers are not in fp8: {base}": base is not None, **_teacher_kernel(s)}
 
 
 def _block_kernel(s: Setting) -> Reasons:
@@ -216,9 +246,13 @@ def _draft_layer(s: Setting) -> Reasons:
     }
 
 
+KERNEL_LOSSES = ("soft_ce", "kl", "hard_ce", "tv", "ce_l1")
+"""Losses that have a kernel."""
+
+
 def _loss_kernel(s: Setting) -> Reasons:
     kind = s.objective.loss if s.objective is not None else "soft_ce"
-    return {**_kernels(s), f"the loss is {kind}, not soft_ce or kl": kind not in ("soft_ce", "kl")}
+    return {**_kernels(s), f"the loss {kind} has no kernel": kind not in KERNEL_LOSSES}
 
 
 def _teacher_kernel(s: Setting) -> Reasons:
@@ -271,6 +305,15 @@ _PATHS = (
         f"{_GPU}::test_fp8_draft", _draft_fp8, "--draft-fp8",
     ),
     Path(
+        "draft_head_fp8",
+        "draft: its head's products in real fp8 (E4M3), with the layer's: logits, input and weight gradient; frozen or "
+        "trained", "fused_head in bf16", f"{_GPU}::test_fp8_head", _draft_head_fp8,
+    ),
+    Path(
+        "teacher_fp8", "base: its head in real fp8 (E4M3), with its layers, for the teacher", "teacher_kernel in bf16",
+        f"{_GPU}::test_fp8_teacher", _teacher_fp8,
+    ),
+    Path(
         "draft_layer",
         "block drafts: norms with residual sums, heads and gate of a layer in one pass each, forward and backward; "
         "weight gradients into the optimizer's buffers", "drafts/layer.py",
@@ -281,8 +324,8 @@ _PATHS = (
         "ops/block_attention.py", "tests/gpu/test_block_kernels.py", _block_kernel,
     ),
     Path(
-        "loss_kernel", "draft: loss, metrics and gradient of a row of logits in one pass", "losses/vocab_parallel.py",
-        "tests/gpu/test_loss_kernels.py", _loss_kernel,
+        "loss_kernel", "draft: loss, metrics and gradient of a row of logits in one pass", 
+        "losses/vocab_parallel.py, losses/block.py", "tests/gpu/test_loss_kernels.py", _loss_kernel,
     ),
     Path(
         "teacher_kernel", "base: restricted logits, log-sum-exp and argmax of a row in one pass", "drafts/teacher.py",

@@ -31,7 +31,7 @@ class StandInEnds:
         padding: int | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(3)
-        self.vocab_size = vocab_size
+        self.vocab_size, self.head_fp8 = vocab_size, None
         self.table = torch.randn(vocab_size, hidden, generator=generator).to(dtype)
         self.head = torch.randn(vocab_size, hidden, generator=generator).to(dtype)
         self.size, self.rank = (group.size(), group.rank()) if group is not None else (1, 0)

@@ -11,7 +11,9 @@ import pytest
 
 from megatron_spec.commands.plan import Cluster, plan
 from megatron_spec.config import BaseConfig, ObjectiveConfig, ParallelConfig, TrainConfig, UserError, presets
+from megatron_spec.config.machine import H100
 from megatron_spec.planning.estimate import GIB, Place, draft_parameters, draft_passes, flops_per_token, memory
+from megatron_spec.planning.paths import Paths, Setting
 
 ROOT = Path(__file__).resolve().parents[3]
 LLAMA_405B = {
@@ -71,6 +73,32 @@ def test_memory_is_close_to_measurements(rows: int, length: int, measured: float
     train = TrainConfig(train_iters=1, bf16=True, micro_batch_size=rows)
     place = Place(LLAMA_8B, draft, ParallelConfig(), train, length, 7, 1, LLAMA_8B.num_layers)
     assert sum(memory(place).values()) / GIB == pytest.approx(measured, rel=0.1)
+
+
+def block_place(anchors: int = 512, **setting: bool) -> Place:
+    """DFlash for an 8B base as docs/performance.md measures it."""
+    shape = {"mask_token_id": 1, "num_hidden_layers": 5, "block_size": 8}
+    draft = presets.block_config(LLAMA_8B, "dflash", shape)
+    train = TrainConfig(train_iters=1, bf16=True, micro_batch_size=2)
+    paths = Paths(Setting(H100, "bfloat16", base=LLAMA_8B, draft=draft, **setting))
+    return Place(
+        LLAMA_8B, draft, ParallelConfig(), train, 4096, 7, 1, LLAMA_8B.num_layers, paths=paths, anchors=anchors
+    )
+
+
+def test_memory_of_block_drafts_is_close_to_a_measurement() -> None:
+    """docs/performance.md: one H200, fused layers."""
+    assert sum(memory(block_place()).values()) / GIB == pytest.approx(43.3, rel=0.1)
+
+
+def test_memory_of_block_drafts_follows_layers_and_anchors() -> None:
+    fused, plain, few = (
+        memory(p)["draft steps"] for p in (block_place(), block_place(plain=True), block_place(anchors=64))
+    )
+    H, heads, kv, M = 4096, 4096, 2048, 14336
+    slots, rows = 2 * 512 * 8, 2 * 4096
+    assert fused == 2 * 5 * (slots * (4 * H + 3 * heads + 2 * kv + 2 * M) + rows * 2 * kv)
+    assert plain > 1.5 * fused and few < fused / 5
 
 
 def test_work_equals_published_figures() -> None:
