@@ -395,6 +395,8 @@ def _generate(run: GenerateRun, prompts: list[Prompt], planned: Plan) -> int:
     if planned.reference is not None:
         about["base_fingerprint"] = planned.reference.fingerprint
     other = {**_other_text(planned.decode), "dtype": str(dtype).removeprefix("torch.")}
+    if run.save_rejections:
+        other["rejections"] = _rejecting(planned)
     check_output(output, prompts, answer_settings(planned.decode, stop_ids, {**about, **other}))
     if run.synthesize is not None:
         check_questions(questions, asking, about)
@@ -410,10 +412,27 @@ def _generate(run: GenerateRun, prompts: list[Prompt], planned: Plan) -> int:
         )
     done = synthesize_to_file(
         models.base, planned.tokenizer, prompts, planned.decode, output, draft=models.draft, stop_ids=stop_ids,
-        about={**about, **other}, template_kwargs=kwargs,
+        about={**about, **other}, template_kwargs=kwargs, save_rejections=run.save_rejections,
     )  # fmt: skip
     log.info("%d new conversations in %s", done, output)
     return done
+
+
+def _rejecting(planned: Plan) -> dict[str, Any]:
+    """What rejections depend on. Raises UserError when the rejected tokens would not be those of a trained draft."""
+    decode = planned.decode
+    if decode.decoding_type is None or decode.decoding_type in WITHOUT_DRAFT or planned.target is not None:
+        raise UserError("--save-rejections needs a trained draft: give --load or --speculative-model")
+    if decode.sa_threshold is not None:
+        raise UserError("--save-rejections with --sa-threshold: the tokens would be those of the lookup: leave it out")
+    return {**planned.agreed, **_changed(decode, [f.name for f in dataclasses.fields(decode)])}
+
+
+def _changed(decode: DecodeConfig, names: Sequence[str]) -> dict[str, Any]:
+    """The options that are not the default, but for those that are recorded anyway or change only the speed."""
+    names = [n for n in names if n not in ("max_new_tokens", "temperature", "seed", "batch_size", "cuda_graphs")]
+    default = DecodeConfig()
+    return {n: getattr(decode, n) for n in names if getattr(decode, n) != getattr(default, n)}
 
 
 def _other_text(decode: DecodeConfig) -> dict[str, Any]:
@@ -421,6 +440,4 @@ def _other_text(decode: DecodeConfig) -> dict[str, Any]:
     names = ["top_k", "top_p", "use_rejection_sampling", "typical_acceptance", "use_relaxed_acceptance_for_thinking"]
     if decode.use_rejection_sampling or not decode.lossless:  # then the text depends on the draft and its options, too
         names = [f.name for f in dataclasses.fields(decode)]
-        names = [n for n in names if n not in ("max_new_tokens", "temperature", "seed", "batch_size", "cuda_graphs")]
-    default = DecodeConfig()
-    return {n: getattr(decode, n) for n in names if getattr(decode, n) != getattr(default, n)}
+    return _changed(decode, names)

@@ -294,6 +294,8 @@ def check_offline(run: FinetuneRun) -> None:
     wrong = [flag for flag, value in given.items() if value]
     if wrong:
         raise UserError(f"{', '.join(wrong)} with --offline-data: the base does not run there; leave it out")
+    if run.objective.replay_weight != 1:
+        raise UserError("--replay-weight with --offline-data: stored features hold no rejections; give --data")
 
 
 def open_data(resolved: Resolved) -> Dataset | None:
@@ -301,10 +303,16 @@ def open_data(resolved: Resolved) -> Dataset | None:
     run, spec = resolved.run, resolved.spec
     if run.offline_data is not None:
         return None
-    return open_dataset(
+    dataset = open_dataset(
         str(run.data), tokenizer_folder(spec, run.base, run.tokenizer), resolved.seq_length, run.data_cache_path,
         vocab_size=spec.base.config.vocab_size, template_kwargs=run.chat_template_kwargs,
     )  # fmt: skip
+    if run.objective.replay_weight != 1 and not dataset.store.meta["rejected"]:
+        raise UserError(
+            f"--replay-weight {run.objective.replay_weight}: no line of {run.data} has rejections; write them with "
+            "generate.py --save-rejections, or leave it out"
+        )
+    return dataset
 
 
 def make_loader(run: FinetuneRun, dataset: Dataset, world: World) -> BatchLoader:

@@ -465,6 +465,8 @@ class GenerateRun(Parallel, Precision, ChatText, DraftModules, ModelRun):
     """Instead of --data: have the base write N questions into OUTPUT.questions.jsonl."""
     question_temperature: float | None = option(None, "T", least=0)
     """Temperature of the questions (--synthesize; default: 1)."""
+    save_rejections: bool = False
+    """Record in every line which tokens the base put in place of a rejected draft token, for --replay-weight."""
 
     def validate(self) -> None:
         """Raise UserError for flags that are missing or contradict one another."""

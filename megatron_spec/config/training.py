@@ -69,6 +69,9 @@ class ObjectiveConfig(Config):
     """Leave rows whose most likely token under the base is outside the draft vocabulary out of the loss."""
     detach: bool = False
     """Stop gradients between draft steps (fed-back hidden states, keys and values of earlier steps)."""
+    replay_weight: float = 1.0
+    """Weight of draft steps that predict a token which the base once put in place of a rejected draft token (recorded
+    in the data by generate.py --save-rejections); all others have 1."""
     row_keep: float = 0.7
     """P-EAGLE: depth d trains on a share row_keep ** d of the rows, redrawn at every step."""
     row_keep_least: float = 0.2
@@ -115,6 +118,7 @@ class ObjectiveConfig(Config):
             require(getattr(self, name) >= 0, f"{name} must not be negative, found {getattr(self, name)}")
         require(self.ttt_steps >= 1, f"ttt_steps must be at least 1, found {self.ttt_steps}")
         require(self.temperature > 0, f"temperature must be positive, found {self.temperature}")
+        require(self.replay_weight > 0, f"replay_weight must be positive, found {self.replay_weight}")
         require(0 < self.step_decay <= 1, f"step_decay must be in (0, 1], found {self.step_decay}")
         for name in ("row_keep", "row_keep_least"):
             require(0 < getattr(self, name) <= 1, f"{name} must be in (0, 1], found {getattr(self, name)}")
