@@ -21,6 +21,7 @@ from megatron_spec.base.moe import MixtureOfExperts
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.ops import backend
 from megatron_spec.ops.attention import attend
+from megatron_spec.ops.fp8 import Fp8Matrix, padded
 from megatron_spec.ops.overlap import Wait, pieces, start_sum
 from megatron_spec.ops.rope import apply_rotary, rotary_angles
 from megatron_spec.ops.visibility import Visibility
@@ -159,15 +160,13 @@ class Fp8Operators(KernelOperators):
     weights_released = True
 
     def __init__(self, plain: KernelOperators, layers: list[Any]) -> None:
-        from megatron_spec.ops.kernels import fp8
-
         super().__init__(plain.config, plain.heads, plain.kv_heads, plain.kernels)
-        self.fp8, self.dtype = fp8, layers[0].input_layernorm.weight.dtype
+        self.dtype = layers[0].input_layernorm.weight.dtype
         self.weights: dict[int, Any] = {}
         for layer in layers:
             attention, mlp = layer.self_attention, layer.mlp
             for module in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
-                self.weights[id(module)] = fp8.Fp8Matrix.of_weight(module.weight.data)
+                self.weights[id(module)] = Fp8Matrix.of_weight(module.weight.data)
                 module.weight.data = module.weight.data.new_empty(0)
 
     def serves(self, visibility: Visibility) -> bool:
@@ -177,20 +176,20 @@ class Fp8Operators(KernelOperators):
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Any]:
         """See `PlainOperators.add_norm`."""
         total = x if delta is None else torch.empty_like(x)
-        return total, self.fp8.norm(x, delta, None if delta is None else total, weight, self.eps)
+        return total, self.kernels.quantized_norm(x, delta, None if delta is None else total, weight, self.eps)
 
     def linear(self, activation: Any, module: Any, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """See `PlainOperators.linear`."""
-        found: Tensor = self.fp8.product(activation, self.weights[id(module)], self.dtype, out=out)
+        found: Tensor = self.kernels.product(activation, self.weights[id(module)], self.dtype, out=out)
         return found if bias is None else found.add_(bias)
 
     def gated(self, gate_up: Tensor) -> Any:
         """See `PlainOperators.gated`."""
-        return self.fp8.gated(gate_up)
+        return self.kernels.quantized_gate(gate_up)
 
     def activation(self, x: Tensor) -> Any:
         """See `PlainOperators.activation`."""
-        return self.fp8.quantize(x)
+        return self.kernels.quantize(x)
 
 
 def _experts(layer: Any) -> torch.nn.Module:
@@ -336,8 +335,9 @@ class DirectForward:
 def run_in_fp8(base: Any) -> None:
     """Convert the linears of a loaded `FrozenBase` to fp8 (E4M3), in place: twice the arithmetic rate, half the memory.
 
-    Scales are per output channel for weights and per row for activations, computed on the fly. The head and the
-    embedding are unchanged. The path `base_fp8` must be available (`paths.check` raises what blocks it).
+    Scales are per output channel for weights and per row for activations, computed on the fly. Head and embedding are
+    unchanged; the teacher reads a copy of the head in fp8 where the path `teacher_fp8` is on. The path `base_fp8` must
+    be available (`paths.check` raises what blocks it).
 
     Raises:
         UserError: the base has fake quantisers or layers of its own.
@@ -348,4 +348,8 @@ def run_in_fp8(base: Any) -> None:
     if direct is None or not direct.can_run(Visibility.causal()):
         raise UserError("--base-fp8: this base has fake quantisers, or layers of its own; leave --base-fp8 out")
     assert isinstance(direct.operators, KernelOperators)
+    kernels = direct.operators.kernels
     direct.operators, base.paths = Fp8Operators(direct.operators, direct.layers), paths
+    if paths.on("teacher_fp8"):
+        head = base.head_weight[: base.vocab_size]
+        base.head_fp8 = kernels.quantize(F.pad(head, (0, 0, 0, padded(len(head)) - len(head))))

@@ -164,9 +164,9 @@ class Tape:
         self.embedding = self._embedding(ends, batch.tokens_BS).to(hidden_RH.dtype)
         self.normed_embedding = torch.empty_like(self.embedding)
         self.rstd_embedding: Tensor = self.embedding
-        self._project(draft.paths.on("draft_fp8"))
+        self._project(self.kernels if draft.paths.on("draft_fp8") else None)
 
-    def _project(self, fp8: bool) -> None:
+    def _project(self, fp8: Any) -> None:
         """Weights in the form of the products: q, k and v fused, split into an embedding half and a state half."""
         qkv = [
             linear.quantized_weight().detach()

@@ -189,11 +189,19 @@ class TeacherHead:
         logits = torch.empty(len(state_UH), len(self.vocab), dtype=weight_VH.dtype, device=weight_VH.device)
         chunk = self._chunk(weight_VH.shape[0])
         parts = [
-            self.kernels.teacher_rows(F.linear(state, weight_VH), self.target_ids, self.draft_ids, temperature, out)
+            self.kernels.teacher_rows(self._whole(state, weight_VH), self.target_ids, self.draft_ids, temperature, out)
             for state, out in zip(state_UH.split(chunk), logits.split(chunk), strict=True)
         ]
         lse, argmax, label, inside = (torch.cat(x) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True))
         return Teacher(logits, lse, argmax, label, inside)
+
+    def _whole(self, state_UH: Tensor, weight_VH: Tensor) -> Tensor:
+        """[U, V] logits of the whole vocabulary, computed in fp8 if the base has its head in fp8."""
+        head = self.ends.head_fp8
+        if head is None:
+            return F.linear(state_UH, weight_VH)
+        found: Tensor = self.kernels.product(self.kernels.quantize(state_UH), head, state_UH.dtype)
+        return found[:, : len(weight_VH)]
 
     def _nothing(self, wide: torch.dtype) -> Teacher:
         weight = self.ends.head_weight

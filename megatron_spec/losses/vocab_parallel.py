@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_spec.config import LossKind
+from megatron_spec.ops.fp8 import Fp8Matrix
 
 
 @dataclass
@@ -147,7 +148,7 @@ def row_losses(
     return RowLosses(loss_R, overlap_R, argmax_R, grad_RD)
 
 
-InPlace = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+InPlace = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """See `ops.head.RowLossInPlace`."""
 
 
@@ -171,11 +172,14 @@ def kernel_row_loss(
             teacher, {"hard_ce": (1.0, 0.0), "tv": (0.0, 0.5)}.get(kind, weights), temperature, group, kernels
         )
 
-    def in_place(logits_RD: Tensor, rows_R: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, overlap and best column; the gradient replaces the logits."""
+    def in_place(
+        logits_RD: Tensor, rows_R: Tensor, weight_R: Tensor, rounded: Fp8Matrix | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, overlap and best column; the gradient replaces the logits, and is rounded on request."""
         told = (logits_RD, teacher.logits_UD, teacher.lse_U, rows_R, weight_R)
         if group is None or group.size() == 1:
-            return kernels.soft_rows(*told, temperature, kind == "kl")
+            return kernels.soft_rows(*told, temperature, kind == "kl", rounded)
+        assert rounded is None, "no rank has a whole row to round"
         lse_R, best_R = kernel_largest(logits_RD, teacher.first, temperature, group, kernels)
         loss_R, overlap_R = kernels.soft_shard(*told, lse_R, temperature, kind == "kl")
         reduce_together(group, loss_R, overlap_R)

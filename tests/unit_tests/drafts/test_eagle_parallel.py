@@ -41,6 +41,7 @@ CASES: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
     "tp2 uneven kv heads": (2, False, {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 2}, {}),
     "tp2 two layers": (2, True, {"num_hidden_layers": 2, **WHOLE}, {"loss": "lk", "in_vocab_only": False}),
     "tp2 reverse_kl": (2, False, {}, {"loss": "reverse_kl", "temperature": 0.7}),
+    "tp2 sp replay": (2, True, {}, {"replay_weight": 3.0}),
     "tp2 tv": (2, False, {}, {"loss": "tv"}),
     "tp2 hard_ce": (2, False, WHOLE, {"loss": "hard_ce", "in_vocab_only": False}),
     "tp2 narrow": (2, False, {**NARROW, "num_hidden_layers": 2}, {}),
@@ -58,7 +59,7 @@ FUSED: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
     "tp2 fused, fewer rows": (2, False, {}, {"loss": "kl", "temperature": 0.7}),
     "tp2 fused, in pieces": (2, False, {}, {}),
     "tp2 fused, fewer rows, in pieces": (2, False, {}, {}),
-    "tp2 sp fused": (2, True, {}, {}),
+    "tp2 sp fused": (2, True, {}, {"replay_weight": 3.0}),
     "tp2 sp fused, fewer rows": (2, True, {"num_attention_heads": 8}, {"alignment": "paper"}),
 }
 
@@ -99,7 +100,12 @@ def decoded(draft: EagleDraft, ends: StandInEnds, captures_SBC: Tensor, full_len
 
 
 def outcome(
-    config: EagleConfig, objective: ObjectiveConfig, group: Any, sequence_parallel: bool, paths: Paths = NO_PATHS
+    config: EagleConfig,
+    objective: ObjectiveConfig,
+    group: Any,
+    sequence_parallel: bool,
+    paths: Paths = NO_PATHS,
+    engine: Any = None,
 ) -> dict[str, Tensor]:
     """Initial values, losses, logits and gradients on this rank; replicated gradients summed as the trainer does."""
     whole = features(conversations(), config, torch.float32)
@@ -110,7 +116,7 @@ def outcome(
     if sequence_parallel:
         parts = [x.chunk(group.size())[group.rank()].contiguous() for x in (whole.captures_SBC, whole.state_SBH)]
         f = Features(whole.batch, *parts)
-    draft = EagleDraft(config, draft_vocab(config), Placement(group, sequence_parallel))
+    draft = EagleDraft(config, draft_vocab(config), Placement(group, sequence_parallel, engine=engine))
     draft.paths = paths
     draft.initialize(ends, seed=6)
     found = draft(f, ends, objective)
