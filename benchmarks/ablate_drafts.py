@@ -90,8 +90,17 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "late captures, frozen head": {"fields": {**_LATE, "frozen_head": True}},
     "late captures, T = 4": {"fields": _LATE, "objective": {"ttt_steps": 4}},
     "late captures, frozen head, T = 4": {"fields": {**_LATE, "frozen_head": True}, "objective": {"ttt_steps": 4}},
-}
-"""EAGLE-3 with something changed: fields of EagleConfig, and of ObjectiveConfig."""
+    "base in fp8": {"fp8": ("base_fp8",)},
+    "draft in fp8": {"fp8": ("draft_fp8",)},
+    "base and draft in fp8": {"fp8": ("base_fp8", "draft_fp8")},
+    "late captures, frozen head, T = 4, base and draft in fp8": {
+        "fields": {**_LATE, "frozen_head": True}, "objective": {"ttt_steps": 4}, "fp8": ("base_fp8", "draft_fp8"),
+    },
+}  # fmt: skip
+"""EAGLE-3 with something changed: fields of EagleConfig, of ObjectiveConfig, and what trains in fp8 (as with
+finetune.py's --base-fp8 and --draft-fp8; all decode in bf16)."""
+USUAL = [name for name, change in ABLATIONS.items() if "fp8" not in change]
+"""Those that run on any machine."""
 
 
 def make_parser() -> cli.Parser:
@@ -108,8 +117,8 @@ def make_parser() -> cli.Parser:
     p.add_argument("--step-times", metavar="FILE", help="JSON: name -> ms of a training step; see above")
     p.add_argument("--ablation-seeds", type=cli.at_least_one, default=1, help="trainings of each (default: 1)")
     p.add_argument(
-        "--ablations", nargs="+", choices=ABLATIONS, default=list(ABLATIONS), metavar="NAME",
-        help=f"some of: {', '.join(ABLATIONS)} (default: all)",
+        "--ablations", nargs="+", choices=ABLATIONS, default=USUAL, metavar="NAME",
+        help=f"some of: {'; '.join(ABLATIONS)} (default: all but those in fp8, which need --bf16 and a Hopper GPU)",
     )  # fmt: skip
     p.add_argument(
         "--drafters", nargs="+", type=drafter, default=list(HEADLINE), metavar="NAME",

@@ -155,10 +155,8 @@ class Fp8Operators(KernelOperators):
     weights_released = True
 
     def __init__(self, plain: KernelOperators, layers: list[Any]) -> None:
-        from megatron_spec.ops.kernels import fp8
-
         super().__init__(plain.config, plain.heads, plain.kv_heads, plain.kernels)
-        self.fp8, self.dtype = fp8, layers[0].input_layernorm.weight.dtype
+        self.dtype = layers[0].input_layernorm.weight.dtype
         self.weights: dict[int, Any] = {}
         for layer in layers:
             attention, mlp = layer.self_attention, layer.mlp
@@ -173,20 +171,20 @@ class Fp8Operators(KernelOperators):
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Any]:
         """See `PlainOperators.add_norm`."""
         total = x if delta is None else torch.empty_like(x)
-        return total, self.fp8.norm(x, delta, None if delta is None else total, weight, self.eps)
+        return total, self.kernels.quantized_norm(x, delta, None if delta is None else total, weight, self.eps)
 
     def linear(self, activation: Any, module: Any, bias: Tensor | None) -> Tensor:
         """See `PlainOperators.linear`."""
-        out: Tensor = self.fp8.product(activation, self.weights[id(module)], self.dtype)
+        out: Tensor = self.kernels.product(activation, self.weights[id(module)], self.dtype)
         return out if bias is None else out.add_(bias)
 
     def gated(self, gate_up: Tensor) -> Any:
         """See `PlainOperators.gated`."""
-        return self.fp8.gated(gate_up)
+        return self.kernels.quantized_gate(gate_up)
 
     def activation(self, x: Tensor) -> Any:
         """See `PlainOperators.activation`."""
-        return self.fp8.quantize(x)
+        return self.kernels.quantize(x)
 
 
 def _experts(layer: Any) -> torch.nn.Module:

@@ -11,6 +11,9 @@ LossKind = Literal["soft_ce", "kl", "reverse_kl", "tv", "lk", "hard_ce", "ce_l1"
 BlockWeights = Literal["exponential", "d-pace"]
 Alignment = Literal["serving", "paper", "target"]
 QuantFormat = Literal["none", "fp8", "nvfp4"]
+TransformerImpl = Literal["local", "transformer_engine"]
+Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"]
+"""Recipes of Transformer Engine, under Megatron's names."""
 
 
 @dataclass(frozen=True)

@@ -328,6 +328,20 @@ def quantize(x_RH: Tensor) -> Fp8Matrix:
     return Fp8Matrix(values, scale)
 
 
+def quantized_norm(a_RH: Tensor, b_RH: Tensor | None, sum_RH: Tensor | None, weight_H: Tensor, eps: float) -> Fp8Matrix:
+    """`kernels.fp8.quantized_norm`."""
+    normed = torch.empty_like(a_RH)
+    norm_forward(a_RH, eps, b_RH, sum_RH, (weight_H, normed))
+    return quantize(normed)
+
+
+def quantized_gate(x_RX: Tensor) -> Fp8Matrix:
+    """`kernels.fp8.quantized_gate`."""
+    h_RM = x_RX.new_empty(len(x_RX), x_RX.shape[1] // 2)
+    gated_forward(x_RX, h_RM)
+    return quantize(h_RM)
+
+
 def product(
     x: Fp8Matrix, weight: Fp8Matrix, dtype: torch.dtype, out: Tensor | None = None, fast: bool = True
 ) -> Tensor:
@@ -352,7 +366,7 @@ def quantize_columns(x_RH: Tensor, scale_R: Tensor, out: Fp8Matrix) -> None:
 OPERATORS = frozenset({
     "norm_forward", "norm_partials", "norm_backward", "rotary_forward", "rotary_backward", "gated_forward",
     "gated_backward", "shifted_sum", "scale_", "merge_forward", "merge_backward", "largest", "soft_shard", "soft_rows",
-    "mixed_rows", "mixed_sums", "mixed_gradient", "teacher_rows", "quantize", "product", "transpose",
-    "quantize_columns",
+    "mixed_rows", "mixed_sums", "mixed_gradient", "teacher_rows", "quantize", "quantized_norm", "quantized_gate",
+    "product", "transpose", "quantize_columns",
 })  # fmt: skip
 """Operators that `ops.backend` loads from here or from `ops.kernels`."""

@@ -123,8 +123,8 @@ class _Fp8WeightGradient:
         self.fp8.quantize_columns(self.x[self.begin : self.end], self.scale[:rows], x)
         d = self.d[:, :width]
         if width > rows:
-            zero = torch.zeros((), dtype=d.dtype, device=d.device)
-            d[:, rows:], x.values[:, rows:] = zero, zero
+            for values in (d, x.values):
+                values[:, rows:].view(torch.uint8).zero_()
         if width < self.d.shape[1]:
             d = d.contiguous()
         found = self.fp8.product(

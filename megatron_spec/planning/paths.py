@@ -14,6 +14,7 @@ from megatron_spec.config import (
     BlockConfig,
     DraftConfig,
     EagleConfig,
+    Fp8Recipe,
     ObjectiveConfig,
     ParallelConfig,
     QuantConfig,
@@ -65,6 +66,10 @@ class Setting:
     """Paths turned off for comparison."""
     plain: bool = False
     """No fast paths."""
+    draft_transformer_engine: bool = False
+    """The draft's linears and norms are Transformer Engine's modules."""
+    draft_fp8_recipe: Fp8Recipe | None = None
+    """Transformer Engine's recipe for the draft's linears in training."""
 
 
 Reasons = dict[str, bool]
@@ -167,7 +172,12 @@ def _base_fp8(s: Setting) -> Reasons:
         sizes = (s.base.hidden_size, width, s.base.head_dim)
     uneven = f"hidden size, intermediate size per rank and head size are {sizes}, not all multiples of 16"
     experts = {"the base has experts": s.base is not None and s.base.moe is not None}
-    return {**_base_direct(s), **experts, **_kernels(s), **_fp8(s), uneven: any(size % 16 for size in sizes)}
+    odd = s.machine.kernels != "plain" and any(size % 16 for size in sizes)
+    return {**_base_direct(s), **experts, **_kernels(s), **_fp8(s), uneven: odd}
+
+
+def _draft_engine(s: Setting) -> Reasons:
+    return {"--draft-transformer-impl transformer_engine builds the draft": s.draft_transformer_engine}
 
 
 def _draft_fused(s: Setting) -> Reasons:
@@ -180,6 +190,7 @@ def _draft_fused(s: Setting) -> Reasons:
     odd = s.machine.kernels == "triton" and (config.head_dim < 16 or config.head_dim % 8 != 0)
     clipped = s.quant is not None and s.quant.draft != "none" and s.quant.clipped_ste
     return {
+        **_draft_engine(s),
         "the draft proposes all tokens in one forward (P-EAGLE)": config.parallel_drafting,
         **_kernels(s),
         "draft steps are detached": s.objective is not None and s.objective.detach,
@@ -237,6 +248,7 @@ def _draft_layer(s: Setting) -> Reasons:
     if not isinstance(config, BlockConfig):
         return {"the draft is not a block draft": True}
     return {
+        **_draft_engine(s),
         **_kernels(s),
         "the draft is fake-quantised": s.quant is not None and s.quant.draft != "none",
         "the draft has a partial rotary embedding": config.rope.partial_rotary_factor != 1.0,
@@ -275,6 +287,7 @@ def _cuda_graphs(s: Setting) -> Reasons:
     grouped = PATHS["grouped_experts"].blocked(s) is None
     return {
         "there is no GPU": not s.machine.gpu,
+        **_draft_engine(s),
         "the base is split over several ranks": ranks > 1,
         "the number of tokens per expert varies": s.base is not None and s.base.moe is not None and not grouped,
     }

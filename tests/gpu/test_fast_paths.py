@@ -344,12 +344,12 @@ def test_fp8_kernels() -> None:
         torch.randn(shape, generator=generator).bfloat16().cuda() for shape in ((33, 96), (33, 96), (33, 192), (64, 96))
     )
     norm_weight, total = torch.rand(96, generator=generator).bfloat16().cuda() + 0.5, torch.empty_like(x)
-    normed = fp8.norm(x, delta, total, norm_weight, 1e-5)
+    normed = fp8.quantized_norm(x, delta, total, norm_weight, 1e-5)
     assert torch.equal(total, x + delta)
     gate, up = gate_up.float().chunk(2, 1)
     expected = {
         "norm": (normed, torch.nn.functional.rms_norm((x + delta).float(), (96,), norm_weight.float(), 1e-5)),
-        "gated": (fp8.gated(gate_up), torch.nn.functional.silu(gate) * up),
+        "gated": (fp8.quantized_gate(gate_up), torch.nn.functional.silu(gate) * up),
         "rows": (fp8.quantize(x), x.float()),
         "weight": (fp8.Fp8Matrix.of_weight(weight), weight.float()),
     }

@@ -124,3 +124,40 @@ def test_hooks_are_not_bypassed(name: str) -> None:
 def test_a_cpu_refuses_fp8() -> None:
     with pytest.raises(UserError, match="--base-fp8 cannot run here: there is no GPU"):
         run_in_fp8(make_base())
+
+
+def nearest_e4m3(x: Tensor) -> Tensor:
+    """Every row, scaled so that its largest magnitude is 448, at values of three mantissa bits."""
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    scaled = x / scale
+    step = 2.0 ** (scaled.abs().clamp(min=2.0**-6).log2().floor() - 3)
+    return (scaled / step).round() * step * scale
+
+
+@pytest.mark.parametrize("name", ["Llama", "biases everywhere"])
+def test_fp8_equals_an_emulation(name: str) -> None:
+    """Over plain twins: megatron-core's layers with rounded weights and hooks that round the inputs of linears."""
+    base = make_base(BASES[name])
+    base.paths = Paths(Setting(Machine(kernels="plain"), base=base.config))
+    exact = batch_of(base)
+    base.direct, linears = None, []
+    for layer in base.model.decoder.layers:
+        linears += [layer.self_attention.linear_qkv, layer.self_attention.linear_proj]
+        linears += [layer.mlp.linear_fc1, layer.mlp.linear_fc2]
+    kept = [m.weight.data for m in linears]
+    hooks = [m.register_forward_pre_hook(lambda _, args: (nearest_e4m3(args[0]), *args[1:])) for m in linears]
+    for module in linears:
+        module.weight.data = nearest_e4m3(module.weight.data)
+    emulated = batch_of(base)
+    for module, weight, hook in zip(linears, kept, hooks, strict=True):
+        module.weight.data = weight
+        hook.remove()
+    base.direct = base._direct_forward()
+    run_in_fp8(base)
+    found = batch_of(base)
+    for a, b, c in zip(found, emulated, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.0, atol=2e-2 * float(b.abs().max()))  # a value may round the other way
+        assert float((a - b).norm()) < 0.2 * float((a - c).norm())
+    head = base.head_fp8
+    assert head is not None and len(head.values) == 48 and not head.values[40:].float().any()
+    torch.testing.assert_close(head.dequantized()[:40], nearest_e4m3(base.head_weight[:40]))

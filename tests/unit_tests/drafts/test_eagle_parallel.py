@@ -89,7 +89,12 @@ def decoded(draft: EagleDraft, ends: StandInEnds, captures_SBC: Tensor, full_len
 
 
 def outcome(
-    config: EagleConfig, objective: ObjectiveConfig, group: Any, sequence_parallel: bool, paths: Paths = NO_PATHS
+    config: EagleConfig,
+    objective: ObjectiveConfig,
+    group: Any,
+    sequence_parallel: bool,
+    paths: Paths = NO_PATHS,
+    engine: Any = None,
 ) -> dict[str, Tensor]:
     """Initial values, losses, logits and gradients on this rank; replicated gradients summed as the trainer does."""
     whole = features(conversations(), config, torch.float32)
@@ -100,7 +105,7 @@ def outcome(
     if sequence_parallel:
         parts = [x.chunk(group.size())[group.rank()].contiguous() for x in (whole.captures_SBC, whole.state_SBH)]
         f = Features(whole.batch, *parts)
-    draft = EagleDraft(config, draft_vocab(config), Placement(group, sequence_parallel))
+    draft = EagleDraft(config, draft_vocab(config), Placement(group, sequence_parallel, engine=engine))
     draft.paths = paths
     draft.initialize(ends, seed=6)
     found = draft(f, ends, objective)

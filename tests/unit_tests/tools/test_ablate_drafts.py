@@ -9,9 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import ablate_drafts, acceptance_page, comparison
 from megatron_spec.config import UserError
+from megatron_spec.config.machine import Machine
+from megatron_spec.runtime import platform
 from megatron_spec.training.optimizer import wrap_ddp
 from tests.functional_tests.script_helpers import make_base, write_conversations
 
@@ -253,3 +256,18 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     path.write_text('{"kind": "measured"}\n')
     with pytest.raises(UserError, match="has no settings"):
         acceptance_page.render(path)
+
+
+def test_trainings_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over plain twins of the kernels; each trains otherwise than the defaults, and all decode the base's own text."""
+    flags = [*flags_of(tmp_path, "--parts", "ablations", "--steps", "3"), "--ablations", "draft in fp8", "base in fp8"]
+    start = lambda: ablate_drafts.main(ablate_drafts.make_parser().parse_args(flags))  # noqa: E731
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="--draft-fp8 cannot run here: there is no GPU"):
+            start()
+    monkeypatch.setattr(platform, "machine", lambda: Machine(kernels="plain"))
+    start()
+    found = measured(tmp_path / "out")
+    names = ["ablation defaults", "ablation draft in fp8", "ablation base in fp8"]
+    assert set(names) == set(found) and len({str(found[n]["accuracy"] + [found[n]["loss"]]) for n in names}) == 3
+    assert all(line["identical"] == 1.0 for line in found.values())
