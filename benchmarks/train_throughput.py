@@ -12,8 +12,8 @@ Every token is supervised, so no work is saved by dropping rows. Model FLOP util
 (benchmarks/flops.py), whatever is saved by doing less, against the dense bf16 peak of one H100 SXM.
 
 The JSON holds one entry per (length, steps): tokens_per_second, mfu, peak_gib, seq_length, ttt_steps, shares of a step
-(base, teacher, head with loss, optimizer, draft_layer), launches and synchronisations of one step, kernels compiled
-after warm-up.
+(base, teacher, head with loss, optimizer, draft_layer, and the parts of head), launches and synchronisations of one
+step, kernels compiled after warm-up.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ from megatron_spec.batch import Batch
 from megatron_spec.config import BaseConfig, BlockConfig, LossKind, ObjectiveConfig, TrainConfig, presets
 from megatron_spec.config.training import BlockWeights
 from megatron_spec.data.chat import Sample
-from megatron_spec.drafts import dflash, eagle3
+from megatron_spec.drafts import block_losses, dflash, eagle3, unroll
 from megatron_spec.drafts.anchors import BlockPlan
 from megatron_spec.features.ahead import FeaturesAhead
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.offline import OfflineFeatures, extract
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.features.store import FeatureStore, StoreManifest
+from megatron_spec.ops import head
 from megatron_spec.planning.paths import PATHS
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
@@ -154,6 +155,35 @@ class Stopwatch:
         setattr(owner, attribute, timed)
         return lambda: setattr(owner, attribute, original)
 
+    def watch_methods(self, owner: Any, attribute: str, names: dict[str, str]) -> Callable[[], None]:
+        """Time these methods of whatever `owner.attribute` makes; returns what undoes it."""
+        original = getattr(owner, attribute)
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            made = original(*args, **kwargs)
+            for method, name in names.items():
+                self.watch(made, method, name)
+            return made
+
+        setattr(owner, attribute, make)
+        return lambda: setattr(owner, attribute, original)
+
+    def watch_results(self, owner: Any, attribute: str, name: str) -> Callable[[], None]:
+        """Time the functions that `owner.attribute` makes; returns what undoes it."""
+        original = getattr(owner, attribute)
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            made = original(*args, **kwargs)
+
+            def timed(*args: Any) -> Any:
+                with self.region(name):
+                    return made(*args)
+
+            return timed
+
+        setattr(owner, attribute, make)
+        return lambda: setattr(owner, attribute, original)
+
     def totals(self) -> dict[str, float]:
         """Milliseconds per region."""
         if self.cuda:
@@ -164,24 +194,34 @@ class Stopwatch:
         return out
 
 
+HEAD = ("head_forward", "loss", "head_input_gradient", "head_weight_gradient")
+"""Parts of `head`: logits, loss with their gradient, gradients of its input and of its weight."""
+
+
 def shares(
     step: Callable[[], Any], trainer: Trainer, source: FeatureSource, cuda: bool, repeats: int = 3
 ) -> dict[str, float]:
-    """Parts of a step in milliseconds; `draft_layer` is what is left. `head` holds head, loss and their gradient."""
+    """Parts of a step in milliseconds; `draft_layer` is what is left. `head` holds head, loss and their gradient, whose
+    parts are also listed by themselves (`HEAD`)."""
     clock = Stopwatch(cuda)
     undo = [
         clock.watch(source, "features", "base"), clock.watch(eagle3, "teach", "teacher"),
         clock.watch(eagle3, "head_losses", "head"), clock.watch(dflash, "teach", "teacher"),
         clock.watch(dflash, "block_losses", "head"), clock.watch(trainer, "_update", "optimizer"),
+        clock.watch_methods(head, "WeightProducts", {"forward": "head_forward", "backward": "head_input_gradient"}),
+        clock.watch_methods(head, "weight_gradient", dict.fromkeys(("add", "result"), "head_weight_gradient")),
+        clock.watch_results(unroll, "kernel_row_loss", "loss"),
+        clock.watch_results(block_losses, "kernel_row_loss", "loss"),
     ]  # fmt: skip
     for _ in range(repeats):
         with clock.region("step"):
             step()
-    for restore in undo:
+    for restore in reversed(undo):
         restore()
     parts = {name: value / repeats for name, value in clock.totals().items()}
+    inside = {name: parts.pop(name) for name in HEAD if name in parts}
     total = parts.pop("step")
-    return {**parts, "draft_layer": total - sum(parts.values())}
+    return {**parts, "draft_layer": total - sum(parts.values()), **inside}
 
 
 def count_events(step: Callable[[], Any], table: Path | None) -> dict[str, float]:
@@ -315,8 +355,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--iters", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3, help="the median of this many timings is reported")
-    parser.add_argument("--base-fp8", action="store_true", help="run the base's linears in fp8")
-    parser.add_argument("--draft-fp8", action="store_true", help="run the draft layer's linears in fp8")
+    parser.add_argument("--base-fp8", action="store_true", help="run the base's linears and the teacher's head in fp8")
+    parser.add_argument("--draft-fp8", action="store_true", help="run the draft's layer and head in fp8")
     parser.add_argument("--offline", action="store_true", help="features from disk; MFU is that of the draft's work")
     parser.add_argument("--store", type=Path, default=None, help="folder for the features of --offline (temporary)")
     parser.add_argument("--supervised-share", type=float, default=1.0, help="share of the tokens that is supervised")

@@ -281,7 +281,7 @@ def _block_objective(config: BlockConfig, objective: ObjectiveConfig) -> Objecti
             f"--ttt-steps {objective.ttt_steps}, but a block of {config.block_size} proposes {steps} tokens: leave it "
             "out"
         )
-    unread = ["step_decay", "alignment", "detach", "in_vocab_only"]
+    unread = ["step_decay", "alignment", "detach", "in_vocab_only", "replay_weight"]
     if not config.has_markov_head:
         unread += ["confidence_weight", "backbone_weight", "backbone_iters"]
     _refuse_unread(objective, unread, f"do nothing for {config.algorithm}")

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_spec.config.structure import share
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.losses.vocab_parallel import Teacher, argmax_and_lse, argmax_over_ranks
+from megatron_spec.losses.vocab_parallel import Teacher, argmax_and_lse, argmax_over_ranks, largest_over_ranks
 from megatron_spec.ops import backend
 
 CHUNK_BYTES = 256 << 20
@@ -136,7 +136,8 @@ class TeacherHead:
         """
         weight = self.ends.head_weight[: self.valid]
         if argmax_U is None and self.kernels is not None:
-            return self._with_kernel(state_UH.to(weight.dtype), weight, temperature)
+            compute = self._with_kernel if self.group.size() == 1 else self._with_kernel_over_ranks
+            return compute(state_UH.to(weight.dtype), weight, temperature)
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         parts: list[tuple[Tensor, ...]] = []
         for logits, argmax in self._logits(state_UH, argmax_U):
@@ -160,15 +161,49 @@ class TeacherHead:
         for state, argmax in zip(state_UH.to(rows.dtype).split(chunk), argmax_U.split(chunk), strict=True):
             yield F.linear(state, rows), argmax.to(rows.device)
 
+    def _with_kernel_over_ranks(self, state_UH: Tensor, weight_VH: Tensor, temperature: float) -> Teacher:
+        """The head in shards: each rank's largest logits and log-sum-exp, and one exchange of all rows."""
+        rows, shard = self.draft_rows(), self.ends.head_weight.shape[0]
+        logits = torch.empty(len(state_UH), len(self.share), dtype=weight_VH.dtype, device=weight_VH.device)
+        tops, columns = [], []
+        for state, out in zip(state_UH.split(chunk := self._chunk(shard)), logits.split(chunk), strict=True):
+            torch.mm(state, rows.t(), out=out)
+            whole = out if self.aligned else F.linear(state, weight_VH)
+            if len(weight_VH):
+                top, _, column = self.kernels.largest(whole, 1.0)
+            else:  # the shard is all padding
+                column = torch.zeros(len(state), dtype=torch.int64, device=state.device)
+                top = torch.full_like(column, -torch.inf, dtype=torch.float32)
+            tops.append(top)
+            columns.append(column + self.group.rank() * shard)
+        best_top, own_lse, best = self.kernels.largest(logits, temperature)
+        mine = (torch.cat(tops), torch.cat(columns), best_top, own_lse, best + self.share.start)
+        (argmax, best), lse = largest_over_ranks(self.group, *mine)
+        draft_id = self.draft_ids[argmax]
+        label = torch.where(draft_id >= 0, draft_id, best)
+        return Teacher(logits, lse.to(own_lse.dtype), argmax, label, draft_id >= 0, self.share.start, self.columns)
+
+    def _chunk(self, columns: int) -> int:
+        """Rows of a chunk of logits."""
+        return max(1, KERNEL_CHUNK_BYTES // (columns * self.ends.head_weight.element_size()))
+
     def _with_kernel(self, state_UH: Tensor, weight_VH: Tensor, temperature: float) -> Teacher:
         logits = torch.empty(len(state_UH), len(self.vocab), dtype=weight_VH.dtype, device=weight_VH.device)
-        chunk = max(1, KERNEL_CHUNK_BYTES // (weight_VH.shape[0] * weight_VH.element_size()))
+        chunk = self._chunk(weight_VH.shape[0])
         parts = [
-            self.kernels.teacher_rows(F.linear(state, weight_VH), self.target_ids, self.draft_ids, temperature, out)
+            self.kernels.teacher_rows(self._whole(state, weight_VH), self.target_ids, self.draft_ids, temperature, out)
             for state, out in zip(state_UH.split(chunk), logits.split(chunk), strict=True)
         ]
         lse, argmax, label, inside = (torch.cat(x) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True))
         return Teacher(logits, lse, argmax, label, inside)
+
+    def _whole(self, state_UH: Tensor, weight_VH: Tensor) -> Tensor:
+        """[U, V] logits of the whole vocabulary, computed in fp8 if the base has its head in fp8."""
+        head = self.ends.head_fp8
+        if head is None:
+            return F.linear(state_UH, weight_VH)
+        found: Tensor = self.kernels.product(self.kernels.quantize(state_UH), head, state_UH.dtype)
+        return found[:, : len(weight_VH)]
 
     def _nothing(self, wide: torch.dtype) -> Teacher:
         weight = self.ends.head_weight

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_spec.config import LossKind
+from megatron_spec.ops.fp8 import Fp8Matrix
 
 
 @dataclass
@@ -82,6 +83,16 @@ def argmax_over_ranks(top_R: Tensor, index_R: Tensor, group: dist.ProcessGroup |
     return everyone[:, 1].gather(0, everyone[:, 0].argmax(0)[None])[0].long()
 
 
+def largest_over_ranks(
+    group: dist.ProcessGroup, top_R: Tensor, index_R: Tensor, other_R: Tensor, lse_R: Tensor, other_index_R: Tensor
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Indices of the largest `top_R` and of the largest `other_R` over ranks, and the log-sum-exp [R] of `lse_R` in
+    fp64, in one exchange."""
+    everyone = _gather_ranks(group, top_R, index_R, other_R, other_index_R, lse_R)
+    first, second = (everyone[:, i + 1].gather(0, everyone[:, i].argmax(0)[None])[0].long() for i in (0, 2))
+    return (first, second), everyone[:, 4].logsumexp(0)
+
+
 def argmax_and_lse(x_RD: Tensor, group: dist.ProcessGroup | None, first: int) -> tuple[Tensor, Tensor]:
     """(index of the largest value [R], log-sum-exp [R]) over the full vocabulary.
 
@@ -139,7 +150,7 @@ def row_losses(
     return RowLosses(loss_R, overlap_R, argmax_R, grad_RD)
 
 
-InPlace = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+InPlace = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """See `ops.head.RowLossInPlace`."""
 
 
@@ -163,11 +174,14 @@ def kernel_row_loss(
             teacher, {"hard_ce": (1.0, 0.0), "tv": (0.0, 0.5)}.get(kind, weights), temperature, group, kernels
         )
 
-    def in_place(logits_RD: Tensor, rows_R: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, overlap and best column; the gradient replaces the logits."""
+    def in_place(
+        logits_RD: Tensor, rows_R: Tensor, weight_R: Tensor, rounded: Fp8Matrix | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, overlap and best column; the gradient replaces the logits, and is rounded on request."""
         told = (logits_RD, teacher.logits_UD, teacher.lse_U, rows_R, weight_R)
         if group is None or group.size() == 1:
-            return kernels.soft_rows(*told, temperature, kind == "kl")
+            return kernels.soft_rows(*told, temperature, kind == "kl", rounded)
+        assert rounded is None, "no rank has a whole row to round"
         lse_R, best_R = kernel_largest(logits_RD, teacher.first, temperature, group, kernels)
         loss_R, overlap_R = kernels.soft_shard(*told, lse_R, temperature, kind == "kl")
         reduce_together(group, loss_R, overlap_R)

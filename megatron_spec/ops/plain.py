@@ -14,6 +14,8 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_spec.ops.fp8 import LARGEST, SMALLEST, Fp8Matrix
+
 
 def ttt_mask(documents_BS: Tensor, branches: int) -> Tensor:
     """bool [B, S, (k+1) S]: causal inside the document for the trunk, the diagonal for every branch."""
@@ -242,12 +244,17 @@ def soft_shard(
 
 def soft_rows(
     logits_RD: Tensor, teacher_UD: Tensor, teacher_lse_U: Tensor, rows_R: Tensor, weight_R: Tensor, temperature: float,
-    kl: bool,
+    kl: bool, rounded: Fp8Matrix | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`kernels.loss.soft_rows`."""
     _, lse_R, best_R = largest(logits_RD, temperature)
     told = (teacher_UD, teacher_lse_U, rows_R, weight_R)
-    return *soft_shard(logits_RD, *told, lse_R, temperature, kl), best_R
+    loss_R, overlap_R = soft_shard(logits_RD, *told, lse_R, temperature, kl)
+    if rounded is not None:
+        found = quantize(logits_RD)
+        rounded.values.copy_(found.values)
+        rounded.scale.copy_(found.scale)
+    return loss_R, overlap_R, best_R
 
 
 def _probabilities(
@@ -314,9 +321,52 @@ def scale_(x: Tensor, scale: Tensor) -> Tensor:
     return x.mul_(scale.to(x.dtype))
 
 
+def quantize(x_RH: Tensor) -> Fp8Matrix:
+    """`kernels.fp8.quantize`."""
+    scale = x_RH.abs().amax(1).float().clamp(min=SMALLEST) / LARGEST
+    values = (x_RH / scale[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return Fp8Matrix(values, scale)
+
+
+def quantized_norm(a_RH: Tensor, b_RH: Tensor | None, sum_RH: Tensor | None, weight_H: Tensor, eps: float) -> Fp8Matrix:
+    """`kernels.fp8.quantized_norm`."""
+    normed = torch.empty_like(a_RH)
+    norm_forward(a_RH, eps, b_RH, sum_RH, (weight_H, normed))
+    return quantize(normed)
+
+
+def quantized_gate(x_RX: Tensor) -> Fp8Matrix:
+    """`kernels.fp8.quantized_gate`."""
+    h_RM = x_RX.new_empty(len(x_RX), x_RX.shape[1] // 2)
+    gated_forward(x_RX, h_RM)
+    return quantize(h_RM)
+
+
+def product(
+    x: Fp8Matrix, weight: Fp8Matrix, dtype: torch.dtype, out: Tensor | None = None, fast: bool = True
+) -> Tensor:
+    """`kernels.fp8.product`."""
+    wide = torch.promote_types(dtype, torch.float32)
+    found = (x.dequantized(wide) @ weight.dequantized(wide).t()).to(dtype)
+    return found if out is None else out.copy_(found)
+
+
+def transpose(values_RH: Tensor, out_HR: Tensor) -> None:
+    """`kernels.fp8.transpose`."""
+    out_HR.copy_(values_RH.t())
+
+
+def quantize_columns(x_RH: Tensor, scale_R: Tensor, out: Fp8Matrix) -> None:
+    """`kernels.fp8.quantize_columns`."""
+    found = quantize((x_RH * scale_R[:, None]).t())
+    out.values[:, : len(x_RH)].copy_(found.values)
+    out.scale.copy_(found.scale)
+
+
 OPERATORS = frozenset({
     "norm_forward", "norm_partials", "norm_backward", "rotary_forward", "rotary_backward", "gated_forward",
     "gated_backward", "shifted_sum", "scale_", "merge_forward", "merge_backward", "largest", "soft_shard", "soft_rows",
-    "mixed_rows", "mixed_sums", "mixed_gradient", "teacher_rows",
+    "mixed_rows", "mixed_sums", "mixed_gradient", "teacher_rows", "quantize", "quantized_norm", "quantized_gate",
+    "product", "transpose", "quantize_columns",
 })  # fmt: skip
 """Operators that `ops.backend` loads from here or from `ops.kernels`."""

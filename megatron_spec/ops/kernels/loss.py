@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_spec.ops.fp8 import Fp8Matrix
+
 BLOCK = 4096
 WARPS = 8
 _LOW = tl.constexpr(-1.0e30)  # finite, so that a lane without values adds exp(-inf) = 0 instead of NaN
@@ -24,17 +26,27 @@ _LOW = tl.constexpr(-1.0e30)  # finite, so that a lane without values adds exp(-
 
 @triton.jit
 def _row_kernel(
-    z_ptr, z_stride, t_ptr, t_stride, rows_ptr, lse_t_ptr, weight_ptr, loss_ptr, overlap_ptr, best_ptr, D,
-    inverse_temperature, IS_KL: tl.constexpr, BLOCK: tl.constexpr,
+    z_ptr, z_stride, t_ptr, t_stride, rows_ptr, lse_t_ptr, weight_ptr, loss_ptr, overlap_ptr, best_ptr, rounded_ptr,
+    scale_ptr, D, inverse_temperature, IS_KL: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
     _, lse, best = _largest(z_ptr, D, inverse_temperature, BLOCK)
     tl.store(best_ptr + row, best)
-    _gradient(
+    peak = _gradient(
         row, z_ptr, t_ptr, t_stride, rows_ptr, lse_t_ptr, weight_ptr, loss_ptr, overlap_ptr, lse, D,
         inverse_temperature, IS_KL, BLOCK,
     )  # fmt: skip
+    if ROUND:
+        tl.debug_barrier()  # other threads of this program wrote what a thread reads now
+        scale = tl.maximum(peak, 1e-12) / 448.0
+        tl.store(scale_ptr + row, scale)
+        lanes = tl.arange(0, BLOCK)
+        for start in range(0, D, BLOCK):
+            cols = start + lanes
+            g = tl.load(z_ptr + cols, mask=cols < D, other=0.0).to(tl.float32) / scale
+            g = tl.minimum(tl.maximum(g, -448.0), 448.0)
+            tl.store(rounded_ptr + row * D + cols, g.to(rounded_ptr.dtype.element_ty), mask=cols < D)
 
 
 @triton.jit
@@ -84,7 +96,7 @@ def _gradient(
     row, z_ptr, t_ptr, t_stride, rows_ptr, lse_t_ptr, weight_ptr, loss_ptr, overlap_ptr, lse, D, inverse_temperature,
     IS_KL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loss and overlap of a row; its gradient replaces its logits."""
+    """Loss and overlap of a row; its gradient replaces its logits. Returns the gradient's largest magnitude."""
     lanes = tl.arange(0, BLOCK)
     teacher = tl.load(rows_ptr + row).to(tl.int64)
     t_ptr += teacher * t_stride
@@ -92,6 +104,7 @@ def _gradient(
     scale = tl.load(weight_ptr + row) * inverse_temperature
     loss = tl.zeros((BLOCK,), tl.float32)
     overlap = tl.zeros((BLOCK,), tl.float32)
+    peak = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, D, BLOCK):
         cols = start + lanes
         mask = cols < D
@@ -106,9 +119,12 @@ def _gradient(
             loss += tl.where(mask & (p > 0), p * (logp - logq), 0.0)
         else:
             loss -= tl.where(mask, p * logq, 0.0)
-        tl.store(z_ptr + cols, ((q - p) * scale).to(z_ptr.dtype.element_ty), mask=mask)
+        gradient = ((q - p) * scale).to(z_ptr.dtype.element_ty)
+        tl.store(z_ptr + cols, gradient, mask=mask)
+        peak = tl.maximum(peak, tl.where(mask, tl.abs(gradient.to(tl.float32)), 0.0))
     tl.store(loss_ptr + row, tl.sum(loss, axis=0))
     tl.store(overlap_ptr + row, tl.sum(overlap, axis=0))
+    return tl.max(peak, axis=0)
 
 
 def soft_rows(
@@ -119,8 +135,12 @@ def soft_rows(
     weight_R: Tensor,
     temperature: float,
     kl: bool,
+    rounded: Fp8Matrix | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Soft cross-entropy (or KL) of R rows; `logits_RD` is replaced by the gradient of weight * loss.
+
+    Args:
+        rounded: output [R, D], the gradient rounded to fp8 while a row is in the L2 cache.
 
     Returns:
         loss [R], overlap sum_v min(p, q) [R], argmax of the draft [R].
@@ -131,7 +151,8 @@ def soft_rows(
     if R:
         _row_kernel[(R,)](
             logits_RD, logits_RD.stride(0), teacher_UD, teacher_UD.stride(0), rows_R, teacher_lse_U, weight_R, loss,
-            overlap, best, D, 1.0 / temperature, kl, BLOCK, num_warps=WARPS,
+            overlap, best, logits_RD if rounded is None else rounded.values, loss if rounded is None else rounded.scale,
+            D, 1.0 / temperature, kl, rounded is not None, BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return loss, overlap, best
 

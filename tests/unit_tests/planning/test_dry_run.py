@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_spec.commands.plan import Cluster, plan
+from megatron_spec.commands.plan import Cluster, plan, plan_run
+from megatron_spec.commands.runs import FinetuneRun
 from megatron_spec.config import BaseConfig, ObjectiveConfig, ParallelConfig, TrainConfig, UserError, presets
 from megatron_spec.config.machine import H100
 from megatron_spec.planning.estimate import GIB, Place, draft_parameters, draft_passes, flops_per_token, memory
@@ -107,6 +109,20 @@ def test_work_equals_published_figures() -> None:
     assert work["base"] / 1e9 == pytest.approx(16.08, rel=2e-3) and work["draft"] / 1e9 == pytest.approx(
         16.73, rel=2e-3
     )
+
+
+def test_a_draft_from_transformer_engine(folder: str) -> None:
+    def planned(**fields: Any) -> str:
+        train = TrainConfig(bf16=True, global_batch_size=8)
+        return plan_run(FinetuneRun(load=folder, train=train, dry_run=True, **fields))
+
+    text = planned(draft_transformer_impl="transformer_engine", draft_fp8_recipe="blockwise")
+    assert "draft_fused      off: --draft-transformer-impl transformer_engine builds the draft" in text
+    assert "draft_fused      on" in planned()
+    with pytest.raises(UserError, match="Blackwell"):
+        planned(draft_transformer_impl="transformer_engine", draft_fp8_recipe="mxfp8")
+    with pytest.raises(UserError, match="add --draft-transformer-impl"):
+        planned(draft_fp8_recipe="delayed")
 
 
 def test_dropped_rows_of_p_eagle_are_not_counted() -> None:

@@ -62,7 +62,10 @@ def test_tiny_run(tmp_path: Path, draft: str) -> None:
     assert written["tokens_per_second"] == report["tokens_per_second"] > 0
     assert (written["seq_length"], written["ttt_steps"], written["card"]) == (32, 2, "CPU")
     assert {"mfu", "peak_gib", "versions", "shares_ms"} <= written.keys()
-    assert set(written["shares_ms"]) == {"base", "teacher", "head", "optimizer", "draft_layer"}
+    parts = {"head_forward", "head_input_gradient", "head_weight_gradient"}
+    whole = {"base", "teacher", "head", "optimizer", "draft_layer"}
+    assert set(written["shares_ms"]) - set(train_throughput.HEAD) == whole
+    assert draft != "eagle3" or parts <= set(written["shares_ms"])
     assert written["shares_ms"]["head"] > 0 and written["loss"] > 0
     assert written["loss_kind"] == ("ce_l1" if draft == "dspark" else "soft_ce")
 
