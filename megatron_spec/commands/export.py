@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_spec.base.placement import check_parallel
-from megatron_spec.build import load_checkpoint, respec
+from megatron_spec.build import load_checkpoint, resolve_paths, respec
 from megatron_spec.checkpoint.spec import CheckpointSpec, identity, locked, read_spec
 from megatron_spec.commands.data import check_base_shapes
 from megatron_spec.commands.runs import ExportRun, settings_of, takes
@@ -77,6 +77,8 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> CheckpointSpec:
     require_empty(run.export_dir, "give another --export-dir, or remove it to export again")
     layouts.check("export", run.parallel)
     check_parallel(spec.base.config, run.parallel)
+    dtype = torch.bfloat16 if run.bf16 else torch.float32
+    resolve_paths(spec, run.parallel, dtype, plain=run.plain, draft_impl=run.draft_transformer_impl)
     return as_exported
 
 
@@ -126,7 +128,10 @@ def export(run: ExportRun) -> Path:
         spec = _check(run, read_spec(folder))
         world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
         dtype = torch.bfloat16 if run.bf16 else torch.float32
-        loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base, plain=run.plain, spec=spec)
+        loaded = load_checkpoint(
+            folder, world, dtype=dtype, base_path=run.base, plain=run.plain, spec=spec,
+            draft_impl=run.draft_transformer_impl,
+        )  # fmt: skip
     out = Path(run.export_dir).resolve()
     run_config = {"checkpoint": str(folder), "quant": spec.quant.to_dict() if spec.quant else None}
     legacy, with_base = run.format == "trtllm-legacy", _quantised_base(spec) or run.with_base

@@ -13,12 +13,14 @@ from megatron_spec.config.decoding import DecodeConfig, DecodingType
 from megatron_spec.config.draft import DraftConfig, EagleAlgorithm, EagleConfig, MedusaConfig
 from megatron_spec.config.training import (
     Alignment,
+    Fp8Recipe,
     LossKind,
     ObjectiveConfig,
     ParallelConfig,
     QuantConfig,
     QuantFormat,
     TrainConfig,
+    TransformerImpl,
 )
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "DraftConfig",
     "EagleAlgorithm",
     "EagleConfig",
+    "Fp8Recipe",
     "LossKind",
     "MedusaConfig",
     "MlaConfig",
@@ -44,6 +47,7 @@ __all__ = [
     "RopeType",
     "RouterKind",
     "TrainConfig",
+    "TransformerImpl",
     "UserError",
     "flag_name",
     "group",

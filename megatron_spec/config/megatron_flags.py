@@ -101,7 +101,7 @@ _TABLE = [
     *_switches("fp16", "refused", "half precision is --bf16"),
     *_valued("params-dtype", "renamed", "--bf16"),
     *_valued("fp8-format fp8-recipe fp8-margin fp8-amax-history-len fp8-amax-compute-algo", "refused",
-             "give --base-fp8 and --draft-fp8"),
+             "give --base-fp8, --draft-fp8 or --draft-fp8-recipe"),
     *_valued("optimizer", "fixed", "the optimizer is AdamW", "adam"),
     *_switches("use-precision-aware-optimizer", "refused", "the optimizer keeps its state in float32"),
     *_valued("train-samples", "refused", "give --train-iters (samples / --global-batch-size) or --train-epochs"),
