@@ -272,6 +272,10 @@ def _teacher_kernel(s: Setting) -> Reasons:
     return {**_kernels(s), "the base's LM head is split over tensor parallel ranks": split}
 
 
+def _optimizer_pass(s: Setting) -> Reasons:
+    return _kernels(s)
+
+
 def _rounding_kernel(s: Setting) -> Reasons:
     return {
         "there is no GPU": not s.machine.gpu,
@@ -343,6 +347,11 @@ _PATHS = (
     Path(
         "teacher_kernel", "base: restricted logits, log-sum-exp and argmax of a row in one pass", "drafts/teacher.py",
         "tests/gpu/test_loss_kernels.py", _teacher_kernel,
+    ),
+    Path(
+        "optimizer_pass",
+        "optimizer: division by the rows, clipping, AdamW and copy of the weights in one pass, from the second step on",
+        "megatron-core's optimizer", "tests/unit_tests/training/test_one_pass.py", _optimizer_pass,
     ),
     Path(
         "rounding_kernel", "fake quantisation: the E4M3 round trip in one pass", "quantization/rounding.py",
