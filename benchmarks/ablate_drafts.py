@@ -11,7 +11,9 @@
    times, each time from other first weights and with the batches in another order.
 4. The other drafts train for as many steps as these; or, part `seconds`, for as many as fit --ablation-seconds.
 5. A suffix automaton looks up the text beside every draft, at several thresholds, and alone.
-6. Base and drafts are fake-quantised (fp8, PTQ) and decode; the drafts train on for a while (QAT) and decode again.
+6. EAGLE-3 answers its training questions, and trains on with other weights where the base rejected its tokens (replay).
+   Controls: the same rows with weight 1, and the rows as they were for as long as recording and training took.
+7. Base and drafts are fake-quantised (fp8, PTQ) and decode; the drafts train on for a while (QAT) and decode again.
    As a control the unquantised drafts train on for as many steps.
 
 --parts chooses among them, so that several GPUs can share the work (each its --output, the same --data). On a GPU that
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("megatron_spec.ablate_drafts")
 
-PARTS = ("drafters", "lengths", "ablations", "steps", "lookup", "fp8")
+PARTS = ("drafters", "lengths", "ablations", "steps", "lookup", "replay", "fp8")
 ON_REQUEST = ("step_times", "seconds")
 """Parts that only --parts chooses."""
 HEADLINE = ("eagle3", "eagle1", "eagle-mtp", "medusa")
@@ -63,6 +65,8 @@ BLOCKS = re.compile(r"(dflash|dspark) ([1-9]\d*) x ([1-9]\d*)(?: kv ([1-9]\d*))?
 """Names of block drafts: algorithm, layers, slots, key/value heads."""
 THRESHOLDS = (2, 3, 4, 6, 8)
 """Of the lookup beside a draft: tokens that must have occurred before."""
+WEIGHTS = (1.0, 2.0, 4.0, 8.0)
+"""Of steps that predict a token which the base put in place of a rejected one; 1 is the control."""
 _AFRESH = {"init_from_base_layer": False, "fc_init": "last_capture", "init_attention": False}
 _LATE = {"capture_layer_ids": "late"}
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -317,6 +321,34 @@ def look_up(run: Comparison, trained: list[Draft]) -> None:
             run.measure(name, lambda draft=draft: run.module(draft), draft.about, few=True, sa_threshold=threshold)
 
 
+def replay(run: Comparison, source: Path, steps: int) -> None:
+    """EAGLE-3 after `steps`, then after as many more with each weight of what the base rejected; seed by seed."""
+    for seed in range(run.args.ablation_seeds):
+        if run.late(run.args.reserve):
+            return
+        end = f" seed {seed}" if seed else ""
+        first = run.trained(
+            run.new(f"before replay{end}", kind_of("defaults", ABLATIONS), seed), 0.0, run.args.lr, steps=steps
+        )
+        record = run.output / f"rejections-{seed}.jsonl"
+        seconds = run.rejections(first, source, record, steps * run.args.global_batch_size)
+        longer = steps + round(seconds * steps / first.about["seconds"])
+        more_of(run, replace(first, name=f"replay none, longer{end}"), longer)
+        run.read(record)
+        for weight in WEIGHTS:
+            goal = first.objective.replace(replay_weight=weight)
+            more_of(run, replace(first, name=f"replay weight {weight:g}{end}", objective=goal), steps)
+        run.read(source)
+
+
+def more_of(run: Comparison, draft: Draft, steps: int) -> None:
+    """A draft trained on and measured."""
+    if run.late(run.args.reserve):
+        return
+    after = run.trained(draft, 0.0, run.args.lr, steps=steps)
+    run.measure(after.name, lambda: run.module(after), after.about, few=True)
+
+
 def train_on(run: Comparison, trained: list[Draft]) -> dict[str, int]:
     """Unquantised drafts trained for as long as QAT: what the training alone brings. Returns name -> steps."""
     steps = {}
@@ -374,19 +406,22 @@ def main(args: argparse.Namespace) -> None:
         time_steps(run)
         return
     try:
-        run.read(run.conversations())
+        source = run.conversations()
+        run.read(source)
         run.ask()
         run.answer_alone("bf16" if args.bf16 else "float32")
         trained = compare_algorithms(run) if {"drafters", "lengths", "fp8"} & set(args.parts) else []
         if "lengths" in args.parts:
             vary_decoding(run, trained)
-        steps = pace(run) if {"ablations", "steps"} & set(args.parts) and not run.late(args.reserve) else 0
+        steps = pace(run) if {"ablations", "steps", "replay"} & set(args.parts) and not run.late(args.reserve) else 0
         if "ablations" in args.parts:
             ablate(run, steps)
         equal = equal_steps(run, steps) if "steps" in args.parts else []
         equal += equal_seconds(run) if "seconds" in args.parts else []
         if "lookup" in args.parts:
             look_up(run, [*trained, *equal])
+        if "replay" in args.parts:
+            replay(run, source, steps)
         if "fp8" in args.parts:
             quantise(run, trained, train_on(run, trained))
     finally:

@@ -142,24 +142,24 @@ def pooled(lines: Sequence[Line]) -> Line:
     return {"few": few, **sums}
 
 
-def _ablations(found: dict[str, Line]) -> str:
-    """One row per setting; with several seeds, pooled, and the change of each."""
+def _ablations(found: dict[str, Line], prefix: str = "ablation ", control: str = "defaults") -> str:
+    """One row per setting; with several seeds, pooled, and the change of each against `control`."""
     seeds: dict[str, list[Line]] = {}
     for name, line in found.items():
-        if name.startswith("ablation "):
-            seeds.setdefault(name.removeprefix("ablation ").split(" seed ")[0], []).append(line)
+        if name.startswith(prefix):
+            seeds.setdefault(name.removeprefix(prefix).split(" seed ")[0], []).append(line)
     least = min(map(len, seeds.values()), default=0)
-    if least < 2 or "defaults" not in seeds:
+    if least < 2 or control not in seeds:
         first = {name: lines[0] for name, lines in seeds.items()}
-        return _some(first, list(first), first.get("defaults"), "EAGLE-3 trained with")
-    rows, base = [], [*seeds["defaults"][:least]]
+        return _some(first, list(first), first.get(control), "EAGLE-3 trained with")
+    rows, base = [], [*seeds[control][:least]]
     for name, lines in seeds.items():
-        if name == "defaults":
+        if name == control:
             each = [f"{x['few']['acceptance_length'] or 0.0:.3f}" for x in base]
         else:
             each = [f"{_difference(x, b):+.3f}" for x, b in zip(lines, base, strict=False)]
         whole = pooled(lines[:least])
-        change = "-" if name == "defaults" else _change(whole, pooled(base))
+        change = "-" if name == control else _change(whole, pooled(base))
         rows.append([name, _length(whole["few"]), change, " ".join(each)])
     head = ["EAGLE-3 trained with", "acceptance length (95 %)", "change (95 %)", f"each of {least} seeds"]
     return table(head, rows)
@@ -224,7 +224,7 @@ def _fp8(found: dict[str, Line], precision: str) -> str:
     return "\n".join(parts)
 
 
-PARTS = ("drafters", "sets", "lengths", "ablations", "steps", "seconds", "lookup", "fp8")
+PARTS = ("drafters", "sets", "lengths", "ablations", "steps", "seconds", "lookup", "replay", "fp8")
 """Names of the tables of a run, in order."""
 
 
@@ -250,7 +250,7 @@ def render(path: Path, wanted: Sequence[str] = PARTS) -> str:
     settings, found, alone, data = read_results(path)
     precision = "bf16" if settings["bf16"] else "float32"
     base = alone.get(precision)
-    timed = set(wanted) - {"ablations", "steps", "seconds"} and any(
+    timed = set(wanted) - {"ablations", "steps", "seconds", "replay"} and any(
         "steps" in x and x["speedup"] is not None for x in found.values()
     )
     spent = f", about {settings['seconds']:g} s of training for each draft" if timed else ""
@@ -282,6 +282,10 @@ def render(path: Path, wanted: Sequence[str] = PARTS) -> str:
             f"**A suffix automaton** (SA), alone and beside a draft from a match of so many tokens. {few}; speed-ups "
             "are those at batch 1, the measured one is the mean over the sets.",
             _lookup(found),
+        ),
+        "replay": (
+            f"**Replay**: EAGLE-3 trained on with a weight for what the base rejected. {few}.",
+            _ablations(found, "replay ", "weight 1"),
         ),
         "fp8": (
             f"**fp8** of base and draft, simulated, so there is no speed to measure. {few}.",

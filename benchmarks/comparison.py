@@ -222,6 +222,22 @@ class Comparison:
         )
         return path
 
+    def rejections(self, draft: Draft, source: Path, path: Path, count: int) -> float:
+        """Seconds in which the base answers `count` questions of `source` with a draft; `path` records rejections."""
+        name = path.name
+        if not self.results.has("rejections", name):
+            module = self.module(draft)
+            self.base.capture(module.config.capture_layer_ids)
+            size = 4 * self.args.batch_size
+            config = self.decode.replace(batch_size=size, max_new_tokens=self.args.answer_tokens)
+            start = now()
+            synthesize_to_file(
+                self.base, self.tokenizer, read_prompts(source, count), config, path, draft=module,
+                stop_ids=self.stop_ids, about={"base": self.ref.fingerprint, "draft": name}, save_rejections=True,
+            )  # fmt: skip
+            self.results.add("rejections", name=name, seconds=now() - start)
+        return next(float(x["seconds"]) for x in self.results.lines if x.get("name") == name)
+
     def read(self, path: Path) -> None:
         """Batches of one pass over the conversations, their features, and the draft vocabulary."""
         dataset = open_dataset(str(path), self.args.base, self.args.seq_length)

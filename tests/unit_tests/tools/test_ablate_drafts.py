@@ -48,6 +48,7 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one_at_a_time(monkeypatch)
     monkeypatch.setattr(ablate_drafts, "THRESHOLDS", (3, 5))
+    monkeypatch.setattr(ablate_drafts, "WEIGHTS", (1.0, 4.0))
     drafts = ["eagle3", "medusa", "dspark 2 x 5"]
     ablations = ["detached", "late captures, frozen head"]
     base, output = make_base(tmp_path / "base"), tmp_path / "out"
@@ -75,12 +76,17 @@ def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path, monkeyp
     wanted |= {f"ablation {name}{seed}" for name in ["defaults", *ablations] for seed in ("", " seed 1")}
     wanted |= {f"equal steps {name}" for name in drafts[1:]}
     wanted |= {f"{name} + SA {k}" for name in [*drafts, "equal steps medusa"] for k in ablate_drafts.THRESHOLDS}
+    wanted |= {f"replay weight {w}{seed}" for w in (1, 4) for seed in ("", " seed 1")}
     wanted |= {f"{name} fp8 {form}" for name in drafts for form in ("PTQ", "QAT")}
     wanted |= {f"{name} without QAT" for name in drafts}
     assert wanted <= set(found)
     assert all(found[f"{n} without QAT"]["steps"] == found[f"{n} fp8 QAT"]["steps"] for n in drafts)
     assert all(line["identical"] == 1.0 for name, line in found.items() if "fp8" not in name)
     assert len({line["steps"] for name, line in found.items() if name.startswith(("ablation", "equal"))}) == 1
+    assert found["replay weight 1"]["steps"] == found["replay weight 4"]["steps"] == found["ablation defaults"]["steps"]
+    assert found["replay weight 1"]["accuracy"] != found["replay weight 4"]["accuracy"]
+    [longer] = [line["steps"] for name, line in found.items() if name.startswith("replay none") and "seed" not in name]
+    assert longer > found["replay weight 1"]["steps"]
     assert all(set(line["single_speedup"]) == {"qa", "sum"} for line in found.values())
     assert {found[f"ablation detached{s}"]["seed"] for s in ("", " seed 1")} == {0, 1}
     assert found["ablation defaults"]["accuracy"] != found["ablation defaults seed 1"]["accuracy"]
@@ -101,6 +107,7 @@ def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path, monkeyp
         "| SA |",
         "| equal steps medusa + SA 5 |",
         "| NGram | none |",
+        "| weight 4 |",
         "qa | sum |",
     ):
         assert word in text, word
