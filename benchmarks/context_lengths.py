@@ -124,17 +124,20 @@ class Dialogues:
         path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
 
     def context(self, first: int, tokens: int) -> list[Any]:
-        """Messages of held-out conversations from number `first` on, in a circle, of up to `tokens` tokens."""
+        """Messages of held-out conversations of up to `tokens` tokens: in a circle from number `first` on, those that
+        fit, each once."""
         messages: list[Any] = []
-        while (found := self.held[first % len(self.held)])[1] <= tokens:
-            messages, tokens, first = messages + found[0], tokens - found[1], first + 1
+        for more, size in self.held[first:] + self.held[:first]:
+            if size <= tokens:
+                messages, tokens = messages + more, tokens - size
         return messages
 
 
 def ask(run: Comparison, dialogues: Dialogues, encoder: Any, length: int) -> list[list[int]]:
     """Token ids of every question after a context; with the answer up to `length` tokens.
 
-    Raises UserError for a question that leaves no room for an answer.
+    Raises UserError for a question that leaves no room for an answer, and when the held-out conversations do not fill
+    half of the length.
     """
     from megatron_spec.data.conversations import Conversation
     from megatron_spec.generation.prompts import read_prompts
@@ -145,10 +148,15 @@ def ask(run: Comparison, dialogues: Dialogues, encoder: Any, length: int) -> lis
     for i, (prompt, (_, ids)) in enumerate(zip(prompts, alone, strict=True)):
         if len(ids) > room:
             raise UserError(f"{prompt.where}: {len(ids)} tokens leave no room for an answer in --lengths {length}")
-        told, context = list(prompt.rounds[0]), dialogues.context(7 * i, room - len(ids))
+        told, context = list(prompt.rounds[0]), dialogues.context(7 * i % len(dialogues.held), room - len(ids))
         at = int(told[0]["role"] == "system")
         told[at:at] = context  # a system text comes first
         asked.append(encoder.prompts([Conversation(told, prompt.where)])[0][1])
+    if (shortest := min(map(len, asked))) < length // 2:
+        raise UserError(
+            f"--lengths {length}: held-out conversations fill only {shortest} tokens of a context: give more "
+            "--conversations, or a longer --data"
+        )
     return asked
 
 
@@ -247,10 +255,10 @@ def main(args: argparse.Namespace) -> None:
     run = comparison.Comparison(args, kinds, SETTINGS)
     encoder = ChatEncoder(run.tokenizer, run.stop_ids, vocab_size=run.ref.config.vocab_size)
     dialogues = Dialogues(run.conversations(), encoder)
+    questions = {length: ask(run, dialogues, encoder, length) for length in args.lengths}
     drafts = [way for draft, length in train(run, dialogues) for way in ways(run, draft, length)]
     run.features = []
-    for length in args.lengths:
-        asked = ask(run, dialogues, encoder, length)
+    for length, asked in questions.items():
         run.base.capture(())
         alone = decode(run.base, asked, run.decode.replace(cuda_graphs=False), run.stop_ids)
         for draft in drafts:

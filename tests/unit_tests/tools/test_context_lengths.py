@@ -80,12 +80,14 @@ def test_acceptance_by_context_length(place: Path, monkeypatch: pytest.MonkeyPat
         (["--lengths", 600], "--lengths 600: the base's max_position_embeddings is 512"),
         (["--train-lengths", 64, 64], "--train-lengths 64 64: expected distinct lengths"),
         (["--tokens-per-step", 300], "--train-lengths 384 exceeds --tokens-per-step 300"),
+        (["--lengths", 512, "--data", "few"], "--lengths 512: held-out conversations fill only"),
         (["--window", 1], "--ttt-steps 2: more than --window 1"),
     ],
 )
 def test_refusals(place: Path, flags: list[object], expected: str) -> None:
+    few = write_conversations(place / "few.jsonl", 8)
     with pytest.raises(UserError, match=expected):
-        start(place, "--output", place / "refused", *flags)
+        start(place, "--output", place / "refused", *(few if x == "few" else x for x in flags))
 
 
 def test_dialogues_share_no_conversation(place: Path) -> None:
@@ -95,4 +97,5 @@ def test_dialogues_share_no_conversation(place: Path) -> None:
     assert [m for messages in joined for m in messages] == [m for messages, _ in dialogues.trained for m in messages]
     sizes = [size for _, size in dialogues.held]
     assert dialogues.context(2, sizes[2] + sizes[0] + sizes[1] - 1) == dialogues.held[2][0] + dialogues.held[0][0]
-    assert dialogues.context(1, sizes[1] - 1) == []
+    assert dialogues.context(1, 10**6) == [m for i in (1, 2, 0) for m in dialogues.held[i][0]]
+    assert dialogues.context(1, min(sizes) - 1) == []
