@@ -144,7 +144,7 @@ def _base_direct(s: Setting) -> Reasons:
     return {
         "--transformer-impl transformer_engine builds the base": s.transformer_engine,
         **missing_features(s.base, s.parallel.tensor_model_parallel_size),
-        "it needs the full sequence (--sequence-parallel)": s.parallel.sequence_parallel,
+        "its experts shard the sequence (--sequence-parallel)": s.parallel.sequence_parallel and s.base.moe is not None,
         "the base is fake-quantised": quantised,
     }
 
@@ -232,7 +232,12 @@ def _draft_head_fp8(s: Setting) -> Reasons:
 
 def _teacher_fp8(s: Setting) -> Reasons:
     base = PATHS["base_fp8"].blocked(s)
-    return {f"the base's layers are not in fp8: {base}": base is not None, **_teacher_kernel(s)}
+    split = s.parallel.tensor_model_parallel_size > 1
+    return {
+        f"the base's layers are not in fp8: {base}": base is not None,
+        **_kernels(s),
+        "the base's LM head is split over tensor parallel ranks": split,
+    }
 
 
 def _block_kernel(s: Setting) -> Reasons:
@@ -265,11 +270,6 @@ KERNEL_LOSSES = ("soft_ce", "kl", "hard_ce", "tv", "ce_l1")
 def _loss_kernel(s: Setting) -> Reasons:
     kind = s.objective.loss if s.objective is not None else "soft_ce"
     return {**_kernels(s), f"the loss {kind} has no kernel": kind not in KERNEL_LOSSES}
-
-
-def _teacher_kernel(s: Setting) -> Reasons:
-    split = s.parallel.tensor_model_parallel_size > 1
-    return {**_kernels(s), "the base's LM head is split over tensor parallel ranks": split}
 
 
 def _rounding_kernel(s: Setting) -> Reasons:
@@ -342,7 +342,7 @@ _PATHS = (
     ),
     Path(
         "teacher_kernel", "base: restricted logits, log-sum-exp and argmax of a row in one pass", "drafts/teacher.py",
-        "tests/gpu/test_loss_kernels.py", _teacher_kernel,
+        "tests/gpu/test_loss_kernels.py", _kernels,
     ),
     Path(
         "rounding_kernel", "fake quantisation: the E4M3 round trip in one pass", "quantization/rounding.py",

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_spec.base import direct as direct_module
 from megatron_spec.base.direct import DirectForward, run_in_fp8
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base_everywhere
 from megatron_spec.batch import Batch
 from megatron_spec.config import BaseConfig, MoeConfig, ParallelConfig, UserError
 from megatron_spec.config.machine import Machine
+from megatron_spec.ops import overlap
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed
@@ -106,6 +109,38 @@ def compare_all_on_two_ranks() -> None:
 
 def test_the_same_on_two_ranks() -> None:
     run_world(2, compare_all_on_two_ranks)
+
+
+def compare_pieces() -> list[str]:
+    """Training batches in two pieces, with complete and with sharded sequences, against the layers."""
+    seen, inner = [], direct_module.pieces
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "SMALLEST_PIECE", 5)
+        patch.setattr(direct_module, "pieces", lambda *a: seen.append(f"{len(inner(*a))} pieces") or inner(*a))
+        for scattered in (False, True):
+            parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=scattered)
+            for name, config in BASES.items():
+                parallel_state.destroy_model_parallel()
+                base = make_base(config, parallel)
+                direct, base.direct = base.direct, None
+                expected = batch_of(base)
+                paths = Paths(Setting(Machine(kernels="plain"), parallel=parallel, base=config))
+                if scattered and config.moe is not None:
+                    seen.append(paths.blocked["base_direct"])
+                    continue
+                norm = base.core.final_norm.weight
+                base.direct = DirectForward(config, base.core.layers, norm, base.world.tp, paths)
+                assert base.direct.can_run(Visibility.causal()) and (direct is None) == (
+                    not base.paths.on("base_direct")
+                )
+                for a, b in zip(batch_of(base), expected, strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    return seen
+
+
+def test_pieces_and_sharded_sequences_on_two_ranks() -> None:
+    seen = run_world(2, compare_pieces)[0]
+    assert seen.count("2 pieces") == 8 and "its experts shard the sequence (--sequence-parallel)" in seen
 
 
 @pytest.mark.parametrize("name", ["mlp.linear_fc1", "self_attention.k_layernorm"])
