@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_spec.base.model import FrozenBase
-from megatron_spec.config import BaseConfig, presets
+from megatron_spec.config import ENGINE, LOCAL, BaseConfig, presets
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.runtime.distributed import World
@@ -62,7 +62,7 @@ def base_shape(name: str) -> BaseConfig:
 def random_base(config: BaseConfig, world: World, dtype: torch.dtype, transformer_engine: bool = False) -> FrozenBase:
     """A base with random weights and the captures of an EAGLE-3 draft."""
     captures = presets.default_capture_ids(config.num_layers)
-    base = FrozenBase.build(config, world, captures, dtype, transformer_engine=transformer_engine)
+    base = FrozenBase.build(config, world, captures, dtype, layers=ENGINE if transformer_engine else LOCAL)
     _randomise(base)
     return base
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from megatron_spec.base import placement
+from megatron_spec.base import placement, te
 from megatron_spec.base.core_model import CoreModel
 from megatron_spec.base.ends import Ends
 from megatron_spec.base.modules import ReplicatedLinear
@@ -82,13 +82,22 @@ class CoreStage(Ends):
         return enumerate(self.core.layers, self.stage.first)
 
     def linears(self) -> Iterator[tuple[str, Any]]:
-        """(name, linear) of this stage. Names are the same in every parallel layout: "layers.3.mlp.linear_fc1"."""
+        """(name, linear) of this stage, without linears that include a norm (`separate_norms`).
+
+        Names are the same in every parallel layout: "layers.3.mlp.linear_fc1".
+        """
+        kinds = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, *te.linear_types())
         first = self.experts.first
         for number, layer in self.layers():
             for name, module in layer.named_modules():
-                if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
+                if isinstance(module, kinds):
                     name = _EXPERT.sub(lambda found: str(int(found[0]) + first), name)
                     yield f"layers.{number}.{name}", module
+
+    def separate_norms(self) -> None:
+        """Give every linear that includes a norm (Transformer Engine's) a module for each, on the same parameters."""
+        for _, layer in self.layers():
+            te.separate_norms(layer, self.model.config)
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Parameters of this stage, under the names that `families.names` gives them."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_spec.base import te
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint
@@ -23,7 +24,16 @@ from megatron_spec.commands.convert import check_draft_parallel
 from megatron_spec.commands.data import check_base_shapes, check_file
 from megatron_spec.commands.features import teacher_fingerprint, template_hash
 from megatron_spec.commands.runs import GenerateRun, ValidateRun, settings_of, takes
-from megatron_spec.config import BaseConfig, DecodeConfig, DecodingType, DraftConfig, ParallelConfig, UserError
+from megatron_spec.config import (
+    LOCAL,
+    BaseConfig,
+    BaseLayers,
+    DecodeConfig,
+    DecodingType,
+    DraftConfig,
+    ParallelConfig,
+    UserError,
+)
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.decoding.drafters.draft_target import check_tokenizers
@@ -216,27 +226,28 @@ class Models:
     fake_quantised: bool
 
 
-def load_models(planned: Plan, world: World, dtype: torch.dtype, plain: bool) -> Models:
+def load_models(planned: Plan, world: World, dtype: torch.dtype, plain: bool, layers: BaseLayers = LOCAL) -> Models:
     """Load base and draft. Collective.
 
     Args:
         plain: no fast paths.
+        layers: what the base's layers are built from; a second base, used as draft, has local ones.
     """
 
-    def paths(base: BaseConfig | None = None, draft: DraftConfig | None = None) -> Paths:
+    def paths(base: BaseConfig | None = None, draft: DraftConfig | None = None, layers: BaseLayers = LOCAL) -> Paths:
         """Fast paths of one model."""
         name = str(dtype).removeprefix("torch.")
-        return Paths(Setting(platform.machine(), name, world.parallel, base, draft, plain=plain))
+        return Paths(Setting(platform.machine(), name, world.parallel, base, draft, layers=layers, plain=plain))
 
     if planned.folder is not None:
         loaded = load_checkpoint(
-            planned.folder, world, spec=planned.spec, dtype=dtype, base_path=planned.base, plain=plain
+            planned.folder, world, spec=planned.spec, dtype=dtype, base_path=planned.base, layers=layers, plain=plain
         )
         found = Models(loaded.base, loaded.draft, teacher_fingerprint(loaded), bool(loaded.base_amax))
     else:
         assert planned.reference is not None
-        own = paths(planned.reference.config)
-        model = load_exported_base(planned.reference, world, planned.captures, dtype, paths=own)
+        own = paths(planned.reference.config, layers=layers)
+        model = load_exported_base(planned.reference, world, planned.captures, dtype, layers, own)
         quantised = any(getattr(m, "input_quantizer", None) is not None for m in model.modules())
         found = Models(model, None, planned.reference.fingerprint, quantised)
     if planned.kind in ("NGram", "SA", "User"):
@@ -273,9 +284,10 @@ def validate(run: ValidateRun) -> Report:
     with _iteration(run.load) as folder:
         planned = plan(folder, run.base, decode, run.parallel, run.tokenizer, True, run.draft_lens)
         check_base_shapes(run, planned.base_config)
+        te.check(run.layers, platform.machine())
         planned.check_prompts(prompts, run.chat_template_kwargs)
         world = distributed.initialize(run.parallel, decode.seed, settings=settings_of(run, **planned.agreed))
-        models = load_models(planned, world, dtype, run.plain)
+        models = load_models(planned, world, dtype, run.plain, run.layers)
     draft = (run.load if own_draft else None) or planned.decode.speculative_model or planned.kind
     return _measure(run, prompts, planned, models, world, str(draft))
 
@@ -368,9 +380,10 @@ def _generate(run: GenerateRun, prompts: list[Prompt], planned: Plan) -> int:
     if run.synthesize is not None:
         check_questions(questions, asking, about)
     check_base_shapes(run, planned.base_config)
+    te.check(run.layers, platform.machine())
     planned.check_prompts(prompts, kwargs)
     world = distributed.initialize(run.parallel, run.decode.seed, settings=settings_of(run, **planned.agreed))
-    models = load_models(planned, world, dtype, run.plain)
+    models = load_models(planned, world, dtype, run.plain, run.layers)
     about["base_fingerprint"] = models.fingerprint
     if run.synthesize is not None:
         prompts = write_questions(

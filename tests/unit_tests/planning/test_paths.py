@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_spec.config import (
+    ENGINE,
     BaseConfig,
     EagleConfig,
     MoeConfig,
@@ -69,7 +70,7 @@ def test_an_h100_runs_all_paths() -> None:
         ("base_fp8", {"base": BASE.replace(window=8, window_layers=(1,))}, "a sliding window"),
         ("base_fp8", {"base": BASE.replace(intermediate_size=100)}, "multiples of 16"),
         ("base_fp8", {"quant": QuantConfig(draft="none")}, "the base is fake-quantised"),
-        ("base_fp8", {"transformer_engine": True}, "transformer_engine"),
+        ("base_fp8", {"layers": ENGINE}, "transformer_engine"),
         ("base_fp8", {"base": BASE.replace(moe=MOE)}, "experts"),
     ],
 )  # fmt: skip
@@ -180,7 +181,7 @@ def test_only_paths_depend_on_the_machine() -> None:
         ({"dtype": "float16"}, "float16, not in bf16"),
         ({"parallel": ParallelConfig(tensor_model_parallel_size=4)}, r"\(64, 12\), not multiples of 8"),
         ({"quant": QuantConfig(draft="none")}, "fake-quantised"),
-        ({"transformer_engine": True}, "transformer_engine"),
+        ({"layers": ENGINE}, "transformer_engine"),
         ({"machine": Machine()}, "no GPU"),
     ],
 )
