@@ -31,6 +31,8 @@ from megatron_spec.checkpoint.spec import CheckpointSpec, resolve
 from megatron_spec.commands.convert import draft_kinds, first_draft, fresh_config, own_module, published_draft
 from megatron_spec.commands.runs import ConvertRun
 from megatron_spec.config import (
+    LOCAL,
+    BaseLayers,
     Config,
     DecodeConfig,
     DraftConfig,
@@ -214,9 +216,17 @@ def save(model: SpecModel, folder: str | Path, *, iteration: int = 0, optimizer:
     )
 
 
-def load(folder: str | Path, *, dtype: torch.dtype = torch.float32, base_path: str | None = None) -> SpecModel:
-    """Base and draft of a checkpoint in the current layout. Collective. Raises UserError for a mismatch."""
-    loaded = load_checkpoint(folder, initialize(), dtype=dtype, base_path=base_path)
+def load(
+    folder: str | Path, *, dtype: torch.dtype = torch.float32, base_path: str | None = None, layers: BaseLayers = LOCAL
+) -> SpecModel:
+    """Base and draft of a checkpoint in the current layout. Collective.
+
+    Args:
+        layers: what the base's layers are built from.
+
+    Raises UserError for a mismatch.
+    """
+    loaded = load_checkpoint(folder, initialize(), dtype=dtype, base_path=base_path, layers=layers)
     objective = ObjectiveConfig.from_dict(loaded.extra.get("objective") or {})
     return SpecModel(loaded.base, loaded.draft, loaded.vocab, loaded.base_ref, objective, loaded.spec.quant)
 

@@ -82,7 +82,7 @@ class CoreStage(Ends):
         return enumerate(self.core.layers, self.stage.first)
 
     def linears(self) -> Iterator[tuple[str, Any]]:
-        """(name, linear) of this stage, without linears that include a norm (`separate_norms`).
+        """(name, linear) of this stage, without linears that include a norm (`te.separate_norms`).
 
         Names are the same in every parallel layout: "layers.3.mlp.linear_fc1".
         """
@@ -93,11 +93,6 @@ class CoreStage(Ends):
                 if isinstance(module, kinds):
                     name = _EXPERT.sub(lambda found: str(int(found[0]) + first), name)
                     yield f"layers.{number}.{name}", module
-
-    def separate_norms(self) -> None:
-        """Give every linear that includes a norm (Transformer Engine's) a module for each, on the same parameters."""
-        for _, layer in self.layers():
-            te.separate_norms(layer, self.model.config)
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Parameters of this stage, under the names that `families.names` gives them."""

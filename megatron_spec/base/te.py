@@ -88,11 +88,23 @@ def fused_linears(layer: nn.Module) -> Iterator[tuple[str, Any, str, Any]]:
             yield norm, module, name, linear
 
 
-def separate_norms(layer: nn.Module, config: TransformerConfig) -> None:
-    """Replace a layer's linears that include a norm by a norm and a linear on the same parameters.
+def separate_norms(base: Any) -> None:
+    """Make the inputs of all linears of a `FrozenBase` visible: those that include a norm become two modules.
 
-    The input of a linear is then visible, so that it can be quantised.
+    Raises UserError for a wrapped model with such linears.
     """
+    if not any("layer_norm_weight" in name for name in base.core.weights()):
+        return
+    if len(base.attentions) != base.stage.count:
+        raise UserError(
+            "a wrapped model of Transformer Engine's modules cannot be quantised: load the base with load_base"
+        )
+    for _, layer in base.layers():
+        _separate_norms(layer, base.model.config)
+
+
+def _separate_norms(layer: nn.Module, config: TransformerConfig) -> None:
+    """Replace a layer's linears that include a norm by a norm and a linear on the same parameters."""
     te, plain = core(), copy.copy(config)
     plain.init_model_with_meta_device = True  # no memory for parameters that are replaced
     for norm_name, module, name, fused in list(fused_linears(layer)):

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_spec.base import te
 from megatron_spec.config import DraftConfig, QuantConfig, UserError
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.families.rules import name_rules
@@ -158,7 +159,11 @@ def _check_blocks(name: str, weight: Tensor) -> None:
 def _attach_base(base: nn.Module, quant: QuantConfig) -> int:
     model: Any = base
     chosen: list[tuple[str, Any]] = []
-    model.separate_norms()
+    if model.paths.on("te_fp8"):
+        raise UserError(
+            "fp8 for the base: it computes in Transformer Engine's fp8 already: load it without --fp8-format"
+        )
+    te.separate_norms(model)
     found = list(model.linears())
     if not found:
         raise UserError(

@@ -12,11 +12,15 @@ import pytest
 import torch
 
 from megatron_spec.base import te
+from megatron_spec.base.schedule import run_base
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
 from megatron_spec.config import ENGINE, BaseLayers, ParallelConfig, QuantConfig, UserError
 from megatron_spec.config.machine import H100, Machine
+from megatron_spec.ops.moe import mixed, mixed_in_order
+from megatron_spec.planning import paths
 from megatron_spec.runtime import distributed
 from tests import te_stand_in
+from tests.tiny import make_batch
 from tests.unit_tests.families.families import CAPTURES, MODELS, answers, save
 from tests.unit_tests.families.test_families import (
     MIXTURES,
@@ -175,6 +179,66 @@ def test_layers_are_refused(values: dict[str, Any], message: str) -> None:
 def test_recipes() -> None:
     assert ENGINE.recipe is None and ENGINE.replace(fp8_format="e4m3").recipe == "delayed"
     assert ENGINE.replace(fp8_format="e4m3", fp8_recipe="tensorwise").recipe == "tensorwise"
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.mark.parametrize("first", [0, 2, 5])
+def test_experts_in_order(first: int, multiple: int) -> None:
+    """One call on all rows equals a call for each expert; with padding, and with experts without rows."""
+    torch.manual_seed(first)
+    R, K, H, here = 13, 2, 6, 3
+    x, weights, chosen = torch.randn(R, H), torch.rand(R * K), torch.stack([torch.randperm(6)[:K] for _ in range(R)])
+    matrices = torch.randn(here, H, H)
+
+    def all_experts(rows: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        assert len(rows) == sum(sizes) and len(sizes) == here and all(size % multiple == 0 for size in sizes)
+        return torch.cat([part @ matrix + 1 for part, matrix in zip(rows.split(sizes), matrices, strict=True)])
+
+    one: Any = [lambda rows, m=matrix: rows @ m + 1 for matrix in matrices]
+    expected = mixed(x, weights, chosen, one, first)
+    torch.testing.assert_close(mixed_in_order(x, weights, chosen, first, here, all_experts, multiple), expected)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_fp8_runs_in_the_base(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the stand-in shows of fp8: megatron-core's configuration, padded experts, when weights are quantised."""
+    save("mixtral", tmp_path / "base")
+    monkeypatch.setattr(paths, "linear_sizes", lambda *_: ())
+    reference, world = inspect_base(tmp_path / "base"), distributed.initialize()
+    batch, forwards, grads = make_batch(2, 16, 3, 80), [], []
+    monkeypatch.setattr(paths, "_fp8", lambda _: {})
+    with te_stand_in.installed():
+        wanted = run_base(load_base(reference, world, CAPTURES, layers=ENGINE), [batch])[0]
+        base = load_base(reference, world, CAPTURES, layers=ENGINE.replace(fp8_format="hybrid", fp8_recipe=recipe))
+        config: Any = base.model.config
+        assert (config.fp8, config.fp8_recipe, config.tp_only_amax_red) == ("hybrid", recipe, True)
+        firsts = [m for m in base.modules() if hasattr(m, "is_first_microbatch")]
+        experts = [layer.mlp.experts.engine for _, layer in base.layers()]
+        assert len(firsts) == 8 and {each.multiple for each in experts} == {te.FP8_ROWS}
+
+        def seen(*_: Any) -> None:
+            forwards.append({each.is_first_microbatch for each in (*firsts, *experts)})
+            grads.append(torch.is_grad_enabled())
+
+        base.model.decoder.register_forward_pre_hook(seen)
+        for _ in range(2):
+            for found, expected in zip(run_base(base, [batch])[0], wanted, strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+                assert not found.requires_grad
+    # delayed: one forward more finds the ranges, and the weights are quantised again with them.
+    assert forwards == ([{True}, {True}, {False}] if recipe == "delayed" else [{True}, {False}])
+    assert set(grads) == {recipe == "delayed"}
+
+
+def test_a_base_in_fp8_is_not_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save("llama", tmp_path / "base")
+    monkeypatch.setattr(paths, "_fp8", lambda _: {})
+    monkeypatch.setattr(paths, "linear_sizes", lambda *_: ())
+    with te_stand_in.installed():
+        layers = ENGINE.replace(fp8_format="e4m3")
+        base = load_base(inspect_base(tmp_path / "base"), distributed.initialize(), CAPTURES, layers=layers)
+        with pytest.raises(UserError, match="Transformer Engine's fp8 already"):
+            ranges(base, "llama")
 
 
 def test_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
