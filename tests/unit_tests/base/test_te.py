@@ -5,6 +5,7 @@ tests/gpu/test_transformer_engine.py does the same with the modules themselves.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -205,8 +206,10 @@ def test_fp8_runs_in_the_base(recipe: Any, tmp_path: Path, monkeypatch: pytest.M
     save("mixtral", tmp_path / "base")
     monkeypatch.setattr(paths, "linear_sizes", lambda *_: ())
     reference, world = inspect_base(tmp_path / "base"), distributed.initialize()
-    batch, forwards, grads = make_batch(2, 16, 3, 80), [], []
+    batch, forwards, grads, contexts = make_batch(2, 16, 3, 80), [], [], []
     monkeypatch.setattr(paths, "_fp8", lambda _: {})
+    from megatron.core.transformer import transformer_block
+
     with te_stand_in.installed():
         wanted = run_base(load_base(reference, world, CAPTURES, layers=ENGINE), [batch])[0]
         base = load_base(reference, world, CAPTURES, layers=ENGINE.replace(fp8_format="hybrid", fp8_recipe=recipe))
@@ -220,7 +223,13 @@ def test_fp8_runs_in_the_base(recipe: Any, tmp_path: Path, monkeypatch: pytest.M
             forwards.append({each.is_first_microbatch for each in (*firsts, *experts)})
             grads.append(torch.is_grad_enabled())
 
+        def context(config: Any, layer: int = -1, **_: Any) -> Any:
+            """In place of Transformer Engine's."""
+            contexts.append(layer)
+            return nullcontext()
+
         base.model.decoder.register_forward_pre_hook(seen)
+        monkeypatch.setattr(transformer_block, "get_fp8_context", context)
         for _ in range(2):
             for found, expected in zip(run_base(base, [batch])[0], wanted, strict=True):
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -228,6 +237,7 @@ def test_fp8_runs_in_the_base(recipe: Any, tmp_path: Path, monkeypatch: pytest.M
     # delayed: one forward more finds the ranges, and the weights are quantised again with them.
     assert forwards == ([{True}, {True}, {False}] if recipe == "delayed" else [{True}, {False}])
     assert set(grads) == {recipe == "delayed"}
+    assert contexts == ([-1] * 3 if recipe == "delayed" else [0, 1, 2, 3] * 2)
 
 
 def test_a_base_in_fp8_is_not_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
