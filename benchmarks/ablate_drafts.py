@@ -9,12 +9,21 @@
    trees follow.
 3. Ablations of EAGLE-3 train for equally many steps, each with one setting changed; with --ablation-seeds 3 three
    times, each time from other first weights and with the batches in another order.
-4. The other drafts train for as many steps as these.
+4. The other drafts train for as many steps as these; or, part `seconds`, for as many as fit --ablation-seconds.
 5. A suffix automaton looks up the text beside every draft, at several thresholds, and alone.
-6. Base and drafts are fake-quantised (fp8, PTQ) and decode; the drafts train on for a while (QAT) and decode again.
+6. EAGLE-3 answers its training questions, and trains on with other weights where the base rejected its tokens (replay).
+   Controls: the same rows with weight 1, and the rows as they were for as long as recording and training took.
+7. Base and drafts are fake-quantised (fp8, PTQ) and decode; the drafts train on for a while (QAT) and decode again.
    As a control the unquantised drafts train on for as many steps.
 
---parts chooses among them, so that several GPUs can share the work (each its --output, the same --data).
+--parts chooses among them, so that several GPUs can share the work (each its --output, the same --data). On a GPU that
+others use, too, the clock is no measure: `--parts step_times --step-times FILE`, while it is quiet, writes the median
+milliseconds of a training step of every drafter, and later calls with that FILE train for the steps that fit the
+seconds.
+
+Block drafts are named by layers, slots and, where they are not the base's, key/value heads: "dflash 2 x 8",
+"dspark 2 x 5 kv 14"; with " late" they start from late captures and an MLP of the base. A block of 5 slots proposes 4
+tokens (DFlash) or 5 (DSpark).
 OUTPUT/results.jsonl gets a line as soon as a figure is there and OUTPUT/acceptance.md the tables; a second start with
 the same OUTPUT goes on where the first ended. `benchmarks/acceptance_page.py` puts the tables into docs/acceptance.md.
 """
@@ -23,19 +32,27 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_spec import cli
+from megatron_spec.config import UserError, suggest
+from megatron_spec.runtime.files import read_json, write_json
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from benchmarks.comparison import Comparison, Draft, Kind
 
 log = logging.getLogger("megatron_spec.ablate_drafts")
 
-PARTS = ("drafters", "lengths", "ablations", "steps", "lookup", "fp8")
+PARTS = ("drafters", "lengths", "ablations", "steps", "lookup", "replay", "fp8")
+ON_REQUEST = ("step_times", "seconds")
+"""Parts that only --parts chooses."""
+_FROM_BASE = {"init_from_base_layer": True, "init_attention": True, "fc_init": "average"}
 HEADLINE = ("eagle3", "eagle1", "eagle-mtp", "medusa")
 DRAFTERS: dict[str, dict[str, Any]] = {
     **{name: {} for name in HEADLINE},
@@ -44,21 +61,17 @@ DRAFTERS: dict[str, dict[str, Any]] = {
         "init_from_base_layer": True, "init_attention": True,
     }},
     "p-eagle": {},
-    **{
-        f"{algorithm} {layers} x {size}": {
-            "algorithm": algorithm, "fields": {"num_hidden_layers": layers, "block_size": size},
-        }
-        for algorithm, layers, size in (
-            ("dflash", 2, 5), ("dflash", 2, 8), ("dflash", 5, 5), ("dflash", 5, 8), ("dspark", 2, 5), ("dspark", 2, 8),
-        )
-    },
+    "p-eagle from the base": {"algorithm": "p-eagle", "fields": _FROM_BASE},
+    "p-eagle late": {"algorithm": "p-eagle", "fields": {**_FROM_BASE, "capture_layer_ids": "late"}},
 }  # fmt: skip
-"""Drafts that can be compared: name -> algorithm (the name, where it is not given) and what is not the default.
-
-Block drafts are named by layers and slots; a block of 5 slots proposes 4 tokens (DFlash) or 5 (DSpark).
-"""
+"""Drafts that can be compared: name -> algorithm (the name, where it is not given) and what is not the default."""
+BLOCKS = re.compile(r"(dflash|dspark) ([1-9]\d*) x ([1-9]\d*)(?: kv ([1-9]\d*))?( late)?")
+"""Names of block drafts: algorithm, layers, slots, key/value heads; late: the context starts as the average of late
+captures, and the first MLP as the base's last one."""
 THRESHOLDS = (2, 3, 4, 6, 8)
 """Of the lookup beside a draft: tokens that must have occurred before."""
+WEIGHTS = (1.0, 2.0, 4.0, 8.0)
+"""Of steps that predict a token which the base put in place of a rejected one; 1 is the control."""
 _AFRESH = {"init_from_base_layer": False, "fc_init": "last_capture", "init_attention": False}
 _LATE = {"capture_layer_ids": "late"}
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -82,8 +95,17 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "late captures, frozen head": {"fields": {**_LATE, "frozen_head": True}},
     "late captures, T = 4": {"fields": _LATE, "objective": {"ttt_steps": 4}},
     "late captures, frozen head, T = 4": {"fields": {**_LATE, "frozen_head": True}, "objective": {"ttt_steps": 4}},
-}
-"""EAGLE-3 with something changed: fields of EagleConfig, and of ObjectiveConfig."""
+    "base in fp8": {"fp8": ("base_fp8",)},
+    "draft in fp8": {"fp8": ("draft_fp8",)},
+    "base and draft in fp8": {"fp8": ("base_fp8", "draft_fp8")},
+    "late captures, frozen head, T = 4, base and draft in fp8": {
+        "fields": {**_LATE, "frozen_head": True}, "objective": {"ttt_steps": 4}, "fp8": ("base_fp8", "draft_fp8"),
+    },
+}  # fmt: skip
+"""EAGLE-3 with something changed: fields of EagleConfig, of ObjectiveConfig, and what trains in fp8 (as with
+finetune.py's --base-fp8 and --draft-fp8; all decode in bf16)."""
+USUAL = [name for name, change in ABLATIONS.items() if "fp8" not in change]
+"""Those that run on any machine."""
 
 
 def make_parser() -> cli.Parser:
@@ -97,14 +119,16 @@ def make_parser() -> cli.Parser:
     p.add_argument("--answer-tokens", type=cli.at_least_one, default=160, help="most tokens of an answer written")
     p.add_argument("--seconds", type=float, default=20.0, help="training time of each draft (default: 20)")
     p.add_argument("--ablation-seconds", type=float, default=10.0, help="of EAGLE-3; its steps are those of all")
+    p.add_argument("--step-times", metavar="FILE", help="JSON: name -> ms of a training step; see above")
     p.add_argument("--ablation-seeds", type=cli.at_least_one, default=1, help="trainings of each (default: 1)")
     p.add_argument(
-        "--ablations", nargs="+", choices=ABLATIONS, default=list(ABLATIONS), metavar="NAME",
-        help=f"some of: {', '.join(ABLATIONS)} (default: all)",
+        "--ablations", nargs="+", choices=ABLATIONS, default=USUAL, metavar="NAME",
+        help=f"some of: {'; '.join(ABLATIONS)} (default: all but those in fp8, which need --bf16 and a Hopper GPU)",
     )  # fmt: skip
     p.add_argument(
-        "--drafters", nargs="+", choices=DRAFTERS, default=list(HEADLINE), metavar="NAME",
-        help=f"drafts to compare, some of: {', '.join(DRAFTERS)} (default: {', '.join(HEADLINE)})",
+        "--drafters", nargs="+", type=drafter, default=list(HEADLINE), metavar="NAME",
+        help=f"drafts to compare, some of: {', '.join(DRAFTERS)}, and block drafts such as 'dflash 2 x 8' or "
+        f"'dspark 2 x 5 kv 14' (default: {', '.join(HEADLINE)})",
     )  # fmt: skip
     p.add_argument("--mask-token-id", type=int, help="of block drafts (default: found in the tokenizer)")
     p.add_argument("--steps", type=cli.at_least_one, help="of ablations and equal steps (default: by the clock)")
@@ -124,17 +148,34 @@ def make_parser() -> cli.Parser:
     p.add_argument("--global-batch-size", type=cli.at_least_one, default=32)
     p.add_argument("--seq-length", type=cli.at_least_one, default=320)
     p.add_argument("--lr", type=float, default=1e-3)
-    p.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is done (default: all)")
+    p.add_argument(
+        "--parts", nargs="+", choices=PARTS + ON_REQUEST, default=PARTS, metavar="PART",
+        help=f"what is done: some of {', '.join(PARTS + ON_REQUEST)} (default: {', '.join(PARTS)})",
+    )  # fmt: skip
     p.add_argument("--deadline", type=float, default=1e9, metavar="SECONDS", help="start nothing new after these")
     p.add_argument("--reserve", type=float, default=0.0, help="of these seconds, kept for the quantised drafts")
     p.add_argument("--bf16", action="store_true")
     return p
 
 
+def drafter(name: str) -> str:
+    """The name; an error of argparse if there is no such drafter."""
+    if name not in DRAFTERS and not BLOCKS.fullmatch(name):
+        raise argparse.ArgumentTypeError(
+            f"no drafter is called {name!r}{suggest(name, DRAFTERS)}; there are {', '.join(DRAFTERS)}, and block "
+            "drafts such as 'dflash 2 x 8' or 'dspark 2 x 5 kv 14' (layers, slots, key/value heads)"
+        )
+    return name
+
+
 def kind_of(name: str, settings: dict[str, dict[str, Any]] = DRAFTERS) -> Kind:
     """Of a drafter, or of an ablation of EAGLE-3."""
     from benchmarks.comparison import Kind
 
+    if settings is DRAFTERS and (block := BLOCKS.fullmatch(name)):
+        sizes = zip(("num_hidden_layers", "block_size", "num_key_value_heads"), block.groups()[1:4], strict=True)
+        late = {"capture_layer_ids": "late", "fc_init": "average", "init_from_base_layer": True} if block[5] else {}
+        return Kind(block[1], {field: int(size) for field, size in sizes if size is not None} | late)
     return Kind(**{"algorithm": name if settings is DRAFTERS else "eagle3", **settings[name]})
 
 
@@ -151,7 +192,9 @@ def compare_algorithms(run: Comparison) -> list[Draft]:
     for name in run.args.drafters:
         if run.late():
             break
-        draft = run.trained(run.new(name, kind_of(name)), run.args.seconds, run.args.lr)
+        draft = run.trained(
+            run.new(name, kind_of(name)), run.args.seconds, run.args.lr, steps=run.steps_in(name, run.args.seconds)
+        )
         trained.append(draft)
         run.measure(name, lambda draft=draft: run.module(draft), draft.about)
     return trained
@@ -174,6 +217,8 @@ def pace(run: Comparison) -> int:
     """--steps, or those of EAGLE-3 in --ablation-seconds (not measured itself: its schedule goes by the clock)."""
     if run.args.steps:
         return int(run.args.steps)
+    if fitting := run.steps_in("eagle3", run.args.ablation_seconds):
+        return fitting
     steps: int = run.trained(run.new("pace", kind_of("eagle3")), run.args.ablation_seconds, run.args.lr).about["steps"]
     return steps
 
@@ -213,6 +258,62 @@ def equal_steps(run: Comparison, steps: int) -> list[Draft]:
     return trained
 
 
+def equal_seconds(run: Comparison) -> list[Draft]:
+    """Every drafter after the steps that fit --ablation-seconds. Returns them."""
+    trained: list[Draft] = []
+    for name in run.args.drafters:
+        if run.late(run.args.reserve):
+            break
+        fresh = run.new(f"equal seconds {name}", kind_of(name))
+        steps = run.steps_in(name, run.args.ablation_seconds)
+        draft = run.trained(fresh, 0.0, run.args.lr, steps=steps)
+        trained.append(draft)
+        run.measure(draft.name, lambda draft=draft: run.module(draft), draft.about, few=True)
+    return trained
+
+
+def timed(args: argparse.Namespace) -> list[str]:
+    """Drafters whose steps are timed; EAGLE-3 sets the pace of the ablations."""
+    return list(dict.fromkeys(["eagle3", *args.drafters]))
+
+
+def time_steps(run: Comparison) -> None:
+    """Write --step-times; names that are there already are timed again, others stay."""
+    path = Path(run.args.step_times)
+    found = read_step_times(path) if path.is_file() else {}
+    for name in timed(run.args):
+        found[name] = run.step_ms(run.new(name, kind_of(name)), run.args.lr)
+        log.info("%s: %.2f ms a step", name, found[name])
+        write_json(path, found)
+
+
+def read_step_times(path: Path, names: Sequence[str] = ()) -> dict[str, float]:
+    """{name: ms}. Raises UserError for another file, and unless it has all `names`."""
+    how = "write it with --parts step_times"
+    try:
+        found = read_json(path)
+    except (OSError, ValueError) as e:
+        raise UserError(f"--step-times {path}: cannot be read ({e}): {how}") from None
+    if not isinstance(found, dict) or not all(isinstance(x, int | float) and x > 0 for x in found.values()):
+        raise UserError(f"--step-times {path}: expected names with milliseconds above 0: {how}")
+    if missing := [name for name in names if name not in found]:
+        raise UserError(f"--step-times {path} has no {', '.join(missing)}, only {', '.join(found)}: {how}")
+    return found
+
+
+def check(args: argparse.Namespace) -> dict[str, float] | None:
+    """The times of --step-times, if this call reads them. Raises UserError for parts that need it."""
+    if args.step_times is None:
+        if asked := [part for part in ON_REQUEST if part in args.parts]:
+            raise UserError(f"--parts {' '.join(asked)}: give --step-times FILE")
+        return None
+    if "step_times" in args.parts:
+        if len(args.parts) > 1:
+            raise UserError("--parts step_times writes what the other parts read: choose it alone")
+        return None
+    return read_step_times(Path(args.step_times), timed(args))
+
+
 def look_up(run: Comparison, trained: list[Draft]) -> None:
     """The suffix automaton alone, then beside every draft."""
     if run.late(run.args.reserve):
@@ -224,6 +325,34 @@ def look_up(run: Comparison, trained: list[Draft]) -> None:
                 return
             name = f"{draft.name} + SA {threshold}"
             run.measure(name, lambda draft=draft: run.module(draft), draft.about, few=True, sa_threshold=threshold)
+
+
+def replay(run: Comparison, source: Path, steps: int) -> None:
+    """EAGLE-3 after `steps`, then after as many more with each weight of what the base rejected; seed by seed."""
+    for seed in range(run.args.ablation_seeds):
+        if run.late(run.args.reserve):
+            return
+        end = f" seed {seed}" if seed else ""
+        first = run.trained(
+            run.new(f"before replay{end}", kind_of("defaults", ABLATIONS), seed), 0.0, run.args.lr, steps=steps
+        )
+        record = run.output / f"rejections-{seed}.jsonl"
+        seconds = run.rejections(first, source, record, steps * run.args.global_batch_size)
+        longer = steps + round(seconds * steps / first.about["seconds"])
+        more_of(run, replace(first, name=f"replay none, longer{end}"), longer)
+        run.read(record)
+        for weight in WEIGHTS:
+            goal = first.objective.replace(replay_weight=weight)
+            more_of(run, replace(first, name=f"replay weight {weight:g}{end}", objective=goal), steps)
+        run.read(source)
+
+
+def more_of(run: Comparison, draft: Draft, steps: int) -> None:
+    """A draft trained on and measured."""
+    if run.late(run.args.reserve):
+        return
+    after = run.trained(draft, 0.0, run.args.lr, steps=steps)
+    run.measure(after.name, lambda: run.module(after), after.about, few=True)
 
 
 def train_on(run: Comparison, trained: list[Draft]) -> dict[str, int]:
@@ -274,22 +403,31 @@ def main(args: argparse.Namespace) -> None:
     from benchmarks.acceptance_page import write_page
     from benchmarks.comparison import Comparison
 
+    args.step_ms = check(args)
     asked = [kind_of(name) for name in {*args.drafters, "eagle3"}]
     asked += [kind_of(name, ABLATIONS) for name in ("defaults", *args.ablations)]
     run = Comparison(args, asked)
-    try:
+    if "step_times" in args.parts:
         run.read(run.conversations())
+        time_steps(run)
+        return
+    try:
+        source = run.conversations()
+        run.read(source)
         run.ask()
         run.answer_alone("bf16" if args.bf16 else "float32")
         trained = compare_algorithms(run) if {"drafters", "lengths", "fp8"} & set(args.parts) else []
         if "lengths" in args.parts:
             vary_decoding(run, trained)
-        steps = pace(run) if {"ablations", "steps"} & set(args.parts) and not run.late(args.reserve) else 0
+        steps = pace(run) if {"ablations", "steps", "replay"} & set(args.parts) and not run.late(args.reserve) else 0
         if "ablations" in args.parts:
             ablate(run, steps)
         equal = equal_steps(run, steps) if "steps" in args.parts else []
+        equal += equal_seconds(run) if "seconds" in args.parts else []
         if "lookup" in args.parts:
             look_up(run, [*trained, *equal])
+        if "replay" in args.parts:
+            replay(run, source, steps)
         if "fp8" in args.parts:
             quantise(run, trained, train_on(run, trained))
     finally:

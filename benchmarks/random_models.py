@@ -30,6 +30,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-70b": dict(
         _LLAMA, hidden_size=8192, intermediate_size=28672, num_layers=80, num_attention_heads=64,
     ),
+    "qwen2.5-0.5b": dict(
+        family="qwen2", hidden_size=896, intermediate_size=4864, num_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, head_dim=64, vocab_size=151936, max_position_embeddings=32768,
+        rope={"theta": 1000000.0}, qkv_bias=True, tie_word_embeddings=True,
+    ),
     "qwen2.5-7b": dict(
         family="qwen2", hidden_size=3584, intermediate_size=18944, num_layers=28, num_attention_heads=28,
         num_key_value_heads=4, head_dim=128, vocab_size=152064, max_position_embeddings=131072,

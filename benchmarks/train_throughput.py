@@ -5,13 +5,15 @@
     python benchmarks/train_throughput.py --shape qwen3-8b  # another base (benchmarks/random_models.py)
     python benchmarks/train_throughput.py --plain           # the same in torch's own operations, for comparison
     python benchmarks/train_throughput.py --draft dflash --draft-layers 5 --block-size 8 --anchors 512
+    python benchmarks/train_throughput.py --shape qwen2.5-0.5b --draft dspark --loss ce_l1 --without loss_kernel
     python benchmarks/train_throughput.py --tiny            # in miniature, on a CPU
 
 Every token is supervised, so no work is saved by dropping rows. Model FLOP utilisation counts the plain algorithm
 (benchmarks/flops.py), whatever is saved by doing less, against the dense bf16 peak of one H100 SXM.
 
 The JSON holds one entry per (length, steps): tokens_per_second, mfu, peak_gib, seq_length, ttt_steps, shares of a step
-(base, head, optimizer, draft_layer), launches and synchronisations of one step, kernels compiled after warm-up.
+(base, teacher, head with loss, optimizer, draft_layer, and the parts of head), launches and synchronisations of one
+step, kernels compiled after warm-up.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -39,15 +41,18 @@ from benchmarks.random_models import SHAPES, base_shape, random_base, random_blo
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.moe import LocalExperts
 from megatron_spec.batch import Batch
-from megatron_spec.config import BaseConfig, BlockConfig, ObjectiveConfig, TrainConfig, presets
+from megatron_spec.config import BaseConfig, BlockConfig, LossKind, ObjectiveConfig, TrainConfig, presets
+from megatron_spec.config.training import BlockWeights
 from megatron_spec.data.chat import Sample
-from megatron_spec.drafts import dflash, eagle3
+from megatron_spec.drafts import block_losses, dflash, eagle3, unroll
 from megatron_spec.drafts.anchors import BlockPlan
 from megatron_spec.features.ahead import FeaturesAhead
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.offline import OfflineFeatures, extract
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.features.store import FeatureStore, StoreManifest
+from megatron_spec.ops import head
+from megatron_spec.planning.paths import PATHS
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
 from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
@@ -77,10 +82,13 @@ def new_draft(base: FrozenBase, world: World, T: int, args: argparse.Namespace) 
     """(draft as --draft asks, what it is trained for)."""
     if args.draft == "eagle3":
         draft = random_draft(base.config, world, args.draft_vocab_size, base.dtype)
-        return draft, ObjectiveConfig(ttt_steps=T)
+        return draft, presets.objective_for(draft.config, ObjectiveConfig(ttt_steps=T, loss=args.loss))
     draft = random_block_draft(base.config, world, args.draft, args.draft_layers, args.block_size, base.dtype)
     base.capture(draft.config.capture_layer_ids)
-    return draft, presets.objective_for(draft.config, ObjectiveConfig(anchors=args.anchors))
+    objective = ObjectiveConfig(
+        anchors=args.anchors, loss=args.loss, block_weights=args.block_weights, backbone_weight=args.backbone_weight
+    )
+    return draft, presets.objective_for(draft.config, objective)
 
 
 def flops_of(draft: Any, base: FrozenBase, objective: ObjectiveConfig, batch: Batch) -> dict[str, float]:
@@ -147,6 +155,35 @@ class Stopwatch:
         setattr(owner, attribute, timed)
         return lambda: setattr(owner, attribute, original)
 
+    def watch_methods(self, owner: Any, attribute: str, names: dict[str, str]) -> Callable[[], None]:
+        """Time these methods of whatever `owner.attribute` makes; returns what undoes it."""
+        original = getattr(owner, attribute)
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            made = original(*args, **kwargs)
+            for method, name in names.items():
+                self.watch(made, method, name)
+            return made
+
+        setattr(owner, attribute, make)
+        return lambda: setattr(owner, attribute, original)
+
+    def watch_results(self, owner: Any, attribute: str, name: str) -> Callable[[], None]:
+        """Time the functions that `owner.attribute` makes; returns what undoes it."""
+        original = getattr(owner, attribute)
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            made = original(*args, **kwargs)
+
+            def timed(*args: Any) -> Any:
+                with self.region(name):
+                    return made(*args)
+
+            return timed
+
+        setattr(owner, attribute, make)
+        return lambda: setattr(owner, attribute, original)
+
     def totals(self) -> dict[str, float]:
         """Milliseconds per region."""
         if self.cuda:
@@ -157,24 +194,34 @@ class Stopwatch:
         return out
 
 
+HEAD = ("head_forward", "loss", "head_input_gradient", "head_weight_gradient")
+"""Parts of `head`: logits, loss with their gradient, gradients of its input and of its weight."""
+
+
 def shares(
     step: Callable[[], Any], trainer: Trainer, source: FeatureSource, cuda: bool, repeats: int = 3
 ) -> dict[str, float]:
-    """Parts of a step in milliseconds; `draft_layer` is what is left. `head` holds teacher, head, loss and gradient."""
+    """Parts of a step in milliseconds; `draft_layer` is what is left. `head` holds head, loss and their gradient, whose
+    parts are also listed by themselves (`HEAD`)."""
     clock = Stopwatch(cuda)
     undo = [
-        clock.watch(source, "features", "base"), clock.watch(eagle3, "teach", "head"),
-        clock.watch(eagle3, "head_losses", "head"), clock.watch(dflash, "teach", "head"),
+        clock.watch(source, "features", "base"), clock.watch(eagle3, "teach", "teacher"),
+        clock.watch(eagle3, "head_losses", "head"), clock.watch(dflash, "teach", "teacher"),
         clock.watch(dflash, "block_losses", "head"), clock.watch(trainer, "_update", "optimizer"),
+        clock.watch_methods(head, "WeightProducts", {"forward": "head_forward", "backward": "head_input_gradient"}),
+        clock.watch_methods(head, "weight_gradient", dict.fromkeys(("add", "result"), "head_weight_gradient")),
+        clock.watch_results(unroll, "kernel_row_loss", "loss"),
+        clock.watch_results(block_losses, "kernel_row_loss", "loss"),
     ]  # fmt: skip
     for _ in range(repeats):
         with clock.region("step"):
             step()
-    for restore in undo:
+    for restore in reversed(undo):
         restore()
     parts = {name: value / repeats for name, value in clock.totals().items()}
+    inside = {name: parts.pop(name) for name in HEAD if name in parts}
     total = parts.pop("step")
-    return {**parts, "draft_layer": total - sum(parts.values())}
+    return {**parts, "draft_layer": total - sum(parts.values()), **inside}
 
 
 def count_events(step: Callable[[], Any], table: Path | None) -> dict[str, float]:
@@ -231,6 +278,7 @@ def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Names
         draft.paths.check()
     if args.plain:
         draft.paths = draft.paths.without("draft_fused", "draft_layer", "block_kernel")
+    draft.paths = draft.paths.without(*args.without)
     batches = [supervised_batch(base.config, B, S, world.device, args.supervised_share) for _ in range(2)]
     source: FeatureSource = OnlineFeatures(base)
     if args.offline:
@@ -277,6 +325,7 @@ def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Names
         "step_ms_all": [t * 1e3 for t in times], "first_step_s": first, "shares_ms": parts,
         "base_mfu": flops["base"] * B * S / (parts["base"] / 1e3) / PEAK if flops["base"] else None,
         "compiled_after_warmup": after - before, "loss": float(result.loss),
+        "loss_kind": objective.loss, "block_weights": objective.block_weights,
     }  # fmt: skip
     if cuda:
         entry.update(count_events(step, Path(f"{args.profile}_{S}_{T}.txt") if args.profile else None))
@@ -306,8 +355,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--iters", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3, help="the median of this many timings is reported")
-    parser.add_argument("--base-fp8", action="store_true", help="run the base's linears in fp8")
-    parser.add_argument("--draft-fp8", action="store_true", help="run the draft layer's linears in fp8")
+    parser.add_argument("--base-fp8", action="store_true", help="run the base's linears and the teacher's head in fp8")
+    parser.add_argument("--draft-fp8", action="store_true", help="run the draft's layer and head in fp8")
     parser.add_argument("--offline", action="store_true", help="features from disk; MFU is that of the draft's work")
     parser.add_argument("--store", type=Path, default=None, help="folder for the features of --offline (temporary)")
     parser.add_argument("--supervised-share", type=float, default=1.0, help="share of the tokens that is supervised")
@@ -315,6 +364,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft-layers", type=int, default=5, help="of a block draft")
     parser.add_argument("--block-size", type=int, default=8, help="slots of a block, the anchor included")
     parser.add_argument("--anchors", type=int, default=512, help="blocks drawn from a sequence")
+    parser.add_argument("--loss", choices=get_args(LossKind), default=ObjectiveConfig.loss)
+    parser.add_argument("--block-weights", choices=get_args(BlockWeights), default=ObjectiveConfig.block_weights)
+    parser.add_argument(
+        "--backbone-weight", type=float, default=0.0, help="DSpark: share of the loss without Markov head"
+    )
+    parser.add_argument("--without", nargs="+", choices=PATHS, default=[], metavar="PATH", help="fast paths turned off")
     parser.add_argument("--only", nargs="+", default=None, metavar="SxT", help="pairs such as 4096x7, instead of all")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="of the base")
     parser.add_argument("--plain", action="store_true", help="no fused unroll and no short forward of the base")
@@ -363,7 +418,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             torch.cuda.empty_cache()
     report = {
         **entries[0], "card": torch.cuda.get_device_name() if cuda else "CPU", "shape": args.shape, "plain": args.plain,
-        "draft": args.draft,
+        "draft": args.draft, "without": args.without,
         "transformer_engine": args.transformer_engine, "base_fp8": args.base_fp8,
         "draft_fp8": args.draft_fp8, "offline": args.offline,
         "supervised_share": args.supervised_share, "versions": versions(),

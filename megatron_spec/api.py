@@ -36,9 +36,11 @@ from megatron_spec.config import (
     Config,
     DecodeConfig,
     DraftConfig,
+    Fp8Recipe,
     ObjectiveConfig,
     ParallelConfig,
     QuantConfig,
+    TransformerImpl,
     UserError,
     presets,
 )
@@ -54,9 +56,11 @@ from megatron_spec.export.load import inspect_exported_base
 from megatron_spec.features.base import FeatureSource
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.generation.prompts import read_prompts
+from megatron_spec.planning.draft_modules import check_draft_modules
+from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.quantization.attach import base_amax_state
 from megatron_spec.quantization.calibrate import LayerReport, calibrate
-from megatron_spec.runtime import distributed
+from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World
 
 MAIN_GUARD = (
@@ -139,7 +143,8 @@ def _draft_config(drafts: Sequence[tuple[str, Any]], reference: BaseReference, v
 def convert(
     model: Any, drafts: Sequence[tuple[str, Any]] = (), *, base_path: str | Path | None = None,
     vocab: DraftVocab | None = None, objective: ObjectiveConfig | None = None, seed: int = ConvertRun.seed,
-    draft: str | Path | None = None, mtp_from_base: bool = False,
+    draft: str | Path | None = None, mtp_from_base: bool = False, draft_transformer_impl: TransformerImpl = "local",
+    draft_fp8_recipe: Fp8Recipe | None = None,
 ) -> SpecModel:  # fmt: skip
     """Freeze a loaded megatron-core model and add a draft: new, from a folder, or the base's own module.
 
@@ -156,6 +161,8 @@ def convert(
         seed: seed of a new draft's initial values.
         draft: folder of a published draft to start from, in any format that tools/check_export.py reads.
         mtp_from_base: start from the base's own prediction module (DeepSeek-V3).
+        draft_transformer_impl, draft_fp8_recipe: as the flags of finetune.py: modules of the draft's linears and norms,
+            and Transformer Engine's recipe for them in training.
 
     Raises:
         UserError: unsupported models, configurations or layouts.
@@ -177,8 +184,21 @@ def convert(
     else:
         config = _draft_config(drafts, reference, vocab)
     base = _frozen(model, reference, world, config)
-    made = first_draft(base, reference, config, vocab, world, base.dtype, seed, published)
+    paths = _paths(config, world, base.dtype, draft_transformer_impl, draft_fp8_recipe)
+    made = first_draft(base, reference, config, vocab, world, base.dtype, seed, published, paths)
     return SpecModel(base, made, made.vocab, reference, objective or ObjectiveConfig())  # type: ignore[arg-type]
+
+
+def _paths(
+    config: DraftConfig, world: World, dtype: torch.dtype, impl: TransformerImpl, recipe: Fp8Recipe | None
+) -> Paths:
+    """The fast paths and modules of a draft. Raises UserError if the modules or the recipe cannot run here."""
+    setting = Setting(
+        platform.machine(), str(dtype).removeprefix("torch."), world.parallel, draft=config,
+        draft_transformer_engine=impl == "transformer_engine", draft_fp8_recipe=recipe,
+    )  # fmt: skip
+    check_draft_modules(setting)
+    return Paths(setting)
 
 
 def _check_source(draft: str | Path | None, mtp_from_base: bool, fresh: dict[str, bool]) -> None:
@@ -217,16 +237,20 @@ def save(model: SpecModel, folder: str | Path, *, iteration: int = 0, optimizer:
 
 
 def load(
-    folder: str | Path, *, dtype: torch.dtype = torch.float32, base_path: str | None = None, layers: BaseLayers = LOCAL
-) -> SpecModel:
-    """Base and draft of a checkpoint in the current layout. Collective.
+    folder: str | Path, *, dtype: torch.dtype = torch.float32, base_path: str | None = None,
+    layers: BaseLayers = LOCAL, draft_transformer_impl: TransformerImpl = "local",
+    draft_fp8_recipe: Fp8Recipe | None = None,
+) -> SpecModel:  # fmt: skip
+    """Base and draft of a checkpoint in the current layout. Collective. Raises UserError for a mismatch.
 
     Args:
         layers: what the base's layers are built from.
-
-    Raises UserError for a mismatch.
+        draft_transformer_impl, draft_fp8_recipe: see `convert`.
     """
-    loaded = load_checkpoint(folder, initialize(), dtype=dtype, base_path=base_path, layers=layers)
+    loaded = load_checkpoint(
+        folder, initialize(), dtype=dtype, base_path=base_path, layers=layers, draft_impl=draft_transformer_impl,
+        draft_fp8_recipe=draft_fp8_recipe,
+    )  # fmt: skip
     objective = ObjectiveConfig.from_dict(loaded.extra.get("objective") or {})
     return SpecModel(loaded.base, loaded.draft, loaded.vocab, loaded.base_ref, objective, loaded.spec.quant)
 

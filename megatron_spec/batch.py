@@ -29,6 +29,8 @@ class Batch:
         sample_ids: dataset indices of the samples in each row, in order (keys of features on disk).
         context: which rows of the sequence this rank computes under context parallelism; only activations are split,
             the tensors here are complete on every rank.
+        rejected_BS: bool, tokens that the base put in place of a rejected draft token, as recorded with the data; None:
+            there are none in this micro-batch.
         host: host copy of the tensors if they are on a GPU: index computations there avoid a synchronisation.
     """
 
@@ -39,6 +41,7 @@ class Batch:
     sample_ids: tuple[tuple[int, ...], ...] | None = None
     context: ContextShard | None = None
     host: Batch | None = None
+    rejected_BS: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.host is None or self.host.context is self.context, "rows are counted on the host: set context first"

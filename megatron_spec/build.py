@@ -16,11 +16,20 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference
 from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec, locked, read_spec
-from megatron_spec.config import LOCAL, BaseLayers, ObjectiveConfig, ParallelConfig, UserError
+from megatron_spec.config import (
+    LOCAL,
+    BaseLayers,
+    Fp8Recipe,
+    ObjectiveConfig,
+    ParallelConfig,
+    TransformerImpl,
+    UserError,
+)
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export.load import inspect_exported_base, load_exported_base, load_exported_ends
+from megatron_spec.planning.draft_modules import check_draft_modules
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.quantization.attach import attach_quantizers, load_base_amax
 from megatron_spec.runtime import platform
@@ -74,7 +83,8 @@ def check_base(spec: CheckpointSpec, base_path: str | None) -> BaseReference:
 def resolve_paths(
     spec: CheckpointSpec, parallel: ParallelConfig, dtype: torch.dtype, *, original_base: bool = False,
     layers: BaseLayers = LOCAL, ends_only: bool = False, objective: ObjectiveConfig | None = None, rows: int = 0,
-    wanted: tuple[str, ...] = (), plain: bool = False,
+    wanted: tuple[str, ...] = (), plain: bool = False, draft_impl: TransformerImpl = "local",
+    draft_fp8_recipe: Fp8Recipe | None = None,
 ) -> Paths:  # fmt: skip
     """The fast paths of base and draft of a checkpoint on this machine; the only place that resolves them.
 
@@ -84,8 +94,9 @@ def resolve_paths(
         rows: rows of a micro-batch; 0: unknown.
         wanted: requested opt-in paths.
         plain: no fast paths.
+        draft_impl, draft_fp8_recipe: modules of the draft, and Transformer Engine's recipe in training.
 
-    Raises UserError if a requested path cannot run, or if the layers cannot be built here.
+    Raises UserError if a requested path, the base's layers, the draft's modules or the recipe cannot run.
     """
     te.check(layers, platform.machine())
     wanted += ("te_fp8",) if layers.recipe else ()
@@ -96,7 +107,9 @@ def resolve_paths(
     base = None if ends_only else spec.base.config
     setting = Setting(
         platform.machine(), name, parallel, base, spec.draft, objective, quant, layers, rows, wanted, plain=plain,
+        draft_transformer_engine=draft_impl == "transformer_engine", draft_fp8_recipe=draft_fp8_recipe,
     )  # fmt: skip
+    check_draft_modules(setting)
     paths = Paths(setting)
     paths.check()
     return paths
@@ -106,6 +119,7 @@ def load_checkpoint(
     path: str | Path, world: World, *, dtype: torch.dtype = torch.float32, base_path: str | None = None,
     original_base: bool = False, layers: BaseLayers = LOCAL, ends_only: bool = False,
     paths: Paths | None = None, plain: bool = False, spec: CheckpointSpec | None = None,
+    draft_impl: TransformerImpl = "local", draft_fp8_recipe: Fp8Recipe | None = None,
 ) -> Loaded:  # fmt: skip
     """Base and draft of a checkpoint folder, fake-quantised if the checkpoint is.
 
@@ -114,15 +128,21 @@ def load_checkpoint(
         original_base: keep the base in high precision even if the checkpoint quantises it.
         layers: what the base's layers are built from.
         ends_only: load only the base's embedding and LM head, as features come from disk.
-        paths: the fast paths of the run (`resolve_paths`); default: all that run here.
-        plain: no fast paths; used without `paths`.
+        paths: the fast paths of the run (`resolve_paths`), which also know the draft's modules; default: all that run
+            here.
+        plain, draft_impl, draft_fp8_recipe: see `resolve_paths`; used without `paths`.
 
     Raises UserError for a missing, incomplete or mismatched checkpoint, before any weight of the base is read.
     """
     with locked(path) as folder:
         _check_same_on_all_ranks(folder)
         spec = read_spec(folder) if spec is None else spec
-        return _load(folder, spec, world, dtype, base_path, original_base, layers, ends_only, paths, plain)
+        if paths is None:
+            paths = resolve_paths(
+                spec, world.parallel, dtype, original_base=original_base, layers=layers, ends_only=ends_only,
+                plain=plain, draft_impl=draft_impl, draft_fp8_recipe=draft_fp8_recipe,
+            )  # fmt: skip
+        return _load(folder, spec, world, dtype, base_path, original_base, layers, ends_only, paths)
 
 
 def _check_same_on_all_ranks(folder: Path) -> None:
@@ -136,15 +156,10 @@ def _check_same_on_all_ranks(folder: Path) -> None:
 
 def _load(
     folder: Path, spec: CheckpointSpec, world: World, dtype: torch.dtype, base_path: str | None, original_base: bool,
-    layers: BaseLayers, ends_only: bool, paths: Paths | None, plain: bool,
+    layers: BaseLayers, ends_only: bool, paths: Paths,
 ) -> Loaded:  # fmt: skip
     ref = check_base(spec, base_path)
     vocab = DraftVocab.load(folder / "vocab.safetensors")
-    if paths is None:
-        paths = resolve_paths(
-            spec, world.parallel, dtype, original_base=original_base, layers=layers, ends_only=ends_only,
-            plain=plain,
-        )  # fmt: skip
     draft = build_draft(spec.draft, vocab, world, dtype, paths)
     base_amax = None
     if spec.quant is not None:

@@ -16,8 +16,10 @@ from megatron_spec.runtime.files import read_json, write_json
 
 STAGES = (
     "synthesize", "calibrate_vocab", "convert", "finetune", "quantize", "qat", "export_bf16", "export",
-    "validate_bf16", "validate_fp8",
+    "validate_bf16", "validate_lookup", "validate_fp8",
 )  # fmt: skip
+FOLDERS = {"bf16": "finetuned", "fp8": "qat"}
+"""Where the metrics of each training are."""
 
 
 def final_metrics(run: Path, share: float = 0.1) -> dict[str, list[float]]:
@@ -35,39 +37,35 @@ def final_metrics(run: Path, share: float = 0.1) -> dict[str, list[float]]:
 
 
 def summarize(run: Path) -> dict[str, Any]:
-    """The figures of the table as one dictionary."""
-    plain, fp8 = read_json(run / "validate_bf16.json"), read_json(run / "validate_fp8.json")
-    finetune, qat = final_metrics(run / "finetuned"), final_metrics(run / "qat")
+    """The figures of the table as one dictionary; a chain without fp8 or without a lookup has none of these figures."""
+    names = [name for name in ("bf16", "lookup", "fp8") if name == "bf16" or (run / f"validate_{name}.json").is_file()]
+    reports = {name: read_json(run / f"validate_{name}.json") for name in names}
+    trained = {name: final_metrics(run / folder) for name, folder in FOLDERS.items() if name in reports}
     seconds = {}
     for name in STAGES:
         file = run / ".stages" / name
         if file.is_file():
             seconds[name] = float(file.read_text())
+    plain, found = reports["bf16"], {}
+    for name, report in reports.items():
+        found[f"acceptance_length_{name}"] = report["acceptance_length"]
+        found[f"acceptance_length_{name}_ci95"] = report["ci95"]
+        found[f"acceptance_per_position_{name}"] = report["acceptance_per_position"]
+        found[f"dtype_{name}"] = report["about"]["dtype"]
+        kind = "" if name == "bf16" else f"_{name}"
+        found[f"text_identical{kind}"] = report["text_identical"]
+        found[f"text_mismatches{kind}"] = len(report["mismatches"])
+        found[f"text_near_ties{kind}"] = report["near_ties"]
+    for name, metrics in trained.items():
+        found |= {f"{key}_{name}": values for key, values in metrics.items()}
     return {
-        "acceptance_length_bf16": plain["acceptance_length"],
-        "acceptance_length_bf16_ci95": plain["ci95"],
-        "acceptance_length_fp8": fp8["acceptance_length"],
-        "acceptance_length_fp8_ci95": fp8["ci95"],
-        "acceptance_per_position_bf16": plain["acceptance_per_position"],
-        "acceptance_per_position_fp8": fp8["acceptance_per_position"],
-        "dtype_bf16": plain["about"]["dtype"],
-        "dtype_fp8": fp8["about"]["dtype"],
-        "text_identical": plain["text_identical"],
-        "text_mismatches": len(plain["mismatches"]),
-        "text_near_ties": plain["near_ties"],
-        "text_identical_fp8": fp8["text_identical"],
-        "text_mismatches_fp8": len(fp8["mismatches"]),
-        "text_near_ties_fp8": fp8["near_ties"],
-        "text_answers": fp8["answers"],
+        **found,
+        "text_answers": plain["answers"],
         "tokens_per_second_base": plain["base"]["tokens_per_second"],
         "tokens_per_second_draft": plain["speculative"]["tokens_per_second"],
-        "loss_per_step_bf16": finetune["loss_per_step"],
-        "accuracy_per_step_bf16": finetune["accuracy_per_step"],
-        "loss_per_step_fp8": qat["loss_per_step"],
-        "accuracy_per_step_fp8": qat["accuracy_per_step"],
         "seconds_per_stage": seconds,
         "seconds_total": round(sum(seconds.values()), 1),
-        "export_dir": str((run / "export").resolve()),
+        **({"export_dir": str((run / "export").resolve())} if "fp8" in reports else {}),
         "export_dir_bf16": str((run / "export_bf16").resolve()),
         "plot": str((run / "training.png").resolve()),
     }
@@ -80,37 +78,46 @@ def _verdict(s: dict[str, Any], kind: str) -> str:
     return f"NO, {wrong} of {answers} answers differ ({ties} of them where two tokens are as good as equal)"
 
 
+def _steps(s: dict[str, Any]) -> list[str]:
+    """Loss and accuracy of every draft step."""
+    fp8 = "loss_per_step_fp8" in s
+    lines = ["draft step      loss bf16  accuracy bf16" + ("   loss fp8   accuracy fp8" if fp8 else "")]
+    for i, (loss, right) in enumerate(zip(s["loss_per_step_bf16"], s["accuracy_per_step_bf16"], strict=True)):
+        line = f"{i:>10}   {loss:>12.3f} {100 * right:>13.1f}%"
+        if fp8:
+            line += f" {s['loss_per_step_fp8'][i]:>10.3f} {100 * s['accuracy_per_step_fp8'][i]:>13.1f}%"
+        lines.append(line)
+    return lines
+
+
+def _acceptance(s: dict[str, Any], kind: str, name: str) -> str:
+    length, interval = s[f"acceptance_length_{kind}"], s[f"acceptance_length_{kind}_ci95"]
+    if length is None:
+        return f"acceptance length {name} none: no answer was longer than one token"
+    positions = " ".join(f"{100 * p:.0f}%" for p in s[f"acceptance_per_position_{kind}"])
+    return (
+        f"acceptance length {name} {length:.3f}  (95 % confidence {interval[0]:.3f}-{interval[1]:.3f}; "
+        f"per position {positions})"
+    )
+
+
 def table(s: dict[str, Any]) -> str:
     """The summary as text."""
-    lines = ["draft step      loss bf16  accuracy bf16   loss fp8   accuracy fp8"]
-    columns = zip(
-        s["loss_per_step_bf16"],
-        s["accuracy_per_step_bf16"],
-        s["loss_per_step_fp8"],
-        s["accuracy_per_step_fp8"],
-        strict=True,
-    )
-    lines += [
-        f"{i:>10}   {a:>12.3f} {100 * b:>13.1f}% {c:>10.3f} {100 * d:>13.1f}%" for i, (a, b, c, d) in enumerate(columns)
-    ]
-    for kind in ("bf16", "fp8"):
-        length, interval = s[f"acceptance_length_{kind}"], s[f"acceptance_length_{kind}_ci95"]
-        if length is None:
-            lines.append(f"acceptance length {kind:<5} none: no answer was longer than one token")
-            continue
-        positions = " ".join(f"{100 * p:.0f}%" for p in s[f"acceptance_per_position_{kind}"])
-        lines.append(
-            f"acceptance length {kind:<5} {length:.3f}  (95 % confidence {interval[0]:.3f}-{interval[1]:.3f}; "
-            f"per position {positions})"
-        )
-    lines.append(
-        f"(bf16 is the unquantised draft, computed in {s['dtype_bf16']}; fp8 is simulated in {s['dtype_fp8']})"
-    )
+    lines = _steps(s)
+    for kind, name in (("bf16", "bf16 "), ("lookup", "with a lookup"), ("fp8", "fp8  ")):
+        if f"acceptance_length_{kind}" in s:
+            lines.append(_acceptance(s, kind, name))
+    simulated = f"; fp8 is simulated in {s['dtype_fp8']}" if "dtype_fp8" in s else ""
+    lines.append(f"(bf16 is the unquantised draft, computed in {s['dtype_bf16']}{simulated})")
     lines.append(f"text identical to the base's greedy text: {_verdict(s, '')}")
-    lines.append(f"with the fp8 base and draft:              {_verdict(s, '_fp8')}")
+    if "text_identical_lookup" in s:
+        lines.append(f"with the lookup:                          {_verdict(s, '_lookup')}")
+    if "text_identical_fp8" in s:
+        lines.append(f"with the fp8 base and draft:              {_verdict(s, '_fp8')}")
     lines.append("seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in s["seconds_per_stage"].items()))
     lines.append(f"total {s['seconds_total']:.0f} s")
-    lines.append(f"exported draft and base, fp8: {s['export_dir']}")
+    if "export_dir" in s:
+        lines.append(f"exported draft and base, fp8: {s['export_dir']}")
     lines.append(f"exported draft, bf16: {s['export_dir_bf16']}")
     lines.append(f"plot: {s['plot']}")
     return "\n".join(lines)

@@ -4,6 +4,7 @@
 #
 #   bash examples/post_training/train_eagle3_and_export.sh                       # SmolLM2-135M on a laptop, no GPU
 #   bash examples/post_training/train_eagle3_and_export.sh --base_model PATH --num_gpu 8 --tp 2 --data chats.jsonl
+#   bash examples/post_training/train_eagle3_and_export.sh --base_model PATH --num_gpu 1 --recipe short
 #
 # A second run with the same --output resumes after the last finished stage.
 set -euo pipefail
@@ -19,14 +20,21 @@ options (defaults in brackets):
   --prompts FILE      prompts to synthesise from [examples/post_training/data/prompts.jsonl]
   --heldout FILE      prompts to validate on [with --base_model: runs/mt_bench.jsonl, where it is there; else
                       examples/post_training/data/heldout_prompts.jsonl]
+  --recipe NAME       defaults for all that follows. paper: those of the EAGLE-3 paper. short: what gave the highest
+                      acceptance after minutes of training on one GPU (docs/acceptance.md): 8,192 conversations that
+                      the base makes up, late captures, a frozen head, T = 4, a lookup beside the draft, no fp8
+                      [with --base_model: paper]
   --algorithm NAME    eagle3, eagle3.1, eagle1, eagle-mtp, mtp-from-base (the prediction module that the base ships),
                       p-eagle, medusa, dflash or dspark [eagle3]
   --eagle_config FILE architecture of an EAGLE, DFlash or DSpark draft as JSON [layers like the base's]
   --output DIR        where everything goes [runs/eagle3]
   --draft_vocab N     EAGLE-3: draft vocabulary size [4096; 32000 with --base_model]
-  --train_iters N, --qat_iters N, --batch N, --seq_length N, --lr X, --ttt_steps N, --max_new_tokens N, --loss KIND,
+  --synthesize N      have the base make up N conversations, questions too, instead of answering --prompts
+  --sa_threshold N    validate once more with a lookup beside the draft (validate.py --sa-threshold)
+  --qat_iters N       training steps under fp8; 0: no fp8, export and validation in bf16 alone
+  --train_iters N, --batch N, --seq_length N, --lr X, --ttt_steps N, --max_new_tokens N, --loss KIND,
   --step_decay X, --beta2 X,
-  --num_prompts N, --eval_prompts N, --eval_tokens N
+  --num_prompts N, --eval_prompts N, --eval_tokens N, --draft_len N
                       of training, decoding and validation; the defaults are below in this script
 EOF
 }
@@ -34,21 +42,32 @@ EOF
 root=$(cd "$(dirname "$0")/../.." && pwd)
 scripts=$root/examples/post_training
 base_model="" tokenizer="" num_gpu=0 tp=1 pp=1 data="" output=$root/runs/eagle3
-prompts=$scripts/data/prompts.jsonl heldout="" algorithm=eagle3 eagle_config=""
+prompts="" heldout="" algorithm=eagle3 eagle_config=""
 draft_vocab="" train_iters="" qat_iters="" batch="" seq_length="" lr="" ttt_steps="" max_new_tokens="" loss="" num_prompts="" eval_prompts="" eval_tokens="" step_decay="" beta2=""
+recipe="" synthesize="" sa_threshold="" draft_len=""
 fail() { echo "error: $1" >&2; exit 2; }
 . "$scripts/algorithms.sh"
 
 while [ $# -gt 0 ]; do
   case $1 in
-    -h|--help) sed -n '2,9s/^# \{0,1\}//p' "$0"; usage; exit 0 ;;
+    -h|--help) sed -n '2,10s/^# \{0,1\}//p' "$0"; usage; exit 0 ;;
     --base_model|--tokenizer|--num_gpu|--tp|--pp|--data|--prompts|--heldout|--algorithm|--eagle_config|--output|--draft_vocab|--train_iters|--qat_iters|--batch|\
-    --seq_length|--lr|--ttt_steps|--max_new_tokens|--loss|--num_prompts|--eval_prompts|--eval_tokens|--step_decay|--beta2)
+    --seq_length|--lr|--ttt_steps|--max_new_tokens|--loss|--num_prompts|--eval_prompts|--eval_tokens|--step_decay|--beta2|--recipe|--synthesize|--sa_threshold|--draft_len)
       [ $# -ge 2 ] || fail "$1 needs a value"
       printf -v "${1#--}" '%s' "$2"; shift 2 ;;
     *) usage >&2; fail "unknown option $1" ;;
   esac
 done
+[ -z "$recipe" ] || [ -n "$base_model" ] || fail "--recipe needs --base_model: the demo has settings of its own"
+case $recipe in
+  ''|paper) ;;
+  short)
+    [ "$algorithm" = eagle3 ] || fail "--recipe short is of --algorithm eagle3, found $algorithm"
+    : "${eagle_config:=$scripts/late_captures.json}" ;;
+  *) fail "--recipe $recipe: expected paper or short" ;;
+esac
+[ -z "$data" ] || [ -z "$synthesize$prompts" ] || fail "--data has conversations: leave --synthesize and --prompts out"
+[ -z "$synthesize" ] || [ -z "$prompts$num_prompts" ] || fail "--synthesize makes up the questions: leave --prompts and --num_prompts out"
 if [ -z "$heldout" ] && [ -n "$base_model" ] && [ -f "$root/runs/mt_bench.jsonl" ]; then
   heldout=$root/runs/mt_bench.jsonl
 elif [ -z "$heldout" ]; then
@@ -72,25 +91,36 @@ case $algorithm in
   eagle1|eagle-mtp) unread "it drafts with the base's head and vocabulary" draft_vocab ;;
 esac
 draft_flags "$algorithm" "$eagle_config"
-for f in "$prompts" "$heldout" ${eagle_config:+"$eagle_config"} ${data:+"$data"}; do [ -f "$f" ] || fail "$f: no such file"; done
+for f in "$heldout" ${prompts:+"$prompts"} ${eagle_config:+"$eagle_config"} ${data:+"$data"}; do [ -f "$f" ] || fail "$f: no such file"; done
 [ -z "$base_model" ] || [ -d "$base_model" ] || [[ $base_model =~ ^[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+$ ]] || fail "--base_model $base_model: no such folder"
 [ $((num_gpu > 1 ? num_gpu : 1)) -ge $((tp * pp)) ] || fail "--tp $tp x --pp $pp needs at least $((tp * pp)) GPUs, --num_gpu is $num_gpu"
 
 own_loss=$loss # as given
-# The demo has small settings for a two-core machine; with --base_model, those of the EAGLE-3 paper.
+# The demo has small settings for a two-core machine; with --base_model, those of the EAGLE-3 paper, or what
+# docs/acceptance.md found for short runs: train on many short conversations, as deep as the draft is used.
 if [ -z "$base_model" ]; then
   : "${draft_vocab:=4096}" "${train_iters:=460}" "${qat_iters:=12}" "${batch:=4}" "${seq_length:=256}" "${lr:=2e-3}"
   : "${ttt_steps:=3}" "${max_new_tokens:=96}" "${loss:=lk}" "${num_prompts:=320}" "${step_decay:=0.6}" "${beta2:=0.99}"
   : "${eval_prompts:=24}" "${eval_tokens:=80}"
+elif [ "$recipe" = short ]; then
+  [ -n "$data$prompts" ] || : "${synthesize:=8192}"
+  : "${draft_vocab:=8192}" "${train_iters:=600}" "${qat_iters:=0}" "${batch:=32}" "${seq_length:=384}" "${lr:=1e-3}"
+  : "${ttt_steps:=4}" "${max_new_tokens:=192}" "${loss:=soft_ce}" "${num_prompts:=1000000}" "${step_decay:=0.8}" "${beta2:=0.99}"
+  : "${eval_prompts:=1000000}" "${eval_tokens:=256}" "${draft_len:=4}" "${sa_threshold:=2}"
 else
   : "${draft_vocab:=32000}" "${train_iters:=1000}" "${qat_iters:=100}" "${batch:=8}" "${seq_length:=2048}" "${lr:=1e-4}"
   : "${ttt_steps:=7}" "${max_new_tokens:=512}" "${loss:=soft_ce}" "${num_prompts:=1000000}" "${step_decay:=0.8}" "${beta2:=0.95}"
   : "${eval_prompts:=1000000}" "${eval_tokens:=512}"
 fi
+case ${base_model:+${recipe:-paper}} in # conversations of a forward pass and of a row, warm-up steps, answers written at once
+  short) micro_batch=16 rows=() warmup=18 answers=256 ;;
+  paper) micro_batch=1 rows=(--packing) warmup=5 answers=64 ;; # many short conversations share a row of seq_length tokens
+  *) micro_batch=$batch rows=() warmup=5 answers=64 ;; # the demo's settings were chosen with one in a row
+esac
+[[ $qat_iters =~ ^[0-9]+$ ]] || fail "--qat_iters $qat_iters: expected a number"
 qat_lr=$(awk "BEGIN {print $lr / 10}")
 ranks=$((num_gpu > 1 ? num_gpu : 1))
 global_batch=$((batch * ranks / tp))
-micro_batch=$([ -z "$base_model" ] && echo "$batch" || echo 1)
 [ "$num_gpu" -gt 0 ] || export CUDA_VISIBLE_DEVICES=
 
 # The interpreter: on GPU machines, one that has torch with CUDA and the other packages, else our own environment.
@@ -119,14 +149,14 @@ launch() { # script arguments...
 mkdir -p "$output/.stages"
 options="algorithm=$algorithm eagle_config=$eagle_config base_model=$base_model tokenizer=$tokenizer data=$data prompts=$prompts num_prompts=$num_prompts draft_vocab=$draft_vocab \
 train_iters=$train_iters qat_iters=$qat_iters batch=$global_batch seq_length=$seq_length lr=$lr ttt_steps=$ttt_steps loss=$loss step_decay=$step_decay beta2=$beta2 \
-max_new_tokens=$max_new_tokens"
+max_new_tokens=$max_new_tokens synthesize=$synthesize recipe=$recipe"
 if [ -f "$output/.stages/options" ] && [ "$(cat "$output/.stages/options")" != "$options" ]; then
   printf 'recorded: %s\ngiven:    %s\n' "$(cat "$output/.stages/options")" "$options" >&2
   fail "$output holds a run with other options: choose another --output, or remove it"
 fi
 printf '%s\n' "$options" > "$output/.stages/options"
 # Other measurement options: validate again.
-measured="heldout=$heldout eval_prompts=$eval_prompts eval_tokens=$eval_tokens"
+measured="heldout=$heldout eval_prompts=$eval_prompts eval_tokens=$eval_tokens draft_len=$draft_len sa_threshold=$sa_threshold"
 if [ -f "$output/.stages/measured" ] && [ "$(cat "$output/.stages/measured")" != "$measured" ]; then
   rm -rf "$output"/.stages/validate_* "$output"/validate_*
 fi
@@ -148,8 +178,6 @@ base=${base_model:-$root/.cache/smollm2-135m-instruct}
 words=(${tokenizer:+--tokenizer "$tokenizer"})
 cache=() # features of a large base are larger than most disks: see --feature-cache and offline_feature_extract.py
 [ -n "$base_model" ] || cache=(--feature-cache "$output/features")
-rows=() # many short conversations share a row of seq_length tokens; the demo's settings were chosen with one in a row
-[ -z "$base_model" ] || rows=(--packing)
 train=${data:-$output/train.jsonl}
 conversations=(--data "$train" --seq-length "$seq_length" "${words[@]}")
 case $algorithm in # Medusa has a step per head, a block one per slot, and its own weights and loss
@@ -160,27 +188,36 @@ esac
 training=("${conversations[@]}" "${steps[@]}" "${goal[@]}" --adam-beta2 "$beta2" --micro-batch-size "$micro_batch" \
   --global-batch-size "$global_batch" --log-interval 10 "${rows[@]}")
 
-[ -n "$data" ] || stage synthesize "" launch generate.py --base "$base" --data "$prompts" --output "$train" \
-  --max-new-tokens "$max_new_tokens" --batch-size 64 --num-prompts "$num_prompts" "${words[@]}"
+asked=(--data "${prompts:-$scripts/data/prompts.jsonl}" --num-prompts "$num_prompts")
+[ -z "$synthesize" ] || asked=(--synthesize "$synthesize")
+[ -n "$data" ] || stage synthesize "" launch generate.py --base "$base" "${asked[@]}" --output "$train" \
+  --max-new-tokens "$max_new_tokens" --batch-size "$answers" "${words[@]}"
 [ ${#vocabulary[@]} -eq 0 ] || stage calibrate_vocab "$output/vocab" "$python" "$root/tools/calibrate_draft_vocab.py" --model "$base" --data "$train" \
   --draft-vocab-size "$draft_vocab" --save-dir "$output/vocab" "${words[@]}"
 stage convert "$output/draft" launch convert_model.py "${kind[@]}" "${vocabulary[@]}" --load "$base" --save "$output/draft"
 stage finetune "" launch finetune.py --load "$output/draft" --save "$output/finetuned" "${training[@]}" "${cache[@]}" \
-  --train-iters "$train_iters" --save-interval "$((train_iters / 5 + 1))" --lr "$lr" --lr-warmup-iters 5
-stage quantize "$output/quantized" launch quantize.py --export-quant-cfg "$policy" --load "$output/finetuned" \
-  --save "$output/quantized" "${conversations[@]}" "${steps[@]}" --calib-samples 32
-stage qat "" launch finetune.py --load "$output/quantized" --save "$output/qat" "${training[@]}" \
-  --train-iters "$qat_iters" --lr "$qat_lr"
+  --train-iters "$train_iters" --save-interval "$((train_iters / 5 + 1))" --lr "$lr" --lr-warmup-iters "$warmup"
 stage export_bf16 "$output/export_bf16" launch export.py --load "$output/finetuned" --export-dir "$output/export_bf16" \
-  --export-extra-modules
-stage export "$output/export" launch export.py --load "$output/qat" --export-dir "$output/export" --export-extra-modules
-draft_len=3
-[ "$algorithm" != p-eagle ] || [ "$ttt_steps" -ge $draft_len ] || draft_len=$ttt_steps # it proposes no more than it was trained for
-measure=(--data "$heldout" --max-draft-len $draft_len --max-new-tokens "$eval_tokens" --batch-size 24 --num-prompts "$eval_prompts" \
+  --export-extra-modules ${draft_len:+--max-draft-len "$draft_len"}
+if [ -z "$draft_len" ]; then
+  draft_len=3
+  [ "$algorithm" != p-eagle ] || [ "$ttt_steps" -ge 3 ] || draft_len=$ttt_steps # it proposes no more than it was trained for
+fi
+measure=(--data "$heldout" --max-draft-len "$draft_len" --max-new-tokens "$eval_tokens" --batch-size 24 --num-prompts "$eval_prompts" \
   "${words[@]}")
 stage validate_bf16 "" launch validate.py --load "$output/finetuned" "${measure[@]}" --output "$output/validate_bf16.json"
-exact=() # fp8 inputs round alike in every row shape only in float64, see validate.py --help; too slow for a large base
-[ "$num_gpu" -gt 0 ] || exact=(--fp64)
-stage validate_fp8 "" launch validate.py --load "$output/qat" "${measure[@]}" "${exact[@]}" --output "$output/validate_fp8.json"
+[ -z "$sa_threshold" ] || stage validate_lookup "" launch validate.py --load "$output/finetuned" "${measure[@]}" \
+  --sa-threshold "$sa_threshold" --output "$output/validate_lookup.json"
+if [ "$qat_iters" -gt 0 ]; then
+  stage quantize "$output/quantized" launch quantize.py --export-quant-cfg "$policy" --load "$output/finetuned" \
+    --save "$output/quantized" "${conversations[@]}" "${steps[@]}" --calib-samples 32
+  stage qat "" launch finetune.py --load "$output/quantized" --save "$output/qat" "${training[@]}" \
+    --train-iters "$qat_iters" --lr "$qat_lr"
+  stage export "$output/export" launch export.py --load "$output/qat" --export-dir "$output/export" --export-extra-modules \
+    --max-draft-len "$draft_len"
+  exact=() # fp8 inputs round alike in every row shape only in float64, see validate.py --help; too slow for a large base
+  [ "$num_gpu" -gt 0 ] || exact=(--fp64)
+  stage validate_fp8 "" launch validate.py --load "$output/qat" "${measure[@]}" "${exact[@]}" --output "$output/validate_fp8.json"
+fi
 "$python" "$root/tools/plot_run.py" "$output/finetuned" --output "$output/training.png" || echo "no plot (see above)" >&2
 "$python" "$root/tools/summarize_run.py" "$output"

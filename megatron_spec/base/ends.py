@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron_spec.config import BaseConfig
 from megatron_spec.families.names import padded_vocab
 from megatron_spec.ops.embedding import embed
+from megatron_spec.ops.fp8 import Fp8Matrix
 from megatron_spec.runtime.distributed import World
 
 
@@ -27,7 +28,10 @@ class Ends(nn.Module):
         world: process groups.
         dtype: data type of the weights.
         vocab_size: true size of the vocabulary; rows past it are padding.
+        head_fp8: the head in fp8, for the teacher (`base.direct.run_in_fp8`).
     """
+
+    head_fp8: Fp8Matrix | None = None
 
     def __init__(self, config: BaseConfig, world: World, dtype: torch.dtype) -> None:
         super().__init__()

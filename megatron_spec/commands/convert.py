@@ -37,6 +37,7 @@ from megatron_spec.export.load import (
 )
 from megatron_spec.export.served import check_exportable
 from megatron_spec.planning import layouts
+from megatron_spec.planning.paths import Paths
 from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import read_object, require_empty
@@ -183,24 +184,29 @@ def fresh_config(ref: BaseReference, kind: str, overrides: dict[str, Any], vocab
 
 
 def new_draft(
-    base: FrozenBase, config: DraftConfig, vocab: DraftVocab, world: World, dtype: torch.dtype, seed: int
-) -> Draft:
+    base: FrozenBase, config: DraftConfig, vocab: DraftVocab, world: World, dtype: torch.dtype, seed: int,
+    paths: Paths | None = None,
+) -> Draft:  # fmt: skip
     """A draft initialised from the base; the values do not depend on the parallel layout."""
-    draft = build_draft(config, vocab, world, dtype)
+    draft = build_draft(config, vocab, world, dtype, paths)
     draft.initialize(base, last_layer_tensors(base), seed)
     return draft
 
 
 def first_draft(
     base: FrozenBase, ref: BaseReference, config: DraftConfig, vocab: DraftVocab, world: World, dtype: torch.dtype,
-    seed: int, published: Reading | None = None,
+    seed: int, published: Reading | None = None, paths: Paths | None = None,
 ) -> Draft:  # fmt: skip
-    """The draft that training starts from, by `plan`: published, the base's own module, or new."""
+    """The draft that training starts from, by `plan`: published, the base's own module, or new.
+
+    Args:
+        paths: fast paths and modules of the draft; default: all paths that run here, without Transformer Engine.
+    """
     if published is not None:
-        return load_draft(published, world, dtype)
+        return load_draft(published, world, dtype, paths)
     if not config.of_base:
-        return new_draft(base, config, vocab, world, dtype, seed)
-    draft: Draft = build_draft(config, vocab, world, dtype)
+        return new_draft(base, config, vocab, world, dtype, seed, paths)
+    draft: Draft = build_draft(config, vocab, world, dtype, paths)
     load_own_module(draft, Path(ref.path), world)
     return draft
 

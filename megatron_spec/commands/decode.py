@@ -32,6 +32,7 @@ from megatron_spec.config import (
     DecodingType,
     DraftConfig,
     ParallelConfig,
+    TransformerImpl,
     UserError,
 )
 from megatron_spec.data.chat import ChatEncoder
@@ -54,7 +55,7 @@ from megatron_spec.export.load import inspect_exported_base, load_draft, load_ex
 from megatron_spec.generation.prompts import Dialogue, Prompt, read_prompts
 from megatron_spec.generation.questions import check_questions, write_questions
 from megatron_spec.generation.synthesize import answer_settings, check_output, synthesize_to_file
-from megatron_spec.planning import layouts
+from megatron_spec.planning import draft_modules, layouts
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World
@@ -226,22 +227,56 @@ class Models:
     fake_quantised: bool
 
 
-def load_models(planned: Plan, world: World, dtype: torch.dtype, plain: bool, layers: BaseLayers = LOCAL) -> Models:
+def check_draft_modules_of(planned: Plan, parallel: ParallelConfig, dtype: torch.dtype, impl: TransformerImpl) -> None:
+    """Raise UserError for modules of a draft that cannot be built here, or without a draft that has modules."""
+    if impl == "local":
+        return
+    config = planned.reading.config if planned.reading is not None else None
+    if planned.folder is not None and planned.spec is not None and planned.kind not in WITHOUT_DRAFT:
+        config = planned.spec.draft
+    if config is None:
+        raise UserError(f"{draft_modules.FLAG} does nothing here: no draft of this package decodes; leave it out")
+    draft_modules.check_draft_modules(_setting(parallel, dtype, None, config, False, impl))
+
+
+def _setting(
+    parallel: ParallelConfig, dtype: torch.dtype, base: BaseConfig | None, draft: DraftConfig | None, plain: bool,
+    impl: TransformerImpl = "local", layers: BaseLayers = LOCAL,
+) -> Setting:  # fmt: skip
+    """What determines the fast paths of one model."""
+    name, engine = str(dtype).removeprefix("torch."), impl == "transformer_engine"
+    machine = platform.machine()
+    return Setting(
+        machine, name, parallel, base, draft, layers=layers, plain=plain, draft_transformer_engine=engine
+    )  # fmt: skip
+
+
+def load_models(
+    planned: Plan, world: World, dtype: torch.dtype, plain: bool, impl: TransformerImpl, layers: BaseLayers = LOCAL
+) -> Models:
     """Load base and draft. Collective.
 
     Args:
         plain: no fast paths.
+        impl: modules of the draft.
         layers: what the base's layers are built from; a second base, used as draft, has local ones.
     """
 
     def paths(base: BaseConfig | None = None, draft: DraftConfig | None = None, layers: BaseLayers = LOCAL) -> Paths:
         """Fast paths of one model."""
-        name = str(dtype).removeprefix("torch.")
-        return Paths(Setting(platform.machine(), name, world.parallel, base, draft, layers=layers, plain=plain))
+        own = impl if draft is not None else "local"
+        return Paths(_setting(world.parallel, dtype, base, draft, plain, own, layers))
 
     if planned.folder is not None:
         loaded = load_checkpoint(
-            planned.folder, world, spec=planned.spec, dtype=dtype, base_path=planned.base, layers=layers, plain=plain
+            planned.folder,
+            world,
+            spec=planned.spec,
+            dtype=dtype,
+            base_path=planned.base,
+            layers=layers,
+            plain=plain,
+            draft_impl=impl,
         )
         found = Models(loaded.base, loaded.draft, teacher_fingerprint(loaded), bool(loaded.base_amax))
     else:
@@ -286,8 +321,9 @@ def validate(run: ValidateRun) -> Report:
         check_base_shapes(run, planned.base_config)
         te.check(run.layers, platform.machine())
         planned.check_prompts(prompts, run.chat_template_kwargs)
+        check_draft_modules_of(planned, run.parallel, dtype, run.draft_transformer_impl)
         world = distributed.initialize(run.parallel, decode.seed, settings=settings_of(run, **planned.agreed))
-        models = load_models(planned, world, dtype, run.plain, run.layers)
+        models = load_models(planned, world, dtype, run.plain, run.draft_transformer_impl, run.layers)
     draft = (run.load if own_draft else None) or planned.decode.speculative_model or planned.kind
     return _measure(run, prompts, planned, models, world, str(draft))
 
@@ -376,14 +412,17 @@ def _generate(run: GenerateRun, prompts: list[Prompt], planned: Plan) -> int:
     if planned.reference is not None:
         about["base_fingerprint"] = planned.reference.fingerprint
     other = {**_other_text(planned.decode), "dtype": str(dtype).removeprefix("torch.")}
+    if run.save_rejections:
+        other["rejections"] = _rejecting(planned)
     check_output(output, prompts, answer_settings(planned.decode, stop_ids, {**about, **other}))
     if run.synthesize is not None:
         check_questions(questions, asking, about)
     check_base_shapes(run, planned.base_config)
     te.check(run.layers, platform.machine())
     planned.check_prompts(prompts, kwargs)
+    check_draft_modules_of(planned, run.parallel, dtype, run.draft_transformer_impl)
     world = distributed.initialize(run.parallel, run.decode.seed, settings=settings_of(run, **planned.agreed))
-    models = load_models(planned, world, dtype, run.plain, run.layers)
+    models = load_models(planned, world, dtype, run.plain, run.draft_transformer_impl, run.layers)
     about["base_fingerprint"] = models.fingerprint
     if run.synthesize is not None:
         prompts = write_questions(
@@ -391,10 +430,27 @@ def _generate(run: GenerateRun, prompts: list[Prompt], planned: Plan) -> int:
         )
     done = synthesize_to_file(
         models.base, planned.tokenizer, prompts, planned.decode, output, draft=models.draft, stop_ids=stop_ids,
-        about={**about, **other}, template_kwargs=kwargs,
+        about={**about, **other}, template_kwargs=kwargs, save_rejections=run.save_rejections,
     )  # fmt: skip
     log.info("%d new conversations in %s", done, output)
     return done
+
+
+def _rejecting(planned: Plan) -> dict[str, Any]:
+    """What rejections depend on. Raises UserError when the rejected tokens would not be those of a trained draft."""
+    decode = planned.decode
+    if decode.decoding_type is None or decode.decoding_type in WITHOUT_DRAFT or planned.target is not None:
+        raise UserError("--save-rejections needs a trained draft: give --load or --speculative-model")
+    if decode.sa_threshold is not None:
+        raise UserError("--save-rejections with --sa-threshold: the tokens would be those of the lookup: leave it out")
+    return {**planned.agreed, **_changed(decode, [f.name for f in dataclasses.fields(decode)])}
+
+
+def _changed(decode: DecodeConfig, names: Sequence[str]) -> dict[str, Any]:
+    """The options that are not the default, but for those that are recorded anyway or change only the speed."""
+    names = [n for n in names if n not in ("max_new_tokens", "temperature", "seed", "batch_size", "cuda_graphs")]
+    default = DecodeConfig()
+    return {n: getattr(decode, n) for n in names if getattr(decode, n) != getattr(default, n)}
 
 
 def _other_text(decode: DecodeConfig) -> dict[str, Any]:
@@ -402,6 +458,4 @@ def _other_text(decode: DecodeConfig) -> dict[str, Any]:
     names = ["top_k", "top_p", "use_rejection_sampling", "typical_acceptance", "use_relaxed_acceptance_for_thinking"]
     if decode.use_rejection_sampling or not decode.lossless:  # then the text depends on the draft and its options, too
         names = [f.name for f in dataclasses.fields(decode)]
-        names = [n for n in names if n not in ("max_new_tokens", "temperature", "seed", "batch_size", "cuda_graphs")]
-    default = DecodeConfig()
-    return {n: getattr(decode, n) for n in names if getattr(decode, n) != getattr(default, n)}
+    return _changed(decode, names)

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron_spec.base import te
 from megatron_spec.base.placement import check_parallel
-from megatron_spec.build import load_checkpoint, respec
+from megatron_spec.build import load_checkpoint, resolve_paths, respec
 from megatron_spec.checkpoint.spec import CheckpointSpec, identity, locked, read_spec
 from megatron_spec.commands.data import check_base_shapes
 from megatron_spec.commands.runs import ExportRun, settings_of, takes
@@ -25,7 +24,7 @@ from megatron_spec.export.draft import export_draft
 from megatron_spec.export.served import check_exportable
 from megatron_spec.families import config_json
 from megatron_spec.planning import layouts
-from megatron_spec.runtime import distributed, platform
+from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import together
 from megatron_spec.runtime.files import require_empty, write_text
 from megatron_spec.serving.draft import exported
@@ -78,7 +77,8 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> CheckpointSpec:
     require_empty(run.export_dir, "give another --export-dir, or remove it to export again")
     layouts.check("export", run.parallel)
     check_parallel(spec.base.config, run.parallel)
-    te.check(run.layers, platform.machine())
+    dtype = torch.bfloat16 if run.bf16 else torch.float32
+    resolve_paths(spec, run.parallel, dtype, layers=run.layers, plain=run.plain, draft_impl=run.draft_transformer_impl)
     return as_exported
 
 
@@ -129,8 +129,9 @@ def export(run: ExportRun) -> Path:
         world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
         dtype = torch.bfloat16 if run.bf16 else torch.float32
         loaded = load_checkpoint(
-            folder, world, dtype=dtype, base_path=run.base, layers=run.layers, plain=run.plain, spec=spec
-        )
+            folder, world, dtype=dtype, base_path=run.base, layers=run.layers, plain=run.plain, spec=spec,
+            draft_impl=run.draft_transformer_impl,
+        )  # fmt: skip
     out = Path(run.export_dir).resolve()
     run_config = {"checkpoint": str(folder), "quant": spec.quant.to_dict() if spec.quant else None}
     legacy, with_base = run.format == "trtllm-legacy", _quantised_base(spec) or run.with_base

@@ -101,6 +101,7 @@ def fast_paths(resolved: Resolved) -> Paths:
         resolved.spec, run.parallel, resolved.dtype, original_base=run.teacher == "original",
         layers=run.layers, ends_only=run.offline_data is not None,
         objective=resolved.objective, rows=run.train.micro_batch_size * resolved.seq_length, plain=run.plain,
+        draft_impl=run.draft_transformer_impl, draft_fp8_recipe=run.draft_fp8_recipe,
         wanted=tuple(name for name in ("base_fp8", "draft_fp8") if getattr(run, name)),
     )  # fmt: skip
 
@@ -293,6 +294,8 @@ def check_offline(run: FinetuneRun) -> None:
     wrong = [flag for flag, value in given.items() if value]
     if wrong:
         raise UserError(f"{', '.join(wrong)} with --offline-data: the base does not run there; leave it out")
+    if run.objective.replay_weight != 1:
+        raise UserError("--replay-weight with --offline-data: stored features hold no rejections; give --data")
 
 
 def open_data(resolved: Resolved) -> Dataset | None:
@@ -300,10 +303,16 @@ def open_data(resolved: Resolved) -> Dataset | None:
     run, spec = resolved.run, resolved.spec
     if run.offline_data is not None:
         return None
-    return open_dataset(
+    dataset = open_dataset(
         str(run.data), tokenizer_folder(spec, run.base, run.tokenizer), resolved.seq_length, run.data_cache_path,
         vocab_size=spec.base.config.vocab_size, template_kwargs=run.chat_template_kwargs,
     )  # fmt: skip
+    if run.objective.replay_weight != 1 and not dataset.store.meta["rejected"]:
+        raise UserError(
+            f"--replay-weight {run.objective.replay_weight}: no line of {run.data} has rejections; write them with "
+            "generate.py --save-rejections, or leave it out"
+        )
+    return dataset
 
 
 def make_loader(run: FinetuneRun, dataset: Dataset, world: World) -> BatchLoader:

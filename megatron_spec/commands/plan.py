@@ -14,16 +14,19 @@ from megatron_spec.config import (
     BaseConfig,
     BaseLayers,
     DraftConfig,
+    Fp8Recipe,
     ObjectiveConfig,
     ParallelConfig,
     QuantConfig,
     TrainConfig,
+    TransformerImpl,
     UserError,
     presets,
 )
 from megatron_spec.config.machine import H100
 from megatron_spec.families import read_base_config
 from megatron_spec.planning import layouts
+from megatron_spec.planning.draft_modules import check_draft_modules
 from megatron_spec.planning.estimate import (  # fmt: skip
     GIB,
     Place,
@@ -65,7 +68,7 @@ def architectures(load: str) -> tuple[BaseConfig, DraftConfig, QuantConfig | Non
 def plan(
     load: str, train: TrainConfig, objective: ObjectiveConfig, parallel: ParallelConfig, cluster: Cluster,
     seq_length: int, offline: bool = False, wanted: tuple[str, ...] = (), plain: bool = False,
-    layers: BaseLayers = LOCAL,
+    layers: BaseLayers = LOCAL, draft_impl: TransformerImpl = "local", draft_fp8_recipe: Fp8Recipe | None = None,
 ) -> str:  # fmt: skip
     """The layout, memory per rank, work and placement as text.
 
@@ -73,6 +76,7 @@ def plan(
         wanted: requested opt-in fast paths.
         plain: no fast paths.
         layers: what the base's layers are built from.
+        draft_impl, draft_fp8_recipe: see `build.resolve_paths`.
 
     Raises UserError for everything that the run would refuse before loading weights.
     """
@@ -85,14 +89,16 @@ def plan(
     setting = Setting(
         H100, "bfloat16" if train.bf16 else "float32", parallel, None if offline else base, draft, objective,
         quant, layers, train.micro_batch_size * seq_length, wanted, plain=plain,
+        draft_transformer_engine=draft_impl == "transformer_engine", draft_fp8_recipe=draft_fp8_recipe,
     )  # fmt: skip
+    check_draft_modules(setting, planned=True)
     paths = Paths(setting)
     paths.check()
     stages = place(base.num_layers, parallel, draft.capture_layer_ids)
     places = [
         Place(
             base, draft, parallel, train, seq_length, draft_passes(draft, objective), cluster.world_size, stage.count,
-            offline, last_stage=stage is stages[-1], paths=paths,
+            offline, last_stage=stage is stages[-1], paths=paths, anchors=objective.anchors,
         )
         for stage in stages
     ]  # fmt: skip
@@ -114,7 +120,7 @@ def plan_run(run: FinetuneRun) -> str:
     wanted += ("te_fp8",) if run.layers.recipe else ()
     return plan(
         run.load, train, run.objective, run.parallel, cluster, run.seq_length or 2048, offline, wanted, run.plain,
-        run.layers,
+        run.layers, run.draft_transformer_impl, run.draft_fp8_recipe,
     )  # fmt: skip
 
 
@@ -207,7 +213,7 @@ def _memory(places: list[Place], cluster: Cluster) -> list[str]:
 def _work(
     base: BaseConfig, draft: DraftConfig, train: TrainConfig, objective: ObjectiveConfig, S: int, cluster: Cluster
 ) -> list[str]:
-    work = flops_per_token(base, draft, S, draft_passes(draft, objective))
+    work = flops_per_token(base, draft, S, draft_passes(draft, objective), objective.anchors)
     tokens = train.global_batch_size * S
     step = sum(work.values()) * tokens
     seconds = step / cluster.world_size / 400e12

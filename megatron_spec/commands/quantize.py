@@ -9,7 +9,7 @@ import torch
 
 from megatron_spec.base import te
 from megatron_spec.base.placement import check_parallel
-from megatron_spec.build import load_checkpoint, respec
+from megatron_spec.build import load_checkpoint, resolve_paths, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.spec import CheckpointSpec, identity, latest_iteration, read_spec, resolve
 from megatron_spec.commands.data import (
@@ -140,8 +140,9 @@ def _quantize(
     dtype = torch.bfloat16 if run.bf16 else torch.float32
     dataset = None if quant.base == quant.draft == "none" else open_data(run, spec)
     loaded = load_checkpoint(
-        folder, world, dtype=dtype, base_path=run.base, layers=run.layers, plain=run.plain, spec=spec
-    )
+        folder, world, dtype=dtype, base_path=run.base, layers=run.layers, plain=run.plain, spec=spec,
+        draft_impl=run.draft_transformer_impl,
+    )  # fmt: skip
     run_config = {"policy": run.policy, "samples": run.samples, "quant": quant.to_dict()}
     if dataset is None:
         log.info("nothing is quantised: %s is a copy of the checkpoint", run.save)
@@ -191,6 +192,8 @@ def check(run: QuantizeRun, spec: CheckpointSpec, quant: QuantConfig) -> Objecti
     check_parallel(spec.base.config, run.parallel)
     te.check(run.layers, platform.machine())
     check_seq_length(run.seq_length, spec)
+    dtype = torch.bfloat16 if run.bf16 else torch.float32
+    resolve_paths(spec, run.parallel, dtype, plain=run.plain, draft_impl=run.draft_transformer_impl)
     return objective
 
 

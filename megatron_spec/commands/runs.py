@@ -18,9 +18,11 @@ from megatron_spec.config import (
     Config,
     DecodeConfig,
     EagleAlgorithm,
+    Fp8Recipe,
     ObjectiveConfig,
     ParallelConfig,
     TrainConfig,
+    TransformerImpl,
     UserError,
     flag_name,
     group,
@@ -109,6 +111,15 @@ class Precision(Config):
 
     bf16: bool = False
     """Hold weights in bfloat16 instead of float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModules(Config):
+    """Fields of a command that computes with a draft."""
+
+    draft_transformer_impl: TransformerImpl = "local"
+    """Modules of the draft's linears and norms: this package's, or Transformer Engine's, slower but on any of its GPUs;
+    checkpoints are the same (docs/performance.md#a-draft-from-transformer-engine)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +246,7 @@ class EvalRequest(Config):
 
 
 @dataclass(frozen=True)
-class FinetuneRun(Parallel, ChatText, MovedBase, ModelRun):
+class FinetuneRun(Parallel, ChatText, MovedBase, DraftModules, ModelRun):
     """finetune.py: train the draft of a checkpoint; on a quantised one this is quantisation-aware training."""
 
     load: str = option(metavar="DIR")
@@ -257,9 +268,12 @@ class FinetuneRun(Parallel, ChatText, MovedBase, ModelRun):
     offline_data: str | None = option(None, "DIR")
     """Instead of --data: features written by offline_feature_extract.py. The base's layers are not loaded."""
     base_fp8: bool = False
-    """Run the base's linears in fp8 (Hopper or newer, with --bf16)."""
+    """Run the base's linears, and its head for the teacher, in fp8 (Hopper or newer, with --bf16)."""
     draft_fp8: bool = False
-    """Run the draft layer's linears in fp8."""
+    """Run the draft's layer and LM head in fp8 (Hopper or newer, with --bf16)."""
+    draft_fp8_recipe: Fp8Recipe | None = None
+    """With --draft-transformer-impl transformer_engine: train the linears of the draft's layers in fp8 by this recipe
+    of Transformer Engine."""
     layers: BaseLayers = group(BaseLayers)
     """Layers of the base."""
     teacher: Literal["quantised", "original"] = "quantised"
@@ -305,7 +319,7 @@ class FinetuneRun(Parallel, ChatText, MovedBase, ModelRun):
 
 
 @dataclass(frozen=True)
-class QuantizeRun(Parallel, Precision, Layers, ChatText, MovedBase, ModelRun):
+class QuantizeRun(Parallel, Precision, Layers, ChatText, MovedBase, DraftModules, ModelRun):
     """quantize.py: attach fake quantisers to base and draft and calibrate their ranges."""
 
     load: str = option(metavar="DIR")
@@ -330,7 +344,7 @@ class QuantizeRun(Parallel, Precision, Layers, ChatText, MovedBase, ModelRun):
 
 
 @dataclass(frozen=True)
-class ExportRun(Parallel, Precision, Layers, MovedBase, ModelRun):
+class ExportRun(Parallel, Precision, Layers, MovedBase, DraftModules, ModelRun):
     """export.py: export a draft, and its base on request, for serving engines."""
 
     load: str = option(metavar="DIR")
@@ -410,7 +424,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class ValidateRun(Parallel, Precision, Layers, ChatText, ModelRun):
+class ValidateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun):
     """validate.py: decode with and without the draft; report acceptance length and whether the texts are identical."""
 
     data: str = option(metavar="JSONL")
@@ -445,7 +459,7 @@ class ValidateRun(Parallel, Precision, Layers, ChatText, ModelRun):
 
 
 @dataclass(frozen=True)
-class GenerateRun(Parallel, Precision, Layers, ChatText, ModelRun):
+class GenerateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun):
     """generate.py: generate a base's answers to prompts, with or without a draft."""
 
     data: str | None = option(metavar="JSONL")
@@ -464,6 +478,8 @@ class GenerateRun(Parallel, Precision, Layers, ChatText, ModelRun):
     """Instead of --data: have the base write N questions into OUTPUT.questions.jsonl."""
     question_temperature: float | None = option(None, "T", least=0)
     """Temperature of the questions (--synthesize; default: 1)."""
+    save_rejections: bool = False
+    """Record in every line which tokens the base put in place of a rejected draft token, for --replay-weight."""
 
     def validate(self) -> None:
         """Raise UserError for flags that are missing or contradict one another."""

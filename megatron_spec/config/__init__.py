@@ -14,12 +14,14 @@ from megatron_spec.config.draft import DraftConfig, EagleAlgorithm, EagleConfig,
 from megatron_spec.config.layers import ENGINE, LOCAL, BaseLayers
 from megatron_spec.config.training import (
     Alignment,
+    Fp8Recipe,
     LossKind,
     ObjectiveConfig,
     ParallelConfig,
     QuantConfig,
     QuantFormat,
     TrainConfig,
+    TransformerImpl,
 )
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "DraftConfig",
     "EagleAlgorithm",
     "EagleConfig",
+    "Fp8Recipe",
     "LossKind",
     "MedusaConfig",
     "MlaConfig",
@@ -48,6 +51,7 @@ __all__ = [
     "RopeType",
     "RouterKind",
     "TrainConfig",
+    "TransformerImpl",
     "UserError",
     "flag_name",
     "group",

@@ -6,21 +6,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_spec.config.core import Config, require
+from megatron_spec.config.training import TransformerImpl
 
 Fp8Format = Literal["hybrid", "e4m3"]
-Fp8Recipe = Literal["delayed", "tensorwise", "blockwise"]
+BaseRecipe = Literal["delayed", "tensorwise", "blockwise"]
 
 
 @dataclass(frozen=True)
 class BaseLayers(Config):
     """What the base's layers are built from."""
 
-    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    transformer_impl: TransformerImpl = "local"
     """Modules that the base's layers are built from."""
     fp8_format: Fp8Format | None = None
     """With --transformer-impl transformer_engine: run the base's linears in Transformer Engine's fp8. The two formats
     are the same for a frozen base: hybrid differs in gradients."""
-    fp8_recipe: Fp8Recipe | None = None
+    fp8_recipe: BaseRecipe | None = None
     """With --fp8-format: a scale per tensor from the last micro-batches (delayed) or from the tensor itself
     (tensorwise), or a scale per block (blockwise) (default: delayed, as in Megatron-LM)."""
 
@@ -40,7 +41,7 @@ class BaseLayers(Config):
         return self.transformer_impl == "transformer_engine"
 
     @property
-    def recipe(self) -> Fp8Recipe | None:
+    def recipe(self) -> BaseRecipe | None:
         """How values are scaled in fp8; None: no fp8."""
         return (self.fp8_recipe or "delayed") if self.fp8_format else None
 

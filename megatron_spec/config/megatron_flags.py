@@ -101,7 +101,8 @@ _TABLE = [
     *_switches("fp16", "refused", "half precision is --bf16"),
     *_valued("params-dtype", "renamed", "--bf16"),
     *_valued("fp8-format fp8-recipe", "refused",
-             "it is an option of finetune.py, with --transformer-impl transformer_engine"),
+             "it is an option of finetune.py, with --transformer-impl transformer_engine; of a draft: "
+             "--draft-fp8-recipe"),
     *_valued("fp8-margin fp8-amax-history-len fp8-amax-compute-algo", "refused",
              "the delayed recipe scales by the largest value of 1024 micro-batches"),
     *_switches("fp8-param-gather", "refused", "the base keeps its weights in bf16 beside those in fp8"),

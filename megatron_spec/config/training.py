@@ -11,6 +11,9 @@ LossKind = Literal["soft_ce", "kl", "reverse_kl", "tv", "lk", "hard_ce", "ce_l1"
 BlockWeights = Literal["exponential", "d-pace"]
 Alignment = Literal["serving", "paper", "target"]
 QuantFormat = Literal["none", "fp8", "nvfp4"]
+TransformerImpl = Literal["local", "transformer_engine"]
+Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"]
+"""Recipes of Transformer Engine, under Megatron's names."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,9 @@ class ObjectiveConfig(Config):
     """Leave rows whose most likely token under the base is outside the draft vocabulary out of the loss."""
     detach: bool = False
     """Stop gradients between draft steps (fed-back hidden states, keys and values of earlier steps)."""
+    replay_weight: float = 1.0
+    """Weight of draft steps that predict a token which the base once put in place of a rejected draft token (recorded
+    in the data by generate.py --save-rejections); all others have 1."""
     row_keep: float = 0.7
     """P-EAGLE: depth d trains on a share row_keep ** d of the rows, redrawn at every step."""
     row_keep_least: float = 0.2
@@ -112,6 +118,7 @@ class ObjectiveConfig(Config):
             require(getattr(self, name) >= 0, f"{name} must not be negative, found {getattr(self, name)}")
         require(self.ttt_steps >= 1, f"ttt_steps must be at least 1, found {self.ttt_steps}")
         require(self.temperature > 0, f"temperature must be positive, found {self.temperature}")
+        require(self.replay_weight > 0, f"replay_weight must be positive, found {self.replay_weight}")
         require(0 < self.step_decay <= 1, f"step_decay must be in (0, 1], found {self.step_decay}")
         for name in ("row_keep", "row_keep_least"):
             require(0 < getattr(self, name) <= 1, f"{name} must be in (0, 1], found {getattr(self, name)}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_spec.config import UserError
 from megatron_spec.data.conversations import Conversation
 from megatron_spec.data.offsets import TokenOffsets, TokenPlaces, byte_lengths
+from megatron_spec.data.recorded import check_tokenizer, in_turns, indices_of, placed
 from megatron_spec.data.template import PLACEHOLDER, ChatTemplate
 from megatron_spec.data.tokenizer import BatchTokenizer, beyond_vocabulary, special_ids, vocabulary_hash
 
@@ -42,6 +43,7 @@ class Sample:
         where: 'FILE line N', for messages.
         shortened: number of answers whose beginning the chat template left out.
         prompted_differently: number of answers that do not begin like the template's generation prompt (<think>, ...).
+        rejected: int64 [M] ascending indices of tokens that the base put in place of a rejected draft token.
     """
 
     tokens: Tensor
@@ -49,6 +51,7 @@ class Sample:
     where: str = field(default="", compare=False)
     shortened: int = field(default=0, compare=False)
     prompted_differently: int = field(default=0, compare=False)
+    rejected: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64), compare=False)
 
     def __len__(self) -> int:
         return int(self.tokens.numel())
@@ -131,29 +134,29 @@ class ChatEncoder:
                 for (c, k), text, ids in zip(plain, texts, self._tokenise(texts), strict=True)
             ]
         samples = iter(found)
-        return [[next(samples)] if c.answer_ids is None else self._from_ids(c) for c in conversations]
+        return [
+            [_with_rejected(c, next(samples), self)] if c.answer_ids is None else self._from_ids(c)
+            for c in conversations
+        ]
 
     def _from_ids(self, conversation: Conversation) -> list[Sample]:
         """Samples of a conversation with answer_ids: each answer after the prompt that the base answered."""
         answers = conversation.answer_ids
         assert answers is not None
-        if answers.tokenizer != self.vocabulary_hash:
-            raise UserError(
-                f"{conversation.where}: answer_ids belong to another tokenizer ({answers.tokenizer}, this one is "
-                f"{self.vocabulary_hash}): answer the prompts with this base, or remove the key to train on the text"
-            )
+        check_tokenizer(conversation, self.vocabulary_hash)
         numbers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        parts: list[tuple[list[int], list[int]]] = []
-        for i, ids in zip(numbers, answers.turns, strict=True):
+        parts: list[tuple[list[int], list[int], list[int]]] = []
+        for i, ids, rejected in zip(numbers, answers.turns, indices_of(conversation), strict=True):
             if ids is None:
                 continue
             [(_, prompt)] = self._prompts([(conversation, i)])
             if not parts or prompt[: len(parts[-1][0])] != parts[-1][0]:
-                parts.append(([], []))
-            tokens, turns = parts[-1]
+                parts.append(([], [], []))
+            tokens, turns, places = parts[-1]
             turns += [0] * (len(prompt) - len(tokens)) + [max(turns, default=0) + 1] * len(ids)
+            places += placed(conversation, rejected, range(len(prompt), len(prompt) + len(ids)))
             tokens[:] = prompt + ids
-        return [_sample(conversation, np.array(ids), np.array(turns, dtype=np.int32)) for ids, turns in parts]
+        return [_part(conversation, *part) for part in parts]
 
     def prompts(self, conversations: Sequence[Conversation]) -> list[tuple[str, list[int]]]:
         """Text and token ids of each conversation to be answered, including the assistant's header.
@@ -292,6 +295,23 @@ def _sample(
         raise UserError(f"{conversation.where}: every token counts as the assistant's: the chat template is wrong")
     tokens, turns = torch.from_numpy(ids_N), torch.from_numpy(turns_N)
     return Sample(tokens, turns, conversation.where, shortened, prompted_differently)
+
+
+def _part(conversation: Conversation, ids: list[int], turns: list[int], rejected: list[int]) -> Sample:
+    sample = _sample(conversation, np.array(ids), np.array(turns, dtype=np.int32))
+    return replace(sample, rejected=_indices(rejected))
+
+
+def _with_rejected(conversation: Conversation, sample: Sample, encoder: ChatEncoder) -> Sample:
+    """The sample of a conversation's text, with its rejections."""
+    if conversation.rejected is None:
+        return sample
+    check_tokenizer(conversation, encoder.vocabulary_hash)
+    return replace(sample, rejected=_indices(in_turns(conversation, sample.turns.numpy())))
+
+
+def _indices(found: list[int]) -> Tensor:
+    return torch.tensor(found, dtype=torch.int64)
 
 
 def _turns_of_marks(ids: list[int], mask: list[int], end_ids: Collection[int]) -> Array:

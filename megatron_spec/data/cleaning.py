@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_spec.data.conversations import ROLES, BadConversation, Conversation, parse_conversation
+from megatron_spec.data.conversations import OF_ANSWERS, ROLES, BadConversation, Conversation, parse_conversation
 
 _KEYS = ("messages", "conversations", "conversation")
 _PAIRS = {
@@ -66,7 +66,7 @@ def clean(record: Any, options: CleanOptions) -> Cleaned:
 
     Accepts `messages`, `conversations` or `conversation` with OpenAI's or ShareGPT's names; alpaca's columns and other
     pairs of question and answer (`_PAIRS`, with `history`); question files with `turns` or `prompt` (a list of texts;
-    only with `make_prompts`). Also reads `system`, `tools`, `chat_template_kwargs` and `answer_ids`.
+    only with `make_prompts`). Also reads `system`, `tools`, `chat_template_kwargs`, `answer_ids` and `rejected`.
     """
     result = Cleaned()
     try:
@@ -84,9 +84,12 @@ def clean(record: Any, options: CleanOptions) -> Cleaned:
         messages = _trim(messages, result.repairs, keep_questions=options.make_prompts)
         result.reason = _problem(messages, options)
     if not result.reason:
-        ids = record.get("answer_ids") if messages == conversation.messages else None
-        result.repairs["answer_ids removed with a message"] += bool(record.get("answer_ids")) and ids is None
-        result.line = _line(replace(conversation, messages=messages), record.get("category"), ids, options)
+        found = {key: record[key] for key in OF_ANSWERS if record.get(key)}
+        if messages != conversation.messages:
+            for key in found:
+                result.repairs[f"{key} removed with a message"] += 1
+            found = {}
+        result.line = _line(replace(conversation, messages=messages), record.get("category"), found, options)
     return result
 
 
@@ -94,7 +97,7 @@ def _conversation(record: Any, repairs: Counter[str]) -> dict[str, Any]:
     """The record with the names that `parse_conversation` reads. Raises BadConversation if it has no messages."""
     if not isinstance(record, dict):
         raise BadConversation("", f"a JSON {type(record).__name__} instead of an object")
-    beside = {k: record[k] for k in ("tools", "chat_template_kwargs", "answer_ids") if record.get(k)}
+    beside = {k: record[k] for k in ("tools", "chat_template_kwargs", *OF_ANSWERS) if record.get(k)}
     system = record.get("system") or record.get("system_prompt")
     return {"messages": _messages(record, repairs), "system": system, **beside}
 
@@ -200,14 +203,13 @@ def _problem(messages: Messages, options: CleanOptions) -> str:
     return ""
 
 
-def _line(conversation: Conversation, category: Any, ids: Any, options: CleanOptions) -> dict[str, Any]:
+def _line(conversation: Conversation, category: Any, found: dict[str, Any], options: CleanOptions) -> dict[str, Any]:
     messages = conversation.messages
     beside = {"tools": conversation.tools, "chat_template_kwargs": dict(conversation.template_kwargs)}
     beside = {key: value for key, value in beside.items() if value}
     if not options.make_prompts:
         about = [messages, beside] if beside else messages
-        line = {"conversation_id": identifier(about), "conversations": messages, **beside}
-        return {**line, "answer_ids": ids} if ids else line
+        return {"conversation_id": identifier(about), "conversations": messages, **beside, **found}
     asked: dict[str, Any] = {
         "system": "\n".join(m["content"] for m in messages if m["role"] == "system"),
         "turns": [m["content"] for m in messages if m["role"] == "user"],

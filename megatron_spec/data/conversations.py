@@ -2,7 +2,8 @@
 
 A line is `{"conversations": [{"role": "user", "content": "..."}, ...]}`; the key may be `messages`, and ShareGPT's
 `from`/`value` with `human`/`gpt` are accepted. Optional keys: `system` (a system text), `tools` (schemas),
-`chat_template_kwargs` (arguments of the chat template, such as enable_thinking) and `answer_ids` (see `AnswerIds`).
+`chat_template_kwargs` (arguments of the chat template, such as enable_thinking), `answer_ids` (see `AnswerIds`) and
+`rejected` (see `Rejections`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ ROLES = {
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names that servers and chat templates use for a model's reasoning; lines keep the first."""
+
+OF_ANSWERS = ("answer_ids", "rejected")
+"""Keys of a line that belong to its answers, and to no others."""
 
 LONGEST_LINE = 2**26
 """Most bytes of a line, which bounds the text tokenised at once: a line is one conversation, not a corpus."""
@@ -71,6 +75,20 @@ class AnswerIds:
 
 
 @dataclass(frozen=True)
+class Rejections:
+    """Where the base rejected the tokens of a draft, from generate.py --save-rejections.
+
+    Attributes:
+        tokenizer: see `AnswerIds`.
+        turns: one entry per assistant message: indices in its tokens of those that the base put in place of a rejected
+            draft token, or None for a message that the base did not generate.
+    """
+
+    tokenizer: str
+    turns: list[list[int] | None]
+
+
+@dataclass(frozen=True)
 class Conversation:
     """One validated line of a file.
 
@@ -81,6 +99,7 @@ class Conversation:
         tools: tool schemas for the template, or None.
         template_kwargs: arguments of the chat template; they override those of the run.
         answer_ids: ids to train on instead of the text of the answers.
+        rejected: where the base rejected the tokens of a draft, if that was recorded.
     """
 
     messages: list[dict[str, Any]]
@@ -89,6 +108,7 @@ class Conversation:
     tools: list[Any] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     answer_ids: AnswerIds | None = None
+    rejected: Rejections | None = None
 
 
 def check_text(value: Any, where: str) -> None:
@@ -235,6 +255,26 @@ def _answer_ids(value: Any, messages: list[dict[str, Any]], where: str) -> Answe
     return AnswerIds(name, turns)
 
 
+def _rejected(value: Any, messages: list[dict[str, Any]], where: str) -> Rejections:
+    """`{"tokenizer": HASH, "turns": [[indices] or null, ...]}`. Raises BadConversation."""
+    turns = value.get("turns") if isinstance(value, dict) else None
+    name = value.get("tokenizer") if isinstance(value, dict) else None
+    answers = sum(message["role"] == "assistant" for message in messages)
+
+    def fits(places: Any) -> bool:
+        """Indices of one answer, or None."""
+        return places is None or (isinstance(places, list) and all(type(i) is int and i >= 0 for i in places))
+
+    if not (isinstance(name, str) and isinstance(turns, list) and len(turns) == answers and all(map(fits, turns))):
+        problem = "rejected that does not fit the messages"
+        raise BadConversation(
+            f"{where}: found {problem}: expected a tokenizer and turns, a list of token indices (or null) for each of "
+            f"the {answers} answers; or remove the key",
+            problem,
+        )
+    return Rejections(name, turns)
+
+
 def parse_conversation(record: Any, where: str) -> Conversation:
     """A checked conversation from one JSON value. Raises UserError with `where`."""
     if not isinstance(record, dict):
@@ -252,7 +292,8 @@ def parse_conversation(record: Any, where: str) -> Conversation:
     check_text(identifier, where)
     given = record.get("answer_ids")
     answer_ids = None if given is None else _answer_ids(given, messages, where)
-    return Conversation(messages, where, identifier, *read_extras(record, where), answer_ids)
+    rejected = None if record.get("rejected") is None else _rejected(record["rejected"], messages, where)
+    return Conversation(messages, where, identifier, *read_extras(record, where), answer_ids, rejected)
 
 
 def read_extras(record: dict[str, Any], where: str) -> tuple[list[Any] | None, dict[str, Any]]:

@@ -168,7 +168,8 @@ class ConversationDataset:
         for begin, end, turn in block.runs.tolist():
             turns[begin:end] = turn
         tokens = block.tokens[:n].astype(np.int64)
-        return Sample(torch.from_numpy(tokens), torch.from_numpy(turns), self._where(number))
+        rejected = torch.from_numpy(block.rejected[block.rejected < n].astype(np.int64))
+        return Sample(torch.from_numpy(tokens), torch.from_numpy(turns), self._where(number), rejected=rejected)
 
     def supervised(self) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
         """(supervised tokens, line of each) of all samples, a few million at a time."""

@@ -106,6 +106,7 @@ def build_batch(
     Positions restart in every document, documents are numbered from 0 within a row (-1 on padding), turn numbers stay
     unique within a row. Padding continues the positions of the last document. Raises ValueError if a row is too long.
     """
+    rejected_BS = torch.zeros(len(rows), length, dtype=torch.bool)
     tokens_BS = torch.full((len(rows), length), pad_token_id, dtype=torch.int64)
     positions_BS = torch.zeros(len(rows), length, dtype=torch.int64)
     turns_BS = torch.zeros(len(rows), length, dtype=torch.int32)
@@ -120,6 +121,8 @@ def build_batch(
             positions_BS[b, at:] = torch.arange(length - at)
             turns_BS[b, at:end] = torch.where(sample.turns > 0, sample.turns + turn_offset, 0)
             documents_BS[b, at:end] = document
+            rejected_BS[b, at + sample.rejected] = True
             turn_offset = int(turns_BS[b].max())
             at = end
-    return Batch(tokens_BS, positions_BS, turns_BS, documents_BS, sample_ids, context).to(device)
+    rejected = rejected_BS if rejected_BS.any() else None
+    return Batch(tokens_BS, positions_BS, turns_BS, documents_BS, sample_ids, context, rejected_BS=rejected).to(device)

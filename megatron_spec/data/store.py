@@ -6,11 +6,13 @@
     FOLDER/lines.bin     int32 [N]: line of the file that each sample is from
     FOLDER/runs.bin      int32 [R, 3]: first token, token after the last, turn number of each supervised stretch
     FOLDER/run_counts.bin  int32 [N]: stretches of each sample
+    FOLDER/rejected.bin  int32 [M]: tokens that the base put in place of rejected draft tokens, indices in their sample
+    FOLDER/rejected_counts.bin  int32 [N]: those of each sample
 
 Nothing here depends on seq_length: the reader truncates. Tokens are read with plain reads instead of a memory map, so a
 run's memory does not grow with the part of the file it has read.
 
-N samples, R stretches, n tokens of one sample.
+N samples, R stretches, M rejections, n tokens of one sample.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from numpy.typing import NDArray
 from megatron_spec.config import UserError
 from megatron_spec.runtime.files import read_object, write_json
 
-FORMAT = 2
-_FILES = ("tokens", "lengths", "lines", "runs", "run_counts")
+FORMAT = 3
+_FILES = ("tokens", "lengths", "lines", "runs", "run_counts", "rejected", "rejected_counts")
 Array = NDArray[Any]
 
 
@@ -38,8 +40,9 @@ class Block:
 
     Attributes:
         tokens: [sum n].
-        lengths, lines, run_counts: [N].
+        lengths, lines, run_counts, rejected_counts: [N].
         runs: [R, 3].
+        rejected: [M].
     """
 
     tokens: Array
@@ -47,6 +50,8 @@ class Block:
     lines: Array
     runs: Array
     run_counts: Array
+    rejected: Array
+    rejected_counts: Array
 
     def supervised(self, seq_length: int) -> tuple[Array, Array]:
         """(supervised tokens, index of their sample in this block) within the first `seq_length` of each sample."""
@@ -76,7 +81,7 @@ class StoreWriter:
         # Room for ids past the tokenizer's: bases pad their vocabulary and may generate those ids.
         self.dtype = np.dtype(np.uint16 if vocab_size <= 60_000 else np.uint32)
         self._files = {name: (folder / f"{name}.bin").open("wb") for name in _FILES}
-        self._totals = {"samples": 0, "tokens": 0, "supervised": 0, "turns": 0, "longest": 0}
+        self._totals = {"samples": 0, "tokens": 0, "supervised": 0, "turns": 0, "longest": 0, "rejected": 0}
         self._largest = [-1, 0]
 
     def append(self, block: Block) -> None:
@@ -92,6 +97,7 @@ class StoreWriter:
         totals["tokens"] += len(block.tokens)
         totals["supervised"] += int((block.runs[:, 1] - block.runs[:, 0]).sum())
         totals["turns"] += len(block.runs)
+        totals["rejected"] += len(block.rejected)
         totals["longest"] = max(totals["longest"], int(block.lengths.max(initial=0)))
         if largest > self._largest[0]:
             sample = int(np.searchsorted(np.cumsum(block.lengths), int(block.tokens.argmax()), side="right"))
@@ -113,7 +119,7 @@ class StoreWriter:
 
 
 class TokenStore:
-    """Reads what `StoreWriter` wrote. Keeps lengths, lines and offsets in memory: 24 bytes per sample.
+    """Reads what `StoreWriter` wrote. Keeps lengths, lines and offsets in memory: 32 bytes per sample.
 
     Raises UserError when the folder is incomplete or a file is shorter than meta.json says.
     """
@@ -126,13 +132,16 @@ class TokenStore:
         self.lengths = np.fromfile(folder / "lengths.bin", dtype=np.int32)
         self.lines = np.fromfile(folder / "lines.bin", dtype=np.int32)
         run_counts = np.fromfile(folder / "run_counts.bin", dtype=np.int32)
-        self.starts = _starts(self.lengths)
+        rejected_counts = np.fromfile(folder / "rejected_counts.bin", dtype=np.int32)
+        self.starts, self.rejected_starts = _starts(self.lengths), _starts(rejected_counts)
         self.run_starts = _starts(run_counts)
         sizes = {"tokens": int(self.starts[-1]) * self.dtype.itemsize, "runs": int(self.run_starts[-1]) * 12}
+        sizes["rejected"] = int(self.rejected_starts[-1]) * 4
         wrong = [name for name, size in sizes.items() if (folder / f"{name}.bin").stat().st_size != size]
-        if {len(self.lengths), len(self.lines), len(run_counts)} != {N} or wrong:
+        if {len(self.lengths), len(self.lines), len(run_counts), len(rejected_counts)} != {N} or wrong:
             raise UserError(f"{folder} is damaged ({', '.join(wrong) or 'lengths'}): remove it; it will be rebuilt")
         self._tokens, self._runs = _Reader(folder / "tokens.bin"), _Reader(folder / "runs.bin")
+        self._rejected = _Reader(folder / "rejected.bin")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -143,7 +152,10 @@ class TokenStore:
         tokens = np.frombuffer(self._tokens.read(begin, end, self.dtype.itemsize), dtype=self.dtype)
         counts = np.diff(self.run_starts[first : after + 1])
         lengths, lines = self.lengths[first:after], self.lines[first:after]
-        return Block(tokens, lengths, lines, self.runs(first, after), counts)
+        begin, end = int(self.rejected_starts[first]), int(self.rejected_starts[after])
+        rejected = np.frombuffer(self._rejected.read(begin, end, 4), dtype=np.int32)
+        rejected_counts = np.diff(self.rejected_starts[first : after + 1])
+        return Block(tokens, lengths, lines, self.runs(first, after), counts, rejected, rejected_counts)
 
     def runs(self, first: int, after: int) -> Array:
         """int32 [R, 3] supervised stretches of samples first .. after-1."""

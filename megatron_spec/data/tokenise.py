@@ -36,7 +36,7 @@ PIECE = 2**20
 PARALLEL_FROM = 16 * 2**20
 """Files below this many bytes are tokenised in this process: starting others takes seconds."""
 
-CODE = ("chat.py", "conversations.py", "offsets.py", "template.py")
+CODE = ("chat.py", "conversations.py", "offsets.py", "recorded.py", "template.py")
 """Source files that determine tokens and masks."""
 
 FAULTS = {
@@ -215,6 +215,8 @@ class _PieceEncoder:
             np.array(lines, dtype=np.int32),
             np.concatenate(runs),
             np.array([len(run) for run in runs], dtype=np.int32),
+            np.concatenate([sample.rejected.numpy() for sample in samples]).astype(np.int32),
+            np.array([len(sample.rejected) for sample in samples], dtype=np.int32),
         )
         faults = [
             (fault, line, count)

@@ -73,6 +73,7 @@ class Generation:
             ends the text do not count.
         drafted_steps: verifications with at least one draft token.
         accepted_after_end: draft tokens accepted after the token that ends the text. Serving engines count these, too.
+        rejected: indices of the tokens that the base put in place of a draft token that it rejected.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -82,6 +83,7 @@ class Generation:
     drafted_lengths: list[int] = field(default_factory=list)
     drafted_steps: int = 0
     accepted_after_end: int = 0
+    rejected: list[int] = field(default_factory=list)
 
     def add(self, tokens: list[int], stopped: int) -> None:
         """Add the tokens that a step emitted; `stopped`: the last of them is a stop token."""
@@ -95,6 +97,8 @@ class Generation:
         self.drafted_lengths.append(emitted - 1 if stopped else proposed)
         self.drafted_steps += proposed > 0
         self.accepted_after_end += max(0, accepted - (emitted - 1))
+        if emitted == accepted + 1 <= proposed:
+            self.rejected.append(len(self.tokens) - 1)
 
 
 def decode(

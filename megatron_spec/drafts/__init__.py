@@ -30,6 +30,7 @@ def build_draft(
     from megatron_spec.drafts.dspark import DSparkDraft
     from megatron_spec.drafts.eagle1 import Eagle1Draft
     from megatron_spec.drafts.eagle3 import EagleDraft
+    from megatron_spec.drafts.engine import TransformerEngine
     from megatron_spec.drafts.linear import Placement
     from megatron_spec.drafts.medusa import MedusaDraft
     from megatron_spec.drafts.mtp import MtpDraft
@@ -45,11 +46,12 @@ def build_draft(
         )
     )
     kind = kinds[config.algorithm]
-    draft = kind(config, vocab, Placement(world.tp, world.parallel.sequence_parallel, dtype, world.device))
     if paths is None:
         name = str(dtype).removeprefix("torch.")
         paths = Paths(Setting(machine(), name, world.parallel, draft=config))
-    draft.paths = paths
+    engine = TransformerEngine(paths.setting.draft_fp8_recipe) if paths.setting.draft_transformer_engine else None
+    draft = kind(config, vocab, Placement(world.tp, world.parallel.sequence_parallel, dtype, world.device, engine))
+    draft.paths, draft.engine = paths, engine
     _check_structure(draft, world.tp_size, world.tp_rank)
     return draft
 

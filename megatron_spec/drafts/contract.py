@@ -6,16 +6,20 @@ T draft steps, S sequence, B micro-batch, H base hidden size, V padded base voca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megatron_spec.batch import Features
 from megatron_spec.config import ObjectiveConfig
+from megatron_spec.ops.fp8 import Fp8Matrix
 from megatron_spec.planning.paths import NO_PATHS, Paths
+
+if TYPE_CHECKING:
+    from megatron_spec.drafts.engine import TransformerEngine
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [S,B,N,D], k [S,B,G,D], v [S,B,G,D]), q and k rotated -> [S, B, N*D]. Training passes the attention of the
@@ -27,6 +31,8 @@ class BaseEnds(Protocol):
 
     vocab_size: int
     """Vocabulary size without padding."""
+    head_fp8: Fp8Matrix | None
+    """The LM head in fp8, without padding but for rows of zeros at its end; None: the teacher is in bf16."""
 
     @property
     def head_weight(self) -> Tensor:
@@ -74,14 +80,17 @@ class Draft(nn.Module):
 
     paths: Paths = NO_PATHS
     """The fast paths it may use; set by `drafts.build_draft`."""
+    engine: TransformerEngine | None = None
+    """Source of its linears and norms, if not torch; set by `drafts.build_draft`."""
 
     def forward(self, features: Features, ends: BaseEnds, objective: ObjectiveConfig) -> DraftLosses:
         """Unroll over the micro-batch and return the loss sums."""
         raise NotImplementedError
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`forward` under `weights_fixed`."""
-        with self.weights_fixed():
+        """`forward` under `weights_fixed`; in training, with Transformer Engine's fp8 where it is asked for."""
+        training = self.engine is not None and self.training and torch.is_grad_enabled()
+        with self.weights_fixed(), self.engine.fp8() if training else nullcontext():  # type: ignore[union-attr]
             return super().__call__(*args, **kwargs)
 
     @contextmanager

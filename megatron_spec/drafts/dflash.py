@@ -61,7 +61,7 @@ class DFlashDraft(Draft):
         self.tp_group, self.sequence_parallel = place.group, place.sequence_parallel
         H = config.hidden_size
         blocks = replace(place, sequence_parallel=False)
-        self.fc = Linear(len(config.capture_layer_ids) * H, H, place)
+        self.fc = Linear(len(config.capture_layer_ids) * H, H, place.in_high_precision)
         self.hidden_norm = RMSNorm(H, config.rms_norm_eps, place)
         self.layers = nn.ModuleList(DraftLayer(config, False, blocks) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(H, config.rms_norm_eps, blocks)

@@ -30,7 +30,7 @@ class Eagle1Draft(SharedHeadDraft):
     def __init__(self, config: EagleConfig, vocab: DraftVocab, place: Placement) -> None:
         super().__init__(config, vocab, place)
         H = config.hidden_size
-        self.fc = Linear(2 * H, H, place, config.fc_bias)
+        self.fc = Linear(2 * H, H, place.in_high_precision, config.fc_bias)
         self.layers = nn.ModuleList(
             DraftLayer(config, False, place, input_norm=i > 0) for i in range(config.num_hidden_layers)
         )

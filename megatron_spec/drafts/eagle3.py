@@ -39,7 +39,7 @@ class EagleDraft(RecurrentDraft):
             self.input_norm = RMSNorm(captured, *norm)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, *norm) for _ in config.capture_layer_ids)
-        self.fc = Linear(captured, H, place, config.fc_bias)
+        self.fc = Linear(captured, H, place.in_high_precision, config.fc_bias)
         layers = [DraftLayer(config, i == 0, place) for i in range(config.num_hidden_layers)]
         if len(layers) == 1:
             self.midlayer = layers[0]

@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 from torch import Tensor, nn
 
 from megatron_spec.batch import Batch
 from megatron_spec.drafts.contract import BaseEnds
-from megatron_spec.drafts.unroll_steps import Steps
+from megatron_spec.drafts.unroll_steps import Steps, TokenRows
 from megatron_spec.ops import backend
+from megatron_spec.ops.overlap import Wait, pieces, start_sum
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.ops.weight_products import WeightProducts
+from megatron_spec.planning.paths import ROWS_AT_ONCE, keeps_gates
 
 if TYPE_CHECKING:
     from megatron_spec.drafts.eagle3 import EagleDraft
@@ -62,6 +63,7 @@ class Sizes:
 
     batch: int
     length: int
+    """Rows of a sequence on this rank."""
     rows: int
     """batch * length."""
     steps: int
@@ -76,10 +78,11 @@ class Sizes:
     def of(draft: EagleDraft, batch: Batch, steps: Steps) -> Sizes:
         """From a draft and a micro-batch."""
         config, ranks = draft.config, draft.tp_group.size()
-        B, S = batch.tokens_BS.shape
+        B = len(batch.tokens_BS)
         return Sizes(
-            B, S, steps.R, steps.T, config.hidden_size, config.target_hidden_size, config.intermediate_size // ranks,
-            config.num_attention_heads // ranks, config.num_key_value_heads // ranks, config.head_dim,
+            B, steps.R // B, steps.R, steps.T, config.hidden_size, config.target_hidden_size,
+            config.intermediate_size // ranks, config.num_attention_heads // ranks, config.num_key_value_heads // ranks,
+            config.head_dim,
         )  # fmt: skip
 
     @property
@@ -102,6 +105,11 @@ def round_(linear: Any, x: Tensor) -> Tensor:
     """x, fake-quantised in place like the linear's input."""
     quantizer = linear.input_quantizer
     return x if quantizer is None else quantizer.round_(x)  # type: ignore[no-any-return]
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """The rows of all parts."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass
@@ -140,17 +148,25 @@ class Tape:
         total = steps.span(0, sizes.steps).stop
         self.normed, self.inner, self.post = (self.empty(total, sizes.hidden) for _ in range(3))
         self.q, self.out = (self.empty(total, sizes.q_width) for _ in range(2))
-        self.gate_up = self.empty(total, 2 * sizes.intermediate)
+        self.groups = steps.groups(ROWS_AT_ONCE)
+        """(start, end) of the steps whose weight gradients are one product, in the order of the backward."""
+        self.most = max(steps.span(*g).stop - steps.span(*g).start for g in self.groups)
+        self.keeps_gates = keeps_gates(total, sizes.intermediate, hidden_RH.element_size())
+        self.gate_up = self.empty(total if self.keeps_gates else self.most, 2 * sizes.intermediate)
         self.trunk = [self.empty(sizes.rows, sizes.kv_width) for _ in range(2)]
+        """Keys and values of step 0, of this rank's rows."""
+        self.whole_trunk = self.trunk
+        """The same of the full sequence, from step 0 on (`share_trunk`)."""
         self.branches = [self.empty(sizes.steps - 1, steps.later, sizes.kv_width) for _ in range(2)]
         self.saved = Saved([hidden_RH])
         self.tables = [self._tables(draft, batch, k) for k in range(sizes.steps)]
+        self.token_rows = TokenRows(steps, batch)
         self.embedding = self._embedding(ends, batch.tokens_BS).to(hidden_RH.dtype)
         self.normed_embedding = torch.empty_like(self.embedding)
         self.rstd_embedding: Tensor = self.embedding
-        self._project(draft.paths.on("draft_fp8"))
+        self._project(self.kernels if draft.paths.on("draft_fp8") else None)
 
-    def _project(self, fp8: bool) -> None:
+    def _project(self, fp8: Any) -> None:
         """Weights in the form of the products: q, k and v fused, split into an embedding half and a state half."""
         qkv = [
             linear.quantized_weight().detach()
@@ -167,18 +183,19 @@ class Tape:
         self.o_product, self.down_product = WeightProducts(o, fp8), WeightProducts(down, fp8)
 
     def _embedding(self, ends: BaseEnds, tokens_BS: Tensor) -> Tensor:
-        """[(S + steps - 1) * B, embedding]: step k reads position j + k at row j."""
-        sizes = self.sizes
-        rows = sizes.length + sizes.steps - 1
+        """[N * B, embedding] of the tokens in `token_rows`."""
+        sizes, places = self.sizes, self.token_rows.tokens_N
+        rows = len(places)
         extra = -rows % self.tp.size() if self.sequence_parallel else 0
-        embedded = ends.embed(torch.nn.functional.pad(tokens_BS[:, 1:], (0, sizes.steps + extra)))
+        tokens = torch.nn.functional.pad(tokens_BS, (0, sizes.steps)).index_select(1, places)
+        embedded = ends.embed(torch.nn.functional.pad(tokens, (0, extra)))
         if self.sequence_parallel:
             embedded = mappings.gather_from_sequence_parallel_region(embedded.contiguous(), group=self.tp)
         return embedded[:rows].reshape(-1, sizes.embedding)
 
     def _tables(self, draft: EagleDraft, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         """fp32 (cos, sin) [rows, D / 2] of step k."""
-        positions, index = batch.positions_BS.t().flatten(), self.steps.compacted(k)
+        positions, index = batch.local(batch.positions_BS).t().flatten(), self.steps.compacted(k)
         positions = positions if index is None else positions[index]
         angles = (positions + k)[:, None].float() * draft.inv_freq_on(positions.device)
         return angles.cos(), angles.sin()
@@ -189,21 +206,48 @@ class Tape:
 
     def summed(self, x: Tensor) -> Tensor:
         """x, summed over tensor parallel ranks in place."""
-        if self.tp.size() > 1:
-            dist.all_reduce(x, group=self.tp)
-        return x
+        return self.start_sum(x)()
+
+    def start_sum(self, x: Tensor) -> Wait:
+        """Start to sum x over tensor parallel ranks, in place."""
+        return start_sum(x, self.tp)
+
+    def pieces(self, k: int) -> list[slice]:
+        """The rows of step k in the pieces whose sums over ranks run beside each other's products."""
+        return pieces(self.steps.count(k), self.tp)
 
     def at(self, x: Tensor, k: int) -> Tensor:
         """The rows of step k in a buffer over all steps."""
         return x[self.steps.span(k, k + 1)]
 
+    def gates(self, k: int) -> Tensor:
+        """Where the forward of step k puts the outputs of gate and up, which the next step overwrites unless they are
+        kept."""
+        return self.at(self.gate_up, k) if self.keeps_gates else self.gate_up[: self.steps.count(k)]
+
     def keys_values(self, trunk: list[Tensor], branches: list[Tensor], k: int) -> tuple[Tensor, Tensor]:
         """Keys and values of step k: the trunk's for step 0, else those of its branch."""
         return (trunk[0], trunk[1]) if k == 0 else (branches[0][k - 1], branches[1][k - 1])
 
+    def share_trunk(self) -> None:
+        """Gather the trunk of the full sequence under context parallelism: once, for all steps."""
+        context = self.visibility.context
+        if context is not None:
+            self.whole_trunk = [wait() for wait in [context.whole(self._by_sequence(x)) for x in self.trunk]]
+
+    def own_trunk(self, d_trunk: list[Tensor]) -> list[Tensor]:
+        """Gradients of this rank's trunk, from those of the full sequence on every rank."""
+        context = self.visibility.context
+        return d_trunk if context is None else [context.own_sum(self._by_sequence(x)).flatten(0, 1) for x in d_trunk]
+
+    def _by_sequence(self, x_RX: Tensor) -> Tensor:
+        return x_RX.view(-1, self.sizes.batch, x_RX.shape[-1])
+
     def by_heads(self, x_RX: Tensor) -> Tensor:
         """Rows [R, heads * D] as [B, S, heads, D]."""
-        return x_RX.view(self.sizes.length, self.sizes.batch, -1, self.sizes.head_dim).transpose(0, 1)
+        return x_RX.view(-1, self.sizes.batch, x_RX.shape[-1] // self.sizes.head_dim, self.sizes.head_dim).transpose(
+            0, 1
+        )
 
     def spread(self, x: Tensor, k: int) -> Tensor:
         """Rows of step k as [B, S, heads, D], zero at dropped rows."""

@@ -10,8 +10,8 @@ S sequence, B batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,12 @@ from megatron_spec.config import UserError
 from megatron_spec.config.structure import share
 from megatron_spec.drafts.contract import mark_replicated, mark_sharded
 from megatron_spec.ops.embedding import embed
+
+if TYPE_CHECKING:
+    from megatron_spec.drafts.engine import TransformerEngine
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x, weight, bias) -> x W^T (+ b), as `F.linear`."""
 
 
 class _CopyToRanks(torch.autograd.Function):
@@ -67,16 +73,31 @@ class Placement:
     Attributes:
         group: tensor parallel group.
         sequence_parallel: activations between the sharded linears are split over the sequence.
+        engine: source of linears and norms; None: torch.
+        exact: linears stay in high precision where others compute in fp8.
     """
 
     group: dist.ProcessGroup
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
+    engine: TransformerEngine | None = None
+    exact: bool = False
+
+    @property
+    def in_high_precision(self) -> Placement:
+        """The same, for linears that stay in high precision."""
+        return replace(self, exact=True)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """A parameter that is NaN until initialised or loaded, so that a missing one is noticed."""
         return nn.Parameter(torch.full(shape, float("nan"), dtype=dtype or self.dtype, device=self.device))
+
+    def matrix(self, outputs: int, inputs: int) -> tuple[nn.Parameter, Product]:
+        """A weight [outputs, inputs] of this rank, unmarked, and the product with it."""
+        if self.engine is None:
+            return self.empty(outputs, inputs), F.linear
+        return self.engine.linear(outputs, inputs, self.dtype, self.device, self.exact)
 
     def replicated(self, *shape: int) -> nn.Parameter:
         """A replicated parameter."""
@@ -115,9 +136,9 @@ def pad_logits(logits_SBV: Tensor, vocab_size: int, group: dist.ProcessGroup) ->
 class _Linear(nn.Module):
     """y = x W^T (+ b), with optional fake quantisation of input and weight."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None, product: Product = F.linear) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self._product = weight, bias, product
         self.input_quantizer: Callable[[Tensor], Tensor] | None = None
         self.weight_quantizer: Callable[[Tensor], Tensor] | None = None
 
@@ -129,9 +150,13 @@ class _Linear(nn.Module):
         """The weight, fake-quantised if this layer has a weight quantiser."""
         return self.weight if self.weight_quantizer is None else self.weight_quantizer(self.weight)
 
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """This rank's product, with inputs and weight as quantised."""
+        return self._product(self.quantized_input(x), self.quantized_weight(), bias)
+
     def forward(self, x: Tensor) -> Tensor:
         """Linear map of the last axis."""
-        return F.linear(self.quantized_input(x), self.quantized_weight(), self.bias)
+        return self.product(x, self.bias)
 
 
 def attached_quantizers(linears: Iterable[nn.Module]) -> list[Any]:
@@ -144,7 +169,9 @@ class Linear(_Linear):
     """Replicated weight [out, in]; under sequence parallelism each rank computes its own rows of activations."""
 
     def __init__(self, inputs: int, outputs: int, place: Placement, bias: bool = False) -> None:
-        super().__init__(place.replicated(outputs, inputs), place.replicated(outputs) if bias else None)
+        weight, product = place.matrix(outputs, inputs)
+        own_bias = place.replicated(outputs) if bias else None
+        super().__init__(mark_replicated(weight, place.sequence_parallel), own_bias, product)
 
 
 class ColumnLinear(_Linear):
@@ -153,7 +180,8 @@ class ColumnLinear(_Linear):
     def __init__(self, inputs: int, outputs: int, what: str, place: Placement, bias: bool = False) -> None:
         rows = place.divide(outputs, what)
         own_bias = mark_sharded(place.empty(rows), dim=0) if bias else None
-        super().__init__(mark_sharded(place.empty(rows, inputs), dim=0), own_bias)
+        weight, product = place.matrix(rows, inputs)
+        super().__init__(mark_sharded(weight, dim=0), own_bias, product)
 
 
 class RowLinear(_Linear):
@@ -163,13 +191,13 @@ class RowLinear(_Linear):
     """
 
     def __init__(self, inputs: int, outputs: int, what: str, place: Placement, bias: bool = False) -> None:
-        weight = mark_sharded(place.empty(outputs, place.divide(inputs, what)), dim=1)
-        super().__init__(weight, place.replicated(outputs) if bias else None)
+        weight, product = place.matrix(outputs, place.divide(inputs, what))
+        super().__init__(mark_sharded(weight, dim=1), place.replicated(outputs) if bias else None, product)
         self.group, self.sequence_parallel = place.group, place.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, in / TP] -> [S, B, out], or [S / TP, B, out] under sequence parallelism."""
-        return self.reduced(F.linear(self.quantized_input(x), self.quantized_weight()))
+        return self.reduced(self.product(x))
 
     def reduced(self, partial: Tensor) -> Tensor:
         """The output from this rank's product [S, B, out]: the sum over ranks, and the bias."""
@@ -210,9 +238,13 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, place: Placement) -> None:
         super().__init__()
-        self.weight = place.replicated(size)
-        self.eps = eps
+        self.eps, self._norm = eps, None
+        if place.engine is None:
+            self.weight = place.replicated(size)
+        else:
+            weight, self._norm = place.engine.norm(size, eps, place.dtype, place.device)
+            self.weight = mark_replicated(weight, place.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         """x / rms(x) * weight, same shape and dtype."""
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps) if self._norm is None else self._norm(x)

@@ -110,7 +110,10 @@ class MedusaDraft(Draft):
             weight = teacher_head.draft_rows()
             if head.lm_head is not None:
                 x, weight = head.lm_head.quantized_input(x), head.lm_head.quantized_weight()  # type: ignore[union-attr,operator]
-            mine = Supervision([plan.rows[i]], [plan.active[i]], [plan.teacher_rows[i]], plan.teacher_U)
+            one = slice(i, i + 1)
+            mine = Supervision(
+                plan.rows[one], plan.active[one], plan.teacher_rows[one], plan.teacher_U, plan.rejected[one]
+            )
             found.append(head_losses([x], weight, mine, teacher, plain, group, labels, self.paths))
         total = torch.stack([objective.step_decay**i * losses.total for i, losses in enumerate(found)]).sum()
         loss, correct, overlap, rows = (

@@ -31,7 +31,7 @@ class MtpModule(DraftLayer):
         super().__init__(config, False, place)
         H, norm = config.hidden_size, (config.rms_norm_eps, place)
         self.enorm, self.hnorm = RMSNorm(H, *norm), RMSNorm(H, *norm)
-        self.eh_proj = Linear(2 * H, H, place)
+        self.eh_proj = Linear(2 * H, H, place.in_high_precision)
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(H, *norm)})
 
     def combine(self, hidden_SBH: Tensor, embedding_SBH: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from megatron_spec.drafts.linear import copy_to_ranks, enter
 from megatron_spec.drafts.teacher import TeacherHead
 from megatron_spec.losses.vocab_parallel import Teacher, kernel_row_loss, row_losses
 from megatron_spec.ops import backend
-from megatron_spec.ops.head import StepRows, fused_head
+from megatron_spec.ops.head import StepRows, chunk_rows, fused_head, row_chunks
 from megatron_spec.ops.rows import pick_rows
 from megatron_spec.ops.ttt_attention import TrainingTimeTest
 from megatron_spec.ops.visibility import Visibility
@@ -71,12 +71,15 @@ class Supervision:
         active: int64 per step, rows that are supervised at this step or a later one; only these have to be computed.
         teacher_rows: int64 [R] per step, index of each supervised row's teacher row in `teacher_U`.
         teacher_U: int64 [U], teacher rows: rows of the base, in the full sequence, that some step is compared with.
+        rejected: int64 [R] per step, 1 where the base once put the target token t_{j+2+k} in place of a rejected draft
+            token (`Batch.rejected_BS`), else 0; empty if the micro-batch has no such token.
     """
 
     rows: list[Tensor]
     active: list[Tensor]
     teacher_rows: list[Tensor]
     teacher_U: Tensor
+    rejected: list[Tensor] = field(default_factory=list)
 
     @staticmethod
     def of(
@@ -94,11 +97,11 @@ class Supervision:
 
     def _to(self, device: torch.device) -> Supervision:
         """Copy all indices to a device, in one transfer."""
-        lists = [self.rows, self.active, self.teacher_rows, [self.teacher_U]]
+        lists = [self.rows, self.active, self.teacher_rows, [self.teacher_U], self.rejected]
         flat = [x for part in lists for x in part]
         moved = iter(to_device(torch.cat(flat), device).split([len(x) for x in flat]))
-        rows, active, teacher_rows, teacher_U = ([next(moved) for _ in part] for part in lists)
-        return Supervision(rows, active, teacher_rows, teacher_U[0])
+        rows, active, teacher_rows, teacher_U, rejected = ([next(moved) for _ in part] for part in lists)
+        return Supervision(rows, active, teacher_rows, teacher_U[0], rejected)
 
     @staticmethod
     def _of(
@@ -115,8 +118,13 @@ class Supervision:
         needed = torch.zeros_like(mask_TBS[0]).flatten()
         for r in wanted:
             needed[r] = True
-        place = needed.cumsum(0) - 1
-        return Supervision(rows, active, [place[r] for r in wanted], needed.nonzero()[:, 0])
+        place, rejected = needed.cumsum(0) - 1, []
+        if (
+            batch.rejected_BS is not None
+        ):  # row j of step k predicts t_{j+2+k}, which follows the row it is compared with
+            following_N = shift(batch.rejected_BS, 1, 1).t().flatten().long()
+            rejected = [following_N[r] for r in wanted]
+        return Supervision(rows, active, [place[r] for r in wanted], needed.nonzero()[:, 0], rejected)
 
 
 @torch.no_grad()
@@ -173,19 +181,25 @@ def head_losses(
         weight = torch.full_like(teacher.lse_U[rows], objective.step_decay**k)
         if objective.in_vocab_only:
             weight = weight * inside
+        if supervision.rejected and objective.replay_weight != 1:
+            weight = torch.where(supervision.rejected[k] > 0, objective.replay_weight * weight, weight)
         steps.append(StepRows(rows, weight, torch.where(inside, teacher.label_U[rows], -1)))
 
     def row_loss(logits_RD: Tensor, rows_R: Tensor):  # type: ignore[no-untyped-def]
         """Differentiable losses of rows of logits."""
         return row_losses(logits_RD, told, rows_R, objective.loss, objective.temperature, group)
 
-    in_place = scale_ = None
+    in_place = scale_ = fp8 = None
     if paths.kernels() != "none":
         kernels = backend.load(paths.kernels())
         scale_ = kernels.scale_
         if paths.under(objective).on("loss_kernel"):
-            in_place = kernel_row_loss(teacher, objective.loss, objective.temperature, group, kernels)
-    total, stats = fused_head(states, weight_DH, steps, row_loss, in_place, scale_)
+            in_place = kernel_row_loss(told, objective.loss, objective.temperature, group, kernels)
+        if paths.under(objective).on("draft_head_fp8"):
+            fp8 = kernels
+    size = chunk_rows(weight_DH, in_place is not None, teacher.columns)
+    chunks = row_chunks(sum(map(len, states)), size)
+    total, stats = fused_head(states, weight_DH, steps, row_loss, in_place, scale_, chunks, fp8)
     rows_T = to_device(torch.tensor([len(rows) for rows in supervision.rows], dtype=stats.dtype), stats.device)
     counted = teacher.in_vocab_U[supervision.teacher_rows[0]].sum() if objective.in_vocab_only else None
     return DraftLosses(total, stats[:, 0], stats[:, 1], stats[:, 2], rows_T, counted)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_spec.batch import Batch
+
 
 class Steps:
     """Rows of every step: all R rows at step 0, `later` rows from step 1 on (those that some later loss reads).
@@ -60,3 +62,37 @@ class Steps:
             found.append((start, end))
             end = start
         return found
+
+
+class TokenRows:
+    """Rows of the embeddings that the steps read, [N * B]: row j at step k reads the token j + 1 + k of its sequence.
+
+    Every chunk of a sequence (the whole sequence, or the chunks of a context parallel rank) is followed by the T - 1
+    tokens after it.
+
+    Attributes:
+        first: int32 [R], the row that each row of step 0 reads; `later`: the same less k * B for the rows of step k.
+            None: the same rows.
+        steps_first: int32 [N * B - (T - 1) * B], the row of step 0 that reads each row at step 0, -1 for none; and
+            `steps_later` of later steps at k = 0. None: the same rows.
+    """
+
+    def __init__(self, steps: Steps, batch: Batch) -> None:
+        (B, S), device = batch.tokens_BS.shape, batch.tokens_BS.device
+        extra, chunks = steps.T - 1, [(0, S)] if batch.context is None else batch.context.chunks(S)
+        parts = [torch.arange(a + 1, e + 1 + extra, device=device) for a, e in chunks]
+        self.tokens_N = torch.cat(parts)
+        """int64 [N], position in the sequence of each row's token."""
+        self.first: Tensor | None = None
+        self.later, self.steps_first, self.steps_later = steps.index, self.first, steps.inverse
+        if batch.context is None:
+            return
+        first = torch.arange(steps.R, device=device)
+        self.first = first + first // (steps.R // len(chunks)) * (extra * B)
+        self.later = self.first if steps.index is None else self.first[steps.index]
+        total = (len(self.tokens_N) - extra) * B
+        self.steps_first, self.steps_later = steps.place(self.first, total), steps.place(self.later, total)
+
+    def of_step(self, k: int) -> Tensor | None:
+        """`first` or `later`."""
+        return self.first if k == 0 else self.later

@@ -7,7 +7,7 @@ the base gives its own. An assistant message before the first question is a gree
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from megatron_spec.config import UserError
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.conversations import (
+    OF_ANSWERS,
     Conversation,
     check_text,
     load_line,
@@ -99,7 +100,7 @@ def _question(record: dict[str, Any], where: str, stem: str, number: int) -> Pro
 
 
 def _chat(record: dict[str, Any], where: str, stem: str, number: int) -> Prompt:
-    conversation = parse_conversation({k: v for k, v in record.items() if k != "answer_ids"}, where)
+    conversation = parse_conversation({k: v for k, v in record.items() if k not in OF_ANSWERS}, where)
     rounds: list[tuple[Message, ...]] = []
     waiting: list[Message] = []
     for message in conversation.messages:
@@ -145,6 +146,7 @@ class Dialogue:
         messages: the dialogue so far, including answers.
         asked: token ids of the prompt of each answer so far (their texts in `_texts`).
         answers: tokens of each answer so far, including the stop token.
+        rejected: `Generation.rejected` of each answer so far.
         truncated: the last answer was cut; no round is asked after a cut answer.
         problem: why it ended before its last round, '' otherwise.
         unasked: it ended because a round could not be asked.
@@ -154,6 +156,7 @@ class Dialogue:
     messages: list[Message] = field(default_factory=list)
     asked: list[list[int]] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
+    rejected: list[list[int]] = field(default_factory=list)
     truncated: bool = False
     problem: str = ""
     unasked: bool = False
@@ -186,7 +189,7 @@ class Dialogue:
         self._waiting = (text, ids)
         return ids
 
-    def take(self, tokens: list[int], stopped: bool, tokenizer: Any) -> None:
+    def take(self, tokens: list[int], stopped: bool, tokenizer: Any, rejected: Sequence[int] = ()) -> None:
         """Add an answer. An answer without text ends the dialogue and is dropped: a template cannot render it."""
         message = answer_message(tokens[:-1] if stopped else tokens, tokenizer)
         if message is None:
@@ -197,6 +200,7 @@ class Dialogue:
         self._texts.append(text)
         self.asked.append(ids)
         self.answers.append(tokens)
+        self.rejected.append(list(rejected))
         self.truncated = not stopped
         if self.truncated and (left := len(self.prompt.rounds) - len(self.answers)):
             self.problem = (

@@ -47,6 +47,7 @@ def synthesize(
     stop_ids: set[int],
     draft: Any = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    save_rejections: bool = False,
 ) -> Iterator[list[dict[str, Any]]]:
     """Answer the prompts. Collective over the model-parallel ranks.
 
@@ -57,6 +58,7 @@ def synthesize(
         stop_ids: tokens that end an answer (data.tokenizer.stop_token_ids).
         draft: used for speculative decoding (same text, faster).
         template_kwargs: see `ChatTemplate`.
+        save_rejections: records get `rejected` (`data.conversations.Rejections`).
 
     Yields:
         The records that ended in one step, with `conversation_id`, `category`, `conversations` (messages), `truncated`
@@ -77,11 +79,11 @@ def synthesize(
             asked = [ids for _, ids in asking]
             for ended in decode_batches(base, asked, config, stop_ids, draft, seeds, session=session):
                 for i, answer in ended:
-                    asking[i][0].take(answer.tokens, answer.stopped, tokenizer)
+                    asking[i][0].take(answer.tokens, answer.stopped, tokenizer, answer.rejected)
                 if complete := [asking[i][0] for i, _ in ended if not asking[i][0].waits]:
-                    yield _records(complete, encoder)
+                    yield _records(complete, encoder, save_rejections)
         if unasked := [d for d in window if d.unasked]:
-            yield _records(unasked, encoder)
+            yield _records(unasked, encoder, save_rejections)
 
 
 def _windows(dialogues: list[Dialogue], batch_size: int) -> Iterator[list[Dialogue]]:
@@ -98,11 +100,18 @@ def _windows(dialogues: list[Dialogue], batch_size: int) -> Iterator[list[Dialog
         yield several[start : start + 4 * batch_size]
 
 
-def _records(dialogues: Sequence[Dialogue], encoder: ChatEncoder) -> list[dict[str, Any]]:
+def _records(
+    dialogues: Sequence[Dialogue], encoder: ChatEncoder, save_rejections: bool = False
+) -> list[dict[str, Any]]:
     """The lines of dialogues; their texts are tokenised together."""
     answered = [d for d in dialogues if d.answers]
     found = iter(answer_ids(encoder, [d.answered() for d in answered]))
-    return [_record(d, encoder, next(found) if d.answers else None) for d in dialogues]
+    records = [_record(d, encoder, next(found) if d.answers else None) for d in dialogues]
+    for record, dialogue in zip(records, dialogues, strict=True) if save_rejections else ():
+        greetings = sum(m["role"] == "assistant" for m in dialogue.messages) - len(dialogue.answers)
+        turns = [*[None] * greetings, *dialogue.rejected]
+        record["rejected"] = {"tokenizer": encoder.vocabulary_hash, "turns": turns}
+    return records
 
 
 def _record(dialogue: Dialogue, encoder: ChatEncoder, ids: dict[str, Any] | None) -> dict[str, Any]:
@@ -260,6 +269,7 @@ def synthesize_to_file(
     draft: Any = None,
     about: dict[str, Any] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    save_rejections: bool = False,
 ) -> int:
     """Answer the prompts that are not yet in `output`, split over data-parallel ranks; every rank calls it.
 
@@ -269,6 +279,7 @@ def synthesize_to_file(
     Args:
         about: identity of base and tokenizer, JSON-serialisable; kept in OUTPUT.meta.json with the settings.
         template_kwargs: see `ChatTemplate`.
+        save_rejections: see `synthesize`; `about` then identifies the draft and how it is used.
 
     Returns:
         Number of conversations answered by this run on all ranks.
@@ -292,6 +303,7 @@ def synthesize_to_file(
     if writes:
         _drop_half_line(part)
     options = {"draft": draft, "stop_ids": stop_ids, "template_kwargs": template_kwargs}
+    options["save_rejections"] = save_rejections
     with open(part if writes else os.devnull, "a", encoding="utf-8") as file:
         done = 0
         for records in synthesize(base, tokenizer, mine, config, **options):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_spec.config import LossKind
+from megatron_spec.ops.fp8 import Fp8Matrix
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Teacher:
         label_U: draft id of that argmax, or of the best draft token if it is outside the draft vocabulary.
         in_vocab_U: bool, the argmax is in the draft vocabulary.
         first: draft id of this rank's first column; the last rank's shard may be narrower than the others.
+        columns: of the widest shard; 0: of this one.
     """
 
     logits_UD: Tensor
@@ -38,6 +40,7 @@ class Teacher:
     label_U: Tensor
     in_vocab_U: Tensor
     first: int = 0
+    columns: int = 0
 
 
 @dataclass
@@ -78,6 +81,16 @@ def argmax_over_ranks(top_R: Tensor, index_R: Tensor, group: dist.ProcessGroup |
         return index_R
     everyone = _gather_ranks(group, top_R, index_R)
     return everyone[:, 1].gather(0, everyone[:, 0].argmax(0)[None])[0].long()
+
+
+def largest_over_ranks(
+    group: dist.ProcessGroup, top_R: Tensor, index_R: Tensor, other_R: Tensor, lse_R: Tensor, other_index_R: Tensor
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Indices of the largest `top_R` and of the largest `other_R` over ranks, and the log-sum-exp [R] of `lse_R` in
+    fp64, in one exchange."""
+    everyone = _gather_ranks(group, top_R, index_R, other_R, other_index_R, lse_R)
+    first, second = (everyone[:, i + 1].gather(0, everyone[:, i].argmax(0)[None])[0].long() for i in (0, 2))
+    return (first, second), everyone[:, 4].logsumexp(0)
 
 
 def argmax_and_lse(x_RD: Tensor, group: dist.ProcessGroup | None, first: int) -> tuple[Tensor, Tensor]:
@@ -137,27 +150,78 @@ def row_losses(
     return RowLosses(loss_R, overlap_R, argmax_R, grad_RD)
 
 
+InPlace = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""See `ops.head.RowLossInPlace`."""
+
+
 def kernel_row_loss(
-    teacher: Teacher, kind: LossKind, temperature: float, group: dist.ProcessGroup | None, kernels: Any
-) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """`row_losses` of soft_ce or kl as one kernel that overwrites logits with weighted gradients.
+    teacher: Teacher,
+    kind: LossKind,
+    temperature: float,
+    group: dist.ProcessGroup | None,
+    kernels: Any,
+    weights: tuple[float, float] = (1.0, 0.0),
+) -> InPlace:
+    """`row_losses` or `block.ce_l1_rows` as one kernel that overwrites logits with weighted gradients.
 
     Args:
+        kind: one of `planning.paths.KERNEL_LOSSES`.
         kernels: operators (`ops.backend.load`).
+        weights: of cross-entropy and sum |q - p|, for ce_l1.
     """
+    if kind not in ("soft_ce", "kl"):
+        return _mixed_row_loss(
+            teacher, {"hard_ce": (1.0, 0.0), "tv": (0.0, 0.5)}.get(kind, weights), temperature, group, kernels
+        )
 
-    def in_place(logits_RD: Tensor, rows_R: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, overlap and best column; the gradient replaces the logits."""
+    def in_place(
+        logits_RD: Tensor, rows_R: Tensor, weight_R: Tensor, rounded: Fp8Matrix | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, overlap and best column; the gradient replaces the logits, and is rounded on request."""
         told = (logits_RD, teacher.logits_UD, teacher.lse_U, rows_R, weight_R)
         if group is None or group.size() == 1:
-            return kernels.soft_rows(*told, temperature, kind == "kl")
-        top_R, lse_R, index_R = kernels.largest(logits_RD, temperature)
-        best_R, lse_R = _agree(group, top_R, lse_R, index_R + teacher.first)
-        loss_R, overlap_R = kernels.soft_shard(*told, lse_R.float(), temperature, kind == "kl")
+            return kernels.soft_rows(*told, temperature, kind == "kl", rounded)
+        assert rounded is None, "no rank has a whole row to round"
+        lse_R, best_R = kernel_largest(logits_RD, teacher.first, temperature, group, kernels)
+        loss_R, overlap_R = kernels.soft_shard(*told, lse_R, temperature, kind == "kl")
         reduce_together(group, loss_R, overlap_R)
         return loss_R, overlap_R, best_R
 
     return in_place
+
+
+def _mixed_row_loss(
+    teacher: Teacher, weights: tuple[float, float], temperature: float, group: dist.ProcessGroup | None, kernels: Any
+) -> InPlace:
+    """a * cross-entropy to the label + b * sum |q - p|, (a, b) = `weights`."""
+    told, column_U = (teacher.logits_UD, teacher.lse_U), teacher.label_U - teacher.first
+
+    def in_place(logits_RD: Tensor, rows_R: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, overlap and best column; the gradient replaces the logits."""
+        if group is None or group.size() == 1:
+            return kernels.mixed_rows(logits_RD, *told, rows_R, column_U, weight_R, temperature, weights)
+        lse_R, best_R = kernel_largest(logits_RD, teacher.first, temperature, group, kernels)
+        label_R, overlap_R, mass_R = kernels.mixed_sums(logits_RD, *told, rows_R, column_U, lse_R, temperature)
+        reduce_together(group, label_R, overlap_R, mass_R)
+        kernels.mixed_gradient(logits_RD, *told, rows_R, column_U, weight_R, lse_R, mass_R, temperature, weights)
+        return 2 * weights[1] * (1 - overlap_R) - weights[0] * label_R, overlap_R, best_R
+
+    return in_place
+
+
+def kernel_largest(
+    logits_RD: Tensor, first: int, temperature: float, group: dist.ProcessGroup | None, kernels: Any
+) -> tuple[Tensor, Tensor]:
+    """(log-sum-exp of logits / temperature, index of the largest logit) of R rows over all ranks.
+
+    Args:
+        first: index of this rank's first column.
+    """
+    top_R, lse_R, index_R = kernels.largest(logits_RD, temperature)
+    if group is None or group.size() == 1:
+        return lse_R, index_R
+    index_R, wide_R = _agree(group, top_R, lse_R, index_R + first)
+    return wide_R.to(lse_R.dtype), index_R
 
 
 # Each kind: (logp, logq, p, q, overlap summed over this shard, column of the label, group) -> (loss, gradient). It may

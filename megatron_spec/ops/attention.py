@@ -12,7 +12,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ class Call:
 
     Attributes:
         lse: the log-sum-exp is needed, by the caller or by a backward pass.
+        causal: without a mask, rows see the keys up to their own; False: all keys.
     """
 
     q: Tensor
@@ -64,6 +65,7 @@ class Call:
     visibility: Visibility
     variant: Variant = PLAIN
     lse: bool = False
+    causal: bool = True
 
     @property
     def plain(self) -> bool:
@@ -108,7 +110,81 @@ def _cached(c: Call) -> tuple[Tensor, Tensor, State]:
     return out_SBND.transpose(0, 1), out.new_empty(0), ()
 
 
-# ---- chunks: context parallelism
+# ---- parts: context parallelism, one document per sequence
+
+
+def _parts_serve(c: Call) -> bool:
+    shared = c.visibility.context is not None and c.visibility.single
+    return shared and c.plain and (c.flash or c.q.device.type == "cpu")
+
+
+def _parts_of(c: Call) -> list[tuple[slice, slice]]:
+    """(a chunk of this rank's rows, the same rows in the sequence)."""
+    assert c.visibility.context is not None
+    length = c.q.shape[1] // 2
+    places = c.visibility.context.chunks(c.visibility.context.size * c.q.shape[1])
+    return [(slice(i * length, (i + 1) * length), slice(*place)) for i, place in enumerate(places)]
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+    return Call(q, k, v, Visibility.causal(), lse=True, causal=causal)
+
+
+def _parts(c: Call, whole: Callable[[], tuple[Tensor, Tensor]] | None = None) -> tuple[Tensor, Tensor, State]:
+    """A chunk sees its own rows causally, and all rows before them: two dense attentions, merged.
+
+    Args:
+        whole: waits for keys and values of the sequence while chunks attend to themselves; k and v of the call are
+            then those of this rank's rows. None: they are whole.
+    """
+    parts = _parts_of(c)
+    calls = [
+        _dense(c.q[:, rows], c.k[:, at], c.v[:, at], True)
+        for rows, place in parts
+        for at in [place if whole is None else rows]
+    ]
+    own = [kernel_of(call).forward(call) for call in calls]
+    keys, values = (c.k, c.v) if whole is None else whole()
+    o = torch.empty_like(c.q)
+    state: list[Tensor] = []
+    lse = torch.empty(c.q.shape[:3], dtype=own[0][1].dtype, device=c.q.device)
+    for (rows, place), (o_own, lse_own, kept) in zip(parts, own, strict=True):
+        state += kept
+        if place.start == 0:
+            o[:, rows], lse[:, rows] = o_own, lse_own
+            continue
+        call = _dense(c.q[:, rows], keys[:, : place.start], values[:, : place.start], False)
+        o_before, lse_before, kept = kernel_of(call).forward(call)
+        state += kept
+        share = torch.sigmoid(lse_before - lse_own).to(o.dtype)[..., None]
+        o[:, rows], lse[:, rows] = torch.lerp(o_own, o_before, share), torch.logaddexp(lse_own, lse_before)
+    return o, lse, tuple(state)
+
+
+def _parts_backward(c: Call, do: Tensor, o: Tensor, lse: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor]:
+    parts = _parts_of(c)
+    dq = torch.empty_like(c.q)
+    dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (c.k, c.v))
+    count = sum(1 + (place.start > 0) for _, place in parts)
+    kept = iter(state[i : i + len(state) // count] for i in range(0, len(state), max(1, len(state) // count)))
+    for rows, place in parts:
+        for keys in (place, slice(0, place.start)):
+            if keys.stop == 0:
+                continue
+            call = _dense(c.q[:, rows], c.k[:, keys], c.v[:, keys], keys is place)
+            kernel = kernel_of(call)
+            assert kernel.backward is not None
+            found = kernel.backward(call, do[:, rows], o[:, rows], lse[:, rows], next(kept, ()))
+            dk[:, keys] += found[1]
+            dv[:, keys] += found[2]
+            if keys is place:
+                dq[:, rows] = found[0]
+            else:
+                dq[:, rows] += found[0]
+    return dq, dk, dv
+
+
+# ---- chunks: context parallelism, packed rows, windows or sinks
 
 
 def _chunks(c: Call) -> tuple[Tensor, Tensor, State]:
@@ -221,7 +297,8 @@ def _cudnn_serves(c: Call) -> bool:
 
 def _cudnn(c: Call) -> tuple[Tensor, Tensor, State]:
     B, S, N, _ = c.q.shape
-    found = _aten._scaled_dot_product_cudnn_attention(*_heads_first(c.q, c.k, c.v), None, c.lse, 0.0, True, False)
+    heads_first = _heads_first(c.q, c.k, c.v)
+    found = _aten._scaled_dot_product_cudnn_attention(*heads_first, None, c.lse, 0.0, c.causal, False)
     if not c.lse:
         return found[0].transpose(1, 2), found[1], ()
     o, lse, _, _, _, _, *rng, _ = found
@@ -229,23 +306,23 @@ def _cudnn(c: Call) -> tuple[Tensor, Tensor, State]:
 
 
 def _cudnn_backward(c: Call, do: Tensor, o: Tensor, lse: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor]:
-    S, lse_BNS1 = c.q.shape[1], lse.transpose(1, 2).contiguous()[..., None]
+    S, L, lse_BNS1 = c.q.shape[1], c.k.shape[1], lse.transpose(1, 2).contiguous()[..., None]
     grads = _aten._scaled_dot_product_cudnn_attention_backward(
-        *_heads_first(do, c.q, c.k, c.v, o), lse_BNS1, *state, None, None, None, S, S, 0.0, True
+        *_heads_first(do, c.q, c.k, c.v, o), lse_BNS1, *state, None, None, None, S, L, 0.0, c.causal
     )
     dq, dk, dv = _heads_first(*grads)
     return dq, dk, dv
 
 
 def _flash_whole(c: Call) -> tuple[Tensor, Tensor, State]:
-    S = c.q.shape[1]
-    o, lse, *state, _ = _flash(c.q, c.k, c.v, None, None, S, S, 0.0, True, False)
+    S, L = c.q.shape[1], c.k.shape[1]
+    o, lse, *state, _ = _flash(c.q, c.k, c.v, None, None, S, L, 0.0, c.causal, False)
     return o, lse.transpose(1, 2), tuple(state)
 
 
 def _flash_whole_backward(c: Call, do: Tensor, o: Tensor, lse: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor]:
-    S, lse_BNS = c.q.shape[1], lse.transpose(1, 2).contiguous()
-    dq, dk, dv = _flash_backward(do, c.q, c.k, c.v, o, lse_BNS, None, None, S, S, 0.0, True, *state)
+    S, L, lse_BNS = c.q.shape[1], c.k.shape[1], lse.transpose(1, 2).contiguous()
+    dq, dk, dv = _flash_backward(do, c.q, c.k, c.v, o, lse_BNS, None, None, S, L, 0.0, c.causal, *state)
     return dq, dk, dv
 
 
@@ -261,7 +338,7 @@ def _bias(c: Call) -> Tensor | None:
 def _cpu(c: Call) -> tuple[Tensor, Tensor, State]:
     bias = _bias(c)
     o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-        *_heads_first(c.q, c.k, c.v), 0.0, bias is None, attn_mask=bias
+        *_heads_first(c.q, c.k, c.v), 0.0, bias is None and c.causal, attn_mask=bias
     )
     return o.transpose(1, 2), lse.transpose(1, 2), ()
 
@@ -269,7 +346,7 @@ def _cpu(c: Call) -> tuple[Tensor, Tensor, State]:
 def _cpu_backward(c: Call, do: Tensor, o: Tensor, lse: Tensor, _: State) -> tuple[Tensor, Tensor, Tensor]:
     bias = _bias(c)
     grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *_heads_first(do, c.q, c.k, c.v, o, lse), 0.0, bias is None, attn_mask=bias
+        *_heads_first(do, c.q, c.k, c.v, o, lse), 0.0, bias is None and c.causal, attn_mask=bias
     )
     dq, dk, dv = _heads_first(*grads)
     return dq, dk, dv
@@ -292,14 +369,21 @@ def _mask(c: Call) -> Tensor | None:
 
 
 def _causal(c: Call) -> Tensor:
-    return torch.ones(c.q.shape[1], c.k.shape[1], dtype=torch.bool, device=c.q.device).tril()
+    ones = torch.ones(c.q.shape[1], c.k.shape[1], dtype=torch.bool, device=c.q.device)
+    return ones.tril() if c.causal else ones
 
 
 def _torch(c: Call) -> tuple[Tensor, Tensor, State]:
     q, k, v = _heads_first(c.q, c.k, c.v)
     mask = _mask(c)
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=c.variant.scale, enable_gqa=k.shape[1] != q.shape[1]
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None and c.causal,
+        scale=c.variant.scale,
+        enable_gqa=k.shape[1] != q.shape[1],
     )
     return out.transpose(1, 2), out.new_empty(0), ()
 
@@ -340,6 +424,7 @@ SCORES = Kernel("scores", lambda c: True, _scores, _scores_backward)
 
 KERNELS = (
     Kernel("cached", lambda c: c.visibility.visible_BSL is not None and c.plain, _cached),
+    Kernel("parts", _parts_serve, _parts, _parts_backward),
     Kernel(
         "chunks", lambda c: c.visibility.context is not None and c.flash, _chunks, _chunks_backward
     ),
@@ -362,6 +447,19 @@ def kernel_of(call: Call) -> Kernel:
     return next(kernel for kernel in KERNELS if kernel.serves(call))
 
 
+def _gathering(visibility: Visibility, k_SBGD: Tensor, v_SBGD: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Start to gather keys and values; the result waits for them [B, L, G, D]."""
+    assert visibility.context is not None
+    wait = visibility.context.whole(torch.cat([k_SBGD, v_SBGD], 2))
+
+    def whole() -> tuple[Tensor, Tensor]:
+        """Whole keys and values."""
+        k, v = wait().transpose(0, 1).chunk(2, 2)
+        return k, v
+
+    return whole
+
+
 def attend(
     q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, visibility: Visibility, layer: int, variant: Variant = PLAIN
 ) -> Tensor:
@@ -369,8 +467,12 @@ def attend(
 
     New keys and values are written to the cache, if there is one, and gathered when ranks share the sequence.
     """
-    k_SBGD, v_SBGD = visibility.gather(*visibility.remember(layer, k_SBGD, v_SBGD))
+    k_SBGD, v_SBGD = visibility.remember(layer, k_SBGD, v_SBGD)
     call = Call(q_SBND.transpose(0, 1), k_SBGD.transpose(0, 1), v_SBGD.transpose(0, 1), visibility, variant)
+    if _parts_serve(call) and not torch.is_grad_enabled():
+        return _parts(call, _gathering(visibility, k_SBGD, v_SBGD))[0].transpose(0, 1).flatten(2)
+    k_SBGD, v_SBGD = visibility.gather(k_SBGD, v_SBGD)
+    call = replace(call, k=k_SBGD.transpose(0, 1), v=v_SBGD.transpose(0, 1))
     return kernel_of(call).forward(call)[0].transpose(0, 1).flatten(2)
 
 

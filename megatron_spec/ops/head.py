@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_spec.ops.products import GradientSums, add_product
+from megatron_spec.ops.fp8 import Fp8Matrix
+from megatron_spec.ops.products import GradientSums
+from megatron_spec.ops.weight_products import WeightProducts, weight_gradient
 
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1050 << 20}
 """Size of one chunk's logits: fits the cache on a CPU, makes an efficient matmul on a GPU."""
@@ -36,9 +38,10 @@ RowLoss = Callable[[Tensor, Tensor], RowResult]
 """(draft logits [R, D] in fp32, may be overwritten; teacher rows [R]) -> losses and gradient of the rows."""
 
 
-RowLossInPlace = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+RowLossInPlace = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """(draft logits [R, D] in the compute dtype, replaced by the gradient of weight * loss; teacher rows [R]; weight [R]
-fp32) -> loss, overlap, argmax of the rows."""
+fp32, may be replaced; where the head is in fp8, an output for the gradient in fp8) -> loss, overlap, argmax of the
+rows."""
 
 
 Scale = Callable[[Tensor, Tensor], Tensor]
@@ -69,6 +72,8 @@ class _FusedHead(torch.autograd.Function):
         row_loss: RowLoss,
         in_place: RowLossInPlace | None,
         scale_: Scale | None,
+        chunks: list[slice] | None,
+        fp8: Any,
         steps: list[StepRows],
         weight_DH: Tensor,
         *hidden_RH: Tensor,
@@ -76,29 +81,37 @@ class _FusedHead(torch.autograd.Function):
         """See `fused_head`."""
         wide = torch.float64 if weight_DH.dtype == torch.float64 else torch.float32
         train = any(ctx.needs_input_grad)
-        grad_weight = torch.zeros_like(weight_DH, dtype=wide) if train and ctx.needs_input_grad[4] else None
         x_NH, counts = _joined(list(hidden_RH)), [len(h) for h in hidden_RH]
+        products = WeightProducts(weight_DH, fp8)
+        gradient = weight_gradient(x_NH, weight_DH, fp8) if train and ctx.needs_input_grad[6] else None
         grad_NH = torch.empty_like(x_NH) if train else None
         teacher, weight, target = (
             torch.cat([getattr(step, name) for step in steps]) for name in ("teacher_R", "weight_R", "target_R")
         )
         weight = weight.to(wide)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
-        for start in range(0, len(x_NH), chunk_rows(weight_DH, in_place is not None)):
-            part = slice(start, start + chunk_rows(weight_DH, in_place is not None))
-            x, grad_logits = x_NH[part], x_NH[part] @ weight_DH.t()
+        if chunks is None:
+            chunks = row_chunks(len(x_NH), chunk_rows(weight_DH, in_place is not None))
+        for part in chunks:
+            logits = products.forward(x_NH[part])
+            grad: Tensor | Fp8Matrix = logits
             if in_place is not None:
-                found.append(in_place(grad_logits, teacher[part], weight[part]))
+                told = (logits, teacher[part], weight[part])
+                if train and fp8 is not None:
+                    grad = Fp8Matrix.empty(len(logits), len(weight_DH), logits.device)
+                    found.append(in_place(*told, grad))
+                else:
+                    found.append(in_place(*told))
             else:
-                result = row_loss(grad_logits.to(wide), teacher[part])
+                result = row_loss(logits.to(wide), teacher[part])
                 found.append((result.loss_R, result.overlap_R, result.argmax_R))
-                grad_logits = result.grad_RD.mul_(weight[part, None]).to(x.dtype)
+                grad = result.grad_RD.mul_(weight[part, None]).to(logits.dtype)
             if grad_NH is not None:
-                torch.mm(grad_logits, weight_DH, out=grad_NH[part])
-            if grad_weight is not None:
-                add_product(grad_weight, grad_logits.t(), x)
+                products.backward(grad, out=grad_NH[part])
+            if gradient is not None:
+                gradient.add(grad)
         total, stats = _sums(found, weight, target, counts)
-        ctx.save_for_backward(grad_weight, grad_NH)
+        ctx.save_for_backward(None if gradient is None else gradient.result(), grad_NH)
         ctx.weight, ctx.counts, ctx.scale_ = weight_DH, counts, scale_
         ctx.mark_non_differentiable(stats)
         return total, stats
@@ -117,13 +130,23 @@ class _FusedHead(torch.autograd.Function):
             scaled = ctx.scale_(grad_NH, grad_total)
         else:
             scaled = grad_NH * grad_total.to(grad_NH.dtype)
-        return None, None, None, None, told, *scaled.split(ctx.counts)
+        return None, None, None, None, None, None, told, *scaled.split(ctx.counts)
 
 
-def chunk_rows(weight_DH: Tensor, in_place: bool = False) -> int:
-    """Rows per chunk of logits."""
-    row = weight_DH.shape[0] * (weight_DH.element_size() if in_place else 4)
-    return max(1, CHUNK_BYTES.get(weight_DH.device.type, 64 << 20) // row)
+def chunk_rows(weight_DH: Tensor, in_place: bool = False, columns: int | None = None) -> int:
+    """Rows per chunk of logits; in large chunks a multiple of 128, a tile of the products.
+
+    Args:
+        columns: of the widest shard: ranks exchange sums of a chunk's rows, so all need equal chunks.
+    """
+    row = (columns or weight_DH.shape[0]) * (weight_DH.element_size() if in_place else 4)
+    rows = max(1, CHUNK_BYTES.get(weight_DH.device.type, 64 << 20) // row)
+    return rows - rows % 128 if rows >= 1024 else rows
+
+
+def row_chunks(count: int, size: int) -> list[slice]:
+    """Chunks of `size` rows; the last one may be smaller."""
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -158,6 +181,8 @@ def fused_head(
     row_loss: RowLoss,
     in_place: RowLossInPlace | None = None,
     scale_: Scale | None = None,
+    chunks: list[slice] | None = None,
+    fp8: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """LM head, loss and metrics of the supervised rows of all draft steps.
 
@@ -167,10 +192,15 @@ def fused_head(
         weight_DH: this rank's rows of the draft's LM head.
         in_place: used instead of `row_loss` when given.
         scale_: multiplies the (large) gradient in place by a scalar that is nearly always 1.
+        chunks: of the rows of all steps, in order (default: by the size of this rank's shard).
+        fp8: operators (`ops.backend.load`), to compute logits and both gradients in fp8 (`ops/weight_products.py`);
+            needs `in_place`.
 
     Returns:
         (total, stats [T, 3]): the weighted loss sum with gradient, and per step the loss sum over rows of weight > 0,
         the number of correct rows and the overlap sum; fp32, equal on every TP rank.
     """
-    out: tuple[Tensor, Tensor] = _FusedHead.apply(row_loss, in_place, scale_, steps, weight_DH, *hidden_RH)  # type: ignore[no-untyped-call]
+    assert fp8 is None or in_place is not None
+    given = (row_loss, in_place, scale_, chunks, fp8, steps, weight_DH)
+    out: tuple[Tensor, Tensor] = _FusedHead.apply(*given, *hidden_RH)  # type: ignore[no-untyped-call]
     return out

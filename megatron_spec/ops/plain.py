@@ -14,6 +14,8 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_spec.ops.fp8 import LARGEST, SMALLEST, Fp8Matrix
+
 
 def ttt_mask(documents_BS: Tensor, branches: int) -> Tensor:
     """bool [B, S, (k+1) S]: causal inside the document for the trunk, the diagonal for every branch."""
@@ -208,14 +210,17 @@ def merge_backward(
     dq_RX.copy_(dq.flatten(1))
 
 
-def shifted_sum(x_NW: Tensor, R: int, later: int, steps: int, B: int, place_R: Tensor | None = None) -> Tensor:
+def shifted_sum(
+    x_NW: Tensor, R: int, later: int, steps: int, B: int, place_P: Tensor | None = None, first_P: Tensor | None = None
+) -> Tensor:
     """`kernels.rows.shifted_sum`."""
-    out = x_NW.new_zeros(R + (steps - 1) * B, x_NW.shape[1])
-    out[:R] += x_NW[:R]
-    place = torch.arange(R, device=x_NW.device) if place_R is None else place_R.long()
-    rows = (place >= 0).nonzero()[:, 0]
-    for k in range(1, steps):
-        out[rows + k * B] += x_NW[R + (k - 1) * later + place[rows]]
+    identity = torch.arange(R, device=x_NW.device)
+    places = [identity if place is None else place.long() for place in (first_P, *[place_P] * (steps - 1))]
+    out = x_NW.new_zeros(len(places[0]) + (steps - 1) * B, x_NW.shape[1])
+    for k, place in enumerate(places):
+        rows = (place >= 0).nonzero()[:, 0]
+        start = 0 if k == 0 else R + (k - 1) * later
+        out[rows + k * B] += x_NW[start + place[rows]]
     return out
 
 
@@ -239,12 +244,64 @@ def soft_shard(
 
 def soft_rows(
     logits_RD: Tensor, teacher_UD: Tensor, teacher_lse_U: Tensor, rows_R: Tensor, weight_R: Tensor, temperature: float,
-    kl: bool,
+    kl: bool, rounded: Fp8Matrix | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`kernels.loss.soft_rows`."""
     _, lse_R, best_R = largest(logits_RD, temperature)
     told = (teacher_UD, teacher_lse_U, rows_R, weight_R)
-    return *soft_shard(logits_RD, *told, lse_R, temperature, kl), best_R
+    loss_R, overlap_R = soft_shard(logits_RD, *told, lse_R, temperature, kl)
+    if rounded is not None:
+        found = quantize(logits_RD)
+        rounded.values.copy_(found.values)
+        rounded.scale.copy_(found.scale)
+    return loss_R, overlap_R, best_R
+
+
+def _probabilities(
+    logits_RD: Tensor, teacher_UD: Tensor, teacher_lse_U: Tensor, rows_R: Tensor, lse_R: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    q_RD = (logits_RD / temperature - lse_R[:, None]).exp()
+    return q_RD, (teacher_UD[rows_R] / temperature - teacher_lse_U[rows_R, None]).exp()
+
+
+def _columns(rows_R: Tensor, column_U: Tensor, D: int) -> Tensor:
+    """[R, D] True at the label of each row."""
+    return torch.arange(D, device=rows_R.device)[None] == column_U[rows_R, None]
+
+
+def mixed_sums(
+    logits_RD: Tensor, teacher_UD: Tensor, teacher_lse_U: Tensor, rows_R: Tensor, column_U: Tensor, lse_R: Tensor,
+    temperature: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`kernels.loss.mixed_sums`."""
+    q, p = _probabilities(logits_RD, teacher_UD, teacher_lse_U, rows_R, lse_R, temperature)
+    logq = logits_RD / temperature - lse_R[:, None]
+    label_R = (logq * _columns(rows_R, column_U, logits_RD.shape[1])).sum(1)
+    return label_R, p.minimum(q).sum(1), (q * (q < p)).sum(1)
+
+
+def mixed_gradient(
+    logits_RD: Tensor, teacher_UD: Tensor, teacher_lse_U: Tensor, rows_R: Tensor, column_U: Tensor, weight_R: Tensor,
+    lse_R: Tensor, mass_R: Tensor, temperature: float, weights: tuple[float, float],
+) -> None:  # fmt: skip
+    """`kernels.loss.mixed_gradient`."""
+    a, b = weights
+    q, p = _probabilities(logits_RD, teacher_UD, teacher_lse_U, rows_R, lse_R, temperature)
+    label = _columns(rows_R, column_U, logits_RD.shape[1])
+    gradient = a * (q - label.to(q.dtype)) + 2 * b * q * (mass_R[:, None] - (q < p).to(q.dtype))
+    logits_RD.copy_(gradient * weight_R[:, None] / temperature)
+
+
+def mixed_rows(
+    logits_RD: Tensor, teacher_UD: Tensor, teacher_lse_U: Tensor, rows_R: Tensor, column_U: Tensor, weight_R: Tensor,
+    temperature: float, weights: tuple[float, float],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`kernels.loss.mixed_rows`."""
+    _, lse_R, best_R = largest(logits_RD, temperature)
+    told = (teacher_UD, teacher_lse_U, rows_R, column_U)
+    label_R, overlap_R, mass_R = mixed_sums(logits_RD, *told, lse_R, temperature)
+    mixed_gradient(logits_RD, *told, weight_R, lse_R, mass_R, temperature, weights)
+    return 2 * weights[1] * (1 - overlap_R) - weights[0] * label_R, overlap_R, best_R
 
 
 def teacher_rows(
@@ -264,9 +321,52 @@ def scale_(x: Tensor, scale: Tensor) -> Tensor:
     return x.mul_(scale.to(x.dtype))
 
 
+def quantize(x_RH: Tensor) -> Fp8Matrix:
+    """`kernels.fp8.quantize`."""
+    scale = x_RH.abs().amax(1).float().clamp(min=SMALLEST) / LARGEST
+    values = (x_RH / scale[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return Fp8Matrix(values, scale)
+
+
+def quantized_norm(a_RH: Tensor, b_RH: Tensor | None, sum_RH: Tensor | None, weight_H: Tensor, eps: float) -> Fp8Matrix:
+    """`kernels.fp8.quantized_norm`."""
+    normed = torch.empty_like(a_RH)
+    norm_forward(a_RH, eps, b_RH, sum_RH, (weight_H, normed))
+    return quantize(normed)
+
+
+def quantized_gate(x_RX: Tensor) -> Fp8Matrix:
+    """`kernels.fp8.quantized_gate`."""
+    h_RM = x_RX.new_empty(len(x_RX), x_RX.shape[1] // 2)
+    gated_forward(x_RX, h_RM)
+    return quantize(h_RM)
+
+
+def product(
+    x: Fp8Matrix, weight: Fp8Matrix, dtype: torch.dtype, out: Tensor | None = None, fast: bool = True
+) -> Tensor:
+    """`kernels.fp8.product`."""
+    wide = torch.promote_types(dtype, torch.float32)
+    found = (x.dequantized(wide) @ weight.dequantized(wide).t()).to(dtype)
+    return found if out is None else out.copy_(found)
+
+
+def transpose(values_RH: Tensor, out_HR: Tensor) -> None:
+    """`kernels.fp8.transpose`."""
+    out_HR.copy_(values_RH.t())
+
+
+def quantize_columns(x_RH: Tensor, scale_R: Tensor, out: Fp8Matrix) -> None:
+    """`kernels.fp8.quantize_columns`."""
+    found = quantize((x_RH * scale_R[:, None]).t())
+    out.values[:, : len(x_RH)].copy_(found.values)
+    out.scale.copy_(found.scale)
+
+
 OPERATORS = frozenset({
     "norm_forward", "norm_partials", "norm_backward", "rotary_forward", "rotary_backward", "gated_forward",
     "gated_backward", "shifted_sum", "scale_", "merge_forward", "merge_backward", "largest", "soft_shard", "soft_rows",
-    "teacher_rows",
+    "mixed_rows", "mixed_sums", "mixed_gradient", "teacher_rows", "quantize", "quantized_norm", "quantized_gate",
+    "product", "transpose", "quantize_columns",
 })  # fmt: skip
 """Operators that `ops.backend` loads from here or from `ops.kernels`."""

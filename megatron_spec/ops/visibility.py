@@ -146,6 +146,7 @@ class Visibility:
         documents_BL: document index of every row of the whole sequence (padding: -1), if rows are packed or ranks
             share the sequence; None: causal over all rows.
         context: the ranks that share the sequence: queries are this rank's rows, keys and values those of all ranks.
+        single: every sequence is one document (with padding only after it), so rows see all earlier rows.
         cache: keys and values in decoding; None in training.
         slots_BS: int64 cache slots that the S new rows are written to (decoding only).
         visible_BSL: bool, which of the first L cache slots each new row sees (decoding only); None: the new rows start
@@ -155,6 +156,7 @@ class Visibility:
 
     documents_BL: Tensor | None = None
     context: ContextShard | None = None
+    single: bool = False
     cache: KVCache | None = None
     slots_BS: Tensor | None = None
     visible_BSL: Tensor | None = None
@@ -169,9 +171,10 @@ class Visibility:
     @staticmethod
     def of(batch: Batch) -> Visibility:
         """Visibility of a training batch: causal within each document."""
-        if batch.context is None and batch.single_document:  # trailing padding is harmless
+        single = batch.single_document  # trailing padding is harmless
+        if batch.context is None and single:
             return Visibility()
-        return Visibility(batch.documents_BS, batch.context)
+        return Visibility(batch.documents_BS, batch.context, single)
 
     @staticmethod
     def prefill(cache: KVCache, slots_BS: Tensor, lengths_B: Tensor | None = None) -> Visibility:

@@ -23,7 +23,7 @@ from megatron_spec.config import (
 )
 from megatron_spec.config.machine import H100
 from megatron_spec.config.structure import draft_tensors
-from megatron_spec.planning.paths import Paths, Setting
+from megatron_spec.planning.paths import ROWS_AT_ONCE, Paths, Setting, keeps_gates
 
 GIB = 1 << 30
 HEAD_CHUNK = 1100 << 20
@@ -125,6 +125,7 @@ class Place:
         layers: number of base layers in the rank's stage.
         offline: features come from disk.
         last_stage: the rank is on the last pipeline stage.
+        anchors: most blocks of a sequence, of block drafts.
     """
 
     base: BaseConfig
@@ -139,6 +140,7 @@ class Place:
     last_stage: bool = True
     paths: Paths | None = None
     """Default: the paths that an H100 can run."""
+    anchors: int = 512
 
     @property
     def pp(self) -> int:
@@ -160,21 +162,38 @@ class Place:
         return self.train.features_ahead or (4 if self.pp > 1 or self.offline else 1)
 
 
+def _block_activation_bytes(place: Place, draft: BlockConfig, rows: float, width: int) -> float:
+    """Bytes that the layers of a block draft save for slots and for the keys and values of the context.
+
+    A fused layer keeps both residual sums and their norms, the projected heads before and after norm and rotation, the
+    attention's output, and gate and up.
+    """
+    H, M, heads = draft.hidden_size, draft.intermediate_size, attention_width(draft)
+    tp, cp = place.parallel.tensor_model_parallel_size, place.parallel.context_parallel_size
+    kv = 2 * draft.num_key_value_heads * draft.head_dim
+    slots = place.train.micro_batch_size * min(place.anchors, place.seq_length) * draft.block_size / cp
+    if place.fast_paths.on("draft_layer"):
+        slot, context = 4.0 * H + (3 * heads + 2 * kv + 2 * M) / tp, 2 * kv / tp
+    else:
+        slot, context = 9.0 * H + (3 * (heads + kv) + 4 * M) / tp, 3 * kv / tp
+    return width * draft.num_hidden_layers * (slots * slot + rows * context)
+
+
 def _activation_bytes(place: Place, rows: float, width: int) -> float:
     """Bytes that T draft steps save for their backward."""
     draft, tp = place.draft, place.parallel.tensor_model_parallel_size
     if isinstance(draft, MedusaConfig):
         return rows * draft.num_heads * (draft.num_layers * 3 + 1) * draft.hidden_size * width
     if isinstance(draft, BlockConfig):
-        slots = place.train.micro_batch_size * min(512, place.seq_length) * draft.block_size
-        kv = 2 * draft.num_key_value_heads * draft.head_dim
-        layer = 9.0 * draft.hidden_size + (3 * (attention_width(draft) + kv) + 4 * draft.intermediate_size) / tp
-        return width * (slots * draft.num_hidden_layers * layer + rows * draft.num_hidden_layers * 3 * kv / tp)
+        return _block_activation_bytes(place, draft, rows, width)
     scattered, fused = place.parallel.sequence_parallel, place.fast_paths.on("draft_fused")
-    residual, gate, qkv = (9.0, 2, 1) if fused else (3 + 11 / tp if scattered else 14.0, 4, 2)
-    wide = qkv * qkv_width(draft) + attention_width(draft) + gate * mlp_width(draft)
-    step = residual * draft.hidden_size + wide / tp
-    return rows * place.ttt_steps * draft.num_hidden_layers * step * width
+    residual, qkv = (9.0, 1) if fused else (3 + 11 / tp if scattered else 14.0, 2)
+    step = residual * draft.hidden_size + (qkv * qkv_width(draft) + attention_width(draft)) / tp
+    mlp, total = mlp_width(draft) / tp, rows * place.ttt_steps
+    gates = total * (2 if fused else 4)
+    if fused and not keeps_gates(total, mlp, width):
+        gates = min(total, max(rows, ROWS_AT_ONCE)) * 2
+    return (total * step + gates * mlp) * draft.num_hidden_layers * width
 
 
 def checkpoint_bytes(draft: DraftConfig, bf16: bool) -> float:

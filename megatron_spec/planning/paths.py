@@ -16,6 +16,7 @@ from megatron_spec.config import (
     BlockConfig,
     DraftConfig,
     EagleConfig,
+    Fp8Recipe,
     ObjectiveConfig,
     ParallelConfig,
     QuantConfig,
@@ -25,6 +26,16 @@ from megatron_spec.config.machine import Kernels, Machine
 
 MOST_WHOLE_ROWS = 8 << 30
 """Maximum bytes of the full sequence on every rank in the fused unroll under sequence parallelism."""
+
+ROWS_AT_ONCE = 65536
+"""Most rows of a weight-gradient product of the fused unroll: bounds the memory of its backward at long sequences."""
+MOST_GATES = 8 << 30
+"""Bytes of gate and up activations over all steps above which the fused unroll computes them again in its backward."""
+
+
+def keeps_gates(rows: float, intermediate_size: float, width: int) -> bool:
+    """True if the fused unroll keeps gate and up of `rows` rows, those of all steps, of `width`-byte values."""
+    return rows * 2 * intermediate_size * width <= MOST_GATES
 
 
 def whole_rows_bytes(hidden_size: int, rows: float, steps: int, width: int) -> float:
@@ -57,6 +68,10 @@ class Setting:
     """Paths turned off for comparison."""
     plain: bool = False
     """No fast paths."""
+    draft_transformer_engine: bool = False
+    """The draft's linears and norms are Transformer Engine's modules."""
+    draft_fp8_recipe: Fp8Recipe | None = None
+    """Transformer Engine's recipe for the draft's linears in training."""
 
 
 Reasons = dict[str, bool]
@@ -103,9 +118,10 @@ def _kernels(s: Setting) -> Reasons:
 
 
 def _fp8(s: Setting) -> Reasons:
+    real = s.machine.kernels != "plain"
     return {
-        f"weights are in {s.dtype}, not in bf16 (--bf16)": s.dtype != "bfloat16",
-        "the GPU has no fp8 tensor cores (compute capability 9.0, Hopper, or newer)": not s.machine.fp8,
+        f"weights are in {s.dtype}, not in bf16 (--bf16)": real and s.dtype != "bfloat16",
+        "the GPU has no fp8 tensor cores (compute capability 9.0, Hopper, or newer)": real and not s.machine.fp8,
     }
 
 
@@ -130,7 +146,7 @@ def _base_direct(s: Setting) -> Reasons:
     return {
         "--transformer-impl transformer_engine builds the base": s.layers.engine,
         **missing_features(s.base, s.parallel.tensor_model_parallel_size),
-        "it needs the full sequence (--sequence-parallel)": s.parallel.sequence_parallel,
+        "its experts shard the sequence (--sequence-parallel)": s.parallel.sequence_parallel and s.base.moe is not None,
         "the base is fake-quantised": quantised,
     }
 
@@ -226,7 +242,12 @@ def _base_fp8(s: Setting) -> Reasons:
         sizes = (s.base.hidden_size, width, s.base.head_dim)
     uneven = f"hidden size, intermediate size per rank and head size are {sizes}, not all multiples of 16"
     experts = {"the base has experts": s.base is not None and s.base.moe is not None}
-    return {**_base_direct(s), **experts, **_kernels(s), **_fp8(s), uneven: any(size % 16 for size in sizes)}
+    odd = s.machine.kernels != "plain" and any(size % 16 for size in sizes)
+    return {**_base_direct(s), **experts, **_kernels(s), **_fp8(s), uneven: odd}
+
+
+def _draft_engine(s: Setting) -> Reasons:
+    return {"--draft-transformer-impl transformer_engine builds the draft": s.draft_transformer_engine}
 
 
 def _draft_fused(s: Setting) -> Reasons:
@@ -234,13 +255,14 @@ def _draft_fused(s: Setting) -> Reasons:
     if not isinstance(config, EagleConfig) or not config.reads_captures:
         return {"the draft is not EAGLE-3": True}
     steps = s.objective.ttt_steps if s.objective is not None else 0
-    whole = whole_rows_bytes(config.hidden_size, s.rows, steps, 2) if s.parallel.sequence_parallel else 0
+    rows = s.rows / s.parallel.context_parallel_size
+    whole = whole_rows_bytes(config.hidden_size, rows, steps, 2) if s.parallel.sequence_parallel else 0
     odd = s.machine.kernels == "triton" and (config.head_dim < 16 or config.head_dim % 8 != 0)
     clipped = s.quant is not None and s.quant.draft != "none" and s.quant.clipped_ste
     return {
+        **_draft_engine(s),
         "the draft proposes all tokens in one forward (P-EAGLE)": config.parallel_drafting,
         **_kernels(s),
-        "context parallelism splits the sequence": s.parallel.context_parallel_size > 1,
         "draft steps are detached": s.objective is not None and s.objective.detach,
         "there are fewer key/value heads than tensor parallel ranks": bool(
             config.num_key_value_heads % s.parallel.tensor_model_parallel_size
@@ -264,6 +286,30 @@ def _draft_fp8(s: Setting) -> Reasons:
     }
 
 
+def _draft_head_fp8(s: Setting) -> Reasons:
+    layer, sizes = PATHS["draft_fp8"].blocked(s), (0, 0)
+    if s.draft is not None:
+        sizes = (s.draft.hidden_size, s.draft.draft_vocab_size)
+    uneven = any(size % 16 for size in sizes) and s.machine.kernels != "plain"
+    kind = s.objective.loss if s.objective is not None else "soft_ce"
+    return {
+        f"the draft's layer is not in fp8: {layer}": layer is not None,
+        **_loss_kernel(s),
+        f"the loss is {kind}, not soft_ce or kl": kind not in ("soft_ce", "kl"),
+        f"hidden size and draft vocabulary are {sizes}, not both multiples of 16": uneven,
+    }
+
+
+def _teacher_fp8(s: Setting) -> Reasons:
+    base = PATHS["base_fp8"].blocked(s)
+    split = s.parallel.tensor_model_parallel_size > 1
+    return {
+        f"the base's layers are not in fp8: {base}": base is not None,
+        **_kernels(s),
+        "the base's LM head is split over tensor parallel ranks": split,
+    }
+
+
 def _block_kernel(s: Setting) -> Reasons:
     return {
         "the draft is not a block draft": not isinstance(s.draft, BlockConfig),
@@ -277,6 +323,7 @@ def _draft_layer(s: Setting) -> Reasons:
     if not isinstance(config, BlockConfig):
         return {"the draft is not a block draft": True}
     return {
+        **_draft_engine(s),
         **_kernels(s),
         "the draft is fake-quantised": s.quant is not None and s.quant.draft != "none",
         "the draft has a partial rotary embedding": config.rope.partial_rotary_factor != 1.0,
@@ -286,14 +333,13 @@ def _draft_layer(s: Setting) -> Reasons:
     }
 
 
+KERNEL_LOSSES = ("soft_ce", "kl", "hard_ce", "tv", "ce_l1")
+"""Losses that have a kernel."""
+
+
 def _loss_kernel(s: Setting) -> Reasons:
     kind = s.objective.loss if s.objective is not None else "soft_ce"
-    return {**_kernels(s), f"the loss is {kind}, not soft_ce or kl": kind not in ("soft_ce", "kl")}
-
-
-def _teacher_kernel(s: Setting) -> Reasons:
-    split = s.parallel.tensor_model_parallel_size > 1
-    return {**_kernels(s), "the base's LM head is split over tensor parallel ranks": split}
+    return {**_kernels(s), f"the loss {kind} has no kernel": kind not in KERNEL_LOSSES}
 
 
 def _rounding_kernel(s: Setting) -> Reasons:
@@ -311,6 +357,7 @@ def _cuda_graphs(s: Setting) -> Reasons:
     grouped = PATHS["grouped_experts"].blocked(s) is None
     return {
         "there is no GPU": not s.machine.gpu,
+        **_draft_engine(s),
         "the base is split over several ranks": ranks > 1,
         "--transformer-impl transformer_engine builds the base": s.layers.engine,
         "the number of tokens per expert varies": s.base is not None and s.base.moe is not None and not grouped,
@@ -354,6 +401,15 @@ _PATHS = (
         f"{_GPU}::test_fp8_draft", _draft_fp8, "--draft-fp8",
     ),
     Path(
+        "draft_head_fp8",
+        "draft: its head's products in real fp8 (E4M3), with the layer's: logits, input and weight gradient; frozen or "
+        "trained", "fused_head in bf16", f"{_GPU}::test_fp8_head", _draft_head_fp8,
+    ),
+    Path(
+        "teacher_fp8", "base: its head in real fp8 (E4M3), with its layers, for the teacher", "teacher_kernel in bf16",
+        f"{_GPU}::test_fp8_teacher", _teacher_fp8,
+    ),
+    Path(
         "draft_layer",
         "block drafts: norms with residual sums, heads and gate of a layer in one pass each, forward and backward; "
         "weight gradients into the optimizer's buffers", "drafts/layer.py",
@@ -364,12 +420,12 @@ _PATHS = (
         "ops/block_attention.py", "tests/gpu/test_block_kernels.py", _block_kernel,
     ),
     Path(
-        "loss_kernel", "draft: loss, metrics and gradient of a row of logits in one pass", "losses/vocab_parallel.py",
-        "tests/gpu/test_loss_kernels.py", _loss_kernel,
+        "loss_kernel", "draft: loss, metrics and gradient of a row of logits in one pass", 
+        "losses/vocab_parallel.py, losses/block.py", "tests/gpu/test_loss_kernels.py", _loss_kernel,
     ),
     Path(
         "teacher_kernel", "base: restricted logits, log-sum-exp and argmax of a row in one pass", "drafts/teacher.py",
-        "tests/gpu/test_loss_kernels.py", _teacher_kernel,
+        "tests/gpu/test_loss_kernels.py", _kernels,
     ),
     Path(
         "rounding_kernel", "fake quantisation: the E4M3 round trip in one pass", "quantization/rounding.py",

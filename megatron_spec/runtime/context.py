@@ -11,6 +11,7 @@ S whole sequence, L = S / CP rows of this rank, B micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron_spec.runtime.platform import to_device
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,25 @@ class ContextShard:
         """This rank's rows of a whole tensor."""
         return x.index_select(dim, self.rows(x.shape[dim], x.device))
 
+    def whole(self, x_L: Tensor) -> Callable[[], Tensor]:
+        """Start an all-gather of [L, ...]; the result waits for it and returns the whole [S, ...], without gradient."""
+        parts = x_L.new_empty(x_L.shape[0] * self.size, *x_L.shape[1:])
+        work = dist.all_gather_into_tensor(parts, x_L.contiguous(), group=self.group, async_op=True)
+
+        def wait() -> Tensor:
+            """The rows in the order of the sequence."""
+            work.wait()
+            return torch.empty_like(parts).index_copy_(0, self.order(len(parts), parts.device), parts)
+
+        return wait
+
+    def own_sum(self, x_S: Tensor) -> Tensor:
+        """[L, ...]: the sum of the ranks' [S, ...] at this rank's rows. Collective, without gradient."""
+        ordered = x_S.index_select(0, self.order(len(x_S), x_S.device))
+        mine = ordered.new_empty(len(ordered) // self.size, *ordered.shape[1:])
+        dist.reduce_scatter_tensor(mine, ordered, group=self.group)
+        return mine
+
     def gather(self, x_L: Tensor) -> Tensor:
         """All-gather [L, ...] to the whole [S, ...] on every rank. Gradients are summed over the ranks."""
         out: Tensor = _Gather.apply(x_L, self)  # type: ignore[no-untyped-call]
@@ -74,17 +96,18 @@ class ContextShard:
             ahead: draft steps, the same on every rank.
         """
         L, B = x_LBH.shape[:2]
-        S, device = L * self.size, x_LBH.device
-        ends = torch.arange(self.multiple, device=device)[:, None] * (S // self.multiple)
-        border = (ends + torch.arange(ahead, device=device)).flatten().unique()
+        S = L * self.size
+        # on the host, so as not to wait for the device
+        ends = torch.arange(self.multiple)[:, None] * (S // self.multiple)
+        border = (ends + torch.arange(ahead)).flatten().unique()
         border = border[border < S]
-        place_S = torch.full((S,), -1, dtype=torch.int64, device=device)
-        place_S[self.rows(S, device)] = torch.arange(L, device=device)
+        place_S = torch.full((S,), -1, dtype=torch.int64)
+        place_S[self.rows(S, "cpu")] = torch.arange(L)
         mine = place_S[border]
+        place_S[border[mine < 0]] = L + (mine < 0).nonzero()[:, 0]
+        mine, place_S = to_device(mine, x_LBH.device), to_device(place_S, x_LBH.device)
         borders = x_LBH[mine.clamp(min=0)] * (mine >= 0)[:, None, None]
         dist.all_reduce(borders, group=self.group)  # one rank has each row, all other ranks add zeros
-        foreign = border[mine < 0]
-        place_S[foreign] = L + (mine < 0).nonzero()[:, 0]
         place_U = place_S[rows_U // B]
         return torch.cat([x_LBH, borders]).flatten(0, 1)[place_U * B + rows_U % B]
 
@@ -94,17 +117,10 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x_L: Tensor, shard: ContextShard) -> Tensor:
         """Rows of all ranks [S, ...] from this rank's [L, ...], in the order of the sequence."""
         ctx.shard = shard
-        whole = x_L.new_empty(x_L.shape[0] * shard.size, *x_L.shape[1:])
-        dist.all_gather_into_tensor(whole, x_L.contiguous(), group=shard.group)
-        order = shard.order(len(whole), x_L.device)
-        return torch.empty_like(whole).index_copy_(0, order, whole)
+        return shard.whole(x_L)()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor, None]:
         """Gradient of this rank's rows, summed over ranks."""
-        shard = ctx.shard
-        ordered = grad_S.index_select(0, shard.order(len(grad_S), grad_S.device))
-        mine = ordered.new_empty(len(ordered) // shard.size, *ordered.shape[1:])
-        dist.reduce_scatter_tensor(mine, ordered, group=shard.group)
-        return mine, None
+        return ctx.shard.own_sum(grad_S), None

@@ -81,7 +81,7 @@ class Case:
         method = METHODS.get(kind, "eagle3")
         self.request = {
             "name": name, "base": str(base), "draft": str(out), "method": method, "k": K, "prompts": made.prompts,
-            "tokens": TOKENS, "dtype": "float32",
+            "tokens": TOKENS, "dtype": "float32", "parallel": kind == "p-eagle",
         }  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def fp8_case(name: str, made: Setting, draft: Draft, base: Path, folder: Path) -
     case.tokens, case.acceptance = ours(made, draft, TOKENS)
     case.request = {
         "name": name, "base": str(base), "draft": str(folder), "method": "eagle3", "k": K, "prompts": made.prompts,
-        "tokens": TOKENS, "dtype": "bfloat16",
+        "tokens": TOKENS, "dtype": "bfloat16", "parallel": False,
     }  # fmt: skip
     return case
 

@@ -2,8 +2,9 @@
 
     python vllm_worker.py CASES.json RESULTS.json
 
-A case: {name, base, method, draft, k, prompts, tokens, dtype}; `draft` null decodes with the base alone. A result: the
-token ids, the log-probabilities of the first token, the draft's first logits (EAGLE), the acceptance counters.
+A case: {name, base, method, draft, k, parallel, prompts, tokens, dtype}; `draft` null decodes with the base alone. A
+result: the token ids, the log-probabilities of the first token, the draft's first logits (EAGLE), the acceptance
+counters.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     speculative = None
     if case["draft"]:
         speculative = {"method": case["method"], "model": case["draft"], "num_speculative_tokens": case["k"]}
+        speculative |= {"parallel_drafting": True} if case["parallel"] else {}
     llm = LLM(
         case["base"], skip_tokenizer_init=True, dtype=case["dtype"], enforce_eager=True, max_model_len=128,
         max_num_seqs=8, speculative_config=speculative, disable_log_stats=False,
@@ -85,7 +87,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     }
     if seen:
         first = seen[0] if isinstance(seen[0], torch.Tensor) else torch.stack(list(seen[0]), 1)
-        if case["method"] == "dflash":  # all slots of a block at once
+        if case["method"] == "dflash" or case["parallel"]:  # all slots of a block at once
             first = first[:: case["k"]]
         result["draft_logits"] = first.float().tolist()
     del llm, seen

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_spec.data.tokenizer import vocabulary_hash
 from tests import warm
 from tests.tiny import save_llama
 from tests.unit_tests.data.chat_fixtures import CHATML_MARKED, make_tokenizer
@@ -47,9 +48,17 @@ def conversation(number: int) -> dict[str, object]:
     }
 
 
-def write_conversations(path: Path, count: int) -> Path:
-    """A JSON lines file."""
-    path.write_text("".join(json.dumps(conversation(i)) + "\n" for i in range(count)), encoding="utf-8")
+def write_conversations(path: Path, count: int, rejected: bool = False) -> Path:
+    """A JSON lines file.
+
+    Args:
+        rejected: every second line has such a record, different for every number.
+    """
+    lines = [conversation(i) for i in range(count)]
+    for i in range(0, count if rejected else 0, 2):
+        turns = [[i % 3, 5], [2]] if i % 4 else [None, [0, 1]]
+        lines[i]["rejected"] = {"tokenizer": vocabulary_hash(make_tokenizer(CHATML_MARKED)), "turns": turns}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 
 

@@ -17,6 +17,8 @@ from megatron_spec.export.check import check_folder
 from tests.functional_tests.script_helpers import SCRIPTS, make_base, refuse, write_conversations
 from tests.worlds import run_world
 
+OWN_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 16}
+"""Other than the base's."""
 REQUESTS: dict[str, dict[str, Any]] = {
     "eagle1": {"eagle_algorithm": "eagle1"},
     "medusa": {"algorithm": "medusa", "num_medusa_heads": 3, "num_medusa_layers": 2},
@@ -31,7 +33,10 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "eagle_config": {"capture_layer_ids": [0, 3, 6], "mask_token_id": 3},
     },
     "dflash": {"algorithm": "dflash", "draft_config": {"mask_token_id": 3, "block_size": 3, "causal": True}},
-    "dspark": {"algorithm": "dspark", "draft_config": {"mask_token_id": 3, "block_size": 2, "markov_rank": 8}},
+    "dspark": {
+        "algorithm": "dspark",
+        "draft_config": {"mask_token_id": 3, "block_size": 2, "markov_rank": 8, **OWN_HEADS},
+    },
 }
 
 
@@ -194,6 +199,7 @@ def test_exported_blocks(done: tuple[Path, dict[str, Any]]) -> None:
         assert not [f for f in findings if not f.warning and f.rule != "served"], findings
         written = (done[0] / name / "bf16" / "trtllm.yaml").is_file()
         assert written == (name == "dspark")  # TensorRT-LLM does not compute a causal draft
+    assert OWN_HEADS.items() <= config.items() and tensors["layers.0.self_attn.k_proj.weight"].shape == (96, 32)
     assert config["markov_rank"] == 8 and config["enable_confidence_head"] and config["target_layer_ids"]
     assert quantised["markov_head.markov_w2.weight"].dtype == torch.bfloat16
     ignored = json.loads((folder / "../../fp8/draft/config.json").read_text())["quantization_config"]["ignore"]

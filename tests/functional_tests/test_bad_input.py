@@ -268,6 +268,15 @@ def test_partially_installed_optional_package_is_explained(place: Path, tmp_path
         (["--algorithm", "medusa", "--draft_vocab", "64"], "--draft_vocab with --algorithm medusa"),
         (["--algorithm", "dspark", "--step_decay", "0.5"], "--step_decay with --algorithm dspark"),
         (["--eagle_config", "nowhere.json"], "nowhere.json: no such file"),
+        (["--recipe", "short"], "--recipe needs --base_model"),
+        (["--base_model", "x", "--recipe", "long"], "--recipe long: expected paper or short"),
+        (
+            ["--base_model", "x", "--recipe", "short", "--algorithm", "medusa"],
+            "--recipe short is of --algorithm eagle3",
+        ),
+        (["--synthesize", "9", "--num_prompts", "9"], "leave --prompts and --num_prompts out"),
+        (["--data", "x.jsonl", "--synthesize", "9"], "leave --synthesize and --prompts out"),
+        (["--qat_iters", "some"], "--qat_iters some: expected a number"),
     ],
 )
 def test_one_command_chain_refuses_before_setup(arguments: list[str], expected: str) -> None:

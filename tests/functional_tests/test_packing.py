@@ -36,7 +36,7 @@ def steps(root: str, layout: str) -> dict[str, Any]:
             f"{here}/{packing}",
             data,
             train,
-            ObjectiveConfig(ttt_steps=3),
+            ObjectiveConfig(ttt_steps=3, replay_weight=5.0),
             parallel=parallel,
             seq_length=SEQ_LENGTH,
         )
@@ -50,7 +50,7 @@ def steps(root: str, layout: str) -> dict[str, Any]:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packing")
     make_base(folder / "base")
-    write_conversations(folder / "train.jsonl", 8)
+    write_conversations(folder / "train.jsonl", 8, rejected=True)
     (folder / "eagle.json").write_text(json.dumps({"capture_layer_ids": [0, 3, 6]}))
     return folder
 

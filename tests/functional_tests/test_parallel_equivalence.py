@@ -36,6 +36,7 @@ CASES: dict[int, list[Case]] = {
         dict(name="the base's own module", packed=True, model="own", algorithm="own"),
         dict(name="dflash", packed=True, algorithm="dflash"),
         dict(name="dspark", packed=True, algorithm="rnn dspark"),
+        dict(name="dflash, own heads", packed=True, algorithm="wide dflash"),
         dict(name="own embedding, D = V", packed=True, whole=True),
         dict(name="dspark, 1 kv head", packed=True, algorithm="gated dspark", model="kv1"),
         dict(name="dflash, experts", packed=True, algorithm="dflash", model="moe"),
@@ -61,6 +62,7 @@ CASES: dict[int, list[Case]] = {
         dict(tp=2, packed=True, algorithm="dflash", sequence_parallel=True),
         dict(cp=2, packed=True, algorithm="rnn dspark"),
         dict(pp=2, packed=True, algorithm="dflash", distributed_optimizer=True),
+        dict(tp=2, packed=True, algorithm="wide dflash", sequence_parallel=True),
         dict(tp=2, packed=True, algorithm="gated dspark", model="kv1"),
         dict(tp=2, packed=True, algorithm="medusa", save=True),
         dict(tp=2, packed=True, algorithm="rnn dspark", save=True, sequence_parallel=True),
@@ -120,7 +122,11 @@ def new_config(base: Any, algorithm: str, whole_vocabulary: bool) -> Any:
     if algorithm.endswith(("dflash", "dspark")):
         head, _, algorithm = algorithm.rpartition(" ")
         overrides = {"mask_token_id": 95, "block_size": 4, "capture_layer_ids": list(CAPTURES)}
-        return presets.block_config(base, algorithm, overrides | ({"markov_head_type": head} if head else {}))
+        if head == "wide":
+            overrides |= {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 4}
+        elif head:
+            overrides["markov_head_type"] = head
+        return presets.block_config(base, algorithm, overrides)
     if algorithm == "own":
         return presets.own_mtp_config(base)
     overrides: dict[str, Any] = {"init_from_base_layer": True}

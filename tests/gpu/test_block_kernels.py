@@ -14,7 +14,13 @@ HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter multi
 
 @pytest.mark.parametrize(
     ("C", "N", "G", "D", "causal", "window"),
-    [(4, 4, 2, 64, False, None), (5, 7, 1, 64, True, None), (8, 8, 1, 128, False, 40), (16, 12, 1, 64, True, 9)],
+    [
+        (4, 4, 2, 64, False, None),
+        (5, 7, 1, 64, True, None),
+        (8, 8, 1, 128, False, 40),
+        (8, 3, 3, 64, False, None),
+        (16, 12, 1, 64, True, 9),
+    ],
 )
 def test_equals_the_plain_version(C: int, N: int, G: int, D: int, causal: bool, window: int | None) -> None:
     from megatron_spec.ops.kernels import block

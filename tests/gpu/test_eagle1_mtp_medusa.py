@@ -35,7 +35,7 @@ CONFIGS: dict[str, DraftConfig] = {
 class Ends:
     """A base's embedding and head on one rank."""
 
-    vocab_size = V
+    vocab_size, head_fp8 = V, None
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         random = torch.Generator().manual_seed(3)

@@ -171,7 +171,8 @@ def test_gate(width: int) -> None:
 
 
 @pytest.mark.parametrize("compact", [False, True])
-def test_shifted_sum(compact: bool) -> None:
+@pytest.mark.parametrize("chunks", [False, True])
+def test_shifted_sum(compact: bool, chunks: bool) -> None:
     """Gradients of the embedding's projection, from all steps that read it."""
     from megatron_spec.ops.kernels import rows as kernels
 
@@ -179,4 +180,13 @@ def test_shifted_sum(compact: bool) -> None:
     place = torch.full((ROWS,), -1, dtype=torch.int32, device=DEVICE)
     place[PLACES] = torch.arange(len(PLACES), dtype=torch.int32, device=DEVICE)
     x = make(5)(ROWS + (STEPS - 1) * later, 80)
-    agree(lambda m: [m.shifted_sum(x, ROWS, later, STEPS, BATCH, place if compact else None)], kernels)
+    places = [place if compact else None]
+    if chunks:  # half of the rows are further away, as under context parallelism
+        at = torch.arange(ROWS, device=DEVICE)
+        at += (at >= ROWS // 2) * (STEPS - 1) * BATCH
+        kept = place >= 0 if compact else torch.ones_like(place, dtype=torch.bool)
+        positions = [torch.full((int(at[-1]) + 1,), -1, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+        positions[0][at[kept]] = torch.arange(later, dtype=torch.int32, device=DEVICE)
+        positions[1][at] = torch.arange(ROWS, dtype=torch.int32, device=DEVICE)
+        places = positions
+    agree(lambda m: [m.shifted_sum(x, ROWS, later, STEPS, BATCH, *places)], kernels)

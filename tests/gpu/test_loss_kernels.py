@@ -1,13 +1,26 @@
-"""The kernels over vocabulary rows against the reference losses in fp64 and autograd: whole, in two shards, teacher."""
+"""The kernels over vocabulary rows against the reference losses in fp64 and autograd: whole, in two shards, teacher;
+and the losses of block drafts over the kernels against the plain ones in fp64.
+"""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_spec.config import ObjectiveConfig, presets
+from megatron_spec.config.machine import Machine
+from megatron_spec.drafts import block_losses
+from megatron_spec.drafts.anchors import BlockPlan
 from megatron_spec.losses import reference
-from tests.gpu.triton_device import DEVICE, MARKS
+from megatron_spec.losses.vocab_parallel import Teacher
+from megatron_spec.ops import head, plain
+from megatron_spec.planning.paths import NO_PATHS, PATHS, Paths, Setting
+from tests.gpu.triton_device import DEVICE, INTERPRETED, MARKS
+from tests.unit_tests.drafts.test_blocks import batch, block_config
 
 pytestmark = MARKS
 
@@ -70,6 +83,120 @@ def test_two_shards(kind: str) -> None:
     torch.testing.assert_close((parts[0][0] + parts[1][0]).double(), loss, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close((parts[0][1] + parts[1][1]).double(), overlap, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(torch.cat(shards, 1).double(), gradient, rtol=1e-3, atol=1e-6)
+
+
+MIXED = [(1.0, 0.0), (0.1, 0.9), (0.0, 0.5)]
+"""Weights of the cross-entropy to a label and of sum |q - p|: hard_ce, DSpark's, tv."""
+COLUMN = (4999, 7, 3100)
+"""Labels of the teacher rows: the last column, the first block, another block."""
+
+
+def exact_mixed(x: dict[str, Tensor], a: float, b: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, overlap, gradient of the weighted loss) in fp64."""
+    z, t = x["logits"].double().requires_grad_(), x["teacher"].double()[x["rows"]]
+    logp, logq = (t / TEMPERATURE).log_softmax(-1), (z / TEMPERATURE).log_softmax(-1)
+    label = torch.tensor(COLUMN, device=DEVICE)[x["rows"]]
+    loss = -a * logq.gather(1, label[:, None])[:, 0] + b * (logq.exp() - logp.exp()).abs().sum(1)
+    (loss * x["weight"]).sum().backward()
+    assert z.grad is not None
+    return loss.detach(), reference.overlap(logp, logq).detach(), z.grad
+
+
+@pytest.mark.parametrize(("a", "b"), MIXED)
+def test_mixed_rows(a: float, b: float) -> None:
+    from megatron_spec.ops.kernels import loss as kernels
+
+    x, column = example(), torch.tensor(COLUMN, device=DEVICE)
+    best = x["logits"].argmax(1)
+    loss, overlap, gradient = exact_mixed(x, a, b)
+    told = (x["teacher"], x["lse"], x["rows"], column)
+    found = kernels.mixed_rows(x["logits"], *told, x["weight"], TEMPERATURE, (a, b))
+    torch.testing.assert_close(found[0].double(), loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1].double(), overlap, rtol=1e-5, atol=1e-6)
+    assert torch.equal(found[2], best)
+    torch.testing.assert_close(x["logits"].double(), gradient, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(("a", "b"), MIXED)
+def test_mixed_rows_of_two_shards(a: float, b: float) -> None:
+    """A label belongs to one of the shards."""
+    from megatron_spec.ops.kernels import loss as kernels
+
+    x, column = example(), torch.tensor(COLUMN, device=DEVICE)
+    loss, overlap, gradient = exact_mixed(x, a, b)
+    shards = [part.contiguous() for part in x["logits"].split([3000, 2000], 1)]
+    lse = torch.stack([kernels.largest(shard, TEMPERATURE)[1] for shard in shards]).logsumexp(0)
+    told = [
+        (t.contiguous(), x["lse"], x["rows"], column - first)
+        for t, first in zip(x["teacher"].split([3000, 2000], 1), (0, 3000), strict=True)
+    ]
+    sums = [kernels.mixed_sums(z, *t, lse, TEMPERATURE) for z, t in zip(shards, told, strict=True)]
+    label, found, mass = (sum(s) for s in zip(*sums, strict=True))
+    for z, t in zip(shards, told, strict=True):
+        kernels.mixed_gradient(z, *t, x["weight"], lse, mass, TEMPERATURE, (a, b))
+    torch.testing.assert_close((2 * b * (1 - found) - a * label).double(), loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.double(), overlap, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.cat(shards, 1).double(), gradient, rtol=1e-3, atol=1e-6)
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "ce_l1": {},
+    "ce_l1, d-pace, curriculum": {"block_weights": "d-pace", "backbone_weight": 0.4, "temperature": 0.8},
+    "hard_ce": {"loss": "hard_ce"},
+    "kl": {"loss": "kl"},
+}
+
+
+def block_result(name: str, dtype: torch.dtype, paths: Paths) -> dict[str, Tensor]:
+    """Losses, metrics and gradients of DSpark's heads, from random states, in several chunks of rows."""
+    config = block_config(algorithm="dspark", markov_rank=16)
+    goal = presets.objective_for(config, ObjectiveConfig(**BLOCKS[name]))
+    torch.manual_seed(11)
+    rows = batch()
+    plan = BlockPlan.of(rows, config, goal.anchors)._to(torch.device(DEVICE))
+    counts, U = [len(r) for r in plan.supervision.rows], len(plan.supervision.teacher_U)
+    shapes = {"states": (sum(counts), 32), "head": (D, 32), "low": (sum(counts), 16), "low_head": (D, 16)}
+    # exact in every dtype, also in half precision
+    x = {n: draw(*shape).div(4).bfloat16().to(dtype).requires_grad_(n != "head") for n, shape in shapes.items()}
+    x["confidence"] = draw(sum(counts)).bfloat16().to(dtype).requires_grad_()
+    z = draw(U, D).bfloat16().to(dtype)
+    wide = z.to(torch.promote_types(dtype, torch.float32)) / goal.temperature
+    teacher = Teacher(z, wide.logsumexp(1), z.argmax(1), z.argmax(1), z.argmax(1) >= 0)
+    heads = block_losses.BlockHead(list(x["states"].split(counts)), x["head"], x["low"], x["low_head"], x["confidence"])
+    losses = block_losses.block_losses(heads, plan, teacher, goal, None, paths)  # type: ignore[arg-type]
+    losses.total.backward()
+    stats = {n: getattr(losses, n).detach() for n in ("total", "loss_T", "correct_T", "overlap_T")}
+    return {n: t.double() for n, t in (stats | {n: t.grad for n, t in x.items() if t.grad is not None}).items()}
+
+
+@pytest.mark.parametrize("name", list(BLOCKS))
+def test_losses_of_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_spec.ops.kernels import loss as kernels
+
+    monkeypatch.setattr(head, "CHUNK_BYTES", {"cpu": 4 * 17 * D, "cuda": 4 * 17 * D})
+    expected = block_result(name, torch.float64, NO_PATHS)
+    operators = {n: getattr(kernels, n, getattr(plain, n)) for n in plain.OPERATORS}
+    monkeypatch.setattr(block_losses.backend, "load", lambda _: SimpleNamespace(**operators))
+    others = tuple(n for n in PATHS if n != "loss_kernel")
+    found = block_result(name, torch.float32, Paths(Setting(Machine(kernels="plain"), off=others)))
+    for n in expected:
+        torch.testing.assert_close(found[n], expected[n], rtol=1e-3, atol=1e-4, msg=lambda m, n=n: f"{n}: {m}")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies the bits of bfloat16")
+@pytest.mark.parametrize("name", list(BLOCKS))
+def test_losses_of_blocks_in_bf16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the paths of a GPU; probabilities are of logits in bf16."""
+    monkeypatch.setattr(head, "CHUNK_BYTES", {"cuda": 2 * 17 * D})
+    expected = block_result(name, torch.float64, NO_PATHS)
+    paths = Paths(Setting(Machine(True, (9, 0), "triton"), "bfloat16"))
+    assert paths.under(presets.objective_for(block_config(algorithm="dspark"), ObjectiveConfig(**BLOCKS[name]))).on(
+        "loss_kernel"
+    )
+    found = block_result(name, torch.bfloat16, paths)
+    for n in expected.keys() - {"correct_T"}:  # ties
+        error = (found[n] - expected[n]).norm() / expected[n].norm()
+        assert error < 2e-2, (n, float(error))
 
 
 def test_teacher_of_a_reduced_vocabulary() -> None:

@@ -1,49 +1,19 @@
-"""Matrix products in real fp8 (E4M3) for frozen weights: one scale per output channel and per input row.
+"""Matrix products in real fp8 (E4M3), and the kernels that round their operands: one scale per row of each.
 
-The scale of a row is its largest magnitude / 448, computed in the kernel that produces the row, so no scale is
-calibrated or delayed. Products run on the tensor cores at twice the bf16 rate (compute capability 8.9 and newer).
+The scale of a row is computed in the kernel that produces the row. Products run on the tensor cores at twice the bf16
+rate (compute capability 8.9 and newer).
 
 R rows, H hidden, M intermediate, O outputs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-LARGEST = 448.0
-"""Largest finite E4M3 value."""
-
-
-@dataclass
-class Fp8Matrix:
-    """values [R, H] in E4M3 and scale [R] in fp32: row r is values[r] * scale[r]."""
-
-    values: Tensor
-    scale: Tensor
-
-    @staticmethod
-    def empty(rows: int, width: int, device: torch.device) -> Fp8Matrix:
-        """Uninitialised matrix, to be written by one of the kernels below."""
-        return Fp8Matrix(
-            torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=device),
-            torch.empty(rows, dtype=torch.float32, device=device),
-        )
-
-    @staticmethod
-    def of_weight(weight_OH: Tensor) -> Fp8Matrix:
-        """Quantise a weight [O, H] with one scale per output channel."""
-        scale = weight_OH.abs().amax(1).float().clamp(min=1e-12) / LARGEST
-        values = (weight_OH.float() / scale[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-        return Fp8Matrix(values, scale)
-
-    def dequantized(self) -> Tensor:
-        """Dequantised matrix, fp32 [R, H]."""
-        return self.values.float() * self.scale[:, None]
+from megatron_spec.ops.fp8 import LARGEST, SMALLEST, Fp8Matrix
 
 
 def product(
@@ -83,7 +53,7 @@ def _norm_kernel(
     _store_row(wide * rstd * w, mask, row, H, cols, out_ptr, scale_ptr)
 
 
-def norm(a_RH: Tensor, b_RH: Tensor | None, sum_RH: Tensor | None, weight_H: Tensor, eps: float) -> Fp8Matrix:
+def quantized_norm(a_RH: Tensor, b_RH: Tensor | None, sum_RH: Tensor | None, weight_H: Tensor, eps: float) -> Fp8Matrix:
     """RMS norm of a (+ b; the sum is written to `sum_RH`), quantised."""
     R, H = a_RH.shape
     out = Fp8Matrix.empty(R, H, a_RH.device)
@@ -104,7 +74,7 @@ def _gated_kernel(x_ptr, out_ptr, scale_ptr, M, BLOCK: tl.constexpr):
     _store_row(gate * up / (1.0 + tl.exp(-gate)), mask, row, M, cols, out_ptr, scale_ptr)
 
 
-def gated(x_RX: Tensor) -> Fp8Matrix:
+def quantized_gate(x_RX: Tensor) -> Fp8Matrix:
     """silu(gate) * up of x = [gate | up] [R, 2M], quantised."""
     R, M = x_RX.shape[0], x_RX.shape[1] // 2
     out = Fp8Matrix.empty(R, M, x_RX.device)
@@ -129,3 +99,60 @@ def quantize(x_RH: Tensor) -> Fp8Matrix:
     block = triton.next_power_of_2(H)
     _quantize_kernel[(R,)](x_RH.contiguous(), out.values, out.scale, H, block, num_warps=16 if block > 8192 else 8)
     return out
+
+
+@triton.jit
+def _column_peaks_kernel(x_ptr, scale_ptr, peak_ptr, R, H, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Largest magnitude of scale * x in every column, over the rows of one program."""
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rows = tl.arange(0, ROWS)
+    peak = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(tl.program_id(1) * ROWS, R, tl.num_programs(1) * ROWS):
+        row = (start + rows).to(tl.int64)
+        there = (row < R)[:, None] & (cols < H)[None, :]
+        x = tl.load(x_ptr + row[:, None] * H + cols[None, :], mask=there, other=0.0).to(tl.float32)
+        scale = tl.load(scale_ptr + row, mask=row < R, other=0.0)
+        peak = tl.maximum(peak, tl.abs(x * scale[:, None]))
+    tl.store(peak_ptr + tl.program_id(1) * H + cols, tl.max(peak, axis=0), mask=cols < H)
+
+
+@triton.jit
+def _columns_kernel(
+    x_ptr, row_scale_ptr, column_scale_ptr, out_ptr, out_stride, R, H, SCALED: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """A tile of x, transposed; SCALED: times the scales of its rows, divided by those of its columns and rounded."""
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    col = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    x = tl.load(x_ptr + row[:, None] * H + col[None, :], mask=(row < R)[:, None] & (col < H)[None, :], other=0)
+    if SCALED:
+        y = x.to(tl.float32) * tl.load(row_scale_ptr + row, mask=row < R, other=0.0)[:, None]
+        y = y / tl.load(column_scale_ptr + col, mask=col < H, other=1.0)[None, :]
+        x = tl.minimum(tl.maximum(y, -448.0), 448.0).to(out_ptr.dtype.element_ty)
+    inside = (col < H)[:, None] & (row < R)[None, :]
+    tl.store(out_ptr + col[:, None] * out_stride + row[None, :], tl.trans(x), mask=inside)
+
+
+_TILE, _PROGRAMS = 128, 64
+
+
+def transpose(values_RH: Tensor, out_HR: Tensor) -> None:
+    """Copy E4M3 values [R, H] to [H, R], whose rows may be part of longer ones."""
+    R, H = values_RH.shape
+    raw, out = values_RH.view(torch.uint8), out_HR.view(torch.uint8)
+    if R:
+        _columns_kernel[(triton.cdiv(R, _TILE), triton.cdiv(H, _TILE))](
+            raw, raw, raw, out, out.stride(0), R, H, False, _TILE, num_warps=8
+        )
+
+
+def quantize_columns(x_RH: Tensor, scale_R: Tensor, out: Fp8Matrix) -> None:
+    """Transpose scale * x (contiguous) and quantise it with one scale per column of x; out has [H, R or more] values,
+    of which the first R are written."""
+    R, H = x_RH.shape
+    peaks = torch.zeros(_PROGRAMS, H, dtype=torch.float32, device=x_RH.device)
+    _column_peaks_kernel[(triton.cdiv(H, 64), _PROGRAMS)](x_RH, scale_R, peaks, R, H, 32, 64, num_warps=4)
+    torch.div(peaks.amax(0).clamp_(min=SMALLEST), LARGEST, out=out.scale)
+    if R:
+        _columns_kernel[(triton.cdiv(R, 64), triton.cdiv(H, 64))](
+            x_RH, scale_R, out.scale, out.values, out.values.stride(0), R, H, True, 64, num_warps=8
+        )

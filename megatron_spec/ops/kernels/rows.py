@@ -421,16 +421,22 @@ def gated_backward(x_RX: Tensor, dh_RM: Tensor, h_RM: Tensor) -> None:
 
 
 @triton.jit
-def _shifted_sum_kernel(x_ptr, place_ptr, out_ptr, R, later, W, B, steps, HAS_PLACE: tl.constexpr, BLOCK: tl.constexpr):
+def _shifted_sum_kernel(
+    x_ptr, first_ptr, place_ptr, out_ptr, P, R, later, W, B, steps,
+    HAS_FIRST: tl.constexpr, HAS_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < W
     acc = tl.zeros((BLOCK,), tl.float32)
-    if row < R:
-        acc += tl.load(x_ptr + row * W + cols, mask=mask, other=0.0).to(tl.float32)
+    first = row
+    if HAS_FIRST:
+        first = tl.load(first_ptr + row, mask=row < P, other=-1).to(tl.int64)
+    if (row < P) & (first >= 0):
+        acc += tl.load(x_ptr + first * W + cols, mask=mask, other=0.0).to(tl.float32)
     for k in range(1, steps):
         source = row - k * B
-        inside = (source >= 0) & (source < R)
+        inside = (source >= 0) & (source < P)
         if HAS_PLACE:
             source = tl.load(place_ptr + source, mask=inside, other=-1).to(tl.int64)
             inside = inside & (source >= 0)
@@ -440,19 +446,23 @@ def _shifted_sum_kernel(x_ptr, place_ptr, out_ptr, R, later, W, B, steps, HAS_PL
     tl.store(out_ptr + row * W + cols, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def shifted_sum(x_NW: Tensor, R: int, later: int, steps: int, B: int, place_R: Tensor | None = None) -> Tensor:
-    """[R + (T - 1) * B, W]: row e sums, over steps k, the row of step k at position e - k * B, if it exists.
+def shifted_sum(
+    x_NW: Tensor, R: int, later: int, steps: int, B: int, place_P: Tensor | None = None, first_P: Tensor | None = None
+) -> Tensor:
+    """[P + (T - 1) * B, W]: row e sums, over steps k, the row of step k at position e - k * B, if it exists.
 
     Args:
         x_NW: R rows of step 0, then `later` rows of each later step.
-        place_R: row of a later step for each position of step 0, -1 for none; default: the identity.
+        place_P: int32, row of a later step for each of P positions, -1 for none; default: the identity.
+        first_P: the same of step 0; P is R without it.
     """
-    W = x_NW.shape[1]
-    out = torch.empty(R + (steps - 1) * B, W, dtype=x_NW.dtype, device=x_NW.device)
+    W, P = x_NW.shape[1], R if first_P is None else len(first_P)
+    out = torch.empty(P + (steps - 1) * B, W, dtype=x_NW.dtype, device=x_NW.device)
     block = min(1024, _block(W))
     _shifted_sum_kernel[(out.shape[0], triton.cdiv(W, block))](
-        x_NW, x_NW if place_R is None else place_R, out, R, later, W, B, steps, place_R is not None, block, num_warps=4
-    )
+        x_NW, x_NW if first_P is None else first_P, x_NW if place_P is None else place_P, out, P, R, later, W, B, steps,
+        first_P is not None, place_P is not None, block, num_warps=4,
+    )  # fmt: skip
     return out
 
 

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_spec.base import direct as direct_module
 from megatron_spec.base.direct import DirectForward, run_in_fp8
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base_everywhere
 from megatron_spec.batch import Batch
 from megatron_spec.config import BaseConfig, MoeConfig, ParallelConfig, UserError
 from megatron_spec.config.machine import Machine
+from megatron_spec.ops import overlap
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed
@@ -108,6 +111,38 @@ def test_the_same_on_two_ranks() -> None:
     run_world(2, compare_all_on_two_ranks)
 
 
+def compare_pieces() -> list[str]:
+    """Training batches in two pieces, with complete and with sharded sequences, against the layers."""
+    seen, inner = [], direct_module.pieces
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "SMALLEST_PIECE", 5)
+        patch.setattr(direct_module, "pieces", lambda *a: seen.append(f"{len(inner(*a))} pieces") or inner(*a))
+        for scattered in (False, True):
+            parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=scattered)
+            for name, config in BASES.items():
+                parallel_state.destroy_model_parallel()
+                base = make_base(config, parallel)
+                direct, base.direct = base.direct, None
+                expected = batch_of(base)
+                paths = Paths(Setting(Machine(kernels="plain"), parallel=parallel, base=config))
+                if scattered and config.moe is not None:
+                    seen.append(paths.blocked["base_direct"])
+                    continue
+                norm = base.core.final_norm.weight
+                base.direct = DirectForward(config, base.core.layers, norm, base.world.tp, paths)
+                assert base.direct.can_run(Visibility.causal()) and (direct is None) == (
+                    not base.paths.on("base_direct")
+                )
+                for a, b in zip(batch_of(base), expected, strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    return seen
+
+
+def test_pieces_and_sharded_sequences_on_two_ranks() -> None:
+    seen = run_world(2, compare_pieces)[0]
+    assert seen.count("2 pieces") == 8 and "its experts shard the sequence (--sequence-parallel)" in seen
+
+
 @pytest.mark.parametrize("name", ["mlp.linear_fc1", "self_attention.k_layernorm"])
 def test_hooks_are_not_bypassed(name: str) -> None:
     base, seen = make_base(BASES["Qwen3"]), []
@@ -124,3 +159,40 @@ def test_hooks_are_not_bypassed(name: str) -> None:
 def test_a_cpu_refuses_fp8() -> None:
     with pytest.raises(UserError, match="--base-fp8 cannot run here: there is no GPU"):
         run_in_fp8(make_base())
+
+
+def nearest_e4m3(x: Tensor) -> Tensor:
+    """Every row, scaled so that its largest magnitude is 448, at values of three mantissa bits."""
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    scaled = x / scale
+    step = 2.0 ** (scaled.abs().clamp(min=2.0**-6).log2().floor() - 3)
+    return (scaled / step).round() * step * scale
+
+
+@pytest.mark.parametrize("name", ["Llama", "biases everywhere"])
+def test_fp8_equals_an_emulation(name: str) -> None:
+    """Over plain twins: megatron-core's layers with rounded weights and hooks that round the inputs of linears."""
+    base = make_base(BASES[name])
+    base.paths = Paths(Setting(Machine(kernels="plain"), base=base.config))
+    exact = batch_of(base)
+    base.direct, linears = None, []
+    for layer in base.model.decoder.layers:
+        linears += [layer.self_attention.linear_qkv, layer.self_attention.linear_proj]
+        linears += [layer.mlp.linear_fc1, layer.mlp.linear_fc2]
+    kept = [m.weight.data for m in linears]
+    hooks = [m.register_forward_pre_hook(lambda _, args: (nearest_e4m3(args[0]), *args[1:])) for m in linears]
+    for module in linears:
+        module.weight.data = nearest_e4m3(module.weight.data)
+    emulated = batch_of(base)
+    for module, weight, hook in zip(linears, kept, hooks, strict=True):
+        module.weight.data = weight
+        hook.remove()
+    base.direct = base._direct_forward()
+    run_in_fp8(base)
+    found = batch_of(base)
+    for a, b, c in zip(found, emulated, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.0, atol=2e-2 * float(b.abs().max()))  # a value may round the other way
+        assert float((a - b).norm()) < 0.2 * float((a - c).norm())
+    head = base.head_fp8
+    assert head is not None and len(head.values) == 48 and not head.values[40:].float().any()
+    torch.testing.assert_close(head.dequantized()[:40], nearest_e4m3(base.head_weight[:40]))

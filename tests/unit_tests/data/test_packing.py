@@ -45,3 +45,12 @@ def test_packed_row_restarts_positions_and_keeps_turns_apart():
     assert not batch.single_document
     with pytest.raises(ValueError, match=r"row 0 holds more than 6 tokens"):
         build_batch(rows, 6, "cpu")
+
+
+def test_rejections_move_with_their_samples():
+    marked = [
+        Sample(torch.arange(4), torch.ones(4, dtype=torch.int32), rejected=torch.tensor(at)) for at in ([1, 3], [0])
+    ]
+    batch = build_batch([[sample([5, 6], [0, 1]), *marked], [sample([4], [1])]], 11, "cpu")
+    assert batch.rejected_BS[0].nonzero()[:, 0].tolist() == [2 + 1, 2 + 3, 6] and not batch.rejected_BS[1].any()
+    assert build_batch([[sample([4], [1])]], 3, "cpu").rejected_BS is None

@@ -143,7 +143,9 @@ def test_runs_and_blocks():
     assert runs_of(turns).tolist() == [[1, 3, 1], [4, 5, 2], [5, 7, 3]]
     assert runs_of(np.array([1, 0], dtype=np.int32)).tolist() == [[0, 1, 1]]
     runs = np.concatenate([runs_of(turns), runs_of(turns[:3])])
-    block = Block(np.arange(10), np.array([7, 3]), np.array([1, 2]), runs, np.array([3, 1]))
+    block = Block(
+        np.arange(10), np.array([7, 3]), np.array([1, 2]), runs, np.array([3, 1]), np.array([2]), np.array([1, 0])
+    )
     for cut, expected in ((9, ([1, 2, 4, 5, 6, 8, 9], [0] * 5 + [1] * 2)), (5, ([1, 2, 4, 8, 9], [0] * 3 + [1] * 2))):
         tokens, sample = block.supervised(cut)
         assert (tokens.tolist(), sample.tolist()) == expected

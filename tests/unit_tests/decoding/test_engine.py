@@ -116,6 +116,33 @@ def test_partly_accepted_drafts_do_not_change_the_text(tiny: Any, batch_size: in
     assert [g.tokens for g in found] == [g.tokens for g in expected]
     accepted = {a for g in found for a in g.accepted_lengths}
     assert 0 in accepted and draft_len in accepted
+    assert [g.rejected for g in found] == list(map(_replaced, found)) and any(g.rejected for g in found)
+
+
+def _replaced(g: Any) -> list[int]:
+    """Index of the last token of every step that accepted less than was proposed."""
+    ends = [sum(g.accepted_lengths[: i + 1]) + i + 1 for i in range(len(g.accepted_lengths))]
+    steps = zip(ends, g.accepted_lengths, g.drafted_lengths, strict=True)
+    return [end for end, accepted, proposed in steps if accepted < proposed]
+
+
+def test_a_rejection_may_end_the_answer(tiny: Any) -> None:
+    """A stop token that the base puts in place of a rejected one is recorded; one that the draft proposed is not."""
+    own, other = tiny.answers[0], tiny.answers[1]
+    for tokens, prompt, rejected in ((own, tiny.prompts[0], False), (other, tiny.prompts[1], True)):
+        draft = tiny.draft if not rejected else _wrong(tiny)
+        last = next(i for i in range(5, 20) if tokens[i] not in tokens[:i])
+        [found] = decode(tiny.base, [prompt], CONFIG, {tokens[last]}, draft=draft)
+        assert found.stopped and len(found.tokens) == last + 1
+        assert found.rejected == (list(range(1, last + 1)) if rejected else [])
+
+
+def _wrong(tiny: Any) -> Any:
+    """A draft that never proposes what the base says (greedy text of the second prompt)."""
+    draft = tiny_models.new_draft(tiny.base, None)
+    with torch.no_grad():
+        draft.lm_head.weight.zero_()
+    return draft
 
 
 def test_ngram_draft_finds_repetitions(tiny: Any) -> None:

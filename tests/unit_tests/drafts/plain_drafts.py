@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_spec.batch import Features
 from megatron_spec.config import EagleConfig, MedusaConfig, ObjectiveConfig
-from tests.unit_tests.drafts.plain_eagle3 import StandInEnds, plain_row_loss, plain_supervised
+from tests.unit_tests.drafts.plain_eagle3 import StandInEnds, plain_row_loss, plain_supervised, replay_of
 
 VOCAB = 33
 
@@ -105,12 +105,18 @@ class PlainDraft:
                 stats[k, 2] += torch.minimum(p, q).sum().detach()
                 stats[k, 3] += 1
                 if best in self.ids.tolist():
-                    loss = plain_row_loss(goal.loss, p, q, int(p.argmax()))
+                    loss, replay = (
+                        plain_row_loss(goal.loss, p, q, int(p.argmax())),
+                        replay_of(goal, batch, b, j + 2 + k),
+                    )
                     if self.config.algorithm == "eagle1":
                         d = (h[j] - f.state_SBH[j + 1 + k, b]).abs()
                         smooth = torch.where(d < 1, d * d / 2, d - 0.5).mean()
-                        loss = goal.feature_weight * smooth + goal.token_weight * loss
-                    stats[k, 0] += loss.detach()
+                        stats[k, 0] += (goal.feature_weight * smooth + goal.token_weight * loss).detach()
+                        loss = goal.feature_weight * smooth + replay * goal.token_weight * loss
+                    else:
+                        stats[k, 0] += loss.detach()
+                        loss = replay * loss
                     total = total + goal.step_decay**k * loss
         return total
 
@@ -141,5 +147,5 @@ def plain_medusa(
         loss = plain_row_loss(goal.loss, teacher, q, int(f.batch.tokens_BS[b, j + 2 + i]))
         found = [loss.detach(), q.argmax() == teacher.argmax(), torch.minimum(teacher, q).sum().detach(), 1]
         stats[i] += torch.tensor([float(x) for x in found], dtype=stats.dtype)
-        total.append(goal.step_decay**i * loss)
+        total.append(goal.step_decay**i * replay_of(goal, f.batch, b, j + 2 + i) * loss)
     return torch.stack(total).sum(), stats

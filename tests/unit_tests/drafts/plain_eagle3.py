@@ -31,7 +31,7 @@ class StandInEnds:
         padding: int | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(3)
-        self.vocab_size = vocab_size
+        self.vocab_size, self.head_fp8 = vocab_size, None
         self.table = torch.randn(vocab_size, hidden, generator=generator).to(dtype)
         self.head = torch.randn(vocab_size, hidden, generator=generator).to(dtype)
         self.size, self.rank = (group.size(), group.rank()) if group is not None else (1, 0)
@@ -65,7 +65,10 @@ def draft_vocab(config: EagleConfig) -> DraftVocab:
 
 
 def conversations(length: int = 18) -> Batch:
-    """Row 0: two assistant turns, then padding. Row 1: two packed documents, the second without padding."""
+    """Row 0: two assistant turns, then padding. Row 1: two packed documents, the second without padding.
+
+    Some tokens are marked as `rejected_BS`, also outside the supervised turns and at the ends of rows.
+    """
     tokens = torch.randint(0, V, (2, length), generator=torch.Generator().manual_seed(5))
     turns = torch.zeros(2, length, dtype=torch.int32)
     turns[0, 2:8], turns[0, 9:15] = 1, 2
@@ -75,7 +78,14 @@ def conversations(length: int = 18) -> Batch:
     documents[1, 8:] = 1
     positions = torch.arange(length).repeat(2, 1)
     positions[1, 8:] -= 8
-    return Batch(tokens, positions, turns, documents)
+    rejected = torch.zeros(2, length, dtype=torch.bool)
+    rejected[0, [0, 4, 7, 12, 14]] = rejected[1, [3, 6, 9, length - 1]] = True
+    return Batch(tokens, positions, turns, documents, rejected_BS=rejected)
+
+
+def replay_of(objective: ObjectiveConfig, batch: Batch, b: int, target: int) -> float:
+    """Weight of a step of row b of the batch by the token that it predicts."""
+    return objective.replay_weight if batch.rejected_BS is not None and batch.rejected_BS[b, target] else 1.0
 
 
 def features(batch: Batch, config: EagleConfig, dtype: torch.dtype) -> Features:
@@ -204,7 +214,7 @@ class PlainEagle:
                 if best in self.ids.tolist() or not objective.in_vocab_only:
                     loss = plain_row_loss(objective.loss, p, q, int(p.argmax()))
                     stats[k, 0] += loss.detach()
-                    total = total + objective.step_decay**k * loss
+                    total = total + objective.step_decay**k * replay_of(objective, batch, b, j + 2 + k) * loss
             h = h.detach() if objective.detach else h
         return total
 

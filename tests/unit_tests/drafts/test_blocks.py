@@ -87,6 +87,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "causal, kl": ({"causal": True}, {"loss": "kl"}),
     "window": ({"sliding_window": 5, "causal": True}, {"loss": "hard_ce"}),
     "few anchors, d-pace": ({"block_size": 5}, {"anchors": 3, "block_weights": "d-pace", "loss": "hard_ce"}),
+    "other heads": ({"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 4}, {}),
     "dspark": ({"algorithm": "dspark"}, {"block_gamma": 3.0}),
     "dspark, gated": ({"algorithm": "dspark", "markov_head_type": "gated"}, {}),
     "dspark, rnn": ({"algorithm": "dspark", "markov_head_type": "rnn"}, {"block_weights": "d-pace"}),

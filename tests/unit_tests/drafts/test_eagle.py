@@ -64,6 +64,18 @@ def test_loss_kinds(loss: Any) -> None:
     compare(eagle_config(), ObjectiveConfig(ttt_steps=2, loss=loss, temperature=0.7, step_decay=0.5))
 
 
+@pytest.mark.parametrize("alignment", ["serving", "paper", "target"])
+def test_tokens_put_in_place_of_rejected_ones_weigh_more(alignment: Any) -> None:
+    objective = ObjectiveConfig(ttt_steps=3, alignment=alignment, replay_weight=3.5)
+    compare(eagle_config(), objective)
+    draft, ends = make(eagle_config())
+    f = features(conversations(), draft.config, torch.float64)
+    replayed, plain = draft(f, ends, objective), draft(f, ends, objective.replace(replay_weight=1.0))
+    assert replayed.total > plain.total and torch.equal(replayed.loss_T, plain.loss_T)
+    f.batch.rejected_BS = None
+    assert draft(f, ends, objective).total == plain.total
+
+
 def test_two_layers_and_other_sizes() -> None:
     """Two layers; a draft narrower than the base; four draft steps."""
     compare(eagle_config(num_hidden_layers=2), ObjectiveConfig(ttt_steps=4))

@@ -33,7 +33,7 @@ def kind(config: DraftConfig) -> Any:
 
 
 def outcome(
-    config: DraftConfig, goal: ObjectiveConfig, group: Any, sequence_parallel: bool, padding: int
+    config: DraftConfig, goal: ObjectiveConfig, group: Any, sequence_parallel: bool, padding: int, engine: Any = None
 ) -> dict[str, Tensor]:
     """Initial values, losses, logits and gradients on this rank; partial gradients summed as the trainer does."""
     f = whole = batch_features(config, torch.float32)
@@ -41,7 +41,7 @@ def outcome(
     if sequence_parallel:
         parts = [x.chunk(group.size())[group.rank()].contiguous() for x in (whole.captures_SBC, whole.state_SBH)]
         f = Features(whole.batch, *parts)
-    draft = kind(config)(config, vocabulary(config), Placement(group, sequence_parallel))
+    draft = kind(config)(config, vocabulary(config), Placement(group, sequence_parallel, engine=engine))
     draft.initialize(ends, seed=5)
     values = {"value " + n: p.detach().clone() for n, p in draft.named_parameters()}
     if isinstance(config, MedusaConfig):  # away from zero, where blocks would be invisible

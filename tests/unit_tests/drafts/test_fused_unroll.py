@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megatron_spec.config import ObjectiveConfig, QuantConfig
 from megatron_spec.config.machine import Machine
-from megatron_spec.drafts import eagle3, fused_unroll
+from megatron_spec.drafts import eagle3, fused_tape, fused_unroll
 from megatron_spec.drafts.eagle3 import EagleDraft
+from megatron_spec.planning import paths
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.quantization.attach import attach_quantizers, draft_linears, quantizers
 from megatron_spec.quantization.quantizer import Mode
@@ -79,6 +80,21 @@ def test_losses_and_gradients(policy: str, compact: bool, monkeypatch: pytest.Mo
         assert not torch.allclose(results(other, ends)["loss"], found["loss"], rtol=1e-3)  # rounding matters here
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("at_once", [1, 65536])
+def test_gates_that_are_not_kept(policy: str, at_once: int, monkeypatch: pytest.MonkeyPatch, taken: list[int]) -> None:
+    """Computed again in the backward, with the weight gradients of one step at a time or of all."""
+    draft, ends = quantised(POLICIES[policy])
+    fuse(draft)
+    expected = results(draft, ends)
+    monkeypatch.setattr(paths, "MOST_GATES", 0)
+    monkeypatch.setattr(fused_tape, "ROWS_AT_ONCE", at_once)
+    found = results(draft, ends)
+    assert taken == [1, 1]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
 def test_cases_of_the_plain_unroll(taken: list[int]) -> None:
     """Clipped gradients, and calibration."""
     draft, ends = quantised(QuantConfig(base="none", clipped_ste=True))
@@ -101,3 +117,35 @@ def test_a_quantiser_rounds_in_place() -> None:
         assert quantizer.round_(x) is x and torch.equal(x, wanted) and not torch.equal(x, kept)
     quantizer.mode = Mode.DISABLED
     assert torch.equal(quantizer.round_(kept.clone()), kept)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_in_fp8(frozen: bool, taken: list[int]) -> None:
+    """Layer and head in real fp8, over plain twins: losses and gradients near the exact ones, and not the same."""
+    draft, ends = make(eagle_config(hidden_size=32, target_hidden_size=32, intermediate_size=64, frozen_head=frozen))
+    with torch.no_grad():  # attention that is nearly a choice would multiply errors
+        for parameter in draft.parameters():
+            parameter *= 0.5 if parameter.dim() == 2 else 1.0
+
+    def run() -> dict[str, Tensor]:
+        draft.zero_grad()
+        losses = draft(features(conversations(), draft.config, torch.float64), ends, OBJECTIVE)
+        losses.total.backward()
+        trained = {n: p.grad.clone() for n, p in draft.named_parameters() if p.grad is not None}
+        return {"loss": losses.loss_T.detach(), **trained}
+
+    def apart(found: dict[str, Tensor], known: dict[str, Tensor]) -> dict[str, float]:
+        assert found.keys() == known.keys() and ("lm_head.weight" in found) is not frozen
+        return {name: float((found[name] - x).norm() / x.norm()) for name, x in known.items()}
+
+    exact = run()
+    fuse(draft)
+    draft.paths = draft.paths.asked_for("draft_fp8")
+    draft.paths.check()
+    assert draft.paths.under(OBJECTIVE).on("draft_head_fp8")
+    both = run()
+    draft.paths = draft.paths.without("draft_head_fp8")
+    layer = run()
+    assert taken == [1, 1]
+    for errors in (apart(both, exact), apart(layer, exact), apart(both, layer)):
+        assert 0 < errors["loss"] < 0.03 and all(0.01 < x < 0.12 for n, x in errors.items() if n != "loss"), errors

@@ -42,8 +42,9 @@ def hold(encoder: ChatEncoder, answers: list[str], greeting: bool = False) -> tu
     for answer in answers:
         assert dialogue.ask(encoder, 10**6) is not None
         stopped = answer.endswith(("<eos>", "<|end|>", "<|return|>"))
-        dialogue.take(encoder.tokenizer(answer, add_special_tokens=False)["input_ids"], stopped, encoder.tokenizer)
-    return dialogue, json.loads(json.dumps(_records([dialogue], encoder)[0]))
+        ids = encoder.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        dialogue.take(ids, stopped, encoder.tokenizer, range(len(dialogue.answers), len(ids), 2))
+    return dialogue, json.loads(json.dumps(_records([dialogue], encoder, save_rejections=True)[0]))
 
 
 CASES = {
@@ -73,21 +74,27 @@ def test_training_tokens_equal_the_dialogue(case: str, greeting: bool) -> None:
         dialogue = Dialogue(Prompt("p", "none", QUESTIONS[:1]))
         dialogue.ask(encoder, 10**6)
         dialogue.take(real("aé", add_special_tokens=False)["input_ids"][:-1], False, real)
-        line = json.loads(json.dumps(_records([dialogue], encoder)[0]))
+        line = json.loads(json.dumps(_records([dialogue], encoder, save_rejections=True)[0]))
     else:
         dialogue, line = hold(encoder, answers, greeting)
     if not greeting:
         assert ("answer_ids" in line) == keeps_ids
     [samples] = encoder.encode_all([parse_conversation(line, "line 1")])
     wanted = list(zip(dialogue.asked, dialogue.answers, strict=True))
-    found = []
+    found, rejected = [], []
     for sample in samples:
         tokens, turns = sample.tokens.tolist(), sample.turns.tolist()
         for turn in sorted(set(turns) - {0}):
             where = [i for i, n in enumerate(turns) if n == turn]
             found.append((tokens[: where[0]], [tokens[i] for i in where]))
+            rejected.append([i - where[0] for i in sample.rejected.tolist() if turns[i] == turn])
+        assert all(turns[i] for i in sample.rejected.tolist())
     welcome = encoder.tokenizer("Welcome.", add_special_tokens=False)["input_ids"]
-    assert [pair for pair in found if pair[1][: len(welcome)] != welcome] == wanted
+    own = [i for i, (_, answer) in enumerate(found) if answer[: len(welcome)] != welcome]
+    assert [found[i] for i in own] == wanted
+    assert [rejected[i] for i in own] == dialogue.rejected and sum(map(len, rejected)) == sum(
+        map(len, dialogue.rejected)
+    )
 
 
 def test_line_with_consistent_history_is_one_sample() -> None:
@@ -121,6 +128,9 @@ def test_ids_of_another_tokenizer_are_refused() -> None:
     with pytest.raises(UserError, match=r"line 7: answer_ids belong to another tokenizer .* remove the key"):
         ChatEncoder(other).encode_all([parse_conversation(line, "line 7")])
     del line["answer_ids"]
+    with pytest.raises(UserError, match=r"line 7: rejected belong to another tokenizer .* remove the key"):
+        ChatEncoder(other).encode_all([parse_conversation(line, "line 7")])
+    del line["rejected"]
     assert ChatEncoder(other).encode_all([parse_conversation(line, "line 7")])
 
 
@@ -133,6 +143,24 @@ def test_damaged_ids_are_refused_with_the_line(value: Any) -> None:
     _, line = hold(encoder_of(chats.CHATML), ["cut"])
     with pytest.raises(UserError, match=r"line 7: found answer_ids that do not fit .* remove the key"):
         parse_conversation({**line, "answer_ids": value}, "line 7")
+
+
+@pytest.mark.parametrize("value", [[[0]], [[0], [1]], [[-1]], [["1"]], [0], [[True]], None])
+def test_damaged_rejections_are_refused_with_the_line(value: Any) -> None:
+    _, line = hold(encoder_of(chats.CHATML), ["25.<|end|>"])
+    if value != [[0]]:
+        value = {"tokenizer": line["rejected"]["tokenizer"], "turns": value}
+    with pytest.raises(UserError, match=r"line 7: found rejected that does not fit the messages"):
+        parse_conversation({**line, "rejected": value}, "line 7")
+
+
+def test_rejections_of_other_tokens_are_refused() -> None:
+    encoder = encoder_of(chats.CHATML)
+    for answer in ("25.<|end|>", "cut"):  # by their text, by their ids
+        dialogue, line = hold(encoder, [answer])
+        line["rejected"]["turns"] = [[len(dialogue.answers[0])]]
+        with pytest.raises(UserError, match=r"line 7: rejected names token \d+ of an answer of \d"):
+            encoder.encode_all([parse_conversation(line, "line 7")])
 
 
 def test_template_prefix_is_in_prompt_and_training() -> None:

@@ -204,3 +204,33 @@ def test_unrelated_files_are_not_overwritten(chat: Any, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             _to_file(chat, chat.prompts[:1], output)
     assert thesis.read_text(encoding="utf-8") == "do not lose me\n" and list(tmp_path.iterdir()) == [thesis]
+
+
+def test_rejections_are_those_of_the_draft(chat: Any, records: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    """Every answer has the places of its own decoding; other options of drafting need another file."""
+    options: dict[str, Any] = {
+        "stop_ids": chat.stop_ids,
+        "draft": NGramDrafter(is_public_pool=False),
+        "save_rejections": True,
+    }
+    output, about = tmp_path / "out.jsonl", {"rejections": {"load": "one"}}
+    config = CHAT_CONFIG.replace(batch_size=1)
+    synthesize_to_file(chat.base, chat.tokenizer, chat.prompts, config, output, about=about, **options)
+    found, places = read_records(output), []
+    for name, record in found.items():
+        rejected = record.pop("rejected")["turns"]
+        assert record == records[name]
+        history: list[dict[str, str]] = []
+        answers = iter(rejected)
+        for message in record["conversations"]:
+            if message["role"] == "assistant":
+                ids = chat.tokenizer.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
+                [alone] = decode(chat.base, [ids], config, chat.stop_ids, draft=NGramDrafter(is_public_pool=False))
+                places.append((next(answers), alone.rejected))
+            history.append(message)
+        assert next(answers, None) is None
+    assert all(mine == alone for mine, alone in places) and any(mine for mine, _ in places)
+    with pytest.raises(UserError, match="answered with other settings"):
+        synthesize_to_file(
+            chat.base, chat.tokenizer, chat.prompts, config, output, about={"rejections": {"load": "two"}}, **options
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +75,29 @@ def test_chunks_see_what_the_mask_shows(monkeypatch: pytest.MonkeyPatch, packed:
     expected, expected_lse = plain(q, k, v, visibility.mask_B1SL)
     torch.testing.assert_close(o, expected)
     torch.testing.assert_close(lse, expected_lse)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (2, 4), (3, 4)])
+def test_parts_equal_masked_attention(rank: int, size: int) -> None:
+    """Values and gradients, with keys of the whole sequence at once, or this rank's own first."""
+    group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: size)
+    shard, S = ContextShard(group), 48
+    visibility = Visibility(torch.zeros(2, S, dtype=torch.int32), shard, single=True)
+    torch.manual_seed(0)
+    rows = shard.rows(S, "cpu")
+    q = torch.randn(2, S, 4, 8, dtype=torch.float64)[:, rows].requires_grad_()
+    k, v = (torch.randn(2, S, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert visibility.mask_B1SL is not None
+    expected = plain(q, k, v, visibility.mask_B1SL)
+    do = torch.randn_like(expected[0])
+    grads = torch.autograd.grad(expected[0], (q, k, v), do)
+    call = Call(q.detach(), k.detach(), v.detach(), visibility, lse=True)
+    assert attention.kernel_of(call).name == "parts"
+    o, lse, state = attention._parts(call)
+    torch.testing.assert_close((o, lse), expected)
+    torch.testing.assert_close(attention._parts_backward(call, do, o, lse, state), grads)
+    own = replace(call, k=call.k[:, rows], v=call.v[:, rows])
+    torch.testing.assert_close(attention._parts(own, lambda: (call.k, call.v))[:2], (o, lse))
 
 
 def test_rows_are_partitioned_with_equal_work() -> None:

@@ -6,12 +6,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_spec.commands.plan import Cluster, plan
+from megatron_spec.commands.plan import Cluster, plan, plan_run
+from megatron_spec.commands.runs import FinetuneRun
 from megatron_spec.config import BaseConfig, ObjectiveConfig, ParallelConfig, TrainConfig, UserError, presets
+from megatron_spec.config.machine import H100
 from megatron_spec.planning.estimate import GIB, Place, draft_parameters, draft_passes, flops_per_token, memory
+from megatron_spec.planning.paths import Paths, Setting
 
 ROOT = Path(__file__).resolve().parents[3]
 LLAMA_405B = {
@@ -73,12 +77,52 @@ def test_memory_is_close_to_measurements(rows: int, length: int, measured: float
     assert sum(memory(place).values()) / GIB == pytest.approx(measured, rel=0.1)
 
 
+def block_place(anchors: int = 512, **setting: bool) -> Place:
+    """DFlash for an 8B base as docs/performance.md measures it."""
+    shape = {"mask_token_id": 1, "num_hidden_layers": 5, "block_size": 8}
+    draft = presets.block_config(LLAMA_8B, "dflash", shape)
+    train = TrainConfig(train_iters=1, bf16=True, micro_batch_size=2)
+    paths = Paths(Setting(H100, "bfloat16", base=LLAMA_8B, draft=draft, **setting))
+    return Place(
+        LLAMA_8B, draft, ParallelConfig(), train, 4096, 7, 1, LLAMA_8B.num_layers, paths=paths, anchors=anchors
+    )
+
+
+def test_memory_of_block_drafts_is_close_to_a_measurement() -> None:
+    """docs/performance.md: one H200, fused layers."""
+    assert sum(memory(block_place()).values()) / GIB == pytest.approx(43.3, rel=0.1)
+
+
+def test_memory_of_block_drafts_follows_layers_and_anchors() -> None:
+    fused, plain, few = (
+        memory(p)["draft steps"] for p in (block_place(), block_place(plain=True), block_place(anchors=64))
+    )
+    H, heads, kv, M = 4096, 4096, 2048, 14336
+    slots, rows = 2 * 512 * 8, 2 * 4096
+    assert fused == 2 * 5 * (slots * (4 * H + 3 * heads + 2 * kv + 2 * M) + rows * 2 * kv)
+    assert plain > 1.5 * fused and few < fused / 5
+
+
 def test_work_equals_published_figures() -> None:
     draft = presets.eagle_config(LLAMA_8B, overrides={"draft_vocab_size": 32000})
     work = flops_per_token(LLAMA_8B, draft, 4096, 7)
     assert work["base"] / 1e9 == pytest.approx(16.08, rel=2e-3) and work["draft"] / 1e9 == pytest.approx(
         16.73, rel=2e-3
     )
+
+
+def test_a_draft_from_transformer_engine(folder: str) -> None:
+    def planned(**fields: Any) -> str:
+        train = TrainConfig(bf16=True, global_batch_size=8)
+        return plan_run(FinetuneRun(load=folder, train=train, dry_run=True, **fields))
+
+    text = planned(draft_transformer_impl="transformer_engine", draft_fp8_recipe="blockwise")
+    assert "draft_fused      off: --draft-transformer-impl transformer_engine builds the draft" in text
+    assert "draft_fused      on" in planned()
+    with pytest.raises(UserError, match="Blackwell"):
+        planned(draft_transformer_impl="transformer_engine", draft_fp8_recipe="mxfp8")
+    with pytest.raises(UserError, match="add --draft-transformer-impl"):
+        planned(draft_fp8_recipe="delayed")
 
 
 def test_dropped_rows_of_p_eagle_are_not_counted() -> None:

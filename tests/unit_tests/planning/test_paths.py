@@ -50,6 +50,10 @@ def test_an_h100_runs_all_paths() -> None:
     block["te_fp8"] = "not requested (--fp8-format)"
     assert paths.blocked == block and set(paths.to_dict().values()) == {"on", *block.values()}
     opt_in = {"base_fp8": "not requested (--base-fp8)", "draft_fp8": "not requested (--draft-fp8)"}
+    opt_in |= {
+        "teacher_fp8": "the base's layers are not in fp8: not requested (--base-fp8)",
+        "draft_head_fp8": "the draft's layer is not in fp8: not requested (--draft-fp8)",
+    }
     assert Paths(GPU).blocked == opt_in | block
     assert set(Paths(replace(GPU, plain=True)).blocked) == set(PATHS) == set(NO_PATHS.blocked)
     assert Paths(replace(GPU, plain=True)).kernels() == "none" and Paths(GPU).kernels("draft_fused") == "triton"
@@ -58,7 +62,6 @@ def test_an_h100_runs_all_paths() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("draft_fp8", {"parallel": ParallelConfig(context_parallel_size=2)}, "context parallelism"),
         ("draft_fp8", {"parallel": ParallelConfig(tensor_model_parallel_size=2)}, "parts of a row separately"),
         ("draft_fp8", {"draft": DRAFT.replace(num_hidden_layers=2)}, "several layers"),
         ("draft_fp8", {"draft": DRAFT.replace(algorithm="eagle3.1", norm_output=True)}, "norm_output"),
@@ -82,12 +85,29 @@ def test_requested_paths_are_refused_with_the_reason(name: str, changes: dict[st
         Paths(replace(GPU, wanted=(name,), **changes)).check()
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("draft_head_fp8", {"draft": DRAFT.replace(draft_vocab_size=50)}, r"\(64, 50\), not both multiples of 16"),
+        ("draft_head_fp8", {"objective": ObjectiveConfig(loss="tv")}, "the loss is tv"),
+        ("teacher_fp8", {"parallel": ParallelConfig(tensor_model_parallel_size=2)}, "split over tensor parallel ranks"),
+    ],
+)
+def test_heads_stay_in_bf16_where_they_must(name: str, changes: dict[str, Any], reason: str) -> None:
+    """Without refusing the flag, which the layers follow."""
+    wanted = ("base_fp8",) if name == "teacher_fp8" else FP8
+    paths = Paths(replace(GPU, wanted=wanted, **changes))
+    paths.check()
+    assert set(wanted) & paths.blocked.keys() == set() and re.search(reason, paths.blocked[name])
+
+
 def test_objective_can_be_added_later() -> None:
     paths = Paths(replace(GPU, objective=None))
     assert paths.on("draft_fused") and paths.on("loss_kernel")
-    under = paths.under(ObjectiveConfig(loss="tv", detach=True))
-    assert not under.on("draft_fused") and under.blocked["loss_kernel"] == "the loss is tv, not soft_ce or kl"
-    assert paths.under(ObjectiveConfig(loss="tv", detach=True)) is under
+    under = paths.under(ObjectiveConfig(loss="lk", detach=True))
+    assert not under.on("draft_fused") and under.blocked["loss_kernel"] == "the loss lk has no kernel"
+    assert paths.under(ObjectiveConfig(loss="lk", detach=True)) is under
+    assert paths.under(ObjectiveConfig(loss="ce_l1")).on("loss_kernel")
 
 
 @pytest.mark.parametrize(

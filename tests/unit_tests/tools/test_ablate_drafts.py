@@ -9,9 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import ablate_drafts, acceptance_page, comparison
 from megatron_spec.config import UserError
+from megatron_spec.config.machine import Machine
+from megatron_spec.runtime import platform
 from megatron_spec.training.optimizer import wrap_ddp
 from tests.functional_tests.script_helpers import make_base, write_conversations
 
@@ -45,6 +48,7 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one_at_a_time(monkeypatch)
     monkeypatch.setattr(ablate_drafts, "THRESHOLDS", (3, 5))
+    monkeypatch.setattr(ablate_drafts, "WEIGHTS", (1.0, 4.0))
     drafts = ["eagle3", "medusa", "dspark 2 x 5"]
     ablations = ["detached", "late captures, frozen head"]
     base, output = make_base(tmp_path / "base"), tmp_path / "out"
@@ -72,12 +76,17 @@ def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path, monkeyp
     wanted |= {f"ablation {name}{seed}" for name in ["defaults", *ablations] for seed in ("", " seed 1")}
     wanted |= {f"equal steps {name}" for name in drafts[1:]}
     wanted |= {f"{name} + SA {k}" for name in [*drafts, "equal steps medusa"] for k in ablate_drafts.THRESHOLDS}
+    wanted |= {f"replay weight {w}{seed}" for w in (1, 4) for seed in ("", " seed 1")}
     wanted |= {f"{name} fp8 {form}" for name in drafts for form in ("PTQ", "QAT")}
     wanted |= {f"{name} without QAT" for name in drafts}
     assert wanted <= set(found)
     assert all(found[f"{n} without QAT"]["steps"] == found[f"{n} fp8 QAT"]["steps"] for n in drafts)
     assert all(line["identical"] == 1.0 for name, line in found.items() if "fp8" not in name)
     assert len({line["steps"] for name, line in found.items() if name.startswith(("ablation", "equal"))}) == 1
+    assert found["replay weight 1"]["steps"] == found["replay weight 4"]["steps"] == found["ablation defaults"]["steps"]
+    assert found["replay weight 1"]["accuracy"] != found["replay weight 4"]["accuracy"]
+    [longer] = [line["steps"] for name, line in found.items() if name.startswith("replay none") and "seed" not in name]
+    assert longer > found["replay weight 1"]["steps"]
     assert all(set(line["single_speedup"]) == {"qa", "sum"} for line in found.values())
     assert {found[f"ablation detached{s}"]["seed"] for s in ("", " seed 1")} == {0, 1}
     assert found["ablation defaults"]["accuracy"] != found["ablation defaults seed 1"]["accuracy"]
@@ -98,6 +107,7 @@ def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path, monkeyp
         "| SA |",
         "| equal steps medusa + SA 5 |",
         "| NGram | none |",
+        "| weight 4 |",
         "qa | sum |",
     ):
         assert word in text, word
@@ -106,6 +116,82 @@ def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path, monkeyp
     assert "| detached |" in page.read_text() and "qa | sum |" not in page.read_text()
     with pytest.raises(UserError, match="no table is called speed; there are drafters, sets"):
         acceptance_page.write_page([f"{output / 'results.jsonl'}:ablations,speed"], page)
+
+
+def flags_of(tmp_path: Path, *more: str) -> list[str]:
+    """A small run."""
+    base, data = make_base(tmp_path / "base"), write_conversations(tmp_path / "d.jsonl", 12)
+    return [
+        "--base", str(base), "--prompts", write_questions(tmp_path / "qa.jsonl"), "--data", str(data),
+        "--output", str(tmp_path / "out"), "--few-questions", "2", "--max-new-tokens", "6", "--max-draft-len", "2",
+        "--batch-size", "4", "--global-batch-size", "4", "--seq-length", "96", "--draft-vocab-size", "64",
+        "--mask-token-id", "5", "--drafters", "medusa", "dspark 1 x 2 kv 4", "dflash 1 x 3", "--ablations", "detached",
+        *more,
+    ]  # fmt: skip
+
+
+def test_equal_seconds_by_the_step_times_of_a_quiet_call(tmp_path: Path) -> None:
+    times = tmp_path / "times.json"
+    start = lambda *more: ablate_drafts.main(  # noqa: E731
+        ablate_drafts.make_parser().parse_args(flags_of(tmp_path, "--step-times", str(times), *more))
+    )
+    start("--parts", "step_times")
+    names = ["eagle3", "medusa", "dspark 1 x 2 kv 4", "dflash 1 x 3"]
+    written = json.loads(times.read_text())
+    assert list(written) == names and all(ms > 0 for ms in written.values())
+    times.write_text(json.dumps({**dict(zip(names, (100.0, 50.0, 25.0, 1e6), strict=True)), "other": 1.0}))
+    start("--parts", "seconds", "ablations", "drafters", "--ablation-seconds", "0.3", "--seconds", "0.2")
+    found = measured(tmp_path / "out")
+    assert [found[f"equal seconds {n}"]["steps"] for n in names[1:]] == [6, 12, 1]
+    assert [found[n]["steps"] for n in names[1:]] == [4, 8, 1]
+    assert found["ablation defaults"]["steps"] == found["ablation detached"]["steps"] == 3
+    page = (tmp_path / "out" / "acceptance.md").read_text()
+    assert "**Equal seconds**: as many steps as fit 0.3 s." in page and "| dspark 1 x 2 kv 4 | 0.0 M, 12 steps" in page
+
+
+@pytest.mark.parametrize(
+    ("content", "parts", "message"),
+    [
+        (None, ["seconds"], "--parts seconds: give --step-times FILE"),
+        ("{}", ["seconds"], "has no eagle3, medusa, dspark 1 x 2 kv 4, dflash 1 x 3"),
+        ('{"eagle3": 0}', ["steps"], "milliseconds above 0"),
+        ("[", ["steps"], "cannot be read"),
+        ("{}", ["step_times", "steps"], "choose it alone"),
+    ],
+)
+def test_step_times_that_do_not_fit_are_refused(
+    tmp_path: Path, content: str | None, parts: list[str], message: str
+) -> None:
+    (tmp_path / "times.json").write_text(content or "")
+    given = [] if content is None else ["--step-times", str(tmp_path / "times.json")]
+    with pytest.raises(UserError, match=message):
+        ablate_drafts.main(ablate_drafts.make_parser().parse_args(flags_of(tmp_path, *given, "--parts", *parts)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_of_block_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    kind = ablate_drafts.kind_of("dspark 2 x 5 kv 14")
+    assert kind.algorithm == "dspark"
+    assert kind.fields == {"num_hidden_layers": 2, "block_size": 5, "num_key_value_heads": 14}
+    late = ablate_drafts.kind_of("dspark 2 x 5 kv 14 late").fields
+    assert late == {**kind.fields, "capture_layer_ids": "late", "fc_init": "average", "init_from_base_layer": True}
+    assert ablate_drafts.kind_of("dflash 5 x 8").fields == {"num_hidden_layers": 5, "block_size": 8}
+    for wrong in ("dflash 2", "dflash 0 x 8", "dflash 2 x 8 kv", "eagle 3"):
+        with pytest.raises(SystemExit):
+            ablate_drafts.make_parser().parse_args(
+                ["--base", "b", "--prompts", "p", "--output", "o", "--drafters", wrong]
+            )
+        assert f"no drafter is called '{wrong}'" in capsys.readouterr().err
+
+
+def test_a_longer_name_is_no_way_of_decoding_a_shorter_one() -> None:
+    stats = {"acceptance_length": 2.0, "acceptance_length_ci95": None, "acceptance_per_position": []}
+    whole = {"few": stats, "identical": 1.0, "speedup": 1.5}
+    part = {**whole, "speedup": None}
+    names = {"dflash 2 x 8": whole, "dflash 2 x 8 kv 4": whole, "dflash 2 x 8 length 4": part}
+    text = acceptance_page._lengths_and_trees({**names, "dflash 2 x 8 kv 4 length 4": part})
+    first, second = text.split("\n\n")
+    assert "dflash 2 x 8 length 4" in first and "kv 4" not in first and "dflash 2 x 8 kv 4 length 4" in second
 
 
 def test_the_order_of_the_batches() -> None:
@@ -172,3 +258,18 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     path.write_text('{"kind": "measured"}\n')
     with pytest.raises(UserError, match="has no settings"):
         acceptance_page.render(path)
+
+
+def test_trainings_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over plain twins of the kernels; each trains otherwise than the defaults, and all decode the base's own text."""
+    flags = [*flags_of(tmp_path, "--parts", "ablations", "--steps", "3"), "--ablations", "draft in fp8", "base in fp8"]
+    start = lambda: ablate_drafts.main(ablate_drafts.make_parser().parse_args(flags))  # noqa: E731
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="--draft-fp8 cannot run here: there is no GPU"):
+            start()
+    monkeypatch.setattr(platform, "machine", lambda: Machine(kernels="plain"))
+    start()
+    found = measured(tmp_path / "out")
+    names = ["ablation defaults", "ablation draft in fp8", "ablation base in fp8"]
+    assert set(names) == set(found) and len({str(found[n]["accuracy"] + [found[n]["loss"]]) for n in names}) == 3
+    assert all(line["identical"] == 1.0 for line in found.values())

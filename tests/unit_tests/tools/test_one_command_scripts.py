@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shlex
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.functional_tests.script_helpers import make_base, succeed, write_conversations
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "examples" / "post_training"
 STAND_IN = """#!/bin/bash
@@ -34,15 +37,15 @@ def start(tmp_path: Path) -> Any:
         (tmp_path / name).mkdir()
     (tmp_path / "train.jsonl").write_text("")
 
-    def run(script: str, *arguments: str) -> tuple[int, str, list[tuple[str, Any]]]:
+    def run(script: str, *arguments: str, data: str = "train.jsonl") -> tuple[int, str, list[tuple[str, Any]]]:
         log = tmp_path / "started"
         log.write_text("")
         found = {**os.environ, "STARTED": str(log), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        words = ["bash", str(SCRIPTS / script), *arguments, "--data", "train.jsonl", "--num_gpu", "1"]
+        words = ["bash", str(SCRIPTS / script), *arguments, *(["--data", data] if data else []), "--num_gpu", "1"]
         done = subprocess.run(
             words, cwd=tmp_path, capture_output=True, text=True, env={**found, "PYTHON": str(tmp_path / "python")}
         )
-        started = [shlex.split(line) for line in log.read_text().splitlines()]
+        run.started = started = [shlex.split(line) for line in log.read_text().splitlines()]  # type: ignore[attr-defined]
         settings = [(Path(w[0]).stem, settings_of(w)) for w in started if Path(w[0]).parent == SCRIPTS]
         return done.returncode, done.stderr, settings
 
@@ -72,9 +75,9 @@ def test_every_algorithm(start: Any, tmp_path: Path, algorithm: str) -> None:
     code, said, started = start("train_eagle3_and_export.sh", *chain)
     assert code == 0, said
     assert [name for name, _ in started] == [
-        "convert_model", "finetune", "quantize", "finetune", "export", "export", "validate", "validate"
+        "convert_model", "finetune", "export", "validate", "quantize", "finetune", "export", "validate"
     ]  # fmt: skip
-    assert kind(started[0][1]) == asked and started[2][1].policy == policy
+    assert kind(started[0][1]) == asked and started[4][1].policy == policy
     assert f"python {SCRIPTS.parents[1]}/tools/prepare_conversations.py mt_bench" in said
 
 
@@ -113,3 +116,52 @@ def test_chain_validates_again_with_other_settings(start: Any) -> None:
     assert code == 0 and [(name, run.num_prompts) for name, run in started] == [("validate", 5)] * 2
     code, said, started = start(*chain, "--lr", "1e-3")
     assert code == 2 and not started and "holds a run with other options" in said
+
+
+def test_short_recipe(start: Any) -> None:
+    """Own questions, late captures, a frozen head, T = 4, a lookup, no fp8; given options count."""
+    chain = ("train_eagle3_and_export.sh", "--base_model", "base", "--recipe", "short", "--output")
+    code, said, started = start(*chain, "chain", data="")
+    assert code == 0, said
+    assert [name for name, _ in started] == [
+        "generate", "convert_model", "finetune", "export", "validate", "validate"
+    ]  # fmt: skip
+    generate, convert, finetune, export, alone, lookup = (run for _, run in started)
+    assert (generate.synthesize, generate.decode.max_new_tokens, generate.data) == (8192, 192, None)
+    assert json.loads(Path(convert.eagle_config).read_text()) == {"capture_layer_ids": "late", "frozen_head": True}
+    train, objective = finetune.train, finetune.objective
+    assert (train.train_iters, train.global_batch_size, train.lr, train.packing) == (600, 32, 1e-3, False)
+    assert (objective.ttt_steps, objective.loss, finetune.seq_length) == (4, "soft_ce", 384)
+    assert export.max_draft_len == 4 and alone.draft_lens == lookup.draft_lens == (4,)
+    assert (alone.decode.sa_threshold, lookup.decode.sa_threshold) == (None, 2)
+    code, said, started = start(*chain, "other", "--train_iters", "7", "--qat_iters", "3", data="train.jsonl")
+    assert code == 0, said
+    assert [name for name, _ in started if name in ("generate", "quantize")] == ["quantize"]
+    assert started[1][1].train.train_iters == 7 and started[1][1].objective.ttt_steps == 4
+
+
+def test_short_recipe_on_a_tiny_base(start: Any, tmp_path: Path) -> None:
+    """Its commands one after the other, with smaller numbers: each accepts what the last one wrote."""
+    base = make_base(tmp_path / "tiny", num_hidden_layers=6)
+    questions = write_conversations(tmp_path / "questions.jsonl", 3)
+    small = [
+        "--synthesize", 6, "--draft_vocab", 64, "--train_iters", 2, "--batch", 16, "--seq_length", 96,
+        "--eval_tokens", 8, "--max_new_tokens", 16, "--heldout", questions,
+    ]  # fmt: skip
+    chain = (
+        "train_eagle3_and_export.sh",
+        "--base_model",
+        str(base),
+        "--recipe",
+        "short",
+        "--output",
+        str(tmp_path / "o"),
+    )
+    code, said, _ = start(*chain, *map(str, small), data="")
+    assert code == 0, said
+    for script, *words in start.started:
+        if Path(script).stem != "plot_run":
+            said = succeed(script, *words)
+    assert "acceptance length bf16" in said and "acceptance length with a lookup" in said
+    draft = json.loads((tmp_path / "o" / "export_bf16" / "draft" / "config.json").read_text())
+    assert draft["draft_vocab_size"] == 64

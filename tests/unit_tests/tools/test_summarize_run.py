@@ -57,3 +57,11 @@ def test_last_steps_are_weighted_by_supervised_rows(run: Path) -> None:
 def test_unfinished_run_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the chain did not finish"):
         final_metrics(tmp_path)
+
+
+def test_a_chain_without_fp8_and_with_a_lookup(run: Path) -> None:
+    (run / "validate_fp8.json").rename(run / "validate_lookup.json")
+    summary = summarize(run)
+    assert summary["acceptance_length_lookup"] == 1.5 and not any("fp8" in key for key in summary)
+    text = table(summary)
+    assert "acceptance length with a lookup 1.500" in text and "loss fp8" not in text and "fp8:" not in text

@@ -62,5 +62,28 @@ def test_tiny_run(tmp_path: Path, draft: str) -> None:
     assert written["tokens_per_second"] == report["tokens_per_second"] > 0
     assert (written["seq_length"], written["ttt_steps"], written["card"]) == (32, 2, "CPU")
     assert {"mfu", "peak_gib", "versions", "shares_ms"} <= written.keys()
-    assert set(written["shares_ms"]) == {"base", "head", "optimizer", "draft_layer"}
+    parts = {"head_forward", "head_input_gradient", "head_weight_gradient"}
+    whole = {"base", "teacher", "head", "optimizer", "draft_layer"}
+    assert set(written["shares_ms"]) - set(train_throughput.HEAD) == whole
+    assert draft != "eagle3" or parts <= set(written["shares_ms"])
     assert written["shares_ms"]["head"] > 0 and written["loss"] > 0
+    assert written["loss_kind"] == ("ce_l1" if draft == "dspark" else "soft_ce")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the miniature is for a CPU")
+def test_tiny_run_of_a_loss() -> None:
+    options = [
+        "--draft",
+        "dspark",
+        "--block-size",
+        "2",
+        "--draft-layers",
+        "1",
+        "--without",
+        "loss_kernel",
+        "draft_layer",
+    ]
+    options += ["--loss", "hard_ce", "--block-weights", "d-pace", "--backbone-weight", "0.5"]
+    report = train_throughput.main(["--tiny", "--only", "32x2", *options])
+    assert (report["loss_kind"], report["block_weights"], report["loss"] > 0) == ("hard_ce", "d-pace", True)
+    assert report["without"] == ["loss_kernel", "draft_layer"]

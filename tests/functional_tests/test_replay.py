@@ -1,0 +1,73 @@
+"""generate.py --save-rejections records where the base rejected a draft; finetune.py --replay-weight trains on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_spec.commands.convert import convert
+from megatron_spec.commands.decode import generate
+from megatron_spec.commands.features import extract_features
+from megatron_spec.commands.finetune import finetune
+from megatron_spec.commands.runs import FinetuneRun, GenerateRun
+from megatron_spec.config import DecodeConfig, ObjectiveConfig, TrainConfig, UserError
+from tests.functional_tests.script_helpers import make_base, write_conversations
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("replay")
+    make_base(folder / "base")
+    write_conversations(folder / "questions.jsonl", 4)
+    convert(str(folder / "base"), str(folder / "draft"))
+    generate(asked(folder))
+    return folder
+
+
+def asked(root: Path, output: str = "train.jsonl", **changes: Any) -> GenerateRun:
+    decode = DecodeConfig(max_new_tokens=24, **changes.pop("decode", {}))
+    values: dict[str, Any] = {"load": str(root / "draft"), "save_rejections": True, "decode": decode, **changes}
+    return GenerateRun(str(root / "questions.jsonl"), str(root / output), **values)
+
+
+def trained(root: Path, save: str, weight: float, **changes: Any) -> Any:
+    """Metrics of a run of two steps."""
+    train = TrainConfig(train_iters=2, global_batch_size=4, lr=1e-2)
+    source = {} if "offline_data" in changes else {"data": str(root / "train.jsonl"), "seq_length": 128}
+    objective = ObjectiveConfig(ttt_steps=2, replay_weight=weight)
+    values = {"load": str(root / "draft"), "train": train, "objective": objective, **source, **changes}
+    finetune(FinetuneRun(save=str(root / save), **values))
+    return [json.loads(line) for line in (root / save / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_recorded_rejections_weigh_more(root: Path) -> None:
+    lines = [json.loads(line) for line in (root / "train.jsonl").read_text().splitlines()]
+    assert all(len(line["rejected"]["turns"]) == 2 for line in lines if not line["truncated"])
+    assert any(places for line in lines for places in line["rejected"]["turns"])
+    plain, replayed = trained(root, "plain", 1.0), trained(root, "replayed", 4.0)
+    assert replayed[0]["loss"] > plain[0]["loss"] and replayed[0]["loss_per_step"] == plain[0]["loss_per_step"]
+    assert replayed[1]["loss_per_step"] != plain[1]["loss_per_step"]
+
+
+def test_refusals(root: Path) -> None:
+    cases: dict[str, dict[str, Any]] = {
+        "needs a trained draft": {"load": None, "base": str(root / "base")},
+        "those of the lookup": {"decode": {"sa_threshold": 2}},
+        "answered with other settings": {"decode": {"max_draft_len": 1}},
+    }
+    for expected, changes in cases.items():
+        with pytest.raises(UserError, match=expected):
+            generate(asked(root, **changes) if "answered" in expected else asked(root, "other.jsonl", **changes))
+    assert not (root / "other.jsonl").exists()
+    with pytest.raises(UserError, match=r"no line of .* has rejections; write them with generate.py"):
+        trained(root, "refused", 2.0, data=str(write_conversations(root / "plain.jsonl", 4)))
+    with pytest.raises(UserError, match="--replay-weight with --offline-data"):
+        extract_features(str(root / "draft"), str(root / "features"), str(root / "train.jsonl"), seq_length=128)
+        trained(root, "refused", 2.0, offline_data=str(root / "features"))
+    (root / "block.json").write_text(json.dumps({"mask_token_id": 3, "block_size": 3}))
+    convert(str(root / "base"), str(root / "block"), algorithm="dflash", draft_config=str(root / "block.json"))
+    with pytest.raises(UserError, match=r"--replay-weight do(es)? nothing for dflash"):
+        trained(root, "refused", 2.0, load=str(root / "block"))

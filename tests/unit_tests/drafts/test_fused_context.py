@@ -1,0 +1,125 @@
+"""The fused unroll under context parallelism, alone and with tensor and sequence parallelism, against one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_spec.batch import Batch, Features
+from megatron_spec.config import ObjectiveConfig, ParallelConfig
+from megatron_spec.config.machine import Machine
+from megatron_spec.drafts.eagle3 import EagleDraft
+from megatron_spec.drafts.linear import Placement
+from megatron_spec.ops import attention
+from megatron_spec.planning.paths import NO_PATHS, Paths, Setting
+from megatron_spec.runtime import platform
+from megatron_spec.runtime.context import ContextShard
+from tests.unit_tests.drafts.plain_eagle3 import StandInEnds, conversations, draft_vocab, eagle_config, features
+from tests.unit_tests.drafts.test_eagle_parallel import close, fusing
+from tests.worlds import run_world
+
+LENGTH = 24
+OBJECTIVE = ObjectiveConfig(ttt_steps=4)
+CASES: dict[str, dict[str, Any]] = {
+    "cp2": dict(cp=2),
+    "cp2, fewer rows": dict(cp=2, below=1.0),
+    "cp2, packed": dict(cp=2, packed=True),
+    "cp2, packed, fewer rows": dict(cp=2, packed=True, below=1.0),
+    "cp4": dict(cp=4, below=1.0),
+    "cp2 tp2": dict(cp=2, tp=2, below=1.0),
+    "cp2 tp2 sp": dict(cp=2, tp=2, sp=True, packed=True),
+    "cp2 tp2 sp, fewer rows": dict(cp=2, tp=2, sp=True, below=1.0),
+}
+
+
+def batch_of(packed: bool) -> Batch:
+    """Conversations whose turns cross the borders of chunks; packed: row 1 has two documents."""
+    batch = conversations(LENGTH)
+    if packed:
+        return batch
+    return replace(batch, positions_BS=torch.arange(LENGTH).repeat(2, 1), documents_BS=batch.documents_BS.clamp(max=0))
+
+
+def part(whole: Features, context: ContextShard | None, tp: Any, sequence_parallel: bool) -> Features:
+    """This rank's rows of the features."""
+    tensors = [whole.captures_SBC, whole.state_SBH]
+    if context is not None:
+        tensors = [context.part(x, 0) for x in tensors]
+    if sequence_parallel:
+        tensors = [x.chunk(tp.size())[tp.rank()].contiguous() for x in tensors]
+    return Features(replace(whole.batch, context=context), *tensors)
+
+
+def outcome(packed: bool, tp: Any, context: ContextShard | None, sp: bool, paths: Paths) -> dict[str, Tensor]:
+    """Sums over the ranks of `context`: losses and this rank's shard of every gradient."""
+    config = eagle_config()
+    f = part(features(batch_of(packed), config, torch.float64), context, tp, sp)
+    ends = StandInEnds(config.target_hidden_size, torch.float64, tp, sp)
+    draft = EagleDraft(config, draft_vocab(config), Placement(tp, sp)).double()
+    draft.paths = paths
+    draft.initialize(ends, seed=6)
+    losses = draft(f, ends, OBJECTIVE)
+    losses.total.backward()
+    found = {"loss": losses.loss_T.detach().clone(), "rows": losses.rows_T}
+    for name, p in draft.named_parameters():
+        assert p.grad is not None
+        if getattr(p, "sequence_parallel", False):
+            dist.all_reduce(p.grad, group=tp)
+        found[name] = p.grad
+    if context is not None:
+        for x in found.values():
+            dist.all_reduce(x, group=context.group)
+    return found
+
+
+def ranks() -> dict[str, Any]:
+    platform.activate()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    alone = [dist.new_group([r]) for r in range(4)][rank]
+    neighbours = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    found: dict[str, Any] = {"kernels": set()}
+    for name, case in CASES.items():
+        cp, tp, sp = case["cp"], case.get("tp", 1), case.get("sp", False)
+        context = ContextShard(dist.group.WORLD if cp == 4 else across)
+        group = neighbours if tp == 2 else alone
+        layout = ParallelConfig(tensor_model_parallel_size=tp, context_parallel_size=cp, sequence_parallel=sp)
+        paths = Paths(Setting(Machine(kernels="plain"), "float64", layout, draft=eagle_config()))
+        packed = case.get("packed", False)
+        with fusing(case.get("below", 0.0), 3) as taken, pytest.MonkeyPatch.context() as patch:
+            inner = attention.kernel_of
+            patch.setattr(attention, "kernel_of", lambda c: found["kernels"].add(inner(c).name) or inner(c))
+            found[name] = outcome(packed, group, context, sp, paths)
+        assert taken.count(1) == 1 and (2 in taken) == (tp == 2), name
+        found[name + " alone"] = outcome(packed, alone, None, False, NO_PATHS)
+    return found
+
+
+@pytest.fixture(scope="module")
+def world() -> list[dict[str, Any]]:
+    return run_world(4, ranks)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(world: list[dict[str, Any]], name: str) -> None:
+    for pair in (world[:2], world[2:]):
+        whole = pair[0][name + " alone"]
+        assert float(whole["rows"].min()) > 0
+        for key, expected in whole.items():
+            shards = [rank[name][key] for rank in pair]
+            if shards[0].shape == expected.shape:
+                for shard in shards:
+                    close(shard, expected, f"{name}: {key}", exact=False)
+            else:
+                split = next(d for d in range(expected.dim()) if shards[0].shape[d] != expected.shape[d])
+                close(torch.cat(shards, split), expected, f"{name}: {key}", exact=False)
+
+
+def test_a_single_document_takes_the_dense_kernels(world: list[dict[str, Any]]) -> None:
+    assert {"parts", "cpu"} <= world[0]["kernels"]
