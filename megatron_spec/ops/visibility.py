@@ -221,6 +221,11 @@ class Visibility:
         """Every row sees all earlier rows of its sequence: no document boundaries, no mask."""
         return self.documents_BL is None and not self.key_slots
 
+    @property
+    def is_plain(self) -> bool:
+        """Causal over complete sequences on this rank, without a cache."""
+        return self.is_causal and self.context is None and self.cache is None
+
     @cached_property
     def documents(self) -> Documents:
         """Starts of the documents, for variable-length attention."""
