@@ -6,6 +6,7 @@ S sequence, B micro-batch, H hidden, C = captures * H, n tokens of one sample.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class OfflineFeatures:
     def __init__(self, store: FeatureStore, world: World, dtype: torch.dtype = torch.float32) -> None:
         self.store, self.world, self.dtype = store, world, dtype
 
-    def features(self, batches: list[Batch]) -> list[Features]:
+    def features(self, batches: list[Batch], following: Sequence[Batch] = ()) -> list[Features]:
         """See `FeatureSource.features`. Raises UserError if a row differs from the stored sample of its index."""
         check_count(len(batches), self.world.pp_size)
         return [self._read(batch) for batch in batches[self.world.pp_rank :: self.world.pp_size]]
