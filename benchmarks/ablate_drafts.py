@@ -22,7 +22,8 @@ milliseconds of a training step of every drafter, and later calls with that FILE
 seconds.
 
 Block drafts are named by layers, slots and, where they are not the base's, key/value heads: "dflash 2 x 8",
-"dspark 2 x 5 kv 14". A block of 5 slots proposes 4 tokens (DFlash) or 5 (DSpark).
+"dspark 2 x 5 kv 14"; with " late" they start from late captures and an MLP of the base. A block of 5 slots proposes 4
+tokens (DFlash) or 5 (DSpark).
 OUTPUT/results.jsonl gets a line as soon as a figure is there and OUTPUT/acceptance.md the tables; a second start with
 the same OUTPUT goes on where the first ended. `benchmarks/acceptance_page.py` puts the tables into docs/acceptance.md.
 """
@@ -51,6 +52,7 @@ log = logging.getLogger("megatron_spec.ablate_drafts")
 PARTS = ("drafters", "lengths", "ablations", "steps", "lookup", "replay", "fp8")
 ON_REQUEST = ("step_times", "seconds")
 """Parts that only --parts chooses."""
+_FROM_BASE = {"init_from_base_layer": True, "init_attention": True, "fc_init": "average"}
 HEADLINE = ("eagle3", "eagle1", "eagle-mtp", "medusa")
 DRAFTERS: dict[str, dict[str, Any]] = {
     **{name: {} for name in HEADLINE},
@@ -59,10 +61,13 @@ DRAFTERS: dict[str, dict[str, Any]] = {
         "init_from_base_layer": True, "init_attention": True,
     }},
     "p-eagle": {},
+    "p-eagle from the base": {"algorithm": "p-eagle", "fields": _FROM_BASE},
+    "p-eagle late": {"algorithm": "p-eagle", "fields": {**_FROM_BASE, "capture_layer_ids": "late"}},
 }  # fmt: skip
 """Drafts that can be compared: name -> algorithm (the name, where it is not given) and what is not the default."""
-BLOCKS = re.compile(r"(dflash|dspark) ([1-9]\d*) x ([1-9]\d*)(?: kv ([1-9]\d*))?")
-"""Names of block drafts: algorithm, layers, slots, key/value heads."""
+BLOCKS = re.compile(r"(dflash|dspark) ([1-9]\d*) x ([1-9]\d*)(?: kv ([1-9]\d*))?( late)?")
+"""Names of block drafts: algorithm, layers, slots, key/value heads; late: the context starts as the average of late
+captures, and the first MLP as the base's last one."""
 THRESHOLDS = (2, 3, 4, 6, 8)
 """Of the lookup beside a draft: tokens that must have occurred before."""
 WEIGHTS = (1.0, 2.0, 4.0, 8.0)
@@ -168,8 +173,9 @@ def kind_of(name: str, settings: dict[str, dict[str, Any]] = DRAFTERS) -> Kind:
     from benchmarks.comparison import Kind
 
     if settings is DRAFTERS and (block := BLOCKS.fullmatch(name)):
-        sizes = zip(("num_hidden_layers", "block_size", "num_key_value_heads"), block.groups()[1:], strict=True)
-        return Kind(block[1], {field: int(size) for field, size in sizes if size is not None})
+        sizes = zip(("num_hidden_layers", "block_size", "num_key_value_heads"), block.groups()[1:4], strict=True)
+        late = {"capture_layer_ids": "late", "fc_init": "average", "init_from_base_layer": True} if block[5] else {}
+        return Kind(block[1], {field: int(size) for field, size in sizes if size is not None} | late)
     return Kind(**{"algorithm": name if settings is DRAFTERS else "eagle3", **settings[name]})
 
 

@@ -47,7 +47,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def _length(stats: Line) -> str:
+def length_of(stats: Line) -> str:
+    """Acceptance length with its interval."""
     text = f"{stats['acceptance_length'] or 0.0:.3f}"
     if stats["acceptance_length_ci95"] is None:
         return text
@@ -73,7 +74,7 @@ def _training(line: Line) -> str:
 
 def _drafters(found: dict[str, Line]) -> str:
     rows = [
-        [name, _training(x), _length(x["overall"]), _positions(x["overall"]), f"{x['identical']:.1%}",
+        [name, _training(x), length_of(x["overall"]), _positions(x["overall"]), f"{x['identical']:.1%}",
          _times(x["predicted_speedup"]), _times(_measured(x)), _times(x["speedup"])]
         for name, x in found.items() if x["speedup"] is not None
     ]  # fmt: skip
@@ -93,7 +94,7 @@ def _drafters(found: dict[str, Line]) -> str:
 def _sets(found: dict[str, Line]) -> str:
     lines = {name: x for name, x in found.items() if x["speedup"] is not None}
     names = sorted({name for x in lines.values() for name in x["sets"]})
-    rows = [[name, *(_length(x["sets"][s]) if s in x["sets"] else "-" for s in names)] for name, x in lines.items()]
+    rows = [[name, *(length_of(x["sets"][s]) if s in x["sets"] else "-" for s in names)] for name, x in lines.items()]
     return table(["acceptance length", *names], rows)
 
 
@@ -101,7 +102,7 @@ def _difference(line: Line, base: Line) -> float:
     return (line["few"]["acceptance_length"] or 0.0) - (base["few"]["acceptance_length"] or 0.0)
 
 
-def _change(line: Line, base: Line | None) -> str:
+def change(line: Line, base: Line | None) -> str:
     """Change against `base`, with a paired interval if there are figures per question."""
     if base is None or line is base:
         return "-"
@@ -120,7 +121,7 @@ def _some(found: dict[str, Line], chosen: Sequence[str], base: Line | None, what
     for name in chosen:
         line = found[name]
         stats = line["few"]
-        rows.append([name, _length(stats), _positions(stats), _change(line, base), f"{line['identical']:.1%}"])
+        rows.append([name, length_of(stats), _positions(stats), change(line, base), f"{line['identical']:.1%}"])
     return table([what, "acceptance length (95 %)", "per position", "change (95 %)", "same text"], rows)
 
 
@@ -159,8 +160,8 @@ def _ablations(found: dict[str, Line], prefix: str = "ablation ", control: str =
         else:
             each = [f"{_difference(x, b):+.3f}" for x, b in zip(lines, base, strict=False)]
         whole = pooled(lines[:least])
-        change = "-" if name == control else _change(whole, pooled(base))
-        rows.append([name, _length(whole["few"]), change, " ".join(each)])
+        moved = "-" if name == control else change(whole, pooled(base))
+        rows.append([name, length_of(whole["few"]), moved, " ".join(each)])
     head = ["EAGLE-3 trained with", "acceptance length (95 %)", "change (95 %)", f"each of {least} seeds"]
     return table(head, rows)
 
@@ -171,7 +172,7 @@ def _steps(found: dict[str, Line], what: str = "steps") -> str:
     prefix = f"equal {what} "
     others = {n.removeprefix(prefix): x for n, x in found.items() if n.startswith(prefix) and " + SA " not in n}
     rows = [
-        [name, _training(line), _length(line["few"]), _positions(line["few"]), _times(line.get("predicted_speedup")),
+        [name, _training(line), length_of(line["few"]), _positions(line["few"]), _times(line.get("predicted_speedup")),
          _times(_measured(line))]
         for name, line in {**first, **others}.items() if others
     ]  # fmt: skip
@@ -193,7 +194,7 @@ def _lookup(found: dict[str, Line]) -> str:
 
 def _looked_up(name: str, line: Line, base: Line | None) -> list[str]:
     predicted, measured = _times(line["predicted_speedup"]), _times(_measured(line))
-    return [name, _length(line["few"]), _change(line, base), predicted, measured]
+    return [name, length_of(line["few"]), change(line, base), predicted, measured]
 
 
 def _measured(line: Line) -> float | None:

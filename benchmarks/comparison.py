@@ -171,8 +171,13 @@ def order_of(batches: int, step: int, seed: int) -> int:
 class Comparison:
     """Base, data and questions of one run on one process."""
 
-    def __init__(self, args: argparse.Namespace, kinds: Sequence[Kind] = ()) -> None:
-        """Args: kinds: of the drafts that will be trained: the base captures the layers that any of them reads."""
+    def __init__(self, args: argparse.Namespace, kinds: Sequence[Kind] = (), more: Sequence[str] = ()) -> None:
+        """State of a run, new or gone on with.
+
+        Args:
+            kinds: of the drafts that will be trained: the base captures the layers that any of them reads.
+            more: flags that the figures depend on besides `SETTINGS`.
+        """
         self.args, self.output = args, Path(args.output)
         self.batches: list[Batch] = []
         self._in_fp8: tuple[FrozenBase, list[Features]] | None = None
@@ -181,7 +186,7 @@ class Comparison:
         if self.world.size > 1:
             raise UserError("ablate_drafts.py compares on one process: start it with plain python")
         cuda = self.world.device.type == "cuda"
-        settings = {name: getattr(args, name) for name in SETTINGS}
+        settings = {name: getattr(args, name) for name in (*SETTINGS, *more)}
         settings["prompts"] = [Path(p).name for p in args.prompts]
         device = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
         about = {"base": Path(args.base).name, "fingerprint": self.ref.fingerprint, "device": device}

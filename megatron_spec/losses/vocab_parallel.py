@@ -31,6 +31,7 @@ class Teacher:
         label_U: draft id of that argmax, or of the best draft token if it is outside the draft vocabulary.
         in_vocab_U: bool, the argmax is in the draft vocabulary.
         first: draft id of this rank's first column; the last rank's shard may be narrower than the others.
+        columns: of the widest shard; 0: of this one.
     """
 
     logits_UD: Tensor
@@ -39,6 +40,7 @@ class Teacher:
     label_U: Tensor
     in_vocab_U: Tensor
     first: int = 0
+    columns: int = 0
 
 
 @dataclass

@@ -173,6 +173,8 @@ def test_names_of_block_drafts(capsys: pytest.CaptureFixture[str]) -> None:
     kind = ablate_drafts.kind_of("dspark 2 x 5 kv 14")
     assert kind.algorithm == "dspark"
     assert kind.fields == {"num_hidden_layers": 2, "block_size": 5, "num_key_value_heads": 14}
+    late = ablate_drafts.kind_of("dspark 2 x 5 kv 14 late").fields
+    assert late == {**kind.fields, "capture_layer_ids": "late", "fc_init": "average", "init_from_base_layer": True}
     assert ablate_drafts.kind_of("dflash 5 x 8").fields == {"num_hidden_layers": 5, "block_size": 8}
     for wrong in ("dflash 2", "dflash 0 x 8", "dflash 2 x 8 kv", "eagle 3"):
         with pytest.raises(SystemExit):
