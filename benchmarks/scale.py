@@ -127,7 +127,7 @@ def gradients(base_folder: Path, world: World, dtype: torch.dtype, engine: bool,
     sums, loss = trainer.backward(features, count)
     whole = {}
     for name, p in draft.named_parameters():
-        gradient = p.main_grad.detach().float()
+        gradient = p.main_grad.detach().float() / float(sums[3, 0])
         if getattr(p, "tensor_model_parallel", False) and world.tp_size > 1:
             parts = [torch.empty_like(gradient) for _ in range(world.tp_size)]
             dist.all_gather(parts, gradient.contiguous(), group=world.tp)

@@ -199,13 +199,13 @@ HEAD = ("head_forward", "loss", "head_input_gradient", "head_weight_gradient")
 
 
 def shares(
-    step: Callable[[], Any], trainer: Trainer, source: FeatureSource, cuda: bool, repeats: int = 3
+    step: Callable[[], Any], trainer: Trainer, ahead: FeaturesAhead, cuda: bool, repeats: int = 3
 ) -> dict[str, float]:
     """Parts of a step in milliseconds; `draft_layer` is what is left. `head` holds head, loss and their gradient, whose
     parts are also listed by themselves (`HEAD`)."""
     clock = Stopwatch(cuda)
     undo = [
-        clock.watch(source, "features", "base"), clock.watch(eagle3, "teach", "teacher"),
+        clock.watch(ahead, "_next", "base"), clock.watch(eagle3, "teach", "teacher"),
         clock.watch(eagle3, "head_losses", "head"), clock.watch(dflash, "teach", "teacher"),
         clock.watch(dflash, "block_losses", "head"), clock.watch(trainer, "_update", "optimizer"),
         clock.watch_methods(head, "WeightProducts", {"forward": "head_forward", "backward": "head_input_gradient"}),
@@ -316,7 +316,7 @@ def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Names
     flops = flops_of(draft, base, objective, batches[0])
     if args.offline:
         flops["base"] = 0.0
-    parts = shares(step, trainer, source, cuda)
+    parts = shares(step, trainer, ahead, cuda)
     entry: dict[str, Any] = {
         "tokens_per_second": B * S / seconds,
         "mfu": sum(flops.values()) * B * S / seconds / PEAK,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from megatron_spec.batch import Batch, Features
@@ -25,6 +25,14 @@ class FeatureSource(Protocol):
         Raises:
             UserError: the number of micro-batches is not a multiple of the pipeline parallel size.
         """
+        ...
+
+
+class BackgroundSource(FeatureSource, Protocol):
+    """A source whose work a thread may start while the draft trains."""
+
+    def start(self, batches: list[Batch]) -> Callable[[], list[Features]]:
+        """Like `features`; the result gives them to the stream on which it is called."""
         ...
 
 

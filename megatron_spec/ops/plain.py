@@ -363,10 +363,23 @@ def quantize_columns(x_RH: Tensor, scale_R: Tensor, out: Fp8Matrix) -> None:
     out.scale.copy_(found.scale)
 
 
+def adamw(
+    grad: Tensor, master: Tensor, moments: tuple[Tensor, Tensor], out: Tensor, scale: float, step: int, lr: float,
+    betas: tuple[float, float], eps: float, weight_decay: float,
+) -> None:  # fmt: skip
+    """`kernels.adam.adamw`."""
+    g, (m, v) = grad * scale, moments
+    m.lerp_(g, 1 - betas[0])
+    v.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
+    root = v.sqrt() / (1 - betas[1] ** step) ** 0.5 + eps
+    master.mul_(1 - lr * weight_decay).sub_(lr / (1 - betas[0] ** step) * m / root)
+    out.copy_(master)
+
+
 OPERATORS = frozenset({
     "norm_forward", "norm_partials", "norm_backward", "rotary_forward", "rotary_backward", "gated_forward",
     "gated_backward", "shifted_sum", "scale_", "merge_forward", "merge_backward", "largest", "soft_shard", "soft_rows",
     "mixed_rows", "mixed_sums", "mixed_gradient", "teacher_rows", "quantize", "quantized_norm", "quantized_gate",
-    "product", "transpose", "quantize_columns",
+    "product", "transpose", "quantize_columns", "adamw",
 })  # fmt: skip
 """Operators that `ops.backend` loads from here or from `ops.kernels`."""

@@ -345,6 +345,11 @@ _PATHS = (
         "tests/gpu/test_loss_kernels.py", _kernels,
     ),
     Path(
+        "optimizer_pass",
+        "optimizer: division by the rows, clipping, AdamW and copy of the weights in one pass, from the second step on",
+        "megatron-core's optimizer", "tests/unit_tests/training/test_one_pass.py", _kernels,
+    ),
+    Path(
         "rounding_kernel", "fake quantisation: the E4M3 round trip in one pass", "quantization/rounding.py",
         "tests/gpu/test_fake_quant.py", _rounding_kernel,
     ),
