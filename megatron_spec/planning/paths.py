@@ -172,6 +172,25 @@ def _decode_products(s: Setting) -> Reasons:
     }
 
 
+def _draft_decode(s: Setting) -> Reasons:
+    config = s.draft
+    if not isinstance(config, EagleConfig):
+        return {"the draft does not run on its own output (EAGLE, MTP)": True}
+    odd = s.machine.kernels == "triton" and (config.num_attention_heads * config.head_dim) % 16 != 0
+    odd = odd or (s.machine.kernels == "triton" and (config.num_key_value_heads * config.head_dim) % 16 != 0)
+    return {
+        **_wide_kernels(s),
+        "rows are scaled after the products, which overflow in float16": s.dtype == "float16",
+        "--draft-transformer-impl transformer_engine builds the draft": s.draft_transformer_engine,
+        "products are summed over tensor parallel ranks": s.parallel.tensor_model_parallel_size > 1,
+        "the draft has latent attention or experts": config.mla is not None or config.moe is not None,
+        "the draft has a sliding window": config.sliding_window is not None,
+        "the draft has a partial rotary embedding": config.rope.partial_rotary_factor != 1.0,
+        "the widths of the draft's queries or keys are no multiples of 16": odd,
+        "the draft is fake-quantised": s.quant is not None and s.quant.draft != "none",
+    }
+
+
 def _grouped_experts(s: Setting) -> Reasons:
     moe = s.base.moe if s.base is not None else None
     real, sizes = s.machine.kernels != "plain", (0, 0)
@@ -404,6 +423,10 @@ _PATHS = (
         "base_direct", "tests/unit_tests/base/test_direct.py", _decode_products,
     ),
     Path(
+        "draft_decode", "draft, in decoding: a layer of up to 16 rows in the five kernels of `decode_products`",
+        "drafts/layer.py", "tests/unit_tests/drafts/test_few_rows.py", _draft_decode,
+    ),
+    Path(
         "grouped_experts", "base: two products for all experts of a layer, instead of two for each",
         "ops/moe.py, `mixed`", "tests/unit_tests/base/test_grouped_experts.py", _grouped_experts,
     ),
@@ -473,7 +496,7 @@ _PATHS = (
     ),
 )  # fmt: skip
 PATHS = {path.name: path for path in _PATHS}
-_WIDE = {"decode_kernels", "decode_products"}
+_WIDE = {"decode_kernels", "decode_products", "draft_decode"}
 """Paths whose kernels take fp32, too."""
 
 
