@@ -386,6 +386,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if args.tiny:
         args.seq_length, args.draft_vocab_size = [min(s, 64) for s in args.seq_length], 128
         args.iters = args.warmup = args.repeats = 1
+    torch.manual_seed(0)
     world = distributed.initialize()
     torch.manual_seed(0)  # the same tokens in every run
     cuda = world.device.type == "cuda"

@@ -18,7 +18,7 @@ from megatron_spec.base.direct import KernelOperators, run_in_fp8
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base
 from megatron_spec.batch import Batch, Features
-from megatron_spec.config import BaseConfig, ObjectiveConfig, QuantConfig, UserError, presets
+from megatron_spec.config import ENGINE, BaseConfig, ObjectiveConfig, QuantConfig, UserError, presets
 from megatron_spec.drafts import build_draft, eagle3, fused_unroll
 from megatron_spec.drafts.contract import DraftLosses
 from megatron_spec.drafts.eagle3 import EagleDraft
@@ -407,7 +407,7 @@ def test_products_of_a_weight_in_fp8() -> None:
 def test_transformer_engine_base(packed: bool) -> None:
     """Layers of Transformer Engine's modules: the weights of the local ones, and their numbers within bf16 error."""
     batch, exact, local = make_batch(packed), make_base(torch.float32), make_base(torch.bfloat16)
-    engine = FrozenBase.build(CONFIG, distributed.initialize(), CAPTURES, torch.bfloat16, transformer_engine=True)
+    engine = FrozenBase.build(CONFIG, distributed.initialize(), CAPTURES, torch.bfloat16, layers=ENGINE)
     kinds = {type(m).__name__ for m in engine.modules()}
     assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear"} <= kinds and engine.direct is None
     own = dict(local.model.named_parameters())
