@@ -218,9 +218,11 @@ def memory(place: Place) -> dict[str, float]:
     if place.pp > 1 and not place.offline:
         held += 3  # inputs that wait for this stage, and outputs that are being sent
     D, paths = place.draft.draft_vocab_size, place.fast_paths
-    head_fp8 = 0.0  # the gradient of a chunk of logits, and of all rows transposed, a byte a value
-    if paths.on("draft_head_fp8"):
-        head_fp8 = HEAD_CHUNK / 2 + min(rows * place.ttt_steps, ROWS_AT_ONCE) * D
+    fp8, at_once = 0.0, min(rows * place.ttt_steps, ROWS_AT_ONCE)  # operands of weight gradients: a byte a value
+    if paths.on("draft_gradient_fp8"):
+        fp8 = at_once * (2 * mlp_width(place.draft) + place.draft.hidden_size)
+    if paths.on("draft_head_fp8"):  # and the gradient of a chunk of logits
+        fp8 = max(fp8, HEAD_CHUNK / 2 + at_once * (D + place.draft.hidden_size))
     return {
         "base layers": layers * (shared / tp + experts / tp / ep) * (1 if paths.on("base_fp8") else width),
         "embedding and head": end_parameters(base) / tp * width
@@ -232,6 +234,6 @@ def memory(place: Place) -> dict[str, float]:
         "teacher": rows * D / tp * width,
         "draft steps": _activation_bytes(place, rows, width),
         "working space": HEAD_CHUNK
-        + head_fp8
+        + fp8
         + (0 if place.offline else rows * (6 * H + 2 * base.intermediate_size / tp) * width),
     }
