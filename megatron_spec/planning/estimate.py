@@ -219,7 +219,7 @@ def memory(place: Place) -> dict[str, float]:
         held += 3  # inputs that wait for this stage, and outputs that are being sent
     D, paths = place.draft.draft_vocab_size, place.fast_paths
     fp8, at_once = 0.0, min(rows * place.ttt_steps, ROWS_AT_ONCE)  # operands of weight gradients: a byte a value
-    if paths.on("draft_gradient_fp8"):
+    if paths.on("draft_gradient_fp8") and isinstance(place.draft, EagleConfig):
         fp8 = at_once * (2 * mlp_width(place.draft) + place.draft.hidden_size)
     if paths.on("draft_head_fp8"):  # and the gradient of a chunk of logits
         fp8 = max(fp8, HEAD_CHUNK / 2 + at_once * (D + place.draft.hidden_size))
