@@ -214,6 +214,15 @@ ENGINE_FP8 = ENGINE.replace(fp8_format="e4m3", fp8_recipe="blockwise")
         ("te_fp8", {"machine": Machine(True, (8, 0), "triton")}, "no fp8 tensor cores"),
         ("te_fp8", {"quant": QuantConfig(draft="none")}, "the base is fake-quantised"),
         ("te_fp8", {"base": None}, "layers do not run"),
+        (
+            "te_fp8",
+            {
+                "layers": ENGINE.replace(fp8_format="e4m3"),
+                "draft_fp8_recipe": "tensorwise",
+                "parallel": ParallelConfig(context_parallel_size=2),
+            },
+            "would wait for one another",
+        ),
         ("te_fp8", {"layers": ENGINE_FP8, "base": BASE.replace(hidden_size=192)}, "not all multiples of 128"),
         ("te_fp8", {"layers": LOCAL}, "local builds the base"),
         ("cuda_graphs", {}, "transformer_engine builds the base"),
