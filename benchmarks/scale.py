@@ -33,7 +33,7 @@ from benchmarks.random_models import base_shape, random_base, random_draft
 from megatron_spec.batch import Batch
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
 from megatron_spec.commands.convert import new_draft
-from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig, presets
+from megatron_spec.config import ENGINE, LOCAL, ObjectiveConfig, ParallelConfig, TrainConfig, presets
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.features.ahead import FeaturesAhead
 from megatron_spec.features.online import OnlineFeatures
@@ -116,7 +116,7 @@ def gradients(base_folder: Path, world: World, dtype: torch.dtype, engine: bool,
     reference = inspect_base(base_folder)
     D = reference.config.vocab_size // 2
     config = presets.eagle_config(reference.config, overrides={"draft_vocab_size": D})
-    base = load_base(reference, world, config.capture_layer_ids, dtype, engine)
+    base = load_base(reference, world, config.capture_layer_ids, dtype, ENGINE if engine else LOCAL)
     vocab = DraftVocab(torch.arange(D) * 2, reference.config.vocab_size)
     draft = new_draft(base, config, vocab, world, dtype, seed=5)
     train = TrainConfig(train_iters=4, bf16=dtype == torch.bfloat16)
@@ -127,7 +127,7 @@ def gradients(base_folder: Path, world: World, dtype: torch.dtype, engine: bool,
     sums, loss = trainer.backward(features, count)
     whole = {}
     for name, p in draft.named_parameters():
-        gradient = p.main_grad.detach().float()
+        gradient = p.main_grad.detach().float() / float(sums[3, 0])
         if getattr(p, "tensor_model_parallel", False) and world.tp_size > 1:
             parts = [torch.empty_like(gradient) for _ in range(world.tp_size)]
             dist.all_gather(parts, gradient.contiguous(), group=world.tp)
