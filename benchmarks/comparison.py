@@ -41,9 +41,10 @@ from megatron_spec.data.loader import BatchLoader
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.data.vocab_counts import count_supervised, coverage, select_draft_ids
 from megatron_spec.decoding.costs import Costs, now
-from megatron_spec.decoding.engine import Generation, decode
+from megatron_spec.decoding.engine import decode
 from megatron_spec.decoding.replay import timed_recorder_for
 from megatron_spec.decoding.session import DecodeSession
+from megatron_spec.decoding.started import Generation
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.evaluation.acceptance import acceptance_stats, by_category
 from megatron_spec.features.online import OnlineFeatures

@@ -258,11 +258,11 @@ def compiled_kernels() -> int:
     with contextlib.suppress(ImportError):
         from triton.runtime.jit import JITFunction
 
-        from megatron_spec.ops.kernels import block, branch, rows
+        from megatron_spec.ops.kernels import adam, block, branch, fp8, rows
         from megatron_spec.ops.kernels import loss as losses
 
         for kernel in (
-            k for m in (losses, rows, branch, block) for k in vars(m).values() if isinstance(k, JITFunction)
+            k for m in (losses, rows, branch, block, fp8, adam) for k in vars(m).values() if isinstance(k, JITFunction)
         ):
             count += sum(len(cache[0]) for cache in kernel.device_caches.values())
     return count
@@ -386,7 +386,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if args.tiny:
         args.seq_length, args.draft_vocab_size = [min(s, 64) for s in args.seq_length], 128
         args.iters = args.warmup = args.repeats = 1
+    torch.manual_seed(0)
     world = distributed.initialize()
+    torch.manual_seed(0)  # the same tokens in every run
     cuda = world.device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     base = random_base(base_shape("tiny" if args.tiny else args.shape), world, dtype, args.transformer_engine)

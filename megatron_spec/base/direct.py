@@ -2,7 +2,8 @@
 
 Computes what the stage's megatron-core layers compute, on the same weights, with one of three sets of operators: plain
 torch (decoding on any device, which is bound by the host: a fraction of the calls per step), fused kernels (half
-precision on a GPU, for decoding and training: fewer passes over memory), and fp8 linears (training only).
+precision on a GPU, for decoding and training: fewer passes over memory), and fp8 linears (training only). A step of
+decoding takes its attention, or whole layers, from `decode_layers.py`.
 
 S sequence, B micro-batch, R = S * B rows, H hidden, N query and G key/value heads of this rank, D head size.
 """
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_spec.base.decode_layers import DecodeLayers
 from megatron_spec.base.moe import MixtureOfExperts
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.ops import backend
@@ -220,6 +222,10 @@ class DirectForward:
         self.operators: PlainOperators = PlainOperators(config, *heads)
         if kind != "none":
             self.operators = KernelOperators(config, *heads, backend.load(kind))
+        kind = paths.kernels("decode_kernels")
+        self.decode: DecodeLayers | None = None
+        if kind != "none":
+            self.decode = DecodeLayers(config, heads, backend.load(kind), paths.on("decode_products"))
         experts = {m for layer in layers for m in _experts(layer).modules()}  # run as modules, hooks included
         self._parts = [m for layer in layers for m in layer.modules() if m not in experts]
 
@@ -249,17 +255,23 @@ class DirectForward:
         (_, B, H), do = hidden_SBH.shape, self.operators
         hidden_SBH = self._all_rows(hidden_SBH)
         visibility, S = visibility or Visibility.causal(), len(hidden_SBH)
-        tables = do.tables(rotary_angles(positions_BS, inv_freq), hidden_SBH.dtype)
-        whole, recorded = hidden_SBH.reshape(S * B, H), []
+        angles, whole, recorded = rotary_angles(positions_BS, inv_freq), hidden_SBH.reshape(S * B, H), []
+        decode = self.decode if self.decode is not None and self.decode.serves(visibility) else None
+        if decode is not None and decode.whole(whole):
+            return self._few_rows(decode, whole, decode.tables(angles), captured, visibility)
+        tables = do.tables(angles, hidden_SBH.dtype) if decode is None else decode.tables(angles)
         parts = self._pieces(S * B, visibility)
         x = [whole[part] for part in parts]
         delta: list[Wait | None] = [None] * len(parts)
         for i, layer in enumerate(self.layers):
-            x, qkv = self._projected(x, delta, layer, parts)
+            x, qkv = self._projected(x, delta, layer, parts, decode is None)
             if i - 1 in captured:
                 recorded.append(self._own_rows(x, B))
             attention = layer.self_attention
-            attended = do.attend(qkv, tables, S, B, visibility, i, self._head_norms(attention))
+            if decode is not None:
+                attended = decode.attend(qkv, attention, tables, visibility, i)
+            else:
+                attended = do.attend(qkv, tables, S, B, visibility, i, self._head_norms(attention))
             delta = [self._summed(do.activation(attended[part]), attention.linear_proj) for part in parts]
             for n, summed in enumerate(delta):
                 assert summed is not None
@@ -270,14 +282,28 @@ class DirectForward:
             recorded.append(self._own_rows(x, B))
         return self._own_rows(out, B), recorded
 
+    def _few_rows(
+        self, decode: DecodeLayers, x_RH: Tensor, tables: tuple[Tensor, Tensor], captured: Collection[int],
+        visibility: Visibility,
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """`__call__` for few rows over a cache."""
+        assert visibility.slots_BS is not None
+        (B, S), recorded, x = visibility.slots_BS.shape, [], x_RH
+        for i, layer in enumerate(self.layers):
+            x = decode.layer(layer, x, tables, visibility, i)
+            if i in captured:
+                recorded.append(x.view(S, B, -1))
+        out = x if self.final_norm is None else self.operators.final(x, None, self.final_norm)[1]
+        return out.view(S, B, -1), recorded
+
     def _pieces(self, rows: int, visibility: Visibility) -> list[slice]:
         dense = visibility.cache is None and self.config.moe is None
         return pieces(rows, self.tp) if dense else [slice(0, rows)]
 
     def _projected(
-        self, x: list[Tensor], delta: list[Wait | None], layer: Any, parts: list[slice]
+        self, x: list[Tensor], delta: list[Wait | None], layer: Any, parts: list[slice], biased: bool
     ) -> tuple[list[Tensor], Tensor]:
-        """(input of a layer in pieces, its projection [R, (N + 2G) * D])."""
+        """(input of a layer in pieces, its projection [R, (N + 2G) * D], with its bias if `biased`)."""
         do, linear, weight = self.operators, layer.self_attention.linear_qkv, layer.input_layernorm.weight
         width = (do.heads + 2 * do.kv_heads) * self.config.head_dim
         found, qkv = [], None
@@ -286,7 +312,7 @@ class DirectForward:
             found.append(total)
             if len(parts) > 1 and qkv is None:
                 qkv = total.new_empty(parts[-1].stop, width)
-            out = do.linear(normed, linear, linear.bias, None if qkv is None else qkv[part])
+            out = do.linear(normed, linear, linear.bias if biased else None, None if qkv is None else qkv[part])
         return found, out if qkv is None else qkv
 
     def _last(self, x: list[Tensor], delta: list[Wait | None]) -> tuple[list[Tensor], list[Tensor]]:

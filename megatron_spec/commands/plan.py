@@ -98,7 +98,7 @@ def plan(
     places = [
         Place(
             base, draft, parallel, train, seq_length, draft_passes(draft, objective), cluster.world_size, stage.count,
-            offline, last_stage=stage is stages[-1], paths=paths, anchors=objective.anchors,
+            offline, paths=paths, anchors=objective.anchors,
         )
         for stage in stages
     ]  # fmt: skip

@@ -1,8 +1,8 @@
 """Features computed ahead of the optimizer, so that the base's pipeline does not drain between steps.
 
-The base is frozen, so features of later steps can be computed at any time. A pipeline of PP stages that runs n
-micro-batches is idle in PP - 1 of n + PP - 1 slots, so micro-batches of several steps run together. Features on disk
-are read by a thread, and copied to the device, while the draft trains.
+The base is frozen, so features of later steps can be computed at any time. Micro-batches of several steps run together,
+and the first stages of a pipeline go on with those of the next steps (`base/stream.py`). Features on disk are read by a
+thread, and copied to the device, while the draft trains.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class FeaturesAhead:
         self.source, self.pp_size = source, pp_size
         self._start: Callable[[list[Batch]], Callable[[], list[Features]]] | None = getattr(source, "start", None)
         self.ahead = ahead or default_ahead(pp_size, self._start is not None)
+        self.lookahead: int = getattr(source, "lookahead", 0)
         self._steps = iter(steps)
         self._drawn: deque[list[Batch]] = deque()
         self._rounds: deque[list[Batch]] = deque()
@@ -85,5 +86,14 @@ class FeaturesAhead:
             chosen: list[Batch] = []
             for _ in range(self.ahead):
                 chosen += self._round() or []
-            self._ready.extend(self.source.features(chosen))
+            self._ready.extend(self.source.features(chosen, self._following()))
         return self._ready.popleft()
+
+    def _following(self) -> list[Batch]:
+        """The micro-batches after those that were taken, as many as the source looks ahead."""
+        while len(self._rounds) * self.pp_size < self.lookahead:
+            try:
+                self._draw()
+            except StopIteration:
+                break
+        return [batch for each in self._rounds for batch in each][: self.lookahead]

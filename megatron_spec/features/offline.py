@@ -6,7 +6,7 @@ S sequence, B micro-batch, H hidden, C = captures * H, n tokens of one sample.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class OfflineFeatures:
         self.store, self.world, self.dtype = store, world, dtype
         self.copies = CopyStream(world.device)
 
-    def features(self, batches: list[Batch]) -> list[Features]:
+    def features(self, batches: list[Batch], following: Sequence[Batch] = ()) -> list[Features]:
         """See `FeatureSource.features`. Raises UserError if a row differs from the stored sample of its index."""
         return self.start(batches)()
 

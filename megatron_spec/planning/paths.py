@@ -117,6 +117,15 @@ def _kernels(s: Setting) -> Reasons:
     }
 
 
+def _wide_kernels(s: Setting) -> Reasons:
+    """Of kernels that take fp32, too."""
+    return {
+        "there is no GPU": s.machine.kernels != "plain" and not s.machine.gpu,
+        "Triton is missing": s.machine.kernels == "none",
+        "weights are in float64": s.machine.kernels != "plain" and s.dtype == "float64",
+    }
+
+
 def _fp8(s: Setting) -> Reasons:
     real = s.machine.kernels != "plain"
     return {
@@ -148,6 +157,18 @@ def _base_direct(s: Setting) -> Reasons:
         **missing_features(s.base, s.parallel.tensor_model_parallel_size),
         "its experts shard the sequence (--sequence-parallel)": s.parallel.sequence_parallel and s.base.moe is not None,
         "the base is fake-quantised": quantised,
+    }
+
+
+def _decode_kernels(s: Setting) -> Reasons:
+    return {**_base_direct(s), **_wide_kernels(s)}
+
+
+def _decode_products(s: Setting) -> Reasons:
+    return {
+        **_decode_kernels(s),
+        "rows are scaled after the products, which overflow in float16": s.dtype == "float16",
+        "products are summed over tensor parallel ranks": s.parallel.tensor_model_parallel_size > 1,
     }
 
 
@@ -377,6 +398,16 @@ _PATHS = (
         "megatron-core's layers (base/spec.py)", "tests/unit_tests/base/test_direct.py", _base_direct,
     ),
     Path(
+        "decode_kernels",
+        "base, in decoding: from the projection of the new rows to their attention in one kernel, which writes the "
+        "cache and reads as much of it as the sequence has",
+        "base_direct", "tests/unit_tests/base/test_direct.py", _decode_kernels,
+    ),
+    Path(
+        "decode_products", "base, in decoding: norms, gate and residual sums inside the products of up to 16 rows",
+        "base_direct", "tests/unit_tests/base/test_direct.py", _decode_products,
+    ),
+    Path(
         "grouped_experts", "base: two products for all experts of a layer, instead of two for each",
         "ops/moe.py, `mixed`", "tests/unit_tests/base/test_grouped_experts.py", _grouped_experts,
     ),
@@ -446,6 +477,8 @@ _PATHS = (
     ),
 )  # fmt: skip
 PATHS = {path.name: path for path in _PATHS}
+_WIDE = {"decode_kernels", "decode_products"}
+"""Paths whose kernels take fp32, too."""
 
 
 class Paths:
@@ -468,7 +501,8 @@ class Paths:
 
     def kernels(self, *names: str) -> Kernels:
         """Implementation of the kernels for these paths (`ops.backend.load`); 'none' unless all of them are on."""
-        can = not self.setting.plain and not any(_kernels(self.setting).values())
+        blocked = _wide_kernels(self.setting) if {*names} & _WIDE else _kernels(self.setting)
+        can = not self.setting.plain and not any(blocked.values())
         return self.setting.machine.kernels if can and all(map(self.on, names)) else "none"
 
     def under(self, objective: ObjectiveConfig) -> Paths:

@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_spec.base import decode_layers
 from megatron_spec.base import direct as direct_module
 from megatron_spec.base.direct import DirectForward, run_in_fp8
 from megatron_spec.base.model import FrozenBase
@@ -64,7 +65,11 @@ def decoded(base: FrozenBase) -> list[Tensor]:
     run(tokens_BS[:, 6:9], slots, Visibility.cached(cache, slots, length=16))
     slots = torch.tensor([[7], [9]]) + torch.arange(3)
     visible = (torch.arange(16) < slots[:, :1, None]) | (torch.arange(16) == slots[:, :, None])
-    run(tokens_BS[:, 9:], slots[:, :1] + torch.tensor([0, 1, 1]), Visibility.cached(cache, slots, visible, 16))
+    positions = slots[:, :1] + torch.tensor([0, 1, 1])
+    run(tokens_BS[:, 9:], positions, Visibility.cached(cache, slots, visible, 16))
+    above = torch.tensor([[True, True, False, False], [True, False, True, False], [True, False, True, True]])
+    above = above.expand(2, -1, -1)  # the first of four nodes is in the cache
+    run(tokens_BS[:, 9:], positions, Visibility.cached(cache, slots, length=16, above_BSM=above))
     return found
 
 
@@ -77,7 +82,8 @@ def batch_of(base: FrozenBase) -> list[Tensor]:
 
 
 def compare(config: BaseConfig, parallel: ParallelConfig = ONE) -> None:
-    """Both sets of operators against the layers, decoding and on a training batch."""
+    """Both sets of operators, and the layers of decoding for few and many rows, against megatron-core's layers."""
+    monkeypatch = pytest.MonkeyPatch()
     base = make_base(config, parallel)
     direct, base.direct = base.direct, None
     assert direct is not None
@@ -91,10 +97,14 @@ def compare(config: BaseConfig, parallel: ParallelConfig = ONE) -> None:
         assert not torch.allclose(decoded(base)[-1], layers[-1], atol=1e-3), name
         p.data = before
     paths = Paths(Setting(Machine(kernels="plain"), parallel=parallel, base=config))
-    base.direct = DirectForward(config, direct.layers, direct.final_norm, direct.tp, paths)
-    assert base.direct.can_run(Visibility.causal()) and not direct.can_run(Visibility.causal())
-    for a, b in zip(decoded(base) + batch_of(base), layers + trained, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    for wanted, rows in ((paths, 16), (paths, 2), (paths.without("decode_kernels"), 16)):
+        monkeypatch.setattr(decode_layers, "FEW_ROWS", rows)
+        base.direct = DirectForward(config, direct.layers, direct.final_norm, direct.tp, wanted)
+        assert base.direct.can_run(Visibility.causal()) and not direct.can_run(Visibility.causal())
+        assert (base.direct.decode is None) == (wanted is not paths)
+        for a, b in zip(decoded(base) + batch_of(base), layers + trained, strict=True):
+            torch.testing.assert_close(a, b, rtol=5e-5, atol=5e-5)
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -149,10 +159,10 @@ def test_hooks_are_not_bypassed(name: str) -> None:
     module = base.model.decoder.layers[1].get_submodule(name)
     handle = module.register_forward_pre_hook(lambda module, args: seen.append(1))
     decoded(base)
-    assert len(seen) == 3
+    assert len(seen) == 4
     handle.remove()
     decoded(base)
-    assert len(seen) == 3
+    assert len(seen) == 4
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")

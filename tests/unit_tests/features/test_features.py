@@ -207,9 +207,11 @@ class Recorded:
     def __init__(self, pp_size: int) -> None:
         self.pp_size = pp_size
         self.calls: list[list[int]] = []
+        self.following: list[list[int]] = []
 
-    def features(self, batches: Any) -> Any:
+    def features(self, batches: Any, following: Any = ()) -> Any:
         self.calls.append(list(batches))
+        self.following.append(list(following))
         return batches[self.pp_size - 1 :: self.pp_size]  # what the last pipeline rank owns
 
 
@@ -249,6 +251,17 @@ def test_groups_span_steps_and_run_lazily(pp_size: int, ahead: int, expected: li
     assert drawn == list(range(6))[pp_size - 1 :: pp_size] and source.calls == expected
     with pytest.raises(StopIteration):
         stream.step()
+
+
+def test_a_source_that_looks_ahead_is_told_what_follows() -> None:
+    from megatron_spec.features.ahead import FeaturesAhead
+
+    source = Recorded(2)
+    source.lookahead = 3  # type: ignore[attr-defined]
+    stream = FeaturesAhead(source, [[0, 1], [2, 3], [4, 5], [6, 7]], 2, ahead=1)  # type: ignore[arg-type, list-item]
+    assert [list(stream.step()[1]) for _ in range(4)] == [[1], [3], [5], [7]]
+    assert source.calls == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert source.following == [[2, 3, 4], [4, 5, 6], [6, 7], []]
 
 
 def test_reader_keeps_its_bound() -> None:

@@ -24,7 +24,7 @@ from megatron_spec.config import (
 )
 from megatron_spec.config.machine import H100, Machine
 from megatron_spec.ops import backend, plain
-from megatron_spec.planning.estimate import Place, _activation_bytes
+from megatron_spec.planning.estimate import HEAD_CHUNK, Place, _activation_bytes
 from megatron_spec.planning.paths import NO_PATHS, PATHS, Paths, Setting
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -142,6 +142,17 @@ def test_memory_is_estimated_for_active_paths(draft: EagleConfig, fused: bool) -
     assert Paths(replace(GPU, draft=draft)).on("draft_fused") is fused
     width = 9.0 * 64 + 128 + 64 + 2 * 96 if fused else 14.0 * 64 + 2 * 128 + 64 + 4 * 96
     assert _activation_bytes(place, 64, 2) == 64 * 3 * draft.num_hidden_layers * width * 2
+
+
+def test_memory_of_heads_in_fp8() -> None:
+    from megatron_spec.config import TrainConfig
+    from megatron_spec.planning.estimate import memory
+
+    place = Place(BASE, DRAFT, ParallelConfig(), TrainConfig(train_iters=1, bf16=True, micro_batch_size=2), 64, 3, 1, 4)
+    usual, fp8 = memory(place), memory(replace(place, paths=Paths(replace(GPU, wanted=FP8))))
+    assert fp8["embedding and head"] - usual["embedding and head"] == 64 * 96
+    assert fp8["working space"] - usual["working space"] == HEAD_CHUNK / 2 + 2 * 64 * 3 * 48
+    assert fp8["base layers"] == usual["base layers"] / 2
 
 
 def test_tests_and_twins_exist() -> None:
