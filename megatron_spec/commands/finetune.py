@@ -39,6 +39,7 @@ from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import require_empty
 from megatron_spec.training import tracking
+from megatron_spec.training.kernels import check_kernels
 from megatron_spec.training.loop import Position, check_world, train
 from megatron_spec.training.optimizer import KIND, apply_settings, build_optimizer, settings, wrap_ddp
 from megatron_spec.training.step import Trainer
@@ -276,6 +277,7 @@ def check(resolved: Resolved) -> None:
         "--base-fp8": run.base_fp8, "--offline-data": run.offline_data is not None,
         "--transformer-impl transformer_engine": run.transformer_impl != "local",
     })  # fmt: skip
+    check_kernels(run.train.optimizer_impl)
     fast_paths(resolved)
     quant = resolved.spec.quant
     if run.teacher == "original" and (quant is None or quant.base == "none"):
