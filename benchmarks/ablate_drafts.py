@@ -11,7 +11,9 @@
    times, each time from other first weights and with the batches in another order.
 4. The other drafts train for as many steps as these; or, part `seconds`, for as many as fit --ablation-seconds.
 5. A suffix automaton looks up the text beside every draft, at several thresholds, and alone.
-6. Base and drafts are fake-quantised (fp8, PTQ) and decode; the drafts train on for a while (QAT) and decode again.
+6. EAGLE-3 answers its training questions, and trains on with other weights where the base rejected its tokens (replay).
+   Controls: the same rows with weight 1, and the rows as they were for as long as recording and training took.
+7. Base and drafts are fake-quantised (fp8, PTQ) and decode; the drafts train on for a while (QAT) and decode again.
    As a control the unquantised drafts train on for as many steps.
 
 --parts chooses among them, so that several GPUs can share the work (each its --output, the same --data). On a GPU that
@@ -20,7 +22,8 @@ milliseconds of a training step of every drafter, and later calls with that FILE
 seconds.
 
 Block drafts are named by layers, slots and, where they are not the base's, key/value heads: "dflash 2 x 8",
-"dspark 2 x 5 kv 14". A block of 5 slots proposes 4 tokens (DFlash) or 5 (DSpark).
+"dspark 2 x 5 kv 14"; with " late" they start from late captures and an MLP of the base. A block of 5 slots proposes 4
+tokens (DFlash) or 5 (DSpark).
 OUTPUT/results.jsonl gets a line as soon as a figure is there and OUTPUT/acceptance.md the tables; a second start with
 the same OUTPUT goes on where the first ended. `benchmarks/acceptance_page.py` puts the tables into docs/acceptance.md.
 """
@@ -46,9 +49,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("megatron_spec.ablate_drafts")
 
-PARTS = ("drafters", "lengths", "ablations", "steps", "lookup", "fp8")
+PARTS = ("drafters", "lengths", "ablations", "steps", "lookup", "replay", "fp8")
 ON_REQUEST = ("step_times", "seconds")
 """Parts that only --parts chooses."""
+_FROM_BASE = {"init_from_base_layer": True, "init_attention": True, "fc_init": "average"}
 HEADLINE = ("eagle3", "eagle1", "eagle-mtp", "medusa")
 DRAFTERS: dict[str, dict[str, Any]] = {
     **{name: {} for name in HEADLINE},
@@ -57,12 +61,17 @@ DRAFTERS: dict[str, dict[str, Any]] = {
         "init_from_base_layer": True, "init_attention": True,
     }},
     "p-eagle": {},
+    "p-eagle from the base": {"algorithm": "p-eagle", "fields": _FROM_BASE},
+    "p-eagle late": {"algorithm": "p-eagle", "fields": {**_FROM_BASE, "capture_layer_ids": "late"}},
 }  # fmt: skip
 """Drafts that can be compared: name -> algorithm (the name, where it is not given) and what is not the default."""
-BLOCKS = re.compile(r"(dflash|dspark) ([1-9]\d*) x ([1-9]\d*)(?: kv ([1-9]\d*))?")
-"""Names of block drafts: algorithm, layers, slots, key/value heads."""
+BLOCKS = re.compile(r"(dflash|dspark) ([1-9]\d*) x ([1-9]\d*)(?: kv ([1-9]\d*))?( late)?")
+"""Names of block drafts: algorithm, layers, slots, key/value heads; late: the context starts as the average of late
+captures, and the first MLP as the base's last one."""
 THRESHOLDS = (2, 3, 4, 6, 8)
 """Of the lookup beside a draft: tokens that must have occurred before."""
+WEIGHTS = (1.0, 2.0, 4.0, 8.0)
+"""Of steps that predict a token which the base put in place of a rejected one; 1 is the control."""
 _AFRESH = {"init_from_base_layer": False, "fc_init": "last_capture", "init_attention": False}
 _LATE = {"capture_layer_ids": "late"}
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -86,8 +95,17 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "late captures, frozen head": {"fields": {**_LATE, "frozen_head": True}},
     "late captures, T = 4": {"fields": _LATE, "objective": {"ttt_steps": 4}},
     "late captures, frozen head, T = 4": {"fields": {**_LATE, "frozen_head": True}, "objective": {"ttt_steps": 4}},
-}
-"""EAGLE-3 with something changed: fields of EagleConfig, and of ObjectiveConfig."""
+    "base in fp8": {"fp8": ("base_fp8",)},
+    "draft in fp8": {"fp8": ("draft_fp8",)},
+    "base and draft in fp8": {"fp8": ("base_fp8", "draft_fp8")},
+    "late captures, frozen head, T = 4, base and draft in fp8": {
+        "fields": {**_LATE, "frozen_head": True}, "objective": {"ttt_steps": 4}, "fp8": ("base_fp8", "draft_fp8"),
+    },
+}  # fmt: skip
+"""EAGLE-3 with something changed: fields of EagleConfig, of ObjectiveConfig, and what trains in fp8 (as with
+finetune.py's --base-fp8 and --draft-fp8; all decode in bf16)."""
+USUAL = [name for name, change in ABLATIONS.items() if "fp8" not in change]
+"""Those that run on any machine."""
 
 
 def make_parser() -> cli.Parser:
@@ -104,8 +122,8 @@ def make_parser() -> cli.Parser:
     p.add_argument("--step-times", metavar="FILE", help="JSON: name -> ms of a training step; see above")
     p.add_argument("--ablation-seeds", type=cli.at_least_one, default=1, help="trainings of each (default: 1)")
     p.add_argument(
-        "--ablations", nargs="+", choices=ABLATIONS, default=list(ABLATIONS), metavar="NAME",
-        help=f"some of: {', '.join(ABLATIONS)} (default: all)",
+        "--ablations", nargs="+", choices=ABLATIONS, default=USUAL, metavar="NAME",
+        help=f"some of: {'; '.join(ABLATIONS)} (default: all but those in fp8, which need --bf16 and a Hopper GPU)",
     )  # fmt: skip
     p.add_argument(
         "--drafters", nargs="+", type=drafter, default=list(HEADLINE), metavar="NAME",
@@ -155,8 +173,9 @@ def kind_of(name: str, settings: dict[str, dict[str, Any]] = DRAFTERS) -> Kind:
     from benchmarks.comparison import Kind
 
     if settings is DRAFTERS and (block := BLOCKS.fullmatch(name)):
-        sizes = zip(("num_hidden_layers", "block_size", "num_key_value_heads"), block.groups()[1:], strict=True)
-        return Kind(block[1], {field: int(size) for field, size in sizes if size is not None})
+        sizes = zip(("num_hidden_layers", "block_size", "num_key_value_heads"), block.groups()[1:4], strict=True)
+        late = {"capture_layer_ids": "late", "fc_init": "average", "init_from_base_layer": True} if block[5] else {}
+        return Kind(block[1], {field: int(size) for field, size in sizes if size is not None} | late)
     return Kind(**{"algorithm": name if settings is DRAFTERS else "eagle3", **settings[name]})
 
 
@@ -308,6 +327,34 @@ def look_up(run: Comparison, trained: list[Draft]) -> None:
             run.measure(name, lambda draft=draft: run.module(draft), draft.about, few=True, sa_threshold=threshold)
 
 
+def replay(run: Comparison, source: Path, steps: int) -> None:
+    """EAGLE-3 after `steps`, then after as many more with each weight of what the base rejected; seed by seed."""
+    for seed in range(run.args.ablation_seeds):
+        if run.late(run.args.reserve):
+            return
+        end = f" seed {seed}" if seed else ""
+        first = run.trained(
+            run.new(f"before replay{end}", kind_of("defaults", ABLATIONS), seed), 0.0, run.args.lr, steps=steps
+        )
+        record = run.output / f"rejections-{seed}.jsonl"
+        seconds = run.rejections(first, source, record, steps * run.args.global_batch_size)
+        longer = steps + round(seconds * steps / first.about["seconds"])
+        more_of(run, replace(first, name=f"replay none, longer{end}"), longer)
+        run.read(record)
+        for weight in WEIGHTS:
+            goal = first.objective.replace(replay_weight=weight)
+            more_of(run, replace(first, name=f"replay weight {weight:g}{end}", objective=goal), steps)
+        run.read(source)
+
+
+def more_of(run: Comparison, draft: Draft, steps: int) -> None:
+    """A draft trained on and measured."""
+    if run.late(run.args.reserve):
+        return
+    after = run.trained(draft, 0.0, run.args.lr, steps=steps)
+    run.measure(after.name, lambda: run.module(after), after.about, few=True)
+
+
 def train_on(run: Comparison, trained: list[Draft]) -> dict[str, int]:
     """Unquantised drafts trained for as long as QAT: what the training alone brings. Returns name -> steps."""
     steps = {}
@@ -365,19 +412,22 @@ def main(args: argparse.Namespace) -> None:
         time_steps(run)
         return
     try:
-        run.read(run.conversations())
+        source = run.conversations()
+        run.read(source)
         run.ask()
         run.answer_alone("bf16" if args.bf16 else "float32")
         trained = compare_algorithms(run) if {"drafters", "lengths", "fp8"} & set(args.parts) else []
         if "lengths" in args.parts:
             vary_decoding(run, trained)
-        steps = pace(run) if {"ablations", "steps"} & set(args.parts) and not run.late(args.reserve) else 0
+        steps = pace(run) if {"ablations", "steps", "replay"} & set(args.parts) and not run.late(args.reserve) else 0
         if "ablations" in args.parts:
             ablate(run, steps)
         equal = equal_steps(run, steps) if "steps" in args.parts else []
         equal += equal_seconds(run) if "seconds" in args.parts else []
         if "lookup" in args.parts:
             look_up(run, [*trained, *equal])
+        if "replay" in args.parts:
+            replay(run, source, steps)
         if "fp8" in args.parts:
             quantise(run, trained, train_on(run, trained))
     finally:

@@ -47,7 +47,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def _length(stats: Line) -> str:
+def length_of(stats: Line) -> str:
+    """Acceptance length with its interval."""
     text = f"{stats['acceptance_length'] or 0.0:.3f}"
     if stats["acceptance_length_ci95"] is None:
         return text
@@ -73,7 +74,7 @@ def _training(line: Line) -> str:
 
 def _drafters(found: dict[str, Line]) -> str:
     rows = [
-        [name, _training(x), _length(x["overall"]), _positions(x["overall"]), f"{x['identical']:.1%}",
+        [name, _training(x), length_of(x["overall"]), _positions(x["overall"]), f"{x['identical']:.1%}",
          _times(x["predicted_speedup"]), _times(_measured(x)), _times(x["speedup"])]
         for name, x in found.items() if x["speedup"] is not None
     ]  # fmt: skip
@@ -93,7 +94,7 @@ def _drafters(found: dict[str, Line]) -> str:
 def _sets(found: dict[str, Line]) -> str:
     lines = {name: x for name, x in found.items() if x["speedup"] is not None}
     names = sorted({name for x in lines.values() for name in x["sets"]})
-    rows = [[name, *(_length(x["sets"][s]) if s in x["sets"] else "-" for s in names)] for name, x in lines.items()]
+    rows = [[name, *(length_of(x["sets"][s]) if s in x["sets"] else "-" for s in names)] for name, x in lines.items()]
     return table(["acceptance length", *names], rows)
 
 
@@ -101,7 +102,7 @@ def _difference(line: Line, base: Line) -> float:
     return (line["few"]["acceptance_length"] or 0.0) - (base["few"]["acceptance_length"] or 0.0)
 
 
-def _change(line: Line, base: Line | None) -> str:
+def change(line: Line, base: Line | None) -> str:
     """Change against `base`, with a paired interval if there are figures per question."""
     if base is None or line is base:
         return "-"
@@ -120,7 +121,7 @@ def _some(found: dict[str, Line], chosen: Sequence[str], base: Line | None, what
     for name in chosen:
         line = found[name]
         stats = line["few"]
-        rows.append([name, _length(stats), _positions(stats), _change(line, base), f"{line['identical']:.1%}"])
+        rows.append([name, length_of(stats), _positions(stats), change(line, base), f"{line['identical']:.1%}"])
     return table([what, "acceptance length (95 %)", "per position", "change (95 %)", "same text"], rows)
 
 
@@ -142,25 +143,25 @@ def pooled(lines: Sequence[Line]) -> Line:
     return {"few": few, **sums}
 
 
-def _ablations(found: dict[str, Line]) -> str:
-    """One row per setting; with several seeds, pooled, and the change of each."""
+def _ablations(found: dict[str, Line], prefix: str = "ablation ", control: str = "defaults") -> str:
+    """One row per setting; with several seeds, pooled, and the change of each against `control`."""
     seeds: dict[str, list[Line]] = {}
     for name, line in found.items():
-        if name.startswith("ablation "):
-            seeds.setdefault(name.removeprefix("ablation ").split(" seed ")[0], []).append(line)
+        if name.startswith(prefix):
+            seeds.setdefault(name.removeprefix(prefix).split(" seed ")[0], []).append(line)
     least = min(map(len, seeds.values()), default=0)
-    if least < 2 or "defaults" not in seeds:
+    if least < 2 or control not in seeds:
         first = {name: lines[0] for name, lines in seeds.items()}
-        return _some(first, list(first), first.get("defaults"), "EAGLE-3 trained with")
-    rows, base = [], [*seeds["defaults"][:least]]
+        return _some(first, list(first), first.get(control), "EAGLE-3 trained with")
+    rows, base = [], [*seeds[control][:least]]
     for name, lines in seeds.items():
-        if name == "defaults":
+        if name == control:
             each = [f"{x['few']['acceptance_length'] or 0.0:.3f}" for x in base]
         else:
             each = [f"{_difference(x, b):+.3f}" for x, b in zip(lines, base, strict=False)]
         whole = pooled(lines[:least])
-        change = "-" if name == "defaults" else _change(whole, pooled(base))
-        rows.append([name, _length(whole["few"]), change, " ".join(each)])
+        moved = "-" if name == control else change(whole, pooled(base))
+        rows.append([name, length_of(whole["few"]), moved, " ".join(each)])
     head = ["EAGLE-3 trained with", "acceptance length (95 %)", "change (95 %)", f"each of {least} seeds"]
     return table(head, rows)
 
@@ -171,7 +172,7 @@ def _steps(found: dict[str, Line], what: str = "steps") -> str:
     prefix = f"equal {what} "
     others = {n.removeprefix(prefix): x for n, x in found.items() if n.startswith(prefix) and " + SA " not in n}
     rows = [
-        [name, _training(line), _length(line["few"]), _positions(line["few"]), _times(line.get("predicted_speedup")),
+        [name, _training(line), length_of(line["few"]), _positions(line["few"]), _times(line.get("predicted_speedup")),
          _times(_measured(line))]
         for name, line in {**first, **others}.items() if others
     ]  # fmt: skip
@@ -193,7 +194,7 @@ def _lookup(found: dict[str, Line]) -> str:
 
 def _looked_up(name: str, line: Line, base: Line | None) -> list[str]:
     predicted, measured = _times(line["predicted_speedup"]), _times(_measured(line))
-    return [name, _length(line["few"]), _change(line, base), predicted, measured]
+    return [name, length_of(line["few"]), change(line, base), predicted, measured]
 
 
 def _measured(line: Line) -> float | None:
@@ -224,7 +225,7 @@ def _fp8(found: dict[str, Line], precision: str) -> str:
     return "\n".join(parts)
 
 
-PARTS = ("drafters", "sets", "lengths", "ablations", "steps", "seconds", "lookup", "fp8")
+PARTS = ("drafters", "sets", "lengths", "ablations", "steps", "seconds", "lookup", "replay", "fp8")
 """Names of the tables of a run, in order."""
 
 
@@ -250,7 +251,7 @@ def render(path: Path, wanted: Sequence[str] = PARTS) -> str:
     settings, found, alone, data = read_results(path)
     precision = "bf16" if settings["bf16"] else "float32"
     base = alone.get(precision)
-    timed = set(wanted) - {"ablations", "steps", "seconds"} and any(
+    timed = set(wanted) - {"ablations", "steps", "seconds", "replay"} and any(
         "steps" in x and x["speedup"] is not None for x in found.values()
     )
     spent = f", about {settings['seconds']:g} s of training for each draft" if timed else ""
@@ -282,6 +283,10 @@ def render(path: Path, wanted: Sequence[str] = PARTS) -> str:
             f"**A suffix automaton** (SA), alone and beside a draft from a match of so many tokens. {few}; speed-ups "
             "are those at batch 1, the measured one is the mean over the sets.",
             _lookup(found),
+        ),
+        "replay": (
+            f"**Replay**: EAGLE-3 trained on with a weight for what the base rejected. {few}.",
+            _ablations(found, "replay ", "weight 1"),
         ),
         "fp8": (
             f"**fp8** of base and draft, simulated, so there is no speed to measure. {few}.",

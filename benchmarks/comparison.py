@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from megatron_spec.base.direct import run_in_fp8
+from megatron_spec.base.model import FrozenBase
 from megatron_spec.batch import Batch, Features
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
 from megatron_spec.commands.convert import MASKED, fresh_config, new_draft
@@ -39,15 +41,17 @@ from megatron_spec.data.loader import BatchLoader
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.data.vocab_counts import count_supervised, coverage, select_draft_ids
 from megatron_spec.decoding.costs import Costs, now
-from megatron_spec.decoding.engine import Generation, decode
+from megatron_spec.decoding.engine import decode
 from megatron_spec.decoding.replay import timed_recorder_for
 from megatron_spec.decoding.session import DecodeSession
+from megatron_spec.decoding.started import Generation
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.evaluation.acceptance import acceptance_stats, by_category
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.generation.prompts import Dialogue, read_prompts
 from megatron_spec.generation.questions import write_questions
 from megatron_spec.generation.synthesize import synthesize_to_file
+from megatron_spec.planning.paths import Paths
 from megatron_spec.quantization.attach import attach_quantizers
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.files import read_json, write_json
@@ -131,11 +135,13 @@ class Kind:
     Attributes:
         fields: of its configuration.
         objective: fields of ObjectiveConfig.
+        fp8: opt-in fast paths of its training: "base_fp8", "draft_fp8".
     """
 
     algorithm: str
     fields: dict[str, Any] = field(default_factory=dict)
     objective: dict[str, Any] = field(default_factory=dict)
+    fp8: tuple[str, ...] = ()
 
 
 @dataclass
@@ -148,6 +154,8 @@ class Draft:
     objective: ObjectiveConfig
     seed: int = 0
     """Of its first weights, and of the order of the batches."""
+    fp8: tuple[str, ...] = ()
+    """See `Kind`. It decodes with the base as it was loaded, and in bf16."""
     weights: dict[str, Any] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
 
@@ -164,16 +172,22 @@ def order_of(batches: int, step: int, seed: int) -> int:
 class Comparison:
     """Base, data and questions of one run on one process."""
 
-    def __init__(self, args: argparse.Namespace, kinds: Sequence[Kind] = ()) -> None:
-        """Args: kinds: of the drafts that will be trained: the base captures the layers that any of them reads."""
+    def __init__(self, args: argparse.Namespace, kinds: Sequence[Kind] = (), more: Sequence[str] = ()) -> None:
+        """State of a run, new or gone on with.
+
+        Args:
+            kinds: of the drafts that will be trained: the base captures the layers that any of them reads.
+            more: flags that the figures depend on besides `SETTINGS`.
+        """
         self.args, self.output = args, Path(args.output)
         self.batches: list[Batch] = []
+        self._in_fp8: tuple[FrozenBase, list[Features]] | None = None
         (self.output / "drafts").mkdir(parents=True, exist_ok=True)
         self.ref, self.world = inspect_base(args.base), distributed.initialize()
         if self.world.size > 1:
             raise UserError("ablate_drafts.py compares on one process: start it with plain python")
         cuda = self.world.device.type == "cuda"
-        settings = {name: getattr(args, name) for name in SETTINGS}
+        settings = {name: getattr(args, name) for name in (*SETTINGS, *more)}
         settings["prompts"] = [Path(p).name for p in args.prompts]
         device = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
         about = {"base": Path(args.base).name, "fingerprint": self.ref.fingerprint, "device": device}
@@ -183,6 +197,8 @@ class Comparison:
         self.dtype = torch.bfloat16 if args.bf16 else torch.float32
         self.captured = sorted({i for kind in kinds for i in self.config_of(kind).capture_layer_ids})
         self.base = load_base(self.ref, self.world, self.captured, self.dtype)
+        for kind in kinds:
+            Paths(replace(self.base.paths.setting, draft=self.config_of(kind), wanted=kind.fp8)).check()
         self.tokenizer = load_tokenizer(args.base)
         self.stop_ids = set(stop_token_ids(args.base, self.tokenizer))
         self.decode = DecodeConfig(
@@ -212,6 +228,22 @@ class Comparison:
         )
         return path
 
+    def rejections(self, draft: Draft, source: Path, path: Path, count: int) -> float:
+        """Seconds in which the base answers `count` questions of `source` with a draft; `path` records rejections."""
+        name = path.name
+        if not self.results.has("rejections", name):
+            module = self.module(draft)
+            self.base.capture(module.config.capture_layer_ids)
+            size = 4 * self.args.batch_size
+            config = self.decode.replace(batch_size=size, max_new_tokens=self.args.answer_tokens)
+            start = now()
+            synthesize_to_file(
+                self.base, self.tokenizer, read_prompts(source, count), config, path, draft=module,
+                stop_ids=self.stop_ids, about={"base": self.ref.fingerprint, "draft": name}, save_rejections=True,
+            )  # fmt: skip
+            self.results.add("rejections", name=name, seconds=now() - start)
+        return next(float(x["seconds"]) for x in self.results.lines if x.get("name") == name)
+
     def read(self, path: Path) -> None:
         """Batches of one pass over the conversations, their features, and the draft vocabulary."""
         dataset = open_dataset(str(path), self.args.base, self.args.seq_length)
@@ -231,6 +263,15 @@ class Comparison:
         self.base.capture(self.captured)
         source = OnlineFeatures(self.base)
         self.features = [source.features([b])[0] for b in self.batches]
+
+    def in_fp8(self) -> tuple[FrozenBase, list[Features]]:
+        """A second copy of the base, with linears and head in fp8, and its features of every batch: for training."""
+        if self._in_fp8 is None:
+            base = load_base(self.ref, self.world, self.captured, self.dtype)
+            run_in_fp8(base)
+            source = OnlineFeatures(base)
+            self._in_fp8 = base, [source.features([b])[0] for b in self.batches]
+        return self._in_fp8
 
     def ask(self) -> None:
         """All questions; the base's own answers are the histories of later rounds."""
@@ -292,7 +333,7 @@ class Comparison:
         if kind.algorithm == "medusa":
             steps = {"ttt_steps": config.num_heads}
         goal = presets.objective_for(config, ObjectiveConfig(**{**steps, **kind.objective}))
-        return Draft(name, config, self.vocab_of(kind), goal, seed)
+        return Draft(name, config, self.vocab_of(kind), goal, seed, kind.fp8)
 
     def seen_by(self, draft: Draft, features: Features) -> Features:
         """Features with the captures of a draft alone."""
@@ -320,12 +361,18 @@ class Comparison:
             train_iters=ticks, lr=lr, lr_warmup_iters=max(1, ticks // 50),
             bf16=self.args.bf16, adam_beta2=0.99, global_batch_size=self.args.global_batch_size,
         )  # fmt: skip
-        ddp = wrap_ddp(self.module(draft, quantised), self.world, config)
-        return Trainer(self.world, ddp, *build_optimizer(ddp, self.world, config), self.base, draft.objective)
+        module = self.module(draft, quantised)
+        if "draft_fp8" in draft.fp8:
+            module.paths = module.paths.asked_for("draft_fp8")
+            module.paths.under(draft.objective).check()
+        ddp = wrap_ddp(module, self.world, config)
+        ends = self.in_fp8()[0] if "base_fp8" in draft.fp8 else self.base
+        return Trainer(self.world, ddp, *build_optimizer(ddp, self.world, config), ends, draft.objective)
 
     def _step(self, trainer: Trainer, draft: Draft, step: int) -> Any:
         """A step on the batch whose turn it is."""
-        batch = self.seen_by(draft, self.features[order_of(len(self.features), step, draft.seed)])
+        features = self.in_fp8()[1] if "base_fp8" in draft.fp8 else self.features
+        batch = self.seen_by(draft, features[order_of(len(features), step, draft.seed)])
         return trainer.step([batch], f"step {step}", 1)
 
     def step_ms(self, draft: Draft, lr: float) -> float:
@@ -351,14 +398,16 @@ class Comparison:
         clock = ByTheClock(trainer.scheduler, seconds)
         if not steps:
             trainer.scheduler = clock  # type: ignore[assignment]
-        start, done, sums = now(), 0, [[0.0]] * 4
+        start, done, last = now(), 0, None
         while done < steps if steps else clock.elapsed < seconds:
-            done, sums = done + 1, self._step(trainer, draft, done).sums
+            done, last = done + 1, self._step(trainer, draft, done)
+        sums = [[0.0]] * 4 if last is None else last.sums
         ddp = trainer.ddp
         correct, rows = torch.as_tensor(sums)[[1, 3]].tolist()
         about = {
             "steps": done, "seconds": now() - start, "passes": done / len(self.features),
             "accuracy": [c / max(r, 1) for c, r in zip(correct, rows, strict=True)],
+            "loss": 0.0 if last is None else float(last.loss),
             "seed": draft.seed, "parameters": sum(p.numel() for p in ddp.module.parameters()),
         }  # fmt: skip
         weights = {n: t.detach().clone() for n, t in ddp.module.state_dict().items()}

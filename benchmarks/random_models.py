@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_spec.base.model import FrozenBase
-from megatron_spec.config import BaseConfig, presets
+from megatron_spec.config import ENGINE, LOCAL, BaseConfig, presets
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.runtime.distributed import World
@@ -58,6 +58,36 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 
+_SMALL: dict[str, Any] = dict(
+    hidden_size=256, intermediate_size=512, num_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+    vocab_size=512, max_position_embeddings=1024,
+)  # fmt: skip
+_EXPERTS: dict[str, Any] = dict(num_experts=8, experts_per_token=2, intermediate_size=256)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": dict(window=64, window_layers=[0, 1, 2, 3]),
+    "phi3": dict(rope=dict(partial_rotary_factor=0.75)),
+    "qwen2": dict(qkv_bias=True),
+    "qwen3": dict(qk_norm=True, head_dim=128),
+    "mixtral": dict(intermediate_size=256, moe=_EXPERTS),
+    "qwen3_moe": dict(qk_norm=True, moe=dict(_EXPERTS, dense_layers=[1])),
+    "gpt_oss": dict(
+        attention_bias=True, attention_sinks=True, window=64, window_layers=[0, 2],
+        moe=dict(_EXPERTS, router="softmax_of_chosen", bias=True, clamp=7.0),
+    ),
+    "deepseek_v3": dict(
+        num_key_value_heads=8, head_dim=192,
+        mla=dict(kv_lora_rank=128, nope_head_dim=128, rope_head_dim=64, v_head_dim=128, q_lora_rank=128),
+        moe=dict(_EXPERTS, router="sigmoid", choice_bias=True, shared_intermediate_size=256, dense_layers=[0]),
+    ),
+}  # fmt: skip
+"""Family -> what a small base of it adds to a small Llama: one with every module of the family."""
+
+
+def family_shape(family: str) -> BaseConfig:
+    """The configuration of one of `FAMILIES`."""
+    return BaseConfig.from_dict({**_SMALL, "family": family, **FAMILIES[family]})
+
 
 def base_shape(name: str) -> BaseConfig:
     """The configuration of one of `SHAPES`."""
@@ -67,7 +97,7 @@ def base_shape(name: str) -> BaseConfig:
 def random_base(config: BaseConfig, world: World, dtype: torch.dtype, transformer_engine: bool = False) -> FrozenBase:
     """A base with random weights and the captures of an EAGLE-3 draft."""
     captures = presets.default_capture_ids(config.num_layers)
-    base = FrozenBase.build(config, world, captures, dtype, transformer_engine=transformer_engine)
+    base = FrozenBase.build(config, world, captures, dtype, layers=ENGINE if transformer_engine else LOCAL)
     _randomise(base)
     return base
 

@@ -1,6 +1,7 @@
 """Layouts on several GPUs: losses and gradients against one GPU, and throughput per GPU at the Llama-3.1-8B shape.
 
     python benchmarks/scale.py --gpus 2 --output two.json          # all layouts of two GPUs against one: tables
+    python benchmarks/scale.py --gpus 2 --layouts tp2 tp2sp        # these layouts only (--no-equality, --no-speed)
     python benchmarks/scale.py --gpus 2 --tiny                     # the same with tiny models, on CPUs
     torchrun --nproc-per-node 4 benchmarks/scale.py pp4 --model 70b --no-equality --output large.json
 
@@ -32,7 +33,7 @@ from benchmarks.random_models import base_shape, random_base, random_draft
 from megatron_spec.batch import Batch
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
 from megatron_spec.commands.convert import new_draft
-from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig, presets
+from megatron_spec.config import ENGINE, LOCAL, ObjectiveConfig, ParallelConfig, TrainConfig, presets
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.features.ahead import FeaturesAhead
 from megatron_spec.features.online import OnlineFeatures
@@ -115,7 +116,7 @@ def gradients(base_folder: Path, world: World, dtype: torch.dtype, engine: bool,
     reference = inspect_base(base_folder)
     D = reference.config.vocab_size // 2
     config = presets.eagle_config(reference.config, overrides={"draft_vocab_size": D})
-    base = load_base(reference, world, config.capture_layer_ids, dtype, engine)
+    base = load_base(reference, world, config.capture_layer_ids, dtype, ENGINE if engine else LOCAL)
     vocab = DraftVocab(torch.arange(D) * 2, reference.config.vocab_size)
     draft = new_draft(base, config, vocab, world, dtype, seed=5)
     train = TrainConfig(train_iters=4, bf16=dtype == torch.bfloat16)
@@ -126,7 +127,7 @@ def gradients(base_folder: Path, world: World, dtype: torch.dtype, engine: bool,
     sums, loss = trainer.backward(features, count)
     whole = {}
     for name, p in draft.named_parameters():
-        gradient = p.main_grad.detach().float()
+        gradient = p.main_grad.detach().float() / float(sums[3, 0])
         if getattr(p, "tensor_model_parallel", False) and world.tp_size > 1:
             parts = [torch.empty_like(gradient) for _ in range(world.tp_size)]
             dist.all_gather(parts, gradient.contiguous(), group=world.tp)
@@ -231,6 +232,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("layouts", nargs="*")
     p.add_argument("--gpus", type=int, metavar="N", help="every layout of N GPUs against one GPU, as tables")
+    p.add_argument("--layouts", dest="only", nargs="+", metavar="LAYOUT", help="with --gpus: these of its layouts")
     p.add_argument("--reference", type=Path, help="folder of the small base and the results of one GPU")
     p.add_argument("--no-equality", action="store_true")
     p.add_argument("--no-speed", action="store_true")
@@ -250,6 +252,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.seq_length, args.ttt_steps, args.steps, args.warmup = 64, 2, 2, 1
     if (args.gpus is None) == (not args.layouts):
         p.error("give layouts, or --gpus N for all of them")
+    if args.gpus is None and args.only:
+        p.error("--layouts selects among the layouts of --gpus")
     if args.gpus is None and not args.no_equality and args.reference is None:
         p.error("--reference is needed for equality (or --no-equality)")
     return args
@@ -259,8 +263,9 @@ def main() -> None:
     """Equality, then throughput, of every layout; a failed layout is reported, and the others continue."""
     args = parse()
     if args.gpus is not None:
-        flags = [flag for flag in sys.argv[1:] if flag == "--tiny"]
-        raise SystemExit(scale_proof.prove(args.gpus, flags, args.output, args.reference))
+        kinds = [kind for kind in ("equality", "speed") if not getattr(args, f"no_{kind}")]
+        chosen = scale_proof.Chosen(args.gpus, kinds, args.only, args.tiny)
+        raise SystemExit(scale_proof.prove(chosen, args.output, args.reference))
     report: dict[str, list[Any]] = {"equality": [], "speed": [], "failed": []}
     first, _ = start(args.layouts[0])
     if not args.no_equality and args.layouts[0] == "one" and not (args.reference / "base").is_dir():

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,24 +93,48 @@ def _cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def prove(gpus: int, flags: list[str], output: Path | None, reference: Path | None) -> int:
-    """Equality and throughput on `gpus` GPUs; prints tables. Returns the exit status."""
+@dataclass(frozen=True)
+class Chosen:
+    """What to run: kinds ("equality", "speed") and layouts (None: all) on `gpus` GPUs, with miniatures if `tiny`."""
+
+    gpus: int
+    kinds: list[str]
+    only: list[str] | None
+    tiny: bool
+
+    def of(self, every: list[str]) -> list[str]:
+        """The chosen ones; a layout is also chosen by its name before @."""
+        return [x for x in every if self.only is None or {x, x.split("@")[0]} & set(self.only)]
+
+    def check(self, *lists: list[str]) -> None:
+        """End the program if a chosen layout is in none of the lists."""
+        every = list(dict.fromkeys(x for found in lists for x in found))
+        if missing := [x for x in self.only or () if not any(x in (y, y.split("@")[0]) for y in every)]:
+            raise SystemExit(f"--layouts: found {' '.join(missing)}, expected some of {' '.join(every)}")
+
+
+def prove(chosen: Chosen, output: Path | None, reference: Path | None) -> int:
+    """Equality and throughput on several GPUs; prints tables. Returns the exit status."""
     import importlib.util
 
-    engine = _cuda() and importlib.util.find_spec("transformer_engine") is not None
+    engine, gpus = _cuda() and importlib.util.find_spec("transformer_engine") is not None, chosen.gpus
     equal, fast = layouts(gpus, engine)
+    chosen.check(equal, fast)
+    equal, fast = chosen.of(equal), chosen.of(fast)
     report: dict[str, Any] = {"gpus": gpus, "transformer_engine": engine, "equality": [], "speed": [], "failed": []}
     with tempfile.TemporaryDirectory() as temporary:
         folder = ["--reference", str(reference or temporary)]
-        alone = sorted({"one", *("one" + name[name.index("@") :] for name in fast if "@" in name)})
+        alone = sorted({"one" + name[name.index("@") :] if "@" in name else "one" for name in fast})
         parts = [
-            ("equality", 1, ["one", *(["onete"] if engine else [])], ["--no-speed", *folder]),
+            ("equality", 1, ["one", *(["onete"] if any("te" in x for x in equal) else [])], ["--no-speed", *folder]),
             ("equality", gpus, equal, ["--no-speed", *folder]),
             ("speed", 1, alone, ["--no-equality"]),
-            ("speed", gpus, fast, ["--no-equality", "--features-ahead", "8"]),
+            ("speed", gpus, fast, ["--no-equality", "--features-ahead", "8", "--warmup", "1", "--steps", "4"]),
         ]
         for kind, count, wanted, own in parts:
-            findings, failures = run(count, wanted, [*own, *flags])
+            if kind not in chosen.kinds or not (equal if kind == "equality" else fast):
+                continue
+            findings, failures = run(count, wanted, [*own, *(["--tiny"] if chosen.tiny else [])])
             report[kind] += findings
             report["failed"] += [f"{kind} {failure}" for failure in failures]
             if output is not None:  # save partial results

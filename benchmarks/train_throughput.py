@@ -199,13 +199,13 @@ HEAD = ("head_forward", "loss", "head_input_gradient", "head_weight_gradient")
 
 
 def shares(
-    step: Callable[[], Any], trainer: Trainer, source: FeatureSource, cuda: bool, repeats: int = 3
+    step: Callable[[], Any], trainer: Trainer, ahead: FeaturesAhead, cuda: bool, repeats: int = 3
 ) -> dict[str, float]:
     """Parts of a step in milliseconds; `draft_layer` is what is left. `head` holds head, loss and their gradient, whose
     parts are also listed by themselves (`HEAD`)."""
     clock = Stopwatch(cuda)
     undo = [
-        clock.watch(source, "features", "base"), clock.watch(eagle3, "teach", "teacher"),
+        clock.watch(ahead, "_next", "base"), clock.watch(eagle3, "teach", "teacher"),
         clock.watch(eagle3, "head_losses", "head"), clock.watch(dflash, "teach", "teacher"),
         clock.watch(dflash, "block_losses", "head"), clock.watch(trainer, "_update", "optimizer"),
         clock.watch_methods(head, "WeightProducts", {"forward": "head_forward", "backward": "head_input_gradient"}),
@@ -258,11 +258,11 @@ def compiled_kernels() -> int:
     with contextlib.suppress(ImportError):
         from triton.runtime.jit import JITFunction
 
-        from megatron_spec.ops.kernels import block, branch, rows
+        from megatron_spec.ops.kernels import adam, block, branch, fp8, rows
         from megatron_spec.ops.kernels import loss as losses
 
         for kernel in (
-            k for m in (losses, rows, branch, block) for k in vars(m).values() if isinstance(k, JITFunction)
+            k for m in (losses, rows, branch, block, fp8, adam) for k in vars(m).values() if isinstance(k, JITFunction)
         ):
             count += sum(len(cache[0]) for cache in kernel.device_caches.values())
     return count
@@ -316,7 +316,7 @@ def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Names
     flops = flops_of(draft, base, objective, batches[0])
     if args.offline:
         flops["base"] = 0.0
-    parts = shares(step, trainer, source, cuda)
+    parts = shares(step, trainer, ahead, cuda)
     entry: dict[str, Any] = {
         "tokens_per_second": B * S / seconds,
         "mfu": sum(flops.values()) * B * S / seconds / PEAK,
@@ -386,7 +386,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if args.tiny:
         args.seq_length, args.draft_vocab_size = [min(s, 64) for s in args.seq_length], 128
         args.iters = args.warmup = args.repeats = 1
+    torch.manual_seed(0)
     world = distributed.initialize()
+    torch.manual_seed(0)  # the same tokens in every run
     cuda = world.device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     base = random_base(base_shape("tiny" if args.tiny else args.shape), world, dtype, args.transformer_engine)

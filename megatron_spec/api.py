@@ -31,6 +31,8 @@ from megatron_spec.checkpoint.spec import CheckpointSpec, resolve
 from megatron_spec.commands.convert import draft_kinds, first_draft, fresh_config, own_module, published_draft
 from megatron_spec.commands.runs import ConvertRun
 from megatron_spec.config import (
+    LOCAL,
+    BaseLayers,
     Config,
     DecodeConfig,
     DraftConfig,
@@ -236,15 +238,17 @@ def save(model: SpecModel, folder: str | Path, *, iteration: int = 0, optimizer:
 
 def load(
     folder: str | Path, *, dtype: torch.dtype = torch.float32, base_path: str | None = None,
-    draft_transformer_impl: TransformerImpl = "local", draft_fp8_recipe: Fp8Recipe | None = None,
+    layers: BaseLayers = LOCAL, draft_transformer_impl: TransformerImpl = "local",
+    draft_fp8_recipe: Fp8Recipe | None = None,
 ) -> SpecModel:  # fmt: skip
     """Base and draft of a checkpoint in the current layout. Collective. Raises UserError for a mismatch.
 
     Args:
+        layers: what the base's layers are built from.
         draft_transformer_impl, draft_fp8_recipe: see `convert`.
     """
     loaded = load_checkpoint(
-        folder, initialize(), dtype=dtype, base_path=base_path, draft_impl=draft_transformer_impl,
+        folder, initialize(), dtype=dtype, base_path=base_path, layers=layers, draft_impl=draft_transformer_impl,
         draft_fp8_recipe=draft_fp8_recipe,
     )  # fmt: skip
     objective = ObjectiveConfig.from_dict(loaded.extra.get("objective") or {})

@@ -11,11 +11,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_spec.base import te
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference
 from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec, locked, read_spec
-from megatron_spec.config import Fp8Recipe, ObjectiveConfig, ParallelConfig, TransformerImpl, UserError
+from megatron_spec.config import (
+    LOCAL,
+    BaseLayers,
+    Fp8Recipe,
+    ObjectiveConfig,
+    ParallelConfig,
+    TransformerImpl,
+    UserError,
+)
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
@@ -73,11 +82,13 @@ def check_base(spec: CheckpointSpec, base_path: str | None) -> BaseReference:
 
 def resolve_paths(
     spec: CheckpointSpec, parallel: ParallelConfig, dtype: torch.dtype, *, original_base: bool = False,
-    transformer_engine: bool = False, ends_only: bool = False, objective: ObjectiveConfig | None = None, rows: int = 0,
+    layers: BaseLayers = LOCAL, ends_only: bool = False, objective: ObjectiveConfig | None = None, rows: int = 0,
     wanted: tuple[str, ...] = (), plain: bool = False, draft_impl: TransformerImpl = "local",
     draft_fp8_recipe: Fp8Recipe | None = None,
 ) -> Paths:  # fmt: skip
     """The fast paths of base and draft of a checkpoint on this machine; the only place that resolves them.
+
+    Transformer Engine's fp8 is one of them, requested by `layers`.
 
     Args:
         rows: rows of a micro-batch; 0: unknown.
@@ -85,16 +96,18 @@ def resolve_paths(
         plain: no fast paths.
         draft_impl, draft_fp8_recipe: modules of the draft, and Transformer Engine's recipe in training.
 
-    Raises UserError if a requested path, the draft's modules or the recipe cannot run.
+    Raises UserError if a requested path, the base's layers, the draft's modules or the recipe cannot run.
     """
+    te.check(layers, platform.machine())
+    wanted += ("te_fp8",) if layers.recipe else ()
     quant = spec.quant
     if quant is not None and original_base:
         quant = quant.replace(base="none", kv_cache="none", exclude_base=())
     name = str(dtype).removeprefix("torch.")
     base = None if ends_only else spec.base.config
     setting = Setting(
-        platform.machine(), name, parallel, base, spec.draft, objective, quant, transformer_engine, rows, wanted,
-        plain=plain, draft_transformer_engine=draft_impl == "transformer_engine", draft_fp8_recipe=draft_fp8_recipe,
+        platform.machine(), name, parallel, base, spec.draft, objective, quant, layers, rows, wanted, plain=plain,
+        draft_transformer_engine=draft_impl == "transformer_engine", draft_fp8_recipe=draft_fp8_recipe,
     )  # fmt: skip
     check_draft_modules(setting)
     paths = Paths(setting)
@@ -104,7 +117,7 @@ def resolve_paths(
 
 def load_checkpoint(
     path: str | Path, world: World, *, dtype: torch.dtype = torch.float32, base_path: str | None = None,
-    original_base: bool = False, transformer_engine: bool = False, ends_only: bool = False,
+    original_base: bool = False, layers: BaseLayers = LOCAL, ends_only: bool = False,
     paths: Paths | None = None, plain: bool = False, spec: CheckpointSpec | None = None,
     draft_impl: TransformerImpl = "local", draft_fp8_recipe: Fp8Recipe | None = None,
 ) -> Loaded:  # fmt: skip
@@ -113,7 +126,7 @@ def load_checkpoint(
     Args:
         spec: spec.json of the folder, if already read; its draft may differ in settings without tensors (RoPE).
         original_base: keep the base in high precision even if the checkpoint quantises it.
-        transformer_engine: build the base's layers from Transformer Engine's modules.
+        layers: what the base's layers are built from.
         ends_only: load only the base's embedding and LM head, as features come from disk.
         paths: the fast paths of the run (`resolve_paths`), which also know the draft's modules; default: all that run
             here.
@@ -126,10 +139,10 @@ def load_checkpoint(
         spec = read_spec(folder) if spec is None else spec
         if paths is None:
             paths = resolve_paths(
-                spec, world.parallel, dtype, original_base=original_base, transformer_engine=transformer_engine,
-                ends_only=ends_only, plain=plain, draft_impl=draft_impl, draft_fp8_recipe=draft_fp8_recipe,
+                spec, world.parallel, dtype, original_base=original_base, layers=layers, ends_only=ends_only,
+                plain=plain, draft_impl=draft_impl, draft_fp8_recipe=draft_fp8_recipe,
             )  # fmt: skip
-        return _load(folder, spec, world, dtype, base_path, original_base, transformer_engine, ends_only, paths)
+        return _load(folder, spec, world, dtype, base_path, original_base, layers, ends_only, paths)
 
 
 def _check_same_on_all_ranks(folder: Path) -> None:
@@ -143,7 +156,7 @@ def _check_same_on_all_ranks(folder: Path) -> None:
 
 def _load(
     folder: Path, spec: CheckpointSpec, world: World, dtype: torch.dtype, base_path: str | None, original_base: bool,
-    transformer_engine: bool, ends_only: bool, paths: Paths,
+    layers: BaseLayers, ends_only: bool, paths: Paths,
 ) -> Loaded:  # fmt: skip
     ref = check_base(spec, base_path)
     vocab = DraftVocab.load(folder / "vocab.safetensors")
@@ -154,16 +167,11 @@ def _load(
         amax_file = folder / "base_amax.json"
         base_amax = read_json(amax_file) if amax_file.is_file() else None
     extra = sharded.load(folder, draft, world)
-    if transformer_engine and spec.quant is not None and spec.quant.base != "none" and not original_base:
-        raise UserError(
-            "--transformer-impl transformer_engine: its linears are fused with norms, so their inputs cannot be "
-            "fake-quantised; use --transformer-impl local for a quantised base"
-        )
     base: Any
     if ends_only:
         base = load_exported_ends(ref, world, dtype)
     else:
-        base = load_exported_base(ref, world, spec.draft.capture_layer_ids, dtype, transformer_engine, paths)
+        base = load_exported_base(ref, world, spec.draft.capture_layer_ids, dtype, layers, paths)
     quantised = spec.quant is not None and spec.quant.base != "none"
     if quantised:
         if base_amax is None:

@@ -2,7 +2,8 @@
 
 Computes what the stage's megatron-core layers compute, on the same weights, with one of three sets of operators: plain
 torch (decoding on any device, which is bound by the host: a fraction of the calls per step), fused kernels (half
-precision on a GPU, for decoding and training: fewer passes over memory), and fp8 linears (training only).
+precision on a GPU, for decoding and training: fewer passes over memory), and fp8 linears (training only). A step of
+decoding takes its attention, or whole layers, from `decode_layers.py`.
 
 S sequence, B micro-batch, R = S * B rows, H hidden, N query and G key/value heads of this rank, D head size.
 """
@@ -17,11 +18,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_spec.base.decode_layers import DecodeLayers
 from megatron_spec.base.moe import MixtureOfExperts
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.ops import backend
 from megatron_spec.ops.attention import attend
 from megatron_spec.ops.fp8 import Fp8Matrix, padded
+from megatron_spec.ops.overlap import Wait, pieces, start_sum
 from megatron_spec.ops.rope import apply_rotary, rotary_angles
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import Paths
@@ -85,9 +88,13 @@ class PlainOperators:
         """(x + delta, its norm)."""
         return self.add_norm(x, delta, weight)
 
-    def linear(self, activation: Any, module: Any, bias: Tensor | None) -> Tensor:
-        """Product with the module's weight, plus a bias, [R, outputs of this rank]."""
-        return F.linear(activation, module.weight, bias)
+    def linear(self, activation: Any, module: Any, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Product with the module's weight, plus a bias, [R, outputs of this rank], written to `out` when given."""
+        if out is None:
+            return F.linear(activation, module.weight, bias)
+        if bias is None:
+            return torch.mm(activation, module.weight.t(), out=out)
+        return torch.addmm(bias, activation, module.weight.t(), out=out)
 
     def gated(self, gate_up: Tensor) -> Any:
         """silu(gate) * up as an activation."""
@@ -155,10 +162,8 @@ class Fp8Operators(KernelOperators):
     weights_released = True
 
     def __init__(self, plain: KernelOperators, layers: list[Any]) -> None:
-        from megatron_spec.ops.kernels import fp8
-
         super().__init__(plain.config, plain.heads, plain.kv_heads, plain.kernels)
-        self.fp8, self.dtype = fp8, layers[0].input_layernorm.weight.dtype
+        self.dtype = layers[0].input_layernorm.weight.dtype
         self.weights: dict[int, Any] = {}
         for layer in layers:
             attention, mlp = layer.self_attention, layer.mlp
@@ -173,20 +178,20 @@ class Fp8Operators(KernelOperators):
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Any]:
         """See `PlainOperators.add_norm`."""
         total = x if delta is None else torch.empty_like(x)
-        return total, self.fp8.norm(x, delta, None if delta is None else total, weight, self.eps)
+        return total, self.kernels.quantized_norm(x, delta, None if delta is None else total, weight, self.eps)
 
-    def linear(self, activation: Any, module: Any, bias: Tensor | None) -> Tensor:
+    def linear(self, activation: Any, module: Any, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """See `PlainOperators.linear`."""
-        out: Tensor = self.fp8.product(activation, self.weights[id(module)], self.dtype)
-        return out if bias is None else out.add_(bias)
+        found: Tensor = self.kernels.product(activation, self.weights[id(module)], self.dtype, out=out)
+        return found if bias is None else found.add_(bias)
 
     def gated(self, gate_up: Tensor) -> Any:
         """See `PlainOperators.gated`."""
-        return self.fp8.gated(gate_up)
+        return self.kernels.quantized_gate(gate_up)
 
     def activation(self, x: Tensor) -> Any:
         """See `PlainOperators.activation`."""
-        return self.fp8.quantize(x)
+        return self.kernels.quantize(x)
 
 
 def _experts(layer: Any) -> torch.nn.Module:
@@ -196,6 +201,10 @@ def _experts(layer: Any) -> torch.nn.Module:
 
 class DirectForward:
     """Forward of one stage's layers.
+
+    Under tensor parallelism the rows of a training batch go through a layer in two pieces, so that the sums over ranks
+    of one run beside the products of the other (`ops/overlap.py`). Under sequence parallelism the layers have all rows,
+    since a forward without gradients keeps no activations: only what comes in and goes out is sharded.
 
     Args:
         layers: megatron-core TransformerLayers with this package's local spec.
@@ -207,11 +216,16 @@ class DirectForward:
         self, config: BaseConfig, layers: list[Any], final_norm: Tensor | None, tp: dist.ProcessGroup, paths: Paths
     ) -> None:
         self.config, self.layers, self.final_norm, self.tp = config, layers, final_norm, tp
+        self.sequence_parallel = paths.setting.parallel.sequence_parallel
         heads = (config.num_attention_heads // tp.size(), config.num_key_value_heads // tp.size())
         kind = paths.kernels("base_direct")
         self.operators: PlainOperators = PlainOperators(config, *heads)
         if kind != "none":
             self.operators = KernelOperators(config, *heads, backend.load(kind))
+        kind = paths.kernels("decode_kernels")
+        self.decode: DecodeLayers | None = None
+        if kind != "none":
+            self.decode = DecodeLayers(config, heads, backend.load(kind), paths.on("decode_products"))
         experts = {m for layer in layers for m in _experts(layer).modules()}  # run as modules, hooks included
         self._parts = [m for layer in layers for m in layer.modules() if m not in experts]
 
@@ -235,48 +249,113 @@ class DirectForward:
             visibility: key visibility; default: causal.
 
         Returns:
-            (state after the last layer and, on the last stage, the final norm; captured outputs), all [S, B, H].
+            (state after the last layer and, on the last stage, the final norm; captured outputs), all [S, B, H]
+            ([S / TP, B, H], as `hidden_SBH`, under sequence parallelism).
         """
-        (S, B, H), do = hidden_SBH.shape, self.operators
-        visibility = visibility or Visibility.causal()
-        tables = do.tables(rotary_angles(positions_BS, inv_freq), hidden_SBH.dtype)
-        x, delta, recorded = hidden_SBH.reshape(S * B, H), None, []
+        (_, B, H), do = hidden_SBH.shape, self.operators
+        hidden_SBH = self._all_rows(hidden_SBH)
+        visibility, S = visibility or Visibility.causal(), len(hidden_SBH)
+        angles, whole, recorded = rotary_angles(positions_BS, inv_freq), hidden_SBH.reshape(S * B, H), []
+        decode = self.decode if self.decode is not None and self.decode.serves(visibility) else None
+        if decode is not None and decode.whole(whole):
+            return self._few_rows(decode, whole, decode.tables(angles), captured, visibility)
+        tables = do.tables(angles, hidden_SBH.dtype) if decode is None else decode.tables(angles)
+        parts = self._pieces(S * B, visibility)
+        x = [whole[part] for part in parts]
+        delta: list[Wait | None] = [None] * len(parts)
         for i, layer in enumerate(self.layers):
-            attention = layer.self_attention
-            x, normed = do.add_norm(x, delta, layer.input_layernorm.weight)
+            x, qkv = self._projected(x, delta, layer, parts, decode is None)
             if i - 1 in captured:
-                recorded.append(x.view(S, B, H))
-            qkv = do.linear(normed, attention.linear_qkv, attention.linear_qkv.bias)
-            attended = do.attend(qkv, tables, S, B, visibility, i, self._head_norms(attention))
-            delta = self._summed(do.activation(attended), attention.linear_proj)
-            x, normed = do.add_norm(x, delta, layer.pre_mlp_layernorm.weight)
-            delta = self._mlp(layer.mlp, normed, S)
-        if self.final_norm is not None:
-            x, out = do.final(x, delta, self.final_norm)
-        else:
-            x = out = x if delta is None else x + delta
+                recorded.append(self._own_rows(x, B))
+            attention = layer.self_attention
+            if decode is not None:
+                attended = decode.attend(qkv, attention, tables, visibility, i)
+            else:
+                attended = do.attend(qkv, tables, S, B, visibility, i, self._head_norms(attention))
+            delta = [self._summed(do.activation(attended[part]), attention.linear_proj) for part in parts]
+            for n, summed in enumerate(delta):
+                assert summed is not None
+                x[n], normed = do.add_norm(x[n], summed(), layer.pre_mlp_layernorm.weight)
+                delta[n] = self._mlp(layer.mlp, normed, S)
+        x, out = self._last(x, delta)
         if len(self.layers) - 1 in captured:
-            recorded.append(x.view(S, B, H))
-        return out.view(S, B, H), recorded
+            recorded.append(self._own_rows(x, B))
+        return self._own_rows(out, B), recorded
 
-    def _mlp(self, mlp: Any, normed: Any, S: int) -> Tensor:
+    def _few_rows(
+        self, decode: DecodeLayers, x_RH: Tensor, tables: tuple[Tensor, Tensor], captured: Collection[int],
+        visibility: Visibility,
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """`__call__` for few rows over a cache."""
+        assert visibility.slots_BS is not None
+        (B, S), recorded, x = visibility.slots_BS.shape, [], x_RH
+        for i, layer in enumerate(self.layers):
+            x = decode.layer(layer, x, tables, visibility, i)
+            if i in captured:
+                recorded.append(x.view(S, B, -1))
+        out = x if self.final_norm is None else self.operators.final(x, None, self.final_norm)[1]
+        return out.view(S, B, -1), recorded
+
+    def _pieces(self, rows: int, visibility: Visibility) -> list[slice]:
+        dense = visibility.cache is None and self.config.moe is None
+        return pieces(rows, self.tp) if dense else [slice(0, rows)]
+
+    def _projected(
+        self, x: list[Tensor], delta: list[Wait | None], layer: Any, parts: list[slice], biased: bool
+    ) -> tuple[list[Tensor], Tensor]:
+        """(input of a layer in pieces, its projection [R, (N + 2G) * D], with its bias if `biased`)."""
+        do, linear, weight = self.operators, layer.self_attention.linear_qkv, layer.input_layernorm.weight
+        width = (do.heads + 2 * do.kv_heads) * self.config.head_dim
+        found, qkv = [], None
+        for piece, summed, part in zip(x, delta, parts, strict=True):
+            total, normed = do.add_norm(piece, None if summed is None else summed(), weight)
+            found.append(total)
+            if len(parts) > 1 and qkv is None:
+                qkv = total.new_empty(parts[-1].stop, width)
+            out = do.linear(normed, linear, linear.bias if biased else None, None if qkv is None else qkv[part])
+        return found, out if qkv is None else qkv
+
+    def _last(self, x: list[Tensor], delta: list[Wait | None]) -> tuple[list[Tensor], list[Tensor]]:
+        """(state after the last layer, the same after the final norm on the last stage), in pieces."""
+        sums = [None if summed is None else summed() for summed in delta]
+        if self.final_norm is None:
+            x = [a if b is None else a + b for a, b in zip(x, sums, strict=True)]
+            return x, x
+        both = [self.operators.final(a, b, self.final_norm) for a, b in zip(x, sums, strict=True)]
+        return [a for a, _ in both], [b for _, b in both]
+
+    def _all_rows(self, hidden_SBH: Tensor) -> Tensor:
+        if not self.sequence_parallel or self.tp.size() == 1:
+            return hidden_SBH
+        whole = hidden_SBH.new_empty(self.tp.size() * len(hidden_SBH), *hidden_SBH.shape[1:])
+        dist.all_gather_into_tensor(whole, hidden_SBH.contiguous(), group=self.tp)
+        return whole
+
+    def _own_rows(self, x: list[Tensor], B: int) -> Tensor:
+        """[S, B, H] of pieces; this rank's rows under sequence parallelism."""
+        whole = (torch.cat(x) if len(x) > 1 else x[0]).unflatten(0, (-1, B))
+        if not self.sequence_parallel or self.tp.size() == 1:
+            return whole
+        return whole.chunk(self.tp.size())[self.tp.rank()].clone()  # does not keep the other rows
+
+    def _mlp(self, mlp: Any, normed: Any, S: int) -> Wait:
         """[R, H] output of a dense MLP by the operators, or of experts by their modules."""
         if isinstance(mlp, MixtureOfExperts):
             mixed: Tensor = mlp(normed.view(S, -1, normed.shape[-1]))[0]
-            return mixed.flatten(0, 1)
+            return lambda: mixed.flatten(0, 1)
         gate_up = self.operators.linear(normed, mlp.linear_fc1, mlp.linear_fc1.bias)
         return self._summed(self.operators.gated(gate_up), mlp.linear_fc2)
 
     def _head_norms(self, attention: Any) -> Norms:
         return (attention.q_layernorm.weight, attention.k_layernorm.weight) if self.config.qk_norm else None
 
-    def _summed(self, activation: Any, module: Any) -> Tensor:
+    def _summed(self, activation: Any, module: Any) -> Wait:
         """Output of a row-parallel module: partial products summed over ranks, plus the replicated bias."""
         if self.tp.size() == 1:
-            return self.operators.linear(activation, module, module.bias)
-        out = self.operators.linear(activation, module, None)
-        dist.all_reduce(out, group=self.tp)
-        return out if module.bias is None else out.add_(module.bias)
+            out = self.operators.linear(activation, module, module.bias)
+            return lambda: out
+        wait = start_sum(self.operators.linear(activation, module, None), self.tp)
+        return wait if module.bias is None else lambda: wait().add_(module.bias)
 
 
 def run_in_fp8(base: Any) -> None:

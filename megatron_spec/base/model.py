@@ -5,6 +5,7 @@ S sequence, B micro-batch, H hidden, TP tensor parallel size.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,15 +14,15 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from megatron_spec.base import placement, relay
+from megatron_spec.base import placement, relay, te
 from megatron_spec.base.core_model import CoreModel, core_model, stage_counts, unwrapped
 from megatron_spec.base.direct import DirectForward
 from megatron_spec.base.modules import CoreAttention
 from megatron_spec.base.moe import LocalExperts
-from megatron_spec.base.spec import block_spec, check_transformer_engine
+from megatron_spec.base.spec import block_spec
 from megatron_spec.base.stage import CoreStage
 from megatron_spec.batch import Batch
-from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.config import LOCAL, BaseConfig, BaseLayers, UserError
 from megatron_spec.families.names import padded_vocab
 from megatron_spec.families.transformer_config import transformer_config
 from megatron_spec.ops import backend
@@ -60,11 +61,33 @@ def _group_experts(base: FrozenBase) -> None:
             module.grouped, module.kernels = True, None if kind == "none" else backend.load(kind)
 
 
+def default_paths(config: BaseConfig, world: World, dtype: torch.dtype, layers: BaseLayers) -> Paths:
+    """All fast paths of a base that run here, and Transformer Engine's fp8 if `layers` requests it."""
+    name = str(dtype).removeprefix("torch.")
+    wanted = ("te_fp8",) if layers.recipe else ()
+    return Paths(Setting(platform.machine(), name, world.parallel, config, layers=layers, wanted=wanted))
+
+
+def _use_engine(base: FrozenBase) -> None:
+    """Attention and experts of Transformer Engine, where the paths say so."""
+    fp8 = base.paths.on("te_fp8")
+    for number, layer in base.layers():
+        core = layer.self_attention.core_attention
+        if base.paths.on("te_attention"):
+            core.engine = (te.attention(core, base.config, number, base.model.config, base.world.base_groups),)
+        experts = getattr(layer.mlp, "experts", None)
+        if base.paths.on("te_experts") and isinstance(experts, LocalExperts):
+            experts.engine = te.GroupedExperts(experts, fp8)
+    if fp8 and base.paths.setting.layers.recipe == "delayed":
+        base.delayed_scaling = te.DelayedScaling(base.model)
+
+
 class FrozenBase(CoreStage):
     """One pipeline stage of the base, frozen.
 
     Attributes:
-        paths: the fast paths it may use.
+        paths: the fast paths it may use; their setting says what the layers are built from.
+        delayed_scaling: ranges of Transformer Engine's delayed fp8; None: another recipe, or no fp8.
         direct: runs the layers without their modules where the result is the same; None if this base cannot.
     """
 
@@ -87,9 +110,10 @@ class FrozenBase(CoreStage):
         self.attentions = [attention for attention in candidates if isinstance(attention, CoreAttention)]
         for index, attention in enumerate(self.attentions):
             attention.cache_layer = index
-        name = str(dtype).removeprefix("torch.")
-        self.paths = paths or Paths(Setting(platform.machine(), name, world.parallel, config))
+        self.paths = paths or default_paths(config, world, dtype, LOCAL)
         _group_experts(self)
+        self.delayed_scaling: te.DelayedScaling | None = None
+        _use_engine(self)
         self.direct = self._direct_forward()
         self.requires_grad_(False)
         self.eval()
@@ -102,7 +126,7 @@ class FrozenBase(CoreStage):
         capture_layer_ids: Sequence[int] = (),
         dtype: torch.dtype = torch.float32,
         padded_vocab_size: int | None = None,
-        transformer_engine: bool = False,
+        layers: BaseLayers = LOCAL,
         paths: Paths | None = None,
     ) -> FrozenBase:
         """A stage whose weights are NaN until they are loaded.
@@ -110,21 +134,22 @@ class FrozenBase(CoreStage):
         Args:
             padded_vocab_size: rows of embedding and head over all ranks; default: the vocabulary rounded up to a
                 multiple of the tensor parallel size.
-            transformer_engine: build the layers from Transformer Engine's modules.
-            paths: fast paths it may use; default: all that run here.
+            layers: what the layers are built from.
+            paths: fast paths it may use, for these layers; default: all that run here.
 
         Raises:
-            UserError: the parallel sizes or capture ids do not fit the base.
+            UserError: the parallel sizes or capture ids do not fit the base, or the layers cannot be built here.
         """
         placement.check_parallel(config, world.parallel)
-        if transformer_engine:
-            check_transformer_engine(config, platform.machine())
+        te.check(layers, platform.machine())
+        paths = paths or default_paths(config, world, dtype, layers)
+        paths.check()
         stages = placement.place(config.num_layers, world.parallel, capture_layer_ids)
         counts = [stage.count for stage in stages]
         first, count = stages[world.pp_rank].first, counts[world.pp_rank]
-        spec = block_spec(config, world, first, count, transformer_engine)
+        spec = block_spec(config, world, first, count, layers.engine)
         gpt = GPTModel(
-            config=transformer_config(config, world.parallel, counts, dtype),
+            config=transformer_config(config, world.parallel, counts, dtype, layers),
             transformer_layer_spec=spec,
             vocab_size=padded_vocab_size or padded_vocab(config.vocab_size, world.tp_size),
             max_sequence_length=config.max_position_embeddings,
@@ -249,7 +274,10 @@ class FrozenBase(CoreStage):
             decoder.set_input_tensor(hidden)
         own_layers = len(self.attentions) == self.stage.count  # they never request the device "cuda" by name
         calls = platform.direct() if own_layers else nullcontext()
-        with self._with_visibility(visibility), record_outputs(captured) as recorded, calls:
-            hidden = decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=self._angles(batch, visibility))
+        angles = self._angles(batch, visibility)
+        forward = functools.partial(decoder, hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles)
+        ranges = nullcontext() if self.delayed_scaling is None else self.delayed_scaling.updated(forward)
+        with self._with_visibility(visibility), calls, ranges, record_outputs(captured) as recorded:
+            hidden = forward()
         decoder.set_input_tensor(None)
         return hidden, captures + recorded

@@ -5,10 +5,14 @@ S sequence, B micro-batch, N query heads and G key/value heads of this rank, D h
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -40,13 +44,40 @@ class ReplicatedLinear(nn.Module):
         device = torch.cuda.current_device()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., inputs] -> [..., outputs]."""
-        return F.linear(x, self.weight)
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """[..., inputs] -> ([..., outputs], no bias), as megatron-core's linears."""
+        return F.linear(x, self.weight), None
+
+
+@dataclass(frozen=True)
+class LayerModules:
+    """What a layer is built from: megatron-core's linears with this package's norm, or Transformer Engine's modules.
+
+    Attributes:
+        column, row: linears with sharded outputs or inputs.
+        norm: a norm of its own.
+        normed_column: a column linear after a norm.
+        norm_before: the norm before a `normed_column`; the identity if that includes it.
+        replicated: (config, inputs, outputs) -> a linear with the whole weight on every tensor parallel rank.
+    """
+
+    column: Any = ColumnParallelLinear
+    row: Any = RowParallelLinear
+    norm: Any = RMSNorm
+    normed_column: Any = ColumnParallelLinear
+    norm_before: Any = RMSNorm
+    replicated: Callable[[TransformerConfig, int, int], Any] = ReplicatedLinear
+
+
+LOCAL_MODULES = LayerModules()
 
 
 class CoreAttention(nn.Module):
     """Core attention under the current `Visibility`, which `FrozenBase` sets before each forward.
+
+    Attributes:
+        engine: Transformer Engine's attention, for plain causal batches, in a tuple: it is no submodule with parameters
+            of its own. Empty: `ops.attention` computes all.
 
     Args:
         window: sliding window of this layer.
@@ -64,6 +95,7 @@ class CoreAttention(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.visibility: Visibility | None = None
+        self.engine: tuple[Any, ...] = ()
         self.cache_layer = 0
         """Index of this layer in the stage's KVCache."""
         self.window, self.scale = window, scale
@@ -80,6 +112,9 @@ class CoreAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """query [S, B, N, D], key and value [S, B, G, D], rotated -> [S, B, N*D]. The mask argument is not used."""
         assert self.visibility is not None, "FrozenBase must set the attention visibility before a forward"
+        if self.engine and self.visibility.is_plain:
+            out: Tensor = self.engine[0](query, key, value, None, AttnMaskType.causal)
+            return out
         variant = PLAIN
         if self.window is not None or self.softmax_offset is not None or self.scale is not None:
             variant = Variant(self.window, self.softmax_offset, self.scale)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -26,9 +25,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor, nn
 
+from megatron_spec.base.modules import LOCAL_MODULES, LayerModules
 from megatron_spec.config import MoeConfig
 from megatron_spec.families.names import Experts
-from megatron_spec.ops.moe import choose, mixed, mixed_by_groups
+from megatron_spec.ops.moe import choose, mixed, mixed_by_groups, mixed_in_order
 
 
 def _sharded_children(module: nn.Module, prefix: str, offsets: tuple[Any, ...], metadata: Any) -> dict[str, Any]:
@@ -68,7 +68,9 @@ class Router(nn.Module):
 class Expert(nn.Module):
     """This rank's shard of one gated MLP; its outputs are partial sums over the tensor parallel ranks."""
 
-    def __init__(self, config: TransformerConfig, width: int, groups: Any, moe: MoeConfig) -> None:
+    def __init__(
+        self, config: TransformerConfig, width: int, groups: Any, moe: MoeConfig, modules: LayerModules = LOCAL_MODULES
+    ) -> None:
         super().__init__()
         self.clamp, self.alpha = moe.clamp, moe.alpha
         self.first = groups.tp.rank() == 0
@@ -76,8 +78,8 @@ class Expert(nn.Module):
             config=config, init_method=config.init_method, bias=moe.bias, skip_bias_add=True, is_expert=True,
             tp_group=groups.tp,
         )  # fmt: skip
-        self.linear_fc1 = ColumnParallelLinear(config.hidden_size, 2 * width, gather_output=False, **options)
-        self.linear_fc2 = RowParallelLinear(width, config.hidden_size, input_is_parallel=True, **options)
+        self.linear_fc1 = modules.column(config.hidden_size, 2 * width, gather_output=False, **options)
+        self.linear_fc2 = modules.row(width, config.hidden_size, input_is_parallel=True, **options)
 
     def forward(self, x_RH: Tensor) -> Tensor:
         """[R, H] -> [R, H]."""
@@ -108,12 +110,14 @@ class LocalExperts(nn.Module):
     Attributes:
         grouped: one product for all experts (the path `grouped_experts`), unless a module has hooks (quantisers).
         kernels: operators (`ops.backend.load`) for the activation, with `grouped`; None: torch's operations.
+        engine: Transformer Engine's grouped linears on the same parameters (`te.GroupedExperts`); None: not used.
     """
 
     def __init__(self, config: TransformerConfig, moe: MoeConfig, groups: Any, experts: Experts) -> None:
         super().__init__()
         self.here, self.num_experts, self.grouped = experts, moe.num_experts, False
         self.kernels: Any = None
+        self.engine: Any = None
         self.local_experts = nn.ModuleList(
             Expert(config, moe.intermediate_size, groups, moe) for _ in range(experts.count)
         )
@@ -171,6 +175,9 @@ class LocalExperts(nn.Module):
     def forward(self, x_RH: Tensor, weights_RK: Tensor, chosen_RK: Tensor) -> Tensor:
         """Weighted sum [R, H] of this rank's experts."""
         weights = weights_RK.flatten().to(x_RH.dtype)
+        if self.engine is not None and self.engine.serves():
+            count, multiple = len(self.local_experts), self.engine.multiple
+            return mixed_in_order(x_RH, weights, chosen_RK, self.here.first, count, self.engine, multiple)
         if self.grouped and self._untouched():
             return self._by_groups(x_RH, weights, chosen_RK)
         return mixed(x_RH, weights, chosen_RK, self.local_experts, self.here.first)
@@ -181,11 +188,13 @@ class MixtureOfExperts(nn.Module):
 
     moe: MoeConfig
     groups: Any
+    layer_modules: LayerModules
 
     @staticmethod
-    def of(moe: MoeConfig, groups: Any) -> type[MixtureOfExperts]:
+    def of(moe: MoeConfig, groups: Any, modules: LayerModules = LOCAL_MODULES) -> type[MixtureOfExperts]:
         """A class that takes no more than megatron-core's configuration, which warns about MLPs with arguments."""
-        return type("MixtureOfExperts", (MixtureOfExperts,), {"moe": moe, "groups": groups})
+        values = {"moe": moe, "groups": groups, "layer_modules": modules}
+        return type("MixtureOfExperts", (MixtureOfExperts,), values)
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
@@ -196,7 +205,7 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(config, moe)
         self.experts = LocalExperts(config, moe, groups, Experts(self.ep.rank() * size, size))
         shared = moe.shared_intermediate_size
-        self.shared_experts = Expert(config, shared, groups, moe) if shared else None
+        self.shared_experts = Expert(config, shared, groups, moe, self.layer_modules) if shared else None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> Any:
         """Layout in a distributed checkpoint."""

@@ -70,7 +70,8 @@ def _concatenate(hidden_SBH: Tensor, captures: list[Tensor]) -> Tensor:
     return torch.cat(captures, dim=-1) if captures else hidden_SBH[..., :0]
 
 
-def _check_lengths(base: FrozenBase, batches: list[Batch]) -> None:
+def check_lengths(base: FrozenBase, batches: list[Batch]) -> None:
+    """Raise UserError for micro-batches whose length the layout cannot split."""
     multiple = base.world.sequence_multiple
     for S in {batch.tokens_BS.shape[1] for batch in batches}:
         if S % multiple:
@@ -92,7 +93,7 @@ def run_base(base: FrozenBase, batches: list[Batch], visibilities: list[Visibili
     """
     if not batches:
         return []
-    _check_lengths(base, batches)
+    check_lengths(base, batches)
     B, S = batches[0].tokens_BS.shape
     visibilities = visibilities if visibilities is not None else [Visibility.of(batch) for batch in batches]
     stage, world = _ScheduledStage(base), base.world
@@ -120,7 +121,7 @@ def run_base_everywhere(base: FrozenBase, batch: Batch, visibility: Visibility) 
     """Run one micro-batch and give its result to every pipeline rank (decoding; `visibility` may hold a cache)."""
     world = base.world
     if world.pp_size == 1:  # nothing to schedule
-        _check_lengths(base, [batch])
+        check_lengths(base, [batch])
         hidden_SBH, captures = base(batch, visibility, None)
         return _concatenate(hidden_SBH, captures), hidden_SBH
     results = run_base(base, [batch], [visibility])

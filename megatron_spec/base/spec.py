@@ -1,19 +1,15 @@
 """Structure of the frozen base's layers: megatron-core modules, with this package's norm, core attention and experts.
 
-The linears are megatron-core's own or Transformer Engine's, which fuse each norm into the linear after it. Attention is
-`CoreAttention` with both. Weights, checkpoints and, within rounding, outputs are the same; only the names of the norms
-differ.
+Linears and norms are megatron-core's own or Transformer Engine's, where a linear may include the norm before it.
+Weights, checkpoints and, within rounding, outputs are the same; only the names of the norms differ.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
-from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -22,11 +18,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from megatron_spec.base import te
 from megatron_spec.base.latent_attention import LatentAttention
-from megatron_spec.base.modules import CoreAttention, RMSNorm
+from megatron_spec.base.modules import LOCAL_MODULES, CoreAttention, LayerModules
 from megatron_spec.base.moe import MixtureOfExperts
-from megatron_spec.config import BaseConfig, UserError
-from megatron_spec.config.machine import Machine
+from megatron_spec.config import BaseConfig
 from megatron_spec.runtime.distributed import World
 
 FUSED_NORMS = {
@@ -43,38 +39,6 @@ def own_name(name: str) -> str:
     return name
 
 
-def check_transformer_engine(config: BaseConfig, machine: Machine) -> None:
-    """Raise UserError when the base cannot be built from Transformer Engine's modules here."""
-    if importlib.util.find_spec("transformer_engine") is None:
-        raise UserError(
-            "--transformer-impl transformer_engine: Transformer Engine is not installed (pip install "
-            "'megatron-spec[te]'); use --transformer-impl local"
-        )
-    if not machine.gpu:
-        raise UserError("--transformer-impl transformer_engine needs a GPU; use --transformer-impl local")
-    if config.family != "llama":
-        raise UserError(f"--transformer-impl transformer_engine: {config.family} is built from local layers only")
-
-
-@dataclass(frozen=True)
-class _Linears:
-    """Modules that a layer is built from."""
-
-    column: Any = ColumnParallelLinear
-    """Column-parallel linear after a norm, which may be fused into it."""
-    row: Any = RowParallelLinear
-    norm: Any = RMSNorm
-    """Norm before a `column`; the identity where it is fused."""
-    keys: dict[str, str] = field(default_factory=lambda: dict(FUSED_NORMS))
-    """Names of the norms in a checkpoint, where they differ from the names of the modules."""
-
-
-def _transformer_engine() -> _Linears:
-    from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
-
-    return _Linears(TELayerNormColumnParallelLinear, TERowParallelLinear, IdentityOp, {})
-
-
 def core_options(config: BaseConfig, layer: int) -> dict[str, Any]:
     """Arguments of `CoreAttention` for a layer."""
     size = config.mla.rope_head_dim if config.mla else config.head_dim
@@ -87,47 +51,51 @@ def core_options(config: BaseConfig, layer: int) -> dict[str, Any]:
     }
 
 
-def _attention(config: BaseConfig, layer: int, linears: _Linears) -> ModuleSpec:
+def _attention(config: BaseConfig, layer: int, modules: LayerModules) -> ModuleSpec:
     options = core_options(config, layer)
     if config.mla:
-        return ModuleSpec(module=LatentAttention, params={"mla": config.mla, "core_options": options})
-    head_norm: Any = RMSNorm if config.qk_norm else IdentityOp
+        return ModuleSpec(
+            module=LatentAttention, params={"mla": config.mla, "core_options": options, "modules": modules}
+        )
+    head_norm: Any = modules.norm if config.qk_norm else IdentityOp
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=linears.column,
+            linear_qkv=modules.normed_column,
             core_attention=ModuleSpec(module=CoreAttention, params=options),
-            linear_proj=linears.row,
+            linear_proj=modules.row,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
     )
 
 
-def _dense(width: int, linears: _Linears) -> Any:
-    submodules = MLPSubmodules(linear_fc1=linears.column, linear_fc2=linears.row)
+def _dense(width: int, modules: LayerModules) -> Any:
+    submodules = MLPSubmodules(linear_fc1=modules.normed_column, linear_fc2=modules.row)
     if not hasattr(MLP, "as_mlp_submodule"):  # before megatron-core 0.18
         return ModuleSpec(module=MLP, params={"ffn_hidden_size": width}, submodules=submodules)
     return functools.partial(MLP.as_mlp_submodule, submodules=submodules, ffn_hidden_size=width)
 
 
-def _layer(config: BaseConfig, world: World, layer: int, linears: _Linears) -> ModuleSpec:
+def _layer(config: BaseConfig, world: World, layer: int, modules: LayerModules) -> ModuleSpec:
     mlp: Any
-    if config.moe is not None and config.has_experts(layer):
-        mlp = MixtureOfExperts.of(config.moe, world.base_groups)
+    sparse = config.moe is not None and config.has_experts(layer)
+    if sparse:
+        assert config.moe is not None
+        mlp = MixtureOfExperts.of(config.moe, world.base_groups, modules)
     else:
-        mlp = _dense(config.intermediate_size, linears)
+        mlp = _dense(config.intermediate_size, modules)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=linears.norm,
-            self_attention=_attention(config, layer, linears),
+            input_layernorm=modules.norm if config.mla else modules.norm_before,
+            self_attention=_attention(config, layer, modules),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=linears.norm,
+            pre_mlp_layernorm=modules.norm if sparse else modules.norm_before,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=linears.keys,
+            sharded_state_dict_keys_map=dict(FUSED_NORMS),
         ),
     )
 
@@ -136,6 +104,6 @@ def block_spec(
     config: BaseConfig, world: World, first: int, count: int, transformer_engine: bool = False
 ) -> TransformerBlockSubmodules:
     """Spec of the stage with layers first .. first + count - 1."""
-    linears = _transformer_engine() if transformer_engine else _Linears()
-    layers = [_layer(config, world, layer, linears) for layer in range(first, first + count)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    modules = te.layer_modules() if transformer_engine else LOCAL_MODULES
+    layers = [_layer(config, world, layer, modules) for layer in range(first, first + count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=modules.norm)

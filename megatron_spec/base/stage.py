@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from megatron_spec.base import placement
+from megatron_spec.base import placement, te
 from megatron_spec.base.core_model import CoreModel
 from megatron_spec.base.ends import Ends
 from megatron_spec.base.modules import ReplicatedLinear
@@ -82,11 +82,15 @@ class CoreStage(Ends):
         return enumerate(self.core.layers, self.stage.first)
 
     def linears(self) -> Iterator[tuple[str, Any]]:
-        """(name, linear) of this stage. Names are the same in every parallel layout: "layers.3.mlp.linear_fc1"."""
+        """(name, linear) of this stage, without linears that include a norm (`te.separate_norms`).
+
+        Names are the same in every parallel layout: "layers.3.mlp.linear_fc1".
+        """
+        kinds = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, *te.linear_types())
         first = self.experts.first
         for number, layer in self.layers():
             for name, module in layer.named_modules():
-                if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
+                if isinstance(module, kinds):
                     name = _EXPERT.sub(lambda found: str(int(found[0]) + first), name)
                     yield f"layers.{number}.{name}", module
 

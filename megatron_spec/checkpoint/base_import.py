@@ -17,7 +17,7 @@ from megatron_spec.base.ends import EndsOnly
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint import huggingface, megatron
 from megatron_spec.checkpoint.fingerprint import fingerprint
-from megatron_spec.config import BaseConfig, UserError
+from megatron_spec.config import LOCAL, BaseConfig, BaseLayers, UserError
 from megatron_spec.families import read_base_config
 from megatron_spec.planning.paths import Paths
 from megatron_spec.runtime.distributed import World
@@ -75,14 +75,14 @@ def load_base(
     world: World,
     capture_layer_ids: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
-    transformer_engine: bool = False,
+    layers: BaseLayers = LOCAL,
     paths: Paths | None = None,
 ) -> FrozenBase:
     """Build this rank's stage of the base and load its shards; every rank calls it.
 
     Args:
-        transformer_engine: build the layers from Transformer Engine's modules.
-        paths: fast paths it may use; default: all that run here.
+        layers: what the layers are built from.
+        paths: fast paths it may use, for these layers; default: all that run here.
 
     Returns:
         The stage in eval mode, without gradients.
@@ -93,14 +93,14 @@ def load_base(
     """
     config, path = reference.config, Path(reference.path)
     if reference.kind == "hf":
-        base = FrozenBase.build(config, world, capture_layer_ids, dtype, None, transformer_engine, paths)
+        base = FrozenBase.build(config, world, capture_layer_ids, dtype, None, layers, paths)
         huggingface.load_huggingface(base, path)
     else:
         folder = megatron.checkpoint_folder(path)
         if folder is None:
             raise UserError(f"{path}: expected a Megatron checkpoint, but it no longer exists")
         rows = megatron.padded_vocab_size(folder, config, world)
-        base = FrozenBase.build(config, world, capture_layer_ids, dtype, rows, transformer_engine, paths)
+        base = FrozenBase.build(config, world, capture_layer_ids, dtype, rows, layers, paths)
         megatron.load_megatron(base, folder)
     base.reference = reference
     _check_finite(base, reference.path)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_spec.base import te
 from megatron_spec.base.last_layer import last_layer_tensors
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.placement import check_parallel
@@ -37,7 +38,7 @@ from megatron_spec.export.load import (
 from megatron_spec.export.served import check_exportable
 from megatron_spec.planning import layouts
 from megatron_spec.planning.paths import Paths
-from megatron_spec.runtime import distributed
+from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import read_object, require_empty
 
@@ -222,6 +223,7 @@ def convert(run: ConvertRun) -> Path:
     config, vocab, published = plan(ref, run)
     layouts.check("convert", run.parallel)
     check_parallel(ref.config, run.parallel)
+    te.check(run.layers, platform.machine())
     check_draft_parallel(config, run.parallel)
     for said in check_exportable(config, ref.config):
         log.warning("%s", said)
@@ -234,7 +236,7 @@ def _convert(
     run: ConvertRun, ref: BaseReference, config: DraftConfig, vocab: DraftVocab, published: Reading | None, world: World
 ) -> Path:
     dtype = torch.bfloat16 if run.bf16 else torch.float32
-    base = load_exported_base(ref, world, capture_layer_ids=config.capture_layer_ids, dtype=dtype)
+    base = load_exported_base(ref, world, capture_layer_ids=config.capture_layer_ids, dtype=dtype, layers=run.layers)
     draft = first_draft(base, ref, config, vocab, world, dtype, run.seed, published)
     spec = CheckpointSpec(base=link(ref), draft=config)
     folder = sharded.save(run.save, spec, draft, vocab, world, run_config={"seed": run.seed, "bf16": run.bf16})

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_spec.base import te
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint
@@ -24,7 +25,9 @@ from megatron_spec.commands.data import check_base_shapes, check_file
 from megatron_spec.commands.features import teacher_fingerprint, template_hash
 from megatron_spec.commands.runs import GenerateRun, ValidateRun, settings_of, takes
 from megatron_spec.config import (
+    LOCAL,
     BaseConfig,
+    BaseLayers,
     DecodeConfig,
     DecodingType,
     DraftConfig,
@@ -238,35 +241,48 @@ def check_draft_modules_of(planned: Plan, parallel: ParallelConfig, dtype: torch
 
 def _setting(
     parallel: ParallelConfig, dtype: torch.dtype, base: BaseConfig | None, draft: DraftConfig | None, plain: bool,
-    impl: TransformerImpl = "local",
+    impl: TransformerImpl = "local", layers: BaseLayers = LOCAL,
 ) -> Setting:  # fmt: skip
     """What determines the fast paths of one model."""
     name, engine = str(dtype).removeprefix("torch."), impl == "transformer_engine"
     machine = platform.machine()
-    return Setting(machine, name, parallel, base, draft, plain=plain, draft_transformer_engine=engine)
+    return Setting(
+        machine, name, parallel, base, draft, layers=layers, plain=plain, draft_transformer_engine=engine
+    )  # fmt: skip
 
 
-def load_models(planned: Plan, world: World, dtype: torch.dtype, plain: bool, impl: TransformerImpl) -> Models:
+def load_models(
+    planned: Plan, world: World, dtype: torch.dtype, plain: bool, impl: TransformerImpl, layers: BaseLayers = LOCAL
+) -> Models:
     """Load base and draft. Collective.
 
     Args:
         plain: no fast paths.
         impl: modules of the draft.
+        layers: what the base's layers are built from; a second base, used as draft, has local ones.
     """
 
-    def paths(base: BaseConfig | None = None, draft: DraftConfig | None = None) -> Paths:
+    def paths(base: BaseConfig | None = None, draft: DraftConfig | None = None, layers: BaseLayers = LOCAL) -> Paths:
         """Fast paths of one model."""
-        return Paths(_setting(world.parallel, dtype, base, draft, plain, impl if draft is not None else "local"))
+        own = impl if draft is not None else "local"
+        return Paths(_setting(world.parallel, dtype, base, draft, plain, own, layers))
 
     if planned.folder is not None:
         loaded = load_checkpoint(
-            planned.folder, world, spec=planned.spec, dtype=dtype, base_path=planned.base, plain=plain, draft_impl=impl
+            planned.folder,
+            world,
+            spec=planned.spec,
+            dtype=dtype,
+            base_path=planned.base,
+            layers=layers,
+            plain=plain,
+            draft_impl=impl,
         )
         found = Models(loaded.base, loaded.draft, teacher_fingerprint(loaded), bool(loaded.base_amax))
     else:
         assert planned.reference is not None
-        own = paths(planned.reference.config)
-        model = load_exported_base(planned.reference, world, planned.captures, dtype, paths=own)
+        own = paths(planned.reference.config, layers=layers)
+        model = load_exported_base(planned.reference, world, planned.captures, dtype, layers, own)
         quantised = any(getattr(m, "input_quantizer", None) is not None for m in model.modules())
         found = Models(model, None, planned.reference.fingerprint, quantised)
     if planned.kind in ("NGram", "SA", "User"):
@@ -303,10 +319,11 @@ def validate(run: ValidateRun) -> Report:
     with _iteration(run.load) as folder:
         planned = plan(folder, run.base, decode, run.parallel, run.tokenizer, True, run.draft_lens)
         check_base_shapes(run, planned.base_config)
+        te.check(run.layers, platform.machine())
         planned.check_prompts(prompts, run.chat_template_kwargs)
         check_draft_modules_of(planned, run.parallel, dtype, run.draft_transformer_impl)
         world = distributed.initialize(run.parallel, decode.seed, settings=settings_of(run, **planned.agreed))
-        models = load_models(planned, world, dtype, run.plain, run.draft_transformer_impl)
+        models = load_models(planned, world, dtype, run.plain, run.draft_transformer_impl, run.layers)
     draft = (run.load if own_draft else None) or planned.decode.speculative_model or planned.kind
     return _measure(run, prompts, planned, models, world, str(draft))
 
@@ -401,10 +418,11 @@ def _generate(run: GenerateRun, prompts: list[Prompt], planned: Plan) -> int:
     if run.synthesize is not None:
         check_questions(questions, asking, about)
     check_base_shapes(run, planned.base_config)
+    te.check(run.layers, platform.machine())
     planned.check_prompts(prompts, kwargs)
     check_draft_modules_of(planned, run.parallel, dtype, run.draft_transformer_impl)
     world = distributed.initialize(run.parallel, run.decode.seed, settings=settings_of(run, **planned.agreed))
-    models = load_models(planned, world, dtype, run.plain, run.draft_transformer_impl)
+    models = load_models(planned, world, dtype, run.plain, run.draft_transformer_impl, run.layers)
     about["base_fingerprint"] = models.fingerprint
     if run.synthesize is not None:
         prompts = write_questions(

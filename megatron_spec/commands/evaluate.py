@@ -21,7 +21,8 @@ from megatron_spec.commands.runs import EvalRequest
 from megatron_spec.config import DecodeConfig, ParallelConfig, UserError
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
-from megatron_spec.decoding.engine import Generation, decode
+from megatron_spec.decoding.engine import decode
+from megatron_spec.decoding.started import Generation
 from megatron_spec.evaluation.acceptance import AcceptanceStats, acceptance_stats
 from megatron_spec.generation.prompts import Dialogue, read_prompts
 from megatron_spec.planning import layouts

@@ -78,7 +78,7 @@ def _check(run: ExportRun, spec: CheckpointSpec) -> CheckpointSpec:
     layouts.check("export", run.parallel)
     check_parallel(spec.base.config, run.parallel)
     dtype = torch.bfloat16 if run.bf16 else torch.float32
-    resolve_paths(spec, run.parallel, dtype, plain=run.plain, draft_impl=run.draft_transformer_impl)
+    resolve_paths(spec, run.parallel, dtype, layers=run.layers, plain=run.plain, draft_impl=run.draft_transformer_impl)
     return as_exported
 
 
@@ -129,7 +129,7 @@ def export(run: ExportRun) -> Path:
         world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
         dtype = torch.bfloat16 if run.bf16 else torch.float32
         loaded = load_checkpoint(
-            folder, world, dtype=dtype, base_path=run.base, plain=run.plain, spec=spec,
+            folder, world, dtype=dtype, base_path=run.base, layers=run.layers, plain=run.plain, spec=spec,
             draft_impl=run.draft_transformer_impl,
         )  # fmt: skip
     out = Path(run.export_dir).resolve()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_spec.base import te
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import Loaded, load_checkpoint
 from megatron_spec.checkpoint.spec import identity, read_spec, resolve
@@ -23,7 +24,7 @@ from megatron_spec.data.loader import Dataset, lengths_of
 from megatron_spec.features.offline import OfflineFeatures, extract
 from megatron_spec.features.store import FeatureStore, StoreManifest, missing_shards
 from megatron_spec.planning import layouts
-from megatron_spec.runtime import distributed
+from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.hub import model_folder
 
@@ -113,13 +114,16 @@ def extract_features(run: ExtractRun) -> Path:
     check_base_shapes(run, spec.base.config)
     layouts.check("extract", run.parallel, spec.base.config.num_experts)
     check_parallel(spec.base.config, run.parallel)
+    te.check(run.layers, platform.machine())
     check_seq_length(run.seq_length, spec)
     world = distributed.initialize(run.parallel, settings=settings_of(run, load=identity(folder)))
     dtype = torch.bfloat16 if run.bf16 else torch.float32
     texts, kwargs = tokenizer_folder(spec, run.base, run.tokenizer), run.chat_template_kwargs
     known = spec.base.config.vocab_size
     dataset = open_dataset(run.data, texts, run.seq_length, vocab_size=known, template_kwargs=kwargs)
-    loaded = load_checkpoint(folder, world, dtype=dtype, base_path=run.base, plain=run.plain, spec=spec)
+    loaded = load_checkpoint(
+        folder, world, dtype=dtype, base_path=run.base, layers=run.layers, plain=run.plain, spec=spec
+    )
     manifest = manifest_of(loaded, dataset, template_hash(texts, kwargs), run.features_dtype)
     part = (run.part[0], run.part[1])
     check_disk(run.output_dir, manifest, dataset, part)

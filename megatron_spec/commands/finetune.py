@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from megatron_spec.base import te
 from megatron_spec.base.direct import run_in_fp8
 from megatron_spec.base.placement import check_parallel, layers_per_stage
-from megatron_spec.base.spec import check_transformer_engine
 from megatron_spec.build import Loaded, load_checkpoint, resolve_paths, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.background import BackgroundWriter
@@ -100,7 +100,7 @@ def fast_paths(resolved: Resolved) -> Paths:
     run = resolved.run
     return resolve_paths(
         resolved.spec, run.parallel, resolved.dtype, original_base=run.teacher == "original",
-        transformer_engine=run.transformer_impl == "transformer_engine", ends_only=run.offline_data is not None,
+        layers=run.layers, ends_only=run.offline_data is not None,
         objective=resolved.objective, rows=run.train.micro_batch_size * resolved.seq_length, plain=run.plain,
         draft_impl=run.draft_transformer_impl, draft_fp8_recipe=run.draft_fp8_recipe,
         wanted=tuple(name for name in ("base_fp8", "draft_fp8") if getattr(run, name)),
@@ -271,19 +271,19 @@ def check(resolved: Resolved) -> None:
     check_seq_length(resolved.seq_length, resolved.spec)
     if run.offline_data is not None:
         check_offline(run)
-    if run.transformer_impl == "transformer_engine":
-        check_transformer_engine(base, platform.machine())
+    te.check(run.layers, platform.machine())
     evaluate.check(run.evaluation, run.parallel, {
         "--base-fp8": run.base_fp8, "--offline-data": run.offline_data is not None,
-        "--transformer-impl transformer_engine": run.transformer_impl != "local",
+        "--fp8-format": run.layers.recipe is not None,
     })  # fmt: skip
     check_kernels(run.train.optimizer_impl)
     fast_paths(resolved)
     quant = resolved.spec.quant
     if run.teacher == "original" and (quant is None or quant.base == "none"):
         raise UserError("--teacher original: the base of this checkpoint is not quantised; leave the flag out")
-    if run.base_fp8 and run.feature_cache is not None:
-        raise UserError("--base-fp8 is for features computed as training goes: leave it out with --feature-cache")
+    fp8 = "--base-fp8" if run.base_fp8 else "--fp8-format" if run.layers.recipe else None
+    if fp8 and run.feature_cache is not None:
+        raise UserError(f"{fp8} is for features computed as training goes: leave it out with --feature-cache")
 
 
 def check_offline(run: FinetuneRun) -> None:
@@ -291,7 +291,7 @@ def check_offline(run: FinetuneRun) -> None:
     given = {
         "--feature-cache": run.feature_cache, "--tokenizer": run.tokenizer, "--data-cache-path": run.data_cache_path,
         "--chat-template-kwargs": run.chat_template_kwargs,
-        "--base-fp8": run.base_fp8, "--transformer-impl": run.transformer_impl != "local",
+        "--base-fp8": run.base_fp8, "--transformer-impl": run.layers.engine,
     }  # fmt: skip
     wrong = [flag for flag, value in given.items() if value]
     if wrong:
@@ -326,7 +326,7 @@ def make_loader(run: FinetuneRun, dataset: Dataset, world: World) -> BatchLoader
         dp_rank=world.dp_rank,
         dp_size=world.dp_size,
         seed=run.train.seed,
-        pad_multiple=world.sequence_multiple,
+        pad_multiple=world.sequence_multiple * (te.FP8_ROWS if run.layers.recipe else 1),
         device=world.device,
         context=world.context,
         packing=run.train.packing,
@@ -375,7 +375,7 @@ def load_models(resolved: Resolved, world: World) -> Loaded:
         dtype=resolved.dtype,
         base_path=run.base,
         original_base=run.teacher == "original",
-        transformer_engine=run.transformer_impl == "transformer_engine",
+        layers=run.layers,
         ends_only=run.offline_data is not None,
         paths=paths,
         spec=resolved.spec,

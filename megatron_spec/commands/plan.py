@@ -10,7 +10,9 @@ from megatron_spec.base.placement import Stage, check_parallel, place
 from megatron_spec.checkpoint.spec import read_spec, resolve
 from megatron_spec.commands.runs import FinetuneRun
 from megatron_spec.config import (
+    LOCAL,
     BaseConfig,
+    BaseLayers,
     DraftConfig,
     Fp8Recipe,
     ObjectiveConfig,
@@ -66,13 +68,14 @@ def architectures(load: str) -> tuple[BaseConfig, DraftConfig, QuantConfig | Non
 def plan(
     load: str, train: TrainConfig, objective: ObjectiveConfig, parallel: ParallelConfig, cluster: Cluster,
     seq_length: int, offline: bool = False, wanted: tuple[str, ...] = (), plain: bool = False,
-    draft_impl: TransformerImpl = "local", draft_fp8_recipe: Fp8Recipe | None = None,
+    layers: BaseLayers = LOCAL, draft_impl: TransformerImpl = "local", draft_fp8_recipe: Fp8Recipe | None = None,
 ) -> str:  # fmt: skip
     """The layout, memory per rank, work and placement as text.
 
     Args:
         wanted: requested opt-in fast paths.
         plain: no fast paths.
+        layers: what the base's layers are built from.
         draft_impl, draft_fp8_recipe: see `build.resolve_paths`.
 
     Raises UserError for everything that the run would refuse before loading weights.
@@ -85,7 +88,7 @@ def plan(
     layout = _layout(parallel, cluster, train)
     setting = Setting(
         H100, "bfloat16" if train.bf16 else "float32", parallel, None if offline else base, draft, objective,
-        quant, rows=train.micro_batch_size * seq_length, wanted=wanted, plain=plain,
+        quant, layers, train.micro_batch_size * seq_length, wanted, plain=plain,
         draft_transformer_engine=draft_impl == "transformer_engine", draft_fp8_recipe=draft_fp8_recipe,
     )  # fmt: skip
     check_draft_modules(setting, planned=True)
@@ -95,7 +98,7 @@ def plan(
     places = [
         Place(
             base, draft, parallel, train, seq_length, draft_passes(draft, objective), cluster.world_size, stage.count,
-            offline, last_stage=stage is stages[-1], paths=paths, anchors=objective.anchors,
+            offline, paths=paths, anchors=objective.anchors,
         )
         for stage in stages
     ]  # fmt: skip
@@ -114,9 +117,10 @@ def plan_run(run: FinetuneRun) -> str:
     train = run.train.replace(train_iters=run.train.train_iters or 1)
     offline = run.offline_data is not None
     wanted = tuple(name for name in ("base_fp8", "draft_fp8") if getattr(run, name))
+    wanted += ("te_fp8",) if run.layers.recipe else ()
     return plan(
         run.load, train, run.objective, run.parallel, cluster, run.seq_length or 2048, offline, wanted, run.plain,
-        run.draft_transformer_impl, run.draft_fp8_recipe,
+        run.layers, run.draft_transformer_impl, run.draft_fp8_recipe,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_spec.base import te
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint, resolve_paths, respec
 from megatron_spec.checkpoint import sharded
@@ -26,7 +27,7 @@ from megatron_spec.planning import layouts
 from megatron_spec.quantization import report
 from megatron_spec.quantization.attach import base_amax_state, check_draft
 from megatron_spec.quantization.calibrate import LayerReport, calibrate
-from megatron_spec.runtime import distributed
+from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World, together
 from megatron_spec.runtime.files import read_json, read_text, require_empty
 
@@ -139,7 +140,7 @@ def _quantize(
     dtype = torch.bfloat16 if run.bf16 else torch.float32
     dataset = None if quant.base == quant.draft == "none" else open_data(run, spec)
     loaded = load_checkpoint(
-        folder, world, dtype=dtype, base_path=run.base, plain=run.plain, spec=spec,
+        folder, world, dtype=dtype, base_path=run.base, layers=run.layers, plain=run.plain, spec=spec,
         draft_impl=run.draft_transformer_impl,
     )  # fmt: skip
     run_config = {"policy": run.policy, "samples": run.samples, "quant": quant.to_dict()}
@@ -189,6 +190,7 @@ def check(run: QuantizeRun, spec: CheckpointSpec, quant: QuantConfig) -> Objecti
         require_empty(run.save, "give another --save folder, or remove it to quantise again", report.FILES)
     layouts.check("quantize", run.parallel)
     check_parallel(spec.base.config, run.parallel)
+    te.check(run.layers, platform.machine())
     check_seq_length(run.seq_length, spec)
     dtype = torch.bfloat16 if run.bf16 else torch.float32
     resolve_paths(spec, run.parallel, dtype, plain=run.plain, draft_impl=run.draft_transformer_impl)

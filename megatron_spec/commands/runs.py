@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from megatron_spec.cli import json_object
 from megatron_spec.config import (
+    BaseLayers,
     Config,
     DecodeConfig,
     EagleAlgorithm,
@@ -86,6 +87,14 @@ class ModelRun(ScriptRun):
 
     plain: bool = False
     """Turn off all fast paths (docs/performance.md): run plain code everywhere, for comparison."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers(Config):
+    """Fields of a command that builds the base's layers."""
+
+    layers: BaseLayers = group(BaseLayers, only=("transformer_impl",))
+    """Layers of the base."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +196,7 @@ class DraftRequest(ScriptRun):
 
 
 @dataclass(frozen=True)
-class ConvertRun(Parallel, Precision, DraftRequest):
+class ConvertRun(Parallel, Precision, Layers, DraftRequest):
     """convert_model.py: make a draft for a base."""
 
     load: str = option(metavar="BASE")
@@ -265,8 +274,8 @@ class FinetuneRun(Parallel, ChatText, MovedBase, DraftModules, ModelRun):
     draft_fp8_recipe: Fp8Recipe | None = None
     """With --draft-transformer-impl transformer_engine: train the linears of the draft's layers in fp8 by this recipe
     of Transformer Engine."""
-    transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """Modules that the base's layers are built from."""
+    layers: BaseLayers = group(BaseLayers)
+    """Layers of the base."""
     teacher: Literal["quantised", "original"] = "quantised"
     """For a checkpoint with a quantised base: train on the base as served, or on the original one."""
     train_epochs: int | None = option(None, "N", least=1)
@@ -310,7 +319,7 @@ class FinetuneRun(Parallel, ChatText, MovedBase, DraftModules, ModelRun):
 
 
 @dataclass(frozen=True)
-class QuantizeRun(Parallel, Precision, ChatText, MovedBase, DraftModules, ModelRun):
+class QuantizeRun(Parallel, Precision, Layers, ChatText, MovedBase, DraftModules, ModelRun):
     """quantize.py: attach fake quantisers to base and draft and calibrate their ranges."""
 
     load: str = option(metavar="DIR")
@@ -335,7 +344,7 @@ class QuantizeRun(Parallel, Precision, ChatText, MovedBase, DraftModules, ModelR
 
 
 @dataclass(frozen=True)
-class ExportRun(Parallel, Precision, MovedBase, DraftModules, ModelRun):
+class ExportRun(Parallel, Precision, Layers, MovedBase, DraftModules, ModelRun):
     """export.py: export a draft, and its base on request, for serving engines."""
 
     load: str = option(metavar="DIR")
@@ -371,7 +380,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class ExtractRun(Parallel, Precision, ChatText, MovedBase, ModelRun):
+class ExtractRun(Parallel, Precision, Layers, ChatText, MovedBase, ModelRun):
     """offline_feature_extract.py: run the base over conversations and store its features."""
 
     load: str = option(metavar="DIR")
@@ -415,7 +424,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class ValidateRun(Parallel, Precision, ChatText, DraftModules, ModelRun):
+class ValidateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun):
     """validate.py: decode with and without the draft; report acceptance length and whether the texts are identical."""
 
     data: str = option(metavar="JSONL")
@@ -440,13 +449,17 @@ class ValidateRun(Parallel, Precision, ChatText, DraftModules, ModelRun):
     def validate(self) -> None:
         """Raise UserError for flags that contradict one another."""
         require(not (self.bf16 and self.fp64), "--bf16 and --fp64: expected one of them")
+        require(
+            not (self.fp64 and self.layers.engine),
+            "--fp64: Transformer Engine does not compute in float64: use --transformer-impl local",
+        )
         lens = self.draft_lens
         if lens is not None and (not lens or min(lens) < 1 or len(set(lens)) < len(lens)):
             raise UserError(f"--max-draft-len: found {list(lens)}, expected different numbers from 1")
 
 
 @dataclass(frozen=True)
-class GenerateRun(Parallel, Precision, ChatText, DraftModules, ModelRun):
+class GenerateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun):
     """generate.py: generate a base's answers to prompts, with or without a draft."""
 
     data: str | None = option(metavar="JSONL")

@@ -11,6 +11,7 @@ from megatron_spec.config.block import BlockAlgorithm, BlockConfig
 from megatron_spec.config.core import Config, UserError, flag_name, group, option, require, suggest
 from megatron_spec.config.decoding import DecodeConfig, DecodingType
 from megatron_spec.config.draft import DraftConfig, EagleAlgorithm, EagleConfig, MedusaConfig
+from megatron_spec.config.layers import ENGINE, LOCAL, BaseLayers
 from megatron_spec.config.training import (
     Alignment,
     Fp8Recipe,
@@ -25,8 +26,11 @@ from megatron_spec.config.training import (
 )
 
 __all__ = [
+    "ENGINE",
+    "LOCAL",
     "Alignment",
     "BaseConfig",
+    "BaseLayers",
     "BlockAlgorithm",
     "BlockConfig",
     "Config",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_spec.config import (
@@ -57,20 +58,36 @@ def late_capture_ids(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({max(0, num_layers // 2 - 1), max(0, 3 * num_layers // 4 - 1), max(0, num_layers - 2)}))
 
 
+def spread_capture_ids(num_layers: int, count: int) -> tuple[int, ...]:
+    """`count` base layers whose outputs block drafts read, spread evenly from 1 to L-3; fewer in a small base."""
+    first = min(1, num_layers - 1)
+    last = max(num_layers - 3, first)
+    count = min(count, last - first + 1)
+    if count == 1:
+        return (last,)
+    return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
+
+
+def _spread_over(num_layers: int) -> tuple[int, ...]:
+    """Of block drafts."""
+    return spread_capture_ids(num_layers, 5)
+
+
 _CAPTURES = {"default": default_capture_ids, "late": late_capture_ids}
 """Names for `capture_layer_ids`."""
+_BLOCK_CAPTURES = {"default": _spread_over, "late": late_capture_ids}
 
 
-def _capture_ids(base: BaseConfig, given: Any) -> Any:
+def _capture_ids(base: BaseConfig, given: Any, names: Mapping[str, Any], where: str = "--eagle-config") -> Any:
     """The layers of a name; other values unchanged. Raises UserError for an unknown name."""
     if not isinstance(given, str):
         return given
-    if given not in _CAPTURES:
+    if given not in names:
         raise UserError(
-            f"--eagle-config: capture_layer_ids is {given!r}, expected layers of the base or one of "
-            f"{', '.join(_CAPTURES)}{suggest(given, _CAPTURES)}"
+            f"{where}: capture_layer_ids is {given!r}, expected layers of the base or one of "
+            f"{', '.join(names)}{suggest(given, names)}"
         )
-    return _CAPTURES[given](base.num_layers)
+    return names[given](base.num_layers)
 
 
 def _first_values(base: BaseConfig, values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
@@ -176,7 +193,7 @@ def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[st
         require_mask_token(algorithm, overrides)
         values["num_hidden_layers"] = 4 if base.hidden_size >= LARGE else 2
     if algorithm in READS_CAPTURES:
-        overrides["capture_layer_ids"] = _capture_ids(base, overrides.get("capture_layer_ids", "default"))
+        overrides["capture_layer_ids"] = _capture_ids(base, overrides.get("capture_layer_ids", "default"), _CAPTURES)
     if algorithm == "eagle3":
         values.update(_first_values(base, values, overrides))
     if not (_HUGGING_FACE_NAMES & overrides.keys() and "rope" in overrides):
@@ -231,23 +248,14 @@ def medusa_config(base: BaseConfig, num_heads: int = 4, num_layers: int = 1, **o
     return MedusaConfig.from_dict({**sizes, "num_heads": num_heads, "num_layers": num_layers, **overrides})
 
 
-def spread_capture_ids(num_layers: int, count: int) -> tuple[int, ...]:
-    """`count` base layers whose outputs block drafts read, spread evenly from 1 to L-3; fewer in a small base."""
-    first = min(1, num_layers - 1)
-    last = max(num_layers - 3, first)
-    count = min(count, last - first + 1)
-    if count == 1:
-        return (last,)
-    return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
-
-
 def block_config(base: BaseConfig, algorithm: str, overrides: dict[str, Any] | None = None) -> BlockConfig:
     """DFlash or DSpark draft for `base`: Qwen3-style layers of the base's shape, then the user's overrides.
 
     Five layers and captures for a base of hidden size 2048 or more, else two layers; Markov rank 256 or 64.
 
     Args:
-        overrides: fields of `BlockConfig` including `mask_token_id`; `rope_theta` and `rope_scaling` are accepted.
+        overrides: fields of `BlockConfig` including `mask_token_id`; `rope_theta` and `rope_scaling` are accepted, and
+            "default" or "late" for `capture_layer_ids`.
 
     Raises:
         UserError: unknown key (with a suggestion), wrong type, conflicting values, or no mask token.
@@ -264,8 +272,9 @@ def block_config(base: BaseConfig, algorithm: str, overrides: dict[str, Any] | N
         max_position_embeddings=base.max_position_embeddings,
         rms_norm_eps=base.rms_norm_eps,
         num_hidden_layers=5 if large else 2,
-        capture_layer_ids=spread_capture_ids(base.num_layers, 5),
     )
+    captures = overrides.get("capture_layer_ids", "default")
+    overrides["capture_layer_ids"] = _capture_ids(base, captures, _BLOCK_CAPTURES, "draft configuration")
     if algorithm == "dspark":
         values["markov_rank"] = 256 if large else 64
     if not (_HUGGING_FACE_NAMES & overrides.keys() and "rope" in overrides):

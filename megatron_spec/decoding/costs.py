@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -16,6 +17,8 @@ class Costs:
     """Seconds of each run of each phase. Synchronises with the device around each phase, which costs some time."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    apart: ClassVar[bool] = True
+    """Draft, base and observation are timed one by one, so they are not one graph (phase "cycle")."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -31,6 +34,8 @@ class Costs:
 
 class NoCosts(Costs):
     """Measures nothing and does not synchronise."""
+
+    apart = False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

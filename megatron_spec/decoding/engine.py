@@ -11,11 +11,15 @@ to the first of them. Running sequences occupy the first rows of every cache; wh
 replaces it, and waiting prompts are prefilled into the free rows after the running ones.
 
 This file is the host side: which prompt runs in which row, how much is drafted, the answers. The device side (step.py,
-rows.py) depends on nothing that the host knows, so on one GPU a step replays CUDA graphs (replay.py). One device
-synchronisation per step reads the table of emitted tokens. Before it, while the device computes the step, the host
-records what the previous step emitted and hands out the answers that ended in it. Replayed steps may compute rows after
-the running ones, as padding; these write only to their own cache rows, and what they write is overwritten before it is
-visible.
+rows.py) depends on nothing that the host knows, so on one GPU a step replays CUDA graphs (replay.py). Replayed steps
+may compute rows after the running ones, as padding; these write only to their own cache rows, and what they write is
+overwritten before it is visible.
+
+One wait per step reads the table of emitted tokens. Before it, while the device computes the step, the host records
+what the previous step emitted and hands out the answers that ended in it. Where nothing that the host reads decides
+what the device does next (no lookup, no drafter that reads values), proposal, verification and observation are one
+graph, and a step starts before the previous one is read: the device never waits for the host. A sequence that has ended
+by then runs one step too many, of which nothing is kept (started.py).
 
 A base with longrope has different frequencies for short and long texts (ops/rope.py): a sequence that grows past the
 boundary leaves its row and is prefilled again as a longer prompt.
@@ -27,13 +31,11 @@ H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base_everywhere
@@ -45,60 +47,16 @@ from megatron_spec.decoding.costs import Costs, NoCosts
 from megatron_spec.decoding.drafters import Observation
 from megatron_spec.decoding.drafters.lookup import SuffixAutomaton, replaced
 from megatron_spec.decoding.replay import key_step, mapped, padded_rows
-from megatron_spec.decoding.rows import Outcomes, read_outcomes
+from megatron_spec.decoding.rows import NUMBERS, Outcomes, read_outcomes
 from megatron_spec.decoding.session import DecodeSession
+from megatron_spec.decoding.started import Generation, Sequenced, Started
 from megatron_spec.decoding.verify import Drafted
+from megatron_spec.decoding.waiting import Waiting
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.runtime.platform import to_host
 
-PREFILL_TOKENS = 16384
-"""Maximum number of prompt tokens (padding included) per prefill forward: bounds its memory."""
-
 SHORT_PROMPT = 256
 """Prompts of up to this many tokens are grouped in one cache."""
-
-
-@dataclass
-class Generation:
-    """The answer to one prompt, with statistics.
-
-    Attributes:
-        tokens: the answer, including the stop token if there is one.
-        stopped: True if it ended with a stop token, False if it was truncated by max_new_tokens or the context limit.
-        num_base_forwards: base forwards this sequence took part in, including the prefill.
-        accepted_lengths: tokens emitted minus one, per verification. A draft token that ends the text counts as the
-            bonus token, so len(tokens) == 1 + sum(accepted_lengths) + len(accepted_lengths) always holds. Empty
-            without a drafter.
-        drafted_lengths: draft tokens per verification along a path (the depth of a tree); those after a token that
-            ends the text do not count.
-        drafted_steps: verifications with at least one draft token.
-        accepted_after_end: draft tokens accepted after the token that ends the text. Serving engines count these, too.
-        rejected: indices of the tokens that the base put in place of a draft token that it rejected.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    stopped: bool = False
-    num_base_forwards: int = 0
-    accepted_lengths: list[int] = field(default_factory=list)
-    drafted_lengths: list[int] = field(default_factory=list)
-    drafted_steps: int = 0
-    accepted_after_end: int = 0
-    rejected: list[int] = field(default_factory=list)
-
-    def add(self, tokens: list[int], stopped: int) -> None:
-        """Add the tokens that a step emitted; `stopped`: the last of them is a stop token."""
-        self.tokens += tokens
-        self.stopped = bool(stopped)
-        self.num_base_forwards += 1
-
-    def add_verification(self, accepted: int, emitted: int, stopped: int, proposed: int) -> None:
-        """Add the statistics of a verification (see `rows.Outcomes`)."""
-        self.accepted_lengths.append(emitted - 1)
-        self.drafted_lengths.append(emitted - 1 if stopped else proposed)
-        self.drafted_steps += proposed > 0
-        self.accepted_after_end += max(0, accepted - (emitted - 1))
-        if emitted == accepted + 1 <= proposed:
-            self.rejected.append(len(self.tokens) - 1)
 
 
 def decode(
@@ -202,22 +160,7 @@ def two_best(base: FrozenBase, tokens: Sequence[int]) -> tuple[list[float], list
     return values[0].tolist(), ids[0].tolist()
 
 
-@dataclass
-class _Sequence:
-    """The host's record of a running sequence.
-
-    Attributes:
-        index: index of the prompt.
-        generation: the answer so far.
-        automaton: suffix automaton of the text, if a lookup proposes in addition to the draft.
-    """
-
-    index: int
-    generation: Generation
-    automaton: SuffixAutomaton | None = None
-
-
-def _extend(sequences: list[_Sequence], outcomes: Outcomes, verified: bool, drafted: bool) -> None:
+def _extend(sequences: list[Sequenced], outcomes: Outcomes, verified: bool, drafted: bool) -> None:
     """Append what a step emitted to the answers; see `_Engine._update`. Args: drafted: there is a drafter."""
     accepted, emitted, stopped, _, proposed, tokens = (column.tolist() for column in outcomes)
     for sequence, count, line, ends in zip(sequences, emitted, tokens, stopped, strict=True):
@@ -230,6 +173,16 @@ def _extend(sequences: list[_Sequence], outcomes: Outcomes, verified: bool, draf
     if verified:
         for sequence, *numbers in zip(sequences, accepted, emitted, stopped, proposed, strict=True):
             sequence.generation.add_verification(*numbers)
+
+
+def _looked_up(drafted: Drafted, running: list[Sequenced], rooms: list[int], threshold: int) -> Drafted:
+    """Replace the draft's tokens by the continuation of a match that is long enough, up to `rooms` of each sequence."""
+    count = drafted.tokens_BN.shape[1]
+    found = [
+        s.automaton.propose(min(count, room), threshold=threshold) if s.automaton else []
+        for s, room in zip(running, rooms, strict=True)
+    ]
+    return replaced(drafted, found) if any(found) else drafted
 
 
 def _filled(drafted: Drafted, running: int, batch: int) -> Drafted:
@@ -255,35 +208,26 @@ class _Engine:
         self, base: FrozenBase, prompts: Sequence[Sequence[int]], group: list[int], config: DecodeConfig,
         seeds: Sequence[int], costs: Costs, session: DecodeSession,
     ) -> None:  # fmt: skip
-        self.base, self.prompts, self.config, self.seeds, self.costs = base, prompts, config, seeds, costs
+        self.base, self.config, self.seeds, self.costs = base, config, seeds, costs
         self.drafter = drafter = session.drafter
-        self.waiting = group  # longest first, so that the prompts of a batch have similar lengths
-        self.running: list[_Sequence] = []  # one per row in use
-        self.requeued: dict[int, Generation] = {}  # unfinished answers that wait for another prefill
+        self.waiting = Waiting(prompts, group, config.max_new_tokens, base.config)
+        self.running: list[Sequenced] = []  # one per row in use
         self.finished: list[tuple[int, Generation]] = []  # ended in the last step that was read
-        self.unrecorded: tuple[list[_Sequence], Outcomes, bool] | None = None  # what it emitted
+        self.unrecorded: tuple[list[Sequenced], Outcomes, bool] | None = None  # what it emitted
         self.draft_len = config.max_draft_len if drafter else 0
         self.count = count = min(config.batch_size, len(group))
         # Known tokens of each row, and their maximum number.
         self.length_B, self.limit_B = np.zeros((2, count), dtype=np.int64)
         self.nodes = max(drafter.max_nodes(self.draft_len), self.draft_len) if drafter else 0
-        longest = max(self._limit(i) for i in group) + self.nodes + 1
+        longest = max(map(self.waiting.limit, group)) + self.nodes + 1
         self.key_step = key_step(longest)
-        buffers = session.buffers(count, self._key_slots(longest))
+        self.slots = self._key_slots(longest)
+        buffers = session.buffers(count, self.slots)
         self.cache, self.rows, self.device = buffers.cache, buffers.rows, buffers.steps
         self.replays = buffers.replays
-
-    def _limit(self, i: int) -> int:
-        return min(len(self.prompts[i]) + self.config.max_new_tokens, self.base.config.max_position_embeddings)
-
-    def _text(self, i: int) -> list[int]:
-        """Prompt i and the answer so far."""
-        return [*self.prompts[i], *(self.requeued[i].tokens if i in self.requeued else ())]
-
-    def _row_limit(self, i: int) -> int:
-        """Maximum length of prompt i with its answer in one row: its limit, or longrope's boundary."""
-        short = self.base.config.rope.longest_short
-        return self._limit(i) if short is None or len(self._text(i)) > short else min(self._limit(i), short + 1)
+        self.started: list[Started] = []  # steps that are not read yet, oldest first
+        follows = drafter is None or (drafter.fixed_shapes and config.sa_threshold is None)
+        self.ahead = int(follows and self.replays.active and not costs.apart)  # steps that stay unread
 
     def _key_slots(self, needed: int) -> int:
         return -(-needed // self.key_step) * self.key_step
@@ -294,9 +238,11 @@ class _Engine:
             free = self.count - len(self.running)
             # A prefill of few prompts costs nearly as much as a step: wait until a quarter of the rows is free.
             prefills = self.waiting and (not self.running or free * 4 >= self.count)
-            settle = self._prefill(free) if prefills else self._verify()
+            step = self._cycle if self.ahead else self._verify
+            self.started.append(self._prefill(free) if prefills else step())
             yield from self._ended()
-            settle()
+            if len(self.started) > self.ahead:
+                self._settle(self.started.pop(0))
         yield from self._ended()
 
     def _ended(self) -> Iterator[list[tuple[int, Generation]]]:
@@ -306,14 +252,14 @@ class _Engine:
             ended, self.finished = self.finished, []
             yield ended
 
-    def _prefill(self, free: int) -> Callable[[], None]:
-        """Start the prefill of waiting prompts into the free rows; the result reads their first tokens."""
+    def _prefill(self, free: int) -> Started:
+        """Start the prefill of waiting prompts into the free rows."""
         self._record()  # an answer that continues in another row is part of its text
-        widest = len(self._text(self.waiting[0]))
-        count = max(1, min(free, PREFILL_TOKENS // widest, len(self.waiting)))
-        taken, self.waiting = self.waiting[:count], self.waiting[count:]
-        first, texts, limits = len(self.running), [self._text(i) for i in taken], [self._row_limit(i) for i in taken]
-        prompts = [len(self.prompts[i]) for i in taken]
+        waiting, first = self.waiting, len(self.running)
+        taken = waiting.take(free)
+        texts, limits = [waiting.text(i) for i in taken], [waiting.row_limit(i) for i in taken]
+        count, widest = len(taken), max(map(len, texts))
+        prompts = [len(waiting.prompts[i]) for i in taken]
         self.rows.place(first, texts, prompts, limits, [self.seeds[i] for i in taken])
         with self.costs.phase("prefill"):
             step = self.device.prefill(first, count, widest)
@@ -321,24 +267,10 @@ class _Engine:
         if self.drafter:
             self.drafter.observe(step.seen)
         self.length_B[first : first + count], self.limit_B[first : first + count] = [len(t) for t in texts], limits
-        for i in taken:
-            automaton = self._automaton(i)
-            generation = self.requeued.pop(i) if i in self.requeued else Generation()
-            self.running.append(_Sequence(i, generation, automaton))
-        return lambda: self._update(first, self._read(table), verified=False)
-
-    def _automaton(self, i: int) -> SuffixAutomaton | None:
         lookup = self.drafter is not None and self.config.sa_threshold is not None
-        return SuffixAutomaton(self._text(i)) if lookup else None
-
-    def _with_lookup(self, drafted: Drafted) -> Drafted:
-        """Replace the draft's tokens by the continuation of a match that is long enough."""
-        count, threshold = drafted.tokens_BN.shape[1], self.config.sa_threshold or 0
-        found = [
-            s.automaton.propose(min(count, room), threshold=threshold) if s.automaton else []
-            for s, room in zip(self.running, (self._room_B() - 1).tolist(), strict=True)
-        ]
-        return replaced(drafted, found) if any(found) else drafted
+        for i, text in zip(taken, texts, strict=True):
+            self.running.append(Sequenced(i, waiting.begin(i), SuffixAutomaton(text) if lookup else None))
+        return Started(self.running[first:], first, table, 1)
 
     def _room_B(self) -> NDArray[np.int64]:
         """Number of tokens that each running sequence may still emit in its row."""
@@ -346,51 +278,67 @@ class _Engine:
         room_B: NDArray[np.int64] = self.limit_B[:running] - self.length_B[:running]
         return room_B
 
+    def _unread(self) -> int:
+        """Most tokens that a sequence has emitted in steps that were not read yet."""
+        return sum(step.most for step in self.started)
+
+    def _reach(self, more: int) -> int:
+        """Cache slots that a step may read, with `more` after the known tokens."""
+        longest = int(self.length_B[: len(self.running)].max()) + self._unread()
+        return min(self._key_slots(longest + more), self.slots)
+
     def _draft(self, batch: int) -> Drafted:
         """Proposals for rows 0 .. batch - 1."""
         count = min(self.draft_len, int(self._room_B().max()) - 1)
         if self.replays.active:
             count = self.draft_len  # one shape; nodes past a sequence's limit are invalid
         if count == 0 or self.drafter is None:
-            nothing_BN = self.rows.tokens_BL.new_empty(batch, 0)
-            return Drafted(nothing_BN, nothing_BN.bool(), None, 0)
+            return self.device.nothing(batch)
         lengths = self.length_B[: len(self.running)].tolist()
-        key_slots = self._key_slots(max(lengths) + self.nodes)
+        key_slots = self._reach(self.nodes)
         if self.drafter.fixed_shapes:
             name = ("draft", batch, count, key_slots)
             return self.replays.run(name, lambda: self.device.propose(batch, count, key_slots, lengths))
         running = len(self.running)
         return _filled(self.device.propose(running, count, key_slots, lengths), running, batch)
 
-    def _verify(self) -> Callable[[], None]:
-        """Start a step of all running sequences; the result reads the emitted tokens."""
+    def _cycle(self) -> Started:
+        """Start a step of all running sequences as one replay."""
+        running = len(self.running)
+        batch, key_slots = padded_rows(running, self.count), self._reach(self.nodes)
+        with self.costs.phase("cycle"):
+            name = ("cycle", batch, key_slots)
+            table_BX = self.replays.run(name, lambda: self.device.cycle(batch, self.draft_len, key_slots))
+        most = table_BX.shape[1] - NUMBERS
+        return Started(self.running[:], 0, to_host(table_BX[:running]), most, verified=self.drafter is not None)
+
+    def _verify(self) -> Started:
+        """Start a step of all running sequences."""
         running = len(self.running)
         batch = padded_rows(running, self.count) if self.replays.active else running
         with self.costs.phase("draft"):
             drafted = self._draft(batch)
             if self.config.sa_threshold is not None:
-                drafted = self._with_lookup(drafted)
-        key_slots = self._key_slots(int(self.length_B[:running].max()) + drafted.tokens_BN.shape[1])
+                drafted = _looked_up(drafted, self.running, (self._room_B() - 1).tolist(), self.config.sa_threshold)
+        key_slots = self._reach(drafted.tokens_BN.shape[1])
         name = ("base", batch, key_slots, drafted.depth)
         with self.costs.phase("base"):
             step = self.replays.run(name, lambda given: self.device.verify(batch, key_slots, given), drafted)
-        table = to_host(step.table_BX[:running])
-        replayed = self.drafter is not None and self.drafter.fixed_shapes and self.replays.active
-        if replayed:
+        started = Started(self.running[:], 0, to_host(step.table_BX[:running]), drafted.depth + 1)
+        started.verified = self.drafter is not None
+        if self.drafter is not None and self.drafter.fixed_shapes and self.replays.active:
             self._observe(step.seen)
+        elif self.drafter is not None:
+            started.seen = step.seen
+        return started
 
-        def settle() -> None:
-            """Read what was emitted."""
-            outcomes = self._read(table)
-            if self.drafter and not replayed:
-                self._observe(step.seen, 1 + int(outcomes.accepted.max()))
-            self._update(0, outcomes, verified=self.drafter is not None)
-
-        return settle
-
-    def _read(self, table: Callable[[], Tensor]) -> Outcomes:
+    def _settle(self, step: Started) -> None:
+        """Read what a step emitted."""
         with self.costs.phase("read"):
-            return read_outcomes(table())
+            outcomes = read_outcomes(step.table())
+        if step.seen is not None:
+            self._observe(step.seen, 1 + int(outcomes.accepted.max()))
+        self._update(step, outcomes)
 
     def _observe(self, seen: Observation, longest: int | None = None) -> None:
         """Args: longest: maximum number of final rows of a sequence; None: observe all of them, in a recording."""
@@ -401,15 +349,16 @@ class _Engine:
             else:
                 self.drafter.observe(_first_rows(seen, len(self.running), longest))
 
-    def _update(self, first: int, outcomes: Outcomes, verified: bool) -> None:
-        """Advance rows `first`.. and free the finished ones. Their answers are extended later (`_record`)."""
-        self.length_B[first : len(self.running)] += outcomes.emitted
-        self.unrecorded = (self.running[first:], outcomes, verified)
+    def _update(self, step: Started, outcomes: Outcomes) -> None:
+        """Advance the rows of a step and free the finished ones. Their answers are extended later (`_record`)."""
+        sequences, rows_B, outcomes = step.alive(outcomes)
+        self.length_B[rows_B] += outcomes.emitted
+        self.unrecorded = (sequences, outcomes, step.verified)
         if self.config.sa_threshold is not None:
             self._record()  # the next lookup reads the text
         if outcomes.finished.any():
-            rows = outcomes.finished.nonzero()[0]
-            self._free((rows + first).tolist(), outcomes.stopped[rows].tolist())
+            ended = outcomes.finished.nonzero()[0]
+            self._free(rows_B[ended].tolist(), outcomes.stopped[ended].tolist())
 
     def _record(self) -> None:
         """Append what the last step that was read emitted to the answers. It is done while the device computes."""
@@ -426,22 +375,23 @@ class _Engine:
         """
         for row, ended in zip(finished, stopped, strict=True):
             sequence = self.running[row]
-            if ended or self.length_B[row] >= self._limit(sequence.index):
+            if ended or self.length_B[row] >= self.waiting.limit(sequence.index):
                 self.finished.append((sequence.index, sequence.generation))
             else:  # it crossed longrope's boundary
                 self._record()
-                self.requeued[sequence.index] = sequence.generation
-                self.waiting.append(sequence.index)
-                self.waiting.sort(key=lambda i: -len(self._text(i)))
+                self.waiting.put_back(sequence.index, sequence.generation)
         left, gone = len(self.running) - len(finished), set(finished)
-        if source := [r for r in range(left, len(self.running)) if r not in gone]:
-            self._move(source, [r for r in finished if r < left])
+        source, target = [r for r in range(left, len(self.running)) if r not in gone], [r for r in finished if r < left]
+        for step in self.started:
+            step.move(finished, source, target)
+        if source:
+            self._move(source, target)
         del self.running[left:]
 
     def _move(self, source: list[int], target: list[int]) -> None:
         """Copy rows `source` over rows `target` in every state."""
         moves = Moves(source, target, self.base.world.device)
-        moves.copy_cache(self.cache, int(self.length_B[source].max()))
+        moves.copy_cache(self.cache, min(int(self.length_B[source].max()) + self._unread(), self.slots))
         self.rows.move(moves)
         if self.drafter:
             self.drafter.move_rows(source, target)

@@ -2,7 +2,7 @@
 
 Functions of fixed shapes that use the same memory in every call and never read values on the host are recorded. The
 first runs of a shape are eager, which is the warm-up that capture needs; then it is recorded once and replayed. Few
-shapes occur: batch sizes are powers of two, and the number of cache slots to read is rounded up (`key_step`).
+shapes occur: batch sizes (`padded_rows`) and the number of cache slots to read (`key_step`) are rounded up.
 
 Only the recorder knows CUDA, so tests can record and replay on a CPU.
 """
@@ -90,8 +90,9 @@ def key_step(most: int) -> int:
 
 
 def padded_rows(running: int, most: int) -> int:
-    """`running` rounded up to a power of two, at most `most`."""
-    return min(1 << (running - 1).bit_length(), most)
+    """`running` rounded up to a power of two, or from 64 on to 3/4 of one; at most `most`."""
+    whole = 1 << (running - 1).bit_length()
+    return min(whole * 3 // 4 if whole > 64 and running <= whole * 3 // 4 else whole, most)
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

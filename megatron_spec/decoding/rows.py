@@ -42,12 +42,14 @@ class Outcomes(NamedTuple):
 
 
 _NUMBERS = Outcomes._fields[:-1]
+NUMBERS = len(_NUMBERS)
+"""Columns of a table before the tokens."""
 
 
 def read_outcomes(table_BX: Tensor) -> Outcomes:
     """The columns of a table on the host."""
     table = table_BX.numpy()
-    return Outcomes._make([*table.T[: len(_NUMBERS)], table[:, len(_NUMBERS) :]])
+    return Outcomes._make([*table.T[:NUMBERS], table[:, NUMBERS:]])
 
 
 class Rows:

@@ -25,7 +25,7 @@ from megatron_spec.decoding.cache import move_slots, rows_view
 from megatron_spec.decoding.drafters import Context, Drafter, Observation
 from megatron_spec.decoding.drafters.user import check_proposal, is_foreign
 from megatron_spec.decoding.rows import Rows
-from megatron_spec.decoding.tree import Tree, visible_slots
+from megatron_spec.decoding.tree import Tree
 from megatron_spec.decoding.verify import Drafted, Draws, Verdict, choose, thinking_rows, verify
 from megatron_spec.ops.visibility import KVCache, Visibility
 
@@ -66,6 +66,19 @@ class DeviceSteps:
         next_BS, zeros_B = rows.tokens_BL[here, 1 : widest + 1], torch.zeros_like(length_B)
         seen = Observation(first, slots_BS, next_BS, length_B, captures_SBC, state_SBH, prefill=True)
         return Step(seen, rows.advance(first, chosen_B[:, None], zeros_B, zeros_B))
+
+    def nothing(self, batch: int) -> Drafted:
+        """No proposal."""
+        nothing_BN = self.rows.tokens_BL.new_empty(batch, 0)
+        return Drafted(nothing_BN, nothing_BN.bool(), None, 0)
+
+    def cycle(self, batch: int, count: int, key_slots: int) -> Tensor:
+        """A whole step: proposal of depth `count` (0: none), verification, observation. Returns its table [B, X]."""
+        drafted = self.propose(batch, count, key_slots, ()) if count else self.nothing(batch)
+        step = self.verify(batch, key_slots, drafted)
+        if self.drafter is not None:
+            self.drafter.observe(step.seen)
+        return step.table_BX
 
     def propose(self, batch: int, count: int, key_slots: int, lengths: Sequence[int]) -> Drafted:
         """The drafter's proposal; nodes past a sequence's limit are invalid."""
@@ -117,8 +130,7 @@ class DeviceSteps:
         view, positions_BS = rows_view(self.cache, first, tokens_BS.shape[0]), slots_BS
         length_B = self.rows.length_B[first : first + tokens_BS.shape[0]]
         if tree is not None:
-            visible_BSL = visible_slots(slots_BS[:, 0], tree.above_BSS, key_slots)
-            visibility = Visibility.cached(view, slots_BS, visible_BSL, key_slots, length_B)
+            visibility = Visibility.cached(view, slots_BS, None, key_slots, length_B, tree.above_BSS)
             positions_BS = slots_BS[:, :1] + torch.cat([torch.zeros_like(slots_BS[:, :1]), tree.depth_BN], dim=1)
         elif key_slots:
             visibility = Visibility.cached(view, slots_BS, length=key_slots, lengths_B=length_B)
@@ -131,7 +143,7 @@ class DeviceSteps:
         batch = tokens_BS.shape[0]
         numbers = self.rows.draws(batch, drafted.depth + 1)
         draws = Draws(numbers[:, :, 0], numbers[:, :, 1])
-        logits_BSV = self.base.logits(state_SBH).transpose(0, 1)
+        logits_BSV = self.base.logits(state_SBH.transpose(0, 1))  # the state is less to copy than the logits
         thinking_BS = None
         if self.config.use_relaxed_acceptance_for_thinking:
             rows = self.rows

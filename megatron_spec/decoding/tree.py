@@ -2,8 +2,7 @@
 
 Row 0 of a verification is the last known token, row 1 + n is node n.
 
-B rows of the batch, N nodes, S = N + 1 verification rows, L key slots, M tree nodes,
-P = depth of the deepest node + 1.
+B rows of the batch, N nodes, S = N + 1 verification rows, M tree nodes, P = depth of the deepest node + 1.
 """
 
 from __future__ import annotations
@@ -48,21 +47,6 @@ class Tree:
             is_node_BS = is_node_BS & (up_BS > 0)
             up_BS = parent_BS.gather(1, up_BS)
         return Tree(row_BN, depth_BS[:, 1:], above_BSS)
-
-
-def visible_slots(first_B: Tensor, above_BSM: Tensor, length: int) -> Tensor:
-    """bool [B, S, length]: key slots that each row sees, with tree node m in slot first_B + m.
-
-    Args:
-        first_B: slots before it are visible to every row.
-        above_BSM: row s sees node m.
-        length: number of key slots.
-    """
-    B, S, M = above_BSM.shape
-    offset_BL = torch.arange(length, device=first_B.device) - first_B[:, None]
-    inside_BL = (offset_BL >= 0) & (offset_BL < M)
-    own_BSL = above_BSM.gather(2, offset_BL.clamp(0, M - 1)[:, None].expand(B, S, length)) & inside_BL[:, None]
-    return own_BSL | (offset_BL < 0)[:, None]
 
 
 def longest_path(

@@ -74,6 +74,7 @@ class BlockPlan:
         supervision: rows are indices into [P * C]; `active` is unused.
         tokens_U, labels_U: int64 [U] token of the text at each teacher row, and the next token.
         slots: C, slots per block.
+        counts_P: supervised steps of each block, its first ones; on the host if the batch has a host copy.
     """
 
     tokens_P: Tensor
@@ -83,6 +84,22 @@ class BlockPlan:
     tokens_U: Tensor
     labels_U: Tensor
     slots: int
+    counts_P: Tensor
+
+    def by_block(self, most: int) -> tuple[Tensor, list[slice]]:
+        """(order [N] that puts the supervised rows of all steps block by block, chunks of so ordered rows).
+
+        A chunk has whole blocks, of at most `most` rows together unless one block has more.
+        """
+        ends, chunks, start = self.counts_P.cpu().cumsum(0), [], 0
+        total = int(ends[-1]) if len(ends) else 0
+        while start < total:
+            fitting = int(torch.searchsorted(ends, start + most, right=True)) - 1
+            next_one = int(torch.searchsorted(ends, start, right=True))
+            end = int(ends[max(fitting, next_one)])
+            chunks.append(slice(start, end))
+            start = end
+        return torch.cat(self.supervision.rows).argsort(), chunks
 
     def tokens_before(self) -> Tensor:
         """[N] token before the predicted one, for the supervised rows of all steps."""
@@ -126,7 +143,8 @@ class BlockPlan:
         layout = BlockLayout(anchor_P - positions_P, anchor_P, config.causal, config.sliding_window)
         tokens_U, labels_U = (shift(batch.tokens_BS, k, 1).t().flatten()[teacher_U] for k in (0, 1))
         tokens_P = batch.tokens_BS.flatten()[anchor_P]
-        return BlockPlan(tokens_P, positions_P, layout, supervision, tokens_U, labels_U, config.block_size)
+        counts_P = mask_TBS.flatten(1)[:, anchor_P].sum(0)
+        return BlockPlan(tokens_P, positions_P, layout, supervision, tokens_U, labels_U, config.block_size, counts_P)
 
     def _to(self, device: torch.device) -> BlockPlan:
         """Copy all indices to a device, in one transfer."""
@@ -139,4 +157,4 @@ class BlockPlan:
         steps = len(plan.rows)
         supervision = Supervision(moved[7 : 7 + steps], [], moved[7 + steps :], teacher)
         layout = BlockLayout(first, anchor, layout.causal, layout.window)
-        return BlockPlan(tokens, positions, layout, supervision, before, labels, self.slots)
+        return BlockPlan(tokens, positions, layout, supervision, before, labels, self.slots, self.counts_P)

@@ -30,8 +30,9 @@ from megatron_spec.losses.vocab_parallel import (
     row_losses,
 )
 from megatron_spec.ops import backend
-from megatron_spec.ops.head import StepRows, chunk_rows, fused_head
+from megatron_spec.ops.head import StepRows, chunk_rows, fused_head, row_chunks
 from megatron_spec.ops.products import add_product
+from megatron_spec.ops.rows import pick_rows
 from megatron_spec.planning.paths import NO_PATHS, Paths
 from megatron_spec.runtime.platform import to_device
 
@@ -58,6 +59,11 @@ class BlockHead:
     def backbone(self) -> BlockHead:
         """The heads without the Markov head."""
         return BlockHead(self.rows, self.weight_VH)
+
+    def ordered(self, order_N: Tensor) -> BlockHead:
+        """The heads without the confidence head, with all rows in another order, as one step."""
+        low = None if self.low_Nr is None else pick_rows(self.low_Nr, order_N)
+        return BlockHead([pick_rows(torch.cat(self.rows), order_N)], self.weight_VH, low, self.low_weight_Vr)
 
     def add_low_(self, logits_RV: Tensor, part: slice) -> None:
         """Add the Markov head's logits of the rows `part`, if there is one."""
@@ -87,20 +93,47 @@ class _Attach(torch.autograd.Function):
         return (grad, None, *known, *(None for _ in known))
 
 
+class _Pace:
+    """D-PACE weights of rows whose blocks are complete.
+
+    Args:
+        places: (block, step) of every row.
+        shape: (P, T).
+    """
+
+    def __init__(self, places: tuple[Tensor, Tensor], shape: tuple[int, int], alpha: float, like: Tensor) -> None:
+        self.places, self.alpha = places, alpha
+        self.q_PT, self.supervised_PT = (like.new_zeros(shape) for _ in range(2))
+        self.supervised_PT[places] = 1
+
+    def weights(self, q_R: Tensor, part: slice = slice(None)) -> Tensor:
+        """[R] weights of the rows `part` from the draft's probabilities of their labels."""
+        places = self.places[0][part], self.places[1][part]
+        self.q_PT[places] = q_R
+        return block.pace_weights(self.q_PT, self.supervised_PT, self.alpha)[places]
+
+
 class _Rows:
-    """Row losses that `fused_head` calls chunk by chunk; records the overlap of every row.
+    """Row losses that `fused_head` calls chunk by chunk; records what it found for every row.
 
     With a kernel, `in_place` also computes the loss without the Markov head, from the same product of states and LM
     head, and adds the two gradients before they leave the logits.
+
+    Args:
+        kernel: `losses.vocab_parallel.kernel_row_loss`.
+        kernels: operators (`ops.backend.load`).
+        pace: determines the weights of a chunk, in place of those given.
     """
 
     def __init__(
         self, head: BlockHead, teacher: Teacher, weight_N: Tensor, objective: ObjectiveConfig,
-        group: dist.ProcessGroup, kernel: InPlace | None = None,
+        group: dist.ProcessGroup, kernel: InPlace | None = None, kernels: Any = None, pace: _Pace | None = None,
     ) -> None:  # fmt: skip
         self.head, self.teacher, self.weight_N, self.objective, self.group = head, teacher, weight_N, objective, group
-        self.kernel, self.bare = kernel, [weight_N.new_zeros(0)]
-        self.done, self.overlap = 0, [weight_N.new_zeros(0)]
+        self.kernel, self.kernels, self.pace, self.done = kernel, kernels, pace, 0
+        none = weight_N.new_zeros(0)
+        self.weight, self.loss, self.overlap, self.bare = [none], [none], [none], [none]
+        self.best = [none.long()]
         self.gradients: list[Tensor] = []
         if head.low_Nr is not None and head.low_weight_Vr is not None:
             wide = torch.promote_types(head.low_Nr.dtype, torch.float32)
@@ -147,8 +180,12 @@ class _Rows:
         part, head, share = self._next(len(rows_R)), self.head, self.share
         bare_RV = logits_RV.clone() if share else None
         head.add_low_(logits_RV, part)
+        if self.pace is not None:
+            weight_R.copy_(self.pace.weights(self._label_probabilities(logits_RV, rows_R), part))
+        self.weight.append(weight_R)
         found = self.kernel(logits_RV, rows_R, weight_R * (1 - share))
-        self.overlap.append(found[1])
+        for kept, x in zip((self.loss, self.overlap, self.best), found, strict=True):
+            kept.append(x)
         if self.gradients:
             self._add_low_gradients(logits_RV, part)
         if bare_RV is not None:
@@ -156,11 +193,19 @@ class _Rows:
             logits_RV += bare_RV
         return found
 
+    def _label_probabilities(self, logits_RV: Tensor, rows_R: Tensor) -> Tensor:
+        """[R] the draft's probability of every label."""
+        temperature, first = self.objective.temperature, self.teacher.first
+        lse_R, _ = kernel_largest(logits_RV, first, temperature, self.group, self.kernels)
+        label_R = pick(logits_RV, self.teacher.label_U[rows_R] - first)[2].to(lse_R.dtype) / temperature
+        reduce_together(self.group, label_R)
+        return (label_R - lse_R).exp()
+
     def with_bare(self, total: Tensor) -> Tensor:
         """The total of `in_place` with its share of the loss without the Markov head; the gradient already has it."""
         if not self.share:
             return total
-        bare = (torch.cat(self.bare) * self.weight_N).sum()
+        bare = (torch.cat(self.bare) * torch.cat(self.weight)).sum()
         return total + self.share * (bare - total).detach()
 
     def attach(self, total: Tensor) -> Tensor:
@@ -173,56 +218,35 @@ class _Rows:
         return out
 
 
-def _step_weights(
-    head: BlockHead, plan: BlockPlan, objective: ObjectiveConfig, column_N: Tensor, group: dist.ProcessGroup,
-    kernels: Any = None,
-) -> Tensor:  # fmt: skip
-    """[N] weight of every row.
-
-    Args:
-        column_N: column of the label, relative to this rank's first one.
-        kernels: operators (`ops.backend.load`) if the path `loss_kernel` is on.
-    """
-    counts = [len(rows) for rows in plan.supervision.rows]
+def _step_weights(head: BlockHead, plan: BlockPlan, objective: ObjectiveConfig) -> Tensor:
+    """[N] exponential weights."""
+    gamma = objective.block_gamma or block.default_gamma(plan.slots)
+    rows = plan.supervision.rows
+    weights = block.exponential_weights(len(rows), gamma)
     wide = torch.promote_types(head.weight_VH.dtype, torch.float32)
-    if objective.block_weights == "exponential":
-        gamma = objective.block_gamma or block.default_gamma(plan.slots)
-        weights = block.exponential_weights(len(counts), gamma)
-        return torch.cat([column_N.new_full((n,), w, dtype=wide) for n, w in zip(counts, weights, strict=True)])
-    q_N = _label_probabilities(head, objective.temperature, column_N, group, kernels)
+    return torch.cat([torch.full_like(r, w, dtype=wide) for r, w in zip(rows, weights, strict=True)])
+
+
+def _pace(head: BlockHead, plan: BlockPlan, objective: ObjectiveConfig, order_N: Tensor | None = None) -> _Pace:
+    """Args: order_N: of the rows (default: step by step)."""
     block_N, step_N = plan.places()
-    q_PT = q_N.new_zeros(len(plan.tokens_P), len(counts))
-    q_PT[block_N, step_N] = q_N
-    supervised_PT = torch.zeros_like(q_PT)
-    supervised_PT[block_N, step_N] = 1
-    return block.pace_weights(q_PT, supervised_PT, objective.pace_alpha)[block_N, step_N].to(wide)
+    places = (block_N, step_N) if order_N is None else (block_N[order_N], step_N[order_N])
+    wide = torch.promote_types(head.weight_VH.dtype, torch.float32)
+    like = torch.zeros(0, dtype=wide, device=block_N.device)
+    return _Pace(places, (len(plan.tokens_P), len(plan.supervision.rows)), objective.pace_alpha, like)
 
 
 @torch.no_grad()
-def _label_probabilities(
-    head: BlockHead, temperature: float, column_N: Tensor, group: dist.ProcessGroup, kernels: Any
-) -> Tensor:
-    """[N] the draft's probability of every label, computed chunk by chunk.
-
-    Args:
-        kernels: operators (`ops.backend.load`); None: plain ones.
-    """
-    x_NH, found = torch.cat(head.rows), [column_N.new_zeros(0, dtype=torch.float32)]
+def _label_probabilities(head: BlockHead, told: Teacher, rows_N: Tensor, temperature: float, group: Any) -> Tensor:
+    """[N] the draft's probability of every label, computed chunk by chunk."""
+    x_NH, found = torch.cat(head.rows), []
     wide = torch.promote_types(x_NH.dtype, torch.float32)
-    size = chunk_rows(head.weight_VH, kernels is not None)
-    for start in range(0, len(x_NH), size):
-        part = slice(start, start + size)
-        logits = x_NH[part] @ head.weight_VH.t()
-        logits = logits if kernels is not None else logits.to(wide)
+    for part in row_chunks(len(x_NH), chunk_rows(head.weight_VH, columns=told.columns)):
+        logits = (x_NH[part] @ head.weight_VH.t()).to(wide)
         head.add_low_(logits, part)
-        if kernels is None:
-            found.append(block.label_probabilities(logits / temperature, column_N[part], group))
-            continue
-        lse_R, _ = kernel_largest(logits, 0, temperature, group, kernels)
-        at_R = pick(logits, column_N[part])[2].to(lse_R.dtype) / temperature
-        reduce_together(group, at_R)
-        found.append((at_R - lse_R).exp())
-    return torch.cat(found[1:] or found)
+        column_R = told.label_U[rows_N[part]] - told.first
+        found.append(block.label_probabilities(logits / temperature, column_R, group))
+    return torch.cat(found) if found else x_NH.new_zeros(0, dtype=wide)
 
 
 def block_losses(
@@ -233,40 +257,88 @@ def block_losses(
 
     Accuracy compares with the base's argmax, as for all drafts.
     """
-    rows = plan.supervision.teacher_rows
-    all_N = torch.cat(rows)
     told = dataclasses.replace(teacher, label_U=plan.labels_U)
-    fast = paths.under(objective).kernels("loss_kernel")
-    kernels = None if fast == "none" else backend.load(fast)
-    weight_N = _step_weights(head, plan, objective, plan.labels_U[all_N] - teacher.first, group, kernels)
-    steps = [
-        StepRows(r, w, teacher.label_U[r]) for r, w in zip(rows, weight_N.split([len(r) for r in rows]), strict=True)
-    ]
-    total, stats, overlap_N = _one_pass(head, steps, told, weight_N, objective, group, paths)
-    share = objective.backbone_weight
-    if share and head.low_Nr is not None and kernels is None:
-        plain, _, _ = _one_pass(head.backbone, steps, told, weight_N, objective, group, paths)
-        total = share * plain + (1 - share) * total
+    found = _Pass(head, plan, told, teacher.label_U, objective, group, paths)
+    total, stats, weight_N, overlap_N = found.losses()
     if head.confidence_N is not None and objective.confidence_weight:
         confidence = block.confidence_losses(head.confidence_N.to(overlap_N.dtype), overlap_N)
         total = total + objective.confidence_weight * (weight_N * confidence).sum()
-    counts = torch.tensor([len(r) for r in rows], dtype=stats.dtype)
+    counts = torch.tensor([len(r) for r in plan.supervision.rows], dtype=stats.dtype)
     return DraftLosses(total, stats[:, 0], stats[:, 1], stats[:, 2], to_device(counts, stats.device))
 
 
-def _one_pass(
-    head: BlockHead, steps: list[StepRows], told: Teacher, weight_N: Tensor, objective: ObjectiveConfig,
-    group: dist.ProcessGroup, paths: Paths,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(total, stats [T, 3], overlap [N]) of all rows; a kernel's total includes the loss without the Markov head."""
-    kernel = scale_ = None
-    if paths.kernels() != "none":
-        kernels = backend.load(paths.kernels())
-        scale_ = kernels.scale_
-        if paths.under(objective).on("loss_kernel"):
-            weights = (objective.ce_weight, objective.l1_weight)
-            kernel = kernel_row_loss(told, objective.loss, objective.temperature, group, kernels, weights)
-    row_loss = _Rows(head, told, weight_N, objective, group, kernel)
-    in_place = None if kernel is None else row_loss.in_place
-    total, stats = fused_head(head.rows, head.weight_VH, steps, row_loss, in_place, scale_)
-    return row_loss.attach(row_loss.with_bare(total)), stats, torch.cat(row_loss.overlap)
+@dataclass
+class _Pass:
+    """LM head and losses of all rows.
+
+    Attributes:
+        told: the teacher, with the tokens of the text as labels.
+        target_U: token that counts as correct at each teacher row.
+    """
+
+    head: BlockHead
+    plan: BlockPlan
+    told: Teacher
+    target_U: Tensor
+    objective: ObjectiveConfig
+    group: dist.ProcessGroup
+    paths: Paths
+
+    def losses(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(total, stats [T, 3] of `fused_head`, weight [N], overlap [N]), step by step."""
+        rows_N, paced = torch.cat(self.plan.supervision.teacher_rows), self.objective.block_weights != "exponential"
+        fast = self.paths.under(self.objective).kernels("loss_kernel")
+        if fast != "none":
+            return self._paced(backend.load(fast), rows_N) if paced else self._in_place(backend.load(fast), rows_N)
+        if paced:
+            q_N = _label_probabilities(self.head, self.told, rows_N, self.objective.temperature, self.group)
+            weight_N = _pace(self.head, self.plan, self.objective).weights(q_N)
+        else:
+            weight_N = _step_weights(self.head, self.plan, self.objective)
+        total, stats, overlap_N = self._plain(self.head, weight_N)
+        share = self.objective.backbone_weight
+        if share and self.head.low_Nr is not None:
+            total = share * self._plain(self.head.backbone, weight_N)[0] + (1 - share) * total
+        return total, stats, weight_N, overlap_N
+
+    def _steps(self, weight_N: Tensor) -> list[StepRows]:
+        rows = self.plan.supervision.teacher_rows
+        parts = weight_N.split([len(r) for r in rows])
+        return [StepRows(r, w, self.target_U[r]) for r, w in zip(rows, parts, strict=True)]
+
+    def _plain(self, head: BlockHead, weight_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        fast, weight_VH = self.paths.kernels(), head.weight_VH
+        scale_ = None if fast == "none" else backend.load(fast).scale_
+        row_loss = _Rows(head, self.told, weight_N, self.objective, self.group)
+        chunks = row_chunks(len(weight_N), chunk_rows(weight_VH, columns=self.told.columns))
+        total, stats = fused_head(head.rows, weight_VH, self._steps(weight_N), row_loss, None, scale_, chunks)
+        return row_loss.attach(total), stats, torch.cat(row_loss.overlap)
+
+    def _rows(self, head: BlockHead, kernels: Any, weight_N: Tensor, pace: _Pace | None = None) -> _Rows:
+        goal, weights = self.objective, (self.objective.ce_weight, self.objective.l1_weight)
+        kernel = kernel_row_loss(self.told, goal.loss, goal.temperature, self.group, kernels, weights)
+        return _Rows(head, self.told, weight_N, goal, self.group, kernel, kernels, pace)
+
+    def _in_place(self, kernels: Any, rows_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        head, weight_N = self.head, _step_weights(self.head, self.plan, self.objective)
+        found = self._rows(head, kernels, weight_N)
+        chunks = row_chunks(len(rows_N), chunk_rows(head.weight_VH, True, self.told.columns))
+        told = (self._steps(weight_N), found, found.in_place, kernels.scale_, chunks)
+        total, stats = fused_head(head.rows, head.weight_VH, *told)
+        return found.attach(found.with_bare(total)), stats, weight_N, torch.cat(found.overlap)
+
+    def _paced(self, kernels: Any, rows_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """D-PACE in one pass: block by block, so that a chunk's probabilities determine its weights."""
+        most = chunk_rows(self.head.weight_VH, True, self.told.columns)
+        order_N, chunks = self.plan.by_block(most)
+        head, rows_N = self.head.ordered(order_N), rows_N[order_N]
+        wide = torch.promote_types(head.weight_VH.dtype, torch.float32)
+        steps = [StepRows(rows_N, torch.zeros_like(rows_N, dtype=wide), self.target_U[rows_N])]
+        found = self._rows(head, kernels, steps[0].weight_R, _pace(head, self.plan, self.objective, order_N))
+        total, _ = fused_head(head.rows, head.weight_VH, steps, found, found.in_place, kernels.scale_, chunks)
+        correct = (torch.cat(found.best) == steps[0].target_R).to(wide)
+        sorted_N4 = torch.stack([torch.cat(found.loss), correct, torch.cat(found.overlap), torch.cat(found.weight)], 1)
+        rows_N4 = torch.empty_like(sorted_N4).index_copy_(0, order_N, sorted_N4)
+        counts = [len(r) for r in self.plan.supervision.rows]
+        stats = torch.stack([part.sum(0) for part in rows_N4[:, :3].split(counts)])
+        return found.attach(found.with_bare(total)), stats, rows_N4[:, 3], rows_N4[:, 2]

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from megatron_spec.drafts.fused_tape import Tape, round_
 from megatron_spec.ops import attention
+from megatron_spec.ops.overlap import Wait
 from megatron_spec.ops.products import GradientSums, add_product
 
-Above = tuple[Tensor, Tensor]
-"""What step k + 1 sends to the state of step k: (gradient along the residual, gradient of the normed state)."""
+
+@dataclass
+class Above:
+    """What step k + 1 sends to the state of step k.
+
+    Attributes:
+        residual: gradient along the residual.
+        d_normed: gradient of the normed state; None: it is part of `residual`.
+        sums: wait for the sums over ranks of the pieces of `d_normed`.
+    """
+
+    residual: Tensor
+    d_normed: Tensor | None
+    sums: list[Wait]
 
 
 class Backward:
@@ -33,18 +48,19 @@ class Backward:
         ]
         self.d_branches = [torch.empty_like(x, dtype=torch.float32) for x in tape.branches]
         self.d_gated = tape.empty(sizes.rows, sizes.intermediate)
+        self.d_normed = tape.empty(sizes.rows, sizes.hidden)
         norms = (weights.hidden_norm, weights.post_norm, weights.final_norm)
         self.norms = {p: tape.kernels.norm_partials(sizes.hidden, tape.q.device) for p in norms}
 
     def run(self, grad_states: tuple[Tensor, ...]) -> Tensor:
         """Gradient of the first hidden state, given those of the LM head's inputs."""
         tape, above = self.tape, None
-        if tape.tp.size() > 1:  # partial gradients from each rank's shard of the LM head; one all-reduce
-            grad_states = tape.summed(torch.cat(grad_states)).split([len(g) for g in grad_states])
+        # partial gradients from each rank's shard of the LM head, summed in their own memory, the last step first
+        states = [tape.start_sum(grad) for grad in reversed(grad_states)][::-1]
         for start, end in tape.groups:
             for k in reversed(range(start, end)):
                 first = tape.steps.span(start, k).stop - tape.steps.span(start, k).start
-                above = self._step(k, slice(first, first + tape.steps.count(k)), grad_states[k], above)
+                above = self._step(k, slice(first, first + tape.steps.count(k)), states[k](), above)
             self._weight_gradients(start, end)
         assert above is not None
         out = torch.empty_like(tape.saved.before[0])
@@ -58,19 +74,24 @@ class Backward:
 
     def _step(self, k: int, part: slice, d_state: Tensor, above: Above | None) -> Above:
         """Backward of one step; `part` is its slice of the group's buffers."""
-        tape, post_norm = self.tape, self.tape.weights.post_norm
+        tape, pieces, count = self.tape, self.tape.pieces(k), self.tape.steps.count(k)
         d_after, d_inner, gated = self.d_after[part], self.d_inner[part], self.gated[part]
-        self._into_after(k, d_state, above, d_after)
-        d_gated, gate_up = self.d_gated[: tape.steps.count(k)], self._gates(k, part)
-        tape.down_product.backward(d_after, out=d_gated)
-        tape.kernels.gated_backward(gate_up, d_gated, gated)
-        round_(tape.mlp.down_proj, gated)
-        first = (tape.summed(tape.gate_up_product.backward(gate_up)), post_norm, self.norms[post_norm])
-        tape.kernels.norm_backward(
-            tape.at(tape.inner, k), tape.saved.rstd_inner[k], d_inner, first, add_RH=d_after
-        )  # fmt: skip
-        self._attention(k, d_inner)
-        return d_inner, tape.summed(tape.qkv_product.backward(tape.at(self.d_qkv, k)))
+        d_gated, d_normed, gate_up, sums = self.d_gated[:count], self.d_normed[:count], self._gates(k, part), []
+        above = self._reaching(k, above)
+        for i, piece in enumerate(pieces):
+            self._into_after(k, i, d_state, above, d_after)
+            tape.down_product.backward(d_after[piece], out=d_gated[piece])
+            tape.kernels.gated_backward(gate_up[piece], d_gated[piece], gated[piece])
+            round_(tape.mlp.down_proj, gated[piece])
+            sums.append(tape.start_sum(tape.gate_up_product.backward(gate_up[piece], out=d_normed[piece])))
+        d_out = torch.empty_like(tape.at(tape.q, k))
+        for piece, wait in zip(pieces, sums, strict=True):
+            self._into_inner(k, piece, wait(), d_after, d_inner)
+            tape.o_product.backward(d_inner[piece], out=d_out[piece])
+        self._attention(k, d_out)
+        d_qkv = tape.at(self.d_qkv, k)
+        sums = [tape.start_sum(tape.qkv_product.backward(d_qkv[piece], out=d_normed[piece])) for piece in pieces]
+        return Above(d_inner, d_normed, sums)
 
     def _gates(self, k: int, part: slice) -> Tensor:
         """Outputs of gate and up in step k, which their gradient will overwrite."""
@@ -81,30 +102,48 @@ class Backward:
 
     def _into_before(self, k: int, above: Above, out: Tensor) -> None:
         """Gradient of the input state of step k: along the residual and through the norm."""
-        tape, (residual, d_normed) = self.tape, above
-        first = (d_normed, tape.weights.hidden_norm, self.norms[tape.weights.hidden_norm])
-        tape.kernels.norm_backward(tape.saved.before[k], tape.saved.rstd_before[k], out, first, add_RH=residual)
+        tape = self.tape
+        for wait in above.sums:
+            wait()
+        assert above.d_normed is not None
+        first = (above.d_normed, tape.weights.hidden_norm, self.norms[tape.weights.hidden_norm])
+        before, rstd = tape.saved.before[k], tape.saved.rstd_before[k]
+        tape.kernels.norm_backward(before, rstd, out, first, add_RH=above.residual)
 
-    def _into_after(self, k: int, d_state: Tensor, above: Above | None, out: Tensor) -> None:
-        """Gradient of the output state of step k: from the LM head and from step k + 1."""
-        tape, weights, first, residual = self.tape, self.tape.weights, None, None
-        index = tape.steps.index
-        if above is not None and k == 0 and index is not None:
-            kept = torch.empty_like(above[0])
-            self._into_before(1, above, kept)
-            residual = torch.zeros_like(out).index_copy_(0, index, kept)
-        elif above is not None:
-            residual, first = above[0], (above[1], weights.hidden_norm, self.norms[weights.hidden_norm])
+    def _reaching(self, k: int, above: Above | None) -> Above | None:
+        """What reaches the rows of step k; where step k + 1 had fewer rows, the gradient of the state it kept."""
+        index = self.tape.steps.index
+        if above is None or k > 0 or index is None:
+            return above
+        kept = torch.empty_like(above.residual)
+        self._into_before(1, above, kept)
+        return Above(kept.new_zeros(self.tape.sizes.rows, kept.shape[1]).index_copy_(0, index, kept), None, [])
+
+    def _into_after(self, k: int, i: int, d_state: Tensor, above: Above | None, out: Tensor) -> None:
+        """Gradient of piece i of the output state of step k: from the LM head and from step k + 1."""
+        tape, weights, first = self.tape, self.tape.weights, None
+        piece = tape.pieces(k)[i]
+        if above is not None and above.d_normed is not None:
+            above.sums[i]()
+            first = (above.d_normed[piece], weights.hidden_norm, self.norms[weights.hidden_norm])
         second = (d_state, weights.final_norm, self.norms[weights.final_norm])
         tape.kernels.norm_backward(
-            tape.saved.after[k], tape.saved.rstd_after[k], out, first, second, tape.steps.places[k], residual
-        )
+            tape.saved.after[k][piece], tape.saved.rstd_after[k][piece], out[piece], first, second,
+            tape.steps.places[k][piece], None if above is None else above.residual[piece],
+        )  # fmt: skip
 
-    def _attention(self, k: int, d_inner: Tensor) -> None:
+    def _into_inner(self, k: int, piece: slice, d_normed: Tensor, d_after: Tensor, out: Tensor) -> None:
+        """Gradient of a piece of the state between attention and MLP."""
+        tape, norm = self.tape, self.tape.weights.post_norm
+        tape.kernels.norm_backward(
+            tape.at(tape.inner, k)[piece], tape.saved.rstd_inner[k][piece], out[piece],
+            (d_normed, norm, self.norms[norm]), add_RH=d_after[piece],
+        )  # fmt: skip
+
+    def _attention(self, k: int, d_out: Tensor) -> None:
         tape, sizes, saved = self.tape, self.tape.sizes, self.tape.saved
         index, q, out = tape.steps.compacted(k), tape.at(tape.q, k), tape.at(tape.out, k)
         last = k == sizes.steps - 1
-        d_out = tape.o_product.backward(d_inner)
         key, value = (tape.by_heads(x) for x in tape.whole_trunk)
         dq0, *trunk = attention.backward(
             tape.spread(d_out, k), tape.spread(q, k), key, value, tape.spread(out, k), saved.lse[k].transpose(1, 2),

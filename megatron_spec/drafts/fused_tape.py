@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 from torch import Tensor, nn
 
@@ -17,6 +16,7 @@ from megatron_spec.batch import Batch
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.unroll_steps import Steps, TokenRows
 from megatron_spec.ops import backend
+from megatron_spec.ops.overlap import Wait, pieces, start_sum
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.ops.weight_products import WeightProducts
 from megatron_spec.planning.paths import ROWS_AT_ONCE, keeps_gates
@@ -105,6 +105,11 @@ def round_(linear: Any, x: Tensor) -> Tensor:
     """x, fake-quantised in place like the linear's input."""
     quantizer = linear.input_quantizer
     return x if quantizer is None else quantizer.round_(x)  # type: ignore[no-any-return]
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """The rows of all parts."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass
@@ -201,9 +206,15 @@ class Tape:
 
     def summed(self, x: Tensor) -> Tensor:
         """x, summed over tensor parallel ranks in place."""
-        if self.tp.size() > 1:
-            dist.all_reduce(x, group=self.tp)
-        return x
+        return self.start_sum(x)()
+
+    def start_sum(self, x: Tensor) -> Wait:
+        """Start to sum x over tensor parallel ranks, in place."""
+        return start_sum(x, self.tp)
+
+    def pieces(self, k: int) -> list[slice]:
+        """The rows of step k in the pieces whose sums over ranks run beside each other's products."""
+        return pieces(self.steps.count(k), self.tp)
 
     def at(self, x: Tensor, k: int) -> Tensor:
         """The rows of step k in a buffer over all steps."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_spec.config.structure import share
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.losses.vocab_parallel import Teacher, argmax_and_lse, argmax_over_ranks
+from megatron_spec.losses.vocab_parallel import Teacher, argmax_and_lse, argmax_over_ranks, largest_over_ranks
 from megatron_spec.ops import backend
 
 CHUNK_BYTES = 256 << 20
@@ -52,8 +52,9 @@ def restricted_head(ends: BaseEnds, vocab: DraftVocab, group: dist.ProcessGroup)
     return mine
 
 
-def _chunk_rows(weight_VH: Tensor) -> int:
-    return max(1, CHUNK_BYTES // (weight_VH.shape[0] * weight_VH.element_size()))
+def _chunk_rows(weight_VH: Tensor, columns: int) -> int:
+    """Rows of a chunk of logits; the number of columns is equal on all ranks, which exchange sums of a chunk's rows."""
+    return max(1, CHUNK_BYTES // (columns * weight_VH.element_size()))
 
 
 @torch.no_grad()
@@ -65,7 +66,7 @@ def whole_logits(ends: BaseEnds, state_UH: Tensor, group: dist.ProcessGroup) -> 
     """
     shard, first = ends.head_weight.shape[0], group.rank() * ends.head_weight.shape[0]
     weight = ends.head_weight[: min(max(ends.vocab_size - first, 0), shard)]
-    for state in state_UH.to(weight.dtype).split(_chunk_rows(ends.head_weight)):
+    for state in state_UH.to(weight.dtype).split(_chunk_rows(ends.head_weight, shard)):
         whole = F.linear(state, weight)
         if len(weight):
             top, argmax = whole.max(-1)
@@ -101,6 +102,7 @@ class TeacherHead:
         self.draft_ids = vocab.draft_ids.to(device)
         self.target_ids = vocab.target_ids.to(device)
         self.share = share(len(vocab), group.size(), group.rank())
+        self.columns = len(share(len(vocab), group.size(), 0))
         self.aligned = vocab.is_full and (group.size() == 1 or shard == -(-len(vocab) // group.size()))
         self.rows: Tensor | None = None
         if group.size() > 1:
@@ -134,7 +136,8 @@ class TeacherHead:
         """
         weight = self.ends.head_weight[: self.valid]
         if argmax_U is None and self.kernels is not None:
-            return self._with_kernel(state_UH.to(weight.dtype), weight, temperature)
+            compute = self._with_kernel if self.group.size() == 1 else self._with_kernel_over_ranks
+            return compute(state_UH.to(weight.dtype), weight, temperature)
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         parts: list[tuple[Tensor, ...]] = []
         for logits, argmax in self._logits(state_UH, argmax_U):
@@ -145,7 +148,7 @@ class TeacherHead:
         logits, lse, argmax, best = (torch.cat(x) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True))
         draft_id = self.draft_ids[argmax]
         inside = draft_id >= 0
-        return Teacher(logits, lse, argmax, torch.where(inside, draft_id, best), inside, self.share.start)
+        return Teacher(logits, lse, argmax, torch.where(inside, draft_id, best), inside, self.share.start, self.columns)
 
     def _logits(self, state_UH: Tensor, argmax_U: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
         """Chunks of (logits of this rank's draft shard [u, D / TP], argmax over the whole vocabulary [u])."""
@@ -154,13 +157,39 @@ class TeacherHead:
                 yield self._restricted(state, whole), argmax
             return
         rows = self.draft_rows()
-        chunk = _chunk_rows(rows) if rows.numel() else max(1, len(state_UH))
+        chunk = _chunk_rows(rows, self.columns)
         for state, argmax in zip(state_UH.to(rows.dtype).split(chunk), argmax_U.split(chunk), strict=True):
             yield F.linear(state, rows), argmax.to(rows.device)
 
+    def _with_kernel_over_ranks(self, state_UH: Tensor, weight_VH: Tensor, temperature: float) -> Teacher:
+        """The head in shards: each rank's largest logits and log-sum-exp, and one exchange of all rows."""
+        rows, shard = self.draft_rows(), self.ends.head_weight.shape[0]
+        logits = torch.empty(len(state_UH), len(self.share), dtype=weight_VH.dtype, device=weight_VH.device)
+        tops, columns = [], []
+        for state, out in zip(state_UH.split(chunk := self._chunk(shard)), logits.split(chunk), strict=True):
+            torch.mm(state, rows.t(), out=out)
+            whole = out if self.aligned else F.linear(state, weight_VH)
+            if len(weight_VH):
+                top, _, column = self.kernels.largest(whole, 1.0)
+            else:  # the shard is all padding
+                column = torch.zeros(len(state), dtype=torch.int64, device=state.device)
+                top = torch.full_like(column, -torch.inf, dtype=torch.float32)
+            tops.append(top)
+            columns.append(column + self.group.rank() * shard)
+        best_top, own_lse, best = self.kernels.largest(logits, temperature)
+        mine = (torch.cat(tops), torch.cat(columns), best_top, own_lse, best + self.share.start)
+        (argmax, best), lse = largest_over_ranks(self.group, *mine)
+        draft_id = self.draft_ids[argmax]
+        label = torch.where(draft_id >= 0, draft_id, best)
+        return Teacher(logits, lse.to(own_lse.dtype), argmax, label, draft_id >= 0, self.share.start, self.columns)
+
+    def _chunk(self, columns: int) -> int:
+        """Rows of a chunk of logits."""
+        return max(1, KERNEL_CHUNK_BYTES // (columns * self.ends.head_weight.element_size()))
+
     def _with_kernel(self, state_UH: Tensor, weight_VH: Tensor, temperature: float) -> Teacher:
         logits = torch.empty(len(state_UH), len(self.vocab), dtype=weight_VH.dtype, device=weight_VH.device)
-        chunk = max(1, KERNEL_CHUNK_BYTES // (weight_VH.shape[0] * weight_VH.element_size()))
+        chunk = self._chunk(weight_VH.shape[0])
         parts = [
             self.kernels.teacher_rows(self._whole(state, weight_VH), self.target_ids, self.draft_ids, temperature, out)
             for state, out in zip(state_UH.split(chunk), logits.split(chunk), strict=True)
@@ -180,7 +209,7 @@ class TeacherHead:
         weight = self.ends.head_weight
         ids = torch.zeros(0, dtype=torch.int64, device=weight.device)
         logits = weight.new_zeros(0, len(self.share))
-        return Teacher(logits, logits.new_zeros(0, dtype=wide), ids, ids, ids.bool(), self.share.start)
+        return Teacher(logits, logits.new_zeros(0, dtype=wide), ids, ids, ids.bool(), self.share.start, self.columns)
 
 
 def teacher_of(draft: Any, ends: BaseEnds) -> TeacherHead:

@@ -25,7 +25,7 @@ from megatron_spec.drafts.linear import copy_to_ranks, enter
 from megatron_spec.drafts.teacher import TeacherHead
 from megatron_spec.losses.vocab_parallel import Teacher, kernel_row_loss, row_losses
 from megatron_spec.ops import backend
-from megatron_spec.ops.head import StepRows, fused_head
+from megatron_spec.ops.head import StepRows, chunk_rows, fused_head, row_chunks
 from megatron_spec.ops.rows import pick_rows
 from megatron_spec.ops.ttt_attention import TrainingTimeTest
 from megatron_spec.ops.visibility import Visibility
@@ -197,7 +197,9 @@ def head_losses(
             in_place = kernel_row_loss(told, objective.loss, objective.temperature, group, kernels)
         if paths.under(objective).on("draft_head_fp8"):
             fp8 = kernels
-    total, stats = fused_head(states, weight_DH, steps, row_loss, in_place, scale_, fp8)
+    size = chunk_rows(weight_DH, in_place is not None, teacher.columns)
+    chunks = row_chunks(sum(map(len, states)), size)
+    total, stats = fused_head(states, weight_DH, steps, row_loss, in_place, scale_, chunks, fp8)
     rows_T = to_device(torch.tensor([len(rows) for rows in supervision.rows], dtype=stats.dtype), stats.device)
     counted = teacher.in_vocab_U[supervision.teacher_rows[0]].sum() if objective.in_vocab_only else None
     return DraftLosses(total, stats[:, 0], stats[:, 1], stats[:, 2], rows_T, counted)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_spec.config import DecodeConfig
-from megatron_spec.decoding.engine import Generation
+from megatron_spec.decoding.started import Generation
 from megatron_spec.evaluation.acceptance import AcceptanceStats, acceptance_stats, by_category, by_context
 
 PROMPT_LENGTHS = (64, 256, 1024)

@@ -26,9 +26,10 @@ from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.decoding.costs import Costs, now
 from megatron_spec.decoding.drafters import build_drafter
-from megatron_spec.decoding.engine import Generation, decode, two_best
+from megatron_spec.decoding.engine import decode, two_best
 from megatron_spec.decoding.replay import timed_recorder_for
 from megatron_spec.decoding.session import DecodeSession
+from megatron_spec.decoding.started import Generation
 from megatron_spec.evaluation.journal import Journal
 from megatron_spec.evaluation.report import (
     Answer,

@@ -16,7 +16,7 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.checkpoint.base_import import BaseReference, inspect_base, load_base, load_ends
 from megatron_spec.checkpoint.fingerprint import fingerprint
 from megatron_spec.checkpoint.huggingface import HuggingFaceWeights, load_huggingface, weight_files
-from megatron_spec.config import BaseConfig, QuantConfig, QuantFormat, UserError
+from megatron_spec.config import LOCAL, BaseConfig, BaseLayers, QuantConfig, QuantFormat, UserError
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.contract import Draft
@@ -241,7 +241,7 @@ def _quantization(folder: Path) -> dict[str, Any] | None:
 
 def load_exported_base(
     reference: BaseReference, world: World, capture_layer_ids: Sequence[int] = (), dtype: torch.dtype = torch.float32,
-    transformer_engine: bool = False, paths: Paths | None = None,
+    layers: BaseLayers = LOCAL, paths: Paths | None = None,
 ) -> FrozenBase:  # fmt: skip
     """`load_base` for quantised bases: an fp8 base quantises its inputs as engines do, an nvfp4 base is dequantised.
 
@@ -249,13 +249,10 @@ def load_exported_base(
     """
     quantization = _quantization(Path(reference.path)) if reference.kind == "hf" else None
     if quantization is None:
-        return load_base(reference, world, capture_layer_ids, dtype, transformer_engine, paths)
-    if transformer_engine:
-        raise UserError(
-            f"--transformer-impl transformer_engine: {reference.path} is quantised, and quantisers are not supported "
-            "in Transformer Engine's layers: use local"
-        )
-    base = FrozenBase.build(reference.config, world, capture_layer_ids, dtype, paths=paths)
+        return load_base(reference, world, capture_layer_ids, dtype, layers, paths)
+    if layers.recipe:
+        raise UserError(f"--fp8-format: {reference.path} is quantised already: leave the flag out")
+    base = FrozenBase.build(reference.config, world, capture_layer_ids, dtype, None, layers, paths)
     load_huggingface(base, Path(reference.path), _QuantisedWeights)
     if quantization["quant_algo"] != "FP8":
         log.info("%s: %s weights are dequantised; inputs are not rounded", reference.path, quantization["quant_algo"])

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_spec.config import BaseConfig, ParallelConfig
+from megatron_spec.config import LOCAL, BaseConfig, BaseLayers, ParallelConfig
 
 
 def pipeline_layout(layers_per_stage: list[int]) -> list[list[str]]:
@@ -20,8 +20,9 @@ def pipeline_layout(layers_per_stage: list[int]) -> list[list[str]]:
 
 
 def transformer_config(
-    base: BaseConfig, parallel: ParallelConfig, layers_per_stage: list[int], dtype: torch.dtype
-) -> TransformerConfig:
+    base: BaseConfig, parallel: ParallelConfig, layers_per_stage: list[int], dtype: torch.dtype,
+    layers: BaseLayers = LOCAL,
+) -> TransformerConfig:  # fmt: skip
     """Configuration of a frozen base: no dropout, no weight initialisation."""
     values: dict[str, Any] = {
         "num_layers": base.num_layers,
@@ -50,4 +51,10 @@ def transformer_config(
     }
     if parallel.pipeline_model_parallel_size > 1:
         values["pipeline_model_parallel_layout"] = pipeline_layout(layers_per_stage)
+    if layers.recipe is not None:
+        values |= {
+            "fp8": layers.fp8_format, "fp8_recipe": layers.recipe,
+            # Of delayed: the largest value of the last micro-batches, over the ranks that share one.
+            "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max", "tp_only_amax_red": True,
+        }  # fmt: skip
     return TransformerConfig(**values)

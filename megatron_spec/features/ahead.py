@@ -1,14 +1,14 @@
 """Features computed ahead of the optimizer, so that the base's pipeline does not drain between steps.
 
-The base is frozen, so features of later steps can be computed at any time. A pipeline of PP stages that runs n
-micro-batches is idle in PP - 1 of n + PP - 1 slots, so micro-batches of several steps run together. Features on disk
-are read by a thread while the draft trains.
+The base is frozen, so features of later steps can be computed at any time. Micro-batches of several steps run together,
+and the first stages of a pipeline go on with those of the next steps (`base/stream.py`). Features on disk are read by a
+thread, and copied to the device, while the draft trains.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from megatron_spec.batch import Batch, Features
@@ -26,7 +26,8 @@ class FeaturesAhead:
     At most `ahead` micro-batches of this rank are held in addition to the one in training.
 
     Args:
-        source: source of features; all ranks of a pipeline group make the same calls.
+        source: source of features; all ranks of a pipeline group make the same calls. A thread reads a
+            `BackgroundSource`.
         steps: the micro-batches of every step (`FeatureSource.features`), consumed lazily.
         pp_size: number of pipeline stages, over which the micro-batches of a step are distributed.
         ahead: number of micro-batches of this rank to compute at once; 0: `default_ahead`.
@@ -34,15 +35,16 @@ class FeaturesAhead:
 
     def __init__(self, source: FeatureSource, steps: Iterable[list[Batch]], pp_size: int, ahead: int = 0) -> None:
         self.source, self.pp_size = source, pp_size
-        self.in_background: bool = getattr(source, "in_background", False)
-        self.ahead = ahead or default_ahead(pp_size, self.in_background)
+        self._start: Callable[[list[Batch]], Callable[[], list[Features]]] | None = getattr(source, "start", None)
+        self.ahead = ahead or default_ahead(pp_size, self._start is not None)
+        self.lookahead: int = getattr(source, "lookahead", 0)
         self._steps = iter(steps)
         self._drawn: deque[list[Batch]] = deque()
         self._rounds: deque[list[Batch]] = deque()
         """Micro-batches that are not computed yet; each entry has one per pipeline rank."""
         self._ready: deque[Features] = deque()
-        self._read: deque[Future[list[Features]]] = deque()
-        self._reader = ThreadPoolExecutor(1, "features") if self.in_background else None
+        self._read: deque[Future[Callable[[], list[Features]]]] = deque()
+        self._reader = ThreadPoolExecutor(1, "features") if self._start is not None else None
 
     def step(self) -> tuple[list[Batch], Iterator[Features], int]:
         """The next step: its micro-batches, the features of those that this rank owns, and the number of the latter.
@@ -76,13 +78,22 @@ class FeaturesAhead:
         return self._rounds.popleft()
 
     def _next(self) -> Features:
-        if self._reader is not None:
+        if self._reader is not None and self._start is not None:
             while len(self._read) < self.ahead and (batches := self._round()) is not None:
-                self._read.append(self._reader.submit(self.source.features, batches))
-            return self._read.popleft().result()[0]
+                self._read.append(self._reader.submit(self._start, batches))
+            return self._read.popleft().result()()[0]
         if not self._ready:
             chosen: list[Batch] = []
             for _ in range(self.ahead):
                 chosen += self._round() or []
-            self._ready.extend(self.source.features(chosen))
+            self._ready.extend(self.source.features(chosen, self._following()))
         return self._ready.popleft()
+
+    def _following(self) -> list[Batch]:
+        """The micro-batches after those that were taken, as many as the source looks ahead."""
+        while len(self._rounds) * self.pp_size < self.lookahead:
+            try:
+                self._draw()
+            except StopIteration:
+                break
+        return [batch for each in self._rounds for batch in each][: self.lookahead]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from megatron_spec.batch import Batch, Features
@@ -11,11 +12,12 @@ from megatron_spec.config import UserError
 class FeatureSource(Protocol):
     """Gives each pipeline rank the features of the micro-batches that it owns: rank i % PP owns micro-batch i."""
 
-    def features(self, batches: list[Batch]) -> list[Features]:
+    def features(self, batches: list[Batch], following: Sequence[Batch] = ()) -> list[Features]:
         """Features of this rank's micro-batches.
 
         Args:
             batches: all micro-batches of this pipeline group for one step, the same list on all its ranks.
+            following: the first micro-batches of the next call, if known, for sources that can begin with them.
 
         Returns:
             One Features per owned micro-batch, in order.
@@ -23,6 +25,14 @@ class FeatureSource(Protocol):
         Raises:
             UserError: the number of micro-batches is not a multiple of the pipeline parallel size.
         """
+        ...
+
+
+class BackgroundSource(FeatureSource, Protocol):
+    """A source whose work a thread may start while the draft trains."""
+
+    def start(self, batches: list[Batch]) -> Callable[[], list[Features]]:
+        """Like `features`; the result gives them to the stream on which it is called."""
         ...
 
 

@@ -6,6 +6,7 @@ S sequence, B micro-batch, H hidden, C = captures * H, n tokens of one sample.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from megatron_spec.drafts.teacher import base_argmax
 from megatron_spec.features.base import check_count
 from megatron_spec.features.store import FeatureStore, FeatureWriter, SampleFeatures, StoreManifest
 from megatron_spec.runtime.distributed import World
-from megatron_spec.runtime.platform import to_device
+from megatron_spec.runtime.platform import CopyStream, to_device
 
 log = logging.getLogger(__name__)
 
@@ -33,20 +34,37 @@ PIPELINED = 4
 
 
 class OfflineFeatures:
-    """A FeatureSource that reads a store. The base does not run."""
-
-    in_background = True
-    """Reading needs no communication, so a thread may read while the draft trains."""
+    """A BackgroundSource that reads a store, which needs no communication. The base does not run."""
 
     def __init__(self, store: FeatureStore, world: World, dtype: torch.dtype = torch.float32) -> None:
         self.store, self.world, self.dtype = store, world, dtype
+        self.copies = CopyStream(world.device)
 
-    def features(self, batches: list[Batch]) -> list[Features]:
+    def features(self, batches: list[Batch], following: Sequence[Batch] = ()) -> list[Features]:
         """See `FeatureSource.features`. Raises UserError if a row differs from the stored sample of its index."""
-        check_count(len(batches), self.world.pp_size)
-        return [self._read(batch) for batch in batches[self.world.pp_rank :: self.world.pp_size]]
+        return self.start(batches)()
 
-    def _read(self, batch: Batch) -> Features:
+    def start(self, batches: list[Batch]) -> Callable[[], list[Features]]:
+        """Read the features and start copying them to the device, beside its computation.
+
+        Returns a function that gives them to the current stream, which then waits for the copies.
+        """
+        check_count(len(batches), self.world.pp_size)
+        mine = batches[self.world.pp_rank :: self.world.pp_size]
+        on_host = [batch.host or batch.to("cpu") for batch in mine]  # on the stream that made them
+        with self.copies.copying():
+            found = [self._read(*both) for both in zip(mine, on_host, strict=True)]
+        copied = [x for f in found for x in (f.captures_SBC, f.state_SBH, f.argmax_SB) if x is not None]
+        wait = self.copies.arrival(*copied)
+
+        def arrived() -> list[Features]:
+            """The features, for the current stream."""
+            wait()
+            return found
+
+        return arrived
+
+    def _read(self, batch: Batch, on_host: Batch) -> Features:
         assert batch.sample_ids is not None, "features on disk are found by the numbers of samples"
         B, S = batch.tokens_BS.shape
         manifest = self.store.manifest
@@ -55,7 +73,6 @@ class OfflineFeatures:
         captures_SBC = torch.empty(S, B, len(manifest.capture_layer_ids) * H, **where)
         state_SBH = torch.empty(S, B, H, **where)
         argmax_SB = torch.zeros(S, B, dtype=torch.int64)
-        on_host = batch.host or batch.to("cpu")
         tokens_BS, lengths = on_host.tokens_BS, (on_host.documents_BS >= 0).sum(1).tolist()
         for row, samples in enumerate(batch.sample_ids):
             end = 0

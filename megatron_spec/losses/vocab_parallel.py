@@ -31,6 +31,7 @@ class Teacher:
         label_U: draft id of that argmax, or of the best draft token if it is outside the draft vocabulary.
         in_vocab_U: bool, the argmax is in the draft vocabulary.
         first: draft id of this rank's first column; the last rank's shard may be narrower than the others.
+        columns: of the widest shard; 0: of this one.
     """
 
     logits_UD: Tensor
@@ -39,6 +40,7 @@ class Teacher:
     label_U: Tensor
     in_vocab_U: Tensor
     first: int = 0
+    columns: int = 0
 
 
 @dataclass
@@ -79,6 +81,16 @@ def argmax_over_ranks(top_R: Tensor, index_R: Tensor, group: dist.ProcessGroup |
         return index_R
     everyone = _gather_ranks(group, top_R, index_R)
     return everyone[:, 1].gather(0, everyone[:, 0].argmax(0)[None])[0].long()
+
+
+def largest_over_ranks(
+    group: dist.ProcessGroup, top_R: Tensor, index_R: Tensor, other_R: Tensor, lse_R: Tensor, other_index_R: Tensor
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Indices of the largest `top_R` and of the largest `other_R` over ranks, and the log-sum-exp [R] of `lse_R` in
+    fp64, in one exchange."""
+    everyone = _gather_ranks(group, top_R, index_R, other_R, other_index_R, lse_R)
+    first, second = (everyone[:, i + 1].gather(0, everyone[:, i].argmax(0)[None])[0].long() for i in (0, 2))
+    return (first, second), everyone[:, 4].logsumexp(0)
 
 
 def argmax_and_lse(x_RD: Tensor, group: dist.ProcessGroup | None, first: int) -> tuple[Tensor, Tensor]:

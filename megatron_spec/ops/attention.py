@@ -423,14 +423,14 @@ SCORES = Kernel("scores", lambda c: True, _scores, _scores_backward)
 """Materialised scores in plain torch: the twin of all other kernels."""
 
 KERNELS = (
-    Kernel("cached", lambda c: c.visibility.visible_BSL is not None and c.plain, _cached),
+    Kernel("cached", lambda c: c.visibility.key_slots > 0 and c.plain, _cached),
     Kernel("parts", _parts_serve, _parts, _parts_backward),
     Kernel(
         "chunks", lambda c: c.visibility.context is not None and c.flash, _chunks, _chunks_backward
     ),
     Kernel(
         "documents",
-        lambda c: c.flash and c.visibility.visible_BSL is None and not (c.visibility.is_causal and c.plain),
+        lambda c: c.flash and not c.visibility.key_slots and not (c.visibility.is_causal and c.plain),
         _documents, _documents_backward,
     ),
     Kernel("cudnn", _cudnn_serves, _cudnn, _cudnn_backward),

@@ -40,7 +40,8 @@ RowLoss = Callable[[Tensor, Tensor], RowResult]
 
 RowLossInPlace = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """(draft logits [R, D] in the compute dtype, replaced by the gradient of weight * loss; teacher rows [R]; weight [R]
-fp32; where the head is in fp8, an output for the gradient in fp8) -> loss, overlap, argmax of the rows."""
+fp32, may be replaced; where the head is in fp8, an output for the gradient in fp8) -> loss, overlap, argmax of the
+rows."""
 
 
 Scale = Callable[[Tensor, Tensor], Tensor]
@@ -71,6 +72,7 @@ class _FusedHead(torch.autograd.Function):
         row_loss: RowLoss,
         in_place: RowLossInPlace | None,
         scale_: Scale | None,
+        chunks: list[slice] | None,
         fp8: Any,
         steps: list[StepRows],
         weight_DH: Tensor,
@@ -81,16 +83,16 @@ class _FusedHead(torch.autograd.Function):
         train = any(ctx.needs_input_grad)
         x_NH, counts = _joined(list(hidden_RH)), [len(h) for h in hidden_RH]
         products = WeightProducts(weight_DH, fp8)
-        gradient = weight_gradient(x_NH, weight_DH, fp8) if train and ctx.needs_input_grad[5] else None
+        gradient = weight_gradient(x_NH, weight_DH, fp8) if train and ctx.needs_input_grad[6] else None
         grad_NH = torch.empty_like(x_NH) if train else None
         teacher, weight, target = (
             torch.cat([getattr(step, name) for step in steps]) for name in ("teacher_R", "weight_R", "target_R")
         )
         weight = weight.to(wide)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
-        size = chunk_rows(weight_DH, in_place is not None)
-        for start in range(0, len(x_NH), size):
-            part = slice(start, start + size)
+        if chunks is None:
+            chunks = row_chunks(len(x_NH), chunk_rows(weight_DH, in_place is not None))
+        for part in chunks:
             logits = products.forward(x_NH[part])
             grad: Tensor | Fp8Matrix = logits
             if in_place is not None:
@@ -128,14 +130,23 @@ class _FusedHead(torch.autograd.Function):
             scaled = ctx.scale_(grad_NH, grad_total)
         else:
             scaled = grad_NH * grad_total.to(grad_NH.dtype)
-        return None, None, None, None, None, told, *scaled.split(ctx.counts)
+        return None, None, None, None, None, None, told, *scaled.split(ctx.counts)
 
 
-def chunk_rows(weight_DH: Tensor, in_place: bool = False) -> int:
-    """Rows per chunk of logits; in large chunks a multiple of 128, a tile of the products."""
-    row = weight_DH.shape[0] * (weight_DH.element_size() if in_place else 4)
+def chunk_rows(weight_DH: Tensor, in_place: bool = False, columns: int | None = None) -> int:
+    """Rows per chunk of logits; in large chunks a multiple of 128, a tile of the products.
+
+    Args:
+        columns: of the widest shard: ranks exchange sums of a chunk's rows, so all need equal chunks.
+    """
+    row = (columns or weight_DH.shape[0]) * (weight_DH.element_size() if in_place else 4)
     rows = max(1, CHUNK_BYTES.get(weight_DH.device.type, 64 << 20) // row)
     return rows - rows % 128 if rows >= 1024 else rows
+
+
+def row_chunks(count: int, size: int) -> list[slice]:
+    """Chunks of `size` rows; the last one may be smaller."""
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -170,6 +181,7 @@ def fused_head(
     row_loss: RowLoss,
     in_place: RowLossInPlace | None = None,
     scale_: Scale | None = None,
+    chunks: list[slice] | None = None,
     fp8: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """LM head, loss and metrics of the supervised rows of all draft steps.
@@ -180,6 +192,7 @@ def fused_head(
         weight_DH: this rank's rows of the draft's LM head.
         in_place: used instead of `row_loss` when given.
         scale_: multiplies the (large) gradient in place by a scalar that is nearly always 1.
+        chunks: of the rows of all steps, in order (default: by the size of this rank's shard).
         fp8: operators (`ops.backend.load`), to compute logits and both gradients in fp8 (`ops/weight_products.py`);
             needs `in_place`.
 
@@ -188,5 +201,6 @@ def fused_head(
         the number of correct rows and the overlap sum; fp32, equal on every TP rank.
     """
     assert fp8 is None or in_place is not None
-    out: tuple[Tensor, Tensor] = _FusedHead.apply(row_loss, in_place, scale_, fp8, steps, weight_DH, *hidden_RH)  # type: ignore[no-untyped-call]
+    given = (row_loss, in_place, scale_, chunks, fp8, steps, weight_DH)
+    out: tuple[Tensor, Tensor] = _FusedHead.apply(*given, *hidden_RH)  # type: ignore[no-untyped-call]
     return out

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_spec.config import MoeConfig
+from megatron_spec.runtime.platform import to_device
 
 
 def choose(logits_RE: Tensor, moe: MoeConfig, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -64,6 +65,39 @@ def mixed(x_RH: Tensor, weights_P: Tensor, chosen_RK: Tensor, experts: nn.Module
     for index, rows, pairs in rows_of_experts(chosen_RK, first, len(experts)):
         out_RH.index_add_(0, rows, experts[index](x_RH[rows]) * weights_P[pairs, None])
     return out_RH
+
+
+def mixed_in_order(
+    x_RH: Tensor, weights_P: Tensor, chosen_RK: Tensor, first: int, count: int,
+    experts: Callable[[Tensor, list[int]], Tensor], multiple: int = 1,
+) -> Tensor:  # fmt: skip
+    """[R, H] the same as `mixed`, with one call for all experts on rows in their order; one device synchronisation.
+
+    Args:
+        experts: (rows [P, H], rows of each expert first .. first + count - 1) -> [P, H].
+        multiple: every expert's rows are filled up with zeros to a multiple of it, which fp8 products need.
+    """
+    expert_P = chosen_RK.flatten()
+    order = expert_P.argsort(stable=True)
+    sizes = torch.bincount(expert_P, minlength=first + count).tolist()
+    begin, sizes = sum(sizes[:first]), sizes[first : first + count]
+    total = sum(sizes)
+    if total == 0:
+        return torch.zeros_like(x_RH)
+    pairs = order[begin : begin + total]
+    rows = pairs // chosen_RK.shape[1]
+    filled = [-(-size // multiple) * multiple for size in sizes]
+    if filled == sizes:
+        rows_PH = experts(x_RH[rows], sizes)
+    else:
+        gaps = [f - s for f, s in zip(filled, sizes, strict=True)]
+        before = [sum(gaps[:i]) for i in range(count)]
+        shift = torch.repeat_interleave(torch.tensor(before), torch.tensor(sizes)) + torch.arange(total)
+        places = to_device(shift, x_RH.device)
+        wide = x_RH.new_zeros(sum(filled), x_RH.shape[1]).index_copy_(0, places, x_RH[rows])
+        rows_PH = experts(wide, filled)[places]
+    every_PH = x_RH.new_zeros(len(expert_P), x_RH.shape[1]).index_copy_(0, pairs, rows_PH * weights_P[pairs, None])
+    return every_PH.view(*chosen_RK.shape, -1).sum(1)
 
 
 def mixed_by_groups(

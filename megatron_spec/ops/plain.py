@@ -5,6 +5,7 @@ in the input's dtype. Arguments and results are those of the kernel of the same 
 
 S rows, B batch, N query heads, G key/value heads, D head size, k number of branches, R flattened rows, H hidden, M
 intermediate, T draft steps, D (of logits) this rank's shard of the draft vocabulary, V vocabulary, U teacher rows.
+Decoding: as in `kernels/decode.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_spec.ops.fp8 import LARGEST, SMALLEST, Fp8Matrix
+from megatron_spec.ops.visibility import visible_slots
 
 
 def ttt_mask(documents_BS: Tensor, branches: int) -> Tensor:
@@ -316,6 +318,44 @@ def teacher_rows(
     return lse_R, argmax_R, torch.where(inside_R, id_R, logits_RD.argmax(1)), inside_R
 
 
+def decode_attention(
+    x_RX: Tensor, tables: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor], first_B: Tensor, heads: int,
+    kv_heads: int, key_slots: int, bias_X: Tensor | None = None, norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0, above_BSM: Tensor | None = None, grouped: bool = True,
+) -> Tensor:  # fmt: skip
+    """`kernels.decode.decode_attention`."""
+    (B,), R, D = first_B.shape, len(x_RX), 2 * tables[0].shape[1]
+    S, x = R // B, x_RX if bias_X is None else x_RX + bias_X
+    q, k, v = (x.new_empty(R, n * D) for n in (heads, kv_heads, kv_heads))
+    rotary_forward(x, tables, q, k, v, heads, kv_heads, grouped=grouped, norms=norms, eps=eps)
+    slots_BS = first_B[:, None] + torch.arange(S, device=x.device)
+    b_B1 = torch.arange(B, device=x.device)[:, None]
+    for kept, new in zip(cache, (k, v), strict=True):
+        kept[b_B1, slots_BS] = new.view(S, B, kv_heads, D).transpose(0, 1)
+    keys, values = (kept[:, :key_slots].repeat_interleave(heads // kv_heads, 2) for kept in cache)
+    if above_BSM is None:
+        seen_BSL = torch.arange(key_slots, device=x.device) <= slots_BS[:, :, None]
+    else:
+        seen_BSL = visible_slots(first_B + S - above_BSM.shape[2], above_BSM, key_slots)
+    scores = torch.einsum("sbnd,blnd->bnsl", q.view(S, B, heads, D), keys) * D**-0.5
+    shares = scores.masked_fill(~seen_BSL[:, None], -math.inf).softmax(-1)
+    return torch.einsum("bnsl,blnd->sbnd", shares, values).reshape(R, heads * D)
+
+
+def few_rows_product(
+    x_RH: Tensor, weight_OH: Tensor, bias_O: Tensor | None = None, norm_H: Tensor | None = None, eps: float = 0.0,
+    gated: bool = False, rest_RO: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`kernels.decode.few_rows_product`."""
+    if norm_H is not None:
+        x_RH = x_RH * (x_RH.square().mean(1, keepdim=True) + eps).rsqrt() * norm_H
+    out = torch.nn.functional.linear(x_RH, weight_OH, bias_O)
+    if gated:
+        gate, up = out.chunk(2, 1)
+        return torch.nn.functional.silu(gate) * up
+    return out if rest_RO is None else rest_RO + out
+
+
 def scale_(x: Tensor, scale: Tensor) -> Tensor:
     """`kernels.rows.scale_`."""
     return x.mul_(scale.to(x.dtype))
@@ -326,6 +366,20 @@ def quantize(x_RH: Tensor) -> Fp8Matrix:
     scale = x_RH.abs().amax(1).float().clamp(min=SMALLEST) / LARGEST
     values = (x_RH / scale[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return Fp8Matrix(values, scale)
+
+
+def quantized_norm(a_RH: Tensor, b_RH: Tensor | None, sum_RH: Tensor | None, weight_H: Tensor, eps: float) -> Fp8Matrix:
+    """`kernels.fp8.quantized_norm`."""
+    normed = torch.empty_like(a_RH)
+    norm_forward(a_RH, eps, b_RH, sum_RH, (weight_H, normed))
+    return quantize(normed)
+
+
+def quantized_gate(x_RX: Tensor) -> Fp8Matrix:
+    """`kernels.fp8.quantized_gate`."""
+    h_RM = x_RX.new_empty(len(x_RX), x_RX.shape[1] // 2)
+    gated_forward(x_RX, h_RM)
+    return quantize(h_RM)
 
 
 def product(
@@ -349,10 +403,23 @@ def quantize_columns(x_RH: Tensor, scale_R: Tensor, out: Fp8Matrix) -> None:
     out.scale.copy_(found.scale)
 
 
+def adamw(
+    grad: Tensor, master: Tensor, moments: tuple[Tensor, Tensor], out: Tensor, scale: float, step: int, lr: float,
+    betas: tuple[float, float], eps: float, weight_decay: float,
+) -> None:  # fmt: skip
+    """`kernels.adam.adamw`."""
+    g, (m, v) = grad * scale, moments
+    m.lerp_(g, 1 - betas[0])
+    v.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
+    root = v.sqrt() / (1 - betas[1] ** step) ** 0.5 + eps
+    master.mul_(1 - lr * weight_decay).sub_(lr / (1 - betas[0] ** step) * m / root)
+    out.copy_(master)
+
+
 OPERATORS = frozenset({
     "norm_forward", "norm_partials", "norm_backward", "rotary_forward", "rotary_backward", "gated_forward",
     "gated_backward", "shifted_sum", "scale_", "merge_forward", "merge_backward", "largest", "soft_shard", "soft_rows",
-    "mixed_rows", "mixed_sums", "mixed_gradient", "teacher_rows", "quantize", "product", "transpose",
-    "quantize_columns",
+    "mixed_rows", "mixed_sums", "mixed_gradient", "teacher_rows", "quantize", "quantized_norm", "quantized_gate",
+    "product", "transpose", "quantize_columns", "decode_attention", "few_rows_product", "adamw",
 })  # fmt: skip
 """Operators that `ops.backend` loads from here or from `ops.kernels`."""

@@ -1,7 +1,7 @@
 """Key visibility: which keys each query row of a forward sees. Built once per forward, read by every layer.
 
 S query rows, B batch, G key/value heads, D head size, L key length (under context parallelism: S is this rank's part
-of the L rows of the sequence).
+of the L rows of the sequence; in decoding: number of cache slots), M tree nodes.
 """
 
 from __future__ import annotations
@@ -148,9 +148,12 @@ class Visibility:
         context: the ranks that share the sequence: queries are this rank's rows, keys and values those of all ranks.
         single: every sequence is one document (with padding only after it), so rows see all earlier rows.
         cache: keys and values in decoding; None in training.
-        slots_BS: int64 cache slots that the S new rows are written to (decoding only).
-        visible_BSL: bool, which of the first L cache slots each new row sees (decoding only); None: the new rows start
-            their sequences and see each other causally.
+        slots_BS: int64 cache slots that the S new rows are written to (decoding only); consecutive but for `given_BSL`.
+        key_slots: number of cache slots that the new rows may see (decoding only); 0: the new rows start their
+            sequences and see each other causally.
+        above_BSM: bool, new row s sees node m of a tree, whose nodes are in the last M slots, which end with the last
+            new row; None: every slot up to its own.
+        given_BSL: bool, which of the first `key_slots` slots each new row sees, instead of both.
         lengths_B: known tokens of each text (decoding only); None: up to the last new row.
     """
 
@@ -159,7 +162,9 @@ class Visibility:
     single: bool = False
     cache: KVCache | None = None
     slots_BS: Tensor | None = None
-    visible_BSL: Tensor | None = None
+    key_slots: int = 0
+    above_BSM: Tensor | None = None
+    given_BSL: Tensor | None = None
     lengths_B: Tensor | None = None
     _made: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 
@@ -184,23 +189,42 @@ class Visibility:
     @staticmethod
     def cached(
         cache: KVCache, slots_BS: Tensor, visible_BSL: Tensor | None = None, length: int | None = None,
-        lengths_B: Tensor | None = None,
+        lengths_B: Tensor | None = None, above_BSM: Tensor | None = None,
     ) -> Visibility:  # fmt: skip
-        """New rows are written to `slots_BS` and see every slot up to their own, or `visible_BSL` (trees).
+        """New rows are written to `slots_BS` and see every slot up to their own, or what a mask or a tree says.
 
         Args:
+            visible_BSL: a mask over slots.
             length: upper bound of the slots; computed from `slots_BS` (a device synchronisation) when not given.
+            above_BSM: nodes of a tree; the new rows are in consecutive slots.
         """
-        if visible_BSL is None:
-            if length is None:
-                length = int(slots_BS.max()) + 1
-            visible_BSL = torch.arange(length, device=slots_BS.device) <= slots_BS[:, :, None]
-        return Visibility(cache=cache, slots_BS=slots_BS, visible_BSL=visible_BSL, lengths_B=lengths_B)
+        if length is None:
+            length = int(slots_BS.max()) + 1 if visible_BSL is None else visible_BSL.shape[-1]
+        return Visibility(
+            cache=cache, slots_BS=slots_BS, key_slots=length, above_BSM=above_BSM, given_BSL=visible_BSL,
+            lengths_B=lengths_B,
+        )  # fmt: skip
+
+    @cached_property
+    def visible_BSL(self) -> Tensor | None:
+        """bool, which of the first L cache slots each new row sees; None: the new rows begin their sequences."""
+        if not self.key_slots or self.given_BSL is not None:
+            return self.given_BSL
+        assert self.slots_BS is not None
+        if self.above_BSM is not None:
+            first_B = self.slots_BS[:, -1] + 1 - self.above_BSM.shape[2]
+            return visible_slots(first_B, self.above_BSM, self.key_slots)
+        return torch.arange(self.key_slots, device=self.slots_BS.device) <= self.slots_BS[:, :, None]
 
     @property
     def is_causal(self) -> bool:
         """Every row sees all earlier rows of its sequence: no document boundaries, no mask."""
-        return self.documents_BL is None and self.visible_BSL is None
+        return self.documents_BL is None and not self.key_slots
+
+    @property
+    def is_plain(self) -> bool:
+        """Causal over complete sequences on this rank, without a cache."""
+        return self.is_causal and self.context is None and self.cache is None
 
     @cached_property
     def documents(self) -> Documents:
@@ -254,7 +278,7 @@ class Visibility:
         if "places" not in self._made:
             self._made["places"] = self.cache.places(self.slots_BS)
         self.cache.write(layer, k_SBGD, v_SBGD, self._made["places"])
-        return (k_SBGD, v_SBGD) if self.visible_BSL is None else self.cache.read(layer, self.visible_BSL.shape[-1])
+        return self.cache.read(layer, self.key_slots) if self.key_slots else (k_SBGD, v_SBGD)
 
 
 def within_window(mask: Tensor, window: int) -> Tensor:
@@ -264,3 +288,18 @@ def within_window(mask: Tensor, window: int) -> Tensor:
     accepted tokens and its ancestors. So the distance of a key is the number of visible keys after it.
     """
     return mask & (mask.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1) <= window)
+
+
+def visible_slots(first_B: Tensor, above_BSM: Tensor, length: int) -> Tensor:
+    """bool [B, S, length]: key slots that each row sees, with tree node m in slot first_B + m.
+
+    Args:
+        first_B: slots before it are visible to every row.
+        above_BSM: row s sees node m.
+        length: number of key slots.
+    """
+    B, S, M = above_BSM.shape
+    offset_BL = torch.arange(length, device=first_B.device) - first_B[:, None]
+    inside_BL = (offset_BL >= 0) & (offset_BL < M)
+    own_BSL = above_BSM.gather(2, offset_BL.clamp(0, M - 1)[:, None].expand(B, S, length)) & inside_BL[:, None]
+    return own_BSL | (offset_BL < 0)[:, None]

@@ -124,7 +124,6 @@ class Place:
         world_size: number of processes.
         layers: number of base layers in the rank's stage.
         offline: features come from disk.
-        last_stage: the rank is on the last pipeline stage.
         anchors: most blocks of a sequence, of block drafts.
     """
 
@@ -137,7 +136,6 @@ class Place:
     world_size: int
     layers: int
     offline: bool = False
-    last_stage: bool = True
     paths: Paths | None = None
     """Default: the paths that an H100 can run."""
     anchors: int = 512
@@ -217,12 +215,16 @@ def memory(place: Place) -> dict[str, float]:
     spread = rows / (tp if parallel.sequence_parallel else 1)
     captures = len(place.draft.capture_layer_ids) + 1
     held = place.features_ahead + 1
-    if place.pp > 1 and place.last_stage and not place.offline:
-        held += place.features_ahead * place.pp  # all results, before they are sent to their owners
-    D = place.draft.draft_vocab_size
+    if place.pp > 1 and not place.offline:
+        held += 3  # inputs that wait for this stage, and outputs that are being sent
+    D, paths = place.draft.draft_vocab_size, place.fast_paths
+    head_fp8 = 0.0  # the gradient of a chunk of logits, and of all rows transposed, a byte a value
+    if paths.on("draft_head_fp8"):
+        head_fp8 = HEAD_CHUNK / 2 + min(rows * place.ttt_steps, ROWS_AT_ONCE) * D
     return {
-        "base layers": layers * (shared / tp + experts / tp / ep) * (1 if place.fast_paths.on("base_fp8") else width),
-        "embedding and head": end_parameters(base) / tp * width,
+        "base layers": layers * (shared / tp + experts / tp / ep) * (1 if paths.on("base_fp8") else width),
+        "embedding and head": end_parameters(base) / tp * width
+        + (H * base.vocab_size if paths.on("teacher_fp8") else 0),
         "draft": own * width,
         "gradients (fp32)": own * 4,
         "optimizer": own * (12 if train.bf16 else 8) / shards,
@@ -230,5 +232,6 @@ def memory(place: Place) -> dict[str, float]:
         "teacher": rows * D / tp * width,
         "draft steps": _activation_bytes(place, rows, width),
         "working space": HEAD_CHUNK
+        + head_fp8
         + (0 if place.offline else rows * (6 * H + 2 * base.intermediate_size / tp) * width),
     }

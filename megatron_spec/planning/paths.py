@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from megatron_spec.config import (
+    LOCAL,
     BaseConfig,
+    BaseLayers,
     BlockConfig,
     DraftConfig,
     EagleConfig,
@@ -56,8 +58,8 @@ class Setting:
     """None: unknown yet; `Paths.under` adds it."""
     quant: QuantConfig | None = None
     """Active fake quantisation."""
-    transformer_engine: bool = False
-    """The base's layers are Transformer Engine's modules."""
+    layers: BaseLayers = LOCAL
+    """What the base's layers are built from."""
     rows: int = 0
     """Rows of a micro-batch (its size times its length); 0: unknown yet."""
     wanted: tuple[str, ...] = ()
@@ -115,6 +117,15 @@ def _kernels(s: Setting) -> Reasons:
     }
 
 
+def _wide_kernels(s: Setting) -> Reasons:
+    """Of kernels that take fp32, too."""
+    return {
+        "there is no GPU": s.machine.kernels != "plain" and not s.machine.gpu,
+        "Triton is missing": s.machine.kernels == "none",
+        "weights are in float64": s.machine.kernels != "plain" and s.dtype == "float64",
+    }
+
+
 def _fp8(s: Setting) -> Reasons:
     real = s.machine.kernels != "plain"
     return {
@@ -142,10 +153,22 @@ def _base_direct(s: Setting) -> Reasons:
         return {"the base's layers do not run": True}
     quantised = s.quant is not None and (s.quant.base != "none" or s.quant.kv_cache != "none")
     return {
-        "--transformer-impl transformer_engine builds the base": s.transformer_engine,
+        "--transformer-impl transformer_engine builds the base": s.layers.engine,
         **missing_features(s.base, s.parallel.tensor_model_parallel_size),
-        "it needs the full sequence (--sequence-parallel)": s.parallel.sequence_parallel,
+        "its experts shard the sequence (--sequence-parallel)": s.parallel.sequence_parallel and s.base.moe is not None,
         "the base is fake-quantised": quantised,
+    }
+
+
+def _decode_kernels(s: Setting) -> Reasons:
+    return {**_base_direct(s), **_wide_kernels(s)}
+
+
+def _decode_products(s: Setting) -> Reasons:
+    return {
+        **_decode_kernels(s),
+        "rows are scaled after the products, which overflow in float16": s.dtype == "float16",
+        "products are summed over tensor parallel ranks": s.parallel.tensor_model_parallel_size > 1,
     }
 
 
@@ -156,13 +179,85 @@ def _grouped_experts(s: Setting) -> Reasons:
         sizes = (s.base.hidden_size, moe.intermediate_size // s.parallel.tensor_model_parallel_size)
     return {
         "the base has no experts": moe is None,
-        "--transformer-impl transformer_engine builds the base": s.transformer_engine,
+        "--transformer-impl transformer_engine builds the base": s.layers.engine,
         "there is no GPU": real and not s.machine.gpu,
         f"weights are in {s.dtype}, not in bf16 (--bf16)": real and s.dtype != "bfloat16",
         "this torch has no grouped products (2.10 has)": not s.machine.grouped_products,
         f"hidden size and width of an expert per rank are {sizes}, not multiples of 8": any(x % 8 for x in sizes),
         "the base is fake-quantised": s.quant is not None and s.quant.base != "none",
     }
+
+
+def _engine(s: Setting) -> Reasons:
+    return {"--transformer-impl local builds the base": not s.layers.engine, "there is no GPU": not s.machine.gpu}
+
+
+def _half(s: Setting) -> Reasons:
+    return {f"weights are in {s.dtype}, not in half precision (--bf16)": s.dtype not in ("bfloat16", "float16")}
+
+
+def _head_sizes(*sizes: int) -> Reasons:
+    reason = f"heads of keys and values have {sizes} dimensions, not multiples of 8 up to 256"
+    return {reason: any(size % 8 or size > 256 for size in sizes)}
+
+
+def _te_attention(s: Setting) -> Reasons:
+    base, parallel = s.base, s.parallel
+    if base is None:
+        return {"the base's layers do not run": True}
+    return {
+        **_engine(s),
+        **_half(s),
+        "ranks share the sequence (context parallelism)": parallel.context_parallel_size > 1,
+        "the base has fewer key/value heads than tensor parallel ranks": bool(
+            base.num_key_value_heads % parallel.tensor_model_parallel_size
+        ),
+        **_head_sizes(base.head_dim, base.value_dim),
+    }
+
+
+def _te_experts(s: Setting) -> Reasons:
+    return {
+        **_engine(s), **_half(s), "the base has no experts": s.base is None or s.base.moe is None,
+    }  # fmt: skip
+
+
+def _te_fp8(s: Setting) -> Reasons:
+    base, multiple = s.base, 128 if s.layers.recipe == "blockwise" else 16
+    sizes = () if base is None else linear_sizes(base, s.parallel.tensor_model_parallel_size)
+    return {
+        "the base's layers do not run": base is None,
+        **_engine(s),
+        **_fp8(s),
+        "the base is fake-quantised": s.quant is not None and (s.quant.base != "none" or s.quant.kv_cache != "none"),
+        # Transformer Engine updates all ranges after a forward of either; ranks without supervised rows run no draft.
+        "context parallel ranks would wait for one another (--fp8-recipe delayed and --draft-fp8-recipe)": (
+            s.layers.recipe == "delayed" and s.draft_fp8_recipe is not None and s.parallel.context_parallel_size > 1
+        ),
+        f"inputs and outputs of the base's linears per rank are {sizes}, not all multiples of {multiple}": any(
+            size % multiple for size in sizes
+        ),
+    }
+
+
+def linear_sizes(base: BaseConfig, tp_size: int) -> tuple[int, ...]:
+    """Different sizes of the inputs and outputs of the linears in the base's layers, on each tensor parallel rank."""
+    heads, H = base.num_attention_heads // tp_size, base.hidden_size
+    sizes = {H, heads * base.value_dim}
+    if base.mla is not None:
+        mla = base.mla
+        sizes |= {mla.kv_lora_rank, mla.kv_lora_rank + mla.rope_head_dim, heads * base.head_dim}
+        sizes |= {heads * (mla.nope_head_dim + mla.v_head_dim), mla.q_lora_rank or H}
+    else:
+        sizes.add((base.num_attention_heads + 2 * base.num_key_value_heads) * base.head_dim // tp_size)
+    layers = range(base.num_layers)
+    if not all(base.has_experts(layer) for layer in layers):
+        sizes.add(base.intermediate_size // tp_size)
+    if base.moe is not None:
+        sizes |= {
+            width // tp_size for width in (base.moe.intermediate_size, base.moe.shared_intermediate_size) if width
+        }
+    return tuple(sorted(sizes))
 
 
 def _base_fp8(s: Setting) -> Reasons:
@@ -172,7 +267,8 @@ def _base_fp8(s: Setting) -> Reasons:
         sizes = (s.base.hidden_size, width, s.base.head_dim)
     uneven = f"hidden size, intermediate size per rank and head size are {sizes}, not all multiples of 16"
     experts = {"the base has experts": s.base is not None and s.base.moe is not None}
-    return {**_base_direct(s), **experts, **_kernels(s), **_fp8(s), uneven: any(size % 16 for size in sizes)}
+    odd = s.machine.kernels != "plain" and any(size % 16 for size in sizes)
+    return {**_base_direct(s), **experts, **_kernels(s), **_fp8(s), uneven: odd}
 
 
 def _draft_engine(s: Setting) -> Reasons:
@@ -231,7 +327,12 @@ def _draft_head_fp8(s: Setting) -> Reasons:
 
 def _teacher_fp8(s: Setting) -> Reasons:
     base = PATHS["base_fp8"].blocked(s)
-    return {f"the base's layers are not in fp8: {base}": base is not None, **_teacher_kernel(s)}
+    split = s.parallel.tensor_model_parallel_size > 1
+    return {
+        f"the base's layers are not in fp8: {base}": base is not None,
+        **_kernels(s),
+        "the base's LM head is split over tensor parallel ranks": split,
+    }
 
 
 def _block_kernel(s: Setting) -> Reasons:
@@ -266,11 +367,6 @@ def _loss_kernel(s: Setting) -> Reasons:
     return {**_kernels(s), f"the loss {kind} has no kernel": kind not in KERNEL_LOSSES}
 
 
-def _teacher_kernel(s: Setting) -> Reasons:
-    split = s.parallel.tensor_model_parallel_size > 1
-    return {**_kernels(s), "the base's LM head is split over tensor parallel ranks": split}
-
-
 def _rounding_kernel(s: Setting) -> Reasons:
     return {
         "there is no GPU": not s.machine.gpu,
@@ -288,11 +384,12 @@ def _cuda_graphs(s: Setting) -> Reasons:
         "there is no GPU": not s.machine.gpu,
         **_draft_engine(s),
         "the base is split over several ranks": ranks > 1,
+        "--transformer-impl transformer_engine builds the base": s.layers.engine,
         "the number of tokens per expert varies": s.base is not None and s.base.moe is not None and not grouped,
     }
 
 
-_GPU = "tests/gpu/test_fast_paths.py"
+_GPU, _TE = "tests/gpu/test_fast_paths.py", "tests/gpu/test_transformer_engine.py"
 _PATHS = (
     Path(
         "base_direct",
@@ -301,12 +398,34 @@ _PATHS = (
         "megatron-core's layers (base/spec.py)", "tests/unit_tests/base/test_direct.py", _base_direct,
     ),
     Path(
+        "decode_kernels",
+        "base, in decoding: from the projection of the new rows to their attention in one kernel, which writes the "
+        "cache and reads as much of it as the sequence has",
+        "base_direct", "tests/unit_tests/base/test_direct.py", _decode_kernels,
+    ),
+    Path(
+        "decode_products", "base, in decoding: norms, gate and residual sums inside the products of up to 16 rows",
+        "base_direct", "tests/unit_tests/base/test_direct.py", _decode_products,
+    ),
+    Path(
         "grouped_experts", "base: two products for all experts of a layer, instead of two for each",
         "ops/moe.py, `mixed`", "tests/unit_tests/base/test_grouped_experts.py", _grouped_experts,
     ),
     Path(
         "base_fp8", "base: its linears in real fp8 (E4M3) in training", "base_direct in bf16",
         f"{_GPU}::test_fp8_base", _base_fp8, "--base-fp8",
+    ),
+    Path(
+        "te_attention", "base of Transformer Engine's modules: its attention, for batches without packing",
+        "ops/attention.py", f"{_TE}::test_families", _te_attention,
+    ),
+    Path(
+        "te_experts", "base of Transformer Engine's modules: its grouped linears for all experts of a layer",
+        "ops/moe.py, `mixed`", f"{_TE}::test_families", _te_experts,
+    ),
+    Path(
+        "te_fp8", "base of Transformer Engine's modules: its linears in fp8 in training", "the same modules in bf16",
+        f"{_TE}::test_fp8_recipes", _te_fp8, "--fp8-format",
     ),
     Path(
         "draft_fused", "draft: the unroll with its backward written by hand", "drafts/unroll.py",
@@ -341,7 +460,12 @@ _PATHS = (
     ),
     Path(
         "teacher_kernel", "base: restricted logits, log-sum-exp and argmax of a row in one pass", "drafts/teacher.py",
-        "tests/gpu/test_loss_kernels.py", _teacher_kernel,
+        "tests/gpu/test_loss_kernels.py", _kernels,
+    ),
+    Path(
+        "optimizer_pass",
+        "optimizer: division by the rows, clipping, AdamW and copy of the weights in one pass, from the second step on",
+        "megatron-core's optimizer", "tests/unit_tests/training/test_one_pass.py", _kernels,
     ),
     Path(
         "rounding_kernel", "fake quantisation: the E4M3 round trip in one pass", "quantization/rounding.py",
@@ -353,6 +477,8 @@ _PATHS = (
     ),
 )  # fmt: skip
 PATHS = {path.name: path for path in _PATHS}
+_WIDE = {"decode_kernels", "decode_products"}
+"""Paths whose kernels take fp32, too."""
 
 
 class Paths:
@@ -375,7 +501,8 @@ class Paths:
 
     def kernels(self, *names: str) -> Kernels:
         """Implementation of the kernels for these paths (`ops.backend.load`); 'none' unless all of them are on."""
-        can = not self.setting.plain and not any(_kernels(self.setting).values())
+        blocked = _wide_kernels(self.setting) if {*names} & _WIDE else _kernels(self.setting)
+        can = not self.setting.plain and not any(blocked.values())
         return self.setting.machine.kernels if can and all(map(self.on, names)) else "none"
 
     def under(self, objective: ObjectiveConfig) -> Paths:

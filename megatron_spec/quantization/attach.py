@@ -1,8 +1,9 @@
 """Attach quantisers to the linears of a draft and of the frozen base, with one policy for each.
 
 Draft linears call `input_quantizer` and `weight_quantizer` themselves, so attaching is an assignment. The base consists
-of megatron-core's linears: its frozen weights are rounded once, in place, and its inputs by a forward pre-hook. The
-global name of a base quantiser ("layers.3.self_attention.linear_qkv") does not depend on the parallel layout.
+of megatron-core's or Transformer Engine's linears: its frozen weights are rounded once, in place, and its inputs by a
+forward pre-hook. The global name of a base quantiser ("layers.3.self_attention.linear_qkv") depends neither on the
+parallel layout nor on the kind of linear.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_spec.base import te
 from megatron_spec.config import DraftConfig, QuantConfig, UserError
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.families.rules import name_rules
@@ -157,11 +159,16 @@ def _check_blocks(name: str, weight: Tensor) -> None:
 def _attach_base(base: nn.Module, quant: QuantConfig) -> int:
     model: Any = base
     chosen: list[tuple[str, Any]] = []
+    if model.paths.on("te_fp8"):
+        raise UserError(
+            "fp8 for the base: it computes in Transformer Engine's fp8 already: load it without --fp8-format"
+        )
+    te.separate_norms(model)
     found = list(model.linears())
     if not found:
         raise UserError(
-            "fp8 for the base: found no ColumnParallelLinear or RowParallelLinear in its layers; a base built with "
-            "other layers (Transformer Engine) is not supported: load it with load_base"
+            "fp8 for the base: found no linears of megatron-core or Transformer Engine in its layers: load it with "
+            "load_base"
         )
     if model.quantised_on_disk:
         raise UserError(

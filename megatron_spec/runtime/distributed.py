@@ -177,6 +177,8 @@ def initialize(
                 pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
                 context_parallel_size=parallel.context_parallel_size,
                 expert_model_parallel_size=parallel.expert_model_parallel_size,
+                # a sum that runs beside a product must not wait for the product's end
+                high_priority_stream_groups=["tp", "cp"] if platform.has_cuda() else None,
             )
         seed_everything(seed)  # existing groups belong to a program with its own seeds
     return _build_world(parallel)

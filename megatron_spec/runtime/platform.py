@@ -50,6 +50,36 @@ def to_host(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     return wait
 
 
+class CopyStream:
+    """Copies to a device that overlap with its computation: on a stream of their own (a GPU's)."""
+
+    def __init__(self, place: torch.device) -> None:
+        self.stream = torch.cuda.Stream(place) if place.type == "cuda" else None
+
+    def copying(self) -> contextlib.AbstractContextManager[Any]:
+        """Operations of this block go to the stream, also in another thread."""
+        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def arrival(self, *copied: torch.Tensor) -> Callable[[], None]:
+        """Called after the copies were started. The result makes the current stream wait for them, not the host.
+
+        Nothing else may use these tensors before.
+        """
+        if self.stream is None:
+            return lambda: None
+        done = torch.cuda.Event()
+        done.record(self.stream)
+
+        def wait() -> None:
+            """Before the first use on the current stream."""
+            current = torch.cuda.current_stream(self.stream.device)  # type: ignore[union-attr]
+            current.wait_event(done)
+            for x in copied:  # their memory belongs to the other stream
+                x.record_stream(current)
+
+        return wait
+
+
 def device_memory() -> float:
     """Bytes of the GPU's memory; unlimited without one."""
     return float(torch.cuda.mem_get_info()[1]) if has_cuda() else float("inf")

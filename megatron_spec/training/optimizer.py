@@ -132,11 +132,20 @@ def _use_fused_adam(optimizer: MegatronOptimizer) -> None:
                 group.update(fused=True, foreach=False)
 
 
-def finish_gradients(ddp: DistributedDataParallel, world: World, supervised_rows: torch.Tensor) -> None:
+def scale_gradients(parameters: Sequence[Tensor], scale: float) -> None:
+    """Multiply the ready gradients of an optimizer's parameters in one pass."""
+    gradients = [p.grad.detach() for p in parameters if p.grad is not None]
+    if gradients and scale != 1.0:
+        overflow = torch.zeros(1, dtype=torch.int, device=gradients[0].device)
+        clip_grads.multi_tensor_applier(clip_grads.multi_tensor_scale_impl, overflow, [gradients, gradients], scale)
+
+
+def finish_gradients(ddp: DistributedDataParallel, world: World, supervised_rows: torch.Tensor | None = None) -> None:
     """Sum gradients over ranks, add the partial ones of sequence parallelism, divide by the global row count.
 
     Args:
-        supervised_rows: scalar, rows supervised at step 0 in the whole global batch.
+        supervised_rows: scalar, rows supervised at step 0 in the whole global batch; None: the sums are left, to be
+            divided with the clipping.
     """
     ddp.finish_grad_sync()
     if world.parallel.sequence_parallel and world.tp_size > 1:
@@ -146,4 +155,5 @@ def finish_gradients(ddp: DistributedDataParallel, world: World, supervised_rows
             dist.all_reduce(flat, group=world.tp)
             for g, summed in zip(partial, flat.split([g.numel() for g in partial]), strict=True):
                 g.copy_(summed.view_as(g))
-    ddp.scale_gradients(1.0 / supervised_rows)
+    if supervised_rows is not None:
+        ddp.scale_gradients(1.0 / supervised_rows)

@@ -10,20 +10,22 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from megatron_spec.batch import Features
 from megatron_spec.config import ObjectiveConfig
 from megatron_spec.drafts.contract import BaseEnds
+from megatron_spec.ops import backend
 from megatron_spec.runtime.distributed import World
 from megatron_spec.training.metrics import pack, reduce_sums, warn_uncounted
-from megatron_spec.training.optimizer import finish_gradients
+from megatron_spec.training.one_pass import OnePass, parts
+from megatron_spec.training.optimizer import finish_gradients, scale_gradients
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +64,8 @@ class Trainer:
             features: of this rank's micro-batches; an iterator (`FeaturesAhead.step`) keeps only some in memory.
             count: number of micro-batches; None counts them, which keeps all in memory.
 
-        Returns the reduced sums [5, T] and the loss: weighted step losses per supervised row of step 0.
+        Returns the reduced sums [5, T] and the loss: weighted step losses per supervised row of step 0. Gradients are
+        sums; the step divides them by the rows, `sums[3, 0]`.
         """
         self.ddp.train()
         self.ddp.zero_grad_buffer()
@@ -83,10 +86,8 @@ class Trainer:
                 del micro_batch, losses  # before the next features are computed
         assert left == 0, (left, count)
         reduce_sums(sums, self.world.draft_dp)
-        rows = sums[3, 0]
-        # Without any supervised row all gradients are zero: the division must not make them NaN.
-        finish_gradients(self.ddp, self.world, rows.clamp(min=1).to(torch.float32))
-        return sums[:5], sums[5, 0] / rows.clamp(min=1)
+        finish_gradients(self.ddp, self.world)
+        return sums[:5], sums[5, 0] / sums[3, 0].clamp(min=1)
 
     def step(self, features: Iterable[Features], describe: str = "", count: int | None = None) -> StepResult:
         """One optimizer step. A batch without any supervised row changes neither parameters nor moments.
@@ -106,20 +107,30 @@ class Trainer:
         norm = float(self.optimizer.get_grad_norm() or 0.0)
         sums, loss = sums.cpu(), loss.cpu()
         rows, value = float(sums[3, 0]), float(loss)
+        norm /= max(rows, 1.0)
         for what, number in (("loss", value), ("norm of the gradient", norm)):
             if not math.isfinite(number):  # clipping by such a norm would make every parameter NaN
                 raise NonFiniteLossError(f"the {what} is {number} at {describe}: nothing was updated")
         if rows:
             warn_uncounted(rows, float(sums[4, 0]), describe)
-            self._update(norm)
+            self._update(norm, rows)
         else:
             log.warning("no token is supervised at %s: this step changes nothing", describe)
         self.scheduler.step(increment=1)  # a function of the iteration, so that a resumed run finds the same rate
         return StepResult(sums, loss, norm if rows else 0.0)
 
-    def _update(self, norm: float) -> None:
-        """AdamW with the prepared gradients, clipped by their known norm (`optimizer.step` would find it again)."""
-        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            if part.config.clip_grad > 0:
-                clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, norm)
-        self.optimizer.step_with_ready_grads()
+    def _update(self, norm: float, rows: float) -> None:
+        """AdamW with the prepared gradient sums, divided by the rows and clipped by the norm of what results
+        (`optimizer.step` would find it again)."""
+        for part in self._parts:
+            limit = part.optimizer.config.clip_grad
+            scale = min(1.0, limit / (norm + 1e-6)) / rows if limit > 0 else 1.0 / rows
+            if not part.step(scale):
+                scale_gradients(part.optimizer.get_parameters(), scale)
+                part.optimizer.step_with_ready_grads()
+
+    @cached_property
+    def _parts(self) -> list[OnePass]:
+        kind = self.ddp.module.paths.kernels("optimizer_pass")
+        kernels = None if kind == "none" else backend.load(kind)
+        return [OnePass(part, kernels) for part in parts(self.optimizer)]

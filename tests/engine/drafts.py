@@ -62,10 +62,10 @@ def answered(
     """The setting of a base as it is now: quantised, for example."""
     config = DecodeConfig(max_draft_len=0, max_new_tokens=tokens)
     answers = [g.tokens for g in decode(base, prompts, config, ())]
-    ids = torch.tensor([p + a for p, a in zip(prompts, answers, strict=True)])
+    ids = torch.tensor([p + a for p, a in zip(prompts, answers, strict=True)], device=world.device)
     turns = torch.zeros_like(ids, dtype=torch.int32)
     turns[:, len(prompts[0]) :] = 1
-    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     return Setting(world, reference, base, prompts, answers, Batch(ids, positions, turns, torch.zeros_like(turns)))
 
 
@@ -82,7 +82,7 @@ def train(made: Setting, kind: str, steps: int, lr: float, **overrides: Any) -> 
     elif "draft_vocab_size" in overrides:
         shape = eagle_config(config, kind, overrides=overrides)
     else:
-        used = torch.unique(torch.cat([made.batch.tokens_BS.flatten(), torch.arange(100, 140)]))
+        used = torch.unique(torch.cat([made.batch.tokens_BS.flatten().cpu(), torch.arange(100, 140)]))
         vocab = DraftVocab(used, config.vocab_size)
         shape = eagle_config(config, kind, overrides={"draft_vocab_size": len(used), **overrides})
     draft = build_draft(shape, vocab, made.world, torch.float32)
@@ -112,9 +112,10 @@ def ours(made: Setting, draft: Draft, tokens: int) -> tuple[list[list[int]], Acc
 
 def _read_prompts(made: Setting) -> tuple[Tensor, Features]:
     """The prompts [B, S], and the base's features of them."""
-    prompts = torch.tensor(made.prompts)
+    prompts = torch.tensor(made.prompts, device=made.world.device)
     zeros = torch.zeros_like(prompts, dtype=torch.int32)
-    batch = Batch(prompts, torch.arange(prompts.shape[1]).expand_as(prompts), zeros, zeros)
+    positions = torch.arange(prompts.shape[1], device=prompts.device).expand_as(prompts)
+    batch = Batch(prompts, positions, zeros, zeros)
     (features,) = OnlineFeatures(made.base).features([batch])
     return prompts, features
 
@@ -123,26 +124,26 @@ def _read_prompts(made: Setting) -> tuple[Tensor, Features]:
 def base_logprobs(made: Setting) -> Tensor:
     """[B, V] of the token after each prompt, by the base."""
     _, features = _read_prompts(made)
-    return made.base.logits(features.state_SBH)[-1].float().log_softmax(-1)
+    return made.base.logits(features.state_SBH)[-1].float().log_softmax(-1).cpu()
 
 
 @torch.no_grad()
 def first_logits(made: Setting, draft: Draft) -> Tensor:
-    """[B, V] what the draft says first after each prompt: its logits, -inf outside its vocabulary."""
+    """[B, V] what the draft says first after each prompt, on the CPU: its logits, -inf outside its vocabulary."""
     from megatron_spec.export.verify import two_steps
 
     if draft.config.algorithm in BLOCKS:  # type: ignore[union-attr]
         return _first_of_block(made, draft)
     prompts, features = _read_prompts(made)
     batch = features.batch
-    chosen = torch.tensor([a[0] for a in made.answers])
+    chosen = torch.tensor([a[0] for a in made.answers], device=prompts.device)
     following = torch.cat([prompts[:, 1:], chosen[:, None]], 1)
     logits, _ = two_steps(
         draft, features.captures_SBC, made.base.embed(following), batch.positions_BS, features.state_SBH, made.base
     )
     vocab: Any = draft.vocab
     whole = torch.full((len(prompts), vocab.vocab_size), -torch.inf)
-    whole[:, vocab.target_ids] = logits[-1][:, : len(vocab)]
+    whole[:, vocab.target_ids.cpu()] = logits[-1][:, : len(vocab)].cpu()
     return whole
 
 
@@ -160,4 +161,4 @@ def _first_of_block(made: Setting, draft: Any) -> Tensor:
     if draft.config.algorithm == "dspark":
         m = draft.markov(plan.tokens_P)
         logits_BV = logits_BV + draft.markov_logits(draft.markov_head.step(m, states_BCH[:, 0], m)[0])
-    return logits_BV[:, : made.base.config.vocab_size]
+    return logits_BV[:, : made.base.config.vocab_size].cpu()

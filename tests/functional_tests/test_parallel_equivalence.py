@@ -204,7 +204,9 @@ def run_case(folders: dict[str, str], case: Case, resave: str | None = None) -> 
     sums, loss = trainer.backward(drawn, count)
     result["sums"], result["loss"] = sums.clone(), float(loss)
     if not train.use_distributed_optimizer:  # there, a rank holds only its part of the reduced gradient
-        result["grads"] = {n: whole(p.main_grad, p, world.tp) for n, p in draft.named_parameters() if p.requires_grad}
+        result["grads"] = {
+            n: whole(p.main_grad / sums[3, 0], p, world.tp) for n, p in draft.named_parameters() if p.requires_grad
+        }
     trainer.backward = lambda *_: (sums, loss)  # type: ignore[method-assign]  # the gradients are there
     step = trainer.step([], count=0)
     result["grad_norm"] = step.grad_norm

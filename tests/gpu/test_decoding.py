@@ -7,14 +7,19 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_spec.base.direct import DirectForward
+from megatron_spec.base.schedule import run_base_everywhere
+from megatron_spec.batch import Batch
 from megatron_spec.commands.convert import new_draft
-from megatron_spec.config import DecodeConfig, MoeConfig, presets
+from megatron_spec.config import BaseConfig, DecodeConfig, MoeConfig, presets
+from megatron_spec.decoding.cache import rows_view
 from megatron_spec.decoding.costs import Costs
 from megatron_spec.decoding.engine import decode
 from megatron_spec.decoding.replay import CudaRecorder
 from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.drafts.vocab import DraftVocab
-from tests.gpu.test_fast_paths import CONFIG, make_base
+from megatron_spec.ops.visibility import Visibility
+from tests.gpu.test_fast_paths import BASES, CONFIG, distance, make_base
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -47,13 +52,13 @@ class Counting(CudaRecorder):
         return found
 
 
-def make_draft(base: Any, algorithm: str) -> Any:
+def make_draft(base: Any, algorithm: str, base_config: BaseConfig = CONFIG) -> Any:
     vocab = DraftVocab.full(CONFIG.vocab_size)
     if algorithm == "medusa":
-        config: Any = presets.medusa_config(CONFIG, num_heads=3)
+        config: Any = presets.medusa_config(base_config, num_heads=3)
     else:
         captures = {"capture_layer_ids": list(base.capture_layer_ids)} if algorithm == "eagle3" else {}
-        config = presets.eagle_config(CONFIG, algorithm, captures)
+        config = presets.eagle_config(base_config, algorithm, captures)
     return new_draft(base, config, vocab, base.world, base.dtype, seed=1)
 
 
@@ -79,6 +84,77 @@ def test_graphs_give_the_same_tokens(way: str, dtype: torch.dtype) -> None:
             assert (a.tokens, a.accepted_lengths) == (b.tokens, b.accepted_lengths)
         else:
             assert a.tokens[:4] == b.tokens[:4]
+
+
+def without_decode_kernels(base: Any) -> Any:
+    direct = base.direct
+    paths = base.paths.without("decode_kernels", "decode_products")
+    base.direct = DirectForward(base.config, direct.layers, direct.final_norm, direct.tp, paths)
+    return base
+
+
+@pytest.mark.parametrize("way", ["alone", "eagle3", "eagle3, one row", "eagle3, tree", "DraftTarget"])
+def test_decode_kernels_give_the_same_texts(way: str) -> None:
+    """In fp32 of every family, with few rows, many rows and trees."""
+    kind, options = WAYS[way]
+    for config in BASES.values():
+        answers = []
+        for base in (make_base(torch.float32, config), without_decode_kernels(make_base(torch.float32, config))):
+            draft = base if kind == "base" else make_draft(base, kind, config) if kind else None
+            settings = DecodeConfig(**{"max_new_tokens": 60, "batch_size": 5, **options})
+            answers.append([g.tokens for g in decode(base, prompts(), settings, {3}, draft=draft)])
+        assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("rows", [1, 5, 16, 40])
+@pytest.mark.parametrize("batch", [1, 3, 200])
+def test_decode_kernels_in_bf16(name: str, rows: int, batch: int) -> None:
+    """Not further from fp32 than the plain code is, for one row to 8000, and caches longer than one part."""
+    exact, base = (make_base(d, BASES[name]) for d in (torch.float32, torch.bfloat16))
+    plain = without_decode_kernels(make_base(torch.bfloat16, BASES[name]))
+    assert exact.direct is not None and exact.direct.decode is not None
+    exact.direct.decode = None
+    generator = torch.Generator().manual_seed(1)
+    read = 700 if batch < 200 else 70
+    text = torch.randint(CONFIG.vocab_size, (batch, read + rows), generator=generator).cuda()
+    first = torch.randint(read // 2, read + 1, (batch, 1), generator=generator).cuda()
+
+    def states(base: Any) -> Any:
+        cache, zeros = base.new_cache(batch + 1, 768), torch.zeros_like(text, dtype=torch.int32)
+        cache = rows_view(cache, 0, batch)
+        slots = torch.arange(read, device="cuda").repeat(batch, 1)
+        before = Batch(text[:, :read], slots, zeros[:, :read], zeros[:, :read])
+        run_base_everywhere(base, before, Visibility.prefill(cache, slots))
+        slots = first + torch.arange(rows, device="cuda")
+        new = Batch(text[:, read:], slots, zeros[:, read:], zeros[:, read:])
+        return run_base_everywhere(base, new, Visibility.cached(cache, slots, length=read + rows))[1]
+
+    wanted, fast, usual = states(exact), states(base), states(plain)
+    assert distance(usual, wanted) < 3e-2, "the example is too wild for bf16"
+    assert distance(fast, wanted) < 1.3 * distance(usual, wanted)
+
+
+def test_kernels_of_a_step() -> None:
+    """Few kernels a layer, in a step of one row, in the verification of five and in one of many."""
+    base = make_base(torch.bfloat16)
+    for rows, most in ((1, 5), (5, 5), (17, 9)):
+        cache, tokens = base.new_cache(1, 256), torch.zeros(1, rows, dtype=torch.int64, device="cuda")
+        slots = 100 + torch.arange(rows, device="cuda")[None]
+        counts = []
+        for layers in (CONFIG.num_layers, CONFIG.num_layers // 2):
+            assert base.direct is not None
+            base.direct.layers = base.direct.layers[:layers]
+            for _ in range(2):  # the first run compiles
+                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                    visibility = Visibility.cached(cache, slots, length=256)
+                    base.direct(base.embed(tokens), slots, base.inv_freq, (), visibility)
+                    torch.cuda.synchronize()
+            counts.append(sum(event.count for event in profile.key_averages()))
+        base.direct.layers = list(base.model.decoder.layers)
+        a_layer = (counts[0] - counts[1]) / (CONFIG.num_layers - CONFIG.num_layers // 2)
+        print(f"{rows} rows: {a_layer:.1f} kernels a layer")
+        assert a_layer <= most
 
 
 def test_experts_are_in_the_graph() -> None:

@@ -7,6 +7,8 @@ bf16 code is (it is usually nearer).
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from megatron_spec.base.direct import KernelOperators, run_in_fp8
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base
 from megatron_spec.batch import Batch, Features
-from megatron_spec.config import BaseConfig, ObjectiveConfig, QuantConfig, UserError, presets
+from megatron_spec.config import ENGINE, BaseConfig, ObjectiveConfig, QuantConfig, UserError, presets
 from megatron_spec.drafts import build_draft, eagle3, fused_unroll
 from megatron_spec.drafts.contract import DraftLosses
 from megatron_spec.drafts.eagle3 import EagleDraft
@@ -27,7 +29,7 @@ from megatron_spec.ops.ttt_attention import merged_attention
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import NO_PATHS, Paths
 from megatron_spec.quantization.attach import attach_quantizers, draft_linears
-from megatron_spec.runtime import distributed
+from megatron_spec.runtime import distributed, platform
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -344,12 +346,12 @@ def test_fp8_kernels() -> None:
         torch.randn(shape, generator=generator).bfloat16().cuda() for shape in ((33, 96), (33, 96), (33, 192), (64, 96))
     )
     norm_weight, total = torch.rand(96, generator=generator).bfloat16().cuda() + 0.5, torch.empty_like(x)
-    normed = fp8.norm(x, delta, total, norm_weight, 1e-5)
+    normed = fp8.quantized_norm(x, delta, total, norm_weight, 1e-5)
     assert torch.equal(total, x + delta)
     gate, up = gate_up.float().chunk(2, 1)
     expected = {
         "norm": (normed, torch.nn.functional.rms_norm((x + delta).float(), (96,), norm_weight.float(), 1e-5)),
-        "gated": (fp8.gated(gate_up), torch.nn.functional.silu(gate) * up),
+        "gated": (fp8.quantized_gate(gate_up), torch.nn.functional.silu(gate) * up),
         "rows": (fp8.quantize(x), x.float()),
         "weight": (fp8.Fp8Matrix.of_weight(weight), weight.float()),
     }
@@ -405,7 +407,7 @@ def test_products_of_a_weight_in_fp8() -> None:
 def test_transformer_engine_base(packed: bool) -> None:
     """Layers of Transformer Engine's modules: the weights of the local ones, and their numbers within bf16 error."""
     batch, exact, local = make_batch(packed), make_base(torch.float32), make_base(torch.bfloat16)
-    engine = FrozenBase.build(CONFIG, distributed.initialize(), CAPTURES, torch.bfloat16, transformer_engine=True)
+    engine = FrozenBase.build(CONFIG, distributed.initialize(), CAPTURES, torch.bfloat16, layers=ENGINE)
     kinds = {type(m).__name__ for m in engine.modules()}
     assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear"} <= kinds and engine.direct is None
     own = dict(local.model.named_parameters())
@@ -490,3 +492,33 @@ def test_fp8_teacher(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found.lse_U, exact.lse_U, rtol=0.0, atol=0.1)
     assert float((found.argmax_U == exact.argmax_U).float().mean()) > 0.8
     assert int(found.argmax_U.max()) < vocab_size
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_optimizer_in_one_pass(share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel beside megatron-core's optimizer, whichever Adam that has: parameters, master weights, moments."""
+    from tests.unit_tests.training.test_one_pass import compare
+
+    for clip in (0.5, 0.0):
+        compare(platform.machine(), share, clip, monkeypatch)
+
+
+def test_features_are_copied_on_a_stream_of_their_own(tmp_path: Path) -> None:
+    """Computation goes on beside the copies, and a step waits for its own."""
+    from benchmarks.train_throughput import offline_source, supervised_batch
+
+    base, world = make_base(torch.bfloat16), distributed.initialize()
+    batch = replace(supervised_batch(CONFIG, 2, 64, world.device), sample_ids=((0,), (1,)))
+    source = offline_source(base, world, [batch], tmp_path)
+    expected = source.features([batch])[0]
+    assert source.copies.stream is not None
+    with torch.cuda.stream(source.copies.stream):
+        torch.cuda._sleep(1_000_000_000)
+    arrived = source.start([batch])
+    beside = torch.cuda.Event()
+    beside.record()
+    beside.synchronize()
+    assert not source.copies.stream.query()  # the copies are still to come
+    found = arrived()[0]
+    copies = [found.captures_SBC.clone(), found.state_SBH.clone()]
+    assert torch.equal(copies[0], expected.captures_SBC) and torch.equal(copies[1], expected.state_SBH)

@@ -190,3 +190,20 @@ def test_shifted_sum(compact: bool, chunks: bool) -> None:
         positions[1][at] = torch.arange(ROWS, dtype=torch.int32, device=DEVICE)
         places = positions
     agree(lambda m: [m.shifted_sum(x, ROWS, later, STEPS, BATCH, *places)], kernels)
+
+
+@pytest.mark.parametrize("size", [5, 10_000])
+def test_adamw(size: int) -> None:
+    from megatron_spec.ops.kernels import adam
+
+    generator = torch.Generator().manual_seed(0)
+    grad, master, first, second = (torch.randn(size, generator=generator).to(DEVICE) for _ in range(4))
+    second.abs_()
+    told = (1e-2, (0.9, 0.95), 1e-8, 0.1)
+    twin = [x.clone() for x in (master, first, second)]
+    out, wanted = (torch.zeros(size, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    adam.adamw(grad, master, (first, second), out, 0.3, 5, *told)
+    plain.adamw(grad, twin[0], (twin[1], twin[2]), wanted, 0.3, 5, *told)
+    for a, b in zip((master, first, second), twin, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.float(), wanted.float(), rtol=8e-3, atol=1e-6)

@@ -19,7 +19,7 @@ from megatron_spec.losses import reference
 from megatron_spec.losses.vocab_parallel import Teacher
 from megatron_spec.ops import head, plain
 from megatron_spec.planning.paths import NO_PATHS, PATHS, Paths, Setting
-from tests.gpu.triton_device import DEVICE, MARKS
+from tests.gpu.triton_device import DEVICE, INTERPRETED, MARKS
 from tests.unit_tests.drafts.test_blocks import batch, block_config
 
 pytestmark = MARKS
@@ -156,10 +156,12 @@ def block_result(name: str, dtype: torch.dtype, paths: Paths) -> dict[str, Tenso
     plan = BlockPlan.of(rows, config, goal.anchors)._to(torch.device(DEVICE))
     counts, U = [len(r) for r in plan.supervision.rows], len(plan.supervision.teacher_U)
     shapes = {"states": (sum(counts), 32), "head": (D, 32), "low": (sum(counts), 16), "low_head": (D, 16)}
-    x = {n: draw(*shape).to(dtype).div(4).requires_grad_(n != "head") for n, shape in shapes.items()}
-    x["confidence"] = draw(sum(counts)).to(dtype).requires_grad_()
-    z = draw(U, D).to(dtype)
-    teacher = Teacher(z, (z / goal.temperature).logsumexp(1), z.argmax(1), z.argmax(1), z.argmax(1) >= 0)
+    # exact in every dtype, also in half precision
+    x = {n: draw(*shape).div(4).bfloat16().to(dtype).requires_grad_(n != "head") for n, shape in shapes.items()}
+    x["confidence"] = draw(sum(counts)).bfloat16().to(dtype).requires_grad_()
+    z = draw(U, D).bfloat16().to(dtype)
+    wide = z.to(torch.promote_types(dtype, torch.float32)) / goal.temperature
+    teacher = Teacher(z, wide.logsumexp(1), z.argmax(1), z.argmax(1), z.argmax(1) >= 0)
     heads = block_losses.BlockHead(list(x["states"].split(counts)), x["head"], x["low"], x["low_head"], x["confidence"])
     losses = block_losses.block_losses(heads, plan, teacher, goal, None, paths)  # type: ignore[arg-type]
     losses.total.backward()
@@ -179,6 +181,22 @@ def test_losses_of_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = block_result(name, torch.float32, Paths(Setting(Machine(kernels="plain"), off=others)))
     for n in expected:
         torch.testing.assert_close(found[n], expected[n], rtol=1e-3, atol=1e-4, msg=lambda m, n=n: f"{n}: {m}")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies the bits of bfloat16")
+@pytest.mark.parametrize("name", list(BLOCKS))
+def test_losses_of_blocks_in_bf16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the paths of a GPU; probabilities are of logits in bf16."""
+    monkeypatch.setattr(head, "CHUNK_BYTES", {"cuda": 2 * 17 * D})
+    expected = block_result(name, torch.float64, NO_PATHS)
+    paths = Paths(Setting(Machine(True, (9, 0), "triton"), "bfloat16"))
+    assert paths.under(presets.objective_for(block_config(algorithm="dspark"), ObjectiveConfig(**BLOCKS[name]))).on(
+        "loss_kernel"
+    )
+    found = block_result(name, torch.bfloat16, paths)
+    for n in expected.keys() - {"correct_T"}:  # ties
+        error = (found[n] - expected[n]).norm() / expected[n].norm()
+        assert error < 2e-2, (n, float(error))
 
 
 def test_teacher_of_a_reduced_vocabulary() -> None:

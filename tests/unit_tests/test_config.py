@@ -88,6 +88,13 @@ def test_impossible_drafts_are_refused(overrides: dict[str, Any], expected: str)
 def test_captures_by_name() -> None:
     assert eagle().capture_layer_ids == eagle(capture_layer_ids="default").capture_layer_ids == (1, 5, 8)
     assert eagle(capture_layer_ids="late").capture_layer_ids == (5, 8, 10)
+    blocks = [
+        presets.block_config(BASE, "dflash", {"mask_token_id": 1, **x}) for x in ({}, {"capture_layer_ids": "late"})
+    ]
+    assert blocks[0].capture_layer_ids == presets.spread_capture_ids(BASE.num_layers, 5)
+    assert blocks[1].capture_layer_ids == (5, 8, 10)
+    with pytest.raises(UserError, match="expected layers of the base or one of default, late"):
+        presets.block_config(BASE, "dflash", {"mask_token_id": 1, "capture_layer_ids": "early"})
 
 
 def first_values(base: BaseConfig, algorithm: str = "eagle3", **overrides: Any) -> tuple[Any, ...]:

@@ -102,9 +102,27 @@ def test_hints_for_names_in_other_frameworks(capsys: pytest.CaptureFixture[str])
 
 
 def test_own_flags_are_not_in_the_table() -> None:
+    of_finetune_alone = {"--fp8-format", "--fp8-recipe"}  # the other scripts name it
     for run in RUNS:
         ours = cli.Parser("x", run)._option_string_actions
-        assert not [name for name in megatron_flags.FLAGS if name in ours]
+        known = of_finetune_alone if run is runs.FinetuneRun else set()
+        assert {name for name in megatron_flags.FLAGS if name in ours} == known
+
+
+def test_fp8_of_transformer_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = ("--transformer-impl", "transformer_engine")
+    layers = finetune(*engine, "--fp8-format", "hybrid", "--fp8-recipe", "blockwise")[0].layers
+    assert layers.engine and layers.recipe == "blockwise"
+    assert "add --transformer-impl transformer_engine" in said(
+        runs.FinetuneRun, capsys, "--load", "d", "--save", "s", "--train-iters", "3", "--fp8-format", "e4m3"
+    )
+    for run in RUNS:
+        if run is runs.FinetuneRun or "layers" not in run.__dataclass_fields__:
+            continue
+        text = said(run, capsys, *engine, "--fp8-format", "e4m3")
+        assert "--fp8-format is not supported: it is an option of finetune.py" in text
+        assert "--transformer-impl" not in text.replace("with --transformer-impl", "")
+    assert "does not compute in float64" in said(runs.ValidateRun, capsys, "--data", "d", *engine, "--fp64")
 
 
 MODELOPT: dict[str, Any] = {
@@ -167,7 +185,13 @@ def test_a_p_eagle_draft_proposes_what_it_was_trained_for() -> None:
 
 def test_every_flag_is_read_by_something() -> None:
     """A field that only its own class names is an ignored flag."""
-    named = {"backbone_iters", "row_keep", "row_keep_least"}  # read by a method of their own class
+    named = {
+        "backbone_iters",
+        "row_keep",
+        "row_keep_least",
+        "transformer_impl",
+        "fp8_recipe",
+    }  # read by a method of their own class
     for path in (*(ROOT / "megatron_spec").rglob("*.py"), *SCRIPTS):
         if path.parent.name == "config" or path.name == "runs.py":
             continue

@@ -56,10 +56,13 @@ class DraftTargetDrafter(Drafter):
             count = seen.slots_BS.shape[0]
             self.read[seen.first : seen.first + count] = [0] * count
 
-    def _logits(self, tokens_BS: Tensor, slots_BS: Tensor, last_B: Tensor, key_slots: int, lengths_B: Tensor) -> Tensor:
+    def _logits(
+        self, tokens_BS: Tensor, slots_BS: Tensor, last_B: Tensor, key_slots: int, lengths_B: Tensor,
+        visible_BSL: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         zeros_BS = torch.zeros_like(tokens_BS, dtype=torch.int32)
         view = rows_view(self.cache, 0, tokens_BS.shape[0])
-        visibility = Visibility.cached(view, slots_BS, length=key_slots, lengths_B=lengths_B)
+        visibility = Visibility.cached(view, slots_BS, visible_BSL, key_slots, lengths_B)
         _, state_SBH = run_base_everywhere(self.model, Batch(tokens_BS, slots_BS, zeros_BS, zeros_BS), visibility)
         rows = torch.arange(tokens_BS.shape[0], device=tokens_BS.device)
         logits_BV = self.model.logits(state_SBH[last_B, rows][None])[0]
@@ -72,19 +75,21 @@ class DraftTargetDrafter(Drafter):
         S = max(length - read for length, read in zip(context.lengths, self.read, strict=False))
         # Rows with fewer unread tokens read some again, so that the last of the S tokens is the last known one.
         slots_BS = (lengths_B[:, None] - S + torch.arange(S, device=lengths_B.device)).clamp(min=0)
-        last_B = torch.full_like(lengths_B, S - 1)
+        last_B, visible_BSL = torch.full_like(lengths_B, S - 1), None
+        if min(context.lengths) < S:  # some slots are not consecutive
+            visible_BSL = torch.arange(context.key_slots, device=slots_BS.device) <= slots_BS[:, :, None]
         tokens_BS = context.tokens_BL.gather(1, slots_BS).clamp(max=self.known - 1)
         tokens: list[Tensor] = []
         q: list[Tensor] = []
         for k in range(count):
-            logits_BV = self._logits(tokens_BS, slots_BS, last_B, context.key_slots, lengths_B)
+            logits_BV = self._logits(tokens_BS, slots_BS, last_B, context.key_slots, lengths_B, visible_BSL)
             if context.uniform_BK is None:
                 tokens.append(sampling.argmax(logits_BV, self.group))
             else:
                 q.append(sampling.probabilities(logits_BV / context.temperature, self.group))
                 tokens.append(sampling.draw(q[-1], context.uniform_BK[:, k]))
             tokens_BS, slots_BS = tokens[-1][:, None], lengths_B[:, None] + k
-            last_B = torch.zeros_like(lengths_B)
+            last_B, visible_BSL = torch.zeros_like(lengths_B), None
         self.read[:batch] = context.lengths
         return Proposal(torch.stack(tokens, dim=1), q_BNV=torch.stack(q, dim=1) if q else None)
 

@@ -23,7 +23,6 @@ from megatron_spec.decoding import cache as cache_rows
 from megatron_spec.decoding import sampling
 from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, Proposal
 from megatron_spec.decoding.drafters.grow import Level, grow
-from megatron_spec.decoding.tree import visible_slots
 from megatron_spec.drafts.recurrent import RecurrentDraft
 from megatron_spec.ops.visibility import Visibility
 
@@ -145,8 +144,7 @@ class EagleTreeDrafter(EagleDrafter):
             used = level.above_BkM.shape[2]
             hidden_kBH = fed_back_kBH[level.parent_Bk.t(), root]
             slots_Bk = position_B[:, None] + 1 + torch.arange(used - k, used, device=position_B.device)
-            visible_BkL = visible_slots(position_B + 1, level.above_BkM, length)
-            visibility = Visibility.cached(cache, slots_Bk, visible_BkL, length)
+            visibility = Visibility.cached(cache, slots_Bk, length=length, above_BSM=level.above_BkM)
             positions_Bk = (position_B[:, None] + level.depth).expand(-1, k)
             fed_back_kBH, normed_kBH = self._step(hidden_kBH, level.tokens_Bk, positions_Bk, visibility)
             logp, ids = self._top(self.draft.logits(normed_kBH, self.base).flatten(0, 1))

@@ -53,7 +53,7 @@ def _norm_kernel(
     _store_row(wide * rstd * w, mask, row, H, cols, out_ptr, scale_ptr)
 
 
-def norm(a_RH: Tensor, b_RH: Tensor | None, sum_RH: Tensor | None, weight_H: Tensor, eps: float) -> Fp8Matrix:
+def quantized_norm(a_RH: Tensor, b_RH: Tensor | None, sum_RH: Tensor | None, weight_H: Tensor, eps: float) -> Fp8Matrix:
     """RMS norm of a (+ b; the sum is written to `sum_RH`), quantised."""
     R, H = a_RH.shape
     out = Fp8Matrix.empty(R, H, a_RH.device)
@@ -74,7 +74,7 @@ def _gated_kernel(x_ptr, out_ptr, scale_ptr, M, BLOCK: tl.constexpr):
     _store_row(gate * up / (1.0 + tl.exp(-gate)), mask, row, M, cols, out_ptr, scale_ptr)
 
 
-def gated(x_RX: Tensor) -> Fp8Matrix:
+def quantized_gate(x_RX: Tensor) -> Fp8Matrix:
     """silu(gate) * up of x = [gate | up] [R, 2M], quantised."""
     R, M = x_RX.shape[0], x_RX.shape[1] // 2
     out = Fp8Matrix.empty(R, M, x_RX.device)

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_spec.base import decode_layers
+from megatron_spec.base import direct as direct_module
 from megatron_spec.base.direct import DirectForward, run_in_fp8
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base_everywhere
 from megatron_spec.batch import Batch
 from megatron_spec.config import BaseConfig, MoeConfig, ParallelConfig, UserError
 from megatron_spec.config.machine import Machine
+from megatron_spec.ops import overlap
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed
@@ -61,7 +65,11 @@ def decoded(base: FrozenBase) -> list[Tensor]:
     run(tokens_BS[:, 6:9], slots, Visibility.cached(cache, slots, length=16))
     slots = torch.tensor([[7], [9]]) + torch.arange(3)
     visible = (torch.arange(16) < slots[:, :1, None]) | (torch.arange(16) == slots[:, :, None])
-    run(tokens_BS[:, 9:], slots[:, :1] + torch.tensor([0, 1, 1]), Visibility.cached(cache, slots, visible, 16))
+    positions = slots[:, :1] + torch.tensor([0, 1, 1])
+    run(tokens_BS[:, 9:], positions, Visibility.cached(cache, slots, visible, 16))
+    above = torch.tensor([[True, True, False, False], [True, False, True, False], [True, False, True, True]])
+    above = above.expand(2, -1, -1)  # the first of four nodes is in the cache
+    run(tokens_BS[:, 9:], positions, Visibility.cached(cache, slots, length=16, above_BSM=above))
     return found
 
 
@@ -74,7 +82,8 @@ def batch_of(base: FrozenBase) -> list[Tensor]:
 
 
 def compare(config: BaseConfig, parallel: ParallelConfig = ONE) -> None:
-    """Both sets of operators against the layers, decoding and on a training batch."""
+    """Both sets of operators, and the layers of decoding for few and many rows, against megatron-core's layers."""
+    monkeypatch = pytest.MonkeyPatch()
     base = make_base(config, parallel)
     direct, base.direct = base.direct, None
     assert direct is not None
@@ -88,10 +97,14 @@ def compare(config: BaseConfig, parallel: ParallelConfig = ONE) -> None:
         assert not torch.allclose(decoded(base)[-1], layers[-1], atol=1e-3), name
         p.data = before
     paths = Paths(Setting(Machine(kernels="plain"), parallel=parallel, base=config))
-    base.direct = DirectForward(config, direct.layers, direct.final_norm, direct.tp, paths)
-    assert base.direct.can_run(Visibility.causal()) and not direct.can_run(Visibility.causal())
-    for a, b in zip(decoded(base) + batch_of(base), layers + trained, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    for wanted, rows in ((paths, 16), (paths, 2), (paths.without("decode_kernels"), 16)):
+        monkeypatch.setattr(decode_layers, "FEW_ROWS", rows)
+        base.direct = DirectForward(config, direct.layers, direct.final_norm, direct.tp, wanted)
+        assert base.direct.can_run(Visibility.causal()) and not direct.can_run(Visibility.causal())
+        assert (base.direct.decode is None) == (wanted is not paths)
+        for a, b in zip(decoded(base) + batch_of(base), layers + trained, strict=True):
+            torch.testing.assert_close(a, b, rtol=5e-5, atol=5e-5)
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -108,19 +121,88 @@ def test_the_same_on_two_ranks() -> None:
     run_world(2, compare_all_on_two_ranks)
 
 
+def compare_pieces() -> list[str]:
+    """Training batches in two pieces, with complete and with sharded sequences, against the layers."""
+    seen, inner = [], direct_module.pieces
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "SMALLEST_PIECE", 5)
+        patch.setattr(direct_module, "pieces", lambda *a: seen.append(f"{len(inner(*a))} pieces") or inner(*a))
+        for scattered in (False, True):
+            parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=scattered)
+            for name, config in BASES.items():
+                parallel_state.destroy_model_parallel()
+                base = make_base(config, parallel)
+                direct, base.direct = base.direct, None
+                expected = batch_of(base)
+                paths = Paths(Setting(Machine(kernels="plain"), parallel=parallel, base=config))
+                if scattered and config.moe is not None:
+                    seen.append(paths.blocked["base_direct"])
+                    continue
+                norm = base.core.final_norm.weight
+                base.direct = DirectForward(config, base.core.layers, norm, base.world.tp, paths)
+                assert base.direct.can_run(Visibility.causal()) and (direct is None) == (
+                    not base.paths.on("base_direct")
+                )
+                for a, b in zip(batch_of(base), expected, strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    return seen
+
+
+def test_pieces_and_sharded_sequences_on_two_ranks() -> None:
+    seen = run_world(2, compare_pieces)[0]
+    assert seen.count("2 pieces") == 8 and "its experts shard the sequence (--sequence-parallel)" in seen
+
+
 @pytest.mark.parametrize("name", ["mlp.linear_fc1", "self_attention.k_layernorm"])
 def test_hooks_are_not_bypassed(name: str) -> None:
     base, seen = make_base(BASES["Qwen3"]), []
     module = base.model.decoder.layers[1].get_submodule(name)
     handle = module.register_forward_pre_hook(lambda module, args: seen.append(1))
     decoded(base)
-    assert len(seen) == 3
+    assert len(seen) == 4
     handle.remove()
     decoded(base)
-    assert len(seen) == 3
+    assert len(seen) == 4
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
 def test_a_cpu_refuses_fp8() -> None:
     with pytest.raises(UserError, match="--base-fp8 cannot run here: there is no GPU"):
         run_in_fp8(make_base())
+
+
+def nearest_e4m3(x: Tensor) -> Tensor:
+    """Every row, scaled so that its largest magnitude is 448, at values of three mantissa bits."""
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    scaled = x / scale
+    step = 2.0 ** (scaled.abs().clamp(min=2.0**-6).log2().floor() - 3)
+    return (scaled / step).round() * step * scale
+
+
+@pytest.mark.parametrize("name", ["Llama", "biases everywhere"])
+def test_fp8_equals_an_emulation(name: str) -> None:
+    """Over plain twins: megatron-core's layers with rounded weights and hooks that round the inputs of linears."""
+    base = make_base(BASES[name])
+    base.paths = Paths(Setting(Machine(kernels="plain"), base=base.config))
+    exact = batch_of(base)
+    base.direct, linears = None, []
+    for layer in base.model.decoder.layers:
+        linears += [layer.self_attention.linear_qkv, layer.self_attention.linear_proj]
+        linears += [layer.mlp.linear_fc1, layer.mlp.linear_fc2]
+    kept = [m.weight.data for m in linears]
+    hooks = [m.register_forward_pre_hook(lambda _, args: (nearest_e4m3(args[0]), *args[1:])) for m in linears]
+    for module in linears:
+        module.weight.data = nearest_e4m3(module.weight.data)
+    emulated = batch_of(base)
+    for module, weight, hook in zip(linears, kept, hooks, strict=True):
+        module.weight.data = weight
+        hook.remove()
+    base.direct = base._direct_forward()
+    run_in_fp8(base)
+    found = batch_of(base)
+    for a, b, c in zip(found, emulated, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.0, atol=2e-2 * float(b.abs().max()))  # a value may round the other way
+        assert float((a - b).norm()) < 0.2 * float((a - c).norm())
+    head = base.head_fp8
+    assert head is not None and len(head.values) == 48 and not head.values[40:].float().any()
+    torch.testing.assert_close(head.dequantized()[:40], nearest_e4m3(base.head_weight[:40]))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_spec.config import DecodeConfig
+from megatron_spec.decoding.costs import NoCosts
 from megatron_spec.decoding.drafters import Context, Drafter, Proposal
 from megatron_spec.decoding.engine import decode
 from megatron_spec.decoding.replay import Replays, key_step, mapped, padded_rows, recorder_for
@@ -43,6 +46,34 @@ def test_replayed_steps_give_the_same_tokens(tiny: Any, way: str) -> None:
         assert [g.tokens for g in replayed] == [g.tokens for g in plain]
         assert [g.accepted_lengths for g in replayed] == [g.accepted_lengths for g in plain]
         assert recorder.recorded and recorder.replayed > recorder.recorded
+
+
+class Order(NoCosts):
+    """The order of the phases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.names.append(name)
+        yield
+
+
+def test_a_step_starts_before_the_previous_one_is_read(tiny: Any) -> None:
+    """Where the host decides nothing; a lookup reads first, and phases are one by one where they are timed."""
+    order: dict[str, list[str]] = {}
+    for name, threshold, apart in (("chain", None, False), ("lookup", 2, False), ("timed", None, True)):
+        costs = Order()
+        costs.apart = apart  # type: ignore[misc]
+        config = tiny_models.CONFIG.replace(sa_threshold=threshold)
+        session = DecodeSession(CpuRecorder())
+        found = decode(tiny.base, tiny.prompts[:1], config, set(), draft=tiny.draft, costs=costs, session=session)
+        assert [g.tokens for g in found] == tiny.answers[:1]
+        order[name] = costs.names
+    assert order["chain"][:5] == ["prefill", "cycle", "read", "cycle", "read"]
+    assert order["lookup"][:6] == ["prefill", "read", "draft", "base", "observe", "read"] == order["timed"][:6]
 
 
 class Last(Drafter):
@@ -106,6 +137,7 @@ def test_few_shapes_occur() -> None:
     for most in (1, 64, 65, 500, 4096, 131072):
         assert key_step(most) >= 64 and -(-most // key_step(most)) <= 8
     assert [padded_rows(n, 12) for n in (1, 2, 3, 5, 9, 12)] == [1, 2, 4, 8, 12, 12]
+    assert [padded_rows(n, 999) for n in (33, 65, 96, 97, 193, 400, 700, 800)] == [64, 96, 96, 128, 256, 512, 768, 999]
 
 
 def test_mapped_reaches_every_tensor() -> None:

@@ -12,7 +12,8 @@ from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.decoding.drafters import Context, Drafter, Proposal, build_drafter
 from megatron_spec.decoding.engine import decode
 from megatron_spec.decoding.options import read_choices
-from megatron_spec.decoding.tree import Tree, best_nodes, longest_path, visible_slots
+from megatron_spec.decoding.tree import Tree, best_nodes, longest_path
+from megatron_spec.ops.visibility import visible_slots
 from tests.unit_tests.decoding import tiny_models
 from tests.unit_tests.decoding.tiny_models import CONFIG
 

@@ -10,12 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_spec.config import ObjectiveConfig, presets
 from megatron_spec.config.machine import Machine
 from megatron_spec.drafts.anchors import BlockPlan
+from megatron_spec.drafts.block_losses import block_losses
+from megatron_spec.losses.vocab_parallel import Teacher
 from megatron_spec.ops import head, plain
-from megatron_spec.planning.paths import PATHS, Paths, Setting
+from megatron_spec.planning.paths import NO_PATHS, PATHS, Paths, Setting
 from megatron_spec.runtime import platform
 from tests.unit_tests.drafts import test_blocks
 from tests.unit_tests.drafts.plain_blocks import plain_loss
@@ -97,15 +100,60 @@ def test_equals_the_dense_mask(name: str, alone: Any, small_chunks: None) -> Non
         torch.testing.assert_close(found[n], w[n].grad, rtol=1e-9, atol=1e-11, msg=lambda m, n=n: f"{n}: {m}")
 
 
-def test_a_batch_without_any_block(alone: Any) -> None:
+@pytest.mark.parametrize("weights", ["exponential", "d-pace"])
+def test_a_batch_without_any_block(weights: Any, alone: Any) -> None:
     config = block_config(algorithm="dspark")
     draft, ends = made(config, alone)
     use_kernel(draft)
     f = features()
     f.batch.turns_BS.zero_()
-    losses = draft(f, ends, presets.objective_for(config, ObjectiveConfig(backbone_weight=0.5)))
+    losses = draft(f, ends, presets.objective_for(config, ObjectiveConfig(backbone_weight=0.5, block_weights=weights)))
     losses.total.backward()
-    assert float(losses.total) == 0 and not any(p.grad is not None and p.grad.any() for p in draft.parameters())
+    assert not losses.total.detach() and not any(p.grad is not None and p.grad.any() for p in draft.parameters())
+
+
+class Counts(TorchDispatchMode):
+    """Counts multiplications in products with the vocabulary, and the rows of the largest new matrix of V columns."""
+
+    def __init__(self, V: int) -> None:
+        super().__init__()
+        self.V, self.products, self.rows = V, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            a, b = args[-2:]
+            if self.V in (*a.shape, *b.shape):
+                self.products += a.shape[0] * a.shape[1] * b.shape[1]
+        turned = func.overloadpacket in (torch.ops.aten.t, torch.ops.aten.transpose)
+        if not turned and isinstance(out, Tensor) and out.dim() == 2 and out.shape[1] == self.V:
+            self.rows = max(self.rows, len(out))
+        return out
+
+
+@pytest.mark.parametrize("goal", [{}, {"block_weights": "d-pace", "backbone_weight": 0.4}])
+def test_every_row_meets_the_vocabulary_twice(goal: dict[str, Any], alone: Any, small_chunks: None) -> None:
+    """Products per row and token: H for the logits and H for their gradient, three of rank r for the Markov head,
+    whatever the weights and with the curriculum; and no more rows of logits than a chunk has.
+    """
+    config = block_config(algorithm="dspark")
+    draft, ends = made(config, alone, torch.float32)
+    goal = presets.objective_for(config, ObjectiveConfig(**goal))
+    torch.manual_seed(11)
+    f = features(torch.float32)
+    plan = BlockPlan.of(f.batch, config, goal.anchors)
+    counts, U = [len(r) for r in plan.supervision.rows], len(plan.supervision.teacher_U)
+    states = list(torch.randn(sum(counts), test_blocks.H, requires_grad=True).split(counts))
+    heads = draft.block_head(torch.cat(states), ends.head, plan)
+    z = torch.randn(U, test_blocks.V)
+    teacher = Teacher(z, z.logsumexp(1), z.argmax(1), z.argmax(1), z.argmax(1) >= 0)
+    use_kernel(draft)
+    for paths, most in ((draft.paths, 1.0), (NO_PATHS, 1.0 if goal.block_weights == "exponential" else 2.4)):
+        with Counts(test_blocks.V) as found:
+            block_losses(heads, plan, teacher, goal, alone, paths)
+        least = sum(counts) * test_blocks.V * (2 * test_blocks.H + 3 * config.markov_rank)
+        assert least <= found.products <= most * least and (found.products > least) is (most > 1)
+        assert found.rows <= 7
 
 
 TWO_RANKS = ("causal, kl", "window", "dspark, rnn", "dspark, curriculum")
@@ -116,6 +164,8 @@ def two_ranks() -> dict[str, list[dict[str, Tensor]]]:
     platform.activate()
     dist.init_process_group("gloo")
     both = dist.new_group([0, 1])
+    # By its own shard of 16 or 15 columns, one rank would take 7 or 15 rows at a time and the other 8 or 16.
+    head.CHUNK_BYTES = {"cpu": 960}
     found: dict[str, list[dict[str, Tensor]]] = {}
     for name in TWO_RANKS:
         config = block_config(**CASES[name][0])

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from megatron_spec.decoding.engine import Generation
+from megatron_spec.decoding.started import Generation
 from megatron_spec.evaluation.acceptance import acceptance_stats, bootstrap_ci95, by_category, by_context, change_ci95
 
 

@@ -200,6 +200,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle1": ("eagle1", {}), "medusa": ("medusa", {}),
     "dflash": ("dflash", {"mask_token_id": 3, "block_size": 3, "num_hidden_layers": 1,
                           "capture_layer_ids": list(IDS)}),
+    "heads": ("dflash", {"mask_token_id": 3, "block_size": 3, "num_attention_heads": 6, "num_key_value_heads": 6,
+                         "head_dim": 16, "capture_layer_ids": list(IDS)}),
     "options": ("eagle3", {"qk_norm": True, "attention_bias": True, "norm_before_residual": True,
                            "own_embed_tokens": True}),
     "yarn": ("eagle3", {"rope_scaling": YARN}), "window": ("eagle3", {"sliding_window": 16}),
@@ -231,7 +233,7 @@ def test_drafts_in_other_formats_load_unchanged(home: Home, tmp_path: Path, name
     )
 
 
-@pytest.mark.parametrize("kind", ["options", "yarn", "window"])
+@pytest.mark.parametrize("kind", ["options", "yarn", "window", "heads"])
 def test_options_round_trip(home: Home, kind: str) -> None:
     algorithm, overrides = KINDS[kind]
     home.export(kind, algorithm, **overrides)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -203,13 +204,29 @@ def test_features_computed_ahead_are_bit_equal(found: list[dict[str, Any]], layo
 class Recorded:
     """A source that returns the requested numbers and records the order."""
 
-    def __init__(self, pp_size: int, in_background: bool = False) -> None:
-        self.pp_size, self.in_background = pp_size, in_background
+    def __init__(self, pp_size: int) -> None:
+        self.pp_size = pp_size
         self.calls: list[list[int]] = []
+        self.following: list[list[int]] = []
 
-    def features(self, batches: Any) -> Any:
+    def features(self, batches: Any, following: Any = ()) -> Any:
         self.calls.append(list(batches))
+        self.following.append(list(following))
         return batches[self.pp_size - 1 :: self.pp_size]  # what the last pipeline rank owns
+
+
+class Started(Recorded):
+    """Works in a thread; what it returns is taken by the thread that needs it."""
+
+    def start(self, batches: Any) -> Any:
+        assert threading.current_thread().name.startswith("features")
+        found = self.features(batches)
+
+        def arrived() -> Any:
+            assert threading.current_thread() is threading.main_thread()
+            return found
+
+        return arrived
 
 
 @pytest.mark.parametrize(("pp_size", "ahead", "expected"), [
@@ -236,10 +253,21 @@ def test_groups_span_steps_and_run_lazily(pp_size: int, ahead: int, expected: li
         stream.step()
 
 
+def test_a_source_that_looks_ahead_is_told_what_follows() -> None:
+    from megatron_spec.features.ahead import FeaturesAhead
+
+    source = Recorded(2)
+    source.lookahead = 3  # type: ignore[attr-defined]
+    stream = FeaturesAhead(source, [[0, 1], [2, 3], [4, 5], [6, 7]], 2, ahead=1)  # type: ignore[arg-type, list-item]
+    assert [list(stream.step()[1]) for _ in range(4)] == [[1], [3], [5], [7]]
+    assert source.calls == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert source.following == [[2, 3, 4], [4, 5, 6], [6, 7], []]
+
+
 def test_reader_keeps_its_bound() -> None:
     from megatron_spec.features.ahead import FeaturesAhead
 
-    source = Recorded(1, in_background=True)
+    source = Started(1)
     stream = FeaturesAhead(source, [[i] for i in range(9)], 1, ahead=3)  # type: ignore[list-item, arg-type]
     for i in range(9):
         assert list(stream.step()[1]) == [i]

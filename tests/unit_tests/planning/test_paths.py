@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_spec.config import (
+    ENGINE,
+    LOCAL,
     BaseConfig,
     EagleConfig,
     MoeConfig,
@@ -22,7 +24,7 @@ from megatron_spec.config import (
 )
 from megatron_spec.config.machine import H100, Machine
 from megatron_spec.ops import backend, plain
-from megatron_spec.planning.estimate import Place, _activation_bytes
+from megatron_spec.planning.estimate import HEAD_CHUNK, Place, _activation_bytes
 from megatron_spec.planning.paths import NO_PATHS, PATHS, Paths, Setting
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,6 +46,8 @@ def test_an_h100_runs_all_paths() -> None:
     paths.check()
     block = dict.fromkeys(("draft_layer", "block_kernel"), "the draft is not a block draft")
     block["grouped_experts"] = "the base has no experts"
+    block |= dict.fromkeys(("te_attention", "te_experts"), "--transformer-impl local builds the base")
+    block["te_fp8"] = "not requested (--fp8-format)"
     assert paths.blocked == block and set(paths.to_dict().values()) == {"on", *block.values()}
     opt_in = {"base_fp8": "not requested (--base-fp8)", "draft_fp8": "not requested (--draft-fp8)"}
     opt_in |= {
@@ -72,7 +76,7 @@ def test_an_h100_runs_all_paths() -> None:
         ("base_fp8", {"base": BASE.replace(window=8, window_layers=(1,))}, "a sliding window"),
         ("base_fp8", {"base": BASE.replace(intermediate_size=100)}, "multiples of 16"),
         ("base_fp8", {"quant": QuantConfig(draft="none")}, "the base is fake-quantised"),
-        ("base_fp8", {"transformer_engine": True}, "transformer_engine"),
+        ("base_fp8", {"layers": ENGINE}, "transformer_engine"),
         ("base_fp8", {"base": BASE.replace(moe=MOE)}, "experts"),
     ],
 )  # fmt: skip
@@ -140,6 +144,17 @@ def test_memory_is_estimated_for_active_paths(draft: EagleConfig, fused: bool) -
     assert _activation_bytes(place, 64, 2) == 64 * 3 * draft.num_hidden_layers * width * 2
 
 
+def test_memory_of_heads_in_fp8() -> None:
+    from megatron_spec.config import TrainConfig
+    from megatron_spec.planning.estimate import memory
+
+    place = Place(BASE, DRAFT, ParallelConfig(), TrainConfig(train_iters=1, bf16=True, micro_batch_size=2), 64, 3, 1, 4)
+    usual, fp8 = memory(place), memory(replace(place, paths=Paths(replace(GPU, wanted=FP8))))
+    assert fp8["embedding and head"] - usual["embedding and head"] == 64 * 96
+    assert fp8["working space"] - usual["working space"] == HEAD_CHUNK / 2 + 2 * 64 * 3 * 48
+    assert fp8["base layers"] == usual["base layers"] / 2
+
+
 def test_tests_and_twins_exist() -> None:
     for path in PATHS.values():
         file, _, name = path.test.partition("::")
@@ -193,6 +208,44 @@ def test_only_paths_depend_on_the_machine() -> None:
     assert kept == set(ASKS), f"these ask no more, take them off the list: {set(ASKS) - kept}"
 
 
+ENGINE_FP8 = ENGINE.replace(fp8_format="e4m3", fp8_recipe="blockwise")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("te_attention", {"machine": Machine()}, "no GPU"),
+        ("te_attention", {"dtype": "float32"}, "not in half precision"),
+        ("te_attention", {"parallel": ParallelConfig(context_parallel_size=2)}, "ranks share the sequence"),
+        ("te_attention", {"parallel": ParallelConfig(tensor_model_parallel_size=4)}, "fewer key/value heads"),
+        ("te_attention", {"base": BASE.replace(head_dim=12)}, r"\(12, 12\) dimensions"),
+        ("te_experts", {"base": BASE}, "no experts"),
+        ("te_experts", {"plain": True}, "--plain"),
+        ("te_fp8", {"dtype": "float16"}, "float16, not in bf16"),
+        ("te_fp8", {"machine": Machine(True, (8, 0), "triton")}, "no fp8 tensor cores"),
+        ("te_fp8", {"quant": QuantConfig(draft="none")}, "the base is fake-quantised"),
+        ("te_fp8", {"base": None}, "layers do not run"),
+        (
+            "te_fp8",
+            {
+                "layers": ENGINE.replace(fp8_format="e4m3"),
+                "draft_fp8_recipe": "tensorwise",
+                "parallel": ParallelConfig(context_parallel_size=2),
+            },
+            "would wait for one another",
+        ),
+        ("te_fp8", {"layers": ENGINE_FP8, "base": BASE.replace(hidden_size=192)}, "not all multiples of 128"),
+        ("te_fp8", {"layers": LOCAL}, "local builds the base"),
+        ("cuda_graphs", {}, "transformer_engine builds the base"),
+    ],
+)
+def test_when_paths_of_transformer_engine_are_off(name: str, changes: dict[str, Any], reason: str) -> None:
+    wide = BASE.replace(hidden_size=256, intermediate_size=128, head_dim=64, moe=MOE.replace(intermediate_size=128))
+    setting = replace(GPU, base=wide, layers=ENGINE_FP8, wanted=("te_fp8",))
+    assert Paths(setting).blocked.keys().isdisjoint({"te_attention", "te_experts", "te_fp8"})
+    assert re.search(reason, Paths(replace(setting, **changes)).blocked[name])
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -200,7 +253,7 @@ def test_only_paths_depend_on_the_machine() -> None:
         ({"dtype": "float16"}, "float16, not in bf16"),
         ({"parallel": ParallelConfig(tensor_model_parallel_size=4)}, r"\(64, 12\), not multiples of 8"),
         ({"quant": QuantConfig(draft="none")}, "fake-quantised"),
-        ({"transformer_engine": True}, "transformer_engine"),
+        ({"layers": ENGINE}, "transformer_engine"),
         ({"machine": Machine()}, "no GPU"),
     ],
 )

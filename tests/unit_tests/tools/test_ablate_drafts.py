@@ -9,9 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import ablate_drafts, acceptance_page, comparison
 from megatron_spec.config import UserError
+from megatron_spec.config.machine import Machine
+from megatron_spec.runtime import platform
 from megatron_spec.training.optimizer import wrap_ddp
 from tests.functional_tests.script_helpers import make_base, write_conversations
 
@@ -45,6 +48,7 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one_at_a_time(monkeypatch)
     monkeypatch.setattr(ablate_drafts, "THRESHOLDS", (3, 5))
+    monkeypatch.setattr(ablate_drafts, "WEIGHTS", (1.0, 4.0))
     drafts = ["eagle3", "medusa", "dspark 2 x 5"]
     ablations = ["detached", "late captures, frozen head"]
     base, output = make_base(tmp_path / "base"), tmp_path / "out"
@@ -72,12 +76,18 @@ def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path, monkeyp
     wanted |= {f"ablation {name}{seed}" for name in ["defaults", *ablations] for seed in ("", " seed 1")}
     wanted |= {f"equal steps {name}" for name in drafts[1:]}
     wanted |= {f"{name} + SA {k}" for name in [*drafts, "equal steps medusa"] for k in ablate_drafts.THRESHOLDS}
+    wanted |= {f"replay weight {w}{seed}" for w in (1, 4) for seed in ("", " seed 1")}
     wanted |= {f"{name} fp8 {form}" for name in drafts for form in ("PTQ", "QAT")}
     wanted |= {f"{name} without QAT" for name in drafts}
     assert wanted <= set(found)
     assert all(found[f"{n} without QAT"]["steps"] == found[f"{n} fp8 QAT"]["steps"] for n in drafts)
     assert all(line["identical"] == 1.0 for name, line in found.items() if "fp8" not in name)
     assert len({line["steps"] for name, line in found.items() if name.startswith(("ablation", "equal"))}) == 1
+    assert found["replay weight 1"]["steps"] == found["replay weight 4"]["steps"] == found["ablation defaults"]["steps"]
+    one, four = (torch.load(output / "drafts" / f"replay_weight_{w}.pt")["weights"] for w in (1, 4))
+    assert any(not torch.equal(one[name], four[name]) for name in one)
+    [longer] = [line["steps"] for name, line in found.items() if name.startswith("replay none") and "seed" not in name]
+    assert longer >= found["replay weight 1"]["steps"]
     assert all(set(line["single_speedup"]) == {"qa", "sum"} for line in found.values())
     assert {found[f"ablation detached{s}"]["seed"] for s in ("", " seed 1")} == {0, 1}
     assert found["ablation defaults"]["accuracy"] != found["ablation defaults seed 1"]["accuracy"]
@@ -98,6 +108,7 @@ def test_a_run_that_was_cut_off_goes_on_and_fills_a_page(tmp_path: Path, monkeyp
         "| SA |",
         "| equal steps medusa + SA 5 |",
         "| NGram | none |",
+        "| weight 4 |",
         "qa | sum |",
     ):
         assert word in text, word
@@ -163,6 +174,8 @@ def test_names_of_block_drafts(capsys: pytest.CaptureFixture[str]) -> None:
     kind = ablate_drafts.kind_of("dspark 2 x 5 kv 14")
     assert kind.algorithm == "dspark"
     assert kind.fields == {"num_hidden_layers": 2, "block_size": 5, "num_key_value_heads": 14}
+    late = ablate_drafts.kind_of("dspark 2 x 5 kv 14 late").fields
+    assert late == {**kind.fields, "capture_layer_ids": "late", "fc_init": "average", "init_from_base_layer": True}
     assert ablate_drafts.kind_of("dflash 5 x 8").fields == {"num_hidden_layers": 5, "block_size": 8}
     for wrong in ("dflash 2", "dflash 0 x 8", "dflash 2 x 8 kv", "eagle 3"):
         with pytest.raises(SystemExit):
@@ -213,7 +226,7 @@ def test_seeds_are_pooled_question_by_question() -> None:
 
 def test_a_change_of_an_older_run_has_no_interval() -> None:
     old = {k: v for k, v in line([4], [2]).items() if not k.startswith("few_")}
-    assert acceptance_page._change(line([6], [2]), old) == "+1.000"
+    assert acceptance_page.change(line([6], [2]), old) == "+1.000"
 
 
 def test_seeds_of_an_older_and_a_newer_run_are_pooled_without_interval() -> None:
@@ -246,3 +259,18 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     path.write_text('{"kind": "measured"}\n')
     with pytest.raises(UserError, match="has no settings"):
         acceptance_page.render(path)
+
+
+def test_trainings_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over plain twins of the kernels; each trains otherwise than the defaults, and all decode the base's own text."""
+    flags = [*flags_of(tmp_path, "--parts", "ablations", "--steps", "3"), "--ablations", "draft in fp8", "base in fp8"]
+    start = lambda: ablate_drafts.main(ablate_drafts.make_parser().parse_args(flags))  # noqa: E731
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="--draft-fp8 cannot run here: there is no GPU"):
+            start()
+    monkeypatch.setattr(platform, "machine", lambda: Machine(kernels="plain"))
+    start()
+    found = measured(tmp_path / "out")
+    names = ["ablation defaults", "ablation draft in fp8", "ablation base in fp8"]
+    assert set(names) == set(found) and len({str(found[n]["accuracy"] + [found[n]["loss"]]) for n in names}) == 3
+    assert all(line["identical"] == 1.0 for line in found.values())

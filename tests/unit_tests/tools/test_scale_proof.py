@@ -52,3 +52,13 @@ def test_tiny_throughput() -> None:
     found = scale.speed("one", scale.parse(["one", "--tiny", "--no-equality"]))
     assert found["tokens_per_second"] == found["tokens_per_second_per_gpu"] > 0
     assert (found["model"], found["gpus"], found["seq_length"]) == ("tiny", 1, 64)
+
+
+def test_layouts_are_chosen_by_name() -> None:
+    equal, fast = scale_proof.layouts(2, engine=False)
+    chosen = scale_proof.Chosen(2, ["speed"], ["tp2", "cp2"], tiny=False)
+    chosen.check(equal, fast)
+    assert chosen.of(equal) == ["tp2", "cp2"] and chosen.of(fast) == ["tp2", "cp2@16384x1"]
+    assert scale_proof.Chosen(2, [], None, False).of(fast) == fast
+    with pytest.raises(SystemExit, match="found tp4, expected some of tp2"):
+        scale_proof.Chosen(2, ["speed"], ["tp4"], tiny=False).check(equal, fast)

@@ -1,0 +1,88 @@
+"""The layers of the frozen base in decoding, in few kernels (paths `decode_kernels` and `decode_products`).
+
+A layer is five kernels for up to `FEW_ROWS` rows: norm and projection; attention with everything about heads and cache;
+output projection and residual sum; norm, gate and up; down and residual sum. With more rows, or without
+`decode_products`, `DirectForward` runs the products and takes the attention from here: eight kernels.
+
+S new rows of each of B sequences, R = S * B rows, H hidden, N query and G key/value heads of this rank, D head size,
+X = (N + 2G) * D.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_spec.base.moe import MixtureOfExperts
+from megatron_spec.config import BaseConfig
+from megatron_spec.ops.visibility import Visibility
+
+FEW_ROWS = 16
+"""Most rows whose products include norm, gate and residual sum."""
+MOST_NEW = 64
+"""Most new rows of a sequence that the attention kernel takes."""
+
+Tables = tuple[Tensor, Tensor]
+"""fp32 (cos, sin) [R, D / 2]."""
+
+
+class DecodeLayers:
+    """Layers of new rows that see a cache.
+
+    Args:
+        heads: query and key/value heads of this rank.
+        kernels: operators (`ops.backend.load`).
+        products: `decode_products` is on.
+    """
+
+    def __init__(self, config: BaseConfig, heads: tuple[int, int], kernels: Any, products: bool) -> None:
+        self.config, self.heads, self.kernels, self.products = config, heads, kernels, products
+        self.eps = config.rms_norm_eps
+
+    def serves(self, visibility: Visibility) -> bool:
+        """True for new rows in consecutive slots that see what their sequence has so far, or a tree."""
+        slots_BS = visibility.slots_BS
+        if slots_BS is None or not visibility.key_slots or visibility.given_BSL is not None:
+            return False
+        return slots_BS.shape[1] <= MOST_NEW
+
+    def whole(self, x_RH: Tensor) -> bool:
+        """True if `layer` takes these rows."""
+        return self.products and len(x_RH) <= FEW_ROWS
+
+    def tables(self, angles_SB1D: Tensor) -> Tables:
+        """For `attend`."""
+        angles = angles_SB1D.flatten(0, 2)[:, : self.config.head_dim // 2]
+        return angles.cos(), angles.sin()
+
+    def attend(self, qkv_RX: Tensor, module: Any, tables: Tables, visibility: Visibility, layer: int) -> Tensor:
+        """Attention output [R, N * D] of a layer from its projection without the bias; writes the cache."""
+        cache, slots_BS = visibility.cache, visibility.slots_BS
+        assert cache is not None and slots_BS is not None
+        norms = (module.q_layernorm.weight, module.k_layernorm.weight) if self.config.qk_norm else None
+        out: Tensor = self.kernels.decode_attention(
+            qkv_RX, tables, (cache.keys[layer], cache.values[layer]), slots_BS[:, 0], *self.heads,
+            visibility.key_slots, module.linear_qkv.bias, norms, self.eps, visibility.above_BSM,
+        )  # fmt: skip
+        return out
+
+    def layer(self, layer: Any, x_RH: Tensor, tables: Tables, visibility: Visibility, index: int) -> Tensor:
+        """[R, H] output of a whole layer, of few rows."""
+        attention, mlp, product = layer.self_attention, layer.mlp, self.kernels.few_rows_product
+        qkv = product(x_RH, attention.linear_qkv.weight, None, layer.input_layernorm.weight, self.eps)
+        attended = self.attend(qkv, attention, tables, visibility, index)
+        x = product(attended, attention.linear_proj.weight, attention.linear_proj.bias, rest_RO=x_RH)
+        norm = layer.pre_mlp_layernorm.weight
+        if isinstance(mlp, MixtureOfExperts):
+            return x + self._experts(mlp, F.rms_norm(x, norm.shape, norm, self.eps), visibility)
+        hidden = product(x, mlp.linear_fc1.weight, mlp.linear_fc1.bias, norm, self.eps, gated=True)
+        out: Tensor = product(hidden, mlp.linear_fc2.weight, mlp.linear_fc2.bias, rest_RO=x)
+        return out
+
+    def _experts(self, mlp: Any, normed_RH: Tensor, visibility: Visibility) -> Tensor:
+        assert visibility.slots_BS is not None
+        B, S = visibility.slots_BS.shape
+        mixed: Tensor = mlp(normed_RH.view(S, B, -1))[0]
+        return mixed.flatten(0, 1)

@@ -1,0 +1,369 @@
+"""Triton kernels for decoding, where a step is many small kernels: fewer of them, each over all that it needs.
+
+Attention: one kernel from the projection of the new rows to the attention output. It adds the bias, takes the norms of
+heads, rotates, writes the new keys and values into the cache, and reads no more of the cache than the sequence has. Few
+sequences are split over the keys: every part writes its share, the last part to finish sums them up.
+
+Products of few rows: a norm before it, and a gate, bias or residual sum after it, are part of the product.
+
+R = S * B rows (row = s * B + b), S new rows of each of B sequences, N query and G key/value heads, D head size,
+X = (N + 2G) * D, L cache slots, M tree nodes, H inputs and O outputs of a product.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SLOTS = 64
+"""Cache slots that a program reads at a time."""
+MOST_PARTS = 16
+"""Largest number of parts of a sequence: the last one holds those of all in registers."""
+TILE = 16
+"""Rows (s, query head) of a program where sequences are split; more, up to `WIDE_TILE`, where they are not."""
+WIDE_TILE = 64
+COUNTERS = 4096
+
+
+@triton.jit
+def _rotated(
+    x_ptr, bias_ptr, norm_ptr, cos_ptr, sin_ptr, row, col, mask, d, eps, X,
+    HALF: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """fp32 heads that begin at columns `col` of rows `row`, with bias and norm, rotated."""
+    other = tl.where(d < HALF, d + HALF, d - HALF)
+    sign = tl.where(d < HALF, -1.0, 1.0)
+    angle = tl.where(d < HALF, d, d - HALF)
+    x = tl.load(x_ptr + row * X + col + d, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(x_ptr + row * X + col + other, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + col + d, mask=mask, other=0.0).to(tl.float32)
+        y += tl.load(bias_ptr + col + other, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / (2 * HALF) + eps)[:, None]
+        x *= rstd * tl.load(norm_ptr + d, mask=d < 2 * HALF, other=0.0).to(tl.float32)
+        y *= rstd * tl.load(norm_ptr + other, mask=d < 2 * HALF, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + row * HALF + angle, mask=mask, other=1.0)
+    sin = tl.load(sin_ptr + row * HALF + angle, mask=mask, other=0.0)
+    return x * cos + y * sin * sign
+
+
+@triton.jit
+def _columns(g, i, N: tl.constexpr, G: tl.constexpr, D: tl.constexpr, GROUPED: tl.constexpr):
+    """First columns of query heads `i` [.., 1], key and value of key/value head g in a projection."""
+    n: tl.constexpr = N // G
+    if GROUPED:  # megatron-core: per key/value head its n query heads, then k, then v
+        q_col = (g * (n + 2) + i) * D
+        k_col = (g * (n + 2) + n) * D
+        v_col = k_col + D
+    else:
+        q_col = (g * n + i) * D
+        k_col = (N + g) * D
+        v_col = (N + G + g) * D
+    return q_col[:, None], k_col, v_col
+
+
+@triton.jit
+def _attended(q, k, v, seen, scale, top, total, acc, PRECISION: tl.constexpr):
+    """Softmax over more keys: (largest score in log2, sum, weighted values) with k, v where `seen`."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    scores = tl.where(seen, scores, -float("inf"))
+    higher = tl.maximum(top, tl.max(scores, axis=1))
+    shift = tl.where(higher == -float("inf"), 0.0, higher)  # a row may see none of these keys
+    p = tl.exp2(scores - shift[:, None])
+    faded = tl.exp2(top - shift)
+    total = total * faded + tl.sum(p, axis=1)
+    acc = acc * faded[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    return higher, total, acc
+
+
+@triton.jit
+def _new_rows(
+    x_ptr, bias_ptr, norm_ptr, cos_ptr, sin_ptr, key_ptr, value_ptr, b, B, S, first, cached, k_col, v_col, lanes, eps,
+    store, X, STRIDE: tl.constexpr, HALF: tl.constexpr, NEW: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Keys and values [NEW, LANES] of the new rows; written to the cache if `store`."""
+    j = tl.arange(0, NEW)
+    inside = lanes < 2 * HALF
+    mask = (j < S)[:, None] & inside
+    row = (j * B + b).to(tl.int64)[:, None]
+    k = _rotated(x_ptr, bias_ptr, norm_ptr, cos_ptr, sin_ptr, row, k_col, mask, lanes, eps, X, HALF, HAS_BIAS, NORM)
+    v = tl.load(x_ptr + row * X + v_col + lanes, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        v += tl.load(bias_ptr + v_col + lanes, mask=inside, other=0.0).to(tl.float32)
+    k = k.to(key_ptr.dtype.element_ty)
+    v = tl.where(mask, v, 0.0).to(key_ptr.dtype.element_ty)
+    if store:
+        at = cached + (first + j).to(tl.int64)[:, None] * STRIDE + lanes
+        tl.store(key_ptr + at, k, mask=mask)
+        tl.store(value_ptr + at, v, mask=mask)
+    return k, v
+
+
+@triton.jit
+def _old_rows(
+    q, key_ptr, value_ptr, above, begin, end, tree, cached, lanes, live, scale, top, total, acc,
+    D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_attended` over slots begin .. end - 1 of the cache; `tree`: slot of the first node."""
+    for at in range(begin, end, BLOCK):
+        slot = at + tl.arange(0, BLOCK)
+        mask = (slot < end)[:, None] & (lanes < D)
+        where = cached + slot.to(tl.int64)[:, None] * STRIDE + lanes
+        k = tl.load(key_ptr + where, mask=mask, other=0.0)
+        v = tl.load(value_ptr + where, mask=mask, other=0.0)
+        seen = (slot < end)[None, :] & live[:, None]
+        if TREE:
+            node = (slot - tree)[None, :]
+            seen = seen & (tl.load(above + node, mask=seen & (node >= 0), other=1) != 0)
+        top, total, acc = _attended(q, k, v, seen, scale, top, total, acc, PRECISION)
+    return top, total, acc
+
+
+@triton.jit
+def _store_part(part_ptr, stat_ptr, mine, top, total, acc, lanes, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """What a part adds to the softmax of its rows."""
+    r = tl.arange(0, ROWS)
+    tl.store(stat_ptr + mine * 2 * ROWS + r, top)
+    tl.store(stat_ptr + (mine * 2 + 1) * ROWS + r, total)
+    tl.store(part_ptr + (mine * ROWS + r)[:, None] * LANES + lanes, acc)
+
+
+@triton.jit
+def _sum_of_parts(
+    part_ptr, stat_ptr, place, active, lanes, ROWS: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr
+):
+    """(sum, weighted values) over all parts of a sequence, which other programs have written."""
+    r = tl.arange(0, ROWS)
+    best = tl.full((ROWS,), -float("inf"), tl.float32)
+    for i in tl.static_range(PARTS):
+        at = stat_ptr + (place * PARTS + i) * 2 * ROWS + r
+        best = tl.maximum(best, tl.load(at, mask=r * 0 + i < active, other=-float("inf"), cache_modifier=".cg"))
+    best = tl.where(best == -float("inf"), 0.0, best)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, LANES), tl.float32)
+    for i in tl.static_range(PARTS):
+        at = stat_ptr + (place * PARTS + i) * 2 * ROWS + r
+        there = r * 0 + i < active
+        share = tl.exp2(tl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg") - best)
+        total += share * tl.load(at + ROWS, mask=there, other=0.0, cache_modifier=".cg")
+        values = part_ptr + ((place * PARTS + i) * ROWS + r)[:, None] * LANES + lanes
+        acc += share[:, None] * tl.load(values, mask=there[:, None] & (lanes >= 0), other=0.0, cache_modifier=".cg")
+    return total, acc
+
+
+@triton.jit(do_not_specialize=["B", "S", "M", "tiles"])
+def _attention_kernel(
+    x_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, first_ptr, above_ptr, key_ptr, value_ptr, out_ptr,
+    part_ptr, stat_ptr, count_ptr, B, S, M, tiles, first_stride, cache_stride, scale, eps,
+    N: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, GROUPED: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
+    TREE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    n: tl.constexpr = N // G
+    D: tl.constexpr = 2 * HALF
+    X: tl.constexpr = (N + 2 * G) * D
+    place = tl.program_id(0)  # (sequence, key/value head, tile of rows)
+    part = tl.program_id(1)
+    tile = place % tiles
+    b = (place // tiles) // G
+    g = (place // tiles) % G
+    first = tl.load(first_ptr + b * first_stride).to(tl.int32)
+    length = tl.maximum(tl.cdiv(tl.cdiv(first, PARTS), BLOCK), 1) * BLOCK
+    active = tl.maximum(tl.cdiv(first, length), 1)
+    if part >= active:
+        return
+    t = tile * ROWS + tl.arange(0, ROWS)
+    s = t // n
+    live = t < S * n
+    row = (s * B + b).to(tl.int64)[:, None]
+    lanes = tl.arange(0, LANES)[None, :]
+    q_col, k_col, v_col = _columns(g, t % n, N, G, D, GROUPED)
+    own = live[:, None] & (lanes < D)
+    q = _rotated(x_ptr, bias_ptr, q_norm_ptr, cos_ptr, sin_ptr, row, q_col, own, lanes, eps, X, HALF, HAS_BIAS, NORM)
+    q = q.to(key_ptr.dtype.element_ty)
+    top = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, LANES), tl.float32)
+    above = above_ptr + (b.to(tl.int64) * S + s)[:, None] * M
+    cached = b.to(tl.int64) * cache_stride + g * D
+    if part == 0:
+        k, v = _new_rows(
+            x_ptr, bias_ptr, k_norm_ptr, cos_ptr, sin_ptr, key_ptr, value_ptr, b, B, S, first, cached, k_col, v_col,
+            lanes, eps, tile == 0, X, G * D, HALF, NEW, HAS_BIAS, NORM,
+        )  # fmt: skip
+        j = tl.arange(0, NEW)[None, :]
+        seen = live[:, None] & (j < S)
+        if TREE:
+            seen = tl.load(above + (M - S + j), mask=seen, other=0) != 0
+        else:
+            seen = seen & (j <= s[:, None])
+        top, total, acc = _attended(q, k, v, seen, scale, top, total, acc, PRECISION)
+    top, total, acc = _old_rows(
+        q, key_ptr, value_ptr, above, part * length, tl.minimum((part + 1) * length, first), first + S - M, cached,
+        lanes, live, scale, top, total, acc, D, G * D, BLOCK, TREE, PRECISION,
+    )  # fmt: skip
+    at = out_ptr + row * (N * D) + ((g * n + t % n) * D)[:, None] + lanes
+    if PARTS == 1:
+        tl.store(at, (acc / tl.where(live, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty), mask=own)
+    else:
+        _store_part(part_ptr, stat_ptr, place * PARTS + part, top, total, acc, lanes, ROWS, LANES)
+        tl.debug_barrier()  # all of the program's values are out before it is counted
+        if tl.atomic_add(count_ptr + place, 1, sem="acq_rel") == active - 1:
+            tl.store(count_ptr + place, 0)
+            total, acc = _sum_of_parts(part_ptr, stat_ptr, place, active, lanes, ROWS, LANES, PARTS)
+            tl.store(at, (acc / tl.where(live, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty), mask=own)
+
+
+@functools.cache
+def _counters(device: torch.device) -> Tensor:
+    """int32 zeros, one per sequence, head and tile; every kernel leaves them zero. Kept: graphs hold their address."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+
+
+def _tiling(rows: int, places: int, key_slots: int, processors: int) -> tuple[int, int]:
+    """(rows of a tile, parts of a sequence) for `places` sequences and heads of `rows` rows."""
+    if places * triton.cdiv(rows, TILE) >= processors:
+        return max(TILE, min(WIDE_TILE, int(triton.next_power_of_2(rows)))), 1
+    most = min(triton.cdiv(2 * processors, places * triton.cdiv(rows, TILE)), triton.cdiv(key_slots, SLOTS))
+    return TILE, min(MOST_PARTS, int(triton.next_power_of_2(most)))
+
+
+def decode_attention(
+    x_RX: Tensor,
+    tables: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, Tensor],
+    first_B: Tensor,
+    heads: int,
+    kv_heads: int,
+    key_slots: int,
+    bias_X: Tensor | None = None,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    above_BSM: Tensor | None = None,
+    grouped: bool = True,
+) -> Tensor:
+    """[R, N * D] attention of new rows over a layer's cache, from their projection; writes their keys and values.
+
+    Args:
+        x_RX: projection, without its bias.
+        tables: fp32 (cos, sin) [R, D / 2] of the rows' positions.
+        cache: keys and values [B, L, G, D] of the layer; rows of sequences may be apart.
+        first_B: int64, slot of the first new row of each sequence; the others follow it.
+        key_slots: upper bound of the slots, the new ones included.
+        norms: weights [D] of the RMS norms (`eps`) over query and key heads, before rotation.
+        above_BSM: bool, new row s sees tree node m; the nodes are in the last M slots, which end with the new rows.
+            None: causal.
+        grouped: columns are those of megatron-core's linear_qkv, else all q, all k, all v.
+    """
+    (B,), R, half = first_B.shape, len(x_RX), tables[0].shape[1]
+    S, D, n = R // B, 2 * half, heads // kv_heads
+    rows, parts = _tiling(S * n, B * kv_heads, key_slots, _processors(x_RX.device))
+    tiles = triton.cdiv(S * n, rows)
+    places, lanes = B * kv_heads * tiles, max(16, int(triton.next_power_of_2(D)))
+    out = x_RX.new_empty(R, heads * D)
+    scratch = x_RX.new_empty(places * parts * rows * (lanes + 2) if parts > 1 else 0, dtype=torch.float32)
+    stats = scratch[places * parts * rows * lanes :]
+    above = x_RX if above_BSM is None else above_BSM.contiguous().view(torch.uint8)
+    assert parts == 1 or places <= COUNTERS
+    _attention_kernel[(places, parts)](
+        x_RX, x_RX if bias_X is None else bias_X, *(norms or (x_RX, x_RX)), *tables, first_B, above, *cache, out,
+        scratch, stats, _counters(x_RX.device), B, S, 0 if above_BSM is None else above_BSM.shape[2], tiles,
+        first_B.stride(0), cache[0].stride(0), D**-0.5 * 1.4426950408889634, eps, heads, kv_heads, half, lanes, rows,
+        max(16, int(triton.next_power_of_2(S))), SLOTS, parts, grouped, bias_X is not None, norms is not None,
+        above_BSM is not None, "ieee" if x_RX.dtype == torch.float32 else "tf32",
+        num_warps=4 if rows * lanes <= 4096 else 8, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+FEW_ROWS = 16
+"""Most rows of `few_rows_product`: those of one tensor core instruction."""
+
+
+@triton.jit(do_not_specialize=["R"])
+def _product_kernel(
+    x_ptr, norm_ptr, w_ptr, up_ptr, bias_ptr, rest_ptr, out_ptr, R, H, outputs, eps,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_REST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    rows = tl.arange(0, ROWS)[:, None]
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    live = rows < R
+    used = cols < outputs
+    inner = tl.arange(0, BLOCK)
+    acc = tl.zeros((ROWS, COLS), tl.float32)
+    acc_up = tl.zeros((ROWS, COLS), tl.float32)
+    squares = tl.zeros((ROWS,), tl.float32)
+    for at in range(0, H, BLOCK):
+        h = at + inner
+        x_mask = live
+        w_mask = used[:, None]
+        if not EVEN:
+            x_mask = live & (h < H)[None, :]
+            w_mask = used[:, None] & (h < H)[None, :]
+        x = tl.load(x_ptr + rows * H + h[None, :], mask=x_mask, other=0.0)
+        w = tl.load(w_ptr + cols[:, None] * H + h[None, :], mask=w_mask, other=0.0)
+        if NORM:  # the row's factor is applied to the product
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=1)
+            weight = tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)
+            x = (wide * weight[None, :]).to(x.dtype)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+        if GATED:
+            up = tl.load(up_ptr + cols[:, None] * H + h[None, :], mask=w_mask, other=0.0)
+            acc_up = tl.dot(x, tl.trans(up), acc_up, input_precision=PRECISION)
+    if NORM:
+        rstd = (1.0 / tl.sqrt(squares / H + eps))[:, None]
+        acc *= rstd
+        acc_up *= rstd
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + cols, mask=used, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            acc_up += tl.load(bias_ptr + outputs + cols, mask=used, other=0.0).to(tl.float32)[None, :]
+    dtype = out_ptr.dtype.element_ty
+    if GATED:  # rounded where the plain code rounds
+        gate = acc.to(dtype).to(tl.float32)
+        acc = gate / (1.0 + tl.exp(-gate)) * acc_up.to(dtype).to(tl.float32)
+    mask = live & used[None, :]
+    if HAS_REST:
+        rest = tl.load(rest_ptr + rows * outputs + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        acc = acc.to(dtype).to(tl.float32) + rest
+    tl.store(out_ptr + rows * outputs + cols[None, :], acc.to(dtype), mask=mask)
+
+
+def few_rows_product(
+    x_RH: Tensor,
+    weight_OH: Tensor,
+    bias_O: Tensor | None = None,
+    norm_H: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    rest_RO: Tensor | None = None,
+) -> Tensor:
+    """[R, O] = rest + norm(x) W^T + bias, or [R, O / 2] = silu(gate) * up of that [gate | up], for R <= `FEW_ROWS`.
+
+    Args:
+        norm_H: weight of the RMS norm (`eps`) of x.
+        rest_RO: residual stream; not with `gated`.
+    """
+    (R, H), outputs = x_RH.shape, len(weight_OH) // 2 if gated else len(weight_OH)
+    assert R <= FEW_ROWS and weight_OH.is_contiguous() and x_RH.is_contiguous(), (x_RH.shape, weight_OH.shape)
+    out = x_RH.new_empty(R, outputs)
+    block = 256 if H >= 2048 else 128
+    _product_kernel[(triton.cdiv(outputs, 16),)](
+        x_RH, x_RH if norm_H is None else norm_H, weight_OH, weight_OH[outputs:] if gated else weight_OH,
+        x_RH if bias_O is None else bias_O, x_RH if rest_RO is None else rest_RO, out, R, H, outputs, eps, FEW_ROWS, 16,
+        block, H % block == 0, norm_H is not None, gated, bias_O is not None, rest_RO is not None,
+        "ieee" if x_RH.dtype == torch.float32 else "tf32", num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return out

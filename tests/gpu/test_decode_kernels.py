@@ -1,0 +1,98 @@
+"""The kernels of decoding against their plain twins, for heads, trees and lengths of all kinds.
+
+On a machine without a GPU, TRITON_INTERPRET=1 runs the kernels themselves on the CPU (as CI does).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_spec.ops import plain
+from tests.gpu.test_kernels import make
+from tests.gpu.triton_device import DEVICE, MARKS
+
+pytestmark = MARKS
+
+HEADS = [(8, 2, 64), (14, 2, 64), (5, 1, 80), (4, 4, 16), (6, 2, 96), (32, 8, 128)]
+"""(query heads, key/value heads, head size): Qwen2.5 0.5B is the second one."""
+LENGTH = 200
+SHAPES = {
+    "one row": ([130], 1, None), "empty cache": ([0], 3, None), "chains": ([7, 64, 150], 5, None),
+    "tree": ([7, 64, 130], 5, 5), "level of a tree": ([20, 90, 130], 3, 9), "many rows": ([64, 129], 40, None),
+}  # fmt: skip
+"""Slots of the first new row of each sequence, new rows, nodes of a tree."""
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("split", [False, True])
+def test_attention(heads: tuple[int, int, int], shape: str, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output, and the cache after it, with the keys of a sequence split over programs or not."""
+    from megatron_spec.ops.kernels import decode
+
+    monkeypatch.setattr(decode, "_processors", lambda device: 1000 if split else 1)
+    (N, G, D), (first, S, M) = heads, SHAPES[shape]
+    B, extras = len(first), heads[0] % 4 == 0
+
+    def run(module: Any) -> list[Tensor]:
+        draw = make(1)
+        x, angles = draw(S * B, (N + 2 * G) * D), draw(S * B, D // 2)
+        whole = [draw(B + 1, LENGTH, G, D) for _ in range(2)]
+        bias, norms = (draw((N + 2 * G) * D), (draw(D), draw(D))) if extras else (None, None)
+        above = None
+        if M is not None:
+            above = (draw(B, S, M) > 0) | (
+                torch.arange(M - S, M, device=DEVICE)[:S, None] == torch.arange(M, device=DEVICE)
+            )
+        slots_BS = torch.tensor(first, device=DEVICE)[:, None] + torch.arange(S, device=DEVICE)
+        out = module.decode_attention(
+            x, (angles.cos(), angles.sin()), (whole[0][:B], whole[1][:B]), slots_BS[:, 0], N, G, LENGTH, bias, norms,
+            0.1, above, grouped=not extras,
+        )  # fmt: skip
+        return [out, *whole]
+
+    for found, expected in zip(run(decode), run(plain), strict=True):
+        torch.testing.assert_close(found.double(), expected.double(), rtol=2e-5, atol=2e-5)
+    if split:
+        assert not decode._counters(torch.zeros(1, device=DEVICE).device).any()
+
+
+def test_what_is_not_read_does_not_matter() -> None:
+    """Slots after a sequence's own may hold anything, even NaN."""
+    from megatron_spec.ops.kernels import decode
+
+    (N, G, D), draw = (4, 2, 32), make(2)
+    x, angles, cache = draw(2, (N + 2 * G) * D), draw(2, D // 2), [draw(2, LENGTH, G, D) for _ in range(2)]
+    first, tables = torch.tensor([70, 3], device=DEVICE), (angles.cos(), angles.sin())
+    given = (cache[0].clone(), cache[1].clone())
+    expected = decode.decode_attention(x, tables, given, first, N, G, LENGTH)
+    for kept in cache:
+        kept[0, 70:], kept[1, 3:] = float("nan"), float("nan")
+    assert torch.equal(decode.decode_attention(x, tables, (cache[0], cache[1]), first, N, G, LENGTH), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("sizes", [(64, 48), (896, 112), (2100, 40)])
+@pytest.mark.parametrize(
+    "way", ["plain", "bias", "norm", "norm, bias", "gated", "norm, gated, bias", "rest", "bias, rest"]
+)
+def test_products(rows: int, sizes: tuple[int, int], way: str) -> None:
+    from megatron_spec.ops.kernels import decode
+
+    H, outputs = sizes
+
+    def run(module: Any) -> Tensor:
+        draw, gated = make(3), "gated" in way
+        x, w, bias = draw(rows, H), draw(outputs, H) * H**-0.5, draw(outputs)
+        norm, rest = draw(H), draw(rows, outputs)
+        found: Tensor = module.few_rows_product(
+            x, w, bias if "bias" in way else None, norm if "norm" in way else None, 0.1, gated,
+            rest if "rest" in way else None,
+        )  # fmt: skip
+        return found
+
+    torch.testing.assert_close(run(decode), run(plain), rtol=2e-5, atol=2e-5)
