@@ -153,6 +153,8 @@ def test_memory_of_heads_in_fp8() -> None:
     assert fp8["embedding and head"] - usual["embedding and head"] == 64 * 96
     assert fp8["working space"] - usual["working space"] == HEAD_CHUNK / 2 + 2 * 64 * 3 * 48
     assert fp8["base layers"] == usual["base layers"] / 2
+    setting = replace(GPU, layers=ENGINE.replace(fp8_format="e4m3"), wanted=("te_fp8",))
+    assert memory(replace(place, paths=Paths(setting)))["base layers"] == usual["base layers"] * 1.5
 
 
 def test_tests_and_twins_exist() -> None:
