@@ -103,6 +103,7 @@ def fast_paths(resolved: Resolved) -> Paths:
         layers=run.layers, ends_only=run.offline_data is not None,
         objective=resolved.objective, rows=run.train.micro_batch_size * resolved.seq_length, plain=run.plain,
         draft_impl=run.draft_transformer_impl, draft_fp8_recipe=run.draft_fp8_recipe,
+        optimizer_impl=run.train.optimizer_impl,
         wanted=tuple(name for name in ("base_fp8", "draft_fp8") if getattr(run, name)),
     )  # fmt: skip
 

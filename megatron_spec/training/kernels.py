@@ -19,6 +19,7 @@ from megatron.core.optimizer import optimizer as mixed_precision
 
 from megatron_spec.config import OptimizerImpl, UserError
 from megatron_spec.ops import products
+from megatron_spec.planning.paths import NO_PATHS, Paths
 from megatron_spec.runtime import optional, platform
 
 TITLES = {"transformer_engine": "Transformer Engine", "apex": "apex", "torch": "torch"}
@@ -36,7 +37,7 @@ def check_kernels(impl: OptimizerImpl) -> None:
     if importlib.util.find_spec(impl) is None:
         how = "docs/install.md#apex" if impl == "apex" else "pip install 'megatron-spec[te]'"
         raise UserError(f"{flag}: {TITLES[impl]} is not installed ({how}); leave the flag out")
-    if not platform.has_cuda():
+    if not platform.machine().gpu:
         raise UserError(f"{flag} needs a GPU; leave the flag out")
 
 
@@ -87,14 +88,20 @@ def _sources(impl: OptimizerImpl) -> tuple[Any, ...]:
 def _apex_products() -> Any:
     """apex's extension for weight gradients; None without it."""
     try:
-        return importlib.import_module(WEIGHT_GRADIENTS) if platform.has_cuda() else None
+        return importlib.import_module(WEIGHT_GRADIENTS) if platform.machine().gpu else None
     except Exception:  # absent, or built for another torch or CUDA: torch has an operator for the same
         return None
 
 
-def described() -> str:
-    """Whose kernels run, for the log."""
+def described(paths: Paths = NO_PATHS) -> str:
+    """Whose kernels run, for the log.
+
+    Args:
+        paths: the fast paths of the draft.
+    """
     adam, norm = (_title(x.__module__) for x in (core.Adam, clip_grads.l2_norm_impl))
+    if paths.on("optimizer_pass"):
+        adam += " in the first step, in one pass (optimizer_pass) later"
     return f"Adam of {adam}, gradient norm of {norm}, weight gradients of {products.adder()}"
 
 

@@ -20,6 +20,7 @@ from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor, nn
 
 from megatron_spec.config import TrainConfig
+from megatron_spec.planning.paths import NO_PATHS
 from megatron_spec.runtime.distributed import World
 from megatron_spec.training import kernels
 
@@ -70,7 +71,7 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False, pg_collection=world.draft_groups)
     _use_fused_adam(optimizer)
     _norm_without_waits()
-    log.info("optimizer: %s", kernels.described())
+    log.info("optimizer: %s", kernels.described(ddp.module.paths if hasattr(ddp.module, "paths") else NO_PATHS))
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -46,7 +46,7 @@ def test_it_is_complete_and_said(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     kernels.check_kernels("apex")
     Run("apex", bf16=True)
-    assert "optimizer: Adam of apex, gradient norm of apex, weight gradients of" in caplog.text
+    assert "optimizer: Adam of apex" in caplog.text and "gradient norm of apex, weight gradients of" in caplog.text
     kernels.choose("torch")
     assert kernels.described() == "Adam of torch, gradient norm of torch, weight gradients of torch"
 
@@ -55,7 +55,7 @@ def test_it_is_complete_and_said(caplog: pytest.LogCaptureFixture) -> None:
 def test_megatron_core_chooses_it(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     Run("auto")
-    assert "Adam of apex, gradient norm of apex" in caplog.text
+    assert "Adam of apex" in caplog.text and "gradient norm of apex" in caplog.text
 
 
 @pytest.mark.parametrize("train", [{}, {"bf16": True}, {"bf16": True, "use_distributed_optimizer": True}])

@@ -13,9 +13,11 @@ import torch
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec
 from megatron_spec.config import BaseConfig, OptimizerImpl, TrainConfig, UserError, presets
+from megatron_spec.config.machine import H100, Machine
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.ops import products
+from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed, optional, platform
 from megatron_spec.training import kernels
 from megatron_spec.training.optimizer import build_optimizer, finish_gradients, wrap_ddp
@@ -122,7 +124,7 @@ def test_a_second_exchange_and_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_it_is_said(impl: OptimizerImpl, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "has_cuda", lambda: True)
+    monkeypatch.setattr(platform, "machine", lambda: H100)
     caplog.set_level(logging.INFO)
     norm: Any = MODULES["amp_C"].multi_tensor_l2norm
     monkeypatch.setattr(norm, "__module__", "amp_C" if impl == "apex" else "transformer_engine_torch")
@@ -130,6 +132,8 @@ def test_it_is_said(impl: OptimizerImpl, caplog: pytest.LogCaptureFixture, monke
     title = kernels.TITLES[impl]
     own = "apex" if impl == "apex" else "torch"
     assert kernels.described() == f"Adam of {title}, gradient norm of {title}, weight gradients of {own}"
+    one_pass = Paths(Setting(H100, "bfloat16"))
+    assert kernels.described(one_pass).startswith(f"Adam of {title} in the first step, in one pass")
 
 
 def test_weight_gradients_of_apex(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +141,7 @@ def test_weight_gradients_of_apex(monkeypatch: pytest.MonkeyPatch) -> None:
     module = MODULES["fused_weight_gradient_mlp_cuda"]
     inner = module.wgrad_gemm_accum_fp32
     monkeypatch.setattr(module, "wgrad_gemm_accum_fp32", lambda *a: called.append(1) or inner(*a))
-    monkeypatch.setattr(platform, "has_cuda", lambda: True)
+    monkeypatch.setattr(platform, "machine", lambda: H100)
     kernels.choose("apex")
     x, d = (torch.randn(5, n, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (8, 6))
     target, wide, expected = torch.ones(6, 8), torch.ones(6, 16), 1 + d.float().t() @ x.float()
@@ -162,7 +166,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="Transformer Engine is not installed"):
         kernels.check_kernels("transformer_engine")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr(platform, "has_cuda", lambda: False)
+    monkeypatch.setattr(platform, "machine", Machine)
     with pytest.raises(UserError, match="needs a GPU"):
         kernels.check_kernels("apex")
     monkeypatch.setitem(optional.unusable, "apex", "it was built for another torch")
