@@ -218,6 +218,9 @@ def memory(place: Place) -> dict[str, float]:
     if place.pp > 1 and not place.offline:
         held += 3  # inputs that wait for this stage, and outputs that are being sent
     D = place.draft.draft_vocab_size
+    copied = 0.0  # rows of the base's head, sorted into draft vocabulary and others
+    if tp > 1 and D < base.vocab_size:
+        copied = D if place.offline or not place.fast_paths.on("teacher_kernel") else base.vocab_size
     return {
         "base layers": layers * (shared / tp + experts / tp / ep) * (1 if place.fast_paths.on("base_fp8") else width),
         "embedding and head": end_parameters(base) / tp * width,
@@ -225,7 +228,7 @@ def memory(place: Place) -> dict[str, float]:
         "gradients (fp32)": own * 4,
         "optimizer": own * (12 if train.bf16 else 8) / shards,
         "features": held * spread * captures * H * width,
-        "teacher": rows * D / tp * width,
+        "teacher": (rows * D + copied * H) / tp * width,
         "draft steps": _activation_bytes(place, rows, width),
         "working space": HEAD_CHUNK
         + (0 if place.offline else rows * (6 * H + 2 * base.intermediate_size / tp) * width),
