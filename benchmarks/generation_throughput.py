@@ -6,6 +6,9 @@ One line of JSON per batch size and temperature, after a run of a few tokens tha
 time of a step in which the host does not wait for the device: launches, and what is not hidden behind the device. With
 a GPU, decoding is bound by the host where it is close to `ms_per_step`. `file_tokens_per_second` includes prompts,
 tokenising, chat template and writing, and recording CUDA graphs.
+
+--profile prints, instead, where the device's time goes: per batch size and temperature a line with kernels per step,
+shares by kind and the longest kernels, of --profile-tokens tokens of one batch whose graphs are recorded.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ def make_parser() -> cli.Parser:
     p.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     p.add_argument("--max-new-tokens", type=cli.at_least_one, default=512)
     p.add_argument("--limit", type=cli.at_least_one, default=4096, help="prompts (default: 4096)")
+    p.add_argument("--profile", action="store_true", help="shares of the device's time by kind of kernel")
+    p.add_argument("--profile-tokens", type=cli.at_least_one, default=48, help="of an answer (default: 48)")
     p.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     return p
 
@@ -43,12 +48,19 @@ def make_parser() -> cli.Parser:
 class HostCosts(Costs):
     """Seconds that the host spends in each phase; does not wait for the device."""
 
+    apart = False
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """See Costs."""
         start = time.perf_counter()
         yield
         self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+
+    @property
+    def steps(self) -> int:
+        """Steps after the prefills."""
+        return len(self.seconds.get("cycle", [])) + len(self.seconds.get("base", []))
 
 
 class Bench:
@@ -86,7 +98,7 @@ class Bench:
                 self.base, self.tokenizer, prompts, config, Path(folder, "out.jsonl"), stop_ids=self.stop_ids
             )
             written = now() - start
-        tokens, steps = sum(len(g.tokens) for g in found), len(costs.seconds["base"])
+        tokens, steps = sum(len(g.tokens) for g in found), costs.steps
         waits = sum(costs.seconds["read"])
         return {
             "batch_size": config.batch_size, "temperature": config.temperature, "answers": len(found),
@@ -96,14 +108,38 @@ class Bench:
             "file_ms_per_answer": round((written - alone) / len(found) * 1e3, 3),
         }  # fmt: skip
 
+    def profile(self, config: DecodeConfig) -> dict[str, Any]:
+        """One line of --profile: of a batch that was decoded before, so all of its graphs are recorded."""
+        from benchmarks.device_time import profiled
+        from megatron_spec.decoding.engine import decode
+        from megatron_spec.decoding.session import DecodeSession
+
+        # Prompts of one length, or they would be decoded in groups; no stop, so all rows run to the end.
+        longest, session = sorted(self.ids, key=len)[-config.batch_size :], DecodeSession()
+
+        def steps() -> int:
+            """Decode."""
+            costs = HostCosts()
+            decode(self.base, longest, config, set(), costs=costs, session=session)
+            return costs.steps
+
+        for _ in range(2):
+            steps()
+        return {"batch_size": config.batch_size, "temperature": config.temperature, **profiled(steps)}
+
 
 def measure(args: argparse.Namespace) -> None:
     """Prints the lines."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     bench = Bench(args)
     for size in args.batch_sizes:
         for temperature in args.temperatures:
             config = DecodeConfig(batch_size=size, temperature=temperature, max_new_tokens=args.max_new_tokens)
-            sys.stdout.write(json.dumps(bench.run(config)) + "\n")
+            if args.profile:
+                line = bench.profile(config.replace(max_new_tokens=args.profile_tokens))
+            else:
+                line = bench.run(config)
+            sys.stdout.write(json.dumps(line) + "\n")
             sys.stdout.flush()
 
 

@@ -86,9 +86,9 @@ class TeacherHead:
     """Computes a `Teacher` from final states. Built once; keeps the rows of the base's LM head for the draft shard.
 
     Draft and base vocabulary are sharded at different tokens, so with several tensor parallel ranks the restricted
-    logits are computed from a copy of these rows; whole-vocabulary logits are reduced to an argmax, chunk by chunk. With
-    kernels, these are of the other rows alone, from another copy. On one rank the restricted logits are selected from
-    the whole-vocabulary ones.
+    logits are computed from a copy of these rows; whole-vocabulary logits are reduced to an argmax, chunk by chunk
+    (with kernels, those of the other rows alone, from another copy). On one rank the restricted logits are selected
+    from the whole-vocabulary ones.
 
     Args:
         kernels: operators (`ops.backend.load`) if the path `teacher_kernel` is on.

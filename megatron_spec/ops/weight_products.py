@@ -22,9 +22,7 @@ from torch import Tensor
 
 from megatron_spec.ops.fp8 import Fp8Matrix, padded
 from megatron_spec.ops.products import add_product
-
-ROWS_AT_ONCE = 65536
-"""Maximum number of rows of a weight gradient's product in fp8: bounds the memory of its transposed operands."""
+from megatron_spec.planning.paths import ROWS_AT_ONCE
 
 
 class WeightProducts:
@@ -45,11 +43,13 @@ class WeightProducts:
     def _by_input(self) -> Fp8Matrix:
         return self.fp8.quantize(self.weight.t())  # type: ignore[no-any-return]
 
-    def forward(self, x_RH: Tensor, out: Tensor | None = None) -> Tensor:
-        """x W^T [R, O]."""
+    def forward(self, x_RH: Tensor | Fp8Matrix, out: Tensor | None = None) -> Tensor:
+        """x W^T [R, O]; x may be rounded already."""
         if self.fp8 is None:
+            assert isinstance(x_RH, Tensor)
             return torch.mm(x_RH, self.weight.t(), out=out)
-        found: Tensor = self.fp8.product(self.fp8.quantize(x_RH), self._by_output, x_RH.dtype, out=out)
+        rounded = self.fp8.quantize(x_RH) if isinstance(x_RH, Tensor) else x_RH
+        found: Tensor = self.fp8.product(rounded, self._by_output, self.weight.dtype, out=out)
         return found
 
     def backward(self, d_RO: Tensor | Fp8Matrix, out: Tensor | None = None) -> Tensor:

@@ -230,6 +230,10 @@ def _te_fp8(s: Setting) -> Reasons:
         **_engine(s),
         **_fp8(s),
         "the base is fake-quantised": s.quant is not None and (s.quant.base != "none" or s.quant.kv_cache != "none"),
+        # Transformer Engine updates all ranges after a forward of either; ranks without supervised rows run no draft.
+        "context parallel ranks would wait for one another (--fp8-recipe delayed and --draft-fp8-recipe)": (
+            s.layers.recipe == "delayed" and s.draft_fp8_recipe is not None and s.parallel.context_parallel_size > 1
+        ),
         f"inputs and outputs of the base's linears per rank are {sizes}, not all multiples of {multiple}": any(
             size % multiple for size in sizes
         ),

@@ -24,7 +24,7 @@ from megatron_spec.config import (
 )
 from megatron_spec.config.machine import H100, Machine
 from megatron_spec.ops import backend, plain
-from megatron_spec.planning.estimate import Place, _activation_bytes
+from megatron_spec.planning.estimate import HEAD_CHUNK, Place, _activation_bytes
 from megatron_spec.planning.paths import NO_PATHS, PATHS, Paths, Setting
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -144,6 +144,19 @@ def test_memory_is_estimated_for_active_paths(draft: EagleConfig, fused: bool) -
     assert _activation_bytes(place, 64, 2) == 64 * 3 * draft.num_hidden_layers * width * 2
 
 
+def test_memory_of_heads_in_fp8() -> None:
+    from megatron_spec.config import TrainConfig
+    from megatron_spec.planning.estimate import memory
+
+    place = Place(BASE, DRAFT, ParallelConfig(), TrainConfig(train_iters=1, bf16=True, micro_batch_size=2), 64, 3, 1, 4)
+    usual, fp8 = memory(place), memory(replace(place, paths=Paths(replace(GPU, wanted=FP8))))
+    assert fp8["embedding and head"] - usual["embedding and head"] == 64 * 96
+    assert fp8["working space"] - usual["working space"] == HEAD_CHUNK / 2 + 2 * 64 * 3 * 48
+    assert fp8["base layers"] == usual["base layers"] / 2
+    setting = replace(GPU, layers=ENGINE.replace(fp8_format="e4m3"), wanted=("te_fp8",))
+    assert memory(replace(place, paths=Paths(setting)))["base layers"] == usual["base layers"] * 1.5
+
+
 def test_tests_and_twins_exist() -> None:
     for path in PATHS.values():
         file, _, name = path.test.partition("::")
@@ -214,6 +227,15 @@ ENGINE_FP8 = ENGINE.replace(fp8_format="e4m3", fp8_recipe="blockwise")
         ("te_fp8", {"machine": Machine(True, (8, 0), "triton")}, "no fp8 tensor cores"),
         ("te_fp8", {"quant": QuantConfig(draft="none")}, "the base is fake-quantised"),
         ("te_fp8", {"base": None}, "layers do not run"),
+        (
+            "te_fp8",
+            {
+                "layers": ENGINE.replace(fp8_format="e4m3"),
+                "draft_fp8_recipe": "tensorwise",
+                "parallel": ParallelConfig(context_parallel_size=2),
+            },
+            "would wait for one another",
+        ),
         ("te_fp8", {"layers": ENGINE_FP8, "base": BASE.replace(hidden_size=192)}, "not all multiples of 128"),
         ("te_fp8", {"layers": LOCAL}, "local builds the base"),
         ("cuda_graphs", {}, "transformer_engine builds the base"),

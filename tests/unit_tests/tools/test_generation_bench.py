@@ -1,13 +1,16 @@
-"""The benchmark of generation measures what generate.py writes."""
+"""The benchmarks of decoding: what generate.py writes, answers one by one, where the time goes."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import generation_throughput
+from benchmarks import decode_speed, device_time, generation_throughput
+from megatron_spec import api
+from tests.unit_tests.decoding import tiny_models
 
 
 def test_one_line_per_setting(chat: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,3 +22,54 @@ def test_one_line_per_setting(chat: Any, capsys: pytest.CaptureFixture[str]) -> 
     for line in (greedy, sampled):
         assert 3 <= line["tokens"] <= 15 and line["steps"] and line["file_tokens_per_second"] > 0
         assert 0 < line["host_ms_per_step"] <= line["ms_per_step"]
+
+
+def test_profile(chat: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "--base",
+        str(chat.folder),
+        "--prompts",
+        str(chat.questions),
+        "--dtype",
+        "float32",
+        "--batch-sizes",
+        "1",
+        "3",
+    ]
+    flags += ["--profile", "--profile-tokens", "6", "--temperatures", "0"]
+    generation_throughput.measure(generation_throughput.make_parser().parse_args(flags))
+    one, three = map(json.loads, capsys.readouterr().out.splitlines())
+    for line in (one, three):
+        assert line["steps"] == 5 and line["kernels_per_step"] > 10 and line["device_ms_per_step"] > 0
+        assert sum(line["shares"].values()) == pytest.approx(1, abs=0.01) and line["shares"]["products"] > 0
+    assert (one["batch_size"], three["batch_size"]) == (1, 3)
+
+
+def test_kinds_of_kernels() -> None:
+    kinds = {
+        "_attention_kernel": "attention", "flash_fwd_splitkv_kernel": "attention", "_product_kernel": "products",
+        "nvjet_tst_64x8_64x16_4x1_v_bz_TNT": "products", "_norm_kernel": "norms, rotation, gate",
+        "void at::native::reduce_kernel<512>": "choice of tokens", "Memcpy DtoD": "copies",
+        "vectorized_elementwise_kernel": "other element-wise",
+    }  # fmt: skip
+    assert {name: device_time.kind_of(name) for name in kinds} == kinds
+
+
+@pytest.mark.parametrize("exported", [True, False])
+def test_speed_one_by_one(chat: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], exported: bool) -> None:
+    base = tiny_models.load(chat.folder, chat.base.world)
+    model = api.convert(base, [("eagle", {"capture_layer_ids": list(tiny_models.CAPTURES)})], base_path=chat.folder)
+    if exported:
+        api.export_draft(model, tmp_path / "draft", dtype="float32")
+    else:
+        api.save(model, tmp_path / "draft")
+    flags = ["--base", str(chat.folder), "--draft", str(tmp_path / "draft"), "--prompts", str(chat.questions)]
+    flags += ["--questions", "2", "--dtype", "float32", "--max-new-tokens", "6", "--phase-tokens", "8"]
+    decode_speed.measure(decode_speed.make_parser().parse_args(flags + ["--sa-threshold", "3"] * (not exported)))
+    line, alone, drafted = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (line["set"], line["questions"], line["same_texts"]) == ("questions", 2, 1.0)
+    for side in ("base", "draft"):
+        assert line[side]["without_prefill"] > 0 and line[side]["tokens_per_second"] > 0
+    assert line["base"]["tokens_per_step"] == 1.0 <= line["draft"]["tokens_per_step"]
+    assert alone["draft"] >= 0 == alone["observe"] and alone["base"] > 0
+    assert drafted["draft"] > 0 and drafted["observe"] > 0 and drafted["kernels"]["kernels_per_step"] > 10
