@@ -223,6 +223,9 @@ def memory(place: Place) -> dict[str, float]:
     head_fp8 = 0.0  # the gradient of a chunk of logits, and of all rows transposed, a byte a value
     if paths.on("draft_head_fp8"):
         head_fp8 = HEAD_CHUNK / 2 + min(rows * place.ttt_steps, ROWS_AT_ONCE) * D
+    copied = 0.0  # rows of the base's head, sorted into draft vocabulary and others
+    if tp > 1 and base.vocab_size > D:
+        copied = D if place.offline or not paths.on("teacher_kernel") else base.vocab_size
     return {
         "base layers": layers * (shared / tp + experts / tp / ep) * base_width,
         "embedding and head": end_parameters(base) / tp * width
@@ -231,7 +234,7 @@ def memory(place: Place) -> dict[str, float]:
         "gradients (fp32)": own * 4,
         "optimizer": own * (12 if train.bf16 else 8) / shards,
         "features": held * spread * captures * H * width,
-        "teacher": rows * D / tp * width,
+        "teacher": (rows * D + copied * H) / tp * width,
         "draft steps": _activation_bytes(place, rows, width),
         "working space": HEAD_CHUNK
         + head_fp8

@@ -80,7 +80,8 @@ def make_batch(packed: bool) -> Batch:
         positions[:, 150:] -= 150
         positions[1, 300:] -= 150
     documents[0, 320:] = -1
-    return Batch(tokens, positions, turns, documents).to("cuda")
+    rejected = torch.rand(ROWS, LENGTH, generator=generator) < 0.1
+    return Batch(tokens, positions, turns, documents, rejected_BS=rejected).to("cuda")
 
 
 def make_draft(dtype: torch.dtype, paths: Paths | None = None) -> EagleDraft:
@@ -129,6 +130,7 @@ def train_once(
     [
         ObjectiveConfig(ttt_steps=4, in_vocab_only=False),  # near ties of the teacher differ between bf16 and fp32
         ObjectiveConfig(ttt_steps=3, loss="kl", temperature=1.5, in_vocab_only=False, alignment="paper"),
+        ObjectiveConfig(ttt_steps=3, in_vocab_only=False, replay_weight=4.0),
     ],
 )
 @pytest.mark.parametrize("compact", [False, True])
