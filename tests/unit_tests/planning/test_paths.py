@@ -102,6 +102,11 @@ def test_heads_stay_in_bf16_where_they_must(name: str, changes: dict[str, Any], 
     assert set(wanted) & paths.blocked.keys() == set() and re.search(reason, paths.blocked[name])
 
 
+def test_an_optimizer_that_is_asked_for_runs() -> None:
+    assert "optimizer_pass" not in Paths(GPU).blocked
+    assert "--optimizer-impl apex" in Paths(replace(GPU, optimizer_impl="apex")).blocked["optimizer_pass"]
+
+
 def test_objective_can_be_added_later() -> None:
     paths = Paths(replace(GPU, objective=None))
     assert paths.on("draft_fused") and paths.on("loss_kernel")
@@ -157,6 +162,8 @@ def test_memory_of_heads_in_fp8() -> None:
     layer = memory(replace(place, paths=paths))["working space"] - usual["working space"]
     assert layer == 2 * 64 * 3 * (2 * 96 + 64)
     assert fp8["base layers"] == usual["base layers"] / 2
+    setting = replace(GPU, layers=ENGINE.replace(fp8_format="e4m3"), wanted=("te_fp8",))
+    assert memory(replace(place, paths=Paths(setting)))["base layers"] == usual["base layers"] * 1.5
 
 
 def test_tests_and_twins_exist() -> None:
@@ -229,6 +236,15 @@ ENGINE_FP8 = ENGINE.replace(fp8_format="e4m3", fp8_recipe="blockwise")
         ("te_fp8", {"machine": Machine(True, (8, 0), "triton")}, "no fp8 tensor cores"),
         ("te_fp8", {"quant": QuantConfig(draft="none")}, "the base is fake-quantised"),
         ("te_fp8", {"base": None}, "layers do not run"),
+        (
+            "te_fp8",
+            {
+                "layers": ENGINE.replace(fp8_format="e4m3"),
+                "draft_fp8_recipe": "tensorwise",
+                "parallel": ParallelConfig(context_parallel_size=2),
+            },
+            "would wait for one another",
+        ),
         ("te_fp8", {"layers": ENGINE_FP8, "base": BASE.replace(hidden_size=192)}, "not all multiples of 128"),
         ("te_fp8", {"layers": LOCAL}, "local builds the base"),
         ("cuda_graphs", {}, "transformer_engine builds the base"),
