@@ -18,6 +18,7 @@ from megatron_spec.config import (
     EagleConfig,
     Fp8Recipe,
     ObjectiveConfig,
+    OptimizerImpl,
     ParallelConfig,
     QuantConfig,
     UserError,
@@ -72,6 +73,8 @@ class Setting:
     """The draft's linears and norms are Transformer Engine's modules."""
     draft_fp8_recipe: Fp8Recipe | None = None
     """Transformer Engine's recipe for the draft's linears in training."""
+    optimizer_impl: OptimizerImpl = "auto"
+    """Whose optimizer was asked for."""
 
 
 Reasons = dict[str, bool]
@@ -367,6 +370,10 @@ def _loss_kernel(s: Setting) -> Reasons:
     return {**_kernels(s), f"the loss {kind} has no kernel": kind not in KERNEL_LOSSES}
 
 
+def _optimizer_pass(s: Setting) -> Reasons:
+    return {f"--optimizer-impl {s.optimizer_impl} does it": s.optimizer_impl != "auto", **_kernels(s)}
+
+
 def _rounding_kernel(s: Setting) -> Reasons:
     return {
         "there is no GPU": not s.machine.gpu,
@@ -465,7 +472,7 @@ _PATHS = (
     Path(
         "optimizer_pass",
         "optimizer: division by the rows, clipping, AdamW and copy of the weights in one pass, from the second step on",
-        "megatron-core's optimizer", "tests/unit_tests/training/test_one_pass.py", _kernels,
+        "megatron-core's optimizer", "tests/unit_tests/training/test_one_pass.py", _optimizer_pass,
     ),
     Path(
         "rounding_kernel", "fake quantisation: the E4M3 round trip in one pass", "quantization/rounding.py",

@@ -101,6 +101,11 @@ def test_heads_stay_in_bf16_where_they_must(name: str, changes: dict[str, Any], 
     assert set(wanted) & paths.blocked.keys() == set() and re.search(reason, paths.blocked[name])
 
 
+def test_an_optimizer_that_is_asked_for_runs() -> None:
+    assert "optimizer_pass" not in Paths(GPU).blocked
+    assert "--optimizer-impl apex" in Paths(replace(GPU, optimizer_impl="apex")).blocked["optimizer_pass"]
+
+
 def test_objective_can_be_added_later() -> None:
     paths = Paths(replace(GPU, objective=None))
     assert paths.on("draft_fused") and paths.on("loss_kernel")
