@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_spec.base.model import FrozenBase
-from megatron_spec.config import ENGINE, LOCAL, BaseConfig, presets
+from megatron_spec.config import LOCAL, BaseConfig, BaseLayers, presets
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.runtime.distributed import World
@@ -94,10 +94,10 @@ def base_shape(name: str) -> BaseConfig:
     return BaseConfig.from_dict(SHAPES[name])
 
 
-def random_base(config: BaseConfig, world: World, dtype: torch.dtype, transformer_engine: bool = False) -> FrozenBase:
+def random_base(config: BaseConfig, world: World, dtype: torch.dtype, layers: BaseLayers = LOCAL) -> FrozenBase:
     """A base with random weights and the captures of an EAGLE-3 draft."""
     captures = presets.default_capture_ids(config.num_layers)
-    base = FrozenBase.build(config, world, captures, dtype, layers=ENGINE if transformer_engine else LOCAL)
+    base = FrozenBase.build(config, world, captures, dtype, layers=layers)
     _randomise(base)
     return base
 

@@ -41,7 +41,8 @@ from benchmarks.random_models import SHAPES, base_shape, random_base, random_blo
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.moe import LocalExperts
 from megatron_spec.batch import Batch
-from megatron_spec.config import BaseConfig, BlockConfig, LossKind, ObjectiveConfig, TrainConfig, presets
+from megatron_spec.config import BaseConfig, BaseLayers, BlockConfig, LossKind, ObjectiveConfig, TrainConfig, presets
+from megatron_spec.config.layers import BaseRecipe
 from megatron_spec.config.training import BlockWeights
 from megatron_spec.data.chat import Sample
 from megatron_spec.drafts import block_losses, dflash, eagle3, unroll
@@ -258,11 +259,11 @@ def compiled_kernels() -> int:
     with contextlib.suppress(ImportError):
         from triton.runtime.jit import JITFunction
 
-        from megatron_spec.ops.kernels import block, branch, rows
+        from megatron_spec.ops.kernels import adam, block, branch, fp8, rows
         from megatron_spec.ops.kernels import loss as losses
 
         for kernel in (
-            k for m in (losses, rows, branch, block) for k in vars(m).values() if isinstance(k, JITFunction)
+            k for m in (losses, rows, branch, block, fp8, adam) for k in vars(m).values() if isinstance(k, JITFunction)
         ):
             count += sum(len(cache[0]) for cache in kernel.device_caches.values())
     return count
@@ -374,6 +375,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="of the base")
     parser.add_argument("--plain", action="store_true", help="no fused unroll and no short forward of the base")
     parser.add_argument("--transformer-engine", action="store_true", help="the base of its modules")
+    parser.add_argument("--fp8-recipe", choices=get_args(BaseRecipe), help="with --transformer-engine: its fp8")
     parser.add_argument("--tiny", action="store_true", help="a tiny model: works on a CPU")
     parser.add_argument("--profile", default=None, metavar="PREFIX", help="write the time per kernel to PREFIX_S_T.txt")
     parser.add_argument("--output", type=Path, default=None, help="JSON file")
@@ -388,14 +390,20 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         args.iters = args.warmup = args.repeats = 1
     torch.manual_seed(0)
     world = distributed.initialize()
+    torch.manual_seed(0)  # the same tokens in every run
     cuda = world.device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
-    base = random_base(base_shape("tiny" if args.tiny else args.shape), world, dtype, args.transformer_engine)
+    layers = BaseLayers(
+        "transformer_engine" if args.transformer_engine else "local", "e4m3" if args.fp8_recipe else None,
+        args.fp8_recipe,
+    )  # fmt: skip
+    base = random_base(base_shape("tiny" if args.tiny else args.shape), world, dtype, layers)
     if args.plain:
         base.direct = None
         for module in base.modules():
             if isinstance(module, LocalExperts):
                 module.grouped = False
+    base.paths = base.paths.without(*args.without)
     if args.base_fp8:
         from megatron_spec.base.direct import run_in_fp8
 
@@ -421,7 +429,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         **entries[0], "card": torch.cuda.get_device_name() if cuda else "CPU", "shape": args.shape, "plain": args.plain,
         "draft": args.draft, "without": args.without,
         "transformer_engine": args.transformer_engine, "base_fp8": args.base_fp8,
-        "draft_fp8": args.draft_fp8, "offline": args.offline,
+        "fp8_recipe": args.fp8_recipe, "draft_fp8": args.draft_fp8, "offline": args.offline,
         "supervised_share": args.supervised_share, "versions": versions(),
         "command": [Path(sys.argv[0]).name, *(argv or sys.argv[1:])], "runs": entries,
     }  # fmt: skip

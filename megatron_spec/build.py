@@ -21,6 +21,7 @@ from megatron_spec.config import (
     BaseLayers,
     Fp8Recipe,
     ObjectiveConfig,
+    OptimizerImpl,
     ParallelConfig,
     TransformerImpl,
     UserError,
@@ -84,7 +85,7 @@ def resolve_paths(
     spec: CheckpointSpec, parallel: ParallelConfig, dtype: torch.dtype, *, original_base: bool = False,
     layers: BaseLayers = LOCAL, ends_only: bool = False, objective: ObjectiveConfig | None = None, rows: int = 0,
     wanted: tuple[str, ...] = (), plain: bool = False, draft_impl: TransformerImpl = "local",
-    draft_fp8_recipe: Fp8Recipe | None = None,
+    draft_fp8_recipe: Fp8Recipe | None = None, optimizer_impl: OptimizerImpl = "auto",
 ) -> Paths:  # fmt: skip
     """The fast paths of base and draft of a checkpoint on this machine; the only place that resolves them.
 
@@ -95,6 +96,7 @@ def resolve_paths(
         wanted: requested opt-in paths.
         plain: no fast paths.
         draft_impl, draft_fp8_recipe: modules of the draft, and Transformer Engine's recipe in training.
+        optimizer_impl: whose optimizer was asked for.
 
     Raises UserError if a requested path, the base's layers, the draft's modules or the recipe cannot run.
     """
@@ -108,6 +110,7 @@ def resolve_paths(
     setting = Setting(
         platform.machine(), name, parallel, base, spec.draft, objective, quant, layers, rows, wanted, plain=plain,
         draft_transformer_engine=draft_impl == "transformer_engine", draft_fp8_recipe=draft_fp8_recipe,
+        optimizer_impl=optimizer_impl,
     )  # fmt: skip
     check_draft_modules(setting)
     paths = Paths(setting)

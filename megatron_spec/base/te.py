@@ -14,7 +14,6 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -201,9 +200,9 @@ def _grouped(linears: Sequence[Any], bias: bool) -> Any:
 
 
 class DelayedScaling:
-    """Ranges of the delayed recipe. Transformer Engine updates them after a forward only while autograd is on.
+    """Ranges of the delayed recipe, updated after every forward.
 
-    No tensor requires gradients, so no graph is recorded.
+    Transformer Engine does that by itself only while autograd is on, where it also keeps transposed weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -212,12 +211,20 @@ class DelayedScaling:
     @contextlib.contextmanager
     def updated(self, forward: Callable[[], Any]) -> Iterator[None]:
         """Context of a forward that updates the ranges. Before the first one, `forward` runs once to find them."""
-        with torch.enable_grad():
-            if not self.begun:
-                forward()
-                forget_weights(self.model)  # they were rounded with scales of 1
-                self.begun = True
-            yield
+        if not self.begun:
+            forward()
+            update_ranges()
+            forget_weights(self.model)  # they were rounded with scales of 1
+            self.begun = True
+        yield
+        update_ranges()
+
+
+def update_ranges() -> None:
+    """Scales of the next forward from the largest values so far; collective over the ranks that share a micro-batch."""
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
 
 
 def forget_weights(model: nn.Module) -> None:

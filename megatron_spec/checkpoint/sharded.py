@@ -6,7 +6,6 @@ import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_spec.checkpoint.background import BackgroundWriter
+from megatron_spec.checkpoint.optimizer_state import adopt_learning_rates, allocate_state, translate
 from megatron_spec.checkpoint.results import results_in_this_process
 from megatron_spec.checkpoint.spec import (
     POINTER,
@@ -189,7 +188,7 @@ def load(folder: Path | str, draft: nn.Module, world: World, *, optimizer: Any =
     """
     wanted: dict[str, Any] = {"model": sharded_state(draft, world)}
     if optimizer is not None:
-        _allocate_state(optimizer)
+        allocate_state(optimizer)
         wanted["optimizer"] = optimizer.sharded_state_dict(
             wanted["model"], is_loading=True, metadata=_optimizer_metadata()
         )
@@ -202,7 +201,8 @@ def load(folder: Path | str, draft: nn.Module, world: World, *, optimizer: Any =
         raise _unreadable(folder, e) from e
     draft.load_state_dict(loaded["model"])
     if optimizer is not None:
-        _adopt_learning_rates(optimizer, list(_parameter_groups(loaded["optimizer"])))
+        adopt_learning_rates(optimizer, loaded["optimizer"])
+        translate(optimizer, loaded["optimizer"])
         optimizer.load_state_dict(loaded["optimizer"])
     unset = [n for n, p in draft.named_parameters() if not torch.isfinite(p).all()]
     if unset:
@@ -236,61 +236,6 @@ def has_optimizer(folder: Path | str) -> bool:
         return "optimizer" in dist_checkpointing.load_common_state_dict(str(Path(folder) / "dist"))
     except Exception as e:
         raise UserError(f"checkpoint {folder} does not load: {type(e).__name__}: {e}") from e
-
-
-def _parameter_groups(state: Any) -> Iterator[dict[str, Any]]:
-    """Parameter groups anywhere in the state of an optimizer or of a chain of them."""
-    if isinstance(state, list):
-        for part in state:
-            yield from _parameter_groups(part)
-    elif isinstance(state, dict):
-        yield from state.get("param_groups", ())
-        for name, part in state.items():
-            if name != "param_groups":
-                yield from _parameter_groups(part)
-
-
-def _adopt_learning_rates(optimizer: Any, saved: list[dict[str, Any]]) -> None:
-    """Give the parameter groups the saved learning rates, by which megatron-core 0.19 finds a saved group.
-
-    Loading restores the saved ones anyway; a run that changes them does so afterwards.
-    """
-
-    def kind(group: dict[str, Any]) -> tuple[Any, ...]:
-        """What tells the groups of one optimizer apart."""
-        return tuple(group.get(name) for name in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"))
-
-    for group in optimizer.param_groups:
-        same = [other for other in saved if kind(other) == kind(group)]
-        if len(same) == 1:
-            group.update({name: same[0][name] for name in ("max_lr", "min_lr") if name in same[0]})
-
-
-def _allocate_state(optimizer: Any) -> None:
-    """Let the distributed optimizer load its state over torch's AdamW (no Transformer Engine or apex).
-
-    It cannot describe that state before the first step, so the moments are created first; and it looks for the step
-    count among the loaded tensors, although it has just read it from the parameter groups.
-    """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = part.optimizer
-        if not isinstance(part, DistributedOptimizer) or not isinstance(inner, torch.optim.AdamW):
-            continue
-        for group in inner.param_groups:
-            for p in group["params"]:
-                if not inner.state.get(p):
-                    moments = {"exp_avg": torch.zeros_like(p.data), "exp_avg_sq": torch.zeros_like(p.data)}
-                    inner.state[p] = {"step": torch.tensor(0.0), **moments}
-        part._set_main_param_and_optimizer_states = partial(_set_states, part)
-
-
-def _set_states(part: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-    group, order = part.model_param_group_index_map[model_param]
-    main = part.optimizer.param_groups[group]["params"][order]
-    state = part.optimizer.state[main]
-    state["step"] = state["step"].clone()  # megatron-core shares one tensor, which every parameter would increment
-    known = {"step": state["step"], **tensors}
-    DistributedOptimizer._set_main_param_and_optimizer_states(part, model_param, known)
 
 
 def _check_names(folder: Path, wanted: dict[str, ShardedTensor]) -> None:

@@ -39,6 +39,7 @@ from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import require_empty
 from megatron_spec.training import tracking
+from megatron_spec.training.kernels import check_kernels
 from megatron_spec.training.loop import Position, check_world, train
 from megatron_spec.training.optimizer import KIND, apply_settings, build_optimizer, settings, wrap_ddp
 from megatron_spec.training.step import Trainer
@@ -102,6 +103,7 @@ def fast_paths(resolved: Resolved) -> Paths:
         layers=run.layers, ends_only=run.offline_data is not None,
         objective=resolved.objective, rows=run.train.micro_batch_size * resolved.seq_length, plain=run.plain,
         draft_impl=run.draft_transformer_impl, draft_fp8_recipe=run.draft_fp8_recipe,
+        optimizer_impl=run.train.optimizer_impl,
         wanted=tuple(name for name in ("base_fp8", "draft_fp8") if getattr(run, name)),
     )  # fmt: skip
 
@@ -275,6 +277,7 @@ def check(resolved: Resolved) -> None:
         "--base-fp8": run.base_fp8, "--offline-data": run.offline_data is not None,
         "--fp8-format": run.layers.recipe is not None,
     })  # fmt: skip
+    check_kernels(run.train.optimizer_impl)
     fast_paths(resolved)
     quant = resolved.spec.quant
     if run.teacher == "original" and (quant is None or quant.base == "none"):

@@ -90,6 +90,7 @@ def plan(
         H100, "bfloat16" if train.bf16 else "float32", parallel, None if offline else base, draft, objective,
         quant, layers, train.micro_batch_size * seq_length, wanted, plain=plain,
         draft_transformer_engine=draft_impl == "transformer_engine", draft_fp8_recipe=draft_fp8_recipe,
+        optimizer_impl=train.optimizer_impl,
     )  # fmt: skip
     check_draft_modules(setting, planned=True)
     paths = Paths(setting)

@@ -11,6 +11,7 @@ LossKind = Literal["soft_ce", "kl", "reverse_kl", "tv", "lk", "hard_ce", "ce_l1"
 BlockWeights = Literal["exponential", "d-pace"]
 Alignment = Literal["serving", "paper", "target"]
 QuantFormat = Literal["none", "fp8", "nvfp4"]
+OptimizerImpl = Literal["auto", "transformer_engine", "apex", "torch"]
 TransformerImpl = Literal["local", "transformer_engine"]
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"]
 """Recipes of Transformer Engine, under Megatron's names."""
@@ -164,6 +165,9 @@ class TrainConfig(Config):
     """Clip the gradient norm to this; 0: off."""
     bf16: bool = False
     """Weights and activations in bfloat16, optimizer state in float32."""
+    optimizer_impl: OptimizerImpl = "auto"
+    """Whose Adam, gradient norm and weight-gradient kernels: the first of Transformer Engine, apex and torch that is
+    installed and works, or this one. A run may continue with another."""
     use_distributed_optimizer: bool = False
     """Shard the optimizer state over the ranks that hold the same part of the draft."""
     features_ahead: int = 0

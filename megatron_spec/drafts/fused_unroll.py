@@ -107,8 +107,11 @@ class _Forward:
             first = (tape.weights.post_norm, post[part])
             rstd.append(tape.kernels.norm_forward(tape.saved.before[k][part], tape.eps, wait(), inner[part], first))
             tape.gate_up_product.forward(round_(tape.mlp.gate_proj, post[part]), out=gates[part])
-            tape.kernels.gated_forward(gates[part], gated[part])
-            down = tape.down_product.forward(round_(tape.mlp.down_proj, gated[part]), out=delta[part])
+            if tape.down_product.fp8 is not None:
+                down = tape.down_product.forward(tape.kernels.quantized_gate(gates[part]), out=delta[part])
+            else:
+                tape.kernels.gated_forward(gates[part], gated[part])
+                down = tape.down_product.forward(round_(tape.mlp.down_proj, gated[part]), out=delta[part])
             sums.append(tape.start_sum(down))
         tape.saved.rstd_inner.append(joined(rstd))
         return sums

@@ -86,8 +86,9 @@ class TeacherHead:
     """Computes a `Teacher` from final states. Built once; keeps the rows of the base's LM head for the draft shard.
 
     Draft and base vocabulary are sharded at different tokens, so with several tensor parallel ranks the restricted
-    logits are computed from a copy of these rows; whole-vocabulary logits are reduced to an argmax, chunk by chunk. On
-    one rank the restricted logits are selected from the whole-vocabulary ones.
+    logits are computed from a copy of these rows; whole-vocabulary logits are reduced to an argmax, chunk by chunk
+    (with kernels, those of the other rows alone, from another copy). On one rank the restricted logits are selected
+    from the whole-vocabulary ones.
 
     Args:
         kernels: operators (`ops.backend.load`) if the path `teacher_kernel` is on.
@@ -105,6 +106,7 @@ class TeacherHead:
         self.columns = len(share(len(vocab), group.size(), 0))
         self.aligned = vocab.is_full and (group.size() == 1 or shard == -(-len(vocab) // group.size()))
         self.rows: Tensor | None = None
+        self.others: tuple[Tensor, Tensor] | None = None
         if group.size() > 1:
             self.draft_rows()  # collective, so done now, on every rank
 
@@ -162,30 +164,43 @@ class TeacherHead:
             yield F.linear(state, rows), argmax.to(rows.device)
 
     def _with_kernel_over_ranks(self, state_UH: Tensor, weight_VH: Tensor, temperature: float) -> Teacher:
-        """The head in shards: each rank's largest logits and log-sum-exp, and one exchange of all rows."""
-        rows, shard = self.draft_rows(), self.ends.head_weight.shape[0]
+        """The head in shards: each rank's largest logits and log-sum-exp, and one exchange of all rows.
+
+        Every logit is computed once: those of the draft vocabulary by its shards, all others by the base's.
+        """
+        rows, (others, other_ids) = self.draft_rows(), self._others(weight_VH)
         logits = torch.empty(len(state_UH), len(self.share), dtype=weight_VH.dtype, device=weight_VH.device)
-        tops, columns = [], []
-        for state, out in zip(state_UH.split(chunk := self._chunk(shard)), logits.split(chunk), strict=True):
+        tops, argmaxes = [], []
+        for state, out in zip(state_UH.split(chunk := self._chunk(len(others))), logits.split(chunk), strict=True):
             torch.mm(state, rows.t(), out=out)
-            whole = out if self.aligned else F.linear(state, weight_VH)
-            if len(weight_VH):
-                top, _, column = self.kernels.largest(whole, 1.0)
-            else:  # the shard is all padding
-                column = torch.zeros(len(state), dtype=torch.int64, device=state.device)
+            if len(others):
+                top, _, column = self.kernels.largest(F.linear(state, others), 1.0)
+            else:
+                column = torch.full((len(state),), -1, dtype=torch.int64, device=state.device)
                 top = torch.full_like(column, -torch.inf, dtype=torch.float32)
             tops.append(top)
-            columns.append(column + self.group.rank() * shard)
-        best_top, own_lse, best = self.kernels.largest(logits, temperature)
-        mine = (torch.cat(tops), torch.cat(columns), best_top, own_lse, best + self.share.start)
-        (argmax, best), lse = largest_over_ranks(self.group, *mine)
-        draft_id = self.draft_ids[argmax]
-        label = torch.where(draft_id >= 0, draft_id, best)
-        return Teacher(logits, lse.to(own_lse.dtype), argmax, label, draft_id >= 0, self.share.start, self.columns)
+            argmaxes.append(other_ids[column])
+        _, own_lse, best = self.kernels.largest(logits, temperature)
+        best_top = logits.gather(1, best[:, None])[:, 0]
+        mine = (torch.cat(tops), torch.cat(argmaxes), best_top, best + self.share.start, own_lse)
+        top, argmax, best_top, best, lse = largest_over_ranks(self.group, *mine)
+        best_id = self.target_ids[best]
+        inside = (best_top > top) | ((best_top == top) & (best_id < argmax))
+        argmax = torch.where(inside, best_id, argmax)
+        return Teacher(logits, lse.to(own_lse.dtype), argmax, best, inside, self.share.start, self.columns)
+
+    def _others(self, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows of this rank's head outside the draft vocabulary, their target ids and -1), copied on first use."""
+        if self.others is None:
+            first = self.group.rank() * self.ends.head_weight.shape[0]
+            ids = torch.arange(first, first + len(weight_VH), device=weight_VH.device)
+            ids = ids[self.draft_ids[ids] < 0]
+            self.others = weight_VH[ids - first], torch.cat([ids, ids.new_tensor([-1])])
+        return self.others
 
     def _chunk(self, columns: int) -> int:
         """Rows of a chunk of logits."""
-        return max(1, KERNEL_CHUNK_BYTES // (columns * self.ends.head_weight.element_size()))
+        return max(1, KERNEL_CHUNK_BYTES // (max(1, columns) * self.ends.head_weight.element_size()))
 
     def _with_kernel(self, state_UH: Tensor, weight_VH: Tensor, temperature: float) -> Teacher:
         logits = torch.empty(len(state_UH), len(self.vocab), dtype=weight_VH.dtype, device=weight_VH.device)

@@ -84,13 +84,15 @@ def argmax_over_ranks(top_R: Tensor, index_R: Tensor, group: dist.ProcessGroup |
 
 
 def largest_over_ranks(
-    group: dist.ProcessGroup, top_R: Tensor, index_R: Tensor, other_R: Tensor, lse_R: Tensor, other_index_R: Tensor
-) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Indices of the largest `top_R` and of the largest `other_R` over ranks, and the log-sum-exp [R] of `lse_R` in
-    fp64, in one exchange."""
+    group: dist.ProcessGroup, top_R: Tensor, index_R: Tensor, other_R: Tensor, other_index_R: Tensor, lse_R: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The largest `top_R` over ranks and its index, the same of `other_R`, and the log-sum-exp of `lse_R`, in one
+    exchange; values are fp64, and the first rank wins ties."""
     everyone = _gather_ranks(group, top_R, index_R, other_R, other_index_R, lse_R)
-    first, second = (everyone[:, i + 1].gather(0, everyone[:, i].argmax(0)[None])[0].long() for i in (0, 2))
-    return (first, second), everyone[:, 4].logsumexp(0)
+    (top, index), (other, other_index) = (
+        (everyone[:, i].amax(0), everyone[:, i + 1].gather(0, everyone[:, i].argmax(0)[None])[0].long()) for i in (0, 2)
+    )
+    return top, index, other, other_index, everyone[:, 4].logsumexp(0)
 
 
 def argmax_and_lse(x_RD: Tensor, group: dist.ProcessGroup | None, first: int) -> tuple[Tensor, Tensor]:

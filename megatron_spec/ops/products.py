@@ -6,14 +6,37 @@ saves the intermediate gradient and the pass that adds it (megatron-core's gradi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+_apex: Any = None
+
+
+def add_by(module: Any) -> None:
+    """Choose who adds products to fp32 matrices: apex's `fused_weight_gradient_mlp_cuda`, or torch (None)."""
+    global _apex
+    _apex = module
+
+
+def adder() -> str:
+    """Who does."""
+    return "torch" if _apex is None else "apex"
+
+
+def _suits_apex(target: Tensor, a: Tensor, b: Tensor) -> bool:
+    half = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
+    whole = all(x.is_contiguous() for x in (target, a.t(), b))
+    return half and whole and target.dtype == torch.float32
 
 
 def add_product(target: Tensor, a: Tensor, b: Tensor) -> None:
     """target += a @ b, accumulated in fp32 when the target is fp32 (2-D, rows of the target may be strided)."""
     if target.dtype == a.dtype:
         target.addmm_(a, b)
+    elif _apex is not None and _suits_apex(target, a, b):
+        _apex.wgrad_gemm_accum_fp32(b, a.t(), target)
     elif target.is_cuda and target.dtype == torch.float32 and hasattr(torch.ops.aten.addmm, "dtype_out"):
         torch.ops.aten.addmm.dtype_out(target, a, b, torch.float32, out=target)
     else:

@@ -22,9 +22,7 @@ from torch import Tensor
 
 from megatron_spec.ops.fp8 import Fp8Matrix, padded
 from megatron_spec.ops.products import add_product
-
-ROWS_AT_ONCE = 65536
-"""Maximum number of rows of a weight gradient's product in fp8: bounds the memory of its transposed operands."""
+from megatron_spec.planning.paths import ROWS_AT_ONCE
 
 
 class WeightProducts:
@@ -45,11 +43,13 @@ class WeightProducts:
     def _by_input(self) -> Fp8Matrix:
         return self.fp8.quantize(self.weight.t())  # type: ignore[no-any-return]
 
-    def forward(self, x_RH: Tensor, out: Tensor | None = None) -> Tensor:
-        """x W^T [R, O]."""
+    def forward(self, x_RH: Tensor | Fp8Matrix, out: Tensor | None = None) -> Tensor:
+        """x W^T [R, O]; x may be rounded already."""
         if self.fp8 is None:
+            assert isinstance(x_RH, Tensor)
             return torch.mm(x_RH, self.weight.t(), out=out)
-        found: Tensor = self.fp8.product(self.fp8.quantize(x_RH), self._by_output, x_RH.dtype, out=out)
+        rounded = self.fp8.quantize(x_RH) if isinstance(x_RH, Tensor) else x_RH
+        found: Tensor = self.fp8.product(rounded, self._by_output, self.weight.dtype, out=out)
         return found
 
     def backward(self, d_RO: Tensor | Fp8Matrix, out: Tensor | None = None) -> Tensor:
@@ -122,9 +122,8 @@ class _Fp8WeightGradient:
         x = Fp8Matrix.empty(self.x.shape[1], width, self.x.device)
         self.fp8.quantize_columns(self.x[self.begin : self.end], self.scale[:rows], x)
         d = self.d[:, :width]
-        if width > rows:
-            for values in (d, x.values):
-                values[:, rows:].view(torch.uint8).zero_()
+        for values in (d, x.values):
+            values[:, rows:].view(torch.uint8).zero_()
         if width < self.d.shape[1]:
             d = d.contiguous()
         found = self.fp8.product(
@@ -148,3 +147,25 @@ def weight_gradient(x_RH: Tensor, weight_OH: Tensor, fp8: Any = None) -> WeightG
         fp8: operators (`ops.backend.load`), to compute it from gradient rows in fp8; None: in the weight's dtype.
     """
     return _WeightGradient(x_RH, weight_OH) if fp8 is None else _Fp8WeightGradient(x_RH, weight_OH, fp8)
+
+
+def add_weight_gradients(targets: list[tuple[Tensor, slice]], d_RO: Tensor, x_RH: Tensor, fp8: Any = None) -> None:
+    """target += the rows `part` of d^T x [O, H], for every (target, part).
+
+    Args:
+        d_RO, x_RH: contiguous; O and H multiples of 16 in fp8.
+        fp8: operators (`ops.backend.load`), to compute it in fp8 with one scale per column of d and x; None: in their
+            dtype.
+    """
+    if fp8 is None:
+        for target, part in targets:
+            add_product(target, d_RO[:, part].t(), x_RH)
+        return
+    rows, one = len(x_RH), torch.ones(len(x_RH), dtype=torch.float32, device=x_RH.device)
+    d, x = (Fp8Matrix.empty(m.shape[1], padded(rows), m.device) for m in (d_RO, x_RH))
+    for values, out in ((d_RO, d), (x_RH, x)):
+        fp8.quantize_columns(values, one, out)
+        out.values[:, rows:].view(torch.uint8).zero_()
+    found = fp8.product(d, x, x_RH.dtype, fast=False)
+    for target, part in targets:
+        target += found[part]

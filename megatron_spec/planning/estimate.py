@@ -217,16 +217,28 @@ def memory(place: Place) -> dict[str, float]:
     held = place.features_ahead + 1
     if place.pp > 1 and not place.offline:
         held += 3  # inputs that wait for this stage, and outputs that are being sent
-    D = place.draft.draft_vocab_size
+    D, paths = place.draft.draft_vocab_size, place.fast_paths
+    # This package keeps the weights in fp8 alone, Transformer Engine beside those in high precision.
+    base_width = 1 if paths.on("base_fp8") else width + paths.on("te_fp8")
+    fp8, at_once = 0.0, min(rows * place.ttt_steps, ROWS_AT_ONCE)  # operands of weight gradients: a byte a value
+    if paths.on("draft_gradient_fp8") and isinstance(place.draft, EagleConfig):
+        fp8 = at_once * (2 * mlp_width(place.draft) + place.draft.hidden_size)
+    if paths.on("draft_head_fp8"):  # and the gradient of a chunk of logits
+        fp8 = max(fp8, HEAD_CHUNK / 2 + at_once * (D + place.draft.hidden_size))
+    copied = 0.0  # rows of the base's head, sorted into draft vocabulary and others
+    if tp > 1 and base.vocab_size > D:
+        copied = D if place.offline or not paths.on("teacher_kernel") else base.vocab_size
     return {
-        "base layers": layers * (shared / tp + experts / tp / ep) * (1 if place.fast_paths.on("base_fp8") else width),
-        "embedding and head": end_parameters(base) / tp * width,
+        "base layers": layers * (shared / tp + experts / tp / ep) * base_width,
+        "embedding and head": end_parameters(base) / tp * width
+        + (H * base.vocab_size if paths.on("teacher_fp8") else 0),
         "draft": own * width,
         "gradients (fp32)": own * 4,
         "optimizer": own * (12 if train.bf16 else 8) / shards,
         "features": held * spread * captures * H * width,
-        "teacher": rows * D / tp * width,
+        "teacher": (rows * D + copied * H) / tp * width,
         "draft steps": _activation_bytes(place, rows, width),
         "working space": HEAD_CHUNK
+        + fp8
         + (0 if place.offline else rows * (6 * H + 2 * base.intermediate_size / tp) * width),
     }

@@ -18,6 +18,7 @@ from megatron_spec.config import (
     EagleConfig,
     Fp8Recipe,
     ObjectiveConfig,
+    OptimizerImpl,
     ParallelConfig,
     QuantConfig,
     UserError,
@@ -72,6 +73,8 @@ class Setting:
     """The draft's linears and norms are Transformer Engine's modules."""
     draft_fp8_recipe: Fp8Recipe | None = None
     """Transformer Engine's recipe for the draft's linears in training."""
+    optimizer_impl: OptimizerImpl = "auto"
+    """Whose optimizer was asked for."""
 
 
 Reasons = dict[str, bool]
@@ -249,6 +252,10 @@ def _te_fp8(s: Setting) -> Reasons:
         **_engine(s),
         **_fp8(s),
         "the base is fake-quantised": s.quant is not None and (s.quant.base != "none" or s.quant.kv_cache != "none"),
+        # Transformer Engine updates all ranges after a forward of either; ranks without supervised rows run no draft.
+        "context parallel ranks would wait for one another (--fp8-recipe delayed and --draft-fp8-recipe)": (
+            s.layers.recipe == "delayed" and s.draft_fp8_recipe is not None and s.parallel.context_parallel_size > 1
+        ),
         f"inputs and outputs of the base's linears per rank are {sizes}, not all multiples of {multiple}": any(
             size % multiple for size in sizes
         ),
@@ -326,6 +333,11 @@ def _draft_fp8(s: Setting) -> Reasons:
     }
 
 
+def _draft_gradient_fp8(s: Setting) -> Reasons:
+    layer = PATHS["draft_fp8"].blocked(s)
+    return {f"the draft's layer is not in fp8: {layer}": layer is not None}
+
+
 def _draft_head_fp8(s: Setting) -> Reasons:
     layer, sizes = PATHS["draft_fp8"].blocked(s), (0, 0)
     if s.draft is not None:
@@ -380,6 +392,10 @@ KERNEL_LOSSES = ("soft_ce", "kl", "hard_ce", "tv", "ce_l1")
 def _loss_kernel(s: Setting) -> Reasons:
     kind = s.objective.loss if s.objective is not None else "soft_ce"
     return {**_kernels(s), f"the loss {kind} has no kernel": kind not in KERNEL_LOSSES}
+
+
+def _optimizer_pass(s: Setting) -> Reasons:
+    return {f"--optimizer-impl {s.optimizer_impl} does it": s.optimizer_impl != "auto", **_kernels(s)}
 
 
 def _rounding_kernel(s: Setting) -> Reasons:
@@ -455,6 +471,10 @@ _PATHS = (
         f"{_GPU}::test_fp8_draft", _draft_fp8, "--draft-fp8",
     ),
     Path(
+        "draft_gradient_fp8", "draft: the weight gradients of the layer in real fp8 (E4M3), with its other products",
+        "draft_fp8 with weight gradients in bf16", f"{_GPU}::test_fp8_weight_gradients", _draft_gradient_fp8,
+    ),
+    Path(
         "draft_head_fp8",
         "draft: its head's products in real fp8 (E4M3), with the layer's: logits, input and weight gradient; frozen or "
         "trained", "fused_head in bf16", f"{_GPU}::test_fp8_head", _draft_head_fp8,
@@ -484,7 +504,7 @@ _PATHS = (
     Path(
         "optimizer_pass",
         "optimizer: division by the rows, clipping, AdamW and copy of the weights in one pass, from the second step on",
-        "megatron-core's optimizer", "tests/unit_tests/training/test_one_pass.py", _kernels,
+        "megatron-core's optimizer", "tests/unit_tests/training/test_one_pass.py", _optimizer_pass,
     ),
     Path(
         "rounding_kernel", "fake quantisation: the E4M3 round trip in one pass", "quantization/rounding.py",

@@ -20,7 +20,9 @@ from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor, nn
 
 from megatron_spec.config import TrainConfig
+from megatron_spec.planning.paths import NO_PATHS
 from megatron_spec.runtime.distributed import World
+from megatron_spec.training import kernels
 
 log = logging.getLogger(__name__)
 
@@ -65,10 +67,11 @@ def build_optimizer(
         use_distributed_optimizer=train.use_distributed_optimizer,
         clip_grad=train.clip_grad,
     )
+    kernels.choose(train.optimizer_impl)
     optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False, pg_collection=world.draft_groups)
     _use_fused_adam(optimizer)
     _norm_without_waits()
-    log.info("optimizer: Adam and gradient norm of %s", implementation())
+    log.info("optimizer: %s", kernels.described(ddp.module.paths if hasattr(ddp.module, "paths") else NO_PATHS))
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -108,14 +111,6 @@ def apply_settings(optimizer: MegatronOptimizer, train: TrainConfig) -> None:
     for group in optimizer.param_groups:
         group.update(max_lr=train.lr, min_lr=train.min_lr, eps=train.adam_eps)
         group["betas"] = (train.adam_beta1, train.adam_beta2)
-
-
-def implementation() -> str:
-    """Whose Adam and gradient norm megatron-core uses: the first of Transformer Engine, apex and torch that imports."""
-    name = str(clip_grads.l2_norm_impl.__module__)
-    if name.startswith("transformer_engine"):
-        return "Transformer Engine"
-    return "apex" if name.startswith(("amp_C", "apex")) else "torch"
 
 
 def _norm(_chunk: int, _overflow: Tensor, tensors: Sequence[Sequence[Tensor]], *_: Any) -> tuple[Tensor, None]:

@@ -243,15 +243,33 @@ def test_a_failing_rank_is_an_error_not_a_hang(place: Path, tmp_path: Path) -> N
     assert done.stderr.count("2 processes cannot hold") == 1, "both ranks know it, one says it"
 
 
-@pytest.mark.parametrize("package", ["transformer_engine", "apex"])
-def test_partially_installed_optional_package_is_explained(place: Path, tmp_path: Path, package: str) -> None:
-    inner = {"transformer_engine": "pytorch", "apex": "optimizers"}[package]
-    (tmp_path / package / inner).mkdir(parents=True)
-    (tmp_path / package / "__init__.py").write_text("")
-    (tmp_path / package / inner / "__init__.py").write_text("raise OSError('libcudart.so.99: cannot open')")
+def test_partially_installed_transformer_engine_is_explained(place: Path, tmp_path: Path) -> None:
+    inner = tmp_path / "transformer_engine" / "pytorch"
+    inner.mkdir(parents=True)
+    (inner.parent / "__init__.py").write_text("")
+    (inner / "__init__.py").write_text("raise OSError('libcudart.so.99: cannot open')")
     done = run_script("generate", "--base", place / "base", "--data", "x", "--output", "y", search_path=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert package in done.stderr and "libcudart.so.99" in done.stderr and "pip" in done.stderr
+    assert "transformer_engine" in done.stderr and "libcudart.so.99" in done.stderr and "pip" in done.stderr
+
+
+def test_an_apex_that_cannot_run_is_refused_only_where_it_is_asked_for(place: Path, tmp_path: Path) -> None:
+    """A package without its extension: megatron-core's import of it succeeds, and its first use fails."""
+    parts = {"optimizers": "class FusedAdam: ...\nclass FusedSGD: ...", "multi_tensor_apply": ""}
+    for name, text in parts.items():
+        (tmp_path / "apex" / name).mkdir(parents=True)
+        (tmp_path / "apex" / name / "__init__.py").write_text(text)
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    flags = (
+        "finetune", "--load", place / "draft", "--save", tmp_path / "s", "--data", place / "train.jsonl",
+        "--train-iters", 1, "--micro-batch-size", 1, "--global-batch-size", 1, "--seq-length", 64,
+    )  # fmt: skip
+    done = run_script(*flags, "--optimizer-impl", "apex", search_path=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "--optimizer-impl apex: apex cannot be used here: " in done.stderr
+    done = run_script(*flags, search_path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Adam of torch, gradient norm of torch, weight gradients of torch" in done.stderr
 
 
 @pytest.mark.parametrize(

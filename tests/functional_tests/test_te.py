@@ -130,6 +130,33 @@ def test_a_run_continues_on_the_other_modules(here: Path, tmp_path: Path, first:
     assert losses(tmp_path / "run") == pytest.approx(losses(here / "run local"), rel=1e-4)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it runs")
+def test_every_script_refuses_it_without_a_gpu(here: Path, tmp_path: Path) -> None:
+    """Before weights load: nothing is written, and the base's weights need not be there."""
+    from megatron_spec.commands.convert import convert
+    from megatron_spec.commands.decode import generate, validate
+    from megatron_spec.commands.export import export
+    from megatron_spec.commands.features import extract_features
+    from megatron_spec.commands.quantize import quantize
+
+    data, draft, out = str(here / "train.jsonl"), str(here / "draft local"), str(tmp_path / "out")
+    calls: dict[str, Any] = {
+        "convert": lambda: convert(str(here / "base"), out, layers=ENGINE),
+        "finetune": lambda: train(here, draft, out, 2, ENGINE),
+        "quantize": lambda: quantize(draft, out, data, layers=ENGINE),
+        "extract": lambda: extract_features(draft, out, data, layers=ENGINE),
+        "validate": lambda: validate(data, load=draft, output=out, layers=ENGINE),
+        "generate": lambda: generate(data, out, load=draft, layers=ENGINE),
+        "export": lambda: export(draft, out, extra_modules=True, layers=ENGINE),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_spec.checkpoint.huggingface.load_huggingface", None)
+        for name, call in calls.items():
+            with pytest.raises(UserError, match=r"not installed|needs a GPU"):
+                call()
+            assert not Path(out).exists(), name
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

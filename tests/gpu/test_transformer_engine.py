@@ -18,6 +18,7 @@ from torch import Tensor
 
 import megatron_spec
 from benchmarks.random_models import FAMILIES, family_shape
+from megatron_spec.base import te
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base
 from megatron_spec.batch import Batch
@@ -180,22 +181,28 @@ def test_quantised_features_are_those_of_local_layers() -> None:
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_fp8_recipes(family: str, recipe: Any) -> None:
-    """Rounding to E4M3 shows, is small, and does not change from a batch to the same batch again."""
+    """Rounding to E4M3 shows and is small, in every batch; the weights are quantised once."""
     config = family_shape(family)
     if family == "deepseek_v3" and recipe == "blockwise":
         pytest.skip("192 columns are not whole blocks")
+    rows = rows_to_compare(config)
     base = make(config, layers=ENGINE.replace(fp8_format="e4m3", fp8_recipe=recipe))
     exact, batch = make(config, torch.float32), make_batch()
-    wanted, found = outputs(exact, batch), outputs(base, batch)
-    gap = distance(found["capture 0"], wanted["capture 0"])
-    assert 5e-3 < gap < 0.15, gap
-    again = outputs(base, batch)
-    assert distance(again["capture 0"], wanted["capture 0"]) < 0.15
-    assert distance(again["capture 0"], found["capture 0"]) < 1e-2
-    # Weights are quantised once: other weights do not count until they are forgotten.
-    linear = base.core.layers[0].self_attention.linear_proj
-    linear.weight.data.zero_()
-    assert torch.equal(outputs(base, batch)["capture 0"], again["capture 0"]) or recipe == "delayed"
+    wanted, found = outputs(exact, batch)["capture 0"], outputs(base, batch)["capture 0"]
+    assert 5e-3 < distance(found, wanted, rows) < 0.12
+    again = outputs(base, batch)["capture 0"]
+    assert distance(again, wanted, rows) < 0.12
+    if recipe == "delayed":  # scaled by the largest values so far: those of other rows, too
+        other = make_batch(seed=7)
+        assert distance(outputs(base, other)["capture 0"], outputs(exact, other)["capture 0"], rows) < 0.12
+    else:
+        assert torch.equal(again, found)
+    for layer in base.core.layers:
+        layer.self_attention.linear_proj.weight.data.zero_()
+    unchanged = outputs(base, batch)["capture 0"]
+    assert distance(unchanged, wanted, rows) < 0.12, "the weights were quantised again"
+    te.forget_weights(base.model)
+    assert distance(outputs(base, batch)["capture 0"], wanted, rows) > 0.2
 
 
 def save_huggingface(base: FrozenBase, folder: Path) -> Path:

@@ -6,6 +6,7 @@ tests/gpu/test_transformer_engine.py does the same with the modules themselves.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,18 @@ import torch
 
 from megatron_spec.base import te
 from megatron_spec.base.schedule import run_base
+from megatron_spec.batch import Batch
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
 from megatron_spec.config import ENGINE, BaseLayers, ParallelConfig, QuantConfig, UserError
 from megatron_spec.config.machine import H100, Machine
 from megatron_spec.ops.moe import mixed, mixed_in_order
 from megatron_spec.planning import paths
+from megatron_spec.quantization.attach import attach_quantizers, quantizers
+from megatron_spec.quantization.quantizer import Mode
 from megatron_spec.runtime import distributed
 from tests import te_stand_in
 from tests.tiny import make_batch
-from tests.unit_tests.families.families import CAPTURES, MODELS, answers, save
+from tests.unit_tests.families.families import CAPTURES, MODELS, answers, save, tokens
 from tests.unit_tests.families.test_families import (
     MIXTURES,
     TOLERANCE,
@@ -63,22 +67,13 @@ def used(base: Any) -> dict[str, bool]:
     }
 
 
-def ranges(base: Any, name: str) -> dict[str, float]:
+def ranges(base: Any) -> dict[str, float]:
     """Ranges of a base, its keys and values included, after calibration on one batch."""
-    from megatron_spec.base.schedule import run_base
-    from megatron_spec.batch import Batch
-    from megatron_spec.quantization.attach import attach_quantizers, quantizers
-    from megatron_spec.quantization.quantizer import Mode
-    from tests.unit_tests.families.families import tokens
-
     attach_quantizers(base, QuantConfig(draft="none", kv_cache="none" if base.config.mla else "fp8"), "base")
-    inputs = [q for q in quantizers(base).values() if q.mode is not Mode.DISABLED]
-    for quantizer in inputs:
-        quantizer.start_calibration()
-    ids = tokens(base.vocab_size)[0]
-    positions = torch.arange(ids.shape[1]).expand(len(ids), -1)
-    zeros = torch.zeros_like(positions, dtype=torch.int32)
-    run_base(base, [Batch(ids, positions, zeros, zeros)])
+    for quantizer in quantizers(base).values():
+        if quantizer.mode is not Mode.DISABLED:
+            quantizer.start_calibration()
+    run_base(base, [causal(tokens(base.vocab_size)[0])])
     return {name: float(q.amax) for name, q in quantizers(base).items()}
 
 
@@ -104,6 +99,8 @@ def world_cases(folder: str, references: dict[str, dict[str, Any]]) -> dict[tupl
                 result: dict[str, Any] = {"used": used(base), "lazy": lazy(base, seen)}
                 result["names"] = base.weights().keys() ^ local.weights().keys()
                 if layout == "CP 2":
+                    batch = replace(make_batch(2, 16, 3, 80), context=world.context)
+                    result["gaps"] = gaps_of_two(base, local, batch)
                     found[layout, name] = result
                     continue
                 result["gaps"] = forward_gaps(base, world, references[name])
@@ -111,30 +108,33 @@ def world_cases(folder: str, references: dict[str, dict[str, Any]]) -> dict[tupl
                     result["gaps"]["decode"] = decode_gap(base, world, references[name])
                     out = Path(folder, f"{name} {layout} engine")
                     result["export"] = _export_differs(base, reference, out, Path(folder, name), world)
-                result["gaps"]["ranges"] = range_gap(ranges(base, name), ranges(local, name))
-                result["gaps"] |= {f"again {k}": v for k, v in forward_gaps_of_two(base, local, world).items()}
+                result["gaps"]["ranges"] = range_gap(ranges(base), ranges(local))
+                ids = tokens(base.vocab_size)[0]
+                for each in (base, local):
+                    enable(each)
+                result["gaps"] |= {f"again {k}": v for k, v in gaps_of_two(base, local, causal(ids)).items()}
             found[layout, name] = result
         parallel_state.destroy_model_parallel()
     return found
 
 
-def forward_gaps_of_two(base: Any, local: Any, world: Any) -> dict[str, float]:
-    """Relative differences of two fake-quantised bases: a last bit may change a code, which is 6 % of a value."""
-    from megatron_spec.base.schedule import run_base
-    from megatron_spec.batch import Batch
-    from megatron_spec.quantization.attach import quantizers
-    from megatron_spec.quantization.quantizer import Mode
-    from tests.unit_tests.families.families import tokens
-
-    ids = tokens(base.vocab_size)[0]
+def causal(ids: torch.Tensor) -> Batch:
+    """Rows of one document each."""
     positions = torch.arange(ids.shape[1]).expand(len(ids), -1)
     zeros = torch.zeros_like(positions, dtype=torch.int32)
-    results = []
-    for each in (base, local):
-        for quantizer in quantizers(each).values():
-            if quantizer.mode is not Mode.DISABLED:
-                quantizer.enable()
-        results.append(run_base(each, [Batch(ids, positions, zeros, zeros)]))
+    return Batch(ids, positions, zeros, zeros)
+
+
+def enable(base: Any) -> None:
+    """Round from now on. A last bit may then change a code, which is 6 % of a value."""
+    for quantizer in quantizers(base).values():
+        if quantizer.mode is not Mode.DISABLED:
+            quantizer.enable()
+
+
+def gaps_of_two(base: Any, local: Any, batch: Batch) -> dict[str, float]:
+    """Relative differences of the results of two bases."""
+    results = [run_base(each, [batch]) for each in (base, local)]
     return {
         part: float((a - b).norm() / b.norm())
         for found, expected in zip(*results, strict=True)
@@ -206,7 +206,7 @@ def test_fp8_runs_in_the_base(recipe: Any, tmp_path: Path, monkeypatch: pytest.M
     save("mixtral", tmp_path / "base")
     monkeypatch.setattr(paths, "linear_sizes", lambda *_: ())
     reference, world = inspect_base(tmp_path / "base"), distributed.initialize()
-    batch, forwards, grads, contexts = make_batch(2, 16, 3, 80), [], [], []
+    batch, events, contexts = make_batch(2, 16, 3, 80), [], []
     monkeypatch.setattr(paths, "_fp8", lambda _: {})
     from megatron.core.transformer import transformer_block
 
@@ -220,8 +220,8 @@ def test_fp8_runs_in_the_base(recipe: Any, tmp_path: Path, monkeypatch: pytest.M
         assert len(firsts) == 8 and {each.multiple for each in experts} == {te.FP8_ROWS}
 
         def seen(*_: Any) -> None:
-            forwards.append({each.is_first_microbatch for each in (*firsts, *experts)})
-            grads.append(torch.is_grad_enabled())
+            events.append({each.is_first_microbatch for each in (*firsts, *experts)})
+            assert not torch.is_grad_enabled()
 
         def context(config: Any, layer: int = -1, **_: Any) -> Any:
             """In place of Transformer Engine's."""
@@ -230,13 +230,14 @@ def test_fp8_runs_in_the_base(recipe: Any, tmp_path: Path, monkeypatch: pytest.M
 
         base.model.decoder.register_forward_pre_hook(seen)
         monkeypatch.setattr(transformer_block, "get_fp8_context", context)
+        monkeypatch.setattr(te, "update_ranges", lambda: events.append("update"))
         for _ in range(2):
             for found, expected in zip(run_base(base, [batch])[0], wanted, strict=True):
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
                 assert not found.requires_grad
     # delayed: one forward more finds the ranges, and the weights are quantised again with them.
-    assert forwards == ([{True}, {True}, {False}] if recipe == "delayed" else [{True}, {False}])
-    assert set(grads) == {recipe == "delayed"}
+    delayed = [{True}, "update", {True}, "update", {False}, "update"]
+    assert events == (delayed if recipe == "delayed" else [{True}, {False}])
     assert contexts == ([-1] * 3 if recipe == "delayed" else [0, 1, 2, 3] * 2)
 
 
@@ -248,7 +249,7 @@ def test_a_base_in_fp8_is_not_quantised(tmp_path: Path, monkeypatch: pytest.Monk
         layers = ENGINE.replace(fp8_format="e4m3")
         base = load_base(inspect_base(tmp_path / "base"), distributed.initialize(), CAPTURES, layers=layers)
         with pytest.raises(UserError, match="Transformer Engine's fp8 already"):
-            ranges(base, "llama")
+            ranges(base)
 
 
 def test_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ from torch import nn
 
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
 from megatron_spec.checkpoint.megatron import read_config
-from megatron_spec.config import BaseConfig, ParallelConfig, UserError
+from megatron_spec.config import ENGINE, LOCAL, BaseConfig, ParallelConfig, UserError
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
+from tests import te_stand_in
 from tests.unit_tests.families.families import save
 from tests.worlds import run_world
 
@@ -104,11 +105,16 @@ def _layout(tp: int, pp: int, ep: int) -> World:
 
 
 def _different(root: str, case: str, world: World) -> list[str]:
-    """Parameters that differ between a Megatron checkpoint and the Hugging Face folder."""
-    read = load_base(inspect_base(Path(root, f"{case} megatron")), world)
-    true = dict(load_base(inspect_base(Path(root, case.split()[0])), world).model.named_parameters())
+    """Parameters that differ between a Megatron checkpoint, in both kinds of layers, and the Hugging Face folder."""
+    true = load_base(inspect_base(Path(root, case.split()[0])), world).weights()
     assert len(true) > 10
-    return [name for name, p in read.model.named_parameters() if not torch.equal(p, true[name])]
+    different: list[str] = []
+    with te_stand_in.installed():
+        for layers in (LOCAL, ENGINE):
+            read = load_base(inspect_base(Path(root, f"{case} megatron")), world, layers=layers).weights()
+            assert read.keys() == true.keys()
+            different += [name for name, parameter in read.items() if not torch.equal(parameter, true[name])]
+    return different
 
 
 def _cases(root: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from megatron_spec.config import (
 )
 from megatron_spec.config.machine import H100, Machine
 from megatron_spec.ops import backend, plain
-from megatron_spec.planning.estimate import Place, _activation_bytes
+from megatron_spec.planning.estimate import HEAD_CHUNK, Place, _activation_bytes
 from megatron_spec.planning.paths import NO_PATHS, PATHS, Paths, Setting
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,6 +53,7 @@ def test_an_h100_runs_all_paths() -> None:
     opt_in |= {
         "teacher_fp8": "the base's layers are not in fp8: not requested (--base-fp8)",
         "draft_head_fp8": "the draft's layer is not in fp8: not requested (--draft-fp8)",
+        "draft_gradient_fp8": "the draft's layer is not in fp8: not requested (--draft-fp8)",
     }
     assert Paths(GPU).blocked == opt_in | block
     assert set(Paths(replace(GPU, plain=True)).blocked) == set(PATHS) == set(NO_PATHS.blocked)
@@ -101,6 +102,11 @@ def test_heads_stay_in_bf16_where_they_must(name: str, changes: dict[str, Any], 
     assert set(wanted) & paths.blocked.keys() == set() and re.search(reason, paths.blocked[name])
 
 
+def test_an_optimizer_that_is_asked_for_runs() -> None:
+    assert "optimizer_pass" not in Paths(GPU).blocked
+    assert "--optimizer-impl apex" in Paths(replace(GPU, optimizer_impl="apex")).blocked["optimizer_pass"]
+
+
 def test_objective_can_be_added_later() -> None:
     paths = Paths(replace(GPU, objective=None))
     assert paths.on("draft_fused") and paths.on("loss_kernel")
@@ -142,6 +148,22 @@ def test_memory_is_estimated_for_active_paths(draft: EagleConfig, fused: bool) -
     assert Paths(replace(GPU, draft=draft)).on("draft_fused") is fused
     width = 9.0 * 64 + 128 + 64 + 2 * 96 if fused else 14.0 * 64 + 2 * 128 + 64 + 4 * 96
     assert _activation_bytes(place, 64, 2) == 64 * 3 * draft.num_hidden_layers * width * 2
+
+
+def test_memory_of_heads_in_fp8() -> None:
+    from megatron_spec.config import TrainConfig
+    from megatron_spec.planning.estimate import memory
+
+    place = Place(BASE, DRAFT, ParallelConfig(), TrainConfig(train_iters=1, bf16=True, micro_batch_size=2), 64, 3, 1, 4)
+    usual, fp8 = memory(place), memory(replace(place, paths=Paths(replace(GPU, wanted=FP8))))
+    assert fp8["embedding and head"] - usual["embedding and head"] == 64 * 96
+    assert fp8["working space"] - usual["working space"] == HEAD_CHUNK / 2 + 2 * 64 * 3 * (48 + 64)
+    paths = Paths(replace(GPU, wanted=FP8, off=("draft_head_fp8",)))
+    layer = memory(replace(place, paths=paths))["working space"] - usual["working space"]
+    assert layer == 2 * 64 * 3 * (2 * 96 + 64)
+    assert fp8["base layers"] == usual["base layers"] / 2
+    setting = replace(GPU, layers=ENGINE.replace(fp8_format="e4m3"), wanted=("te_fp8",))
+    assert memory(replace(place, paths=Paths(setting)))["base layers"] == usual["base layers"] * 1.5
 
 
 def test_tests_and_twins_exist() -> None:
@@ -214,6 +236,15 @@ ENGINE_FP8 = ENGINE.replace(fp8_format="e4m3", fp8_recipe="blockwise")
         ("te_fp8", {"machine": Machine(True, (8, 0), "triton")}, "no fp8 tensor cores"),
         ("te_fp8", {"quant": QuantConfig(draft="none")}, "the base is fake-quantised"),
         ("te_fp8", {"base": None}, "layers do not run"),
+        (
+            "te_fp8",
+            {
+                "layers": ENGINE.replace(fp8_format="e4m3"),
+                "draft_fp8_recipe": "tensorwise",
+                "parallel": ParallelConfig(context_parallel_size=2),
+            },
+            "would wait for one another",
+        ),
         ("te_fp8", {"layers": ENGINE_FP8, "base": BASE.replace(hidden_size=192)}, "not all multiples of 128"),
         ("te_fp8", {"layers": LOCAL}, "local builds the base"),
         ("cuda_graphs", {}, "transformer_engine builds the base"),

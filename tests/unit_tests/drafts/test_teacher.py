@@ -1,0 +1,50 @@
+"""The teacher of a split head by its kernels' plain twins, against the plain teacher of the same ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_spec.drafts.teacher import TeacherHead
+from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.ops import plain
+from megatron_spec.runtime import platform
+from tests.unit_tests.drafts.plain_eagle3 import StandInEnds
+from tests.worlds import run_world
+
+V = 31
+VOCABULARIES = {
+    "some": torch.arange(0, V, 3), "the first ones": torch.arange(1, 13), "the last ones": torch.arange(15, V),
+    "all": torch.arange(V),
+}  # fmt: skip
+
+
+def compare() -> list[int]:
+    """Rows whose argmax is in the draft vocabulary, of each vocabulary."""
+    platform.activate()
+    dist.init_process_group("gloo")
+    counts, group = [], dist.group.WORLD
+    assert group is not None
+    ends = StandInEnds(8, torch.float64, group, vocab_size=V, padding=-V % 6)
+    if dist.get_rank() == 0:
+        ends.head_weight[4] = ends.head_weight[3]  # ties, within and outside the draft vocabulary
+    ends.head_fp8 = None  # type: ignore[attr-defined]
+    state = torch.randn(40, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for ids in VOCABULARIES.values():
+        vocab = DraftVocab(ids, V)
+        for temperature in (1.0, 1.7):
+            expected = TeacherHead(ends, vocab, group)(state, temperature)
+            found = TeacherHead(ends, vocab, group, plain)(state, temperature)
+            for name, value in vars(expected).items():
+                torch.testing.assert_close(getattr(found, name), value, msg=lambda m, name=name: f"{name}: {m}")
+            empty = TeacherHead(ends, vocab, group, plain)(state[:0], temperature)
+            assert len(empty.lse_U) == len(empty.label_U) == 0
+        counts.append(int(expected.in_vocab_U.sum()))
+    return counts
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_kernels_over_ranks(size: int) -> None:
+    for counts in run_world(size, compare):
+        assert all(0 < count < 40 for count in counts[:3]) and counts[3] == 40

@@ -1,0 +1,97 @@
+"""An apex that is complete, absent, half-installed or built for something else."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_spec.runtime import optional
+
+PYTHON = {"optimizers": "class FusedAdam: ...", "multi_tensor_apply": "multi_tensor_applier = None"}
+SYMBOL = "amp_C.so: undefined symbol: _ZN3c105ErrorC2ENS_14SourceLocationE"
+LIBRARY = "libcudart.so.11.0: cannot open shared object file: No such file or directory"
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def ours(name: str) -> bool:
+        return name in ("amp_C", "apex") or name.startswith("apex.")
+
+    before = {n: m for n, m in sys.modules.items() if ours(n)}
+    monkeypatch.setattr(optional, "unusable", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    yield
+    for name in [n for n in sys.modules if ours(n)]:
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, extension: str | None, parts: dict[str, str]) -> None:
+    """Put an apex on the search path; `extension`: what amp_C.py says."""
+    for name, text in parts.items():
+        (folder / "apex" / name).mkdir(parents=True)
+        (folder / "apex" / name / "__init__.py").write_text(text)
+    (folder / "apex").mkdir(exist_ok=True)
+    (folder / "apex" / "__init__.py").write_text("")
+    if extension is not None:
+        (folder / "amp_C.py").write_text(extension)
+    monkeypatch.syspath_prepend(str(folder))
+    importlib.invalidate_caches()
+
+
+def test_a_complete_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(tmp_path, monkeypatch, "", PYTHON)
+    optional.leave_out_broken_apex()
+    assert not optional.unusable and not caplog.records
+    assert importlib.import_module("apex.optimizers").FusedAdam
+
+
+@pytest.mark.parametrize(
+    ("extension", "parts", "reason"),
+    [
+        (None, PYTHON, "it was built without its CUDA extensions (there is no amp_C)"),
+        (f"raise ImportError({SYMBOL!r})", PYTHON, f"it was built for another torch ({SYMBOL})"),
+        (f"raise ImportError({LIBRARY!r})", PYTHON, f"it was built for another CUDA version ({LIBRARY})"),
+        ("", {}, "it is not NVIDIA's (there is no apex.optimizers"),
+        ("", {**PYTHON, "optimizers": "import nowhere"}, "it needs nowhere, which is not installed"),
+        ("", {**PYTHON, "optimizers": "raise RuntimeError('a\\nb')"}, "it does not import (RuntimeError: a b)"),
+    ],
+)
+def test_others_are_left_out_with_one_line(
+    extension: str | None, parts: dict[str, str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    install(tmp_path, monkeypatch, extension, parts)
+    caplog.set_level(logging.WARNING)
+    optional.leave_out_broken_apex()
+    [record] = caplog.records
+    said = record.getMessage()
+    assert said.startswith(f"apex is not used: {reason}") and said.endswith(optional.APEX_REMEDY) and "\n" not in said
+    assert reason in optional.unusable["apex"]
+    for name in ("apex", "apex.optimizers", "apex.multi_tensor_apply"):
+        with pytest.raises(ImportError):
+            importlib.import_module(name)
+
+
+def test_without_a_gpu_it_is_left_out_silently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(tmp_path, monkeypatch, "", PYTHON)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    optional.leave_out_broken_apex()
+    assert optional.unusable == {"apex": "there is no GPU"} and not caplog.records
+    with pytest.raises(ImportError):
+        importlib.import_module("apex.optimizers")
+
+
+def test_nothing_happens_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    optional.leave_out_broken_apex()
+    assert not optional.unusable and "apex" not in sys.modules
