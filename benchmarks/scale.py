@@ -37,11 +37,13 @@ from megatron_spec.config import ENGINE, LOCAL, ObjectiveConfig, ParallelConfig,
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.features.ahead import FeaturesAhead
 from megatron_spec.features.online import OnlineFeatures
+from megatron_spec.ops import overlap
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
 from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
 from megatron_spec.training.step import Trainer
 
+SMALLEST_PIECE = overlap.SMALLEST_PIECE
 MODELS = {"8b": "llama-3.1-8b", "70b": "llama-3.1-70b"}
 SMALL = dict(
     hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8,
@@ -139,6 +141,7 @@ def gradients(base_folder: Path, world: World, dtype: torch.dtype, engine: bool,
 def equality(layout: str, reference: Path, tiny: bool) -> list[dict[str, Any]]:
     """Relative differences of loss and gradients from one GPU; the run on one GPU writes them."""
     world, engine = start(layout)
+    overlap.SMALLEST_PIECE = 256  # these micro-batches are small, and go in pieces like large ones
     entries = []
     for dtype in (torch.float32, torch.bfloat16):
         if engine and dtype == torch.float32:
@@ -175,6 +178,7 @@ def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second and GPU of training steps, with features computed ahead across steps."""
     world, _ = start(layout)
+    overlap.SMALLEST_PIECE = SMALLEST_PIECE
     cuda = world.device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     config = base_shape("tiny" if args.tiny else MODELS[args.model])
@@ -216,6 +220,12 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_second": tokens_of_step / seconds,
         "tokens_per_second_per_gpu": tokens_of_step / seconds / world.size,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        "off": {
+            name: models.paths.blocked[name]
+            for models, names in ((base, ("base_direct",)), (draft, ("draft_fused", "loss_kernel", "teacher_kernel")))
+            for name in names
+            if name in models.paths.blocked
+        },
     }  # fmt: skip
     say(world, found)
     return found

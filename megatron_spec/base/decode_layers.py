@@ -71,14 +71,20 @@ class DecodeLayers:
     def layer(self, layer: Any, x_RH: Tensor, tables: Tables, visibility: Visibility, index: int) -> Tensor:
         """[R, H] output of a whole layer, of few rows."""
         attention, mlp, product = layer.self_attention, layer.mlp, self.kernels.few_rows_product
-        qkv = product(x_RH, attention.linear_qkv.weight, None, layer.input_layernorm.weight, self.eps)
+        qkv = product(x_RH, (attention.linear_qkv.weight,), None, layer.input_layernorm.weight, self.eps)
         attended = self.attend(qkv, attention, tables, visibility, index)
-        x = product(attended, attention.linear_proj.weight, attention.linear_proj.bias, rest_RO=x_RH)
+        x = self._summed(attended, attention.linear_proj, x_RH)
         norm = layer.pre_mlp_layernorm.weight
         if isinstance(mlp, MixtureOfExperts):
             return x + self._experts(mlp, F.rms_norm(x, norm.shape, norm, self.eps), visibility)
-        hidden = product(x, mlp.linear_fc1.weight, mlp.linear_fc1.bias, norm, self.eps, gated=True)
-        out: Tensor = product(hidden, mlp.linear_fc2.weight, mlp.linear_fc2.bias, rest_RO=x)
+        bias = mlp.linear_fc1.bias
+        both = mlp.linear_fc1.weight.chunk(2), None if bias is None else bias.chunk(2)
+        hidden = product(x, *both, norm, self.eps, gated=True)
+        return self._summed(hidden, mlp.linear_fc2, x)
+
+    def _summed(self, x: Tensor, linear: Any, rest: Tensor) -> Tensor:
+        biases = None if linear.bias is None else (linear.bias,)
+        out: Tensor = self.kernels.few_rows_product(x, (linear.weight,), biases, rest_RO=rest)
         return out
 
     def _experts(self, mlp: Any, normed_RH: Tensor, visibility: Visibility) -> Tensor:

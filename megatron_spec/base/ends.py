@@ -53,10 +53,14 @@ class Ends(nn.Module):
         """[V / TP, H] this rank's rows of the head; rows past the true vocabulary are padding."""
         raise NotImplementedError
 
-    def embed(self, tokens_BS: Tensor) -> Tensor:
-        """[S, B, H] token embeddings; scattered to [S / TP, B, H] under sequence parallelism."""
+    def embed(self, tokens_BS: Tensor, known: bool = False) -> Tensor:
+        """[S, B, H] token embeddings; scattered to [S / TP, B, H] under sequence parallelism.
+
+        Args:
+            known: the ids were chosen by a model, or checked before.
+        """
         scattered = self.world.parallel.sequence_parallel
-        return embed(tokens_BS, self.embedding_weight, self.world.tp, scattered, self.vocab_size)
+        return embed(tokens_BS, self.embedding_weight, self.world.tp, scattered, self.vocab_size, known)
 
     def logits(self, state_SBH: Tensor) -> Tensor:
         """[S, B, V / TP] logits of this rank's vocabulary shard (full sequence); padding rows are -inf.

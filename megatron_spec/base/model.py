@@ -256,7 +256,7 @@ class FrozenBase(CoreStage):
         """
         captures: list[Tensor] = []
         if relayed is None:
-            hidden = self.embed(batch.local(batch.tokens_BS))
+            hidden = self.embed(batch.local(batch.tokens_BS), known=visibility.key_slots > 0)
         else:
             hidden, captures = relay.split(relayed, self.config.hidden_size)
         direct = self.direct

@@ -119,7 +119,7 @@ class DraftModules(Config):
 
     draft_transformer_impl: TransformerImpl = "local"
     """Modules of the draft's linears and norms: this package's, or Transformer Engine's, slower but on any of its GPUs;
-    checkpoints are the same (docs/performance.md#a-draft-from-transformer-engine)."""
+    checkpoints are the same (docs/transformer_engine.md#drafts)."""
 
 
 @dataclass(frozen=True, kw_only=True)

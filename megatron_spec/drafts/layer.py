@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron_spec.config import BlockConfig, EagleConfig
 from megatron_spec.drafts.contract import Attention, mark_replicated
 from megatron_spec.drafts.experts import MixtureOfExperts
+from megatron_spec.drafts.few_rows import FewRows
 from megatron_spec.drafts.latent import LatentAttention
 from megatron_spec.drafts.linear import ColumnLinear, Placement, RMSNorm, RowLinear, copy_to_ranks, enter
 from megatron_spec.ops.fused_layer import FusedLayer
@@ -194,6 +195,8 @@ class DraftLayer(nn.Module):
         layer: int,
     ) -> Tensor:
         """The next hidden state, same shape as the first argument."""
+        if isinstance(attention, FewRows):
+            return attention.layer(self, hidden_SBH, embedding_SBH, (cos_SB1D, sin_SB1D), layer)
         if self.reads_embedding:
             normed_SBH = self.hidden_norm(hidden_SBH)
             x = torch.cat([self.input_layernorm(embedding_SBH), normed_SBH], dim=-1)

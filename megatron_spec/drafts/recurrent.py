@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_spec.batch import Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig, UserError
+from megatron_spec.drafts import few_rows
 from megatron_spec.drafts.contract import Attention, BaseEnds, Draft, DraftLosses
 from megatron_spec.drafts.initial import initial_values, set_parameters
 from megatron_spec.drafts.layer import DraftLayer
@@ -21,6 +22,7 @@ from megatron_spec.drafts.teacher import TeacherHead, teacher_of
 from megatron_spec.drafts.unroll import Supervision, head_losses, teach, unroll
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.losses.vocab_parallel import Teacher
+from megatron_spec.ops import backend
 from megatron_spec.ops.attention import PLAIN, Variant, attend
 from megatron_spec.ops.rope import inverse_frequencies, rotary_angles
 from megatron_spec.ops.visibility import KVCache, Visibility
@@ -108,6 +110,9 @@ class RecurrentDraft(Draft):
 
     def cached_attention(self, visibility: Visibility) -> Attention:
         """Attention of `layer_step` in decoding, with the draft's sliding window."""
+        kind = self.paths.kernels("draft_decode")
+        if kind != "none" and few_rows.suits(self.decoder_layers, visibility):
+            return few_rows.FewRows(backend.load(kind), visibility)
         window = self.config.sliding_window
         variant = PLAIN if window is None else Variant(window=window)
         return lambda layer, q, k, v: attend(q, k, v, visibility, layer, variant)

@@ -36,16 +36,20 @@ def check_ids(tokens_BS: Tensor, vocab_size: int) -> None:
         ) from None
 
 
-def embed(tokens_BS: Tensor, weight: Tensor, tp: ProcessGroup, sequence_parallel: bool, vocab_size: int) -> Tensor:
+def embed(
+    tokens_BS: Tensor, weight: Tensor, tp: ProcessGroup, sequence_parallel: bool, vocab_size: int, known: bool = False
+) -> Tensor:
     """[S, B, H] (or [S / TP, B, H] under sequence parallelism) embeddings from the shard `weight` [V / TP, H].
 
     Args:
         vocab_size: rows of all ranks without padding. The last ranks may have padding or fewer rows.
+        known: the ids are known to be in the table, and are not checked.
 
     Raises:
         UserError: an id outside the table (see `check_ids`).
     """
-    check_ids(tokens_BS, vocab_size)
+    if not known:
+        check_ids(tokens_BS, vocab_size)
     if tp.size() == 1:
         return F.embedding(tokens_BS.t(), weight)
     rows = weight.shape[0]

@@ -11,6 +11,7 @@ Decoding: as in `kernels/decode.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -324,7 +325,8 @@ def decode_attention(
     eps: float = 0.0, above_BSM: Tensor | None = None, grouped: bool = True,
 ) -> Tensor:  # fmt: skip
     """`kernels.decode.decode_attention`."""
-    (B,), R, D = first_B.shape, len(x_RX), 2 * tables[0].shape[1]
+    (B,), R, D = first_B.shape, len(x_RX), cache[0].shape[3]
+    tables = (tables[0][:, : D // 2], tables[1][:, : D // 2])
     S, x = R // B, x_RX if bias_X is None else x_RX + bias_X
     q, k, v = (x.new_empty(R, n * D) for n in (heads, kv_heads, kv_heads))
     rotary_forward(x, tables, q, k, v, heads, kv_heads, grouped=grouped, norms=norms, eps=eps)
@@ -343,13 +345,17 @@ def decode_attention(
 
 
 def few_rows_product(
-    x_RH: Tensor, weight_OH: Tensor, bias_O: Tensor | None = None, norm_H: Tensor | None = None, eps: float = 0.0,
-    gated: bool = False, rest_RO: Tensor | None = None,
+    x_RH: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None, norm_H: Tensor | None = None,
+    eps: float = 0.0, gated: bool = False, rest_RO: Tensor | None = None,
+    second: tuple[Tensor, Tensor | None] | None = None,
 ) -> Tensor:  # fmt: skip
     """`kernels.decode.few_rows_product`."""
-    if norm_H is not None:
-        x_RH = x_RH * (x_RH.square().mean(1, keepdim=True) + eps).rsqrt() * norm_H
-    out = torch.nn.functional.linear(x_RH, weight_OH, bias_O)
+    inputs = [
+        x if norm is None else x * (x.square().mean(1, keepdim=True) + eps).rsqrt() * norm
+        for x, norm in ((x_RH, norm_H), *((second,) if second is not None else ()))
+    ]
+    out = torch.cat(inputs, 1) @ torch.cat(list(weights)).t()
+    out = out if biases is None else out + torch.cat(list(biases))
     if gated:
         gate, up = out.chunk(2, 1)
         return torch.nn.functional.silu(gate) * up

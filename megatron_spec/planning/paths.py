@@ -175,6 +175,25 @@ def _decode_products(s: Setting) -> Reasons:
     }
 
 
+def _draft_decode(s: Setting) -> Reasons:
+    config = s.draft
+    if not isinstance(config, EagleConfig):
+        return {"the draft does not run on its own output (EAGLE, MTP)": True}
+    odd = s.machine.kernels == "triton" and (config.num_attention_heads * config.head_dim) % 16 != 0
+    odd = odd or (s.machine.kernels == "triton" and (config.num_key_value_heads * config.head_dim) % 16 != 0)
+    return {
+        **_wide_kernels(s),
+        "rows are scaled after the products, which overflow in float16": s.dtype == "float16",
+        "--draft-transformer-impl transformer_engine builds the draft": s.draft_transformer_engine,
+        "products are summed over tensor parallel ranks": s.parallel.tensor_model_parallel_size > 1,
+        "the draft has latent attention or experts": config.mla is not None or config.moe is not None,
+        "the draft has a sliding window": config.sliding_window is not None,
+        "the draft has a partial rotary embedding": config.rope.partial_rotary_factor != 1.0,
+        "the widths of the draft's queries or keys are no multiples of 16": odd,
+        "the draft is fake-quantised": s.quant is not None and s.quant.draft != "none",
+    }
+
+
 def _grouped_experts(s: Setting) -> Reasons:
     moe = s.base.moe if s.base is not None else None
     real, sizes = s.machine.kernels != "plain", (0, 0)
@@ -314,6 +333,11 @@ def _draft_fp8(s: Setting) -> Reasons:
     }
 
 
+def _draft_gradient_fp8(s: Setting) -> Reasons:
+    layer = PATHS["draft_fp8"].blocked(s)
+    return {f"the draft's layer is not in fp8: {layer}": layer is not None}
+
+
 def _draft_head_fp8(s: Setting) -> Reasons:
     layer, sizes = PATHS["draft_fp8"].blocked(s), (0, 0)
     if s.draft is not None:
@@ -415,6 +439,10 @@ _PATHS = (
         "base_direct", "tests/unit_tests/base/test_direct.py", _decode_products,
     ),
     Path(
+        "draft_decode", "draft, in decoding: a layer of up to 16 rows in the five kernels of `decode_products`",
+        "drafts/layer.py", "tests/unit_tests/drafts/test_few_rows.py", _draft_decode,
+    ),
+    Path(
         "grouped_experts", "base: two products for all experts of a layer, instead of two for each",
         "ops/moe.py, `mixed`", "tests/unit_tests/base/test_grouped_experts.py", _grouped_experts,
     ),
@@ -441,6 +469,10 @@ _PATHS = (
     Path(
         "draft_fp8", "draft: the layer's products in real fp8 (E4M3)", "draft_fused in bf16",
         f"{_GPU}::test_fp8_draft", _draft_fp8, "--draft-fp8",
+    ),
+    Path(
+        "draft_gradient_fp8", "draft: the weight gradients of the layer in real fp8 (E4M3), with its other products",
+        "draft_fp8 with weight gradients in bf16", f"{_GPU}::test_fp8_weight_gradients", _draft_gradient_fp8,
     ),
     Path(
         "draft_head_fp8",
@@ -484,7 +516,7 @@ _PATHS = (
     ),
 )  # fmt: skip
 PATHS = {path.name: path for path in _PATHS}
-_WIDE = {"decode_kernels", "decode_products"}
+_WIDE = {"decode_kernels", "decode_products", "draft_decode"}
 """Paths whose kernels take fp32, too."""
 
 

@@ -77,21 +77,25 @@ def test_what_is_not_read_does_not_matter() -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 16])
 @pytest.mark.parametrize("sizes", [(64, 48), (896, 112), (2100, 40)])
-@pytest.mark.parametrize(
-    "way", ["plain", "bias", "norm", "norm, bias", "gated", "norm, gated, bias", "rest", "bias, rest"]
-)
-def test_products(rows: int, sizes: tuple[int, int], way: str) -> None:
+@pytest.mark.parametrize("way", ["", "bias", "norm", "norm, bias", "gated", "norm, gated, bias", "rest", "bias, rest"])
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_products(rows: int, sizes: tuple[int, int], way: str, parts: int) -> None:
+    """One weight, or several side by side, and then with two inputs that have norms of their own."""
     from megatron_spec.ops.kernels import decode
 
     H, outputs = sizes
 
     def run(module: Any) -> Tensor:
         draw, gated = make(3), "gated" in way
-        x, w, bias = draw(rows, H), draw(outputs, H) * H**-0.5, draw(outputs)
-        norm, rest = draw(H), draw(rows, outputs)
+        shares = [16 * i for i in range(1, parts)] + [outputs]
+        if gated:
+            shares = [outputs] * 2
+        x, wide = draw(rows, H), H if parts == 1 or gated else H + 96
+        weights, biases = [draw(n, wide) * H**-0.5 for n in shares], [draw(n) for n in shares]
+        norm, rest, second = draw(H), draw(rows, sum(shares)), (draw(rows, 96), draw(96) if "norm" in way else None)
         found: Tensor = module.few_rows_product(
-            x, w, bias if "bias" in way else None, norm if "norm" in way else None, 0.1, gated,
-            rest if "rest" in way else None,
+            x, weights, biases if "bias" in way else None, norm if "norm" in way else None, 0.1, gated,
+            rest if "rest" in way else None, second if wide > H else None,
         )  # fmt: skip
         return found
 

@@ -14,7 +14,7 @@ B rows of the running batch, S rows of one observation, C captures width, H draf
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,17 @@ if TYPE_CHECKING:
     from megatron_spec.base.model import FrozenBase
 
 
+class _KnownIds:
+    """The base's embedding, for ids that need no check: the base has read them, or a model has chosen them."""
+
+    def __init__(self, base: FrozenBase) -> None:
+        self.base = base
+
+    def embed(self, tokens_BS: Tensor) -> Tensor:
+        """See `BaseEnds`."""
+        return self.base.embed(tokens_BS, known=True)
+
+
 class EagleDrafter(Drafter):
     """Chains from a draft that runs on its own output, sharded over the base's tensor parallel group."""
 
@@ -40,6 +51,7 @@ class EagleDrafter(Drafter):
     def __init__(self, draft: RecurrentDraft, base: FrozenBase) -> None:
         self.draft, self.base = draft, base
         self.group = base.world.tp
+        self.ends: Any = _KnownIds(base)
         self.target_D = None if draft.vocab.is_full else draft.vocab.target_ids.to(base.world.device)
 
     def open(self, rows: int, max_length: int) -> None:
@@ -54,7 +66,7 @@ class EagleDrafter(Drafter):
     def _step(
         self, hidden_SBH: Tensor, tokens_BS: Tensor, positions_BS: Tensor, visibility: Visibility
     ) -> tuple[Tensor, Tensor]:
-        embedding_SBH = self.draft.embed(tokens_BS, self.base)
+        embedding_SBH = self.draft.embed(tokens_BS, self.ends)
         attention = self.draft.cached_attention(visibility)
         return self.draft.layer_step(hidden_SBH, embedding_SBH, positions_BS, attention)
 

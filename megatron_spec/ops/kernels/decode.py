@@ -13,6 +13,7 @@ X = (N + 2G) * D, L cache slots, M tree nodes, H inputs and O outputs of a produ
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -31,7 +32,7 @@ COUNTERS = 4096
 
 @triton.jit
 def _rotated(
-    x_ptr, bias_ptr, norm_ptr, cos_ptr, sin_ptr, row, col, mask, d, eps, X,
+    x_ptr, bias_ptr, norm_ptr, cos_ptr, sin_ptr, row, col, mask, d, eps, X, ANGLES: tl.constexpr,
     HALF: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """fp32 heads that begin at columns `col` of rows `row`, with bias and norm, rotated."""
@@ -47,8 +48,8 @@ def _rotated(
         rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / (2 * HALF) + eps)[:, None]
         x *= rstd * tl.load(norm_ptr + d, mask=d < 2 * HALF, other=0.0).to(tl.float32)
         y *= rstd * tl.load(norm_ptr + other, mask=d < 2 * HALF, other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + row * HALF + angle, mask=mask, other=1.0)
-    sin = tl.load(sin_ptr + row * HALF + angle, mask=mask, other=0.0)
+    cos = tl.load(cos_ptr + row * ANGLES + angle, mask=mask, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + row * ANGLES + angle, mask=mask, other=0.0).to(tl.float32)
     return x * cos + y * sin * sign
 
 
@@ -84,14 +85,17 @@ def _attended(q, k, v, seen, scale, top, total, acc, PRECISION: tl.constexpr):
 @triton.jit
 def _new_rows(
     x_ptr, bias_ptr, norm_ptr, cos_ptr, sin_ptr, key_ptr, value_ptr, b, B, S, first, cached, k_col, v_col, lanes, eps,
-    store, X, STRIDE: tl.constexpr, HALF: tl.constexpr, NEW: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
+    store, X, ANGLES: tl.constexpr, STRIDE: tl.constexpr, HALF: tl.constexpr, NEW: tl.constexpr,
+    HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Keys and values [NEW, LANES] of the new rows; written to the cache if `store`."""
     j = tl.arange(0, NEW)
     inside = lanes < 2 * HALF
     mask = (j < S)[:, None] & inside
     row = (j * B + b).to(tl.int64)[:, None]
-    k = _rotated(x_ptr, bias_ptr, norm_ptr, cos_ptr, sin_ptr, row, k_col, mask, lanes, eps, X, HALF, HAS_BIAS, NORM)
+    k = _rotated(
+        x_ptr, bias_ptr, norm_ptr, cos_ptr, sin_ptr, row, k_col, mask, lanes, eps, X, ANGLES, HALF, HAS_BIAS, NORM
+    )
     v = tl.load(x_ptr + row * X + v_col + lanes, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
         v += tl.load(bias_ptr + v_col + lanes, mask=inside, other=0.0).to(tl.float32)
@@ -160,15 +164,14 @@ def _sum_of_parts(
 def _attention_kernel(
     x_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, first_ptr, above_ptr, key_ptr, value_ptr, out_ptr,
     part_ptr, stat_ptr, count_ptr, B, S, M, tiles, first_stride, cache_stride, scale, eps,
-    N: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, GROUPED: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
-    TREE: tl.constexpr, PRECISION: tl.constexpr,
+    N: tl.constexpr, G: tl.constexpr, ANGLES: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    NEW: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, GROUPED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NORM: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     n: tl.constexpr = N // G
     D: tl.constexpr = 2 * HALF
     X: tl.constexpr = (N + 2 * G) * D
-    place = tl.program_id(0)  # (sequence, key/value head, tile of rows)
-    part = tl.program_id(1)
+    place, part = tl.program_id(0), tl.program_id(1)  # place: (sequence, key/value head, tile of rows)
     tile = place % tiles
     b = (place // tiles) // G
     g = (place // tiles) % G
@@ -184,8 +187,9 @@ def _attention_kernel(
     lanes = tl.arange(0, LANES)[None, :]
     q_col, k_col, v_col = _columns(g, t % n, N, G, D, GROUPED)
     own = live[:, None] & (lanes < D)
-    q = _rotated(x_ptr, bias_ptr, q_norm_ptr, cos_ptr, sin_ptr, row, q_col, own, lanes, eps, X, HALF, HAS_BIAS, NORM)
-    q = q.to(key_ptr.dtype.element_ty)
+    q = _rotated(
+        x_ptr, bias_ptr, q_norm_ptr, cos_ptr, sin_ptr, row, q_col, own, lanes, eps, X, ANGLES, HALF, HAS_BIAS, NORM
+    ).to(key_ptr.dtype.element_ty)
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, LANES), tl.float32)
@@ -194,7 +198,7 @@ def _attention_kernel(
     if part == 0:
         k, v = _new_rows(
             x_ptr, bias_ptr, k_norm_ptr, cos_ptr, sin_ptr, key_ptr, value_ptr, b, B, S, first, cached, k_col, v_col,
-            lanes, eps, tile == 0, X, G * D, HALF, NEW, HAS_BIAS, NORM,
+            lanes, eps, tile == 0, X, ANGLES, G * D, HALF, NEW, HAS_BIAS, NORM,
         )  # fmt: skip
         j = tl.arange(0, NEW)[None, :]
         seen = live[:, None] & (j < S)
@@ -256,7 +260,7 @@ def decode_attention(
 
     Args:
         x_RX: projection, without its bias.
-        tables: fp32 (cos, sin) [R, D / 2] of the rows' positions.
+        tables: (cos, sin) of the rows' positions; the first D / 2 columns are read.
         cache: keys and values [B, L, G, D] of the layer; rows of sequences may be apart.
         first_B: int64, slot of the first new row of each sequence; the others follow it.
         key_slots: upper bound of the slots, the new ones included.
@@ -265,7 +269,7 @@ def decode_attention(
             None: causal.
         grouped: columns are those of megatron-core's linear_qkv, else all q, all k, all v.
     """
-    (B,), R, half = first_B.shape, len(x_RX), tables[0].shape[1]
+    (B,), R, half = first_B.shape, len(x_RX), cache[0].shape[3] // 2
     S, D, n = R // B, 2 * half, heads // kv_heads
     rows, parts = _tiling(S * n, B * kv_heads, key_slots, _processors(x_RX.device))
     tiles = triton.cdiv(S * n, rows)
@@ -278,9 +282,9 @@ def decode_attention(
     _attention_kernel[(places, parts)](
         x_RX, x_RX if bias_X is None else bias_X, *(norms or (x_RX, x_RX)), *tables, first_B, above, *cache, out,
         scratch, stats, _counters(x_RX.device), B, S, 0 if above_BSM is None else above_BSM.shape[2], tiles,
-        first_B.stride(0), cache[0].stride(0), D**-0.5 * 1.4426950408889634, eps, heads, kv_heads, half, lanes, rows,
-        max(16, int(triton.next_power_of_2(S))), SLOTS, parts, grouped, bias_X is not None, norms is not None,
-        above_BSM is not None, "ieee" if x_RX.dtype == torch.float32 else "tf32",
+        first_B.stride(0), cache[0].stride(0), D**-0.5 * 1.4426950408889634, eps, heads, kv_heads, tables[0].shape[1],
+        half, lanes, rows, max(16, int(triton.next_power_of_2(S))), SLOTS, parts, grouped, bias_X is not None,
+        norms is not None, above_BSM is not None, "ieee" if x_RX.dtype == torch.float32 else "tf32",
         num_warps=4 if rows * lanes <= 4096 else 8, num_stages=3,
     )  # fmt: skip
     return out
@@ -288,31 +292,30 @@ def decode_attention(
 
 FEW_ROWS = 16
 """Most rows of `few_rows_product`: those of one tensor core instruction."""
+COLUMNS = 16
+"""Outputs of a program of `few_rows_product`."""
 
 
-@triton.jit(do_not_specialize=["R"])
-def _product_kernel(
-    x_ptr, norm_ptr, w_ptr, up_ptr, bias_ptr, rest_ptr, out_ptr, R, H, outputs, eps,
+@triton.jit
+def _inner_products(
+    x_ptr, norm_ptr, w_at, up_at, live, used, H, eps,
     ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
-    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_REST: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.arange(0, ROWS)[:, None]
-    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    live = rows < R
-    used = cols < outputs
-    inner = tl.arange(0, BLOCK)
+    """norm(x) times rows of w, and of up: fp32 [ROWS, COLS] each. w_at, up_at: [COLS, 1], first columns of the rows."""
     acc = tl.zeros((ROWS, COLS), tl.float32)
     acc_up = tl.zeros((ROWS, COLS), tl.float32)
     squares = tl.zeros((ROWS,), tl.float32)
+    x_at = x_ptr + tl.arange(0, ROWS)[:, None] * H
     for at in range(0, H, BLOCK):
-        h = at + inner
+        h = at + tl.arange(0, BLOCK)
         x_mask = live
         w_mask = used[:, None]
         if not EVEN:
             x_mask = live & (h < H)[None, :]
             w_mask = used[:, None] & (h < H)[None, :]
-        x = tl.load(x_ptr + rows * H + h[None, :], mask=x_mask, other=0.0)
-        w = tl.load(w_ptr + cols[:, None] * H + h[None, :], mask=w_mask, other=0.0)
+        x = tl.load(x_at + h[None, :], mask=x_mask, other=0.0)
+        w = tl.load(w_at + h[None, :], mask=w_mask, other=0.0)
         if NORM:  # the row's factor is applied to the product
             wide = x.to(tl.float32)
             squares += tl.sum(wide * wide, axis=1)
@@ -320,16 +323,51 @@ def _product_kernel(
             x = (wide * weight[None, :]).to(x.dtype)
         acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
         if GATED:
-            up = tl.load(up_ptr + cols[:, None] * H + h[None, :], mask=w_mask, other=0.0)
+            up = tl.load(up_at + h[None, :], mask=w_mask, other=0.0)
             acc_up = tl.dot(x, tl.trans(up), acc_up, input_precision=PRECISION)
     if NORM:
         rstd = (1.0 / tl.sqrt(squares / H + eps))[:, None]
         acc *= rstd
         acc_up *= rstd
+    return acc, acc_up
+
+
+@triton.jit(do_not_specialize=["R"])
+def _product_kernel(
+    x_ptr, norm_ptr, x2_ptr, norm2_ptr, w_ptr, w2_ptr, w3_ptr, bias_ptr, bias2_ptr, bias3_ptr, rest_ptr, out_ptr, R, H,
+    H2, first, second, outputs, eps,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
+    NORM2: tl.constexpr, WEIGHTS: tl.constexpr, SECOND: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_REST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0) * COLS
+    end = outputs
+    if WEIGHTS > 1:  # side by side: columns from `first` and `second` on are those of the next weight
+        w_ptr = tl.where(begin >= second, w3_ptr, tl.where(begin >= first, w2_ptr, w_ptr))
+        bias_ptr = tl.where(begin >= second, bias3_ptr, tl.where(begin >= first, bias2_ptr, bias_ptr))
+        end = tl.where(begin >= second, outputs, tl.where(begin >= first, second, first))
+    before = begin * 0
+    if WEIGHTS > 1:
+        before = tl.where(begin >= second, second, tl.where(begin >= first, first, 0))
+    rows = tl.arange(0, ROWS)[:, None]
+    cols = begin + tl.arange(0, COLS)
+    own = cols - before
+    live = rows < R
+    used = cols < end
+    w_at = w_ptr + own[:, None] * (H + H2)
+    up_at = w2_ptr + own[:, None] * (H + H2)
+    acc, acc_up = _inner_products(
+        x_ptr, norm_ptr, w_at, up_at, live, used, H, eps, ROWS, COLS, BLOCK, EVEN, NORM, GATED, PRECISION
+    )
+    if SECOND:
+        more, _ = _inner_products(
+            x2_ptr, norm2_ptr, w_at + H, up_at, live, used, H2, eps, ROWS, COLS, BLOCK, EVEN, NORM2, False, PRECISION
+        )
+        acc += more
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + cols, mask=used, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias_ptr + own, mask=used, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            acc_up += tl.load(bias_ptr + outputs + cols, mask=used, other=0.0).to(tl.float32)[None, :]
+            acc_up += tl.load(bias2_ptr + own, mask=used, other=0.0).to(tl.float32)[None, :]
     dtype = out_ptr.dtype.element_ty
     if GATED:  # rounded where the plain code rounds
         gate = acc.to(dtype).to(tl.float32)
@@ -343,27 +381,37 @@ def _product_kernel(
 
 def few_rows_product(
     x_RH: Tensor,
-    weight_OH: Tensor,
-    bias_O: Tensor | None = None,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor] | None = None,
     norm_H: Tensor | None = None,
     eps: float = 0.0,
     gated: bool = False,
     rest_RO: Tensor | None = None,
+    second: tuple[Tensor, Tensor | None] | None = None,
 ) -> Tensor:
-    """[R, O] = rest + norm(x) W^T + bias, or [R, O / 2] = silu(gate) * up of that [gate | up], for R <= `FEW_ROWS`.
+    """[R, O] = rest + norm(x) W^T + bias, for up to three weights side by side and R <= `FEW_ROWS`.
 
     Args:
+        weights: each [its share of O, H], the first ones multiples of 16; (gate, up) with `gated`.
         norm_H: weight of the RMS norm (`eps`) of x.
+        gated: the result is silu(gate) * up, [R, O of each].
         rest_RO: residual stream; not with `gated`.
+        second: another input [R, H2] for the weights' further columns, and the weight of its norm; not with `gated`.
     """
-    (R, H), outputs = x_RH.shape, len(weight_OH) // 2 if gated else len(weight_OH)
-    assert R <= FEW_ROWS and weight_OH.is_contiguous() and x_RH.is_contiguous(), (x_RH.shape, weight_OH.shape)
+    (R, H), sizes = x_RH.shape, [len(w) for w in weights]
+    outputs = sizes[0] if gated else sum(sizes)
+    assert R <= FEW_ROWS and x_RH.is_contiguous() and all(w.is_contiguous() for w in weights), (x_RH.shape, sizes)
+    assert gated or not any(size % COLUMNS for size in sizes[:-1]), sizes
+    x2, norm2 = second or (x_RH, None)
+    H2 = x2.shape[1] if second is not None else 0
     out = x_RH.new_empty(R, outputs)
-    block = 256 if H >= 2048 else 128
-    _product_kernel[(triton.cdiv(outputs, 16),)](
-        x_RH, x_RH if norm_H is None else norm_H, weight_OH, weight_OH[outputs:] if gated else weight_OH,
-        x_RH if bias_O is None else bias_O, x_RH if rest_RO is None else rest_RO, out, R, H, outputs, eps, FEW_ROWS, 16,
-        block, H % block == 0, norm_H is not None, gated, bias_O is not None, rest_RO is not None,
+    block, missing = 256 if H >= 2048 else 128, (x_RH,) * 3
+    ends = [sum(sizes[: i + 1]) if i + 1 < len(sizes) else outputs for i in range(2)]
+    _product_kernel[(triton.cdiv(outputs, COLUMNS),)](
+        x_RH, x_RH if norm_H is None else norm_H, x2, x2 if norm2 is None else norm2, *(*weights, *missing)[:3],
+        *(*(biases or ()), *missing)[:3], x_RH if rest_RO is None else rest_RO, out, R, H, H2, *ends, outputs, eps,
+        FEW_ROWS, COLUMNS, block, H % block == 0 and H2 % block == 0, norm_H is not None, norm2 is not None,
+        1 if gated else len(weights), second is not None, gated, biases is not None, rest_RO is not None,
         "ieee" if x_RH.dtype == torch.float32 else "tf32", num_warps=4, num_stages=4,
     )  # fmt: skip
     return out
