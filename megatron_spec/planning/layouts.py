@@ -49,11 +49,7 @@ ROWS: dict[str, Row] = {
     "offline": Row("finetune.py --offline-data"),
     "base_fp8": Row(
         "finetune.py --base-fp8",
-        {
-            "SP": "the fp8 layers of the base need the full sequence",
-            "CP": "the fp8 layers of the base need the full sequence",
-            "EP": "the fp8 layers of the base are dense",
-        },
+        {"EP": "the fp8 layers of the base are dense"},
     ),
     "quantize": Row(
         "quantize.py",

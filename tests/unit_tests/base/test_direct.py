@@ -5,6 +5,8 @@ In fp32, for bases with biases and norms of heads too, on one rank and on two.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -22,6 +24,7 @@ from megatron_spec.ops import overlap
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed
+from megatron_spec.runtime.context import ContextShard
 from tests.worlds import run_world
 
 CONFIG = BaseConfig.from_dict(
@@ -77,8 +80,8 @@ def batch_of(base: FrozenBase) -> list[Tensor]:
     """Captures and state of a training batch."""
     tokens_BS = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(5))
     zeros = torch.zeros_like(tokens_BS, dtype=torch.int32)
-    batch = Batch(tokens_BS, torch.arange(12).repeat(2, 1), zeros + 1, zeros)
-    return list(run_base_everywhere(base, batch, Visibility.causal()))
+    batch = Batch(tokens_BS, torch.arange(12).repeat(2, 1), zeros + 1, zeros, context=base.world.context)
+    return list(run_base_everywhere(base, batch, Visibility.of(batch)))
 
 
 def compare(config: BaseConfig, parallel: ParallelConfig = ONE) -> None:
@@ -169,6 +172,33 @@ def test_hooks_are_not_bypassed(name: str) -> None:
 def test_a_cpu_refuses_fp8() -> None:
     with pytest.raises(UserError, match="--base-fp8 cannot run here: there is no GPU"):
         run_in_fp8(make_base())
+
+
+def fp8_results(**sizes: Any) -> list[Tensor]:
+    """A training batch through a base in fp8, over plain twins."""
+    parallel_state.destroy_model_parallel()
+    parallel = ParallelConfig(**sizes)
+    base = make_base(CONFIG, parallel)
+    base.paths = Paths(Setting(Machine(kernels="plain"), parallel=parallel, base=base.config))
+    base.direct = base._direct_forward()
+    run_in_fp8(base)
+    return batch_of(base)
+
+
+def compare_fp8() -> None:
+    """Sequences that are sharded over tensor or context parallel ranks against complete ones."""
+    sharded = fp8_results(tensor_model_parallel_size=2, sequence_parallel=True)
+    for part, whole in zip(sharded, fp8_results(tensor_model_parallel_size=2), strict=True):
+        assert torch.equal(part, whole.chunk(2)[torch.distributed.get_rank()])
+    parts, wholes = fp8_results(context_parallel_size=2), fp8_results()
+    context = ContextShard(torch.distributed.group.WORLD)  # type: ignore[arg-type]
+    for part, whole in zip(parts, wholes, strict=True):
+        expected = context.part(whole, 0)
+        torch.testing.assert_close(part, expected, rtol=0.0, atol=2e-2 * float(expected.abs().max()))
+
+
+def test_fp8_with_sharded_sequences() -> None:
+    run_world(2, compare_fp8)
 
 
 def nearest_e4m3(x: Tensor) -> Tensor:

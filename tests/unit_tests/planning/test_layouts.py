@@ -19,7 +19,7 @@ def test_the_pages_show_the_table() -> None:
     [
         ("decode", {"context_parallel_size": 2}, "--context-parallel-size does not work with validate.py, generate.py"),
         ("decode", {"sequence_parallel": True, "tensor_model_parallel_size": 2}, "few tokens at a time"),
-        ("base_fp8", {"context_parallel_size": 2}, "need the full sequence"),
+        ("base_fp8", {"expert_model_parallel_size": 2}, "are dense"),
         ("quantize", {"context_parallel_size": 2}, "trains under any layout"),
         ("finetune", {"num_layers_per_virtual_pipeline_stage": 2}, "that were trained with it can be loaded"),
     ],
