@@ -21,6 +21,9 @@ from megatron_spec.ops.visibility import Visibility
 
 FEW_ROWS = 16
 """Most rows whose products include norm, gate and residual sum."""
+FEW_SEQUENCES = 3
+"""Most sequences of such rows. With more, a verification of five rows each would have too many rows, and round otherwise
+than the base alone: greedy texts would part wherever two logits are equal in bf16."""
 MOST_NEW = 64
 """Most new rows of a sequence that the attention kernel takes."""
 
@@ -48,9 +51,11 @@ class DecodeLayers:
             return False
         return slots_BS.shape[1] <= MOST_NEW
 
-    def whole(self, x_RH: Tensor) -> bool:
-        """True if `layer` takes these rows."""
-        return self.products and len(x_RH) <= FEW_ROWS
+    def whole(self, visibility: Visibility) -> bool:
+        """True if `layer` takes these rows, which `serves` holds for."""
+        assert visibility.slots_BS is not None
+        B, S = visibility.slots_BS.shape
+        return self.products and B <= FEW_SEQUENCES and B * S <= FEW_ROWS
 
     def tables(self, angles_SB1D: Tensor) -> Tables:
         """For `attend`."""

@@ -257,7 +257,7 @@ class DirectForward:
         visibility, S = visibility or Visibility.causal(), len(hidden_SBH)
         angles, whole, recorded = rotary_angles(positions_BS, inv_freq), hidden_SBH.reshape(S * B, H), []
         decode = self.decode if self.decode is not None and self.decode.serves(visibility) else None
-        if decode is not None and decode.whole(whole):
+        if decode is not None and decode.whole(visibility):
             return self._few_rows(decode, whole, decode.tables(angles), captured, visibility)
         tables = do.tables(angles, hidden_SBH.dtype) if decode is None else decode.tables(angles)
         parts = self._pieces(S * B, visibility)

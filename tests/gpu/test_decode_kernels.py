@@ -61,6 +61,35 @@ def test_attention(heads: tuple[int, int, int], shape: str, split: bool, monkeyp
         assert not decode._counters(torch.zeros(1, device=DEVICE).device).any()
 
 
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_do_not_depend_on_one_another(
+    heads: tuple[int, int, int], split: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verification of five rows gives the bits of five steps of one row, over the edges of blocks and parts too."""
+    from megatron_spec.ops.kernels import decode
+
+    if dtype == torch.bfloat16 and DEVICE != "cuda":
+        pytest.skip("bfloat16 products need a GPU")
+    monkeypatch.setattr(decode, "_processors", lambda device: 1000 if split else 1)
+    (N, G, D), draw, first, S = heads, make(5), torch.tensor([0, 59, 62, 126, 130], device=DEVICE), 5
+    B = len(first)
+    x, angles = draw(S, B, (N + 2 * G) * D).to(dtype), draw(S, B, D // 2)
+    caches = [[draw(B, LENGTH, G, D).to(dtype) for _ in range(2)]] * 2
+    caches[1] = [kept.clone() for kept in caches[0]]
+
+    def run(rows: slice, cache: list[Tensor]) -> Tensor:
+        tables = (angles[rows].flatten(0, 1).cos(), angles[rows].flatten(0, 1).sin())
+        begin = first + rows.start
+        return decode.decode_attention(x[rows].flatten(0, 1), tables, (cache[0], cache[1]), begin, N, G, LENGTH)
+
+    together = run(slice(0, S), caches[0])
+    apart = torch.cat([run(slice(s, s + 1), caches[1]) for s in range(S)])
+    assert torch.equal(together, apart)
+    assert all(torch.equal(a, b) for a, b in zip(*caches, strict=True))
+
+
 def test_what_is_not_read_does_not_matter() -> None:
     """Slots after a sequence's own may hold anything, even NaN."""
     from megatron_spec.ops.kernels import decode

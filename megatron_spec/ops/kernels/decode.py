@@ -2,7 +2,10 @@
 
 Attention: one kernel from the projection of the new rows to the attention output. It adds the bias, takes the norms of
 heads, rotates, writes the new keys and values into the cache, and reads no more of the cache than the sequence has. Few
-sequences are split over the keys: every part writes its share, the last part to finish sums them up.
+sequences are split over the keys: every part writes its share, the last part to finish sums them up. The output of a
+row is the same to the last bit whether it is computed alone or among others: keys are taken in the order of their
+slots, new or cached, in blocks and parts that begin at multiples of their sizes. Otherwise greedy text would differ
+between the base alone (one row) and a verification (several) wherever two logits are equal in bf16.
 
 Products of few rows: a norm before it, and a gate, bias or residual sum after it, are part of the product.
 
@@ -22,12 +25,13 @@ from torch import Tensor
 
 SLOTS = 64
 """Cache slots that a program reads at a time."""
+PART = 128
+"""Fewest slots of a part of a sequence."""
 MOST_PARTS = 16
 """Largest number of parts of a sequence: the last one holds those of all in registers."""
 TILE = 16
-"""Rows (s, query head) of a program where sequences are split; more, up to `WIDE_TILE`, where they are not."""
-WIDE_TILE = 64
-COUNTERS = 4096
+"""Rows (s, query head) of a program: one size, so that a row's sums do not depend on the other rows."""
+COUNTERS = 1 << 16
 
 
 @triton.jit
@@ -83,49 +87,36 @@ def _attended(q, k, v, seen, scale, top, total, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _new_rows(
-    x_ptr, bias_ptr, norm_ptr, cos_ptr, sin_ptr, key_ptr, value_ptr, b, B, S, first, cached, k_col, v_col, lanes, eps,
-    store, X, ANGLES: tl.constexpr, STRIDE: tl.constexpr, HALF: tl.constexpr, NEW: tl.constexpr,
-    HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
+def _new_keys(
+    x_ptr, bias_ptr, norm_ptr, cos_ptr, sin_ptr, key_ptr, value_ptr, row, at, new, k_col, v_col, lanes, eps, store, X,
+    ANGLES: tl.constexpr, HALF: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values [NEW, LANES] of the new rows; written to the cache if `store`."""
-    j = tl.arange(0, NEW)
+    """Keys and values [slots, LANES] of the new rows `row` where `new`; written to the cache at `at` if `store`."""
     inside = lanes < 2 * HALF
-    mask = (j < S)[:, None] & inside
-    row = (j * B + b).to(tl.int64)[:, None]
     k = _rotated(
-        x_ptr, bias_ptr, norm_ptr, cos_ptr, sin_ptr, row, k_col, mask, lanes, eps, X, ANGLES, HALF, HAS_BIAS, NORM
+        x_ptr, bias_ptr, norm_ptr, cos_ptr, sin_ptr, row, k_col, new, lanes, eps, X, ANGLES, HALF, HAS_BIAS, NORM
     )
-    v = tl.load(x_ptr + row * X + v_col + lanes, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(x_ptr + row * X + v_col + lanes, mask=new, other=0.0).to(tl.float32)
     if HAS_BIAS:
         v += tl.load(bias_ptr + v_col + lanes, mask=inside, other=0.0).to(tl.float32)
     k = k.to(key_ptr.dtype.element_ty)
-    v = tl.where(mask, v, 0.0).to(key_ptr.dtype.element_ty)
+    v = v.to(key_ptr.dtype.element_ty)
     if store:
-        at = cached + (first + j).to(tl.int64)[:, None] * STRIDE + lanes
-        tl.store(key_ptr + at, k, mask=mask)
-        tl.store(value_ptr + at, v, mask=mask)
+        tl.store(key_ptr + at, k, mask=new)
+        tl.store(value_ptr + at, v, mask=new)
     return k, v
 
 
 @triton.jit
-def _old_rows(
-    q, key_ptr, value_ptr, above, begin, end, tree, cached, lanes, live, scale, top, total, acc,
-    D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """`_attended` over slots begin .. end - 1 of the cache; `tree`: slot of the first node."""
-    for at in range(begin, end, BLOCK):
-        slot = at + tl.arange(0, BLOCK)
-        mask = (slot < end)[:, None] & (lanes < D)
-        where = cached + slot.to(tl.int64)[:, None] * STRIDE + lanes
-        k = tl.load(key_ptr + where, mask=mask, other=0.0)
-        v = tl.load(value_ptr + where, mask=mask, other=0.0)
-        seen = (slot < end)[None, :] & live[:, None]
-        if TREE:
-            node = (slot - tree)[None, :]
-            seen = seen & (tl.load(above + node, mask=seen & (node >= 0), other=1) != 0)
-        top, total, acc = _attended(q, k, v, seen, scale, top, total, acc, PRECISION)
-    return top, total, acc
+def _seen(slot, first, s, end, above, tree, live, TREE: tl.constexpr):
+    """Which slots the rows of a tile see. `tree`: slot of the first node, `above`: rows of the tree's mask."""
+    seen = (slot < end)[None, :] & live[:, None]
+    if TREE:
+        node = (slot - tree)[None, :]
+        seen = seen & (tl.load(above + node, mask=seen & (node >= 0), other=1) != 0)
+    else:
+        seen = seen & (slot[None, :] <= first + s[:, None])
+    return seen
 
 
 @triton.jit
@@ -160,12 +151,12 @@ def _sum_of_parts(
     return total, acc
 
 
-@triton.jit(do_not_specialize=["B", "S", "M", "tiles"])
+@triton.jit(do_not_specialize=["B", "S", "M", "tiles", "length"])
 def _attention_kernel(
     x_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, first_ptr, above_ptr, key_ptr, value_ptr, out_ptr,
-    part_ptr, stat_ptr, count_ptr, B, S, M, tiles, first_stride, cache_stride, scale, eps,
+    part_ptr, stat_ptr, count_ptr, B, S, M, tiles, length, first_stride, cache_stride, scale, eps,
     N: tl.constexpr, G: tl.constexpr, ANGLES: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
-    NEW: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, GROUPED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, GROUPED: tl.constexpr, HAS_BIAS: tl.constexpr,
     NORM: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     n: tl.constexpr = N // G
@@ -176,8 +167,13 @@ def _attention_kernel(
     b = (place // tiles) // G
     g = (place // tiles) % G
     first = tl.load(first_ptr + b * first_stride).to(tl.int32)
-    length = tl.maximum(tl.cdiv(tl.cdiv(first, PARTS), BLOCK), 1) * BLOCK
-    active = tl.maximum(tl.cdiv(first, length), 1)
+    end = first + S
+    begin, active = 0, 1
+    stop = end
+    if PARTS > 1:
+        begin = part * length
+        active = tl.cdiv(end, length)
+        stop = tl.minimum(begin + length, end)
     if part >= active:
         return
     t = tile * ROWS + tl.arange(0, ROWS)
@@ -194,23 +190,30 @@ def _attention_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, LANES), tl.float32)
     above = above_ptr + (b.to(tl.int64) * S + s)[:, None] * M
+    tree = end - M
     cached = b.to(tl.int64) * cache_stride + g * D
-    if part == 0:
-        k, v = _new_rows(
-            x_ptr, bias_ptr, k_norm_ptr, cos_ptr, sin_ptr, key_ptr, value_ptr, b, B, S, first, cached, k_col, v_col,
-            lanes, eps, tile == 0, X, ANGLES, G * D, HALF, NEW, HAS_BIAS, NORM,
-        )  # fmt: skip
-        j = tl.arange(0, NEW)[None, :]
-        seen = live[:, None] & (j < S)
-        if TREE:
-            seen = tl.load(above + (M - S + j), mask=seen, other=0) != 0
-        else:
-            seen = seen & (j <= s[:, None])
+    old = tl.minimum(first // BLOCK * BLOCK, stop)  # blocks before it are in the cache
+    for block in range(begin, old, BLOCK):
+        slot = block + tl.arange(0, BLOCK)
+        where = cached + slot.to(tl.int64)[:, None] * (G * D) + lanes
+        k = tl.load(key_ptr + where, mask=lanes < D, other=0.0)
+        v = tl.load(value_ptr + where, mask=lanes < D, other=0.0)
+        seen = _seen(slot, first, s, end, above, tree, live, TREE)
         top, total, acc = _attended(q, k, v, seen, scale, top, total, acc, PRECISION)
-    top, total, acc = _old_rows(
-        q, key_ptr, value_ptr, above, part * length, tl.minimum((part + 1) * length, first), first + S - M, cached,
-        lanes, live, scale, top, total, acc, D, G * D, BLOCK, TREE, PRECISION,
-    )  # fmt: skip
+    for block in tl.range(tl.maximum(begin, old), stop, BLOCK, num_stages=1):  # one or two: not worth the memory
+        slot = block + tl.arange(0, BLOCK)
+        where = cached + slot.to(tl.int64)[:, None] * (G * D) + lanes
+        new = ((slot >= first) & (slot < end))[:, None] & (lanes < D)
+        fresh_k, fresh_v = _new_keys(
+            x_ptr, bias_ptr, k_norm_ptr, cos_ptr, sin_ptr, key_ptr, value_ptr,
+            ((slot - first) * B + b).to(tl.int64)[:, None], where, new, k_col, v_col, lanes, eps, tile == 0, X, ANGLES,
+            HALF, HAS_BIAS, NORM,
+        )  # fmt: skip
+        kept = (slot < first)[:, None] & (lanes < D)
+        k = tl.where(new, fresh_k, tl.load(key_ptr + where, mask=kept, other=0.0))
+        v = tl.where(new, fresh_v, tl.load(value_ptr + where, mask=kept, other=0.0))
+        seen = _seen(slot, first, s, end, above, tree, live, TREE)
+        top, total, acc = _attended(q, k, v, seen, scale, top, total, acc, PRECISION)
     at = out_ptr + row * (N * D) + ((g * n + t % n) * D)[:, None] + lanes
     if PARTS == 1:
         tl.store(at, (acc / tl.where(live, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty), mask=own)
@@ -234,12 +237,12 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
 
 
-def _tiling(rows: int, places: int, key_slots: int, processors: int) -> tuple[int, int]:
-    """(rows of a tile, parts of a sequence) for `places` sequences and heads of `rows` rows."""
-    if places * triton.cdiv(rows, TILE) >= processors:
-        return max(TILE, min(WIDE_TILE, int(triton.next_power_of_2(rows)))), 1
-    most = min(triton.cdiv(2 * processors, places * triton.cdiv(rows, TILE)), triton.cdiv(key_slots, SLOTS))
-    return TILE, min(MOST_PARTS, int(triton.next_power_of_2(most)))
+def _parts(places: int, key_slots: int, processors: int) -> tuple[int, int]:
+    """(parts of a sequence, slots of a part) for `places` sequences and heads; the same for any number of new rows."""
+    if places >= processors:
+        return 1, 0
+    length = PART * triton.next_power_of_2(triton.cdiv(key_slots, PART * MOST_PARTS))
+    return int(triton.next_power_of_2(triton.cdiv(key_slots, length))), int(length)
 
 
 def decode_attention(
@@ -271,21 +274,20 @@ def decode_attention(
     """
     (B,), R, half = first_B.shape, len(x_RX), cache[0].shape[3] // 2
     S, D, n = R // B, 2 * half, heads // kv_heads
-    rows, parts = _tiling(S * n, B * kv_heads, key_slots, _processors(x_RX.device))
-    tiles = triton.cdiv(S * n, rows)
+    parts, length = _parts(B * kv_heads, key_slots, _processors(x_RX.device))
+    tiles = triton.cdiv(S * n, TILE)
     places, lanes = B * kv_heads * tiles, max(16, int(triton.next_power_of_2(D)))
     out = x_RX.new_empty(R, heads * D)
-    scratch = x_RX.new_empty(places * parts * rows * (lanes + 2) if parts > 1 else 0, dtype=torch.float32)
-    stats = scratch[places * parts * rows * lanes :]
+    scratch = x_RX.new_empty(places * parts * TILE * (lanes + 2) if parts > 1 else 0, dtype=torch.float32)
+    stats = scratch[places * parts * TILE * lanes :]
     above = x_RX if above_BSM is None else above_BSM.contiguous().view(torch.uint8)
     assert parts == 1 or places <= COUNTERS
     _attention_kernel[(places, parts)](
         x_RX, x_RX if bias_X is None else bias_X, *(norms or (x_RX, x_RX)), *tables, first_B, above, *cache, out,
-        scratch, stats, _counters(x_RX.device), B, S, 0 if above_BSM is None else above_BSM.shape[2], tiles,
+        scratch, stats, _counters(x_RX.device), B, S, 0 if above_BSM is None else above_BSM.shape[2], tiles, length,
         first_B.stride(0), cache[0].stride(0), D**-0.5 * 1.4426950408889634, eps, heads, kv_heads, tables[0].shape[1],
-        half, lanes, rows, max(16, int(triton.next_power_of_2(S))), SLOTS, parts, grouped, bias_X is not None,
-        norms is not None, above_BSM is not None, "ieee" if x_RX.dtype == torch.float32 else "tf32",
-        num_warps=4 if rows * lanes <= 4096 else 8, num_stages=3,
+        half, lanes, TILE, SLOTS, parts, grouped, bias_X is not None, norms is not None, above_BSM is not None,
+        "ieee" if x_RX.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
     )  # fmt: skip
     return out
 
