@@ -6,6 +6,8 @@ Every function returns the same values on all ranks of the group.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -44,24 +46,51 @@ def topk(logits_NV: Tensor, k: int, group: dist.ProcessGroup) -> tuple[Tensor, T
     return top_Nk, ids.gather(-1, where_Nk)
 
 
-def sample(logits_NV: Tensor, uniform_N: Tensor, temperature: float, group: dist.ProcessGroup) -> Tensor:
+def sample(
+    logits_NV: Tensor, uniform_N: Tensor, temperature: float, group: dist.ProcessGroup, kernels: Any = None
+) -> Tensor:
     """int64 [N] ids sampled from softmax(logits / temperature) by inverse transform sampling.
 
     The token is a function of the logits and of one uniform number in [0, 1) per row, so equal numbers give equal text
     for any batch, draft and tensor parallel size (up to rounding at the edge of an interval).
+
+    Args:
+        kernels: operators (`ops.backend.load`) that read the logits by chunks and write nothing of their size.
     """
+    if kernels is not None:
+        return _sample_by_chunks(logits_NV, uniform_N, temperature, group, kernels)
     scaled_NV = logits_NV.float() / temperature
     top_N = _gather(scaled_NV.amax(dim=-1), group).amax(dim=0)
     # The copy of the logits is reused: a large vocabulary costs as much to write as a small base to run.
     cumulative_NV = scaled_NV.sub_(top_N[:, None]).exp_().double().cumsum_(dim=-1)
-    mass_TN = _gather(cumulative_NV[:, -1], group)
+    owner_N, inside_N1 = _owner(cumulative_NV[:, -1], uniform_N, group)
+    inside_N1 = torch.searchsorted(cumulative_NV, inside_N1, right=True)
+    id_N = torch.minimum(inside_N1, _last(cumulative_NV))[:, 0] + group.rank() * logits_NV.shape[-1]
+    return _gather(id_N, group).gather(0, owner_N[None])[0]
+
+
+def _owner(mass_N: Tensor, uniform_N: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """(rank that has the sampled token [N], mass of its logits before it [N, 1]), from each rank's mass."""
+    mass_TN = _gather(mass_N, group)
     edges_TN = mass_TN.cumsum(dim=0)
     target_N = uniform_N.double() * edges_TN[-1]
     owner_N = (target_N >= edges_TN[:-1]).sum(dim=0)
     below_N = (edges_TN - mass_TN).gather(0, owner_N[None])[0]
-    inside_N1 = torch.searchsorted(cumulative_NV, (target_N - below_N)[:, None], right=True)
-    id_N = torch.minimum(inside_N1, _last(cumulative_NV))[:, 0] + group.rank() * logits_NV.shape[-1]
-    return _gather(id_N, group).gather(0, owner_N[None])[0]
+    return owner_N, (target_N - below_N)[:, None]
+
+
+def _sample_by_chunks(
+    logits_NV: Tensor, uniform_N: Tensor, temperature: float, group: dist.ProcessGroup, kernels: Any
+) -> Tensor:
+    """`sample`: a chunk by the chunks' masses, then a token in it."""
+    top_N = _gather(logits_NV.amax(dim=-1).float() / temperature, group).amax(dim=0)
+    mass_NC = kernels.chunk_masses(logits_NV, top_N, temperature)
+    cumulative_NC = mass_NC.cumsum(dim=-1)
+    owner_N, inside_N1 = _owner(cumulative_NC[:, -1], uniform_N, group)
+    chunk_N1 = torch.minimum(torch.searchsorted(cumulative_NC, inside_N1, right=True), _last(cumulative_NC))
+    rest_N1 = (inside_N1 - (cumulative_NC - mass_NC).gather(1, chunk_N1)).clamp(min=0.0)
+    id_N = kernels.find_in_chunk(logits_NV, top_N, temperature, chunk_N1[:, 0], rest_N1[:, 0])
+    return _gather(id_N + group.rank() * logits_NV.shape[-1], group).gather(0, owner_N[None])[0]
 
 
 def _last(cumulative_NV: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from megatron_spec.decoding.drafters.user import check_proposal, is_foreign
 from megatron_spec.decoding.rows import Rows
 from megatron_spec.decoding.tree import Tree
 from megatron_spec.decoding.verify import Drafted, Draws, Verdict, choose, thinking_rows, verify
+from megatron_spec.ops import backend
 from megatron_spec.ops.visibility import KVCache, Visibility
 
 
@@ -51,6 +52,8 @@ class DeviceSteps:
     ) -> None:
         self.base, self.config, self.rows, self.cache, self.drafter = base, config, rows, cache, drafter
         self.foreign = is_foreign(drafter)
+        kind = base.paths.kernels("sample_kernel")
+        self.kernels = None if kind == "none" else backend.load(kind)
 
     def prefill(self, first: int, count: int, widest: int) -> Step:
         """Read the prompts in rows first .. first + count - 1 and choose their first tokens."""
@@ -61,7 +64,7 @@ class DeviceSteps:
         captures_SBC, state_SBH = self._forward(first, tokens_BS, slots_BS, 0)
         logits_MV = self.base.logits(state_SBH[length_B - 1, row_B][None])[0]
         draws_B = rows.draws(count, 1, first)[:, 0, 0]
-        chosen_B = self._agree(choose(logits_MV, draws_B, self.config, self.base.world.tp))
+        chosen_B = self._agree(choose(logits_MV, draws_B, self.config, self.base.world.tp, self.kernels))
         rows.tokens_BL[here].scatter_(1, length_B[:, None], chosen_B[:, None])
         next_BS, zeros_B = rows.tokens_BL[here, 1 : widest + 1], torch.zeros_like(length_B)
         seen = Observation(first, slots_BS, next_BS, length_B, captures_SBC, state_SBH, prefill=True)
@@ -148,7 +151,7 @@ class DeviceSteps:
         if self.config.use_relaxed_acceptance_for_thinking:
             rows = self.rows
             thinking_BS = thinking_rows(rows.tokens_BL[:batch], rows.length_B[:batch], drafted, self.config)
-        verdict = verify(logits_BSV, drafted, draws, self.config, self.base.world.tp, thinking_BS)
+        verdict = verify(logits_BSV, drafted, draws, self.config, self.base.world.tp, thinking_BS, self.kernels)
         verdict.emitted_BP, verdict.accepted_B = self._agree(verdict.emitted_BP), self._agree(verdict.accepted_B)
         if verdict.path_BP is not None:
             verdict.path_BP = self._agree(verdict.path_BP)

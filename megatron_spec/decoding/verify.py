@@ -17,6 +17,7 @@ vocabulary (this rank's shard).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,33 +75,39 @@ class Draws:
     accept_BP: Tensor
 
 
-def choose(logits_NV: Tensor, uniform_N: Tensor, config: DecodeConfig, group: dist.ProcessGroup) -> Tensor:
-    """int64 [N] the base's tokens: the argmax, or samples at the configured temperature, top_k and top_p."""
+def choose(
+    logits_NV: Tensor, uniform_N: Tensor, config: DecodeConfig, group: dist.ProcessGroup, kernels: Any = None
+) -> Tensor:
+    """int64 [N] the base's tokens: the argmax, or samples at the configured temperature, top_k and top_p.
+
+    Args:
+        kernels: see `sampling.sample`.
+    """
     if config.temperature == 0:
         return sampling.argmax(logits_NV, group)
     if config.top_k or config.top_p < 1.0:
         scaled_NV = sampling.likely(logits_NV.float() / config.temperature, config.top_k, config.top_p, group)
-        return sampling.sample(scaled_NV, uniform_N, 1.0, group)
-    return sampling.sample(logits_NV, uniform_N, config.temperature, group)
+        return sampling.sample(scaled_NV, uniform_N, 1.0, group, kernels)
+    return sampling.sample(logits_NV, uniform_N, config.temperature, group, kernels)
 
 
 def verify(
     logits_BSV: Tensor, drafted: Drafted, draws: Draws, config: DecodeConfig, group: dist.ProcessGroup,
-    thinking_BS: Tensor | None = None,
+    thinking_BS: Tensor | None = None, kernels: Any = None,
 ) -> Verdict:  # fmt: skip
     """Choose the accepted path and the bonus token of every row.
 
     Args:
         logits_BSV: logits of the verification rows.
         thinking_BS: bool, verification rows inside a thinking phase (relaxed acceptance).
+        kernels: see `sampling.sample`.
     """
     if drafted.q_BNV is not None:
         return _reject(logits_BSV, drafted, draws, config, group)
     B, S, V = logits_BSV.shape
     depth_BS = _depths(drafted, B)
-    chosen_BS = choose(logits_BSV.flatten(0, 1), draws.choose_BP.gather(1, depth_BS).flatten(), config, group).view(
-        B, S
-    )
+    uniform_N = draws.choose_BP.gather(1, depth_BS).flatten()
+    chosen_BS = choose(logits_BSV.flatten(0, 1), uniform_N, config, group, kernels).view(B, S)
     if S == 1:
         return Verdict(None, chosen_BS, chosen_BS.new_zeros(B))
     parent_row_BN = torch.arange(S - 1, device=chosen_BS.device).expand(B, -1)

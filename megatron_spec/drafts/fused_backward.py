@@ -57,12 +57,15 @@ class Backward:
     def run(self, grad_states: tuple[Tensor, ...]) -> Tensor:
         """Gradient of the first hidden state, given those of the LM head's inputs."""
         tape, above = self.tape, None
-        # partial gradients from each rank's shard of the LM head, summed in their own memory, the last step first
-        states = [tape.start_sum(grad) for grad in reversed(grad_states)][::-1]
+        # partial gradients from each rank's shard of the LM head, summed in their own memory one step ahead: sums run
+        # one after the other, and those of a step must not wait for all of these
+        state = tape.start_sum(grad_states[-1])
         for start, end in tape.groups:
             for k in reversed(range(start, end)):
-                first = tape.steps.span(start, k).stop - tape.steps.span(start, k).start
-                above = self._step(k, slice(first, first + tape.steps.count(k)), states[k](), above)
+                first, d_state = tape.steps.span(start, k).stop - tape.steps.span(start, k).start, state()
+                if k > 0:
+                    state = tape.start_sum(grad_states[k - 1])
+                above = self._step(k, slice(first, first + tape.steps.count(k)), d_state, above)
             self._weight_gradients(start, end)
         assert above is not None
         out = torch.empty_like(tape.saved.before[0])

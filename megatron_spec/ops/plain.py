@@ -362,6 +362,31 @@ def few_rows_product(
     return out if rest_RO is None else rest_RO + out
 
 
+CHUNK = 8
+"""Logits of a chunk of `chunk_masses`; small, because tests have small vocabularies."""
+
+
+def _weights(logits_NV: Tensor, top_N: Tensor, temperature: float) -> Tensor:
+    """fp64 [N, C, chunk]."""
+    p = (logits_NV.float() / temperature - top_N[:, None]).exp().double()
+    return torch.nn.functional.pad(p, (0, -p.shape[1] % CHUNK)).unflatten(1, (-1, CHUNK))
+
+
+def chunk_masses(logits_NV: Tensor, top_N: Tensor, temperature: float) -> Tensor:
+    """`kernels.sample.chunk_masses`."""
+    return _weights(logits_NV, top_N, temperature).sum(2)
+
+
+def find_in_chunk(
+    logits_NV: Tensor, top_N: Tensor, temperature: float, chunk_N: Tensor, rest_N: Tensor
+) -> Tensor:  # fmt: skip
+    """`kernels.sample.find_in_chunk`."""
+    p = _weights(logits_NV, top_N, temperature)[torch.arange(len(chunk_N), device=chunk_N.device), chunk_N]
+    first_N = (p.cumsum(1) <= rest_N[:, None]).sum(1)
+    last_N = (torch.arange(CHUNK, device=p.device) * (p > 0)).amax(1)
+    return chunk_N * CHUNK + torch.minimum(first_N, last_N)
+
+
 def scale_(x: Tensor, scale: Tensor) -> Tensor:
     """`kernels.rows.scale_`."""
     return x.mul_(scale.to(x.dtype))
@@ -426,6 +451,7 @@ OPERATORS = frozenset({
     "norm_forward", "norm_partials", "norm_backward", "rotary_forward", "rotary_backward", "gated_forward",
     "gated_backward", "shifted_sum", "scale_", "merge_forward", "merge_backward", "largest", "soft_shard", "soft_rows",
     "mixed_rows", "mixed_sums", "mixed_gradient", "teacher_rows", "quantize", "quantized_norm", "quantized_gate",
-    "product", "transpose", "quantize_columns", "decode_attention", "few_rows_product", "adamw",
+    "product", "transpose", "quantize_columns", "decode_attention", "few_rows_product", "adamw", "chunk_masses",
+    "find_in_chunk",
 })  # fmt: skip
 """Operators that `ops.backend` loads from here or from `ops.kernels`."""

@@ -439,6 +439,10 @@ _PATHS = (
         "base_direct", "tests/unit_tests/base/test_direct.py", _decode_products,
     ),
     Path(
+        "sample_kernel", "decoding: a token is sampled in two reads of the logits, which are not copied",
+        "decoding/sampling.py", "tests/unit_tests/decoding/test_sampling.py", _wide_kernels,
+    ),
+    Path(
         "draft_decode", "draft, in decoding: a layer of up to 16 rows in the five kernels of `decode_products`",
         "drafts/layer.py", "tests/unit_tests/drafts/test_few_rows.py", _draft_decode,
     ),
@@ -516,7 +520,7 @@ _PATHS = (
     ),
 )  # fmt: skip
 PATHS = {path.name: path for path in _PATHS}
-_WIDE = {"decode_kernels", "decode_products", "draft_decode"}
+_WIDE = {"decode_kernels", "decode_products", "draft_decode", "sample_kernel"}
 """Paths whose kernels take fp32, too."""
 
 

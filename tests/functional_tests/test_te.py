@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_spec.commands.runs import EvalRequest
 from megatron_spec.config import ENGINE, LOCAL, BaseLayers, DecodeConfig, ObjectiveConfig, TrainConfig, UserError
 from tests import te_stand_in
 from tests.functional_tests.script_helpers import conversation, make_base, write_conversations
@@ -18,12 +19,12 @@ KINDS = {"local": LOCAL, "engine": ENGINE}
 
 
 def train(here: Path, load: str, save: str, iterations: int, layers: BaseLayers, **options: Any) -> bool:
-    from megatron_spec.commands.evaluate import EvalRequest
     from megatron_spec.commands.finetune import FinetuneRun, finetune
 
-    evaluation = EvalRequest(str(here / "held_out.jsonl"), 2, 3, 2, 6)
+    evaluation = options.pop("evaluation", None) or EvalRequest(str(here / "held_out.jsonl"), 2, 3, 2, 6)
     return finetune(FinetuneRun(
-        load=str(here / load), save=str(here / save), data=str(here / "train.jsonl"), seq_length=64, layers=layers,
+        load=str(here / load), save=str(here / save), data=str(here / "train.jsonl"), layers=layers,
+        seq_length=options.pop("seq_length", 64),
         train=TrainConfig(
             train_iters=iterations, micro_batch_size=2, global_batch_size=4, lr=5e-3, lr_decay_style="constant"
         ),
@@ -128,6 +129,28 @@ def test_a_run_continues_on_the_other_modules(here: Path, tmp_path: Path, first:
         for iterations, name in ((2, first), (4, second)):
             assert train(here, "draft local", str(tmp_path / "run"), iterations, KINDS[name])
     assert losses(tmp_path / "run") == pytest.approx(losses(here / "run local"), rel=1e-4)
+
+
+def test_fp8_pads_rows_and_changes_no_sample(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in does not round, so the losses are those of local layers."""
+    from megatron_spec.base.te import FP8_ROWS
+    from megatron_spec.planning import paths
+
+    rows, product = set(), te_stand_in.TELinear.product
+
+    def counted(self: Any, x: torch.Tensor) -> Any:
+        rows.add(x.shape[:-1].numel())
+        return product(self, x)
+
+    monkeypatch.setattr(paths, "_fp8", lambda _: {})
+    monkeypatch.setattr(paths, "linear_sizes", lambda *_: ())
+    monkeypatch.setattr(te_stand_in._Linear, "product", counted)
+    layers = ENGINE.replace(fp8_format="hybrid", fp8_recipe="tensorwise")
+    with te_stand_in.installed():
+        assert train(here, "draft local", "padded", 2, layers, evaluation=EvalRequest(), seq_length=73)
+    assert rows and all(count % FP8_ROWS == 0 for count in rows)
+    assert train(here, "draft local", "not padded", 2, LOCAL, evaluation=EvalRequest(), seq_length=73)
+    assert losses(here / "padded") == pytest.approx(losses(here / "not padded"), rel=1e-4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it runs")

@@ -100,3 +100,24 @@ def test_products(rows: int, sizes: tuple[int, int], way: str, parts: int) -> No
         return found
 
     torch.testing.assert_close(run(decode), run(plain), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("V", [5, 4096, 10001])
+def test_sampling(V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masses of chunks, and tokens in chunks that begin with impossible ones."""
+    from megatron_spec.ops.kernels import sample
+
+    monkeypatch.setattr(plain, "CHUNK", sample.CHUNK)
+    rows, draw = 6, make(4)
+    logits = draw(rows, V + 3)[:, :V]  # rows may be apart
+    logits[:, : V // 4] = float("-inf")
+    top = logits.amax(1) / 0.7
+    masses = [module.chunk_masses(logits, top, 0.7) for module in (sample, plain)]
+    torch.testing.assert_close(*masses, rtol=1e-6, atol=0)
+    uniform = torch.linspace(0, 1, rows, dtype=torch.float64, device=DEVICE)
+    for chunk in range(masses[0].shape[1]):
+        chosen = torch.full((rows,), chunk, device=DEVICE)
+        rest = uniform * masses[1][:, chunk]
+        found, expected = (module.find_in_chunk(logits, top, 0.7, chosen, rest) for module in (sample, plain))
+        assert torch.equal(found[:-1], expected[:-1])  # the last one is at the edge
+        assert bool((logits.gather(1, found[:, None]) > -float("inf")).all())

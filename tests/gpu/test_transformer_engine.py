@@ -62,7 +62,9 @@ def fill(base: FrozenBase) -> FrozenBase:
 
 
 def make(config: BaseConfig, dtype: torch.dtype = torch.bfloat16, layers: BaseLayers = LOCAL) -> FrozenBase:
-    return fill(FrozenBase.build(config, distributed.initialize(), CAPTURES, dtype, layers=layers))
+    base = fill(FrozenBase.build(config, distributed.initialize(), CAPTURES, dtype, layers=layers))
+    base.direct = None  # the modules are compared
+    return base
 
 
 def make_batch(packed: bool = False, seed: int = 2, length: int = LENGTH) -> Batch:
@@ -156,7 +158,8 @@ def test_calibration_is_that_of_local_layers(family: str) -> None:
     engine, local = found
     assert engine.keys() == local.keys()
     for name, value in local.items():
-        assert abs(engine[name] / value - 1) < (1e-6 if name.endswith(".weight") else 0.08), name
+        inputs = 0.08 if config.moe is None else 0.3  # other experts, see `rows_to_compare`
+        assert abs(engine[name] / value - 1) < (1e-6 if name.endswith(".weight") else inputs), name
 
 
 def test_quantised_features_are_those_of_local_layers() -> None:
@@ -174,7 +177,7 @@ def test_quantised_features_are_those_of_local_layers() -> None:
         results.append(outputs(base, batch))
     engine, local, exact = results
     for name, wanted in exact.items():  # codes of values between two of them differ
-        assert distance(engine[name], wanted) < 1.3 * distance(local[name], wanted) + 1e-3, name
+        assert distance(engine[name], wanted) < 1.5 * distance(local[name], wanted) + 1e-3, name
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs Hopper or newer")

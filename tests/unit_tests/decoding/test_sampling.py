@@ -4,28 +4,44 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from megatron_spec.decoding import sampling
+from megatron_spec.ops import plain
+
+BY_CHUNKS = pytest.mark.parametrize("kernels", [None, plain], ids=["whole", "chunks"])
 
 
-def test_sample_follows_the_softmax(tiny: Any) -> None:
+@BY_CHUNKS
+def test_sample_follows_the_softmax(tiny: Any, kernels: Any) -> None:
     group = tiny.base.world.tp
     logits = torch.tensor([0.3, -1.0, 2.0, float("-inf"), 1.1, float("-inf")])
     draws = 20000
     uniform = (torch.arange(draws) + 0.5) / draws  # stratified: frequencies are exact to 1 / draws
-    ids = sampling.sample(logits.repeat(draws, 1), uniform, 0.7, group)
+    ids = sampling.sample(logits.repeat(draws, 1), uniform, 0.7, group, kernels)
     expected = (logits / 0.7).softmax(0)
     given = logits.repeat(2, 1)
-    sampling.sample(given, uniform[:2], 1.0, group)
+    sampling.sample(given, uniform[:2], 1.0, group, kernels)
     assert torch.equal(given, logits.repeat(2, 1))  # it works in place, on a copy
     assert torch.allclose(torch.bincount(ids, minlength=6) / draws, expected, atol=2 / draws)
 
 
-def test_sample_never_returns_an_impossible_token(tiny: Any) -> None:
+@BY_CHUNKS
+def test_sample_never_returns_an_impossible_token(tiny: Any, kernels: Any) -> None:
     group = tiny.base.world.tp
     logits = torch.tensor([[float("-inf"), 0.0, 0.0, float("-inf")]] * 2)
-    assert sampling.sample(logits, torch.tensor([0.0, 1.0]), 1.0, group).tolist() == [1, 2]
+    assert sampling.sample(logits, torch.tensor([0.0, 1.0]), 1.0, group, kernels).tolist() == [1, 2]
+    far = torch.nn.functional.pad(logits, (16, 20), value=float("-inf"))  # chunks without mass around it
+    assert sampling.sample(far, torch.tensor([0.0, 1.0]), 1.0, group, kernels).tolist() == [17, 18]
+
+
+def test_sampling_by_chunks_gives_the_same_tokens(tiny: Any) -> None:
+    generator, group = torch.Generator().manual_seed(7), tiny.base.world.tp
+    logits, uniform = torch.randn(500, 61, generator=generator) * 4, torch.rand(500, generator=generator)
+    logits[:, 50:] = float("-inf")
+    whole = sampling.sample(logits, uniform, 0.8, group)
+    assert torch.equal(sampling.sample(logits, uniform, 0.8, group, plain), whole) and len(set(whole.tolist())) > 20
 
 
 def test_top_k_and_top_p_keep_what_transformers_keeps(tiny: Any) -> None:
