@@ -5,10 +5,11 @@
     python benchmarks/scale.py --gpus 2 --tiny                     # the same with tiny models, on CPUs
     torchrun --nproc-per-node 4 benchmarks/scale.py pp4 --model 70b --no-equality --output large.json
 
-A layout is written tp2pp2cp1, then sp for sequence parallelism, te for Transformer Engine's layers, @16384x1 for
-another sequence length and micro-batch size in the throughput test; the other GPUs are data parallel. Equality: a small
-model with weights on disk, in fp32 and bf16. Throughput: random weights, every token supervised. `--reference` is
-written by the layout `one` and read by the others; --gpus does both, in child processes (`scale_proof.py`).
+A layout is written tp2pp2cp1, then sp for sequence parallelism, te for Transformer Engine's layers in base and draft,
+@16384x1 for another sequence length and micro-batch size in the throughput test; the other GPUs are data parallel.
+Equality: a small model with weights on disk, in fp32 and bf16. Throughput: random weights, every token supervised.
+`--reference` is written by the layout `one` and read by the others; --gpus does both, in child processes
+(`scale_proof.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.features.ahead import FeaturesAhead
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.ops import overlap
-from megatron_spec.runtime import distributed
+from megatron_spec.planning.paths import Paths, Setting
+from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World
 from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
 from megatron_spec.training.step import Trainer
@@ -120,7 +122,9 @@ def gradients(base_folder: Path, world: World, dtype: torch.dtype, engine: bool,
     config = presets.eagle_config(reference.config, overrides={"draft_vocab_size": D})
     base = load_base(reference, world, config.capture_layer_ids, dtype, ENGINE if engine else LOCAL)
     vocab = DraftVocab(torch.arange(D) * 2, reference.config.vocab_size)
-    draft = new_draft(base, config, vocab, world, dtype, seed=5)
+    name = str(dtype).removeprefix("torch.")
+    setting = Setting(platform.machine(), name, world.parallel, draft=config, draft_transformer_engine=engine)
+    draft = new_draft(base, config, vocab, world, dtype, 5, Paths(setting))
     train = TrainConfig(train_iters=4, bf16=dtype == torch.bfloat16)
     ddp = wrap_ddp(draft, world, train)
     trainer = Trainer(world, ddp, *build_optimizer(ddp, world, train), base, ObjectiveConfig(ttt_steps=4))

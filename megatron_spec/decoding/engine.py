@@ -225,6 +225,8 @@ class _Engine:
         buffers = session.buffers(count, self.slots)
         self.cache, self.rows, self.device = buffers.cache, buffers.rows, buffers.steps
         self.replays = buffers.replays
+        # One number of slots to read where it costs nothing; 0: as few as possible.
+        self.whole = buffers.slots if drafter is None and self.device.bounded else 0
         self.started: list[Started] = []  # steps that are not read yet, oldest first
         follows = drafter is None or (drafter.fixed_shapes and config.sa_threshold is None)
         self.ahead = int(follows and self.replays.active and not costs.apart)  # steps that stay unread
@@ -238,8 +240,7 @@ class _Engine:
             free = self.count - len(self.running)
             # A prefill of few prompts costs nearly as much as a step: wait until a quarter of the rows is free.
             prefills = self.waiting and (not self.running or free * 4 >= self.count)
-            step = self._cycle if self.ahead else self._verify
-            self.started.append(self._prefill(free) if prefills else step())
+            self.started.append(self._prefill(free) if prefills else self._cycle() if self.ahead else self._verify())
             yield from self._ended()
             if len(self.started) > self.ahead:
                 self._settle(self.started.pop(0))
@@ -285,13 +286,12 @@ class _Engine:
     def _reach(self, more: int) -> int:
         """Cache slots that a step may read, with `more` after the known tokens."""
         longest = int(self.length_B[: len(self.running)].max()) + self._unread()
-        return min(self._key_slots(longest + more), self.slots)
+        return self.whole or min(self._key_slots(longest + more), self.slots)
 
     def _draft(self, batch: int) -> Drafted:
         """Proposals for rows 0 .. batch - 1."""
-        count = min(self.draft_len, int(self._room_B().max()) - 1)
-        if self.replays.active:
-            count = self.draft_len  # one shape; nodes past a sequence's limit are invalid
+        # One shape for replays; nodes past a sequence's limit are invalid.
+        count = self.draft_len if self.replays.active else min(self.draft_len, int(self._room_B().max()) - 1)
         if count == 0 or self.drafter is None:
             return self.device.nothing(batch)
         lengths = self.length_B[: len(self.running)].tolist()
@@ -322,13 +322,16 @@ class _Engine:
                 drafted = _looked_up(drafted, self.running, (self._room_B() - 1).tolist(), self.config.sa_threshold)
         key_slots = self._reach(drafted.tokens_BN.shape[1])
         name = ("base", batch, key_slots, drafted.depth)
+        replayed = self.drafter is not None and self.drafter.fixed_shapes and self.replays.active
+        taken_in = replayed and not self.costs.apart  # one graph with the observation
+        run = self.device.take_in if taken_in else self.device.verify
         with self.costs.phase("base"):
-            step = self.replays.run(name, lambda given: self.device.verify(batch, key_slots, given), drafted)
-        started = Started(self.running[:], 0, to_host(step.table_BX[:running]), drafted.depth + 1)
-        started.verified = self.drafter is not None
-        if self.drafter is not None and self.drafter.fixed_shapes and self.replays.active:
+            step = self.replays.run((*name, taken_in), lambda given: run(batch, key_slots, given), drafted)
+        table = to_host(step.table_BX[:running])
+        started = Started(self.running[:], 0, table, drafted.depth + 1, verified=self.drafter is not None)
+        if replayed and not taken_in:
             self._observe(step.seen)
-        elif self.drafter is not None:
+        elif self.drafter is not None and not taken_in:
             started.seen = step.seen
         return started
 
@@ -364,8 +367,8 @@ class _Engine:
         """Append what the last step that was read emitted to the answers. It is done while the device computes."""
         if self.unrecorded is None:
             return
-        step, self.unrecorded = self.unrecorded, None
-        _extend(*step, drafted=self.drafter is not None)
+        _extend(*self.unrecorded, drafted=self.drafter is not None)
+        self.unrecorded = None
 
     def _free(self, finished: list[int], stopped: list[int]) -> None:
         """Move the last running rows over the finished ones.

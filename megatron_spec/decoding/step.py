@@ -55,6 +55,12 @@ class DeviceSteps:
         kind = base.paths.kernels("sample_kernel")
         self.kernels = None if kind == "none" else backend.load(kind)
 
+    @property
+    def bounded(self) -> bool:
+        """True if a step of the base reads as much of the cache as each sequence has, whatever `key_slots` is."""
+        direct = self.base.direct
+        return direct is not None and direct.decode is not None and direct.untouched()
+
     def prefill(self, first: int, count: int, widest: int) -> Step:
         """Read the prompts in rows first .. first + count - 1 and choose their first tokens."""
         rows, here = self.rows, slice(first, first + count)
@@ -78,10 +84,14 @@ class DeviceSteps:
     def cycle(self, batch: int, count: int, key_slots: int) -> Tensor:
         """A whole step: proposal of depth `count` (0: none), verification, observation. Returns its table [B, X]."""
         drafted = self.propose(batch, count, key_slots, ()) if count else self.nothing(batch)
+        return self.take_in(batch, key_slots, drafted).table_BX
+
+    def take_in(self, batch: int, key_slots: int, drafted: Drafted) -> Step:
+        """`verify`, and the drafter's observation of it."""
         step = self.verify(batch, key_slots, drafted)
         if self.drafter is not None:
             self.drafter.observe(step.seen)
-        return step.table_BX
+        return step
 
     def propose(self, batch: int, count: int, key_slots: int, lengths: Sequence[int]) -> Drafted:
         """The drafter's proposal; nodes past a sequence's limit are invalid."""

@@ -44,7 +44,7 @@ class Eagle1Draft(SharedHeadDraft):
         self, hidden_SBH: Tensor, embedding_SBH: Tensor, positions_BS: Tensor, attention: Attention
     ) -> tuple[Tensor, Tensor]:
         """See RecurrentDraft. The estimated state is both fed back and the input of the LM head."""
-        cos, sin = self.rotary(positions_BS, hidden_SBH)
+        cos, sin = self.rotary(positions_BS, hidden_SBH, attention)
         embedding_SBH = embedding_SBH.to(hidden_SBH.dtype)
         hidden_SBH = self.fc(torch.cat([embedding_SBH, hidden_SBH], dim=-1))
         for i, layer in enumerate(self.decoder_layers):

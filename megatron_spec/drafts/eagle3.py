@@ -80,7 +80,7 @@ class EagleDraft(RecurrentDraft):
         self, hidden_SBH: Tensor, embedding_SBH: Tensor, positions_BS: Tensor, attention: Attention
     ) -> tuple[Tensor, Tensor]:
         """See RecurrentDraft."""
-        cos, sin = self.rotary(positions_BS, hidden_SBH)
+        cos, sin = self.rotary(positions_BS, hidden_SBH, attention)
         embedding_SBH = embedding_SBH.to(hidden_SBH.dtype)
         for i, layer in enumerate(self.decoder_layers):
             hidden_SBH = layer(hidden_SBH, embedding_SBH, cos, sin, attention, i)

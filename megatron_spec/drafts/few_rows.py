@@ -37,10 +37,17 @@ class FewRows:
 
     Args:
         kernels: operators (`ops.backend.load`).
+        table: (cos, sin) [L, 1, 1, D] of the positions 0 .. L - 1.
     """
 
-    def __init__(self, kernels: Any, visibility: Visibility) -> None:
-        self.kernels, self.visibility = kernels, visibility
+    def __init__(self, kernels: Any, visibility: Visibility, table: tuple[Tensor, Tensor]) -> None:
+        self.kernels, self.visibility, self.table = kernels, visibility, table
+
+    def rotary(self, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin) [S, B, 1, D] of the positions."""
+        cos, sin = (table[:, 0, 0].index_select(0, positions_BS.t().flatten()) for table in self.table)
+        shape = (*positions_BS.t().shape, 1, -1)
+        return cos.view(shape), sin.view(shape)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Never called: layers run as a whole."""

@@ -57,7 +57,7 @@ class MtpDraft(SharedHeadDraft):
     ) -> tuple[Tensor, Tensor]:
         """See RecurrentDraft."""
         module = self.decoder_layers[0]
-        cos, sin = self.rotary(positions_BS, hidden_SBH)
+        cos, sin = self.rotary(positions_BS, hidden_SBH, attention)
         hidden_SBH = module.combine(hidden_SBH, embedding_SBH.to(hidden_SBH.dtype))
         hidden_SBH = module(hidden_SBH, embedding_SBH, cos, sin, attention, 0)
         normed_SBH = module.shared_head["norm"](hidden_SBH)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ class RecurrentDraft(Draft):
         self._inv_freq = inverse_frequencies(config.rope, rotated)  # no buffer: must stay fp32 in a bf16 model
         self._rotary_factor = 1.0 if config.mla else config.rope.attention_factor  # latent attention applies its own
         self._teacher: TeacherHead | None = None
+        self._rotary_tables: dict[Any, tuple[Tensor, Tensor]] = {}
 
     @property
     def decoder_layers(self) -> Sequence[DraftLayer]:
@@ -102,8 +104,14 @@ class RecurrentDraft(Draft):
         self._inv_freq = self._inv_freq.to(device)
         return self._inv_freq
 
-    def rotary(self, positions_BS: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of the positions times YaRN's attention factor, in the dtype and on the device of `like`."""
+    def rotary(self, positions_BS: Tensor, like: Tensor, attention: Attention | None = None) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of the positions times YaRN's attention factor, in the dtype and on the device of `like`.
+
+        Args:
+            attention: that of `layer_step`; one of few rows has a table.
+        """
+        if isinstance(attention, few_rows.FewRows):
+            return attention.rotary(positions_BS)
         angles = rotary_angles(positions_BS, self.inv_freq_on(like.device))
         factor = self._rotary_factor
         return (angles.cos() * factor).to(like.dtype), (angles.sin() * factor).to(like.dtype)
@@ -112,10 +120,19 @@ class RecurrentDraft(Draft):
         """Attention of `layer_step` in decoding, with the draft's sliding window."""
         kind = self.paths.kernels("draft_decode")
         if kind != "none" and few_rows.suits(self.decoder_layers, visibility):
-            return few_rows.FewRows(backend.load(kind), visibility)
+            return few_rows.FewRows(backend.load(kind), visibility, self._rotary_table(visibility))
         window = self.config.sliding_window
         variant = PLAIN if window is None else Variant(window=window)
         return lambda layer, q, k, v: attend(q, k, v, visibility, layer, variant)
+
+    def _rotary_table(self, visibility: Visibility) -> tuple[Tensor, Tensor]:
+        """`rotary` of every slot of a cache, kept for good: recordings hold its address."""
+        assert visibility.cache is not None
+        keys = visibility.cache.keys
+        name = (keys.shape[2], keys.dtype, keys.device)
+        if name not in self._rotary_tables:
+            self._rotary_tables[name] = self.rotary(torch.arange(keys.shape[2], device=keys.device)[None], keys)
+        return self._rotary_tables[name]
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """An empty cache for decoding: this rank's key/value heads of every layer."""

@@ -182,9 +182,9 @@ def _draft_decode(s: Setting) -> Reasons:
     odd = s.machine.kernels == "triton" and (config.num_attention_heads * config.head_dim) % 16 != 0
     odd = odd or (s.machine.kernels == "triton" and (config.num_key_value_heads * config.head_dim) % 16 != 0)
     return {
+        **_draft_engine(s),
         **_wide_kernels(s),
         "rows are scaled after the products, which overflow in float16": s.dtype == "float16",
-        "--draft-transformer-impl transformer_engine builds the draft": s.draft_transformer_engine,
         "products are summed over tensor parallel ranks": s.parallel.tensor_model_parallel_size > 1,
         "the draft has latent attention or experts": config.mla is not None or config.moe is not None,
         "the draft has a sliding window": config.sliding_window is not None,

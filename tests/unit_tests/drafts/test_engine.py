@@ -285,7 +285,7 @@ def test_a_recipe_that_the_installation_lacks(name: Fp8Recipe, monkeypatch: pyte
 def test_fast_paths_say_why_they_are_off() -> None:
     paths = Paths(replace(TE_GPU, wanted=("draft_fp8",)))
     reason = "--draft-transformer-impl transformer_engine builds the draft"
-    assert all(paths.blocked[name] == reason for name in ("draft_fused", "draft_fp8", "cuda_graphs"))
+    assert all(paths.blocked[name] == reason for name in ("draft_fused", "draft_fp8", "draft_decode", "cuda_graphs"))
     block = Paths(replace(TE_GPU, draft=test_blocks.block_config()))
     assert block.blocked["draft_layer"] == reason and "loss_kernel" not in paths.blocked
     assert reason not in Paths(replace(TE_GPU, draft_transformer_engine=False)).blocked.values()
