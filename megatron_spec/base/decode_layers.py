@@ -22,7 +22,7 @@ from megatron_spec.ops.visibility import Visibility
 FEW_ROWS = 16
 """Most rows whose products include norm, gate and residual sum."""
 FEW_SEQUENCES = 3
-"""Most sequences of such rows. With more, a verification of five rows each would have too many rows, and round otherwise
+"""Most sequences of such rows. With more, a verification of five rows each would have too many rows and round otherwise
 than the base alone: greedy texts would part wherever two logits are equal in bf16."""
 MOST_NEW = 64
 """Most new rows of a sequence that the attention kernel takes."""

@@ -90,8 +90,9 @@ def rows_to_compare(config: BaseConfig) -> float | None:
 def assert_near(
     found: dict[str, Tensor], local: dict[str, Tensor], exact: dict[str, Tensor], quantile: float | None
 ) -> None:
-    """Each result is little farther from the exact one than the local one is."""
-    factor, most = (1.25, 0.1) if quantile is None else (1.6, 0.2)
+    """Each result is little farther from the exact one than the local one is (on an H200 up to 1.35 times, with experts
+    1.6)."""
+    factor, most = (1.5, 0.1) if quantile is None else (1.8, 0.2)
     for name, wanted in exact.items():
         rough, gap = distance(local[name], wanted, quantile), distance(found[name], wanted, quantile)
         assert rough < most, f"{name}: the example is too wild for bf16 ({rough})"
@@ -123,7 +124,7 @@ def test_attention_is_that_of_the_package(family: str) -> None:
         attention.engine = ()
     without = outputs(engine, batch)
     assert not torch.equal(with_engine["state"], without["state"]), "the attention did not change: does it run?"
-    assert distance(with_engine["capture 0"], without["capture 0"]) < 2e-2
+    assert distance(with_engine["capture 0"], without["capture 0"]) < 4e-2
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
@@ -192,20 +193,20 @@ def test_fp8_recipes(family: str, recipe: Any) -> None:
     base = make(config, layers=ENGINE.replace(fp8_format="e4m3", fp8_recipe=recipe))
     exact, batch = make(config, torch.float32), make_batch()
     wanted, found = outputs(exact, batch)["capture 0"], outputs(base, batch)["capture 0"]
-    assert 5e-3 < distance(found, wanted, rows) < 0.12
+    assert 5e-3 < distance(found, wanted, rows) < 0.25
     again = outputs(base, batch)["capture 0"]
-    assert distance(again, wanted, rows) < 0.12
+    assert distance(again, wanted, rows) < 0.25
     if recipe == "delayed":  # scaled by the largest values so far: those of other rows, too
         other = make_batch(seed=7)
-        assert distance(outputs(base, other)["capture 0"], outputs(exact, other)["capture 0"], rows) < 0.12
+        assert distance(outputs(base, other)["capture 0"], outputs(exact, other)["capture 0"], rows) < 0.25
     else:
         assert torch.equal(again, found)
     for layer in base.core.layers:
         layer.self_attention.linear_proj.weight.data.zero_()
     unchanged = outputs(base, batch)["capture 0"]
-    assert distance(unchanged, wanted, rows) < 0.12, "the weights were quantised again"
+    assert distance(unchanged, wanted, rows) < 0.25, "the weights were quantised again"
     te.forget_weights(base.model)
-    assert distance(outputs(base, batch)["capture 0"], wanted, rows) > 0.2
+    assert distance(outputs(base, batch)["capture 0"], wanted, rows) > 0.5  # above 1 in fp32
 
 
 def save_huggingface(base: FrozenBase, folder: Path) -> Path:

@@ -39,7 +39,7 @@ def make(config: EagleConfig, dtype: torch.dtype = torch.float64) -> tuple[Eagle
     draft.initialize(ends, seed=11)
     with torch.no_grad():  # larger than usual, so that attention and MLP matter; norms that are not 1
         for i, (_, p) in enumerate(sorted(draft.named_parameters())):
-            noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(dtype)
+            noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(p)
             p += noise * (0.3 if p.dim() == 2 else 0.1)
     return draft, ends
 
