@@ -142,7 +142,7 @@ def test_decode_kernels_in_bf16(name: str, rows: int, batch: int) -> None:
 def test_kernels_of_a_step() -> None:
     """Few kernels a layer, in a step of one row, in the verification of five and in one of many."""
     base = make_base(torch.bfloat16)
-    for rows, most in ((1, 5), (5, 5), (17, 9)):
+    for rows, most in ((1, 5), (5, 5), (17, 12)):  # cuBLAS may sum a split product in a kernel of its own
         cache, tokens = base.new_cache(1, 256), torch.zeros(1, rows, dtype=torch.int64, device="cuda")
         slots = 100 + torch.arange(rows, device="cuda")[None]
         counts = []
