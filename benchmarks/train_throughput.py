@@ -403,7 +403,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         for module in base.modules():
             if isinstance(module, LocalExperts):
                 module.grouped = False
-    base.paths = base.paths.without(*args.without)
     if args.base_fp8:
         from megatron_spec.base.direct import run_in_fp8
 

@@ -3,8 +3,8 @@
     python benchmarks/vllm_speed.py --base BASE --draft EXPORT/draft --prompts humaneval.jsonl gsm8k.jsonl
 
 Runs in the environment of vLLM and needs nothing else (megatron_spec need not be installed). Questions are answered
-greedily, one at a time, the first turn alone, prefill included. Acceptance length is by vLLM's own counters. Each engine
-has a process of its own.
+greedily, one at a time, the first turn alone, prefill included. Acceptance length is by vLLM's own counters. Every
+engine has a process of its own.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,6 @@ from megatron_spec.drafts.fused_tape import Tape, round_
 from megatron_spec.ops import attention
 from megatron_spec.ops.overlap import Wait
 from megatron_spec.ops.products import GradientSums, add_product
-from megatron_spec.ops.weight_products import add_weight_gradients
 
 
 @dataclass
@@ -169,17 +167,18 @@ class Backward:
         tape.kernels.rotary_backward(dq, dk, dv, tape.tables[k], tape.at(self.d_qkv, k), sizes.heads, sizes.kv_heads)
 
     def _weight_gradients(self, start: int, end: int) -> None:
-        """Weight gradients of steps start..end-1, one product per weight (in fp8, per input)."""
+        """Weight gradients of steps start..end-1, one product per weight."""
         tape, sums, weights = self.tape, self.sums, self.tape.weights
         span, width = tape.steps.span(start, end), tape.sizes.intermediate
         rows = slice(0, span.stop - span.start)
-        add, all_ = functools.partial(add_weight_gradients, fp8=tape.gradient_fp8), slice(None)
-        add([(sums.of(weights.down), all_)], self.d_after[rows], self.gated[rows])
-        gate_up = [(sums.of(weights.gate), slice(0, width)), (sums.of(weights.up), slice(width, 2 * width))]
-        add(gate_up, tape.gate_up[span if tape.keeps_gates else rows], tape.post[span])
-        add([(sums.of(weights.o), all_)], self.d_inner[rows], tape.attended(start, end))
-        qkv = [(sums.of(p)[:, tape.sizes.embedding :], columns) for p, columns in self._qkv_columns()]
-        add(qkv, self.d_qkv[span], tape.normed[span])
+        add_product(sums.of(weights.down), self.d_after[rows].t(), self.gated[rows])
+        d_gate_up = tape.gate_up[span if tape.keeps_gates else rows].t()
+        add_product(sums.of(weights.gate), d_gate_up[:width], tape.post[span])
+        add_product(sums.of(weights.up), d_gate_up[width:], tape.post[span])
+        add_product(sums.of(weights.o), self.d_inner[rows].t(), tape.attended(start, end))
+        for parameter, columns in self._qkv_columns():
+            target = sums.of(parameter)[:, tape.sizes.embedding :]
+            add_product(target, self.d_qkv[span][:, columns].t(), tape.normed[span])
 
     def _qkv_columns(self) -> list[tuple[nn.Parameter, slice]]:
         weights, q, kv = self.tape.weights, self.tape.sizes.q_width, self.tape.sizes.kv_width

@@ -164,7 +164,6 @@ class Tape:
         self.embedding = self._embedding(ends, batch.tokens_BS).to(hidden_RH.dtype)
         self.normed_embedding = torch.empty_like(self.embedding)
         self.rstd_embedding: Tensor = self.embedding
-        self.gradient_fp8: Any = self.kernels if draft.paths.on("draft_gradient_fp8") else None
         self._project(self.kernels if draft.paths.on("draft_fp8") else None)
 
     def _project(self, fp8: Any) -> None:

@@ -122,8 +122,9 @@ class _Fp8WeightGradient:
         x = Fp8Matrix.empty(self.x.shape[1], width, self.x.device)
         self.fp8.quantize_columns(self.x[self.begin : self.end], self.scale[:rows], x)
         d = self.d[:, :width]
-        for values in (d, x.values):
-            values[:, rows:].view(torch.uint8).zero_()
+        if width > rows:
+            for values in (d, x.values):
+                values[:, rows:].view(torch.uint8).zero_()
         if width < self.d.shape[1]:
             d = d.contiguous()
         found = self.fp8.product(
@@ -147,25 +148,3 @@ def weight_gradient(x_RH: Tensor, weight_OH: Tensor, fp8: Any = None) -> WeightG
         fp8: operators (`ops.backend.load`), to compute it from gradient rows in fp8; None: in the weight's dtype.
     """
     return _WeightGradient(x_RH, weight_OH) if fp8 is None else _Fp8WeightGradient(x_RH, weight_OH, fp8)
-
-
-def add_weight_gradients(targets: list[tuple[Tensor, slice]], d_RO: Tensor, x_RH: Tensor, fp8: Any = None) -> None:
-    """target += the rows `part` of d^T x [O, H], for every (target, part).
-
-    Args:
-        d_RO, x_RH: contiguous; O and H multiples of 16 in fp8.
-        fp8: operators (`ops.backend.load`), to compute it in fp8 with one scale per column of d and x; None: in their
-            dtype.
-    """
-    if fp8 is None:
-        for target, part in targets:
-            add_product(target, d_RO[:, part].t(), x_RH)
-        return
-    rows, one = len(x_RH), torch.ones(len(x_RH), dtype=torch.float32, device=x_RH.device)
-    d, x = (Fp8Matrix.empty(m.shape[1], padded(rows), m.device) for m in (d_RO, x_RH))
-    for values, out in ((d_RO, d), (x_RH, x)):
-        fp8.quantize_columns(values, one, out)
-        out.values[:, rows:].view(torch.uint8).zero_()
-    found = fp8.product(d, x, x_RH.dtype, fast=False)
-    for target, part in targets:
-        target += found[part]

@@ -220,11 +220,10 @@ def memory(place: Place) -> dict[str, float]:
     D, paths = place.draft.draft_vocab_size, place.fast_paths
     # This package keeps the weights in fp8 alone, Transformer Engine beside those in high precision.
     base_width = 1 if paths.on("base_fp8") else width + paths.on("te_fp8")
-    fp8, at_once = 0.0, min(rows * place.ttt_steps, ROWS_AT_ONCE)  # operands of weight gradients: a byte a value
-    if paths.on("draft_gradient_fp8") and isinstance(place.draft, EagleConfig):
-        fp8 = at_once * (2 * mlp_width(place.draft) + place.draft.hidden_size)
-    if paths.on("draft_head_fp8"):  # and the gradient of a chunk of logits
-        fp8 = max(fp8, HEAD_CHUNK / 2 + at_once * (D + place.draft.hidden_size))
+    head_fp8 = 0.0  # the gradient of a chunk of logits, and the operands of the weight gradient, a byte a value
+    if paths.on("draft_head_fp8"):
+        at_once = min(rows * place.ttt_steps, ROWS_AT_ONCE)
+        head_fp8 = HEAD_CHUNK / 2 + at_once * (D + place.draft.hidden_size)
     copied = 0.0  # rows of the base's head, sorted into draft vocabulary and others
     if tp > 1 and base.vocab_size > D:
         copied = D if place.offline or not paths.on("teacher_kernel") else base.vocab_size
@@ -239,6 +238,6 @@ def memory(place: Place) -> dict[str, float]:
         "teacher": (rows * D + copied * H) / tp * width,
         "draft steps": _activation_bytes(place, rows, width),
         "working space": HEAD_CHUNK
-        + fp8
+        + head_fp8
         + (0 if place.offline else rows * (6 * H + 2 * base.intermediate_size / tp) * width),
     }

@@ -333,11 +333,6 @@ def _draft_fp8(s: Setting) -> Reasons:
     }
 
 
-def _draft_gradient_fp8(s: Setting) -> Reasons:
-    layer = PATHS["draft_fp8"].blocked(s)
-    return {f"the draft's layer is not in fp8: {layer}": layer is not None}
-
-
 def _draft_head_fp8(s: Setting) -> Reasons:
     layer, sizes = PATHS["draft_fp8"].blocked(s), (0, 0)
     if s.draft is not None:
@@ -473,10 +468,6 @@ _PATHS = (
     Path(
         "draft_fp8", "draft: the layer's products in real fp8 (E4M3)", "draft_fused in bf16",
         f"{_GPU}::test_fp8_draft", _draft_fp8, "--draft-fp8",
-    ),
-    Path(
-        "draft_gradient_fp8", "draft: the weight gradients of the layer in real fp8 (E4M3), with its other products",
-        "draft_fp8 with weight gradients in bf16", f"{_GPU}::test_fp8_weight_gradients", _draft_gradient_fp8,
     ),
     Path(
         "draft_head_fp8",

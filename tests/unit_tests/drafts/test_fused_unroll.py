@@ -146,11 +146,6 @@ def test_in_fp8(frozen: bool, taken: list[int]) -> None:
     both = run()
     draft.paths = draft.paths.without("draft_head_fp8")
     layer = run()
-    draft.paths = draft.paths.without("draft_gradient_fp8")
-    products = run()
-    assert taken == [1, 1, 1]
-    for errors in (apart(both, exact), apart(layer, exact), apart(both, layer), apart(products, exact)):
+    assert taken == [1, 1]
+    for errors in (apart(both, exact), apart(layer, exact), apart(both, layer)):
         assert 0 < errors["loss"] < 0.03 and all(0.01 < x < 0.12 for n, x in errors.items() if n != "loss"), errors
-    rounded = {n for n, x in apart(layer, products).items() if x > 0}
-    assert rounded == {n for n in exact if "proj" in n}  # and nothing else
-    assert all(x < 0.05 for x in apart(layer, products).values())

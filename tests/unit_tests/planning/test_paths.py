@@ -53,7 +53,6 @@ def test_an_h100_runs_all_paths() -> None:
     opt_in |= {
         "teacher_fp8": "the base's layers are not in fp8: not requested (--base-fp8)",
         "draft_head_fp8": "the draft's layer is not in fp8: not requested (--draft-fp8)",
-        "draft_gradient_fp8": "the draft's layer is not in fp8: not requested (--draft-fp8)",
     }
     assert Paths(GPU).blocked == opt_in | block
     assert set(Paths(replace(GPU, plain=True)).blocked) == set(PATHS) == set(NO_PATHS.blocked)
@@ -158,9 +157,6 @@ def test_memory_of_heads_in_fp8() -> None:
     usual, fp8 = memory(place), memory(replace(place, paths=Paths(replace(GPU, wanted=FP8))))
     assert fp8["embedding and head"] - usual["embedding and head"] == 64 * 96
     assert fp8["working space"] - usual["working space"] == HEAD_CHUNK / 2 + 2 * 64 * 3 * (48 + 64)
-    paths = Paths(replace(GPU, wanted=FP8, off=("draft_head_fp8",)))
-    layer = memory(replace(place, paths=paths))["working space"] - usual["working space"]
-    assert layer == 2 * 64 * 3 * (2 * 96 + 64)
     assert fp8["base layers"] == usual["base layers"] / 2
     setting = replace(GPU, layers=ENGINE.replace(fp8_format="e4m3"), wanted=("te_fp8",))
     assert memory(replace(place, paths=Paths(setting)))["base layers"] == usual["base layers"] * 1.5
