@@ -11,5 +11,5 @@ if [ ! -d "$folder" ]; then
   PYTHONWARNINGS=ignore .venv/bin/python -m pip install --quiet --no-deps --target "$folder.part" "triton==$triton"
   mv "$folder.part" "$folder"
 fi
-PYTHONPATH=$folder TRITON_INTERPRET=1 exec .venv/bin/python -m pytest -q -m gpu \
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$folder TRITON_INTERPRET=1 exec .venv/bin/python -m pytest -q -m gpu -n 2 \
   tests/gpu/test_kernels.py tests/gpu/test_decode_kernels.py tests/gpu/test_block_kernels.py tests/gpu/test_loss_kernels.py tests/gpu/test_fake_quant.py tests/gpu/test_fp8_kernels.py "$@"

@@ -17,7 +17,7 @@ from tests.gpu.triton_device import DEVICE, MARKS
 
 pytestmark = MARKS
 
-HEADS = [(8, 2, 64), (14, 2, 64), (5, 1, 80), (4, 4, 16), (6, 2, 96), (32, 8, 128)]
+HEADS = [(8, 2, 64), (14, 2, 64), (5, 1, 80), (4, 4, 16), (32, 8, 128)]
 """(query heads, key/value heads, head size): Qwen2.5 0.5B is the second one."""
 LENGTH = 200
 SHAPES = {
@@ -104,10 +104,10 @@ def test_what_is_not_read_does_not_matter() -> None:
     assert torch.equal(decode.decode_attention(x, tables, (cache[0], cache[1]), first, N, G, LENGTH), expected)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16])
-@pytest.mark.parametrize("sizes", [(64, 48), (896, 112), (2100, 40)])
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("sizes", [(896, 112), (2100, 40)])
 @pytest.mark.parametrize("way", ["", "bias", "norm", "norm, bias", "gated", "norm, gated, bias", "rest", "bias, rest"])
-@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("parts", [1, 3])
 def test_products(rows: int, sizes: tuple[int, int], way: str, parts: int) -> None:
     """One weight, or several side by side, and then with two inputs that have norms of their own."""
     from megatron_spec.ops.kernels import decode
@@ -129,6 +129,17 @@ def test_products(rows: int, sizes: tuple[int, int], way: str, parts: int) -> No
         return found
 
     torch.testing.assert_close(run(decode), run(plain), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_of_rows_do_not_depend_on_one_another(gated: bool) -> None:
+    from megatron_spec.ops.kernels import decode
+
+    draw, H = make(6), 896
+    x, weights, norm = draw(5, H), [draw(64, H) for _ in range(2)], draw(H)
+    together = decode.few_rows_product(x, weights, None, norm, 0.1, gated)
+    apart = [decode.few_rows_product(row[None], weights, None, norm, 0.1, gated) for row in x]
+    assert torch.equal(together, torch.cat(apart))
 
 
 @pytest.mark.parametrize("V", [5, 4096, 10001])
