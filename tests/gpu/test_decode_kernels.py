@@ -181,3 +181,15 @@ def test_sampling(V: int, monkeypatch: pytest.MonkeyPatch) -> None:
         found, expected = (module.find_in_chunk(logits, top, 0.7, chosen, rest) for module in (sample, plain))
         assert torch.equal(found[:-1], expected[:-1])  # the last one is at the edge
         assert bool((logits.gather(1, found[:, None]) > -float("inf")).all())
+
+
+def test_chunks_of_nan_give_one_of_their_tokens() -> None:
+    from megatron_spec.ops.kernels import sample
+
+    logits = torch.full((2, 5000), float("nan"), device=DEVICE)
+    chunks, rest = (
+        torch.tensor([0, 1], device=DEVICE),
+        torch.full((2,), float("nan"), dtype=torch.float64, device=DEVICE),
+    )
+    found = sample.find_in_chunk(logits, logits[:, 0].contiguous(), 1.0, chunks, rest).tolist()
+    assert 0 <= found[0] < sample.CHUNK <= found[1] < 5000
