@@ -118,8 +118,8 @@ class DraftModules(Config):
     """Fields of a command that computes with a draft."""
 
     draft_transformer_impl: TransformerImpl = "local"
-    """Modules of the draft's linears and norms: this package's, or Transformer Engine's, which are slower but run on every
-    GPU that it supports; checkpoints are the same (docs/transformer_engine.md#drafts)."""
+    """Modules of the draft's linears and norms: this package's, or Transformer Engine's, slower but for all GPUs that it
+    supports; checkpoints are the same (docs/transformer_engine.md#drafts)."""
 
 
 @dataclass(frozen=True, kw_only=True)
