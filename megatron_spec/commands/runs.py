@@ -118,7 +118,7 @@ class DraftModules(Config):
     """Fields of a command that computes with a draft."""
 
     draft_transformer_impl: TransformerImpl = "local"
-    """Modules of the draft's linears and norms: this package's, or Transformer Engine's, slower but for all GPUs that it
+    """Modules of the draft's linears and norms: this package's, or Transformer Engine's, slower but for all GPUs it
     supports; checkpoints are the same (docs/transformer_engine.md#drafts)."""
 
 
