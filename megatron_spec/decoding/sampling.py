@@ -52,7 +52,8 @@ def sample(
     """int64 [N] ids sampled from softmax(logits / temperature) by inverse transform sampling.
 
     The token is a function of the logits and of one uniform number in [0, 1) per row, so equal numbers give equal text
-    for any batch, draft and tensor parallel size (up to rounding at the edge of an interval).
+    for any batch, draft and tensor parallel size (up to rounding at the edge of an interval). A row with NaN gives any
+    token of the vocabulary, as `argmax` does: an id outside would be read from the embedding.
 
     Args:
         kernels: operators (`ops.backend.load`) that read the logits by chunks and write nothing of their size.
@@ -94,8 +95,9 @@ def _sample_by_chunks(
 
 
 def _last(cumulative_NV: Tensor) -> Tensor:
-    """int64 [N, 1] last entry with nonzero probability: rounding may put a target past it."""
-    return torch.searchsorted(cumulative_NV, cumulative_NV[:, -1:].contiguous())
+    """int64 [N, 1] last entry with nonzero probability: rounding may put a target past it. Of NaN: the last one."""
+    found_N1 = torch.searchsorted(cumulative_NV, cumulative_NV[:, -1:].contiguous())
+    return found_N1.clamp(max=cumulative_NV.shape[-1] - 1)
 
 
 def likely(scaled_NV: Tensor, top_k: int, top_p: float, group: dist.ProcessGroup) -> Tensor:

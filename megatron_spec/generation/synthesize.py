@@ -213,7 +213,7 @@ def check_output(output: Path | str, prompts: Sequence[Prompt], settings: dict[s
     """Identifiers of the prompts that an earlier run into `output` answered. Writes nothing.
 
     Args:
-        settings: `answer_settings`, or those known so far; the rest is not checked.
+        settings: `answer_settings`, with or without the base's fingerprint, which may not be known yet.
 
     Raises UserError when `output` was not written by such a run, or that run had other settings or questions.
     """
@@ -230,7 +230,9 @@ def check_output(output: Path | str, prompts: Sequence[Prompt], settings: dict[s
     known = _known(output)
     if not known:
         return []
-    if changed := changed_settings(read_json(_meta_path(output)), settings):
+    old = read_json(_meta_path(output))
+    left_out = sorted(old.keys() - settings.keys() - {"base_fingerprint"})  # options are recorded only where given
+    if changed := changed_settings(old, {**settings, **dict.fromkeys(left_out)}):
         raise UserError(f"{output} was answered with other settings ({changed}): {ANOTHER}")
     kwargs = settings.get("chat_template_kwargs", {})
     here = [p for p in prompts if p.identifier in known]

@@ -61,6 +61,8 @@ def test_refusals(root: Path) -> None:
     for expected, changes in cases.items():
         with pytest.raises(UserError, match=expected):
             generate(asked(root, **changes) if "answered" in expected else asked(root, "other.jsonl", **changes))
+    with pytest.raises(UserError, match=r"answered with other settings \(rejections: found .*, now None\)"):
+        generate(asked(root, save_rejections=False))
     assert not (root / "other.jsonl").exists()
     with pytest.raises(UserError, match=r"no line of .* has rejections; write them with generate.py"):
         trained(root, "refused", 2.0, data=str(write_conversations(root / "plain.jsonl", 4)))

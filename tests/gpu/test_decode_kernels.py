@@ -104,6 +104,26 @@ def test_what_is_not_read_does_not_matter() -> None:
     assert torch.equal(decode.decode_attention(x, tables, (cache[0], cache[1]), first, N, G, LENGTH), expected)
 
 
+def test_sequences_longer_than_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished sequence may stay in a padding row, longer than the running ones: they are right, then and later."""
+    from megatron_spec.ops.kernels import decode
+
+    monkeypatch.setattr(decode, "_processors", lambda device: 1000)
+    (N, G, D), slots, draw = (4, 2, 32), 700, make(7)
+    x, angles = draw(2, (N + 2 * G) * D), draw(2, D // 2)
+    tables = (angles.cos(), angles.sin())
+    keys, values = (draw(2, slots, G, D) for _ in range(2))
+
+    def run(module: Any, first: list[int], key_slots: int) -> Tensor:
+        cache = (keys.clone(), values.clone())
+        found: Tensor = module.decode_attention(x, tables, cache, torch.tensor(first, device=DEVICE), N, G, key_slots)
+        return found
+
+    torch.testing.assert_close(run(decode, [150, 600], 256)[0], run(plain, [150, 600], 256)[0], rtol=2e-5, atol=2e-5)
+    assert not decode._counters(x.device).any()
+    torch.testing.assert_close(run(decode, [150, 140], 256), run(plain, [150, 140], 256), rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("sizes", [(896, 112), (2100, 40)])
 @pytest.mark.parametrize("way", ["", "bias", "norm", "norm, bias", "gated", "norm, gated, bias", "rest", "bias, rest"])
@@ -161,3 +181,15 @@ def test_sampling(V: int, monkeypatch: pytest.MonkeyPatch) -> None:
         found, expected = (module.find_in_chunk(logits, top, 0.7, chosen, rest) for module in (sample, plain))
         assert torch.equal(found[:-1], expected[:-1])  # the last one is at the edge
         assert bool((logits.gather(1, found[:, None]) > -float("inf")).all())
+
+
+def test_chunks_of_nan_give_one_of_their_tokens() -> None:
+    from megatron_spec.ops.kernels import sample
+
+    logits = torch.full((2, 5000), float("nan"), device=DEVICE)
+    chunks, rest = (
+        torch.tensor([0, 1], device=DEVICE),
+        torch.full((2,), float("nan"), dtype=torch.float64, device=DEVICE),
+    )
+    found = sample.find_in_chunk(logits, logits[:, 0].contiguous(), 1.0, chunks, rest).tolist()
+    assert 0 <= found[0] < sample.CHUNK <= found[1] < 5000

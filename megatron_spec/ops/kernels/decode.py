@@ -172,7 +172,7 @@ def _attention_kernel(
     stop = end
     if PARTS > 1:
         begin = part * length
-        active = tl.cdiv(end, length)
+        active = tl.minimum(tl.cdiv(end, length), PARTS)  # padding may be longer than `key_slots`
         stop = tl.minimum(begin + length, end)
     if part >= active:
         return
@@ -266,7 +266,7 @@ def decode_attention(
         tables: (cos, sin) of the rows' positions; the first D / 2 columns are read.
         cache: keys and values [B, L, G, D] of the layer; rows of sequences may be apart.
         first_B: int64, slot of the first new row of each sequence; the others follow it.
-        key_slots: upper bound of the slots, the new ones included.
+        key_slots: upper bound of the slots, the new ones included. Sequences that are longer get no useful output.
         norms: weights [D] of the RMS norms (`eps`) over query and key heads, before rotation.
         above_BSM: bool, new row s sees tree node m; the nodes are in the last M slots, which end with the new rows.
             None: causal.

@@ -47,12 +47,13 @@ def chunk_masses(logits_NV: Tensor, top_N: Tensor, temperature: float) -> Tensor
 @triton.jit
 def _find_kernel(logits_ptr, top_ptr, chunk_ptr, rest_ptr, out_ptr, V, stride, temperature, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    cols = tl.load(chunk_ptr + row).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.load(chunk_ptr + row).to(tl.int32) * BLOCK
+    cols = begin + tl.arange(0, BLOCK)
     p = _weights(logits_ptr, row * stride, cols, cols < V, tl.load(top_ptr + row), temperature)
     before = tl.cumsum(p, axis=0) <= tl.load(rest_ptr + row)
     first = tl.min(tl.where(before, 2147483647, cols), axis=0)
     last = tl.max(tl.where(p > 0, cols, -1), axis=0)  # rounding may put `rest` past it
-    tl.store(out_ptr + row, tl.minimum(first, last).to(tl.int64))
+    tl.store(out_ptr + row, tl.maximum(tl.minimum(first, last), begin).to(tl.int64))  # `last` of NaN: -1
 
 
 def find_in_chunk(

@@ -36,6 +36,17 @@ def test_sample_never_returns_an_impossible_token(tiny: Any, kernels: Any) -> No
     assert sampling.sample(far, torch.tensor([0.0, 1.0]), 1.0, group, kernels).tolist() == [17, 18]
 
 
+@BY_CHUNKS
+def test_rows_of_nan_give_tokens_of_the_vocabulary(tiny: Any, kernels: Any) -> None:
+    """And change nothing in other rows."""
+    group, uniform = tiny.base.world.tp, torch.tensor([0.4, 0.0, 0.5, 0.5])
+    logits = torch.randn(4, 61, generator=torch.Generator().manual_seed(8))
+    expected = sampling.sample(logits, uniform, 1.0, group, kernels)
+    logits[1], logits[2, 5], logits[3] = float("nan"), float("nan"), float("-inf")
+    found = sampling.sample(logits, uniform, 1.0, group, kernels)
+    assert found[0] == expected[0] and bool(((found >= 0) & (found < 61)).all())
+
+
 def test_sampling_by_chunks_gives_the_same_tokens(tiny: Any) -> None:
     generator, group = torch.Generator().manual_seed(7), tiny.base.world.tp
     logits, uniform = torch.randn(500, 61, generator=generator) * 4, torch.rand(500, generator=generator)

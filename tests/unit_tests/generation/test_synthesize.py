@@ -197,6 +197,18 @@ def test_rerun_with_other_settings_is_refused(chat: Any, tmp_path: Path) -> None
     assert output.read_bytes() == before
 
 
+def test_options_that_are_left_out_are_other_settings(chat: Any, tmp_path: Path) -> None:
+    """They are recorded only where they are given: `top_k`, `rejections`, ..."""
+    output = tmp_path / "out.jsonl"
+    about = {"base_fingerprint": "a", "top_k": 5}
+    assert _to_file(chat, chat.prompts[:1], output, about) == 1
+    with pytest.raises(UserError, match=r"other settings \(top_k: found 5, now None\)"):
+        _to_file(chat, chat.prompts[:2], output, {"base_fingerprint": "a"})
+    settings = {**json.loads(output.with_name("out.jsonl.meta.json").read_text())}
+    del settings["base_fingerprint"]
+    assert len(module.check_output(output, chat.prompts, settings)) == 1  # a Megatron checkpoint is not hashed yet
+
+
 def test_unrelated_files_are_not_overwritten(chat: Any, tmp_path: Path) -> None:
     thesis = tmp_path / "thesis.tex"
     thesis.write_text("do not lose me\n", encoding="utf-8")
