@@ -323,7 +323,7 @@ def run(
     for note in parser.notes:
         log.info(note)
     try:
-        if parser.run_class is not None:  # a script that computes with megatron-core
+        if parser.run_class is not None and not getattr(args.run, "dry_run", False):  # it computes with megatron-core
             from megatron_spec.runtime import late_compile
             from megatron_spec.runtime.optional import check_optional_packages
 

@@ -62,7 +62,7 @@ done
 case $recipe in
   ''|paper) ;;
   short)
-    [ "$algorithm" = eagle3 ] || fail "--recipe short is of --algorithm eagle3, found $algorithm"
+    [ "$algorithm" = eagle3 ] || fail "--recipe short is for --algorithm eagle3, found $algorithm"
     : "${eagle_config:=$scripts/late_captures.json}" ;;
   *) fail "--recipe $recipe: expected paper or short" ;;
 esac

@@ -38,21 +38,12 @@ BEST, LOG = "best", "acceptance.jsonl"
 FILES = {BEST, LOG}
 
 
-def check(request: EvalRequest, parallel: ParallelConfig, other_base: dict[str, bool]) -> None:
-    """Raise UserError, before anything loads, if acceptance cannot be measured.
-
-    Args:
-        other_base: flags whose base cannot decode -> whether they are set.
-    """
+def check(request: EvalRequest, parallel: ParallelConfig) -> None:
+    """Raise UserError, before anything loads, if acceptance cannot be measured."""
     if request.interval == 0:
         return
     layouts.check("decode", parallel)
     check_file(str(request.data), "--eval-data")
-    wrong = [flag for flag, given in other_base.items() if given]
-    if wrong:
-        raise UserError(
-            f"--eval-acceptance-interval decodes with the base, which {wrong[0]} leaves out: drop one of them"
-        )
 
 
 class AcceptanceEvaluator:

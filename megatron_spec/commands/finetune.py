@@ -270,35 +270,14 @@ def check(resolved: Resolved) -> None:
     layouts.check(resolved.layout_row, run.parallel, base.num_experts)
     check_parallel(base, run.parallel)
     check_seq_length(resolved.seq_length, resolved.spec)
-    if run.offline_data is not None:
-        check_offline(run)
+    run.check_features()
     te.check(run.layers, platform.machine())
-    evaluate.check(run.evaluation, run.parallel, {
-        "--base-fp8": run.base_fp8, "--offline-data": run.offline_data is not None,
-        "--fp8-format": run.layers.recipe is not None,
-    })  # fmt: skip
+    evaluate.check(run.evaluation, run.parallel)
     check_kernels(run.train.optimizer_impl)
     fast_paths(resolved)
     quant = resolved.spec.quant
     if run.teacher == "original" and (quant is None or quant.base == "none"):
         raise UserError("--teacher original: the base of this checkpoint is not quantised; leave the flag out")
-    fp8 = "--base-fp8" if run.base_fp8 else "--fp8-format" if run.layers.recipe else None
-    if fp8 and run.feature_cache is not None:
-        raise UserError(f"{fp8} is for features computed as training goes: leave it out with --feature-cache")
-
-
-def check_offline(run: FinetuneRun) -> None:
-    """Raise UserError for flags without effect if the base does not run and nothing is tokenised."""
-    given = {
-        "--feature-cache": run.feature_cache, "--tokenizer": run.tokenizer, "--data-cache-path": run.data_cache_path,
-        "--chat-template-kwargs": run.chat_template_kwargs,
-        "--base-fp8": run.base_fp8, "--transformer-impl": run.layers.engine,
-    }  # fmt: skip
-    wrong = [flag for flag, value in given.items() if value]
-    if wrong:
-        raise UserError(f"{', '.join(wrong)} with --offline-data: the base does not run there; leave it out")
-    if run.objective.replay_weight != 1:
-        raise UserError("--replay-weight with --offline-data: stored features hold no rejections; give --data")
 
 
 def open_data(resolved: Resolved) -> Dataset | None:

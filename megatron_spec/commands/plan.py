@@ -112,7 +112,8 @@ def plan(
 
 
 def plan_run(run: FinetuneRun) -> str:
-    """The plan of a run with --dry-run."""
+    """The plan of a run with --dry-run. Raises UserError as `plan`, and for flags that conflict."""
+    run.check_features()
     machines = {name: getattr(run, name) for name in ("num_nodes", "gpus_per_node", "gpu_memory_gib")}
     cluster = Cluster(**{name: value for name, value in machines.items() if value is not None})
     train = run.train.replace(train_iters=run.train.train_iters or 1)

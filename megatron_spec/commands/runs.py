@@ -118,8 +118,8 @@ class DraftModules(Config):
     """Fields of a command that computes with a draft."""
 
     draft_transformer_impl: TransformerImpl = "local"
-    """Modules of the draft's linears and norms: this package's, or Transformer Engine's, slower but on any of its GPUs;
-    checkpoints are the same (docs/transformer_engine.md#drafts)."""
+    """Modules of the draft's linears and norms: this package's, or Transformer Engine's, slower but for all GPUs it
+    supports; checkpoints are the same (docs/transformer_engine.md#drafts)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,6 +316,32 @@ class FinetuneRun(Parallel, ChatText, MovedBase, DraftModules, ModelRun):
             raise UserError(
                 "--num-nodes, --gpus-per-node and --gpu-memory-gib belong to --dry-run; torchrun starts processes"
             )
+
+    def check_features(self) -> None:
+        """Raise UserError for flags that conflict with the source of the features, also with --dry-run."""
+        fp8 = "--base-fp8" if self.base_fp8 else "--fp8-format" if self.layers.recipe else None
+        if self.offline_data is not None:
+            self._check_offline()
+        if fp8 and self.feature_cache is not None:
+            raise UserError(f"{fp8} is for features computed as training goes: leave it out with --feature-cache")
+        left_out = fp8 or ("--offline-data" if self.offline_data is not None else None)
+        if self.evaluation.interval and left_out:
+            raise UserError(
+                f"--eval-acceptance-interval decodes with the base, which {left_out} leaves out: drop one of them"
+            )
+
+    def _check_offline(self) -> None:
+        """Raise UserError for flags without effect if the base does not run and nothing is tokenised."""
+        given = {
+            "--feature-cache": self.feature_cache, "--tokenizer": self.tokenizer,
+            "--data-cache-path": self.data_cache_path, "--chat-template-kwargs": self.chat_template_kwargs,
+            "--base-fp8": self.base_fp8, "--transformer-impl": self.layers.engine,
+        }  # fmt: skip
+        wrong = [flag for flag, value in given.items() if value]
+        if wrong:
+            raise UserError(f"{', '.join(wrong)} with --offline-data: the base does not run there; leave it out")
+        if self.objective.replay_weight != 1:
+            raise UserError("--replay-weight with --offline-data: stored features hold no rejections; give --data")
 
 
 @dataclass(frozen=True)

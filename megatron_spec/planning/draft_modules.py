@@ -61,7 +61,9 @@ def check_draft_modules(setting: Setting, planned: bool = False) -> None:
     recipe = setting.draft_fp8_recipe
     if not setting.draft_transformer_engine:
         if recipe is not None:
-            raise UserError(f"--draft-fp8-recipe {recipe} is of Transformer Engine: add {FLAG}, or give --draft-fp8")
+            raise UserError(
+                f"--draft-fp8-recipe {recipe} is a recipe of Transformer Engine: add {FLAG}, or use --draft-fp8"
+            )
         return
     if not planned and importlib.util.find_spec("transformer_engine") is None:
         raise UserError(

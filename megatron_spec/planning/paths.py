@@ -430,7 +430,8 @@ _PATHS = (
         "base_direct", "tests/unit_tests/base/test_direct.py", _decode_kernels,
     ),
     Path(
-        "decode_products", "base, in decoding: norms, gate and residual sums inside the products of up to 16 rows",
+        "decode_products", "base, in decoding: norms, gate and residual sums inside the products of up to 16 rows "
+        "of at most three sequences",
         "base_direct", "tests/unit_tests/base/test_direct.py", _decode_products,
     ),
     Path(

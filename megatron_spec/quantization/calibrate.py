@@ -66,10 +66,16 @@ def calibrate(
         One entry per quantised linear of the base (all stages) and of the draft.
 
     Raises:
-        UserError: no batches; a quantiser saw no data (features that were not made by this base), NaN or infinity.
+        UserError: no batches; a draft that trains in fp8; a quantiser saw no data (features that were not made by this
+            base), NaN or infinity.
     """
     if not batches:
         raise UserError("calibration needs at least one step of data, found none")
+    if quant.draft != "none" and draft.engine is not None and draft.engine.recipe is not None:
+        raise UserError(
+            "the draft trains in Transformer Engine's fp8, and would be rounded twice: build it without "
+            "draft_fp8_recipe"
+        )
     ends = ends if ends is not None else base  # type: ignore[assignment]
     assert ends is not None
     with torch.no_grad():

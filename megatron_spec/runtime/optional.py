@@ -35,8 +35,8 @@ def check_optional_packages() -> None:
         except Exception as e:
             raise UserError(
                 "transformer_engine is installed, but transformer_engine.pytorch does not import "
-                f"({type(e).__name__}: {e}): complete it (pip install 'transformer-engine[pytorch]') or remove it (pip "
-                "uninstall transformer-engine); it is optional"
+                f"({type(e).__name__}: {_one_line(e)}): complete it (pip install 'transformer-engine[pytorch]') or "
+                "remove it (pip uninstall transformer-engine); it is optional"
             ) from e
     leave_out_broken_apex()
 
@@ -72,10 +72,14 @@ def apex_problem() -> str | None:
             return f"it is not NVIDIA's (there is no {e.name}; PyPI has another package of that name)"
         return f"it needs {e.name}, which is not installed"
     except Exception as e:
-        said = " ".join(str(e).split())
+        said = _one_line(e)
         if "undefined symbol" in said:
             return f"it was built for another torch ({said})"
         if "lib" in said and ".so" in said:
             return f"it was built for another CUDA version ({said})"
         return f"it does not import ({type(e).__name__}: {said})"
     return None
+
+
+def _one_line(e: Exception) -> str:
+    return " ".join(str(e).split())

@@ -247,10 +247,12 @@ def test_partially_installed_transformer_engine_is_explained(place: Path, tmp_pa
     inner = tmp_path / "transformer_engine" / "pytorch"
     inner.mkdir(parents=True)
     (inner.parent / "__init__.py").write_text("")
-    (inner / "__init__.py").write_text("raise OSError('libcudart.so.99: cannot open')")
+    (inner / "__init__.py").write_text("raise OSError('libcudart.so.99:\\ncannot open')")
     done = run_script("generate", "--base", place / "base", "--data", "x", "--output", "y", search_path=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "transformer_engine" in done.stderr and "libcudart.so.99" in done.stderr and "pip" in done.stderr
+    assert (
+        "transformer_engine" in done.stderr and "libcudart.so.99: cannot open" in done.stderr and "pip" in done.stderr
+    )
 
 
 def test_an_apex_that_cannot_run_is_refused_only_where_it_is_asked_for(place: Path, tmp_path: Path) -> None:
@@ -290,7 +292,7 @@ def test_an_apex_that_cannot_run_is_refused_only_where_it_is_asked_for(place: Pa
         (["--base_model", "x", "--recipe", "long"], "--recipe long: expected paper or short"),
         (
             ["--base_model", "x", "--recipe", "short", "--algorithm", "medusa"],
-            "--recipe short is of --algorithm eagle3",
+            "--recipe short is for --algorithm eagle3",
         ),
         (["--synthesize", "9", "--num_prompts", "9"], "leave --prompts and --num_prompts out"),
         (["--data", "x.jsonl", "--synthesize", "9"], "leave --synthesize and --prompts out"),

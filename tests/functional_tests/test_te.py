@@ -194,7 +194,5 @@ def test_fp8_is_refused(here: Path, options: dict[str, str], message: str) -> No
     with te_stand_in.installed(), pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match=message):
         patch.setattr(paths, "_fp8", lambda _: {})
         patch.setattr(paths, "linear_sizes", lambda *_: ())
-        if options:
-            patch.setattr("megatron_spec.commands.evaluate.check", lambda *_: None)
         train(here, "draft local", "refused", 2, layers, **options)
     assert not (here / "refused").exists()

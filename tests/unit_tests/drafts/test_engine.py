@@ -239,6 +239,12 @@ def test_fake_quantisation_on_top() -> None:
         close(found[1][key], value, key, exact=False)
 
 
+def test_no_fake_quantisation_of_a_draft_with_a_recipe() -> None:
+    draft = made(WIDE, Paths(Setting(draft_transformer_engine=True, draft_fp8_recipe="delayed")))
+    with pytest.raises(UserError, match="rounded twice: build it without draft_fp8_recipe"):
+        calibrate(None, draft, None, [[]], GOAL, QuantConfig(base="none"), distributed.initialize())  # type: ignore[arg-type]
+
+
 TE_GPU = Setting(H100, "bfloat16", draft=WIDE, draft_transformer_engine=True)
 
 

@@ -11,8 +11,17 @@ from typing import Any
 import pytest
 
 from megatron_spec.commands.plan import Cluster, plan, plan_run
-from megatron_spec.commands.runs import FinetuneRun
-from megatron_spec.config import BaseConfig, ObjectiveConfig, ParallelConfig, TrainConfig, UserError, presets
+from megatron_spec.commands.runs import EvalRequest, FinetuneRun
+from megatron_spec.config import (
+    ENGINE,
+    BaseConfig,
+    BaseLayers,
+    ObjectiveConfig,
+    ParallelConfig,
+    TrainConfig,
+    UserError,
+    presets,
+)
 from megatron_spec.config.machine import H100
 from megatron_spec.planning.estimate import GIB, Place, draft_parameters, draft_passes, flops_per_token, memory
 from megatron_spec.planning.paths import Paths, Setting
@@ -160,3 +169,19 @@ def test_the_script_needs_neither_data_nor_weights(folder: str) -> None:
     assert "layout of the base" in done.stdout
     done = subprocess.run([*start, "--num-nodes", "64"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and "required" in done.stderr
+
+
+def test_flags_that_the_run_refuses(folder: str) -> None:
+    """Sources of features that leave the base's layers, or their fp8, without effect."""
+    fp8 = BaseLayers("transformer_engine", fp8_format="e4m3")
+    held_out = EvalRequest(data="held_out.jsonl", interval=10)
+    for fields, reason in (
+        ({"layers": ENGINE, "offline_data": "f"}, "--transformer-impl with --offline-data: the base does not run"),
+        ({"layers": fp8, "feature_cache": "f"}, "--fp8-format is for features computed as training goes"),
+        ({"base_fp8": True, "feature_cache": "f"}, "--base-fp8 is for features computed as training goes"),
+        ({"layers": fp8, "evaluation": held_out}, "decodes with the base, which --fp8-format leaves out"),
+        ({"offline_data": "f", "evaluation": held_out}, "decodes with the base, which --offline-data leaves out"),
+    ):
+        run = FinetuneRun(load=folder, train=TrainConfig(bf16=True, global_batch_size=8), dry_run=True, **fields)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=reason):
+            plan_run(run)

@@ -43,7 +43,12 @@ def test_help_and_a_wrong_flag_import_nothing_heavy(script):
     assert "usage:" in done.stdout and "error:" in done.stderr
 
 
-def test_a_plan_imports_nothing_heavy(tmp_path):
+def test_a_plan_imports_nothing_heavy(tmp_path, monkeypatch):
+    """Nor Transformer Engine or apex where they are installed: here an import of them would be an error."""
+    for name in ("transformer_engine", "apex"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise OSError('imported')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     shape = {
         "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8,
         "num_attention_heads": 4, "vocab_size": 512, "rms_norm_eps": 1e-5, "max_position_embeddings": 128,
