@@ -26,11 +26,11 @@ number = getattr(signal, sys.argv[1])
 class Interrupting(chain.OnlineFeatures):
     calls = 0
 
-    def features(self, batches):
+    def features(self, batches, following=()):
         self.calls += 1
         if self.calls == 2:
             signal.raise_signal(number)  # os.kill may reach another thread, and be seen a step later
-        return super().features(batches)
+        return super().features(batches, following)
 
 chain.OnlineFeatures = Interrupting
 sys.argv[1:] = sys.argv[2:]

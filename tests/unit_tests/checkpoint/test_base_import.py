@@ -296,6 +296,7 @@ def _export_without_config(folder: Path, batch: Any, expected_BSV: Tensor, world
         (folder / "config.json").write_text(json.dumps({**written, **more}))
     torch.distributed.barrier()
     later = inspect_base(folder)
+    torch.distributed.barrier()
     if world.rank == 0:
         (folder / "config.json").write_text(json.dumps({**written, "rope_theta": 5e5}))
     torch.distributed.barrier()
