@@ -5,7 +5,8 @@ heads, rotates, writes the new keys and values into the cache, and reads no more
 sequences are split over the keys: every part writes its share, the last part to finish sums them up. The output of a
 row is the same to the last bit whether it is computed alone or among others: keys are taken in the order of their
 slots, new or cached, in blocks and parts that begin at multiples of their sizes. Otherwise greedy text would differ
-between the base alone (one row) and a verification (several) wherever two logits are equal in bf16.
+between the base alone (one row) and a verification (several) wherever two logits are equal in bf16. This is so for
+equal `key_slots`, or up to PART * MOST_PARTS of them: with more, the size of a part depends on their number.
 
 Products of few rows: a norm before it, and a gate, bias or residual sum after it, are part of the product.
 
