@@ -159,6 +159,8 @@ printf '%s\n' "$options" > "$output/.stages/options"
 measured="heldout=$heldout eval_prompts=$eval_prompts eval_tokens=$eval_tokens draft_len=$draft_len sa_threshold=$sa_threshold"
 if [ -f "$output/.stages/measured" ] && [ "$(cat "$output/.stages/measured")" != "$measured" ]; then
   rm -rf "$output"/.stages/validate_* "$output"/validate_*
+  # An export names the draft length that it is served with.
+  [[ "$(cat "$output/.stages/measured")" == *" draft_len=$draft_len "* ]] || rm -f "$output"/.stages/export*
 fi
 printf '%s\n' "$measured" > "$output/.stages/measured"
 

@@ -114,6 +114,9 @@ def test_chain_validates_again_with_other_settings(start: Any) -> None:
     assert start(*chain)[::2] == (0, [])
     code, _, started = start(*chain, "--eval_prompts", "5")
     assert code == 0 and [(name, run.num_prompts) for name, run in started] == [("validate", 5)] * 2
+    code, _, started = start(*chain, "--eval_prompts", "5", "--draft_len", "5")
+    assert code == 0 and [name for name, _ in started] == ["export", "validate"] * 2
+    assert {run.max_draft_len for name, run in started if name == "export"} == {5}
     code, said, started = start(*chain, "--lr", "1e-3")
     assert code == 2 and not started and "holds a run with other options" in said
 
