@@ -47,6 +47,7 @@ from megatron_spec.decoding.options import (
     check_undrafted,
     decoding_type,
 )
+from megatron_spec.drafts.contract import Draft
 from megatron_spec.evaluation import html
 from megatron_spec.evaluation.report import Report, Run
 from megatron_spec.evaluation.validate import validate as run_validation
@@ -56,7 +57,7 @@ from megatron_spec.generation.prompts import Dialogue, Prompt, read_prompts
 from megatron_spec.generation.questions import check_questions, write_questions
 from megatron_spec.generation.synthesize import answer_settings, check_output, synthesize_to_file
 from megatron_spec.planning import draft_modules, layouts
-from megatron_spec.planning.paths import Paths, Setting
+from megatron_spec.planning.paths import OF_DECODING, Paths, Setting
 from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.hub import model_folder
@@ -292,7 +293,16 @@ def load_models(
         found.draft = load_exported_base(planned.target, world, dtype=dtype, paths=own)
     elif planned.reading is not None:
         found.draft = load_draft(planned.reading, world, dtype, paths(draft=planned.reading.config))
+    for line in path_lines(found, planned.decode):
+        log.info("fast path %s", line)
     return found
+
+
+def path_lines(models: Models, decode: DecodeConfig) -> list[str]:
+    """Which fast paths decoding takes, and why not the others."""
+    base = models.base.paths if decode.cuda_graphs else models.base.paths.without("cuda_graphs")
+    draft = models.draft.paths.lines(("draft_decode",)) if isinstance(models.draft, Draft) else []
+    return [*base.lines(OF_DECODING), *draft]
 
 
 @takes(ValidateRun)

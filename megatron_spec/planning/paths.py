@@ -514,6 +514,10 @@ _PATHS = (
 PATHS = {path.name: path for path in _PATHS}
 _WIDE = {"decode_kernels", "decode_products", "draft_decode", "sample_kernel"}
 """Paths whose kernels take fp32, too."""
+OF_DECODING = (
+    "base_direct", "decode_kernels", "decode_products", "grouped_experts", "sample_kernel", "cuda_graphs"
+)  # fmt: skip
+"""Paths of a base that decodes."""
 
 
 class Paths:

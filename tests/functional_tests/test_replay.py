@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron_spec.commands.features import extract_features
 from megatron_spec.commands.finetune import finetune
 from megatron_spec.commands.runs import FinetuneRun, GenerateRun
 from megatron_spec.config import DecodeConfig, ObjectiveConfig, TrainConfig, UserError
+from megatron_spec.planning.paths import OF_DECODING
 from tests.functional_tests.script_helpers import make_base, write_conversations
 
 
@@ -50,6 +52,19 @@ def test_recorded_rejections_weigh_more(root: Path) -> None:
     plain, replayed = trained(root, "plain", 1.0), trained(root, "replayed", 4.0)
     assert replayed[0]["loss"] > plain[0]["loss"] and replayed[0]["loss_per_step"] == plain[0]["loss_per_step"]
     assert replayed[1]["loss_per_step"] != plain[1]["loss_per_step"]
+
+
+def test_fast_paths_are_said(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At start-up, as in training, each with the reason why it is off."""
+    with caplog.at_level(logging.INFO):
+        generate(asked(root, "said.jsonl", decode={"cuda_graphs": False}))
+        generate(asked(root, "alone.jsonl", load=None, base=str(root / "base"), save_rejections=False, plain=True))
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("fast path")]
+    with_draft, alone = said[:7], said[7:]
+    assert [line.split()[2] for line in with_draft] == [*OF_DECODING, "draft_decode"]
+    assert with_draft[0].endswith(" on") and "cuda_graphs      off: turned off" in with_draft[5]
+    assert [line.split()[2] for line in alone] == list(OF_DECODING)
+    assert all(line.endswith("off: --plain turns it off") for line in alone)
 
 
 def test_refusals(root: Path) -> None:

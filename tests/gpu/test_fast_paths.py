@@ -245,14 +245,23 @@ def test_loss_kernels_of_two_shards(kl: bool) -> None:
     assert distance(torch.cat(shards, 1), whole) < 2e-3
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_nothing_supervised(steps: int) -> None:
-    """A micro-batch of padding and prompts trains nothing, and breaks nothing."""
+def test_nothing_supervised(steps: int, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A micro-batch of padding and prompts trains nothing, and breaks nothing; in fp8, products of no rows neither."""
+    if fp8 and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs fp8 tensor cores")
+    monkeypatch.setitem(globals(), "DRAFT_VOCAB", 704)
+    draft, objective = make_draft(torch.bfloat16), ObjectiveConfig(ttt_steps=steps)
+    if fp8:
+        draft.paths = draft.paths.asked_for("draft_fp8")
+        draft.paths.check()
+        assert draft.paths.under(objective).on("draft_head_fp8")
     ends, batch = make_base(torch.bfloat16), make_batch(False).to("cpu")
     batch.turns_BS.zero_()
     batch = batch.to("cuda")
     features = Features(batch, *run_base(ends, [batch])[0])
-    losses, grads = train_once(make_draft(torch.bfloat16), features, ends, ObjectiveConfig(ttt_steps=steps))
+    losses, grads = train_once(draft, features, ends, objective)
     assert float(losses.total) == 0 and not losses.rows_T.any()
     assert grads and all(not g.any() for g in grads.values())
 

@@ -5,7 +5,8 @@ heads, rotates, writes the new keys and values into the cache, and reads no more
 sequences are split over the keys: every part writes its share, the last part to finish sums them up. The output of a
 row is the same to the last bit whether it is computed alone or among others: keys are taken in the order of their
 slots, new or cached, in blocks and parts that begin at multiples of their sizes. Otherwise greedy text would differ
-between the base alone (one row) and a verification (several) wherever two logits are equal in bf16.
+between the base alone (one row) and a verification (several) wherever two logits are equal in bf16. This is so for
+equal `key_slots`, or up to PART * MOST_PARTS of them: with more, the size of a part depends on their number.
 
 Products of few rows: a norm before it, and a gate, bias or residual sum after it, are part of the product.
 
@@ -120,6 +121,42 @@ def _seen(slot, first, s, end, above, tree, live, TREE: tl.constexpr):
 
 
 @triton.jit
+def _over_cache(
+    q, key_ptr, value_ptr, cached, begin, old, first, s, end, above, tree, live, lanes, scale, top, total, acc,
+    G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_attended` over the slots from `begin` to `old`, which are in the cache at `cached`."""
+    for block in range(begin, old, BLOCK):
+        slot = block + tl.arange(0, BLOCK)
+        where = cached + slot.to(tl.int64)[:, None] * (G * D) + lanes
+        k = tl.load(key_ptr + where, mask=lanes < D, other=0.0)
+        v = tl.load(value_ptr + where, mask=lanes < D, other=0.0)
+        seen = _seen(slot, first, s, end, above, tree, live, TREE)
+        top, total, acc = _attended(q, k, v, seen, scale, top, total, acc, PRECISION)
+    return top, total, acc
+
+
+@triton.jit
+def _new_and_cached(
+    x_ptr, bias_ptr, norm_ptr, cos_ptr, sin_ptr, key_ptr, value_ptr, slot, first, end, b, B, cached, k_col, v_col,
+    lanes, eps, store, G: tl.constexpr, D: tl.constexpr, X: tl.constexpr, ANGLES: tl.constexpr, HALF: tl.constexpr,
+    HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Keys and values [BLOCK, LANES] of slots of which those from `first` on are new, the others in the cache."""
+    where = cached + slot.to(tl.int64)[:, None] * (G * D) + lanes
+    new = ((slot >= first) & (slot < end))[:, None] & (lanes < D)
+    row = ((slot - first) * B + b).to(tl.int64)[:, None]
+    fresh_k, fresh_v = _new_keys(
+        x_ptr, bias_ptr, norm_ptr, cos_ptr, sin_ptr, key_ptr, value_ptr, row, where, new, k_col, v_col, lanes, eps,
+        store, X, ANGLES, HALF, HAS_BIAS, NORM,
+    )  # fmt: skip
+    kept = (slot < first)[:, None] & (lanes < D)
+    k = tl.where(new, fresh_k, tl.load(key_ptr + where, mask=kept, other=0.0))
+    v = tl.where(new, fresh_v, tl.load(value_ptr + where, mask=kept, other=0.0))
+    return k, v
+
+
+@triton.jit
 def _store_part(part_ptr, stat_ptr, mine, top, total, acc, lanes, ROWS: tl.constexpr, LANES: tl.constexpr):
     """What a part adds to the softmax of its rows."""
     r = tl.arange(0, ROWS)
@@ -164,15 +201,12 @@ def _attention_kernel(
     X: tl.constexpr = (N + 2 * G) * D
     place, part = tl.program_id(0), tl.program_id(1)  # place: (sequence, key/value head, tile of rows)
     tile = place % tiles
-    b = (place // tiles) // G
-    g = (place // tiles) % G
+    b, g = (place // tiles) // G, (place // tiles) % G
     first = tl.load(first_ptr + b * first_stride).to(tl.int32)
     end = first + S
-    begin, active = 0, 1
-    stop = end
-    if PARTS > 1:
-        begin = part * length
-        active = tl.minimum(tl.cdiv(end, length), PARTS)  # padding may be longer than `key_slots`
+    begin, stop, active = 0, end, 1
+    if PARTS > 1:  # padding may be longer than `key_slots`
+        begin, active = part * length, tl.minimum(tl.cdiv(end, length), PARTS)
         stop = tl.minimum(begin + length, end)
     if part >= active:
         return
@@ -193,25 +227,16 @@ def _attention_kernel(
     tree = end - M
     cached = b.to(tl.int64) * cache_stride + g * D
     old = tl.minimum(first // BLOCK * BLOCK, stop)  # blocks before it are in the cache
-    for block in range(begin, old, BLOCK):
-        slot = block + tl.arange(0, BLOCK)
-        where = cached + slot.to(tl.int64)[:, None] * (G * D) + lanes
-        k = tl.load(key_ptr + where, mask=lanes < D, other=0.0)
-        v = tl.load(value_ptr + where, mask=lanes < D, other=0.0)
-        seen = _seen(slot, first, s, end, above, tree, live, TREE)
-        top, total, acc = _attended(q, k, v, seen, scale, top, total, acc, PRECISION)
+    top, total, acc = _over_cache(
+        q, key_ptr, value_ptr, cached, begin, old, first, s, end, above, tree, live, lanes, scale, top, total, acc, G,
+        D, BLOCK, TREE, PRECISION,
+    )  # fmt: skip
     for block in tl.range(tl.maximum(begin, old), stop, BLOCK, num_stages=1):  # one or two: not worth the memory
         slot = block + tl.arange(0, BLOCK)
-        where = cached + slot.to(tl.int64)[:, None] * (G * D) + lanes
-        new = ((slot >= first) & (slot < end))[:, None] & (lanes < D)
-        fresh_k, fresh_v = _new_keys(
-            x_ptr, bias_ptr, k_norm_ptr, cos_ptr, sin_ptr, key_ptr, value_ptr,
-            ((slot - first) * B + b).to(tl.int64)[:, None], where, new, k_col, v_col, lanes, eps, tile == 0, X, ANGLES,
-            HALF, HAS_BIAS, NORM,
+        k, v = _new_and_cached(
+            x_ptr, bias_ptr, k_norm_ptr, cos_ptr, sin_ptr, key_ptr, value_ptr, slot, first, end, b, B, cached, k_col,
+            v_col, lanes, eps, tile == 0, G, D, X, ANGLES, HALF, HAS_BIAS, NORM,
         )  # fmt: skip
-        kept = (slot < first)[:, None] & (lanes < D)
-        k = tl.where(new, fresh_k, tl.load(key_ptr + where, mask=kept, other=0.0))
-        v = tl.where(new, fresh_v, tl.load(value_ptr + where, mask=kept, other=0.0))
         seen = _seen(slot, first, s, end, above, tree, live, TREE)
         top, total, acc = _attended(q, k, v, seen, scale, top, total, acc, PRECISION)
     at = out_ptr + row * (N * D) + ((g * n + t % n) * D)[:, None] + lanes

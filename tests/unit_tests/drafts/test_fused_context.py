@@ -34,12 +34,22 @@ CASES: dict[str, dict[str, Any]] = {
     "cp2 tp2": dict(cp=2, tp=2, below=1.0),
     "cp2 tp2 sp": dict(cp=2, tp=2, sp=True, packed=True),
     "cp2 tp2 sp, fewer rows": dict(cp=2, tp=2, sp=True, below=1.0),
+    "cp2 tp2, one rank's rows": dict(cp=2, tp=2, below=1.0, middle=True),
 }
 
 
-def batch_of(packed: bool) -> Batch:
-    """Conversations whose turns cross the borders of chunks; packed: row 1 has two documents."""
+def batch_of(packed: bool, middle: bool) -> Batch:
+    """Conversations whose turns cross the borders of chunks.
+
+    Args:
+        packed: row 1 has two documents.
+        middle: the only turn is in the two chunks in the middle, those of the last of two ranks.
+    """
     batch = conversations(LENGTH)
+    if middle:
+        turns = torch.zeros_like(batch.turns_BS)
+        turns[:, LENGTH // 4 + 2 : 3 * LENGTH // 4] = 1
+        batch = replace(batch, turns_BS=turns)
     if packed:
         return batch
     return replace(batch, positions_BS=torch.arange(LENGTH).repeat(2, 1), documents_BS=batch.documents_BS.clamp(max=0))
@@ -55,10 +65,10 @@ def part(whole: Features, context: ContextShard | None, tp: Any, sequence_parall
     return Features(replace(whole.batch, context=context), *tensors)
 
 
-def outcome(packed: bool, tp: Any, context: ContextShard | None, sp: bool, paths: Paths) -> dict[str, Tensor]:
+def outcome(batch: Batch, tp: Any, context: ContextShard | None, sp: bool, paths: Paths) -> dict[str, Tensor]:
     """Sums over the ranks of `context`: losses and this rank's shard of every gradient."""
     config = eagle_config()
-    f = part(features(batch_of(packed), config, torch.float64), context, tp, sp)
+    f = part(features(batch, config, torch.float64), context, tp, sp)
     ends = StandInEnds(config.target_hidden_size, torch.float64, tp, sp)
     draft = EagleDraft(config, draft_vocab(config), Placement(tp, sp)).double()
     draft.paths = paths
@@ -72,8 +82,10 @@ def outcome(packed: bool, tp: Any, context: ContextShard | None, sp: bool, paths
             dist.all_reduce(p.grad, group=tp)
         found[name] = p.grad
     if context is not None:
+        own = losses.rows_T.clone()
         for x in found.values():
             dist.all_reduce(x, group=context.group)
+        found["own rows"] = own
     return found
 
 
@@ -91,13 +103,13 @@ def ranks() -> dict[str, Any]:
         group = neighbours if tp == 2 else alone
         layout = ParallelConfig(tensor_model_parallel_size=tp, context_parallel_size=cp, sequence_parallel=sp)
         paths = Paths(Setting(Machine(kernels="plain"), "float64", layout, draft=eagle_config()))
-        packed = case.get("packed", False)
+        batch = batch_of(case.get("packed", False), case.get("middle", False))
         with fusing(case.get("below", 0.0), 3) as taken, pytest.MonkeyPatch.context() as patch:
             inner = attention.kernel_of
             patch.setattr(attention, "kernel_of", lambda c: found["kernels"].add(inner(c).name) or inner(c))
-            found[name] = outcome(packed, group, context, sp, paths)
+            found[name] = outcome(batch, group, context, sp, paths)
         assert taken.count(1) == 1 and (2 in taken) == (tp == 2), name
-        found[name + " alone"] = outcome(packed, alone, None, False, NO_PATHS)
+        found[name + " alone"] = outcome(batch, alone, None, False, NO_PATHS)
     return found
 
 
@@ -119,6 +131,12 @@ def test_equals_one_process(world: list[dict[str, Any]], name: str) -> None:
             else:
                 split = next(d for d in range(expected.dim()) if shards[0].shape[d] != expected.shape[d])
                 close(torch.cat(shards, split), expected, f"{name}: {key}", exact=False)
+
+
+def test_a_rank_without_supervised_rows(world: list[dict[str, Any]]) -> None:
+    """It takes part in every collective; its rows are keys of the others'."""
+    own = [bool(rank["cp2 tp2, one rank's rows"]["own rows"].any()) for rank in world]
+    assert own == [False, False, True, True]
 
 
 def test_a_single_document_takes_the_dense_kernels(world: list[dict[str, Any]]) -> None:
