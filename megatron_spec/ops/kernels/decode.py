@@ -312,7 +312,8 @@ def decode_attention(
         scratch, stats, _counters(x_RX.device), B, S, 0 if above_BSM is None else above_BSM.shape[2], tiles, length,
         first_B.stride(0), cache[0].stride(0), D**-0.5 * 1.4426950408889634, eps, heads, kv_heads, tables[0].shape[1],
         half, lanes, TILE, SLOTS, parts, grouped, bias_X is not None, norms is not None, above_BSM is not None,
-        "ieee" if x_RX.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+        "ieee" if x_RX.dtype == torch.float32 else "tf32", num_warps=4,
+        num_stages=3 if lanes * x_RX.element_size() <= 512 else 1,  # of keys and values in shared memory
     )  # fmt: skip
     return out
 
