@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -70,10 +69,11 @@ WIDE = eagle_config(
 
 
 @pytest.fixture(autouse=True)
-def engine_stands_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def engine_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("modules", "recipe_of"):  # put back after the test
+        monkeypatch.setattr(engine, name, getattr(engine, name))
+    stand_in_engine.calls.clear()  # of other files that use it in this process
     stand_in()
-    yield
-    stand_in_engine.calls.clear()
 
 
 def stand_in() -> None:
