@@ -13,8 +13,8 @@ from tests.unit_tests.decoding import tiny_models
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """folder, model (transformers), base, prompts, answers (transformers, no stop tokens), draft_tokens, draft."""
+def trained_tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What `tiny` is made of, once for a process."""
     from megatron_spec.decoding.engine import decode
     from megatron_spec.runtime import distributed
 
@@ -38,7 +38,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
+def tiny(trained_tiny: Any) -> Any:
+    """folder, model (transformers), base, prompts, answers (transformers, no stop tokens), draft_tokens, draft.
+
+    Base and draft are in the process groups of now: other files may have ended those that they were made in.
+    """
+    from megatron_spec.runtime import distributed
+
+    base = tiny_models.load(trained_tiny.folder, distributed.initialize())
+    draft = tiny_models.new_draft(base, trained_tiny.draft_tokens)
+    draft.load_state_dict(trained_tiny.draft.state_dict())
+    return SimpleNamespace(**{**vars(trained_tiny), "base": base, "draft": draft})
+
+
+@pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """folder, base, tokenizer, prompts, stop_ids for conversations."""
     from megatron_spec.generation.prompts import read_prompts

@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks import decode_speed, device_time, generation_throughput
 from megatron_spec import api
-from megatron_spec.runtime import distributed
 from tests.unit_tests.decoding import tiny_models
 
 
@@ -58,7 +57,7 @@ def test_kinds_of_kernels() -> None:
 
 @pytest.mark.parametrize("exported", [True, False])
 def test_speed_one_by_one(chat: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], exported: bool) -> None:
-    base = tiny_models.load(chat.folder, distributed.initialize())
+    base = tiny_models.load(chat.folder, chat.base.world)
     model = api.convert(base, [("eagle", {"capture_layer_ids": list(tiny_models.CAPTURES)})], base_path=chat.folder)
     if exported:
         api.export_draft(model, tmp_path / "draft", dtype="float32")
