@@ -239,13 +239,12 @@ def compiled_kernels() -> int:
     with contextlib.suppress(ImportError):
         from triton.runtime.jit import JITFunction
 
-        from megatron_spec.ops.kernels import adam, block, branch, fp8, rows
+        from megatron_spec.ops.kernels import adam, block, branch, fp8, rotary, rows
         from megatron_spec.ops.kernels import loss as losses
 
-        for kernel in (
-            k for m in (losses, rows, branch, block, fp8, adam) for k in vars(m).values() if isinstance(k, JITFunction)
-        ):
-            count += sum(len(cache[0]) for cache in kernel.device_caches.values())
+        for module in (losses, rows, rotary, branch, block, fp8, adam):
+            for kernel in (k for k in vars(module).values() if isinstance(k, JITFunction)):
+                count += sum(len(cache[0]) for cache in kernel.device_caches.values())
     return count
 
 

@@ -6,8 +6,8 @@ Its plain twin is `unroll.unroll` with `EagleDraft.layer_step`. The gains:
   j + k. So does its backward.
 - Weight gradients are one product over the rows of many steps, accumulated in fp32 directly in `main_grad`.
 - Gate and up are computed again in the backward where keeping them would take too much memory (`MOST_GATES`).
-- Norms, rotary embedding, gate and branch attention take one pass over memory each (`ops/kernels/rows.py`,
-  `ops/kernels/branch.py`); the gate's output is recomputed, and its gradient overwrites its input.
+- Norms, rotary embedding, gate and branch attention take one pass over memory each (`rows.py`, `rotary.py` and
+  `branch.py` in `ops/kernels`); the gate's output is recomputed, and its gradient overwrites its input.
 - Only rows that some step supervises are written for the LM head, and steps after the first run only on these rows if
   that saves enough.
 

@@ -24,6 +24,7 @@ from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.ops import backend, head, plain, weight_products
 from megatron_spec.ops.fp8 import Fp8Matrix
+from megatron_spec.ops.plain import attention as plain_attention
 from megatron_spec.ops.ttt_attention import merged_attention
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import NO_PATHS, Paths
@@ -318,7 +319,7 @@ def test_merged_attention(cudnn: bool, head_dim: int) -> None:
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
     pairs = [(wide[f"k{i}"], wide[f"v{i}"]) for i in range(branches + 1)]
-    expected = plain.merged_attention(wide["q0"], pairs[0], pairs[1:], documents)
+    expected = plain_attention.merged_attention(wide["q0"], pairs[0], pairs[1:], documents)
     expected.backward(grad.float())
     assert distance(out, expected) < 1e-2
     for name, tensor in x.items():
