@@ -496,7 +496,7 @@ def test_optimizer_in_one_pass(share: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_features_are_copied_on_a_stream_of_their_own(tmp_path: Path) -> None:
     """Computation goes on beside the copies, and a step waits for its own."""
-    from benchmarks.train_throughput import offline_source, supervised_batch
+    from benchmarks.measure_training import offline_source, supervised_batch
 
     base, world = make_base(torch.bfloat16), distributed.initialize()
     batch = replace(supervised_batch(CONFIG, 2, 64, world.device), sample_ids=((0,), (1,)))
