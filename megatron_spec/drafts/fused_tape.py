@@ -19,7 +19,7 @@ from megatron_spec.ops import backend
 from megatron_spec.ops.overlap import Wait
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.ops.weight_products import WeightProducts
-from megatron_spec.planning.paths import ROWS_AT_ONCE, keeps_gates
+from megatron_spec.planning.unroll_memory import ROWS_AT_ONCE, keeps_gates
 
 if TYPE_CHECKING:
     from megatron_spec.drafts.eagle3 import EagleDraft
