@@ -83,9 +83,16 @@ class PeerMemory:
         self._own[:_HEADER].zero_()
         torch.cuda.synchronize(device)
         self._handle = symmetric.rendezvous(self._own, group)
-        self._peer = self._handle.get_buffer(1 - group.rank(), self._own.shape, torch.uint8)
+        mapped, self._peer = (self._mapped(rank) for rank in (group.rank(), 1 - group.rank()))
+        if mapped.data_ptr() != self._own.data_ptr():
+            raise RuntimeError("this torch maps symmetric memory at another offset")
         self._stream = torch.cuda.Stream(device)
         self._uses, self._left = [0] * slots, [torch.cuda.Event() for _ in range(slots)]
+
+    def _mapped(self, rank: int) -> Tensor:
+        """The memory of a rank; torch may have taken it from the middle of a larger block."""
+        view = getattr(self._handle, "get_remote_tensor", self._handle.get_buffer)
+        return view(rank, self._own.shape, torch.uint8)  # type: ignore[no-any-return]
 
     def _slot(self, memory: Tensor, slot: int, size: int) -> Tensor:
         start = _HEADER + slot * self.slot_bytes
