@@ -5,7 +5,7 @@ in the input's dtype. Arguments and results are those of the kernel of the same 
 
 S rows, B batch, N query heads, G key/value heads, D head size, k number of branches, R flattened rows, H hidden, M
 intermediate, T draft steps, D (of logits) this rank's shard of the draft vocabulary, V vocabulary, U teacher rows.
-Decoding: as in `kernels/decode.py`.
+Decoding: as in `kernels/decode.py` and `kernels/few_rows.py`.
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ def few_rows_product(
     eps: float = 0.0, gated: bool = False, rest_RO: Tensor | None = None,
     second: tuple[Tensor, Tensor | None] | None = None,
 ) -> Tensor:  # fmt: skip
-    """`kernels.decode.few_rows_product`."""
+    """`kernels.few_rows.few_rows_product`."""
     inputs = [
         x if norm is None else x * (x.square().mean(1, keepdim=True) + eps).rsqrt() * norm
         for x, norm in ((x_RH, norm_H), *((second,) if second is not None else ()))
