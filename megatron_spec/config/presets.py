@@ -290,7 +290,7 @@ def _block_objective(config: BlockConfig, objective: ObjectiveConfig) -> Objecti
             f"--ttt-steps {objective.ttt_steps}, but a block of {config.block_size} proposes {steps} tokens: leave it "
             "out"
         )
-    unread = ["step_decay", "alignment", "detach", "in_vocab_only", "replay_weight"]
+    unread = ["step_decay", "step_weights", "alignment", "detach", "in_vocab_only", "replay_weight"]
     if not config.has_markov_head:
         unread += ["confidence_weight", "backbone_weight", "backbone_iters"]
     _refuse_unread(objective, unread, f"do nothing for {config.algorithm}")
@@ -330,9 +330,26 @@ def _check_parallel_objective(objective: ObjectiveConfig) -> None:
 
 
 _BLOCK_OPTIONS = [
-    "anchors", "block_weights", "block_gamma", "pace_alpha", "ce_weight", "l1_weight", "confidence_weight",
-    "backbone_weight", "backbone_iters",
+    "anchors", "block_weights", "block_gamma", "ce_weight", "l1_weight", "confidence_weight", "backbone_weight",
+    "backbone_iters",
 ]  # fmt: skip
+
+
+_PACED = ("eagle3", "eagle3.1", "eagle-mtp")
+"""Drafts whose steps D-PACE may weigh: each step continues the one before, and only its token counts."""
+
+
+def _check_step_weights(config: DraftConfig, objective: ObjectiveConfig) -> None:
+    """Of all but block drafts."""
+    if objective.step_weights == "decay":
+        _refuse_unread(objective, ["pace_alpha"], "does nothing without --step-weights d-pace")
+        return
+    if config.algorithm not in _PACED:
+        raise UserError(
+            f"--step-weights {objective.step_weights} is for {', '.join(_PACED)}, the draft is {config.algorithm}: "
+            "leave it out"
+        )
+    _refuse_unread(objective, ["step_decay"], f"does nothing with --step-weights {objective.step_weights}")
 
 
 def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveConfig:
@@ -353,6 +370,7 @@ def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveC
     if isinstance(config, BlockConfig):
         return _block_objective(config, objective)
     _refuse_unread(objective, _BLOCK_OPTIONS, f"are for block drafts, the draft is {config.algorithm}")
+    _check_step_weights(config, objective)
     if objective.loss == "ce_l1":
         raise UserError(f"--loss ce_l1 is for block drafts, the draft is {config.algorithm}: choose another")
     if not objective.in_vocab_only and config.draft_vocab_size == config.vocab_size:
