@@ -59,7 +59,7 @@ def late_capture_ids(num_layers: int) -> tuple[int, ...]:
 
 
 def spread_capture_ids(num_layers: int, count: int) -> tuple[int, ...]:
-    """`count` base layers whose outputs block drafts read, spread evenly from 1 to L-3; fewer in a small base."""
+    """`count` base layers spread evenly from 1 to L-3; fewer in a small base."""
     first = min(1, num_layers - 1)
     last = max(num_layers - 3, first)
     count = min(count, last - first + 1)
@@ -69,11 +69,11 @@ def spread_capture_ids(num_layers: int, count: int) -> tuple[int, ...]:
 
 
 def _spread_over(num_layers: int) -> tuple[int, ...]:
-    """Of block drafts."""
+    """Five: the default of block drafts."""
     return spread_capture_ids(num_layers, 5)
 
 
-_CAPTURES = {"default": default_capture_ids, "late": late_capture_ids}
+_CAPTURES = {"default": default_capture_ids, "late": late_capture_ids, "five": _spread_over}
 """Names for `capture_layer_ids`."""
 _BLOCK_CAPTURES = {"default": _spread_over, "late": late_capture_ids}
 
@@ -170,7 +170,7 @@ def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[st
 
     Args:
         overrides: fields of `EagleConfig`, for P-EAGLE including `mask_token_id`; Hugging Face's `rope_theta` and
-            `rope_scaling` are accepted, and "default" or "late" for `capture_layer_ids`.
+            `rope_scaling` are accepted, and "default", "late" or "five" for `capture_layer_ids`.
 
     Raises:
         UserError: unknown key (with a suggestion), wrong type, conflicting values, or no mask token.

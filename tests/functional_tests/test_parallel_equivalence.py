@@ -42,6 +42,7 @@ CASES: dict[int, list[Case]] = {
         dict(name="dflash, experts", packed=True, algorithm="dflash", model="moe"),
         dict(name="p-eagle", packed=True, algorithm="p-eagle"),
         dict(name="p-eagle, experts", packed=True, algorithm="p-eagle", model="moe"),
+        dict(name="d-pace", packed=True, goal={"step_weights": "d-pace", "loss": "lk_hybrid"}),
     ],
     2: [
         dict(tp=2),

@@ -280,7 +280,7 @@ def test_settings_without_effect_are_refused() -> None:
         (lambda: presets.objective_for(presets.medusa_config(BASE), ObjectiveConfig(step_weights="d-pace")),
          "--step-weights d-pace is for eagle3, eagle3.1, eagle-mtp, the draft is medusa"),
         (lambda: eagle_objective(pace_alpha=0.3), "--pace-alpha does nothing without --step-weights d-pace"),
-        (lambda: eagle_objective(step_weights="d-pace", step_decay=0.5), "--step-decay does nothing with --step-weights"),
+        (lambda: eagle_objective(step_weights="d-pace", step_decay=0.5), "--step-decay does nothing with --step-wei"),
         (lambda: eagle_objective("eagle1", step_weights="d-pace"), "the draft is eagle1"),
         (lambda: check_undrafted(DecodeConfig(max_draft_len=4)), "--max-draft-len needs a draft"),
         (lambda: presets.objective_for(presets.medusa_config(BASE), ObjectiveConfig(in_vocab_only=False)),
