@@ -27,8 +27,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_spec import cli
 from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.decoding.costs import Costs, now
@@ -74,6 +72,8 @@ class Bench:
     """A base with its tokenizer and prompts."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        import torch
+
         from megatron_spec.checkpoint.base_import import inspect_base, load_base
         from megatron_spec.data.chat import ChatEncoder
         from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids

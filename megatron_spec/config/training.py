@@ -170,8 +170,9 @@ class TrainConfig(Config):
     bf16: bool = False
     """Weights and activations in bfloat16, optimizer state in float32."""
     optimizer_impl: OptimizerImpl = "auto"
-    """Whose Adam, gradient norm and weight-gradient kernels: the first of Transformer Engine, apex and torch that is
-    installed and works, or this one. A run may continue with another."""
+    """Whose Adam, gradient norm and weight-gradient kernels: the first of Transformer Engine (only where another flag
+    names it: its import takes seconds), apex and torch that is installed and works, or this one. A run may continue
+    with another."""
     use_distributed_optimizer: bool = False
     """Shard the optimizer state over the ranks that hold the same part of the draft."""
     features_ahead: int = 0

@@ -168,7 +168,7 @@ def kernel_row_loss(
     """`row_losses` or `block.ce_l1_rows` as one kernel that overwrites logits with weighted gradients.
 
     Args:
-        kind: one of `planning.paths.KERNEL_LOSSES`.
+        kind: one of `planning.draft_paths.KERNEL_LOSSES`.
         kernels: operators (`ops.backend.load`).
         weights: of cross-entropy and sum |q - p|, for ce_l1.
     """

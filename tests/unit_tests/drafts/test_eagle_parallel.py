@@ -14,12 +14,13 @@ from torch import Tensor
 from megatron_spec.batch import Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig, ParallelConfig, UserError
 from megatron_spec.config.machine import Machine
-from megatron_spec.drafts import eagle3, fused_tape, fused_unroll
+from megatron_spec.drafts import eagle3, fused_unroll
 from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.drafts.layer import local_kv_heads
 from megatron_spec.drafts.linear import Placement
 from megatron_spec.ops import overlap
 from megatron_spec.ops.attention import attend
+from megatron_spec.ops.overlap import RankSums
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import NO_PATHS, Paths, Setting
 from megatron_spec.runtime import platform
@@ -72,17 +73,17 @@ FUSED: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
 def fusing(rows_below: float, smallest_piece: int = overlap.SMALLEST_PIECE) -> Iterator[list[int]]:
     """Counts fused unrolls: the list grows by one each time, and has another entry for every step in two pieces."""
     taken: list[int] = []
-    inner, cut = fused_unroll.fused_unroll, fused_tape.pieces
+    inner, cut = fused_unroll.fused_unroll, RankSums.pieces
 
-    def pieces(rows: int, group: Any) -> list[slice]:
-        found = cut(rows, group)
+    def pieces(sums: RankSums, rows: int) -> list[slice]:
+        found = cut(sums, rows)
         taken.extend([2] * (len(found) == 2))
         return found
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_unroll, "COMPACT_BELOW", rows_below)
         patch.setattr(overlap, "SMALLEST_PIECE", smallest_piece)
-        patch.setattr(fused_tape, "pieces", pieces)
+        patch.setattr(RankSums, "pieces", pieces)
         patch.setattr(eagle3, "fused_unroll", lambda *a: taken.append(1) or inner(*a))
         yield taken
 
