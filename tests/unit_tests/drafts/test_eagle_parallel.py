@@ -43,6 +43,9 @@ CASES: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
     "tp2 two layers": (2, True, {"num_hidden_layers": 2, **WHOLE}, {"loss": "lk", "in_vocab_only": False}),
     "tp2 reverse_kl": (2, False, {}, {"loss": "reverse_kl", "temperature": 0.7}),
     "tp2 sp replay": (2, True, {}, {"replay_weight": 3.0}),
+    "tp2 d-pace": (2, False, WHOLE, {"step_weights": "d-pace", "pace_alpha": 0.2}),
+    "tp2 sp d-pace": (2, True, {}, {"step_weights": "d-pace", "replay_weight": 3.0}),
+    "tp2 lk_hybrid": (2, False, {}, {"loss": "lk_hybrid", "temperature": 0.7}),
     "tp2 tv": (2, False, {}, {"loss": "tv"}),
     "tp2 hard_ce": (2, False, WHOLE, {"loss": "hard_ce", "in_vocab_only": False}),
     "tp2 narrow": (2, False, {**NARROW, "num_hidden_layers": 2}, {}),
@@ -60,6 +63,7 @@ FUSED: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
     "tp2 fused, fewer rows": (2, False, {}, {"loss": "kl", "temperature": 0.7}),
     "tp2 fused, in pieces": (2, False, {}, {}),
     "tp2 fused, fewer rows, in pieces": (2, False, {}, {}),
+    "tp2 fused, d-pace": (2, False, {}, {"step_weights": "d-pace", "loss": "lk_hybrid"}),
     "tp2 sp fused": (2, True, {}, {"replay_weight": 3.0}),
     "tp2 sp fused, fewer rows": (2, True, {"num_attention_heads": 8}, {"alignment": "paper"}),
 }
