@@ -301,7 +301,7 @@ def installed() -> Iterator[None]:
     from megatron_spec import build
     from megatron_spec.base import te
     from megatron_spec.drafts import engine
-    from megatron_spec.planning import draft_modules, paths
+    from megatron_spec.planning import draft_modules, te_paths
 
     calls.clear()
     with ExitStack() as patches:
@@ -314,9 +314,9 @@ def installed() -> Iterator[None]:
             (engine, "recipe_of", lambda name: name),
             (build, "check_draft_modules", lambda _: None),
             (draft_modules, "check_draft_modules", lambda _: None),
-            (paths, "_half", lambda _: {}),
-            (paths, "_head_sizes", lambda *_: {}),
-            (paths, "_engine", lambda s: {"local": not s.layers.engine}),
+            (te_paths, "_half", lambda _: {}),
+            (te_paths, "_head_sizes", lambda *_: {}),
+            (te_paths, "_engine", lambda s: {"local": not s.layers.engine}),
         ):
             patches.enter_context(mock.patch.object(module, name, value))
         yield

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shapes import FAMILIES, family_shape
 from megatron_spec.config import ENGINE, BaseConfig, ParallelConfig
 from megatron_spec.config.machine import H100
 from megatron_spec.planning import paths
@@ -60,8 +61,6 @@ def results() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _families(ran: dict[str, Any], implementation: str, script: str, layout: str) -> str:
-    from benchmarks.random_models import FAMILIES
-
     by_family = ran.get(implementation, {}).get(script, {})
     found = [family for family, layouts in by_family.items() if layout in layouts]
     every = MIXTURES if layout == "EP" else set(FAMILIES)
@@ -117,8 +116,6 @@ def _cells(base: BaseConfig, parallel: ParallelConfig) -> list[str]:
 
 def module_tables() -> str:
     """Transformer Engine's modules by family and layout."""
-    from benchmarks.random_models import FAMILIES, family_shape  # imports torch, which --help does without
-
     head = ("attention", "experts", "fp8 by tensor", "fp8 by block")
     lines = _head("family", "norms inside linears", *head)
     for family in FAMILIES:

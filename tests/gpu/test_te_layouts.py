@@ -1,7 +1,7 @@
 """Base and draft of Transformer Engine's modules on two GPUs: loss and gradient against fp32 on one GPU.
 
 The yardstick is local modules in bf16: Transformer Engine's may be at most a little farther from fp32 than they are in
-the same layout, or on one GPU. The training step is that of `benchmarks/scale.py`.
+the same layout, or on one GPU. The training step is that of `benchmarks/measure_layouts.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import scale
+from benchmarks import measure_layouts
 from megatron_spec.config import ParallelConfig
 from megatron_spec.runtime import distributed
 from tests import te_chain
@@ -48,7 +48,7 @@ def step(folder: Path, world: Any, dtype: torch.dtype, kind: str) -> Found:
     """Loss and gradients of one global batch."""
     base, draft = KINDS[kind]
     with calls_of_engine() as calls:
-        found = scale.gradients(folder, world, dtype, base, LENGTH, draft_engine=draft, captures=(0, 1, 2))
+        found = measure_layouts.gradients(folder, world, dtype, base, LENGTH, draft_engine=draft, captures=(0, 1, 2))
     assert bool(calls) == (base or draft), f"{kind}: {len(calls)} linears of Transformer Engine ran"
     return {name: found[name] for name in ("loss", "gradients")} if world.rank == 0 else {}
 
@@ -84,7 +84,9 @@ def two(root: str, one: Any) -> dict[tuple[str, str], dict[str, Found]]:
 def far(found: Found, exact: Found) -> tuple[float, float]:
     """(relative difference of the loss, of all gradients together)."""
     assert found["gradients"].keys() == exact["gradients"].keys()
-    return abs(found["loss"] / exact["loss"] - 1), scale.differences(found["gradients"], exact["gradients"])[0]
+    return abs(found["loss"] / exact["loss"] - 1), measure_layouts.differences(found["gradients"], exact["gradients"])[
+        0
+    ]
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
