@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import zlib
 from bisect import bisect_left
 from collections import Counter
@@ -53,11 +54,11 @@ def rows_of(base: FrozenBase, config: DecodeConfig, header: int) -> int:
     Args:
         header: tokens of the prompt.
     """
-    most, rows = 0, config.batch_size
-    if base.world.device.type == "cuda":
+    memory, most, rows = platform.device_memory(), 0, config.batch_size
+    if math.isfinite(memory):
         logits = 16 * base.vocab_size  # of the sampled row, in all data types
         each = base.cache_bytes(header + config.max_new_tokens + 1) + logits
-        most = min(MOST_ROWS, int(PART * platform.device_memory() / each))
+        most = min(MOST_ROWS, int(PART * memory / each))
     while 2 * rows <= most:
         rows *= 2
     return min(_from_all(rows, base.world))

@@ -15,6 +15,7 @@ from megatron_spec.decoding.engine import decode
 from megatron_spec.decoding.step import DeviceSteps
 from megatron_spec.generation import questions
 from megatron_spec.generation.questions import draw_questions, write_questions
+from megatron_spec.runtime import platform
 from tests.unit_tests.data.chat_fixtures import BRACKETS, CHATML, make_tokenizer
 from tests.unit_tests.decoding.tiny_models import CHAT_CONFIG
 
@@ -179,3 +180,20 @@ def test_other_settings_are_refused_before_any_weight_is_read(chat, tmp_path, mo
     refused("--question-batch-size is for --synthesize", question_batch_size=3)
     refused("expected a number greater than 0", data=None, synthesize=2, question_temperature=0.0)
     assert {p: p.read_bytes() for p in tmp_path.iterdir()} == {p: b for p, b in before.items() if p.name != "out.jsonl"}
+
+
+def test_a_gpu_draws_as_many_as_its_memory_allows(chat, monkeypatch):
+    """One sixteenth of it, and 1,024 at most; the batch size at least."""
+    config = CONFIG.replace(batch_size=24)
+    each = chat.base.cache_bytes(20 + 12 + 1) + 16 * chat.base.vocab_size
+    cache = chat.base.new_cache(3, 33)
+    assert 3 * chat.base.cache_bytes(33) == cache.keys.nbytes + cache.values.nbytes
+    for memory, rows in (
+        (float("inf"), 24),
+        (16 * 1e9, 768),
+        (16.0 * 192 * each, 192),
+        (16.0 * 191 * each, 96),
+        (1.0, 24),
+    ):
+        monkeypatch.setattr(platform, "device_memory", lambda memory=memory: memory)
+        assert questions.rows_of(chat.base, config, 20) == rows
