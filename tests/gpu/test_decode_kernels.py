@@ -167,7 +167,7 @@ def test_sampling(V: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masses of chunks, and tokens in chunks that begin with impossible ones."""
     from megatron_spec.ops.kernels import sample
 
-    monkeypatch.setattr(plain, "CHUNK", sample.CHUNK)
+    monkeypatch.setattr(plain.sample, "CHUNK", sample.CHUNK)
     rows, draw = 6, make(4)
     logits = draw(rows, V + 3)[:, :V]  # rows may be apart
     logits[:, : V // 4] = float("-inf")
