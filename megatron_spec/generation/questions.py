@@ -16,7 +16,7 @@ import math
 import zlib
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ class _Draws:
 
 def draw_questions(
     base: FrozenBase, encoder: ChatEncoder, numbers: range, config: DecodeConfig, stop_ids: set[int]
-) -> Iterator[dict[int, str | None]]:
+) -> Generator[dict[int, str | None], None, None]:
     """The draws of all ranks in the order of their numbers, some at a time; `config.batch_size` are decoded together.
 
     Collective over all ranks, every rank gets all draws: number -> question, '' for a draw without text, None for one
