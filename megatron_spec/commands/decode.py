@@ -174,8 +174,9 @@ def _generate(run: GenerateRun, prompts: list[Prompt], inputs: Inputs) -> int:
     about["base_fingerprint"] = models.fingerprint
     if run.synthesize is not None:
         prompts = write_questions(
-            models.base, inputs.tokenizer, run.synthesize, asking, questions, stop_ids, about, kwargs
-        )
+            models.base, inputs.tokenizer, run.synthesize, asking, questions, stop_ids, about, kwargs,
+            run.question_batch_size,
+        )  # fmt: skip
     done = synthesize_to_file(
         models.base, inputs.tokenizer, prompts, inputs.decode, output, draft=models.draft, stop_ids=stop_ids,
         about={**about, **other}, template_kwargs=kwargs, save_rejections=run.save_rejections,
