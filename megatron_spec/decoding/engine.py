@@ -30,12 +30,13 @@ H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base_everywhere
@@ -49,13 +50,15 @@ from megatron_spec.decoding.replay import key_step, mapped, padded_rows
 from megatron_spec.decoding.rows import NUMBERS, Outcomes, read_outcomes
 from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.decoding.started import Generation, Sequenced, Started
+from megatron_spec.decoding.step import Common
 from megatron_spec.decoding.verify import Drafted
-from megatron_spec.decoding.waiting import Waiting
+from megatron_spec.decoding.waiting import Waiting, check_lengths, groups
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.runtime.platform import to_host
 
-SHORT_PROMPT = 256
-"""Prompts of up to this many tokens are grouped in one cache."""
+REFILL, REFILL_ALIKE = 1 / 4, 1 / 16
+"""Share of the rows that is free before waiting prompts are read: few of them cost nearly as much as a step. Where all
+are the same, nothing has to be read again."""
 
 
 def decode(
@@ -105,43 +108,20 @@ def decode_batches(
     costs: Costs | None = None,
     session: DecodeSession | None = None,
     stop: Callable[[], bool] | None = None,
-) -> Iterator[list[tuple[int, Generation]]]:
+) -> Generator[list[tuple[int, Generation]], None, None]:
     """`decode`, yielding together the (index of the prompt, answer) that ended in one step.
 
     On a GPU the next step is running by then: work on the answers costs no time while it is shorter than a step.
     """
-    _check(base, prompts)
+    if base.world.parallel.sequence_parallel:
+        raise UserError("decoding: sequence parallelism is not supported: drop --sequence-parallel")
+    check_lengths(prompts, base.config.max_position_embeddings)
     seeds = seeds if seeds is not None else [config.seed + i for i in range(len(prompts))]
     with (session or DecodeSession()).call(base, draft, config, set(stop_ids)) as own:
-        for group in _groups(prompts):
+        for group in groups(prompts):
             engine = _Engine(base, prompts, group, config, seeds, costs or NoCosts(), own)
             yield from engine.run(stop or (lambda: False))
             del engine  # the next group may need the memory of its caches
-
-
-def _groups(prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Indices of prompts, longest first. A group's prompts are at least half as long as its longest, which sizes the
-    caches."""
-    group: list[int] = []
-    for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
-        if group and 2 * max(len(prompts[i]), SHORT_PROMPT) < len(prompts[group[0]]):
-            yield group
-            group = []
-        group.append(i)
-    if group:
-        yield group
-
-
-def _check(base: FrozenBase, prompts: Sequence[Sequence[int]]) -> None:
-    if base.world.parallel.sequence_parallel:
-        raise UserError("decoding: sequence parallelism is not supported: drop --sequence-parallel")
-    limit = base.config.max_position_embeddings
-    for i, prompt in enumerate(prompts):
-        if not 0 < len(prompt) < limit:
-            raise UserError(
-                f"decoding: prompt {i} has {len(prompt)} tokens, expected 1 to {limit - 1} (the base's "
-                f"max_position_embeddings is {limit}): leave it out or shorten it"
-            )
 
 
 @torch.inference_mode()
@@ -198,6 +178,8 @@ class _Engine:
         self.base, self.config, self.seeds, self.costs = base, config, seeds, costs
         self.drafter = drafter = session.drafter
         self.waiting = Waiting(prompts, group, config.max_new_tokens, base.config)
+        self.once = drafter is None and self.waiting.equal and base.paths.on("common_prompt")
+        self.common: Common | None = None  # what was read of the prompt of all sequences
         self.running: list[Sequenced] = []  # one per row in use
         self.finished: list[tuple[int, Generation]] = []  # ended in the last step that was read
         self.unrecorded: tuple[list[Sequenced], Outcomes, bool] | None = None  # what it emitted
@@ -225,8 +207,8 @@ class _Engine:
         """Yield the answers that ended in a step while the device computes the next one."""
         while (self.running or self.waiting) and not stop():
             free = self.count - len(self.running)
-            # A prefill of few prompts costs nearly as much as a step: wait until a quarter of the rows is free.
-            prefills = self.waiting and (not self.running or free * 4 >= self.count)
+            refill = REFILL_ALIKE if self.once else REFILL
+            prefills = self.waiting and (not self.running or free >= refill * self.count)
             self.started.append(self._prefill(free) if prefills else self._cycle() if self.ahead else self._verify())
             yield from self._ended()
             if len(self.started) > self.ahead:
@@ -244,19 +226,32 @@ class _Engine:
         """Start the prefill of waiting prompts into the free rows."""
         self._record()  # an answer that continues in another row is part of its text
         waiting, first = self.waiting, len(self.running)
-        taken = waiting.take(free)
+        as_one = self.once and waiting.alike
+        taken = waiting.take(free, as_one)
         texts, limits = [waiting.text(i) for i in taken], [waiting.row_limit(i) for i in taken]
         count, widest = len(taken), max(map(len, texts))
         prompts = [len(waiting.prompts[i]) for i in taken]
         self.rows.place(first, texts, prompts, limits, [self.seeds[i] for i in taken])
+        table = self._begin(first, count, widest) if as_one else self._read_prompts(first, count, widest)
+        self.length_B[first : first + count], self.limit_B[first : first + count] = [len(t) for t in texts], limits
+        self.running += [Sequenced(i, waiting.begin(i)) for i in taken]
+        return Started(self.running[first:], first, table, 1)
+
+    def _read_prompts(self, first: int, count: int, widest: int) -> Callable[[], Tensor]:
+        """Start the prefill of new rows. Returns their table."""
         with self.costs.phase("prefill"):
             step = self.device.prefill(first, count, widest)
         table = to_host(step.table_BX)
         if self.drafter:
             self.drafter.observe(step.seen)
-        self.length_B[first : first + count], self.limit_B[first : first + count] = [len(t) for t in texts], limits
-        self.running += [Sequenced(i, waiting.begin(i)) for i in taken]
-        return Started(self.running[first:], first, table, 1)
+        return table
+
+    def _begin(self, first: int, count: int, widest: int) -> Callable[[], Tensor]:
+        """`_read_prompts` of one prompt in all rows, which is read once."""
+        with self.costs.phase("prefill"):
+            self.common = self.common or self.device.read_common(first, widest)
+            table_BX = self.device.begin(first, count, self.common)
+        return to_host(table_BX)
 
     def _room_B(self) -> NDArray[np.int64]:
         """Number of tokens that each running sequence may still emit in its row."""

@@ -46,6 +46,15 @@ class Step:
     table_BX: Tensor
 
 
+@dataclass
+class Common:
+    """What was read of a prompt that many sequences begin with: keys and values [layers, 1, S, ...], logits [1, V]."""
+
+    keys: Tensor
+    values: Tensor
+    logits_1V: Tensor
+
+
 class DeviceSteps:
     """Forwards over the rows of `session.Buffers`."""
 
@@ -71,12 +80,35 @@ class DeviceSteps:
         row_B = torch.arange(count, device=tokens_BS.device)
         captures_SBC, state_SBH = self._forward(first, tokens_BS, slots_BS, 0)
         logits_MV = self.base.logits(state_SBH[length_B - 1, row_B][None])[0]
-        draws_B = rows.draws(count, 1, first)[:, 0, 0]
-        chosen_B = self._agree(choose(logits_MV, draws_B, self.config, self.base.world.tp, self.kernels))
-        rows.tokens_BL[here].scatter_(1, length_B[:, None], chosen_B[:, None])
+        chosen_B = self._first_tokens(first, logits_MV)
         next_BS, zeros_B = rows.tokens_BL[here, 1 : widest + 1], torch.zeros_like(length_B)
         seen = Observation(first, slots_BS, next_BS, length_B, captures_SBC, state_SBH, prefill=True)
         return Step(seen, rows.advance(first, chosen_B[:, None], zeros_B, zeros_B))
+
+    def read_common(self, row: int, widest: int) -> Common:
+        """Read the prompt of a row, for `begin`."""
+        tokens_BS = self.rows.tokens_BL[row : row + 1, :widest]
+        slots_BS = torch.arange(widest, device=tokens_BS.device)[None]
+        state_SBH = self._forward(row, tokens_BS, slots_BS, 0)[1]
+        view = rows_view(self.cache, row, 1)
+        keys, values = view.keys[:, :, :widest].clone(), view.values[:, :, :widest].clone()
+        return Common(keys, values, self.base.logits(state_SBH[-1:])[0])
+
+    def begin(self, first: int, count: int, common: Common) -> Tensor:
+        """`prefill` of rows that all hold the prompt of `common`. Returns their table [B, X]."""
+        view, widest = rows_view(self.cache, first, count), common.keys.shape[2]
+        view.keys[:, :, :widest], view.values[:, :, :widest] = common.keys, common.values
+        chosen_B = self._first_tokens(first, common.logits_1V.repeat(count, 1))
+        zeros_B = torch.zeros_like(chosen_B)
+        return self.rows.advance(first, chosen_B[:, None], zeros_B, zeros_B)
+
+    def _first_tokens(self, first: int, logits_BV: Tensor) -> Tensor:
+        """[B] first tokens of the answers of rows `first`.., placed after their prompts."""
+        rows, here = self.rows, slice(first, first + len(logits_BV))
+        draws_B = rows.draws(len(logits_BV), 1, first)[:, 0, 0]
+        chosen_B = self._agree(choose(logits_BV, draws_B, self.config, self.base.world.tp, self.kernels))
+        rows.tokens_BL[here].scatter_(1, rows.length_B[here, None], chosen_B[:, None])
+        return chosen_B
 
     def nothing(self, batch: int) -> Drafted:
         """No proposal."""
