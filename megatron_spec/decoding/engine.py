@@ -17,7 +17,7 @@ overwritten before it is visible.
 
 One wait per step reads the table of emitted tokens. Before it, while the device computes the step, the host records
 what the previous step emitted and hands out the answers that ended in it. Where nothing that the host reads decides
-what the device does next (no lookup, no drafter that reads values), proposal, verification and observation are one
+what the device does next (no drafter that reads values), proposal, verification and observation are one
 graph, and a step starts before the previous one is read: the device never waits for the host. A sequence that has ended
 by then runs one step too many, of which nothing is kept (started.py).
 
@@ -46,7 +46,6 @@ from megatron_spec.decoding import sampling
 from megatron_spec.decoding.cache import Moves
 from megatron_spec.decoding.costs import Costs, NoCosts
 from megatron_spec.decoding.drafters import Observation
-from megatron_spec.decoding.drafters.lookup import SuffixAutomaton, replaced
 from megatron_spec.decoding.replay import key_step, mapped, padded_rows
 from megatron_spec.decoding.rows import NUMBERS, Outcomes, read_outcomes
 from megatron_spec.decoding.session import DecodeSession
@@ -148,21 +147,9 @@ def _extend(sequences: list[Sequenced], outcomes: Outcomes, verified: bool, draf
         if not verified and drafted and sequence.generation.tokens:
             sequence.generation.add_verification(0, 1, ends, 0)
         sequence.generation.add(line[:count], ends)
-        if sequence.automaton is not None:
-            sequence.automaton.extend(line[:count])
     if verified:
         for sequence, *numbers in zip(sequences, accepted, emitted, stopped, proposed, strict=True):
             sequence.generation.add_verification(*numbers)
-
-
-def _looked_up(drafted: Drafted, running: list[Sequenced], rooms: list[int], threshold: int) -> Drafted:
-    """Replace the draft's tokens by the continuation of a match that is long enough, up to `rooms` of each sequence."""
-    count = drafted.tokens_BN.shape[1]
-    found = [
-        s.automaton.propose(min(count, room), threshold=threshold) if s.automaton else []
-        for s, room in zip(running, rooms, strict=True)
-    ]
-    return replaced(drafted, found) if any(found) else drafted
 
 
 def _filled(drafted: Drafted, running: int, batch: int) -> Drafted:
@@ -210,7 +197,7 @@ class _Engine:
         # One number of slots to read where it costs nothing; 0: as few as possible.
         self.whole = buffers.slots if drafter is None and self.device.bounded else 0
         self.started: list[Started] = []  # steps that are not read yet, oldest first
-        follows = drafter is None or (drafter.fixed_shapes and config.sa_threshold is None)
+        follows = drafter is None or drafter.fixed_shapes
         self.ahead = int(follows and self.replays.active and not costs.apart)  # steps that stay unread
 
     def _key_slots(self, needed: int) -> int:
@@ -247,9 +234,7 @@ class _Engine:
         self.rows.place(first, texts, prompts, limits, [self.seeds[i] for i in taken])
         table = self._begin(first, count, widest) if as_one else self._read_prompts(first, count, widest)
         self.length_B[first : first + count], self.limit_B[first : first + count] = [len(t) for t in texts], limits
-        lookup = self.drafter is not None and self.config.sa_threshold is not None
-        for i, text in zip(taken, texts, strict=True):
-            self.running.append(Sequenced(i, waiting.begin(i), SuffixAutomaton(text) if lookup else None))
+        self.running += [Sequenced(i, waiting.begin(i)) for i in taken]
         return Started(self.running[first:], first, table, 1)
 
     def _read_prompts(self, first: int, count: int, widest: int) -> Callable[[], Tensor]:
@@ -313,20 +298,15 @@ class _Engine:
         batch = padded_rows(running, self.count) if self.replays.active else running
         with self.costs.phase("draft"):
             drafted = self._draft(batch)
-            if self.config.sa_threshold is not None:
-                drafted = _looked_up(drafted, self.running, (self._room_B() - 1).tolist(), self.config.sa_threshold)
         key_slots = self._reach(drafted.tokens_BN.shape[1])
         name = ("base", batch, key_slots, drafted.depth)
-        replayed = self.drafter is not None and self.drafter.fixed_shapes and self.replays.active
-        taken_in = replayed and not self.costs.apart  # one graph with the observation
-        run = self.device.take_in if taken_in else self.device.verify
         with self.costs.phase("base"):
-            step = self.replays.run((*name, taken_in), lambda given: run(batch, key_slots, given), drafted)
+            step = self.replays.run(name, lambda given: self.device.verify(batch, key_slots, given), drafted)
         table = to_host(step.table_BX[:running])
         started = Started(self.running[:], 0, table, drafted.depth + 1, verified=self.drafter is not None)
-        if replayed and not taken_in:
+        if self.drafter is not None and self.drafter.fixed_shapes and self.replays.active:
             self._observe(step.seen)
-        elif self.drafter is not None and not taken_in:
+        elif self.drafter is not None:
             started.seen = step.seen
         return started
 
@@ -352,8 +332,6 @@ class _Engine:
         sequences, rows_B, outcomes = step.alive(outcomes)
         self.length_B[rows_B] += outcomes.emitted
         self.unrecorded = (sequences, outcomes, step.verified)
-        if self.config.sa_threshold is not None:
-            self._record()  # the next lookup reads the text
         if outcomes.finished.any():
             ended = outcomes.finished.nonzero()[0]
             self._free(rows_B[ended].tolist(), outcomes.stopped[ended].tolist())

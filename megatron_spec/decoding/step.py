@@ -23,7 +23,9 @@ from megatron_spec.batch import Batch
 from megatron_spec.config import DecodeConfig
 from megatron_spec.decoding.cache import move_slots, rows_view
 from megatron_spec.decoding.drafters import Context, Drafter, Observation
+from megatron_spec.decoding.drafters.lookup import replaced
 from megatron_spec.decoding.drafters.user import check_proposal, is_foreign
+from megatron_spec.decoding.matches import looked_up
 from megatron_spec.decoding.rows import Rows
 from megatron_spec.decoding.tree import Tree
 from megatron_spec.decoding.verify import Drafted, Draws, Verdict, choose, thinking_rows, verify
@@ -116,17 +118,13 @@ class DeviceSteps:
     def cycle(self, batch: int, count: int, key_slots: int) -> Tensor:
         """A whole step: proposal of depth `count` (0: none), verification, observation. Returns its table [B, X]."""
         drafted = self.propose(batch, count, key_slots, ()) if count else self.nothing(batch)
-        return self.take_in(batch, key_slots, drafted).table_BX
-
-    def take_in(self, batch: int, key_slots: int, drafted: Drafted) -> Step:
-        """`verify`, and the drafter's observation of it."""
         step = self.verify(batch, key_slots, drafted)
         if self.drafter is not None:
             self.drafter.observe(step.seen)
-        return step
+        return step.table_BX
 
     def propose(self, batch: int, count: int, key_slots: int, lengths: Sequence[int]) -> Drafted:
-        """The drafter's proposal; nodes past a sequence's limit are invalid."""
+        """The drafter's proposal, or the lookup's in its place; nodes past a sequence's limit are invalid."""
         assert self.drafter is not None
         length_B = self.rows.length_B[:batch]
         room_B = self.rows.limit_B[:batch] - length_B - 1
@@ -147,7 +145,16 @@ class DeviceSteps:
         valid_BN = depth_BN <= room_B[:, None]
         if proposal.proposed_B is not None:
             valid_BN = valid_BN & (index_N < self._agree(proposal.proposed_B)[:, None])
-        return Drafted(tokens_BN, valid_BN, tree, depth, proposal.q_BNV)
+        drafted = Drafted(tokens_BN, valid_BN, tree, depth, proposal.q_BNV)
+        return drafted if self.rows.matches_BL is None else self._looked_up(drafted, room_B)
+
+    def _looked_up(self, drafted: Drafted, room_B: Tensor) -> Drafted:
+        """The draft's tokens or, after a match that is long enough, what followed it, up to `room_B` tokens."""
+        rows, (batch, count), threshold = self.rows, drafted.tokens_BN.shape, self.config.sa_threshold
+        assert rows.matches_BL is not None and threshold is not None
+        texts = rows.matches_BL[:batch], rows.tokens_BL[:batch], rows.length_B[:batch]
+        tokens_BN, known_B = looked_up(*texts, threshold, count)
+        return replaced(drafted, tokens_BN, torch.minimum(known_B, room_B))
 
     def verify(self, batch: int, key_slots: int, drafted: Drafted) -> Step:
         """Verify the drafts and store the emitted tokens: all of a step after drafting."""
