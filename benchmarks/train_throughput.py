@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.flops import block_flops, standard_flops
 from benchmarks.random_models import SHAPES, base_shape, random_base, random_block_draft, random_draft
 from megatron_spec.base.model import FrozenBase
-from megatron_spec.base.moe import LocalExperts
+from megatron_spec.base.moe import LocalExperts, Router
 from megatron_spec.batch import Batch
 from megatron_spec.config import BaseConfig, BaseLayers, BlockConfig, LossKind, ObjectiveConfig, TrainConfig, presets
 from megatron_spec.config.layers import BaseRecipe
@@ -401,8 +401,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if args.plain:
         base.direct = None
         for module in base.modules():
-            if isinstance(module, LocalExperts):
-                module.grouped = False
+            if isinstance(module, (LocalExperts, Router)):
+                module.kernels = None
     if args.base_fp8:
         from megatron_spec.base.direct import run_in_fp8
 

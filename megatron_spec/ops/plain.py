@@ -17,6 +17,10 @@ import torch
 from torch import Tensor
 
 from megatron_spec.ops.fp8 import LARGEST, SMALLEST, Fp8Matrix
+from megatron_spec.ops.plain_experts import choose_experts as choose_experts
+from megatron_spec.ops.plain_experts import gate_rows as gate_rows
+from megatron_spec.ops.plain_experts import mix_rows as mix_rows
+from megatron_spec.ops.plain_experts import sort_rows as sort_rows
 from megatron_spec.ops.visibility import visible_slots
 
 
@@ -452,6 +456,6 @@ OPERATORS = frozenset({
     "gated_backward", "shifted_sum", "scale_", "merge_forward", "merge_backward", "largest", "soft_shard", "soft_rows",
     "mixed_rows", "mixed_sums", "mixed_gradient", "teacher_rows", "quantize", "quantized_norm", "quantized_gate",
     "product", "transpose", "quantize_columns", "decode_attention", "few_rows_product", "adamw", "chunk_masses",
-    "find_in_chunk",
+    "find_in_chunk", "choose_experts", "sort_rows", "gate_rows", "mix_rows",
 })  # fmt: skip
 """Operators that `ops.backend` loads from here or from `ops.kernels`."""
