@@ -7,14 +7,17 @@
 2. The --drafters (EAGLE-3, EAGLE-1, MTP and Medusa; also block drafts) train on them, in the same order, for --seconds
    each; NGram needs no training. Every draft decodes the same questions with the same base. Other draft lengths and
    trees follow.
-3. Ablations of EAGLE-3 train for equally many steps, each with one setting changed; with --ablation-seeds 3 three
-   times, each time from other first weights and with the batches in another order.
+3. Ablations of EAGLE-3 (benchmarks/draft_kinds.py) train for equally many steps, each with one setting changed; with
+   --ablation-seeds 3 three times, each time from other first weights and with the batches in another order.
 4. The other drafts train for as many steps as these; or, part `seconds`, for as many as fit --ablation-seconds.
 5. A suffix automaton looks up the text beside every draft, at several thresholds, and alone.
 6. EAGLE-3 answers its training questions, and trains on with other weights where the base rejected its tokens (replay).
    Controls: the same rows with weight 1, and the rows as they were for as long as recording and training took.
 7. Base and drafts are fake-quantised (fp8, PTQ) and decode; the drafts train on for a while (QAT) and decode again.
    As a control the unquantised drafts train on for as many steps.
+
+With --temperature T the questions of the later tables are also answered by sampling, with --rejection by rejection
+sampling, and every figure gets another beside it.
 
 --parts chooses among them, so that several GPUs can share the work (each its --output, the same --data). On a GPU that
 others use, too, the clock is no measure: `--parts step_times --step-times FILE`, while it is quiet, writes the median
@@ -32,80 +35,32 @@ from __future__ import annotations
 
 import argparse
 import logging
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.draft_kinds import ABLATIONS, DRAFTERS, HEADLINE, USUAL, drafter, kind_of
 from megatron_spec import cli
-from megatron_spec.config import UserError, suggest
+from megatron_spec.config import UserError
 from megatron_spec.runtime.files import read_json, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from benchmarks.comparison import Comparison, Draft, Kind
+    from benchmarks.comparison import Comparison, Draft
 
 log = logging.getLogger("megatron_spec.ablate_drafts")
 
 PARTS = ("drafters", "lengths", "ablations", "steps", "lookup", "replay", "fp8")
 ON_REQUEST = ("step_times", "seconds")
 """Parts that only --parts chooses."""
-_FROM_BASE = {"init_from_base_layer": True, "init_attention": True, "fc_init": "average"}
-HEADLINE = ("eagle3", "eagle1", "eagle-mtp", "medusa")
-DRAFTERS: dict[str, dict[str, Any]] = {
-    **{name: {} for name in HEADLINE},
-    "eagle3 late": {"algorithm": "eagle3", "fields": {"capture_layer_ids": "late", "frozen_head": True}},
-    "eagle-mtp from the base": {"algorithm": "eagle-mtp", "fields": {
-        "init_from_base_layer": True, "init_attention": True,
-    }},
-    "p-eagle": {},
-    "p-eagle from the base": {"algorithm": "p-eagle", "fields": _FROM_BASE},
-    "p-eagle late": {"algorithm": "p-eagle", "fields": {**_FROM_BASE, "capture_layer_ids": "late"}},
-}  # fmt: skip
-"""Drafts that can be compared: name -> algorithm (the name, where it is not given) and what is not the default."""
-BLOCKS = re.compile(r"(dflash|dspark) ([1-9]\d*) x ([1-9]\d*)(?: kv ([1-9]\d*))?( late)?")
-"""Names of block drafts: algorithm, layers, slots, key/value heads; late: the context starts as the average of late
-captures, and the first MLP as the base's last one."""
 THRESHOLDS = (2, 3, 4, 6, 8)
 """Of the lookup beside a draft: tokens that must have occurred before."""
 WEIGHTS = (1.0, 2.0, 4.0, 8.0)
 """Of steps that predict a token which the base put in place of a rejected one; 1 is the control."""
-_AFRESH = {"init_from_base_layer": False, "fc_init": "last_capture", "init_attention": False}
-_LATE = {"capture_layer_ids": "late"}
-ABLATIONS: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "nothing from the base": {"fields": _AFRESH},
-    "layer from the base, not attention": {"fields": {**_AFRESH, "init_from_base_layer": True}},
-    "fc from the average alone": {"fields": {**_AFRESH, "fc_init": "average"}},
-    "all but attention": {"fields": {"init_attention": False}},
-    "biases of the base": {"fields": {"attention_bias": True}},
-    "detached": {"objective": {"detach": True}},
-    "alignment target": {"objective": {"alignment": "target"}},
-    "alignment paper": {"objective": {"alignment": "paper"}},
-    "decay 1.0": {"objective": {"step_decay": 1.0}},
-    "all rows (no in_vocab_only)": {"objective": {"in_vocab_only": False}},
-    "loss lk": {"objective": {"loss": "lk"}},
-    "T = 4": {"objective": {"ttt_steps": 4}},
-    "frozen head": {"fields": {"frozen_head": True}},
-    "late captures": {"fields": _LATE},
-    "q/k norm": {"fields": {"qk_norm": True}},
-    "two layers": {"fields": {"num_hidden_layers": 2}},
-    "late captures, frozen head": {"fields": {**_LATE, "frozen_head": True}},
-    "late captures, T = 4": {"fields": _LATE, "objective": {"ttt_steps": 4}},
-    "late captures, frozen head, T = 4": {"fields": {**_LATE, "frozen_head": True}, "objective": {"ttt_steps": 4}},
-    "base in fp8": {"fp8": ("base_fp8",)},
-    "draft in fp8": {"fp8": ("draft_fp8",)},
-    "base and draft in fp8": {"fp8": ("base_fp8", "draft_fp8")},
-    "late captures, frozen head, T = 4, base and draft in fp8": {
-        "fields": {**_LATE, "frozen_head": True}, "objective": {"ttt_steps": 4}, "fp8": ("base_fp8", "draft_fp8"),
-    },
-}  # fmt: skip
-"""EAGLE-3 with something changed: fields of EagleConfig, of ObjectiveConfig, and what trains in fp8 (as with
-finetune.py's --base-fp8 and --draft-fp8; all decode in bf16)."""
-USUAL = [name for name, change in ABLATIONS.items() if "fp8" not in change]
-"""Those that run on any machine."""
 
 
 def make_parser() -> cli.Parser:
@@ -148,6 +103,11 @@ def make_parser() -> cli.Parser:
     p.add_argument("--global-batch-size", type=cli.at_least_one, default=32)
     p.add_argument("--seq-length", type=cli.at_least_one, default=320)
     p.add_argument("--lr", type=float, default=1e-3)
+    p.add_argument("--answer-temperature", type=float, help="of the training answers (default: greedy)")
+    p.add_argument(
+        "--temperature", type=float, help="answer the few questions at this temperature, too, several times each"
+    )
+    p.add_argument("--rejection", action="store_true", help="with rejection sampling (default: the base's own samples)")
     p.add_argument(
         "--parts", nargs="+", choices=PARTS + ON_REQUEST, default=PARTS, metavar="PART",
         help=f"what is done: some of {', '.join(PARTS + ON_REQUEST)} (default: {', '.join(PARTS)})",
@@ -156,27 +116,6 @@ def make_parser() -> cli.Parser:
     p.add_argument("--reserve", type=float, default=0.0, help="of these seconds, kept for the quantised drafts")
     p.add_argument("--bf16", action="store_true")
     return p
-
-
-def drafter(name: str) -> str:
-    """The name; an error of argparse if there is no such drafter."""
-    if name not in DRAFTERS and not BLOCKS.fullmatch(name):
-        raise argparse.ArgumentTypeError(
-            f"no drafter is called {name!r}{suggest(name, DRAFTERS)}; there are {', '.join(DRAFTERS)}, and block "
-            "drafts such as 'dflash 2 x 8' or 'dspark 2 x 5 kv 14' (layers, slots, key/value heads)"
-        )
-    return name
-
-
-def kind_of(name: str, settings: dict[str, dict[str, Any]] = DRAFTERS) -> Kind:
-    """Of a drafter, or of an ablation of EAGLE-3."""
-    from benchmarks.comparison import Kind
-
-    if settings is DRAFTERS and (block := BLOCKS.fullmatch(name)):
-        sizes = zip(("num_hidden_layers", "block_size", "num_key_value_heads"), block.groups()[1:4], strict=True)
-        late = {"capture_layer_ids": "late", "fc_init": "average", "init_from_base_layer": True} if block[5] else {}
-        return Kind(block[1], {field: int(size) for field, size in sizes if size is not None} | late)
-    return Kind(**{"algorithm": name if settings is DRAFTERS else "eagle3", **settings[name]})
 
 
 def compare_algorithms(run: Comparison) -> list[Draft]:
@@ -302,7 +241,16 @@ def read_step_times(path: Path, names: Sequence[str] = ()) -> dict[str, float]:
 
 
 def check(args: argparse.Namespace) -> dict[str, float] | None:
-    """The times of --step-times, if this call reads them. Raises UserError for parts that need it."""
+    """The times of --step-times, if this call reads them. Raises UserError for parts that need it, and for flags
+    without effect."""
+    for flag in ("temperature", "answer_temperature"):
+        value = getattr(args, flag)
+        if value is not None and value <= 0:
+            raise UserError(f"--{flag.replace('_', '-')} {value:g}: expected above 0; greedy is without it")
+    if args.rejection and args.temperature is None:
+        raise UserError("--rejection needs --temperature")
+    if args.answer_temperature is not None and args.data:
+        raise UserError("--answer-temperature does nothing with --data, which has its answers: leave it out")
     if args.step_times is None:
         if asked := [part for part in ON_REQUEST if part in args.parts]:
             raise UserError(f"--parts {' '.join(asked)}: give --step-times FILE")
@@ -399,7 +347,6 @@ def quantise(run: Comparison, trained: list[Draft], steps: dict[str, int]) -> No
 
 def main(args: argparse.Namespace) -> None:
     """Everything, the most important first."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from benchmarks.acceptance_page import write_page
     from benchmarks.comparison import Comparison
 

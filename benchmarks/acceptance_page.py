@@ -24,8 +24,8 @@ BEGIN, END = "<!--measured-->", "<!--/measured-->"
 Line = dict[str, Any]
 
 
-def read_results(path: Path) -> tuple[Line, dict[str, Line], dict[str, Line], Line]:
-    """(settings, figures by name, the base alone by precision, training data). Raises UserError for other files."""
+def read_results(path: Path) -> list[Line]:
+    """Its lines; the first has the settings. Raises UserError for other files."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as e:
@@ -34,9 +34,7 @@ def read_results(path: Path) -> tuple[Line, dict[str, Line], dict[str, Line], Li
         raise UserError(
             f"{path}: the first line has no settings: expected results.jsonl of benchmarks/ablate_drafts.py"
         )
-    named = {kind: {x["name"]: x for x in lines if x["kind"] == kind} for kind in ("measured", "alone")}
-    data = next((x for x in lines if x["kind"] == "data"), {})
-    return lines[0], named["measured"], named["alone"], data
+    return lines
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -62,6 +60,10 @@ def _positions(stats: Line) -> str:
 
 def _times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 def _training(line: Line) -> str:
@@ -121,7 +123,7 @@ def _some(found: dict[str, Line], chosen: Sequence[str], base: Line | None, what
     for name in chosen:
         line = found[name]
         stats = line["few"]
-        rows.append([name, length_of(stats), _positions(stats), change(line, base), f"{line['identical']:.1%}"])
+        rows.append([name, length_of(stats), _positions(stats), change(line, base), _share(line.get("identical"))])
     return table([what, "acceptance length (95 %)", "per position", "change (95 %)", "same text"], rows)
 
 
@@ -225,7 +227,28 @@ def _fp8(found: dict[str, Line], precision: str) -> str:
     return "\n".join(parts)
 
 
-PARTS = ("drafters", "sets", "lengths", "ablations", "steps", "seconds", "lookup", "replay", "fp8")
+def _sampled(lines: Sequence[Line], few: str) -> str:
+    """Figures of sampled answers, as the ablations and others of the greedy ones."""
+    ways: dict[tuple[float, bool, int], dict[str, Line]] = {}
+    for line in lines:
+        if line["kind"] == "sampled":
+            way = line["temperature"], line["rejection"], line["samples"]
+            ways.setdefault(way, {})[line["name"]] = line
+    parts = []
+    for (temperature, rejection, samples), found in ways.items():
+        how = "with rejection sampling" if rejection else "where a draft token is right if the base samples it, too"
+        others = [name for name in found if not name.startswith(("ablation ", "replay "))]
+        tables = [
+            _ablations(found),
+            _ablations(found, "replay ", "weight 1"),
+            _some(found, others, None, "drafter"),
+        ]
+        title = f"At temperature {temperature:g} {how}, {samples} answers to each question. {few}."
+        parts.append("\n".join([f"{title}\n", *filter(None, tables)]))
+    return "\n".join(parts)
+
+
+PARTS = ("drafters", "sets", "lengths", "ablations", "steps", "seconds", "lookup", "replay", "fp8", "sampled")
 """Names of the tables of a run, in order."""
 
 
@@ -248,10 +271,12 @@ def _count(found: dict[str, Line]) -> str:
 
 def render(path: Path, wanted: Sequence[str] = PARTS) -> str:
     """The tables of one run."""
-    settings, found, alone, data = read_results(path)
+    lines = read_results(path)
+    found, alone = ({x["name"]: x for x in lines if x["kind"] == kind} for kind in ("measured", "alone"))
+    settings, data = lines[0], next((x for x in lines if x["kind"] == "data"), {})
     precision = "bf16" if settings["bf16"] else "float32"
     base = alone.get(precision)
-    timed = set(wanted) - {"ablations", "steps", "seconds", "replay"} and any(
+    timed = set(wanted) - {"ablations", "steps", "seconds", "replay", "sampled"} and any(
         "steps" in x and x["speedup"] is not None for x in found.values()
     )
     spent = f", about {settings['seconds']:g} s of training for each draft" if timed else ""
@@ -292,6 +317,7 @@ def render(path: Path, wanted: Sequence[str] = PARTS) -> str:
             f"**fp8** of base and draft, simulated, so there is no speed to measure. {few}.",
             _fp8(found, precision),
         ),
+        "sampled": ("**Sampled answers.**", _sampled(lines, few)),
     }
     chosen = [tables[part] for part in PARTS if part in wanted]
     return "\n".join([*text, *(f"\n{title}\n\n{body}" for title, body in chosen if body)])

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.draft_kinds import Kind
 from megatron_spec.base.direct import run_in_fp8
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.batch import Batch, Features
@@ -63,9 +64,11 @@ log = logging.getLogger("megatron_spec.ablate_drafts")
 SETTINGS = (
     "prompts", "seconds", "ablation_seconds", "qat_seconds", "draft_vocab_size", "questions", "few_questions",
     "timed_questions", "max_new_tokens", "max_draft_len", "batch_size", "global_batch_size", "seq_length", "lr", "bf16",
-    "ttt_steps", "step_ms",
+    "ttt_steps", "step_ms", "answer_temperature",
 )  # fmt: skip
 """Flags that the figures depend on."""
+SAMPLES = 4
+"""Answers to a question at --temperature."""
 HIDDEN = ("sets", "costs", "few", "few_tokens", "few_steps")
 """What is too long for a line of the log."""
 
@@ -128,22 +131,6 @@ REDUCED = ("eagle3", "p-eagle")
 """Algorithms with a head of their own, over the draft vocabulary."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What a draft is and how it is trained, where that is not the default.
-
-    Attributes:
-        fields: of its configuration.
-        objective: fields of ObjectiveConfig.
-        fp8: opt-in fast paths of its training: "base_fp8", "draft_fp8".
-    """
-
-    algorithm: str
-    fields: dict[str, Any] = field(default_factory=dict)
-    objective: dict[str, Any] = field(default_factory=dict)
-    fp8: tuple[str, ...] = ()
-
-
 @dataclass
 class Draft:
     """A draft: how to build it, and its weights once it is trained."""
@@ -154,6 +141,8 @@ class Draft:
     objective: ObjectiveConfig
     seed: int = 0
     """Of its first weights, and of the order of the batches."""
+    train: dict[str, Any] = field(default_factory=dict)
+    """See `Kind`."""
     fp8: tuple[str, ...] = ()
     """See `Kind`. It decodes with the base as it was loaded, and in bf16."""
     weights: dict[str, Any] = field(default_factory=dict)
@@ -218,6 +207,7 @@ class Comparison:
             return Path(self.args.data)
         path, asking = self.output / "train.jsonl", self.output / "questions.jsonl"
         config = self.decode.replace(batch_size=4 * self.args.batch_size, max_new_tokens=self.args.answer_tokens)
+        config = config.replace(temperature=self.args.answer_temperature or 0.0)
         hot = config.replace(temperature=0.9, max_new_tokens=96)
         prompts = write_questions(
             self.base, self.tokenizer, self.args.conversations, hot, asking, self.stop_ids, {"base": self.args.base}
@@ -251,11 +241,15 @@ class Comparison:
         loader = BatchLoader(dataset, size, size, device=self.world.device)
         self.batches = [loader.step(i * size)[0] for i in range(max(1, len(dataset) // size))]
         counts = count_supervised(dataset, self.ref.config.vocab_size)
-        ids = select_draft_ids(counts, min(self.args.draft_vocab_size, self.ref.config.vocab_size), self.stop_ids)
+        self.counts, ids = counts, self.draft_ids(counts, self.args.draft_vocab_size)
         self.vocab = DraftVocab(ids, len(counts))
         self.compute_features()
         if not self.results.has("data"):
             self.results.add("data", conversations=len(dataset), steps=len(self.batches), **coverage(counts, ids))
+
+    def draft_ids(self, counts: Any, size: int) -> Any:
+        """The `size` tokens of the draft vocabulary."""
+        return select_draft_ids(counts, min(size, self.ref.config.vocab_size), self.stop_ids)
 
     def compute_features(self) -> None:
         """Features of every batch, kept in memory; those of before are dropped first."""
@@ -314,7 +308,7 @@ class Comparison:
     def vocab_of(self, kind: Kind) -> DraftVocab:
         """The reduced vocabulary for drafts with a head of their own, the whole one for the others."""
         if self.batches and kind.algorithm.startswith(REDUCED):
-            return self.vocab
+            return DraftVocab(self.draft_ids(self.counts, kind.vocab), len(self.counts)) if kind.vocab else self.vocab
         return DraftVocab.full(self.ref.config.vocab_size)
 
     def config_of(self, kind: Kind) -> Any:
@@ -333,7 +327,7 @@ class Comparison:
         if kind.algorithm == "medusa":
             steps = {"ttt_steps": config.num_heads}
         goal = presets.objective_for(config, ObjectiveConfig(**{**steps, **kind.objective}))
-        return Draft(name, config, self.vocab_of(kind), goal, seed, kind.fp8)
+        return Draft(name, config, self.vocab_of(kind), goal, seed, kind.train, kind.fp8)
 
     def seen_by(self, draft: Draft, features: Features) -> Features:
         """Features with the captures of a draft alone."""
@@ -359,7 +353,7 @@ class Comparison:
         gc.collect()  # DDP and its hooks hold each other: parameters and gradients of the last draft are still there
         config = TrainConfig(
             train_iters=ticks, lr=lr, lr_warmup_iters=max(1, ticks // 50),
-            bf16=self.args.bf16, adam_beta2=0.99, global_batch_size=self.args.global_batch_size,
+            bf16=self.args.bf16, adam_beta2=0.99, global_batch_size=self.args.global_batch_size, **draft.train,
         )  # fmt: skip
         module = self.module(draft, quantised)
         if "draft_fp8" in draft.fp8:
@@ -467,15 +461,62 @@ class Comparison:
                 yield i
 
     def measure(self, name: str, draft: Any, about: dict[str, Any], few: bool = False, **changes: Any) -> None:
-        """Acceptance on all questions (or a few of each set) and predicted speed-up, as one line.
+        """Acceptance on all questions (or a few of each set) and predicted speed-up, as one line; with --temperature a
+        line of sampled answers, too.
 
         Args:
-            draft: makes the module; not called when the figure is there.
+            draft: makes the module; not called when the figures are there.
         """
-        if self.results.has("measured", name):
+        greedy, hot = not self.results.has("measured", name), self._hot(draft is not None, changes)
+        hot = None if hot is None or self._sampled(name) else hot
+        if not greedy and hot is None:
             return
         module, config = draft() if draft else None, self.decode.replace(**changes)
         self.base.capture(module.config.capture_layer_ids if module is not None else ())
+        if greedy:
+            self._answer(name, module, config, about, few, changes)
+        if hot is not None:
+            self._sample(name, module, hot, about)
+
+    @property
+    def _way(self) -> dict[str, Any]:
+        """How answers are sampled."""
+        return {"temperature": self.args.temperature, "rejection": self.args.rejection, "samples": SAMPLES}
+
+    def _sampled(self, name: str) -> bool:
+        """True when the sampled answers are there."""
+        wanted = {"kind": "sampled", "name": name, **self._way}
+        return any(wanted.items() <= line.items() for line in self.results.lines if line["kind"] == "sampled")
+
+    def _hot(self, drafted: bool, changes: dict[str, Any]) -> DecodeConfig | None:
+        """How answers are sampled; None: not at all (rejection sampling needs a chain with probabilities)."""
+        if self.args.temperature is None:
+            return None
+        if self.args.rejection and (not drafted or changes.get("use_dynamic_tree")):
+            return None
+        return self.decode.replace(
+            **changes, temperature=self.args.temperature, use_rejection_sampling=self.args.rejection
+        )
+
+    def _sample(self, name: str, module: Any, config: DecodeConfig, about: dict[str, Any]) -> None:
+        """Acceptance when the few questions are answered `SAMPLES` times each, from seeds of their own."""
+        chosen = [i for i in self.few() for _ in range(SAMPLES)]
+        found = decode(self.base, [self.questions[i][1] for i in chosen], config, self.stop_ids, draft=module)
+        tokens, steps = ([0] * (len(chosen) // SAMPLES) for _ in range(2))
+        for place, g in enumerate(found):
+            steps[place // SAMPLES] += len(g.accepted_lengths)
+            tokens[place // SAMPLES] += sum(g.accepted_lengths) + len(g.accepted_lengths)
+        self.results.add(
+            "sampled", name=name, **self._way, **about, few=asdict(acceptance_stats(found)), few_tokens=tokens,
+            few_steps=steps, sets={
+                k: asdict(v) for k, v in by_category(found, [self.questions[i][0] for i in chosen]).items()
+            },
+        )  # fmt: skip
+
+    def _answer(
+        self, name: str, module: Any, config: DecodeConfig, about: dict[str, Any], few: bool, changes: dict[str, Any]
+    ) -> None:
+        """Greedy answers, and their speed."""
         first = set(self.few())
         chosen = sorted(first) if few else list(range(len(self.questions)))
         ids = [self.questions[i][1] for i in chosen]

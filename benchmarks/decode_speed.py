@@ -18,8 +18,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_spec import cli
 from megatron_spec.config import DecodeConfig, ParallelConfig, UserError
 from megatron_spec.decoding.costs import Costs, now
@@ -46,6 +44,8 @@ class Bench:
     """Base, draft and questions."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        import torch
+
         from megatron_spec.checkpoint.spec import locked
         from megatron_spec.commands.decode import load_models, plan
         from megatron_spec.data.chat import ChatEncoder

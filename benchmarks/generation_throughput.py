@@ -7,6 +7,10 @@ time of a step in which the host does not wait for the device: launches, and wha
 a GPU, decoding is bound by the host where it is close to `ms_per_step`. `file_tokens_per_second` includes prompts,
 tokenising, chat template and writing, and recording CUDA graphs.
 
+--together N ... prints, instead, lines that stand beside those of `vllm_speed.py --together`: N requests at once, the
+questions of all files repeated, or thinned out, to so many; every answer has exactly --max-new-tokens tokens. Tokens
+over seconds, prefill included, tokenising and text left out, in the second of two equal runs.
+
 --profile prints, instead, where the device's time goes: per batch size and temperature a line with kernels per step,
 shares by kind and the longest kernels, of --profile-tokens tokens of one batch whose graphs are recorded.
 """
@@ -23,10 +27,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_spec import cli
-from megatron_spec.config import DecodeConfig
+from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.decoding.costs import Costs, now
 
 
@@ -34,10 +36,13 @@ def make_parser() -> cli.Parser:
     """The flags."""
     p = cli.Parser(__doc__)
     p.add_argument("--base", required=True, metavar="DIR")
-    p.add_argument("--prompts", required=True, metavar="JSONL", help="conversations or questions; only first questions")
-    p.add_argument("--batch-sizes", type=cli.at_least_one, nargs="+", default=[512])
+    p.add_argument(
+        "--prompts", required=True, nargs="+", metavar="JSONL", help="conversations or questions; only first questions"
+    )
+    p.add_argument("--batch-sizes", type=cli.at_least_one, nargs="+", help="(default: 512)")
+    p.add_argument("--together", type=cli.at_least_one, nargs="+", metavar="N", help="requests answered at once")
     p.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    p.add_argument("--max-new-tokens", type=cli.at_least_one, default=512)
+    p.add_argument("--max-new-tokens", type=cli.at_least_one, help="(default: 512; with --together: 192)")
     p.add_argument("--limit", type=cli.at_least_one, default=4096, help="prompts (default: 4096)")
     p.add_argument("--profile", action="store_true", help="shares of the device's time by kind of kernel")
     p.add_argument("--profile-tokens", type=cli.at_least_one, default=48, help="of an answer (default: 48)")
@@ -67,6 +72,8 @@ class Bench:
     """A base with its tokenizer and prompts."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        import torch
+
         from megatron_spec.checkpoint.base_import import inspect_base, load_base
         from megatron_spec.data.chat import ChatEncoder
         from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
@@ -76,7 +83,8 @@ class Bench:
         self.tokenizer = load_tokenizer(args.base)
         self.stop_ids = set(stop_token_ids(args.base, self.tokenizer))
         self.base = load_base(inspect_base(args.base), distributed.initialize(), (), getattr(torch, args.dtype))
-        prompts = [p for p in read_prompts(args.prompts) if len(p.rounds) == 1][: args.limit]
+        prompts = [p for path in args.prompts for p in read_prompts(path) if args.together or len(p.rounds) == 1]
+        prompts = prompts[: args.limit]
         encoder = ChatEncoder(self.tokenizer, self.stop_ids, vocab_size=self.base.vocab_size)
         asked = ask_all(map(Dialogue, prompts), encoder, self.base.config.max_position_embeddings)
         self.dialogues, self.ids = [d for d, _ in asked], [ids for _, ids in asked]
@@ -108,6 +116,25 @@ class Bench:
             "file_ms_per_answer": round((written - alone) / len(found) * 1e3, 3),
         }  # fmt: skip
 
+    def together(self, config: DecodeConfig) -> dict[str, Any]:
+        """One line of --together: as many requests as the batch size, with CUDA graphs recorded in the first run."""
+        from benchmarks.vllm_speed import spread
+        from megatron_spec.decoding.engine import decode
+        from megatron_spec.decoding.session import DecodeSession
+
+        ids, session, length = spread(self.ids, config.batch_size), DecodeSession(), config.max_new_tokens
+        for _ in range(2):
+            start = now()
+            found = decode(self.base, ids, config, set(), session=session)
+            seconds = now() - start
+        if counts := {len(g.tokens) for g in found} - {length}:
+            raise UserError(f"answers of {sorted(counts)} tokens, expected {length}: the base's context is too short")
+        return {
+            "engine": "megatron_spec", "requests": len(ids), "temperature": config.temperature,
+            "prompt_tokens": sum(map(len, ids)), "tokens": len(ids) * length, "seconds": round(seconds, 3),
+            "tokens_per_second": round(len(ids) * length / seconds),
+        }  # fmt: skip
+
     def profile(self, config: DecodeConfig) -> dict[str, Any]:
         """One line of --profile: of a batch that was decoded before, so all of its graphs are recorded."""
         from benchmarks.device_time import profiled
@@ -131,11 +158,15 @@ class Bench:
 def measure(args: argparse.Namespace) -> None:
     """Prints the lines."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    bench = Bench(args)
-    for size in args.batch_sizes:
+    if args.together and (args.profile or args.batch_sizes):
+        raise UserError("--together N sets the batch size and has no profile: leave --batch-sizes and --profile out")
+    bench, length = Bench(args), args.max_new_tokens or (192 if args.together else 512)
+    for size in args.together or args.batch_sizes or [512]:
         for temperature in args.temperatures:
-            config = DecodeConfig(batch_size=size, temperature=temperature, max_new_tokens=args.max_new_tokens)
-            if args.profile:
+            config = DecodeConfig(batch_size=size, temperature=temperature, max_new_tokens=length)
+            if args.together:
+                line = bench.together(config)
+            elif args.profile:
                 line = bench.profile(config.replace(max_new_tokens=args.profile_tokens))
             else:
                 line = bench.run(config)

@@ -15,230 +15,12 @@ Equality: a small model with weights on disk, in fp32 and bf16. Throughput: rand
 from __future__ import annotations
 
 import argparse
-import gc
-import itertools
-import json
-import re
 import sys
-import time
 from pathlib import Path
-from typing import Any
-
-import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import scale_proof
-from benchmarks.random_models import base_shape, random_base, random_draft
-from megatron_spec.batch import Batch
-from megatron_spec.checkpoint.base_import import inspect_base, load_base
-from megatron_spec.commands.convert import new_draft
-from megatron_spec.config import ENGINE, LOCAL, ObjectiveConfig, ParallelConfig, TrainConfig, presets
-from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.features.ahead import FeaturesAhead
-from megatron_spec.features.online import OnlineFeatures
-from megatron_spec.ops import overlap
-from megatron_spec.planning.paths import Paths, Setting
-from megatron_spec.runtime import distributed, platform
-from megatron_spec.runtime.distributed import World
-from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
-from megatron_spec.training.step import Trainer
-
-SMALLEST_PIECE = overlap.SMALLEST_PIECE
-MODELS = {"8b": "llama-3.1-8b", "70b": "llama-3.1-70b"}
-SMALL = dict(
-    hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8,
-    head_dim=64, vocab_size=8192, max_position_embeddings=4096, rms_norm_eps=1e-5, tie_word_embeddings=False,
-    architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", torch_dtype="float32",
-)  # fmt: skip
-
-
-def parse_layout(text: str) -> tuple[ParallelConfig, bool]:
-    """'tp2pp2sp' -> (parallel sizes, whether Transformer Engine's layers are used)."""
-    if not re.fullmatch(r"one(te)?|((tp|pp|cp|dp)\d+|sp|te)+", text):
-        raise SystemExit(f"layout {text!r}: expected for example tp4, tp2pp2, cp4, tp2sp, dp4 or one")
-    size = {name: int(n) for name, n in re.findall(r"(tp|pp|cp)(\d+)", text)}
-    sp = "sp" in re.findall(r"tp|pp|cp|dp|sp|te", text)
-    return ParallelConfig(
-        tensor_model_parallel_size=size.get("tp", 1), pipeline_model_parallel_size=size.get("pp", 1),
-        context_parallel_size=size.get("cp", 1), sequence_parallel=sp,
-    ), text.endswith("te")  # fmt: skip
-
-
-def start(layout: str) -> tuple[World, bool]:
-    """The process groups of a layout, after removing those of the previous one."""
-    from megatron.core import parallel_state
-
-    parallel, engine = parse_layout(layout.split("@")[0])
-    parallel_state.destroy_model_parallel()
-    return distributed.initialize(parallel), engine
-
-
-# Equality
-
-
-def write_small_base(folder: Path, tiny: bool) -> None:
-    """A random Llama in Hugging Face format; logits have a spread of a few units."""
-    from safetensors.torch import save_file
-
-    shape = {**SMALL, **(dict(hidden_size=128, intermediate_size=256, head_dim=8, vocab_size=512) if tiny else {})}
-    H, M, V, D = (int(shape[k]) for k in ("hidden_size", "intermediate_size", "vocab_size", "head_dim"))
-    queries, keys = int(shape["num_attention_heads"]) * D, int(shape["num_key_value_heads"]) * D
-    generator = torch.Generator().manual_seed(11)
-    sizes = {"model.embed_tokens": (V, H), "lm_head": (V, H)}
-    for i in range(int(shape["num_hidden_layers"])):
-        at = f"model.layers.{i}"
-        sizes |= {f"{at}.self_attn.q_proj": (queries, H), f"{at}.self_attn.o_proj": (H, queries)}
-        sizes |= {f"{at}.self_attn.{n}_proj": (keys, H) for n in "kv"}
-        sizes |= {f"{at}.mlp.{n}_proj": (M, H) for n in ("gate", "up")} | {f"{at}.mlp.down_proj": (H, M)}
-        sizes |= {f"{at}.input_layernorm": (H,), f"{at}.post_attention_layernorm": (H,)}
-    sizes["model.norm"] = (H,)
-    tensors = {
-        f"{n}.weight": torch.ones(s) if len(s) == 1 else torch.randn(s, generator=generator) * 1.5 * s[1] ** -0.5
-        for n, s in sizes.items()
-    }
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(shape))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def equality_batches(vocab: int, S: int, world: World) -> list[Batch]:
-    """This data-parallel rank's part of sixteen micro-batches with two turns per row and padding."""
-    generator, found = torch.Generator().manual_seed(3), []
-    for m in range(16):
-        tokens = torch.randint(0, vocab, (2, S), generator=generator)
-        turns, documents = torch.zeros(2, S, dtype=torch.int32), torch.zeros(2, S, dtype=torch.int32)
-        turns[:, 3 : S // 2], turns[:, S // 2 + 5 : S - m] = 1, 2
-        documents[:, S - m :] = -1
-        found.append(Batch(tokens, torch.arange(S).expand(2, S).clone(), turns, documents, context=world.context))
-    return [batch.to(world.device) for batch in found[world.dp_rank :: world.dp_size]]
-
-
-def gradients(base_folder: Path, world: World, dtype: torch.dtype, engine: bool, S: int) -> dict[str, Any]:
-    """Loss, sums and unsharded gradients of one global batch."""
-    reference = inspect_base(base_folder)
-    D = reference.config.vocab_size // 2
-    config = presets.eagle_config(reference.config, overrides={"draft_vocab_size": D})
-    base = load_base(reference, world, config.capture_layer_ids, dtype, ENGINE if engine else LOCAL)
-    vocab = DraftVocab(torch.arange(D) * 2, reference.config.vocab_size)
-    name = str(dtype).removeprefix("torch.")
-    setting = Setting(platform.machine(), name, world.parallel, draft=config, draft_transformer_engine=engine)
-    draft = new_draft(base, config, vocab, world, dtype, 5, Paths(setting))
-    train = TrainConfig(train_iters=4, bf16=dtype == torch.bfloat16)
-    ddp = wrap_ddp(draft, world, train)
-    trainer = Trainer(world, ddp, *build_optimizer(ddp, world, train), base, ObjectiveConfig(ttt_steps=4))
-    batches = equality_batches(reference.config.vocab_size, S, world)
-    _, features, count = FeaturesAhead(OnlineFeatures(base), [batches], world.pp_size).step()
-    sums, loss = trainer.backward(features, count)
-    whole = {}
-    for name, p in draft.named_parameters():
-        gradient = p.main_grad.detach().float() / float(sums[3, 0])
-        if getattr(p, "tensor_model_parallel", False) and world.tp_size > 1:
-            parts = [torch.empty_like(gradient) for _ in range(world.tp_size)]
-            dist.all_gather(parts, gradient.contiguous(), group=world.tp)
-            gradient = torch.cat(parts, dim=p.partition_dim)
-        whole[name] = gradient.cpu()
-    return {"loss": float(loss), "rows": sums[3].tolist(), "gradients": whole}
-
-
-def equality(layout: str, reference: Path, tiny: bool) -> list[dict[str, Any]]:
-    """Relative differences of loss and gradients from one GPU; the run on one GPU writes them."""
-    world, engine = start(layout)
-    overlap.SMALLEST_PIECE = 256  # these micro-batches are small, and go in pieces like large ones
-    entries = []
-    for dtype in (torch.float32, torch.bfloat16):
-        if engine and dtype == torch.float32:
-            continue
-        found = gradients(reference / "base", world, dtype, engine, 96 if tiny else 512)
-        name = str(dtype).removeprefix("torch.")
-        file = reference / f"{name}.pt"
-        if layout == "one":
-            torch.save(found, file)
-        one = torch.load(file, weights_only=True)
-        every, worst = differences(found["gradients"], one["gradients"])
-        entries.append({
-            "layout": layout, "gpus": world.size, "dtype": name, "loss": found["loss"],
-            "loss_difference": abs(found["loss"] / one["loss"] - 1), "same_rows": found["rows"] == one["rows"],
-            "gradient_difference": every, "worst_parameter": worst,
-        })  # fmt: skip
-        if dtype == torch.bfloat16:  # the effect of rounding alone, with and without parallelism
-            exact = torch.load(reference / "float32.pt", weights_only=True)
-            entries[-1]["gradient_from_fp32"] = differences(found["gradients"], exact["gradients"])[0]
-        say(world, entries[-1])
-    return entries
-
-
-def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, float]:
-    """Relative differences of all gradients together and of the worst parameter."""
-    pairs = [(g, expected[n]) for n, g in found.items()]
-    every = torch.cat([(a - b).flatten() for a, b in pairs]).norm() / torch.cat([b.flatten() for _, b in pairs]).norm()
-    return float(every), max(float((a - b).norm() / b.norm()) for a, b in pairs)
-
-
-# Throughput
-
-
-def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second and GPU of training steps, with features computed ahead across steps."""
-    world, _ = start(layout)
-    overlap.SMALLEST_PIECE = SMALLEST_PIECE
-    cuda = world.device.type == "cuda"
-    dtype = torch.bfloat16 if cuda else torch.float32
-    config = base_shape("tiny" if args.tiny else MODELS[args.model])
-    torch.manual_seed(world.tp_rank)
-    base = random_base(config, world, dtype)
-    draft = random_draft(config, world, 32000, dtype)
-    train = TrainConfig(train_iters=10**6, bf16=cuda, use_distributed_optimizer=world.size > 1)
-    ddp = wrap_ddp(draft, world, train)
-    trainer = Trainer(world, ddp, *build_optimizer(ddp, world, train), base, ObjectiveConfig(ttt_steps=args.ttt_steps))
-    S, B, mine = args.seq_length, args.micro_batch_size, args.micro_batches
-    if "@" in layout and not args.tiny:
-        S, B = map(int, layout.split("@")[1].split("x"))
-    generator = torch.Generator().manual_seed(world.dp_rank)
-    tokens = torch.randint(0, config.vocab_size, (B, S), generator=generator)
-    ones = torch.ones(B, S, dtype=torch.int32)
-    positions = torch.arange(S).expand(B, S).clone()
-    batch = Batch(tokens, positions, ones, ones - 1, context=world.context).to(world.device)
-    steps = itertools.repeat([batch] * (mine * world.pp_size))
-    stream = FeaturesAhead(OnlineFeatures(base), steps, world.pp_size, args.features_ahead)
-    flush = max(1, stream.ahead // mine)  # steps that one run of the pipeline serves
-
-    def run(count: int) -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(count):
-            _, features, owned = stream.step()
-            trainer.step(features, "", owned)
-        if cuda:
-            torch.cuda.synchronize()
-        dist.barrier()
-        return (time.perf_counter() - begin) / count
-
-    run(flush * -(-args.warmup // flush))
-    seconds = run(flush * -(-args.steps // flush))
-    tokens_of_step = B * S * mine * world.pp_size * world.dp_size
-    found = {
-        "layout": layout, "gpus": world.size, "model": "tiny" if args.tiny else args.model, "seq_length": S,
-        "micro_batch_size": B, "features_ahead": stream.ahead, "step_s": seconds,
-        "tokens_per_second": tokens_of_step / seconds,
-        "tokens_per_second_per_gpu": tokens_of_step / seconds / world.size,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-        "off": {
-            name: models.paths.blocked[name]
-            for models, names in ((base, ("base_direct",)), (draft, ("draft_fused", "loss_kernel", "teacher_kernel")))
-            for name in names
-            if name in models.paths.blocked
-        },
-    }  # fmt: skip
-    say(world, found)
-    return found
-
-
-def say(world: World, entry: dict[str, Any]) -> None:
-    """Print one line on rank 0."""
-    if world.rank == 0:
-        print(json.dumps(entry), flush=True)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -274,34 +56,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Equality, then throughput, of every layout; a failed layout is reported, and the others continue."""
+    """Every layout in child processes, or some in this one."""
     args = parse()
     if args.gpus is not None:
         kinds = [kind for kind in ("equality", "speed") if not getattr(args, f"no_{kind}")]
         chosen = scale_proof.Chosen(args.gpus, kinds, args.only, args.tiny)
         raise SystemExit(scale_proof.prove(chosen, args.output, args.reference))
-    report: dict[str, list[Any]] = {"equality": [], "speed": [], "failed": []}
-    first, _ = start(args.layouts[0])
-    if not args.no_equality and args.layouts[0] == "one" and not (args.reference / "base").is_dir():
-        write_small_base(args.reference / "base", args.tiny)
-    for layout in args.layouts:
-        for name in ("equality", "speed"):
-            if getattr(args, f"no_{name}") or (name == "speed" and layout not in (args.speed_of or args.layouts)):
-                continue
-            say(first, {"begin": layout})
-            try:
-                report[name] += (
-                    equality(layout, args.reference, args.tiny) if name == "equality" else [speed(layout, args)]
-                )
-            except torch.OutOfMemoryError as e:
-                report["failed"].append(f"{layout} {name}: {str(e)[:200]}")
-            gc.collect()
-            if first.device.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-    if first.rank == 0 and args.output is not None:
-        args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    distributed.shutdown()
+    from benchmarks import measure_layouts  # --help does without what it imports
+
+    measure_layouts.main(args)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,17 @@
-"""Tokens per second of vLLM at batch 1, with a draft and without, on sets of questions.
+"""Tokens per second of vLLM, with a draft and without, on sets of questions: one by one, or many together.
 
     python benchmarks/vllm_speed.py --base BASE --draft EXPORT/draft --prompts humaneval.jsonl gsm8k.jsonl
+    python benchmarks/vllm_speed.py --base BASE --prompts humaneval.jsonl gsm8k.jsonl --together 512 1024
 
-Runs in the environment of vLLM and needs nothing else (megatron_spec need not be installed). Questions are answered
-greedily, one at a time, the first turn alone, prefill included. Acceptance length is by vLLM's own counters. Every
-engine has a process of its own.
+Runs in the environment of vLLM and needs nothing else (megatron_spec need not be installed). Only first turns are
+asked. Acceptance length is by vLLM's own counters. Every engine has a process of its own.
+
+By default questions are answered greedily, one at a time, prefill included.
+
+--together N ...: N requests at once (max_num_seqs = N), the questions of all sets repeated, or thinned out, to so many;
+every answer has exactly --max-new-tokens tokens. A line of JSON for each N, temperature and draft: tokens over seconds,
+prefill included, tokenising and text left out, in the second of two equal runs. `generation_throughput.py --together`
+counts alike, so the two stand side by side; `prompt_tokens` is the same in both when the prompts are.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ import multiprocessing
 import os
 import statistics
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,15 +40,39 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--parallel-drafting", action="store_true", help="P-EAGLE")
     p.add_argument("--max-draft-len", type=int, default=4, help="tokens drafted per step (default: 4)")
     p.add_argument("--prompts", required=True, nargs="+", metavar="JSONL", help="question files, one set each")
-    p.add_argument("--questions", type=int, default=10, help="of each set (default: 10)")
-    p.add_argument("--max-new-tokens", type=int, default=128)
+    p.add_argument("--questions", type=int, help="of each set (default: 10; with --together: all)")
+    p.add_argument("--together", type=int, nargs="+", metavar="N", help="requests answered at once")
+    p.add_argument("--temperatures", type=float, nargs="+", help="with --together (default: 0 1)")
+    p.add_argument(
+        "--max-cudagraph", type=int, metavar="N",
+        help="with --together: largest batch recorded as a CUDA graph (default: vLLM's own limit)",
+    )  # fmt: skip
+    p.add_argument("--max-new-tokens", type=int, help="(default: 128; with --together: 192)")
     p.add_argument("--max-model-len", type=int, default=2048)
     p.add_argument("--gpu-memory-utilization", type=float, default=0.3)
     p.add_argument("--output", metavar="JSON")
     return p
 
 
-def questions(path: Path, count: int) -> list[list[dict[str, str]]]:
+def settle(args: argparse.Namespace) -> argparse.Namespace:
+    """Fill in the defaults of the mode. Raises SystemExit for flags of the other mode and counts below 1."""
+    if args.together is None:
+        if given := [f"--{n.replace('_', '-')}" for n in ("temperatures", "max_cudagraph") if getattr(args, n)]:
+            raise SystemExit(f"{', '.join(given)}: only with --together")
+        args.questions, args.max_new_tokens = args.questions or 10, args.max_new_tokens or 128
+        return args
+    args.temperatures, args.max_new_tokens = args.temperatures or [0.0, 1.0], args.max_new_tokens or 192
+    if min(args.together) < 1:
+        raise SystemExit(f"--together {min(args.together)}: expected 1 or more")
+    return args
+
+
+def spread(items: list[Any], count: int) -> list[Any]:
+    """`count` items evenly from all: each repeated, or some left out."""
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def questions(path: Path, count: int | None) -> list[list[dict[str, str]]]:
     """The first of the `turns` of `count` lines, as messages."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines()[:count]:
@@ -55,18 +87,62 @@ def counted(llm: Any) -> tuple[float, float]:
     return tuple(next((v for k, v in found.items() if k.endswith(kind)), 0.0) for kind in kinds)  # type: ignore[return-value]
 
 
-def measure(args: argparse.Namespace, draft: str | None) -> dict[str, dict[str, float]]:
-    """Of every set: tokens, seconds, acceptance length."""
-    from vllm import LLM, SamplingParams
+def engine(args: argparse.Namespace, draft: str | None, sequences: int, **more: Any) -> Any:
+    """vLLM's LLM for so many sequences at once."""
+    from vllm import LLM
 
     speculative: dict[str, Any] | None = None
     if draft:
         speculative = {"method": args.method, "model": draft, "num_speculative_tokens": args.max_draft_len}
         speculative |= {"parallel_drafting": True} if args.parallel_drafting else {}
-    llm = LLM(
-        args.base, speculative_config=speculative, max_model_len=args.max_model_len, max_num_seqs=4,
+    return LLM(
+        args.base, speculative_config=speculative, max_model_len=args.max_model_len, max_num_seqs=sequences,
         gpu_memory_utilization=args.gpu_memory_utilization, enable_prefix_caching=False, disable_log_stats=False,
+        **more,
     )  # fmt: skip
+
+
+def prompt_ids(llm: Any, paths: list[Path], count: int | None) -> list[list[int]]:
+    """Token ids of every question, with the model's chat template."""
+    tokenizer, found = llm.get_tokenizer(), []
+    for messages in (m for path in paths for m in questions(path, count)):
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        found.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    return found
+
+
+def measure_together(args: argparse.Namespace, draft: str | None, requests: int) -> list[dict[str, Any]]:
+    """A line for every temperature. Raises SystemExit when an answer does not have --max-new-tokens tokens."""
+    from vllm import SamplingParams, __version__
+
+    graphs = {"compilation_config": {"max_cudagraph_capture_size": args.max_cudagraph}} if args.max_cudagraph else {}
+    llm = engine(args, draft, requests, **graphs)
+    ids = spread(prompt_ids(llm, [Path(p) for p in args.prompts], args.questions), requests)
+    prompts, lines, length = [{"prompt_token_ids": x} for x in ids], [], args.max_new_tokens
+    for temperature in args.temperatures:
+        params = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, detokenize=False)
+        for _ in range(2):  # the first run warms up
+            before, start = counted(llm), time.perf_counter()
+            found = llm.generate(prompts, params, use_tqdm=False)
+            seconds, after = time.perf_counter() - start, counted(llm)
+        counts = {len(x.outputs[0].token_ids) for x in found}
+        if counts != {length}:
+            raise SystemExit(f"answers of {sorted(counts)} tokens, expected {length}: is --max-model-len too small?")
+        drafts, accepted = (now - then for now, then in zip(after, before, strict=True))
+        lines.append({
+            "engine": f"vllm {__version__}", "draft": bool(draft), "requests": requests, "temperature": temperature,
+            "prompt_tokens": sum(map(len, ids)), "tokens": requests * length, "seconds": round(seconds, 3),
+            "tokens_per_second": round(requests * length / seconds),
+            "acceptance_length": round(1 + accepted / drafts, 3) if drafts else None,
+        })  # fmt: skip
+    return lines
+
+
+def measure(args: argparse.Namespace, draft: str | None) -> dict[str, dict[str, float]]:
+    """Of every set, one question at a time: tokens, seconds, acceptance length."""
+    from vllm import SamplingParams
+
+    llm = engine(args, draft, 4)
     params = SamplingParams(temperature=0, max_tokens=args.max_new_tokens)
     llm.chat([{"role": "user", "content": "Hello"}], params, use_tqdm=False)
     found = {}
@@ -81,17 +157,32 @@ def measure(args: argparse.Namespace, draft: str | None) -> dict[str, dict[str, 
     return found
 
 
-def in_a_process(args: argparse.Namespace, draft: str | None) -> dict[str, dict[str, float]]:
-    """`measure`, of which nothing stays on the GPU."""
+def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
+    """A function's result, of which nothing stays on the GPU."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(measure, args, draft).result()
+        return pool.submit(function, *args).result()
+
+
+def throughput(args: argparse.Namespace) -> None:
+    """Print the lines of --together, and write --output."""
+    lines = []
+    for requests in args.together:
+        for draft in dict.fromkeys((None, args.draft)):
+            for line in in_a_process(measure_together, args, draft, requests):
+                print(json.dumps(line), flush=True)
+                lines.append(line)
+    if args.output:
+        Path(args.output).write_text(json.dumps(lines, indent=1), encoding="utf-8")
 
 
 def main() -> None:
-    """Prints a table, and writes --output."""
-    args = make_parser().parse_args()
-    alone = in_a_process(args, None)
-    drafted = in_a_process(args, args.draft) if args.draft else {}
+    """Prints what was measured, and writes --output."""
+    args = settle(make_parser().parse_args())
+    if args.together:
+        throughput(args)
+        return
+    alone = in_a_process(measure, args, None)
+    drafted = in_a_process(measure, args, args.draft) if args.draft else {}
     print("| set | tokens/s alone | tokens/s with the draft | speed-up | acceptance length |\n|---|---|---|---|---|")
     ratios = []
     for name, one in alone.items():

@@ -328,7 +328,7 @@ def run(
             from megatron_spec.runtime.optional import check_optional_packages
 
             late_compile.install()
-            check_optional_packages()
+            check_optional_packages(args.run)
         code = main(args)
     except UserError as e:
         _leave(2, f"{parser.prog}: error: {e}")

@@ -218,16 +218,16 @@ CORE = SimpleNamespace(
 def installed() -> Iterator[None]:
     """The stand-in instead of Transformer Engine, with its paths on for any device, dtype and head size."""
     from megatron_spec.base import te
-    from megatron_spec.planning import paths
+    from megatron_spec.planning import te_paths
 
     patches = [
         mock.patch.object(te, "core", lambda: CORE),
         mock.patch.object(te, "grouped_linear", lambda: GroupedLinear),
         mock.patch.object(te, "installed", lambda: True),
         mock.patch.object(te, "check", lambda *_: None),
-        mock.patch.object(paths, "_half", lambda _: {}),
-        mock.patch.object(paths, "_head_sizes", lambda *_: {}),
-        mock.patch.object(paths, "_engine", lambda s: {"local": not s.layers.engine}),
+        mock.patch.object(te_paths, "_half", lambda _: {}),
+        mock.patch.object(te_paths, "_head_sizes", lambda *_: {}),
+        mock.patch.object(te_paths, "_engine", lambda s: {"local": not s.layers.engine}),
     ]
     for patch in patches:
         patch.start()

@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.shapes import FAMILIES, family_shape  # noqa: E402
 from megatron_spec.commands import runs  # noqa: E402
 from megatron_spec.config import ENGINE, BaseConfig, ParallelConfig  # noqa: E402
 from megatron_spec.config.machine import H100  # noqa: E402
@@ -62,8 +63,6 @@ def _engine_cells(base: BaseConfig, parallel: ParallelConfig) -> list[str]:
 
 def engine_table() -> str:
     """Transformer Engine's modules by script, family and layout."""
-    from benchmarks.random_models import FAMILIES, family_shape  # imports torch, which --help does without
-
     lines = [
         _row("script", "`--transformer-impl transformer_engine`", "`--fp8-format`", "layouts"),
         "|---|---|---|---|",

@@ -24,7 +24,7 @@ from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.ops import backend
 from megatron_spec.ops.attention import attend
 from megatron_spec.ops.fp8 import Fp8Matrix, padded
-from megatron_spec.ops.overlap import Wait, pieces, start_sum
+from megatron_spec.ops.overlap import Wait, rank_sums
 from megatron_spec.ops.rope import apply_rotary, rotary_angles
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import Paths
@@ -216,6 +216,7 @@ class DirectForward:
         self, config: BaseConfig, layers: list[Any], final_norm: Tensor | None, tp: dist.ProcessGroup, paths: Paths
     ) -> None:
         self.config, self.layers, self.final_norm, self.tp = config, layers, final_norm, tp
+        self.sums = rank_sums(tp, paths)
         self.sequence_parallel = paths.setting.parallel.sequence_parallel
         heads = (config.num_attention_heads // tp.size(), config.num_key_value_heads // tp.size())
         kind = paths.kernels("base_direct")
@@ -298,7 +299,7 @@ class DirectForward:
 
     def _pieces(self, rows: int, visibility: Visibility) -> list[slice]:
         dense = visibility.cache is None and self.config.moe is None
-        return pieces(rows, self.tp) if dense else [slice(0, rows)]
+        return self.sums.pieces(rows) if dense else [slice(0, rows)]
 
     def _projected(
         self, x: list[Tensor], delta: list[Wait | None], layer: Any, parts: list[slice], biased: bool
@@ -354,7 +355,7 @@ class DirectForward:
         if self.tp.size() == 1:
             out = self.operators.linear(activation, module, module.bias)
             return lambda: out
-        wait = start_sum(self.operators.linear(activation, module, None), self.tp)
+        wait = self.sums.start(self.operators.linear(activation, module, None))
         return wait if module.bias is None else lambda: wait().add_(module.bias)
 
 

@@ -59,7 +59,7 @@ def late_capture_ids(num_layers: int) -> tuple[int, ...]:
 
 
 def spread_capture_ids(num_layers: int, count: int) -> tuple[int, ...]:
-    """`count` base layers whose outputs block drafts read, spread evenly from 1 to L-3; fewer in a small base."""
+    """`count` base layers spread evenly from 1 to L-3; fewer in a small base."""
     first = min(1, num_layers - 1)
     last = max(num_layers - 3, first)
     count = min(count, last - first + 1)
@@ -69,11 +69,11 @@ def spread_capture_ids(num_layers: int, count: int) -> tuple[int, ...]:
 
 
 def _spread_over(num_layers: int) -> tuple[int, ...]:
-    """Of block drafts."""
+    """Five: the default of block drafts."""
     return spread_capture_ids(num_layers, 5)
 
 
-_CAPTURES = {"default": default_capture_ids, "late": late_capture_ids}
+_CAPTURES = {"default": default_capture_ids, "late": late_capture_ids, "five": _spread_over}
 """Names for `capture_layer_ids`."""
 _BLOCK_CAPTURES = {"default": _spread_over, "late": late_capture_ids}
 
@@ -170,7 +170,7 @@ def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[st
 
     Args:
         overrides: fields of `EagleConfig`, for P-EAGLE including `mask_token_id`; Hugging Face's `rope_theta` and
-            `rope_scaling` are accepted, and "default" or "late" for `capture_layer_ids`.
+            `rope_scaling` are accepted, and "default", "late" or "five" for `capture_layer_ids`.
 
     Raises:
         UserError: unknown key (with a suggestion), wrong type, conflicting values, or no mask token.
@@ -290,7 +290,7 @@ def _block_objective(config: BlockConfig, objective: ObjectiveConfig) -> Objecti
             f"--ttt-steps {objective.ttt_steps}, but a block of {config.block_size} proposes {steps} tokens: leave it "
             "out"
         )
-    unread = ["step_decay", "alignment", "detach", "in_vocab_only", "replay_weight"]
+    unread = ["step_decay", "step_weights", "alignment", "detach", "in_vocab_only", "replay_weight"]
     if not config.has_markov_head:
         unread += ["confidence_weight", "backbone_weight", "backbone_iters"]
     _refuse_unread(objective, unread, f"do nothing for {config.algorithm}")
@@ -330,9 +330,26 @@ def _check_parallel_objective(objective: ObjectiveConfig) -> None:
 
 
 _BLOCK_OPTIONS = [
-    "anchors", "block_weights", "block_gamma", "pace_alpha", "ce_weight", "l1_weight", "confidence_weight",
-    "backbone_weight", "backbone_iters",
+    "anchors", "block_weights", "block_gamma", "ce_weight", "l1_weight", "confidence_weight", "backbone_weight",
+    "backbone_iters",
 ]  # fmt: skip
+
+
+_PACED = ("eagle3", "eagle3.1", "eagle-mtp")
+"""Drafts whose steps D-PACE may weigh: each step continues the one before, and only its token counts."""
+
+
+def _check_step_weights(config: DraftConfig, objective: ObjectiveConfig) -> None:
+    """Of all but block drafts."""
+    if objective.step_weights == "decay":
+        _refuse_unread(objective, ["pace_alpha"], "does nothing without --step-weights d-pace")
+        return
+    if config.algorithm not in _PACED:
+        raise UserError(
+            f"--step-weights {objective.step_weights} is for {', '.join(_PACED)}, the draft is {config.algorithm}: "
+            "leave it out"
+        )
+    _refuse_unread(objective, ["step_decay"], f"does nothing with --step-weights {objective.step_weights}")
 
 
 def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveConfig:
@@ -353,6 +370,7 @@ def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveC
     if isinstance(config, BlockConfig):
         return _block_objective(config, objective)
     _refuse_unread(objective, _BLOCK_OPTIONS, f"are for block drafts, the draft is {config.algorithm}")
+    _check_step_weights(config, objective)
     if objective.loss == "ce_l1":
         raise UserError(f"--loss ce_l1 is for block drafts, the draft is {config.algorithm}: choose another")
     if not objective.in_vocab_only and config.draft_vocab_size == config.vocab_size:

@@ -7,7 +7,8 @@ from typing import Literal
 
 from megatron_spec.config.core import Config, option, require
 
-LossKind = Literal["soft_ce", "kl", "reverse_kl", "tv", "lk", "hard_ce", "ce_l1"]
+LossKind = Literal["soft_ce", "kl", "reverse_kl", "tv", "lk", "lk_hybrid", "hard_ce", "ce_l1"]
+StepWeights = Literal["decay", "d-pace"]
 BlockWeights = Literal["exponential", "d-pace"]
 Alignment = Literal["serving", "paper", "target"]
 QuantFormat = Literal["none", "fp8", "nvfp4"]
@@ -59,9 +60,12 @@ class ObjectiveConfig(Config):
     """Draft steps T unrolled in training."""
     step_decay: float = 0.8
     """Weight of step k is step_decay ** k."""
+    step_weights: StepWeights = "decay"
+    """EAGLE-3, MTP: weight of a step is step_decay ** k, or its part in the accepted length (D-PACE)."""
     loss: LossKind = "soft_ce"
     """Distance between draft and base: cross entropy with the base's distribution, KL divergence in either direction,
-    total variation, the acceptance loss lk, or cross entropy with the base's most likely token."""
+    total variation, the acceptance loss lk, a mixture of KL and total variation that moves from the first to the second
+    as acceptance grows (lk_hybrid), or cross entropy with the base's most likely token."""
     temperature: float = 1.0
     """Softmax temperature of teacher and draft."""
     alignment: Alignment = "serving"
@@ -90,7 +94,7 @@ class ObjectiveConfig(Config):
     block_gamma: float | None = None
     """Block drafts, exponential weights; default: 7, 5, 4 for blocks of 16, 10, 8."""
     pace_alpha: float = 0.5
-    """Block drafts, D-PACE: how far acceptance probabilities are smoothed towards 1."""
+    """D-PACE: how far acceptance probabilities are smoothed towards 1."""
     ce_weight: float = 0.1
     """Loss ce_l1 (DSpark): weight of the cross-entropy to the tokens of the text."""
     l1_weight: float = 0.9
@@ -166,8 +170,9 @@ class TrainConfig(Config):
     bf16: bool = False
     """Weights and activations in bfloat16, optimizer state in float32."""
     optimizer_impl: OptimizerImpl = "auto"
-    """Whose Adam, gradient norm and weight-gradient kernels: the first of Transformer Engine, apex and torch that is
-    installed and works, or this one. A run may continue with another."""
+    """Whose Adam, gradient norm and weight-gradient kernels: the first of Transformer Engine (only where another flag
+    names it: its import takes seconds), apex and torch that is installed and works, or this one. A run may continue
+    with another."""
     use_distributed_optimizer: bool = False
     """Shard the optimizer state over the ranks that hold the same part of the draft."""
     features_ahead: int = 0

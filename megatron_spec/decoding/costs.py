@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
-
 
 @dataclass
 class Costs:
@@ -45,6 +43,8 @@ class NoCosts(Costs):
 
 def now() -> float:
     """`time.perf_counter` after a device synchronisation."""
+    import torch  # here: --help of the benchmarks does without
+
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

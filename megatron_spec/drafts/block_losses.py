@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from megatron_spec.config import ObjectiveConfig
 from megatron_spec.drafts.anchors import BlockPlan
 from megatron_spec.drafts.contract import DraftLosses
+from megatron_spec.drafts.pace import label_probabilities
 from megatron_spec.losses import block
 from megatron_spec.losses.vocab_parallel import (
     InPlace,
@@ -236,19 +237,6 @@ def _pace(head: BlockHead, plan: BlockPlan, objective: ObjectiveConfig, order_N:
     return _Pace(places, (len(plan.tokens_P), len(plan.supervision.rows)), objective.pace_alpha, like)
 
 
-@torch.no_grad()
-def _label_probabilities(head: BlockHead, told: Teacher, rows_N: Tensor, temperature: float, group: Any) -> Tensor:
-    """[N] the draft's probability of every label, computed chunk by chunk."""
-    x_NH, found = torch.cat(head.rows), []
-    wide = torch.promote_types(x_NH.dtype, torch.float32)
-    for part in row_chunks(len(x_NH), chunk_rows(head.weight_VH, columns=told.columns)):
-        logits = (x_NH[part] @ head.weight_VH.t()).to(wide)
-        head.add_low_(logits, part)
-        column_R = told.label_U[rows_N[part]] - told.first
-        found.append(block.label_probabilities(logits / temperature, column_R, group))
-    return torch.cat(found) if found else x_NH.new_zeros(0, dtype=wide)
-
-
 def block_losses(
     head: BlockHead, plan: BlockPlan, teacher: Teacher, objective: ObjectiveConfig, group: dist.ProcessGroup,
     paths: Paths = NO_PATHS,
@@ -291,7 +279,8 @@ class _Pass:
         if fast != "none":
             return self._paced(backend.load(fast), rows_N) if paced else self._in_place(backend.load(fast), rows_N)
         if paced:
-            q_N = _label_probabilities(self.head, self.told, rows_N, self.objective.temperature, self.group)
+            given = (rows_N, self.told, self.objective.temperature, self.group, self.head.add_low_)
+            q_N = label_probabilities(torch.cat(self.head.rows), self.head.weight_VH, *given)
             weight_N = _pace(self.head, self.plan, self.objective).weights(q_N)
         else:
             weight_N = _step_weights(self.head, self.plan, self.objective)

@@ -16,10 +16,10 @@ from megatron_spec.batch import Batch
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.unroll_steps import Steps, TokenRows
 from megatron_spec.ops import backend
-from megatron_spec.ops.overlap import Wait, pieces, start_sum
+from megatron_spec.ops.overlap import Wait
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.ops.weight_products import WeightProducts
-from megatron_spec.planning.paths import ROWS_AT_ONCE, keeps_gates
+from megatron_spec.planning.unroll_memory import ROWS_AT_ONCE, keeps_gates
 
 if TYPE_CHECKING:
     from megatron_spec.drafts.eagle3 import EagleDraft
@@ -142,7 +142,7 @@ class Tape:
         self.mlp: Any = layer.mlp
         self.kernels: Any = backend.load(draft.paths.kernels("draft_fused"))
         self.weights, self.visibility, self.eps, self.steps = weights, visibility, draft.config.rms_norm_eps, steps
-        self.tp, self.sequence_parallel = draft.tp_group, draft.sequence_parallel
+        self.tp, self.sequence_parallel, self.sums = draft.tp_group, draft.sequence_parallel, draft.rank_sums()
         self.sizes = sizes = Sizes.of(draft, batch, steps)
         self.like: dict[str, Any] = {"dtype": hidden_RH.dtype, "device": hidden_RH.device}
         total = steps.span(0, sizes.steps).stop
@@ -210,11 +210,11 @@ class Tape:
 
     def start_sum(self, x: Tensor) -> Wait:
         """Start to sum x over tensor parallel ranks, in place."""
-        return start_sum(x, self.tp)
+        return self.sums.start(x)
 
     def pieces(self, k: int) -> list[slice]:
         """The rows of step k in the pieces whose sums over ranks run beside each other's products."""
-        return pieces(self.steps.count(k), self.tp)
+        return self.sums.pieces(self.steps.count(k))
 
     def at(self, x: Tensor, k: int) -> Tensor:
         """The rows of step k in a buffer over all steps."""

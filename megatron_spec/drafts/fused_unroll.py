@@ -5,9 +5,9 @@ Its plain twin is `unroll.unroll` with `EagleDraft.layer_step`. The gains:
 - The embedding half of q, k and v depends only on the token, so it is projected once for all steps: step k reads rows
   j + k. So does its backward.
 - Weight gradients are one product over the rows of many steps, accumulated in fp32 directly in `main_grad`.
-- Gate and up are computed again in the backward where keeping them would take too much memory (`paths.MOST_GATES`).
-- Norms, rotary embedding, gate and branch attention take one pass over memory each (`ops/kernels/rows.py`,
-  `ops/kernels/branch.py`); the gate's output is recomputed, and its gradient overwrites its input.
+- Gate and up are computed again in the backward where keeping them would take too much memory (`MOST_GATES`).
+- Norms, rotary embedding, gate and branch attention take one pass over memory each (`rows.py`, `rotary.py` and
+  `branch.py` in `ops/kernels`); the gate's output is recomputed, and its gradient overwrites its input.
 - Only rows that some step supervises are written for the LM head, and steps after the first run only on these rows if
   that saves enough.
 
@@ -15,7 +15,7 @@ Tensor parallelism: every rank has all rows, complete; heads and intermediate co
 two row-sharded products and, in the backward, the input gradients of column-sharded products and of the LM head; rows
 go through a step in two pieces, so that the all-reduce of one runs beside the products of the other. The
 gradient of the embedding's norm stays partial; only its weight gradient is reduced. Under sequence parallelism the
-unroll also works on the full sequence (up to `paths.MOST_WHOLE_ROWS` rows), so it can drop unsupervised rows.
+unroll also works on the full sequence (up to `MOST_WHOLE_ROWS` rows), so it can drop unsupervised rows.
 
 Context parallelism: a rank has the rows of two chunks of every sequence. Keys and values of the trunk are gathered once
 per micro-batch, and their gradients are summed once; all else is local to a row.
@@ -45,7 +45,7 @@ from megatron_spec.ops import attention
 from megatron_spec.ops.overlap import Wait
 from megatron_spec.ops.products import GradientSums
 from megatron_spec.ops.visibility import Visibility
-from megatron_spec.planning.paths import MOST_WHOLE_ROWS, whole_rows_bytes
+from megatron_spec.planning.unroll_memory import MOST_WHOLE_ROWS, whole_rows_bytes
 
 if TYPE_CHECKING:
     from megatron_spec.drafts.eagle3 import EagleDraft

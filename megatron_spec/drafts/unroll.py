@@ -22,6 +22,7 @@ from megatron_spec.batch import Batch, Features
 from megatron_spec.config import Alignment, ObjectiveConfig
 from megatron_spec.drafts.contract import Attention, DraftLosses, shift
 from megatron_spec.drafts.linear import copy_to_ranks, enter
+from megatron_spec.drafts.pace import paced_weights
 from megatron_spec.drafts.teacher import TeacherHead
 from megatron_spec.losses.vocab_parallel import Teacher, kernel_row_loss, row_losses
 from megatron_spec.ops import backend
@@ -158,6 +159,22 @@ def head_rows(x_SBH: Tensor, rows_R: Tensor, group: dist.ProcessGroup, sequence_
     return copy_to_ranks(pick_rows(x_SBH.flatten(0, 1), rows_R), group)
 
 
+def _weights(
+    states: list[Tensor],
+    weight_DH: Tensor,
+    supervision: Supervision,
+    teacher: Teacher,
+    objective: ObjectiveConfig,
+    group: dist.ProcessGroup,
+) -> list[Tensor]:
+    """[R] weights of every step, without what single rows weigh."""
+    told = supervision.teacher_rows
+    if objective.step_weights == "d-pace":
+        places = (supervision.rows, supervision.active[0], told)
+        return paced_weights(states, weight_DH, *places, teacher, objective, group)
+    return [torch.full_like(teacher.lse_U[rows], objective.step_decay**k) for k, rows in enumerate(told)]
+
+
 def head_losses(
     states: list[Tensor],
     weight_DH: Tensor,
@@ -176,9 +193,10 @@ def head_losses(
     """
     told = teacher if labels_U is None else dataclasses.replace(teacher, label_U=labels_U)
     steps = []
-    for k, rows in enumerate(supervision.teacher_rows):
+    for k, (rows, weight) in enumerate(
+        zip(supervision.teacher_rows, _weights(states, weight_DH, supervision, told, objective, group), strict=True)
+    ):
         inside = teacher.in_vocab_U[rows]
-        weight = torch.full_like(teacher.lse_U[rows], objective.step_decay**k)
         if objective.in_vocab_only:
             weight = weight * inside
         if supervision.rejected and objective.replay_weight != 1:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+if TYPE_CHECKING:  # intervals alone need it: --help of the benchmarks does without
+    import torch
 
 
 class HasSteps(Protocol):
@@ -98,6 +99,8 @@ def change_ci95(
 
 def _resampled_lengths(runs: Sequence[tuple[Sequence[int], Sequence[int]]], resamples: int, seed: int) -> torch.Tensor:
     """[runs, resamples] acceptance lengths of several runs over the same prompts, resampled jointly."""
+    import torch
+
     sums_N2P = torch.tensor([[list(tokens), list(steps)] for tokens, steps in runs], dtype=torch.float64)
     prompts = sums_N2P.shape[2]
     generator = torch.Generator().manual_seed(seed)
@@ -108,6 +111,8 @@ def _resampled_lengths(runs: Sequence[tuple[Sequence[int], Sequence[int]]], resa
 
 
 def _bounds(values_R: torch.Tensor) -> tuple[float, float]:
+    import torch
+
     # NaN: none of the drawn prompts has a step in one of the two runs. Happens only with a handful of prompts.
     low, high = torch.nanquantile(values_R, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high

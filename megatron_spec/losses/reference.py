@@ -40,12 +40,23 @@ def lk(logp_RD: Tensor, logq_RD: Tensor) -> Tensor:
     return -logp_RD.minimum(logq_RD).logsumexp(-1)
 
 
+HYBRID_ETA = 3.0
+"""Of `lk_hybrid`, as published."""
+
+
+def lk_hybrid(logp_RD: Tensor, logq_RD: Tensor) -> Tensor:
+    """w KL + (1 - w) TV with w = exp(-3 overlap), which has no gradient (arXiv 2602.23881)."""
+    w = (-HYBRID_ETA * overlap(logp_RD, logq_RD)).exp().detach()
+    return w * kl(logp_RD, logq_RD) + (1 - w) * tv(logp_RD, logq_RD)
+
+
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "soft_ce": soft_ce,
     "kl": kl,
     "reverse_kl": reverse_kl,
     "tv": tv,
     "lk": lk,
+    "lk_hybrid": lk_hybrid,
 }
 
 

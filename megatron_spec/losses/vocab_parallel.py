@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_spec.config import LossKind
+from megatron_spec.losses.reference import HYBRID_ETA
 from megatron_spec.ops.fp8 import Fp8Matrix
 
 
@@ -167,7 +168,7 @@ def kernel_row_loss(
     """`row_losses` or `block.ce_l1_rows` as one kernel that overwrites logits with weighted gradients.
 
     Args:
-        kind: one of `planning.paths.KERNEL_LOSSES`.
+        kind: one of `planning.draft_paths.KERNEL_LOSSES`.
         kernels: operators (`ops.backend.load`).
         weights: of cross-entropy and sum |q - p|, for ce_l1.
     """
@@ -277,6 +278,18 @@ def _lk(
     return -log_overlap, q.mul_(mass[:, None]).sub_(share)
 
 
+def _lk_hybrid(
+    logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, column: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    below = (q < p).to(q.dtype)
+    divergence, mass = torch.linalg.vecdot(p, logp.sub_(logq)), torch.linalg.vecdot(q, below)
+    reduce_together(group, divergence, mass, overlap)
+    w = (-HYBRID_ETA * overlap).exp_()
+    loss = w * divergence + (1 - w) * (1 - overlap)
+    flat = below.neg_().add_(mass[:, None]).mul_(q).mul_(1 - w[:, None])  # of the total variation
+    return loss, q.sub_(p).mul_(w[:, None]).add_(flat)
+
+
 def _hard_ce(
     logp: Tensor, logq: Tensor, p: Tensor, q: Tensor, overlap: Tensor, column: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
@@ -286,7 +299,8 @@ def _hard_ce(
     return loss, q.scatter_add_(-1, index, -mine[:, None].to(q.dtype))
 
 
-_KINDS = {"soft_ce": _soft_ce, "kl": _kl, "reverse_kl": _reverse_kl, "tv": _tv, "lk": _lk, "hard_ce": _hard_ce}
+_KINDS = {"soft_ce": _soft_ce, "kl": _kl, "reverse_kl": _reverse_kl, "tv": _tv, "lk": _lk, "lk_hybrid": _lk_hybrid,
+          "hard_ce": _hard_ce}  # fmt: skip
 
 
 def reduce_together(group: dist.ProcessGroup | None, *sums_R: Tensor) -> None:

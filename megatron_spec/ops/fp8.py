@@ -1,4 +1,4 @@
-"""Matrices in real fp8 (E4M3) with one scale per row. Kernels: `ops/kernels/fp8.py`, plain twins: `ops/plain.py`.
+"""Matrices in real fp8 (E4M3) with one scale per row. Kernels: `ops/kernels/fp8.py`, plain twins: `ops/plain/fp8.py`.
 
 The scale of a row is its largest magnitude / 448, found when the row is rounded: nothing is calibrated or delayed.
 """

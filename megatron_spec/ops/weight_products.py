@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_spec.ops.fp8 import Fp8Matrix, padded
 from megatron_spec.ops.products import add_product
-from megatron_spec.planning.paths import ROWS_AT_ONCE
+from megatron_spec.planning.unroll_memory import ROWS_AT_ONCE
 
 
 class WeightProducts:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_spec.config import DraftConfig, Fp8Recipe, ParallelConfig, UserError
 from megatron_spec.config.structure import draft_tensors, share
-from megatron_spec.planning.paths import Setting
+from megatron_spec.planning.setting import Setting
 
 FLAG = "--draft-transformer-impl transformer_engine"
 

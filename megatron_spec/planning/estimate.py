@@ -23,7 +23,8 @@ from megatron_spec.config import (
 )
 from megatron_spec.config.machine import H100
 from megatron_spec.config.structure import draft_tensors
-from megatron_spec.planning.paths import ROWS_AT_ONCE, Paths, Setting, keeps_gates
+from megatron_spec.planning.paths import Paths, Setting
+from megatron_spec.planning.unroll_memory import ROWS_AT_ONCE, keeps_gates
 
 GIB = 1 << 30
 HEAD_CHUNK = 1100 << 20

@@ -1,13 +1,21 @@
-"""Packages that megatron-core uses where they are installed. Standard library, and torch where apex is installed."""
+"""Packages that megatron-core uses where they are installed. Standard library, and torch where apex is installed.
+
+Importing Transformer Engine takes longer than all other imports of a run together, and megatron-core imports it
+whenever it can. Without a flag that names it, its Adam and gradient norm would be all that a run computes with it,
+Adam in the first step alone where the path `optimizer_pass` is on. Such a run leaves it out.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from megatron_spec.config import UserError
+from megatron_spec.config import Config, UserError
 
 log = logging.getLogger(__name__)
 
@@ -15,30 +23,63 @@ APEX = ("amp_C", "apex.optimizers", "apex.multi_tensor_apply")
 """What megatron-core imports of apex; the extension comes first, because the packages import without it."""
 APEX_REMEDY = "build it from source with its CUDA extensions (docs/install.md#apex) or remove it"
 
+ENGINE = "transformer_engine"
+
 unusable: dict[str, str] = {}
 """Package that is installed, but not used -> why."""
 
 
-def check_optional_packages() -> None:
-    """Check that Transformer Engine is absent or complete, and leave out an apex that is neither.
+def check_optional_packages(run: Config) -> None:
+    """Import Transformer Engine for a run that computes with it, hide it from others, and an apex that does not work.
 
     megatron-core uses both if they import. A partial installation (a core without its torch extension, a library for
     another CUDA version) fails later with an unrelated message, or silently loses the fused path. Call it before
-    megatron-core is imported.
+    megatron-core is imported. For programs of our own: it changes what others find.
+
+    Args:
+        run: flags of the program.
 
     Raises:
-        UserError: Transformer Engine is installed but does not import; states what failed and what to do.
+        UserError: Transformer Engine is asked for, but does not import; states what failed and what to do.
     """
-    if importlib.util.find_spec("transformer_engine") is not None:
-        try:
-            importlib.import_module("transformer_engine.pytorch")
-        except Exception as e:
-            raise UserError(
-                "transformer_engine is installed, but transformer_engine.pytorch does not import "
-                f"({type(e).__name__}: {_one_line(e)}): complete it (pip install 'transformer-engine[pytorch]') or "
-                "remove it (pip uninstall transformer-engine); it is optional"
-            ) from e
+    if importlib.util.find_spec(ENGINE) is not None:
+        if names_engine(run):
+            _import_engine()
+        elif ENGINE not in sys.modules:
+            unusable[ENGINE] = "nothing else of this run computes with it"
+            _hide(ENGINE)
     leave_out_broken_apex()
+
+
+def names_engine(run: Config) -> bool:
+    """True if a flag has the value `transformer_engine`; whatever computes with it needs one that does."""
+    values = [getattr(run, field.name) for field in dataclasses.fields(run)]
+    return any(names_engine(value) if isinstance(value, Config) else value == ENGINE for value in values)
+
+
+def _import_engine() -> None:
+    try:
+        with _without("transformer_engine.jax"):  # tried where jax is installed, which takes seconds to import
+            importlib.import_module("transformer_engine.pytorch")
+    except Exception as e:
+        raise UserError(
+            "transformer_engine is installed, but transformer_engine.pytorch does not import "
+            f"({type(e).__name__}: {_one_line(e)}): complete it (pip install 'transformer-engine[pytorch]'), or leave "
+            "out the flags that name it; it is optional"
+        ) from e
+
+
+@contextmanager
+def _without(name: str) -> Iterator[None]:
+    """A block in which a module that is not loaded does not import."""
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def leave_out_broken_apex() -> None:
@@ -55,9 +96,14 @@ def leave_out_broken_apex() -> None:
             return
         unusable["apex"] = problem
         log.warning("apex is not used: %s; %s", problem, APEX_REMEDY)
-    for name in [n for n in sys.modules if n == "apex" or n.startswith("apex.")]:
+    _hide("apex")
+
+
+def _hide(package: str) -> None:
+    """An import of it is an ImportError from now on."""
+    for name in [n for n in sys.modules if n == package or n.startswith(package + ".")]:
         del sys.modules[name]
-    sys.modules["apex"] = None  # type: ignore[assignment]  # an import of it is an ImportError from now on
+    sys.modules[package] = None  # type: ignore[assignment]
 
 
 def apex_problem() -> str | None:

@@ -1,7 +1,8 @@
 """Whose kernels update a draft: Adam, gradient norm, clipping and sums of weight gradients.
 
-megatron-core takes the first of Transformer Engine, apex and torch that imports. `choose` can name another one; states
-are the same within rounding, and a checkpoint of one continues under any other (`checkpoint/optimizer_state.py`).
+megatron-core takes the first of Transformer Engine, apex and torch that imports; a program of ours hides the first
+unless one of its flags names it (`runtime/optional.py`). `choose` can name another one; states are the same within
+rounding, and a checkpoint of one continues under any other (`checkpoint/optimizer_state.py`).
 """
 
 from __future__ import annotations
@@ -91,6 +92,19 @@ def _apex_products() -> Any:
         return importlib.import_module(WEIGHT_GRADIENTS) if platform.machine().gpu else None
     except Exception:  # absent, or built for another torch or CUDA: torch has an operator for the same
         return None
+
+
+def order() -> str:
+    """What `auto` chooses from, with the reasons of those that are not there, for the log."""
+    why = {name: _absent(name) for name in TITLES}
+    said = [TITLES[name] + (f" ({why[name]})" if why[name] else "") for name in TITLES]
+    return f"the first of {said[0]}, {said[1]} and {said[2]}"
+
+
+def _absent(name: str) -> str | None:
+    if name in optional.unusable:
+        return f"not loaded: {optional.unusable[name]}" if name == optional.ENGINE else optional.unusable[name]
+    return None if importlib.util.find_spec(name) is not None else "not installed"
 
 
 def described(paths: Paths = NO_PATHS) -> str:

@@ -71,7 +71,8 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False, pg_collection=world.draft_groups)
     _use_fused_adam(optimizer)
     _norm_without_waits()
-    log.info("optimizer: %s", kernels.described(ddp.module.paths if hasattr(ddp.module, "paths") else NO_PATHS))
+    chosen = kernels.described(ddp.module.paths if hasattr(ddp.module, "paths") else NO_PATHS)
+    log.info("optimizer: %s (%s)", chosen, kernels.order() if train.optimizer_impl == "auto" else "--optimizer-impl")
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -125,7 +126,7 @@ def _norm_without_waits() -> None:
 
 
 def _use_fused_adam(optimizer: MegatronOptimizer) -> None:
-    """torch's Adam (megatron-core's choice without Transformer Engine) as one kernel instead of a dozen passes."""
+    """torch's Adam (where there is no Transformer Engine and no apex) as one kernel instead of a dozen passes."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
         if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) and torch.cuda.is_available():

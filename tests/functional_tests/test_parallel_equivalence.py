@@ -42,6 +42,7 @@ CASES: dict[int, list[Case]] = {
         dict(name="dflash, experts", packed=True, algorithm="dflash", model="moe"),
         dict(name="p-eagle", packed=True, algorithm="p-eagle"),
         dict(name="p-eagle, experts", packed=True, algorithm="p-eagle", model="moe"),
+        dict(name="d-pace", packed=True, goal={"step_weights": "d-pace", "loss": "lk_hybrid"}),
     ],
     2: [
         dict(tp=2),
@@ -72,6 +73,8 @@ CASES: dict[int, list[Case]] = {
         dict(tp=2, packed=True, algorithm="p-eagle", sequence_parallel=True),
         dict(cp=2, packed=True, algorithm="p-eagle"),
         dict(pp=2, packed=True, algorithm="p-eagle", distributed_optimizer=True),
+        dict(cp=2, packed=True, goal={"step_weights": "d-pace", "loss": "lk_hybrid"}),
+        dict(tp=2, packed=True, goal={"step_weights": "d-pace", "loss": "lk_hybrid"}),
         dict(ep=2, packed=True, algorithm="p-eagle", model="moe"),
     ],
     3: [dict(pp=3, micro_batches=6), dict(pp=3, first=4, last=1, micro_batches=6)],
@@ -88,6 +91,7 @@ CASES: dict[int, list[Case]] = {
         dict(cp=2, tp=2, sequence_parallel=True, packed=True, algorithm="rnn dspark"),
         dict(tp=4, packed=True, whole=True),
         dict(cp=2, tp=2, sequence_parallel=True, packed=True, algorithm="p-eagle"),
+        dict(cp=2, tp=2, sequence_parallel=True, packed=True, goal={"step_weights": "d-pace", "loss": "lk_hybrid"}),
     ],
 }
 
@@ -188,8 +192,8 @@ def run_case(folders: dict[str, str], case: Case, resave: str | None = None) -> 
     )  # fmt: skip
     ddp = wrap_ddp(draft, world, train)
     optimizer, scheduler = build_optimizer(ddp, world, train)
-    blocks = isinstance(config, BlockConfig)
-    goal = presets.objective_for(config, ObjectiveConfig(anchors=5) if blocks else ObjectiveConfig(ttt_steps=3))
+    first = {"anchors": 5} if isinstance(config, BlockConfig) else {"ttt_steps": 3}
+    goal = presets.objective_for(config, ObjectiveConfig(**first, **case.get("goal", {})))
     spec = CheckpointSpec(base=link(ref), draft=config)
     if resave is not None:
         sharded.load(iteration_folder(saved(folders, case, "two ranks"), 0), draft, world, optimizer=optimizer)
@@ -252,7 +256,7 @@ def reference(folders: dict[str, str]) -> dict[str, dict[str, Any]]:
 
 def kind(case: Case) -> str:
     """What is computed, whatever the layout."""
-    return " ".join(str(case.get(key)) for key in ("model", "packed", "algorithm", "whole", "micro_batches"))
+    return " ".join(str(case.get(key)) for key in ("model", "packed", "algorithm", "whole", "micro_batches", "goal"))
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:

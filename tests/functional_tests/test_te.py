@@ -134,7 +134,7 @@ def test_a_run_continues_on_the_other_modules(here: Path, tmp_path: Path, first:
 def test_fp8_pads_rows_and_changes_no_sample(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in does not round, so the losses are those of local layers."""
     from megatron_spec.base.te import FP8_ROWS
-    from megatron_spec.planning import paths
+    from megatron_spec.planning import te_paths
 
     rows, product = set(), te_stand_in.TELinear.product
 
@@ -142,8 +142,8 @@ def test_fp8_pads_rows_and_changes_no_sample(here: Path, monkeypatch: pytest.Mon
         rows.add(x.shape[:-1].numel())
         return product(self, x)
 
-    monkeypatch.setattr(paths, "_fp8", lambda _: {})
-    monkeypatch.setattr(paths, "linear_sizes", lambda *_: ())
+    monkeypatch.setattr(te_paths, "fp8_products", lambda _: {})
+    monkeypatch.setattr(te_paths, "linear_sizes", lambda *_: ())
     monkeypatch.setattr(te_stand_in._Linear, "product", counted)
     layers = ENGINE.replace(fp8_format="hybrid", fp8_recipe="tensorwise")
     with te_stand_in.installed():
@@ -188,11 +188,11 @@ def test_every_script_refuses_it_without_a_gpu(here: Path, tmp_path: Path) -> No
     ],
 )
 def test_fp8_is_refused(here: Path, options: dict[str, str], message: str) -> None:
-    from megatron_spec.planning import paths
+    from megatron_spec.planning import te_paths
 
     layers = ENGINE.replace(fp8_format="hybrid")
     with te_stand_in.installed(), pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match=message):
-        patch.setattr(paths, "_fp8", lambda _: {})
-        patch.setattr(paths, "linear_sizes", lambda *_: ())
+        patch.setattr(te_paths, "fp8_products", lambda _: {})
+        patch.setattr(te_paths, "linear_sizes", lambda *_: ())
         train(here, "draft local", "refused", 2, layers, **options)
     assert not (here / "refused").exists()

@@ -24,6 +24,7 @@ from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.ops import backend, head, plain, weight_products
 from megatron_spec.ops.fp8 import Fp8Matrix
+from megatron_spec.ops.plain import attention as plain_attention
 from megatron_spec.ops.ttt_attention import merged_attention
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import NO_PATHS, Paths
@@ -318,7 +319,7 @@ def test_merged_attention(cudnn: bool, head_dim: int) -> None:
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
     pairs = [(wide[f"k{i}"], wide[f"v{i}"]) for i in range(branches + 1)]
-    expected = plain.merged_attention(wide["q0"], pairs[0], pairs[1:], documents)
+    expected = plain_attention.merged_attention(wide["q0"], pairs[0], pairs[1:], documents)
     expected.backward(grad.float())
     assert distance(out, expected) < 1e-2
     for name, tensor in x.items():
@@ -495,7 +496,7 @@ def test_optimizer_in_one_pass(share: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_features_are_copied_on_a_stream_of_their_own(tmp_path: Path) -> None:
     """Computation goes on beside the copies, and a step waits for its own."""
-    from benchmarks.train_throughput import offline_source, supervised_batch
+    from benchmarks.measure_training import offline_source, supervised_batch
 
     base, world = make_base(torch.bfloat16), distributed.initialize()
     batch = replace(supervised_batch(CONFIG, 2, 64, world.device), sample_ids=((0,), (1,)))

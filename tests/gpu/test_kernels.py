@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_spec.ops import plain
+from megatron_spec.ops import backend, plain
 from tests.gpu.triton_device import DEVICE, MARKS
 
 pytestmark = MARKS
@@ -68,8 +68,7 @@ def test_branches(heads: tuple[int, int, int], compact: bool) -> None:
 @pytest.mark.parametrize("compact", [False, True])
 def test_rotary(heads: tuple[int, int, int], compact: bool) -> None:
     """Projection plus that of the embedding -> q, k, v; and their gradients back."""
-    from megatron_spec.ops.kernels import rows as kernels
-
+    kernels = backend.load("triton")
     N, G, D = heads
     rows, place = (len(PLACES), torch.tensor(PLACES, device=DEVICE)) if compact else (ROWS, None)
 
@@ -88,8 +87,7 @@ def test_rotary(heads: tuple[int, int, int], compact: bool) -> None:
 @pytest.mark.parametrize("heads", [*HEADS, (0, 2, 64)])
 def test_rotary_with_norms(heads: tuple[int, int, int]) -> None:
     """Norms of heads in front of the rotation, and their gradients; also of a projection without queries."""
-    from megatron_spec.ops.kernels import rows as kernels
-
+    kernels = backend.load("triton")
     N, G, D = heads
 
     def run(module: Any) -> list[Tensor]:
@@ -111,8 +109,7 @@ def test_rotary_with_norms(heads: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotary_of_a_projection_by_groups(heads: tuple[int, int, int], normed: bool) -> None:
     """Columns in the order of megatron-core's linear_qkv give what they give in the other order; norms of heads."""
-    from megatron_spec.ops.kernels import rows as kernels
-
+    kernels = backend.load("triton")
     N, G, D = heads
     draw = make(2)
     grouped, angles = draw(ROWS, G, N // G + 2, D), draw(ROWS, D // 2)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import megatron_spec
-from benchmarks.random_models import FAMILIES, family_shape
+from benchmarks.shapes import FAMILIES, family_shape
 from megatron_spec.base import te
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base

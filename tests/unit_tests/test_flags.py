@@ -193,7 +193,7 @@ def test_every_flag_is_read_by_something() -> None:
         "fp8_recipe",
     }  # read by a method of their own class
     for path in (*(ROOT / "megatron_spec").rglob("*.py"), *SCRIPTS):
-        if path.parent.name == "config" or path.name == "runs.py":
+        if path.parent.name in ("config", "runs"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             named |= {node.attr} if isinstance(node, ast.Attribute) else set()
@@ -254,6 +254,10 @@ def block_objective(algorithm: str = "dflash", **fields: Any) -> ObjectiveConfig
     return presets.objective_for(config, ObjectiveConfig(**fields))
 
 
+def eagle_objective(algorithm: str = "eagle3", **fields: Any) -> ObjectiveConfig:
+    return presets.objective_for(presets.eagle_config(BASE, algorithm), ObjectiveConfig(**fields))
+
+
 def test_settings_without_effect_are_refused() -> None:
     cases: list[tuple[Any, str]] = [
         (lambda: QuantConfig(percentile=99.0), "percentile 99.0 does nothing with calibration 'max'"),
@@ -272,6 +276,12 @@ def test_settings_without_effect_are_refused() -> None:
         (lambda: block_objective(l1_weight=0.3), "--l1-weight belong to --loss ce_l1"),
         (lambda: block_objective(algorithm="dspark", backbone_iters=3), "does nothing without --backbone-weight"),
         (lambda: block_objective(in_vocab_only=False), "--in-vocab-only do nothing for dflash"),
+        (lambda: block_objective(step_weights="d-pace"), "--step-weights do nothing for dflash"),
+        (lambda: presets.objective_for(presets.medusa_config(BASE), ObjectiveConfig(step_weights="d-pace")),
+         "--step-weights d-pace is for eagle3, eagle3.1, eagle-mtp, the draft is medusa"),
+        (lambda: eagle_objective(pace_alpha=0.3), "--pace-alpha does nothing without --step-weights d-pace"),
+        (lambda: eagle_objective(step_weights="d-pace", step_decay=0.5), "--step-decay does nothing with --step-wei"),
+        (lambda: eagle_objective("eagle1", step_weights="d-pace"), "the draft is eagle1"),
         (lambda: check_undrafted(DecodeConfig(max_draft_len=4)), "--max-draft-len needs a draft"),
         (lambda: presets.objective_for(presets.medusa_config(BASE), ObjectiveConfig(in_vocab_only=False)),
          "--no-in-vocab-only: this draft has the whole vocabulary"),

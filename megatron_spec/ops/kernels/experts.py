@@ -1,6 +1,6 @@
 """Triton kernels around the grouped products of experts: choice, order of rows, activation, weighted sum.
 
-Plain versions of the same arithmetic are in `ops/plain_experts.py`. Nothing waits for the device, and no kernel
+The plain twins are in `ops.plain.experts`. Nothing waits for the device, and no kernel
 recompiles for another number of rows.
 
 R rows (tokens), K experts per token, P = R * K choices, E experts of this rank, H hidden, W width of an expert.
@@ -15,18 +15,17 @@ from torch import Tensor
 
 from megatron_spec.config import MoeConfig
 from megatron_spec.ops import moe as plain
+from megatron_spec.ops.kernels.rows import block_of
 
 CHOICE_ROWS = 8
 COUNT_ROWS = 16
 """Rows of a program of the choice and of the count."""
+BLOCKS_AT_ONCE = 512
+"""Counts of an expert that are summed at once."""
 GATE_VALUES = 4096
 """Values of gate and up in a program of the activation."""
 WIDEST = 4096
 """Most columns of a program."""
-
-
-def _block(width: int) -> int:
-    return int(triton.next_power_of_2(width))
 
 
 @triton.jit
@@ -93,7 +92,7 @@ def choose_experts(logits_RE: Tensor, moe: MoeConfig, bias_E: Tensor | None) -> 
     with_bias = bias_E is not None and not of_chosen
     _choose_kernel[(triton.cdiv(R, CHOICE_ROWS),)](
         logits_RE, bias_E if with_bias else logits_RE, weights, chosen, R, E, float(moe.scale),
-        1e-20 if sigmoid else 0.0, K, CHOICE_ROWS, _block(E), sigmoid, of_chosen, with_bias, moe.normalize, num_warps=4,
+        1e-20 if sigmoid else 0.0, K, CHOICE_ROWS, block_of(E), sigmoid, of_chosen, with_bias, moe.normalize, num_warps=4,
     )  # fmt: skip
     return weights, chosen
 
@@ -175,14 +174,14 @@ def sort_rows(x_RH: Tensor, chosen_RK: Tensor, first: int, count: int) -> tuple[
 
     rank, place, counts, totals, ends = new(R, K), new(R, K), new(count, blocks), new(count), new(count)
     rows_PH = x_RH.new_empty(R * K, H)
-    lanes, block = _block(count), min(WIDEST, _block(H))
+    lanes, block = block_of(count), min(WIDEST, block_of(H))
     _count_kernel[(blocks,)](
         chosen_RK, rank, counts, R, first, blocks, count, K, COUNT_ROWS, lanes, num_warps=4
     )  # fmt: skip
-    _before_kernel[(count,)](counts, totals, blocks, 512, num_warps=4)
+    _before_kernel[(count,)](counts, totals, blocks, BLOCKS_AT_ONCE, num_warps=4)
     _copy_rows_kernel[(R, triton.cdiv(H, block))](
         x_RH, chosen_RK, rank, counts, totals, place, ends, rows_PH, first, blocks, count, H,
-        K, _block(K), COUNT_ROWS, lanes, block, num_warps=8,
+        K, block_of(K), COUNT_ROWS, lanes, block, num_warps=8,
     )  # fmt: skip
     return rows_PH, place, ends
 
@@ -221,11 +220,11 @@ def gate_rows(x_PX: Tensor, ends_E: Tensor, bias_EX: Tensor | None, clamp: float
     """
     P, E, W = len(x_PX), len(ends_E), x_PX.shape[1] // 2
     out = x_PX.new_empty(P, W)
-    block = min(1024, _block(W))
+    block = min(1024, block_of(W))
     rows = max(1, GATE_VALUES // block)
     _gate_rows_kernel[(triton.cdiv(P, rows), triton.cdiv(W, block))](
         x_PX, ends_E, x_PX if bias_EX is None else bias_EX, out, P, E, W, float(clamp), float(alpha) if clamp else 1.0,
-        rows, _block(E), block, bias_EX is not None, clamp > 0, num_warps=8,
+        rows, block_of(E), block, bias_EX is not None, clamp > 0, num_warps=8,
     )  # fmt: skip
     return out
 
@@ -254,7 +253,7 @@ def mix_rows(
 ) -> Tensor:
     """[R, H] weighted sum of the rows at `place_RK` (-1: none), each plus the bias of its expert."""
     (R, K), H = place_RK.shape, x_PH.shape[1]
-    out, block = x_PH.new_empty(R, H), min(WIDEST, _block(H))
+    out, block = x_PH.new_empty(R, H), min(WIDEST, block_of(H))
     _mix_rows_kernel[(R, triton.cdiv(H, block))](
         x_PH, place_RK, weights_RK.contiguous(), chosen_RK.contiguous(), x_PH if bias_EH is None else bias_EH, out,
         first, H, K, block, bias_EH is not None, num_warps=8,

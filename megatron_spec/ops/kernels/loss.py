@@ -92,6 +92,14 @@ def _largest(z_ptr, D, inverse_temperature, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _log_probabilities(z_ptr, t_ptr, cols, D, lse, lse_t, inverse_temperature, POLICY: tl.constexpr):
+    """(log q of the draft, log p of the teacher) at `cols`; -inf outside the row."""
+    z = tl.load(z_ptr + cols, mask=cols < D, other=float("-inf"), eviction_policy=POLICY)
+    t = tl.load(t_ptr + cols, mask=cols < D, other=float("-inf"), eviction_policy=POLICY)
+    return z.to(tl.float32) * inverse_temperature - lse, t.to(tl.float32) * inverse_temperature - lse_t
+
+
+@triton.jit
 def _gradient(
     row, z_ptr, t_ptr, t_stride, rows_ptr, lse_t_ptr, weight_ptr, loss_ptr, overlap_ptr, lse, D, inverse_temperature,
     IS_KL: tl.constexpr, BLOCK: tl.constexpr,
@@ -108,12 +116,8 @@ def _gradient(
     for start in range(0, D, BLOCK):
         cols = start + lanes
         mask = cols < D
-        z = tl.load(z_ptr + cols, mask=mask, other=float("-inf"), eviction_policy="evict_first")
-        t = tl.load(t_ptr + cols, mask=mask, other=float("-inf"), eviction_policy="evict_first")
-        logq = z.to(tl.float32) * inverse_temperature - lse
-        logp = t.to(tl.float32) * inverse_temperature - lse_t
-        p = tl.exp(logp)
-        q = tl.exp(logq)
+        logq, logp = _log_probabilities(z_ptr, t_ptr, cols, D, lse, lse_t, inverse_temperature, "evict_first")
+        q, p = tl.exp(logq), tl.exp(logp)
         overlap += tl.minimum(p, q)
         if IS_KL:
             loss += tl.where(mask & (p > 0), p * (logp - logq), 0.0)
@@ -263,11 +267,8 @@ def _overlap(z_ptr, t_ptr, lse, lse_t, D, inverse_temperature, BLOCK: tl.constex
     mass = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, D, BLOCK):
         cols = start + lanes
-        mask = cols < D
-        z = tl.load(z_ptr + cols, mask=mask, other=float("-inf"), eviction_policy="evict_last")
-        t = tl.load(t_ptr + cols, mask=mask, other=float("-inf"), eviction_policy="evict_last")
-        q = tl.exp(z.to(tl.float32) * inverse_temperature - lse)
-        p = tl.exp(t.to(tl.float32) * inverse_temperature - lse_t)
+        logq, logp = _log_probabilities(z_ptr, t_ptr, cols, D, lse, lse_t, inverse_temperature, "evict_last")
+        q, p = tl.exp(logq), tl.exp(logp)
         overlap += tl.minimum(p, q)
         mass += tl.where(q < p, q, 0.0)
     return tl.sum(overlap, axis=0), tl.sum(mass, axis=0)
@@ -283,16 +284,13 @@ def _mixed_gradient(
     overlap = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, D, BLOCK):
         cols = start + lanes
-        mask = cols < D
-        z = tl.load(z_ptr + cols, mask=mask, other=float("-inf"), eviction_policy="evict_first")
-        t = tl.load(t_ptr + cols, mask=mask, other=float("-inf"), eviction_policy="evict_first")
-        q = tl.exp(z.to(tl.float32) * inverse_temperature - lse)
-        p = tl.exp(t.to(tl.float32) * inverse_temperature - lse_t)
+        logq, logp = _log_probabilities(z_ptr, t_ptr, cols, D, lse, lse_t, inverse_temperature, "evict_first")
+        q, p = tl.exp(logq), tl.exp(logp)
         overlap += tl.minimum(p, q)
         g = a * q - tl.where(cols == column, a, 0.0)
         if IS_L1:
             g += two_b * q * (mass - tl.where(q < p, 1.0, 0.0))
-        tl.store(z_ptr + cols, (g * scale).to(z_ptr.dtype.element_ty), mask=mask)
+        tl.store(z_ptr + cols, (g * scale).to(z_ptr.dtype.element_ty), mask=cols < D)
     return tl.sum(overlap, axis=0)
 
 

@@ -13,7 +13,6 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_spec.base import decode_layers
-from megatron_spec.base import direct as direct_module
 from megatron_spec.base.direct import DirectForward, run_in_fp8
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base_everywhere
@@ -21,6 +20,7 @@ from megatron_spec.batch import Batch
 from megatron_spec.config import BaseConfig, MoeConfig, ParallelConfig, UserError
 from megatron_spec.config.machine import Machine
 from megatron_spec.ops import overlap
+from megatron_spec.ops.overlap import RankSums
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed
@@ -126,10 +126,10 @@ def test_the_same_on_two_ranks() -> None:
 
 def compare_pieces() -> list[str]:
     """Training batches in two pieces, with complete and with sharded sequences, against the layers."""
-    seen, inner = [], direct_module.pieces
+    seen, inner = [], RankSums.pieces
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap, "SMALLEST_PIECE", 5)
-        patch.setattr(direct_module, "pieces", lambda *a: seen.append(f"{len(inner(*a))} pieces") or inner(*a))
+        patch.setattr(RankSums, "pieces", lambda *a: seen.append(f"{len(inner(*a))} pieces") or inner(*a))
         for scattered in (False, True):
             parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=scattered)
             for name, config in BASES.items():

@@ -20,7 +20,7 @@ from megatron_spec.checkpoint.base_import import inspect_base, load_base
 from megatron_spec.config import ENGINE, BaseLayers, ParallelConfig, QuantConfig, UserError
 from megatron_spec.config.machine import H100, Machine
 from megatron_spec.ops.moe import mixed, mixed_in_order
-from megatron_spec.planning import paths
+from megatron_spec.planning import te_paths
 from megatron_spec.quantization.attach import attach_quantizers, quantizers
 from megatron_spec.quantization.quantizer import Mode
 from megatron_spec.runtime import distributed
@@ -204,10 +204,10 @@ def test_experts_in_order(first: int, multiple: int) -> None:
 def test_fp8_runs_in_the_base(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the stand-in shows of fp8: megatron-core's configuration, padded experts, when weights are quantised."""
     save("mixtral", tmp_path / "base")
-    monkeypatch.setattr(paths, "linear_sizes", lambda *_: ())
+    monkeypatch.setattr(te_paths, "linear_sizes", lambda *_: ())
     reference, world = inspect_base(tmp_path / "base"), distributed.initialize()
     batch, events, contexts = make_batch(2, 16, 3, 80), [], []
-    monkeypatch.setattr(paths, "_fp8", lambda _: {})
+    monkeypatch.setattr(te_paths, "fp8_products", lambda _: {})
     from megatron.core.transformer import transformer_block
 
     with te_stand_in.installed():
@@ -243,8 +243,8 @@ def test_fp8_runs_in_the_base(recipe: Any, tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_base_in_fp8_is_not_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save("llama", tmp_path / "base")
-    monkeypatch.setattr(paths, "_fp8", lambda _: {})
-    monkeypatch.setattr(paths, "linear_sizes", lambda *_: ())
+    monkeypatch.setattr(te_paths, "fp8_products", lambda _: {})
+    monkeypatch.setattr(te_paths, "linear_sizes", lambda *_: ())
     with te_stand_in.installed():
         layers = ENGINE.replace(fp8_format="e4m3")
         base = load_base(inspect_base(tmp_path / "base"), distributed.initialize(), CAPTURES, layers=layers)

@@ -134,7 +134,21 @@ def plain_row_loss(kind: str, p: Tensor, q: Tensor, label: int) -> Tensor:
         return (p - q).abs().sum() / 2
     if kind == "lk":
         return -torch.minimum(p, q).sum().log()
+    if kind == "lk_hybrid":
+        share = math.exp(-3 * float(torch.minimum(p, q).sum()))
+        return share * (p * (p / q).log()).sum() + (1 - share) * (p - q).abs().sum() / 2
     return -q[label].log()
+
+
+def plain_weight(
+    objective: ObjectiveConfig, j: int, k: int, chances: dict[tuple[int, int], float], terms: dict[tuple[int, int], Any]
+) -> float:
+    """Of step k of row j; D-PACE: for every step m >= k in the loss the chance that steps 0..m are accepted."""
+    if objective.step_weights == "decay":
+        return objective.step_decay**k
+    alpha = objective.pace_alpha
+    reached = [(1 - alpha) * chances.get((j, m), 0.0) + alpha for m in range(objective.ttt_steps)]
+    return sum(math.prod(reached[: m + 1]) for m in range(k, objective.ttt_steps) if (j, m) in terms)
 
 
 class PlainEagle:
@@ -190,7 +204,8 @@ class PlainEagle:
         h = f.captures_SBC[:, b] @ self.p["fc.weight"].T + self.p.get("fc.bias", torch.zeros((), dtype=z.dtype))
         trunk = torch.tensor([[i <= j and documents[i] == documents[j] for i in range(S)] for j in range(S)])
         seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.prefixes]
-        total = torch.zeros((), dtype=h.dtype)
+        terms: dict[tuple[int, int], Tensor] = {}
+        chances: dict[tuple[int, int], float] = {}
         for k in range(objective.ttt_steps):
             e = self.p.get("embed_tokens.weight", self.ends.table)[
                 [tokens[j + 1 + k] if j + 1 + k < S else 0 for j in range(S)]
@@ -211,12 +226,15 @@ class PlainEagle:
                 stats[k, 1] += int(self.ids[q.argmax()]) == best
                 stats[k, 2] += torch.minimum(p, q).sum().detach()
                 stats[k, 3] += 1
-                if best in self.ids.tolist() or not objective.in_vocab_only:
+                known = best in self.ids.tolist()
+                chances[j, k] = float(q[p.argmax()]) if known else 0.0
+                if known or not objective.in_vocab_only:
                     loss = plain_row_loss(objective.loss, p, q, int(p.argmax()))
                     stats[k, 0] += loss.detach()
-                    total = total + objective.step_decay**k * replay_of(objective, batch, b, j + 2 + k) * loss
+                    terms[j, k] = replay_of(objective, batch, b, j + 2 + k) * loss
             h = h.detach() if objective.detach else h
-        return total
+        weighted = [plain_weight(objective, j, k, chances, terms) * x for (j, k), x in terms.items()]
+        return torch.stack(weighted).sum() if weighted else torch.zeros((), dtype=h.dtype)
 
     def __call__(self, f: Features, objective: ObjectiveConfig) -> tuple[Tensor, Tensor]:
         """(total, stats [T, (loss, correct, overlap, rows)]) of the whole micro-batch."""

@@ -59,9 +59,21 @@ def test_losses_and_gradients(alignment: Any, in_vocab_only: bool, detach: bool,
     compare(eagle_config(draft_vocab_size=draft_vocab_size), objective)
 
 
-@pytest.mark.parametrize("loss", ["kl", "reverse_kl", "tv", "lk", "hard_ce"])
+@pytest.mark.parametrize("loss", ["kl", "reverse_kl", "tv", "lk", "lk_hybrid", "hard_ce"])
 def test_loss_kinds(loss: Any) -> None:
     compare(eagle_config(), ObjectiveConfig(ttt_steps=2, loss=loss, temperature=0.7, step_decay=0.5))
+
+
+@pytest.mark.parametrize("alignment", ["serving", "paper", "target"])
+@pytest.mark.parametrize(("in_vocab_only", "alpha"), [(True, 0.5), (False, 0.2), (True, 0.05)])
+def test_steps_weighed_by_their_part_in_the_accepted_length(alignment: Any, in_vocab_only: bool, alpha: float) -> None:
+    goal = {"alignment": alignment, "in_vocab_only": in_vocab_only, "replay_weight": 3.0, "temperature": 0.8}
+    objective = ObjectiveConfig(ttt_steps=4, step_weights="d-pace", pace_alpha=alpha, **goal)
+    compare(eagle_config(), objective)
+    draft, ends = make(eagle_config())
+    f = features(conversations(), draft.config, torch.float64)
+    paced, decayed = draft(f, ends, objective), draft(f, ends, ObjectiveConfig(ttt_steps=4, **goal))
+    assert paced.total != decayed.total and torch.equal(paced.loss_T, decayed.loss_T)
 
 
 @pytest.mark.parametrize("alignment", ["serving", "paper", "target"])

@@ -14,12 +14,13 @@ from torch import Tensor
 from megatron_spec.batch import Features
 from megatron_spec.config import EagleConfig, ObjectiveConfig, ParallelConfig, UserError
 from megatron_spec.config.machine import Machine
-from megatron_spec.drafts import eagle3, fused_tape, fused_unroll
+from megatron_spec.drafts import eagle3, fused_unroll
 from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.drafts.layer import local_kv_heads
 from megatron_spec.drafts.linear import Placement
 from megatron_spec.ops import overlap
 from megatron_spec.ops.attention import attend
+from megatron_spec.ops.overlap import RankSums
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import NO_PATHS, Paths, Setting
 from megatron_spec.runtime import platform
@@ -42,6 +43,9 @@ CASES: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
     "tp2 two layers": (2, True, {"num_hidden_layers": 2, **WHOLE}, {"loss": "lk", "in_vocab_only": False}),
     "tp2 reverse_kl": (2, False, {}, {"loss": "reverse_kl", "temperature": 0.7}),
     "tp2 sp replay": (2, True, {}, {"replay_weight": 3.0}),
+    "tp2 d-pace": (2, False, WHOLE, {"step_weights": "d-pace", "pace_alpha": 0.2}),
+    "tp2 sp d-pace": (2, True, {}, {"step_weights": "d-pace", "replay_weight": 3.0}),
+    "tp2 lk_hybrid": (2, False, {}, {"loss": "lk_hybrid", "temperature": 0.7}),
     "tp2 tv": (2, False, {}, {"loss": "tv"}),
     "tp2 hard_ce": (2, False, WHOLE, {"loss": "hard_ce", "in_vocab_only": False}),
     "tp2 narrow": (2, False, {**NARROW, "num_hidden_layers": 2}, {}),
@@ -59,6 +63,7 @@ FUSED: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
     "tp2 fused, fewer rows": (2, False, {}, {"loss": "kl", "temperature": 0.7}),
     "tp2 fused, in pieces": (2, False, {}, {}),
     "tp2 fused, fewer rows, in pieces": (2, False, {}, {}),
+    "tp2 fused, d-pace": (2, False, {}, {"step_weights": "d-pace", "loss": "lk_hybrid"}),
     "tp2 sp fused": (2, True, {}, {"replay_weight": 3.0}),
     "tp2 sp fused, fewer rows": (2, True, {"num_attention_heads": 8}, {"alignment": "paper"}),
 }
@@ -68,17 +73,17 @@ FUSED: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
 def fusing(rows_below: float, smallest_piece: int = overlap.SMALLEST_PIECE) -> Iterator[list[int]]:
     """Counts fused unrolls: the list grows by one each time, and has another entry for every step in two pieces."""
     taken: list[int] = []
-    inner, cut = fused_unroll.fused_unroll, fused_tape.pieces
+    inner, cut = fused_unroll.fused_unroll, RankSums.pieces
 
-    def pieces(rows: int, group: Any) -> list[slice]:
-        found = cut(rows, group)
+    def pieces(sums: RankSums, rows: int) -> list[slice]:
+        found = cut(sums, rows)
         taken.extend([2] * (len(found) == 2))
         return found
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_unroll, "COMPACT_BELOW", rows_below)
         patch.setattr(overlap, "SMALLEST_PIECE", smallest_piece)
-        patch.setattr(fused_tape, "pieces", pieces)
+        patch.setattr(RankSums, "pieces", pieces)
         patch.setattr(eagle3, "fused_unroll", lambda *a: taken.append(1) or inner(*a))
         yield taken
 

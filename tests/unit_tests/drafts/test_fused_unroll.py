@@ -15,7 +15,7 @@ from megatron_spec.config import ObjectiveConfig, QuantConfig
 from megatron_spec.config.machine import Machine
 from megatron_spec.drafts import eagle3, fused_tape, fused_unroll
 from megatron_spec.drafts.eagle3 import EagleDraft
-from megatron_spec.planning import paths
+from megatron_spec.planning import unroll_memory
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.quantization.attach import attach_quantizers, draft_linears, quantizers
 from megatron_spec.quantization.quantizer import Mode
@@ -87,7 +87,7 @@ def test_gates_that_are_not_kept(policy: str, at_once: int, monkeypatch: pytest.
     draft, ends = quantised(POLICIES[policy])
     fuse(draft)
     expected = results(draft, ends)
-    monkeypatch.setattr(paths, "MOST_GATES", 0)
+    monkeypatch.setattr(unroll_memory, "MOST_GATES", 0)
     monkeypatch.setattr(fused_tape, "ROWS_AT_ONCE", at_once)
     found = results(draft, ends)
     assert taken == [1, 1]

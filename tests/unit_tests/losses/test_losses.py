@@ -48,7 +48,7 @@ def test_relations() -> None:
     torch.testing.assert_close(loss["kl"].loss_R, loss["soft_ce"].loss_R + (p * p.log()).sum(-1))
     torch.testing.assert_close(loss["tv"].loss_R, 1 - loss["tv"].overlap_R)
     torch.testing.assert_close(loss["lk"].loss_R, -loss["lk"].overlap_R.log())
-    for kind in ("kl", "reverse_kl", "tv", "lk"):
+    for kind in ("kl", "reverse_kl", "tv", "lk", "lk_hybrid"):
         assert (loss[kind].loss_R > 0).all()
         equal = row_losses(logits.clone(), teacher, rows, kind, 1.0, None)
         torch.testing.assert_close(equal.loss_R, torch.zeros(5, dtype=torch.float64), rtol=0, atol=1e-12)

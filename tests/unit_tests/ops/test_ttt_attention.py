@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_spec.ops import attention, plain
+from megatron_spec.ops import attention
+from megatron_spec.ops.plain import attention as plain
 from megatron_spec.ops.ttt_attention import TrainingTimeTest, merged_attention
 from megatron_spec.ops.visibility import Visibility
 

@@ -1,4 +1,5 @@
-"""An apex that is complete, absent, half-installed or built for something else."""
+"""An apex that is complete, absent, half-installed or built for something else; a Transformer Engine that is asked for,
+and one that is not."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_spec.commands.runs import ConvertRun, ExportRun, FinetuneRun
+from megatron_spec.config import BaseLayers, Config, TrainConfig, UserError
 from megatron_spec.runtime import optional
 
 PYTHON = {"optimizers": "class FusedAdam: ...", "multi_tensor_apply": "multi_tensor_applier = None"}
@@ -21,7 +24,7 @@ LIBRARY = "libcudart.so.11.0: cannot open shared object file: No such file or di
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def ours(name: str) -> bool:
-        return name in ("amp_C", "apex") or name.startswith("apex.")
+        return name == "amp_C" or name.partition(".")[0] in ("apex", "transformer_engine")
 
     before = {n: m for n, m in sys.modules.items() if ours(n)}
     monkeypatch.setattr(optional, "unusable", {})
@@ -95,3 +98,55 @@ def test_without_a_gpu_it_is_left_out_silently(
 def test_nothing_happens_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     optional.leave_out_broken_apex()
     assert not optional.unusable and "apex" not in sys.modules
+
+
+UNNAMED = FinetuneRun("draft", save="run", data="x.jsonl", train=TrainConfig(train_iters=1))
+NAMED: list[Config] = [
+    UNNAMED.replace(layers=BaseLayers("transformer_engine")),
+    UNNAMED.replace(draft_transformer_impl="transformer_engine"),
+    UNNAMED.replace(train=TrainConfig(train_iters=1, optimizer_impl="transformer_engine")),
+    ConvertRun("base", "draft", layers=BaseLayers("transformer_engine")),
+]
+
+
+def install_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, pytorch: str = "") -> None:
+    """Put a Transformer Engine on the search path that imports its part for JAX where it can."""
+    top = "from . import pytorch\ntry:\n    from . import jax\nexcept ImportError: ..."
+    parts = {"": top, "pytorch": pytorch, "jax": ""}
+    for name, text in parts.items():
+        (folder / "transformer_engine" / name).mkdir(parents=True)
+        (folder / "transformer_engine" / name / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(str(folder))
+    importlib.invalidate_caches()
+
+
+@pytest.mark.parametrize("run", NAMED)
+def test_an_engine_that_a_flag_names_is_loaded(run: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_engine(tmp_path, monkeypatch)
+    optional.check_optional_packages(run)
+    assert "transformer_engine.pytorch" in sys.modules and not optional.unusable
+    assert "transformer_engine.jax" not in sys.modules
+    assert importlib.import_module("transformer_engine.jax")  # a program may import it later
+
+
+@pytest.mark.parametrize("run", [UNNAMED, ConvertRun("base", "draft"), ExportRun("draft", "out")])
+def test_another_is_hidden(run: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_engine(tmp_path, monkeypatch, "raise OSError('imported')")
+    optional.check_optional_packages(run)
+    assert optional.unusable == {"transformer_engine": "nothing else of this run computes with it"}
+    assert importlib.util.find_spec("transformer_engine") is None
+    with pytest.raises(ImportError):
+        importlib.import_module("transformer_engine.pytorch.optimizers")
+
+
+def test_one_that_is_loaded_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_engine(tmp_path, monkeypatch)
+    importlib.import_module("transformer_engine")
+    optional.check_optional_packages(UNNAMED)
+    assert not optional.unusable and sys.modules["transformer_engine.pytorch"] is not None
+
+
+def test_a_broken_one_is_an_error_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_engine(tmp_path, monkeypatch, "raise OSError('libcudart.so.99:\\ncannot open')")
+    with pytest.raises(UserError, match=r"libcudart.so.99: cannot open.*pip install 'transformer-engine"):
+        optional.check_optional_packages(NAMED[0])

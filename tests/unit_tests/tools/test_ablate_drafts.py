@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import ablate_drafts, acceptance_page, comparison
+from benchmarks import ablate_drafts, acceptance_page, comparison, draft_kinds
 from megatron_spec.config import UserError
 from megatron_spec.config.machine import Machine
 from megatron_spec.runtime import platform
@@ -25,8 +25,12 @@ def write_questions(path: Path) -> str:
     return str(path)
 
 
+def results(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
+
+
 def measured(output: Path) -> dict[str, dict]:
-    lines = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
+    lines = results(output)
     names = [line["name"] for line in lines if line["kind"] == "measured"]
     assert len(names) == len(set(names))
     return {line["name"]: line for line in lines if line["kind"] == "measured"}
@@ -129,6 +133,53 @@ def flags_of(tmp_path: Path, *more: str) -> list[str]:
         "--mask-token-id", "5", "--drafters", "medusa", "dspark 1 x 2 kv 4", "dflash 1 x 3", "--ablations", "detached",
         *more,
     ]  # fmt: skip
+
+
+def test_settings_of_training_and_sampled_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every setting changes what is trained; sampled figures join the greedy ones of an earlier call."""
+    monkeypatch.setitem(draft_kinds.ABLATIONS, "D = 32", {"vocab": 32})
+    changed = ["d-pace", "loss lk_hybrid", "weight decay 0.1", "D = 32", "five captures"]
+    output, flags = tmp_path / "out", ["--parts", "ablations", "steps", "--steps", "3", "--drafters", "medusa"]
+
+    def start(*more: str) -> None:
+        given = flags_of(tmp_path, *flags, "--ablations", *changed, *more)
+        ablate_drafts.main(ablate_drafts.make_parser().parse_args(given))
+
+    start()
+    greedy = measured(output)
+    defaults = greedy["ablation defaults"]
+    assert {n for n in changed if greedy[f"ablation {n}"]["parameters"] != defaults["parameters"]} == {
+        "D = 32", "five captures"
+    }  # fmt: skip
+    losses = [greedy[f"ablation {n}"]["loss"] for n in ["defaults", *changed]]
+    assert len(set(losses)) == 1 + len(changed)
+    start("--temperature", "1", "--rejection")
+    start("--temperature", "1", "--rejection")
+    start("--temperature", "0.5")
+    assert measured(output) == greedy
+    sampled = [x for x in results(output) if x["kind"] == "sampled"]
+    assert [(x["temperature"], x["rejection"]) for x in sampled] == [(1.0, True)] * 7 + [(0.5, False)] * 7
+    assert all({x["name"] for x in part} == set(greedy) for part in (sampled[:7], sampled[7:]))
+    for line in sampled:
+        assert len(line["few_steps"]) == len(defaults["few_steps"])
+        assert sum(line["few_tokens"]) / sum(line["few_steps"]) == pytest.approx(line["few"]["acceptance_length"])
+    page = (output / "acceptance.md").read_text()
+    assert "At temperature 1 with rejection sampling, 4 answers to each question" in page
+    assert "At temperature 0.5 where a draft token is right" in page and page.count("| d-pace |") == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rejection"], "--rejection needs --temperature"),
+        (["--temperature", "0"], "--temperature 0: expected above 0"),
+        (["--answer-temperature", "1"], "--answer-temperature does nothing with --data"),
+    ],
+)
+def test_flags_without_effect_are_refused(tmp_path: Path, flags: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ablate_drafts.main(ablate_drafts.make_parser().parse_args(flags_of(tmp_path, *flags)))
+    assert not (tmp_path / "out").exists()
 
 
 def test_equal_seconds_by_the_step_times_of_a_quiet_call(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import decode_speed, device_time, generation_throughput
 from megatron_spec import api
+from megatron_spec.config import UserError
 from tests.unit_tests.decoding import tiny_models
 
 
@@ -22,6 +23,19 @@ def test_one_line_per_setting(chat: Any, capsys: pytest.CaptureFixture[str]) -> 
     for line in (greedy, sampled):
         assert 3 <= line["tokens"] <= 15 and line["steps"] and line["file_tokens_per_second"] > 0
         assert 0 < line["host_ms_per_step"] <= line["ms_per_step"]
+
+
+def test_as_many_requests_as_asked_for(chat: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every answer has all its tokens, whatever ends one."""
+    flags = ["--base", str(chat.folder), "--prompts", str(chat.questions), "--dtype", "float32"]
+    flags += ["--together", "7", "2", "--max-new-tokens", "9"]
+    generation_throughput.measure(generation_throughput.make_parser().parse_args(flags))
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(x["requests"], x["temperature"]) for x in lines] == [(7, 0.0), (7, 1.0), (2, 0.0), (2, 1.0)]
+    assert [x["tokens"] for x in lines] == [63, 63, 18, 18]
+    assert lines[0]["prompt_tokens"] == lines[1]["prompt_tokens"] > lines[2]["prompt_tokens"] > 0
+    with pytest.raises(UserError, match="leave --batch-sizes and --profile out"):
+        generation_throughput.measure(generation_throughput.make_parser().parse_args([*flags, "--batch-sizes", "2"]))
 
 
 def test_profile(chat: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import scale, scale_proof
+from benchmarks import measure_layouts, scale, scale_proof
 
 CHILD = """
 import json, sys
@@ -49,7 +49,7 @@ def test_every_parallelism_is_tested(gpus: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the miniature is for a CPU")
 def test_tiny_throughput() -> None:
-    found = scale.speed("one", scale.parse(["one", "--tiny", "--no-equality"]))
+    found = measure_layouts.speed("one", scale.parse(["one", "--tiny", "--no-equality"]))
     assert found["tokens_per_second"] == found["tokens_per_second_per_gpu"] > 0
     assert (found["model"], found["gpus"], found["seq_length"]) == ("tiny", 1, 64)
 

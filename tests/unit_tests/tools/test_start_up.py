@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted(
     str(path.relative_to(ROOT))
-    for folder in ("examples/post_training", "tools")
+    for folder in ("examples/post_training", "tools", "benchmarks")
     for path in (ROOT / folder).glob("*.py")
-    if path.name != "__init__.py"
+    if "__main__" in path.read_text(encoding="utf-8")
 )
 HEAVY = ("torch", "megatron.core", "transformers", "tokenizers", "safetensors", "datasets", "huggingface_hub", "pandas",
          "matplotlib", "gguf", "openai", "triton")  # fmt: skip

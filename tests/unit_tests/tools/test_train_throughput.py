@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import flops, train_throughput
-from benchmarks.random_models import SHAPES, base_shape
+from benchmarks import flops, measure_training, train_throughput
+from benchmarks.shapes import SHAPES, base_shape
 from megatron_spec.config import presets
 
 
@@ -49,7 +49,7 @@ def test_every_shape_is_a_base() -> None:
 
 def test_half_supervised() -> None:
     config = base_shape("tiny")
-    batch = train_throughput.supervised_batch(config, 2, 10, torch.device("cpu"), 0.5)
+    batch = measure_training.supervised_batch(config, 2, 10, torch.device("cpu"), 0.5)
     assert batch.turns_BS.tolist() == [[0] * 5 + [1] * 5] * 2
 
 
@@ -64,7 +64,7 @@ def test_tiny_run(tmp_path: Path, draft: str) -> None:
     assert {"mfu", "peak_gib", "versions", "shares_ms"} <= written.keys()
     parts = {"head_forward", "head_input_gradient", "head_weight_gradient"}
     whole = {"base", "teacher", "head", "optimizer", "draft_layer"}
-    assert set(written["shares_ms"]) - set(train_throughput.HEAD) == whole
+    assert set(written["shares_ms"]) - set(measure_training.HEAD) == whole
     assert draft != "eagle3" or parts <= set(written["shares_ms"])
     assert written["shares_ms"]["head"] > 0 and written["loss"] > 0
     assert written["loss_kind"] == ("ce_l1" if draft == "dspark" else "soft_ce")

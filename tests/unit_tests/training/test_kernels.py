@@ -136,6 +136,19 @@ def test_it_is_said(impl: OptimizerImpl, caplog: pytest.LogCaptureFixture, monke
     assert kernels.described(one_pass).startswith(f"Adam of {title} in the first step, in one pass")
 
 
+def test_the_order_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optional, "unusable", {"transformer_engine": "nobody needs it", "apex": "there is no GPU"})
+    caplog.set_level(logging.INFO)
+    Run("auto")
+    order = "(the first of Transformer Engine (not loaded: nobody needs it), apex (there is no GPU) and torch)"
+    assert [m for m in caplog.messages if m.startswith("optimizer: Adam of ")][-1].endswith(order)
+    monkeypatch.setattr(optional, "unusable", {})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "apex" else object())
+    assert kernels.order() == "the first of Transformer Engine, apex (not installed) and torch"
+    Run("torch")
+    assert [m for m in caplog.messages if m.startswith("optimizer: Adam of ")][-1].endswith(" (--optimizer-impl)")
+
+
 def test_weight_gradients_of_apex(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[int] = []
     module = MODULES["fused_weight_gradient_mlp_cuda"]

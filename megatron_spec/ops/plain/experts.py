@@ -1,4 +1,4 @@
-"""Plain twins of the kernels around the grouped products of experts (`kernels/experts.py`), under the same names.
+"""Plain twins of `ops.kernels.experts`.
 
 R rows (tokens), K experts per token, P = R * K choices, E experts of this rank, H hidden, W width of an expert.
 """

@@ -1,0 +1,82 @@
+"""Options of validate.py and generate.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_spec.commands.runs.common import ChatText, DraftModules, Layers, ModelRun, Parallel, Precision
+from megatron_spec.config import DecodeConfig, UserError, group, option, require
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+@dataclass(frozen=True)
+class ValidateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun):
+    """validate.py: decode with and without the draft; report acceptance length and whether the texts are identical."""
+
+    data: str = option(metavar="JSONL")
+    """Prompts."""
+    load: str | None = option(None, "DIR")
+    """Draft checkpoint (plain or quantised)."""
+    base: str | None = option(None, "DIR")
+    """Base for drafts without one; with --load: path of the base, if it has moved."""
+    output: str | None = option(None, "JSON")
+    """Report (default: validate.json in the checkpoint)."""
+    html_output: str | None = option(None, "HTML", flag="html")
+    """Also write the report as a page with plots."""
+    draft_lens: tuple[int, ...] | None = option(None, "N[,N...]", flag="max-draft-len", parse=_numbers, once=True)
+    """Draft tokens of a chain, or depth of a tree; several are measured in one run (default: 3)."""
+    num_prompts: int | None = option(None, "N", least=1)
+    """Use the first N prompts (default: all)."""
+    fp64: bool = False
+    """Compute in float64, where the text of a fake-quantised base does not depend on batch shapes."""
+    decode: DecodeConfig = group(DecodeConfig, skip=("max_draft_len",))
+    """Decoding."""
+
+    def validate(self) -> None:
+        """Raise UserError for flags that contradict one another."""
+        require(not (self.bf16 and self.fp64), "--bf16 and --fp64: expected one of them")
+        require(
+            not (self.fp64 and self.layers.engine),
+            "--fp64: Transformer Engine does not compute in float64: use --transformer-impl local",
+        )
+        lens = self.draft_lens
+        if lens is not None and (not lens or min(lens) < 1 or len(set(lens)) < len(lens)):
+            raise UserError(f"--max-draft-len: found {list(lens)}, expected different numbers from 1")
+
+
+@dataclass(frozen=True)
+class GenerateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun):
+    """generate.py: generate a base's answers to prompts, with or without a draft."""
+
+    data: str | None = option(metavar="JSONL")
+    """Prompts."""
+    output: str = option(metavar="JSONL")
+    """Conversations with answers."""
+    load: str | None = option(None, "DIR")
+    """Draft checkpoint to speculate with."""
+    base: str | None = option(None, "BASE")
+    """Base (needed without --load, or if it has moved)."""
+    num_prompts: int | None = option(None, "N", least=1)
+    """Use the first N prompts (default: all)."""
+    decode: DecodeConfig = group(DecodeConfig)
+    """Decoding."""
+    synthesize: int | None = option(None, "N", least=1)
+    """Instead of --data: have the base write N questions into OUTPUT.questions.jsonl."""
+    question_temperature: float | None = option(None, "T", least=0)
+    """Temperature of the questions (--synthesize; default: 1)."""
+    save_rejections: bool = False
+    """Record in every line which tokens the base put in place of a rejected draft token, for --replay-weight."""
+
+    def validate(self) -> None:
+        """Raise UserError for flags that are missing or contradict one another."""
+        if self.load is None and self.base is None:
+            raise UserError("give --base for a base model alone, or --load for a draft checkpoint")
+        if (self.data is None) == (self.synthesize is None):
+            raise UserError("expected one of --data (prompts) and --synthesize (the base writes them)")
+        if self.synthesize is None and self.question_temperature is not None:
+            raise UserError("--question-temperature is for --synthesize: leave it out with --data")
+        if self.synthesize is not None and self.num_prompts is not None:
+            raise UserError("--num-prompts is for --data: --synthesize already says how many questions are written")
