@@ -92,7 +92,8 @@ def choose_experts(logits_RE: Tensor, moe: MoeConfig, bias_E: Tensor | None) -> 
     with_bias = bias_E is not None and not of_chosen
     _choose_kernel[(triton.cdiv(R, CHOICE_ROWS),)](
         logits_RE, bias_E if with_bias else logits_RE, weights, chosen, R, E, float(moe.scale),
-        1e-20 if sigmoid else 0.0, K, CHOICE_ROWS, block_of(E), sigmoid, of_chosen, with_bias, moe.normalize, num_warps=4,
+        1e-20 if sigmoid else 0.0, K, CHOICE_ROWS, block_of(E), sigmoid, of_chosen, with_bias, moe.normalize,
+        num_warps=4,
     )  # fmt: skip
     return weights, chosen
 
