@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +101,25 @@ def equality_batches(vocab: int, S: int, world: World) -> list[Batch]:
     return [batch.to(world.device) for batch in found[world.dp_rank :: world.dp_size]]
 
 
-def gradients(base_folder: Path, world: World, dtype: torch.dtype, engine: bool, S: int) -> dict[str, Any]:
-    """Loss, sums and unsharded gradients of one global batch."""
+def gradients(
+    base_folder: Path, world: World, dtype: torch.dtype, engine: bool, S: int, *, draft_engine: bool | None = None,
+    captures: Sequence[int] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Loss, sums and unsharded gradients of one global batch.
+
+    Args:
+        engine: Transformer Engine's layers in the base, and in the draft unless `draft_engine` says otherwise.
+        captures: layers that the draft reads (default: those of the presets).
+    """
     reference = inspect_base(base_folder)
     D = reference.config.vocab_size // 2
-    config = presets.eagle_config(reference.config, overrides={"draft_vocab_size": D})
+    given = {"capture_layer_ids": list(captures)} if captures else {}
+    config = presets.eagle_config(reference.config, overrides={"draft_vocab_size": D, **given})
     base = load_base(reference, world, config.capture_layer_ids, dtype, ENGINE if engine else LOCAL)
     vocab = DraftVocab(torch.arange(D) * 2, reference.config.vocab_size)
     name = str(dtype).removeprefix("torch.")
-    setting = Setting(platform.machine(), name, world.parallel, draft=config, draft_transformer_engine=engine)
+    modules = engine if draft_engine is None else draft_engine
+    setting = Setting(platform.machine(), name, world.parallel, draft=config, draft_transformer_engine=modules)
     draft = new_draft(base, config, vocab, world, dtype, 5, Paths(setting))
     train = TrainConfig(train_iters=4, bf16=dtype == torch.bfloat16)
     ddp = wrap_ddp(draft, world, train)

@@ -6,7 +6,7 @@
 The base has eight layers here, the draft runs three steps. `one GPU, halved` is half the time of the same work on one
 GPU: what two would take if nothing were lost. `no sums` computes wrong values without communication, so its distance
 from `one GPU, halved` is what halved products and repeated norms cost, and the distance of the other rows from it what
-sums cost. Then: what the parts of a step lose, and what one exchange takes alone.
+sums cost. Before: what one exchange takes alone, and what the parts of a step lose.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.random_models import base_shape, random_base, random_draft
-from benchmarks.scale import start
+from benchmarks.measure_layouts import start
+from benchmarks.random_models import random_base, random_draft
+from benchmarks.shapes import base_shape
 from megatron_spec.batch import Batch
 from megatron_spec.config import ObjectiveConfig
 from megatron_spec.drafts.unroll import head_losses, teach
@@ -200,8 +201,8 @@ def variants(work: Work) -> dict[str, Callable[[], RankSums]]:
             found[f"peer copies, {count} piece{'s' * (count > 1)}"] = lambda n=count: Pieces(tp, n, link)  # type: ignore[misc]
     for most in (4, 8, 16):
         found[f"all-reduce, 2 pieces, {most} CTAs"] = lambda n=most: Pieces(few_channels(n), 2)  # type: ignore[misc]
-    found["symmetric two-shot kernel, 2 pieces"] = lambda: KernelSums(tp, 2, device)
     found["no sums, again"] = lambda: NoSums(tp, 1)
+    found["symmetric two-shot kernel, 2 pieces"] = lambda: KernelSums(tp, 2, device)
     return found
 
 
@@ -219,7 +220,7 @@ def say(world: World, text: str) -> None:
 def compare(work: Work, half: dict[str, float], rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of a layer and a draft step with every means of summing."""
     names, found = ["base, a layer", "draft, a step"], {}
-    say(work.world, f"{'':36}" + "".join(f"{name:>16} {'ratio':>7}" for name in names))
+    say(work.world, f"\n{'ms':36}" + "".join(f"{name:>16} {'ratio':>7}" for name in names))
     rows = {"one GPU, halved": lambda: half, **variants(work)}
     for name, make in rows.items():
         try:
@@ -241,7 +242,9 @@ def losses_of_parts(work: Work, half: dict[str, float], rounds: int) -> dict[str
     """Every part of a step as the package runs it, against half of one GPU's; milliseconds of a whole step."""
     work.sums(overlap.rank_sums(work.world.tp, work.base.paths))
     now = measured(work, rounds, list(PARTS))
-    say(work.world, f"\n{'ms of a step':20}{'halved':>10}{'two GPUs':>10}{'lost':>8}")
+    on = work.base.paths.on("tp_symmetric")
+    say(work.world, f"\nsums by {'peer copies, if they work here' if on else 'all-reduce'}")
+    say(work.world, f"{'ms of a step':20}{'halved':>10}{'two GPUs':>10}{'lost':>8}")
     found, total = {}, [0.0, 0.0]
     for name, (_, _, units) in PARTS.items():
         row = [half[name] * units, now[name] * units]
@@ -287,10 +290,9 @@ def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     work = Work("tp2", args)
-    report = {"half": half, "sums": compare(work, half, args.rounds)}
+    report: dict[str, Any] = {"half": half, "alone": alone(work, args.rounds)}
     report["parts"] = losses_of_parts(work, half, args.rounds)
-    say(work.world, "")
-    report["alone"] = alone(work, args.rounds)
+    report["sums"] = compare(work, half, args.rounds)
     say(work.world, "\n" + json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()

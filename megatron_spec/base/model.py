@@ -202,11 +202,19 @@ class FrozenBase(CoreStage):
         """Empty cache for the layers and key/value heads of this rank."""
         if len(self.attentions) != self.stage.count:
             raise UserError("a wrapped model keeps its own attention and cannot decode with a cache: use load_base")
-        config, world = self.config, self.world
-        heads = max(1, config.num_key_value_heads // world.tp_size)
+        config = self.config
         return KVCache(
-            self.stage.count, batch, max_length, heads, config.head_dim, self.dtype, world.device, config.value_dim
-        )
+            self.stage.count, batch, max_length, self._cached_heads(), config.head_dim, self.dtype, self.world.device,
+            config.value_dim,
+        )  # fmt: skip
+
+    def cache_bytes(self, slots: int) -> int:
+        """Bytes of `new_cache` for one sequence."""
+        width = self._cached_heads() * (self.config.head_dim + self.config.value_dim)
+        return self.stage.count * slots * width * self.dtype.itemsize
+
+    def _cached_heads(self) -> int:
+        return max(1, self.config.num_key_value_heads // self.world.tp_size)
 
     def _frequencies(self, batch: Batch, visibility: Visibility) -> Tensor:
         """Rotary frequencies. longrope has two sets: the length of a token's document selects one (see ops/rope.py)."""

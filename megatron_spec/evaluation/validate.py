@@ -70,6 +70,12 @@ def _bytes_per_token(cache: KVCache | None) -> float:
     return sum(t.numel() * t.element_size() for t in (cache.keys, cache.values)) / slots
 
 
+def _step_costs(undrafted: Costs, drafted: Costs) -> StepCosts:
+    return StepCosts(*(c.typical(phase) for c, phase in (
+        (undrafted, "base"), (drafted, "draft"), (drafted, "base"), (drafted, "observe")
+    )))  # fmt: skip
+
+
 def check_draft_lens(lens: Sequence[int]) -> None:
     """Raise UserError unless the draft lengths are distinct and at least 1."""
     if min(lens) < 1 or len(set(lens)) < len(lens):
@@ -152,7 +158,7 @@ class _Validation:
                 self.journal.add(self._measure([Dialogue(p) for p in window], bar))
         parts = self._gather(self.journal.part)
         self._check_answered(parts)
-        costs = [self._costs(c, d) for c, d in zip(self.configs, self.drafters, strict=True)]
+        costs = self._costs()
         memory = self._memory(longest_text(a for part in parts for a in part.answers))
         lens = [c.max_draft_len for c in self.configs]
         report = build_report(parts, lens, costs, self.config, self.about, self.same_text, memory)
@@ -240,19 +246,20 @@ class _Validation:
             exact_tie=gap == 0 and differing == set(best) and self.config.temperature == 0,
         )
 
-    def _costs(self, config: DecodeConfig, drafter: Any) -> StepCosts | None:
-        """Costs of the steps of one batch, timed by phase; more steps on a GPU, where the first ones capture graphs."""
-        ids = list(self._samples(config.batch_size))
+    def _costs(self) -> list[StepCosts | None]:
+        """Costs of the steps of one batch for each draft length, timed by phase; more steps on a GPU, where the first
+        ones capture graphs. Without a draft there is one cost for all lengths."""
+        ids = list(self._samples(self.config.batch_size))
         steps = 16 if self.base.world.device.type == "cuda" else 4
-        short = config.replace(max_new_tokens=steps * (config.max_draft_len + 1) + 1)
-        undrafted, drafted = Costs(), Costs()
-        decode(self.base, ids, short.replace(decoding_type=None), set(), costs=undrafted)
-        decode(self.base, ids, short, set(), draft=drafter, costs=drafted)
-        if not ("base" in undrafted.seconds and "base" in drafted.seconds):
-            return None
-        return StepCosts(*(c.typical(phase) for c, phase in (
-            (undrafted, "base"), (drafted, "draft"), (drafted, "base"), (drafted, "observe")
-        )))  # fmt: skip
+        undrafted = Costs()
+        decode(self.base, ids, self.undrafted.replace(max_new_tokens=steps + 1), set(), costs=undrafted)
+        found: list[StepCosts | None] = []
+        for config, drafter in zip(self.configs, self.drafters, strict=True):
+            drafted, most = Costs(), steps * (config.max_draft_len + 1) + 1  # so many steps if everything is accepted
+            decode(self.base, ids, config.replace(max_new_tokens=most), set(), draft=drafter, costs=drafted)
+            measured = "base" in undrafted.seconds and "base" in drafted.seconds
+            found.append(_step_costs(undrafted, drafted) if measured else None)
+        return found
 
     def _memory(self, tokens: int) -> Memory:
         """Memory of the run; caches are sized for a batch of the longest measured text. Collective."""

@@ -30,7 +30,7 @@ from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.generation.answers import answer_ids
 from megatron_spec.generation.prompts import Dialogue, Prompt, ask_all, check_stop_ids
 from megatron_spec.runtime.distributed import World
-from megatron_spec.runtime.files import changed_settings, read_json, write_json, write_text
+from megatron_spec.runtime.files import changed_settings, drop_half_line, read_json, write_json, write_text
 
 log = logging.getLogger(__name__)
 
@@ -145,17 +145,6 @@ def read_records(path: Path) -> dict[str, dict[str, Any]]:
         except (ValueError, KeyError, TypeError):
             log.warning("%s line %d is not a conversation record: skipped", path, number)
     return records
-
-
-def _drop_half_line(path: Path) -> None:
-    """Cut off a half-written line that a killed run left at the end."""
-    if not path.is_file():
-        return
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with path.open("r+b") as file:
-            file.truncate(whole)
 
 
 def _parts(output: Path) -> list[Path]:
@@ -303,7 +292,7 @@ def synthesize_to_file(
     part = output.with_name(f"{output.name}.part{world.dp_rank}")
     output.parent.mkdir(parents=True, exist_ok=True)
     if writes:
-        _drop_half_line(part)
+        drop_half_line(part)
     options = {"draft": draft, "stop_ids": stop_ids, "template_kwargs": template_kwargs}
     options["save_rejections"] = save_rejections
     with open(part if writes else os.devnull, "a", encoding="utf-8") as file:

@@ -77,15 +77,25 @@ class PeerMemory:
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
         import torch.distributed._symmetric_memory as symmetric
+        from torch._C._distributed_c10d import _SymmetricMemory
 
         self.slots, self.slot_bytes, self._driver = slots, slot_bytes, driver
-        self._own = symmetric.empty(_HEADER + slots * slot_bytes, dtype=torch.uint8, device=device)
+        size = _HEADER + slots * slot_bytes
+        # a block of its own: `symmetric.empty` may reuse memory of a pool, on each rank that of another rendezvous
+        self._own = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
         self._own[:_HEADER].zero_()
         torch.cuda.synchronize(device)
         self._handle = symmetric.rendezvous(self._own, group)
-        self._peer = self._handle.get_buffer(1 - group.rank(), self._own.shape, torch.uint8)
+        mapped, self._peer = (self._mapped(rank) for rank in (group.rank(), 1 - group.rank()))
+        if mapped.data_ptr() != self._own.data_ptr():
+            raise RuntimeError("this torch maps symmetric memory at another offset")
         self._stream = torch.cuda.Stream(device)
         self._uses, self._left = [0] * slots, [torch.cuda.Event() for _ in range(slots)]
+
+    def _mapped(self, rank: int) -> Tensor:
+        """The memory of a rank, at the offset of this tensor where torch has offsets."""
+        view = getattr(self._handle, "get_remote_tensor", self._handle.get_buffer)
+        return view(rank, self._own.shape, torch.uint8)  # type: ignore[no-any-return]
 
     def _slot(self, memory: Tensor, slot: int, size: int) -> Tensor:
         start = _HEADER + slot * self.slot_bytes

@@ -209,6 +209,10 @@ _PATHS = (
         "tests/gpu/test_fake_quant.py", _rounding_kernel,
     ),
     Path(
+        "common_prompt", "decoding without a draft: prompts that are all the same (drawn questions) are read once",
+        "a prefill of each", "tests/unit_tests/decoding/test_common_prompt.py", lambda s: {},
+    ),
+    Path(
         "cuda_graphs", "decoding: steps are recorded and replayed", "the same functions, called",
         "tests/unit_tests/decoding/test_replay.py", _cuda_graphs,
     ),
@@ -217,7 +221,8 @@ PATHS = {path.name: path for path in _PATHS}
 _WIDE = {"decode_kernels", "decode_products", "draft_decode", "sample_kernel"}
 """Paths whose kernels take fp32, too."""
 OF_DECODING = (
-    "base_direct", "decode_kernels", "decode_products", "grouped_experts", "sample_kernel", "cuda_graphs"
+    "base_direct", "decode_kernels", "decode_products", "grouped_experts", "sample_kernel", "common_prompt",
+    "cuda_graphs",
 )  # fmt: skip
 """Paths of a base that decodes."""
 

@@ -58,7 +58,7 @@ def test_attention(heads: tuple[int, int, int], shape: str, split: bool, monkeyp
     for found, expected in zip(run(decode), run(plain), strict=True):
         torch.testing.assert_close(found.double(), expected.double(), rtol=2e-5, atol=2e-5)
     if split:
-        assert not decode._counters(torch.zeros(1, device=DEVICE).device).any()
+        assert not decode.counters(torch.zeros(1, device=DEVICE).device).any()
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -120,46 +120,85 @@ def test_sequences_longer_than_what_is_read(monkeypatch: pytest.MonkeyPatch) -> 
         return found
 
     torch.testing.assert_close(run(decode, [150, 600], 256)[0], run(plain, [150, 600], 256)[0], rtol=2e-5, atol=2e-5)
-    assert not decode._counters(x.device).any()
+    assert not decode.counters(x.device).any()
     torch.testing.assert_close(run(decode, [150, 140], 256), run(plain, [150, 140], 256), rtol=2e-5, atol=2e-5)
+
+
+WAYS = ["", "bias", "norm", "norm, bias", "gated", "norm, gated, bias", "rest", "bias, rest"]
 
 
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("sizes", [(896, 112), (2100, 40)])
-@pytest.mark.parametrize("way", ["", "bias", "norm", "norm, bias", "gated", "norm, gated, bias", "rest", "bias, rest"])
-@pytest.mark.parametrize("parts", [1, 3])
-def test_products(rows: int, sizes: tuple[int, int], way: str, parts: int) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("weights", "parts"), [(1, 1), (1, 2), (1, 5), (3, 1)])
+def test_products(rows: int, sizes: tuple[int, int], way: str, weights: int, parts: int) -> None:
     """One weight, or several side by side, and then with two inputs that have norms of their own."""
-    from megatron_spec.ops.kernels import decode
+    from megatron_spec.ops.kernels import decode, few_rows
 
     H, outputs = sizes
+    gated = "gated" in way
+    wide = H if weights == 1 or gated else H + 96
+    draw = make(3)
+    shares = [outputs] * 2 if gated else [*(16 * i for i in range(1, weights)), outputs]
+    x, given = draw(rows, H), [draw(n, wide) * H**-0.5 for n in shares]
+    biases, norm, rest = [draw(n) for n in shares] if "bias" in way else None, draw(H), draw(rows, sum(shares))
+    second = (draw(rows, 96), draw(96) if "norm" in way else None) if wide > H else None
 
-    def run(module: Any) -> Tensor:
-        draw, gated = make(3), "gated" in way
-        shares = [16 * i for i in range(1, parts)] + [outputs]
-        if gated:
-            shares = [outputs] * 2
-        x, wide = draw(rows, H), H if parts == 1 or gated else H + 96
-        weights, biases = [draw(n, wide) * H**-0.5 for n in shares], [draw(n) for n in shares]
-        norm, rest, second = draw(H), draw(rows, sum(shares)), (draw(rows, 96), draw(96) if "norm" in way else None)
+    def run(module: Any, **tiles: Any) -> Tensor:
         found: Tensor = module.few_rows_product(
-            x, weights, biases if "bias" in way else None, norm if "norm" in way else None, 0.1, gated,
-            rest if "rest" in way else None, second if wide > H else None,
+            x, given, biases, norm if "norm" in way else None, 0.1, gated, rest if "rest" in way else None, second,
+            **tiles,
         )  # fmt: skip
         return found
 
-    torch.testing.assert_close(run(decode), run(plain), rtol=2e-5, atol=2e-5)
+    tiles = few_rows.Tiles(block=128 if parts > 1 else 256, parts=parts)
+    torch.testing.assert_close(run(few_rows, tiles=tiles), run(plain), rtol=2e-5, atol=2e-5)
+    assert not decode.counters(x.device).any()
+
+
+SHAPES_OF_PRODUCTS = [(1152, 896), (896, 4864), (576, 576), (576, 1536), (6144, 4096), (4096, 14336), (151936, 896)]
+"""(outputs, inputs): of Qwen2.5 0.5B, SmolLM2 135M, Llama 8B, and a head."""
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_products_of_rows_do_not_depend_on_one_another(gated: bool) -> None:
-    from megatron_spec.ops.kernels import decode
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("shape", SHAPES_OF_PRODUCTS)
+@pytest.mark.parametrize("dtype", [torch.float32, *([torch.bfloat16] if DEVICE == "cuda" else [])])
+def test_products_of_rows_do_not_depend_on_one_another(
+    gated: bool, norm: bool, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """A row alone has the bits that it has among five and among sixteen, and bf16 is as near to fp64 as bf16 can be."""
+    from megatron_spec.ops.kernels import few_rows
 
-    draw, H = make(6), 896
-    x, weights, norm = draw(5, H), [draw(64, H) for _ in range(2)], draw(H)
-    together = decode.few_rows_product(x, weights, None, norm, 0.1, gated)
-    apart = [decode.few_rows_product(row[None], weights, None, norm, 0.1, gated) for row in x]
-    assert torch.equal(together, torch.cat(apart))
+    (outputs, inputs), draw = shape, make(6)
+    if DEVICE != "cuda":
+        outputs = min(outputs, 48)  # the interpreter is slow
+    x, norms = draw(16, inputs).to(dtype), draw(inputs).to(dtype) if norm else None
+    weights = [(draw(outputs, inputs) * inputs**-0.5).to(dtype) for _ in range(1 + gated)]
+
+    def run(rows: Tensor) -> Tensor:
+        return few_rows.few_rows_product(rows, weights, None, norms, 0.1, gated)
+
+    together = run(x)
+    assert torch.equal(run(x[:5]), together[:5])
+    assert torch.equal(torch.cat([run(row[None]) for row in x[:3]]), together[:3])
+    exact = plain.few_rows_product(
+        x.double(), [w.double() for w in weights], None, None if norms is None else norms.double(), 0.1, gated
+    )
+    bound = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(together.double(), exact, rtol=bound, atol=bound)
+
+
+def test_how_a_product_is_divided() -> None:
+    """Into a program per 16 outputs, or more where these are few; never so that a program has little to read."""
+    from megatron_spec.ops.kernels.few_rows import PROGRAMS, SHARE, tiles_of
+
+    for outputs, inputs in SHAPES_OF_PRODUCTS:
+        tiles = tiles_of(outputs, inputs)
+        programs = -(-outputs // tiles.columns) * tiles.parts
+        assert programs >= PROGRAMS or inputs // (tiles.parts + 1) < SHARE
+        assert tiles.parts == 1 or inputs // tiles.parts >= SHARE
+        assert tiles_of(outputs, inputs, divided=False).parts == 1
 
 
 @pytest.mark.parametrize("V", [5, 4096, 10001])

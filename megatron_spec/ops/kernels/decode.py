@@ -1,6 +1,6 @@
-"""Triton kernels for decoding, where a step is many small kernels: fewer of them, each over all that it needs.
+"""Attention of decoding, where a step is many small kernels: one over all that it needs.
 
-Attention: one kernel from the projection of the new rows to the attention output. It adds the bias, takes the norms of
+The kernel goes from the projection of the new rows to the attention output. It adds the bias, takes the norms of
 heads, rotates, writes the new keys and values into the cache, and reads no more of the cache than the sequence has. Few
 sequences are split over the keys: every part writes its share, the last part to finish sums them up. The output of a
 row is the same to the last bit whether it is computed alone or among others: keys are taken in the order of their
@@ -8,16 +8,13 @@ slots, new or cached, in blocks and parts that begin at multiples of their sizes
 between the base alone (one row) and a verification (several) wherever two logits are equal in bf16. This is so for
 equal `key_slots`, or up to PART * MOST_PARTS of them: with more, the size of a part depends on their number.
 
-Products of few rows: a norm before it, and a gate, bias or residual sum after it, are part of the product.
-
 R = S * B rows (row = s * B + b), S new rows of each of B sequences, N query and G key/value heads, D head size,
-X = (N + 2G) * D, L cache slots, M tree nodes, H inputs and O outputs of a product.
+X = (N + 2G) * D, L cache slots, M tree nodes.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -252,8 +249,9 @@ def _attention_kernel(
 
 
 @functools.cache
-def _counters(device: torch.device) -> Tensor:
-    """int32 zeros, one per sequence, head and tile; every kernel leaves them zero. Kept: graphs hold their address."""
+def counters(device: torch.device) -> Tensor:
+    """int32 zeros, one per place that several programs share; every kernel leaves them zero. Kept: graphs hold their
+    address."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
@@ -309,137 +307,10 @@ def decode_attention(
     assert parts == 1 or places <= COUNTERS
     _attention_kernel[(places, parts)](
         x_RX, x_RX if bias_X is None else bias_X, *(norms or (x_RX, x_RX)), *tables, first_B, above, *cache, out,
-        scratch, stats, _counters(x_RX.device), B, S, 0 if above_BSM is None else above_BSM.shape[2], tiles, length,
+        scratch, stats, counters(x_RX.device), B, S, 0 if above_BSM is None else above_BSM.shape[2], tiles, length,
         first_B.stride(0), cache[0].stride(0), D**-0.5 * 1.4426950408889634, eps, heads, kv_heads, tables[0].shape[1],
         half, lanes, TILE, SLOTS, parts, grouped, bias_X is not None, norms is not None, above_BSM is not None,
         "ieee" if x_RX.dtype == torch.float32 else "tf32", num_warps=4,
         num_stages=3 if lanes * x_RX.element_size() <= 512 else 1,  # of keys and values in shared memory
-    )  # fmt: skip
-    return out
-
-
-FEW_ROWS = 16
-"""Most rows of `few_rows_product`: those of one tensor core instruction."""
-COLUMNS = 16
-"""Outputs of a program of `few_rows_product`."""
-
-
-@triton.jit
-def _inner_products(
-    x_ptr, norm_ptr, w_at, up_at, live, used, H, eps,
-    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
-    GATED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """norm(x) times rows of w, and of up: fp32 [ROWS, COLS] each. w_at, up_at: [COLS, 1], first columns of the rows."""
-    acc = tl.zeros((ROWS, COLS), tl.float32)
-    acc_up = tl.zeros((ROWS, COLS), tl.float32)
-    squares = tl.zeros((ROWS,), tl.float32)
-    x_at = x_ptr + tl.arange(0, ROWS)[:, None] * H
-    for at in range(0, H, BLOCK):
-        h = at + tl.arange(0, BLOCK)
-        x_mask = live
-        w_mask = used[:, None]
-        if not EVEN:
-            x_mask = live & (h < H)[None, :]
-            w_mask = used[:, None] & (h < H)[None, :]
-        x = tl.load(x_at + h[None, :], mask=x_mask, other=0.0)
-        w = tl.load(w_at + h[None, :], mask=w_mask, other=0.0)
-        if NORM:  # the row's factor is applied to the product
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
-            weight = tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)
-            x = (wide * weight[None, :]).to(x.dtype)
-        acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
-        if GATED:
-            up = tl.load(up_at + h[None, :], mask=w_mask, other=0.0)
-            acc_up = tl.dot(x, tl.trans(up), acc_up, input_precision=PRECISION)
-    if NORM:
-        rstd = (1.0 / tl.sqrt(squares / H + eps))[:, None]
-        acc *= rstd
-        acc_up *= rstd
-    return acc, acc_up
-
-
-@triton.jit(do_not_specialize=["R"])
-def _product_kernel(
-    x_ptr, norm_ptr, x2_ptr, norm2_ptr, w_ptr, w2_ptr, w3_ptr, bias_ptr, bias2_ptr, bias3_ptr, rest_ptr, out_ptr, R, H,
-    H2, first, second, outputs, eps,
-    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
-    NORM2: tl.constexpr, WEIGHTS: tl.constexpr, SECOND: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_REST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    begin = tl.program_id(0) * COLS
-    end = outputs
-    if WEIGHTS > 1:  # side by side: columns from `first` and `second` on are those of the next weight
-        w_ptr = tl.where(begin >= second, w3_ptr, tl.where(begin >= first, w2_ptr, w_ptr))
-        bias_ptr = tl.where(begin >= second, bias3_ptr, tl.where(begin >= first, bias2_ptr, bias_ptr))
-        end = tl.where(begin >= second, outputs, tl.where(begin >= first, second, first))
-    before = begin * 0
-    if WEIGHTS > 1:
-        before = tl.where(begin >= second, second, tl.where(begin >= first, first, 0))
-    rows = tl.arange(0, ROWS)[:, None]
-    cols = begin + tl.arange(0, COLS)
-    own = cols - before
-    live = rows < R
-    used = cols < end
-    w_at = w_ptr + own[:, None] * (H + H2)
-    up_at = w2_ptr + own[:, None] * (H + H2)
-    acc, acc_up = _inner_products(
-        x_ptr, norm_ptr, w_at, up_at, live, used, H, eps, ROWS, COLS, BLOCK, EVEN, NORM, GATED, PRECISION
-    )
-    if SECOND:
-        more, _ = _inner_products(
-            x2_ptr, norm2_ptr, w_at + H, up_at, live, used, H2, eps, ROWS, COLS, BLOCK, EVEN, NORM2, False, PRECISION
-        )
-        acc += more
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + own, mask=used, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            acc_up += tl.load(bias2_ptr + own, mask=used, other=0.0).to(tl.float32)[None, :]
-    dtype = out_ptr.dtype.element_ty
-    if GATED:  # rounded where the plain code rounds
-        gate = acc.to(dtype).to(tl.float32)
-        acc = gate / (1.0 + tl.exp(-gate)) * acc_up.to(dtype).to(tl.float32)
-    mask = live & used[None, :]
-    if HAS_REST:
-        rest = tl.load(rest_ptr + rows * outputs + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        acc = acc.to(dtype).to(tl.float32) + rest
-    tl.store(out_ptr + rows * outputs + cols[None, :], acc.to(dtype), mask=mask)
-
-
-def few_rows_product(
-    x_RH: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor] | None = None,
-    norm_H: Tensor | None = None,
-    eps: float = 0.0,
-    gated: bool = False,
-    rest_RO: Tensor | None = None,
-    second: tuple[Tensor, Tensor | None] | None = None,
-) -> Tensor:
-    """[R, O] = rest + norm(x) W^T + bias, for up to three weights side by side and R <= `FEW_ROWS`.
-
-    Args:
-        weights: each [its share of O, H], the first ones multiples of 16; (gate, up) with `gated`.
-        norm_H: weight of the RMS norm (`eps`) of x.
-        gated: the result is silu(gate) * up, [R, O of each].
-        rest_RO: residual stream; not with `gated`.
-        second: another input [R, H2] for the weights' further columns, and the weight of its norm; not with `gated`.
-    """
-    (R, H), sizes = x_RH.shape, [len(w) for w in weights]
-    outputs = sizes[0] if gated else sum(sizes)
-    assert R <= FEW_ROWS and x_RH.is_contiguous() and all(w.is_contiguous() for w in weights), (x_RH.shape, sizes)
-    assert gated or not any(size % COLUMNS for size in sizes[:-1]), sizes
-    x2, norm2 = second or (x_RH, None)
-    H2 = x2.shape[1] if second is not None else 0
-    out = x_RH.new_empty(R, outputs)
-    block, missing = 256 if H >= 2048 else 128, (x_RH,) * 3
-    ends = [sum(sizes[: i + 1]) if i + 1 < len(sizes) else outputs for i in range(2)]
-    _product_kernel[(triton.cdiv(outputs, COLUMNS),)](
-        x_RH, x_RH if norm_H is None else norm_H, x2, x2 if norm2 is None else norm2, *(*weights, *missing)[:3],
-        *(*(biases or ()), *missing)[:3], x_RH if rest_RO is None else rest_RO, out, R, H, H2, *ends, outputs, eps,
-        FEW_ROWS, COLUMNS, block, H % block == 0 and H2 % block == 0, norm_H is not None, norm2 is not None,
-        1 if gated else len(weights), second is not None, gated, biases is not None, rest_RO is not None,
-        "ieee" if x_RH.dtype == torch.float32 else "tf32", num_warps=4, num_stages=4,
     )  # fmt: skip
     return out

@@ -6,7 +6,8 @@ in the input's dtype. Arguments and results are those of the kernel of the same 
 
 from megatron_spec.ops.plain.adam import adamw
 from megatron_spec.ops.plain.branch import merge_backward, merge_forward
-from megatron_spec.ops.plain.decode import decode_attention, few_rows_product
+from megatron_spec.ops.plain.decode import decode_attention
+from megatron_spec.ops.plain.few_rows import few_rows_product
 from megatron_spec.ops.plain.fp8 import product, quantize, quantize_columns, quantized_gate, quantized_norm, transpose
 from megatron_spec.ops.plain.loss import (
     largest,

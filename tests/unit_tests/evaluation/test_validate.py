@@ -175,6 +175,24 @@ def test_sweep_equals_individual_runs(chat: Any, tmp_path: Path) -> None:
         run_of(chat, draft_lens=(2, 2))
 
 
+def test_the_base_alone_is_timed_once(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[tuple[str | None, int, int]] = []
+    inner = module.decode
+
+    def decode(base: Any, ids: Any, config: Any, *rest: Any, **more: Any) -> Any:
+        found = inner(base, ids, config, *rest, **more)
+        if "costs" in more:
+            timed.append((config.decoding_type, config.max_new_tokens, len(more["costs"].seconds["base"])))
+        return found
+
+    monkeypatch.setattr(module, "decode", decode)
+    report = run_of(chat, draft_lens=(1, 2))
+    assert [name for name, _, _ in timed] == [None, "NGram", "NGram"] and timed[0][1:] == (5, 4)
+    assert [most for _, most, _ in timed[1:]] == [9, 13] and all(count >= 4 for _, _, count in timed[1:])
+    first, second = (run.costs for run in report.runs)
+    assert first is not None and second is not None and first.base == second.base > 0
+
+
 def test_killed_validation_resumes(chat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "report.json"
     monkeypatch.setattr(module, "WINDOW", 1)  # two dialogues at a time
