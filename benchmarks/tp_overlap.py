@@ -107,7 +107,7 @@ class Work:
         config = base_shape("tiny") if args.tiny else base_shape("llama-3.1-8b").replace(**SHAPE)
         torch.manual_seed(self.world.tp_rank)
         self.base = random_base(config, self.world, dtype)
-        self.draft: Any = random_draft(config, self.world, DRAFT_VOCAB, dtype)
+        self.draft = random_draft(config, self.world, DRAFT_VOCAB, dtype)
         for p in self.draft.parameters():
             p.main_grad = torch.zeros_like(p, dtype=torch.float32)
         self.objective = ObjectiveConfig(ttt_steps=args.steps)
@@ -272,17 +272,17 @@ def _linked(work: Work) -> dict[str, RankSums]:
     return {} if link is None else {"peer copies": Pieces(work.world.tp, 1, link)}
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> dict[str, Any]:
     """All tables; the numbers as JSON at the end."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--micro-batch-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tiny", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.steps = STEPS
     if args.tiny:
-        args.seq_length, args.rounds = 64, 2
+        args.seq_length, args.rounds = 64, min(args.rounds, 2)
     one = Work("one", args)
     half = {name: ms / 2 for name, ms in measured(one, args.rounds, list(PARTS)).items()}
     del one
@@ -295,8 +295,9 @@ def main() -> None:
     report["sums"] = compare(work, half, args.rounds)
     say(work.world, "\n" + json.dumps(report))
     dist.barrier()
-    dist.destroy_process_group()
+    return report
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()
