@@ -47,7 +47,7 @@ class Bench:
         import torch
 
         from megatron_spec.checkpoint.spec import locked
-        from megatron_spec.commands.decode import load_models, plan
+        from megatron_spec.commands.decode_inputs import load_models, resolve
         from megatron_spec.data.chat import ChatEncoder
         from megatron_spec.data.tokenizer import stop_token_ids
         from megatron_spec.generation.prompts import Dialogue, ask_all, read_prompts
@@ -63,12 +63,12 @@ class Bench:
         if args.draft is None and args.sa_threshold is not None:
             raise UserError("--sa-threshold: a lookup beside a draft needs --draft")
         with locked(args.draft) if checkpoint else nullcontext(None) as folder:
-            planned = plan(folder, args.base, config, ParallelConfig(), None, args.draft is not None)
-            models = load_models(planned, distributed.initialize(), getattr(torch, args.dtype), args.plain, "local")
-        self.base, self.draft, self.config = models.base, models.draft, planned.decode
+            inputs = resolve(folder, args.base, config, ParallelConfig(), None, args.draft is not None)
+            models = load_models(inputs, distributed.initialize(), getattr(torch, args.dtype), args.plain, "local")
+        self.base, self.draft, self.config = models.base, models.draft, inputs.decode
         self.alone = DecodeConfig(max_new_tokens=args.max_new_tokens, batch_size=1, temperature=args.temperature)
-        self.stop_ids = set(stop_token_ids(planned.source, planned.tokenizer))
-        encoder = ChatEncoder(planned.tokenizer, self.stop_ids, vocab_size=self.base.vocab_size)
+        self.stop_ids = set(stop_token_ids(inputs.source, inputs.tokenizer))
+        encoder = ChatEncoder(inputs.tokenizer, self.stop_ids, vocab_size=self.base.vocab_size)
         limit = self.base.config.max_position_embeddings
         self.sets: dict[str, list[list[int]]] = {}
         for file in args.prompts:

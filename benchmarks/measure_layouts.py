@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +101,25 @@ def equality_batches(vocab: int, S: int, world: World) -> list[Batch]:
     return [batch.to(world.device) for batch in found[world.dp_rank :: world.dp_size]]
 
 
-def gradients(base_folder: Path, world: World, dtype: torch.dtype, engine: bool, S: int) -> dict[str, Any]:
-    """Loss, sums and unsharded gradients of one global batch."""
+def gradients(
+    base_folder: Path, world: World, dtype: torch.dtype, engine: bool, S: int, *, draft_engine: bool | None = None,
+    captures: Sequence[int] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Loss, sums and unsharded gradients of one global batch.
+
+    Args:
+        engine: Transformer Engine's layers in the base, and in the draft unless `draft_engine` says otherwise.
+        captures: layers that the draft reads (default: those of the presets).
+    """
     reference = inspect_base(base_folder)
     D = reference.config.vocab_size // 2
-    config = presets.eagle_config(reference.config, overrides={"draft_vocab_size": D})
+    given = {"capture_layer_ids": list(captures)} if captures else {}
+    config = presets.eagle_config(reference.config, overrides={"draft_vocab_size": D, **given})
     base = load_base(reference, world, config.capture_layer_ids, dtype, ENGINE if engine else LOCAL)
     vocab = DraftVocab(torch.arange(D) * 2, reference.config.vocab_size)
     name = str(dtype).removeprefix("torch.")
-    setting = Setting(platform.machine(), name, world.parallel, draft=config, draft_transformer_engine=engine)
+    modules = engine if draft_engine is None else draft_engine
+    setting = Setting(platform.machine(), name, world.parallel, draft=config, draft_transformer_engine=modules)
     draft = new_draft(base, config, vocab, world, dtype, 5, Paths(setting))
     train = TrainConfig(train_iters=4, bf16=dtype == torch.bfloat16)
     ddp = wrap_ddp(draft, world, train)
@@ -172,8 +183,8 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
     dtype = torch.bfloat16 if cuda else torch.float32
     config = base_shape("tiny" if args.tiny else MODELS[args.model])
     torch.manual_seed(world.tp_rank)
-    base = random_base(config, world, dtype)
-    draft = random_draft(config, world, 32000, dtype)
+    base = random_base(config, world, dtype, without=args.without)
+    draft = random_draft(config, world, 32000, dtype, args.without)
     train = TrainConfig(train_iters=10**6, bf16=cuda, use_distributed_optimizer=world.size > 1)
     ddp = wrap_ddp(draft, world, train)
     trainer = Trainer(world, ddp, *build_optimizer(ddp, world, train), base, ObjectiveConfig(ttt_steps=args.ttt_steps))
@@ -202,6 +213,7 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
 
     run(flush * -(-args.warmup // flush))
     seconds = run(flush * -(-args.steps // flush))
+    of_draft, shared = ("draft_fused", "loss_kernel", "teacher_kernel"), ("tp_symmetric",) if world.tp_size > 1 else ()
     tokens_of_step = B * S * mine * world.pp_size * world.dp_size
     found = {
         "layout": layout, "gpus": world.size, "model": "tiny" if args.tiny else args.model, "seq_length": S,
@@ -211,7 +223,7 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
         "off": {
             name: models.paths.blocked[name]
-            for models, names in ((base, ("base_direct",)), (draft, ("draft_fused", "loss_kernel", "teacher_kernel")))
+            for models, names in ((base, ("base_direct", *shared)), (draft, (*of_draft, *shared)))
             for name in names
             if name in models.paths.blocked
         },

@@ -22,7 +22,7 @@ from benchmarks.flops import block_flops, standard_flops
 from benchmarks.random_models import random_base, random_block_draft, random_draft
 from benchmarks.shapes import base_shape
 from megatron_spec.base.model import FrozenBase
-from megatron_spec.base.moe import LocalExperts
+from megatron_spec.base.moe import LocalExperts, Router
 from megatron_spec.batch import Batch
 from megatron_spec.config import BaseConfig, BaseLayers, BlockConfig, ObjectiveConfig, TrainConfig, presets
 from megatron_spec.data.chat import Sample
@@ -347,8 +347,8 @@ def main(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     if args.plain:
         base.direct = None
         for module in base.modules():
-            if isinstance(module, LocalExperts):
-                module.grouped = False
+            if isinstance(module, (LocalExperts, Router)):
+                module.kernels = None
     if args.base_fp8:
         from megatron_spec.base.direct import run_in_fp8
 

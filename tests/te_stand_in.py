@@ -1,13 +1,14 @@
-"""Plain PyTorch with the interface of megatron-core's Transformer Engine modules, which need a GPU to run.
+"""Plain PyTorch with the interfaces of Transformer Engine 2.20 and of megatron-core's wrappers, which need a GPU.
 
-Names, shapes and arguments are those of megatron-core 0.16 to 0.19 with Transformer Engine 2.20: what is not there
-fails. Parameters are on megatron-core's current device, or on meta as the configuration says.
+Names, shapes and arguments are those of the real ones (wrappers: megatron-core 0.16 to 0.19): what is not there fails.
+They differ from torch's modules where the real ones do, so that a caller who ignores their rules fails: 8-bit products
+need rows and widths that are multiples of 16, and a linear takes contiguous rows in the dtype of its weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,6 +18,111 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
+
+calls: list[tuple[str, int, bool]] = []
+"""(module, rows, in 8 bits) of every call: "linear" and "norm" of a draft, "base" for a linear of megatron-core's."""
+autocasts: list[bool] = []
+"""Contexts of fp8 that are open, the innermost last."""
+
+
+# transformer_engine.pytorch
+
+
+class Linear(nn.Module):
+    """See Transformer Engine; without collectives."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, params_dtype: torch.dtype, device: Any,
+        init_method: Callable[[Tensor], Any],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        assert not bias
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
+        init_method(self.weight)
+        self.weight.tensor_model_parallel, self.weight.partition_dim = True, 0  # type: ignore[attr-defined]
+
+    def get_extra_state(self) -> Tensor:
+        """The real modules put their scales into every state dict."""
+        return torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x W^T; in 8 bits, of both rounded to 1/128 of their largest magnitude."""
+        assert x.dtype == self.weight.dtype and x.is_contiguous()
+        eight = bool(autocasts) and autocasts[-1]
+        calls.append(("linear", len(x), eight))
+        if not eight:
+            return F.linear(x, self.weight)
+        assert len(x) % 16 == 0 and all(n % 16 == 0 for n in self.weight.shape)
+        return F.linear(_coarse(x), _coarse(self.weight))
+
+
+def _coarse(x: Tensor) -> Tensor:
+    unit = x.detach().abs().amax().clamp(min=1e-6) / 128
+    return x + ((x.detach() / unit).round() * unit - x.detach())
+
+
+class RMSNorm(nn.Module):
+    """See Transformer Engine."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size, dtype=dtype, device=device)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x / rms(x) * weight."""
+        calls.append(("norm", x.shape[:-1].numel(), False))
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+@contextmanager
+def autocast(enabled: bool, recipe: Any) -> Iterator[None]:
+    """See Transformer Engine."""
+    assert recipe is not None
+    autocasts.append(enabled)
+    try:
+        yield
+    finally:
+        autocasts.pop()
+
+
+def is_fp8_available(return_reason: bool) -> tuple[bool, str]:
+    """As that of Transformer Engine on a GPU that has it."""
+    assert return_reason
+    return True, ""
+
+
+class GroupedLinear(nn.Module):
+    """See Transformer Engine."""
+
+    def __init__(
+        self, num_gemms: int, in_features: int, out_features: int, bias: bool = True,
+        params_dtype: torch.dtype | None = None, device: str = "cuda",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        assert device == "meta"
+        self.use_bias, self.count = bias, num_gemms
+        for i in range(num_gemms):
+            empty = torch.empty(out_features, in_features, dtype=params_dtype, device=device)
+            self.register_parameter(f"weight{i}", nn.Parameter(empty))
+            if bias:
+                self.register_parameter(f"bias{i}", nn.Parameter(empty[:, 0].clone()))
+            else:
+                setattr(self, f"bias{i}", torch.empty(0, device=device))
+
+    def forward(self, inp: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Tensor:
+        """[P, in] -> [P, out]."""
+        assert len(m_splits) == self.count and sum(m_splits) == len(inp)
+        biases = [getattr(self, f"bias{i}") if self.use_bias else None for i in range(self.count)]
+        outputs = [F.linear(x, getattr(self, f"weight{i}"), biases[i]) for i, x in enumerate(inp.split(m_splits))]
+        return torch.cat(outputs)
+
+
+PYTORCH = SimpleNamespace(
+    Linear=Linear, RMSNorm=RMSNorm, GroupedLinear=GroupedLinear, autocast=autocast, is_fp8_available=is_fp8_available
+)
+
+
+# megatron.core.extensions.transformer_engine
 
 
 def _parameter(config: Any, *shape: int) -> nn.Parameter:
@@ -44,6 +150,7 @@ class _Linear(nn.Module):
 
     def product(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(output, bias that is left to the caller)."""
+        calls.append(("base", x.shape[:-1].numel(), False))
         self.is_first_microbatch = False
         bias = self.bias if isinstance(self.bias, nn.Parameter) else None
         if self.communicates and self.mode == "column" and self.sequence_parallel:
@@ -181,32 +288,6 @@ class TEDotProductAttention(nn.Module):
         return (weights @ v).permute(2, 0, 1, 3).reshape(S, B, -1)
 
 
-class GroupedLinear(nn.Module):
-    """See Transformer Engine."""
-
-    def __init__(
-        self, num_gemms: int, in_features: int, out_features: int, bias: bool = True,
-        params_dtype: torch.dtype | None = None, device: str = "cuda",
-    ) -> None:  # fmt: skip
-        super().__init__()
-        assert device == "meta"
-        self.use_bias, self.count = bias, num_gemms
-        for i in range(num_gemms):
-            empty = torch.empty(out_features, in_features, dtype=params_dtype, device=device)
-            self.register_parameter(f"weight{i}", nn.Parameter(empty))
-            if bias:
-                self.register_parameter(f"bias{i}", nn.Parameter(empty[:, 0].clone()))
-            else:
-                setattr(self, f"bias{i}", torch.empty(0, device=device))
-
-    def forward(self, inp: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Tensor:
-        """[P, in] -> [P, out]."""
-        assert len(m_splits) == self.count and sum(m_splits) == len(inp)
-        biases = [getattr(self, f"bias{i}") if self.use_bias else None for i in range(self.count)]
-        outputs = [F.linear(x, getattr(self, f"weight{i}"), biases[i]) for i, x in enumerate(inp.split(m_splits))]
-        return torch.cat(outputs)
-
-
 CORE = SimpleNamespace(
     TELinear=TELinear, TEColumnParallelLinear=TEColumnParallelLinear, TERowParallelLinear=TERowParallelLinear,
     TELayerNormColumnParallelLinear=TELayerNormColumnParallelLinear, TENorm=TENorm,
@@ -216,23 +297,26 @@ CORE = SimpleNamespace(
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """The stand-in instead of Transformer Engine, with its paths on for any device, dtype and head size."""
+    """The stand-ins instead of Transformer Engine in base and draft, its paths on for any device, dtype and size."""
+    from megatron_spec import build
     from megatron_spec.base import te
-    from megatron_spec.planning import te_paths
+    from megatron_spec.drafts import engine
+    from megatron_spec.planning import draft_modules, te_paths
 
-    patches = [
-        mock.patch.object(te, "core", lambda: CORE),
-        mock.patch.object(te, "grouped_linear", lambda: GroupedLinear),
-        mock.patch.object(te, "installed", lambda: True),
-        mock.patch.object(te, "check", lambda *_: None),
-        mock.patch.object(te_paths, "_half", lambda _: {}),
-        mock.patch.object(te_paths, "_head_sizes", lambda *_: {}),
-        mock.patch.object(te_paths, "_engine", lambda s: {"local": not s.layers.engine}),
-    ]
-    for patch in patches:
-        patch.start()
-    try:
+    calls.clear()
+    with ExitStack() as patches:
+        for module, name, value in (
+            (te, "core", lambda: CORE),
+            (te, "grouped_linear", lambda: GroupedLinear),
+            (te, "installed", lambda: True),
+            (te, "check", lambda *_: None),
+            (engine, "modules", lambda: PYTORCH),
+            (engine, "recipe_of", lambda name: name),
+            (build, "check_draft_modules", lambda _: None),
+            (draft_modules, "check_draft_modules", lambda _: None),
+            (te_paths, "_half", lambda _: {}),
+            (te_paths, "_head_sizes", lambda *_: {}),
+            (te_paths, "_engine", lambda s: {"local": not s.layers.engine}),
+        ):
+            patches.enter_context(mock.patch.object(module, name, value))
         yield
-    finally:
-        for patch in patches:
-            patch.stop()

@@ -18,7 +18,7 @@ from megatron_spec.base import placement, relay, te
 from megatron_spec.base.core_model import CoreModel, core_model, stage_counts, unwrapped
 from megatron_spec.base.direct import DirectForward
 from megatron_spec.base.modules import CoreAttention
-from megatron_spec.base.moe import LocalExperts
+from megatron_spec.base.moe import LocalExperts, Router
 from megatron_spec.base.spec import block_spec
 from megatron_spec.base.stage import CoreStage
 from megatron_spec.batch import Batch
@@ -57,8 +57,8 @@ def _group_experts(base: FrozenBase) -> None:
         return
     kind = base.paths.kernels("grouped_experts")
     for module in base.modules():
-        if isinstance(module, LocalExperts):
-            module.grouped, module.kernels = True, None if kind == "none" else backend.load(kind)
+        if isinstance(module, (LocalExperts, Router)):
+            module.kernels = backend.load("plain" if kind == "none" else kind)
 
 
 def default_paths(config: BaseConfig, world: World, dtype: torch.dtype, layers: BaseLayers) -> Paths:
@@ -202,11 +202,19 @@ class FrozenBase(CoreStage):
         """Empty cache for the layers and key/value heads of this rank."""
         if len(self.attentions) != self.stage.count:
             raise UserError("a wrapped model keeps its own attention and cannot decode with a cache: use load_base")
-        config, world = self.config, self.world
-        heads = max(1, config.num_key_value_heads // world.tp_size)
+        config = self.config
         return KVCache(
-            self.stage.count, batch, max_length, heads, config.head_dim, self.dtype, world.device, config.value_dim
-        )
+            self.stage.count, batch, max_length, self._cached_heads(), config.head_dim, self.dtype, self.world.device,
+            config.value_dim,
+        )  # fmt: skip
+
+    def cache_bytes(self, slots: int) -> int:
+        """Bytes of `new_cache` for one sequence."""
+        width = self._cached_heads() * (self.config.head_dim + self.config.value_dim)
+        return self.stage.count * slots * width * self.dtype.itemsize
+
+    def _cached_heads(self) -> int:
+        return max(1, self.config.num_key_value_heads // self.world.tp_size)
 
     def _frequencies(self, batch: Batch, visibility: Visibility) -> Tensor:
         """Rotary frequencies. longrope has two sets: the length of a token's document selects one (see ops/rope.py)."""

@@ -104,7 +104,7 @@ def plan(
         for stage in stages
     ]  # fmt: skip
     return "\n".join([
-        *_models(base, draft, parallel), "", *_layout_lines(layout, parallel, train, places[0]), "",
+        *_models(base, draft), "", *_layout_lines(layout, parallel, train, places[0]), "",
         *_placement(stages, layout, cluster), "", *_memory(places, cluster), "",
         *_work(base, draft, train, objective, seq_length, cluster), "",
         "fast paths on an H100", *(f"  {line}" for line in paths.lines()),
@@ -145,7 +145,7 @@ def _layout(parallel: ParallelConfig, cluster: Cluster, train: TrainConfig) -> S
     return SimpleNamespace(tp=tp, pp=pp, cp=cp, dp=dp, micro_batches=train.global_batch_size // unit)
 
 
-def _models(base: BaseConfig, draft: DraftConfig, parallel: ParallelConfig) -> list[str]:
+def _models(base: BaseConfig, draft: DraftConfig) -> list[str]:
     whole = Place(base, draft, ParallelConfig(), TrainConfig(train_iters=1, bf16=True), 1, 1, 1, base.num_layers)
     weights = (memory(whole)["base layers"] + end_parameters(base) * 2) / 2
     captures = ", ".join(map(str, draft.capture_layer_ids)) or "none (the final state)"

@@ -17,7 +17,7 @@ overwritten before it is visible.
 
 One wait per step reads the table of emitted tokens. Before it, while the device computes the step, the host records
 what the previous step emitted and hands out the answers that ended in it. Where nothing that the host reads decides
-what the device does next (no lookup, no drafter that reads values), proposal, verification and observation are one
+what the device does next (no drafter that reads values), proposal, verification and observation are one
 graph, and a step starts before the previous one is read: the device never waits for the host. A sequence that has ended
 by then runs one step too many, of which nothing is kept (started.py).
 
@@ -30,12 +30,13 @@ H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base_everywhere
@@ -45,18 +46,19 @@ from megatron_spec.decoding import sampling
 from megatron_spec.decoding.cache import Moves
 from megatron_spec.decoding.costs import Costs, NoCosts
 from megatron_spec.decoding.drafters import Observation
-from megatron_spec.decoding.drafters.lookup import SuffixAutomaton, replaced
 from megatron_spec.decoding.replay import key_step, mapped, padded_rows
 from megatron_spec.decoding.rows import NUMBERS, Outcomes, read_outcomes
 from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.decoding.started import Generation, Sequenced, Started
+from megatron_spec.decoding.step import Common
 from megatron_spec.decoding.verify import Drafted
-from megatron_spec.decoding.waiting import Waiting
+from megatron_spec.decoding.waiting import Waiting, check_lengths, groups
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.runtime.platform import to_host
 
-SHORT_PROMPT = 256
-"""Prompts of up to this many tokens are grouped in one cache."""
+REFILL, REFILL_ALIKE = 1 / 4, 1 / 16
+"""Share of the rows that is free before waiting prompts are read: few of them cost nearly as much as a step. Where all
+are the same, nothing has to be read again."""
 
 
 def decode(
@@ -106,43 +108,20 @@ def decode_batches(
     costs: Costs | None = None,
     session: DecodeSession | None = None,
     stop: Callable[[], bool] | None = None,
-) -> Iterator[list[tuple[int, Generation]]]:
+) -> Generator[list[tuple[int, Generation]], None, None]:
     """`decode`, yielding together the (index of the prompt, answer) that ended in one step.
 
     On a GPU the next step is running by then: work on the answers costs no time while it is shorter than a step.
     """
-    _check(base, prompts)
+    if base.world.parallel.sequence_parallel:
+        raise UserError("decoding: sequence parallelism is not supported: drop --sequence-parallel")
+    check_lengths(prompts, base.config.max_position_embeddings)
     seeds = seeds if seeds is not None else [config.seed + i for i in range(len(prompts))]
     with (session or DecodeSession()).call(base, draft, config, set(stop_ids)) as own:
-        for group in _groups(prompts):
+        for group in groups(prompts):
             engine = _Engine(base, prompts, group, config, seeds, costs or NoCosts(), own)
             yield from engine.run(stop or (lambda: False))
             del engine  # the next group may need the memory of its caches
-
-
-def _groups(prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Indices of prompts, longest first. A group's prompts are at least half as long as its longest, which sizes the
-    caches."""
-    group: list[int] = []
-    for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
-        if group and 2 * max(len(prompts[i]), SHORT_PROMPT) < len(prompts[group[0]]):
-            yield group
-            group = []
-        group.append(i)
-    if group:
-        yield group
-
-
-def _check(base: FrozenBase, prompts: Sequence[Sequence[int]]) -> None:
-    if base.world.parallel.sequence_parallel:
-        raise UserError("decoding: sequence parallelism is not supported: drop --sequence-parallel")
-    limit = base.config.max_position_embeddings
-    for i, prompt in enumerate(prompts):
-        if not 0 < len(prompt) < limit:
-            raise UserError(
-                f"decoding: prompt {i} has {len(prompt)} tokens, expected 1 to {limit - 1} (the base's "
-                f"max_position_embeddings is {limit}): leave it out or shorten it"
-            )
 
 
 @torch.inference_mode()
@@ -168,21 +147,9 @@ def _extend(sequences: list[Sequenced], outcomes: Outcomes, verified: bool, draf
         if not verified and drafted and sequence.generation.tokens:
             sequence.generation.add_verification(0, 1, ends, 0)
         sequence.generation.add(line[:count], ends)
-        if sequence.automaton is not None:
-            sequence.automaton.extend(line[:count])
     if verified:
         for sequence, *numbers in zip(sequences, accepted, emitted, stopped, proposed, strict=True):
             sequence.generation.add_verification(*numbers)
-
-
-def _looked_up(drafted: Drafted, running: list[Sequenced], rooms: list[int], threshold: int) -> Drafted:
-    """Replace the draft's tokens by the continuation of a match that is long enough, up to `rooms` of each sequence."""
-    count = drafted.tokens_BN.shape[1]
-    found = [
-        s.automaton.propose(min(count, room), threshold=threshold) if s.automaton else []
-        for s, room in zip(running, rooms, strict=True)
-    ]
-    return replaced(drafted, found) if any(found) else drafted
 
 
 def _filled(drafted: Drafted, running: int, batch: int) -> Drafted:
@@ -211,6 +178,8 @@ class _Engine:
         self.base, self.config, self.seeds, self.costs = base, config, seeds, costs
         self.drafter = drafter = session.drafter
         self.waiting = Waiting(prompts, group, config.max_new_tokens, base.config)
+        self.once = drafter is None and self.waiting.equal and base.paths.on("common_prompt")
+        self.common: Common | None = None  # what was read of the prompt of all sequences
         self.running: list[Sequenced] = []  # one per row in use
         self.finished: list[tuple[int, Generation]] = []  # ended in the last step that was read
         self.unrecorded: tuple[list[Sequenced], Outcomes, bool] | None = None  # what it emitted
@@ -228,7 +197,7 @@ class _Engine:
         # One number of slots to read where it costs nothing; 0: as few as possible.
         self.whole = buffers.slots if drafter is None and self.device.bounded else 0
         self.started: list[Started] = []  # steps that are not read yet, oldest first
-        follows = drafter is None or (drafter.fixed_shapes and config.sa_threshold is None)
+        follows = drafter is None or drafter.fixed_shapes
         self.ahead = int(follows and self.replays.active and not costs.apart)  # steps that stay unread
 
     def _key_slots(self, needed: int) -> int:
@@ -238,8 +207,8 @@ class _Engine:
         """Yield the answers that ended in a step while the device computes the next one."""
         while (self.running or self.waiting) and not stop():
             free = self.count - len(self.running)
-            # A prefill of few prompts costs nearly as much as a step: wait until a quarter of the rows is free.
-            prefills = self.waiting and (not self.running or free * 4 >= self.count)
+            refill = REFILL_ALIKE if self.once else REFILL
+            prefills = self.waiting and (not self.running or free >= refill * self.count)
             self.started.append(self._prefill(free) if prefills else self._cycle() if self.ahead else self._verify())
             yield from self._ended()
             if len(self.started) > self.ahead:
@@ -257,21 +226,32 @@ class _Engine:
         """Start the prefill of waiting prompts into the free rows."""
         self._record()  # an answer that continues in another row is part of its text
         waiting, first = self.waiting, len(self.running)
-        taken = waiting.take(free)
+        as_one = self.once and waiting.alike
+        taken = waiting.take(free, as_one)
         texts, limits = [waiting.text(i) for i in taken], [waiting.row_limit(i) for i in taken]
         count, widest = len(taken), max(map(len, texts))
         prompts = [len(waiting.prompts[i]) for i in taken]
         self.rows.place(first, texts, prompts, limits, [self.seeds[i] for i in taken])
+        table = self._begin(first, count, widest) if as_one else self._read_prompts(first, count, widest)
+        self.length_B[first : first + count], self.limit_B[first : first + count] = [len(t) for t in texts], limits
+        self.running += [Sequenced(i, waiting.begin(i)) for i in taken]
+        return Started(self.running[first:], first, table, 1)
+
+    def _read_prompts(self, first: int, count: int, widest: int) -> Callable[[], Tensor]:
+        """Start the prefill of new rows. Returns their table."""
         with self.costs.phase("prefill"):
             step = self.device.prefill(first, count, widest)
         table = to_host(step.table_BX)
         if self.drafter:
             self.drafter.observe(step.seen)
-        self.length_B[first : first + count], self.limit_B[first : first + count] = [len(t) for t in texts], limits
-        lookup = self.drafter is not None and self.config.sa_threshold is not None
-        for i, text in zip(taken, texts, strict=True):
-            self.running.append(Sequenced(i, waiting.begin(i), SuffixAutomaton(text) if lookup else None))
-        return Started(self.running[first:], first, table, 1)
+        return table
+
+    def _begin(self, first: int, count: int, widest: int) -> Callable[[], Tensor]:
+        """`_read_prompts` of one prompt in all rows, which is read once."""
+        with self.costs.phase("prefill"):
+            self.common = self.common or self.device.read_common(first, widest)
+            table_BX = self.device.begin(first, count, self.common)
+        return to_host(table_BX)
 
     def _room_B(self) -> NDArray[np.int64]:
         """Number of tokens that each running sequence may still emit in its row."""
@@ -318,20 +298,15 @@ class _Engine:
         batch = padded_rows(running, self.count) if self.replays.active else running
         with self.costs.phase("draft"):
             drafted = self._draft(batch)
-            if self.config.sa_threshold is not None:
-                drafted = _looked_up(drafted, self.running, (self._room_B() - 1).tolist(), self.config.sa_threshold)
         key_slots = self._reach(drafted.tokens_BN.shape[1])
         name = ("base", batch, key_slots, drafted.depth)
-        replayed = self.drafter is not None and self.drafter.fixed_shapes and self.replays.active
-        taken_in = replayed and not self.costs.apart  # one graph with the observation
-        run = self.device.take_in if taken_in else self.device.verify
         with self.costs.phase("base"):
-            step = self.replays.run((*name, taken_in), lambda given: run(batch, key_slots, given), drafted)
+            step = self.replays.run(name, lambda given: self.device.verify(batch, key_slots, given), drafted)
         table = to_host(step.table_BX[:running])
         started = Started(self.running[:], 0, table, drafted.depth + 1, verified=self.drafter is not None)
-        if replayed and not taken_in:
+        if self.drafter is not None and self.drafter.fixed_shapes and self.replays.active:
             self._observe(step.seen)
-        elif self.drafter is not None and not taken_in:
+        elif self.drafter is not None:
             started.seen = step.seen
         return started
 
@@ -357,8 +332,6 @@ class _Engine:
         sequences, rows_B, outcomes = step.alive(outcomes)
         self.length_B[rows_B] += outcomes.emitted
         self.unrecorded = (sequences, outcomes, step.verified)
-        if self.config.sa_threshold is not None:
-            self._record()  # the next lookup reads the text
         if outcomes.finished.any():
             ended = outcomes.finished.nonzero()[0]
             self._free(rows_B[ended].tolist(), outcomes.stopped[ended].tolist())

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_spec.config import DecodeConfig
 from megatron_spec.decoding.cache import Moves
+from megatron_spec.decoding.matches import extended, matches_of
 from megatron_spec.runtime.platform import to_device
 
 
@@ -61,6 +62,7 @@ class Rows:
         prompt_B: int64 length of the prompt.
         limit_B: int64 maximum length, including the prompt.
         uniform_BN3: random numbers in [0, 1) per answer token: the base's choice, acceptance, the draft's choice.
+        matches_BL: int32 matches of every position (`matches`), for a lookup beside the draft; else None.
     """
 
     def __init__(self, rows: int, slots: int, config: DecodeConfig, stop_ids: set[int], device: torch.device) -> None:
@@ -70,6 +72,9 @@ class Rows:
         self.prompt_B = torch.ones_like(self.length_B)
         self.limit_B = torch.ones_like(self.length_B)
         self.uniform_BN3 = torch.zeros(rows, config.max_new_tokens if config.temperature > 0 else 1, 3, device=device)
+        self.matches_BL: Tensor | None = None
+        if config.sa_threshold is not None:
+            self.matches_BL = torch.zeros(rows, slots, dtype=torch.int32, device=device)
         self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
 
     def place(
@@ -84,11 +89,9 @@ class Rows:
             limits: maximum lengths of the texts.
         """
         here, device = slice(first, first + len(texts)), self.tokens_BL.device
-        whole_BL = torch.nn.utils.rnn.pad_sequence(
-            [torch.tensor(text, dtype=torch.int64) for text in texts], batch_first=True
-        )
-        self.tokens_BL[here] = 0
-        self.tokens_BL[here, : whole_BL.shape[1]] = to_device(whole_BL, device)
+        _fill(self.tokens_BL[here], texts)
+        if self.matches_BL is not None:
+            _fill(self.matches_BL[here], [matches_of(text) for text in texts])
         numbers = to_device(torch.tensor([[len(text) for text in texts], list(prompts), list(limits)]), device)
         self.length_B[here], self.prompt_B[here], self.limit_B[here] = numbers
         if self.config.temperature > 0:
@@ -106,13 +109,19 @@ class Rows:
         return self.uniform_BN3[here].gather(1, index_BP[:, :, None].expand(-1, -1, 3))
 
     def advance(self, first: int, chosen_BP: Tensor, accepted_B: Tensor, proposed_B: Tensor) -> Tensor:
-        """Extend rows `first`.. by the emitted tokens, up to a stop token. Returns the table of `Outcomes`, [B, X]."""
+        """Extend rows `first`.. by the emitted tokens, which are stored already, up to a stop token.
+
+        Returns the table of `Outcomes`, [B, X].
+        """
         here = slice(first, first + chosen_BP.shape[0])
         stops_BP = (chosen_BP[:, :, None] == self.stop_ids).any(dim=2)
         stops_BP = stops_BP & (torch.arange(chosen_BP.shape[1], device=chosen_BP.device) <= accepted_B[:, None])
         stopped_B = stops_BP.any(dim=1)
         emitted_B = torch.where(stopped_B, stops_BP.long().argmax(dim=1), accepted_B) + 1
         length_B = torch.minimum(self.length_B[here] + emitted_B, self.limit_B[here])  # bounds unused rows
+        if self.matches_BL is not None:
+            matches_BL, tokens_BL = self.matches_BL[here], self.tokens_BL[here]
+            matches_BL.copy_(extended(matches_BL, tokens_BL, self.length_B[here], length_B, chosen_BP.shape[1]))
         self.length_B[here] = length_B
         finished_B = stopped_B | (length_B >= self.limit_B[here])
         numbers = {
@@ -123,4 +132,12 @@ class Rows:
 
     def move(self, moves: Moves) -> None:
         """Copy rows over others."""
-        moves.copy(self.tokens_BL, self.length_B, self.prompt_B, self.limit_B, self.uniform_BN3)
+        matches = () if self.matches_BL is None else (self.matches_BL,)
+        moves.copy(self.tokens_BL, self.length_B, self.prompt_B, self.limit_B, self.uniform_BN3, *matches)
+
+
+def _fill(rows_BL: Tensor, lines: Sequence[Sequence[int]]) -> None:
+    """Write lines of any length to rows, then zeros."""
+    whole_BL = torch.nn.utils.rnn.pad_sequence([torch.tensor(x, dtype=rows_BL.dtype) for x in lines], batch_first=True)
+    rows_BL.zero_()
+    rows_BL[:, : whole_BL.shape[1]] = to_device(whole_BL, rows_BL.device)

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_spec.decoding.drafters import Observation
-from megatron_spec.decoding.drafters.lookup import SuffixAutomaton
 from megatron_spec.decoding.rows import Outcomes
 
 
@@ -67,12 +66,10 @@ class Sequenced:
     Attributes:
         index: index of the prompt.
         generation: the answer so far.
-        automaton: suffix automaton of the text, if a lookup proposes in addition to the draft.
     """
 
     index: int
     generation: Generation
-    automaton: SuffixAutomaton | None = None
 
 
 class Started:

@@ -23,7 +23,9 @@ from megatron_spec.batch import Batch
 from megatron_spec.config import DecodeConfig
 from megatron_spec.decoding.cache import move_slots, rows_view
 from megatron_spec.decoding.drafters import Context, Drafter, Observation
+from megatron_spec.decoding.drafters.lookup import replaced
 from megatron_spec.decoding.drafters.user import check_proposal, is_foreign
+from megatron_spec.decoding.matches import looked_up
 from megatron_spec.decoding.rows import Rows
 from megatron_spec.decoding.tree import Tree
 from megatron_spec.decoding.verify import Drafted, Draws, Verdict, choose, thinking_rows, verify
@@ -42,6 +44,15 @@ class Step:
 
     seen: Observation
     table_BX: Tensor
+
+
+@dataclass
+class Common:
+    """What was read of a prompt that many sequences begin with: keys and values [layers, 1, S, ...], logits [1, V]."""
+
+    keys: Tensor
+    values: Tensor
+    logits_1V: Tensor
 
 
 class DeviceSteps:
@@ -69,12 +80,35 @@ class DeviceSteps:
         row_B = torch.arange(count, device=tokens_BS.device)
         captures_SBC, state_SBH = self._forward(first, tokens_BS, slots_BS, 0)
         logits_MV = self.base.logits(state_SBH[length_B - 1, row_B][None])[0]
-        draws_B = rows.draws(count, 1, first)[:, 0, 0]
-        chosen_B = self._agree(choose(logits_MV, draws_B, self.config, self.base.world.tp, self.kernels))
-        rows.tokens_BL[here].scatter_(1, length_B[:, None], chosen_B[:, None])
+        chosen_B = self._first_tokens(first, logits_MV)
         next_BS, zeros_B = rows.tokens_BL[here, 1 : widest + 1], torch.zeros_like(length_B)
         seen = Observation(first, slots_BS, next_BS, length_B, captures_SBC, state_SBH, prefill=True)
         return Step(seen, rows.advance(first, chosen_B[:, None], zeros_B, zeros_B))
+
+    def read_common(self, row: int, widest: int) -> Common:
+        """Read the prompt of a row, for `begin`."""
+        tokens_BS = self.rows.tokens_BL[row : row + 1, :widest]
+        slots_BS = torch.arange(widest, device=tokens_BS.device)[None]
+        state_SBH = self._forward(row, tokens_BS, slots_BS, 0)[1]
+        view = rows_view(self.cache, row, 1)
+        keys, values = view.keys[:, :, :widest].clone(), view.values[:, :, :widest].clone()
+        return Common(keys, values, self.base.logits(state_SBH[-1:])[0])
+
+    def begin(self, first: int, count: int, common: Common) -> Tensor:
+        """`prefill` of rows that all hold the prompt of `common`. Returns their table [B, X]."""
+        view, widest = rows_view(self.cache, first, count), common.keys.shape[2]
+        view.keys[:, :, :widest], view.values[:, :, :widest] = common.keys, common.values
+        chosen_B = self._first_tokens(first, common.logits_1V.repeat(count, 1))
+        zeros_B = torch.zeros_like(chosen_B)
+        return self.rows.advance(first, chosen_B[:, None], zeros_B, zeros_B)
+
+    def _first_tokens(self, first: int, logits_BV: Tensor) -> Tensor:
+        """[B] first tokens of the answers of rows `first`.., placed after their prompts."""
+        rows, here = self.rows, slice(first, first + len(logits_BV))
+        draws_B = rows.draws(len(logits_BV), 1, first)[:, 0, 0]
+        chosen_B = self._agree(choose(logits_BV, draws_B, self.config, self.base.world.tp, self.kernels))
+        rows.tokens_BL[here].scatter_(1, rows.length_B[here, None], chosen_B[:, None])
+        return chosen_B
 
     def nothing(self, batch: int) -> Drafted:
         """No proposal."""
@@ -84,17 +118,13 @@ class DeviceSteps:
     def cycle(self, batch: int, count: int, key_slots: int) -> Tensor:
         """A whole step: proposal of depth `count` (0: none), verification, observation. Returns its table [B, X]."""
         drafted = self.propose(batch, count, key_slots, ()) if count else self.nothing(batch)
-        return self.take_in(batch, key_slots, drafted).table_BX
-
-    def take_in(self, batch: int, key_slots: int, drafted: Drafted) -> Step:
-        """`verify`, and the drafter's observation of it."""
         step = self.verify(batch, key_slots, drafted)
         if self.drafter is not None:
             self.drafter.observe(step.seen)
-        return step
+        return step.table_BX
 
     def propose(self, batch: int, count: int, key_slots: int, lengths: Sequence[int]) -> Drafted:
-        """The drafter's proposal; nodes past a sequence's limit are invalid."""
+        """The drafter's proposal, or the lookup's in its place; nodes past a sequence's limit are invalid."""
         assert self.drafter is not None
         length_B = self.rows.length_B[:batch]
         room_B = self.rows.limit_B[:batch] - length_B - 1
@@ -115,7 +145,16 @@ class DeviceSteps:
         valid_BN = depth_BN <= room_B[:, None]
         if proposal.proposed_B is not None:
             valid_BN = valid_BN & (index_N < self._agree(proposal.proposed_B)[:, None])
-        return Drafted(tokens_BN, valid_BN, tree, depth, proposal.q_BNV)
+        drafted = Drafted(tokens_BN, valid_BN, tree, depth, proposal.q_BNV)
+        return drafted if self.rows.matches_BL is None else self._looked_up(drafted, room_B)
+
+    def _looked_up(self, drafted: Drafted, room_B: Tensor) -> Drafted:
+        """The draft's tokens or, after a match that is long enough, what followed it, up to `room_B` tokens."""
+        rows, (batch, count), threshold = self.rows, drafted.tokens_BN.shape, self.config.sa_threshold
+        assert rows.matches_BL is not None and threshold is not None
+        texts = rows.matches_BL[:batch], rows.tokens_BL[:batch], rows.length_B[:batch]
+        tokens_BN, known_B = looked_up(*texts, threshold, count)
+        return replaced(drafted, tokens_BN, torch.minimum(known_B, room_B))
 
     def verify(self, batch: int, key_slots: int, drafted: Drafted) -> Step:
         """Verify the drafts and store the emitted tokens: all of a step after drafting."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from megatron_spec.batch import Batch, Features
-from megatron_spec.features.base import FeatureSource, check_count
+from megatron_spec.features.base import BackgroundSource, FeatureSource, check_count
 
 
 def default_ahead(pp_size: int, in_background: bool) -> int:
@@ -35,7 +35,7 @@ class FeaturesAhead:
 
     def __init__(self, source: FeatureSource, steps: Iterable[list[Batch]], pp_size: int, ahead: int = 0) -> None:
         self.source, self.pp_size = source, pp_size
-        self._start: Callable[[list[Batch]], Callable[[], list[Features]]] | None = getattr(source, "start", None)
+        self._start = source.start if isinstance(source, BackgroundSource) else None
         self.ahead = ahead or default_ahead(pp_size, self._start is not None)
         self.lookahead: int = getattr(source, "lookahead", 0)
         self._steps = iter(steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import UserError
@@ -28,6 +28,7 @@ class FeatureSource(Protocol):
         ...
 
 
+@runtime_checkable
 class BackgroundSource(FeatureSource, Protocol):
     """A source whose work a thread may start while the draft trains."""
 

@@ -2,6 +2,9 @@
 
 A draw depends only on its number and the seed, and the first distinct questions are kept. So the result does not depend
 on batch size or layout, and a killed run resumes where it stopped.
+
+The header is read once, and a row is refilled as soon as its draw ends: draws end in any order and are taken in that of
+their numbers, so that no device waits for a long one. Those that have begun when there are enough are dropped.
 """
 
 from __future__ import annotations
@@ -9,8 +12,12 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import zlib
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Generator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,47 +27,129 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.tokenizer import special_ids
+from megatron_spec.decoding.costs import Costs
 from megatron_spec.decoding.engine import decode_batches
-from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.generation.prompts import Prompt, iter_prompts
+from megatron_spec.runtime import platform
 from megatron_spec.runtime.distributed import World
-from megatron_spec.runtime.files import changed_settings, read_json, write_json, write_text
+from megatron_spec.runtime.files import append_text, changed_settings, drop_half_line, read_json, write_json
 
 log = logging.getLogger(__name__)
 
 DRAWS_PER_QUESTION = 10
 """Maximum number of draws per requested question."""
+MOST_ROWS = 1024
+"""Draws side by side by default on a GPU, if their memory is at most a `PART` of the GPU's."""
+PART = 1 / 16
+STREAM = 1 << 17
+"""Draws of one call of the engine, which holds them all in its queue."""
+TOLD_EVERY = 1024
+"""Draws between two messages."""
+
+
+def rows_of(base: FrozenBase, config: DecodeConfig, header: int) -> int:
+    """Draws that are decoded side by side: `config.batch_size`, on a GPU as many times that as are worth their memory.
+
+    Draws are short and share their prompt, so more of them fit than prompts with answers. Collective over all ranks.
+
+    Args:
+        header: tokens of the prompt.
+    """
+    memory, most, rows = platform.device_memory(), 0, config.batch_size
+    if math.isfinite(memory):
+        logits = 16 * base.vocab_size  # of the sampled row, in all data types
+        each = base.cache_bytes(header + config.max_new_tokens + 1) + logits
+        most = min(MOST_ROWS, int(PART * memory / each))
+    while 2 * rows <= most:
+        rows *= 2
+    return min(_from_all(rows, base.world))
+
+
+def _from_all(value: Any, world: World) -> list[Any]:
+    """The values of all ranks, in their order."""
+    values = [value]
+    if world.size > 1:
+        values = [None] * world.size
+        dist.all_gather_object(values, value)
+    return values
+
+
+class _Draws:
+    """This rank's share of the draws in `numbers`. Every `until` continues where the last one stopped.
+
+    A draw is its question, '' if it has no text, None if it does not end within max_new_tokens.
+    """
+
+    def __init__(
+        self, base: FrozenBase, encoder: ChatEncoder, numbers: range, config: DecodeConfig, stop_ids: set[int],
+        costs: Costs | None,
+    ) -> None:  # fmt: skip
+        world, self.tokenizer = base.world, encoder.tokenizer
+        self.mine = numbers[world.dp_rank :: world.dp_size]
+        self.taken, self.ended = 0, dict[int, str | None]()  # by index in `mine`
+        ends = stop_ids | special_ids(self.tokenizer)  # a template may end user turns and answers with different tokens
+        seeds = [zlib.crc32(f"question:{config.seed}:{number}".encode()) for number in self.mine]
+        header = encoder.question_ids()
+        self.batches = decode_batches(base, [header] * len(self.mine), config, ends, None, seeds, costs)
+
+    def until(self, number: int) -> dict[int, str | None]:
+        """Number -> draw, of the next ones below `number`."""
+        after = bisect_left(self.mine, number)
+        wanted = range(self.taken, after)
+        left = sum(i not in self.ended for i in wanted)
+        while left:
+            for i, answer in next(self.batches):
+                self.ended[i] = self._text(answer.tokens) if answer.stopped else None
+                left -= i < after
+        self.taken = after
+        return {self.mine[i]: self.ended.pop(i) for i in wanted}
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens[:-1], skip_special_tokens=True)).strip()
+
+    def close(self) -> None:
+        """Drop the draws that have begun, and free their memory."""
+        self.batches.close()
 
 
 def draw_questions(
     base: FrozenBase, encoder: ChatEncoder, numbers: range, config: DecodeConfig, stop_ids: set[int],
-    session: DecodeSession | None = None,
-) -> dict[int, str]:  # fmt: skip
-    """Draw number -> question. Collective over all ranks; every rank gets all questions.
+    costs: Costs | None = None,
+) -> Generator[dict[int, str | None], None, None]:  # fmt: skip
+    """The draws of all ranks in the order of their numbers, some at a time; `config.batch_size` are decoded together.
 
-    Draws that do not end within max_new_tokens and empty draws are left out.
+    Collective over all ranks, every rank gets all draws: number -> question, '' for a draw without text, None for one
+    that does not end within max_new_tokens. Later draws have begun when earlier ones are yielded: close the iterator.
     """
-    world, tokenizer, header = base.world, encoder.tokenizer, encoder.question_ids()
-    mine = list(numbers)[world.dp_rank :: world.dp_size]
-    seeds = [zlib.crc32(f"question:{config.seed}:{number}".encode()) for number in mine]
-    ends = stop_ids | special_ids(tokenizer)  # a template may end user turns and answers with different tokens
-    found: dict[int, str] = {}
-    if mine:
-        drawn = decode_batches(base, [header] * len(mine), config, ends, None, seeds, session=session)
-        for i, answer in itertools.chain.from_iterable(drawn):
-            text = tokenizer.decode(answer.tokens[:-1], skip_special_tokens=True).strip() if answer.stopped else ""
-            if text:
-                found[mine[i]] = text
-    if world.size > 1:
-        parts: list[Any] = [None] * world.size
-        dist.all_gather_object(parts, found)
-        found = {number: text for part in parts for number, text in part.items()}
-    return found
+    world = base.world
+    parts = 16 if world.size == 1 else 4  # gathering the draws waits for the slowest rank
+    window = max(1, config.batch_size * world.dp_size // parts)
+    for first in range(0, len(numbers), STREAM):
+        part = numbers[first : first + STREAM]
+        with closing(_Draws(base, encoder, part, config, stop_ids, costs)) as draws:
+            for number in range(part.start, part.stop, window):
+                found = _from_all(draws.until(min(number + window, part.stop)), world)
+                yield dict(sorted(itertools.chain.from_iterable(each.items() for each in found)))
 
 
 def _same(text: str) -> str:
     """Key of a question for deduplication."""
     return " ".join(text.casefold().split())
+
+
+def distinct(found: Mapping[int, str | None], seen: set[str], count: int, outcomes: Counter[str]) -> dict[int, str]:
+    """The first `count` distinct questions among draws, added to `seen`; `outcomes` counts the draws up to the last."""
+    new: dict[int, str] = {}
+    for number, text in found.items():
+        if len(new) == count:
+            break
+        key = _same(text) if text else ""
+        outcome = "not ended" if text is None else "empty" if not text else "repeated" if key in seen else "new"
+        outcomes[outcome] += 1
+        if text and outcome == "new":
+            seen.add(key)
+            new[number] = text
+    return new
 
 
 def write_questions(
@@ -72,6 +161,7 @@ def write_questions(
     stop_ids: set[int],
     about: dict[str, Any] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    rows: int | None = None,
 ) -> list[Prompt]:
     """Draw `count` distinct questions and write them to `path` (a prompt file). Collective over all ranks.
 
@@ -79,35 +169,49 @@ def write_questions(
         config: decoding configuration; temperature must be positive.
         about: identity of base and tokenizer, written with the settings to PATH.meta.json, which a rerun must match.
         template_kwargs: see `ChatTemplate`.
+        rows: draws that are decoded together; default: `rows_of`. The questions do not depend on it.
 
     Raises UserError when `path` was made with other settings, or when no draw gives a question.
     """
     world, encoder = base.world, ChatEncoder(tokenizer, template_kwargs=template_kwargs)
     kept = _begin(path, config, about or {}, world)
-    drawn, session = max(kept, default=-1) + 1, DecodeSession()
-    while len(kept) < count and drawn < DRAWS_PER_QUESTION * count + 100:
-        numbers = range(drawn, drawn + max(config.batch_size * world.dp_size, min(count - len(kept), 1024)))
-        seen = {_same(text) for text in kept.values()}
-        for number, text in sorted(draw_questions(base, encoder, numbers, config, stop_ids, session).items()):
-            if _same(text) not in seen and len(kept) < count:
-                seen.add(_same(text))
-                kept[number] = text
-        drawn = numbers.stop
-        if world.rank == 0:
-            _write(path, kept)
-            log.info("%d questions from %d draws", len(kept), drawn)
-    if not kept:
-        raise UserError(f"the base asked nothing in {drawn} draws: is it a chat model, and is this its template?")
-    if len(kept) < count:
-        log.warning("%s: %d distinct questions instead of %d: the base repeats itself", path, len(kept), count)
+    seen, outcomes = {_same(text) for text in kept.values()}, Counter[str]()
+    numbers = range(max(kept, default=-1) + 1, DRAWS_PER_QUESTION * count + 100 if len(kept) < count else 0)
+    config = config.replace(batch_size=rows or rows_of(base, config, len(encoder.question_ids())))
+    told = 0
+    with closing(draw_questions(base, encoder, numbers, config, stop_ids)) as draws:
+        for found in draws:
+            new = distinct(found, seen, count - len(kept), outcomes)
+            kept.update(new)
+            if world.rank == 0:
+                append_text(path, "".join(_line(*each) for each in new.items()))
+            if outcomes.total() - told >= TOLD_EVERY or len(kept) == count:
+                told = outcomes.total()
+                log.info("%d questions from %d draws", len(kept), numbers.start + told)
+            if len(kept) == count:
+                break
+    _report(path, kept, count, outcomes, config)
     if world.size > 1:
         dist.barrier()
     return list(iter_prompts(path, count))
 
 
-def _write(path: Path, questions: dict[int, str]) -> None:
-    lines = [{"conversation_id": f"draw-{number}", "turns": [text]} for number, text in questions.items()]
-    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+def _report(path: Path, kept: dict[int, str], count: int, outcomes: Counter[str], config: DecodeConfig) -> None:
+    """Say what became of the draws. Raises UserError when there is no question."""
+    drawn = outcomes.total()
+    if not kept:
+        raise UserError(f"the base asked nothing in {drawn} draws: is it a chat model, and is this its template?")
+    if drawn:
+        log.info(
+        "%d draws: %d new questions, %d repeated another one, %d did not end within %d tokens, %d had no text",
+        drawn, outcomes["new"], outcomes["repeated"], outcomes["not ended"], config.max_new_tokens, outcomes["empty"],
+    )  # fmt: skip
+    if len(kept) < count:
+        log.warning("%s: %d distinct questions instead of %d: the base repeats itself", path, len(kept), count)
+
+
+def _line(number: int, question: str) -> str:
+    return json.dumps({"conversation_id": f"draw-{number}", "turns": [question]}, ensure_ascii=False) + "\n"
 
 
 def _about(path: Path) -> Path:
@@ -128,6 +232,7 @@ def _begin(path: Path, config: DecodeConfig, about: dict[str, Any], world: World
         try:
             box = [check_questions(path, config, about)]
             write_json(_about(path), meta)
+            drop_half_line(path)
         except UserError as error:
             box = [str(error)]
     if world.size > 1:
@@ -139,13 +244,19 @@ def _begin(path: Path, config: DecodeConfig, about: dict[str, Any], world: World
 
 
 def _read(path: Path, meta: dict[str, Any]) -> dict[int, str]:
+    """Draw number -> question; what a killed run left of a line is not read."""
     found: dict[int, str] = {}
-    if path.is_file():
-        old = read_json(_about(path))
-        if changed := changed_settings(old, meta):
-            raise UserError(f"{path} was drawn with other settings ({changed}): use another output file")
-        for prompt in iter_prompts(path):
-            found[int(prompt.identifier.removeprefix("draw-"))] = prompt.rounds[0][0]["content"]
+    if not path.is_file():
+        return found
+    if changed := changed_settings(read_json(_about(path)), meta):
+        raise UserError(f"{path} was drawn with other settings ({changed}): use another output file")
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+            [question] = record["turns"]
+            found[int(record["conversation_id"].removeprefix("draw-"))] = str(question)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} line {number} is not a drawn question: use another output file") from error
     return found
 
 

@@ -24,18 +24,15 @@ import torch.distributed as dist
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.data.chat import ChatEncoder
-from megatron_spec.data.workers import usable_cpus
+from megatron_spec.data.workers import tokeniser_threads
 from megatron_spec.decoding.engine import decode_batches
 from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.generation.answers import answer_ids
 from megatron_spec.generation.prompts import Dialogue, Prompt, ask_all, check_stop_ids
 from megatron_spec.runtime.distributed import World
-from megatron_spec.runtime.files import changed_settings, read_json, write_json, write_text
+from megatron_spec.runtime.files import changed_settings, drop_half_line, read_json, write_json, write_text
 
 log = logging.getLogger(__name__)
-
-THREADS = 8
-"""Threads that tokenise prompts and answers."""
 
 
 def synthesize(
@@ -68,7 +65,7 @@ def synthesize(
     """
     encoder = ChatEncoder(
         tokenizer, stop_ids, template_kwargs=template_kwargs, vocab_size=base.vocab_size,
-        threads=min(THREADS, usable_cpus()),
+        threads=tokeniser_threads(),
     )  # fmt: skip
     limit = base.config.max_position_embeddings
     check_stop_ids(stop_ids)
@@ -145,17 +142,6 @@ def read_records(path: Path) -> dict[str, dict[str, Any]]:
         except (ValueError, KeyError, TypeError):
             log.warning("%s line %d is not a conversation record: skipped", path, number)
     return records
-
-
-def _drop_half_line(path: Path) -> None:
-    """Cut off a half-written line that a killed run left at the end."""
-    if not path.is_file():
-        return
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with path.open("r+b") as file:
-            file.truncate(whole)
 
 
 def _parts(output: Path) -> list[Path]:
@@ -303,7 +289,7 @@ def synthesize_to_file(
     part = output.with_name(f"{output.name}.part{world.dp_rank}")
     output.parent.mkdir(parents=True, exist_ok=True)
     if writes:
-        _drop_half_line(part)
+        drop_half_line(part)
     options = {"draft": draft, "stop_ids": stop_ids, "template_kwargs": template_kwargs}
     options["save_rejections"] = save_rejections
     with open(part if writes else os.devnull, "a", encoding="utf-8") as file:

@@ -124,6 +124,23 @@ def pick(x_RD: Tensor, column_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return inside, mine, x_RD.gather(-1, inside)[:, 0] * mine
 
 
+def log_probabilities(
+    draft_RD: Tensor, teacher: Teacher, rows_R: Tensor, temperature: float, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(argmax of the draft [R], log q of the draft [R, D], log p of the teacher [R, D]) of this rank's shard.
+
+    Args:
+        draft_RD: draft logits; the buffer becomes log q.
+    """
+    u_RD = draft_RD.div_(temperature) if temperature != 1 else draft_RD
+    argmax_R, lse_R = argmax_and_lse(u_RD, group, teacher.first)
+    logq_RD = u_RD.sub_(lse_R[:, None])
+    logp_RD = teacher.logits_UD[rows_R].to(u_RD.dtype)
+    if temperature != 1:
+        logp_RD.div_(temperature)
+    return argmax_R, logq_RD, logp_RD.sub_(teacher.lse_U[rows_R, None])
+
+
 def row_losses(
     draft_RD: Tensor,
     teacher: Teacher,
@@ -137,13 +154,7 @@ def row_losses(
     Args:
         draft_RD: fp32 (or fp64) draft logits of this rank's shard; the buffer is overwritten.
     """
-    u_RD = draft_RD.div_(temperature) if temperature != 1 else draft_RD
-    argmax_R, lse_R = argmax_and_lse(u_RD, group, teacher.first)
-    logq_RD = u_RD.sub_(lse_R[:, None])
-    logp_RD = teacher.logits_UD[rows_R].to(u_RD.dtype)
-    if temperature != 1:
-        logp_RD.div_(temperature)
-    logp_RD.sub_(teacher.lse_U[rows_R, None])
+    argmax_R, logq_RD, logp_RD = log_probabilities(draft_RD, teacher, rows_R, temperature, group)
     p_RD, q_RD = logp_RD.exp(), logq_RD.exp()
     overlap_R = p_RD.minimum(q_RD).sum(-1)
     column_R = teacher.label_U[rows_R] - teacher.first

@@ -21,9 +21,9 @@ def load(kernels: Kernels) -> Any:
 
     if kernels == "plain":
         return plain
-    from megatron_spec.ops.kernels import adam, branch, decode, few_rows, fp8, loss, rotary, rows, sample
+    from megatron_spec.ops.kernels import adam, branch, decode, experts, few_rows, fp8, loss, rotary, rows, sample
 
     found: dict[str, Any] = {}
-    for module in (adam, branch, decode, few_rows, fp8, loss, rotary, rows, sample):
+    for module in (adam, branch, decode, experts, few_rows, fp8, loss, rotary, rows, sample):
         found |= {name: value for name, value in vars(module).items() if name in plain.OPERATORS}
     return SimpleNamespace(**found)

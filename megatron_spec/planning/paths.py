@@ -139,7 +139,8 @@ _PATHS = (
         "drafts/layer.py", "tests/unit_tests/drafts/test_few_rows.py", draft_paths.draft_decode,
     ),
     Path(
-        "grouped_experts", "base: two products for all experts of a layer, instead of two for each",
+        "grouped_experts", "base: two products for all experts of a layer, instead of two for each; choice, order of "
+        "rows, activation and weighted sum in six kernels",
         "ops/moe.py, `mixed`", "tests/unit_tests/base/test_grouped_experts.py", base_paths.grouped_experts,
     ),
     Path(
@@ -209,6 +210,10 @@ _PATHS = (
         "tests/gpu/test_fake_quant.py", _rounding_kernel,
     ),
     Path(
+        "common_prompt", "decoding without a draft: prompts that are all the same (drawn questions) are read once",
+        "a prefill of each", "tests/unit_tests/decoding/test_common_prompt.py", lambda s: {},
+    ),
+    Path(
         "cuda_graphs", "decoding: steps are recorded and replayed", "the same functions, called",
         "tests/unit_tests/decoding/test_replay.py", _cuda_graphs,
     ),
@@ -217,7 +222,8 @@ PATHS = {path.name: path for path in _PATHS}
 _WIDE = {"decode_kernels", "decode_products", "draft_decode", "sample_kernel"}
 """Paths whose kernels take fp32, too."""
 OF_DECODING = (
-    "base_direct", "decode_kernels", "decode_products", "grouped_experts", "sample_kernel", "cuda_graphs"
+    "base_direct", "decode_kernels", "decode_products", "grouped_experts", "sample_kernel", "common_prompt",
+    "cuda_graphs",
 )  # fmt: skip
 """Paths of a base that decodes."""
 

@@ -170,6 +170,17 @@ def append_text(path: Path | str, text: str) -> None:
             raise
 
 
+def drop_half_line(path: Path) -> None:
+    """Cut off a half-written line that a killed run left at the end."""
+    if not path.is_file():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+
+
 def require_empty(
     folder: Path | str, hint: str = "choose another folder or remove it", apart_from: Collection[str] = ()
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
+from tests import te_stand_in
 from tests.functional_tests.script_helpers import make_base, write_conversations
 from tests.worlds import run_world
 
@@ -20,17 +21,14 @@ GOAL = ObjectiveConfig(ttt_steps=2)
 ENGINE = "transformer_engine"
 
 
+@te_stand_in.installed()
 def chain(place: str, parallel: dict[str, Any]) -> dict[str, Any]:
     """Losses of each variant: everything local; modules of Transformer Engine from the second start of a run on; and
     from the first one to the second."""
-    from megatron_spec import build
     from megatron_spec.commands.export import export
     from megatron_spec.commands.finetune import FinetuneRun, finetune
     from megatron_spec.commands.quantize import quantize
-    from tests.unit_tests.drafts import stand_in_engine, test_engine
 
-    test_engine.stand_in()
-    build.check_draft_modules = lambda setting: None  # type: ignore[attr-defined,assignment]
     root, data = Path(place), str(Path(place) / "train.jsonl")
     layout = ParallelConfig(**parallel)
     found: dict[str, Any] = {}
@@ -42,9 +40,9 @@ def chain(place: str, parallel: dict[str, Any]) -> dict[str, Any]:
                 str(root / load), str(root / save), data, settings, GOAL, parallel=layout, seq_length=64,
                 draft_transformer_impl=impl,  # type: ignore[arg-type]
             )  # fmt: skip
-            stand_in_engine.calls.clear()
+            te_stand_in.calls.clear()
             assert finetune(run)
-            assert bool(stand_in_engine.calls) == (impl == ENGINE), "the other implementation ran"
+            assert bool(te_stand_in.calls) == (impl == ENGINE), "the other implementation ran"
 
         train("draft", f"{name} tuned", 2, before)
         train("draft", f"{name} tuned", 4, after)
@@ -79,39 +77,6 @@ def test_the_chain(parallel: dict[str, Any], tmp_path: Path) -> None:
         for key, value in expected.items():
             distance = (tensors[key].float() - value.float()).norm() / value.float().norm().clamp_min(1e-9)
             assert float(distance) < 1e-3, f"{name}: {key}"
-
-
-def test_decoding(tmp_path: Path) -> None:
-    """validate.py and generate.py give the texts of the local draft."""
-    from megatron_spec.commands import decode
-    from megatron_spec.commands.convert import convert
-    from megatron_spec.config import DecodeConfig
-    from megatron_spec.planning import draft_modules
-    from tests.unit_tests.drafts import stand_in_engine, test_engine
-
-    make_base(tmp_path / "base")
-    data = str(write_conversations(tmp_path / "train.jsonl", 3))
-    convert(str(tmp_path / "base"), str(tmp_path / "draft"))
-    greedy, lengths = DecodeConfig(max_new_tokens=6), []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_engine.engine, "modules", lambda: stand_in_engine)
-        patch.setattr(draft_modules, "check_draft_modules", lambda setting: None)
-        patch.setattr("megatron_spec.build.check_draft_modules", lambda setting: None)
-        for impl in ("local", ENGINE):
-            stand_in_engine.calls.clear()
-            report = decode.validate(
-                data, str(tmp_path / "draft"), output=str(tmp_path / f"{impl}.json"), num_prompts=2, decode=greedy,
-                draft_transformer_impl=impl,
-            )  # fmt: skip
-            lengths.append(report.first.acceptance.acceptance_length)
-            decode.generate(
-                data, str(tmp_path / f"{impl}.jsonl"), str(tmp_path / "draft"), num_prompts=2, decode=greedy,
-                draft_transformer_impl=impl,
-            )  # fmt: skip
-            assert bool(stand_in_engine.calls) == (impl == ENGINE)
-    assert lengths[0] == lengths[1]
-    answers = [(tmp_path / f"{impl}.jsonl").read_text() for impl in ("local", ENGINE)]
-    assert answers[0] == answers[1]
 
 
 def test_a_draft_that_has_no_modules_of_ours(tmp_path: Path) -> None:

@@ -94,7 +94,6 @@ def test_a_run_continues_with_another(
     assert distance(found - start, whole.weights() - start) < 1e-4
 
 
-PRODUCTS = kernels.WEIGHT_GRADIENTS
 needs_products = pytest.mark.skipif(
     importlib.util.find_spec(kernels.WEIGHT_GRADIENTS) is None,
     reason=f"apex was built without {kernels.WEIGHT_GRADIENTS}",

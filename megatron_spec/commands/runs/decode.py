@@ -67,6 +67,9 @@ class GenerateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun)
     """Instead of --data: have the base write N questions into OUTPUT.questions.jsonl."""
     question_temperature: float | None = option(None, "T", least=0)
     """Temperature of the questions (--synthesize; default: 1)."""
+    question_batch_size: int | None = option(None, "N", least=1)
+    """Questions that are drawn together (--synthesize; default: --batch-size, on a GPU up to 1024 as its memory
+    allows). They do not depend on it."""
     save_rejections: bool = False
     """Record in every line which tokens the base put in place of a rejected draft token, for --replay-weight."""
 
@@ -76,7 +79,8 @@ class GenerateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun)
             raise UserError("give --base for a base model alone, or --load for a draft checkpoint")
         if (self.data is None) == (self.synthesize is None):
             raise UserError("expected one of --data (prompts) and --synthesize (the base writes them)")
-        if self.synthesize is None and self.question_temperature is not None:
-            raise UserError("--question-temperature is for --synthesize: leave it out with --data")
+        for name in ("question_temperature", "question_batch_size"):
+            if self.synthesize is None and getattr(self, name) is not None:
+                raise UserError(f"--{name.replace('_', '-')} is for --synthesize: leave it out with --data")
         if self.synthesize is not None and self.num_prompts is not None:
             raise UserError("--num-prompts is for --data: --synthesize already says how many questions are written")

@@ -42,6 +42,7 @@ def _of_draft(draft: Any, base: FrozenBase, config: DecodeConfig) -> Drafter:
     from megatron_spec.decoding.drafters.peagle import PEagleDrafter
     from megatron_spec.drafts.dflash import DFlashDraft
     from megatron_spec.drafts.dspark import DSparkDraft
+    from megatron_spec.drafts.medusa import MedusaDraft
     from megatron_spec.drafts.peagle import PEagleDraft
 
     if isinstance(draft, DSparkDraft):
@@ -51,7 +52,7 @@ def _of_draft(draft: Any, base: FrozenBase, config: DecodeConfig) -> Drafter:
     if isinstance(draft, PEagleDraft):
         return PEagleDrafter(draft, base, config.max_draft_len)
     width, total = config.dynamic_tree_max_topK, config.max_total_draft_tokens
-    if draft.config.algorithm != "medusa":
+    if not isinstance(draft, MedusaDraft):
         if config.use_dynamic_tree:
             return EagleTreeDrafter(draft, base, config.max_draft_len, width, total)
         return EagleDrafter(draft, base)

@@ -1,9 +1,11 @@
 """Suffix automaton drafting: propose what followed the longest suffix of the text that occurred before. No model.
 
 Alone (`SA`), or with a draft model: the continuation of a match that is long enough replaces the model's tokens
-(TensorRT-LLM's SA and `sa_config`). The automaton represents all substrings of a text in at most two states per token,
-and appends a token in amortised constant time (Blumer et al., 1985). The suffix link of its last state is the longest
-suffix that occurred before: the match. The continuation of its first occurrence is proposed.
+(TensorRT-LLM's SA and `sa_config`); there the device finds the same match (`decoding.matches`).
+
+The automaton represents all substrings of a text in at most two states per token, and appends a token in amortised
+constant time (Blumer et al., 1985). The suffix link of its last state is the longest suffix that occurred before: the
+match. The continuation of its first occurrence is proposed.
 """
 
 from __future__ import annotations
@@ -83,10 +85,10 @@ class SuffixAutomaton:
             state = self._link[state]
         return (size if size > 0 else self._length[state]), self._first_end[state] + 1
 
-    def propose(self, count: int, size: int = -1, threshold: int = 1) -> list[int]:
-        """Up to `count` tokens after the match; [] if the match is shorter than `threshold`."""
+    def propose(self, count: int, size: int = -1) -> list[int]:
+        """Up to `count` tokens after the match; [] without a match."""
         length, start = self.match(size)
-        return self.text[start : start + count] if length >= threshold else []
+        return self.text[start : start + count] if length else []
 
 
 def padded(found: Sequence[Sequence[int]], count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,18 +98,17 @@ def padded(found: Sequence[Sequence[int]], count: int, device: torch.device) -> 
     return both_BX[:, :count], both_BX[:, count]
 
 
-def replaced(drafted: Drafted, found: Sequence[Sequence[int]]) -> Drafted:
-    """A chain with the rows replaced for which the lookup has a proposal.
+def replaced(drafted: Drafted, tokens_BN: torch.Tensor, count_B: torch.Tensor) -> Drafted:
+    """A chain with the rows replaced for which a lookup has a proposal.
 
     The distribution of a proposed token is one-hot (rejection sampling).
 
     Args:
-        found: proposals for the first rows; [] for none.
+        tokens_BN: int64 proposals.
+        count_B: int64 number of leading tokens of each that are proposed; less than one: none, the row is kept.
     """
-    batch, count = drafted.tokens_BN.shape
-    lines = [*found, *[[] for _ in range(batch - len(found))]]
-    tokens_BN, length_B = padded(lines, count, drafted.tokens_BN.device)
-    index_N, taken_B1 = torch.arange(count, device=length_B.device), length_B[:, None] > 0
+    index_N = torch.arange(tokens_BN.shape[1], device=tokens_BN.device)
+    taken_B1 = count_B[:, None] > 0
     q_BNV = drafted.q_BNV
     if q_BNV is not None:
         certain_BNV = torch.zeros_like(q_BNV).scatter_(2, tokens_BN[:, :, None], 1.0)
@@ -116,7 +117,7 @@ def replaced(drafted: Drafted, found: Sequence[Sequence[int]]) -> Drafted:
         drafted,
         q_BNV=q_BNV,
         tokens_BN=torch.where(taken_B1, tokens_BN, drafted.tokens_BN),
-        valid_BN=torch.where(taken_B1, index_N < length_B[:, None], drafted.valid_BN),
+        valid_BN=torch.where(taken_B1, index_N < count_B[:, None], drafted.valid_BN),
     )
 
 

@@ -1,4 +1,4 @@
-"""The suffix automaton against a brute-force search, alone and with a draft: the text is the base's."""
+"""The suffix automaton against a brute-force search, alone; with a draft, the device's lookup against the automaton."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.decoding.drafters.lookup import SuffixAutomaton, replaced
 from megatron_spec.decoding.drafters.ngram import NGramDrafter
 from megatron_spec.decoding.engine import decode
+from megatron_spec.decoding.matches import extended, looked_up, matches_of
 from megatron_spec.decoding.options import check_options
 from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.decoding.verify import Drafted, Draws, verify
@@ -39,16 +40,44 @@ def test_the_longest_suffix_that_occurred_before() -> None:
                 for size in (-1, 1, 2, 4):
                     assert automaton.match(size) == searched(text[:n], size), (text[:n], size)
     automaton = SuffixAutomaton([1, 2, 3, 9, 8, 1, 2, 3])
-    assert automaton.propose(2) == [9, 8] and automaton.propose(2, threshold=4) == []
-    assert automaton.propose(9, threshold=3) == [9, 8, 1, 2, 3] and SuffixAutomaton([4]).propose(3) == []
+    assert automaton.propose(2) == [9, 8] and automaton.propose(2, size=4) == []
+    assert automaton.propose(9) == [9, 8, 1, 2, 3] and SuffixAutomaton([4]).propose(3) == []
+
+
+@pytest.mark.parametrize("letters", [1, 2, 3, 8])
+@pytest.mark.parametrize("most", [1, 5])
+def test_the_device_finds_what_the_automaton_finds(letters: int, most: int) -> None:
+    """Texts of one batch that grow by different numbers of tokens at a time, with meaningless tokens after them."""
+    numbers, count, threshold = random.Random(letters), 4, 2
+    texts = [[numbers.randrange(letters) for _ in range(110)] for _ in range(6)]
+    lengths = torch.tensor([1, 2, 3, 7, 20, 33])
+    matches, tokens = torch.zeros(6, 112, dtype=torch.int32), torch.randint(letters, (6, 112))
+    for row, (text, n) in enumerate(zip(texts, lengths.tolist(), strict=True)):
+        matches[row, :n] = torch.tensor(matches_of(text[:n]))
+    automata = [SuffixAutomaton(text[:n]) for text, n in zip(texts, lengths.tolist(), strict=True)]
+    found_some = 0
+    for _ in range(14):
+        grown = torch.tensor([numbers.randrange(most + 1) for _ in texts])
+        for row, (text, n, k) in enumerate(zip(texts, lengths.tolist(), grown.tolist(), strict=True)):
+            tokens[row, : n + k] = torch.tensor(text[: n + k])
+            automata[row].extend(text[n : n + k])
+        matches = extended(matches, tokens, lengths, lengths + grown, most)
+        lengths = lengths + grown
+        found_BN, known_B = looked_up(matches, tokens, lengths, threshold, count)
+        for row, automaton in enumerate(automata):
+            expected = automaton.propose(count) if automaton.match()[0] >= threshold else []
+            assert found_BN[row, : int(known_B[row])].tolist() == expected
+            found_some += bool(expected)
+            size = len(automaton.text)
+            assert matches[row, :size].tolist() == matches_of(automaton.text) and not matches[row, size:].any()
+    assert found_some > 5
 
 
 def test_only_rows_with_a_match_are_replaced() -> None:
     drafted = Drafted(torch.tensor([[1, 2, 3]] * 3), torch.tensor([[True, True, False]] * 3), None, 3)
-    found = replaced(drafted, [[7, 8], []])  # the third row is idle
-    assert found.tokens_BN.tolist() == [[7, 8, 0], [1, 2, 3], [1, 2, 3]]
-    assert found.valid_BN.tolist() == [[True, True, False]] * 3
-    assert replaced(drafted, [[7]]).valid_BN.tolist()[0] == [True, False, False]
+    found = replaced(drafted, torch.tensor([[7, 8, 9]] * 3), torch.tensor([1, 0, -2]))
+    assert found.tokens_BN.tolist() == [[7, 8, 9], [1, 2, 3], [1, 2, 3]]
+    assert found.valid_BN.tolist() == [[True, False, False], *[[True, True, False]] * 2]
 
 
 LONG = CONFIG.replace(max_new_tokens=48)
@@ -87,7 +116,7 @@ def test_rejection_sampling_with_a_one_hot_lookup(tiny: Any) -> None:
     draws = torch.rand(trials, 2, 2, generator=torch.Generator().manual_seed(3))
     drawn = torch.randint(0, 4, (trials, 1), generator=torch.Generator().manual_seed(4))
     drafted = Drafted(drawn, torch.ones_like(drawn).bool(), None, 1, torch.full((trials, 1, 4), 0.25))
-    found = replaced(drafted, [[2]] * trials)
+    found = replaced(drafted, torch.full((trials, 1), 2), torch.ones(trials, dtype=torch.int64))
     config = DecodeConfig(temperature=1.0, use_rejection_sampling=True)
     logits = p_V.log().expand(trials, 2, -1)
     verdict = verify(logits, found, Draws(draws[:, :, 0], draws[:, :, 1]), config, tiny.base.world.tp)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_spec.commands.decode import _thinking_tokens
+from megatron_spec.commands.decode_inputs import _thinking_tokens
 from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.decoding.costs import Costs
 from megatron_spec.decoding.drafters import Context, Drafter, Proposal, build_drafter

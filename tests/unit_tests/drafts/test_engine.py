@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from megatron_spec.config import (
     presets,
 )
 from megatron_spec.config.machine import H100, Machine
-from megatron_spec.drafts import build_draft, engine
+from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.engine import TransformerEngine
 from megatron_spec.drafts.linear import Placement
 from megatron_spec.planning.draft_modules import RECIPES, check_draft_modules
@@ -31,7 +32,8 @@ from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.quantization.attach import attach_quantizers
 from megatron_spec.quantization.calibrate import calibrate
 from megatron_spec.runtime import distributed, platform
-from tests.unit_tests.drafts import stand_in_engine, test_blocks
+from tests import te_stand_in
+from tests.unit_tests.drafts import test_blocks
 from tests.unit_tests.drafts.plain_drafts import VOCAB
 from tests.unit_tests.drafts.plain_eagle3 import StandInEnds, eagle_config
 from tests.unit_tests.drafts.test_eagle1_mtp_medusa import CASES, batch_features, goal_of, vocabulary
@@ -69,17 +71,9 @@ WIDE = eagle_config(
 
 
 @pytest.fixture(autouse=True)
-def engine_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("modules", "recipe_of"):  # put back after the test
-        monkeypatch.setattr(engine, name, getattr(engine, name))
-    stand_in_engine.calls.clear()  # of other files that use it in this process
-    stand_in()
-
-
-def stand_in() -> None:
-    """Use the stand-ins from now on, in this process."""
-    engine.modules = lambda: stand_in_engine
-    engine.recipe_of = lambda name: name
+def engine_stands_in() -> Iterator[None]:
+    with te_stand_in.installed():
+        yield
 
 
 def made(config: DraftConfig, paths: Paths | None = None, dtype: torch.dtype = torch.float32) -> Any:
@@ -104,11 +98,11 @@ def outcome(draft: Any, goal: Any, dtype: torch.dtype = torch.float32) -> dict[s
 def test_equals_the_local_draft(name: str) -> None:
     config, goal = DRAFTS[name][0], goal_of(*DRAFTS[name])
     local, built = made(config), made(config, ENGINE)
-    assert not stand_in_engine.calls
+    assert not te_stand_in.calls
     expected = outcome(local, goal)
-    assert not stand_in_engine.calls
+    assert not te_stand_in.calls
     found = outcome(built, goal)
-    kinds = {kind for kind, _, _ in stand_in_engine.calls}
+    kinds = {kind for kind, _, _ in te_stand_in.calls}
     assert kinds == ({"linear"} if name.startswith("medusa") else {"linear", "norm"})
     assert found.keys() == expected.keys()
     for key, value in expected.items():
@@ -141,7 +135,7 @@ def test_block_drafts(algorithm: str) -> None:
         losses = draft(test_blocks.features(torch.float32), ends, goal)
         losses.total.backward()
         found.append({"total": losses.total.detach(), **{n: p.grad for n, p in draft.named_parameters()}})
-    assert stand_in_engine.calls
+    assert te_stand_in.calls
     for key, value in found[0].items():
         close(found[1][key], value, key, exact=False)
 
@@ -154,7 +148,12 @@ def ranks() -> dict[str, Any]:
     dist.init_process_group("gloo")
     torch.manual_seed(3)
     alone, both = [dist.new_group([r]) for r in range(2)][dist.get_rank()], dist.new_group([0, 1])
-    stand_in()
+    with te_stand_in.installed():
+        return outcomes(alone, both)
+
+
+def outcomes(alone: Any, both: Any) -> dict[str, Any]:
+    """{draft and layout: losses and gradients}."""
     found: dict[str, Any] = {}
     for name in LAYOUTS:
         config, goal = CASES[name][0], goal_of(*CASES[name])
@@ -166,7 +165,7 @@ def ranks() -> dict[str, Any]:
         found[name] = eagle_outcome(config, GOAL, alone, False)
         for scattered in (False, True):
             found[f"{name} {scattered}"] = eagle_outcome(config, GOAL, both, scattered, engine=TransformerEngine())
-    assert stand_in_engine.calls
+    assert te_stand_in.calls
     return found
 
 
@@ -194,19 +193,19 @@ def test_fp8_pads_rows_and_leaves_the_projection_of_captures() -> None:
     goal = goal_of(WIDE, {})
     exact, eight = made(WIDE, ENGINE), made(WIDE, paths)
     expected = outcome(exact, goal)
-    stand_in_engine.calls.clear()
+    te_stand_in.calls.clear()
     found = outcome(eight, goal)
-    linears = [(rows, low) for kind, rows, low in stand_in_engine.calls if kind == "linear"]
+    linears = [(rows, low) for kind, rows, low in te_stand_in.calls if kind == "linear"]
     assert [low for _, low in linears] == [False, *[True] * 7 * goal.ttt_steps], "fc, then 7 linears at every step"
     error = float((found["fc.weight"] - expected["fc.weight"]).norm() / expected["fc.weight"].norm())
     assert 1e-3 < error < 0.5
-    assert not stand_in_engine.autocasts
+    assert not te_stand_in.autocasts
 
-    stand_in_engine.calls.clear()
+    te_stand_in.calls.clear()
     eight.eval()
     with torch.no_grad():
         eight(batch_features(WIDE, torch.float32), StandInEnds(16, torch.float32, vocab_size=VOCAB), goal)
-    assert not any(low for _, _, low in stand_in_engine.calls), "a draft is served in high precision"
+    assert not any(low for _, _, low in te_stand_in.calls), "a draft is served in high precision"
 
 
 def test_a_linear_without_rows() -> None:
@@ -282,7 +281,7 @@ def test_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["delayed", "mxfp8"])
 def test_a_recipe_that_the_installation_lacks(name: Fp8Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stand_in_engine, RECIPES[name].check, lambda return_reason: (False, "cuBLAS is too old"),
+    monkeypatch.setattr(te_stand_in.PYTORCH, RECIPES[name].check, lambda return_reason: (False, "cuBLAS is too old"),
                         raising=False)  # fmt: skip
     with pytest.raises(UserError, match=f"{name}: cuBLAS is too old"):
         TransformerEngine(name)

@@ -67,3 +67,15 @@ def test_answers_equal_transformers(models: tuple[Any, Any], batch_size: int, me
         assert generation.tokens == out[0, len(prompt) :].tolist(), len(prompt)
         lengths = generation.accepted_lengths
         assert not method or len(generation.tokens) == 1 + sum(lengths) + len(lengths)
+
+
+@pytest.mark.parametrize("length", [PROMPTS[1], PROMPTS[2]])
+def test_equal_prompts_cross_the_boundary(models: tuple[Any, Any], length: int) -> None:
+    """Read once as prompts, and one by one where they are read again."""
+    base, generator = models[1], torch.Generator().manual_seed(6)
+    prompt = torch.randint(84, (length,), generator=generator).tolist()
+    config = DecodeConfig(max_new_tokens=NEW, batch_size=3, temperature=1.0)
+    found = decode(base, [prompt] * 7, config, {5, 6}, seeds=range(7))
+    for seed, generation in enumerate(found):
+        [alone] = decode(base, [prompt], config, {5, 6}, seeds=[seed])
+        assert (generation.tokens, generation.stopped) == (alone.tokens, alone.stopped)

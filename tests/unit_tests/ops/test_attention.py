@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_spec.ops import attention
+from megatron_spec.ops import attention, attention_kernels
 from megatron_spec.ops.attention import Call, Variant
 from megatron_spec.ops.visibility import KVCache, Visibility
 from megatron_spec.runtime.context import ContextShard
@@ -62,7 +62,7 @@ def variable_length(
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (2, 4), (3, 4)])
 def test_chunks_see_what_the_mask_shows(monkeypatch: pytest.MonkeyPatch, packed: bool, rank: int, size: int) -> None:
-    monkeypatch.setattr(attention, "_flash", variable_length)
+    monkeypatch.setattr(attention_kernels, "_flash", variable_length)
     group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: size)
     shard, S = ContextShard(group), 48
     documents_BS = documents(2, S, packed)
@@ -70,7 +70,7 @@ def test_chunks_see_what_the_mask_shows(monkeypatch: pytest.MonkeyPatch, packed:
     q = torch.randn(2, S, 4, 8)[:, shard.rows(S, "cpu")]
     k, v = torch.randn(2, S, 2, 8), torch.randn(2, S, 2, 8)
     visibility = Visibility(documents_BS, shard)
-    o, lse, _ = attention._chunks(Call(q, k, v, visibility))
+    o, lse, _ = attention_kernels.chunks(Call(q, k, v, visibility))
     assert visibility.mask_B1SL is not None
     expected, expected_lse = plain(q, k, v, visibility.mask_B1SL)
     torch.testing.assert_close(o, expected)
@@ -121,9 +121,9 @@ def test_materialised_scores_with_fewer_queries_than_keys() -> None:
     o, lse = plain(q, k, v, visibility.mask_B1SL)
     do = torch.randn_like(o)
     call = Call(q, k, v, visibility, lse=True)
-    found_o, found_lse, state = attention._scores(call)
+    found_o, found_lse, state = attention_kernels.scores(call)
     torch.testing.assert_close((found_o, found_lse), (o, lse))
-    found = attention._scores_backward(call, do, o, lse, state)
+    found = attention_kernels.scores_backward(call, do, o, lse, state)
     torch.testing.assert_close(found, torch.autograd.grad(o, (q, k, v), do))
 
 

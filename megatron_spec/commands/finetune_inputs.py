@@ -1,0 +1,270 @@
+"""Inputs of finetune.py: what a run starts from or resumes, resolved and checked before any weight is read."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_spec.base import te
+from megatron_spec.base.placement import check_parallel
+from megatron_spec.build import resolve_paths
+from megatron_spec.checkpoint import sharded
+from megatron_spec.checkpoint.spec import CheckpointSpec, identity, latest_iteration, read_spec
+from megatron_spec.checkpoint.spec import resolve as resolve_folder
+from megatron_spec.commands import evaluate
+from megatron_spec.commands.data import (
+    check_base_shapes,
+    check_file,
+    check_seq_length,
+)
+from megatron_spec.commands.runs import FinetuneRun
+from megatron_spec.config import ObjectiveConfig, QuantConfig, TrainConfig, UserError, presets
+from megatron_spec.data.tokenise import content_hash
+from megatron_spec.features.store import manifest_file, read_manifest
+from megatron_spec.planning import layouts
+from megatron_spec.planning.paths import Paths
+from megatron_spec.runtime import platform
+from megatron_spec.runtime.files import require_empty
+from megatron_spec.training import tracking
+from megatron_spec.training.kernels import check_kernels
+from megatron_spec.training.loop import Position
+from megatron_spec.training.optimizer import KIND, settings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The resolved inputs of a run, determined once, before any weight is read."""
+
+    run: FinetuneRun
+    folder: Path
+    """Iteration folder to start from."""
+    resumed: bool
+    """The folder belongs to this run, which resumes."""
+    spec: CheckpointSpec
+    """spec.json of that folder."""
+    objective: ObjectiveConfig
+    """The objective for this draft."""
+    seq_length: int
+    """Longest row in tokens."""
+    order: dict[str, Any]
+    """Settings that determine the samples of a step, by flag."""
+    start: dict[str, str]
+    """Path and identity of the checkpoint that the first step started from."""
+    saved: dict[str, Any]
+    """Saved beside the tensors by an earlier start of this run."""
+
+    @property
+    def position(self) -> Position:
+        """Where the first step begins. Iterations continue those of a folder that the run is saved into."""
+        begun_at = self.saved.get("begun_at", 0) if self.resumed else self._iteration_of_start
+        iteration = self.saved["iteration"] if self.resumed else begun_at
+        return Position(iteration, self.saved["consumed_samples"] if self.resumed else 0, begun_at)
+
+    @property
+    def _iteration_of_start(self) -> int:
+        return self.spec.iteration if self.folder.parent == Path(self.run.save) else 0
+
+    @property
+    def layout_row(self) -> str:
+        """Row of `layouts.ROWS`."""
+        if self.run.base_fp8:
+            return "base_fp8"
+        if self.run.offline_data is not None:
+            return "offline"
+        return "finetune" if self.run.feature_cache is None else "extract"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return torch.bfloat16 if self.run.train.bf16 else torch.float32
+
+
+def fast_paths(resolved: Resolved) -> Paths:
+    """The fast paths of the run. Raises UserError when one that was asked for cannot run."""
+    run = resolved.run
+    return resolve_paths(
+        resolved.spec, run.parallel, resolved.dtype, original_base=run.teacher == "original",
+        layers=run.layers, ends_only=run.offline_data is not None,
+        objective=resolved.objective, rows=run.train.micro_batch_size * resolved.seq_length, plain=run.plain,
+        draft_impl=run.draft_transformer_impl, draft_fp8_recipe=run.draft_fp8_recipe,
+        optimizer_impl=run.train.optimizer_impl,
+        wanted=tuple(name for name in ("base_fp8", "draft_fp8") if getattr(run, name)),
+    )  # fmt: skip
+
+
+def resolve(run: FinetuneRun) -> Resolved:
+    """Resolve the inputs of a run: the folder to start from, the draft and its objective, the order of the data.
+
+    Raises UserError for everything that can be checked without reading weights.
+    """
+    folder, resumed = starting_point(run)
+    spec, length = read_spec(folder), row_length(run)
+    saved = sharded.read_extra(folder) if resumed else {}
+    objective = presets.objective_for(spec.draft, run.objective)
+    start = saved.get("start") or identity(resolve_folder(run.load))
+    resolved = Resolved(run, folder, resumed, spec, objective, length, data_order(run, length), start, saved)
+    if resumed:
+        check_same_run(resolved)
+        if run.train_epochs is None:  # else when the data are counted
+            changed_settings(resolved, run.train)
+    check(resolved)
+    return resolved
+
+
+def starting_point(run: FinetuneRun) -> tuple[Path, bool]:
+    """(folder to start from, whether that resumes an earlier run): a run in --save takes precedence over --load.
+
+    Raises UserError if --save has something other than a run of this draft.
+    """
+    latest = latest_iteration(run.save)
+    if latest is None:
+        # A run that was killed before its first save left these; it starts over.
+        begun = tracking.FILES | evaluate.FILES
+        require_empty(run.save, "it is not a run that could be continued; give another --save folder", begun)
+        return resolve_folder(run.load), False
+    folder = resolve_folder(run.save)
+    if not sharded.has_optimizer(folder):
+        if resolve_folder(run.load).resolve() != folder.resolve():
+            raise UserError(
+                f"--save {run.save} holds a checkpoint without optimizer state, as convert_model.py and quantize.py "
+                f"write it: train it with --load {run.save}, or give another --save folder"
+            )
+        return folder, False
+    found, expected = read_spec(folder), read_spec(resolve_folder(run.load))
+    if found.draft != expected.draft or found.base.fingerprint != expected.base.fingerprint:
+        raise UserError(f"--save {run.save} holds a run of another draft than --load {run.load}: give another folder")
+    if found.quant != expected.quant:
+        raise UserError(
+            f"--save {run.save} and --load {run.load} are not quantised alike ({_policy(found.quant)} and "
+            f"{_policy(expected.quant)}): give another --save folder"
+        )
+    return folder, True
+
+
+def _policy(quant: QuantConfig | None) -> str:
+    return "not at all" if quant is None else str(quant.to_dict())
+
+
+def content_file(run: FinetuneRun) -> Path:
+    """The file that identifies the training data. Raises UserError unless there is exactly one source of samples."""
+    if (run.data is None) == (run.offline_data is None):
+        found = "neither" if run.data is None else "both"
+        raise UserError(f"found {found} of --data and --offline-data, expected one: stored features hold their samples")
+    if run.data is not None:
+        check_file(run.data)
+        return Path(run.data)
+    assert run.offline_data is not None
+    return manifest_file(run.offline_data)
+
+
+def row_length(run: FinetuneRun) -> int:
+    """Longest row in tokens. Raises UserError if stored features were truncated to another length than --seq-length."""
+    content_file(run)
+    if run.offline_data is None:
+        return run.seq_length or 2048
+    stored = read_manifest(run.offline_data).seq_length
+    if run.seq_length not in (None, stored):
+        raise UserError(
+            f"--seq-length {run.seq_length}, but the features in {run.offline_data} were cut to {stored}: leave it out"
+        )
+    return stored
+
+
+def data_order(run: FinetuneRun, seq_length: int) -> dict[str, Any]:
+    """Settings that determine the samples of a step, by flag; a run cannot resume with other values."""
+    return {
+        "--data": content_hash(content_file(run), run.data_cache_path),
+        "--seq-length": seq_length,
+        "--global-batch-size": run.train.global_batch_size,
+        "--packing": run.train.packing,
+        "--seed": run.train.seed,
+        "--chat-template-kwargs": run.chat_template_kwargs or {},
+        "--teacher": run.teacher,
+    }
+
+
+def check_same_run(resolved: Resolved) -> None:
+    """Raise UserError if the saved run has other samples; warn about another objective."""
+    run, saved = resolved.run, sharded.read_extra(resolved.folder)
+    for flag, value in resolved.order.items():
+        before = saved.get("data_order", {}).get(flag, {} if flag == "--chat-template-kwargs" else value)
+        if before != value:
+            what = "holds other content (SHA-256)" if flag == "--data" else "is"
+            raise UserError(
+                f"{flag} {what} {value}, but the run in --save {run.save} was made with {before}: continue it with the "
+                "same, or give another --save folder"
+            )
+    load = resolve_folder(run.load)
+    own = load.resolve().parent == Path(run.save).resolve()
+    if not own and identity(load)["run.json"] != resolved.start["run.json"]:
+        raise UserError(
+            f"--load {run.load} is another checkpoint than {resolved.start['path']}, which the run in --save "
+            f"{run.save} started from: give that one, or another --save folder"
+        )
+    objective = resolved.objective.to_dict()
+    before = {**objective, **saved.get("objective", {})}
+    changed = [f"{k} {before[k]} -> {v}" for k, v in objective.items() if before[k] != v]
+    if changed:
+        log.warning("%s continues with another objective: %s", run.save, ", ".join(changed))
+
+
+def continued(resolved: Resolved, train: TrainConfig) -> TrainConfig:
+    """The training loop of a resumed run, with the effective optimizer settings. Raises UserError."""
+    changed = changed_settings(resolved, train)
+    if not changed:
+        return train
+    counts = "checkpoint" if resolved.run.use_checkpoint_opt_param_scheduler else "flags"
+    log.warning("optimizer settings of the %s count, which differ in %s", counts, ", ".join(changed))
+    return train.replace(**changed) if counts == "checkpoint" else train
+
+
+def changed_settings(resolved: Resolved, train: TrainConfig) -> dict[str, Any]:
+    """Optimizer settings of the checkpoint that differ from `train`, if the flags allow a difference.
+
+    Raises UserError for different settings without --override-opt-param-scheduler or
+    --use-checkpoint-opt-param-scheduler, which select the effective ones, and for another kind of optimizer or
+    precision.
+    """
+    run, wanted = resolved.run, settings(train)
+    before = {**wanted, **resolved.saved.get("optimizer_settings", {})}
+    changed = {name: before[name] for name in wanted if before[name] != wanted[name]}
+    if train.lr_decay_style == "constant" == before["lr_decay_style"]:
+        changed.pop("lr_decay_iters", None)
+    said = [f"--{n.replace('_', '-')} is {wanted[n]}, the checkpoint has {before[n]}" for n in changed]
+    kind = [line for name, line in zip(changed, said, strict=True) if name in KIND]
+    if kind:
+        raise UserError(
+            f"--save {run.save}: {'; '.join(kind)}. Its optimizer state has another form: continue with the same, or "
+            f"start a new run with --load {run.save} and another --save folder"
+        )
+    if not changed or run.use_checkpoint_opt_param_scheduler or run.override_opt_param_scheduler:
+        return changed
+    raise UserError(
+        f"--save {run.save} continues with other optimizer settings: {'; '.join(said)}. Give the same, or "
+        "--override-opt-param-scheduler (the flags count) or --use-checkpoint-opt-param-scheduler (the checkpoint "
+        "counts)"
+    )
+
+
+def check(resolved: Resolved) -> None:
+    """Raise UserError for flags that conflict with the checkpoint, the layout, other flags or this machine."""
+    run, base = resolved.run, resolved.spec.base.config
+    check_base_shapes(run, base)
+    tracking.check(run.tensorboard_dir, run.wandb_project)
+    layouts.check(resolved.layout_row, run.parallel, base.num_experts)
+    check_parallel(base, run.parallel)
+    check_seq_length(resolved.seq_length, resolved.spec)
+    run.check_features()
+    te.check(run.layers, platform.machine())
+    evaluate.check(run.evaluation, run.parallel)
+    check_kernels(run.train.optimizer_impl)
+    fast_paths(resolved)
+    quant = resolved.spec.quant
+    if run.teacher == "original" and (quant is None or quant.base == "none"):
+        raise UserError("--teacher original: the base of this checkpoint is not quantised; leave the flag out")
