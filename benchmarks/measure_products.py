@@ -230,7 +230,7 @@ def sums(lines: list[dict[str, Any]]) -> dict[str, Any]:
 def measure(args: argparse.Namespace) -> None:
     """Prints the lines."""
     if not torch.cuda.is_available():
-        raise UserError("decode_products: no GPU was found; it times kernels on one")
+        raise UserError("no GPU was found, expected one: the kernels are timed there")
     start, write = time.monotonic(), _writer(args.output)
     wanted = [p for p in products() if not args.base or p.base in (*args.base, "")]
     work = {p: grid(p)[: args.most] for p in wanted}

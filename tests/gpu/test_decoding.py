@@ -30,6 +30,11 @@ WAYS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "eagle3, one row": ("eagle3", {"batch_size": 1}),
     "eagle3, tree": ("eagle3", {"use_dynamic_tree": True}),
     "eagle3, sampled": ("eagle3", {"temperature": 0.8}),
+    "eagle3, lookup": ("eagle3", {"sa_threshold": 1}),
+    "eagle3, lookup, rejection": (
+        "eagle3",
+        {"temperature": 0.8, "use_rejection_sampling": True, "sa_threshold": 2},
+    ),
     "eagle3, rejection": ("eagle3", {"temperature": 0.8, "use_rejection_sampling": True}),
     "eagle1": ("eagle1", {}),
     "eagle-mtp": ("eagle-mtp", {}),
