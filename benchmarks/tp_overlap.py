@@ -6,7 +6,7 @@
 The base has eight layers here, the draft runs three steps. `one GPU, halved` is half the time of the same work on one
 GPU: what two would take if nothing were lost. `no sums` computes wrong values without communication, so its distance
 from `one GPU, halved` is what halved products and repeated norms cost, and the distance of the other rows from it what
-sums cost. Then: what the parts of a step lose, and what one exchange takes alone.
+sums cost. Before: what one exchange takes alone, and what the parts of a step lose.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.random_models import base_shape, random_base, random_draft
-from benchmarks.scale import start
+from benchmarks.measure_layouts import start
+from benchmarks.random_models import random_base, random_draft
+from benchmarks.shapes import base_shape
 from megatron_spec.batch import Batch
 from megatron_spec.config import ObjectiveConfig
 from megatron_spec.drafts.unroll import head_losses, teach
@@ -106,7 +107,7 @@ class Work:
         config = base_shape("tiny") if args.tiny else base_shape("llama-3.1-8b").replace(**SHAPE)
         torch.manual_seed(self.world.tp_rank)
         self.base = random_base(config, self.world, dtype)
-        self.draft: Any = random_draft(config, self.world, DRAFT_VOCAB, dtype)
+        self.draft = random_draft(config, self.world, DRAFT_VOCAB, dtype)
         for p in self.draft.parameters():
             p.main_grad = torch.zeros_like(p, dtype=torch.float32)
         self.objective = ObjectiveConfig(ttt_steps=args.steps)
@@ -200,8 +201,8 @@ def variants(work: Work) -> dict[str, Callable[[], RankSums]]:
             found[f"peer copies, {count} piece{'s' * (count > 1)}"] = lambda n=count: Pieces(tp, n, link)  # type: ignore[misc]
     for most in (4, 8, 16):
         found[f"all-reduce, 2 pieces, {most} CTAs"] = lambda n=most: Pieces(few_channels(n), 2)  # type: ignore[misc]
-    found["symmetric two-shot kernel, 2 pieces"] = lambda: KernelSums(tp, 2, device)
     found["no sums, again"] = lambda: NoSums(tp, 1)
+    found["symmetric two-shot kernel, 2 pieces"] = lambda: KernelSums(tp, 2, device)
     return found
 
 
@@ -219,7 +220,7 @@ def say(world: World, text: str) -> None:
 def compare(work: Work, half: dict[str, float], rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of a layer and a draft step with every means of summing."""
     names, found = ["base, a layer", "draft, a step"], {}
-    say(work.world, f"{'':36}" + "".join(f"{name:>16} {'ratio':>7}" for name in names))
+    say(work.world, f"\n{'ms':36}" + "".join(f"{name:>16} {'ratio':>7}" for name in names))
     rows = {"one GPU, halved": lambda: half, **variants(work)}
     for name, make in rows.items():
         try:
@@ -241,7 +242,9 @@ def losses_of_parts(work: Work, half: dict[str, float], rounds: int) -> dict[str
     """Every part of a step as the package runs it, against half of one GPU's; milliseconds of a whole step."""
     work.sums(overlap.rank_sums(work.world.tp, work.base.paths))
     now = measured(work, rounds, list(PARTS))
-    say(work.world, f"\n{'ms of a step':20}{'halved':>10}{'two GPUs':>10}{'lost':>8}")
+    on = work.base.paths.on("tp_symmetric")
+    say(work.world, f"\nsums by {'peer copies, if they work here' if on else 'all-reduce'}")
+    say(work.world, f"{'ms of a step':20}{'halved':>10}{'two GPUs':>10}{'lost':>8}")
     found, total = {}, [0.0, 0.0]
     for name, (_, _, units) in PARTS.items():
         row = [half[name] * units, now[name] * units]
@@ -269,17 +272,17 @@ def _linked(work: Work) -> dict[str, RankSums]:
     return {} if link is None else {"peer copies": Pieces(work.world.tp, 1, link)}
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> dict[str, Any]:
     """All tables; the numbers as JSON at the end."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--micro-batch-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tiny", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.steps = STEPS
     if args.tiny:
-        args.seq_length, args.rounds = 64, 2
+        args.seq_length, args.rounds = 64, min(args.rounds, 2)
     one = Work("one", args)
     half = {name: ms / 2 for name, ms in measured(one, args.rounds, list(PARTS)).items()}
     del one
@@ -287,14 +290,14 @@ def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     work = Work("tp2", args)
-    report = {"half": half, "sums": compare(work, half, args.rounds)}
+    report: dict[str, Any] = {"half": half, "alone": alone(work, args.rounds)}
     report["parts"] = losses_of_parts(work, half, args.rounds)
-    say(work.world, "")
-    report["alone"] = alone(work, args.rounds)
+    report["sums"] = compare(work, half, args.rounds)
     say(work.world, "\n" + json.dumps(report))
     dist.barrier()
-    dist.destroy_process_group()
+    return report
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()

@@ -18,7 +18,7 @@ from megatron_spec.base import placement, relay, te
 from megatron_spec.base.core_model import CoreModel, core_model, stage_counts, unwrapped
 from megatron_spec.base.direct import DirectForward
 from megatron_spec.base.modules import CoreAttention
-from megatron_spec.base.moe import LocalExperts
+from megatron_spec.base.moe import LocalExperts, Router
 from megatron_spec.base.spec import block_spec
 from megatron_spec.base.stage import CoreStage
 from megatron_spec.batch import Batch
@@ -57,8 +57,8 @@ def _group_experts(base: FrozenBase) -> None:
         return
     kind = base.paths.kernels("grouped_experts")
     for module in base.modules():
-        if isinstance(module, LocalExperts):
-            module.grouped, module.kernels = True, None if kind == "none" else backend.load(kind)
+        if isinstance(module, (LocalExperts, Router)):
+            module.kernels = backend.load("plain" if kind == "none" else kind)
 
 
 def default_paths(config: BaseConfig, world: World, dtype: torch.dtype, layers: BaseLayers) -> Paths:

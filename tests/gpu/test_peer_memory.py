@@ -45,7 +45,8 @@ def sums_in_flight(sums: RankSums, dtype: torch.dtype) -> int:
 
 def models(overrides: tuple[str, ...]) -> dict[str, Any]:
     """Loss and gradients of a draft on a base, both sharded over two GPUs."""
-    from benchmarks.random_models import base_shape, random_base, random_draft
+    from benchmarks.random_models import random_base, random_draft
+    from benchmarks.shapes import base_shape
     from megatron_spec.batch import Batch
     from megatron_spec.config import ObjectiveConfig
     from megatron_spec.features.online import OnlineFeatures
