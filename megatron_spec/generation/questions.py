@@ -166,7 +166,7 @@ def write_questions(
     """Draw `count` distinct questions and write them to `path` (a prompt file). Collective over all ranks.
 
     Args:
-        config: decoding configuration; temperature must be positive.
+        config: decoding configuration; temperature must be positive. What it says of drafting is for the answers.
         about: identity of base and tokenizer, written with the settings to PATH.meta.json, which a rerun must match.
         template_kwargs: see `ChatTemplate`.
         rows: draws that are decoded together; default: `rows_of`. The questions do not depend on it.
@@ -177,6 +177,7 @@ def write_questions(
     kept = _begin(path, config, about or {}, world)
     seen, outcomes = {_same(text) for text in kept.values()}, Counter[str]()
     numbers = range(max(kept, default=-1) + 1, DRAWS_PER_QUESTION * count + 100 if len(kept) < count else 0)
+    config = _alone(config)
     config = config.replace(batch_size=rows or rows_of(base, config, len(encoder.question_ids())))
     told = 0
     with closing(draw_questions(base, encoder, numbers, config, stop_ids)) as draws:
@@ -194,6 +195,12 @@ def write_questions(
     if world.size > 1:
         dist.barrier()
     return list(iter_prompts(path, count))
+
+
+def _alone(config: DecodeConfig) -> DecodeConfig:
+    """The same sampling without a draft."""
+    names = ("seed", "temperature", "top_k", "top_p", "max_new_tokens", "batch_size", "cuda_graphs")
+    return DecodeConfig(**{name: getattr(config, name) for name in names})
 
 
 def _report(path: Path, kept: dict[int, str], count: int, outcomes: Counter[str], config: DecodeConfig) -> None:
