@@ -183,8 +183,8 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
     dtype = torch.bfloat16 if cuda else torch.float32
     config = base_shape("tiny" if args.tiny else MODELS[args.model])
     torch.manual_seed(world.tp_rank)
-    base = random_base(config, world, dtype)
-    draft = random_draft(config, world, 32000, dtype)
+    base = random_base(config, world, dtype, without=args.without)
+    draft = random_draft(config, world, 32000, dtype, args.without)
     train = TrainConfig(train_iters=10**6, bf16=cuda, use_distributed_optimizer=world.size > 1)
     ddp = wrap_ddp(draft, world, train)
     trainer = Trainer(world, ddp, *build_optimizer(ddp, world, train), base, ObjectiveConfig(ttt_steps=args.ttt_steps))
@@ -213,6 +213,7 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
 
     run(flush * -(-args.warmup // flush))
     seconds = run(flush * -(-args.steps // flush))
+    of_draft, shared = ("draft_fused", "loss_kernel", "teacher_kernel"), ("tp_symmetric",) if world.tp_size > 1 else ()
     tokens_of_step = B * S * mine * world.pp_size * world.dp_size
     found = {
         "layout": layout, "gpus": world.size, "model": "tiny" if args.tiny else args.model, "seq_length": S,
@@ -222,7 +223,7 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
         "off": {
             name: models.paths.blocked[name]
-            for models, names in ((base, ("base_direct",)), (draft, ("draft_fused", "loss_kernel", "teacher_kernel")))
+            for models, names in ((base, ("base_direct", *shared)), (draft, (*of_draft, *shared)))
             for name in names
             if name in models.paths.blocked
         },

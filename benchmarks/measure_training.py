@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib
 import itertools
 import json
+import pkgutil
 import statistics
 import sys
 import tempfile
@@ -22,7 +24,7 @@ from benchmarks.flops import block_flops, standard_flops
 from benchmarks.random_models import random_base, random_block_draft, random_draft
 from benchmarks.shapes import base_shape
 from megatron_spec.base.model import FrozenBase
-from megatron_spec.base.moe import LocalExperts
+from megatron_spec.base.moe import LocalExperts, Router
 from megatron_spec.batch import Batch
 from megatron_spec.config import BaseConfig, BaseLayers, BlockConfig, ObjectiveConfig, TrainConfig, presets
 from megatron_spec.data.chat import Sample
@@ -239,12 +241,13 @@ def compiled_kernels() -> int:
     with contextlib.suppress(ImportError):
         from triton.runtime.jit import JITFunction
 
-        from megatron_spec.ops.kernels import adam, block, branch, fp8, rotary, rows
-        from megatron_spec.ops.kernels import loss as losses
+        from megatron_spec.ops import kernels
 
-        for module in (losses, rows, rotary, branch, block, fp8, adam):
-            for kernel in (k for k in vars(module).values() if isinstance(k, JITFunction)):
-                count += sum(len(cache[0]) for cache in kernel.device_caches.values())
+        modules = (
+            importlib.import_module(f"{kernels.__name__}.{m.name}") for m in pkgutil.iter_modules(kernels.__path__)
+        )
+        found = {id(k): k for m in modules for k in vars(m).values() if isinstance(k, JITFunction)}
+        count += sum(len(cache[0]) for k in found.values() for cache in k.device_caches.values())
     return count
 
 
@@ -347,8 +350,8 @@ def main(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     if args.plain:
         base.direct = None
         for module in base.modules():
-            if isinstance(module, LocalExperts):
-                module.grouped = False
+            if isinstance(module, (LocalExperts, Router)):
+                module.kernels = None
     if args.base_fp8:
         from megatron_spec.base.direct import run_in_fp8
 

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
-from megatron_spec.base.model import FrozenBase
+from megatron_spec.base.model import FrozenBase, default_paths
 from megatron_spec.config import LOCAL, BaseConfig, BaseLayers, presets
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.runtime.distributed import World
 
 
-def random_base(config: BaseConfig, world: World, dtype: torch.dtype, layers: BaseLayers = LOCAL) -> FrozenBase:
-    """A base with random weights and the captures of an EAGLE-3 draft."""
+def random_base(
+    config: BaseConfig, world: World, dtype: torch.dtype, layers: BaseLayers = LOCAL, without: Sequence[str] = ()
+) -> FrozenBase:
+    """A base with random weights and the captures of an EAGLE-3 draft, without these fast paths."""
     captures = presets.default_capture_ids(config.num_layers)
-    base = FrozenBase.build(config, world, captures, dtype, layers=layers)
+    paths = default_paths(config, world, dtype, layers).without(*without)
+    base = FrozenBase.build(config, world, captures, dtype, layers=layers, paths=paths)
     _randomise(base)
     return base
 
 
-def random_draft(base: BaseConfig, world: World, draft_vocab_size: int, dtype: torch.dtype) -> torch.nn.Module:
-    """An EAGLE-3 draft for a base; its vocabulary is spread evenly over the base's."""
+def random_draft(
+    base: BaseConfig, world: World, draft_vocab_size: int, dtype: torch.dtype, without: Sequence[str] = ()
+) -> Any:
+    """An EAGLE-3 draft for a base, without these fast paths; its vocabulary is spread evenly over the base's."""
     size = min(draft_vocab_size, base.vocab_size)
     config = presets.eagle_config(base, overrides={"draft_vocab_size": size})
     vocab = DraftVocab(torch.arange(size) * (base.vocab_size // size), base.vocab_size)
     draft = build_draft(config, vocab, world, dtype)
+    draft.paths = draft.paths.without(*without)
     _randomise(draft)
     return draft
 

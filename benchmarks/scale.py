@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import scale_proof
+from megatron_spec.planning.paths import PATHS
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -41,6 +42,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--ttt-steps", type=int, default=7)
     p.add_argument("--warmup", type=int, default=3, help="steps")
     p.add_argument("--steps", type=int, default=6)
+    off = "fast paths that are off in the throughput test"
+    p.add_argument("--without", nargs="+", choices=PATHS, default=[], metavar="PATH", help=off)
     p.add_argument("--tiny", action="store_true")
     p.add_argument("--output", type=Path)
     args = p.parse_args(argv)
@@ -60,7 +63,7 @@ def main() -> None:
     args = parse()
     if args.gpus is not None:
         kinds = [kind for kind in ("equality", "speed") if not getattr(args, f"no_{kind}")]
-        chosen = scale_proof.Chosen(args.gpus, kinds, args.only, args.tiny)
+        chosen = scale_proof.Chosen(args.gpus, kinds, args.only, args.tiny, tuple(args.without))
         raise SystemExit(scale_proof.prove(chosen, args.output, args.reference))
     from benchmarks import measure_layouts  # --help does without what it imports
 

@@ -95,12 +95,14 @@ def _cuda() -> bool:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What to run: kinds ("equality", "speed") and layouts (None: all) on `gpus` GPUs, with miniatures if `tiny`."""
+    """What to run: kinds ("equality", "speed") and layouts (None: all) on `gpus` GPUs, with miniatures if `tiny`, and
+    throughput without some fast paths."""
 
     gpus: int
     kinds: list[str]
     only: list[str] | None
     tiny: bool
+    without: tuple[str, ...] = ()
 
     def of(self, every: list[str]) -> list[str]:
         """The chosen ones; a layout is also chosen by its name before @."""
@@ -124,12 +126,13 @@ def prove(chosen: Chosen, output: Path | None, reference: Path | None) -> int:
     report: dict[str, Any] = {"gpus": gpus, "transformer_engine": engine, "equality": [], "speed": [], "failed": []}
     with tempfile.TemporaryDirectory() as temporary:
         folder = ["--reference", str(reference or temporary)]
+        off = ["--without", *chosen.without] if chosen.without else []
         alone = sorted({"one" + name[name.index("@") :] if "@" in name else "one" for name in fast})
         parts = [
             ("equality", 1, ["one", *(["onete"] if any("te" in x for x in equal) else [])], ["--no-speed", *folder]),
             ("equality", gpus, equal, ["--no-speed", *folder]),
-            ("speed", 1, alone, ["--no-equality"]),
-            ("speed", gpus, fast, ["--no-equality", "--features-ahead", "8", "--warmup", "1", "--steps", "4"]),
+            ("speed", 1, alone, ["--no-equality", *off]),
+            ("speed", gpus, fast, ["--no-equality", "--features-ahead", "8", "--warmup", "1", "--steps", "4", *off]),
         ]
         for kind, count, wanted, own in parts:
             if kind not in chosen.kinds or not (equal if kind == "equality" else fast):

@@ -36,7 +36,7 @@ from megatron_spec.config import ObjectiveConfig
 from megatron_spec.drafts.unroll import head_losses, teach
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.ops import overlap, peer_memory
-from megatron_spec.ops.overlap import PeerLink, RankSums, Wait
+from megatron_spec.ops.overlap import PeerLink, RankSums, Sum
 from megatron_spec.runtime.distributed import World
 
 LAYERS, STEPS, DRAFT_VOCAB = 8, 3, 32000
@@ -59,9 +59,22 @@ class Pieces(RankSums):
 class NoSums(Pieces):
     """Nothing is summed: the upper limit."""
 
-    def start(self, x: Tensor) -> Wait:
+    def start(self, x: Tensor) -> Sum:
         """x."""
-        return lambda: x
+        return Sum(x)
+
+
+class Ready(Sum):
+    """A sum that is complete after an event."""
+
+    def __init__(self, x: Tensor, done: torch.cuda.Event) -> None:
+        super().__init__(x)
+        self.done = done
+
+    def __call__(self) -> Tensor:
+        """The sum."""
+        torch.cuda.current_stream().wait_event(self.done)
+        return self.x
 
 
 class KernelSums(Pieces):
@@ -75,7 +88,7 @@ class KernelSums(Pieces):
         symmetric.rendezvous(self.memory, group)
         self.stream, self.uses = torch.cuda.Stream(device), 0
 
-    def start(self, x: Tensor) -> Wait:
+    def start(self, x: Tensor) -> Sum:
         """Copy into symmetric memory, sum there, copy back."""
         chunks = x.view(-1).split(peer_memory.SLOT_BYTES // x.element_size())
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -88,13 +101,7 @@ class KernelSums(Pieces):
                 chunk.copy_(slot)
             done = torch.cuda.Event()
             done.record()
-
-        def wait() -> Tensor:
-            """The sum."""
-            torch.cuda.current_stream().wait_event(done)
-            return x
-
-        return wait
+        return Ready(x, done)
 
 
 class Work:
@@ -107,7 +114,7 @@ class Work:
         config = base_shape("tiny") if args.tiny else base_shape("llama-3.1-8b").replace(**SHAPE)
         torch.manual_seed(self.world.tp_rank)
         self.base = random_base(config, self.world, dtype)
-        self.draft: Any = random_draft(config, self.world, DRAFT_VOCAB, dtype)
+        self.draft = random_draft(config, self.world, DRAFT_VOCAB, dtype)
         for p in self.draft.parameters():
             p.main_grad = torch.zeros_like(p, dtype=torch.float32)
         self.objective = ObjectiveConfig(ttt_steps=args.steps)
@@ -272,17 +279,17 @@ def _linked(work: Work) -> dict[str, RankSums]:
     return {} if link is None else {"peer copies": Pieces(work.world.tp, 1, link)}
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> dict[str, Any]:
     """All tables; the numbers as JSON at the end."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--micro-batch-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tiny", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.steps = STEPS
     if args.tiny:
-        args.seq_length, args.rounds = 64, 2
+        args.seq_length, args.rounds = 64, min(args.rounds, 2)
     one = Work("one", args)
     half = {name: ms / 2 for name, ms in measured(one, args.rounds, list(PARTS)).items()}
     del one
@@ -295,8 +302,9 @@ def main() -> None:
     report["sums"] = compare(work, half, args.rounds)
     say(work.world, "\n" + json.dumps(report))
     dist.barrier()
-    dist.destroy_process_group()
+    return report
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()

@@ -18,7 +18,7 @@ from megatron_spec.base import placement, relay, te
 from megatron_spec.base.core_model import CoreModel, core_model, stage_counts, unwrapped
 from megatron_spec.base.direct import DirectForward
 from megatron_spec.base.modules import CoreAttention
-from megatron_spec.base.moe import LocalExperts
+from megatron_spec.base.moe import LocalExperts, Router
 from megatron_spec.base.spec import block_spec
 from megatron_spec.base.stage import CoreStage
 from megatron_spec.batch import Batch
@@ -57,8 +57,8 @@ def _group_experts(base: FrozenBase) -> None:
         return
     kind = base.paths.kernels("grouped_experts")
     for module in base.modules():
-        if isinstance(module, LocalExperts):
-            module.grouped, module.kernels = True, None if kind == "none" else backend.load(kind)
+        if isinstance(module, (LocalExperts, Router)):
+            module.kernels = backend.load("plain" if kind == "none" else kind)
 
 
 def default_paths(config: BaseConfig, world: World, dtype: torch.dtype, layers: BaseLayers) -> Paths:
@@ -80,6 +80,18 @@ def _use_engine(base: FrozenBase) -> None:
             experts.engine = te.GroupedExperts(experts, fp8)
     if fp8 and base.paths.setting.layers.recipe == "delayed":
         base.delayed_scaling = te.DelayedScaling(base.model)
+
+
+@contextmanager
+def _seeing(attentions: Sequence[CoreAttention], visibility: Visibility) -> Iterator[None]:
+    """Attention modules with this visibility."""
+    for attention in attentions:
+        attention.visibility = visibility
+    try:
+        yield
+    finally:
+        for attention in attentions:
+            attention.visibility = None  # do not keep a cache or mask alive
 
 
 class FrozenBase(CoreStage):
@@ -228,16 +240,6 @@ class FrozenBase(CoreStage):
             length_BS = known_B[:, None].expand_as(batch.positions_BS)
         return torch.where(length_BS.t()[..., None] > limit, self.inv_freq_long, self.inv_freq)
 
-    @contextmanager
-    def _with_visibility(self, visibility: Visibility) -> Iterator[None]:
-        for attention in self.attentions:
-            attention.visibility = visibility
-        try:
-            yield
-        finally:
-            for attention in self.attentions:
-                attention.visibility = None  # do not keep a cache or mask alive
-
     def _angles(self, batch: Batch, visibility: Visibility) -> Tensor:
         if len(self.attentions) == self.stage.count:
             return rotary_angles(batch.local(batch.positions_BS), self._frequencies(batch, visibility))
@@ -285,7 +287,7 @@ class FrozenBase(CoreStage):
         angles = self._angles(batch, visibility)
         forward = functools.partial(decoder, hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles)
         ranges = nullcontext() if self.delayed_scaling is None else self.delayed_scaling.updated(forward)
-        with self._with_visibility(visibility), calls, ranges, record_outputs(captured) as recorded:
+        with _seeing(self.attentions, visibility), calls, ranges, record_outputs(captured) as recorded:
             hidden = forward()
         decoder.set_input_tensor(None)
         return hidden, captures + recorded

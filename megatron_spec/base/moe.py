@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from megatron_spec.base.modules import LOCAL_MODULES, LayerModules
 from megatron_spec.config import MoeConfig
 from megatron_spec.families.names import Experts
-from megatron_spec.ops.moe import choose, mixed, mixed_by_groups, mixed_in_order
+from megatron_spec.ops.moe import Stacked, choose, gated, mixed, mixed_by_groups, mixed_in_order
 
 
 def _sharded_children(module: nn.Module, prefix: str, offsets: tuple[Any, ...], metadata: Any) -> dict[str, Any]:
@@ -40,11 +40,16 @@ def _sharded_children(module: nn.Module, prefix: str, offsets: tuple[Any, ...], 
 
 
 class Router(nn.Module):
-    """Selects experts for each token and weights them."""
+    """Selects experts for each token and weights them.
+
+    Attributes:
+        kernels: operators (`ops.backend.load`) for the choice; None: torch's operations.
+    """
 
     def __init__(self, config: TransformerConfig, moe: MoeConfig) -> None:
         super().__init__()
         self.moe = moe
+        self.kernels: Any = None
         device = torch.cuda.current_device()
 
         def new(*shape: int, dtype: torch.dtype = config.params_dtype) -> nn.Parameter:
@@ -62,7 +67,9 @@ class Router(nn.Module):
             logits = F.linear(x_RH.to(dtype), self.weight.to(dtype))
         else:
             logits = F.linear(x_RH, self.weight, self.bias)
-        return choose(logits, self.moe, self.expert_bias)
+        if self.kernels is None:
+            return choose(logits, self.moe, self.expert_bias)
+        return self.kernels.choose_experts(logits, self.moe, self.expert_bias)  # type: ignore[no-any-return]
 
 
 class Expert(nn.Module):
@@ -97,32 +104,28 @@ class Expert(nn.Module):
 
     def gated(self, gate_up: Tensor) -> Tensor:
         """The activation of [..., 2 * width]."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        if not self.clamp:
-            return F.silu(gate) * up
-        gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
-        return gate * torch.sigmoid(gate * self.alpha) * (up + 1)
+        return gated(gate_up, self.clamp, self.alpha)
 
 
 class LocalExperts(nn.Module):
     """The experts of this rank.
 
     Attributes:
-        grouped: one product for all experts (the path `grouped_experts`), unless a module has hooks (quantisers).
-        kernels: operators (`ops.backend.load`) for the activation, with `grouped`; None: torch's operations.
+        kernels: operators (`ops.backend.load`) around one product for all experts (the path `grouped_experts`), which
+            runs unless a module has hooks (quantisers); None: two products for each expert.
         engine: Transformer Engine's grouped linears on the same parameters (`te.GroupedExperts`); None: not used.
     """
 
     def __init__(self, config: TransformerConfig, moe: MoeConfig, groups: Any, experts: Experts) -> None:
         super().__init__()
-        self.here, self.num_experts, self.grouped = experts, moe.num_experts, False
+        self.here, self.num_experts = experts, moe.num_experts
         self.kernels: Any = None
         self.engine: Any = None
         self.local_experts = nn.ModuleList(
             Expert(config, moe.intermediate_size, groups, moe) for _ in range(experts.count)
         )
         self._linears = {n: [getattr(e, n) for e in self.local_experts] for n in ("linear_fc1", "linear_fc2")}
-        self._stacked: dict[str, Tensor] = {}
+        self._stacked: dict[str, tuple[Tensor, list[int]]] = {}  # tensor, addresses of its parts
 
     def _untouched(self) -> bool:
         return not any(m._forward_pre_hooks or m._forward_hooks for ms in self._linears.values() for m in ms)
@@ -133,31 +136,23 @@ class LocalExperts(nn.Module):
         Called for every layer of every forward, so it goes around `nn.Module.__getattr__`.
         """
         name, parameters = f"{linear}.{kind}", [m._parameters[kind] for m in self._linears[linear]]
-        whole = self._stacked.get(name)
-        if whole is not None:
-            start, step = whole.data_ptr(), whole.stride(0) * whole.element_size()
-            if all(p.data_ptr() == start + i * step for i, p in enumerate(parameters)):
-                return whole
-        whole = self._stacked[name] = torch.stack([p.data for p in parameters])
+        found = self._stacked.get(name)
+        if found is not None and found[1] == list(map(Tensor.data_ptr, parameters)):
+            return found[0]
+        whole = torch.stack([p.data for p in parameters])
         for parameter, part in zip(parameters, whole, strict=True):
             parameter.data = part
+        self._stacked[name] = whole, [part.data_ptr() for part in whole]
         return whole
 
-    def _gated(self, rows_RM: Tensor) -> Tensor:
-        out = rows_RM.new_empty(len(rows_RM), rows_RM.shape[1] // 2)
-        self.kernels.gated_forward(rows_RM, out)
-        return out
-
-    def _by_groups(self, x_RH: Tensor, weights_P: Tensor, chosen_RK: Tensor) -> Tensor:
+    def _whole(self) -> Stacked:
         expert: Any = self.local_experts[0]
         biases = None
         if expert.linear_fc1.bias is not None:
             leave = self._matrices("linear_fc2", "bias") if expert.first else None
             biases = (self._matrices("linear_fc1", "bias"), leave)
         matrices = (self._matrices("linear_fc1"), self._matrices("linear_fc2"))
-        gated = expert.gated if expert.clamp or self.kernels is None else self._gated
-        complete = len(self.local_experts) == self.num_experts
-        return mixed_by_groups(x_RH, weights_P, chosen_RK, self.here.first, *matrices, gated, biases, complete)
+        return Stacked(self.here.first, *matrices, biases, expert.clamp, expert.alpha)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> Any:
         """Layout in a distributed checkpoint: that of megatron-core's SequentialMLP, all experts in one tensor."""
@@ -174,12 +169,12 @@ class LocalExperts(nn.Module):
 
     def forward(self, x_RH: Tensor, weights_RK: Tensor, chosen_RK: Tensor) -> Tensor:
         """Weighted sum [R, H] of this rank's experts."""
+        if self.kernels is not None and self._untouched():
+            return mixed_by_groups(x_RH, weights_RK, chosen_RK, self._whole(), self.kernels)
         weights = weights_RK.flatten().to(x_RH.dtype)
         if self.engine is not None and self.engine.serves():
             count, multiple = len(self.local_experts), self.engine.multiple
             return mixed_in_order(x_RH, weights, chosen_RK, self.here.first, count, self.engine, multiple)
-        if self.grouped and self._untouched():
-            return self._by_groups(x_RH, weights, chosen_RK)
         return mixed(x_RH, weights, chosen_RK, self.local_experts, self.here.first)
 
 

@@ -6,6 +6,7 @@ E experts, K experts per token, R rows (tokens).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -100,41 +101,40 @@ def mixed_in_order(
     return every_PH.view(*chosen_RK.shape, -1).sum(1)
 
 
-def mixed_by_groups(
-    x_RH: Tensor,
-    weights_P: Tensor,
-    chosen_RK: Tensor,
-    first: int,
-    enter_EMH: Tensor,
-    leave_EHM: Tensor,
-    gated: Callable[[Tensor], Tensor],
-    biases: tuple[Tensor, Tensor | None] | None = None,
-    complete: bool = False,
-) -> Tensor:
+def gated(gate_up: Tensor, clamp: float, alpha: float) -> Tensor:
+    """silu(gate) * up of [..., 2 * width]; with a clamp gpt-oss's (see `MoeConfig`)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if not clamp:
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    return gate * torch.sigmoid(gate * alpha) * (up + 1)
+
+
+class Stacked(NamedTuple):
+    """All experts of this rank, those from `first` on."""
+
+    first: int
+    enter_EXH: Tensor
+    """[E, 2 * width, H]."""
+    leave_EHW: Tensor
+    biases: tuple[Tensor, Tensor | None] | None
+    """[E, 2 * width] and [E, H] (None: left to another rank); None: the experts have none."""
+    clamp: float
+    alpha: float
+
+
+def mixed_by_groups(x_RH: Tensor, weights_RK: Tensor, chosen_RK: Tensor, experts: Stacked, kernels: Any) -> Tensor:
     """[R, H] the same as `mixed`, with two products for all experts and no synchronisation with the device.
 
     Args:
-        enter_EMH, leave_EHM: matrices of this rank's experts, those from `first` on; M as `gated` takes and returns it.
-        gated: activation of the rows of any expert.
-        biases: [E, M] and [E, H] (None: left to another rank); None: the experts have none.
-        complete: these are all experts that a token may choose.
+        kernels: operators (`ops.backend.load`).
     """
-    R, K = chosen_RK.shape
-    count = len(enter_EMH)
-    # Choices of this rank's experts come first; the others follow in one group that is not multiplied.
-    index_P = (chosen_RK.flatten() - first).long()
-    index_P = torch.where((index_P >= 0) & (index_P < count), index_P, count)
-    sorted_P, order_P = index_P.sort(stable=True)
-    ends_E = torch.searchsorted(sorted_P, torch.arange(1, count + 1, device=x_RH.device)).int()
-    rows_PM = F.grouped_mm(x_RH[order_P // K], enter_EMH.transpose(1, 2), offs=ends_E)
-    enter_bias, leave_bias = biases or (None, None)
-    expert_P = sorted_P if complete else sorted_P.clamp(max=count - 1)
-    if enter_bias is not None:
-        rows_PM = rows_PM + enter_bias[expert_P]
-    rows_PH = F.grouped_mm(gated(rows_PM), leave_EHM.transpose(1, 2), offs=ends_E)
-    if leave_bias is not None:
-        rows_PH = rows_PH + leave_bias[expert_P]
-    if not complete:
-        rows_PH.masked_fill_(sorted_P[:, None] == count, 0)  # rows of no group are not written
-    place_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(R * K, device=x_RH.device))
-    return torch.bmm(weights_P.view(R, 1, K), rows_PH[place_P].view(R, K, -1))[:, 0]
+    if len(x_RH) == 0:
+        return torch.zeros_like(x_RH)
+    enter_bias, leave_bias = experts.biases or (None, None)
+    rows_PH, place_RK, ends_E = kernels.sort_rows(x_RH, chosen_RK, experts.first, len(experts.enter_EXH))
+    rows_PX = F.grouped_mm(rows_PH, experts.enter_EXH.transpose(1, 2), offs=ends_E)
+    rows_PW = kernels.gate_rows(rows_PX, ends_E, enter_bias, experts.clamp, experts.alpha)
+    rows_PH = F.grouped_mm(rows_PW, experts.leave_EHW.transpose(1, 2), offs=ends_E)
+    out_RH: Tensor = kernels.mix_rows(rows_PH, place_RK, weights_RK, chosen_RK, experts.first, leave_bias)
+    return out_RH

@@ -139,7 +139,8 @@ _PATHS = (
         "drafts/layer.py", "tests/unit_tests/drafts/test_few_rows.py", draft_paths.draft_decode,
     ),
     Path(
-        "grouped_experts", "base: two products for all experts of a layer, instead of two for each",
+        "grouped_experts", "base: two products for all experts of a layer, instead of two for each; choice, order of "
+        "rows, activation and weighted sum in six kernels",
         "ops/moe.py, `mixed`", "tests/unit_tests/base/test_grouped_experts.py", base_paths.grouped_experts,
     ),
     Path(

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_spec.ops.moe import mixed, mixed_by_groups
+from megatron_spec.ops import backend
+from megatron_spec.ops.moe import Stacked, gated, mixed, mixed_by_groups
 
 pytestmark = pytest.mark.gpu
 
@@ -17,12 +18,7 @@ class Expert(nn.Module):
         self.parts = enter, leave
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gated(x @ self.parts[0].t()) @ self.parts[1].t()
-
-
-def gated(x: torch.Tensor) -> torch.Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.nn.functional.silu(a) * b
+        return gated(x @ self.parts[0].t(), 0.0, 1.0) @ self.parts[1].t()
 
 
 @pytest.mark.parametrize(("R", "first"), [(3, 0), (300, 0), (300, 4)])
@@ -39,6 +35,8 @@ def test_as_near_to_fp64_as_the_loop(R: int, first: int) -> None:
         return mixed(at[0], at[1], chosen.to(device), experts, first).double().cpu()
 
     exact, looped = loop(torch.float64, "cpu"), loop(torch.bfloat16, "cuda")
-    given = [t.cuda() for t in (x, weights, chosen)]
-    found = mixed_by_groups(*given, first, enter.cuda(), leave.cuda(), gated).double().cpu()
-    assert (found - exact).norm() <= 1.1 * (looped - exact).norm() and exact.norm() > 0
+    stacked = Stacked(first, enter.cuda(), leave.cuda(), None, 0.0, 1.0)
+    for kind in ("triton", "plain"):
+        given = x.cuda(), weights.view(R, K).cuda(), chosen.cuda()
+        found = mixed_by_groups(*given, stacked, backend.load(kind)).double().cpu()
+        assert (found - exact).norm() <= 1.1 * (looped - exact).norm() and exact.norm() > 0

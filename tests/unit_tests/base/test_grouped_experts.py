@@ -14,7 +14,8 @@ from megatron_spec.base.moe import LocalExperts
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
 from megatron_spec.config import ParallelConfig
 from megatron_spec.config.machine import Machine
-from megatron_spec.ops.moe import mixed, mixed_by_groups
+from megatron_spec.ops import plain
+from megatron_spec.ops.moe import Stacked, gated, mixed, mixed_by_groups
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed
 from tests.tiny import make_batch, save_mixtral
@@ -30,13 +31,8 @@ class GatedExpert(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         enter, leave, bias, out = self.parts
-        y = gated(x @ enter.t() + bias) @ leave.t()
+        y = gated(x @ enter.t() + bias, 1.5, 1.702) @ leave.t()
         return y if out is None else y + out
-
-
-def gated(x: torch.Tensor) -> torch.Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.tanh(a) * b
 
 
 @pytest.mark.parametrize(("first", "with_out"), [(0, True), (0, False), (2, True), (4, False)])
@@ -50,11 +46,13 @@ def test_one_layer(first: int, with_out: bool) -> None:
     out = torch.randn(here, H) if with_out else None
     modules = [GatedExpert(enter[e], leave[e], bias[e], None if out is None else out[e]) for e in range(here)]
     expected = mixed(x, weights, chosen, nn.ModuleList(modules), first)
-    found = mixed_by_groups(x, weights, chosen, first, enter, leave, gated, (bias, out))
+    stacked = Stacked(first, enter, leave, (bias, out), 1.5, 1.702)
+    found = mixed_by_groups(x, weights.view(R, K), chosen, stacked, plain)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    mine = chosen % here  # all experts are here
-    found = mixed_by_groups(x, weights, mine, 0, enter, leave, gated, (bias, out), complete=True)
+    mine = chosen % here  # all experts are here, some twice
+    found = mixed_by_groups(x, weights.view(R, K), mine, stacked._replace(first=0), plain)
     torch.testing.assert_close(found, mixed(x, weights, mine, nn.ModuleList(modules)), rtol=1e-5, atol=1e-5)
+    assert mixed_by_groups(x[:0], weights.view(R, K)[:0], chosen[:0], stacked, plain).shape == (0, H)
 
 
 def features(base: FrozenBase) -> Any:
