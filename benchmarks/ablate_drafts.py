@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.comparison_flags import add_flags
 from benchmarks.draft_kinds import ABLATIONS, DRAFTERS, HEADLINE, USUAL, drafter, kind_of
 from megatron_spec import cli
 from megatron_spec.config import UserError
@@ -66,12 +67,7 @@ WEIGHTS = (1.0, 2.0, 4.0, 8.0)
 def make_parser() -> cli.Parser:
     """The flags."""
     p = cli.Parser(__doc__)
-    p.add_argument("--base", required=True, metavar="DIR", help="base model, Hugging Face folder")
-    p.add_argument("--prompts", required=True, nargs="+", metavar="JSONL", help="question files, one set each")
-    p.add_argument("--output", required=True, metavar="DIR")
-    p.add_argument("--data", metavar="JSONL", help="conversations to train on (default: the base writes them)")
-    p.add_argument("--conversations", type=cli.at_least_one, default=2048, help="to write (default: 2048)")
-    p.add_argument("--answer-tokens", type=cli.at_least_one, default=160, help="most tokens of an answer written")
+    add_flags(p, conversations=2048, answer_tokens=160, questions=80, max_new_tokens=128, batch_size=256)
     p.add_argument("--seconds", type=float, default=20.0, help="training time of each draft (default: 20)")
     p.add_argument("--ablation-seconds", type=float, default=10.0, help="of EAGLE-3; its steps are those of all")
     p.add_argument("--step-times", metavar="FILE", help="JSON: name -> ms of a training step; see above")
@@ -89,20 +85,14 @@ def make_parser() -> cli.Parser:
     p.add_argument("--steps", type=cli.at_least_one, help="of ablations and equal steps (default: by the clock)")
     p.add_argument("--ttt-steps", type=cli.at_least_one, help="draft steps in training (default: --max-draft-len)")
     p.add_argument("--qat-seconds", type=float, default=4.0, help="of each draft after quantisation (default: 4)")
-    p.add_argument("--draft-vocab-size", type=cli.at_least_one, default=8192, help="of EAGLE-3 (default: 8192)")
-    p.add_argument("--questions", type=cli.at_least_one, default=80, help="of each set (default: 80)")
     p.add_argument(
         "--few-questions", type=cli.at_least_one, default=40, help="of each set, for all but the first table"
     )
     p.add_argument(
         "--timed-questions", type=cli.at_least_one, default=2, help="of each set, answered one by one (default: 2)"
     )
-    p.add_argument("--max-new-tokens", type=cli.at_least_one, default=128)
-    p.add_argument("--max-draft-len", type=cli.at_least_one, default=4)
-    p.add_argument("--batch-size", type=cli.at_least_one, default=256)
     p.add_argument("--global-batch-size", type=cli.at_least_one, default=32)
     p.add_argument("--seq-length", type=cli.at_least_one, default=320)
-    p.add_argument("--lr", type=float, default=1e-3)
     p.add_argument("--answer-temperature", type=float, help="of the training answers (default: greedy)")
     p.add_argument(
         "--temperature", type=float, help="answer the few questions at this temperature, too, several times each"
@@ -114,7 +104,6 @@ def make_parser() -> cli.Parser:
     )  # fmt: skip
     p.add_argument("--deadline", type=float, default=1e9, metavar="SECONDS", help="start nothing new after these")
     p.add_argument("--reserve", type=float, default=0.0, help="of these seconds, kept for the quantised drafts")
-    p.add_argument("--bf16", action="store_true")
     return p
 
 

@@ -26,6 +26,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.comparison_flags import add_flags
 from megatron_spec import cli
 from megatron_spec.config import UserError
 
@@ -42,12 +45,7 @@ Line = dict[str, Any]
 def make_parser() -> cli.Parser:
     """The flags."""
     p = cli.Parser(__doc__)
-    p.add_argument("--base", required=True, metavar="DIR", help="base model, Hugging Face folder")
-    p.add_argument("--prompts", required=True, nargs="+", metavar="JSONL", help="question files; first turns are asked")
-    p.add_argument("--output", required=True, metavar="DIR")
-    p.add_argument("--data", metavar="JSONL", help="conversations (default: the base writes them)")
-    p.add_argument("--conversations", type=cli.at_least_one, default=8192, help="to write (default: 8192)")
-    p.add_argument("--answer-tokens", type=cli.at_least_one, default=192, help="most tokens of an answer written")
+    add_flags(p, conversations=8192, answer_tokens=192, questions=40, max_new_tokens=64, batch_size=40)
     lengths = {"nargs": "+", "type": cli.at_least_one, "metavar": "N"}
     p.add_argument(
         "--train-lengths", default=[512, 4096], help="of the texts trained on (default: 512 4096)", **lengths
@@ -60,13 +58,6 @@ def make_parser() -> cli.Parser:
     p.add_argument("--steps", type=cli.at_least_one, default=200, help="of each training (default: 200)")
     p.add_argument("--tokens-per-step", type=cli.at_least_one, default=16384, help="(default: 16384)")
     p.add_argument("--ttt-steps", type=cli.at_least_one, default=4, help="draft steps in training (default: 4)")
-    p.add_argument("--lr", type=float, default=1e-3)
-    p.add_argument("--draft-vocab-size", type=cli.at_least_one, default=8192)
-    p.add_argument("--questions", type=cli.at_least_one, default=40, help="of each file (default: 40)")
-    p.add_argument("--max-new-tokens", type=cli.at_least_one, default=64)
-    p.add_argument("--max-draft-len", type=cli.at_least_one, default=4)
-    p.add_argument("--batch-size", type=cli.at_least_one, default=40, help="answers decoded together (default: 40)")
-    p.add_argument("--bf16", action="store_true")
     return p
 
 
@@ -241,7 +232,6 @@ def render(lines: Sequence[Line]) -> str:
 
 def main(args: argparse.Namespace) -> None:
     """Everything."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from benchmarks import comparison
     from megatron_spec.checkpoint.base_import import inspect_base
     from megatron_spec.data.chat import ChatEncoder

@@ -6,9 +6,9 @@ For every product of a layer and the head of three bases, with 1 row and with 5 
 (`ops/kernels/few_rows.Tiles`) are timed in CUDA graphs that go through copies of the weights, more than the cache
 holds. Kernels are compiled in processes of their own first. One line of JSON per product: microseconds and TB/s of
 weights of the division that `tiles_of` gives, of the one before it was introduced, of the fastest for both numbers of
-rows together, and of cuBLAS (product alone); whether one row alone has the bits that it has among five; the largest
-error against fp64, of the largest value. The last line has the sums over a base's layers, in milliseconds. `--output`:
-everything that was timed.
+rows together, the same started while the kernel before runs (`early`), and of cuBLAS (product alone); whether one row
+alone has the bits that it has among five; the largest error against fp64, of the largest value. The last line has the
+sums over a base's layers, in milliseconds. `--output`: everything that was timed.
 """
 
 from __future__ import annotations

@@ -11,6 +11,11 @@ tokenising, chat template and writing, and recording CUDA graphs.
 questions of all files repeated, or thinned out, to so many; every answer has exactly --max-new-tokens tokens. Tokens
 over seconds, prefill included, tokenising and text left out, in the second of two equal runs.
 
+--questions N draws N distinct questions instead of answering: no prompts are needed, and a batch size is the number of
+draws side by side (`generate.py --question-batch-size`). `shares` says what became of the draws; `steps` and `refills`
+(prefills) are counted, `ms_per_refill_host` is the time in which the host starts one. CUDA graphs are recorded in
+the measured time, as in `generate.py`; kernels are compiled before.
+
 --profile prints, instead, where the device's time goes: per batch size and temperature a line with kernels per step,
 shares by kind and the longest kernels, of --profile-tokens tokens of one batch whose graphs are recorded.
 """
@@ -22,8 +27,9 @@ import json
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +42,14 @@ def make_parser() -> cli.Parser:
     """The flags."""
     p = cli.Parser(__doc__)
     p.add_argument("--base", required=True, metavar="DIR")
+    p.add_argument("--prompts", nargs="+", metavar="JSONL", help="conversations or questions; only first questions")
     p.add_argument(
-        "--prompts", required=True, nargs="+", metavar="JSONL", help="conversations or questions; only first questions"
+        "--questions", type=cli.at_least_one, metavar="N", help="draw N distinct questions, without --prompts"
     )
     p.add_argument("--batch-sizes", type=cli.at_least_one, nargs="+", help="(default: 512)")
     p.add_argument("--together", type=cli.at_least_one, nargs="+", metavar="N", help="requests answered at once")
-    p.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    p.add_argument("--max-new-tokens", type=cli.at_least_one, help="(default: 512; with --together: 192)")
+    p.add_argument("--temperatures", type=float, nargs="+", help="(default: 0 and 1; questions: 1)")
+    p.add_argument("--max-new-tokens", type=cli.at_least_one, help="(default: 512; else 192)")
     p.add_argument("--limit", type=cli.at_least_one, default=4096, help="prompts (default: 4096)")
     p.add_argument("--profile", action="store_true", help="shares of the device's time by kind of kernel")
     p.add_argument("--profile-tokens", type=cli.at_least_one, default=48, help="of an answer (default: 48)")
@@ -83,7 +90,7 @@ class Bench:
         self.tokenizer = load_tokenizer(args.base)
         self.stop_ids = set(stop_token_ids(args.base, self.tokenizer))
         self.base = load_base(inspect_base(args.base), distributed.initialize(), (), getattr(torch, args.dtype))
-        prompts = [p for path in args.prompts for p in read_prompts(path) if args.together or len(p.rounds) == 1]
+        prompts = [p for path in args.prompts or () for p in read_prompts(path) if args.together or len(p.rounds) == 1]
         prompts = prompts[: args.limit]
         encoder = ChatEncoder(self.tokenizer, self.stop_ids, vocab_size=self.base.vocab_size)
         asked = ask_all(map(Dialogue, prompts), encoder, self.base.config.max_position_embeddings)
@@ -114,6 +121,35 @@ class Bench:
             "host_ms_per_step": round((alone - waits) / steps * 1e3, 3),
             "tokens_per_second": round(tokens / alone), "file_tokens_per_second": round(tokens / written),
             "file_ms_per_answer": round((written - alone) / len(found) * 1e3, 3),
+        }  # fmt: skip
+
+    def draw(self, count: int, config: DecodeConfig) -> dict[str, Any]:
+        """One line of --questions."""
+        from megatron_spec.data.chat import ChatEncoder
+        from megatron_spec.generation.questions import DRAWS_PER_QUESTION, distinct, draw_questions
+
+        encoder, costs, outcomes, seen = ChatEncoder(self.tokenizer), HostCosts(), Counter[str](), set[str]()
+        warm = config.replace(max_new_tokens=4)
+        for _ in draw_questions(self.base, encoder, range(config.batch_size), warm, self.stop_ids):
+            pass
+        start = now()
+        with closing(
+            draw_questions(self.base, encoder, range(DRAWS_PER_QUESTION * count + 100), config, self.stop_ids, costs)
+        ) as draws:
+            for found in draws:
+                distinct(found, seen, count - len(seen), outcomes)
+                if len(seen) == count:
+                    break
+            seconds = now() - start
+        waits, drawn = sum(costs.seconds["read"]), outcomes.total()
+        return {
+            "batch_size": config.batch_size, "temperature": config.temperature, "questions": len(seen), "draws": drawn,
+            "shares": {name: round(n / drawn, 3) for name, n in outcomes.items()}, "seconds": round(seconds, 2),
+            "questions_per_second": round(len(seen) / seconds, 1), "draws_per_second": round(drawn / seconds, 1),
+            "steps": costs.steps, "refills": len(costs.seconds["prefill"]),
+            "ms_per_step": round(seconds / costs.steps * 1e3, 3),
+            "host_ms_per_step": round((seconds - waits) / costs.steps * 1e3, 3),
+            "ms_per_refill_host": round(sum(costs.seconds["prefill"]) / len(costs.seconds["prefill"]) * 1e3, 3),
         }  # fmt: skip
 
     def together(self, config: DecodeConfig) -> dict[str, Any]:
@@ -160,11 +196,20 @@ def measure(args: argparse.Namespace) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     if args.together and (args.profile or args.batch_sizes):
         raise UserError("--together N sets the batch size and has no profile: leave --batch-sizes and --profile out")
-    bench, length = Bench(args), args.max_new_tokens or (192 if args.together else 512)
+    if (args.questions is None) == (args.prompts is None):
+        raise UserError("give --prompts to answer, or --questions N to draw questions")
+    if args.questions and (args.together or args.profile):
+        raise UserError("--questions is for drawing alone: leave --together and --profile out")
+    short = args.together or args.questions
+    bench, length = Bench(args), args.max_new_tokens or (192 if short else 512)
     for size in args.together or args.batch_sizes or [512]:
-        for temperature in args.temperatures:
+        for temperature in args.temperatures or ([1.0] if args.questions else [0.0, 1.0]):
+            if args.questions and temperature <= 0:
+                raise UserError(f"--questions: expected temperatures greater than 0, found {temperature}")
             config = DecodeConfig(batch_size=size, temperature=temperature, max_new_tokens=length)
-            if args.together:
+            if args.questions:
+                line = bench.draw(args.questions, config)
+            elif args.together:
                 line = bench.together(config)
             elif args.profile:
                 line = bench.profile(config.replace(max_new_tokens=args.profile_tokens))

@@ -95,7 +95,7 @@ def grid(product: Product) -> list[Tiles]:
             if useful and memory * min(2, max(1, places * parts // 132)) <= MEMORY:
                 found.append(Tiles(cols, block, parts, warps, stages))
     random.Random(O).shuffle(found)
-    return list(dict.fromkeys([usual(product), before(product), *found]))
+    return list(dict.fromkeys([usual(product), before(product), usual(product)._replace(early=True), *found]))
 
 
 class Inputs:
@@ -204,13 +204,15 @@ def line_of(inputs: Inputs, timed: list[Timed], skipped: int) -> dict[str, Any]:
     for name, found in (("now", by_tiles[usual(product)]), ("before", by_tiles[before(product)]), ("best", best)):
         micros = {n: round(t, 2) for n, t in found.micros.items()}
         ways[name] = {"tiles": found.tiles._asdict(), "us": micros, "TB/s": round(product.bytes / micros[1] / 1e6, 2)}
+    early = best.tiles._replace(early=not best.tiles.early)
     near = sorted(timed, key=lambda t: t.total)[1:5]
     return {
         **{k: v for k, v in product._asdict().items() if v is not False}, **ways,
         "next": [(*t.tiles, round(t.micros[1], 2), round(t.micros[5], 2)) for t in near],
+        "best_early" if early.early else "best_not_early": {n: round(inputs.micros(n, early), 2) for n in ROWS},
         "cublas_us": {n: round(inputs.micros(n, None), 2) for n in ROWS},
-        "now_is": inputs.check(usual(product)), "best_is": inputs.check(best.tiles), "tried": len(timed),
-        "do_not_run": skipped,
+        "now_is": inputs.check(usual(product)), "best_is": inputs.check(best.tiles), "early_is": inputs.check(early),
+        "tried": len(timed), "do_not_run": skipped,
     }  # fmt: skip
 
 
@@ -230,7 +232,7 @@ def sums(lines: list[dict[str, Any]]) -> dict[str, Any]:
 def measure(args: argparse.Namespace) -> None:
     """Prints the lines."""
     if not torch.cuda.is_available():
-        raise UserError("decode_products: no GPU was found; it times kernels on one")
+        raise UserError("no GPU was found, expected one: the kernels are timed there")
     start, write = time.monotonic(), _writer(args.output)
     wanted = [p for p in products() if not args.base or p.base in (*args.base, "")]
     work = {p: grid(p)[: args.most] for p in wanted}

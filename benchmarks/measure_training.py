@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib
 import itertools
 import json
+import pkgutil
 import statistics
 import sys
 import tempfile
@@ -239,12 +241,13 @@ def compiled_kernels() -> int:
     with contextlib.suppress(ImportError):
         from triton.runtime.jit import JITFunction
 
-        from megatron_spec.ops.kernels import adam, block, branch, fp8, rotary, rows
-        from megatron_spec.ops.kernels import loss as losses
+        from megatron_spec.ops import kernels
 
-        for module in (losses, rows, rotary, branch, block, fp8, adam):
-            for kernel in (k for k in vars(module).values() if isinstance(k, JITFunction)):
-                count += sum(len(cache[0]) for cache in kernel.device_caches.values())
+        modules = (
+            importlib.import_module(f"{kernels.__name__}.{m.name}") for m in pkgutil.iter_modules(kernels.__path__)
+        )
+        found = {id(k): k for m in modules for k in vars(m).values() if isinstance(k, JITFunction)}
+        count += sum(len(cache[0]) for k in found.values() for cache in k.device_caches.values())
     return count
 
 

@@ -1,4 +1,5 @@
-"""Tokenise a conversation file into a TokenStore in several processes; cached until file, tokenizer or template change.
+"""Tokenise a conversation file into a TokenStore by threads or processes; cached until file, tokenizer or template
+change.
 
 The store is in `FILE.tokens/KEY` beside the file (or under the given folder), where KEY is a hash of the file's
 content, the tokenizer, its template and template arguments, the ids that end a turn, and the code that makes masks. It
@@ -26,15 +27,17 @@ from megatron_spec.config import UserError
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.conversations import numbered_lines, parse_line
 from megatron_spec.data.store import FORMAT, Block, StoreWriter, TokenStore, runs_of
-from megatron_spec.data.workers import ordered_map, usable_cpus
+from megatron_spec.data.workers import ordered_map, tokeniser_threads, usable_cpus
 from megatron_spec.runtime.files import published_folder, read_json, sha256_of, write_json
 
 log = logging.getLogger(__name__)
 
 PIECE = 2**20
 """Bytes that a process gets at a time."""
-PARALLEL_FROM = 16 * 2**20
-"""Files below this many bytes are tokenised in this process: starting others takes seconds."""
+PARALLEL_FROM = 64 * 2**20
+"""Files below this many bytes are tokenised by threads of this process: starting others takes seconds."""
+PER_PROCESS = 16 * 2**20
+"""Bytes that are worth starting a process."""
 
 CODE = ("chat.py", "conversations.py", "offsets.py", "recorded.py", "template.py")
 """Source files that determine tokens and masks."""
@@ -89,7 +92,7 @@ def open_tokens(
     Args:
         stop_token_ids: see `ChatEncoder`.
         cache: folder for stores; default: `FILE.tokens` beside the file, or ~/.cache if that is not writable.
-        workers: processes; default: all processors for large files, none for small ones.
+        workers: processes; default: up to as many as processors for large files, threads of this one for small ones.
         template_kwargs: see `ChatTemplate`.
 
     Raises UserError like `numbered_lines`, `parse_line` and `ChatEncoder`, and if the cache cannot be written.
@@ -111,7 +114,8 @@ def open_tokens(
     folder = parent / key
     if not (folder / "meta.json").is_file():
         if workers is None:
-            workers = usable_cpus() if path.stat().st_size >= PARALLEL_FROM else 0
+            size = path.stat().st_size
+            workers = min(usable_cpus(), size // PER_PROCESS) if size >= PARALLEL_FROM else 0
         try:
             with _lock(parent, key):
                 if not (folder / "meta.json").is_file():
@@ -154,7 +158,8 @@ class _Job:
 
 def _build(job: _Job, folder: Path, about: dict[str, Any]) -> None:
     start, size = time.monotonic(), job.path.stat().st_size
-    args = (job.encoder.tokenizer, job.stop_token_ids, str(job.path), job.encoder.template.kwargs)
+    threads = tokeniser_threads() if job.workers < 2 else 1
+    args = (job.encoder.tokenizer, job.stop_token_ids, str(job.path), job.encoder.template.kwargs, threads)
     faults: Counter[str] = Counter()
     first: dict[str, int] = {}
     # `size` bytes are enough space: a token stands for several bytes of text.
@@ -176,8 +181,9 @@ def _build(job: _Job, folder: Path, about: dict[str, Any]) -> None:
             writer.abandon()
     seconds = time.monotonic() - start
     log.info(
-        "tokenised %s: %d tokens in %.1f s (%.0f tokens/s)", job.path, tokens, seconds, tokens / max(seconds, 1e-9)
-    )
+        "tokenised %s: %d tokens in %.1f s (%.0f tokens/s; %s)", job.path, tokens, seconds,
+        tokens / max(seconds, 1e-9), f"{job.workers} processes" if job.workers > 1 else f"{threads} threads",
+    )  # fmt: skip
 
 
 def _pieces(path: Path) -> Iterator[list[tuple[int, bytes]]]:
@@ -197,10 +203,10 @@ class _PieceEncoder:
     """Lines of a file -> (their samples, bytes read, [(fault, line, answers)])."""
 
     def __init__(
-        self, tokenizer: Any, stop_token_ids: tuple[int, ...], path: str, template_kwargs: dict[str, Any]
+        self, tokenizer: Any, stop_token_ids: tuple[int, ...], path: str, template_kwargs: dict[str, Any], threads: int
     ) -> None:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
-        self.encoder = ChatEncoder(tokenizer, stop_token_ids, template_kwargs=template_kwargs)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # no threads but `threads`
+        self.encoder = ChatEncoder(tokenizer, stop_token_ids, template_kwargs=template_kwargs, threads=threads)
         self.path = path
 
     def __call__(self, piece: list[tuple[int, bytes]]) -> tuple[Block, int, list[tuple[str, int, int]]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_spec.runtime.children import end_with_parent
@@ -15,9 +17,34 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+CGROUPS = Path("/sys/fs/cgroup")
+THREADS = 8
+"""Most threads that tokenise texts beside the Python code that makes them."""
+
+
 def usable_cpus() -> int:
-    """Processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Processors this process may use: those it may run on, or fewer by the time that its container gets."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(count, _quota())))
+
+
+def _quota() -> float:
+    """Processors' worth of time that the container gets; infinite without a limit."""
+    try:
+        if (CGROUPS / "cpu.max").is_file():
+            most, period = (CGROUPS / "cpu.max").read_text().split()
+        else:  # cgroups of version 1
+            most, period = (
+                (CGROUPS / "cpu" / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")
+            )
+        return math.inf if most == "max" or int(most) <= 0 else int(most) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return math.inf
+
+
+def tokeniser_threads() -> int:
+    """Threads of one process that tokenise texts."""
+    return min(THREADS, usable_cpus())
 
 
 def ordered_map(

@@ -27,6 +27,7 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.tokenizer import special_ids
+from megatron_spec.decoding.costs import Costs
 from megatron_spec.decoding.engine import decode_batches
 from megatron_spec.generation.prompts import Prompt, iter_prompts
 from megatron_spec.runtime import platform
@@ -80,15 +81,16 @@ class _Draws:
     """
 
     def __init__(
-        self, base: FrozenBase, encoder: ChatEncoder, numbers: range, config: DecodeConfig, stop_ids: set[int]
-    ) -> None:
+        self, base: FrozenBase, encoder: ChatEncoder, numbers: range, config: DecodeConfig, stop_ids: set[int],
+        costs: Costs | None,
+    ) -> None:  # fmt: skip
         world, self.tokenizer = base.world, encoder.tokenizer
         self.mine = numbers[world.dp_rank :: world.dp_size]
         self.taken, self.ended = 0, dict[int, str | None]()  # by index in `mine`
         ends = stop_ids | special_ids(self.tokenizer)  # a template may end user turns and answers with different tokens
         seeds = [zlib.crc32(f"question:{config.seed}:{number}".encode()) for number in self.mine]
         header = encoder.question_ids()
-        self.batches = decode_batches(base, [header] * len(self.mine), config, ends, seeds=seeds)
+        self.batches = decode_batches(base, [header] * len(self.mine), config, ends, None, seeds, costs)
 
     def until(self, number: int) -> dict[int, str | None]:
         """Number -> draw, of the next ones below `number`."""
@@ -111,8 +113,9 @@ class _Draws:
 
 
 def draw_questions(
-    base: FrozenBase, encoder: ChatEncoder, numbers: range, config: DecodeConfig, stop_ids: set[int]
-) -> Generator[dict[int, str | None], None, None]:
+    base: FrozenBase, encoder: ChatEncoder, numbers: range, config: DecodeConfig, stop_ids: set[int],
+    costs: Costs | None = None,
+) -> Generator[dict[int, str | None], None, None]:  # fmt: skip
     """The draws of all ranks in the order of their numbers, some at a time; `config.batch_size` are decoded together.
 
     Collective over all ranks, every rank gets all draws: number -> question, '' for a draw without text, None for one
@@ -123,7 +126,7 @@ def draw_questions(
     window = max(1, config.batch_size * world.dp_size // parts)
     for first in range(0, len(numbers), STREAM):
         part = numbers[first : first + STREAM]
-        with closing(_Draws(base, encoder, part, config, stop_ids)) as draws:
+        with closing(_Draws(base, encoder, part, config, stop_ids, costs)) as draws:
             for number in range(part.start, part.stop, window):
                 found = _from_all(draws.until(min(number + window, part.stop)), world)
                 yield dict(sorted(itertools.chain.from_iterable(each.items() for each in found)))
@@ -134,7 +137,7 @@ def _same(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def _new(found: Mapping[int, str | None], seen: set[str], count: int, outcomes: Counter[str]) -> dict[int, str]:
+def distinct(found: Mapping[int, str | None], seen: set[str], count: int, outcomes: Counter[str]) -> dict[int, str]:
     """The first `count` distinct questions among draws, added to `seen`; `outcomes` counts the draws up to the last."""
     new: dict[int, str] = {}
     for number, text in found.items():
@@ -163,7 +166,7 @@ def write_questions(
     """Draw `count` distinct questions and write them to `path` (a prompt file). Collective over all ranks.
 
     Args:
-        config: decoding configuration; temperature must be positive.
+        config: decoding configuration; temperature must be positive. What it says of drafting is for the answers.
         about: identity of base and tokenizer, written with the settings to PATH.meta.json, which a rerun must match.
         template_kwargs: see `ChatTemplate`.
         rows: draws that are decoded together; default: `rows_of`. The questions do not depend on it.
@@ -174,11 +177,12 @@ def write_questions(
     kept = _begin(path, config, about or {}, world)
     seen, outcomes = {_same(text) for text in kept.values()}, Counter[str]()
     numbers = range(max(kept, default=-1) + 1, DRAWS_PER_QUESTION * count + 100 if len(kept) < count else 0)
+    config = _alone(config)
     config = config.replace(batch_size=rows or rows_of(base, config, len(encoder.question_ids())))
     told = 0
     with closing(draw_questions(base, encoder, numbers, config, stop_ids)) as draws:
         for found in draws:
-            new = _new(found, seen, count - len(kept), outcomes)
+            new = distinct(found, seen, count - len(kept), outcomes)
             kept.update(new)
             if world.rank == 0:
                 append_text(path, "".join(_line(*each) for each in new.items()))
@@ -191,6 +195,12 @@ def write_questions(
     if world.size > 1:
         dist.barrier()
     return list(iter_prompts(path, count))
+
+
+def _alone(config: DecodeConfig) -> DecodeConfig:
+    """The same sampling without a draft."""
+    names = ("seed", "temperature", "top_k", "top_p", "max_new_tokens", "batch_size", "cuda_graphs")
+    return DecodeConfig(**{name: getattr(config, name) for name in names})
 
 
 def _report(path: Path, kept: dict[int, str], count: int, outcomes: Counter[str], config: DecodeConfig) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.config import DecodeConfig, UserError
 from megatron_spec.data.chat import ChatEncoder
-from megatron_spec.data.workers import usable_cpus
+from megatron_spec.data.workers import tokeniser_threads
 from megatron_spec.decoding.engine import decode_batches
 from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.generation.answers import answer_ids
@@ -33,9 +33,6 @@ from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import changed_settings, drop_half_line, read_json, write_json, write_text
 
 log = logging.getLogger(__name__)
-
-THREADS = 8
-"""Threads that tokenise prompts and answers."""
 
 
 def synthesize(
@@ -68,7 +65,7 @@ def synthesize(
     """
     encoder = ChatEncoder(
         tokenizer, stop_ids, template_kwargs=template_kwargs, vocab_size=base.vocab_size,
-        threads=min(THREADS, usable_cpus()),
+        threads=tokeniser_threads(),
     )  # fmt: skip
     limit = base.config.max_position_embeddings
     check_stop_ids(stop_ids)

@@ -16,6 +16,7 @@ from megatron_spec.losses.vocab_parallel import (
     RowLosses,
     Teacher,
     argmax_and_lse,
+    log_probabilities,
     pick,
     reduce_together,
 )
@@ -73,13 +74,8 @@ def ce_l1_rows(
         draft_RD: fp32 (or fp64) draft logits of this rank's shard; the buffer is overwritten.
     """
     a, b = weights
-    u_RD = draft_RD.div_(temperature) if temperature != 1 else draft_RD
-    argmax_R, lse_R = argmax_and_lse(u_RD, group, teacher.first)
-    logq_RD = u_RD.sub_(lse_R[:, None])
-    logp_RD = teacher.logits_UD[rows_R].to(u_RD.dtype)
-    if temperature != 1:
-        logp_RD.div_(temperature)
-    p_RD = logp_RD.sub_(teacher.lse_U[rows_R, None]).exp_()
+    argmax_R, logq_RD, logp_RD = log_probabilities(draft_RD, teacher, rows_R, temperature, group)
+    p_RD = logp_RD.exp_()
     column, mine, value_R = pick(logq_RD, teacher.label_U[rows_R] - teacher.first)
     q_RD = logq_RD.exp_()
     below = (q_RD < p_RD).to(q_RD.dtype)

@@ -124,6 +124,23 @@ def pick(x_RD: Tensor, column_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return inside, mine, x_RD.gather(-1, inside)[:, 0] * mine
 
 
+def log_probabilities(
+    draft_RD: Tensor, teacher: Teacher, rows_R: Tensor, temperature: float, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(argmax of the draft [R], log q of the draft [R, D], log p of the teacher [R, D]) of this rank's shard.
+
+    Args:
+        draft_RD: draft logits; the buffer becomes log q.
+    """
+    u_RD = draft_RD.div_(temperature) if temperature != 1 else draft_RD
+    argmax_R, lse_R = argmax_and_lse(u_RD, group, teacher.first)
+    logq_RD = u_RD.sub_(lse_R[:, None])
+    logp_RD = teacher.logits_UD[rows_R].to(u_RD.dtype)
+    if temperature != 1:
+        logp_RD.div_(temperature)
+    return argmax_R, logq_RD, logp_RD.sub_(teacher.lse_U[rows_R, None])
+
+
 def row_losses(
     draft_RD: Tensor,
     teacher: Teacher,
@@ -137,13 +154,7 @@ def row_losses(
     Args:
         draft_RD: fp32 (or fp64) draft logits of this rank's shard; the buffer is overwritten.
     """
-    u_RD = draft_RD.div_(temperature) if temperature != 1 else draft_RD
-    argmax_R, lse_R = argmax_and_lse(u_RD, group, teacher.first)
-    logq_RD = u_RD.sub_(lse_R[:, None])
-    logp_RD = teacher.logits_UD[rows_R].to(u_RD.dtype)
-    if temperature != 1:
-        logp_RD.div_(temperature)
-    logp_RD.sub_(teacher.lse_U[rows_R, None])
+    argmax_R, logq_RD, logp_RD = log_probabilities(draft_RD, teacher, rows_R, temperature, group)
     p_RD, q_RD = logp_RD.exp(), logq_RD.exp()
     overlap_R = p_RD.minimum(q_RD).sum(-1)
     column_R = teacher.label_U[rows_R] - teacher.first
@@ -181,12 +192,12 @@ def kernel_row_loss(
         logits_RD: Tensor, rows_R: Tensor, weight_R: Tensor, rounded: Fp8Matrix | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, overlap and best column; the gradient replaces the logits, and is rounded on request."""
-        told = (logits_RD, teacher.logits_UD, teacher.lse_U, rows_R, weight_R)
+        given = (logits_RD, teacher.logits_UD, teacher.lse_U, rows_R, weight_R)
         if group is None or group.size() == 1:
-            return kernels.soft_rows(*told, temperature, kind == "kl", rounded)
+            return kernels.soft_rows(*given, temperature, kind == "kl", rounded)
         assert rounded is None, "no rank has a whole row to round"
         lse_R, best_R = kernel_largest(logits_RD, teacher.first, temperature, group, kernels)
-        loss_R, overlap_R = kernels.soft_shard(*told, lse_R, temperature, kind == "kl")
+        loss_R, overlap_R = kernels.soft_shard(*given, lse_R, temperature, kind == "kl")
         reduce_together(group, loss_R, overlap_R)
         return loss_R, overlap_R, best_R
 
@@ -197,16 +208,16 @@ def _mixed_row_loss(
     teacher: Teacher, weights: tuple[float, float], temperature: float, group: dist.ProcessGroup | None, kernels: Any
 ) -> InPlace:
     """a * cross-entropy to the label + b * sum |q - p|, (a, b) = `weights`."""
-    told, column_U = (teacher.logits_UD, teacher.lse_U), teacher.label_U - teacher.first
+    given, column_U = (teacher.logits_UD, teacher.lse_U), teacher.label_U - teacher.first
 
     def in_place(logits_RD: Tensor, rows_R: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, overlap and best column; the gradient replaces the logits."""
         if group is None or group.size() == 1:
-            return kernels.mixed_rows(logits_RD, *told, rows_R, column_U, weight_R, temperature, weights)
+            return kernels.mixed_rows(logits_RD, *given, rows_R, column_U, weight_R, temperature, weights)
         lse_R, best_R = kernel_largest(logits_RD, teacher.first, temperature, group, kernels)
-        label_R, overlap_R, mass_R = kernels.mixed_sums(logits_RD, *told, rows_R, column_U, lse_R, temperature)
+        label_R, overlap_R, mass_R = kernels.mixed_sums(logits_RD, *given, rows_R, column_U, lse_R, temperature)
         reduce_together(group, label_R, overlap_R, mass_R)
-        kernels.mixed_gradient(logits_RD, *told, rows_R, column_U, weight_R, lse_R, mass_R, temperature, weights)
+        kernels.mixed_gradient(logits_RD, *given, rows_R, column_U, weight_R, lse_R, mass_R, temperature, weights)
         return 2 * weights[1] * (1 - overlap_R) - weights[0] * label_R, overlap_R, best_R
 
     return in_place

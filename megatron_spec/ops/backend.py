@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
 from megatron_spec.config.machine import Kernels
+
+KERNELS = (
+    "adam", "branch", "decode", "experts", "few_rows", "fp8", "loss", "rotary", "rows", "sample", "teacher",
+)  # fmt: skip
+"""Files of `ops.kernels` that have operators."""
 
 
 @functools.cache
@@ -21,9 +27,8 @@ def load(kernels: Kernels) -> Any:
 
     if kernels == "plain":
         return plain
-    from megatron_spec.ops.kernels import adam, branch, decode, experts, few_rows, fp8, loss, rotary, rows, sample
-
     found: dict[str, Any] = {}
-    for module in (adam, branch, decode, experts, few_rows, fp8, loss, rotary, rows, sample):
-        found |= {name: value for name, value in vars(module).items() if name in plain.OPERATORS}
+    for name in KERNELS:
+        module = importlib.import_module(f"megatron_spec.ops.kernels.{name}")
+        found |= {key: value for key, value in vars(module).items() if key in plain.OPERATORS}
     return SimpleNamespace(**found)

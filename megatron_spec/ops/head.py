@@ -96,12 +96,12 @@ class _FusedHead(torch.autograd.Function):
             logits = products.forward(x_NH[part])
             grad: Tensor | Fp8Matrix = logits
             if in_place is not None:
-                told = (logits, teacher[part], weight[part])
+                given = (logits, teacher[part], weight[part])
                 if train and fp8 is not None:
                     grad = Fp8Matrix.empty(len(logits), len(weight_DH), logits.device)
-                    found.append(in_place(*told, grad))
+                    found.append(in_place(*given, grad))
                 else:
-                    found.append(in_place(*told))
+                    found.append(in_place(*given))
             else:
                 result = row_loss(logits.to(wide), teacher[part])
                 found.append((result.loss_R, result.overlap_R, result.argmax_R))
@@ -121,16 +121,16 @@ class _FusedHead(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients computed in forward, times the gradient of the total."""
         grad_weight, grad_NH = ctx.saved_tensors
-        told = None
+        d_weight = None
         if grad_weight is not None:
             sums = GradientSums()
             sums.of(ctx.weight).addcmul_(grad_weight, grad_total)
-            told = sums.result(ctx.weight)
+            d_weight = sums.result(ctx.weight)
         if ctx.scale_ is not None:
             scaled = ctx.scale_(grad_NH, grad_total)
         else:
             scaled = grad_NH * grad_total.to(grad_NH.dtype)
-        return None, None, None, None, None, None, told, *scaled.split(ctx.counts)
+        return None, None, None, None, None, None, d_weight, *scaled.split(ctx.counts)
 
 
 def chunk_rows(weight_DH: Tensor, in_place: bool = False, columns: int | None = None) -> int:

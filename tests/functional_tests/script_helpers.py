@@ -48,6 +48,14 @@ def conversation(number: int) -> dict[str, object]:
     }
 
 
+def write_inputs(root: Path, conversations: int = 4) -> Path:
+    """root/base, root/train.jsonl and root/eagle.json: what a chain of scripts starts from."""
+    make_base(root / "base")
+    write_conversations(root / "train.jsonl", conversations)
+    (root / "eagle.json").write_text(json.dumps({"capture_layer_ids": [0, 3, 6]}))
+    return root
+
+
 def write_conversations(path: Path, count: int, rejected: bool = False) -> Path:
     """A JSON lines file.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.functional_tests.script_helpers import SCRIPTS, make_base, refuse, run_script, write_conversations
+from tests.functional_tests.script_helpers import SCRIPTS, refuse, run_script, write_inputs
 from tests.worlds import run_world
 
 
@@ -24,10 +24,7 @@ def make_draft(root: str) -> None:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base, conversations and a fresh draft."""
-    root = tmp_path_factory.mktemp("bad")
-    make_base(root / "base")
-    write_conversations(root / "train.jsonl", 4)
-    (root / "eagle.json").write_text(json.dumps({"capture_layer_ids": [0, 3, 6]}))
+    root = write_inputs(tmp_path_factory.mktemp("bad"))
     run_world(1, make_draft, str(root))
     return root
 

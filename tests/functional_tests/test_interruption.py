@@ -13,7 +13,7 @@ import pytest
 
 from megatron_spec.config import UserError
 from megatron_spec.runtime.lock import exclusive
-from tests.functional_tests.script_helpers import make_base, run_script, succeed, write_conversations
+from tests.functional_tests.script_helpers import run_script, succeed, write_conversations, write_inputs
 from tests.worlds import run_world
 
 # finetune.py as it stands, over features (one micro-batch a step) that send a signal to their own process in step 2
@@ -62,10 +62,7 @@ def interrupt(
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft, and a run of 4 steps that SIGTERM ended in step 2."""
-    root = tmp_path_factory.mktemp("interruption")
-    make_base(root / "base")
-    write_conversations(root / "train.jsonl", 4)
-    (root / "eagle.json").write_text(json.dumps({"capture_layer_ids": [0, 3, 6]}))
+    root = write_inputs(tmp_path_factory.mktemp("interruption"))
     run_world(1, convert, str(root))
     done = interrupt(root, "run", "SIGTERM")
     assert done.returncode == 3, done.stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional_tests.script_helpers import ROOT, environment, make_base, write_conversations
+from tests.functional_tests.script_helpers import ROOT, environment, write_inputs
 from tests.worlds import free_port
 
 SLURM = ROOT / "examples" / "post_training" / "slurm"
@@ -33,10 +33,7 @@ def convert_and_train(root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("nodes")
-    make_base(root / "base")
-    write_conversations(root / "train.jsonl", 6)
-    (root / "eagle.json").write_text(json.dumps({"capture_layer_ids": [0, 3, 6]}))
+    root = write_inputs(tmp_path_factory.mktemp("nodes"), 6)
     convert_and_train(root)
     return root
 

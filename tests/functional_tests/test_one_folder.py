@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_spec.config import ObjectiveConfig, TrainConfig, UserError
-from tests.functional_tests.script_helpers import make_base, write_conversations
+from tests.functional_tests.script_helpers import write_inputs
 from tests.worlds import run_world
 
 CONTINUED: dict[str, dict[str, Any]] = {
@@ -54,10 +54,7 @@ def everything(root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("one_folder")
-    make_base(root / "base")
-    write_conversations(root / "train.jsonl", 4)
-    (root / "eagle.json").write_text(json.dumps({"capture_layer_ids": [0, 3, 6]}))
+    root = write_inputs(tmp_path_factory.mktemp("one_folder"))
     run_world(1, everything, root)
     return root
 

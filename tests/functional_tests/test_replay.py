@@ -60,9 +60,9 @@ def test_fast_paths_are_said(root: Path, caplog: pytest.LogCaptureFixture) -> No
         generate(asked(root, "said.jsonl", decode={"cuda_graphs": False}))
         generate(asked(root, "alone.jsonl", load=None, base=str(root / "base"), save_rejections=False, plain=True))
     said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("fast path")]
-    with_draft, alone = said[:7], said[7:]
+    with_draft, alone = said[:8], said[8:]
     assert [line.split()[2] for line in with_draft] == [*OF_DECODING, "draft_decode"]
-    assert with_draft[0].endswith(" on") and "cuda_graphs      off: turned off" in with_draft[5]
+    assert with_draft[0].endswith(" on") and "cuda_graphs      off: turned off" in with_draft[6]
     assert [line.split()[2] for line in alone] == list(OF_DECODING)
     assert all(line.endswith("off: --plain turns it off") for line in alone)
 
@@ -88,3 +88,13 @@ def test_refusals(root: Path) -> None:
     convert(str(root / "base"), str(root / "block"), algorithm="dflash", draft_config=str(root / "block.json"))
     with pytest.raises(UserError, match=r"--replay-weight do(es)? nothing for dflash"):
         trained(root, "refused", 2.0, load=str(root / "block"))
+
+
+def test_questions_do_not_depend_on_the_draft(root: Path) -> None:
+    """They are drawn by the base alone; only the answers are drafted."""
+    alone = {"load": None, "base": str(root / "base"), "save_rejections": False}
+    for name, changes in (("with", {}), ("without", alone)):
+        given = asked(root, f"{name}.jsonl", **changes)
+        generate(given.replace(data=None, synthesize=3))
+    found = [(root / f"{name}.jsonl.questions.jsonl").read_bytes() for name in ("with", "without")]
+    assert found[0] == found[1]

@@ -17,6 +17,7 @@ from megatron_spec.decoding.costs import Costs
 from megatron_spec.decoding.engine import decode
 from megatron_spec.decoding.replay import CudaRecorder
 from megatron_spec.decoding.session import DecodeSession
+from megatron_spec.decoding.step import DeviceSteps
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.ops.visibility import Visibility
 from tests.gpu.test_fast_paths import BASES, CONFIG, distance, make_base
@@ -30,6 +31,11 @@ WAYS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "eagle3, one row": ("eagle3", {"batch_size": 1}),
     "eagle3, tree": ("eagle3", {"use_dynamic_tree": True}),
     "eagle3, sampled": ("eagle3", {"temperature": 0.8}),
+    "eagle3, lookup": ("eagle3", {"sa_threshold": 1}),
+    "eagle3, lookup, rejection": (
+        "eagle3",
+        {"temperature": 0.8, "use_rejection_sampling": True, "sa_threshold": 2},
+    ),
     "eagle3, rejection": ("eagle3", {"temperature": 0.8, "use_rejection_sampling": True}),
     "eagle1": ("eagle1", {}),
     "eagle-mtp": ("eagle-mtp", {}),
@@ -84,6 +90,19 @@ def test_graphs_give_the_same_tokens(way: str, dtype: torch.dtype) -> None:
             assert (a.tokens, a.accepted_lengths) == (b.tokens, b.accepted_lengths)
         else:
             assert a.tokens[:4] == b.tokens[:4]
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_equal_prompts_are_read_once(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As questions are drawn. In fp32, where reading one prompt or several hardly differs."""
+    base, plain = make_base(torch.float32), make_base(torch.float32)
+    plain.paths = plain.paths.without("common_prompt")
+    config = DecodeConfig(max_new_tokens=60, batch_size=32, temperature=1.0, cuda_graphs=graphs)
+    asked, stop = [prompts()[0]] * 100, set(range(0, CONFIG.vocab_size, 40))
+    expected = [g.tokens for g in decode(plain, asked, config, stop)]
+    monkeypatch.setattr(DeviceSteps, "prefill", lambda *_: pytest.fail("a prompt was read alone"))
+    found = [g.tokens for g in decode(base, asked, config, stop)]
+    assert found == expected and len({len(tokens) for tokens in found}) > 10
 
 
 def without_decode_kernels(base: Any) -> Any:

@@ -200,7 +200,7 @@ def test_losses_of_blocks_in_bf16(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_teacher_of_a_reduced_vocabulary() -> None:
-    from megatron_spec.ops.kernels import loss as kernels
+    from megatron_spec.ops.kernels import teacher as kernels
 
     whole, ids = draw(R, V), torch.arange(1, V, 2, device=DEVICE)[:4400]  # two blocks of draft ids, some tokens apart
     draft_ids = torch.full((V,), -1, dtype=torch.int64, device=DEVICE)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_spec.ops.kernels.decode import COUNTERS, counters
+from megatron_spec.ops.kernels.decode import COUNTERS, EARLY, allow_next, counters, wait_for_previous
 
 FEW_ROWS = 16
 """Most rows of `few_rows_product`: those of one tensor core instruction."""
@@ -41,6 +41,7 @@ class Tiles(NamedTuple):
         parts: programs that share an output.
         warps: of a program.
         stages: blocks that a program has in shared memory.
+        early: start while the kernel before runs, and ask for weights (`decode.EARLY`).
     """
 
     columns: int = 16
@@ -48,6 +49,7 @@ class Tiles(NamedTuple):
     parts: int = 1
     warps: int = 4
     stages: int = 6
+    early: bool = False
 
 
 def tiles_of(outputs: int, inputs: int, gated: bool = False, divided: bool = True) -> Tiles:
@@ -61,7 +63,17 @@ def tiles_of(outputs: int, inputs: int, gated: bool = False, divided: bool = Tru
     """
     parts = min(triton.cdiv(PROGRAMS, triton.cdiv(outputs, 16)), inputs // SHARE) if divided else 1
     block = 256 if inputs // max(parts, 1) >= 1024 else 128
-    return Tiles(block=block, parts=max(parts, 1), stages=4 if gated or block == 256 else 6)
+    return Tiles(block=block, parts=max(parts, 1), stages=4 if gated or block == 256 else 6, early=EARLY)
+
+
+@triton.jit
+def _prefetch(w_at, begin, end, LINES: tl.constexpr):
+    """Ask for the first weights of rows that begin at `w_at` [COLS, 1], up to LINES of 128 bytes of each."""
+    line: tl.constexpr = 1024 // w_at.dtype.element_ty.primitive_bitwidth
+    at = w_at + tl.minimum(begin + tl.arange(0, LINES) * line, end - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -174,7 +186,7 @@ def _product_kernel(
     part_ptr, count_ptr, R, H, H2, first, second, outputs, length, eps,
     ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
     NORM: tl.constexpr, NORM2: tl.constexpr, WEIGHTS: tl.constexpr, SECOND: tl.constexpr, GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_REST: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_REST: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     place, part = tl.program_id(0), tl.program_id(1)
     begin = place * COLS
@@ -191,10 +203,17 @@ def _product_kernel(
     used = cols < end
     w_at = w_ptr + own[:, None].to(tl.int64) * (H + H2)
     up_at = w2_ptr + own[:, None].to(tl.int64) * (H + H2)
+    start, stop = part * length, tl.minimum((part + 1) * length, H)
+    if EARLY:  # nothing but weights may be read, and nothing written, before the wait
+        allow_next()
+        there = tl.where(used, own, 0)[:, None].to(tl.int64) * (H + H2)
+        _prefetch(w_ptr + there, start, stop, 16)
+        if GATED:
+            _prefetch(w2_ptr + there, start, stop, 16)
+        wait_for_previous()
     acc, acc_up, squares = _inner_products(
-        x_ptr, norm_ptr, w_at, up_at, live, used, part * length, tl.minimum((part + 1) * length, H), H, ROWS, COLS,
-        BLOCK, EVEN, NORM, GATED, PRECISION,
-    )  # fmt: skip
+        x_ptr, norm_ptr, w_at, up_at, live, used, start, stop, H, ROWS, COLS, BLOCK, EVEN, NORM, GATED, PRECISION
+    )
     last = True
     if PARTS > 1:
         _store_part(part_ptr, place * PARTS + part, acc, acc_up, squares, ROWS, COLS, NORM, GATED)
@@ -243,7 +262,7 @@ def few_rows_product(
     outputs = sizes[0] if gated else sum(sizes)
     x2, norm2 = second or (x_RH, None)
     H2 = x2.shape[1] if second is not None else 0
-    columns, block, parts, warps, stages = tiles or tiles_of(outputs, H + H2, gated, second is None)
+    columns, block, parts, warps, stages, early = tiles or tiles_of(outputs, H + H2, gated, second is None)
     places = triton.cdiv(outputs, columns)
     assert R <= FEW_ROWS and x_RH.is_contiguous() and all(w.is_contiguous() for w in weights), (x_RH.shape, sizes)
     assert gated or not any(size % columns for size in sizes[:-1]), (sizes, columns)
@@ -258,7 +277,7 @@ def few_rows_product(
         *(*(biases or ()), *missing)[:3], x_RH if rest_RO is None else rest_RO, out, scratch, counters(x_RH.device),
         R, H, H2, *ends, outputs, length, eps, FEW_ROWS, columns, block, parts, H % block == 0 and H2 % block == 0,
         norm_H is not None, norm2 is not None, 1 if gated else len(weights), second is not None, gated,
-        biases is not None, rest_RO is not None, "ieee" if x_RH.dtype == torch.float32 else "tf32", num_warps=warps,
-        num_stages=stages,
+        biases is not None, rest_RO is not None, early, "ieee" if x_RH.dtype == torch.float32 else "tf32",
+        num_warps=warps, num_stages=stages, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out

@@ -1,13 +1,13 @@
-"""Triton kernels over vocabulary rows: the teacher from whole logits, and losses with their gradient.
+"""Triton kernels over vocabulary rows: losses with their gradient.
 
 Two families of losses: soft cross-entropy (or KL), and a * cross-entropy to a label + b * sum_v |q - p|.
 
 A row is read twice, or three times if b > 0 (its gradient needs the mass of q where q < p), and written once; no fp32
 value is written to memory. When the vocabulary is sharded over ranks, each pass is a kernel, and the ranks reduce the
 row's sums in between.
-`vocab_parallel.py` and `drafts/teacher.py` have the plain versions.
+`losses/vocab_parallel.py` has the plain versions.
 
-R rows, D draft vocabulary, V target vocabulary, U teacher rows.
+R rows, D draft vocabulary, U teacher rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_spec.ops.fp8 import Fp8Matrix
 
 BLOCK = 4096
 WARPS = 8
-_LOW = tl.constexpr(-1.0e30)  # finite, so that a lane without values adds exp(-inf) = 0 instead of NaN
+LOW = tl.constexpr(-1.0e30)  # finite, so that a lane without values adds exp(-inf) = 0 instead of NaN
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def _gradient_kernel(
 def _largest(z_ptr, D, inverse_temperature, BLOCK: tl.constexpr):
     """(largest value, log-sum-exp, index of the largest value) of a row."""
     lanes = tl.arange(0, BLOCK)
-    top = tl.full((BLOCK,), _LOW, tl.float32)
+    top = tl.full((BLOCK,), LOW, tl.float32)
     mass = tl.zeros((BLOCK,), tl.float32)
     where = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, D, BLOCK):
@@ -373,70 +373,3 @@ def mixed_gradient(
             logits_RD, logits_RD.stride(0), teacher_UD, teacher_UD.stride(0), rows_R, teacher_lse_U, column_U, weight_R,
             lse_R, mass_R, D, 1.0 / temperature, float(a), 2.0 * b, b > 0, BLOCK, num_warps=WARPS,
         )  # fmt: skip
-
-
-@triton.jit
-def _teacher_kernel(
-    whole_ptr, whole_stride, ids_ptr, draft_ids_ptr, out_ptr, lse_ptr, argmax_ptr, label_ptr, inside_ptr, V, D,
-    inverse_temperature, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    whole_ptr += row * whole_stride
-    out_ptr += row * D
-    lanes = tl.arange(0, BLOCK)
-    top = tl.full((BLOCK,), _LOW, tl.float32)
-    where = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, V, BLOCK):
-        cols = start + lanes
-        z = tl.load(whole_ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
-        where = tl.where(z > top, cols, where)
-        top = tl.maximum(top, z)
-    best = tl.max(top, axis=0)
-    argmax = tl.min(tl.where(top == best, where, 2147483647), axis=0)
-    top = tl.full((BLOCK,), _LOW, tl.float32)
-    mass = tl.zeros((BLOCK,), tl.float32)
-    where = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, D, BLOCK):
-        cols = start + lanes
-        mask = cols < D
-        token = tl.load(ids_ptr + cols, mask=mask, other=0)
-        raw = tl.load(whole_ptr + token, mask=mask, other=float("-inf"))
-        tl.store(out_ptr + cols, raw, mask=mask)
-        z = raw.to(tl.float32) * inverse_temperature
-        where = tl.where(z > top, cols, where)
-        new_top = tl.maximum(top, z)
-        mass = mass * tl.exp(top - new_top) + tl.exp(z - new_top)
-        top = new_top
-    best = tl.max(top, axis=0)
-    tl.store(lse_ptr + row, best + tl.log(tl.sum(mass * tl.exp(top - best), axis=0)))
-    best_id = tl.min(tl.where(top == best, where, 2147483647), axis=0).to(tl.int64)
-    draft_id = tl.load(draft_ids_ptr + argmax).to(tl.int64)
-    tl.store(argmax_ptr + row, argmax.to(tl.int64))
-    tl.store(label_ptr + row, tl.where(draft_id >= 0, draft_id, best_id))
-    tl.store(inside_ptr + row, draft_id >= 0)
-
-
-def teacher_rows(
-    whole_RV: Tensor, target_ids_D: Tensor, draft_ids_V: Tensor, temperature: float, logits_RD: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The teacher of R rows from full-vocabulary logits; the restricted logits are written to `logits_RD`.
-
-    Args:
-        target_ids_D: target id of every draft id.
-        draft_ids_V: draft id of every target id, -1 outside the draft vocabulary.
-
-    Returns:
-        log-sum-exp over the draft vocabulary [R] fp32, argmax over the full vocabulary [R], label [R], inside [R]
-        (see `vocab_parallel.Teacher`).
-    """
-    R, device = whole_RV.shape[0], whole_RV.device
-    lse = torch.empty(R, dtype=torch.float32, device=device)
-    argmax, label = torch.empty(2, R, dtype=torch.int64, device=device)
-    inside = torch.empty(R, dtype=torch.bool, device=device)
-    if R:
-        assert logits_RD.is_contiguous()
-        _teacher_kernel[(R,)](
-            whole_RV, whole_RV.stride(0), target_ids_D, draft_ids_V, logits_RD, lse, argmax, label, inside,
-            whole_RV.shape[1], len(target_ids_D), 1.0 / temperature, BLOCK, num_warps=WARPS,
-        )  # fmt: skip
-    return lse, argmax, label, inside

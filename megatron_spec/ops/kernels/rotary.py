@@ -67,9 +67,9 @@ def _rotary_kernel(
     is_q, is_k, is_v, q_head, kv_head = _heads_of(slot, used, N, G, GROUPED)
     cos = tl.load(cos_ptr + row * HALF + d, mask=d < HALF, other=1.0)
     sin = tl.load(sin_ptr + row * HALF + d, mask=d < HALF, other=0.0)
-    turns = is_q | is_k
-    cos = tl.where(turns, cos, 1.0)
-    sin = tl.where(turns, sin, 0.0)
+    rotated = is_q | is_k
+    cos = tl.where(rotated, cos, 1.0)
+    sin = tl.where(rotated, sin, 0.0)
     x_at = row * (N + 2 * G) * D + slot * D + d
     q_at = q_ptr + row * N * D + q_head * D + d
     k_at = k_ptr + row * G * D + kv_head * D + d
@@ -91,7 +91,7 @@ def _rotary_kernel(
             b += tl.load(e_ptr + e_at + HALF, mask=used, other=0.0).to(tl.float32)
         if NORM:
             rstd = 1.0 / tl.sqrt(tl.sum(a * a + b * b, axis=1) / D + eps)[:, None]
-            scale = tl.where(turns, rstd, 1.0)
+            scale = tl.where(rotated, rstd, 1.0)
             a *= scale * _head_weight(q_norm_ptr + d, k_norm_ptr + d, d < HALF, is_q, is_k)
             b *= scale * _head_weight(q_norm_ptr + HALF + d, k_norm_ptr + HALF + d, d < HALF, is_q, is_k)
         out = q_ptr.dtype.element_ty
@@ -169,7 +169,7 @@ def _head_norm_backward_kernel(
     d = lanes[None, :]
     used = (slot < N + 2 * G) & (d < HALF)
     is_q, is_k, is_v, q_head, kv_head = _heads_of(slot, used, N, G, False)
-    turns = is_q | is_k
+    rotated = is_q | is_k
     left_weight = _head_weight(q_norm_ptr + d, k_norm_ptr + d, d < HALF, is_q, is_k)
     right_weight = _head_weight(q_norm_ptr + HALF + d, k_norm_ptr + HALF + d, d < HALF, is_q, is_k)
     left_q = tl.zeros((LANES,), tl.float32)
@@ -178,8 +178,8 @@ def _head_norm_backward_kernel(
     right_k = tl.zeros((LANES,), tl.float32)
     for i in range(0, tl.cdiv(R - start, step)):
         row = start + i * step
-        cos = tl.where(turns, tl.load(cos_ptr + row * HALF + d, mask=d < HALF, other=1.0), 1.0)
-        sin = tl.where(turns, tl.load(sin_ptr + row * HALF + d, mask=d < HALF, other=0.0), 0.0)
+        cos = tl.where(rotated, tl.load(cos_ptr + row * HALF + d, mask=d < HALF, other=1.0), 1.0)
+        sin = tl.where(rotated, tl.load(sin_ptr + row * HALF + d, mask=d < HALF, other=0.0), 0.0)
         q_at = q_ptr + row * N * D + q_head * D + d
         k_at = k_ptr + row * G * D + kv_head * D + d
         v_at = v_ptr + row * G * D + kv_head * D + d
@@ -188,8 +188,8 @@ def _head_norm_backward_kernel(
         left = a * cos + b * sin
         right = b * cos - a * sin
         x_at = row * (N + 2 * G) * D + slot * D + d
-        left_x = tl.load(before_ptr + x_at, mask=turns, other=0.0).to(tl.float32)
-        right_x = tl.load(before_ptr + x_at + HALF, mask=turns, other=0.0).to(tl.float32)
+        left_x = tl.load(before_ptr + x_at, mask=rotated, other=0.0).to(tl.float32)
+        right_x = tl.load(before_ptr + x_at + HALF, mask=rotated, other=0.0).to(tl.float32)
         rstd = 1.0 / tl.sqrt(tl.sum(left_x * left_x + right_x * right_x, axis=1) / D + eps)[:, None]
         left_x *= rstd
         right_x *= rstd
@@ -200,7 +200,7 @@ def _head_norm_backward_kernel(
         left *= left_weight
         right *= right_weight
         along = (tl.sum(left * left_x + right * right_x, axis=1) / D)[:, None]
-        scale = tl.where(turns, rstd, 1.0)  # at values, x is 0 and the weight 1
+        scale = tl.where(rotated, rstd, 1.0)  # at values, x is 0 and the weight 1
         out = x_ptr.dtype.element_ty
         tl.store(x_ptr + x_at, (scale * (left - left_x * along)).to(out), mask=used)
         tl.store(x_ptr + x_at + HALF, (scale * (right - right_x * along)).to(out), mask=used)

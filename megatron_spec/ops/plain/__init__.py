@@ -17,7 +17,6 @@ from megatron_spec.ops.plain.loss import (
     mixed_sums,
     soft_rows,
     soft_shard,
-    teacher_rows,
 )
 from megatron_spec.ops.plain.rotary import rotary_backward, rotary_forward
 from megatron_spec.ops.plain.rows import (
@@ -30,6 +29,7 @@ from megatron_spec.ops.plain.rows import (
     shifted_sum,
 )
 from megatron_spec.ops.plain.sample import chunk_masses, find_in_chunk
+from megatron_spec.ops.plain.teacher import teacher_rows
 
 __all__ = [
     "adamw", "choose_experts", "chunk_masses", "decode_attention", "few_rows_product", "find_in_chunk", "gate_rows",

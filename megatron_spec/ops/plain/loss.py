@@ -1,6 +1,6 @@
 """Plain twins of `ops.kernels.loss`.
 
-R rows, D this rank's shard of the draft vocabulary, V vocabulary, U teacher rows.
+R rows, D this rank's shard of the draft vocabulary, U teacher rows.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def soft_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`kernels.loss.soft_rows`."""
     _, lse_R, best_R = largest(logits_RD, temperature)
-    told = (teacher_UD, teacher_lse_U, rows_R, weight_R)
-    loss_R, overlap_R = soft_shard(logits_RD, *told, lse_R, temperature, kl)
+    given = (teacher_UD, teacher_lse_U, rows_R, weight_R)
+    loss_R, overlap_R = soft_shard(logits_RD, *given, lse_R, temperature, kl)
     if rounded is not None:
         found = quantize(logits_RD)
         rounded.values.copy_(found.values)
@@ -86,19 +86,7 @@ def mixed_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`kernels.loss.mixed_rows`."""
     _, lse_R, best_R = largest(logits_RD, temperature)
-    told = (teacher_UD, teacher_lse_U, rows_R, column_U)
-    label_R, overlap_R, mass_R = mixed_sums(logits_RD, *told, lse_R, temperature)
-    mixed_gradient(logits_RD, *told, weight_R, lse_R, mass_R, temperature, weights)
+    given = (teacher_UD, teacher_lse_U, rows_R, column_U)
+    label_R, overlap_R, mass_R = mixed_sums(logits_RD, *given, lse_R, temperature)
+    mixed_gradient(logits_RD, *given, weight_R, lse_R, mass_R, temperature, weights)
     return 2 * weights[1] * (1 - overlap_R) - weights[0] * label_R, overlap_R, best_R
-
-
-def teacher_rows(
-    whole_RV: Tensor, target_ids_D: Tensor, draft_ids_V: Tensor, temperature: float, logits_RD: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`kernels.loss.teacher_rows`."""
-    logits_RD.copy_(whole_RV[:, target_ids_D])
-    argmax_R = whole_RV.argmax(1)
-    id_R = draft_ids_V[argmax_R]
-    inside_R = id_R >= 0
-    lse_R = (logits_RD / temperature).logsumexp(1)
-    return lse_R, argmax_R, torch.where(inside_R, id_R, logits_RD.argmax(1)), inside_R

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from megatron_spec.config import UserError
-from megatron_spec.data import tokenise
+from megatron_spec.data import tokenise, workers
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.conversations import read_conversations
 from megatron_spec.data.loader import BatchLoader, ConversationDataset
 from megatron_spec.data.store import Block, TokenStore, runs_of
 from megatron_spec.data.tokenise import open_tokens
-from megatron_spec.data.workers import ordered_map
+from megatron_spec.data.workers import ordered_map, usable_cpus
 from megatron_spec.runtime import files
 from tests.unit_tests.data.chat_fixtures import CHATML, FORGETS_THINKING, make_tokenizer, talk, write_lines
 
@@ -54,12 +54,15 @@ def test_store_equals_the_encoder(path, monkeypatch):
         assert all(row.tokens_BS.shape[1] <= 70 for row in rows)
 
 
-def test_files_do_not_depend_on_the_number_of_processes(path, tmp_path, monkeypatch):
+def test_files_do_not_depend_on_the_number_of_processes_and_threads(path, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenise, "PIECE", 300)
+    monkeypatch.setattr(tokenise, "tokeniser_threads", lambda: 3)
     one = open_tokens(path, make_tokenizer(CHATML), cache=tmp_path / "one")
     two = open_tokens(path, make_tokenizer(CHATML), cache=tmp_path / "two", workers=2)
+    monkeypatch.setattr(tokenise, "tokeniser_threads", lambda: 1)
+    three = open_tokens(path, make_tokenizer(CHATML), cache=tmp_path / "three")
     for file in ("tokens.bin", "lengths.bin", "runs.bin", "run_counts.bin", "meta.json"):
-        assert (one.folder / file).read_bytes() == (two.folder / file).read_bytes()
+        assert len({(store.folder / file).read_bytes() for store in (one, two, three)}) == 1
     path.write_text(path.read_text().replace('"q41"', '" "'))
     with pytest.raises(UserError, match=r"d.jsonl line 42, message 0: empty content"):
         open_tokens(path, make_tokenizer(CHATML), cache=tmp_path / "two", workers=2)
@@ -158,6 +161,41 @@ def test_ranges_cover_the_store(path):
         assert [a for a, _ in ranges] == [0, *[b for _, b in ranges[:-1]]] and ranges[-1][1] == 60
         assert np.concatenate([store.block(*r).tokens for r in ranges]).tolist() == store.block(0, 60).tokens.tolist()
     assert isinstance(store, TokenStore) and json.loads((store.folder / "meta.json").read_text())["samples"] == 60
+
+
+def test_processes_only_for_data_that_is_worth_them(path, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(tokenise, "usable_cpus", lambda: 3)
+    size = path.stat().st_size
+    for i, (parallel, each, said) in enumerate(
+        [
+            (size + 1, 1, " threads)"),
+            (size, size, " threads)"),
+            (size, size // 2, "2 processes)"),
+            (1, 1, "3 processes)"),
+        ]
+    ):
+        monkeypatch.setattr(tokenise, "PARALLEL_FROM", parallel)
+        monkeypatch.setattr(tokenise, "PER_PROCESS", each)
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            open_tokens(path, make_tokenizer(CHATML), cache=tmp_path / str(i))
+        [line] = [r.getMessage() for r in caplog.records if "tokens/s" in r.getMessage()]
+        assert line.endswith(said)
+
+
+def test_processors_of_a_container(tmp_path, monkeypatch):
+    """Its share of time counts, not the machine's processors."""
+    monkeypatch.setattr(workers, "CGROUPS", tmp_path)
+    monkeypatch.setattr(workers.os, "sched_getaffinity", lambda pid: set(range(128)))
+    assert usable_cpus() == 128
+    (tmp_path / "cpu").mkdir()
+    for quota, expected in (("-1", 128), ("250000", 3), ("0", 128)):
+        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+        assert usable_cpus() == expected
+    for text, expected in (("max 100000", 128), ("1600000 100000", 16), ("50000 100000", 1), ("odd", 128)):
+        (tmp_path / "cpu.max").write_text(f"{text}\n")
+        assert usable_cpus() == expected
 
 
 def make_doubler(by):

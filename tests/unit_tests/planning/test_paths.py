@@ -168,6 +168,9 @@ def test_tests_and_twins_exist() -> None:
         file, _, name = path.test.partition("::")
         assert name in (ROOT / file).read_text()
     assert all(callable(getattr(plain, name)) for name in plain.OPERATORS) and backend.load("plain") is plain
+    kernels = [ROOT / f"megatron_spec/ops/kernels/{name}.py" for name in backend.KERNELS]
+    written = [n.name for file in kernels for n in ast.parse(file.read_text()).body if isinstance(n, ast.FunctionDef)]
+    assert {name: written.count(name) for name in plain.OPERATORS} == dict.fromkeys(plain.OPERATORS, 1)
 
 
 ASKS = {

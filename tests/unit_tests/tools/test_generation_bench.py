@@ -38,6 +38,24 @@ def test_as_many_requests_as_asked_for(chat: Any, capsys: pytest.CaptureFixture[
         generation_throughput.measure(generation_throughput.make_parser().parse_args([*flags, "--batch-sizes", "2"]))
 
 
+def test_questions(chat: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--base", str(chat.folder), "--dtype", "float32", "--max-new-tokens", "12", "--batch-sizes", "2", "16"]
+    flags += ["--questions", "9"]
+    generation_throughput.measure(generation_throughput.make_parser().parse_args(flags))
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(x["batch_size"], x["temperature"], x["questions"]) for x in lines] == [(2, 1.0, 9), (16, 1.0, 9)]
+    assert lines[0]["draws"] == lines[1]["draws"] >= 9 and lines[0]["shares"] == lines[1]["shares"]
+    assert sum(lines[0]["shares"].values()) == pytest.approx(1, abs=0.01)
+    assert lines[0]["steps"] > lines[1]["steps"] > 0 and lines[0]["refills"] > lines[1]["refills"] > 0
+    for more, message in (
+        (["--prompts", str(chat.questions)], "or --questions N"),
+        (["--profile"], "leave --together and --profile out"),
+        (["--temperatures", "0"], "greater than 0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            generation_throughput.measure(generation_throughput.make_parser().parse_args([*flags, *more]))
+
+
 def test_profile(chat: Any, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [
         "--base",
