@@ -36,7 +36,7 @@ from megatron_spec.config import ObjectiveConfig
 from megatron_spec.drafts.unroll import head_losses, teach
 from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.ops import overlap, peer_memory
-from megatron_spec.ops.overlap import PeerLink, RankSums, Wait
+from megatron_spec.ops.overlap import PeerLink, RankSums, Sum
 from megatron_spec.runtime.distributed import World
 
 LAYERS, STEPS, DRAFT_VOCAB = 8, 3, 32000
@@ -59,9 +59,22 @@ class Pieces(RankSums):
 class NoSums(Pieces):
     """Nothing is summed: the upper limit."""
 
-    def start(self, x: Tensor) -> Wait:
+    def start(self, x: Tensor) -> Sum:
         """x."""
-        return lambda: x
+        return Sum(x)
+
+
+class Ready(Sum):
+    """A sum that is complete after an event."""
+
+    def __init__(self, x: Tensor, done: torch.cuda.Event) -> None:
+        super().__init__(x)
+        self.done = done
+
+    def __call__(self) -> Tensor:
+        """The sum."""
+        torch.cuda.current_stream().wait_event(self.done)
+        return self.x
 
 
 class KernelSums(Pieces):
@@ -75,7 +88,7 @@ class KernelSums(Pieces):
         symmetric.rendezvous(self.memory, group)
         self.stream, self.uses = torch.cuda.Stream(device), 0
 
-    def start(self, x: Tensor) -> Wait:
+    def start(self, x: Tensor) -> Sum:
         """Copy into symmetric memory, sum there, copy back."""
         chunks = x.view(-1).split(peer_memory.SLOT_BYTES // x.element_size())
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -88,13 +101,7 @@ class KernelSums(Pieces):
                 chunk.copy_(slot)
             done = torch.cuda.Event()
             done.record()
-
-        def wait() -> Tensor:
-            """The sum."""
-            torch.cuda.current_stream().wait_event(done)
-            return x
-
-        return wait
+        return Ready(x, done)
 
 
 class Work:

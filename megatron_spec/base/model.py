@@ -82,6 +82,18 @@ def _use_engine(base: FrozenBase) -> None:
         base.delayed_scaling = te.DelayedScaling(base.model)
 
 
+@contextmanager
+def _seeing(attentions: Sequence[CoreAttention], visibility: Visibility) -> Iterator[None]:
+    """Attention modules with this visibility."""
+    for attention in attentions:
+        attention.visibility = visibility
+    try:
+        yield
+    finally:
+        for attention in attentions:
+            attention.visibility = None  # do not keep a cache or mask alive
+
+
 class FrozenBase(CoreStage):
     """One pipeline stage of the base, frozen.
 
@@ -228,16 +240,6 @@ class FrozenBase(CoreStage):
             length_BS = known_B[:, None].expand_as(batch.positions_BS)
         return torch.where(length_BS.t()[..., None] > limit, self.inv_freq_long, self.inv_freq)
 
-    @contextmanager
-    def _with_visibility(self, visibility: Visibility) -> Iterator[None]:
-        for attention in self.attentions:
-            attention.visibility = visibility
-        try:
-            yield
-        finally:
-            for attention in self.attentions:
-                attention.visibility = None  # do not keep a cache or mask alive
-
     def _angles(self, batch: Batch, visibility: Visibility) -> Tensor:
         if len(self.attentions) == self.stage.count:
             return rotary_angles(batch.local(batch.positions_BS), self._frequencies(batch, visibility))
@@ -285,7 +287,7 @@ class FrozenBase(CoreStage):
         angles = self._angles(batch, visibility)
         forward = functools.partial(decoder, hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles)
         ranges = nullcontext() if self.delayed_scaling is None else self.delayed_scaling.updated(forward)
-        with self._with_visibility(visibility), calls, ranges, record_outputs(captured) as recorded:
+        with _seeing(self.attentions, visibility), calls, ranges, record_outputs(captured) as recorded:
             hidden = forward()
         decoder.set_input_tensor(None)
         return hidden, captures + recorded

@@ -35,7 +35,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_spec.base.model import FrozenBase
@@ -168,6 +167,10 @@ def _first_rows(seen: Observation, batch: int, count: int) -> Observation:
     )  # fmt: skip
 
 
+def _rounded_up(count: int, step: int) -> int:
+    return -(-count // step) * step
+
+
 class _Engine:
     """Host side of one group of prompts: rows 0..running-1 of every tensor are in use."""
 
@@ -190,7 +193,7 @@ class _Engine:
         self.nodes = max(drafter.max_nodes(self.draft_len), self.draft_len) if drafter else 0
         longest = max(map(self.waiting.limit, group)) + self.nodes + 1
         self.key_step = key_step(longest)
-        self.slots = self._key_slots(longest)
+        self.slots = _rounded_up(longest, self.key_step)
         buffers = session.buffers(count, self.slots)
         self.cache, self.rows, self.device = buffers.cache, buffers.rows, buffers.steps
         self.replays = buffers.replays
@@ -199,9 +202,6 @@ class _Engine:
         self.started: list[Started] = []  # steps that are not read yet, oldest first
         follows = drafter is None or drafter.fixed_shapes
         self.ahead = int(follows and self.replays.active and not costs.apart)  # steps that stay unread
-
-    def _key_slots(self, needed: int) -> int:
-        return -(-needed // self.key_step) * self.key_step
 
     def run(self, stop: Callable[[], bool]) -> Iterator[list[tuple[int, Generation]]]:
         """Yield the answers that ended in a step while the device computes the next one."""
@@ -253,12 +253,6 @@ class _Engine:
             table_BX = self.device.begin(first, count, self.common)
         return to_host(table_BX)
 
-    def _room_B(self) -> NDArray[np.int64]:
-        """Number of tokens that each running sequence may still emit in its row."""
-        running = len(self.running)
-        room_B: NDArray[np.int64] = self.limit_B[:running] - self.length_B[:running]
-        return room_B
-
     def _unread(self) -> int:
         """Most tokens that a sequence has emitted in steps that were not read yet."""
         return sum(step.most for step in self.started)
@@ -266,20 +260,21 @@ class _Engine:
     def _reach(self, more: int) -> int:
         """Cache slots that a step may read, with `more` after the known tokens."""
         longest = int(self.length_B[: len(self.running)].max()) + self._unread()
-        return self.whole or min(self._key_slots(longest + more), self.slots)
+        return self.whole or min(_rounded_up(longest + more, self.key_step), self.slots)
 
     def _draft(self, batch: int) -> Drafted:
         """Proposals for rows 0 .. batch - 1."""
         # One shape for replays; nodes past a sequence's limit are invalid.
-        count = self.draft_len if self.replays.active else min(self.draft_len, int(self._room_B().max()) - 1)
+        running, count = len(self.running), self.draft_len
+        if not self.replays.active:
+            count = min(count, int((self.limit_B[:running] - self.length_B[:running]).max()) - 1)
         if count == 0 or self.drafter is None:
             return self.device.nothing(batch)
-        lengths = self.length_B[: len(self.running)].tolist()
+        lengths = self.length_B[:running].tolist()
         key_slots = self._reach(self.nodes)
         if self.drafter.fixed_shapes:
             name = ("draft", batch, count, key_slots)
             return self.replays.run(name, lambda: self.device.propose(batch, count, key_slots, lengths))
-        running = len(self.running)
         return _filled(self.device.propose(running, count, key_slots, lengths), running, batch)
 
     def _cycle(self) -> Started:
