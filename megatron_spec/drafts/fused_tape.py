@@ -16,7 +16,7 @@ from megatron_spec.batch import Batch
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.unroll_steps import Steps, TokenRows
 from megatron_spec.ops import backend
-from megatron_spec.ops.overlap import Wait
+from megatron_spec.ops.overlap import Sum
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.ops.weight_products import WeightProducts
 from megatron_spec.planning.unroll_memory import ROWS_AT_ONCE, keeps_gates
@@ -208,7 +208,7 @@ class Tape:
         """x, summed over tensor parallel ranks in place."""
         return self.start_sum(x)()
 
-    def start_sum(self, x: Tensor) -> Wait:
+    def start_sum(self, x: Tensor) -> Sum:
         """Start to sum x over tensor parallel ranks, in place."""
         return self.sums.start(x)
 

@@ -9,8 +9,9 @@ R rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,25 +26,92 @@ _MULTIPLE = 256
 SMALLEST_COPY = 1 << 20
 """Bytes of a sum below which an all-reduce is quicker than copies into the peer's memory."""
 
-Wait = Callable[[], Tensor]
-"""Waits for a sum and returns it; may be called again."""
+
+class Sum:
+    """x, summed over ranks when it is called, in place; may be called again."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __call__(self) -> Tensor:
+        """The sum."""
+        return self.x
+
+    @contextmanager
+    def addends(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """(sum, None), or (x, what remains to be added to it and rounded once more). Inside, the operations that read
+        them are enqueued; used once, and instead of the call."""
+        yield self(), None
+
+
+class _Reduced(Sum):
+    """By an all-reduce that was started."""
+
+    def __init__(self, x: Tensor, work: Any) -> None:
+        super().__init__(x)
+        self._work = work
+
+    def __call__(self) -> Tensor:
+        self._work.wait()
+        return self.x
+
+
+class Biased(Sum):
+    """Another sum plus a bias [H]."""
+
+    def __init__(self, inner: Sum, bias: Tensor) -> None:
+        super().__init__(inner.x)
+        self._inner: Sum | None = inner
+        self._bias = bias
+
+    def __call__(self) -> Tensor:
+        """The sum plus the bias."""
+        if self._inner is not None:
+            self.x, self._inner = self._inner().add_(self._bias), None
+        return self.x
 
 
 class PeerLink(Protocol):
-    """Slots in the memory of each of two ranks, into which the other one copies."""
+    """Adjacent slots in the memory of each of two ranks, into which the other one copies."""
 
     slots: int
     slot_bytes: int
 
-    def send(self, slot: int, x: Tensor) -> None:
-        """Start to copy x (contiguous, at most `slot_bytes`) into the peer's slot, once the peer has released it."""
+    def send(self, slots: range, x: Tensor) -> None:
+        """Start to copy x (contiguous) into the peer's slots, once the peer has released them."""
 
-    def received(self, slot: int, like: Tensor) -> Tensor:
-        """What the peer copied into this rank's slot, in the shape and dtype of `like`. What was sent from this rank
+    def received(self, slots: range, like: Tensor) -> Tensor:
+        """What the peer copied into this rank's slots, in the shape and dtype of `like`. What was sent from this rank
         has left, too."""
 
-    def release(self, slot: int) -> None:
-        """The last read of this rank's slot was enqueued: the peer may copy into it again."""
+    def release(self, slots: range) -> None:
+        """The last read of this rank's slots was enqueued: the peer may copy into them again."""
+
+
+class _Exchanged(Sum):
+    """Each rank's values plus the peer's, rounded once, so equal on both."""
+
+    def __init__(self, x: Tensor, link: PeerLink, slots: range, free: set[int]) -> None:
+        super().__init__(x)
+        self._link, self._slots, self._free = link, slots, free
+        self._left: Literal["to add", "nothing", "added elsewhere"] = "to add"
+        link.send(slots, x)
+
+    def __call__(self) -> Tensor:
+        assert self._left != "added elsewhere"
+        if self._left == "to add":
+            with self.addends() as (own, peer):
+                own.add_(peer)  # type: ignore[arg-type]
+            self._left = "nothing"
+        return self.x
+
+    @contextmanager
+    def addends(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        assert self._left == "to add"
+        yield self.x, self._link.received(self._slots, self.x)
+        self._link.release(self._slots)
+        self._free.update(self._slots)
+        self._left = "added elsewhere"
 
 
 class RankSums:
@@ -57,7 +125,7 @@ class RankSums:
     def __init__(self, group: dist.ProcessGroup, connect: Callable[[Tensor], PeerLink | None] | None = None) -> None:
         self.group, self._connect = group, connect
         self._link: PeerLink | None = None
-        self._free: list[int] = []
+        self._free: set[int] = set()
 
     def pieces(self, rows: int) -> list[slice]:
         """The rows in one piece, or in two where several ranks sum enough rows."""
@@ -67,57 +135,34 @@ class RankSums:
         middle = rows // 2 // multiple * multiple
         return [slice(0, middle), slice(middle, rows)]
 
-    def start(self, x: Tensor) -> Wait:
+    def start(self, x: Tensor) -> Sum:
         """Start to sum x over the group, in place; x must not be used before the result was called.
 
         Ranks call it in the same order, with equal shapes.
         """
         if self.group.size() == 1:
-            return lambda: x
+            return Sum(x)
         slots = self._slots_for(x)
-        return self._all_reduce(x) if slots is None else self._exchange(x, slots)
+        if slots is None or self._link is None:
+            return _Reduced(x, dist.all_reduce(x, group=self.group, async_op=True))
+        return _Exchanged(x, self._link, slots, self._free)
 
-    def _all_reduce(self, x: Tensor) -> Wait:
-        work = dist.all_reduce(x, group=self.group, async_op=True)
-
-        def wait() -> Tensor:
-            """The sum."""
-            work.wait()
-            return x
-
-        return wait
-
-    def _slots_for(self, x: Tensor) -> list[int] | None:
-        """Free slots for all of x, equal on both ranks; None: too small, too large, or no link."""
+    def _slots_for(self, x: Tensor) -> range | None:
+        """Adjacent free slots for all of x, equal on both ranks; None: too small, too large, or no link."""
         size = x.numel() * x.element_size()
         if (self._connect is None and self._link is None) or size < SMALLEST_COPY or not x.is_contiguous():
             return None
         if self._connect is not None:
             self._link, self._connect = self._connect(x), None
-            self._free = [] if self._link is None else list(range(self._link.slots))
-        count = 0 if self._link is None else -(-size // self._link.slot_bytes)
-        if not 0 < count <= len(self._free):
+            self._free = set() if self._link is None else set(range(self._link.slots))
+        if self._link is None:
             return None
-        taken, self._free = self._free[:count], self._free[count:]
-        return taken
-
-    def _exchange(self, x: Tensor, slots: list[int]) -> Wait:
-        link = self._link
-        assert link is not None
-        parts = list(zip(slots, x.view(-1).split(link.slot_bytes // x.element_size()), strict=True))
-        for slot, part in parts:
-            link.send(slot, part)
-
-        def wait() -> Tensor:
-            """The sum: this rank's values plus the peer's, rounded once, so equal on both ranks."""
-            while parts:
-                slot, part = parts.pop(0)
-                part.add_(link.received(slot, part))
-                link.release(slot)
-                self._free.append(slot)
-            return x
-
-        return wait
+        count = -(-size // self._link.slot_bytes)
+        for first in sorted(self._free):
+            if self._free.issuperset(taken := range(first, first + count)):
+                self._free.difference_update(taken)
+                return taken
+        return None
 
 
 def rank_sums(group: dist.ProcessGroup, paths: Paths) -> RankSums:

@@ -20,9 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_spec.planning.unroll_memory import PEER_MEMORY
+
 log = logging.getLogger(__name__)
 
-SLOTS, SLOT_BYTES = 6, 32 << 20
+SLOTS = 6
+SLOT_BYTES = PEER_MEMORY // SLOTS
 """Enough, at 8192 rows of 4096, for three pieces and the gradients of the LM head's input of one draft step."""
 _HEADER = 4096
 """Bytes of the flags before the slots: int32 `arrived` and `released` of each slot."""
@@ -97,35 +100,40 @@ class PeerMemory:
         view = getattr(self._handle, "get_remote_tensor", self._handle.get_buffer)
         return view(rank, self._own.shape, torch.uint8)  # type: ignore[no-any-return]
 
-    def _slot(self, memory: Tensor, slot: int, size: int) -> Tensor:
-        start = _HEADER + slot * self.slot_bytes
+    def _values(self, memory: Tensor, slots: range, size: int) -> Tensor:
+        start = _HEADER + slots.start * self.slot_bytes
         return memory[start : start + size]
 
     def _flag(self, memory: Tensor, slot: int, released: bool) -> int:
         return memory.data_ptr() + 4 * (slot + self.slots * released)
 
-    def send(self, slot: int, x: Tensor) -> None:
+    def send(self, slots: range, x: Tensor) -> None:
         """See `overlap.PeerLink`."""
         self._stream.wait_stream(torch.cuda.current_stream(x.device))
-        self._driver.wait(self._stream, self._flag(self._own, slot, True), self._uses[slot])
-        self._uses[slot] += 1
+        for slot in slots:
+            self._driver.wait(self._stream, self._flag(self._own, slot, True), self._uses[slot])
+            self._uses[slot] += 1
         with torch.cuda.stream(self._stream):
             values = x.view(-1).view(torch.uint8)
-            self._slot(self._peer, slot, len(values)).copy_(values)
-        self._driver.write(self._stream, self._flag(self._peer, slot, False), self._uses[slot])
-        self._left[slot].record(self._stream)
+            self._values(self._peer, slots, len(values)).copy_(values)
+        for slot in slots:
+            self._driver.write(self._stream, self._flag(self._peer, slot, False), self._uses[slot])
+        self._left[slots.start].record(self._stream)
 
-    def received(self, slot: int, like: Tensor) -> Tensor:
+    def received(self, slots: range, like: Tensor) -> Tensor:
         """See `overlap.PeerLink`."""
         current = torch.cuda.current_stream(like.device)
-        current.wait_event(self._left[slot])  # `like` may be overwritten, and its memory reused, from now on
-        self._driver.wait(current, self._flag(self._own, slot, False), self._uses[slot])
-        return self._slot(self._own, slot, like.numel() * like.element_size()).view(like.dtype).view(like.shape)
+        current.wait_event(self._left[slots.start])  # `like` may be overwritten, and its memory reused, from now on
+        for slot in slots:
+            self._driver.wait(current, self._flag(self._own, slot, False), self._uses[slot])
+        found = self._values(self._own, slots, like.numel() * like.element_size())
+        return found.view(like.dtype).view(like.shape)
 
-    def release(self, slot: int) -> None:
+    def release(self, slots: range) -> None:
         """See `overlap.PeerLink`."""
         current = torch.cuda.current_stream(self._own.device)
-        self._driver.write(current, self._flag(self._peer, slot, True), self._uses[slot])
+        for slot in slots:
+            self._driver.write(current, self._flag(self._peer, slot, True), self._uses[slot])
 
     def flags(self) -> tuple[list[int], list[int]]:
         """(`arrived`, `released`) of this rank's slots, read by the host."""
@@ -148,7 +156,7 @@ def connect(group: dist.ProcessGroup, device: torch.device, **sizes: int) -> Pee
     def send() -> None:
         assert link is not None
         for slot in range(link.slots):
-            link.send(slot, _probe(group.rank(), device))
+            link.send(range(slot, slot + 1), _probe(group.rank(), device))
         torch.cuda.synchronize(device)
 
     def receive() -> None:
@@ -156,10 +164,10 @@ def connect(group: dist.ProcessGroup, device: torch.device, **sizes: int) -> Pee
         if link.flags()[0] != [1] * link.slots:
             raise RuntimeError("a flag did not arrive in the peer's memory")
         for slot in range(link.slots):
-            expected = _probe(1 - group.rank(), device)
-            if not torch.equal(link.received(slot, expected), expected):
+            expected, one = _probe(1 - group.rank(), device), range(slot, slot + 1)
+            if not torch.equal(link.received(one, expected), expected):
                 raise RuntimeError("values did not arrive in the peer's memory")
-            link.release(slot)
+            link.release(one)
         torch.cuda.synchronize(device)
 
     def returned() -> None:

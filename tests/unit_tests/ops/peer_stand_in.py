@@ -14,24 +14,24 @@ class StandInLink:
 
     def __init__(self, group: Any, slots: int = 6, slot_bytes: int = 1 << 16) -> None:
         self.group, self.slots, self.slot_bytes = group, slots, slot_bytes
-        self.sent: dict[int, tuple[Tensor, Tensor]] = {}
-        self.inbox: dict[int, Tensor] = {}
+        self.sent: dict[range, tuple[Tensor, Tensor]] = {}
+        self.inbox: dict[range, Tensor] = {}
         self.exchanges = 0
 
-    def send(self, slot: int, x: Tensor) -> None:
-        assert 0 <= slot < self.slots and slot not in self.sent and slot not in self.inbox
-        assert x.is_contiguous() and x.numel() * x.element_size() <= self.slot_bytes
-        self.sent[slot] = (x, x.clone())
+    def send(self, slots: range, x: Tensor) -> None:
+        assert set(slots) <= set(range(self.slots)) - {i for used in (*self.sent, *self.inbox) for i in used}
+        assert x.is_contiguous() and x.numel() * x.element_size() <= len(slots) * self.slot_bytes
+        self.sent[slots] = (x, x.clone())
 
-    def received(self, slot: int, like: Tensor) -> Tensor:
-        x, before = self.sent.pop(slot)
+    def received(self, slots: range, like: Tensor) -> Tensor:
+        x, before = self.sent.pop(slots)
         assert torch.equal(x, before), "overwritten while it was copied"
-        peer, self.inbox[slot] = dist.get_global_rank(self.group, 1 - self.group.rank()), torch.empty_like(like)
-        works = [dist.isend(before, peer, self.group), dist.irecv(self.inbox[slot], peer, self.group)]
+        peer, self.inbox[slots] = dist.get_global_rank(self.group, 1 - self.group.rank()), torch.empty_like(like)
+        works = [dist.isend(before, peer, self.group), dist.irecv(self.inbox[slots], peer, self.group)]
         for work in works:
             work.wait()  # type: ignore[union-attr]
         self.exchanges += 1
-        return self.inbox[slot]
+        return self.inbox[slots]
 
-    def release(self, slot: int) -> None:
-        self.inbox.pop(slot).fill_(float("nan"))
+    def release(self, slots: range) -> None:
+        self.inbox.pop(slots).fill_(float("nan"))
