@@ -127,8 +127,8 @@ _PATHS = (
     ),
     Path(
         "decode_products",
-        "base, in decoding: norms, gate and residual sums inside the products of up to 16 rows of at most three sequences; "
-        "their LM head",
+        "base, in decoding: norms, gate and residual sums inside the products of up to 16 rows of at most three "
+        "sequences; their LM head",
         "base_direct", "tests/unit_tests/base/test_direct.py", base_paths.decode_products,
     ),
     Path(
