@@ -54,8 +54,16 @@ class DecodeLayers:
     def whole(self, visibility: Visibility) -> bool:
         """True if `layer` takes these rows, which `serves` holds for."""
         assert visibility.slots_BS is not None
-        B, S = visibility.slots_BS.shape
-        return self.products and B <= FEW_SEQUENCES and B * S <= FEW_ROWS
+        return self.few(*visibility.slots_BS.shape)
+
+    def few(self, sequences: int, rows: int) -> bool:
+        """True if `layer` and `head` take `rows` rows of each sequence."""
+        return self.products and sequences <= FEW_SEQUENCES and sequences * rows <= FEW_ROWS
+
+    def head(self, state_RH: Tensor, weight_VH: Tensor) -> Tensor:
+        """[R, V] product with the LM head, of few rows: the same bits for a row alone and among others."""
+        out: Tensor = self.kernels.few_rows_product(state_RH, (weight_VH,))
+        return out
 
     def tables(self, angles_SB1D: Tensor) -> Tables:
         """For `attend`."""

@@ -191,11 +191,21 @@ class DeviceSteps:
         zeros_BS = torch.zeros_like(tokens_BS, dtype=torch.int32)
         return run_base_everywhere(self.base, Batch(tokens_BS, positions_BS, zeros_BS, zeros_BS), visibility)
 
+    def _logits(self, state_BSH: Tensor) -> Tensor:
+        """`FrozenBase.logits` of a step of the base or a verification: one product for all rows, which reads the head
+        once."""
+        direct, (B, S, _) = self.base.direct, state_BSH.shape
+        if direct is None or direct.decode is None or not direct.decode.few(B, S):
+            return self.base.logits(state_BSH)
+        logits_RV = direct.decode.head(state_BSH.reshape(B * S, -1), self.base.head_weight)
+        logits_RV[:, self.base.vocab_size :].fill_(float("-inf"))  # this rank has the whole vocabulary
+        return logits_RV.view(B, S, -1)
+
     def _verdict(self, tokens_BS: Tensor, state_SBH: Tensor, drafted: Drafted) -> Verdict:
         batch = tokens_BS.shape[0]
         numbers = self.rows.draws(batch, drafted.depth + 1)
         draws = Draws(numbers[:, :, 0], numbers[:, :, 1])
-        logits_BSV = self.base.logits(state_SBH.transpose(0, 1))  # the state is less to copy than the logits
+        logits_BSV = self._logits(state_SBH.transpose(0, 1))  # the state is less to copy than the logits
         thinking_BS = None
         if self.config.use_relaxed_acceptance_for_thinking:
             rows = self.rows

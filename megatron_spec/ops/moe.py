@@ -134,7 +134,9 @@ def mixed_by_groups(x_RH: Tensor, weights_RK: Tensor, chosen_RK: Tensor, experts
     enter_bias, leave_bias = experts.biases or (None, None)
     rows_PH, place_RK, ends_E = kernels.sort_rows(x_RH, chosen_RK, experts.first, len(experts.enter_EXH))
     rows_PX = F.grouped_mm(rows_PH, experts.enter_EXH.transpose(1, 2), offs=ends_E)
+    del rows_PH  # frees memory before the next is allocated
     rows_PW = kernels.gate_rows(rows_PX, ends_E, enter_bias, experts.clamp, experts.alpha)
+    del rows_PX
     rows_PH = F.grouped_mm(rows_PW, experts.leave_EHW.transpose(1, 2), offs=ends_E)
     out_RH: Tensor = kernels.mix_rows(rows_PH, place_RK, weights_RK, chosen_RK, experts.first, leave_bias)
     return out_RH

@@ -32,6 +32,10 @@ SHARE = 512
 """Fewest inputs of a program where several share an output."""
 
 
+WIDE = 16384
+"""Outputs of which programs are many, however large: those of a head."""
+
+
 class Tiles(NamedTuple):
     """How a product is divided.
 
@@ -61,6 +65,8 @@ def tiles_of(outputs: int, inputs: int, gated: bool = False, divided: bool = Tru
         gated: two weights of O outputs each.
         divided: several programs may share an output.
     """
+    if outputs >= WIDE:
+        return Tiles(columns=32, block=128, stages=4, early=EARLY)
     parts = min(triton.cdiv(PROGRAMS, triton.cdiv(outputs, 16)), inputs // SHARE) if divided else 1
     block = 256 if inputs // max(parts, 1) >= 1024 else 128
     return Tiles(block=block, parts=max(parts, 1), stages=4 if gated or block == 256 else 6, early=EARLY)

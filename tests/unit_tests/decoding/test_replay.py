@@ -36,6 +36,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+LONE = tiny_models.CONFIG.replace(batch_size=1)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_replayed_steps_give_the_same_tokens(tiny: Any, way: str) -> None:
     config = tiny_models.CONFIG.replace(**WAYS[way])
@@ -71,6 +74,29 @@ def test_decode_kernels_give_the_same_tokens(tiny: Any, way: str, monkeypatch: p
     assert recorder.replayed > recorder.recorded
     if "alone" in way:
         assert recorder.recorded <= 4  # one for each batch size
+
+
+def test_a_verification_reads_the_head_once(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One product for all rows of a step, by the kernel that gives a row the same bits in a step of one."""
+    base = tiny.base
+    paths = Paths(Setting(Machine(kernels="plain"), base=base.config))
+    direct = DirectForward(base.config, base.direct.layers, base.direct.final_norm, base.direct.tp, paths)
+    monkeypatch.setattr(base, "direct", direct)
+    assert direct.decode is not None
+    by_kernel, by_torch, head, logits = [], [], direct.decode.head, base.logits
+    monkeypatch.setattr(direct.decode, "head", lambda x, w: by_kernel.append(len(x)) or head(x, w))
+    monkeypatch.setattr(base, "logits", lambda x: by_torch.append(x.shape[:2].numel()) or logits(x))
+    for config, draft, most in ((LONE, tiny.draft, 4), (LONE, None, 1)):
+        by_kernel.clear(), by_torch.clear()
+        found = decode(base, tiny.prompts[:2], config, set(), draft=draft)
+        assert [g.tokens for g in found] == tiny.answers[:2]
+        assert len(by_kernel) == sum(g.num_base_forwards - 1 for g in found) and max(by_kernel) == most
+        assert by_torch == [1, 1] or draft is not None  # prefills; a draft with the base's head calls it, too
+    by_kernel.clear()
+    decode(base, tiny.prompts[:4], tiny_models.CONFIG.replace(batch_size=4), set(), draft=tiny.draft)
+    assert (
+        max(by_kernel, default=0) <= 12
+    )  # four sequences are more than the kernels take, those left at the end are not
 
 
 class Order(NoCosts):

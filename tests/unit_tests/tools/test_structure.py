@@ -73,6 +73,12 @@ def test_functions_and_classes_are_small() -> None:
     assert long == []
 
 
+def test_files_are_small() -> None:
+    files = {str(file.relative_to(PACKAGE)): file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py")}
+    sizes = {name: len(text.splitlines()) for name, text in files.items()}
+    assert len(sizes) > 100 and {name: lines for name, lines in sizes.items() if lines > 400} == {}
+
+
 def test_every_configuration_field_is_documented() -> None:
     """By a docstring under the field, or under the same field of a class it derives from."""
     bare, fields = [], 0
