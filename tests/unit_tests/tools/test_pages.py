@@ -101,8 +101,8 @@ def named_commands(page: Path) -> Iterator[list[str]]:
 
 @functools.cache
 def known_flags(script: Path) -> frozenset[str]:
-    """Flags in a script's help; for shell scripts, benchmarks and writers of tables, those in the source."""
-    if script.suffix == ".sh" or script.parent.name == "benchmarks" or script.stem.endswith("_table"):
+    """Flags in a script's help; for shell scripts and writers of tables, those in the source."""
+    if script.suffix == ".sh" or script.stem.endswith("_table"):
         text = text_of(script)
     else:
         text = subprocess.run(
