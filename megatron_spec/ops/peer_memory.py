@@ -20,9 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_spec.planning.unroll_memory import PEER_MEMORY
+
 log = logging.getLogger(__name__)
 
-SLOTS, SLOT_BYTES = 6, 32 << 20
+SLOTS = 6
+SLOT_BYTES = PEER_MEMORY // SLOTS
 """Enough, at 8192 rows of 4096, for three pieces and the gradients of the LM head's input of one draft step."""
 _HEADER = 4096
 """Bytes of the flags before the slots: int32 `arrived` and `released` of each slot."""

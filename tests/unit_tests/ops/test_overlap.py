@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from megatron_spec.base import direct as direct_module
 from megatron_spec.config import ObjectiveConfig, ParallelConfig
 from megatron_spec.config.machine import Machine
 from megatron_spec.drafts import eagle3, fused_unroll
-from megatron_spec.ops import overlap
+from megatron_spec.ops import overlap, peer_memory
 from megatron_spec.ops.overlap import RankSums
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed
@@ -109,8 +110,54 @@ def draft_unroll(links: list[StandInLink], rows_below: float, patch: pytest.Monk
         assert torch.equal(x, found[1][name]), name
 
 
-def ranks() -> list[int]:
+class FaultyMemory:
+    """Of two slots; `fault` happens on rank 1 alone."""
+
+    slots = 2
+
+    def __init__(self, group: Any, device: torch.device, driver: Any, fault: str = "") -> None:
+        self.rank, self.fault = group.rank(), fault if group.rank() == 1 else ""
+        if self.fault == "no memory":
+            raise RuntimeError("CUDA driver error: peer access is not supported\nmore")
+
+    def send(self, slots: range, x: Tensor) -> None:
+        assert x.is_contiguous()
+
+    def received(self, slots: range, like: Tensor) -> Tensor:
+        return like + 1 if self.fault == "other values" else like
+
+    def release(self, slots: range) -> None:
+        pass
+
+    def flags(self) -> tuple[list[int], list[int]]:
+        return ([1, 0] if self.fault == "no flag" else [1, 1]), ([0, 1] if self.fault == "no return" else [1, 1])
+
+
+def no_driver(device: torch.device) -> None:
+    raise OSError("no libcuda")
+
+
+def opened(group: Any, patch: pytest.MonkeyPatch) -> dict[str, tuple[bool, str]]:
+    """{what is wrong: (a link was opened, what the log says)}."""
+    found, said, cpu = {}, [], torch.device("cpu")
+    patch.setattr(peer_memory.log, "warning", lambda text, *told: said.append(text % told))
+    patch.setattr(torch.cuda, "synchronize", lambda device: None)
+    patch.setattr(peer_memory, "_Driver", no_driver)
+    found["no driver"] = (peer_memory.connect(group, cpu) is not None, said.pop())
+    patch.setattr(peer_memory, "_Driver", lambda device: None)
+    patch.setattr(peer_memory, "PeerMemory", FaultyMemory)
+    for fault in ("no memory", "no flag", "other values", "no return"):
+        found[fault] = (peer_memory.connect(group, cpu, fault=fault) is not None, said.pop())  # type: ignore[arg-type]
+    found["works"] = (peer_memory.connect(group, cpu) is not None, "".join(said))
+    patch.setattr(socket, "gethostname", lambda: f"host{group.rank()}")
+    found["hosts"] = (peer_memory.connect(group, cpu) is not None, said.pop())
+    return found
+
+
+def ranks() -> tuple[list[int], dict[str, tuple[bool, str]]]:
     group, links = distributed.initialize(TP2).tp, []
+    with pytest.MonkeyPatch.context() as patch:
+        opening = opened(group, patch)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap, "SMALLEST_COPY", 1)
         several_sums(group)
@@ -121,15 +168,37 @@ def ranks() -> list[int]:
             patch.setattr(overlap, "SMALLEST_COPY", 1)
             patch.setattr(overlap, "SMALLEST_PIECE", 3)
             base_forward(links) if rows_below is None else draft_unroll(links, rows_below, patch)
-    return [link.exchanges for link in links]
+    return [link.exchanges for link in links], opening
 
 
-def test_sums_through_a_link_equal_all_reduces() -> None:
-    base, whole, compacted = run_world(2, ranks)[0]
+@pytest.fixture(scope="module")
+def world() -> list[Any]:
+    return run_world(2, ranks)
+
+
+def test_sums_through_a_link_equal_all_reduces(world: list[Any]) -> None:
+    base, whole, compacted = world[0][0]
     # two sums in each of four layers, in two pieces; in each of three steps two sums forward and two backward, in two
     # pieces, and the gradient from the LM head; at last that of the embedding's norm
     assert base == 4 * 4
     assert whole == 3 * (4 + 4 + 1) + 1 and compacted > 0
+
+
+def test_a_link_that_does_not_work_is_not_used(world: list[Any]) -> None:
+    """On either rank, whichever has the fault; the log says why."""
+    reasons = {
+        "no driver": "the CUDA driver has no stream memory operations (no libcuda)",
+        "no memory": "on rank 1, RuntimeError: CUDA driver error",
+        "no flag": "on rank 1, RuntimeError: a flag did not arrive",
+        "other values": "on rank 1, RuntimeError: values did not arrive",
+        "no return": "on rank 1, RuntimeError: a flag did not come back",
+        "hosts": "its ranks are on several hosts (host0, host1)",
+    }
+    for _, opening in world:
+        assert opening.pop("works") == (True, "")
+        assert {name: told[0] for name, told in opening.items()} == dict.fromkeys(reasons, False)
+        for name, reason in reasons.items():
+            assert opening[name][1].startswith(f"tp_symmetric is off: {reason}"), opening[name]
 
 
 def test_the_path() -> None:

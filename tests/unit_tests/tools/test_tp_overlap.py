@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import tp_overlap
+from benchmarks import measure_overlap, tp_overlap
 from tests.worlds import run_world
 
 
@@ -14,7 +14,7 @@ def tiny() -> dict[str, Any]:
 
 def test_tiny() -> None:
     for found in run_world(2, tiny):
-        assert set(found["parts"]) == set(tp_overlap.PARTS) == set(found["half"])
+        assert set(found["parts"]) == set(measure_overlap.PARTS) == set(found["half"])
         rows = found["sums"]
         assert [name for name in rows if "pieces" not in name] == ["one GPU, halved", "no sums", "all-reduce"]
         assert all(ms > 0 for row in rows.values() for ms in row.values())
