@@ -31,6 +31,7 @@ from megatron_spec.drafts.contract import Draft
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.export.load import inspect_exported_base, load_exported_base, load_exported_ends
 from megatron_spec.planning.draft_modules import check_draft_modules
+from megatron_spec.planning.layouts import check_draft_parallel
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.quantization.attach import attach_quantizers, load_base_amax
 from megatron_spec.runtime import platform
@@ -98,9 +99,11 @@ def resolve_paths(
         draft_impl, draft_fp8_recipe: modules of the draft, and Transformer Engine's recipe in training.
         optimizer_impl: whose optimizer was asked for.
 
-    Raises UserError if a requested path, the base's layers, the draft's modules or the recipe cannot run.
+    Raises UserError if a requested path, the base's layers, the draft's modules or the recipe cannot run, or the draft
+    does not fit the tensor parallel size.
     """
     te.check(layers, platform.machine())
+    check_draft_parallel(spec.draft, parallel)
     wanted += ("te_fp8",) if layers.recipe else ()
     quant = spec.quant
     if quant is not None and original_base:

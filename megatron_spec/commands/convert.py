@@ -20,7 +20,7 @@ from megatron_spec.checkpoint.native_mtp import check_own_module, load_own_modul
 from megatron_spec.checkpoint.spec import CheckpointSpec
 from megatron_spec.commands.data import check_base_shapes
 from megatron_spec.commands.runs import ConvertRun, DraftRequest, settings_of, takes
-from megatron_spec.config import BlockConfig, DraftConfig, EagleConfig, MedusaConfig, ParallelConfig, UserError, presets
+from megatron_spec.config import BlockConfig, DraftConfig, EagleConfig, MedusaConfig, UserError, presets
 from megatron_spec.config.modelopt import from_modelopt
 from megatron_spec.data import mask_token
 from megatron_spec.drafts import build_draft
@@ -224,7 +224,7 @@ def convert(run: ConvertRun) -> Path:
     layouts.check("convert", run.parallel)
     check_parallel(ref.config, run.parallel)
     te.check(run.layers, platform.machine())
-    check_draft_parallel(config, run.parallel)
+    layouts.check_draft_parallel(config, run.parallel)
     for said in check_exportable(config, ref.config):
         log.warning("%s", said)
     world = distributed.initialize(run.parallel, run.seed, settings=settings_of(run, load=ref.fingerprint))
@@ -243,24 +243,3 @@ def _convert(
     parameters = sum(p.numel() for p in draft.parameters()) * 1e-6
     log.info("draft %s, %.1f M parameters on this rank, D = %d: %s", config.algorithm, parameters, len(vocab), folder)
     return folder
-
-
-def check_draft_parallel(config: DraftConfig, parallel: ParallelConfig) -> None:
-    """Raise UserError unless the tensor parallel size divides the draft's shapes; a vocabulary may have any size."""
-    tp = parallel.tensor_model_parallel_size
-    for name in ("num_attention_heads", "intermediate_size"):
-        if not hasattr(config, name):  # Medusa heads only have a vocabulary
-            continue
-        if getattr(config, name) % tp:
-            sizes = [str(n) for n in range(1, 17) if getattr(config, name) % n == 0]
-            raise UserError(
-                f"--tensor-model-parallel-size {tp} does not divide the draft's {name} {getattr(config, name)}: "
-                f"use {' or '.join(sizes)} with more pipeline stages or data parallel replicas, or change it in "
-                "--eagle-config"
-            )
-    if isinstance(config, (EagleConfig, BlockConfig)) and config.num_key_value_heads * config.head_dim % tp:
-        raise UserError(
-            f"--tensor-model-parallel-size {tp} does not divide the draft's keys: num_key_value_heads "
-            f"{config.num_key_value_heads} x head_dim {config.head_dim}: choose another size or change them in "
-            "--eagle-config"
-        )

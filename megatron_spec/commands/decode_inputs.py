@@ -18,7 +18,6 @@ from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference
 from megatron_spec.checkpoint.spec import CheckpointSpec, identity, locked, read_spec
-from megatron_spec.commands.convert import check_draft_parallel
 from megatron_spec.commands.features import teacher_fingerprint
 from megatron_spec.config import (
     LOCAL,
@@ -173,7 +172,7 @@ def resolve(
     layouts.check("decode", parallel)
     check_parallel(base_config, parallel)
     if config is not None:
-        check_draft_parallel(config, parallel)
+        layouts.check_draft_parallel(config, parallel)
     source = tokenizer or base or str(known.path)
     opened = load_tokenizer(source)
     decode = _thinking_tokens(decode, opened, base_config.vocab_size).replace(decoding_type=kind)

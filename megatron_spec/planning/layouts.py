@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_spec.config import ParallelConfig, UserError
+from megatron_spec.config import BlockConfig, DraftConfig, EagleConfig, ParallelConfig, UserError
+from megatron_spec.config.structure import share
 
 AXES = {
     "TP": "--tensor-model-parallel-size",
@@ -100,6 +101,32 @@ def check(row: str, parallel: ParallelConfig, experts: int | None = None) -> Non
     if size > 1 and experts is not None and (experts == 0 or experts % size):
         found = f"{experts} experts" if experts else "no experts"
         raise UserError(f"--expert-model-parallel-size {size}: the base has {found}, expected a multiple of {size}")
+
+
+def check_draft_parallel(config: DraftConfig, parallel: ParallelConfig) -> None:
+    """Raise UserError unless the tensor parallel size divides the draft's shapes; a vocabulary needs a token a rank."""
+    tp = parallel.tensor_model_parallel_size
+    for name in ("num_attention_heads", "intermediate_size"):
+        if not hasattr(config, name):  # Medusa heads only have a vocabulary
+            continue
+        if getattr(config, name) % tp:
+            sizes = [str(n) for n in range(1, 17) if getattr(config, name) % n == 0]
+            raise UserError(
+                f"--tensor-model-parallel-size {tp} does not divide the draft's {name} {getattr(config, name)}: "
+                f"use {' or '.join(sizes)} with more pipeline stages or data parallel replicas, or change it in "
+                "--eagle-config"
+            )
+    if isinstance(config, (EagleConfig, BlockConfig)) and config.num_key_value_heads * config.head_dim % tp:
+        raise UserError(
+            f"--tensor-model-parallel-size {tp} does not divide the draft's keys: num_key_value_heads "
+            f"{config.num_key_value_heads} x head_dim {config.head_dim}: choose another size or change them in "
+            "--eagle-config"
+        )
+    if not share(config.draft_vocab_size, tp, tp - 1):
+        raise UserError(
+            f"--tensor-model-parallel-size {tp} leaves some ranks without a token of a vocabulary of "
+            f"{config.draft_vocab_size}: use a smaller size, or a larger draft vocabulary"
+        )
 
 
 def table() -> str:

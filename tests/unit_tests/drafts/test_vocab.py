@@ -8,12 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_spec.commands.convert import check_draft_parallel
+from megatron_spec.build import resolve_paths
+from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec
 from megatron_spec.config import BaseConfig, ParallelConfig, UserError, presets
 from megatron_spec.config.structure import share
 from megatron_spec.drafts.linear import Placement
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.families.names import padded_vocab
+from megatron_spec.planning.layouts import check_draft_parallel
 
 
 def test_offsets_and_members() -> None:
@@ -85,3 +87,19 @@ def test_a_vocabulary_too_small_for_its_ranks() -> None:
     assert place.vocabulary(7, 3).shape == (2, 3)
     with pytest.raises(UserError, match="a vocabulary of 6 leaves some of 4 tensor parallel ranks without a token"):
         place.vocabulary(6, 3)
+
+
+@pytest.mark.parametrize(("tokens", "ranks", "fits"), [(7, 4, True), (6, 4, False), (9, 4, False), (3, 2, True)])
+def test_it_is_refused_before_weights_load(tokens: int, ranks: int, fits: bool) -> None:
+    """The last rank has the fewest tokens: none of 9 over four, which hold three, three and three."""
+    base = BaseConfig("llama", 64, 96, 8, 16, 8, 4, 32_001, 64)
+    config = presets.eagle_config(base, overrides={"draft_vocab_size": tokens})
+    parallel = ParallelConfig(tensor_model_parallel_size=ranks)
+    if fits:
+        check_draft_parallel(config, parallel)
+        return
+    with pytest.raises(UserError, match=f"{ranks} leaves some ranks without a token of a vocabulary of {tokens}"):
+        check_draft_parallel(config, parallel)
+    spec = CheckpointSpec(BaseLink("base", "hf", "0" * 64, base), config)
+    with pytest.raises(UserError, match="without a token"):
+        resolve_paths(spec, parallel, torch.float32)
