@@ -8,6 +8,7 @@ from megatron_spec.export.block import unserved
 from megatron_spec.export.layout import SERVED_BY
 
 ENGINES = ("trtllm", "vllm", "sglang")
+TESTED_CAPTURES = 3
 
 
 def check_exportable(config: DraftConfig, base: BaseConfig) -> list[str]:
@@ -28,6 +29,11 @@ def check_exportable(config: DraftConfig, base: BaseConfig) -> list[str]:
     if options:
         said.append(f"{', '.join(options)}: only {' and '.join(engines)} computes such a draft")
     said += _last_layer(config, base)
+    if config.reads_captures and len(config.capture_layer_ids) != TESTED_CAPTURES:
+        said.append(
+            f"{len(config.capture_layer_ids)} captures: engines were tested with {TESTED_CAPTURES} alone; try yours "
+            "before a long training"
+        )
     if config.is_module:
         said.append(
             "no engine loads an eagle-mtp draft of this base today: it can be trained, measured and exported only in a "

@@ -414,6 +414,10 @@ def test_engine_limits_are_reported_at_convert(home: Home) -> None:
     assert "SGLang never delivers" in check_exportable(last, base)[0]
     assert "no engine loads an eagle-mtp" in check_exportable(presets.eagle_config(base, "eagle-mtp"), base)[0]
     assert check_exportable(presets.eagle_config(base), base) == []
+    five = presets.eagle_config(base, "eagle3", {"capture_layer_ids": "five"})
+    assert check_exportable(five, base) == [
+        "5 captures: engines were tested with 3 alone; try yours before a long training"
+    ]
     gated = presets.block_config(base, "dspark", {"mask_token_id": 1, "markov_head_type": "gated"})
     said = check_exportable(gated, base)
     assert [s.split()[0] for s in said] == ["vllm", "trtllm"] and "no gated Markov head" in said[0]
