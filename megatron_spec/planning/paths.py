@@ -126,8 +126,9 @@ _PATHS = (
         "base_direct", "tests/unit_tests/base/test_direct.py", base_paths.decode_kernels,
     ),
     Path(
-        "decode_products", "base, in decoding: norms, gate and residual sums inside the products of up to 16 rows "
-        "of at most three sequences",
+        "decode_products",
+        "base, in decoding: norms, gate and residual sums inside the products of up to 16 rows of at most three "
+        "sequences; their LM head",
         "base_direct", "tests/unit_tests/base/test_direct.py", base_paths.decode_products,
     ),
     Path(
