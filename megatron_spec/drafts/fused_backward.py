@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron_spec.drafts.fused_tape import Tape, round_
 from megatron_spec.ops import attention
-from megatron_spec.ops.overlap import Sum
+from megatron_spec.ops.overlap import Wait
 from megatron_spec.ops.products import GradientSums, add_product
 
 
@@ -20,12 +20,12 @@ class Above:
     Attributes:
         residual: gradient along the residual.
         d_normed: gradient of the normed state; None: it is part of `residual`.
-        sums: of the pieces of `d_normed` over ranks.
+        sums: wait for the sums over ranks of the pieces of `d_normed`.
     """
 
     residual: Tensor
     d_normed: Tensor | None
-    sums: list[Sum]
+    sums: list[Wait]
 
 
 class Backward:
@@ -88,8 +88,8 @@ class Backward:
             round_(tape.mlp.down_proj, gated[piece])
             sums.append(tape.start_sum(tape.gate_up_product.backward(gate_up[piece], out=d_normed[piece])))
         d_out = torch.empty_like(tape.at(tape.q, k))
-        for piece, summed in zip(pieces, sums, strict=True):
-            self._into_inner(k, piece, summed, d_after, d_inner)
+        for piece, wait in zip(pieces, sums, strict=True):
+            self._into_inner(k, piece, wait(), d_after, d_inner)
             tape.o_product.backward(d_inner[piece], out=d_out[piece])
         self._attention(k, d_out)
         d_qkv = tape.at(self.d_qkv, k)
@@ -106,8 +106,8 @@ class Backward:
     def _into_before(self, k: int, above: Above, out: Tensor) -> None:
         """Gradient of the input state of step k: along the residual and through the norm."""
         tape = self.tape
-        for summed in above.sums:
-            summed()
+        for wait in above.sums:
+            wait()
         assert above.d_normed is not None
         first = (above.d_normed, tape.weights.hidden_norm, self.norms[tape.weights.hidden_norm])
         before, rstd = tape.saved.before[k], tape.saved.rstd_before[k]
@@ -124,24 +124,24 @@ class Backward:
 
     def _into_after(self, k: int, i: int, d_state: Tensor, above: Above | None, out: Tensor) -> None:
         """Gradient of piece i of the output state of step k: from the LM head and from step k + 1."""
-        tape, weights = self.tape, self.tape.weights
-        piece, hidden = tape.pieces(k)[i], (weights.hidden_norm, self.norms[weights.hidden_norm])
-        told = (tape.saved.after[k][piece], tape.saved.rstd_after[k][piece], out[piece])
+        tape, weights, first = self.tape, self.tape.weights, None
+        piece = tape.pieces(k)[i]
+        if above is not None and above.d_normed is not None:
+            above.sums[i]()
+            first = (above.d_normed[piece], weights.hidden_norm, self.norms[weights.hidden_norm])
         second = (d_state, weights.final_norm, self.norms[weights.final_norm])
-        rest = (second, tape.steps.places[k][piece], None if above is None else above.residual[piece])
-        if above is None or above.d_normed is None:
-            tape.kernels.norm_backward(*told, None, *rest)
-            return
-        with above.sums[i].addends() as (own, peer):
-            tape.kernels.norm_backward(*told, (own, *hidden), *rest, peer_RH=peer)
+        tape.kernels.norm_backward(
+            tape.saved.after[k][piece], tape.saved.rstd_after[k][piece], out[piece], first, second,
+            tape.steps.places[k][piece], None if above is None else above.residual[piece],
+        )  # fmt: skip
 
-    def _into_inner(self, k: int, piece: slice, d_normed: Sum, d_after: Tensor, out: Tensor) -> None:
+    def _into_inner(self, k: int, piece: slice, d_normed: Tensor, d_after: Tensor, out: Tensor) -> None:
         """Gradient of a piece of the state between attention and MLP."""
         tape, norm = self.tape, self.tape.weights.post_norm
-        inner, rstd = tape.at(tape.inner, k)[piece], tape.saved.rstd_inner[k][piece]
-        with d_normed.addends() as (own, peer):
-            first = (own, norm, self.norms[norm])
-            tape.kernels.norm_backward(inner, rstd, out[piece], first, add_RH=d_after[piece], peer_RH=peer)
+        tape.kernels.norm_backward(
+            tape.at(tape.inner, k)[piece], tape.saved.rstd_inner[k][piece], out[piece],
+            (d_normed, norm, self.norms[norm]), add_RH=d_after[piece],
+        )  # fmt: skip
 
     def _attention(self, k: int, d_out: Tensor) -> None:
         tape, sizes, saved = self.tape, self.tape.sizes, self.tape.saved

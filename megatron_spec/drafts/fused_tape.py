@@ -16,7 +16,7 @@ from megatron_spec.batch import Batch
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.unroll_steps import Steps, TokenRows
 from megatron_spec.ops import backend
-from megatron_spec.ops.overlap import Sum
+from megatron_spec.ops.overlap import Wait
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.ops.weight_products import WeightProducts
 from megatron_spec.planning.unroll_memory import ROWS_AT_ONCE, keeps_gates
@@ -142,7 +142,7 @@ class Tape:
         self.mlp: Any = layer.mlp
         self.kernels: Any = backend.load(draft.paths.kernels("draft_fused"))
         self.weights, self.visibility, self.eps, self.steps = weights, visibility, draft.config.rms_norm_eps, steps
-        self.tp, self.sequence_parallel, self.sums = draft.tp_group, draft.sequence_parallel, draft.rank_sums()
+        self.tp, self.sequence_parallel, self.sums = draft.tp_group, draft.sequence_parallel, draft.sums
         self.sizes = sizes = Sizes.of(draft, batch, steps)
         self.like: dict[str, Any] = {"dtype": hidden_RH.dtype, "device": hidden_RH.device}
         total = steps.span(0, sizes.steps).stop
@@ -208,7 +208,7 @@ class Tape:
         """x, summed over tensor parallel ranks in place."""
         return self.start_sum(x)()
 
-    def start_sum(self, x: Tensor) -> Sum:
+    def start_sum(self, x: Tensor) -> Wait:
         """Start to sum x over tensor parallel ranks, in place."""
         return self.sums.start(x)
 

@@ -42,7 +42,7 @@ from megatron_spec.drafts.fused_tape import Tape, Weights, joined, round_
 from megatron_spec.drafts.linear import attached_quantizers
 from megatron_spec.drafts.unroll_steps import Steps
 from megatron_spec.ops import attention
-from megatron_spec.ops.overlap import Sum
+from megatron_spec.ops.overlap import Wait
 from megatron_spec.ops.products import GradientSums
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.unroll_memory import MOST_WHOLE_ROWS, whole_rows_bytes
@@ -99,15 +99,13 @@ class _Forward:
             self._finish(k, self._mlp(k, sums, delta, scratch), states[k])
         return states
 
-    def _mlp(self, k: int, attended: list[Sum], delta: Tensor, gated: Tensor) -> list[Sum]:
+    def _mlp(self, k: int, attended: list[Wait], delta: Tensor, gated: Tensor) -> list[Wait]:
         """Starts sums of the MLP's output, from those of the attention's; they take its place in `delta`."""
         tape, rstd, sums = self.tape, [], []
         inner, post, gates = tape.at(tape.inner, k), tape.at(tape.post, k), tape.gates(k)
-        for part, summed in zip(tape.pieces(k), attended, strict=True):
-            told = (inner[part], (tape.weights.post_norm, post[part]))
-            with summed.addends() as (own, peer):
-                before = tape.saved.before[k][part]
-                rstd.append(tape.kernels.norm_forward(before, tape.eps, own, *told, peer_RH=peer))
+        for part, wait in zip(tape.pieces(k), attended, strict=True):
+            first = (tape.weights.post_norm, post[part])
+            rstd.append(tape.kernels.norm_forward(tape.saved.before[k][part], tape.eps, wait(), inner[part], first))
             tape.gate_up_product.forward(round_(tape.mlp.gate_proj, post[part]), out=gates[part])
             if tape.down_product.fp8 is not None:
                 down = tape.down_product.forward(tape.kernels.quantized_gate(gates[part]), out=delta[part])
@@ -142,18 +140,18 @@ class _Forward:
         branches = (tape.branches[0][:k], tape.branches[1][:k])
         tape.kernels.merge_forward(q, o, lse, *branches, tape.at(tape.out, k), index)
 
-    def _finish(self, k: int, sums: list[Sum], state: Tensor) -> None:
+    def _finish(self, k: int, sums: list[Wait], state: Tensor) -> None:
         """Residual sum and norms after step k: the LM head's input, and the next step's input with its projection."""
         tape, saved, inner, rstds = self.tape, self.tape.saved, self.tape.at(self.tape.inner, k), []
         after, places, second = torch.empty_like(inner), tape.steps.places[k], (tape.weights.final_norm, state)
         hidden_norm, index = tape.weights.hidden_norm, tape.steps.index
         last, dropping = k + 1 == tape.sizes.steps, k == 0 and index is not None
         normed = None if last else tape.at(tape.normed, k + 1)
-        for part, summed in zip(tape.pieces(k), sums, strict=True):
+        for part, wait in zip(tape.pieces(k), sums, strict=True):
             following = None if normed is None or dropping else (hidden_norm, normed[part])
-            told = (after[part], following, second, places[part])
-            with summed.addends() as (own, peer):
-                rstds.append(tape.kernels.norm_forward(inner[part], tape.eps, own, *told, peer_RH=peer))
+            rstds.append(
+                tape.kernels.norm_forward(inner[part], tape.eps, wait(), after[part], following, second, places[part])
+            )
             if following is not None:
                 self._project(k + 1, part)
         rstd = joined(rstds)
