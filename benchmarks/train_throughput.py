@@ -3,6 +3,7 @@
     python benchmarks/train_throughput.py --seq-length 4096 2048 --ttt-steps 7 3 --output bench.json
     python benchmarks/train_throughput.py --offline         # features from disk; the base does not run
     python benchmarks/train_throughput.py --shape qwen3-8b  # another base (benchmarks/shapes.py)
+    python benchmarks/train_throughput.py --step-weights d-pace
     python benchmarks/train_throughput.py --plain           # the same in torch's own operations, for comparison
     python benchmarks/train_throughput.py --draft dflash --draft-layers 5 --block-size 8 --anchors 512
     python benchmarks/train_throughput.py --shape qwen2.5-0.5b --draft dspark --loss ce_l1 --without loss_kernel
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.shapes import SHAPES
 from megatron_spec.config import LossKind, ObjectiveConfig
 from megatron_spec.config.layers import BaseRecipe
-from megatron_spec.config.training import BlockWeights
+from megatron_spec.config.training import BlockWeights, StepWeights
 from megatron_spec.planning.paths import PATHS
 
 
@@ -52,6 +53,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=8, help="slots of a block, the anchor included")
     parser.add_argument("--anchors", type=int, default=512, help="blocks drawn from a sequence")
     parser.add_argument("--loss", choices=get_args(LossKind), default=ObjectiveConfig.loss)
+    parser.add_argument(
+        "--step-weights", choices=get_args(StepWeights), default=ObjectiveConfig.step_weights, help="of EAGLE-3"
+    )
     parser.add_argument("--block-weights", choices=get_args(BlockWeights), default=ObjectiveConfig.block_weights)
     parser.add_argument(
         "--backbone-weight", type=float, default=0.0, help="DSpark: share of the loss without Markov head"

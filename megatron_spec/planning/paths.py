@@ -73,18 +73,6 @@ def _teacher_fp8(s: Setting) -> Reasons:
     }
 
 
-def _tp_symmetric(s: Setting) -> Reasons:
-    ranks = s.parallel.tensor_model_parallel_size
-    # neither the fused unroll nor the direct forward: the sums are megatron-core's
-    fused = PATHS["draft_fused"].blocked(s) is None or PATHS["base_direct"].blocked(s) is None
-    return {
-        f"there are {ranks} tensor parallel ranks, not 2": ranks != 2,
-        "there is no GPU": not s.machine.gpu,
-        "this torch has no symmetric memory": not s.machine.symmetric_memory,
-        "neither base_direct nor draft_fused is on": not fused,
-    }
-
-
 def _optimizer_pass(s: Setting) -> Reasons:
     return {f"--optimizer-impl {s.optimizer_impl} does it": s.optimizer_impl != "auto", **half_kernels(s)}
 
@@ -199,12 +187,6 @@ _PATHS = (
         "optimizer_pass",
         "optimizer: division by the rows, clipping, AdamW and copy of the weights in one pass, from the second step on",
         "megatron-core's optimizer", "tests/unit_tests/training/test_one_pass.py", _optimizer_pass,
-    ),
-    Path(
-        "tp_symmetric",
-        "tensor parallelism over two GPUs of one host: sums over ranks by copy engines, into memory of the other GPU "
-        "(`ops/peer_memory.py`); where that memory cannot be shared, a line of the log says so, and the twin runs",
-        "all-reduce of the process group", "tests/gpu/test_peer_memory.py", _tp_symmetric,
     ),
     Path(
         "rounding_kernel", "fake quantisation: the E4M3 round trip in one pass", "quantization/rounding.py",

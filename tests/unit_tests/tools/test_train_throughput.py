@@ -87,3 +87,12 @@ def test_tiny_run_of_a_loss() -> None:
     report = train_throughput.main(["--tiny", "--only", "32x2", *options])
     assert (report["loss_kind"], report["block_weights"], report["loss"] > 0) == ("hard_ce", "d-pace", True)
     assert report["without"] == ["loss_kernel", "draft_layer"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the miniature is for a CPU")
+def test_tiny_run_of_paced_steps() -> None:
+    reports = [
+        train_throughput.main(["--tiny", "--only", "32x2", *options]) for options in ([], ["--step-weights", "d-pace"])
+    ]
+    assert [report["step_weights"] for report in reports] == ["decay", "d-pace"]
+    assert reports[0]["loss"] != reports[1]["loss"]
