@@ -213,7 +213,6 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
 
     run(flush * -(-args.warmup // flush))
     seconds = run(flush * -(-args.steps // flush))
-    of_draft, shared = ("draft_fused", "loss_kernel", "teacher_kernel"), ("tp_symmetric",) if world.tp_size > 1 else ()
     tokens_of_step = B * S * mine * world.pp_size * world.dp_size
     found = {
         "layout": layout, "gpus": world.size, "model": "tiny" if args.tiny else args.model, "seq_length": S,
@@ -223,7 +222,7 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
         "off": {
             name: models.paths.blocked[name]
-            for models, names in ((base, ("base_direct", *shared)), (draft, (*of_draft, *shared)))
+            for models, names in ((base, ("base_direct",)), (draft, ("draft_fused", "loss_kernel", "teacher_kernel")))
             for name in names
             if name in models.paths.blocked
         },

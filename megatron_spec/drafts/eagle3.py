@@ -23,7 +23,7 @@ from megatron_spec.drafts.linear import Linear, Placement, RMSNorm, VocabEmbeddi
 from megatron_spec.drafts.recurrent import RecurrentDraft
 from megatron_spec.drafts.unroll import Supervision, head_losses, teach, unroll
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.ops.overlap import RankSums, rank_sums
+from megatron_spec.ops.overlap import RankSums
 
 
 class EagleDraft(RecurrentDraft):
@@ -51,7 +51,7 @@ class EagleDraft(RecurrentDraft):
             self.embed_tokens = VocabEmbedding(config.vocab_size, H, place)
         self.lm_head = VocabLinear(H, len(vocab), place)
         self.lm_head.weight.requires_grad_(not config.frozen_head)
-        self._sums: RankSums | None = None
+        self.sums = RankSums(self.tp_group)
 
     @property
     def decoder_layers(self) -> list[DraftLayer]:
@@ -97,12 +97,6 @@ class EagleDraft(RecurrentDraft):
     def supervision(self, batch: Batch, objective: ObjectiveConfig) -> Supervision:
         """Which rows of the micro-batch are supervised at which step."""
         return Supervision.of(batch, objective.ttt_steps, objective.alignment)
-
-    def rank_sums(self) -> RankSums:
-        """Sums over tensor parallel ranks in the fused unroll; kept, with the memory that they use."""
-        if self._sums is None:
-            self._sums = rank_sums(self.tp_group, self.paths)
-        return self._sums
 
     def states(self, features: Features, plan: Supervision, ends: BaseEnds, objective: ObjectiveConfig) -> list[Tensor]:
         """Supervised rows [R, H] of the LM head's input, for every step."""

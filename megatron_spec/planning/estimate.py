@@ -24,7 +24,7 @@ from megatron_spec.config import (
 from megatron_spec.config.machine import H100
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.planning.paths import Paths, Setting
-from megatron_spec.planning.unroll_memory import PEER_MEMORY, ROWS_AT_ONCE, keeps_gates
+from megatron_spec.planning.unroll_memory import ROWS_AT_ONCE, keeps_gates
 
 GIB = 1 << 30
 HEAD_CHUNK = 1100 << 20
@@ -202,13 +202,6 @@ def checkpoint_bytes(draft: DraftConfig, bf16: bool) -> float:
     return sum(draft_parameters(draft)) * (2 + 12 if bf16 else 4 + 8)
 
 
-def _peer_memory(place: Place) -> float:
-    """Bytes that base and draft keep for copies from the other tensor parallel rank."""
-    paths = place.fast_paths
-    users = (not place.offline and paths.on("base_direct")) + paths.on("draft_fused")
-    return users * float(PEER_MEMORY) if paths.on("tp_symmetric") else 0.0
-
-
 def memory(place: Place) -> dict[str, float]:
     """Bytes on one rank, by use."""
     base, parallel, train = place.base, place.parallel, place.train
@@ -249,6 +242,5 @@ def memory(place: Place) -> dict[str, float]:
         "draft steps": _activation_bytes(place, rows, width),
         "working space": HEAD_CHUNK
         + head_fp8
-        + _peer_memory(place)
         + (0 if place.offline else rows * (6 * H + 2 * base.intermediate_size / tp) * width),
     }
