@@ -107,11 +107,6 @@ def round_(linear: Any, x: Tensor) -> Tensor:
     return x if quantizer is None else quantizer.round_(x)  # type: ignore[no-any-return]
 
 
-def joined(parts: list[Tensor]) -> Tensor:
-    """The rows of all parts."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 @dataclass
 class Saved:
     """Saved for the backward, one entry per step."""
@@ -149,7 +144,10 @@ class Tape:
         self.normed, self.inner, self.post = (self.empty(total, sizes.hidden) for _ in range(3))
         self.q, self.out = (self.empty(total, sizes.q_width) for _ in range(2))
         self.groups = steps.groups(ROWS_AT_ONCE)
-        """(start, end) of the steps whose weight gradients are one product, in the order of the backward."""
+        """(start, end) of the steps whose weight gradients are one product, in the order of the backward; those of
+        gate and up alone where `early`."""
+        self.early = self.sums.beside_gradients
+        """The other weight gradients (o, down, q, k, v) are products of one step, beside sums over ranks."""
         self.most = max(steps.span(*g).stop - steps.span(*g).start for g in self.groups)
         self.keeps_gates = keeps_gates(total, sizes.intermediate, hidden_RH.element_size())
         self.gate_up = self.empty(total if self.keeps_gates else self.most, 2 * sizes.intermediate)
@@ -211,10 +209,6 @@ class Tape:
     def start_sum(self, x: Tensor) -> Wait:
         """Start to sum x over tensor parallel ranks, in place."""
         return self.sums.start(x)
-
-    def pieces(self, k: int) -> list[slice]:
-        """The rows of step k in the pieces whose sums over ranks run beside each other's products."""
-        return self.sums.pieces(self.steps.count(k))
 
     def at(self, x: Tensor, k: int) -> Tensor:
         """The rows of step k in a buffer over all steps."""

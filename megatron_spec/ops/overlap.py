@@ -1,7 +1,8 @@
 """Sums over tensor parallel ranks that run while other rows are computed.
 
 A sharded layer ends with a sum over ranks that the next operation needs. With its rows in two pieces, the sum of one
-piece runs on the network while the other piece is multiplied.
+piece runs on the network while the other piece is multiplied. Products of half the rows cost more, so where other
+products wait to be computed, the weight gradients of a backward, the sum of all rows runs beside those instead.
 
 R rows.
 """
@@ -23,10 +24,14 @@ Wait = Callable[[], Tensor]
 
 
 class RankSums:
-    """Sums over the ranks that share a layer."""
+    """Sums over the ranks that share a layer.
+
+    Attributes:
+        beside_gradients: weight gradients are computed while sums run, else, with fewer products, after several steps.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self.group, self.beside_gradients = group, group.size() > 1
 
     def pieces(self, rows: int) -> list[slice]:
         """The rows in one piece, or in two where several ranks sum enough rows."""

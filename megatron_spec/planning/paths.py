@@ -115,8 +115,8 @@ _PATHS = (
     ),
     Path(
         "decode_products",
-        "base, in decoding: norms, gate and residual sums inside the products of up to 16 rows of at most three "
-        "sequences; their LM head",
+        "base, in decoding: gate and residual sums inside the products of up to 16 rows of at most three sequences; "
+        "their LM head",
         "base_direct", "tests/unit_tests/base/test_direct.py", base_paths.decode_products,
     ),
     Path(
@@ -124,7 +124,7 @@ _PATHS = (
         "decoding/sampling.py", "tests/unit_tests/decoding/test_sampling.py", wide_kernels,
     ),
     Path(
-        "draft_decode", "draft, in decoding: a layer of up to 16 rows in the five kernels of `decode_products`",
+        "draft_decode", "draft, in decoding: a layer of up to 16 rows in the seven kernels of `decode_products`",
         "drafts/layer.py", "tests/unit_tests/drafts/test_few_rows.py", draft_paths.draft_decode,
     ),
     Path(
