@@ -24,7 +24,7 @@ from megatron_spec.config import ENGINE, LOCAL, ObjectiveConfig, ParallelConfig,
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.features.ahead import FeaturesAhead
 from megatron_spec.features.online import OnlineFeatures
-from megatron_spec.ops import overlap
+from megatron_spec.ops import overlap, shared_linear
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World
@@ -141,7 +141,9 @@ def gradients(
 def equality(layout: str, reference: Path, tiny: bool) -> list[dict[str, Any]]:
     """Relative differences of loss and gradients from one GPU; the run on one GPU writes them."""
     world, engine = start(layout)
-    overlap.SMALLEST_PIECE = 256  # these micro-batches are small, and go in pieces like large ones
+    overlap.SMALLEST_PIECE = shared_linear.FEWEST_ROWS = (
+        256  # these micro-batches are small, and divided like large ones
+    )
     entries = []
     for dtype in (torch.float32, torch.bfloat16):
         if engine and dtype == torch.float32:

@@ -25,18 +25,18 @@ from megatron_spec.features.online import OnlineFeatures
 from megatron_spec.ops.overlap import RankSums, Wait
 from megatron_spec.runtime.distributed import World
 
-LAYERS, STEPS, DRAFT_VOCAB = 8, 3, 32000
+LAYERS, STEPS, DRAFT_VOCAB = 8, 7, 32000
 SHAPE = {"num_layers": LAYERS}
 SLOT_BYTES = 32 << 20
 """Of the slots in symmetric memory, into which sums by torch's kernel are copied."""
 
 
 class Pieces(RankSums):
-    """Sums whose rows go in a number of pieces."""
+    """Sums of the base whose rows go in a number of pieces; the draft's weight gradients beside its sums, or after."""
 
-    def __init__(self, group: dist.ProcessGroup, count: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, count: int, beside: bool = True) -> None:
         super().__init__(group)
-        self.count = count
+        self.count, self.beside_gradients = count, beside
 
     def pieces(self, rows: int) -> list[slice]:
         """Equal pieces."""
@@ -166,10 +166,11 @@ def milliseconds(action: Callable[[], Any], world: World, rounds: int) -> float:
     return float(slowest)
 
 
-def few_channels(most: int) -> dist.ProcessGroup:
-    """All ranks in an NCCL group of at most `most` thread blocks a kernel."""
+def high_priority(most: int | None = None) -> dist.ProcessGroup:
+    """All ranks in an NCCL group whose kernels go first, in at most `most` thread blocks."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = most
+    if most is not None:
+        options.config.max_ctas = most
     return dist.new_group(pg_options=options)
 
 
@@ -177,14 +178,18 @@ def variants(work: Work) -> dict[str, Callable[[], RankSums]]:
     """Name -> means of summing; those that need CUDA are left out without it."""
     tp, device = work.world.tp, work.world.device
     found: dict[str, Callable[[], RankSums]] = {
-        "no sums": lambda: NoSums(tp, 1), "no sums, 2 pieces": lambda: NoSums(tp, 2),
-        "all-reduce": lambda: Pieces(tp, 1), "all-reduce, 2 pieces": lambda: Pieces(tp, 2),
-        "all-reduce, 4 pieces": lambda: Pieces(tp, 4),
+        "no sums": lambda: NoSums(tp, 1), "no sums, gradients after": lambda: NoSums(tp, 1, False),
+        "no sums, 2 pieces": lambda: NoSums(tp, 2),
+        "all-reduce": lambda: Pieces(tp, 1), "all-reduce, gradients after": lambda: Pieces(tp, 1, False),
+        "all-reduce, 2 pieces": lambda: Pieces(tp, 2),
     }  # fmt: skip
     if device.type != "cuda":
         return found
-    for most in (4, 8, 16):
-        found[f"all-reduce, 2 pieces, {most} CTAs"] = lambda n=most: Pieces(few_channels(n), 2)  # type: ignore[misc]
+    for count in (1, 2):
+        for most in (None, 8, 16):
+            told = f"{', 2 pieces' * (count == 2)}, high priority{'' if most is None else f', {most} CTAs'}"
+            found["all-reduce" + told] = lambda n=most, c=count: Pieces(high_priority(n), c)  # type: ignore[misc]
+    found["all-reduce, again"] = lambda: Pieces(tp, 1)
     found["no sums, again"] = lambda: NoSums(tp, 1)
     found["symmetric two-shot kernel, 2 pieces"] = lambda: KernelSums(tp, 2, device)
     return found
@@ -201,24 +206,32 @@ def say(world: World, text: str) -> None:
         print(text, flush=True)
 
 
+def _concerned(name: str) -> list[str]:
+    """The parts that differ: the draft has no pieces, the base no gradients."""
+    parts = ["base, a layer", "draft, a step"]
+    return parts[:1] if "pieces" in name else parts[1:] if "gradients" in name else parts
+
+
 def compare(work: Work, half: dict[str, float], rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of a layer and a draft step with every means of summing."""
     names, found = ["base, a layer", "draft, a step"], {}
-    say(work.world, f"\n{'ms':36}" + "".join(f"{name:>16} {'ratio':>7}" for name in names))
+    say(work.world, f"\n{'ms':44}" + "".join(f"{name:>16} {'ratio':>7}" for name in names))
     rows = {"one GPU, halved": lambda: half, **variants(work)}
     for name, make in rows.items():
         try:
             sums = make()
             if isinstance(sums, RankSums):
                 work.sums(sums)
-                found[name] = measured(work, rounds, names)
+                found[name] = measured(work, rounds, _concerned(name))
             else:
                 found[name] = {n: half[n] for n in names}
         except Exception as error:
-            say(work.world, f"{name:36} failed: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
+            say(work.world, f"{name:44} failed: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
             continue
-        cells = "".join(f"{found[name][n]:16.3f} {half[n] / found[name][n]:7.1%}" for n in names)
-        say(work.world, f"{name:36}{cells}")
+        cells = "".join(
+            f"{found[name][n]:16.3f} {half[n] / found[name][n]:7.1%}" if n in found[name] else " " * 24 for n in names
+        )
+        say(work.world, f"{name:44}{cells}")
     return found
 
 

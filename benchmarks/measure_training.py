@@ -74,7 +74,6 @@ def new_draft(base: FrozenBase, world: World, T: int, args: argparse.Namespace) 
         loss=args.loss,
         block_weights=args.block_weights,
         backbone_weight=args.backbone_weight,
-        step_weights=args.step_weights,
     )
     return draft, presets.objective_for(draft.config, objective)
 

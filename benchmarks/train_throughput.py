@@ -31,6 +31,10 @@ from megatron_spec.config import LossKind, ObjectiveConfig
 from megatron_spec.config.layers import BaseRecipe
 from megatron_spec.config.training import BlockWeights, StepWeights
 from megatron_spec.planning.paths import PATHS
+from megatron_spec.runtime.optional import leave_out_engine
+
+OF_BLOCK_DRAFTS = ("draft_layers", "block_size", "anchors", "block_weights", "backbone_weight")
+OF_EAGLE = ("step_weights", "draft_vocab_size")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -69,12 +73,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a tiny model: works on a CPU")
     parser.add_argument("--profile", default=None, metavar="PREFIX", help="write the time per kernel to PREFIX_S_T.txt")
     parser.add_argument("--output", type=Path, default=None, help="JSON file")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name in OF_BLOCK_DRAFTS if args.draft == "eagle3" else OF_EAGLE:
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} does nothing with --draft {args.draft}: leave it out")
+    if args.fp8_recipe and not args.transformer_engine:
+        parser.error("--fp8-recipe needs --transformer-engine")
+    return args
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Measure every (length, steps) pair; print a table, write JSON."""
     args = parse(argv)
+    if not args.transformer_engine:
+        leave_out_engine()  # like finetune.py
     from benchmarks import measure_training  # --help does without what it imports
 
     return measure_training.main(args, argv or sys.argv[1:])

@@ -24,6 +24,7 @@ from megatron_spec.drafts.recurrent import RecurrentDraft
 from megatron_spec.drafts.unroll import Supervision, head_losses, teach, unroll
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.ops.overlap import RankSums
+from megatron_spec.ops.shared_linear import shared_linear
 
 
 class EagleDraft(RecurrentDraft):
@@ -75,8 +76,10 @@ class EagleDraft(RecurrentDraft):
         if self.config.fc_norm:
             parts = x.chunk(len(self.fc_norm), dim=-1)
             x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        out: Tensor = self.fc(x)
-        return out
+        if self.sequence_parallel or not self.fc.plain:
+            return self.fc(x)  # type: ignore[no-any-return]
+        out = shared_linear(self.fc.quantized_input(x), self.fc.quantized_weight(), self.tp_group)
+        return out if self.fc.bias is None else out + self.fc.bias
 
     def layer_step(
         self, hidden_SBH: Tensor, embedding_SBH: Tensor, positions_BS: Tensor, attention: Attention

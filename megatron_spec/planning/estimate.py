@@ -187,6 +187,8 @@ def _activation_bytes(place: Place, rows: float, width: int) -> float:
         return _block_activation_bytes(place, draft, rows, width)
     scattered, fused = place.parallel.sequence_parallel, place.fast_paths.on("draft_fused")
     residual, qkv = (9.0, 1) if fused else (3 + 11 / tp if scattered else 14.0, 2)
+    goal = place.fast_paths.setting.objective
+    residual += goal is not None and goal.step_weights == "d-pace"  # the states again, in another order
     step = residual * draft.hidden_size + (qkv * qkv_width(draft) + attention_width(draft)) / tp
     mlp, total = mlp_width(draft) / tp, rows * place.ttt_steps
     gates = total * (2 if fused else 4)
