@@ -37,8 +37,9 @@ class Backward:
     def __init__(self, tape: Tape, sums: GradientSums) -> None:
         self.tape, self.sums = tape, sums
         sizes, steps, weights = tape.sizes, tape.steps, tape.weights
-        self.d_after, self.d_inner = (tape.empty(tape.most, sizes.hidden) for _ in range(2))
-        self.gated = tape.empty(tape.most, sizes.intermediate)
+        rows = sizes.rows if tape.early else tape.most  # of a step, or of a group of steps
+        self.d_after, self.d_inner = (tape.empty(rows, sizes.hidden) for _ in range(2))
+        self.gated = tape.empty(rows, sizes.intermediate)
         self.d_qkv = tape.empty(steps.span(0, sizes.steps).stop, sizes.qkv_width)
         self.d_trunk = [
             torch.empty(x.numel() // sizes.kv_width, sizes.kv_width, dtype=torch.float32, device=x.device)
@@ -76,7 +77,8 @@ class Backward:
     def _step(self, k: int, part: slice, d_state: Tensor, above: Above | None) -> Above:
         """Backward of one step; `part` is its slice of the group's buffers."""
         tape, count = self.tape, self.tape.steps.count(k)
-        d_after, d_inner, gated = self.d_after[part], self.d_inner[part], self.gated[part]
+        own = slice(0, count) if tape.early else part
+        d_after, d_inner, gated = self.d_after[own], self.d_inner[own], self.gated[own]
         d_normed, gate_up = self.d_normed[:count], self._gates(k, part)
         self._into_after(k, d_state, self._reaching(k, above), d_after)
         d_gated = tape.down_product.backward(d_after, out=self.d_gated[:count])
@@ -84,12 +86,12 @@ class Backward:
         round_(tape.mlp.down_proj, gated)
         summed = tape.start_sum(tape.gate_up_product.backward(gate_up, out=d_normed))
         if tape.early:
-            self._down_gradient(part)
+            self._down_gradient(own)
         self._into_inner(k, summed(), d_after, d_inner)
         self._attention(k, tape.o_product.backward(d_inner, out=torch.empty_like(tape.at(tape.q, k))))
         summed = tape.start_sum(tape.qkv_product.backward(tape.at(self.d_qkv, k), out=d_normed))
         if tape.early:
-            self._attention_gradients(k, k + 1, part)
+            self._attention_gradients(k, k + 1, own)
         return Above(d_inner, summed)
 
     def _gates(self, k: int, part: slice) -> Tensor:
@@ -169,12 +171,12 @@ class Backward:
             self._attention_gradients(start, end, rows)
 
     def _down_gradient(self, rows: slice) -> None:
-        """Of the steps that have these rows of the group's buffers."""
+        """Of the steps that have these rows of the buffers."""
         add_product(self.sums.of(self.tape.weights.down), self.d_after[rows].t(), self.gated[rows])
 
     def _attention_gradients(self, start: int, end: int, rows: slice) -> None:
-        """Of o and of the state's half of q, k and v, in steps start..end-1, whose rows of the group's buffers are
-        `rows`."""
+        """Of o and of the state's half of q, k and v, in steps start..end-1, which have these rows of the
+        buffers."""
         tape, sums, span = self.tape, self.sums, self.tape.steps.span(start, end)
         add_product(sums.of(tape.weights.o), self.d_inner[rows].t(), tape.attended(start, end))
         for parameter, columns in self._qkv_columns():
