@@ -1,14 +1,18 @@
-"""Time of every product of a decoding layer, over the ways in which it may be divided.
+"""Time of every product of a decoding layer, over the ways in which it may be divided, and of whole steps.
 
     python benchmarks/decode_products.py --output products.jsonl
 
-For every product of a layer and the head of three bases, with 1 row and with 5 (a verification), many divisions
-(`ops/kernels/few_rows.Tiles`) are timed in CUDA graphs that go through copies of the weights, more than the cache
-holds. Kernels are compiled in processes of their own first. One line of JSON per product: microseconds and TB/s of
-weights of the division that `tiles_of` gives, of the one before it was introduced, of the fastest for both numbers of
-rows together, the same started while the kernel before runs (`early`), and of cuBLAS (product alone); whether one row
-alone has the bits that it has among five; the largest error against fp64, of the largest value. The last line has the
-sums over a base's layers, in milliseconds. `--output`: everything that was timed.
+First a line of JSON per base: milliseconds of a step (all layers and the head) with 1 row and with 5 (a verification)
+by our kernels, by the same started while the kernel before runs (`ops/kernels/decode.EARLY`), and with cuBLAS's
+products; whether the early ones give the same bits, and a row alone those that it has among five; microseconds of a
+norm.
+
+Then, for every product of a layer and the head, many divisions (`ops/tiles.Tiles`) are timed in CUDA graphs that go
+through copies of the weights, more than the cache holds. Kernels are compiled in processes of their own first. One line
+per product: microseconds and TB/s of weights of the division that `tiles_of` gives, of the fastest for both numbers of
+rows together, and of cuBLAS (product alone); whether one row alone has the bits that it has
+among five; the largest error against fp64, of the largest value. The last line has the sums over a base's layers, in
+milliseconds, and the products that take more than 1.1 times as long as cuBLAS's. `--output`: everything that was timed.
 """
 
 from __future__ import annotations
@@ -27,6 +31,9 @@ BASES = {
     "8B": (32, 4096, 6144, 14336, 128256),
 }  # fmt: skip
 """Layers, hidden size, outputs of the projection to queries, keys and values, size of the MLP, vocabulary."""
+HEADS = {"Qwen2.5-Coder-0.5B": (14, 2, 64), "SmolLM2-135M": (9, 3, 64), "8B": (32, 8, 128)}
+"""Query and key/value heads, head size."""
+ROWS = (1, 5)
 
 
 def make_parser() -> cli.Parser:

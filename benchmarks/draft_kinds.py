@@ -74,6 +74,9 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "late captures, frozen head": {"fields": {**_LATE, "frozen_head": True}},
     "late captures, T = 4": {"fields": _LATE, "objective": {"ttt_steps": 4}},
     "late captures, frozen head, T = 4": {"fields": {**_LATE, "frozen_head": True}, "objective": {"ttt_steps": 4}},
+    "late captures, frozen head, T = 4, d-pace": {
+        "fields": {**_LATE, "frozen_head": True}, "objective": {"ttt_steps": 4, "step_weights": "d-pace"},
+    },
     "base in fp8": {"fp8": ("base_fp8",)},
     "draft in fp8": {"fp8": ("draft_fp8",)},
     "base and draft in fp8": {"fp8": ("base_fp8", "draft_fp8")},

@@ -24,7 +24,7 @@ from megatron_spec.config import ENGINE, LOCAL, ObjectiveConfig, ParallelConfig,
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.features.ahead import FeaturesAhead
 from megatron_spec.features.online import OnlineFeatures
-from megatron_spec.ops import overlap
+from megatron_spec.ops import overlap, shared_linear
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed, platform
 from megatron_spec.runtime.distributed import World
@@ -141,7 +141,9 @@ def gradients(
 def equality(layout: str, reference: Path, tiny: bool) -> list[dict[str, Any]]:
     """Relative differences of loss and gradients from one GPU; the run on one GPU writes them."""
     world, engine = start(layout)
-    overlap.SMALLEST_PIECE = 256  # these micro-batches are small, and go in pieces like large ones
+    overlap.SMALLEST_PIECE = shared_linear.FEWEST_ROWS = (
+        256  # these micro-batches are small, and divided like large ones
+    )
     entries = []
     for dtype in (torch.float32, torch.bfloat16):
         if engine and dtype == torch.float32:
@@ -213,7 +215,6 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
 
     run(flush * -(-args.warmup // flush))
     seconds = run(flush * -(-args.steps // flush))
-    of_draft, shared = ("draft_fused", "loss_kernel", "teacher_kernel"), ("tp_symmetric",) if world.tp_size > 1 else ()
     tokens_of_step = B * S * mine * world.pp_size * world.dp_size
     found = {
         "layout": layout, "gpus": world.size, "model": "tiny" if args.tiny else args.model, "seq_length": S,
@@ -223,7 +224,7 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
         "off": {
             name: models.paths.blocked[name]
-            for models, names in ((base, ("base_direct", *shared)), (draft, (*of_draft, *shared)))
+            for models, names in ((base, ("base_direct",)), (draft, ("draft_fused", "loss_kernel", "teacher_kernel")))
             for name in names
             if name in models.paths.blocked
         },

@@ -22,20 +22,21 @@ from megatron_spec.batch import Batch
 from megatron_spec.config import ObjectiveConfig
 from megatron_spec.drafts.unroll import head_losses, teach
 from megatron_spec.features.online import OnlineFeatures
-from megatron_spec.ops import overlap, peer_memory
-from megatron_spec.ops.overlap import PeerLink, RankSums, Sum
+from megatron_spec.ops.overlap import RankSums, Wait
 from megatron_spec.runtime.distributed import World
 
-LAYERS, STEPS, DRAFT_VOCAB = 8, 3, 32000
+LAYERS, STEPS, DRAFT_VOCAB = 8, 7, 32000
 SHAPE = {"num_layers": LAYERS}
+SLOT_BYTES = 32 << 20
+"""Of the slots in symmetric memory, into which sums by torch's kernel are copied."""
 
 
 class Pieces(RankSums):
-    """Sums whose rows go in a number of pieces."""
+    """Sums of the base whose rows go in a number of pieces; the draft's weight gradients beside its sums, or after."""
 
-    def __init__(self, group: dist.ProcessGroup, count: int, link: PeerLink | None = None) -> None:
-        super().__init__(group, None if link is None else lambda x: link)
-        self.count = count
+    def __init__(self, group: dist.ProcessGroup, count: int, beside: bool = True) -> None:
+        super().__init__(group)
+        self.count, self.beside_gradients = count, beside
 
     def pieces(self, rows: int) -> list[slice]:
         """Equal pieces."""
@@ -46,22 +47,9 @@ class Pieces(RankSums):
 class NoSums(Pieces):
     """Nothing is summed: the upper limit."""
 
-    def start(self, x: Tensor) -> Sum:
+    def start(self, x: Tensor) -> Wait:
         """x."""
-        return Sum(x)
-
-
-class Ready(Sum):
-    """A sum that is complete after an event."""
-
-    def __init__(self, x: Tensor, done: torch.cuda.Event) -> None:
-        super().__init__(x)
-        self.done = done
-
-    def __call__(self) -> Tensor:
-        """The sum."""
-        torch.cuda.current_stream().wait_event(self.done)
-        return self.x
+        return lambda: x
 
 
 class KernelSums(Pieces):
@@ -71,13 +59,13 @@ class KernelSums(Pieces):
         import torch.distributed._symmetric_memory as symmetric
 
         super().__init__(group, count)
-        self.memory = symmetric.empty(6, peer_memory.SLOT_BYTES, dtype=torch.uint8, device=device)
+        self.memory = symmetric.empty(6, SLOT_BYTES, dtype=torch.uint8, device=device)
         symmetric.rendezvous(self.memory, group)
         self.stream, self.uses = torch.cuda.Stream(device), 0
 
-    def start(self, x: Tensor) -> Sum:
+    def start(self, x: Tensor) -> Wait:
         """Copy into symmetric memory, sum there, copy back."""
-        chunks = x.view(-1).split(peer_memory.SLOT_BYTES // x.element_size())
+        chunks = x.view(-1).split(SLOT_BYTES // x.element_size())
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             for chunk in chunks:
@@ -88,7 +76,13 @@ class KernelSums(Pieces):
                 chunk.copy_(slot)
             done = torch.cuda.Event()
             done.record()
-        return Ready(x, done)
+
+        def wait() -> Tensor:
+            """The sum."""
+            torch.cuda.current_stream().wait_event(done)
+            return x
+
+        return wait
 
 
 class Work:
@@ -119,7 +113,7 @@ class Work:
         """Sum by other means."""
         if self.base.direct is not None:
             self.base.direct.sums = sums
-        self.draft._sums = sums
+        self.draft.sums = sums
 
     def layers(self) -> None:
         """Embedding and all layers of the base."""
@@ -172,10 +166,11 @@ def milliseconds(action: Callable[[], Any], world: World, rounds: int) -> float:
     return float(slowest)
 
 
-def few_channels(most: int) -> dist.ProcessGroup:
-    """All ranks in an NCCL group of at most `most` thread blocks a kernel."""
+def high_priority(most: int | None = None) -> dist.ProcessGroup:
+    """All ranks in an NCCL group whose kernels go first, in at most `most` thread blocks."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = most
+    if most is not None:
+        options.config.max_ctas = most
     return dist.new_group(pg_options=options)
 
 
@@ -183,18 +178,18 @@ def variants(work: Work) -> dict[str, Callable[[], RankSums]]:
     """Name -> means of summing; those that need CUDA are left out without it."""
     tp, device = work.world.tp, work.world.device
     found: dict[str, Callable[[], RankSums]] = {
-        "no sums": lambda: NoSums(tp, 1), "no sums, 2 pieces": lambda: NoSums(tp, 2),
-        "all-reduce": lambda: Pieces(tp, 1), "all-reduce, 2 pieces": lambda: Pieces(tp, 2),
-        "all-reduce, 4 pieces": lambda: Pieces(tp, 4),
+        "no sums": lambda: NoSums(tp, 1), "no sums, gradients after": lambda: NoSums(tp, 1, False),
+        "no sums, 2 pieces": lambda: NoSums(tp, 2),
+        "all-reduce": lambda: Pieces(tp, 1), "all-reduce, gradients after": lambda: Pieces(tp, 1, False),
+        "all-reduce, 2 pieces": lambda: Pieces(tp, 2),
     }  # fmt: skip
     if device.type != "cuda":
         return found
-    link = peer_memory.connect(tp, device, slots=12)  # four pieces and those before them
-    if link is not None:
-        for count in (1, 2, 4):
-            found[f"peer copies, {count} piece{'s' * (count > 1)}"] = lambda n=count: Pieces(tp, n, link)  # type: ignore[misc]
-    for most in (4, 8, 16):
-        found[f"all-reduce, 2 pieces, {most} CTAs"] = lambda n=most: Pieces(few_channels(n), 2)  # type: ignore[misc]
+    for count in (1, 2):
+        for most in (None, 8, 16):
+            told = f"{', 2 pieces' * (count == 2)}, high priority{'' if most is None else f', {most} CTAs'}"
+            found["all-reduce" + told] = lambda n=most, c=count: Pieces(high_priority(n), c)  # type: ignore[misc]
+    found["all-reduce, again"] = lambda: Pieces(tp, 1)
     found["no sums, again"] = lambda: NoSums(tp, 1)
     found["symmetric two-shot kernel, 2 pieces"] = lambda: KernelSums(tp, 2, device)
     return found
@@ -211,34 +206,40 @@ def say(world: World, text: str) -> None:
         print(text, flush=True)
 
 
+def _concerned(name: str) -> list[str]:
+    """The parts that differ: the draft has no pieces, the base no gradients."""
+    parts = ["base, a layer", "draft, a step"]
+    return parts[:1] if "pieces" in name else parts[1:] if "gradients" in name else parts
+
+
 def compare(work: Work, half: dict[str, float], rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of a layer and a draft step with every means of summing."""
     names, found = ["base, a layer", "draft, a step"], {}
-    say(work.world, f"\n{'ms':36}" + "".join(f"{name:>16} {'ratio':>7}" for name in names))
+    say(work.world, f"\n{'ms':44}" + "".join(f"{name:>16} {'ratio':>7}" for name in names))
     rows = {"one GPU, halved": lambda: half, **variants(work)}
     for name, make in rows.items():
         try:
             sums = make()
             if isinstance(sums, RankSums):
                 work.sums(sums)
-                found[name] = measured(work, rounds, names)
+                found[name] = measured(work, rounds, _concerned(name))
             else:
                 found[name] = {n: half[n] for n in names}
         except Exception as error:
-            say(work.world, f"{name:36} failed: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
+            say(work.world, f"{name:44} failed: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
             continue
-        cells = "".join(f"{found[name][n]:16.3f} {half[n] / found[name][n]:7.1%}" for n in names)
-        say(work.world, f"{name:36}{cells}")
+        cells = "".join(
+            f"{found[name][n]:16.3f} {half[n] / found[name][n]:7.1%}" if n in found[name] else " " * 24 for n in names
+        )
+        say(work.world, f"{name:44}{cells}")
     return found
 
 
 def losses_of_parts(work: Work, half: dict[str, float], rounds: int) -> dict[str, Any]:
     """Every part of a step as the package runs it, against half of one GPU's; milliseconds of a whole step."""
-    work.sums(overlap.rank_sums(work.world.tp, work.base.paths))
+    work.sums(RankSums(work.world.tp))
     now = measured(work, rounds, list(PARTS))
-    on = work.base.paths.on("tp_symmetric")
-    say(work.world, f"\nsums by {'peer copies, if they work here' if on else 'all-reduce'}")
-    say(work.world, f"{'ms of a step':20}{'halved':>10}{'two GPUs':>10}{'lost':>8}")
+    say(work.world, f"\n{'ms of a step':20}{'halved':>10}{'two GPUs':>10}{'lost':>8}")
     found, total = {}, [0.0, 0.0]
     for name, (_, _, units) in PARTS.items():
         row = [half[name] * units, now[name] * units]
@@ -249,21 +250,14 @@ def losses_of_parts(work: Work, half: dict[str, float], rounds: int) -> dict[str
     return found
 
 
-def alone(work: Work, rounds: int) -> dict[str, float]:
+def alone(work: Work, rounds: int) -> float:
     """Milliseconds of one sum of a step's rows, with nothing else running; GB/s that each rank sends."""
     rows, width = work.batch.tokens_BS.numel(), work.base.config.hidden_size
     x = torch.ones(rows, width, dtype=work.base.dtype, device=work.world.device)
-    found: dict[str, float] = {}
-    for name, sums in {"all-reduce": Pieces(work.world.tp, 1), **_linked(work)}.items():
-        ms = milliseconds(lambda s=sums: [s.start(x)() for _ in range(10)], work.world, rounds) / 10  # type: ignore[misc]
-        found[name] = ms
-        say(work.world, f"{name:20}{ms:10.3f} ms{x.numel() * x.element_size() / ms / 1e6:10.0f} GB/s")
-    return found
-
-
-def _linked(work: Work) -> dict[str, RankSums]:
-    link = peer_memory.connect(work.world.tp, work.world.device) if work.world.device.type == "cuda" else None
-    return {} if link is None else {"peer copies": Pieces(work.world.tp, 1, link)}
+    sums = RankSums(work.world.tp)
+    ms = milliseconds(lambda: [sums.start(x)() for _ in range(10)], work.world, rounds) / 10
+    say(work.world, f"{'all-reduce':20}{ms:10.3f} ms{x.numel() * x.element_size() / ms / 1e6:10.0f} GB/s")
+    return ms
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:

@@ -17,27 +17,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.decode_products import BASES
+from benchmarks import measure_steps
+from benchmarks.decode_products import BASES, ROWS
+from benchmarks.measure_steps import L2
 from megatron_spec.config import UserError
 
 if TYPE_CHECKING:
-    from megatron_spec.ops.kernels.few_rows import Tiles
+    from megatron_spec.ops.tiles import Tiles
 
-ROWS = (1, 5)
-L2 = 128 << 20
-"""Bytes of weights that a graph goes through: more than an H200's cache of 50 MB keeps."""
 MEMORY = 220 << 10
 """Bytes of shared memory of a processor."""
 
 
 class Product(NamedTuple):
-    """A product of a base: O outputs of H inputs, with a norm before, a gate or a residual sum after it."""
+    """A product of a base: O outputs of H inputs, with a gate or a residual sum after it."""
 
     base: str
     name: str
     outputs: int
     inputs: int
-    norm: bool = False
     gated: bool = False
     rest: bool = False
 
@@ -52,23 +50,16 @@ def products() -> list[Product]:
     found = [Product("", "nothing", 16, 128)]
     for base, (_, H, qkv, mlp, vocabulary) in BASES.items():
         found += [
-            Product(base, "qkv", qkv, H, norm=True), Product(base, "proj", H, H, rest=True),
-            Product(base, "gate and up", mlp, H, norm=True, gated=True), Product(base, "down", H, mlp, rest=True),
+            Product(base, "qkv", qkv, H), Product(base, "proj", H, H, rest=True),
+            Product(base, "gate and up", mlp, H, gated=True), Product(base, "down", H, mlp, rest=True),
             Product(base, "head", vocabulary, H),
         ]  # fmt: skip
     return found
 
 
-def before(product: Product) -> Tiles:
-    """How all products were divided before `tiles_of`."""
-    from megatron_spec.ops.kernels.few_rows import Tiles
-
-    return Tiles(16, 256 if product.inputs >= 2048 else 128, 1, 4, 4)
-
-
 def usual(product: Product) -> Tiles:
     """How the product is divided now."""
-    from megatron_spec.ops.kernels.few_rows import tiles_of
+    from megatron_spec.ops.tiles import tiles_of
 
     return tiles_of(product.outputs, product.inputs, product.gated)
 
@@ -77,12 +68,12 @@ DEVICE = "cuda"
 
 
 def grid(product: Product) -> list[Tiles]:
-    """Divisions to try, the present and the former one first, the others in a random order."""
-    from megatron_spec.ops.kernels.few_rows import PROGRAMS, SHARE, Tiles
+    """Divisions to try, the present one first, the others in a random order."""
+    from megatron_spec.ops.tiles import PROGRAMS, SHARE, Tiles
 
     found: list[Tiles] = []
     wide, (O, H) = product.name == "head", (product.outputs, product.inputs)
-    columns, blocks = (16, 32, 64, 128) if wide else (8, 16, 32), (128, 256, 512) if H >= 2048 else (128, 256)
+    columns, blocks = (32, 64, 128) if wide else (16, 32, 64), (128, 256, 512) if H >= 2048 else (128, 256)
     for cols, block, ahead, warps in itertools.product(
         columns, blocks, (3, 6), (4, 8) if wide or H >= 2048 else (2, 4)
     ):
@@ -95,7 +86,7 @@ def grid(product: Product) -> list[Tiles]:
             if useful and memory * min(2, max(1, places * parts // 132)) <= MEMORY:
                 found.append(Tiles(cols, block, parts, warps, stages))
     random.Random(O).shuffle(found)
-    return list(dict.fromkeys([usual(product), before(product), usual(product)._replace(early=True), *found]))
+    return list(dict.fromkeys([usual(product), *found]))
 
 
 class Inputs:
@@ -110,39 +101,25 @@ class Inputs:
             """Random values."""
             return torch.randn(*shape, generator=make, device=DEVICE, dtype=torch.bfloat16)
 
-        self.x, self.norm, self.rest = draw(16, H), draw(H), draw(16, O)
+        self.x, self.rest = draw(16, H), draw(16, O)
         self.weights = [draw(1 + product.gated, O, H).mul_(H**-0.5) for _ in range(count)]
 
     def run(self, rows: int, tiles: Tiles | None, copy: int = 0) -> Tensor:
-        """The product, by the kernel, or without norm, gate and residual sum by cuBLAS (tiles: None)."""
+        """The product, by the kernel, or without gate and residual sum by cuBLAS (tiles: None)."""
         from megatron_spec.ops.kernels.few_rows import few_rows_product
 
         product, weights = self.product, self.weights[copy]
         if tiles is None:
             return torch.nn.functional.linear(self.x[:rows], weights.flatten(0, 1))
         return few_rows_product(
-            self.x[:rows], tuple(weights), None, self.norm if product.norm else None, 1e-6, product.gated,
-            self.rest[:rows] if product.rest else None, tiles=tiles,
+            self.x[:rows], tuple(weights), gated=product.gated,
+            rest_RO=self.rest[:rows] if product.rest else None, tiles=tiles,
         )  # fmt: skip
 
     def micros(self, rows: int, tiles: Tiles | None) -> float:
         """Microseconds of a product in a graph of many: the fastest of some replays."""
-        self.run(rows, tiles)
-        torch.cuda.synchronize()
-        graph, count = torch.cuda.CUDAGraph(), max(len(self.weights), 4)
-        with torch.cuda.graph(graph):
-            for i in range(count):
-                self.run(rows, tiles, i % len(self.weights))
-        graph.replay()
-        best = float("inf")
-        for _ in range(4):
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            events[0].record()
-            graph.replay()
-            events[1].record()
-            events[1].synchronize()
-            best = min(best, events[0].elapsed_time(events[1]) * 1e3 / count)
-        return best
+        copies = len(self.weights)
+        return measure_steps.micros(lambda i: self.run(rows, tiles, i % copies), max(copies, 4))
 
     def check(self, tiles: Tiles) -> dict[str, Any]:
         """Bits of a row alone and among five; error against fp64."""
@@ -151,9 +128,8 @@ class Inputs:
         product, five = self.product, self.run(5, tiles)
         same = all(torch.equal(self.run(n, tiles), five[:n]) for n in (1, 3))
         exact = plain.few_rows_product(
-            self.x[:5].double(), [w.double() for w in self.weights[0]], None,
-            self.norm.double() if product.norm else None, 1e-6, product.gated,
-            self.rest[:5].double() if product.rest else None,
+            self.x[:5].double(), [w.double() for w in self.weights[0]], gated=product.gated,
+            rest_RO=self.rest[:5].double() if product.rest else None,
         )  # fmt: skip
         return {"same_bits": same, "error": float((five - exact).abs().max() / exact.abs().max())}
 
@@ -172,15 +148,23 @@ def _compile(share: list[tuple[Product, Tiles]], until: float) -> None:
             kept[product].run(1, tiles)
 
 
-def compile_all(work: list[tuple[Product, Tiles]], processes: int, seconds: float) -> None:
-    """`_compile` in processes of their own: every kernel once, whichever products it serves, the first ones first."""
+def _compile_step(base: str, way: str) -> None:
+    with contextlib.suppress(Exception):  # the measurement says so
+        measure_steps.Step(base, layers=1).way(way, 1)
+
+
+def compile_all(work: list[tuple[Product, Tiles]], bases: list[str], processes: int, seconds: float) -> None:
+    """`_compile` in processes of their own: every kernel once, whichever products it serves, the first ones first; and
+    the kernels of steps."""
     seen: dict[Any, tuple[Product, Tiles]] = {}
     for product, tiles in work:
         even = product.inputs % tiles.block == 0
-        seen.setdefault((product.norm, product.gated, product.rest, even, tiles), (product, tiles))
+        seen.setdefault((product.gated, product.rest, even, tiles), (product, tiles))
     todo, until = list(seen.values()), time.time() + seconds
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        steps = pool.starmap_async(_compile_step, itertools.product(bases, measure_steps.WAYS), chunksize=1)
         pool.starmap(_compile, [(todo[i::processes], until) for i in range(processes)], chunksize=1)
+        steps.get()
 
 
 class Timed(NamedTuple):
@@ -201,30 +185,34 @@ def line_of(inputs: Inputs, timed: list[Timed], skipped: int) -> dict[str, Any]:
     ways: dict[str, Any] = {}
     best = min(timed, key=lambda t: t.total)
     by_tiles = {t.tiles: t for t in timed}
-    for name, found in (("now", by_tiles[usual(product)]), ("before", by_tiles[before(product)]), ("best", best)):
+    for name, found in (("now", by_tiles[usual(product)]), ("best", best)):
         micros = {n: round(t, 2) for n, t in found.micros.items()}
         ways[name] = {"tiles": found.tiles._asdict(), "us": micros, "TB/s": round(product.bytes / micros[1] / 1e6, 2)}
-    early = best.tiles._replace(early=not best.tiles.early)
     near = sorted(timed, key=lambda t: t.total)[1:5]
     return {
         **{k: v for k, v in product._asdict().items() if v is not False}, **ways,
         "next": [(*t.tiles, round(t.micros[1], 2), round(t.micros[5], 2)) for t in near],
-        "best_early" if early.early else "best_not_early": {n: round(inputs.micros(n, early), 2) for n in ROWS},
         "cublas_us": {n: round(inputs.micros(n, None), 2) for n in ROWS},
-        "now_is": inputs.check(usual(product)), "best_is": inputs.check(best.tiles), "early_is": inputs.check(early),
+        "now_is": inputs.check(usual(product)), "best_is": inputs.check(best.tiles),
         "tried": len(timed), "do_not_run": skipped,
     }  # fmt: skip
 
 
-def sums(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Milliseconds of a step's products, layers and head, of every base, by way and number of rows."""
+def sums(lines: list[dict[str, Any]], bases: list[str]) -> dict[str, Any]:
+    """Milliseconds of a step's products, layers and head, of every base, by way and number of rows; products that are
+    slower than 1.1 times cuBLAS's."""
     found: dict[str, Any] = {}
-    for base, (layers, *_) in BASES.items():
-        mine = [line for line in lines if line["base"] == base]
+    for base in bases:
+        mine = [({**{way: line[way]["us"] for way in ("now", "best")}, "cublas": line["cublas_us"]}, line["name"])
+                for line in lines if line["base"] == base]  # fmt: skip
         found[base] = {
-            way: [round(sum(m[way]["us"][n] * (1 if m["name"] == "head" else layers) for m in mine) / 1e3, 3)
+            way: [round(sum(us[way][n] * (1 if name == "head" else BASES[base][0]) for us, name in mine) / 1e3, 3)
                   for n in ROWS]
-            for way in ("now", "before", "best")
+            for way in ("now", "best", "cublas")
+        }  # fmt: skip
+        found[base]["slower"] = {
+            name: [round(us["now"][n] / us["cublas"][n], 2) for n in ROWS]
+            for us, name in mine if any(us["now"][n] > 1.1 * us["cublas"][n] for n in ROWS)
         }  # fmt: skip
     return found
 
@@ -234,17 +222,20 @@ def measure(args: argparse.Namespace) -> None:
     if not torch.cuda.is_available():
         raise UserError("no GPU was found, expected one: the kernels are timed there")
     start, write = time.monotonic(), _writer(args.output)
-    wanted = [p for p in products() if not args.base or p.base in (*args.base, "")]
+    bases = args.base or list(BASES)
+    wanted = [p for p in products() if p.base in (*bases, "")]
     work = {p: grid(p)[: args.most] for p in wanted}
     ordered = [(p, work[p][i]) for i in range(args.most) for p in wanted if i < len(work[p])]
-    compile_all(ordered, args.processes, 0.6 * args.seconds)
+    compile_all(ordered, bases, args.processes, 0.6 * args.seconds)
     compiled = time.monotonic() - start
+    for base in bases:
+        write(measure_steps.line_of(base), True)
     inputs = {p: Inputs(p) for p in wanted}
     timed: dict[Product, list[Timed]] = {p: [] for p in wanted}
     skipped = dict.fromkeys(wanted, 0)
     for i in range(args.most):  # all products before the next division: time may run out
         for product in wanted:
-            if i >= len(work[product]) or (i >= 2 and time.monotonic() - start > args.seconds):
+            if i >= len(work[product]) or (i >= 1 and time.monotonic() - start > args.seconds):
                 continue
             tiles = work[product][i]
             try:
@@ -258,7 +249,7 @@ def measure(args: argparse.Namespace) -> None:
     lines = [line_of(inputs[p], timed[p], skipped[p]) for p in wanted]
     for line in lines:
         write(line, True)
-    write({"ms_of_a_step": sums(lines), "rows": ROWS, "compiled_s": round(compiled, 1),
+    write({"ms_of_a_step": sums(lines, bases), "rows": ROWS, "compiled_s": round(compiled, 1),
            "seconds": round(time.monotonic() - start, 1)}, True)  # fmt: skip
 
 

@@ -65,11 +65,15 @@ def new_draft(base: FrozenBase, world: World, T: int, args: argparse.Namespace) 
     """(draft as --draft asks, what it is trained for)."""
     if args.draft == "eagle3":
         draft = random_draft(base.config, world, args.draft_vocab_size, base.dtype)
-        return draft, presets.objective_for(draft.config, ObjectiveConfig(ttt_steps=T, loss=args.loss))
+        objective = ObjectiveConfig(ttt_steps=T, loss=args.loss, step_weights=args.step_weights)
+        return draft, presets.objective_for(draft.config, objective)
     draft = random_block_draft(base.config, world, args.draft, args.draft_layers, args.block_size, base.dtype)
     base.capture(draft.config.capture_layer_ids)
     objective = ObjectiveConfig(
-        anchors=args.anchors, loss=args.loss, block_weights=args.block_weights, backbone_weight=args.backbone_weight
+        anchors=args.anchors,
+        loss=args.loss,
+        block_weights=args.block_weights,
+        backbone_weight=args.backbone_weight,
     )
     return draft, presets.objective_for(draft.config, objective)
 
@@ -308,7 +312,7 @@ def measure(base: FrozenBase, world: World, S: int, T: int, args: argparse.Names
         "step_ms_all": [t * 1e3 for t in times], "first_step_s": first, "shares_ms": parts,
         "base_mfu": flops["base"] * B * S / (parts["base"] / 1e3) / PEAK if flops["base"] else None,
         "compiled_after_warmup": after - before, "loss": float(result.loss),
-        "loss_kind": objective.loss, "block_weights": objective.block_weights,
+        "loss_kind": objective.loss, "step_weights": objective.step_weights, "block_weights": objective.block_weights,
     }  # fmt: skip
     if cuda:
         entry.update(count_events(step, Path(f"{args.profile}_{S}_{T}.txt") if args.profile else None))

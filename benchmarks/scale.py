@@ -23,6 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import scale_proof
 from megatron_spec.planning.paths import PATHS
 
+OF_ONE_CALL = (
+    "speed_of", "model", "seq_length", "micro_batch_size", "micro_batches", "features_ahead", "ttt_steps", "warmup",
+    "steps",
+)  # fmt: skip
+"""Flags of a call that names its layouts."""
+
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Command line."""
@@ -47,6 +53,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--tiny", action="store_true")
     p.add_argument("--output", type=Path)
     args = p.parse_args(argv)
+    if args.gpus is not None and (unread := [n for n in OF_ONE_CALL if getattr(args, n) != p.get_default(n)]):
+        p.error(f"--gpus sets these itself: leave out {', '.join('--' + n.replace('_', '-') for n in unread)}")
     if args.tiny:
         args.seq_length, args.ttt_steps, args.steps, args.warmup = 64, 2, 2, 1
     if (args.gpus is None) == (not args.layouts):

@@ -3,6 +3,7 @@
     python benchmarks/train_throughput.py --seq-length 4096 2048 --ttt-steps 7 3 --output bench.json
     python benchmarks/train_throughput.py --offline         # features from disk; the base does not run
     python benchmarks/train_throughput.py --shape qwen3-8b  # another base (benchmarks/shapes.py)
+    python benchmarks/train_throughput.py --step-weights d-pace
     python benchmarks/train_throughput.py --plain           # the same in torch's own operations, for comparison
     python benchmarks/train_throughput.py --draft dflash --draft-layers 5 --block-size 8 --anchors 512
     python benchmarks/train_throughput.py --shape qwen2.5-0.5b --draft dspark --loss ce_l1 --without loss_kernel
@@ -28,8 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.shapes import SHAPES
 from megatron_spec.config import LossKind, ObjectiveConfig
 from megatron_spec.config.layers import BaseRecipe
-from megatron_spec.config.training import BlockWeights
+from megatron_spec.config.training import BlockWeights, StepWeights
 from megatron_spec.planning.paths import PATHS
+from megatron_spec.runtime.optional import leave_out_engine
+
+OF_BLOCK_DRAFTS = ("draft_layers", "block_size", "anchors", "block_weights", "backbone_weight")
+OF_EAGLE = ("step_weights", "draft_vocab_size")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -52,6 +57,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=8, help="slots of a block, the anchor included")
     parser.add_argument("--anchors", type=int, default=512, help="blocks drawn from a sequence")
     parser.add_argument("--loss", choices=get_args(LossKind), default=ObjectiveConfig.loss)
+    parser.add_argument(
+        "--step-weights", choices=get_args(StepWeights), default=ObjectiveConfig.step_weights, help="of EAGLE-3"
+    )
     parser.add_argument("--block-weights", choices=get_args(BlockWeights), default=ObjectiveConfig.block_weights)
     parser.add_argument(
         "--backbone-weight", type=float, default=0.0, help="DSpark: share of the loss without Markov head"
@@ -65,12 +73,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a tiny model: works on a CPU")
     parser.add_argument("--profile", default=None, metavar="PREFIX", help="write the time per kernel to PREFIX_S_T.txt")
     parser.add_argument("--output", type=Path, default=None, help="JSON file")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name in OF_BLOCK_DRAFTS if args.draft == "eagle3" else OF_EAGLE:
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} does nothing with --draft {args.draft}: leave it out")
+    if args.fp8_recipe and not args.transformer_engine:
+        parser.error("--fp8-recipe needs --transformer-engine")
+    return args
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Measure every (length, steps) pair; print a table, write JSON."""
     args = parse(argv)
+    if not args.transformer_engine:
+        leave_out_engine()  # like finetune.py
     from benchmarks import measure_training  # --help does without what it imports
 
     return measure_training.main(args, argv or sys.argv[1:])

@@ -323,12 +323,15 @@ def run(
     for note in parser.notes:
         log.info(note)
     try:
-        if parser.run_class is not None and not getattr(args.run, "dry_run", False):  # it computes with megatron-core
+        from megatron_spec.runtime import optional
+
+        if parser.run_class is None:  # no flag of it names Transformer Engine
+            optional.leave_out_engine()
+        elif not getattr(args.run, "dry_run", False):  # it computes with megatron-core
             from megatron_spec.runtime import late_compile
-            from megatron_spec.runtime.optional import check_optional_packages
 
             late_compile.install()
-            check_optional_packages(args.run)
+            optional.check_optional_packages(args.run)
         code = main(args)
     except UserError as e:
         _leave(2, f"{parser.prog}: error: {e}")

@@ -1,7 +1,7 @@
 """The layers of the frozen base in decoding, in few kernels (paths `decode_kernels` and `decode_products`).
 
-A layer is five kernels for up to `FEW_ROWS` rows: norm and projection; attention with everything about heads and cache;
-output projection and residual sum; norm, gate and up; down and residual sum. With more rows, or without
+A layer is seven kernels for up to `FEW_ROWS` rows: norm; projection; attention with everything about heads and cache;
+output projection and residual sum; norm; gate, up and activation; down and residual sum. With more rows, or without
 `decode_products`, `DirectForward` runs the products and takes the attention from here: eight kernels.
 
 S new rows of each of B sequences, R = S * B rows, H hidden, N query and G key/value heads of this rank, D head size,
@@ -20,7 +20,7 @@ from megatron_spec.config import BaseConfig
 from megatron_spec.ops.visibility import Visibility
 
 FEW_ROWS = 16
-"""Most rows whose products include norm, gate and residual sum."""
+"""Most rows whose products include gate and residual sum."""
 FEW_SEQUENCES = 3
 """Most sequences of such rows. With more, a verification of five rows each would have too many rows and round otherwise
 than the base alone: greedy texts would part wherever two logits are equal in bf16."""

@@ -24,7 +24,7 @@ from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.ops import backend
 from megatron_spec.ops.attention import attend
 from megatron_spec.ops.fp8 import Fp8Matrix, padded
-from megatron_spec.ops.overlap import Biased, Sum, rank_sums
+from megatron_spec.ops.overlap import RankSums, Wait
 from megatron_spec.ops.rope import apply_rotary, rotary_angles
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import Paths
@@ -79,12 +79,12 @@ class PlainOperators:
         rotated = apply_rotary(rotated, *tables)
         return rotated[..., :-1, :].flatten(2, 3), rotated[..., -1, :], split[..., -1, :]
 
-    def add_norm(self, x: Tensor, delta: Sum | None, weight: Tensor) -> tuple[Tensor, Any]:
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Any]:
         """(x + delta, its norm as an activation)."""
-        total = x if delta is None else x + delta()
+        total = x if delta is None else x + delta
         return total, F.rms_norm(total, weight.shape, weight, self.eps)
 
-    def final(self, x: Tensor, delta: Sum | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def final(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm)."""
         return self.add_norm(x, delta, weight)
 
@@ -136,18 +136,13 @@ class KernelOperators(PlainOperators):
         self.kernels.rotary_forward(qkv, tables, q, k, None, N, G, grouped=True, norms=norms, eps=self.eps)
         return q.view(S, B, N, D), k.view(S, B, G, D), qkv.view(S, B, G, N // G + 2, D)[:, :, :, -1]
 
-    def add_norm(self, x: Tensor, delta: Sum | None, weight: Tensor) -> tuple[Tensor, Any]:
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Any]:
         """See `PlainOperators.add_norm`."""
-        normed = torch.empty_like(x)
-        if delta is None:
-            self.kernels.norm_forward(x, self.eps, first=(weight, normed))
-            return x, normed
-        total = torch.empty_like(x)
-        with delta.addends() as (own, peer):
-            self.kernels.norm_forward(x, self.eps, own, total, (weight, normed), peer_RH=peer)
+        total, normed = x if delta is None else torch.empty_like(x), torch.empty_like(x)
+        self.kernels.norm_forward(x, self.eps, delta, None if delta is None else total, (weight, normed))
         return total, normed
 
-    def final(self, x: Tensor, delta: Sum | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def final(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         """See `PlainOperators.final`; never in fp8."""
         return KernelOperators.add_norm(self, x, delta, weight)
 
@@ -180,12 +175,10 @@ class Fp8Operators(KernelOperators):
         """True for training batches; `FrozenBase` refuses the rest."""
         return visibility.cache is None
 
-    def add_norm(self, x: Tensor, delta: Sum | None, weight: Tensor) -> tuple[Tensor, Any]:
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Any]:
         """See `PlainOperators.add_norm`."""
-        if delta is None:
-            return x, self.kernels.quantized_norm(x, None, None, weight, self.eps)
-        total = torch.empty_like(x)
-        return total, self.kernels.quantized_norm(x, delta(), total, weight, self.eps)
+        total = x if delta is None else torch.empty_like(x)
+        return total, self.kernels.quantized_norm(x, delta, None if delta is None else total, weight, self.eps)
 
     def linear(self, activation: Any, module: Any, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """See `PlainOperators.linear`."""
@@ -223,7 +216,7 @@ class DirectForward:
         self, config: BaseConfig, layers: list[Any], final_norm: Tensor | None, tp: dist.ProcessGroup, paths: Paths
     ) -> None:
         self.config, self.layers, self.final_norm, self.tp = config, layers, final_norm, tp
-        self.sums = rank_sums(tp, paths)
+        self.sums = RankSums(tp)
         self.sequence_parallel = paths.setting.parallel.sequence_parallel
         heads = (config.num_attention_heads // tp.size(), config.num_key_value_heads // tp.size())
         kind = paths.kernels("base_direct")
@@ -270,7 +263,7 @@ class DirectForward:
         tables = do.tables(angles, hidden_SBH.dtype) if decode is None else decode.tables(angles)
         parts = self._pieces(S * B, visibility)
         x = [whole[part] for part in parts]
-        delta: list[Sum | None] = [None] * len(parts)
+        delta: list[Wait | None] = [None] * len(parts)
         for i, layer in enumerate(self.layers):
             x, qkv = self._projected(x, delta, layer, parts, decode is None)
             if i - 1 in captured:
@@ -282,7 +275,8 @@ class DirectForward:
                 attended = do.attend(qkv, tables, S, B, visibility, i, self._head_norms(attention))
             delta = [self._summed(do.activation(attended[part]), attention.linear_proj) for part in parts]
             for n, summed in enumerate(delta):
-                x[n], normed = do.add_norm(x[n], summed, layer.pre_mlp_layernorm.weight)
+                assert summed is not None
+                x[n], normed = do.add_norm(x[n], summed(), layer.pre_mlp_layernorm.weight)
                 delta[n] = self._mlp(layer.mlp, normed, S)
         x, out = self._last(x, delta)
         if len(self.layers) - 1 in captured:
@@ -308,26 +302,27 @@ class DirectForward:
         return self.sums.pieces(rows) if dense else [slice(0, rows)]
 
     def _projected(
-        self, x: list[Tensor], delta: list[Sum | None], layer: Any, parts: list[slice], biased: bool
+        self, x: list[Tensor], delta: list[Wait | None], layer: Any, parts: list[slice], biased: bool
     ) -> tuple[list[Tensor], Tensor]:
         """(input of a layer in pieces, its projection [R, (N + 2G) * D], with its bias if `biased`)."""
         do, linear, weight = self.operators, layer.self_attention.linear_qkv, layer.input_layernorm.weight
         width = (do.heads + 2 * do.kv_heads) * self.config.head_dim
         found, qkv = [], None
         for piece, summed, part in zip(x, delta, parts, strict=True):
-            total, normed = do.add_norm(piece, summed, weight)
+            total, normed = do.add_norm(piece, None if summed is None else summed(), weight)
             found.append(total)
             if len(parts) > 1 and qkv is None:
                 qkv = total.new_empty(parts[-1].stop, width)
             out = do.linear(normed, linear, linear.bias if biased else None, None if qkv is None else qkv[part])
         return found, out if qkv is None else qkv
 
-    def _last(self, x: list[Tensor], delta: list[Sum | None]) -> tuple[list[Tensor], list[Tensor]]:
+    def _last(self, x: list[Tensor], delta: list[Wait | None]) -> tuple[list[Tensor], list[Tensor]]:
         """(state after the last layer, the same after the final norm on the last stage), in pieces."""
+        sums = [None if summed is None else summed() for summed in delta]
         if self.final_norm is None:
-            x = [a if b is None else a + b() for a, b in zip(x, delta, strict=True)]
+            x = [a if b is None else a + b for a, b in zip(x, sums, strict=True)]
             return x, x
-        both = [self.operators.final(a, b, self.final_norm) for a, b in zip(x, delta, strict=True)]
+        both = [self.operators.final(a, b, self.final_norm) for a, b in zip(x, sums, strict=True)]
         return [a for a, _ in both], [b for _, b in both]
 
     def _all_rows(self, hidden_SBH: Tensor) -> Tensor:
@@ -344,23 +339,24 @@ class DirectForward:
             return whole
         return whole.chunk(self.tp.size())[self.tp.rank()].clone()  # does not keep the other rows
 
-    def _mlp(self, mlp: Any, normed: Any, S: int) -> Sum:
+    def _mlp(self, mlp: Any, normed: Any, S: int) -> Wait:
         """[R, H] output of a dense MLP by the operators, or of experts by their modules."""
         if isinstance(mlp, MixtureOfExperts):
             mixed: Tensor = mlp(normed.view(S, -1, normed.shape[-1]))[0]
-            return Sum(mixed.flatten(0, 1))
+            return lambda: mixed.flatten(0, 1)
         gate_up = self.operators.linear(normed, mlp.linear_fc1, mlp.linear_fc1.bias)
         return self._summed(self.operators.gated(gate_up), mlp.linear_fc2)
 
     def _head_norms(self, attention: Any) -> Norms:
         return (attention.q_layernorm.weight, attention.k_layernorm.weight) if self.config.qk_norm else None
 
-    def _summed(self, activation: Any, module: Any) -> Sum:
+    def _summed(self, activation: Any, module: Any) -> Wait:
         """Output of a row-parallel module: partial products summed over ranks, plus the replicated bias."""
         if self.tp.size() == 1:
-            return Sum(self.operators.linear(activation, module, module.bias))
-        total = self.sums.start(self.operators.linear(activation, module, None))
-        return total if module.bias is None else Biased(total, module.bias)
+            out = self.operators.linear(activation, module, module.bias)
+            return lambda: out
+        wait = self.sums.start(self.operators.linear(activation, module, None))
+        return wait if module.bias is None else lambda: wait().add_(module.bias)
 
 
 def run_in_fp8(base: Any) -> None:

@@ -21,8 +21,6 @@ class Machine:
     nothing."""
     grouped_products: bool = True
     """torch multiplies groups of rows with a matrix each."""
-    symmetric_memory: bool = True
-    """torch shares memory between the GPUs of a host."""
 
     @property
     def fp8(self) -> bool:

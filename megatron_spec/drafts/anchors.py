@@ -19,6 +19,7 @@ from megatron_spec.drafts.contract import shift
 from megatron_spec.drafts.randomness import mix
 from megatron_spec.drafts.unroll import Supervision
 from megatron_spec.ops.block_attention import BlockLayout
+from megatron_spec.ops.head import whole_chunks
 from megatron_spec.runtime.platform import to_device
 
 
@@ -91,15 +92,7 @@ class BlockPlan:
 
         A chunk has whole blocks, of at most `most` rows together unless one block has more.
         """
-        ends, chunks, start = self.counts_P.cpu().cumsum(0), [], 0
-        total = int(ends[-1]) if len(ends) else 0
-        while start < total:
-            fitting = int(torch.searchsorted(ends, start + most, right=True)) - 1
-            next_one = int(torch.searchsorted(ends, start, right=True))
-            end = int(ends[max(fitting, next_one)])
-            chunks.append(slice(start, end))
-            start = end
-        return torch.cat(self.supervision.rows).argsort(), chunks
+        return torch.cat(self.supervision.rows).argsort(), whole_chunks(self.counts_P.cpu(), most)
 
     def tokens_before(self) -> Tensor:
         """[N] token before the predicted one, for the supervised rows of all steps."""

@@ -18,16 +18,13 @@ from torch.autograd.function import once_differentiable
 from megatron_spec.config import ObjectiveConfig
 from megatron_spec.drafts.anchors import BlockPlan
 from megatron_spec.drafts.contract import DraftLosses
-from megatron_spec.drafts.pace import label_probabilities
+from megatron_spec.drafts.pace import Pace
 from megatron_spec.losses import block
 from megatron_spec.losses.vocab_parallel import (
     InPlace,
     RowLosses,
     Teacher,
-    kernel_largest,
     kernel_row_loss,
-    pick,
-    reduce_together,
     row_losses,
 )
 from megatron_spec.ops import backend
@@ -94,26 +91,6 @@ class _Attach(torch.autograd.Function):
         return (grad, None, *known, *(None for _ in known))
 
 
-class _Pace:
-    """D-PACE weights of rows whose blocks are complete.
-
-    Args:
-        places: (block, step) of every row.
-        shape: (P, T).
-    """
-
-    def __init__(self, places: tuple[Tensor, Tensor], shape: tuple[int, int], alpha: float, like: Tensor) -> None:
-        self.places, self.alpha = places, alpha
-        self.q_PT, self.supervised_PT = (like.new_zeros(shape) for _ in range(2))
-        self.supervised_PT[places] = 1
-
-    def weights(self, q_R: Tensor, part: slice = slice(None)) -> Tensor:
-        """[R] weights of the rows `part` from the draft's probabilities of their labels."""
-        places = self.places[0][part], self.places[1][part]
-        self.q_PT[places] = q_R
-        return block.pace_weights(self.q_PT, self.supervised_PT, self.alpha)[places]
-
-
 class _Rows:
     """Row losses that `fused_head` calls chunk by chunk; records what it found for every row.
 
@@ -128,7 +105,7 @@ class _Rows:
 
     def __init__(
         self, head: BlockHead, teacher: Teacher, weight_N: Tensor, objective: ObjectiveConfig,
-        group: dist.ProcessGroup, kernel: InPlace | None = None, kernels: Any = None, pace: _Pace | None = None,
+        group: dist.ProcessGroup, kernel: InPlace | None = None, kernels: Any = None, pace: Pace | None = None,
     ) -> None:  # fmt: skip
         self.head, self.teacher, self.weight_N, self.objective, self.group = head, teacher, weight_N, objective, group
         self.kernel, self.kernels, self.pace, self.done = kernel, kernels, pace, 0
@@ -182,7 +159,8 @@ class _Rows:
         bare_RV = logits_RV.clone() if share else None
         head.add_low_(logits_RV, part)
         if self.pace is not None:
-            weight_R.copy_(self.pace.weights(self._label_probabilities(logits_RV, rows_R), part))
+            given = (self.teacher, rows_R, self.objective.temperature, self.group, self.kernels)
+            weight_R.copy_(self.pace.weights(block.label_probabilities(logits_RV, *given), part))
         self.weight.append(weight_R)
         found = self.kernel(logits_RV, rows_R, weight_R * (1 - share))
         for kept, x in zip((self.loss, self.overlap, self.best), found, strict=True):
@@ -193,14 +171,6 @@ class _Rows:
             self.bare.append(self.kernel(bare_RV, rows_R, weight_R * share)[0])
             logits_RV += bare_RV
         return found
-
-    def _label_probabilities(self, logits_RV: Tensor, rows_R: Tensor) -> Tensor:
-        """[R] the draft's probability of every label."""
-        temperature, first = self.objective.temperature, self.teacher.first
-        lse_R, _ = kernel_largest(logits_RV, first, temperature, self.group, self.kernels)
-        label_R = pick(logits_RV, self.teacher.label_U[rows_R] - first)[2].to(lse_R.dtype) / temperature
-        reduce_together(self.group, label_R)
-        return (label_R - lse_R).exp()
 
     def with_bare(self, total: Tensor) -> Tensor:
         """The total of `in_place` with its share of the loss without the Markov head; the gradient already has it."""
@@ -228,13 +198,27 @@ def _step_weights(head: BlockHead, plan: BlockPlan, objective: ObjectiveConfig) 
     return torch.cat([torch.full_like(r, w, dtype=wide) for r, w in zip(rows, weights, strict=True)])
 
 
-def _pace(head: BlockHead, plan: BlockPlan, objective: ObjectiveConfig, order_N: Tensor | None = None) -> _Pace:
-    """Args: order_N: of the rows (default: step by step)."""
+def _pace(plan: BlockPlan, objective: ObjectiveConfig, order_N: Tensor, wide: torch.dtype) -> Pace:
+    """Args: order_N: of the rows."""
     block_N, step_N = plan.places()
-    places = (block_N, step_N) if order_N is None else (block_N[order_N], step_N[order_N])
-    wide = torch.promote_types(head.weight_VH.dtype, torch.float32)
-    like = torch.zeros(0, dtype=wide, device=block_N.device)
-    return _Pace(places, (len(plan.tokens_P), len(plan.supervision.rows)), objective.pace_alpha, like)
+    shape = (len(plan.tokens_P), len(plan.supervision.rows))
+    counted_N = torch.ones_like(order_N, dtype=wide)
+    return Pace((block_N[order_N], step_N[order_N]), shape, objective.pace_alpha, counted_N)
+
+
+@torch.no_grad()
+def _paced_weights(
+    head: BlockHead, plan: BlockPlan, told: Teacher, objective: ObjectiveConfig, group: dist.ProcessGroup
+) -> Tensor:
+    """[N] D-PACE weights, from products with the vocabulary of their own, chunk by chunk."""
+    x_NH, rows_N, found = torch.cat(head.rows), torch.cat(plan.supervision.teacher_rows), []
+    wide = torch.promote_types(x_NH.dtype, torch.float32)
+    for part in row_chunks(len(x_NH), chunk_rows(head.weight_VH, columns=told.columns)):
+        logits = (x_NH[part] @ head.weight_VH.t()).to(wide)
+        head.add_low_(logits, part)
+        found.append(block.label_probabilities(logits, told, rows_N[part], objective.temperature, group))
+    q_N = torch.cat(found) if found else x_NH.new_zeros(0, dtype=wide)
+    return _pace(plan, objective, torch.arange(len(q_N), device=q_N.device), wide).weights(q_N)
 
 
 def block_losses(
@@ -279,9 +263,7 @@ class _Pass:
         if fast != "none":
             return self._paced(backend.load(fast), rows_N) if paced else self._in_place(backend.load(fast), rows_N)
         if paced:
-            given = (rows_N, self.told, self.objective.temperature, self.group, self.head.add_low_)
-            q_N = label_probabilities(torch.cat(self.head.rows), self.head.weight_VH, *given)
-            weight_N = _pace(self.head, self.plan, self.objective).weights(q_N)
+            weight_N = _paced_weights(self.head, self.plan, self.told, self.objective, self.group)
         else:
             weight_N = _step_weights(self.head, self.plan, self.objective)
         total, stats, overlap_N = self._plain(self.head, weight_N)
@@ -303,7 +285,7 @@ class _Pass:
         total, stats = fused_head(head.rows, weight_VH, self._steps(weight_N), row_loss, None, scale_, chunks)
         return row_loss.attach(total), stats, torch.cat(row_loss.overlap)
 
-    def _rows(self, head: BlockHead, kernels: Any, weight_N: Tensor, pace: _Pace | None = None) -> _Rows:
+    def _rows(self, head: BlockHead, kernels: Any, weight_N: Tensor, pace: Pace | None = None) -> _Rows:
         goal, weights = self.objective, (self.objective.ce_weight, self.objective.l1_weight)
         kernel = kernel_row_loss(self.told, goal.loss, goal.temperature, self.group, kernels, weights)
         return _Rows(head, self.told, weight_N, goal, self.group, kernel, kernels, pace)
@@ -323,7 +305,7 @@ class _Pass:
         head, rows_N = self.head.ordered(order_N), rows_N[order_N]
         wide = torch.promote_types(head.weight_VH.dtype, torch.float32)
         steps = [StepRows(rows_N, torch.zeros_like(rows_N, dtype=wide), self.target_U[rows_N])]
-        found = self._rows(head, kernels, steps[0].weight_R, _pace(head, self.plan, self.objective, order_N))
+        found = self._rows(head, kernels, steps[0].weight_R, _pace(self.plan, self.objective, order_N, wide))
         total, _ = fused_head(head.rows, head.weight_VH, steps, found, found.in_place, kernels.scale_, chunks)
         correct = (torch.cat(found.best) == steps[0].target_R).to(wide)
         sorted_N4 = torch.stack([torch.cat(found.loss), correct, torch.cat(found.overlap), torch.cat(found.weight)], 1)

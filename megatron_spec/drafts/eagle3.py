@@ -23,7 +23,8 @@ from megatron_spec.drafts.linear import Linear, Placement, RMSNorm, VocabEmbeddi
 from megatron_spec.drafts.recurrent import RecurrentDraft
 from megatron_spec.drafts.unroll import Supervision, head_losses, teach, unroll
 from megatron_spec.drafts.vocab import DraftVocab
-from megatron_spec.ops.overlap import RankSums, rank_sums
+from megatron_spec.ops.overlap import RankSums
+from megatron_spec.ops.shared_linear import shared_linear
 
 
 class EagleDraft(RecurrentDraft):
@@ -51,7 +52,7 @@ class EagleDraft(RecurrentDraft):
             self.embed_tokens = VocabEmbedding(config.vocab_size, H, place)
         self.lm_head = VocabLinear(H, len(vocab), place)
         self.lm_head.weight.requires_grad_(not config.frozen_head)
-        self._sums: RankSums | None = None
+        self.sums = RankSums(self.tp_group)
 
     @property
     def decoder_layers(self) -> list[DraftLayer]:
@@ -75,8 +76,10 @@ class EagleDraft(RecurrentDraft):
         if self.config.fc_norm:
             parts = x.chunk(len(self.fc_norm), dim=-1)
             x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        out: Tensor = self.fc(x)
-        return out
+        if self.sequence_parallel or not self.fc.plain:
+            return self.fc(x)  # type: ignore[no-any-return]
+        out = shared_linear(self.fc.quantized_input(x), self.fc.quantized_weight(), self.tp_group)
+        return out if self.fc.bias is None else out + self.fc.bias
 
     def layer_step(
         self, hidden_SBH: Tensor, embedding_SBH: Tensor, positions_BS: Tensor, attention: Attention
@@ -97,12 +100,6 @@ class EagleDraft(RecurrentDraft):
     def supervision(self, batch: Batch, objective: ObjectiveConfig) -> Supervision:
         """Which rows of the micro-batch are supervised at which step."""
         return Supervision.of(batch, objective.ttt_steps, objective.alignment)
-
-    def rank_sums(self) -> RankSums:
-        """Sums over tensor parallel ranks in the fused unroll; kept, with the memory that they use."""
-        if self._sums is None:
-            self._sums = rank_sums(self.tp_group, self.paths)
-        return self._sums
 
     def states(self, features: Features, plan: Supervision, ends: BaseEnds, objective: ObjectiveConfig) -> list[Tensor]:
         """Supervised rows [R, H] of the LM head's input, for every step."""

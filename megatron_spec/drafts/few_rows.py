@@ -1,8 +1,8 @@
-"""Layers of a draft in decoding, for few rows over a cache, in five kernels (path `draft_decode`).
+"""Layers of a draft in decoding, for few rows over a cache, in seven kernels (path `draft_decode`).
 
-Norms, gate and residual sums are inside the products, and one kernel computes attention from the projection of the rows
-to its output, cache included (`ops/kernels/decode.py`). `DraftLayer.forward` runs a layer this way when its attention
-is `FewRows`, so every draft with such layers does.
+Two norms (one kernel for those of both inputs of a layer); products, with gate and residual sums inside them; and one
+kernel for attention, from the projection of the rows to its output, cache included (`ops/kernels/decode.py`).
+`DraftLayer.forward` runs a layer this way when its attention is `FewRows`, so every draft with such layers does.
 
 S new rows of each of B sequences, R = S * B rows, H draft hidden size, D head size.
 """

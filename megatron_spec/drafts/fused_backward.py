@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron_spec.drafts.fused_tape import Tape, round_
 from megatron_spec.ops import attention
-from megatron_spec.ops.overlap import Sum
+from megatron_spec.ops.overlap import Wait
 from megatron_spec.ops.products import GradientSums, add_product
 
 
@@ -19,13 +19,11 @@ class Above:
 
     Attributes:
         residual: gradient along the residual.
-        d_normed: gradient of the normed state; None: it is part of `residual`.
-        sums: of the pieces of `d_normed` over ranks.
+        d_normed: waits for the gradient of the normed state; None: it is part of `residual`.
     """
 
     residual: Tensor
-    d_normed: Tensor | None
-    sums: list[Sum]
+    d_normed: Wait | None
 
 
 class Backward:
@@ -39,8 +37,9 @@ class Backward:
     def __init__(self, tape: Tape, sums: GradientSums) -> None:
         self.tape, self.sums = tape, sums
         sizes, steps, weights = tape.sizes, tape.steps, tape.weights
-        self.d_after, self.d_inner = (tape.empty(tape.most, sizes.hidden) for _ in range(2))
-        self.gated = tape.empty(tape.most, sizes.intermediate)
+        rows = sizes.rows if tape.early else tape.most  # of a step, or of a group of steps
+        self.d_after, self.d_inner = (tape.empty(rows, sizes.hidden) for _ in range(2))
+        self.gated = tape.empty(rows, sizes.intermediate)
         self.d_qkv = tape.empty(steps.span(0, sizes.steps).stop, sizes.qkv_width)
         self.d_trunk = [
             torch.empty(x.numel() // sizes.kv_width, sizes.kv_width, dtype=torch.float32, device=x.device)
@@ -77,24 +76,23 @@ class Backward:
 
     def _step(self, k: int, part: slice, d_state: Tensor, above: Above | None) -> Above:
         """Backward of one step; `part` is its slice of the group's buffers."""
-        tape, pieces, count = self.tape, self.tape.pieces(k), self.tape.steps.count(k)
-        d_after, d_inner, gated = self.d_after[part], self.d_inner[part], self.gated[part]
-        d_gated, d_normed, gate_up, sums = self.d_gated[:count], self.d_normed[:count], self._gates(k, part), []
-        above = self._reaching(k, above)
-        for i, piece in enumerate(pieces):
-            self._into_after(k, i, d_state, above, d_after)
-            tape.down_product.backward(d_after[piece], out=d_gated[piece])
-            tape.kernels.gated_backward(gate_up[piece], d_gated[piece], gated[piece])
-            round_(tape.mlp.down_proj, gated[piece])
-            sums.append(tape.start_sum(tape.gate_up_product.backward(gate_up[piece], out=d_normed[piece])))
-        d_out = torch.empty_like(tape.at(tape.q, k))
-        for piece, summed in zip(pieces, sums, strict=True):
-            self._into_inner(k, piece, summed, d_after, d_inner)
-            tape.o_product.backward(d_inner[piece], out=d_out[piece])
-        self._attention(k, d_out)
-        d_qkv = tape.at(self.d_qkv, k)
-        sums = [tape.start_sum(tape.qkv_product.backward(d_qkv[piece], out=d_normed[piece])) for piece in pieces]
-        return Above(d_inner, d_normed, sums)
+        tape, count = self.tape, self.tape.steps.count(k)
+        own = slice(0, count) if tape.early else part
+        d_after, d_inner, gated = self.d_after[own], self.d_inner[own], self.gated[own]
+        d_normed, gate_up = self.d_normed[:count], self._gates(k, part)
+        self._into_after(k, d_state, self._reaching(k, above), d_after)
+        d_gated = tape.down_product.backward(d_after, out=self.d_gated[:count])
+        tape.kernels.gated_backward(gate_up, d_gated, gated)
+        round_(tape.mlp.down_proj, gated)
+        summed = tape.start_sum(tape.gate_up_product.backward(gate_up, out=d_normed))
+        if tape.early:
+            self._down_gradient(own)
+        self._into_inner(k, summed(), d_after, d_inner)
+        self._attention(k, tape.o_product.backward(d_inner, out=torch.empty_like(tape.at(tape.q, k))))
+        summed = tape.start_sum(tape.qkv_product.backward(tape.at(self.d_qkv, k), out=d_normed))
+        if tape.early:
+            self._attention_gradients(k, k + 1, own)
+        return Above(d_inner, summed)
 
     def _gates(self, k: int, part: slice) -> Tensor:
         """Outputs of gate and up in step k, which their gradient will overwrite."""
@@ -106,10 +104,8 @@ class Backward:
     def _into_before(self, k: int, above: Above, out: Tensor) -> None:
         """Gradient of the input state of step k: along the residual and through the norm."""
         tape = self.tape
-        for summed in above.sums:
-            summed()
         assert above.d_normed is not None
-        first = (above.d_normed, tape.weights.hidden_norm, self.norms[tape.weights.hidden_norm])
+        first = (above.d_normed(), tape.weights.hidden_norm, self.norms[tape.weights.hidden_norm])
         before, rstd = tape.saved.before[k], tape.saved.rstd_before[k]
         tape.kernels.norm_backward(before, rstd, out, first, add_RH=above.residual)
 
@@ -120,28 +116,24 @@ class Backward:
             return above
         kept = torch.empty_like(above.residual)
         self._into_before(1, above, kept)
-        return Above(kept.new_zeros(self.tape.sizes.rows, kept.shape[1]).index_copy_(0, index, kept), None, [])
+        return Above(kept.new_zeros(self.tape.sizes.rows, kept.shape[1]).index_copy_(0, index, kept), None)
 
-    def _into_after(self, k: int, i: int, d_state: Tensor, above: Above | None, out: Tensor) -> None:
-        """Gradient of piece i of the output state of step k: from the LM head and from step k + 1."""
-        tape, weights = self.tape, self.tape.weights
-        piece, hidden = tape.pieces(k)[i], (weights.hidden_norm, self.norms[weights.hidden_norm])
-        told = (tape.saved.after[k][piece], tape.saved.rstd_after[k][piece], out[piece])
+    def _into_after(self, k: int, d_state: Tensor, above: Above | None, out: Tensor) -> None:
+        """Gradient of the output state of step k: from the LM head and from step k + 1."""
+        tape, weights, first = self.tape, self.tape.weights, None
+        if above is not None and above.d_normed is not None:
+            first = (above.d_normed(), weights.hidden_norm, self.norms[weights.hidden_norm])
         second = (d_state, weights.final_norm, self.norms[weights.final_norm])
-        rest = (second, tape.steps.places[k][piece], None if above is None else above.residual[piece])
-        if above is None or above.d_normed is None:
-            tape.kernels.norm_backward(*told, None, *rest)
-            return
-        with above.sums[i].addends() as (own, peer):
-            tape.kernels.norm_backward(*told, (own, *hidden), *rest, peer_RH=peer)
+        tape.kernels.norm_backward(
+            tape.saved.after[k], tape.saved.rstd_after[k], out, first, second, tape.steps.places[k],
+            None if above is None else above.residual,
+        )  # fmt: skip
 
-    def _into_inner(self, k: int, piece: slice, d_normed: Sum, d_after: Tensor, out: Tensor) -> None:
-        """Gradient of a piece of the state between attention and MLP."""
+    def _into_inner(self, k: int, d_normed: Tensor, d_after: Tensor, out: Tensor) -> None:
+        """Gradient of the state between attention and MLP."""
         tape, norm = self.tape, self.tape.weights.post_norm
-        inner, rstd = tape.at(tape.inner, k)[piece], tape.saved.rstd_inner[k][piece]
-        with d_normed.addends() as (own, peer):
-            first = (own, norm, self.norms[norm])
-            tape.kernels.norm_backward(inner, rstd, out[piece], first, add_RH=d_after[piece], peer_RH=peer)
+        first = (d_normed, norm, self.norms[norm])
+        tape.kernels.norm_backward(tape.at(tape.inner, k), tape.saved.rstd_inner[k], out, first, add_RH=d_after)
 
     def _attention(self, k: int, d_out: Tensor) -> None:
         tape, sizes, saved = self.tape, self.tape.sizes, self.tape.saved
@@ -167,15 +159,26 @@ class Backward:
         tape.kernels.rotary_backward(dq, dk, dv, tape.tables[k], tape.at(self.d_qkv, k), sizes.heads, sizes.kv_heads)
 
     def _weight_gradients(self, start: int, end: int) -> None:
-        """Weight gradients of steps start..end-1, one product per weight."""
+        """Weight gradients of steps start..end-1 that were not computed beside sums, one product per weight."""
         tape, sums, weights = self.tape, self.sums, self.tape.weights
         span, width = tape.steps.span(start, end), tape.sizes.intermediate
         rows = slice(0, span.stop - span.start)
-        add_product(sums.of(weights.down), self.d_after[rows].t(), self.gated[rows])
         d_gate_up = tape.gate_up[span if tape.keeps_gates else rows].t()
         add_product(sums.of(weights.gate), d_gate_up[:width], tape.post[span])
         add_product(sums.of(weights.up), d_gate_up[width:], tape.post[span])
-        add_product(sums.of(weights.o), self.d_inner[rows].t(), tape.attended(start, end))
+        if not tape.early:
+            self._down_gradient(rows)
+            self._attention_gradients(start, end, rows)
+
+    def _down_gradient(self, rows: slice) -> None:
+        """Of the steps that have these rows of the buffers."""
+        add_product(self.sums.of(self.tape.weights.down), self.d_after[rows].t(), self.gated[rows])
+
+    def _attention_gradients(self, start: int, end: int, rows: slice) -> None:
+        """Of o and of the state's half of q, k and v, in steps start..end-1, which have these rows of the
+        buffers."""
+        tape, sums, span = self.tape, self.sums, self.tape.steps.span(start, end)
+        add_product(sums.of(tape.weights.o), self.d_inner[rows].t(), tape.attended(start, end))
         for parameter, columns in self._qkv_columns():
             target = sums.of(parameter)[:, tape.sizes.embedding :]
             add_product(target, self.d_qkv[span][:, columns].t(), tape.normed[span])

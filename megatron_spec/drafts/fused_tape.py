@@ -16,7 +16,7 @@ from megatron_spec.batch import Batch
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.unroll_steps import Steps, TokenRows
 from megatron_spec.ops import backend
-from megatron_spec.ops.overlap import Sum
+from megatron_spec.ops.overlap import Wait
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.ops.weight_products import WeightProducts
 from megatron_spec.planning.unroll_memory import ROWS_AT_ONCE, keeps_gates
@@ -107,11 +107,6 @@ def round_(linear: Any, x: Tensor) -> Tensor:
     return x if quantizer is None else quantizer.round_(x)  # type: ignore[no-any-return]
 
 
-def joined(parts: list[Tensor]) -> Tensor:
-    """The rows of all parts."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 @dataclass
 class Saved:
     """Saved for the backward, one entry per step."""
@@ -142,14 +137,17 @@ class Tape:
         self.mlp: Any = layer.mlp
         self.kernels: Any = backend.load(draft.paths.kernels("draft_fused"))
         self.weights, self.visibility, self.eps, self.steps = weights, visibility, draft.config.rms_norm_eps, steps
-        self.tp, self.sequence_parallel, self.sums = draft.tp_group, draft.sequence_parallel, draft.rank_sums()
+        self.tp, self.sequence_parallel, self.sums = draft.tp_group, draft.sequence_parallel, draft.sums
         self.sizes = sizes = Sizes.of(draft, batch, steps)
         self.like: dict[str, Any] = {"dtype": hidden_RH.dtype, "device": hidden_RH.device}
         total = steps.span(0, sizes.steps).stop
         self.normed, self.inner, self.post = (self.empty(total, sizes.hidden) for _ in range(3))
         self.q, self.out = (self.empty(total, sizes.q_width) for _ in range(2))
         self.groups = steps.groups(ROWS_AT_ONCE)
-        """(start, end) of the steps whose weight gradients are one product, in the order of the backward."""
+        """(start, end) of the steps whose weight gradients are one product, in the order of the backward; those of
+        gate and up alone where `early`."""
+        self.early = self.sums.beside_gradients
+        """The other weight gradients (o, down, q, k, v) are products of one step, beside sums over ranks."""
         self.most = max(steps.span(*g).stop - steps.span(*g).start for g in self.groups)
         self.keeps_gates = keeps_gates(total, sizes.intermediate, hidden_RH.element_size())
         self.gate_up = self.empty(total if self.keeps_gates else self.most, 2 * sizes.intermediate)
@@ -208,13 +206,9 @@ class Tape:
         """x, summed over tensor parallel ranks in place."""
         return self.start_sum(x)()
 
-    def start_sum(self, x: Tensor) -> Sum:
+    def start_sum(self, x: Tensor) -> Wait:
         """Start to sum x over tensor parallel ranks, in place."""
         return self.sums.start(x)
-
-    def pieces(self, k: int) -> list[slice]:
-        """The rows of step k in the pieces whose sums over ranks run beside each other's products."""
-        return self.sums.pieces(self.steps.count(k))
 
     def at(self, x: Tensor, k: int) -> Tensor:
         """The rows of step k in a buffer over all steps."""

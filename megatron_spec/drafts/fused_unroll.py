@@ -12,10 +12,10 @@ Its plain twin is `unroll.unroll` with `EagleDraft.layer_step`. The gains:
   that saves enough.
 
 Tensor parallelism: every rank has all rows, complete; heads and intermediate columns are split. All-reduces follow the
-two row-sharded products and, in the backward, the input gradients of column-sharded products and of the LM head; rows
-go through a step in two pieces, so that the all-reduce of one runs beside the products of the other. The
-gradient of the embedding's norm stays partial; only its weight gradient is reduced. Under sequence parallelism the
-unroll also works on the full sequence (up to `MOST_WHOLE_ROWS` rows), so it can drop unsupervised rows.
+two row-sharded products and, in the backward, the input gradients of column-sharded products and of the LM head; those
+of the backward run beside weight-gradient products, which nothing waits for. The gradient of the embedding's norm stays
+partial; only its weight gradient is reduced. Under sequence parallelism the unroll also works on the full sequence (up
+to `MOST_WHOLE_ROWS` rows), so it can drop unsupervised rows.
 
 Context parallelism: a rank has the rows of two chunks of every sequence. Keys and values of the trunk are gathered once
 per micro-batch, and their gradients are summed once; all else is local to a row.
@@ -38,11 +38,10 @@ from torch.autograd.function import once_differentiable
 from megatron_spec.batch import Batch
 from megatron_spec.drafts.contract import BaseEnds
 from megatron_spec.drafts.fused_backward import Backward
-from megatron_spec.drafts.fused_tape import Tape, Weights, joined, round_
+from megatron_spec.drafts.fused_tape import Tape, Weights, round_
 from megatron_spec.drafts.linear import attached_quantizers
 from megatron_spec.drafts.unroll_steps import Steps
 from megatron_spec.ops import attention
-from megatron_spec.ops.overlap import Sum
 from megatron_spec.ops.products import GradientSums
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.unroll_memory import MOST_WHOLE_ROWS, whole_rows_bytes
@@ -82,7 +81,6 @@ class _Forward:
             counts: number of supervised rows per step.
         """
         tape, sizes, saved, weights = self.tape, self.tape.sizes, self.tape.saved, self.tape.weights
-        steps = tape.steps
         first = (weights.input_norm, tape.normed_embedding)
         tape.rstd_embedding = tape.kernels.norm_forward(tape.embedding, tape.eps, first=first)
         projected = round_(tape.attention.q_proj, tape.normed_embedding) @ tape.qkv_embedding.t()
@@ -90,39 +88,31 @@ class _Forward:
         states = list(tape.empty(sum(counts), sizes.hidden).split(counts))
         first = (weights.hidden_norm, tape.at(tape.normed, 0))
         saved.rstd_before.append(tape.kernels.norm_forward(saved.before[0], tape.eps, first=first))
-        self._project(0, slice(0, sizes.rows))
+        self._project(0)
         scratch = tape.empty(sizes.rows, sizes.intermediate)
         for k in range(sizes.steps):
             self._attend(k, projected)
-            delta, attended = tape.empty(steps.count(k), sizes.hidden), tape.attended(k, k + 1)
-            sums = [tape.start_sum(tape.o_product.forward(attended[part], out=delta[part])) for part in tape.pieces(k)]
-            self._finish(k, self._mlp(k, sums, delta, scratch), states[k])
+            delta = tape.o_product.forward(tape.attended(k, k + 1))
+            delta = self._mlp(k, tape.summed(delta), scratch[: len(delta)])
+            self._finish(k, tape.summed(delta), states[k])
         return states
 
-    def _mlp(self, k: int, attended: list[Sum], delta: Tensor, gated: Tensor) -> list[Sum]:
-        """Starts sums of the MLP's output, from those of the attention's; they take its place in `delta`."""
-        tape, rstd, sums = self.tape, [], []
-        inner, post, gates = tape.at(tape.inner, k), tape.at(tape.post, k), tape.gates(k)
-        for part, summed in zip(tape.pieces(k), attended, strict=True):
-            told = (inner[part], (tape.weights.post_norm, post[part]))
-            with summed.addends() as (own, peer):
-                before = tape.saved.before[k][part]
-                rstd.append(tape.kernels.norm_forward(before, tape.eps, own, *told, peer_RH=peer))
-            tape.gate_up_product.forward(round_(tape.mlp.gate_proj, post[part]), out=gates[part])
-            if tape.down_product.fp8 is not None:
-                down = tape.down_product.forward(tape.kernels.quantized_gate(gates[part]), out=delta[part])
-            else:
-                tape.kernels.gated_forward(gates[part], gated[part])
-                down = tape.down_product.forward(round_(tape.mlp.down_proj, gated[part]), out=delta[part])
-            sums.append(tape.start_sum(down))
-        tape.saved.rstd_inner.append(joined(rstd))
-        return sums
+    def _mlp(self, k: int, delta: Tensor, gated: Tensor) -> Tensor:
+        """The MLP's output on this rank, which takes the place of the attention's, `delta`."""
+        tape, post, gates = self.tape, self.tape.at(self.tape.post, k), self.tape.gates(k)
+        told = (delta, tape.at(tape.inner, k), (tape.weights.post_norm, post))
+        tape.saved.rstd_inner.append(tape.kernels.norm_forward(tape.saved.before[k], tape.eps, *told))
+        tape.gate_up_product.forward(round_(tape.mlp.gate_proj, post), out=gates)
+        if tape.down_product.fp8 is not None:
+            return tape.down_product.forward(tape.kernels.quantized_gate(gates), out=delta)
+        tape.kernels.gated_forward(gates, gated)
+        return tape.down_product.forward(round_(tape.mlp.down_proj, gated), out=delta)
 
-    def _project(self, k: int, part: slice) -> None:
-        """The state's half of q, k and v, for rows of step k."""
+    def _project(self, k: int) -> None:
+        """The state's half of q, k and v in step k."""
         tape = self.tape
-        normed = round_(tape.attention.q_proj, tape.at(tape.normed, k)[part])
-        tape.qkv_product.forward(normed, out=self.x[part])
+        normed = round_(tape.attention.q_proj, tape.at(tape.normed, k))
+        tape.qkv_product.forward(normed, out=self.x[: len(normed)])
 
     def _attend(self, k: int, projected: Tensor) -> None:
         tape, sizes = self.tape, self.tape.sizes
@@ -142,21 +132,15 @@ class _Forward:
         branches = (tape.branches[0][:k], tape.branches[1][:k])
         tape.kernels.merge_forward(q, o, lse, *branches, tape.at(tape.out, k), index)
 
-    def _finish(self, k: int, sums: list[Sum], state: Tensor) -> None:
+    def _finish(self, k: int, delta: Tensor, state: Tensor) -> None:
         """Residual sum and norms after step k: the LM head's input, and the next step's input with its projection."""
-        tape, saved, inner, rstds = self.tape, self.tape.saved, self.tape.at(self.tape.inner, k), []
+        tape, saved, inner = self.tape, self.tape.saved, self.tape.at(self.tape.inner, k)
         after, places, second = torch.empty_like(inner), tape.steps.places[k], (tape.weights.final_norm, state)
         hidden_norm, index = tape.weights.hidden_norm, tape.steps.index
         last, dropping = k + 1 == tape.sizes.steps, k == 0 and index is not None
         normed = None if last else tape.at(tape.normed, k + 1)
-        for part, summed in zip(tape.pieces(k), sums, strict=True):
-            following = None if normed is None or dropping else (hidden_norm, normed[part])
-            told = (after[part], following, second, places[part])
-            with summed.addends() as (own, peer):
-                rstds.append(tape.kernels.norm_forward(inner[part], tape.eps, own, *told, peer_RH=peer))
-            if following is not None:
-                self._project(k + 1, part)
-        rstd = joined(rstds)
+        following = None if normed is None or dropping else (hidden_norm, normed)
+        rstd = tape.kernels.norm_forward(inner, tape.eps, delta, after, following, second, places)
         saved.after.append(after)
         saved.rstd_after.append(rstd)
         if normed is None:
@@ -164,7 +148,7 @@ class _Forward:
         if dropping:
             after = after[index]
             rstd = tape.kernels.norm_forward(after, tape.eps, first=(hidden_norm, normed))
-            self._project(k + 1, slice(0, len(after)))
+        self._project(k + 1)
         saved.before.append(after)
         saved.rstd_before.append(rstd)
 

@@ -150,6 +150,11 @@ class _Linear(nn.Module):
         """The weight, fake-quantised if this layer has a weight quantiser."""
         return self.weight if self.weight_quantizer is None else self.weight_quantizer(self.weight)
 
+    @property
+    def plain(self) -> bool:
+        """True if the product is torch's, not Transformer Engine's."""
+        return self._product is F.linear
+
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """This rank's product, with inputs and weight as quantised."""
         return self._product(self.quantized_input(x), self.quantized_weight(), bias)

@@ -1,75 +1,54 @@
-"""D-PACE weights of the steps of an EAGLE draft, in place of step_decay ** k (docs/algorithms.md#losses).
+"""D-PACE: weights of the steps of a proposal by their part in the accepted length (docs/algorithms.md#losses).
 
-R rows of a step, N rows of all steps, P rows that any step supervises, T draft steps, H draft hidden size, D this
-rank's shard of the draft vocabulary.
+N rows of all steps, P proposals, T draft steps, R rows of a chunk, D this rank's shard of the draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, where
 
-from megatron_spec.config import ObjectiveConfig
 from megatron_spec.losses import block
 from megatron_spec.losses.vocab_parallel import Teacher
-from megatron_spec.ops.head import chunk_rows, row_chunks
+from megatron_spec.ops.head import Weigh
 
 
-@torch.no_grad()
-def paced_weights(
-    states: list[Tensor],
-    weight_DH: Tensor,
-    rows: list[Tensor],
-    active_P: Tensor,
-    teacher_rows: list[Tensor],
-    teacher: Teacher,
-    objective: ObjectiveConfig,
-    group: dist.ProcessGroup | None,
-) -> list[Tensor]:
-    """[R] weights of every step: the steps k of a row of the draft are the tokens of one proposal.
-
-    The acceptance of a step is the draft's probability of the base's most likely token; 0 where the draft's vocabulary
-    lacks it.
+class Pace:
+    """Weights of the rows of a chunk, which has all steps of its proposals.
 
     Args:
-        states: [R, H] input of the LM head at every step.
-        rows: [R] the draft's rows at every step, a subset of `active_P`, both ascending.
-        teacher_rows: [R] teacher row of each, per step.
+        places: (proposal, step) of every row, [N] each.
+        shape: (P, T).
+        alpha: how far acceptance probabilities are smoothed towards 1.
+        counted_N: 1 for rows whose acceptance counts, else 0: such rows weigh nothing; fp32 or fp64.
     """
-    told_N = torch.cat(teacher_rows)
-    inside_N = teacher.in_vocab_U[told_N]
-    q_N = label_probabilities(torch.cat(states), weight_DH, told_N, teacher, objective.temperature, group)
-    q_N = torch.where(inside_N, q_N.to(teacher.lse_U.dtype), 0)
-    places = (
-        torch.cat([torch.searchsorted(active_P, r) for r in rows]),
-        torch.cat([torch.full_like(r, k) for k, r in enumerate(rows)]),
-    )
-    q_PT, supervised_PT = (q_N.new_zeros(len(active_P), len(rows)) for _ in range(2))
-    q_PT[places] = q_N
-    supervised_PT[places] = inside_N.to(q_N.dtype) if objective.in_vocab_only else torch.ones_like(q_N)
-    weight_N = block.pace_weights(q_PT, supervised_PT, objective.pace_alpha)[places]
-    return list(weight_N.split([len(r) for r in rows]))
 
+    def __init__(self, places: tuple[Tensor, Tensor], shape: tuple[int, int], alpha: float, counted_N: Tensor) -> None:
+        self.places, self.alpha = places, alpha
+        self.q_PT, self.counted_PT = (counted_N.new_zeros(shape) for _ in range(2))
+        self.counted_PT[places] = counted_N
 
-@torch.no_grad()
-def label_probabilities(
-    x_NH: Tensor, weight_DH: Tensor, rows_N: Tensor, teacher: Teacher, temperature: float,
-    group: dist.ProcessGroup | None, add_: Callable[[Tensor, slice], object] | None = None,
-) -> Tensor:  # fmt: skip
-    """[N] the draft's probability of `teacher.label_U` at each teacher row, computed chunk by chunk.
+    def weights(self, q_R: Tensor, part: slice = slice(None)) -> Tensor:
+        """[R] weights of the rows `part` from their acceptance probabilities."""
+        places = self.places[0][part], self.places[1][part]
+        self.q_PT[places] = q_R.to(self.q_PT.dtype)
+        return block.pace_weights(self.q_PT, self.counted_PT, self.alpha)[places]
 
-    Args:
-        add_: adds to the logits of a chunk, in place, what does not come from the LM head.
-    """
-    wide = torch.promote_types(x_NH.dtype, torch.float32)
-    found = []
-    for part in row_chunks(len(x_NH), chunk_rows(weight_DH, columns=teacher.columns)):
-        logits_RD = (x_NH[part] @ weight_DH.t()).to(wide)
-        if add_ is not None:
-            add_(logits_RD, part)
-        column_R = teacher.label_U[rows_N[part]] - teacher.first
-        found.append(block.label_probabilities(logits_RD / temperature, column_R, group))
-    return torch.cat(found) if found else x_NH.new_zeros(0, dtype=wide)
+    def weigh(
+        self, teacher: Teacher, temperature: float, group: dist.ProcessGroup | None, kernels: Any = None
+    ) -> Weigh:
+        """For `ops.head.fused_head`: a row is accepted with the draft's probability of the base's most likely token; 0
+        where the draft vocabulary lacks it.
+
+        Args:
+            kernels: of `losses.block.label_probabilities`.
+        """
+
+        def weights_of(logits_RD: Tensor, rows_R: Tensor, part: slice) -> Tensor:
+            """See `Weigh`."""
+            q_R = block.label_probabilities(logits_RD, teacher, rows_R, temperature, group, kernels)
+            return self.weights(where(teacher.in_vocab_U[rows_R], q_R, 0), part)
+
+        return weights_of

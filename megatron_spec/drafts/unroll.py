@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,11 @@ from megatron_spec.batch import Batch, Features
 from megatron_spec.config import Alignment, ObjectiveConfig
 from megatron_spec.drafts.contract import Attention, DraftLosses, shift
 from megatron_spec.drafts.linear import copy_to_ranks, enter
-from megatron_spec.drafts.pace import paced_weights
+from megatron_spec.drafts.pace import Pace
 from megatron_spec.drafts.teacher import TeacherHead
 from megatron_spec.losses.vocab_parallel import Teacher, kernel_row_loss, row_losses
 from megatron_spec.ops import backend
-from megatron_spec.ops.head import StepRows, chunk_rows, fused_head, row_chunks
+from megatron_spec.ops.head import StepRows, Weigh, chunk_rows, fused_head, row_chunks, whole_chunks
 from megatron_spec.ops.rows import pick_rows
 from megatron_spec.ops.ttt_attention import TrainingTimeTest
 from megatron_spec.ops.visibility import Visibility
@@ -74,6 +75,8 @@ class Supervision:
         teacher_U: int64 [U], teacher rows: rows of the base, in the full sequence, that some step is compared with.
         rejected: int64 [R] per step, 1 where the base once put the target token t_{j+2+k} in place of a rejected draft
             token (`Batch.rejected_BS`), else 0; empty if the micro-batch has no such token.
+        counts_P: int64 [P], number of supervised steps of each of the P rows that have any; on the host if the batch
+            has a host copy.
     """
 
     rows: list[Tensor]
@@ -81,6 +84,12 @@ class Supervision:
     teacher_rows: list[Tensor]
     teacher_U: Tensor
     rejected: list[Tensor] = field(default_factory=list)
+    counts_P: Tensor | None = None
+
+    def by_row(self, most: int) -> tuple[Tensor, list[slice]]:
+        """(order [N] that puts the rows of all steps row by row, chunks of so ordered rows: `whole_chunks`)."""
+        assert self.counts_P is not None
+        return torch.cat(self.rows).argsort(stable=True), whole_chunks(self.counts_P.cpu(), most)
 
     @staticmethod
     def of(
@@ -102,7 +111,7 @@ class Supervision:
         flat = [x for part in lists for x in part]
         moved = iter(to_device(torch.cat(flat), device).split([len(x) for x in flat]))
         rows, active, teacher_rows, teacher_U, rejected = ([next(moved) for _ in part] for part in lists)
-        return Supervision(rows, active, teacher_rows, teacher_U[0], rejected)
+        return Supervision(rows, active, teacher_rows, teacher_U[0], rejected, self.counts_P)
 
     @staticmethod
     def _of(
@@ -125,7 +134,8 @@ class Supervision:
         ):  # row j of step k predicts t_{j+2+k}, which follows the row it is compared with
             following_N = shift(batch.rejected_BS, 1, 1).t().flatten().long()
             rejected = [following_N[r] for r in wanted]
-        return Supervision(rows, active, [place[r] for r in wanted], needed.nonzero()[:, 0], rejected)
+        told = [place[r] for r in wanted]
+        return Supervision(rows, active, told, needed.nonzero()[:, 0], rejected, mask_TN.sum(0)[active[0]])
 
 
 @torch.no_grad()
@@ -159,20 +169,35 @@ def head_rows(x_SBH: Tensor, rows_R: Tensor, group: dist.ProcessGroup, sequence_
     return copy_to_ranks(pick_rows(x_SBH.flatten(0, 1), rows_R), group)
 
 
-def _weights(
-    states: list[Tensor],
-    weight_DH: Tensor,
-    supervision: Supervision,
-    teacher: Teacher,
-    objective: ObjectiveConfig,
-    group: dist.ProcessGroup,
-) -> list[Tensor]:
-    """[R] weights of every step, without what single rows weigh."""
-    told = supervision.teacher_rows
-    if objective.step_weights == "d-pace":
-        places = (supervision.rows, supervision.active[0], told)
-        return paced_weights(states, weight_DH, *places, teacher, objective, group)
-    return [torch.full_like(teacher.lse_U[rows], objective.step_decay**k) for k, rows in enumerate(told)]
+def _paced(
+    supervision: Supervision, teacher: Teacher, objective: ObjectiveConfig, group: dist.ProcessGroup, size: int,
+    kernels: Any,
+) -> tuple[list[slice], Tensor, Weigh]:  # fmt: skip
+    """(chunks, order, weights) of D-PACE for `fused_head`: the steps of a row are one proposal, in one chunk."""
+    rows, active_P = supervision.rows, supervision.active[0]
+    order_N, chunks = supervision.by_row(size)
+    row_N = torch.searchsorted(active_P, torch.cat(rows)[order_N])
+    step_N = torch.cat([torch.full_like(r, k) for k, r in enumerate(rows)])[order_N]
+    counted_N = teacher.in_vocab_U[torch.cat(supervision.teacher_rows)[order_N]]
+    if not objective.in_vocab_only:
+        counted_N = torch.ones_like(counted_N)
+    shape = (len(active_P), len(rows))
+    pace = Pace((row_N, step_N), shape, objective.pace_alpha, counted_N.to(teacher.lse_U.dtype))
+    return chunks, order_N, pace.weigh(teacher, objective.temperature, group, kernels)
+
+
+def _step_rows(supervision: Supervision, teacher: Teacher, objective: ObjectiveConfig) -> list[StepRows]:
+    """The supervised rows of every step; their weights without D-PACE."""
+    paced, steps = objective.step_weights == "d-pace", []
+    for k, rows in enumerate(supervision.teacher_rows):
+        inside = teacher.in_vocab_U[rows]
+        weight = torch.full_like(teacher.lse_U[rows], 1.0 if paced else objective.step_decay**k)
+        if objective.in_vocab_only:
+            weight = weight * inside
+        if supervision.rejected and objective.replay_weight != 1:
+            weight = torch.where(supervision.rejected[k] > 0, objective.replay_weight * weight, weight)
+        steps.append(StepRows(rows, weight, torch.where(inside, teacher.label_U[rows], -1)))
+    return steps
 
 
 def head_losses(
@@ -192,22 +217,13 @@ def head_losses(
         paths: fast paths of the draft.
     """
     told = teacher if labels_U is None else dataclasses.replace(teacher, label_U=labels_U)
-    steps = []
-    for k, (rows, weight) in enumerate(
-        zip(supervision.teacher_rows, _weights(states, weight_DH, supervision, told, objective, group), strict=True)
-    ):
-        inside = teacher.in_vocab_U[rows]
-        if objective.in_vocab_only:
-            weight = weight * inside
-        if supervision.rejected and objective.replay_weight != 1:
-            weight = torch.where(supervision.rejected[k] > 0, objective.replay_weight * weight, weight)
-        steps.append(StepRows(rows, weight, torch.where(inside, teacher.label_U[rows], -1)))
+    steps = _step_rows(supervision, teacher, objective)
 
     def row_loss(logits_RD: Tensor, rows_R: Tensor):  # type: ignore[no-untyped-def]
         """Differentiable losses of rows of logits."""
         return row_losses(logits_RD, told, rows_R, objective.loss, objective.temperature, group)
 
-    in_place = scale_ = fp8 = None
+    in_place = scale_ = fp8 = kernels = None
     if paths.kernels() != "none":
         kernels = backend.load(paths.kernels())
         scale_ = kernels.scale_
@@ -216,8 +232,11 @@ def head_losses(
         if paths.under(objective).on("draft_head_fp8"):
             fp8 = kernels
     size = chunk_rows(weight_DH, in_place is not None, teacher.columns)
-    chunks = row_chunks(sum(map(len, states)), size)
-    total, stats = fused_head(states, weight_DH, steps, row_loss, in_place, scale_, chunks, fp8)
+    chunks, order_N, weigh = row_chunks(sum(map(len, states)), size), None, None
+    if objective.step_weights == "d-pace":
+        fast = None if in_place is None else kernels
+        chunks, order_N, weigh = _paced(supervision, told, objective, group, size, fast)
+    total, stats = fused_head(states, weight_DH, steps, row_loss, in_place, scale_, chunks, fp8, order_N, weigh)
     rows_T = to_device(torch.tensor([len(rows) for rows in supervision.rows], dtype=stats.dtype), stats.device)
     counted = teacher.in_vocab_U[supervision.teacher_rows[0]].sum() if objective.in_vocab_only else None
     return DraftLosses(total, stats[:, 0], stats[:, 1], stats[:, 2], rows_T, counted)

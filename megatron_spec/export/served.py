@@ -31,8 +31,8 @@ def check_exportable(config: DraftConfig, base: BaseConfig) -> list[str]:
     said += _last_layer(config, base)
     if config.reads_captures and len(config.capture_layer_ids) != TESTED_CAPTURES:
         said.append(
-            f"{len(config.capture_layer_ids)} captures: engines were tested with {TESTED_CAPTURES} alone; try yours "
-            "before a long training"
+            f"this draft has {len(config.capture_layer_ids)} capture_layer_ids, and engines were only tested with "
+            f"{TESTED_CAPTURES}: try yours before a long training"
         )
     if config.is_module:
         said.append(

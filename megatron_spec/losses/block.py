@@ -6,6 +6,7 @@ P blocks, T steps, R rows, D this rank's shard of the vocabulary.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from megatron_spec.losses.vocab_parallel import (
     RowLosses,
     Teacher,
     argmax_and_lse,
+    kernel_largest,
     log_probabilities,
     pick,
     reduce_together,
@@ -48,16 +50,28 @@ def pace_weights(q_PT: Tensor, supervised_PT: Tensor, alpha: float) -> Tensor:
     return prefix.flip(1).cumsum(1).flip(1) * supervised_PT
 
 
-def label_probabilities(logits_RD: Tensor, column_R: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[R] probability of each label under the draft.
+def label_probabilities(
+    logits_RD: Tensor,
+    teacher: Teacher,
+    rows_R: Tensor,
+    temperature: float,
+    group: dist.ProcessGroup | None,
+    kernels: Any = None,
+) -> Tensor:
+    """[R] the draft's probability of `teacher.label_U` at each row, in fp32 or fp64.
 
     Args:
-        column_R: column of the label, relative to this rank's first column.
+        logits_RD: draft logits of this rank's shard, in any dtype; they stay as they are.
+        kernels: operators (`ops.backend.load`), to find the log-sum-exp in one pass.
     """
-    _, lse = argmax_and_lse(logits_RD, group, 0)
-    at = pick(logits_RD, column_R)[2]
-    reduce_together(group, at)
-    return (at - lse).exp()
+    if kernels is None:
+        wide_RD = logits_RD.to(torch.promote_types(logits_RD.dtype, torch.float32))
+        lse_R = argmax_and_lse(wide_RD / temperature, group, 0)[1]
+    else:
+        lse_R = kernel_largest(logits_RD, 0, temperature, group, kernels)[0]
+    label_R = pick(logits_RD, teacher.label_U[rows_R] - teacher.first)[2].to(lse_R.dtype) / temperature
+    reduce_together(group, label_R)
+    return (label_R - lse_R).exp()
 
 
 def ce_l1_rows(

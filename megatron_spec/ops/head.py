@@ -44,6 +44,11 @@ fp32, may be replaced; where the head is in fp8, an output for the gradient in f
 rows."""
 
 
+Weigh = Callable[[Tensor, Tensor, slice], Tensor]
+"""(draft logits [R, D] of a chunk in the compute dtype; teacher rows [R]; the chunk's place among all rows, in their
+order) -> factors [R] of the rows' weights."""
+
+
 Scale = Callable[[Tensor, Tensor], Tensor]
 """(x, scalar on the device) -> x * scalar; x may be overwritten."""
 
@@ -74,6 +79,8 @@ class _FusedHead(torch.autograd.Function):
         scale_: Scale | None,
         chunks: list[slice] | None,
         fp8: Any,
+        order_N: Tensor | None,
+        weigh: Weigh | None,
         steps: list[StepRows],
         weight_DH: Tensor,
         *hidden_RH: Tensor,
@@ -81,13 +88,12 @@ class _FusedHead(torch.autograd.Function):
         """See `fused_head`."""
         wide = torch.float64 if weight_DH.dtype == torch.float64 else torch.float32
         train = any(ctx.needs_input_grad)
-        x_NH, counts = _joined(list(hidden_RH)), [len(h) for h in hidden_RH]
-        products = WeightProducts(weight_DH, fp8)
-        gradient = weight_gradient(x_NH, weight_DH, fp8) if train and ctx.needs_input_grad[6] else None
-        grad_NH = torch.empty_like(x_NH) if train else None
-        teacher, weight, target = (
-            torch.cat([getattr(step, name) for step in steps]) for name in ("teacher_R", "weight_R", "target_R")
+        counts, products = [len(h) for h in hidden_RH], WeightProducts(weight_DH, fp8)
+        x_NH, teacher, weight, target = (
+            x if order_N is None else x.index_select(0, order_N) for x in (_joined(list(hidden_RH)), *_facts(steps))
         )
+        gradient = weight_gradient(x_NH, weight_DH, fp8) if train and ctx.needs_input_grad[8] else None
+        grad_NH = torch.empty_like(x_NH) if train else None
         weight = weight.to(wide)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         if chunks is None:
@@ -95,6 +101,8 @@ class _FusedHead(torch.autograd.Function):
         for part in chunks:
             logits = products.forward(x_NH[part])
             grad: Tensor | Fp8Matrix = logits
+            if weigh is not None:
+                weight[part] *= weigh(logits, teacher[part], part)
             if in_place is not None:
                 given = (logits, teacher[part], weight[part])
                 if train and fp8 is not None:
@@ -110,8 +118,10 @@ class _FusedHead(torch.autograd.Function):
                 products.backward(grad, out=grad_NH[part])
             if gradient is not None:
                 gradient.add(grad)
-        total, stats = _sums(found, weight, target, counts)
-        ctx.save_for_backward(None if gradient is None else gradient.result(), grad_NH)
+        total, stats = _sums(found, weight, target, counts, order_N)
+        ctx.save_for_backward(
+            None if gradient is None else gradient.result(), None if grad_NH is None else _restored(grad_NH, order_N)
+        )
         ctx.weight, ctx.counts, ctx.scale_ = weight_DH, counts, scale_
         ctx.mark_non_differentiable(stats)
         return total, stats
@@ -130,7 +140,7 @@ class _FusedHead(torch.autograd.Function):
             scaled = ctx.scale_(grad_NH, grad_total)
         else:
             scaled = grad_NH * grad_total.to(grad_NH.dtype)
-        return None, None, None, None, None, None, d_weight, *scaled.split(ctx.counts)
+        return None, None, None, None, None, None, None, None, d_weight, *scaled.split(ctx.counts)
 
 
 def chunk_rows(weight_DH: Tensor, in_place: bool = False, columns: int | None = None) -> int:
@@ -149,6 +159,28 @@ def row_chunks(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
+def whole_chunks(counts_P: Tensor, size: int) -> list[slice]:
+    """Chunks of rows that come in P groups: whole groups, of at most `size` rows together unless one group has more.
+
+    A chunk ends at a multiple of 16 rows if one of the last groups that fit does: products in fp8 write faster there.
+
+    Args:
+        counts_P: int64 rows of each group, on the host.
+    """
+    ends, chunks, start = counts_P.cumsum(0), [], 0
+    total = int(ends[-1]) if len(ends) else 0
+    while start < total:
+        fitting = ends[int(torch.searchsorted(ends, start, right=True)) :]
+        fitting = fitting[: max(1, int(torch.searchsorted(fitting, start + size, right=True)))]
+        end = int(fitting[-1])
+        even = fitting[-64:][fitting[-64:] % 16 == 0]
+        if end < total and len(even):
+            end = int(even[-1])
+        chunks.append(slice(start, end))
+        start = end
+    return chunks
+
+
 def _joined(parts: list[Tensor]) -> Tensor:
     """Concatenate the rows of all parts, without a copy if they are adjacent in one buffer."""
     first, end = parts[0], parts[0].data_ptr()
@@ -161,16 +193,28 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return first.as_strided((sum(map(len, parts)), first.shape[1]), (first.shape[1], 1))
 
 
+def _facts(steps: list[StepRows]) -> tuple[Tensor, Tensor, Tensor]:
+    """[N] teacher row, weight and target of the rows of all steps."""
+    teacher, weight, target = zip(*((s.teacher_R, s.weight_R, s.target_R) for s in steps), strict=True)
+    return torch.cat(teacher), torch.cat(weight), torch.cat(target)
+
+
+def _restored(x_NX: Tensor, order_N: Tensor | None) -> Tensor:
+    """Rows as they were before `order_N`."""
+    return x_NX if order_N is None else torch.empty_like(x_NX).index_copy_(0, order_N, x_NX)
+
+
 def _sums(
-    found: list[tuple[Tensor, Tensor, Tensor]], weight_N: Tensor, target_N: Tensor, counts: list[int]
-) -> tuple[Tensor, Tensor]:
+    found: list[tuple[Tensor, Tensor, Tensor]], weight_N: Tensor, target_N: Tensor, counts: list[int],
+    order_N: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(weighted total, [T, 3]) from (loss, overlap, argmax) of the chunks."""
     if not found:
         return weight_N.new_zeros(()), weight_N.new_zeros(len(counts), 3)
     loss, overlap, argmax = (torch.cat(x) if len(found) > 1 else x[0] for x in zip(*found, strict=True))
     # at weight 0 the loss may be infinite (label outside the vocabulary): 0, not NaN
     loss = torch.where(weight_N > 0, loss, 0)
-    columns = torch.stack([loss, (argmax == target_N).to(loss.dtype), overlap], 1)
+    columns = _restored(torch.stack([loss, (argmax == target_N).to(loss.dtype), overlap], 1), order_N)
     return (loss * weight_N).sum(), torch.stack([part.sum(0) for part in columns.split(counts)])
 
 
@@ -183,6 +227,8 @@ def fused_head(
     scale_: Scale | None = None,
     chunks: list[slice] | None = None,
     fp8: Any = None,
+    order_N: Tensor | None = None,
+    weigh: Weigh | None = None,
 ) -> tuple[Tensor, Tensor]:
     """LM head, loss and metrics of the supervised rows of all draft steps.
 
@@ -193,6 +239,8 @@ def fused_head(
         in_place: used instead of `row_loss` when given.
         scale_: multiplies the (large) gradient in place by a scalar that is nearly always 1.
         chunks: of the rows of all steps, in order (default: by the size of this rank's shard).
+        order_N: int64, the order in which the rows of all steps are taken (default: step by step).
+        weigh: called for every chunk before its loss; multiplies the weights.
         fp8: operators (`ops.backend.load`), to compute logits and both gradients in fp8 (`ops/weight_products.py`);
             needs `in_place`.
 
@@ -201,6 +249,6 @@ def fused_head(
         the number of correct rows and the overlap sum; fp32, equal on every TP rank.
     """
     assert fp8 is None or in_place is not None
-    given = (row_loss, in_place, scale_, chunks, fp8, steps, weight_DH)
+    given = (row_loss, in_place, scale_, chunks, fp8, order_N, weigh, steps, weight_DH)
     out: tuple[Tensor, Tensor] = _FusedHead.apply(*given, *hidden_RH)  # type: ignore[no-untyped-call]
     return out

@@ -16,7 +16,6 @@ def draft_decode(s: Setting) -> Reasons:
     return {
         **draft_engine(s),
         **wide_kernels(s),
-        "rows are scaled after the products, which overflow in float16": s.dtype == "float16",
         "products are summed over tensor parallel ranks": s.parallel.tensor_model_parallel_size > 1,
         "the draft has latent attention or experts": config.mla is not None or config.moe is not None,
         "the draft has a sliding window": config.sliding_window is not None,

@@ -24,7 +24,7 @@ from megatron_spec.config import (
 from megatron_spec.config.machine import H100
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.planning.paths import Paths, Setting
-from megatron_spec.planning.unroll_memory import PEER_MEMORY, ROWS_AT_ONCE, keeps_gates
+from megatron_spec.planning.unroll_memory import ROWS_AT_ONCE, keeps_gates
 
 GIB = 1 << 30
 HEAD_CHUNK = 1100 << 20
@@ -187,6 +187,8 @@ def _activation_bytes(place: Place, rows: float, width: int) -> float:
         return _block_activation_bytes(place, draft, rows, width)
     scattered, fused = place.parallel.sequence_parallel, place.fast_paths.on("draft_fused")
     residual, qkv = (9.0, 1) if fused else (3 + 11 / tp if scattered else 14.0, 2)
+    goal = place.fast_paths.setting.objective
+    residual += goal is not None and goal.step_weights == "d-pace"  # the states again, in another order
     step = residual * draft.hidden_size + (qkv * qkv_width(draft) + attention_width(draft)) / tp
     mlp, total = mlp_width(draft) / tp, rows * place.ttt_steps
     gates = total * (2 if fused else 4)
@@ -198,13 +200,6 @@ def _activation_bytes(place: Place, rows: float, width: int) -> float:
 def checkpoint_bytes(draft: DraftConfig, bf16: bool) -> float:
     """Bytes of one iteration: the draft, two moments, and fp32 master weights if the draft is in bf16."""
     return sum(draft_parameters(draft)) * (2 + 12 if bf16 else 4 + 8)
-
-
-def _peer_memory(place: Place) -> float:
-    """Bytes that base and draft keep for copies from the other tensor parallel rank."""
-    paths = place.fast_paths
-    users = (not place.offline and paths.on("base_direct")) + paths.on("draft_fused")
-    return users * float(PEER_MEMORY) if paths.on("tp_symmetric") else 0.0
 
 
 def memory(place: Place) -> dict[str, float]:
@@ -247,6 +242,5 @@ def memory(place: Place) -> dict[str, float]:
         "draft steps": _activation_bytes(place, rows, width),
         "working space": HEAD_CHUNK
         + head_fp8
-        + _peer_memory(place)
         + (0 if place.offline else rows * (6 * H + 2 * base.intermediate_size / tp) * width),
     }

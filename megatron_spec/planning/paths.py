@@ -73,18 +73,6 @@ def _teacher_fp8(s: Setting) -> Reasons:
     }
 
 
-def _tp_symmetric(s: Setting) -> Reasons:
-    ranks = s.parallel.tensor_model_parallel_size
-    # neither the fused unroll nor the direct forward: the sums are megatron-core's
-    fused = PATHS["draft_fused"].blocked(s) is None or PATHS["base_direct"].blocked(s) is None
-    return {
-        f"there are {ranks} tensor parallel ranks, not 2": ranks != 2,
-        "there is no GPU": not s.machine.gpu,
-        "this torch has no symmetric memory": not s.machine.symmetric_memory,
-        "neither base_direct nor draft_fused is on": not fused,
-    }
-
-
 def _optimizer_pass(s: Setting) -> Reasons:
     return {f"--optimizer-impl {s.optimizer_impl} does it": s.optimizer_impl != "auto", **half_kernels(s)}
 
@@ -127,8 +115,8 @@ _PATHS = (
     ),
     Path(
         "decode_products",
-        "base, in decoding: norms, gate and residual sums inside the products of up to 16 rows of at most three "
-        "sequences; their LM head",
+        "base, in decoding: gate and residual sums inside the products of up to 16 rows of at most three sequences; "
+        "their LM head",
         "base_direct", "tests/unit_tests/base/test_direct.py", base_paths.decode_products,
     ),
     Path(
@@ -136,7 +124,7 @@ _PATHS = (
         "decoding/sampling.py", "tests/unit_tests/decoding/test_sampling.py", wide_kernels,
     ),
     Path(
-        "draft_decode", "draft, in decoding: a layer of up to 16 rows in the five kernels of `decode_products`",
+        "draft_decode", "draft, in decoding: a layer of up to 16 rows in the seven kernels of `decode_products`",
         "drafts/layer.py", "tests/unit_tests/drafts/test_few_rows.py", draft_paths.draft_decode,
     ),
     Path(
@@ -201,18 +189,13 @@ _PATHS = (
         "megatron-core's optimizer", "tests/unit_tests/training/test_one_pass.py", _optimizer_pass,
     ),
     Path(
-        "tp_symmetric",
-        "tensor parallelism over two GPUs of one host: sums over ranks by copy engines, into memory of the other GPU "
-        "(`ops/peer_memory.py`); where that memory cannot be shared, a line of the log says so, and the twin runs",
-        "all-reduce of the process group", "tests/gpu/test_peer_memory.py", _tp_symmetric,
-    ),
-    Path(
         "rounding_kernel", "fake quantisation: the E4M3 round trip in one pass", "quantization/rounding.py",
         "tests/gpu/test_fake_quant.py", _rounding_kernel,
     ),
     Path(
         "common_prompt", "decoding without a draft: prompts that are all the same (drawn questions) are read once",
-        "a prefill of each", "tests/unit_tests/decoding/test_common_prompt.py", lambda s: {},
+        "a prefill of each", "tests/unit_tests/decoding/test_common_prompt.py",
+        lambda s: {"the base's layers do not run": s.base is None},
     ),
     Path(
         "cuda_graphs", "decoding: steps are recorded and replayed", "the same functions, called",

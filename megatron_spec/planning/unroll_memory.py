@@ -6,8 +6,6 @@ MOST_WHOLE_ROWS = 8 << 30
 """Maximum bytes of the full sequence on every rank in the fused unroll under sequence parallelism."""
 ROWS_AT_ONCE = 65536
 """Most rows of a weight-gradient product of the fused unroll: bounds the memory of its backward at long sequences."""
-PEER_MEMORY = 192 << 20
-"""Bytes on each rank that the other tensor parallel rank copies into (`ops/peer_memory.py`), for base and for draft."""
 MOST_GATES = 8 << 30
 """Bytes of gate and up activations over all steps above which the fused unroll computes them again in its backward."""
 

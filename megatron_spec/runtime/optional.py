@@ -42,13 +42,18 @@ def check_optional_packages(run: Config) -> None:
     Raises:
         UserError: Transformer Engine is asked for, but does not import; states what failed and what to do.
     """
-    if importlib.util.find_spec(ENGINE) is not None:
-        if names_engine(run):
-            _import_engine()
-        elif ENGINE not in sys.modules:
-            unusable[ENGINE] = "nothing else of this run computes with it"
-            _hide(ENGINE)
+    if not names_engine(run):
+        leave_out_engine()
+    elif importlib.util.find_spec(ENGINE) is not None:
+        _import_engine()
     leave_out_broken_apex()
+
+
+def leave_out_engine() -> None:
+    """Hide Transformer Engine from megatron-core, unless it is loaded already."""
+    if ENGINE not in sys.modules and importlib.util.find_spec(ENGINE) is not None:
+        unusable[ENGINE] = "nothing else of this run computes with it"
+        _hide(ENGINE)
 
 
 def names_engine(run: Config) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_spec.config.machine import Kernels, Machine
+from megatron_spec.config.machine import Machine
 
 _CUDA_TYPES = {
     torch.float32: "torch.cuda.FloatTensor",
@@ -102,9 +102,7 @@ def machine() -> Machine:
     if not has_cuda():
         return Machine(grouped_products=grouped)
     triton = importlib.util.find_spec("triton") is not None
-    symmetric = importlib.util.find_spec("torch.distributed._symmetric_memory") is not None
-    kernels: Kernels = "triton" if triton else "none"
-    return Machine(True, torch.cuda.get_device_capability(), kernels, grouped, symmetric)
+    return Machine(True, torch.cuda.get_device_capability(), "triton" if triton else "none", grouped)
 
 
 def backend() -> str:

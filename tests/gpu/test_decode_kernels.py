@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_spec.ops import plain
+from megatron_spec.ops.tiles import Tiles
 from tests.gpu.test_kernels import make
 from tests.gpu.triton_device import DEVICE, MARKS
 
@@ -191,7 +192,7 @@ WAYS = ["", "bias", "norm", "norm, bias", "gated", "norm, gated, bias", "rest", 
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("sizes", [(896, 112), (2100, 40)])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("weights", "parts"), [(1, 1), (1, 2), (1, 5), (3, 1)])
+@pytest.mark.parametrize(("weights", "parts"), [(1, 1), (1, 2), (1, 5), (3, 1), (3, 3)])
 def test_products(rows: int, sizes: tuple[int, int], way: str, weights: int, parts: int) -> None:
     """One weight, or several side by side, and then with two inputs that have norms of their own."""
     from megatron_spec.ops.kernels import decode, few_rows
@@ -212,19 +213,46 @@ def test_products(rows: int, sizes: tuple[int, int], way: str, weights: int, par
         )  # fmt: skip
         return found
 
-    tiles = few_rows.Tiles(block=128 if parts > 1 else 256, parts=parts)
+    tiles = Tiles(block=128 if parts > 1 else 256, parts=parts)
     torch.testing.assert_close(run(few_rows, tiles=tiles), run(plain), rtol=2e-5, atol=2e-5)
     assert not decode.counters(x.device).any()
 
 
-SHAPES_OF_PRODUCTS = [(1152, 896), (896, 4864), (576, 576), (576, 1536), (6144, 4096), (4096, 14336), (151936, 896)]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])])
+@pytest.mark.parametrize(("H", "H2"), [(896, 0), (4096, 576), (100, 896)])
+def test_norms_before_products(H: int, H2: int, dtype: torch.dtype) -> None:
+    """Rows of one input or two, rounded once; a row has the same bits alone; an input without a norm is copied."""
+    from megatron_spec.ops.kernels import few_rows
+
+    draw = make(4)
+    x, norm = draw(5, H).to(dtype), draw(H).to(dtype)
+    x2, norm2 = draw(5, H2).to(dtype), draw(H2).to(dtype)
+
+    def normed(rows: Tensor, weight: Tensor) -> Tensor:
+        wide = rows.double()
+        return (wide * (wide.square().mean(1, keepdim=True) + 0.1).rsqrt() * weight.double()).to(dtype)
+
+    bound = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]  # one unit in the last place
+    found = few_rows.normed_rows(x, norm, 0.1, (x2, norm2) if H2 else None)
+    torch.testing.assert_close(found[:, :H], normed(x, norm), rtol=bound, atol=1e-6)
+    second = (x2[2:3].contiguous(), norm2) if H2 else None
+    assert torch.equal(few_rows.normed_rows(x[2:3].contiguous(), norm, 0.1, second), found[2:3])
+    if H2:
+        torch.testing.assert_close(found[:, H:], normed(x2, norm2), rtol=bound, atol=1e-6)
+        assert torch.equal(few_rows.normed_rows(x, norm, 0.1, (x2, None))[:, H:], x2)
+
+
+SHAPES_OF_PRODUCTS = [
+    (1152, 896), (896, 4864), (576, 576), (576, 1536), (6144, 4096), (4096, 4096), (4096, 14336), (14336, 4096),
+    (151936, 896),
+]  # fmt: skip
 """(outputs, inputs): of Qwen2.5 0.5B, SmolLM2 135M, Llama 8B, and a head."""
 
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("shape", SHAPES_OF_PRODUCTS)
-@pytest.mark.parametrize("dtype", [torch.float32, *([torch.bfloat16] if DEVICE == "cuda" else [])])
+@pytest.mark.parametrize("dtype", [torch.float32, *([torch.float16, torch.bfloat16] if DEVICE == "cuda" else [])])
 def test_products_of_rows_do_not_depend_on_one_another(
     gated: bool, norm: bool, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
@@ -246,7 +274,7 @@ def test_products_of_rows_do_not_depend_on_one_another(
     exact = plain.few_rows_product(
         x.double(), [w.double() for w in weights], None, None if norms is None else norms.double(), 0.1, gated
     )
-    bound = 2e-5 if dtype == torch.float32 else 2e-2
+    bound = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(together.double(), exact, rtol=bound, atol=bound)
 
 
@@ -280,8 +308,7 @@ def test_kernels_that_start_early_wait_for_what_they_read(monkeypatch: pytest.Mo
         return x * 1.0
 
     expected = run()
-    for module in (decode, few_rows):
-        monkeypatch.setattr(module, "EARLY", True)
+    monkeypatch.setattr(decode, "EARLY", True)
     assert torch.equal(run(), expected)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -293,16 +320,16 @@ def test_kernels_that_start_early_wait_for_what_they_read(monkeypatch: pytest.Mo
         assert torch.equal(found, expected)
 
 
-def test_how_a_product_is_divided() -> None:
-    """Into a program per 16 outputs, or more where these are few; never so that a program has little to read."""
-    from megatron_spec.ops.kernels.few_rows import PROGRAMS, SHARE, tiles_of
+@pytest.mark.parametrize("rows", [1, 5])
+def test_steps_that_the_benchmark_compares(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels and cuBLAS's products compute the same logits, from the same weights and cache."""
+    from benchmarks import measure_steps
 
-    for outputs, inputs in SHAPES_OF_PRODUCTS:
-        tiles = tiles_of(outputs, inputs)
-        programs = -(-outputs // tiles.columns) * tiles.parts
-        assert programs >= PROGRAMS or inputs // (tiles.parts + 1) < SHARE
-        assert tiles.parts == 1 or inputs // tiles.parts >= SHARE
-        assert tiles_of(outputs, inputs, divided=False).parts == 1
+    monkeypatch.setitem(measure_steps.BASES, "small", (2, 64, 128, 96, 80))
+    monkeypatch.setitem(measure_steps.HEADS, "small", (4, 2, 16))
+    step = measure_steps.Step("small", device=DEVICE, dtype=torch.float32)
+    torch.testing.assert_close(step.way("ours", rows), step.way("cublas", rows), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(step.way("ours", rows)[:1], step.way("ours", 1), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("V", [5, 4096, 10001])

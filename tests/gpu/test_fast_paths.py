@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -132,6 +133,7 @@ def train_once(
         ObjectiveConfig(ttt_steps=4, in_vocab_only=False),  # near ties of the teacher differ between bf16 and fp32
         ObjectiveConfig(ttt_steps=3, loss="kl", temperature=1.5, in_vocab_only=False, alignment="paper"),
         ObjectiveConfig(ttt_steps=3, in_vocab_only=False, replay_weight=4.0),
+        ObjectiveConfig(ttt_steps=4, in_vocab_only=False, step_weights="d-pace"),
     ],
 )
 @pytest.mark.parametrize("compact", [False, True])
@@ -414,15 +416,15 @@ def test_products_of_a_weight_in_fp8() -> None:
 
 
 @pytest.mark.parametrize("at_once", [65536, 500])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_fp8_head(frozen: bool, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("frozen", "weights"), [(False, "decay"), (True, "decay"), (False, "d-pace")])
+def test_fp8_head(frozen: bool, weights: Any, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft's head beside the layer: logits, input and weight gradient near bf16's, in chunks and in one piece."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs fp8 tensor cores")
     monkeypatch.setitem(globals(), "DRAFT_VOCAB", 704)
     monkeypatch.setattr(weight_products, "ROWS_AT_ONCE", at_once)
     monkeypatch.setitem(head.CHUNK_BYTES, "cuda", 2 * 704 * 333)
-    objective = ObjectiveConfig(ttt_steps=3, in_vocab_only=False)
+    objective = ObjectiveConfig(ttt_steps=3, in_vocab_only=False, step_weights=weights)
     batch, ends = make_batch(False), make_base(torch.bfloat16)
     features = Features(batch, *run_base(ends, [batch])[0])
     drafts = [make_draft(torch.bfloat16) for _ in range(3)]

@@ -1,5 +1,5 @@
 """The kernels over vocabulary rows against the reference losses in fp64 and autograd: whole, in two shards, teacher;
-and the losses of block drafts over the kernels against the plain ones in fp64.
+and the losses of block drafts and of EAGLE-3 with D-PACE over the kernels against the plain ones in fp64.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from megatron_spec.config import ObjectiveConfig, presets
 from megatron_spec.config.machine import Machine
 from megatron_spec.drafts import block_losses
 from megatron_spec.drafts.anchors import BlockPlan
+from megatron_spec.drafts.unroll import Supervision, head_losses
 from megatron_spec.losses import reference
 from megatron_spec.losses.vocab_parallel import Teacher
 from megatron_spec.ops import head, plain
 from megatron_spec.planning.paths import NO_PATHS, PATHS, Paths, Setting
 from tests.gpu.triton_device import DEVICE, INTERPRETED, MARKS
+from tests.unit_tests.drafts.plain_eagle3 import conversations
 from tests.unit_tests.drafts.test_blocks import batch, block_config
 
 pytestmark = MARKS
@@ -194,6 +196,57 @@ def test_losses_of_blocks_in_bf16(name: str, monkeypatch: pytest.MonkeyPatch) ->
         "loss_kernel"
     )
     found = block_result(name, torch.bfloat16, paths)
+    for n in expected.keys() - {"correct_T"}:  # ties
+        error = (found[n] - expected[n]).norm() / expected[n].norm()
+        assert error < 2e-2, (n, float(error))
+
+
+PACED: dict[str, dict[str, Any]] = {
+    "soft_ce": {},
+    "kl, all rows": {"loss": "kl", "in_vocab_only": False, "temperature": 0.8},
+    "tv, paper": {"loss": "tv", "alignment": "paper", "pace_alpha": 0.1},
+    "hard_ce, target": {"loss": "hard_ce", "alignment": "target"},
+}
+
+
+def paced_result(name: str, dtype: torch.dtype, paths: Paths) -> dict[str, Tensor]:
+    """Losses, metrics and gradients of four paced steps, from random states, in several chunks of rows."""
+    goal = ObjectiveConfig(ttt_steps=4, step_weights="d-pace", **PACED[name])
+    plan = Supervision.of(conversations(), goal.ttt_steps, goal.alignment)._to(torch.device(DEVICE))
+    counts, U = [len(r) for r in plan.rows], len(plan.teacher_U)
+    x = {n: draw(*shape).div(4).bfloat16() for n, shape in {"states": (sum(counts), 32), "head": (D, 32)}.items()}
+    x = {n: t.to(dtype).requires_grad_() for n, t in x.items()}
+    z = draw(U, D).bfloat16().to(dtype)
+    wide = z.to(torch.promote_types(dtype, torch.float32)) / goal.temperature
+    inside = torch.arange(U, device=DEVICE) % 4 != 2
+    teacher = Teacher(z, wide.logsumexp(1), z.argmax(1), z.argmax(1), inside)
+    losses = head_losses(list(x["states"].split(counts)), x["head"], plan, teacher, goal, None, paths=paths)  # type: ignore[arg-type]
+    losses.total.backward()
+    stats = {n: getattr(losses, n).detach() for n in ("total", "loss_T", "correct_T", "overlap_T")}
+    return {n: t.double() for n, t in (stats | {n: t.grad for n, t in x.items() if t.grad is not None}).items()}
+
+
+@pytest.mark.parametrize("name", list(PACED))
+def test_paced_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_spec.ops.kernels import loss as kernels
+
+    monkeypatch.setattr(head, "CHUNK_BYTES", {"cpu": 4 * 17 * D, "cuda": 4 * 17 * D})
+    expected = paced_result(name, torch.float64, NO_PATHS)
+    operators = {n: getattr(kernels, n, getattr(plain, n)) for n in plain.OPERATORS}
+    monkeypatch.setattr(block_losses.backend, "load", lambda _: SimpleNamespace(**operators))
+    others = tuple(n for n in PATHS if n != "loss_kernel")
+    found = paced_result(name, torch.float32, Paths(Setting(Machine(kernels="plain"), off=others)))
+    for n in expected:
+        torch.testing.assert_close(found[n], expected[n], rtol=1e-3, atol=1e-4, msg=lambda m, n=n: f"{n}: {m}")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies the bits of bfloat16")
+@pytest.mark.parametrize("name", list(PACED))
+def test_paced_steps_in_bf16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the paths of a GPU; probabilities are of logits in bf16."""
+    monkeypatch.setattr(head, "CHUNK_BYTES", {"cuda": 2 * 17 * D})
+    expected = paced_result(name, torch.float64, NO_PATHS)
+    found = paced_result(name, torch.bfloat16, Paths(Setting(Machine(True, (9, 0), "triton"), "bfloat16")))
     for n in expected.keys() - {"correct_T"}:  # ties
         error = (found[n] - expected[n]).norm() / expected[n].norm()
         assert error < 2e-2, (n, float(error))

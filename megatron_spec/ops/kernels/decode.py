@@ -36,7 +36,12 @@ TILE = 16
 COUNTERS = 1 << 16
 EARLY = False
 """Kernels of decoding start while the one before still runs (programmatic dependent launch, sm_90), ask for their
-weights, and wait for its end. Off: not measured yet."""
+weights, and wait for its end. Off: not measured yet (`benchmarks/decode_products.py` compares)."""
+
+
+def launch() -> dict[str, bool]:
+    """Options of a launch, after `EARLY`."""
+    return {"launch_pdl": True} if EARLY else {}
 
 
 @triton.jit
@@ -51,6 +56,14 @@ def allow_next():
 def wait_for_previous():
     """Wait until the kernel before has ended, and with it all that were before it."""
     tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def after_previous(EARLY: tl.constexpr):
+    """Both of the above, for a kernel that has nothing to do before the wait."""
+    if EARLY:
+        allow_next()
+        wait_for_previous()
 
 
 @triton.jit
@@ -220,11 +233,12 @@ def _new_and_cached(
 
 @triton.jit
 def _store_part(part_ptr, stat_ptr, mine, top, total, acc, lanes, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """What a part adds to the softmax of its rows."""
+    """What a part adds to the softmax of its rows, out before the program is counted."""
     r = tl.arange(0, ROWS)
     tl.store(stat_ptr + mine * 2 * ROWS + r, top)
     tl.store(stat_ptr + (mine * 2 + 1) * ROWS + r, total)
     tl.store(part_ptr + (mine * ROWS + r)[:, None] * LANES + lanes, acc)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -255,9 +269,7 @@ def _attention_kernel(
     BLOCK: tl.constexpr, GROUPED: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr, TREE: tl.constexpr,
     EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        allow_next()
-        wait_for_previous()
+    after_previous(EARLY)
     n: tl.constexpr = N // G
     D: tl.constexpr = 2 * HALF
     X: tl.constexpr = (N + 2 * G) * D
@@ -307,7 +319,6 @@ def _attention_kernel(
     at = out_ptr + row * (N * D) + ((g * n + t % n) * D)[:, None] + lanes
     if split:
         _store_part(part_ptr, stat_ptr, place * parts + part, best, sums, values, lanes, ROWS, LANES)
-        tl.debug_barrier()  # all of the program's values are out before it is counted
         if tl.atomic_add(count_ptr + place, 1, sem="acq_rel") == active - 1:
             tl.store(count_ptr + place, 0)
             sums, values = _sum_of_parts(part_ptr, stat_ptr, place * parts, active, lanes, ROWS, LANES)
@@ -372,6 +383,6 @@ def decode_attention(
         half, lanes, TILE, SLOTS, grouped, bias_X is not None, norms is not None, above_BSM is not None, EARLY,
         "ieee" if x_RX.dtype == torch.float32 else "tf32", num_warps=4,
         num_stages=3 if lanes * x_RX.element_size() <= 512 else 1,  # of keys and values in shared memory
-        **({"launch_pdl": True} if EARLY else {}),
+        **launch(),
     )  # fmt: skip
     return out

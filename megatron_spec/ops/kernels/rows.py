@@ -26,9 +26,8 @@ def block_of(width: int) -> int:
 
 @triton.jit
 def _norm_kernel(
-    a_ptr, b_ptr, peer_ptr, sum_ptr, w1_ptr, out1_ptr, w2_ptr, out2_ptr, place_ptr, rstd_ptr, H, eps,
-    HAS_B: tl.constexpr, HAS_PEER: tl.constexpr, HAS_1: tl.constexpr, HAS_2: tl.constexpr, HAS_PLACE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    a_ptr, b_ptr, sum_ptr, w1_ptr, out1_ptr, w2_ptr, out2_ptr, place_ptr, rstd_ptr, H, eps,
+    HAS_B: tl.constexpr, HAS_1: tl.constexpr, HAS_2: tl.constexpr, HAS_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -36,9 +35,6 @@ def _norm_kernel(
     x = tl.load(a_ptr + row * H + cols, mask=mask, other=0.0)
     if HAS_B:
         b = tl.load(b_ptr + row * H + cols, mask=mask, other=0.0)
-        if HAS_PEER:
-            peer = tl.load(peer_ptr + row * H + cols, mask=mask, other=0.0)
-            b = (b.to(tl.float32) + peer.to(tl.float32)).to(x.dtype)
         x = (x.to(tl.float32) + b.to(tl.float32)).to(x.dtype)  # rounded like the plain sum
         tl.store(sum_ptr + row * H + cols, x, mask=mask)
     wide = x.to(tl.float32)
@@ -65,14 +61,12 @@ def norm_forward(
     first: tuple[Tensor, Tensor] | None = None,
     second: tuple[Tensor, Tensor] | None = None,
     place_R: Tensor | None = None,
-    peer_RH: Tensor | None = None,
 ) -> Tensor:
     """RMS norm of a (+ b; the sum is written to `sum_RH`) with one or two weights at once.
 
     Args:
         first: (weight [H], output [R, H]).
         second: another weight and output, written at row `place_R[row]` (int32; -1: not written) when given.
-        peer_RH: another rank's part of b; both are added, and rounded, first.
 
     Returns:
         fp32 [R], reciprocal of the root mean square, needed by the backward.
@@ -82,18 +76,18 @@ def norm_forward(
     w1, out1 = first or (a_RH, a_RH)
     w2, out2 = second or (a_RH, a_RH)
     _norm_kernel[(R,)](
-        a_RH, a_RH if b_RH is None else b_RH, a_RH if peer_RH is None else peer_RH, a_RH if sum_RH is None else sum_RH,
-        w1, out1, w2, out2, a_RH if place_R is None else place_R, rstd, H, eps, b_RH is not None, peer_RH is not None,
-        first is not None, second is not None, place_R is not None, block_of(H), num_warps=WIDE_WARPS,
+        a_RH, a_RH if b_RH is None else b_RH, a_RH if sum_RH is None else sum_RH, w1, out1, w2, out2,
+        a_RH if place_R is None else place_R, rstd, H, eps, b_RH is not None, first is not None, second is not None,
+        place_R is not None, block_of(H), num_warps=WIDE_WARPS,
     )  # fmt: skip
     return rstd
 
 
 @triton.jit
 def _norm_backward_kernel(
-    x_ptr, rstd_ptr, dy1_ptr, peer_ptr, w1_ptr, dw1_ptr, dy2_ptr, w2_ptr, dw2_ptr, place_ptr, add_ptr, dx_ptr, R, H,
-    HAS_1: tl.constexpr, HAS_PEER: tl.constexpr, HAS_2: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_ADD: tl.constexpr,
-    HAS_DX: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, rstd_ptr, dy1_ptr, w1_ptr, dw1_ptr, dy2_ptr, w2_ptr, dw2_ptr, place_ptr, add_ptr, dx_ptr, R, H,
+    HAS_1: tl.constexpr, HAS_2: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_ADD: tl.constexpr, HAS_DX: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(0)
@@ -114,9 +108,6 @@ def _norm_backward_kernel(
         g = tl.zeros((BLOCK,), tl.float32)
         if HAS_1:
             dy = tl.load(dy1_ptr + row * H + cols, mask=mask, other=0.0).to(tl.float32)
-            if HAS_PEER:
-                dy += tl.load(peer_ptr + row * H + cols, mask=mask, other=0.0).to(tl.float32)
-                dy = dy.to(dy1_ptr.dtype.element_ty).to(tl.float32)  # rounded like the plain sum
             dw1 += dy * normed
             g += dy * w1
         if HAS_2:
@@ -153,7 +144,6 @@ def norm_backward(
     second: tuple[Tensor, Tensor, Tensor] | None = None,
     place_R: Tensor | None = None,
     add_RH: Tensor | None = None,
-    peer_RH: Tensor | None = None,
 ) -> None:
     """Backward of `norm_forward`.
 
@@ -161,16 +151,15 @@ def norm_backward(
         dx_RH: output, gradient of x (+ `add_RH`, which may be the same tensor); None: not computed.
         first: (gradient of the output [R, H], weight [H], partial sums from `norm_partials`, accumulated).
         second: the same for the second output, at row `place_R[row]`; absent rows count as zero.
-        peer_RH: another rank's part of the gradient of the first output; both are added, and rounded, first.
     """
     R, H = x_RH.shape
     dy1, w1, dw1 = first or (x_RH, x_RH, x_RH)
     dy2, w2, dw2 = second or (x_RH, x_RH, x_RH)
     _norm_backward_kernel[(PARTIALS,)](
-        x_RH, rstd_R, dy1, x_RH if peer_RH is None else peer_RH, w1, dw1, dy2, w2, dw2,
-        x_RH if place_R is None else place_R, x_RH if add_RH is None else add_RH, x_RH if dx_RH is None else dx_RH,
-        R, H, first is not None, peer_RH is not None, second is not None, place_R is not None, add_RH is not None,
-        dx_RH is not None, block_of(H), num_warps=WIDE_WARPS,
+        x_RH, rstd_R, dy1, w1, dw1, dy2, w2, dw2, x_RH if place_R is None else place_R,
+        x_RH if add_RH is None else add_RH, x_RH if dx_RH is None else dx_RH, R, H, first is not None,
+        second is not None, place_R is not None, add_RH is not None, dx_RH is not None, block_of(H),
+        num_warps=WIDE_WARPS,
     )  # fmt: skip
 
 

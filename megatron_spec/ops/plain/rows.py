@@ -17,13 +17,12 @@ def norm_forward(
     first: tuple[Tensor, Tensor] | None = None,
     second: tuple[Tensor, Tensor] | None = None,
     place_R: Tensor | None = None,
-    peer_RH: Tensor | None = None,
 ) -> Tensor:
     """`kernels.rows.norm_forward`."""
     x = a_RH
     if b_RH is not None:
         assert sum_RH is not None
-        x = sum_RH.copy_(a_RH + (b_RH if peer_RH is None else b_RH + peer_RH))
+        x = sum_RH.copy_(a_RH + b_RH)
     rstd = (x.square().mean(1) + eps).rsqrt()
     normed = x * rstd[:, None]
     if first is not None:
@@ -47,11 +46,8 @@ def norm_backward(
     second: tuple[Tensor, Tensor, Tensor] | None = None,
     place_R: Tensor | None = None,
     add_RH: Tensor | None = None,
-    peer_RH: Tensor | None = None,
 ) -> None:
     """`kernels.rows.norm_backward`."""
-    if first is not None and peer_RH is not None:
-        first = (first[0] + peer_RH, *first[1:])
     normed, g = x_RH * rstd_R[:, None], torch.zeros_like(x_RH)
     for (dy, w, dw), place in (
         *(((first, None),) if first is not None else ()),

@@ -65,18 +65,6 @@ def test_loss_kinds(loss: Any) -> None:
 
 
 @pytest.mark.parametrize("alignment", ["serving", "paper", "target"])
-@pytest.mark.parametrize(("in_vocab_only", "alpha"), [(True, 0.5), (False, 0.2), (True, 0.05)])
-def test_steps_weighed_by_their_part_in_the_accepted_length(alignment: Any, in_vocab_only: bool, alpha: float) -> None:
-    goal = {"alignment": alignment, "in_vocab_only": in_vocab_only, "replay_weight": 3.0, "temperature": 0.8}
-    objective = ObjectiveConfig(ttt_steps=4, step_weights="d-pace", pace_alpha=alpha, **goal)
-    compare(eagle_config(), objective)
-    draft, ends = make(eagle_config())
-    f = features(conversations(), draft.config, torch.float64)
-    paced, decayed = draft(f, ends, objective), draft(f, ends, ObjectiveConfig(ttt_steps=4, **goal))
-    assert paced.total != decayed.total and torch.equal(paced.loss_T, decayed.loss_T)
-
-
-@pytest.mark.parametrize("alignment", ["serving", "paper", "target"])
 def test_tokens_put_in_place_of_rejected_ones_weigh_more(alignment: Any) -> None:
     objective = ObjectiveConfig(ttt_steps=3, alignment=alignment, replay_weight=3.5)
     compare(eagle_config(), objective)

@@ -18,9 +18,8 @@ from megatron_spec.drafts import eagle3, fused_unroll
 from megatron_spec.drafts.eagle3 import EagleDraft
 from megatron_spec.drafts.layer import local_kv_heads
 from megatron_spec.drafts.linear import Placement
-from megatron_spec.ops import overlap
+from megatron_spec.ops import head
 from megatron_spec.ops.attention import attend
-from megatron_spec.ops.overlap import RankSums
 from megatron_spec.ops.visibility import Visibility
 from megatron_spec.planning.paths import NO_PATHS, Paths, Setting
 from megatron_spec.runtime import platform
@@ -45,6 +44,7 @@ CASES: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
     "tp2 sp replay": (2, True, {}, {"replay_weight": 3.0}),
     "tp2 d-pace": (2, False, WHOLE, {"step_weights": "d-pace", "pace_alpha": 0.2}),
     "tp2 sp d-pace": (2, True, {}, {"step_weights": "d-pace", "replay_weight": 3.0}),
+    "tp2 d-pace, in chunks": (2, False, WHOLE, {"step_weights": "d-pace"}),
     "tp2 lk_hybrid": (2, False, {}, {"loss": "lk_hybrid", "temperature": 0.7}),
     "tp2 tv": (2, False, {}, {"loss": "tv"}),
     "tp2 hard_ce": (2, False, WHOLE, {"loss": "hard_ce", "in_vocab_only": False}),
@@ -61,31 +61,33 @@ FUSED: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
     # the hand-written backward; with and without dropping the rows that no later step supervises
     "tp2 fused": (2, False, {}, {}),
     "tp2 fused, fewer rows": (2, False, {}, {"loss": "kl", "temperature": 0.7}),
-    "tp2 fused, in pieces": (2, False, {}, {}),
-    "tp2 fused, fewer rows, in pieces": (2, False, {}, {}),
     "tp2 fused, d-pace": (2, False, {}, {"step_weights": "d-pace", "loss": "lk_hybrid"}),
+    "tp2 fused, d-pace in the kernel's logits": (2, False, {}, {"step_weights": "d-pace"}),
+    "tp2 fused, d-pace, in chunks": (2, False, WHOLE, {"step_weights": "d-pace", "loss": "tv"}),
     "tp2 sp fused": (2, True, {}, {"replay_weight": 3.0}),
     "tp2 sp fused, fewer rows": (2, True, {"num_attention_heads": 8}, {"alignment": "paper"}),
 }
 
 
 @contextmanager
-def fusing(rows_below: float, smallest_piece: int = overlap.SMALLEST_PIECE) -> Iterator[list[int]]:
-    """Counts fused unrolls: the list grows by one each time, and has another entry for every step in two pieces."""
+def fusing(rows_below: float) -> Iterator[list[int]]:
+    """Counts fused unrolls: the list grows by one each time."""
     taken: list[int] = []
-    inner, cut = fused_unroll.fused_unroll, RankSums.pieces
-
-    def pieces(sums: RankSums, rows: int) -> list[slice]:
-        found = cut(sums, rows)
-        taken.extend([2] * (len(found) == 2))
-        return found
-
+    inner = fused_unroll.fused_unroll
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_unroll, "COMPACT_BELOW", rows_below)
-        patch.setattr(overlap, "SMALLEST_PIECE", smallest_piece)
-        patch.setattr(RankSums, "pieces", pieces)
         patch.setattr(eagle3, "fused_unroll", lambda *a: taken.append(1) or inner(*a))
         yield taken
+
+
+@contextmanager
+def chunks(name: str) -> Iterator[None]:
+    """Chunks of few rows, if the name asks for them; by its own shard of 16 or 15 columns one rank would take 7 rows at
+    a time and the other 8."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "chunks" in name:
+            patch.setattr(head, "CHUNK_BYTES", {"cpu": 4 * 15 * 8})
+        yield
 
 
 def decoded(draft: EagleDraft, ends: StandInEnds, captures_SBC: Tensor, full_length: int) -> Tensor:
@@ -148,7 +150,8 @@ def ranks() -> dict[str, Any]:
             # D = 12 of V = 31: draft and target shards do not line up, and V is padded to 36
             changes = {"target_hidden_size": 18 if size == 3 else 16, **sizes}
             config, goal = eagle_config(**changes), ObjectiveConfig(ttt_steps=3, **objective)
-            found[name] = outcome(config, goal, groups[size], sequence_parallel)
+            with chunks(name):
+                found[name] = outcome(config, goal, groups[size], sequence_parallel)
             if rank == 0:
                 found[name + " alone"] = outcome(config, goal, alone, False)
     for name, (size, sequence_parallel, sizes, objective) in FUSED.items():
@@ -156,10 +159,9 @@ def ranks() -> dict[str, Any]:
             config, goal = eagle_config(**sizes), ObjectiveConfig(ttt_steps=3, **objective)
             layout = ParallelConfig(tensor_model_parallel_size=size, sequence_parallel=sequence_parallel)
             paths = Paths(Setting(Machine(kernels="plain"), parallel=layout, draft=config))
-            in_pieces = "pieces" in name
-            with fusing(1.0 if "fewer" in name else 0.0, 3 if in_pieces else 1024) as taken:
+            with fusing(1.0 if "fewer" in name else 0.0) as taken, chunks(name):
                 found[name] = outcome(config, goal, groups[size], sequence_parallel, paths)
-            assert taken.count(1) == 1 and (2 in taken) == in_pieces, name
+            assert taken == [1], name
             if rank == 0:
                 found[name + " alone"] = outcome(config, goal, alone, False)
     if rank < 2:

@@ -93,7 +93,6 @@ def test_what_runs_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "reason"),
     [
         ({"parallel": ParallelConfig(tensor_model_parallel_size=2)}, "summed over tensor parallel ranks"),
-        ({"dtype": "float16"}, "overflow in float16"),
         ({"quant": QuantConfig()}, "fake-quantised"),
         ({"draft": presets.medusa_config(BASE, num_heads=2)}, "own output"),
         ({"draft": presets.eagle_config(BASE, "eagle3", {**CAPTURES, "sliding_window": 4})}, "sliding window"),

@@ -25,6 +25,7 @@ from tests.worlds import run_world
 
 LENGTH = 24
 OBJECTIVE = ObjectiveConfig(ttt_steps=4)
+PACED = OBJECTIVE.replace(step_weights="d-pace")
 CASES: dict[str, dict[str, Any]] = {
     "cp2": dict(cp=2),
     "cp2, fewer rows": dict(cp=2, below=1.0),
@@ -35,6 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
     "cp2 tp2 sp": dict(cp=2, tp=2, sp=True, packed=True),
     "cp2 tp2 sp, fewer rows": dict(cp=2, tp=2, sp=True, below=1.0),
     "cp2 tp2, one rank's rows": dict(cp=2, tp=2, below=1.0, middle=True),
+    "cp2 tp2 sp, d-pace": dict(cp=2, tp=2, sp=True, packed=True, goal=PACED),
+    "cp2 tp2, d-pace, one rank's rows": dict(cp=2, tp=2, middle=True, goal=PACED),
 }
 
 
@@ -65,7 +68,9 @@ def part(whole: Features, context: ContextShard | None, tp: Any, sequence_parall
     return Features(replace(whole.batch, context=context), *tensors)
 
 
-def outcome(batch: Batch, tp: Any, context: ContextShard | None, sp: bool, paths: Paths) -> dict[str, Tensor]:
+def outcome(
+    batch: Batch, tp: Any, context: ContextShard | None, sp: bool, paths: Paths, objective: ObjectiveConfig
+) -> dict[str, Tensor]:
     """Sums over the ranks of `context`: losses and this rank's shard of every gradient."""
     config = eagle_config()
     f = part(features(batch, config, torch.float64), context, tp, sp)
@@ -73,9 +78,9 @@ def outcome(batch: Batch, tp: Any, context: ContextShard | None, sp: bool, paths
     draft = EagleDraft(config, draft_vocab(config), Placement(tp, sp)).double()
     draft.paths = paths
     draft.initialize(ends, seed=6)
-    losses = draft(f, ends, OBJECTIVE)
+    losses = draft(f, ends, objective)
     losses.total.backward()
-    found = {"loss": losses.loss_T.detach().clone(), "rows": losses.rows_T}
+    found = {"total": losses.total.detach().clone(), "loss": losses.loss_T.detach().clone(), "rows": losses.rows_T}
     for name, p in draft.named_parameters():
         assert p.grad is not None
         if getattr(p, "sequence_parallel", False):
@@ -103,13 +108,14 @@ def ranks() -> dict[str, Any]:
         group = neighbours if tp == 2 else alone
         layout = ParallelConfig(tensor_model_parallel_size=tp, context_parallel_size=cp, sequence_parallel=sp)
         paths = Paths(Setting(Machine(kernels="plain"), "float64", layout, draft=eagle_config()))
+        goal = case.get("goal", OBJECTIVE)
         batch = batch_of(case.get("packed", False), case.get("middle", False))
-        with fusing(case.get("below", 0.0), 3) as taken, pytest.MonkeyPatch.context() as patch:
+        with fusing(case.get("below", 0.0)) as taken, pytest.MonkeyPatch.context() as patch:
             inner = attention.kernel_of
             patch.setattr(attention, "kernel_of", lambda c: found["kernels"].add(inner(c).name) or inner(c))
-            found[name] = outcome(batch, group, context, sp, paths)
-        assert taken.count(1) == 1 and (2 in taken) == (tp == 2), name
-        found[name + " alone"] = outcome(batch, alone, None, False, NO_PATHS)
+            found[name] = outcome(batch, group, context, sp, paths, goal)
+        assert taken == [1], name
+        found[name + " alone"] = outcome(batch, alone, None, False, NO_PATHS, goal)
     return found
 
 

@@ -15,6 +15,7 @@ from megatron_spec.config import ObjectiveConfig, QuantConfig
 from megatron_spec.config.machine import Machine
 from megatron_spec.drafts import eagle3, fused_tape, fused_unroll
 from megatron_spec.drafts.eagle3 import EagleDraft
+from megatron_spec.ops import head
 from megatron_spec.planning import unroll_memory
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.quantization.attach import attach_quantizers, draft_linears, quantizers
@@ -36,11 +37,15 @@ def quantised(quant: QuantConfig | None) -> tuple[EagleDraft, StandInEnds]:
     return draft, ends
 
 
-def results(draft: EagleDraft, ends: StandInEnds) -> dict[str, Tensor]:
+def results(draft: EagleDraft, ends: StandInEnds, objective: ObjectiveConfig = OBJECTIVE) -> dict[str, Tensor]:
     draft.zero_grad()
-    losses = draft(features(conversations(), draft.config, torch.float64), ends, OBJECTIVE)
+    losses = draft(features(conversations(), draft.config, torch.float64), ends, objective)
     losses.total.backward()
-    return {"loss": losses.loss_T.detach(), **{n: p.grad.clone() for n, p in draft.named_parameters()}}
+    return {
+        "total": losses.total.detach(),
+        "loss": losses.loss_T.detach(),
+        **{n: p.grad.clone() for n, p in draft.named_parameters()},
+    }
 
 
 def fuse(draft: EagleDraft) -> None:
@@ -78,6 +83,21 @@ def test_losses_and_gradients(policy: str, compact: bool, monkeypatch: pytest.Mo
     if policy == "fp8":
         other, _ = quantised(None)
         assert not torch.allclose(results(other, ends)["loss"], found["loss"], rtol=1e-3)  # rounding matters here
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_paced_steps(compact: bool, monkeypatch: pytest.MonkeyPatch, taken: list[int]) -> None:
+    """The states of all steps are one buffer, which the head takes row by row."""
+    objective = ObjectiveConfig(ttt_steps=4, step_weights="d-pace", alignment="target")
+    draft, ends = quantised(None)
+    expected = results(draft, ends, objective)
+    fuse(draft)
+    monkeypatch.setattr(fused_unroll, "COMPACT_BELOW", 1.0 if compact else 0.0)
+    monkeypatch.setattr(head, "CHUNK_BYTES", {"cpu": 9 * 8 * 12})
+    found = results(draft, ends, objective)
+    assert taken == [1] and draft.paths.under(objective).on("loss_kernel")
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("policy", POLICIES)

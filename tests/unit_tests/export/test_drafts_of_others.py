@@ -416,7 +416,7 @@ def test_engine_limits_are_reported_at_convert(home: Home) -> None:
     assert check_exportable(presets.eagle_config(base), base) == []
     five = presets.eagle_config(base, "eagle3", {"capture_layer_ids": "five"})
     assert check_exportable(five, base) == [
-        "5 captures: engines were tested with 3 alone; try yours before a long training"
+        "this draft has 5 capture_layer_ids, and engines were only tested with 3: try yours before a long training"
     ]
     gated = presets.block_config(base, "dspark", {"mask_token_id": 1, "markov_head_type": "gated"})
     said = check_exportable(gated, base)

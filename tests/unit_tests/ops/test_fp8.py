@@ -85,6 +85,30 @@ def test_head_equals_an_emulation(chunk: int, at_once: int, monkeypatch: pytest.
     assert stats.shape == exact_stats.shape and distance(stats[:, 0], exact_stats[:, 0]) < 0.05
 
 
+def test_weights_come_from_the_logits_in_fp8() -> None:
+    hidden, weight, teacher, steps = example()
+    order, found = torch.randperm(sum(R), generator=torch.Generator().manual_seed(2)), []
+
+    def weigh(logits_RD: Tensor, rows_R: Tensor, part: slice) -> Tensor:
+        found.append(logits_RD.clone())
+        return 1.0 + part.start + torch.arange(len(rows_R))
+
+    in_place, chunks = kernel_row_loss(teacher, "soft_ce", 1.0, None, plain), [slice(0, 5), slice(5, sum(R))]
+    given = (hidden, weight, steps, lambda *_: None, in_place, None, chunks, plain)
+    total, _ = fused_head(*given, order, weigh)  # type: ignore[arg-type]
+    logits = rounded(torch.cat(hidden).detach()) @ rounded(weight.detach()).t()
+    torch.testing.assert_close(torch.cat(found), logits[order], rtol=1e-6, atol=1e-6)
+    p = teacher.logits_UD[torch.cat([s.teacher_R for s in steps])].softmax(-1)
+    factor = torch.empty(sum(R), dtype=torch.float64).index_copy_(0, order, 1.0 + torch.arange(sum(R)).double())
+    weights = torch.cat([s.weight_R for s in steps]) * factor
+    torch.testing.assert_close(total.detach(), (-(p * logits.log_softmax(-1)).sum(-1) * weights).sum())
+    told = [StepRows(s.teacher_R, w, s.target_R) for s, w in zip(steps, weights.split(list(R)), strict=True)]
+    known, _ = fused_head(hidden, weight, told, lambda *_: None, in_place, fp8=plain)  # type: ignore[arg-type, return-value]
+    inputs = [*hidden, weight]
+    for a, b in zip(torch.autograd.grad(total, inputs), torch.autograd.grad(known, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 def test_a_frozen_head_has_no_weight_gradient() -> None:
     _, _, of_rows = run(True, frozen=True)
     assert torch.equal(torch.cat(of_rows), torch.cat(run(True)[2][:-1]))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_spec.losses.vocab_parallel import Teacher, row_losses
 from megatron_spec.ops import head as module
-from megatron_spec.ops.head import StepRows, fused_head
+from megatron_spec.ops.head import StepRows, fused_head, whole_chunks
 
 R, H, D = (5, 3, 0), 6, 9
 
@@ -52,6 +52,49 @@ def test_equals_autograd(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> No
     inputs = [*hidden, weight]
     for a, b in zip(torch.autograd.grad(3 * total, inputs), torch.autograd.grad(3 * expected, inputs), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_other_order_and_weights_from_logits(size: int) -> None:
+    hidden, weight, teacher, steps = example()
+    order = torch.randperm(sum(R), generator=torch.Generator().manual_seed(4))
+    seen: list[Tensor] = []
+
+    def weigh(logits_RD: Tensor, rows_R: Tensor, part: slice) -> Tensor:
+        """2 ** place times the probability of the teacher's best token."""
+        seen.append(order[part])
+        return logits_RD.softmax(-1)[range(len(rows_R)), teacher.label_U[rows_R]] * 2.0 ** seen[-1]
+
+    def row_loss(x: Tensor, rows: Tensor):  # type: ignore[no-untyped-def]
+        return row_losses(x, teacher, rows, "soft_ce", 1.0, None)
+
+    chunks = module.row_chunks(sum(R), size)
+    total, stats = fused_head(hidden, weight, steps, row_loss, chunks=chunks, order_N=order, weigh=weigh)
+    assert torch.equal(torch.cat(seen), order)
+    rows = torch.cat([s.teacher_R for s in steps])
+    logq, p = (torch.cat(hidden) @ weight.T).log_softmax(-1), teacher.logits_UD[rows].softmax(-1)
+    factor = logq.detach().exp()[range(len(rows)), teacher.label_U[rows]] * 2.0 ** torch.arange(len(rows))
+    expected = (-(p * logq).sum(-1) * torch.cat([s.weight_R for s in steps]) * factor).sum()
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(stats, run(hidden, weight, teacher, steps)[1])
+    inputs = [*hidden, weight]
+    for a, b in zip(torch.autograd.grad(3 * total, inputs), torch.autograd.grad(3 * expected, inputs), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("size", [3, 40, 500])
+def test_chunks_of_whole_groups(size: int) -> None:
+    counts = torch.randint(1, 8, (200,), generator=torch.Generator().manual_seed(1))
+    ends = {0, *counts.cumsum(0).tolist()}
+    chunks = whole_chunks(counts, size)
+    assert [c.start for c in chunks[1:]] == [c.stop for c in chunks[:-1]]
+    assert (chunks[0].start, chunks[-1].stop) == (0, int(counts.sum()))
+    for chunk in chunks:
+        assert {chunk.start, chunk.stop} <= ends
+        assert chunk.stop - chunk.start <= size or not ends & {*range(chunk.start + 1, chunk.stop)}
+    if size == 500:
+        assert len(chunks) == 2 and chunks[0].stop % 16 == 0 and chunks[0].stop > size - 100
+    assert whole_chunks(counts[:0], size) == []
 
 
 def test_gradcheck() -> None:

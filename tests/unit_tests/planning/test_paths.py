@@ -48,7 +48,6 @@ def test_an_h100_runs_all_paths() -> None:
     block["grouped_experts"] = "the base has no experts"
     block |= dict.fromkeys(("te_attention", "te_experts"), "--transformer-impl local builds the base")
     block["te_fp8"] = "not requested (--fp8-format)"
-    block["tp_symmetric"] = "there are 1 tensor parallel ranks, not 2"
     assert paths.blocked == block and set(paths.to_dict().values()) == {"on", *block.values()}
     opt_in = {"base_fp8": "not requested (--base-fp8)", "draft_fp8": "not requested (--draft-fp8)"}
     opt_in |= {

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_spec import cli
 from megatron_spec.commands.runs import ConvertRun, ExportRun, FinetuneRun
 from megatron_spec.config import BaseLayers, Config, TrainConfig, UserError
 from megatron_spec.runtime import optional
@@ -137,6 +138,15 @@ def test_another_is_hidden(run: Config, tmp_path: Path, monkeypatch: pytest.Monk
     assert importlib.util.find_spec("transformer_engine") is None
     with pytest.raises(ImportError):
         importlib.import_module("transformer_engine.pytorch.optimizers")
+
+
+def test_a_program_without_flags_for_it_hides_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A benchmark of training takes the same optimizer as finetune.py."""
+    install_engine(tmp_path, monkeypatch, "raise OSError('imported')")
+    found: list[bool] = []
+    with pytest.raises(SystemExit):
+        cli.run(cli.Parser("test"), lambda _: found.append(importlib.util.find_spec("transformer_engine") is None), [])
+    assert found == [True]
 
 
 def test_one_that_is_loaded_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

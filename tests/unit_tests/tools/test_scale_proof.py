@@ -54,6 +54,13 @@ def test_tiny_throughput() -> None:
     assert (found["model"], found["gpus"], found["seq_length"]) == ("tiny", 1, 64)
 
 
+def test_flags_that_all_layouts_set_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert scale.parse(["--gpus", "2", "--tiny", "--without", "draft_fused"]).gpus == 2
+    with pytest.raises(SystemExit) as left:
+        scale.parse(["--gpus", "2", "--steps", "9", "--model", "70b"])
+    assert left.value.code == 2 and "leave out --model, --steps" in capsys.readouterr().err
+
+
 def test_layouts_are_chosen_by_name() -> None:
     equal, fast = scale_proof.layouts(2, engine=False)
     chosen = scale_proof.Chosen(2, ["speed"], ["tp2", "cp2"], tiny=False)

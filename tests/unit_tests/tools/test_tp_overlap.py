@@ -16,5 +16,10 @@ def test_tiny() -> None:
     for found in run_world(2, tiny):
         assert set(found["parts"]) == set(measure_overlap.PARTS) == set(found["half"])
         rows = found["sums"]
-        assert [name for name in rows if "pieces" not in name] == ["one GPU, halved", "no sums", "all-reduce"]
+        assert [*rows] == [
+            "one GPU, halved", "no sums", "no sums, gradients after", "no sums, 2 pieces", "all-reduce",
+            "all-reduce, gradients after", "all-reduce, 2 pieces",
+        ]  # fmt: skip
+        assert [*rows["all-reduce, 2 pieces"]] == ["base, a layer"]
+        assert [*rows["no sums, gradients after"]] == ["draft, a step"]
         assert all(ms > 0 for row in rows.values() for ms in row.values())

@@ -56,7 +56,7 @@ def test_half_supervised() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the miniature is for a CPU")
 @pytest.mark.parametrize("draft", ["eagle3", "dspark"])
 def test_tiny_run(tmp_path: Path, draft: str) -> None:
-    options = ["--draft", draft, "--block-size", "2", "--draft-layers", "1"]
+    options = ["--draft", draft] + (["--block-size", "2", "--draft-layers", "1"] if draft == "dspark" else [])
     report = train_throughput.main(["--tiny", "--only", "32x2", *options, "--output", str(tmp_path / "bench.json")])
     written = json.loads((tmp_path / "bench.json").read_text())
     assert written["tokens_per_second"] == report["tokens_per_second"] > 0
@@ -87,3 +87,27 @@ def test_tiny_run_of_a_loss() -> None:
     report = train_throughput.main(["--tiny", "--only", "32x2", *options])
     assert (report["loss_kind"], report["block_weights"], report["loss"] > 0) == ("hard_ce", "d-pace", True)
     assert report["without"] == ["loss_kernel", "draft_layer"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the miniature is for a CPU")
+def test_tiny_run_of_paced_steps() -> None:
+    reports = [
+        train_throughput.main(["--tiny", "--only", "32x2", *options]) for options in ([], ["--step-weights", "d-pace"])
+    ]
+    assert [report["step_weights"] for report in reports] == ["decay", "d-pace"]
+    assert reports[0]["loss"] != reports[1]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--block-weights d-pace", "--block-weights does nothing with --draft eagle3"),
+        ("--anchors 8", "--anchors does nothing with --draft eagle3"),
+        ("--draft dspark --step-weights d-pace", "--step-weights does nothing with --draft dspark"),
+        ("--fp8-recipe delayed", "--fp8-recipe needs --transformer-engine"),
+    ],
+)
+def test_flags_without_effect_are_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        train_throughput.parse(words.split())
+    assert left.value.code == 2 and said in capsys.readouterr().err
