@@ -10,7 +10,7 @@ norm.
 Then, for every product of a layer and the head, many divisions (`ops/tiles.Tiles`) are timed in CUDA graphs that go
 through copies of the weights, more than the cache holds. Kernels are compiled in processes of their own first. One line
 per product: microseconds and TB/s of weights of the division that `tiles_of` gives, of the fastest for both numbers of
-rows together, of that one started early, and of cuBLAS (product alone); whether one row alone has the bits that it has
+rows together, and of cuBLAS (product alone); whether one row alone has the bits that it has
 among five; the largest error against fp64, of the largest value. The last line has the sums over a base's layers, in
 milliseconds, and the products that take more than 1.1 times as long as cuBLAS's. `--output`: everything that was timed.
 """

@@ -134,15 +134,20 @@ class Step:
 
 def line_of(base: str) -> dict[str, Any]:
     """Milliseconds of a step by way and number of rows, and what the ways' logits have in common."""
-    step = Step(base)
-    expected, early, other = (step.way(way, max(ROWS)) for way in WAYS)
+    step, most = Step(base), max(ROWS)
     found: dict[str, Any] = {"step": base, "rows": ROWS}
     for way in WAYS:
-        run = [micros(lambda _, way=way, n=n: step.way(way, n), 1, 8) for n in ROWS]  # type: ignore[misc]
-        found[way] = [round(us / 1e3, 3) for us in run]
+        try:
+            run = [micros(lambda _, way=way, n=n: step.way(way, n), 1, 8) for n in ROWS]  # type: ignore[misc]
+            found[way] = [round(us / 1e3, 3) for us in run]
+        except RuntimeError as error:  # a device may refuse kernels that start early
+            if way != "early":
+                raise
+            found["early_fails"] = str(error)[:200]
+    expected, other = step.way("ours", most), step.way("cublas", most)
     wide = expected.double()
     found["ours_over_cublas"] = [round(a / b, 3) for a, b in zip(found["ours"], found["cublas"], strict=True)]
-    found["early_has_same_bits"] = torch.equal(expected, early)
+    found["early_has_same_bits"] = "early" in found and torch.equal(step.way("early", most), expected)
     found["same_bits_alone"] = torch.equal(step.way("ours", 1), expected[:1])
     found["distance_to_cublas"] = float((other.double() - wide).norm() / wide.norm())
     found["norm_us"] = [round(micros(lambda _, n=n: _norm(step, n), 100), 2) for n in ROWS]  # type: ignore[misc]

@@ -85,8 +85,7 @@ def _measure(
         "decoding_type": inputs.kind, "dtype": str(models.base.dtype).removeprefix("torch."), "device": _device(world),
         "fake_quantised_base": models.fake_quantised, "prompts": Path(run.data).name,
     }  # fmt: skip
-    if run.plain:
-        about["plain"] = True
+    about |= _implementation(run)
     if run.chat_template_kwargs:
         about["chat_template_kwargs"] = run.chat_template_kwargs
     if inputs.spec is not None:
@@ -104,6 +103,15 @@ def _measure(
     if report.first.text_identical is False and models.fake_quantised and not run.fp64:
         log.info("inputs of an fp8 base round differently in other row shapes; --fp64 checks the text without that")
     return report
+
+
+def _implementation(run: ValidateRun) -> dict[str, Any]:
+    """What computes, where it is not the default: it decides speed and rounding."""
+    found = {
+        "plain": run.plain, "transformer_impl": run.layers.transformer_impl,
+        "draft_transformer_impl": run.draft_transformer_impl,
+    }  # fmt: skip
+    return {name: value for name, value in found.items() if value not in (False, "local")}
 
 
 def _file_sizes(inputs: Inputs) -> dict[str, float]:
@@ -157,9 +165,10 @@ def _generate(run: GenerateRun, prompts: list[Prompt], inputs: Inputs) -> int:
     kwargs = run.chat_template_kwargs
     about: dict[str, Any] = {"chat_template_kwargs": kwargs} if kwargs else {}
     about["template_hash"] = template_hash(inputs.source, kwargs)
+    about |= {"dtype": str(dtype).removeprefix("torch."), "stop_ids": sorted(stop_ids)}
     if inputs.reference is not None:
         about["base_fingerprint"] = inputs.reference.fingerprint
-    other = {**_other_text(inputs.decode), "dtype": str(dtype).removeprefix("torch.")}
+    other = _other_text(inputs.decode)
     if run.save_rejections:
         other["rejections"] = _rejecting(inputs)
     check_output(output, prompts, answer_settings(inputs.decode, stop_ids, {**about, **other}))

@@ -41,7 +41,8 @@ def extended(matches_BL: Tensor, tokens_BL: Tensor, before_B: Tensor, after_B: T
         most: P.
     """
     at_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
-    back_P = torch.arange(most - 1, -1, -1, device=tokens_BL.device)  # distance from a position or the last token
+    # Distance from a position or the last token; small integers, because the largest tensor here consists of them.
+    back_P = torch.arange(most - 1, -1, -1, dtype=torch.int16, device=tokens_BL.device)
     last_BP = tokens_BL.gather(1, (after_B[:, None] - 1 - back_P).clamp(min=0))
     ending_BLP = torch.nn.functional.pad(tokens_BL, (most - 1, 0), value=-1).unfold(1, most, 1)
     new_BL = torch.where(ending_BLP == last_BP[:, None], most, back_P).amin(dim=2)

@@ -65,7 +65,10 @@ class Rows:
         matches_BL: int32 matches of every position (`matches`), for a lookup beside the draft; else None.
     """
 
-    def __init__(self, rows: int, slots: int, config: DecodeConfig, stop_ids: set[int], device: torch.device) -> None:
+    def __init__(
+        self, rows: int, slots: int, config: DecodeConfig, stop_ids: set[int], device: torch.device, drafted: bool
+    ) -> None:  # fmt: skip
+        """Args: drafted: there is a drafter; without one nothing is looked up."""
         self.config = config
         self.tokens_BL = torch.zeros(rows, slots, dtype=torch.int64, device=device)
         self.length_B = torch.ones(rows, dtype=torch.int64, device=device)
@@ -73,7 +76,7 @@ class Rows:
         self.limit_B = torch.ones_like(self.length_B)
         self.uniform_BN3 = torch.zeros(rows, config.max_new_tokens if config.temperature > 0 else 1, 3, device=device)
         self.matches_BL: Tensor | None = None
-        if config.sa_threshold is not None:
+        if drafted and config.sa_threshold is not None:
             self.matches_BL = torch.zeros(rows, slots, dtype=torch.int32, device=device)
         self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
 

@@ -114,7 +114,7 @@ class DecodeSession:
         cache = base.new_cache(count, slots)
         if self.drafter:
             self.drafter.open(count, slots)
-        rows = Rows(count, slots + 1, config, stop_ids, base.world.device)
+        rows = Rows(count, slots + 1, config, stop_ids, base.world.device, drafted=self.drafter is not None)
         steps = DeviceSteps(base, config, rows, cache, self.drafter)
         self._buffers = Buffers(count, slots, cache, rows, steps, Replays(recorder))
         return self._buffers

@@ -1,7 +1,7 @@
 """Synthetic questions: after the bare header of a user turn, the base continues as the user (arXiv 2406.08464).
 
-A draw depends only on its number and the seed, and the first distinct questions are kept. So the result does not depend
-on batch size or layout, and a killed run resumes where it stopped.
+A draw depends only on its number and the seed, and the first distinct questions are kept. So, but for rounding, the
+result does not depend on batch size or layout, and a killed run resumes after its last question.
 
 The header is read once, and a row is refilled as soon as its draw ends: draws end in any order and are taken in that of
 their numbers, so that no device waits for a long one. Those that have begun when there are enough are dropped.
@@ -169,7 +169,7 @@ def write_questions(
         config: decoding configuration; temperature must be positive. What it says of drafting is for the answers.
         about: identity of base and tokenizer, written with the settings to PATH.meta.json, which a rerun must match.
         template_kwargs: see `ChatTemplate`.
-        rows: draws that are decoded together; default: `rows_of`. The questions do not depend on it.
+        rows: draws that are decoded together; default: `rows_of`. But for rounding, the questions do not depend on it.
 
     Raises UserError when `path` was made with other settings, or when no draw gives a question.
     """

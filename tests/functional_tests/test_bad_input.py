@@ -100,10 +100,10 @@ def test_mismatched_layouts_are_refused(place: Path, tmp_path: Path, sizes: dict
 
 
 def test_indivisible_draft_keys_are_refused(place: Path) -> None:
-    from megatron_spec.commands.convert import check_draft_parallel
     from megatron_spec.config import ParallelConfig
     from megatron_spec.config.presets import eagle_config
     from megatron_spec.families import read_base_config
+    from megatron_spec.planning.layouts import check_draft_parallel
 
     base = read_base_config(place / "base").replace(vocab_size=96)
     sizes = {"capture_layer_ids": [0], "num_attention_heads": 3, "num_key_value_heads": 1}

@@ -68,7 +68,7 @@ def test_plain_turns_off_fast_paths_in_every_script(tmp_path: Path) -> None:
     write_conversations(tmp_path / "train.jsonl", 2)
     (tmp_path / "eagle.json").write_text(json.dumps({"capture_layer_ids": [0, 3, 6]}))
     found = run_world(1, paths_taken, str(tmp_path))[0]
-    assert found == {name: [{"base_direct"}, set()] for name in scripts(tmp_path, tmp_path)}
+    assert found == {name: [{"base_direct", "common_prompt"}, set()] for name in scripts(tmp_path, tmp_path)}
 
 
 @pytest.mark.parametrize("script", ["convert_model"])

@@ -69,7 +69,7 @@ class GenerateRun(Parallel, Precision, Layers, ChatText, DraftModules, ModelRun)
     """Temperature of the questions (--synthesize; default: 1)."""
     question_batch_size: int | None = option(None, "N", least=1)
     """Questions that are drawn together (--synthesize; default: --batch-size, on a GPU up to 1024 as its memory
-    allows). They do not depend on it."""
+    allows). But for rounding they do not depend on it."""
     save_rejections: bool = False
     """Record in every line which tokens the base put in place of a rejected draft token, for --replay-weight."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_spec.base.schedule import run_base_everywhere
@@ -44,6 +45,7 @@ class DraftTargetDrafter(Drafter):
         self.model, self.group = model, base.world.tp
         self.known = min(model.vocab_size, base.vocab_size)
         """Number of ids in both vocabularies; sizes may differ by rows without a token of the tokenizer (Qwen2.5)."""
+        self.vocab_size = base.vocab_size
 
     def open(self, rows: int, max_length: int) -> None:
         """See Drafter."""
@@ -86,7 +88,8 @@ class DraftTargetDrafter(Drafter):
             if context.uniform_BK is None:
                 tokens.append(sampling.argmax(logits_BV, self.group))
             else:
-                q.append(sampling.probabilities(logits_BV / context.temperature, self.group))
+                p_BV = sampling.probabilities(logits_BV / context.temperature, self.group)
+                q.append(F.pad(p_BV, (0, self.vocab_size - p_BV.shape[1])))  # to the base's ids, or cut to them
                 tokens.append(sampling.draw(q[-1], context.uniform_BK[:, k]))
             tokens_BS, slots_BS = tokens[-1][:, None], lengths_B[:, None] + k
             last_B, visible_BSL = torch.zeros_like(lengths_B), None

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_spec.config import DecodeConfig, UserError
+from megatron_spec.decoding import rows
 from megatron_spec.decoding.drafters.lookup import SuffixAutomaton, replaced
 from megatron_spec.decoding.drafters.ngram import NGramDrafter
 from megatron_spec.decoding.engine import decode
@@ -101,6 +102,13 @@ def test_text_equals_the_base(tiny: Any) -> None:
         assert [g.tokens for g in replayed] == expected
         assert [g.accepted_lengths for g in replayed] == accepted[threshold]
     assert accepted[1000] == accepted[0] != accepted[1]
+
+
+def test_the_base_alone_looks_nothing_up(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`validate` times it with the configuration of the draft; a lookup of which nothing is used would slow it."""
+    monkeypatch.setattr(rows, "extended", lambda *_: pytest.fail("matches were extended"))
+    found = decode(tiny.base, tiny.prompts, CONFIG.replace(sa_threshold=1), set())
+    assert [g.tokens for g in found] == tiny.answers
 
 
 def test_sampled_text_is_the_same(tiny: Any) -> None:

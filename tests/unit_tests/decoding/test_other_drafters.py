@@ -128,6 +128,12 @@ def test_draft_model_with_another_vocabulary_size(tiny: Any, tmp_path: Path, row
         small.head_weight[-1] = 100 * small.head_weight[: tiny_models.VOCAB].mean(0)  # would be chosen
     found = decode(tiny.base, tiny.prompts, CONFIG.replace(max_new_tokens=8), set(), draft=small)
     assert [g.tokens for g in found] == [answer[:8] for answer in tiny.answers]
+    hot = CONFIG.replace(max_new_tokens=8, temperature=1.0, use_rejection_sampling=True)
+    drafted, rare, often = (
+        [g.tokens for g in decode(tiny.base, tiny.prompts, hot.replace(sa_threshold=n), set(), draft=small)]
+        for n in (None, 1000, 1)  # a lookup finds ids that the draft model lacks
+    )
+    assert drafted == rare != often
 
 
 def test_ngram_by_configuration(tiny: Any) -> None:

@@ -42,6 +42,11 @@ def _answers(base: Any, draft: Any, prompts: list[list[int]]) -> dict[str, Any]:
         "rejection": decode(
             base, prompts, filtered.replace(use_rejection_sampling=True), set(), draft=draft, seeds=seeds
         ),
+        "lookup": decode(base, prompts, CONFIG.replace(sa_threshold=1), set(), draft=draft),
+        "lookup, rejection": decode(
+            base, prompts, hot.replace(use_rejection_sampling=True, sa_threshold=1), set(), draft=draft, seeds=seeds
+        ),
+        "same prompt": decode(base, [prompts[1]] * 7, hot, set(), seeds=range(7)),
         "typical": decode(base, prompts, hot.replace(typical_acceptance=True), set(), draft=draft, seeds=seeds),
         "filtered tree": decode(
             base, prompts, tree.replace(temperature=1.5, top_k=20, top_p=0.9), set(), draft=draft, seeds=seeds

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_spec.config import UserError
+from megatron_spec.config import ENGINE, UserError
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.decoding import step
 from megatron_spec.decoding.drafters.ngram import NGramDrafter
@@ -216,10 +216,36 @@ def test_killed_validation_resumes(chat: Any, tmp_path: Path, monkeypatch: pytes
     report = run_of(chat, output, draft_lens=(2, 3))
     assert [run.acceptance for run in report.runs] == [run.acceptance for run in expected.runs]
     assert (report.answers, report.skipped) == (expected.answers, expected.skipped)
-    assert not part.exists() and output.is_file() and sum(again[3:-4]) < 3 * report.answers
+    assert not part.exists() and output.is_file() and sum(again[3:-3]) < 3 * report.answers
     # What another run left is not taken for this one.
     part.write_text('{"decode": "another"}\n{"answers": []}\n')
     assert run_of(chat, output, draft_lens=(2, 3)).answers == expected.answers
+
+
+def test_a_journal_of_other_modules_is_not_continued(
+    chat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a killed run measured is kept only for the same implementation: others differ in speed and rounding."""
+    from megatron_spec.commands import decode
+
+    models = decode.Models(chat.base, None, "fingerprint", False)
+    for name in ("load_models", "check_draft_modules_of"):
+        monkeypatch.setattr(decode, name, lambda *_: models)
+    monkeypatch.setattr(decode.te, "check", lambda *_: None)
+    seen: list[str] = []
+
+    def killed(*args: Any, about: dict[str, Any], **options: Any) -> Any:
+        seen.append(json.dumps(about))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decode, "run_validation", killed)
+    for changes in ({}, {"layers": ENGINE}, {"draft_transformer_impl": "transformer_engine"}, {"plain": True}, {}):
+        with pytest.raises(KeyboardInterrupt):
+            decode.validate(
+                str(chat.questions), base=str(chat.folder), output=str(tmp_path / "report.json"),
+                decode=CHAT_CONFIG.replace(decoding_type="NGram"), **changes,
+            )  # fmt: skip
+    assert len(set(seen)) == 4 and seen[0] == seen[-1]
 
 
 def test_text_is_not_compared_where_it_may_differ(chat: Any) -> None:

@@ -177,6 +177,7 @@ def test_other_settings_are_refused_before_any_weight_is_read(chat, tmp_path, mo
     asked.write_bytes(before[asked])
     Path(output).unlink()
     refused("temperature: found 1.0, now 0.5", data=None, synthesize=2, question_temperature=0.5)
+    refused("dtype: found 'float32', now 'bfloat16'", data=None, synthesize=2, bf16=True)
     refused("--question-batch-size is for --synthesize", question_batch_size=3)
     refused("expected a number greater than 0", data=None, synthesize=2, question_temperature=0.0)
     assert {p: p.read_bytes() for p in tmp_path.iterdir()} == {p: b for p, b in before.items() if p.name != "out.jsonl"}

@@ -138,7 +138,7 @@ def test_it_is_said(impl: OptimizerImpl, caplog: pytest.LogCaptureFixture, monke
 
 def test_the_order_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optional, "unusable", {"transformer_engine": "nobody needs it", "apex": "there is no GPU"})
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="megatron_spec")  # scripts that ran in this process set it
     Run("auto")
     order = "(the first of Transformer Engine (not loaded: nobody needs it), apex (there is no GPU) and torch)"
     assert [m for m in caplog.messages if m.startswith("optimizer: Adam of ")][-1].endswith(order)
