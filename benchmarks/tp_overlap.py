@@ -1,4 +1,4 @@
-"""What tensor parallelism over two GPUs costs: layers of the base and steps of the draft, with sums by several means.
+"""What tensor parallelism over two GPUs costs: layers of the base and steps of the draft, summed in several ways.
 
     torchrun --nproc-per-node 2 benchmarks/tp_overlap.py           # Llama-3.1-8B shape, 4096 x 2 tokens, about a minute
     torchrun --nproc-per-node 2 benchmarks/tp_overlap.py --tiny    # on CPUs
@@ -7,7 +7,8 @@ The base has eight layers here, the draft runs seven steps. `one GPU, halved` is
 GPU: what two would take if nothing were lost. `no sums` computes wrong values without communication, so its distance
 from `one GPU, halved` is what halved products and repeated norms cost, and the distance of the other rows from it what
 sums cost. The base's rows go in one or two pieces; the draft's weight gradients are computed beside sums, or after all
-of them (`gradients after`). Before: what one exchange takes alone, and what the parts of a step lose.
+of them (`gradients after`). Printed first: the time of one sum alone, and
+what each part of a step loses.
 """
 
 from __future__ import annotations
