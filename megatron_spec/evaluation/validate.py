@@ -10,8 +10,8 @@ change it by 6 %, so its text is compared in float64, where that hardly ever hap
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import itertools
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,6 +76,11 @@ def _step_costs(undrafted: Costs, drafted: Costs) -> StepCosts:
     return StepCosts(*(c.typical(phase) for c, phase in (
         (undrafted, "base"), (drafted, "draft"), (drafted, "base"), (drafted, "observe")
     )))  # fmt: skip
+
+
+def _at_end(items: Iterator[int]) -> bool:
+    """True when there is no further item; takes the next one."""
+    return next(items, None) is None
 
 
 def check_draft_lens(lens: Sequence[int]) -> None:
@@ -269,11 +274,9 @@ class _Validation:
         steps, session = 16 if cuda else 4, DecodeSession()
         config = config.replace(max_new_tokens=steps * (length + 1) + 1)
         for _ in range(1 + cuda):
-            calls, costs = itertools.count(), Costs()
-            decode(
-                self.base, ids, config, set(), draft=drafter, costs=costs, session=session,
-                stop=lambda calls=calls: next(calls) > steps,  # the first one is before the prefill
-            )  # fmt: skip
+            calls, costs = iter(range(steps + 1)), Costs()  # the first call of `stop` is before the prefill
+            stop = functools.partial(_at_end, calls)
+            decode(self.base, ids, config, set(), draft=drafter, costs=costs, session=session, stop=stop)
         return costs
 
     def _memory(self, tokens: int) -> Memory:
