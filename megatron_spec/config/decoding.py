@@ -41,7 +41,8 @@ class DecodeConfig(Config):
     batch_size: int = 8
     """Prompts that are decoded together."""
     cuda_graphs: bool = True
-    """Replay the steps as CUDA graphs, on one GPU and without experts; the text is the same."""
+    """Replay the steps as CUDA graphs, on one GPU (with experts: where the path grouped_experts is on); the text is the
+    same."""
     temperature: float = 0.0
     """0: the most likely token, always."""
     top_k: int = 0

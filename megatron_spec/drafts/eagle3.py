@@ -23,8 +23,8 @@ from megatron_spec.drafts.linear import Linear, Placement, RMSNorm, VocabEmbeddi
 from megatron_spec.drafts.recurrent import RecurrentDraft
 from megatron_spec.drafts.unroll import Supervision, head_losses, teach, unroll
 from megatron_spec.drafts.vocab import DraftVocab
+from megatron_spec.ops import shared_linear
 from megatron_spec.ops.overlap import RankSums
-from megatron_spec.ops.shared_linear import shared_linear
 
 
 class EagleDraft(RecurrentDraft):
@@ -76,10 +76,10 @@ class EagleDraft(RecurrentDraft):
         if self.config.fc_norm:
             parts = x.chunk(len(self.fc_norm), dim=-1)
             x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        if self.sequence_parallel or not self.fc.plain:
-            return self.fc(x)  # type: ignore[no-any-return]
-        out = shared_linear(self.fc.quantized_input(x), self.fc.quantized_weight(), self.tp_group)
-        return out if self.fc.bias is None else out + self.fc.bias
+        fc = self.fc
+        if self.sequence_parallel or not fc.plain or not shared_linear.pays(x, len(fc.weight), self.tp_group):
+            return fc(x)  # type: ignore[no-any-return]
+        return shared_linear.shared_linear(fc.quantized_input(x), fc.quantized_weight(), fc.bias, self.tp_group)
 
     def layer_step(
         self, hidden_SBH: Tensor, embedding_SBH: Tensor, positions_BS: Tensor, attention: Attention

@@ -152,8 +152,8 @@ class _Linear(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """True if the product is torch's, not Transformer Engine's."""
-        return self._product is F.linear
+        """True if the product is torch's, not Transformer Engine's, and the module has no hooks."""
+        return self._product is F.linear and not self._forward_hooks and not self._forward_pre_hooks
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """This rank's product, with inputs and weight as quantised."""

@@ -48,7 +48,7 @@ TOLD_EVERY = 1024
 
 
 def rows_of(base: FrozenBase, config: DecodeConfig, header: int) -> int:
-    """Draws that are decoded side by side: `config.batch_size`, on a GPU as many times that as are worth their memory.
+    """Draws that are decoded side by side: `config.batch_size`, on a GPU doubled within `MOST_ROWS` and `PART`.
 
     Draws are short and share their prompt, so more of them fit than prompts with answers. Collective over all ranks.
 

@@ -22,18 +22,22 @@ from tests.worlds import run_world
 TP2 = ParallelConfig(tensor_model_parallel_size=2)
 
 
+def projected(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any) -> Tensor:
+    pays = shared_linear.pays(x, len(weight), group)
+    return shared_linear.shared_linear(x, weight, bias, group) if pays else F.linear(x, weight, bias)
+
+
 def products(group: Any, shape: tuple[int, ...], outputs: int, gathered: list[int]) -> tuple[list[Tensor], int]:
     """(differences of output and gradients from the linear's, gathers)."""
     generator = torch.Generator().manual_seed(3)
-    x, weight, grad = (
-        torch.randn(*s, generator=generator, dtype=torch.float64) for s in (shape, (outputs, 6), (*shape[:-1], outputs))
-    )
+    sizes = (shape, (outputs, 6), (outputs,), (*shape[:-1], outputs))
+    x, weight, bias, grad = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in sizes)
     found, before = [], len(gathered)
-    for run in (lambda a, w: shared_linear.shared_linear(a, w, group), F.linear):
-        a, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        out = run(a, w)
+    for run in (lambda a, w, b: projected(a, w, b, group), F.linear):
+        a, w, b = (t.clone().requires_grad_() for t in (x, weight, bias))
+        out = run(a, w, b)
         out.backward(grad)
-        found.append([out.detach(), a.grad, w.grad])
+        found.append([out.detach(), a.grad, w.grad, b.grad])
     return [(a - b).abs().max() for a, b in zip(*found, strict=True)], len(gathered) - before
 
 
@@ -64,7 +68,7 @@ def ranks() -> dict[str, Any]:
             "odd outputs": products(group, (4, 2, 6), 5, gathered), "few": products(group, (2, 2, 6), 10, gathered),
         }  # fmt: skip
         with torch.no_grad():
-            shared_linear.shared_linear(torch.ones(8, 6), torch.ones(4, 6), group)
+            projected(torch.ones(8, 6), torch.ones(4, 6), None, group)
         return {"products": told, "unrecorded": len(gathered), "drafts": drafts(group, gathered)}
 
 
