@@ -113,8 +113,8 @@ class MoeConfig(Config):
         )
         require(
             self.experts_per_token <= self.groups_per_token * size,
-            f"num_experts_per_tok {self.experts_per_token} does not fit topk_group {self.groups_per_token}, groups of {size} "
-            "experts",
+            f"num_experts_per_tok {self.experts_per_token} does not fit topk_group {self.groups_per_token}, groups of "
+            f"{size} experts",
         )
 
 
