@@ -31,7 +31,7 @@ def make_parser() -> cli.Parser:
     p.add_argument("--prompts", required=True, nargs="+", metavar="JSONL", help="question files, one set each")
     p.add_argument("--questions", type=cli.at_least_one, default=20, help="of each set (default: 20)")
     p.add_argument("--max-new-tokens", type=cli.at_least_one, default=256)
-    p.add_argument("--max-draft-len", type=cli.at_least_one, default=4)
+    p.add_argument("--max-draft-len", type=cli.at_least_one, help="with --draft (default: 4)")
     p.add_argument("--sa-threshold", type=cli.at_least_one, metavar="N", help="a lookup beside the draft")
     p.add_argument("--temperature", type=float, default=0.0)
     p.add_argument("--phase-tokens", type=cli.at_least_one, default=200, help="for the phases (default: 200)")
@@ -53,15 +53,17 @@ class Bench:
         from megatron_spec.generation.prompts import Dialogue, ask_all, read_prompts
         from megatron_spec.runtime import distributed
 
+        for name in ("sa_threshold", "max_draft_len") if args.draft is None else ():
+            if getattr(args, name) is not None:
+                raise UserError(f"--{name.replace('_', '-')} needs --draft: leave it out for the base alone")
         exported = args.draft is not None and Path(args.draft, "config.json").is_file()
         checkpoint = args.draft is not None and not exported
         config = DecodeConfig(
             max_new_tokens=args.max_new_tokens, batch_size=1, temperature=args.temperature,
-            max_draft_len=args.max_draft_len, sa_threshold=args.sa_threshold,
-            speculative_model=args.draft if exported else None,
+            sa_threshold=args.sa_threshold, speculative_model=args.draft if exported else None,
         )  # fmt: skip
-        if args.draft is None and args.sa_threshold is not None:
-            raise UserError("--sa-threshold: a lookup beside a draft needs --draft")
+        if args.draft is not None:
+            config = config.replace(max_draft_len=args.max_draft_len or 4)
         with locked(args.draft) if checkpoint else nullcontext(None) as folder:
             inputs = resolve(folder, args.base, config, ParallelConfig(), None, args.draft is not None)
             models = load_models(inputs, distributed.initialize(), getattr(torch, args.dtype), args.plain, "local")

@@ -54,16 +54,18 @@ def make_parser() -> argparse.ArgumentParser:
     return p
 
 
-def settle(args: argparse.Namespace) -> argparse.Namespace:
-    """Fill in the defaults of the mode. Raises SystemExit for flags of the other mode and counts below 1."""
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line with the defaults of the mode; flags of the other mode and counts below 1 are errors."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
     if args.together is None:
         if given := [f"--{n.replace('_', '-')}" for n in ("temperatures", "max_cudagraph") if getattr(args, n)]:
-            raise SystemExit(f"{', '.join(given)}: only with --together")
+            parser.error(f"{', '.join(given)}: only with --together")
         args.questions, args.max_new_tokens = args.questions or 10, args.max_new_tokens or 128
         return args
     args.temperatures, args.max_new_tokens = args.temperatures or [0.0, 1.0], args.max_new_tokens or 192
     if min(args.together) < 1:
-        raise SystemExit(f"--together {min(args.together)}: expected 1 or more")
+        parser.error(f"--together {min(args.together)}: expected 1 or more")
     return args
 
 
@@ -177,7 +179,7 @@ def throughput(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Prints what was measured, and writes --output."""
-    args = settle(make_parser().parse_args())
+    args = parse()
     if args.together:
         throughput(args)
         return

@@ -105,3 +105,14 @@ def test_speed_one_by_one(chat: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert line["base"]["tokens_per_step"] == 1.0 <= line["draft"]["tokens_per_step"]
     assert alone["draft"] >= 0 == alone["observe"] and alone["base"] > 0
     assert drafted["draft"] > 0 and drafted["observe"] > 0 and drafted["kernels"]["kernels_per_step"] > 10
+
+
+def test_speed_of_the_base_alone(chat: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--base", str(chat.folder), "--prompts", str(chat.questions), "--questions", "1", "--dtype", "float32"]
+    flags += ["--max-new-tokens", "4", "--phase-tokens", "6"]
+    decode_speed.measure(decode_speed.make_parser().parse_args(flags))
+    line, alone = map(json.loads, capsys.readouterr().out.splitlines())
+    assert line["base"]["tokens_per_second"] > 0 and "draft" not in line and alone["phases"] == "base"
+    for more in (["--max-draft-len", "3"], ["--sa-threshold", "2"]):
+        with pytest.raises(UserError, match=f"{more[0]} needs --draft"):
+            decode_speed.measure(decode_speed.make_parser().parse_args([*flags, *more]))

@@ -126,8 +126,8 @@ def test_answers_of_another_length_are_no_measurement(sets: list[str], monkeypat
     ],
 )
 def test_flags_without_effect_are_refused(
-    sets: list[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str
+    sets: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(SystemExit) as left:
         start(monkeypatch, "--prompts", *sets, *flags)
-    assert Engine.made == []
+    assert left.value.code == 2 and message in capsys.readouterr().err and Engine.made == []
