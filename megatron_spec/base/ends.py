@@ -73,7 +73,8 @@ class Ends(nn.Module):
             state_SBH = gather_from_sequence_parallel_region(state_SBH, tensor_parallel_output_grad=True, group=tp)
         else:
             state_SBH = copy_to_tensor_model_parallel_region(state_SBH, group=tp)
-        out = F.linear(state_SBH, weight)
+        # Rows: torch would multiply a transposed state, as decoding's is, by sequence, and read the head for each.
+        out = F.linear(state_SBH.flatten(0, 1), weight).view(*state_SBH.shape[:2], len(weight))
         real_rows = min(max(self.vocab_size - tp.rank() * weight.shape[0], 0), weight.shape[0])
         if real_rows < weight.shape[0]:
             out[..., real_rows:] = float("-inf")

@@ -95,7 +95,27 @@ class MoeConfig(Config):
             1 <= self.experts_per_token <= self.num_experts,
             f"num_experts_per_tok {self.experts_per_token} does not fit the {self.num_experts} experts",
         )
-        require(self.num_experts % self.groups == 0, f"{self.num_experts} experts do not fill {self.groups} groups")
+        require(
+            self.groups >= 1 and self.num_experts % self.groups == 0,
+            f"{self.num_experts} experts do not fill {self.groups} groups (n_group)",
+        )
+        if self.groups > 1:
+            self._check_groups(self.num_experts // self.groups)
+
+    def _check_groups(self, size: int) -> None:
+        require(
+            size >= 2,
+            f"n_group {self.groups}: groups of one expert, expected two or more: the best two scores of a group count",
+        )
+        require(
+            1 <= self.groups_per_token <= self.groups,
+            f"topk_group {self.groups_per_token}: expected 1 to {self.groups} groups of experts",
+        )
+        require(
+            self.experts_per_token <= self.groups_per_token * size,
+            f"num_experts_per_tok {self.experts_per_token} does not fit topk_group {self.groups_per_token}, groups of "
+            f"{size} experts",
+        )
 
 
 @dataclass(frozen=True)

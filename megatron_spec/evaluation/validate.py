@@ -10,6 +10,7 @@ change it by 6 %, so its text is compared in float64, where that hardly ever hap
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -30,6 +31,7 @@ from megatron_spec.decoding.engine import decode, two_best
 from megatron_spec.decoding.replay import timed_recorder_for
 from megatron_spec.decoding.session import DecodeSession
 from megatron_spec.decoding.started import Generation
+from megatron_spec.decoding.waiting import groups
 from megatron_spec.evaluation.journal import Journal
 from megatron_spec.evaluation.report import (
     Answer,
@@ -74,6 +76,11 @@ def _step_costs(undrafted: Costs, drafted: Costs) -> StepCosts:
     return StepCosts(*(c.typical(phase) for c, phase in (
         (undrafted, "base"), (drafted, "draft"), (drafted, "base"), (drafted, "observe")
     )))  # fmt: skip
+
+
+def _at_end(items: Iterator[int]) -> bool:
+    """True when there is no further item; takes the next one."""
+    return next(items, None) is None
 
 
 def check_draft_lens(lens: Sequence[int]) -> None:
@@ -247,19 +254,30 @@ class _Validation:
         )
 
     def _costs(self) -> list[StepCosts | None]:
-        """Costs of the steps of one batch for each draft length, timed by phase; more steps on a GPU, where the first
-        ones capture graphs. Without a draft there is one cost for all lengths."""
-        ids = list(self._samples(self.config.batch_size))
-        steps = 16 if self.base.world.device.type == "cuda" else 4
-        undrafted = Costs()
-        decode(self.base, ids, self.undrafted.replace(max_new_tokens=steps + 1), set(), costs=undrafted)
+        """Costs of a step of `batch_size` sequences for each draft length, timed by phase. Without a draft there is one
+        cost for all lengths."""
+        some = list(self._samples(self.config.batch_size))
+        group = max(groups(some), key=len)  # those that decode together
+        ids = [some[group[i % len(group)]] for i in range(len(some))]
+        undrafted = self._timed(ids, self.undrafted, None, 0)
         found: list[StepCosts | None] = []
         for config, drafter in zip(self.configs, self.drafters, strict=True):
-            drafted, most = Costs(), steps * (config.max_draft_len + 1) + 1  # so many steps if everything is accepted
-            decode(self.base, ids, config.replace(max_new_tokens=most), set(), draft=drafter, costs=drafted)
+            drafted = self._timed(ids, config, drafter, config.max_draft_len)
             measured = "base" in undrafted.seconds and "base" in drafted.seconds
             found.append(_step_costs(undrafted, drafted) if measured else None)
         return found
+
+    def _timed(self, ids: list[list[int]], config: DecodeConfig, drafter: Any, length: int) -> Costs:
+        """The phases of steps of all the sequences. The batch stays whole: no answer ends in so few steps, even if all
+        tokens are accepted. On a GPU a first pass compiles kernels and records CUDA graphs."""
+        cuda = self.base.world.device.type == "cuda"
+        steps, session = 16 if cuda else 4, DecodeSession()
+        config = config.replace(max_new_tokens=steps * (length + 1) + 1)
+        for _ in range(1 + cuda):
+            calls, costs = iter(range(steps + 1)), Costs()  # the first call of `stop` is before the prefill
+            stop = functools.partial(_at_end, calls)
+            decode(self.base, ids, config, set(), draft=drafter, costs=costs, session=session, stop=stop)
+        return costs
 
     def _memory(self, tokens: int) -> Memory:
         """Memory of the run; caches are sized for a batch of the longest measured text. Collective."""

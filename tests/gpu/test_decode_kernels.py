@@ -91,6 +91,67 @@ def test_rows_do_not_depend_on_one_another(
     assert all(torch.equal(a, b) for a, b in zip(*caches, strict=True))
 
 
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_do_not_depend_on_the_division(tree: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program per part or one for all, however many slots are read: the same bits, and near to fp64."""
+    from megatron_spec.ops.kernels import decode
+
+    if dtype == torch.bfloat16 and DEVICE != "cuda":
+        pytest.skip("bfloat16 products need a GPU")
+    (N, G, D), S, slots = (3, 1, 16), 3, 8500
+    first = torch.tensor([8190, 2558, 0], device=DEVICE)
+    B, draw = len(first), make(9)
+    x, angles = draw(S * B, (N + 2 * G) * D).to(dtype), draw(S * B, D // 2)
+    keys, values = (draw(B, slots, G, D).to(dtype) for _ in range(2))
+    above = torch.eye(S, dtype=torch.bool, device=DEVICE).expand(B, S, S) if tree else None
+
+    def run(module: Any, processors: int, read: int, kind: torch.dtype) -> Tensor:
+        monkeypatch.setattr(decode, "_processors", lambda device: processors)
+        cache = (keys.to(kind, copy=True), values.to(kind, copy=True))
+        tables = (
+            (angles.cos().to(kind), angles.sin().to(kind)) if kind == torch.float64 else (angles.cos(), angles.sin())
+        )
+        found: Tensor = module.decode_attention(x.to(kind), tables, cache, first, N, G, read, above_BSM=above)
+        return found
+
+    expected = run(decode, 1, slots, dtype)
+    for processors, read in ((1000, slots), (1000, 8200), (1, 8200)):
+        assert torch.equal(run(decode, processors, read, dtype), expected)
+    bound = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(expected.double(), run(plain, 1, slots, torch.float64), rtol=bound, atol=bound)
+
+
+def test_parts_of_a_sequence() -> None:
+    """They begin where `LEVELS` says, on the host and in kernels."""
+    import triton
+    import triton.language as tl
+
+    from megatron_spec.ops.kernels import decode
+
+    begins, (*edges, _) = [], [*(begin for begin, _ in decode.LEVELS[1:]), 0]
+    for (begin, size), end in zip(decode.LEVELS, [*edges, 100_000], strict=True):
+        begins += range(begin, end, size)
+    slots = [n for begin in begins for n in (begin, begin + 1, begin + 127)]
+    assert all(begin % decode.SLOTS == 0 for begin in begins)
+    assert [decode.parts_of(n + 1) - 1 for n in slots] == [i for i in range(len(begins)) for _ in range(3)]
+    begin_of, part_at = decode._begin_of, decode._part_at
+
+    @triton.jit
+    def kernel(slot_ptr, part_ptr, begin_ptr, COUNT: tl.constexpr, BEGIN_OF: tl.constexpr, PART_AT: tl.constexpr):  # type: ignore[no-untyped-def]
+        i = tl.arange(0, COUNT)
+        part = PART_AT(tl.load(slot_ptr + i))
+        tl.store(part_ptr + i, part)
+        tl.store(begin_ptr + i, BEGIN_OF(part))
+
+    count = triton.next_power_of_2(len(slots))
+    slot = torch.tensor(slots + [0] * (count - len(slots)), dtype=torch.int32, device=DEVICE)
+    part, begin = torch.empty_like(slot), torch.empty_like(slot)
+    kernel[(1,)](slot, part, begin, count, begin_of, part_at)
+    assert part.tolist()[: len(slots)] == [i for i in range(len(begins)) for _ in range(3)]
+    assert begin.tolist()[: len(slots)] == [n for n in begins for _ in range(3)]
+
+
 def test_what_is_not_read_does_not_matter() -> None:
     """Slots after a sequence's own may hold anything, even NaN."""
     from megatron_spec.ops.kernels import decode

@@ -105,6 +105,26 @@ def first_values(base: BaseConfig, algorithm: str = "eagle3", **overrides: Any) 
 MOE = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=16)
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"experts_per_token": 9}, "num_experts_per_tok 9 does not fit the 8 experts"),
+        ({"groups": 3}, "8 experts do not fill 3 groups"),
+        ({"groups": 0}, "8 experts do not fill 0 groups"),
+        ({"groups": 8, "groups_per_token": 2}, "n_group 8: groups of one expert"),
+        ({"groups": 4, "groups_per_token": 5}, "topk_group 5: expected 1 to 4"),
+        (
+            {"groups": 4, "groups_per_token": 2, "experts_per_token": 5},
+            "num_experts_per_tok 5 does not fit topk_group 2, groups of 2 experts",
+        ),
+    ],
+)
+def test_choices_of_experts_that_cannot_be_made(fields: dict[str, int], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        MoeConfig(**{"num_experts": 8, "experts_per_token": 2, "intermediate_size": 16, **fields})
+    assert MoeConfig(8, 4, 16, groups=4, groups_per_token=2).groups == 4
+
+
 def test_default_initialisation_of_a_new_draft() -> None:
     """The base's last layer where the draft's has its shape; only EAGLE-3 was measured."""
     from_base, afresh = (True, "average", True), (False, "last_capture", False)

@@ -12,6 +12,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
+def in_one(states_SBH: Tensor) -> Tensor:
+    """The states, copied if their rows are not in order in memory: torch multiplies such rows one by one along S, and
+    reads the weight for each."""
+    return states_SBH.flatten(0, 1).unflatten(0, states_SBH.shape[:2])
+
+
 @dataclass
 class Observation:
     """Result of a base forward (prefill or verification) for engine rows `first .. first + B - 1`.

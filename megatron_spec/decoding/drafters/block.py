@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_spec.config import UserError
 from megatron_spec.decoding import cache as cache_rows
 from megatron_spec.decoding import sampling
-from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, Proposal
+from megatron_spec.decoding.drafters.base import Context, Drafter, Observation, Proposal, in_one
 from megatron_spec.drafts.dflash import DFlashDraft
 from megatron_spec.drafts.dspark import DSparkDraft
 from megatron_spec.ops.attention import attend
@@ -84,7 +84,8 @@ class BlockDrafter(Drafter):
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             """Attention of the block's slots over the cache."""
-            return attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), visibility, layer).transpose(0, 1)
+            found = attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), visibility, layer)
+            return in_one(found.transpose(0, 1))
 
         rotation = self.draft.block_rotation(anchor_B, state_BCH)
         return self.draft.run_layers(state_BCH, rotation, attention), token_B
@@ -100,7 +101,7 @@ class BlockDrafter(Drafter):
         """See Drafter."""
         states_BCH, _ = self._states(context)
         first = self.config.first_slot
-        logits_KBV = self.draft.logits(states_BCH[:, first : first + count].transpose(0, 1), self.base)
+        logits_KBV = self.draft.logits(in_one(states_BCH[:, first : first + count].transpose(0, 1)), self.base)
         q: list[Tensor] = []
         tokens = [self._choose(logits_BV, context, k, q) for k, logits_BV in enumerate(logits_KBV)]
         return Proposal(torch.stack(tokens, dim=1), q_BNV=torch.stack(q, dim=1) if q else None)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_spec.decoding import cache as cache_rows
-from megatron_spec.decoding.drafters.base import Context, Observation, Proposal
+from megatron_spec.decoding.drafters.base import Context, Observation, Proposal, in_one
 from megatron_spec.decoding.drafters.eagle import EagleDrafter
 from megatron_spec.drafts.peagle import PEagleDraft
 from megatron_spec.ops.visibility import Visibility
@@ -63,7 +63,7 @@ class PEagleDrafter(EagleDrafter):
     def prepare_draft_tokens(self, context: Context, count: int) -> Proposal:
         """See Drafter. Always proposes `count` tokens, at most `most`."""
         assert count <= self.most, (count, self.most)
-        states_KBH = self.states_BKH[: context.lengths_B.shape[0], :count].transpose(0, 1)
+        states_KBH = in_one(self.states_BKH[: context.lengths_B.shape[0], :count].transpose(0, 1))
         q: list[Tensor] = []
         logits_KBD = self.draft.logits(states_KBH, self.base)
         tokens = [self._choose(logits_BD, context, k, q) for k, logits_BD in enumerate(logits_KBD)]

@@ -1,12 +1,15 @@
 """Attention of decoding, where a step is many small kernels: one over all that it needs.
 
 The kernel goes from the projection of the new rows to the attention output. It adds the bias, takes the norms of
-heads, rotates, writes the new keys and values into the cache, and reads no more of the cache than the sequence has. Few
-sequences are split over the keys: every part writes its share, the last part to finish sums them up. The output of a
-row is the same to the last bit whether it is computed alone or among others: keys are taken in the order of their
-slots, new or cached, in blocks and parts that begin at multiples of their sizes. Otherwise greedy text would differ
-between the base alone (one row) and a verification (several) wherever two logits are equal in bf16. This is so for
-equal `key_slots`, or up to PART * MOST_PARTS of them: with more, the size of a part depends on their number.
+heads, rotates, writes the new keys and values into the cache, and reads no more of the cache than the sequence has.
+
+The output of a row is the same to the last bit whether it is computed alone or among others, beside few sequences or
+many, and whatever `key_slots` is. Otherwise greedy text would differ between the base alone (one row) and a
+verification (several) wherever two logits are equal in bf16. Keys are taken in the order of their slots, new or cached,
+in blocks. Parts of several blocks, which begin at the same slots in every sequence, have a softmax each, and the parts
+are merged in their order. Where sequences are few, every part has a program, and the last one to finish merges; else
+one program goes through all parts. Both run the same binary, and sums of two products, which a compiler may round in
+two ways, are spelt out (`tl.fma`).
 
 R = S * B rows (row = s * B + b), S new rows of each of B sequences, N query and G key/value heads, D head size,
 X = (N + 2G) * D, L cache slots, M tree nodes.
@@ -23,10 +26,11 @@ from torch import Tensor
 
 SLOTS = 64
 """Cache slots that a program reads at a time."""
-PART = 128
-"""Fewest slots of a part of a sequence."""
-MOST_PARTS = 16
-"""Largest number of parts of a sequence: the last one holds those of all in registers."""
+LEVELS = ((0, 128), (2048, 512), (8192, 2048), (32768, 8192))
+"""(slot, size of the parts that begin from there on): few parts, however long the sequence, and short ones where it is
+short."""
+AT_ONCE: tl.constexpr = tl.constexpr(4)
+"""Parts of other programs that are read together."""
 TILE = 16
 """Rows (s, query head) of a program: one size, so that a row's sums do not depend on the other rows."""
 COUNTERS = 1 << 16
@@ -100,6 +104,49 @@ def _columns(g, i, N: tl.constexpr, G: tl.constexpr, D: tl.constexpr, GROUPED: t
     return q_col[:, None], k_col, v_col
 
 
+def parts_of(slots: int) -> int:
+    """Parts of a sequence of so many slots."""
+    ends = [begin for begin, _ in LEVELS[1:]] + [max(slots, LEVELS[-1][0])]
+    return sum(
+        triton.cdiv(max(0, min(slots, end) - begin), size) for (begin, size), end in zip(LEVELS, ends, strict=True)
+    )
+
+
+@triton.jit
+def _part_at(slot):
+    """Number of the part that a slot is in; see `LEVELS`."""
+    first = tl.where(slot < 2048, slot // 128, 16 + (slot - 2048) // 512)
+    return tl.where(slot < 8192, first, tl.where(slot < 32768, 28 + (slot - 8192) // 2048, 40 + (slot - 32768) // 8192))
+
+
+@triton.jit
+def _begin_of(part):
+    """First slot of a part."""
+    first = tl.where(part < 16, part * 128, 2048 + (part - 16) * 512)
+    return tl.where(part < 28, first, tl.where(part < 40, 8192 + (part - 28) * 2048, 32768 + (part - 40) * 8192))
+
+
+@triton.jit
+def _merged(best, sums, values, top, total, acc):
+    """Softmax (largest score in log2, sum, weighted values) over the keys of two; the second may be of none."""
+    higher = tl.maximum(best, top)
+    shift = tl.where(higher == -float("inf"), 0.0, higher)  # a row may see none of these keys
+    faded, share = tl.exp2(best - shift), tl.exp2(top - shift)
+    sums = tl.fma(sums, faded, total * share)
+    values = tl.fma(values, tl.broadcast_to(faded[:, None], values.shape), acc * share[:, None])
+    return higher, sums, values
+
+
+@triton.jit
+def _turned(slot, best, sums, values, top, total, acc):
+    """Where a part begins at `slot`: the part before, (top, total, acc), merged into the others, and a new one."""
+    turn = _begin_of(_part_at(slot)) == slot
+    higher, more, both = _merged(best, sums, values, top, total, acc)
+    best, sums, values = tl.where(turn, higher, best), tl.where(turn, more, sums), tl.where(turn, both, values)
+    top, total, acc = tl.where(turn, -float("inf"), top), tl.where(turn, 0.0, total), tl.where(turn, 0.0, acc)
+    return best, sums, values, top, total, acc
+
+
 @triton.jit
 def _attended(q, k, v, seen, scale, top, total, acc, PRECISION: tl.constexpr):
     """Softmax over more keys: (largest score in log2, sum, weighted values) with k, v where `seen`."""
@@ -109,7 +156,7 @@ def _attended(q, k, v, seen, scale, top, total, acc, PRECISION: tl.constexpr):
     shift = tl.where(higher == -float("inf"), 0.0, higher)  # a row may see none of these keys
     p = tl.exp2(scores - shift[:, None])
     faded = tl.exp2(top - shift)
-    total = total * faded + tl.sum(p, axis=1)
+    total = tl.fma(total, faded, tl.sum(p, axis=1))
     acc = acc * faded[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
     return higher, total, acc
 
@@ -149,18 +196,19 @@ def _seen(slot, first, s, end, above, tree, live, TREE: tl.constexpr):
 
 @triton.jit
 def _over_cache(
-    q, key_ptr, value_ptr, cached, begin, old, first, s, end, above, tree, live, lanes, scale, top, total, acc,
-    G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
+    q, key_ptr, value_ptr, cached, begin, old, first, s, end, above, tree, live, lanes, scale, best, sums, values, top,
+    total, acc, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`_attended` over the slots from `begin` to `old`, which are in the cache at `cached`."""
+    """`_attended`, part by part, over the slots from `begin` to `old`, which are in the cache at `cached`."""
     for block in range(begin, old, BLOCK):
         slot = block + tl.arange(0, BLOCK)
         where = cached + slot.to(tl.int64)[:, None] * (G * D) + lanes
         k = tl.load(key_ptr + where, mask=lanes < D, other=0.0)
         v = tl.load(value_ptr + where, mask=lanes < D, other=0.0)
         seen = _seen(slot, first, s, end, above, tree, live, TREE)
+        best, sums, values, top, total, acc = _turned(block, best, sums, values, top, total, acc)
         top, total, acc = _attended(q, k, v, seen, scale, top, total, acc, PRECISION)
-    return top, total, acc
+    return best, sums, values, top, total, acc
 
 
 @triton.jit
@@ -194,35 +242,32 @@ def _store_part(part_ptr, stat_ptr, mine, top, total, acc, lanes, ROWS: tl.const
 
 
 @triton.jit
-def _sum_of_parts(
-    part_ptr, stat_ptr, place, active, lanes, ROWS: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr
-):
-    """(sum, weighted values) over all parts of a sequence, which other programs have written."""
+def _sum_of_parts(part_ptr, stat_ptr, begin, active, lanes, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """(sum, weighted values) over the `active` parts of a sequence, which other programs have written from `begin`
+    on."""
     r = tl.arange(0, ROWS)
     best = tl.full((ROWS,), -float("inf"), tl.float32)
-    for i in tl.static_range(PARTS):
-        at = stat_ptr + (place * PARTS + i) * 2 * ROWS + r
-        best = tl.maximum(best, tl.load(at, mask=r * 0 + i < active, other=-float("inf"), cache_modifier=".cg"))
-    best = tl.where(best == -float("inf"), 0.0, best)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, LANES), tl.float32)
-    for i in tl.static_range(PARTS):
-        at = stat_ptr + (place * PARTS + i) * 2 * ROWS + r
-        there = r * 0 + i < active
-        share = tl.exp2(tl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg") - best)
-        total += share * tl.load(at + ROWS, mask=there, other=0.0, cache_modifier=".cg")
-        values = part_ptr + ((place * PARTS + i) * ROWS + r)[:, None] * LANES + lanes
-        acc += share[:, None] * tl.load(values, mask=there[:, None] & (lanes >= 0), other=0.0, cache_modifier=".cg")
-    return total, acc
+    sums = tl.zeros((ROWS,), tl.float32)
+    values = tl.zeros((ROWS, LANES), tl.float32)
+    for some in range(0, active, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            there = r * 0 + some + i < active
+            at = stat_ptr + (begin + some + i) * 2 * ROWS + r
+            top = tl.load(at, mask=there, other=-float("inf"), cache_modifier=".cg")
+            total = tl.load(at + ROWS, mask=there, other=0.0, cache_modifier=".cg")
+            here = part_ptr + ((begin + some + i) * ROWS + r)[:, None] * LANES + lanes
+            acc = tl.load(here, mask=there[:, None] & (lanes >= 0), other=0.0, cache_modifier=".cg")
+            best, sums, values = _merged(best, sums, values, top, total, acc)
+    return sums, values
 
 
-@triton.jit(do_not_specialize=["B", "S", "M", "tiles", "length"])
+@triton.jit(do_not_specialize=["B", "S", "M", "tiles", "parts"])
 def _attention_kernel(
     x_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, first_ptr, above_ptr, key_ptr, value_ptr, out_ptr,
-    part_ptr, stat_ptr, count_ptr, B, S, M, tiles, length, first_stride, cache_stride, scale, eps,
+    part_ptr, stat_ptr, count_ptr, B, S, M, tiles, parts, first_stride, cache_stride, scale, eps,
     N: tl.constexpr, G: tl.constexpr, ANGLES: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, GROUPED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    NORM: tl.constexpr, TREE: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, GROUPED: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr, TREE: tl.constexpr,
+    EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     after_previous(EARLY)
     n: tl.constexpr = N // G
@@ -233,10 +278,10 @@ def _attention_kernel(
     b, g = (place // tiles) // G, (place // tiles) % G
     first = tl.load(first_ptr + b * first_stride).to(tl.int32)
     end = first + S
-    begin, stop, active = 0, end, 1
-    if PARTS > 1:  # padding may be longer than `key_slots`
-        begin, active = part * length, tl.minimum(tl.cdiv(end, length), PARTS)
-        stop = tl.minimum(begin + length, end)
+    split = parts > 1  # every part has a program; padding may be longer than `key_slots`
+    active = tl.where(split, tl.minimum(_part_at(end - 1) + 1, parts), 1)
+    begin = tl.where(split, _begin_of(part), 0)
+    stop = tl.where(split, tl.minimum(_begin_of(part + 1), end), end)
     if part >= active:
         return
     t = tile * ROWS + tl.arange(0, ROWS)
@@ -252,13 +297,14 @@ def _attention_kernel(
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, LANES), tl.float32)
+    best, sums, values = top, total, acc  # of the parts before
     above = above_ptr + (b.to(tl.int64) * S + s)[:, None] * M
     tree = end - M
     cached = b.to(tl.int64) * cache_stride + g * D
     old = tl.minimum(first // BLOCK * BLOCK, stop)  # blocks before it are in the cache
-    top, total, acc = _over_cache(
-        q, key_ptr, value_ptr, cached, begin, old, first, s, end, above, tree, live, lanes, scale, top, total, acc, G,
-        D, BLOCK, TREE, PRECISION,
+    best, sums, values, top, total, acc = _over_cache(
+        q, key_ptr, value_ptr, cached, begin, old, first, s, end, above, tree, live, lanes, scale, best, sums, values,
+        top, total, acc, G, D, BLOCK, TREE, PRECISION,
     )  # fmt: skip
     for block in tl.range(tl.maximum(begin, old), stop, BLOCK, num_stages=1):  # one or two: not worth the memory
         slot = block + tl.arange(0, BLOCK)
@@ -267,16 +313,18 @@ def _attention_kernel(
             v_col, lanes, eps, tile == 0, G, D, X, ANGLES, HALF, HAS_BIAS, NORM,
         )  # fmt: skip
         seen = _seen(slot, first, s, end, above, tree, live, TREE)
+        best, sums, values, top, total, acc = _turned(block, best, sums, values, top, total, acc)
         top, total, acc = _attended(q, k, v, seen, scale, top, total, acc, PRECISION)
+    best, sums, values = _merged(best, sums, values, top, total, acc)
     at = out_ptr + row * (N * D) + ((g * n + t % n) * D)[:, None] + lanes
-    if PARTS == 1:
-        tl.store(at, (acc / tl.where(live, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty), mask=own)
-    else:
-        _store_part(part_ptr, stat_ptr, place * PARTS + part, top, total, acc, lanes, ROWS, LANES)
+    if split:
+        _store_part(part_ptr, stat_ptr, place * parts + part, best, sums, values, lanes, ROWS, LANES)
         if tl.atomic_add(count_ptr + place, 1, sem="acq_rel") == active - 1:
             tl.store(count_ptr + place, 0)
-            total, acc = _sum_of_parts(part_ptr, stat_ptr, place, active, lanes, ROWS, LANES, PARTS)
-            tl.store(at, (acc / tl.where(live, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty), mask=own)
+            sums, values = _sum_of_parts(part_ptr, stat_ptr, place * parts, active, lanes, ROWS, LANES)
+            tl.store(at, (values / tl.where(live, sums, 1.0)[:, None]).to(out_ptr.dtype.element_ty), mask=own)
+    else:
+        tl.store(at, (values / tl.where(live, sums, 1.0)[:, None]).to(out_ptr.dtype.element_ty), mask=own)
 
 
 @functools.cache
@@ -289,14 +337,6 @@ def counters(device: torch.device) -> Tensor:
 @functools.cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
-
-
-def _parts(places: int, key_slots: int, processors: int) -> tuple[int, int]:
-    """(parts of a sequence, slots of a part) for `places` sequences and heads; the same for any number of new rows."""
-    if places >= processors:
-        return 1, 0
-    length = PART * triton.next_power_of_2(triton.cdiv(key_slots, PART * MOST_PARTS))
-    return int(triton.next_power_of_2(triton.cdiv(key_slots, length))), int(length)
 
 
 def decode_attention(
@@ -328,9 +368,9 @@ def decode_attention(
     """
     (B,), R, half = first_B.shape, len(x_RX), cache[0].shape[3] // 2
     S, D, n = R // B, 2 * half, heads // kv_heads
-    parts, length = _parts(B * kv_heads, key_slots, _processors(x_RX.device))
     tiles = triton.cdiv(S * n, TILE)
     places, lanes = B * kv_heads * tiles, max(16, int(triton.next_power_of_2(D)))
+    parts = 1 if places >= _processors(x_RX.device) else parts_of(key_slots)
     out = x_RX.new_empty(R, heads * D)
     scratch = x_RX.new_empty(places * parts * TILE * (lanes + 2) if parts > 1 else 0, dtype=torch.float32)
     stats = scratch[places * parts * TILE * lanes :]
@@ -338,9 +378,9 @@ def decode_attention(
     assert parts == 1 or places <= COUNTERS
     _attention_kernel[(places, parts)](
         x_RX, x_RX if bias_X is None else bias_X, *(norms or (x_RX, x_RX)), *tables, first_B, above, *cache, out,
-        scratch, stats, counters(x_RX.device), B, S, 0 if above_BSM is None else above_BSM.shape[2], tiles, length,
+        scratch, stats, counters(x_RX.device), B, S, 0 if above_BSM is None else above_BSM.shape[2], tiles, parts,
         first_B.stride(0), cache[0].stride(0), D**-0.5 * 1.4426950408889634, eps, heads, kv_heads, tables[0].shape[1],
-        half, lanes, TILE, SLOTS, parts, grouped, bias_X is not None, norms is not None, above_BSM is not None, EARLY,
+        half, lanes, TILE, SLOTS, grouped, bias_X is not None, norms is not None, above_BSM is not None, EARLY,
         "ieee" if x_RX.dtype == torch.float32 else "tf32", num_warps=4,
         num_stages=3 if lanes * x_RX.element_size() <= 512 else 1,  # of keys and values in shared memory
         **launch(),

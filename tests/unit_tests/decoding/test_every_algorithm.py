@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_spec.batch import Batch, Features
 from megatron_spec.config import DraftConfig, ObjectiveConfig, presets
@@ -87,6 +88,29 @@ def trained(tiny: Any) -> dict[str, Any]:
             optimizer.step()
         assert all(float((x.correct_T / x.rows_T).min()) == 1.0 for x in found), kind
     return drafts
+
+
+class OneRead(TorchDispatchMode):
+    """Refuses products that read a weight several times."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.linear.default, torch.ops.aten.matmul.default):  # whole in inference mode
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        if func == torch.ops.aten.bmm.default:
+            assert args[1].shape[0] == 1 or args[1].stride(0) != 0, [x.shape for x in args]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", [None, "eagle3.1", "p-eagle", "medusa", *BLOCKS])
+def test_every_product_reads_its_weight_once(tiny: Any, kind: str | None, batch: int) -> None:
+    draft = None if kind is None else new_draft(tiny.base, kind)
+    config = CONFIG.replace(max_new_tokens=12, batch_size=batch)
+    tiny.base.capture(captures_of(kind or ""))
+    with OneRead():
+        found = decode(tiny.base, tiny.prompts[:batch], config, set(), draft=draft)
+    assert [len(g.tokens) for g in found] == [12] * batch
 
 
 @torch.no_grad()

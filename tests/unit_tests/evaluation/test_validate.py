@@ -188,7 +188,7 @@ def test_the_base_alone_is_timed_once(chat: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "decode", decode)
     report = run_of(chat, draft_lens=(1, 2))
     assert [name for name, _, _ in timed] == [None, "NGram", "NGram"] and timed[0][1:] == (5, 4)
-    assert [most for _, most, _ in timed[1:]] == [9, 13] and all(count >= 4 for _, _, count in timed[1:])
+    assert timed[1:] == [("NGram", 9, 4), ("NGram", 13, 4)]  # no sequence may have ended
     first, second = (run.costs for run in report.runs)
     assert first is not None and second is not None and first.base == second.base > 0
 
