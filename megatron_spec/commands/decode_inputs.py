@@ -98,10 +98,13 @@ class Inputs:
     def check_prompts(self, prompts: Sequence[Prompt], template_kwargs: Mapping[str, Any] | None) -> None:
         """Raise UserError for a prompt that the template refuses, or with token ids outside the base's vocabulary.
 
-        Checks the first prompt, or all prompts if the tokenizer is larger than the base's vocabulary.
+        Checks the first prompt, or all prompts if the tokenizer is larger than the base's vocabulary; without prompts
+        the header of a user's turn, from which the base draws them.
         """
         known = self.base_config.vocab_size
         encoder = ChatEncoder(self.tokenizer, template_kwargs=template_kwargs, vocab_size=known)
+        if not prompts:
+            encoder.question_ids()
         for prompt in prompts if max(self.tokenizer.get_vocab().values()) >= known else prompts[:1]:
             Dialogue(prompt).ask(encoder, sys.maxsize)
 
