@@ -90,6 +90,8 @@ def _measure(
         about["chat_template_kwargs"] = run.chat_template_kwargs
     if inputs.spec is not None:
         about["iteration"] = inputs.spec.iteration
+    if inputs.draft_identity is not None:
+        about["draft_identity"] = inputs.draft_identity
     about |= _file_sizes(inputs)
     report = run_validation(
         models.base, models.draft, prompts, inputs.tokenizer, inputs.decode, draft_lens=run.draft_lens, about=about,
@@ -168,7 +170,7 @@ def _generate(run: GenerateRun, prompts: list[Prompt], inputs: Inputs) -> int:
     about |= {"dtype": str(dtype).removeprefix("torch."), "stop_ids": sorted(stop_ids)}
     if inputs.reference is not None:
         about["base_fingerprint"] = inputs.reference.fingerprint
-    other = _other_text(inputs.decode)
+    other = _other_text(inputs)
     if run.save_rejections:
         other["rejections"] = _rejecting(inputs)
     check_output(output, prompts, answer_settings(inputs.decode, stop_ids, {**about, **other}))
@@ -201,7 +203,7 @@ def _rejecting(inputs: Inputs) -> dict[str, Any]:
         raise UserError("--save-rejections needs a trained draft: give --load or --speculative-model")
     if decode.sa_threshold is not None:
         raise UserError("--save-rejections with --sa-threshold: the tokens would be those of the lookup: leave it out")
-    return {**inputs.agreed, **_changed(decode, [f.name for f in dataclasses.fields(decode)])}
+    return {"draft": inputs.draft_identity, **_changed(decode, [f.name for f in dataclasses.fields(decode)])}
 
 
 def _changed(decode: DecodeConfig, names: Sequence[str]) -> dict[str, Any]:
@@ -211,9 +213,11 @@ def _changed(decode: DecodeConfig, names: Sequence[str]) -> dict[str, Any]:
     return {n: getattr(decode, n) for n in names if getattr(decode, n) != getattr(default, n)}
 
 
-def _other_text(decode: DecodeConfig) -> dict[str, Any]:
+def _other_text(inputs: Inputs) -> dict[str, Any]:
     """Settings besides temperature and seed that change the text; usually none."""
+    decode, found = inputs.decode, dict[str, Any]()
     names = ["top_k", "top_p", "use_rejection_sampling", "typical_acceptance", "use_relaxed_acceptance_for_thinking"]
     if decode.use_rejection_sampling or not decode.lossless:  # then the text depends on the draft and its options, too
         names = [f.name for f in dataclasses.fields(decode)]
-    return _changed(decode, names)
+        found["draft"] = inputs.draft_identity
+    return {**found, **_changed(decode, names)}

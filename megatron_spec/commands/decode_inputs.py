@@ -17,6 +17,7 @@ from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import load_checkpoint
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference
+from megatron_spec.checkpoint.fingerprint import fingerprint
 from megatron_spec.checkpoint.spec import CheckpointSpec, identity, locked, read_spec
 from megatron_spec.commands.features import teacher_fingerprint
 from megatron_spec.config import (
@@ -51,6 +52,7 @@ from megatron_spec.planning import draft_modules, layouts
 from megatron_spec.planning.paths import OF_DECODING, Paths, Setting
 from megatron_spec.runtime import platform
 from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.files import sha256_of
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ class Inputs:
         decode: the complete configuration.
         reading: the draft of an exported folder.
         target: a second base, used as draft.
+        draft_identity: the trained draft or second base by its content, wherever it lies; None without one.
     """
 
     kind: DecodingType | None
@@ -85,6 +88,7 @@ class Inputs:
     decode: DecodeConfig
     reading: Reading | None = None
     target: BaseReference | None = None
+    draft_identity: str | None = None
 
     @property
     def agreed(self) -> dict[str, Any]:
@@ -94,10 +98,13 @@ class Inputs:
     def check_prompts(self, prompts: Sequence[Prompt], template_kwargs: Mapping[str, Any] | None) -> None:
         """Raise UserError for a prompt that the template refuses, or with token ids outside the base's vocabulary.
 
-        Checks the first prompt, or all prompts if the tokenizer is larger than the base's vocabulary.
+        Checks the first prompt, or all prompts if the tokenizer is larger than the base's vocabulary; without prompts
+        the header of a user's turn, from which the base draws them.
         """
         known = self.base_config.vocab_size
         encoder = ChatEncoder(self.tokenizer, template_kwargs=template_kwargs, vocab_size=known)
+        if not prompts:
+            encoder.question_ids()
         for prompt in prompts if max(self.tokenizer.get_vocab().values()) >= known else prompts[:1]:
             Dialogue(prompt).ask(encoder, sys.maxsize)
 
@@ -194,7 +201,20 @@ def resolve(
         check_tokenizers(opened, load_tokenizer(decode.speculative_model), decode.speculative_model)
     reads = ("Eagle3", "Eagle", "MTP", "DFlash", "DSpark")
     captures = config.capture_layer_ids if config is not None and kind in reads else ()
-    return Inputs(kind, folder, spec, base, base_config, reference, captures, opened, source, decode, reading, target)
+    drafts = _identity(folder if kind not in WITHOUT_DRAFT else None, reading, target)
+    return Inputs(
+        kind, folder, spec, base, base_config, reference, captures, opened, source, decode, reading, target, drafts
+    )  # fmt: skip
+
+
+def _identity(folder: Path | None, reading: Reading | None, target: BaseReference | None) -> str | None:
+    """See `Inputs.draft_identity`."""
+    if target is not None:
+        return target.fingerprint
+    if reading is not None:
+        files = {entry.path for entry in reading.source.entries.values()}
+        return fingerprint((reading.source.folder / "config.json").read_bytes(), files)
+    return None if folder is None else f"sha256:{sha256_of(folder / 'run.json')}"
 
 
 def _trained_steps(folder: Path) -> int | None:

@@ -165,9 +165,12 @@ class ChatEncoder:
         """
         found = self._prompts([(c, len(c.messages)) for c in conversations])
         for conversation, (_, ids) in zip(conversations, found, strict=True):
-            if self.vocab_size is not None and ids and max(ids) >= self.vocab_size:
-                raise beyond_vocabulary(conversation.where, max(ids), self.vocab_size, self.tokenizer)
+            self._check_ids(conversation.where, ids)
         return found
+
+    def _check_ids(self, where: str, ids: list[int]) -> None:
+        if self.vocab_size is not None and ids and max(ids) >= self.vocab_size:
+            raise beyond_vocabulary(where, max(ids), self.vocab_size, self.tokenizer)
 
     def _prompts(self, wanted: Sequence[tuple[Conversation, int]]) -> list[tuple[str, list[int]]]:
         """The prompts of the first messages of each conversation."""
@@ -175,10 +178,20 @@ class ChatEncoder:
         return list(zip(texts, self._tokenise(texts), strict=True))
 
     def question_ids(self) -> list[int]:
-        """Token ids that the template writes before the text of the first user message."""
+        """Token ids that the template writes before the text of the first user message.
+
+        Raises UserError when it writes none, or an id outside the base's vocabulary.
+        """
         asked = Conversation([{"role": "user", "content": PLACEHOLDER}], "a question")
         text = str(self.template.render(asked)).split(PLACEHOLDER)[0].rstrip(" ")
-        return self._tokenise([text])[0]
+        [ids] = self._tokenise([text])
+        if not ids:
+            raise UserError(
+                "the chat template writes nothing before a user's text, so a base has nothing to continue as the user: "
+                "give --data instead of --synthesize"
+            )
+        self._check_ids("the header of a user's turn", ids)
+        return ids
 
     def _marked(self, conversation: Conversation) -> Sample:
         encoded = self.template.render(conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megatron_spec.commands.convert import convert
 from megatron_spec.commands.decode import generate
+from megatron_spec.commands.export import export
 from megatron_spec.commands.features import extract_features
 from megatron_spec.commands.finetune import finetune
 from megatron_spec.commands.runs import FinetuneRun, GenerateRun
@@ -88,6 +90,27 @@ def test_refusals(root: Path) -> None:
     convert(str(root / "base"), str(root / "block"), algorithm="dflash", draft_config=str(root / "block.json"))
     with pytest.raises(UserError, match=r"--replay-weight do(es)? nothing for dflash"):
         trained(root, "refused", 2.0, load=str(root / "block"))
+
+
+def test_another_draft_of_the_same_name_is_noticed(root: Path) -> None:
+    """Rejections, and lossy text, are the draft's: what another one wrote is not continued."""
+    export(str(root / "draft"), str(root / "exported"), extra_modules=True)
+    weights, draft = root / "exported" / "draft" / "model.safetensors", str(root / "exported" / "draft")
+    given: dict[str, Any] = {"load": None, "base": str(root / "base")}
+    lossy = {"speculative_model": draft, "temperature": 1.0, "typical_acceptance": True}
+    runs = [
+        asked(root, "rejections.jsonl", **given, decode={"speculative_model": draft}),
+        asked(root, "lossy.jsonl", **given, decode=lossy, save_rejections=False),
+    ]
+    for run in runs:
+        assert generate(run) == 4 and generate(run) == 0
+    save_file({name: value * 2 for name, value in load_file(weights).items()}, weights)
+    for run, message in zip(runs, ("rejections: found", "draft: found"), strict=True):
+        with pytest.raises(UserError, match=message):
+            generate(run)
+    alone = asked(root, "lossless.jsonl", decode={}, save_rejections=False)
+    generate(alone)
+    assert generate(alone.replace(load=None, base=str(root / "base"))) == 0  # its text is the base's, whatever drafts
 
 
 def test_questions_do_not_depend_on_the_draft(root: Path) -> None:

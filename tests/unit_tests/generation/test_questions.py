@@ -157,7 +157,7 @@ def generated(folder: str, layouts: list) -> list:
 
 
 def test_other_settings_are_refused_before_any_weight_is_read(chat, tmp_path, monkeypatch):
-    from megatron_spec.commands import decode
+    from megatron_spec.commands import decode, decode_inputs
 
     output, base = str(tmp_path / "out.jsonl"), str(chat.folder)
     decode.generate(None, output, base=base, synthesize=2, decode=CHAT_CONFIG)
@@ -178,6 +178,10 @@ def test_other_settings_are_refused_before_any_weight_is_read(chat, tmp_path, mo
     Path(output).unlink()
     refused("temperature: found 1.0, now 0.5", data=None, synthesize=2, question_temperature=0.5)
     refused("dtype: found 'float32', now 'bfloat16'", data=None, synthesize=2, bf16=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_inputs, "load_tokenizer", lambda *_: make_tokenizer("{{ messages[0].content }}<|end|>"))
+        patch.setattr(decode, "check_questions", lambda *_: {})
+        refused("writes nothing before a user's text", data=None, synthesize=2)
     refused("--question-batch-size is for --synthesize", question_batch_size=3)
     refused("expected a number greater than 0", data=None, synthesize=2, question_temperature=0.0)
     assert {p: p.read_bytes() for p in tmp_path.iterdir()} == {p: b for p, b in before.items() if p.name != "out.jsonl"}
