@@ -13,14 +13,15 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_spec import cli
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Command line."""
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+
+def make_parser() -> cli.Parser:
+    """The flags."""
+    p = cli.Parser(__doc__)
     p.add_argument("--base", required=True, metavar="DIR", help="base in Hugging Face or Megatron format")
     p.add_argument("--bf16", action="store_true")
     p.add_argument("--seq-length", type=int, default=1024)
@@ -29,15 +30,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--ttt-steps", type=int, default=3)
     p.add_argument("--draft-vocab-size", type=int, default=8192)
     p.add_argument("--output", type=Path)
-    return p.parse_args(argv)
+    return p
 
 
-def main(args: argparse.Namespace) -> dict[str, Any]:
+def main(args: argparse.Namespace) -> None:
     """Measure, print one line per result, write all results as JSON."""
     from benchmarks import measure_costs  # --help does without what it imports
 
-    return measure_costs.main(args)
+    measure_costs.main(args)
 
 
 if __name__ == "__main__":
-    main(parse())
+    cli.run(make_parser(), main)

@@ -38,6 +38,7 @@ from megatron_spec.features.store import FeatureStore, StoreManifest
 from megatron_spec.ops import head
 from megatron_spec.runtime import distributed
 from megatron_spec.runtime.distributed import World
+from megatron_spec.runtime.optional import ENGINE
 from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
 from megatron_spec.training.step import Trainer
 
@@ -326,7 +327,8 @@ def versions() -> dict[str, str]:
     found = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": str(torch.version.cuda)}
     if torch.cuda.is_available():
         found["cudnn"] = str(torch.backends.cudnn.version())
-    for name in ("megatron-core", "transformer-engine", "triton"):
+    engine = ["transformer-engine"] if sys.modules.get(ENGINE) is not None else []
+    for name in ("megatron-core", *engine, "triton"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
