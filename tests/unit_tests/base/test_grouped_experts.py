@@ -19,6 +19,7 @@ from megatron_spec.ops.moe import Stacked, gated, mixed, mixed_by_groups
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import distributed
 from tests.tiny import make_batch, save_mixtral
+from tests.unit_tests.families import families
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="needs torch 2.10")
@@ -101,6 +102,7 @@ def in_world(folder: Path, layout: dict[str, int]) -> None:
     torch.testing.assert_close(base.captures_SBC, plain.captures_SBC, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])  # gpt-oss: biases, which one tensor parallel rank adds
 @pytest.mark.parametrize("layout", [{"expert_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}])
-def test_ranks_that_share_the_experts(tmp_path: Path, layout: dict[str, int]) -> None:
-    run_world(2, in_world, save_mixtral(tmp_path / "base"), layout)
+def test_ranks_that_share_the_experts(tmp_path: Path, family: str, layout: dict[str, int]) -> None:
+    run_world(2, in_world, families.save(family, tmp_path / "base"), layout)
