@@ -2,7 +2,8 @@
 
 Names, shapes and arguments are those of the real ones (wrappers: megatron-core 0.16 to 0.19): what is not there fails.
 They differ from torch's modules where the real ones do, so that a caller who ignores their rules fails: 8-bit products
-need rows and widths that are multiples of 16, and a linear takes contiguous rows in the dtype of its weight.
+need rows and widths that are multiples of 16, a linear takes contiguous rows in the dtype of its weight, and no module
+takes zero rows.
 """
 
 from __future__ import annotations
@@ -48,12 +49,18 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x W^T; in 8 bits, of both rounded to 1/128 of their largest magnitude."""
         assert x.dtype == self.weight.dtype and x.is_contiguous()
+        _check_rows(x)
         eight = bool(autocasts) and autocasts[-1]
         calls.append(("linear", len(x), eight))
         if not eight:
             return F.linear(x, self.weight)
         assert len(x) % 16 == 0 and all(n % 16 == 0 for n in self.weight.shape)
         return F.linear(_coarse(x), _coarse(self.weight))
+
+
+def _check_rows(x: Tensor) -> None:
+    if not x.numel():
+        raise RuntimeError("CheckOutputTensor: Assertion failed. Output is not allocated!")  # as the real ones say
 
 
 def _coarse(x: Tensor) -> Tensor:
@@ -70,6 +77,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x / rms(x) * weight."""
+        _check_rows(x)
         calls.append(("norm", x.shape[:-1].numel(), False))
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
@@ -112,6 +120,7 @@ class GroupedLinear(nn.Module):
     def forward(self, inp: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Tensor:
         """[P, in] -> [P, out]."""
         assert len(m_splits) == self.count and sum(m_splits) == len(inp)
+        _check_rows(inp)
         biases = [getattr(self, f"bias{i}") if self.use_bias else None for i in range(self.count)]
         outputs = [F.linear(x, getattr(self, f"weight{i}"), biases[i]) for i, x in enumerate(inp.split(m_splits))]
         return torch.cat(outputs)
@@ -150,6 +159,7 @@ class _Linear(nn.Module):
 
     def product(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(output, bias that is left to the caller)."""
+        _check_rows(x)
         calls.append(("base", x.shape[:-1].numel(), False))
         self.is_first_microbatch = False
         bias = self.bias if isinstance(self.bias, nn.Parameter) else None
@@ -237,6 +247,7 @@ class TELayerNormColumnParallelLinear(_Linear):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(output, bias)."""
+        _check_rows(x)
         return self.product(F.rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps))
 
 
@@ -249,6 +260,7 @@ class TENorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
+        _check_rows(x)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -271,6 +283,7 @@ class TEDotProductAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, attn_mask_type: Any) -> Tensor:
         """[S, B, N, D], [S, B, G, D], [S, B, G, V] -> [S, B, N * V]."""
         assert attn_mask_type.name == "causal" and self.sizes == (key.shape[-1], value.shape[-1])
+        _check_rows(query)
         S, B, N, D = query.shape
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         k, v = (x.repeat_interleave(N // x.shape[1], 1) for x in (k, v))

@@ -49,6 +49,15 @@ def recipe_of(name: Fp8Recipe) -> Any:
     return cls(reduce_amax=False) if name == "delayed" else cls()
 
 
+def _unless_empty(x: Tensor, engine: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor]) -> Tensor:
+    """engine(x), or plain(x) where x has no rows: Transformer Engine's modules refuse that.
+
+    An expert may have no tokens, and a rank or micro-batch no supervised rows from some draft step on. `plain` gives a
+    result of the same shape and dtype, and gradients of zeros, so autograd meets the same parameters and collectives.
+    """
+    return engine(x) if x.numel() else plain(x)
+
+
 class TransformerEngine:
     """Transformer Engine's modules for one draft.
 
@@ -92,7 +101,7 @@ class TransformerEngine:
         """A weight [size], NaN, and the RMSNorm with it."""
         module = self.te.RMSNorm(size, eps=eps, dtype=dtype, device=device)
         nn.init.constant_(module.weight, float("nan"))
-        return module.weight, lambda x: module(x)
+        return module.weight, lambda x: _unless_empty(x, module, lambda x: x * module.weight)
 
     def autocast(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
         """Transformer Engine's context."""
@@ -125,10 +134,12 @@ class EngineProduct:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """As `F.linear`; `weight` is the module's, or stands in for it (fake quantisation)."""
-        if not x.numel():  # an expert without tokens
-            return F.linear(x, weight, bias)
-        out = self._product(x.flatten(0, -2).contiguous(), weight).unflatten(0, x.shape[:-1])
-        return out if bias is None else out + bias
+
+        def product(x: Tensor) -> Tensor:
+            out = self._product(x.flatten(0, -2).contiguous(), weight).unflatten(0, x.shape[:-1])
+            return out if bias is None else out + bias
+
+        return _unless_empty(x, product, lambda x: F.linear(x, weight, bias))
 
     def _product(self, x_RH: Tensor, weight: Tensor) -> Tensor:
         rows, engine = len(x_RH), self.engine

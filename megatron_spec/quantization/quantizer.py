@@ -86,6 +86,8 @@ class TensorQuantizer(nn.Module):
 
     def observe(self, x: Tensor) -> None:
         """Widen the range to include x. A NaN in x makes the range NaN, which is reported when it is used."""
+        if not x.numel():  # a micro-batch may have no supervised rows from some draft step on
+            return
         self.amax.copy_(torch.maximum(self.amax, x.detach().abs().amax().float()))
         if self.histogram is not None:
             self.histogram += histogram.magnitudes(x)

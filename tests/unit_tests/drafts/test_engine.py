@@ -26,7 +26,6 @@ from megatron_spec.config import (
 from megatron_spec.config.machine import H100, Machine
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.engine import TransformerEngine
-from megatron_spec.drafts.linear import Placement
 from megatron_spec.planning.draft_modules import RECIPES, check_draft_modules
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.quantization.attach import attach_quantizers
@@ -206,16 +205,6 @@ def test_fp8_pads_rows_and_leaves_the_projection_of_captures() -> None:
     with torch.no_grad():
         eight(batch_features(WIDE, torch.float32), StandInEnds(16, torch.float32, vocab_size=VOCAB), goal)
     assert not any(low for _, _, low in te_stand_in.calls), "a draft is served in high precision"
-
-
-def test_a_linear_without_rows() -> None:
-    place = Placement(distributed.initialize().tp, engine=TransformerEngine())
-    weight, product = place.matrix(3, 4)
-    with torch.no_grad():
-        weight.copy_(torch.ones(3, 4))
-    out = product(torch.zeros(0, 4), weight, None)
-    out.sum().backward()
-    assert out.shape == (0, 3) and weight.grad is not None and not weight.grad.any()
 
 
 def test_fake_quantisation_on_top() -> None:
