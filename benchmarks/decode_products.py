@@ -3,8 +3,7 @@
     python benchmarks/decode_products.py --output products.jsonl
 
 First a line of JSON per base: milliseconds of a step (all layers and the head) with 1 row and with 5 (a verification)
-by our kernels, by the same started while the kernel before runs (`ops/kernels/decode.EARLY`), and with cuBLAS's
-products; whether the early ones give the same bits, and a row alone those that it has among five; microseconds of a
+by our kernels and with cuBLAS's products; whether a row alone has the bits that it has among five; microseconds of a
 norm.
 
 Then, for every product of a layer and the head, many divisions (`ops/tiles.Tiles`) are timed in CUDA graphs that go

@@ -63,7 +63,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "loss lk": {"objective": {"loss": "lk"}},
     "T = 4": {"objective": {"ttt_steps": 4}},
     "loss lk_hybrid": {"objective": {"loss": "lk_hybrid"}},
-    "d-pace": {"objective": {"step_weights": "d-pace"}},
+    "decay 0.8": {"objective": {"step_decay": 0.8}},
     "weight decay 0.1": {"train": {"weight_decay": 0.1}},
     "D = 2048": {"vocab": 2048},
     "five captures": {"fields": {"capture_layer_ids": "five"}},
@@ -74,8 +74,8 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "late captures, frozen head": {"fields": {**_LATE, "frozen_head": True}},
     "late captures, T = 4": {"fields": _LATE, "objective": {"ttt_steps": 4}},
     "late captures, frozen head, T = 4": {"fields": {**_LATE, "frozen_head": True}, "objective": {"ttt_steps": 4}},
-    "late captures, frozen head, T = 4, d-pace": {
-        "fields": {**_LATE, "frozen_head": True}, "objective": {"ttt_steps": 4, "step_weights": "d-pace"},
+    "late captures, frozen head, T = 4, decay 0.8": {
+        "fields": {**_LATE, "frozen_head": True}, "objective": {"ttt_steps": 4, "step_decay": 0.8},
     },
     "base in fp8": {"fp8": ("base_fp8",)},
     "draft in fp8": {"fp8": ("draft_fp8",)},

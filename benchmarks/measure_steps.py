@@ -1,4 +1,4 @@
-"""Whole steps of a base in decoding, for decode_products.py: our kernels, those started early, cuBLAS's products.
+"""Whole steps of a base in decoding, for decode_products.py: our kernels, and cuBLAS's products.
 
 A step is all layers and the head, with random weights: fewer copies than layers, but more than the cache holds. Cache
 and rotary tables are those of a sequence of `SLOTS` tokens.
@@ -6,8 +6,7 @@ and rotary tables are those of a sequence of `SLOTS` tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,21 +18,8 @@ from benchmarks.decode_products import BASES, HEADS, ROWS
 L2 = 128 << 20
 """Bytes of weights that a graph goes through: more than an H200's cache of 50 MB keeps."""
 SLOTS = 256
-WAYS = ("ours", "early", "cublas")
-"""`early`: `decode.EARLY`. `cublas`: cuBLAS's products, norms with the residual sum and gates in kernels of their own,
-and the same attention."""
-
-
-@contextmanager
-def started(early: bool) -> Iterator[None]:
-    """Kernels of decoding start early, or not."""
-    from megatron_spec.ops.kernels import decode
-
-    before, decode.EARLY = decode.EARLY, early
-    try:
-        yield
-    finally:
-        decode.EARLY = before
+WAYS = ("ours", "cublas")
+"""`cublas`: cuBLAS's products, norms with the residual sum and gates in kernels of their own, the same attention."""
 
 
 def micros(run: Callable[[int], Any], count: int, replays: int = 4) -> float:
@@ -128,8 +114,7 @@ class Step:
 
     def way(self, way: str, rows: int) -> Tensor:
         """Logits in one of `WAYS`."""
-        with started(way == "early"):
-            return self.cublas(rows) if way == "cublas" else self.ours(rows)
+        return self.cublas(rows) if way == "cublas" else self.ours(rows)
 
 
 def line_of(base: str) -> dict[str, Any]:
@@ -137,17 +122,11 @@ def line_of(base: str) -> dict[str, Any]:
     step, most = Step(base), max(ROWS)
     found: dict[str, Any] = {"step": base, "rows": ROWS}
     for way in WAYS:
-        try:
-            run = [micros(lambda _, way=way, n=n: step.way(way, n), 1, 8) for n in ROWS]  # type: ignore[misc]
-            found[way] = [round(us / 1e3, 3) for us in run]
-        except RuntimeError as error:  # a device may refuse kernels that start early
-            if way != "early":
-                raise
-            found["early_fails"] = str(error)[:200]
+        run = [micros(lambda _, way=way, n=n: step.way(way, n), 1, 8) for n in ROWS]  # type: ignore[misc]
+        found[way] = [round(us / 1e3, 3) for us in run]
     expected, other = step.way("ours", most), step.way("cublas", most)
     wide = expected.double()
     found["ours_over_cublas"] = [round(a / b, 3) for a, b in zip(found["ours"], found["cublas"], strict=True)]
-    found["early_has_same_bits"] = "early" in found and torch.equal(step.way("early", most), expected)
     found["same_bits_alone"] = torch.equal(step.way("ours", 1), expected[:1])
     found["distance_to_cublas"] = float((other.double() - wide).norm() / wide.norm())
     found["norm_us"] = [round(micros(lambda _, n=n: _norm(step, n), 100), 2) for n in ROWS]  # type: ignore[misc]

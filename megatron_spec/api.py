@@ -27,7 +27,7 @@ from megatron_spec.batch import Batch
 from megatron_spec.build import link, load_checkpoint
 from megatron_spec.checkpoint import sharded
 from megatron_spec.checkpoint.base_import import BaseReference
-from megatron_spec.checkpoint.spec import CheckpointSpec, resolve
+from megatron_spec.checkpoint.spec import CheckpointSpec, recorded_objective, resolve
 from megatron_spec.commands.convert import draft_kinds, first_draft, fresh_config, own_module, published_draft
 from megatron_spec.commands.runs import ConvertRun
 from megatron_spec.config import (
@@ -251,7 +251,8 @@ def load(
         folder, initialize(), dtype=dtype, base_path=base_path, layers=layers, draft_impl=draft_transformer_impl,
         draft_fp8_recipe=draft_fp8_recipe,
     )  # fmt: skip
-    objective = ObjectiveConfig.from_dict(loaded.extra.get("objective") or {})
+    known = loaded.extra.get("objective")
+    objective = recorded_objective(loaded.spec.draft, known) if known else ObjectiveConfig()
     return SpecModel(loaded.base, loaded.draft, loaded.vocab, loaded.base_ref, objective, loaded.spec.quant)
 
 

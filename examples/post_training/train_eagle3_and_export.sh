@@ -32,8 +32,8 @@ options (defaults in brackets):
   --synthesize N      have the base make up N conversations, questions too, instead of answering --prompts
   --sa_threshold N    validate once more with a lookup beside the draft (validate.py --sa-threshold)
   --qat_iters N       training steps under fp8; 0: no fp8, export and validation in bf16 alone
-  --train_iters N, --batch N, --seq_length N, --lr X, --ttt_steps N, --max_new_tokens N, --loss KIND,
-  --step_decay X, --beta2 X,
+  --step_decay X      weight of draft step k is X^k [0.6; with --base_model: EAGLE-3 D-PACE, others 0.8]
+  --train_iters N, --batch N, --seq_length N, --lr X, --ttt_steps N, --max_new_tokens N, --loss KIND, --beta2 X,
   --num_prompts N, --eval_prompts N, --eval_tokens N, --draft_len N
                       of training, decoding and validation; the defaults are below in this script
 EOF
@@ -105,11 +105,11 @@ if [ -z "$base_model" ]; then
 elif [ "$recipe" = short ]; then
   [ -n "$data$prompts" ] || : "${synthesize:=8192}"
   : "${draft_vocab:=8192}" "${train_iters:=600}" "${qat_iters:=0}" "${batch:=32}" "${seq_length:=384}" "${lr:=1e-3}"
-  : "${ttt_steps:=4}" "${max_new_tokens:=192}" "${loss:=soft_ce}" "${num_prompts:=1000000}" "${step_decay:=0.8}" "${beta2:=0.99}"
+  : "${ttt_steps:=4}" "${max_new_tokens:=192}" "${loss:=soft_ce}" "${num_prompts:=1000000}" "${beta2:=0.99}"
   : "${eval_prompts:=1000000}" "${eval_tokens:=256}" "${draft_len:=4}" "${sa_threshold:=2}"
 else
   : "${draft_vocab:=32000}" "${train_iters:=1000}" "${qat_iters:=100}" "${batch:=8}" "${seq_length:=2048}" "${lr:=1e-4}"
-  : "${ttt_steps:=7}" "${max_new_tokens:=512}" "${loss:=soft_ce}" "${num_prompts:=1000000}" "${step_decay:=0.8}" "${beta2:=0.95}"
+  : "${ttt_steps:=7}" "${max_new_tokens:=512}" "${loss:=soft_ce}" "${num_prompts:=1000000}" "${beta2:=0.95}"
   : "${eval_prompts:=1000000}" "${eval_tokens:=512}"
 fi
 case ${base_model:+${recipe:-paper}} in # conversations of a forward pass and of a row, warm-up steps, answers written at once
@@ -183,9 +183,9 @@ cache=() # features of a large base are larger than most disks: see --feature-ca
 train=${data:-$output/train.jsonl}
 conversations=(--data "$train" --seq-length "$seq_length" "${words[@]}")
 case $algorithm in # Medusa has a step per head, a block one per slot, and its own weights and loss
-  medusa) steps=() goal=(--loss "$loss" --step-decay "$step_decay") ;;
+  medusa) steps=() goal=(--loss "$loss" ${step_decay:+--step-decay "$step_decay"}) ;;
   dflash|dspark) steps=() goal=(${own_loss:+--loss "$own_loss"}) ;;
-  *) steps=(--ttt-steps "$ttt_steps") goal=(--loss "$loss" --step-decay "$step_decay") ;;
+  *) steps=(--ttt-steps "$ttt_steps") goal=(--loss "$loss" ${step_decay:+--step-decay "$step_decay"}) ;;
 esac
 training=("${conversations[@]}" "${steps[@]}" "${goal[@]}" --adam-beta2 "$beta2" --micro-batch-size "$micro_batch" \
   --global-batch-size "$global_batch" --log-interval 10 "${rows[@]}")

@@ -13,8 +13,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from megatron_spec.config import BaseConfig, Config, DraftConfig, QuantConfig, UserError
+from megatron_spec.config import (
+    BaseConfig,
+    BlockConfig,
+    Config,
+    DraftConfig,
+    ObjectiveConfig,
+    QuantConfig,
+    UserError,
+    presets,
+)
 from megatron_spec.runtime.files import read_object, sha256_of
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -168,3 +178,15 @@ def read_spec(folder: Path | str) -> CheckpointSpec:
 def identity(folder: Path) -> dict[str, str]:
     """Path of an iteration folder and a hash that identifies its content."""
     return {"path": str(folder.resolve()), "run.json": sha256_of(folder / "run.json")}
+
+
+def recorded_objective(config: DraftConfig, values: dict[str, Any]) -> ObjectiveConfig:
+    """The objective of a run from its checkpoint.
+
+    Those of older versions record step_decay also where it does nothing, and no step_weights where it counts.
+    """
+    paced = values.get("step_weights") == "d-pace"
+    changes = {"step_decay": None} if paced else {"step_weights": "decay"}
+    if isinstance(config, BlockConfig):
+        changes = {"step_decay": None, "step_weights": None}
+    return presets.objective_for(config, ObjectiveConfig.from_dict(values | changes))

@@ -13,7 +13,7 @@ from megatron_spec.base import te
 from megatron_spec.base.placement import check_parallel
 from megatron_spec.build import resolve_paths
 from megatron_spec.checkpoint import sharded
-from megatron_spec.checkpoint.spec import CheckpointSpec, identity, latest_iteration, read_spec
+from megatron_spec.checkpoint.spec import CheckpointSpec, identity, latest_iteration, read_spec, recorded_objective
 from megatron_spec.checkpoint.spec import resolve as resolve_folder
 from megatron_spec.commands import evaluate
 from megatron_spec.commands.data import (
@@ -106,7 +106,7 @@ def resolve(run: FinetuneRun) -> Resolved:
     folder, resumed = starting_point(run)
     spec, length = read_spec(folder), row_length(run)
     saved = sharded.read_extra(folder) if resumed else {}
-    objective = presets.objective_for(spec.draft, run.objective)
+    objective = presets.objective_for(spec.draft, _with_saved_weights(run, spec, saved) if resumed else run.objective)
     start = saved.get("start") or identity(resolve_folder(run.load))
     resolved = Resolved(run, folder, resumed, spec, objective, length, data_order(run, length), start, saved)
     if resumed:
@@ -115,6 +115,15 @@ def resolve(run: FinetuneRun) -> Resolved:
             changed_settings(resolved, run.train)
     check(resolved)
     return resolved
+
+
+def _with_saved_weights(run: FinetuneRun, spec: CheckpointSpec, saved: dict[str, Any]) -> ObjectiveConfig:
+    """The objective of a run that is continued: without a flag, steps weigh as they did."""
+    given = run.objective
+    if given.step_weights is not None or given.step_decay is not None:
+        return given
+    before = recorded_objective(spec.draft, saved.get("objective", {}))
+    return given.replace(step_weights=before.step_weights, step_decay=before.step_decay)
 
 
 def starting_point(run: FinetuneRun) -> tuple[Path, bool]:
@@ -208,7 +217,8 @@ def check_same_run(resolved: Resolved) -> None:
             f"{run.save} started from: give that one, or another --save folder"
         )
     objective = resolved.objective.to_dict()
-    before = {**objective, **saved.get("objective", {})}
+    known = objective | {"step_weights": "decay"} | saved.get("objective", {})
+    before = recorded_objective(resolved.spec.draft, known).to_dict()
     changed = [f"{k} {before[k]} -> {v}" for k, v in objective.items() if before[k] != v]
     if changed:
         log.warning("%s continues with another objective: %s", run.save, ", ".join(changed))

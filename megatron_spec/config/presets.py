@@ -339,21 +339,25 @@ _PACED = ("eagle3", "eagle3.1", "eagle-mtp")
 """Drafts whose steps D-PACE may weigh: each step continues the one before, and only its token counts."""
 
 
-def _check_step_weights(config: DraftConfig, objective: ObjectiveConfig) -> None:
-    """Of all but block drafts."""
+def _weighed(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveConfig:
+    """The objective with its weights of steps, of all but block drafts. Raises UserError."""
+    if objective.step_weights is None:
+        paced = config.algorithm == "eagle3" and objective.step_decay is None
+        objective = objective.replace(step_weights="d-pace" if paced else "decay")
     if objective.step_weights == "decay":
         _refuse_unread(objective, ["pace_alpha"], "does nothing without --step-weights d-pace")
-        return
+        return objective.replace(step_decay=objective.decay)
     if config.algorithm not in _PACED:
         raise UserError(
             f"--step-weights {objective.step_weights} is for {', '.join(_PACED)}, the draft is {config.algorithm}: "
             "leave it out"
         )
     _refuse_unread(objective, ["step_decay"], f"does nothing with --step-weights {objective.step_weights}")
+    return objective
 
 
 def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveConfig:
-    """The objective for a draft: for Medusa, with one step per head.
+    """The objective for a draft: with its weights of steps, and for Medusa with one step per head.
 
     Raises UserError for settings that this draft does not support.
     """
@@ -370,7 +374,7 @@ def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveC
     if isinstance(config, BlockConfig):
         return _block_objective(config, objective)
     _refuse_unread(objective, _BLOCK_OPTIONS, f"are for block drafts, the draft is {config.algorithm}")
-    _check_step_weights(config, objective)
+    objective = _weighed(config, objective)
     if objective.loss == "ce_l1":
         raise UserError(f"--loss ce_l1 is for block drafts, the draft is {config.algorithm}: choose another")
     if not objective.in_vocab_only and config.draft_vocab_size == config.vocab_size:

@@ -58,10 +58,11 @@ class ObjectiveConfig(Config):
 
     ttt_steps: int = 7
     """Draft steps T unrolled in training."""
-    step_decay: float = 0.8
-    """Weight of step k is step_decay ** k."""
-    step_weights: StepWeights = "decay"
-    """EAGLE-3, MTP: weight of a step is step_decay ** k, or its part in the accepted length (D-PACE)."""
+    step_decay: float | None = None
+    """Weight of step k is step_decay ** k; default: 0.8."""
+    step_weights: StepWeights | None = None
+    """EAGLE-3, MTP: weight of a step is step_decay ** k, or its part in the accepted length (D-PACE); default: d-pace
+    for eagle3, unless step_decay is given, else decay."""
     loss: LossKind = "soft_ce"
     """Distance between draft and base: cross entropy with the base's distribution, KL divergence in either direction,
     total variation, the acceptance loss lk, a mixture of KL and total variation that moves from the first to the second
@@ -106,6 +107,11 @@ class ObjectiveConfig(Config):
     backbone_iters: int = 0
     """DSpark: iterations over which backbone_weight falls to 0 (Domino's curriculum); 0: constant."""
 
+    @property
+    def decay(self) -> float:
+        """`step_decay`, or its default."""
+        return 0.8 if self.step_decay is None else self.step_decay
+
     def kept_share(self, depth: int) -> float:
         """P-EAGLE: share of rows trained at a depth, from 0."""
         return max(self.row_keep**depth, self.row_keep_least)
@@ -124,7 +130,7 @@ class ObjectiveConfig(Config):
         require(self.ttt_steps >= 1, f"ttt_steps must be at least 1, found {self.ttt_steps}")
         require(self.temperature > 0, f"temperature must be positive, found {self.temperature}")
         require(self.replay_weight > 0, f"replay_weight must be positive, found {self.replay_weight}")
-        require(0 < self.step_decay <= 1, f"step_decay must be in (0, 1], found {self.step_decay}")
+        require(0 < self.decay <= 1, f"step_decay must be in (0, 1], found {self.step_decay}")
         for name in ("row_keep", "row_keep_least"):
             require(0 < getattr(self, name) <= 1, f"{name} must be in (0, 1], found {getattr(self, name)}")
         for name in ("pace_alpha", "backbone_weight"):

@@ -240,7 +240,7 @@ class ChatEncoder:
             begins.append(_shared(before, text))
             otherwise += i > 0 and begins[-1] < len(before.rstrip())
         for i, begin, bound in zip(turns, begins, [*begins[1:], len(text)], strict=True):
-            begin, end = self._span(messages, i, text, (begin, bound), ends)
+            begin, end = _span(self, messages, i, text, (begin, bound), ends)
             end = _end_without_token(self.template, conversation, i, text) if end is None else end
             if not begin < end <= bound:
                 raise UserError(
@@ -250,26 +250,28 @@ class ChatEncoder:
             spans.append((begin, end))
         return spans, otherwise
 
-    def _span(
-        self, messages: list[dict[str, Any]], i: int, text: str, within: tuple[int, int], ends: list[tuple[int, int]]
-    ) -> tuple[int, int | None]:
-        """(first character of assistant message i, end of its closing special token or None)."""
-        begin, bound = within
-        # Tool calls follow the content of their turn, with special tokens of their own.
-        content = "" if messages[i].get("tool_calls") else messages[i]["content"].strip()
-        # The reasoning of the last turn may contain the text of its answer.
-        find = text.rfind if i == len(messages) - 1 else text.find
-        at = find(content, begin, bound) if content else -1
-        if at < 0:  # the template rewrote the content (removed its reasoning, added tool calls)
-            after = ends[bisect_right(ends, begin, key=lambda e: e[0]) :]
-            return begin, next((end for end, token in after if end <= bound and token in self._stop_ids), None)
-        first = bisect_right(ends, begin, key=lambda e: e[0])
-        # A template that ignores add_generation_prompt leaves the header here: it is not the assistant's text.
-        if not self.template.opens_answers and first < len(ends) and ends[first][0] <= at:
-            begin = at
-        after_content = bisect_right(ends, at + len(content), key=lambda e: e[0])
-        found = ends[after_content][0] if after_content < len(ends) else None
-        return begin, found if found is not None and found <= bound else None
+
+def _span(
+    encoder: ChatEncoder, messages: list[dict[str, Any]], i: int, text: str, within: tuple[int, int],
+    ends: list[tuple[int, int]],
+) -> tuple[int, int | None]:  # fmt: skip
+    """(first character of assistant message i, end of its closing special token or None)."""
+    begin, bound = within
+    # Tool calls follow the content of their turn, with special tokens of their own.
+    content = "" if messages[i].get("tool_calls") else messages[i]["content"].strip()
+    # The reasoning of the last turn may contain the text of its answer.
+    find = text.rfind if i == len(messages) - 1 else text.find
+    at = find(content, begin, bound) if content else -1
+    if at < 0:  # the template rewrote the content (removed its reasoning, added tool calls)
+        after = ends[bisect_right(ends, begin, key=lambda e: e[0]) :]
+        return begin, next((end for end, token in after if end <= bound and token in encoder._stop_ids), None)
+    first = bisect_right(ends, begin, key=lambda e: e[0])
+    # A template that ignores add_generation_prompt leaves the header here: it is not the assistant's text.
+    if not encoder.template.opens_answers and first < len(ends) and ends[first][0] <= at:
+        begin = at
+    after_content = bisect_right(ends, at + len(content), key=lambda e: e[0])
+    found = ends[after_content][0] if after_content < len(ends) else None
+    return begin, found if found is not None and found <= bound else None
 
 
 def _end_without_token(template: ChatTemplate, conversation: Conversation, i: int, text: str) -> int:

@@ -21,7 +21,6 @@ from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base_everywhere
 from megatron_spec.batch import Batch
 from megatron_spec.config import DecodeConfig
-from megatron_spec.decoding import sums
 from megatron_spec.decoding.cache import move_slots, rows_view
 from megatron_spec.decoding.drafters import Context, Drafter, Observation
 from megatron_spec.decoding.drafters.lookup import replaced
@@ -190,16 +189,14 @@ class DeviceSteps:
         else:
             visibility = Visibility.prefill(view, slots_BS, length_B)
         zeros_BS = torch.zeros_like(tokens_BS, dtype=torch.int32)
-        with sums.of_decoding(self.base.world.device, self.base.dtype):
-            return run_base_everywhere(self.base, Batch(tokens_BS, positions_BS, zeros_BS, zeros_BS), visibility)
+        return run_base_everywhere(self.base, Batch(tokens_BS, positions_BS, zeros_BS, zeros_BS), visibility)
 
     def _logits(self, state_BSH: Tensor) -> Tensor:
         """`FrozenBase.logits` of a step of the base or a verification: one product for all rows, which reads the head
         once."""
         direct, (B, S, _) = self.base.direct, state_BSH.shape
         if direct is None or direct.decode is None or not direct.decode.few(B, S):
-            with sums.of_decoding(self.base.world.device, self.base.dtype):
-                return self.base.logits(state_BSH)
+            return self.base.logits(state_BSH)
         logits_RV = direct.decode.head(state_BSH.reshape(B * S, -1), self.base.head_weight)
         logits_RV[:, self.base.vocab_size :].fill_(float("-inf"))  # this rank has the whole vocabulary
         return logits_RV.view(B, S, -1)

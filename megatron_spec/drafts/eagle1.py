@@ -66,7 +66,7 @@ class Eagle1Draft(SharedHeadDraft):
             hidden = hidden + feature_noise(features.batch, hidden, objective.feature_noise, rows_L)
         token, states, plan, _ = self._token_losses(hidden, features, ends, objective)
         regression_T = self._regression(states, features, plan)
-        regression = torch.stack([objective.step_decay**k * x for k, x in enumerate(regression_T)]).sum()
+        regression = torch.stack([objective.decay**k * x for k, x in enumerate(regression_T)]).sum()
         # All tensor parallel ranks have the same states, whose gradients are summed over ranks: scale the gradient of
         # the regression by 1 / TP, but not its value.
         part = regression / self.tp_group.size()

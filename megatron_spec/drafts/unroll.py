@@ -191,7 +191,7 @@ def _step_rows(supervision: Supervision, teacher: Teacher, objective: ObjectiveC
     paced, steps = objective.step_weights == "d-pace", []
     for k, rows in enumerate(supervision.teacher_rows):
         inside = teacher.in_vocab_U[rows]
-        weight = torch.full_like(teacher.lse_U[rows], 1.0 if paced else objective.step_decay**k)
+        weight = torch.full_like(teacher.lse_U[rows], 1.0 if paced else objective.decay**k)
         if objective.in_vocab_only:
             weight = weight * inside
         if supervision.rejected and objective.replay_weight != 1:

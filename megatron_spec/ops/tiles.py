@@ -16,6 +16,8 @@ PROCESSORS = 132
 """Of an H200. A constant, as `PROGRAMS`, so that every device sums in the same order."""
 PROGRAMS = 2 * PROCESSORS
 """Programs that a product should have."""
+MOST = 2 * PROCESSORS // 3
+"""Programs of many outputs that are enough: each reads far ahead."""
 SHARE = 512
 """Inputs of a program, at least, where several share an output."""
 WIDE = 16384
@@ -71,7 +73,11 @@ def tiles_of(outputs: int, inputs: int, gated: bool = False, size: int = 2, unit
 
 
 def _by_shape(outputs: int, inputs: int, gated: bool) -> Tiles:
-    if outputs >= WIDE and not gated:
+    if gated:
+        columns = 64 if outputs >= 32 * PROCESSORS else 32
+        missing = -(-MOST // -(-outputs // columns))
+        return Tiles(columns=columns, parts=max(1, min(missing, inputs // (2 * SHARE))), stages=4)
+    if outputs >= WIDE:
         return Tiles(columns=64, stages=4)
     if inputs < LARGE:
         places = -(-outputs // 16)
@@ -79,9 +85,9 @@ def _by_shape(outputs: int, inputs: int, gated: bool) -> Tiles:
             return Tiles(columns=32, stages=4)
         return Tiles(parts=max(1, min(-(-PROGRAMS // places), inputs // SHARE)))
     places = -(-outputs // 32)
-    if gated:
-        return Tiles(columns=32, parts=max(1, min(-(-3 * PROGRAMS // places), inputs // (2 * SHARE))), stages=4)
     if 3 * PROCESSORS // 4 <= places <= PROCESSORS:  # one program for each, which reads far ahead
         return Tiles(columns=32, block=512, stages=4)
+    if MOST <= -(-outputs // 64) <= PROCESSORS:
+        return Tiles(columns=64, block=256, stages=4)
     parts = min(-(-PROGRAMS // places), -(-inputs // SHARE))
     return Tiles(columns=32, block=256, parts=parts, stages=min(4, -(-inputs // (256 * parts)) + 1))

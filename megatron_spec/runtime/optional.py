@@ -52,7 +52,7 @@ def check_optional_packages(run: Config) -> None:
 def leave_out_engine() -> None:
     """Hide Transformer Engine from megatron-core, unless it is loaded already."""
     if ENGINE not in sys.modules and importlib.util.find_spec(ENGINE) is not None:
-        unusable[ENGINE] = "nothing else of this run computes with it"
+        unusable[ENGINE] = "no flag names it"
         _hide(ENGINE)
 
 

@@ -27,6 +27,9 @@ TITLES = {"transformer_engine": "Transformer Engine", "apex": "apex", "torch": "
 WEIGHT_GRADIENTS = "fused_weight_gradient_mlp_cuda"
 """apex's extension that adds a product to an fp32 matrix."""
 
+_replaced: list[tuple[Any, str, Any]] = []
+"""(module, name, megatron-core's own value) of what `choose` has replaced."""
+
 
 def check_kernels(impl: OptimizerImpl) -> None:
     """Raise UserError if the implementation that was asked for cannot run here."""
@@ -48,7 +51,10 @@ def choose(impl: OptimizerImpl) -> None:
     Args:
         impl: 'auto': what megatron-core chose when it was imported.
     """
+    while _replaced:
+        setattr(*_replaced.pop())
     for module, name, value in assignments(impl):
+        _replaced.append((module, name, getattr(module, name)))
         setattr(module, name, value)
     products.add_by(_apex_products() if impl in ("auto", "apex") else None)
 

@@ -259,7 +259,7 @@ def test_transformer_engine_is_imported_only_where_a_flag_names_it(place: Path, 
     assert "libcudart.so.99: cannot open" in done.stderr and "pip install 'transformer-engine" in done.stderr
     done = run_script(*flags, search_path=tmp_path)
     assert done.returncode == 0, done.stderr
-    order = "the first of Transformer Engine (not loaded: nothing else of this run computes with it), apex ("
+    order = "the first of Transformer Engine (not loaded: no flag names it), apex ("
     assert order in done.stderr and "optimizer: Adam of torch, gradient norm of torch" in done.stderr
 
 

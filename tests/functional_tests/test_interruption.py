@@ -100,23 +100,28 @@ def test_run_killed_after_a_save_resumes(root: Path) -> None:
         pass
 
 
-def again(
-    root: Path, data: str = "train.jsonl", seq_length: int = 64, save: str = "run", **changes: Any
-) -> tuple[Path, bool]:
+def again(root: Path, **changes: Any) -> tuple[Path, bool]:
+    """(folder to start from, whether the run is resumed)."""
+    found = resolved(root, **changes)
+    return found.folder, found.resumed
+
+
+def resolved(root: Path, data: str = "train.jsonl", seq_length: int = 64, save: str = "run", **changes: Any) -> Any:
+    """The inputs of a start of the run with other settings."""
     from megatron_spec.commands.finetune import FinetuneRun, resolve
     from megatron_spec.config import ObjectiveConfig, ParallelConfig, TrainConfig
 
-    objective = ObjectiveConfig(ttt_steps=changes.pop("ttt_steps", 2))
+    goal = {name: changes.pop(name) for name in ("step_weights", "step_decay") if name in changes}
+    objective = ObjectiveConfig(ttt_steps=changes.pop("ttt_steps", 2), **goal)
     options = {name: changes.pop(name) for name in list(changes) if name in FinetuneRun.__dataclass_fields__}
     train = TrainConfig(**{"train_iters": 4, "global_batch_size": 2, **changes})
-    found = resolve(
+    return resolve(
         FinetuneRun(
             load=options.pop("load", f"{root}/draft"), save=f"{root}/{save}", data=f"{root}/{data}", train=train,
             objective=objective,
             parallel=ParallelConfig(), seq_length=seq_length, **options,
         )
     )  # fmt: skip
-    return found.folder, found.resumed
 
 
 @pytest.mark.parametrize(
@@ -181,6 +186,35 @@ def test_another_objective_is_reported(root: Path, caplog: pytest.LogCaptureFixt
         assert again(root)[1] and not caplog.records
         again(root, ttt_steps=3)
     assert "continues with another objective: ttt_steps 2 -> 3" in caplog.text
+
+
+def test_weights_of_steps_stay(root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run goes on with its own unless a flag gives others; one of an older version has 0.8 ** k."""
+    from megatron_spec.checkpoint import sharded
+
+    known = sharded.read_extra(root / "run" / "iter_0000002")
+
+    def weights(**given: Any) -> tuple[Any, Any]:
+        goal = resolved(root, **given).objective
+        return goal.step_weights, goal.step_decay
+
+    def record(**changes: Any) -> None:
+        """Let the checkpoint have another objective; None: not recorded."""
+        goal = {k: v for k, v in {**known["objective"], **changes}.items() if k != "step_weights" or v is not None}
+        monkeypatch.setattr(sharded, "read_extra", lambda _: {**known, "objective": goal})
+
+    assert weights() == ("d-pace", None) and weights(step_weights="d-pace") == ("d-pace", None)
+    record(step_decay=0.8)  # although it did nothing
+    assert weights() == ("d-pace", None)
+    record(step_weights=None, step_decay=0.8)
+    assert weights() == ("decay", 0.8) and weights(step_decay=0.8) == ("decay", 0.8)
+    record(step_weights=None, step_decay=0.6)
+    assert weights() == ("decay", 0.6) and not caplog.records
+    assert weights(step_weights="d-pace") == ("d-pace", None)
+    assert "another objective: step_decay 0.6 -> None, step_weights decay -> d-pace" in caplog.text
+    caplog.clear()
+    assert weights(step_decay=0.7) == ("decay", 0.7) and "objective: step_decay 0.6 -> 0.7" in caplog.text
+    assert weights(save="fresh") == ("d-pace", None) and weights(save="fresh", step_decay=0.8) == ("decay", 0.8)
 
 
 def test_another_quantisation_cannot_resume_it(root: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_spec import cli
-from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec
+from megatron_spec.checkpoint.spec import BaseLink, CheckpointSpec, recorded_objective
 from megatron_spec.commands import runs
 from megatron_spec.commands.data import check_base_shapes
 from megatron_spec.config import (
@@ -279,7 +279,10 @@ def test_settings_without_effect_are_refused() -> None:
         (lambda: block_objective(step_weights="d-pace"), "--step-weights do nothing for dflash"),
         (lambda: presets.objective_for(presets.medusa_config(BASE), ObjectiveConfig(step_weights="d-pace")),
          "--step-weights d-pace is for eagle3, eagle3.1, eagle-mtp, the draft is medusa"),
-        (lambda: eagle_objective(pace_alpha=0.3), "--pace-alpha does nothing without --step-weights d-pace"),
+        (lambda: block_objective(step_weights="decay"), "--step-weights do nothing for dflash"),
+        (lambda: eagle_objective(pace_alpha=0.3, step_decay=0.8), "--pace-alpha does nothing without --step-weights"),
+        (lambda: eagle_objective("eagle-mtp", pace_alpha=0.3), "--pace-alpha does nothing without --step-weights"),
+        (lambda: eagle_objective(step_weights="d-pace", step_decay=0.8), "--step-decay does nothing with --step-wei"),
         (lambda: eagle_objective(step_weights="d-pace", step_decay=0.5), "--step-decay does nothing with --step-wei"),
         (lambda: eagle_objective("eagle1", step_weights="d-pace"), "the draft is eagle1"),
         (lambda: check_undrafted(DecodeConfig(max_draft_len=4)), "--max-draft-len needs a draft"),
@@ -289,6 +292,42 @@ def test_settings_without_effect_are_refused() -> None:
     for make, message in cases:
         with pytest.raises(UserError, match=message):
             make()
+
+
+def test_weights_of_steps() -> None:
+    """D-PACE is the default of EAGLE-3 alone, and not beside --step-decay; what a run has resolved stays."""
+    medusa = presets.objective_for(presets.medusa_config(BASE), ObjectiveConfig())
+    for found, weights, decay in (
+        (eagle_objective(), "d-pace", None),
+        (eagle_objective(pace_alpha=0.3), "d-pace", None),
+        (eagle_objective(step_decay=0.8), "decay", 0.8),
+        (eagle_objective(step_decay=0.6), "decay", 0.6),
+        (eagle_objective(step_weights="decay"), "decay", 0.8),
+        (eagle_objective(step_weights="decay", step_decay=0.6), "decay", 0.6),
+        (eagle_objective("eagle3.1"), "decay", 0.8),
+        (eagle_objective("eagle1"), "decay", 0.8),
+        (eagle_objective("eagle-mtp"), "decay", 0.8),
+        (eagle_objective("eagle-mtp", step_weights="d-pace"), "d-pace", None),
+        (medusa, "decay", 0.8),
+        (block_objective(), None, None),
+    ):
+        assert (found.step_weights, found.step_decay) == (weights, decay)
+    for algorithm in ("eagle3", "eagle1"):
+        config = presets.eagle_config(BASE, algorithm)
+        found = presets.objective_for(config, ObjectiveConfig())
+        assert presets.objective_for(config, found) == recorded_objective(config, found.to_dict()) == found
+
+
+def test_objectives_of_older_checkpoints() -> None:
+    """They record step_decay in any case, and step_weights since there is a choice."""
+    eagle, block = presets.eagle_config(BASE), presets.block_config(BASE, "dflash", {"mask_token_id": 3})
+    before = {k: v for k, v in ObjectiveConfig(ttt_steps=3).to_dict().items() if k != "step_weights"}
+    assert recorded_objective(eagle, before | {"step_decay": 0.8}) == eagle_objective(ttt_steps=3, step_decay=0.8)
+    for weights, expected in (("decay", {"step_decay": 0.6}), ("d-pace", {"step_weights": "d-pace"})):
+        found = recorded_objective(eagle, before | {"step_decay": 0.6, "step_weights": weights})
+        assert found == eagle_objective(ttt_steps=3, **expected)
+    known = before | {"step_decay": 0.8, "step_weights": "decay", "ttt_steps": block.num_steps}
+    assert recorded_objective(block, known) == block_objective()
 
 
 def test_every_field_of_every_configuration_is_documented() -> None:

@@ -34,36 +34,6 @@ AT_ONCE: tl.constexpr = tl.constexpr(4)
 TILE = 16
 """Rows (s, query head) of a program: one size, so that a row's sums do not depend on the other rows."""
 COUNTERS = 1 << 16
-EARLY = False
-"""Kernels of decoding start while the one before still runs (programmatic dependent launch, sm_90), ask for their
-weights, and wait for its end. Off: not measured yet (`benchmarks/decode_products.py` compares)."""
-
-
-def launch() -> dict[str, bool]:
-    """Options of a launch, after `EARLY`."""
-    return {"launch_pdl": True} if EARLY else {}
-
-
-@triton.jit
-def allow_next():
-    """The next kernel may start, if it was launched for that, once all programs of this one are here."""
-    tl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def wait_for_previous():
-    """Wait until the kernel before has ended, and with it all that were before it."""
-    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def after_previous(EARLY: tl.constexpr):
-    """Both of the above, for a kernel that has nothing to do before the wait."""
-    if EARLY:
-        allow_next()
-        wait_for_previous()
 
 
 @triton.jit
@@ -267,9 +237,8 @@ def _attention_kernel(
     part_ptr, stat_ptr, count_ptr, B, S, M, tiles, parts, first_stride, cache_stride, scale, eps,
     N: tl.constexpr, G: tl.constexpr, ANGLES: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, GROUPED: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr, TREE: tl.constexpr,
-    EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    after_previous(EARLY)
     n: tl.constexpr = N // G
     D: tl.constexpr = 2 * HALF
     X: tl.constexpr = (N + 2 * G) * D
@@ -380,9 +349,8 @@ def decode_attention(
         x_RX, x_RX if bias_X is None else bias_X, *(norms or (x_RX, x_RX)), *tables, first_B, above, *cache, out,
         scratch, stats, counters(x_RX.device), B, S, 0 if above_BSM is None else above_BSM.shape[2], tiles, parts,
         first_B.stride(0), cache[0].stride(0), D**-0.5 * 1.4426950408889634, eps, heads, kv_heads, tables[0].shape[1],
-        half, lanes, TILE, SLOTS, grouped, bias_X is not None, norms is not None, above_BSM is not None, EARLY,
+        half, lanes, TILE, SLOTS, grouped, bias_X is not None, norms is not None, above_BSM is not None,
         "ieee" if x_RX.dtype == torch.float32 else "tf32", num_warps=4,
         num_stages=3 if lanes * x_RX.element_size() <= 512 else 1,  # of keys and values in shared memory
-        **launch(),
     )  # fmt: skip
     return out

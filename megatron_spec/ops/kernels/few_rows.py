@@ -22,8 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_spec.ops.kernels import decode
-from megatron_spec.ops.kernels.decode import COUNTERS, after_previous, allow_next, counters, wait_for_previous
+from megatron_spec.ops.kernels.decode import COUNTERS, counters
 from megatron_spec.ops.kernels.rows import block_of
 from megatron_spec.ops.tiles import FEW_ROWS, Tiles, tiles_of
 
@@ -43,24 +42,13 @@ def _normed_row(x_ptr, norm_ptr, out_ptr, H, eps, BLOCK: tl.constexpr, NORM: tl.
 @triton.jit
 def _norm_kernel(
     x_ptr, norm_ptr, x2_ptr, norm2_ptr, out_ptr, H, H2, eps, BLOCK: tl.constexpr, BLOCK2: tl.constexpr,
-    NORM: tl.constexpr, NORM2: tl.constexpr, EARLY: tl.constexpr,
+    NORM: tl.constexpr, NORM2: tl.constexpr,
 ):  # fmt: skip
-    after_previous(EARLY)
     row = tl.program_id(0)
     if tl.program_id(1) == 0:
         _normed_row(x_ptr + row * H, norm_ptr, out_ptr + row * (H + H2), H, eps, BLOCK, NORM)
     else:
         _normed_row(x2_ptr + row * H2, norm2_ptr, out_ptr + row * (H + H2) + H, H2, eps, BLOCK2, NORM2)
-
-
-@triton.jit
-def _prefetch(w_at, begin, end, LINES: tl.constexpr):
-    """Ask for the first weights of rows that begin at `w_at` [COLS, 1], up to LINES of 128 bytes of each."""
-    line: tl.constexpr = 1024 // w_at.dtype.element_ty.primitive_bitwidth
-    at = w_at + tl.minimum(begin + tl.arange(0, LINES) * line, end - 1)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -145,7 +133,7 @@ def _product_kernel(
     x_ptr, w_ptr, w2_ptr, w3_ptr, bias_ptr, bias2_ptr, bias3_ptr, rest_ptr, out_ptr, part_ptr, count_ptr, R, H, first,
     second, outputs, length,
     ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
-    WEIGHTS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_REST: tl.constexpr, EARLY: tl.constexpr,
+    WEIGHTS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_REST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     place, part = tl.program_id(0), tl.program_id(1)
@@ -164,13 +152,6 @@ def _product_kernel(
     w_at = w_ptr + own[:, None].to(tl.int64) * H
     up_at = w2_ptr + own[:, None].to(tl.int64) * H
     start, stop = part * length, tl.minimum((part + 1) * length, H)
-    if EARLY:  # nothing but weights may be read, and nothing written, before the wait
-        allow_next()
-        there = tl.where(used, own, 0)[:, None].to(tl.int64) * H
-        _prefetch(w_ptr + there, start, stop, 16)
-        if GATED:
-            _prefetch(w2_ptr + there, start, stop, 16)
-        wait_for_previous()
     acc, acc_up = _inner_products(
         x_ptr, w_at, up_at, live, used, start, stop, H, ROWS, COLS, BLOCK, EVEN, GATED, PRECISION
     )
@@ -200,8 +181,8 @@ def normed_rows(
     out = x_RH.new_empty(R, H + H2)
     _norm_kernel[(R, 1 if second is None else 2)](
         x_RH, x_RH if norm_H is None else norm_H, x2, x2 if norm2 is None else norm2, out, H, H2, eps, block_of(H),
-        block_of(max(H2, 1)), norm_H is not None, norm2 is not None, decode.EARLY,
-        num_warps=8 if max(H, H2) > 1024 else 4, **decode.launch(),
+        block_of(max(H2, 1)), norm_H is not None, norm2 is not None,
+        num_warps=8 if max(H, H2) > 1024 else 4,
     )  # fmt: skip
     return out
 
@@ -246,7 +227,7 @@ def few_rows_product(
     _product_kernel[(places, parts)](
         x_RH, *(*weights, *missing)[:3], *(*(biases or ()), *missing)[:3], x_RH if rest_RO is None else rest_RO, out,
         scratch, counters(x_RH.device), R, H, *ends, outputs, length, FEW_ROWS, columns, block, parts, H % block == 0,
-        1 if gated else len(weights), gated, biases is not None, rest_RO is not None, decode.EARLY,
-        "ieee" if x_RH.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages, **decode.launch(),
+        1 if gated else len(weights), gated, biases is not None, rest_RO is not None,
+        "ieee" if x_RH.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

@@ -117,7 +117,7 @@ class PlainDraft:
                     else:
                         stats[k, 0] += loss.detach()
                         loss = replay * loss
-                    total = total + goal.step_decay**k * loss
+                    total = total + goal.decay**k * loss
         return total
 
     def __call__(self, f: Features, goal: ObjectiveConfig, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -147,5 +147,5 @@ def plain_medusa(
         loss = plain_row_loss(goal.loss, teacher, q, int(f.batch.tokens_BS[b, j + 2 + i]))
         found = [loss.detach(), q.argmax() == teacher.argmax(), torch.minimum(teacher, q).sum().detach(), 1]
         stats[i] += torch.tensor([float(x) for x in found], dtype=stats.dtype)
-        total.append(goal.step_decay**i * replay_of(goal, f.batch, b, j + 2 + i) * loss)
+        total.append(goal.decay**i * replay_of(goal, f.batch, b, j + 2 + i) * loss)
     return torch.stack(total).sum(), stats

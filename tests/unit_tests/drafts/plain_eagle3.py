@@ -144,8 +144,8 @@ def plain_weight(
     objective: ObjectiveConfig, j: int, k: int, chances: dict[tuple[int, int], float], terms: dict[tuple[int, int], Any]
 ) -> float:
     """Of step k of row j; D-PACE: for every step m >= k in the loss the chance that steps 0..m are accepted."""
-    if objective.step_weights == "decay":
-        return objective.step_decay**k
+    if objective.step_weights != "d-pace":
+        return objective.decay**k
     alpha = objective.pace_alpha
     reached = [(1 - alpha) * chances.get((j, m), 0.0) + alpha for m in range(objective.ttt_steps)]
     return sum(math.prod(reached[: m + 1]) for m in range(k, objective.ttt_steps) if (j, m) in terms)

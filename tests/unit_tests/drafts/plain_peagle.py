@@ -53,5 +53,5 @@ class PlainPEagle(PlainEagle):
             if best in self.ids.tolist() or not objective.in_vocab_only:
                 loss = plain_row_loss(objective.loss, p, q, int(p.argmax()))
                 stats[d, 0] += loss.detach()
-                total = total + objective.step_decay**d * loss
+                total = total + objective.decay**d * loss
         return total

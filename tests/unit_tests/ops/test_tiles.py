@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from benchmarks.measure_products import products
-from megatron_spec.ops.tiles import FEW_ROWS, PROCESSORS, SHARE, Tiles, tiles_of
+from megatron_spec.ops.tiles import FEW_ROWS, MOST, SHARE, Tiles, tiles_of
 
 LARGE: dict[str, tuple[int, int, int, int]] = {
     "SmolLM2-135M": (576, 960, 1536, 49152), "Qwen2.5-0.5B": (896, 1152, 4864, 151936),
@@ -50,11 +52,11 @@ def test_blocks_shrink_with_wide_values() -> None:
 
 
 def test_there_are_enough_programs() -> None:
-    """Nearly one for each processor at least; or each has no more to read than it may share with others."""
+    """One for most processors at least; or each has no more to read than it may share with others."""
     for outputs, inputs, gated in SHAPES:
         tiles = tiles_of(outputs, inputs, gated)
         programs = -(-outputs // tiles.columns) * tiles.parts
-        assert programs >= 0.75 * PROCESSORS or inputs // (tiles.parts + 1) < SHARE, (outputs, inputs, tiles)
+        assert programs >= MOST or inputs // (tiles.parts + 1) < SHARE, (outputs, inputs, tiles)
         blocks = -(-inputs // tiles.block)
         assert (tiles.parts - 1) * -(-blocks // tiles.parts) < blocks, (outputs, inputs, tiles)  # none without inputs
 
@@ -62,11 +64,14 @@ def test_there_are_enough_programs() -> None:
 @pytest.mark.parametrize(
     ("shape", "tiles"),
     [
+        ((14336, 4096, True), (64, 128, 1, 4, 4)), ((4864, 896, True), (64, 128, 1, 4, 4)),
+        ((1536, 576, True), (32, 128, 1, 4, 4)), ((6144, 4096), (64, 256, 1, 4, 4)),
+        ((1152, 896), (16, 128, 1, 4, 6)), ((960, 576), (16, 128, 1, 4, 6)),
         ((896, 896), (16, 128, 1, 4, 6)), ((576, 576), (16, 128, 1, 4, 6)), ((576, 1536), (16, 128, 3, 4, 6)),
         ((896, 4864), (32, 256, 10, 4, 3)), ((4096, 4096), (32, 512, 1, 4, 4)), ((4096, 14336), (32, 512, 1, 4, 4)),
         ((151936, 896), (64, 128, 1, 4, 4)), ((128256, 4096), (64, 128, 1, 4, 4)),
     ],
 )  # fmt: skip
-def test_measured_ones(shape: tuple[int, int], tiles: tuple[int, ...]) -> None:
+def test_measured_ones(shape: tuple[Any, ...], tiles: tuple[int, ...]) -> None:
     """The fastest of an H200, or within a few percent of it."""
     assert tiles_of(*shape) == tiles

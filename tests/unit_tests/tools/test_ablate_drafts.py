@@ -138,7 +138,7 @@ def flags_of(tmp_path: Path, *more: str) -> list[str]:
 def test_settings_of_training_and_sampled_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every setting changes what is trained; sampled figures join the greedy ones of an earlier call."""
     monkeypatch.setitem(draft_kinds.ABLATIONS, "D = 32", {"vocab": 32})
-    changed = ["d-pace", "loss lk_hybrid", "weight decay 0.1", "D = 32", "five captures"]
+    changed = ["decay 0.8", "loss lk_hybrid", "weight decay 0.1", "D = 32", "five captures"]
     output, flags = tmp_path / "out", ["--parts", "ablations", "steps", "--steps", "3", "--drafters", "medusa"]
 
     def start(*more: str) -> None:
@@ -165,7 +165,7 @@ def test_settings_of_training_and_sampled_answers(tmp_path: Path, monkeypatch: p
         assert sum(line["few_tokens"]) / sum(line["few_steps"]) == pytest.approx(line["few"]["acceptance_length"])
     page = (output / "acceptance.md").read_text()
     assert "At temperature 1 with rejection sampling, 4 answers to each question" in page
-    assert "At temperature 0.5 where a draft token is right" in page and page.count("| d-pace |") == 3
+    assert "At temperature 0.5 where a draft token is right" in page and page.count("| decay 0.8 |") == 3
 
 
 @pytest.mark.parametrize(

@@ -135,10 +135,13 @@ def test_short_recipe(start: Any) -> None:
     train, objective = finetune.train, finetune.objective
     assert (train.train_iters, train.global_batch_size, train.lr, train.packing) == (600, 32, 1e-3, False)
     assert (objective.ttt_steps, objective.loss, finetune.seq_length) == (4, "soft_ce", 384)
+    assert objective.step_weights is objective.step_decay is None
     assert export.max_draft_len == 4 and alone.draft_lens == lookup.draft_lens == (4,)
     assert (alone.decode.sa_threshold, lookup.decode.sa_threshold) == (None, 2)
-    code, said, started = start(*chain, "other", "--train_iters", "7", "--qat_iters", "3", data="train.jsonl")
+    given = ("--train_iters", "7", "--qat_iters", "3", "--step_decay", "0.9")
+    code, said, started = start(*chain, "other", *given, data="train.jsonl")
     assert code == 0, said
+    assert {run.objective.step_decay for name, run in started if name == "finetune"} == {0.9}
     assert [name for name, _ in started if name in ("generate", "quantize")] == ["quantize"]
     assert started[1][1].train.train_iters == 7 and started[1][1].objective.ttt_steps == 4
 

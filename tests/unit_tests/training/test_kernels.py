@@ -136,6 +136,18 @@ def test_it_is_said(impl: OptimizerImpl, caplog: pytest.LogCaptureFixture, monke
     assert kernels.described(one_pass).startswith(f"Adam of {title} in the first step, in one pass")
 
 
+def test_auto_undoes_an_earlier_choice() -> None:
+    """A second run of a process does not keep the kernels of the first."""
+    kernels.choose("auto")
+    names = [(module, name) for module, name, _ in kernels.assignments("torch")]
+    before = [getattr(*each) for each in names]
+    kernels.choose("apex")
+    assert [getattr(*each) for each in names] != before
+    kernels.choose("transformer_engine")
+    kernels.choose("auto")
+    assert all(getattr(*each) is value for each, value in zip(names, before, strict=True))
+
+
 def test_the_order_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optional, "unusable", {"transformer_engine": "nobody needs it", "apex": "there is no GPU"})
     caplog.set_level(logging.INFO, logger="megatron_spec")  # scripts that ran in this process set it
