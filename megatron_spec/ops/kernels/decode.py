@@ -243,8 +243,7 @@ def _attention_kernel(
     D: tl.constexpr = 2 * HALF
     X: tl.constexpr = (N + 2 * G) * D
     place, part = tl.program_id(0), tl.program_id(1)  # place: (sequence, key/value head, tile of rows)
-    tile = place % tiles
-    b, g = (place // tiles) // G, (place // tiles) % G
+    tile, b, g = place % tiles, (place // tiles) // G, (place // tiles) % G
     first = tl.load(first_ptr + b * first_stride).to(tl.int32)
     end = first + S
     split = parts > 1  # every part has a program; padding may be longer than `key_slots`
@@ -263,8 +262,7 @@ def _attention_kernel(
     q = _rotated(
         x_ptr, bias_ptr, q_norm_ptr, cos_ptr, sin_ptr, row, q_col, own, lanes, eps, X, ANGLES, HALF, HAS_BIAS, NORM
     ).to(key_ptr.dtype.element_ty)
-    top = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    top, total = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, LANES), tl.float32)
     best, sums, values = top, total, acc  # of the parts before
     above = above_ptr + (b.to(tl.int64) * S + s)[:, None] * M
