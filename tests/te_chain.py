@@ -26,14 +26,11 @@ from megatron_spec.config import (
     TrainConfig,
     TransformerImpl,
 )
-from megatron_spec.planning.layouts import ROWS
 from tests.functional_tests.script_helpers import write_conversations
 from tests.unit_tests.data.chat_fixtures import CHATML_MARKED, make_tokenizer
 from tests.unit_tests.families.families import LONG, save
+from tools.te_table import SCRIPTS
 
-SCRIPTS = ("convert", "finetune", "quantize", "extract", "validate", "generate", "export")
-OF_DRAFT = ("finetune", "quantize", "validate", "generate", "export")
-"""Scripts that compute with a draft."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "TP": {"tensor_model_parallel_size": 2},
@@ -44,7 +41,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "EP": {"expert_model_parallel_size": 2},
 }
 """One rank, then layouts of two."""
-_ROW = {"validate": "decode", "generate": "decode"}
 
 _WIDE: dict[str, Any] = dict(
     hidden_size=256, intermediate_size=256, num_attention_heads=8, num_key_value_heads=4, initializer_range=0.06,
@@ -60,12 +56,6 @@ _WIDE_OF: dict[str, dict[str, Any]] = {
         v_head_dim=64, moe_intermediate_size=128,
     ),
 }  # fmt: skip
-
-
-def refusal(script: str, layout: str) -> str | None:
-    """Why a script does not take a layout, of local modules or others."""
-    refused = ROWS[_ROW.get(script, script)].refused
-    return next((reason for axis, reason in refused.items() if axis in layout.split()), None)
 
 
 def prepare(here: Path, family: str, wide: bool = False) -> Path:

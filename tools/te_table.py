@@ -24,6 +24,7 @@ SCRIPTS = {
     "export": "export.py",
 }  # fmt: skip
 OF_DRAFT = ("finetune", "quantize", "validate", "generate", "export")
+"""Scripts that compute with a draft."""
 LAYOUTS = {"one": "one rank", "TP": "TP", "TP SP": "TP with SP", "PP": "PP", "DP": "DP", "CP": "CP", "EP": "EP"}
 MIXTURES = {"mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"}
 IMPLEMENTATIONS = {
@@ -68,7 +69,7 @@ def _families(ran: dict[str, Any], implementation: str, script: str, layout: str
 
 
 def refusal(script: str, layout: str) -> str | None:
-    """Why a script does not take a layout."""
+    """Why a script does not take a layout, of local modules or others."""
     refused = ROWS[_ROW.get(script, script)].refused
     return next((reason for axis, reason in refused.items() if axis in layout.split()), None)
 

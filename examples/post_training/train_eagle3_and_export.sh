@@ -20,7 +20,7 @@ options (defaults in brackets):
   --prompts FILE      prompts to synthesise from [examples/post_training/data/prompts.jsonl]
   --heldout FILE      prompts to validate on [with --base_model: runs/mt_bench.jsonl, where it is there; else
                       examples/post_training/data/heldout_prompts.jsonl]
-  --recipe NAME       defaults for all that follows. paper: those of the EAGLE-3 paper. short: what gave the highest
+  --recipe NAME       defaults for all that follows. paper: those of the EAGLE-3 paper, with D-PACE. short: what gave the highest
                       acceptance after minutes of training on one GPU (docs/acceptance.md): 8,192 conversations that
                       the base makes up, late captures, a frozen head, T = 4, a lookup beside the draft, no fp8
                       [with --base_model: paper]

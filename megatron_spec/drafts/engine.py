@@ -135,11 +135,11 @@ class EngineProduct:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """As `F.linear`; `weight` is the module's, or stands in for it (fake quantisation)."""
 
-        def product(x: Tensor) -> Tensor:
+        def _computed(x: Tensor) -> Tensor:
             out = self._product(x.flatten(0, -2).contiguous(), weight).unflatten(0, x.shape[:-1])
             return out if bias is None else out + bias
 
-        return _unless_empty(x, product, lambda x: F.linear(x, weight, bias))
+        return _unless_empty(x, _computed, lambda x: F.linear(x, weight, bias))
 
     def _product(self, x_RH: Tensor, weight: Tensor) -> Tensor:
         rows, engine = len(x_RH), self.engine

@@ -21,6 +21,7 @@ def missing_features(base: BaseConfig, tp_size: int) -> Reasons:
 
 
 def base_direct(s: Setting) -> Reasons:
+    """Of the base as a list of operations, without modules."""
     if s.base is None:
         return {"the base's layers do not run": True}
     quantised = s.quant is not None and (s.quant.base != "none" or s.quant.kv_cache != "none")
@@ -33,10 +34,12 @@ def base_direct(s: Setting) -> Reasons:
 
 
 def decode_kernels(s: Setting) -> Reasons:
+    """Of one kernel from projection to attention output in decoding."""
     return {**base_direct(s), **wide_kernels(s)}
 
 
 def decode_products(s: Setting) -> Reasons:
+    """Of products of few rows that include gate and residual sums."""
     return {
         **decode_kernels(s),
         "products are summed over tensor parallel ranks": s.parallel.tensor_model_parallel_size > 1,
@@ -44,6 +47,7 @@ def decode_products(s: Setting) -> Reasons:
 
 
 def grouped_experts(s: Setting) -> Reasons:
+    """Of two products for all experts of a layer."""
     moe = s.base.moe if s.base is not None else None
     real, sizes = s.machine.kernels != "plain", (0, 0)
     if s.base is not None and moe is not None:
@@ -60,6 +64,7 @@ def grouped_experts(s: Setting) -> Reasons:
 
 
 def base_fp8(s: Setting) -> Reasons:
+    """Of the base's linears in real fp8 while a draft trains."""
     sizes = (0, 0, 0)
     if s.base is not None:
         width = s.base.intermediate_size // s.parallel.tensor_model_parallel_size

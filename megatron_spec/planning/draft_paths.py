@@ -8,6 +8,7 @@ from megatron_spec.planning.unroll_memory import MOST_WHOLE_ROWS, whole_rows_byt
 
 
 def draft_decode(s: Setting) -> Reasons:
+    """Of a draft's layers by the kernels of `decode_products`."""
     config = s.draft
     if not isinstance(config, EagleConfig):
         return {"the draft does not run on its own output (EAGLE, MTP)": True}
@@ -26,6 +27,7 @@ def draft_decode(s: Setting) -> Reasons:
 
 
 def draft_fused(s: Setting) -> Reasons:
+    """Of the unroll with its backward written by hand."""
     config = s.draft
     if not isinstance(config, EagleConfig) or not config.reads_captures:
         return {"the draft is not EAGLE-3": True}
@@ -53,6 +55,7 @@ def draft_fused(s: Setting) -> Reasons:
 
 
 def draft_fp8(s: Setting) -> Reasons:
+    """Of the products of the draft's layer in real fp8."""
     return {
         "the draft is fake-quantised": s.quant is not None and s.quant.draft != "none",
         **draft_fused(s),
@@ -62,6 +65,7 @@ def draft_fp8(s: Setting) -> Reasons:
 
 
 def block_kernel(s: Setting) -> Reasons:
+    """Of the attention kernel of block drafts."""
     return {
         "the draft is not a block draft": not isinstance(s.draft, BlockConfig),
         **half_kernels(s),
@@ -70,6 +74,7 @@ def block_kernel(s: Setting) -> Reasons:
 
 
 def draft_layer(s: Setting) -> Reasons:
+    """Of fused layers of block drafts."""
     config = s.draft
     if not isinstance(config, BlockConfig):
         return {"the draft is not a block draft": True}
@@ -89,5 +94,6 @@ KERNEL_LOSSES = ("soft_ce", "kl", "hard_ce", "tv", "ce_l1")
 
 
 def loss_kernel(s: Setting) -> Reasons:
+    """Of loss, metrics and gradient of a row in one pass."""
     kind = s.objective.loss if s.objective is not None else "soft_ce"
     return {**half_kernels(s), f"the loss {kind} has no kernel": kind not in KERNEL_LOSSES}

@@ -56,6 +56,7 @@ Reasons = dict[str, bool]
 
 
 def half_kernels(s: Setting) -> Reasons:
+    """Of kernels that take half precision alone."""
     real = s.machine.kernels != "plain"
     return {
         "there is no GPU": real and not s.machine.gpu,
@@ -74,6 +75,7 @@ def wide_kernels(s: Setting) -> Reasons:
 
 
 def fp8_products(s: Setting) -> Reasons:
+    """Of products in real fp8."""
     real = s.machine.kernels != "plain"
     return {
         f"weights are in {s.dtype}, not in bf16 (--bf16)": real and s.dtype != "bfloat16",
@@ -82,4 +84,5 @@ def fp8_products(s: Setting) -> Reasons:
 
 
 def draft_engine(s: Setting) -> Reasons:
+    """Of paths that need the draft's own modules."""
     return {"--draft-transformer-impl transformer_engine builds the draft": s.draft_transformer_engine}

@@ -20,6 +20,7 @@ def _head_sizes(*sizes: int) -> Reasons:
 
 
 def te_attention(s: Setting) -> Reasons:
+    """Of Transformer Engine's attention in the base."""
     base, parallel = s.base, s.parallel
     if base is None:
         return {"the base's layers do not run": True}
@@ -35,12 +36,14 @@ def te_attention(s: Setting) -> Reasons:
 
 
 def te_experts(s: Setting) -> Reasons:
+    """Of Transformer Engine's grouped linears in the base."""
     return {
         **_engine(s), **_half(s), "the base has no experts": s.base is None or s.base.moe is None,
     }  # fmt: skip
 
 
 def te_fp8(s: Setting) -> Reasons:
+    """Of Transformer Engine's fp8 for the base's linears."""
     base, multiple = s.base, 128 if s.layers.recipe == "blockwise" else 16
     sizes = () if base is None else linear_sizes(base, s.parallel.tensor_model_parallel_size)
     return {

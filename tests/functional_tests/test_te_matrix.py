@@ -13,9 +13,9 @@ import pytest
 from megatron_spec.runtime import distributed
 from tests import te_chain, te_results, te_stand_in
 from tests.support_results import same_as_committed
-from tests.te_chain import OF_DRAFT, SCRIPTS
 from tests.unit_tests.families.families import MODELS
 from tests.worlds import run_world
+from tools.te_table import OF_DRAFT, SCRIPTS, refusal
 
 FAMILIES = [name for name in MODELS if " " not in name]
 IN_LAYOUTS = {"llama": ("TP", "TP SP", "PP", "DP", "CP"), "mixtral": ("EP",)}
@@ -35,7 +35,7 @@ def scripts(here: Path, layout: str, engine: bool) -> Titles:
     """Every script that takes the layout."""
     found: Titles = {}
     for script in SCRIPTS:
-        if te_chain.refusal(script, layout) is None:
+        if refusal(script, layout) is None:
             with te_stand_in.installed():
                 title = te_chain.script(script, here, layout, base=engine, draft=engine and script in OF_DRAFT)
                 found[here.name, layout, script, engine] = title, {kind for kind, _, _ in te_stand_in.calls}
@@ -89,7 +89,7 @@ CASES = [(family, "one") for family in FAMILIES] + [(f, layout) for f, names in 
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_scripts_find_what_local_ones_find_on_one_rank(root: Path, titles: Titles, family: str, layout: str) -> None:
     for script in SCRIPTS:
-        refused = te_chain.refusal(script, layout) is not None
+        refused = refusal(script, layout) is not None
         expected = te_chain.results(script, root / family, "local")
         assert expected, script
         if layout == "one":

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tests import te_chain, te_results
-from tests.te_chain import OF_DRAFT, SCRIPTS
 from tests.unit_tests.families.families import MODELS
 from tests.worlds import run_world
+from tools.te_table import OF_DRAFT, SCRIPTS, refusal
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +38,7 @@ def scripts(here: Path, layout: str) -> Ran:
     """Every script that takes the layout."""
     found: Ran = {}
     for script in SCRIPTS:
-        if te_chain.refusal(script, layout) is None:
+        if refusal(script, layout) is None:
             with te_chain.calls_of_engine() as calls:
                 title = te_chain.script(script, here, layout, base=True, draft=script in OF_DRAFT, bf16=True)
             found[script] = title, sorted(set(calls))

@@ -170,10 +170,10 @@ def sort_rows(x_RH: Tensor, chosen_RK: Tensor, first: int, count: int) -> tuple[
     (R, H), K, device = x_RH.shape, chosen_RK.shape[1], x_RH.device
     x_RH, chosen_RK, blocks = x_RH.contiguous(), chosen_RK.contiguous(), triton.cdiv(R, COUNT_ROWS)
 
-    def new(*shape: int) -> Tensor:
+    def _new(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    rank, place, counts, totals, ends = new(R, K), new(R, K), new(count, blocks), new(count), new(count)
+    rank, place, counts, totals, ends = _new(R, K), _new(R, K), _new(count, blocks), _new(count), _new(count)
     rows_PH = x_RH.new_empty(R * K, H)
     lanes, block = block_of(count), min(WIDEST, block_of(H))
     _count_kernel[(blocks,)](
