@@ -30,11 +30,13 @@ H hidden size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_spec.base.model import FrozenBase
@@ -53,11 +55,14 @@ from megatron_spec.decoding.step import Common
 from megatron_spec.decoding.verify import Drafted
 from megatron_spec.decoding.waiting import Waiting, check_lengths, groups
 from megatron_spec.ops.visibility import Visibility
+from megatron_spec.runtime import platform
 from megatron_spec.runtime.platform import to_host
 
 REFILL, REFILL_ALIKE = 1 / 4, 1 / 16
 """Share of the rows that is free before waiting prompts are read: few of them cost nearly as much as a step. Where all
 are the same, nothing has to be read again."""
+MIXED = 1 / 4
+"""Largest part of the device's memory for a cache whose rows are all as long as the longest of unlike prompts."""
 
 
 def decode(
@@ -117,7 +122,8 @@ def decode_batches(
     check_lengths(prompts, base.config.max_position_embeddings)
     seeds = seeds if seeds is not None else [config.seed + i for i in range(len(prompts))]
     with (session or DecodeSession()).call(base, draft, config, set(stop_ids)) as own:
-        for group in groups(prompts):
+        room = _room(base) if own.drafter is None else 0
+        for group in groups(prompts, room, config.batch_size, config.max_new_tokens):
             engine = _Engine(base, prompts, group, config, seeds, costs or NoCosts(), own)
             yield from engine.run(stop or (lambda: False))
             del engine  # the next group may need the memory of its caches
@@ -167,6 +173,20 @@ def _first_rows(seen: Observation, batch: int, count: int) -> Observation:
     )  # fmt: skip
 
 
+def _room(base: FrozenBase) -> int:
+    """Slots of a cache that may hold prompts of any length, 0 where a step costs more with a longer row beside it.
+
+    Collective over the model parallel ranks.
+    """
+    memory = platform.device_memory()
+    room = int(MIXED * memory / base.cache_bytes(1)) if base.reads_by_sequence and math.isfinite(memory) else 0
+    room_1 = torch.tensor([room], device=base.world.device)
+    for group in (base.world.tp, base.world.pp):
+        if group.size() > 1:
+            dist.all_reduce(room_1, op=dist.ReduceOp.MIN, group=group)
+    return int(room_1)
+
+
 def _rounded_up(count: int, step: int) -> int:
     return -(-count // step) * step
 
@@ -198,18 +218,19 @@ class _Engine:
         self.cache, self.rows, self.device = buffers.cache, buffers.rows, buffers.steps
         self.replays = buffers.replays
         # One number of slots to read where it costs nothing; 0: as few as possible.
-        self.whole = buffers.slots if drafter is None and self.device.bounded else 0
+        self.whole = buffers.slots if drafter is None and base.reads_by_sequence else 0
         self.started: list[Started] = []  # steps that are not read yet, oldest first
         follows = drafter is None or drafter.fixed_shapes
         self.ahead = int(follows and self.replays.active and not costs.apart)  # steps that stay unread
 
     def run(self, stop: Callable[[], bool]) -> Iterator[list[tuple[int, Generation]]]:
         """Yield the answers that ended in a step while the device computes the next one."""
+        refill, filling = REFILL_ALIKE if self.once else REFILL, False
         while (self.running or self.waiting) and not stop():
             free = self.count - len(self.running)
-            refill = REFILL_ALIKE if self.once else REFILL
-            prefills = self.waiting and (not self.running or free >= refill * self.count)
-            self.started.append(self._prefill(free) if prefills else self._cycle() if self.ahead else self._verify())
+            enough = filling or not self.running or free >= refill * self.count
+            filling = bool(self.waiting) and free > 0 and enough  # once begun, until all rows are in use
+            self.started.append(self._prefill(free) if filling else self._cycle() if self.ahead else self._verify())
             yield from self._ended()
             if len(self.started) > self.ahead:
                 self._settle(self.started.pop(0))

@@ -66,12 +66,6 @@ class DeviceSteps:
         kind = base.paths.kernels("sample_kernel")
         self.kernels = None if kind == "none" else backend.load(kind)
 
-    @property
-    def bounded(self) -> bool:
-        """True if a step of the base reads as much of the cache as each sequence has, whatever `key_slots` is."""
-        direct = self.base.direct
-        return direct is not None and direct.decode is not None and direct.untouched()
-
     def prefill(self, first: int, count: int, widest: int) -> Step:
         """Read the prompts in rows first .. first + count - 1 and choose their first tokens."""
         rows, here = self.rows, slice(first, first + count)

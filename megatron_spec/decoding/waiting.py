@@ -25,12 +25,20 @@ def check_lengths(prompts: Sequence[Sequence[int]], limit: int) -> None:
             )
 
 
-def groups(prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+def groups(prompts: Sequence[Sequence[int]], room: int = 0, rows: int = 1, more: int = 0) -> Iterator[list[int]]:
     """Indices of prompts, longest first. A group's prompts are at least half as long as its longest, which sizes the
-    caches."""
+    caches, or of any length where a cache is small enough.
+
+    Args:
+        room: slots of a cache that may hold prompts of any length.
+        rows: maximum number of rows of a cache.
+        more: slots of a row after the prompt.
+    """
     group: list[int] = []
     for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
-        if group and 2 * max(len(prompts[i]), SHORT_PROMPT) < len(prompts[group[0]]):
+        longest = len(prompts[group[0]]) if group else 0
+        fits = min(len(group) + 1, rows) * (longest + more) <= room
+        if group and not fits and 2 * max(len(prompts[i]), SHORT_PROMPT) < longest:
             yield group
             group = []
         group.append(i)
