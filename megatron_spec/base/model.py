@@ -242,11 +242,6 @@ class FrozenBase(CoreStage):
             config.value_dim,
         )  # fmt: skip
 
-    @property
-    def reads_by_sequence(self) -> bool:
-        """True if a step of decoding reads as much of the cache as each sequence has, whatever the longest one has."""
-        return self.direct is not None and self.direct.decode is not None and self.direct.untouched()
-
     def cache_bytes(self, slots: int) -> int:
         """Bytes of `new_cache` for one sequence."""
         width = self._cached_heads() * (self.config.head_dim + self.config.value_dim)
