@@ -63,7 +63,8 @@ REFILL, REFILL_ALIKE = 1 / 4, 1 / 16
 """Share of the rows that is free before waiting prompts are read: few of them cost nearly as much as a step. Where all
 are the same, nothing has to be read again."""
 MIXED = 1 / 4
-"""Largest part of the device's memory for a cache whose rows are all as long as the longest of unlike prompts."""
+"""Largest part of the memory beside the base's weights for a cache whose rows are all as long as the longest of unlike
+prompts."""
 
 
 def decode(
@@ -179,8 +180,12 @@ def _room(base: FrozenBase) -> int:
 
     Collective over the model parallel ranks.
     """
-    memory = platform.device_memory()
-    room = int(MIXED * memory / base.cache_bytes(1)) if reads_by_sequence(base.direct) and math.isfinite(memory) else 0
+    memory = platform.device_memory() - sum(p.numel() * p.element_size() for p in base.parameters())
+    room = (
+        max(0, int(MIXED * memory / base.cache_bytes(1)))
+        if reads_by_sequence(base.direct) and math.isfinite(memory)
+        else 0
+    )
     room_1 = torch.tensor([room], device=base.world.device)
     for group in (base.world.tp, base.world.pp):
         if group.size() > 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ from megatron_spec.base import te
 from megatron_spec.base.schedule import run_base
 from megatron_spec.batch import Batch
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
+from megatron_spec.commands.finetune import _paths_that_run
 from megatron_spec.config import ENGINE, BaseLayers, ParallelConfig, QuantConfig, UserError
 from megatron_spec.config.machine import H100, Machine
 from megatron_spec.ops.moe import mixed, mixed_in_order
 from megatron_spec.planning import te_paths
+from megatron_spec.planning.paths import Paths
 from megatron_spec.quantization.attach import attach_quantizers, quantizers
 from megatron_spec.quantization.quantizer import Mode
 from megatron_spec.runtime import distributed
@@ -257,6 +260,10 @@ def test_attention_without_a_kernel_is_this_packages(
         expected = [not choice or choice["use_fused_attention"] for choice in fused]
         assert [bool(layer.self_attention.core_attention.engine) for _, layer in base.layers()] == expected
         assert base.paths.on("te_attention") == any(expected)
+        before = Paths(replace(base.paths.setting, off=()))  # what the run was planned with, which its draft keeps
+        recorded = _paths_that_run(SimpleNamespace(base=base, draft=SimpleNamespace(paths=before)))  # type: ignore[arg-type]
+        assert recorded == {**before.to_dict(), "te_attention": base.paths.to_dict()["te_attention"]}
+        assert (recorded["te_attention"] == "on") == any(expected)
         told = [r.getMessage() for r in caplog.records if "no fused attention" in r.getMessage()]
         assert len(told) == warnings and all("cuDNN of Transformer Engine" in text for text in told)
         if warnings:
