@@ -241,6 +241,28 @@ def test_fp8_runs_in_the_base(recipe: Any, tmp_path: Path, monkeypatch: pytest.M
     assert contexts == ([-1] * 3 if recipe == "delayed" else [0, 1, 2, 3] * 2)
 
 
+def test_attention_without_a_kernel_is_this_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where Transformer Engine would hold all scores, its attention is left out, with a warning."""
+    save("llama", tmp_path / "base")
+    reference, world = inspect_base(tmp_path / "base"), distributed.initialize()
+    choices = [{"use_flash_attention": False, "use_fused_attention": layer == 1} for layer in range(4)]
+    for fused, warnings in ((choices, 1), ([{}] * 4, 0), (choices[:1] * 4, 1)):
+        left = iter(fused)
+        monkeypatch.setattr(te, "backends", lambda left=left: next(left))
+        caplog.clear()
+        with te_stand_in.installed():
+            base = load_base(reference, world, CAPTURES, layers=ENGINE)
+        expected = [not choice or choice["use_fused_attention"] for choice in fused]
+        assert [bool(layer.self_attention.core_attention.engine) for _, layer in base.layers()] == expected
+        assert base.paths.on("te_attention") == any(expected)
+        told = [r.getMessage() for r in caplog.records if "no fused attention" in r.getMessage()]
+        assert len(told) == warnings and all("cuDNN of Transformer Engine" in text for text in told)
+        if warnings:
+            assert f"layers {', '.join(str(i) for i, on in enumerate(expected) if not on)} here" in told[0]
+
+
 def test_a_base_in_fp8_is_not_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save("llama", tmp_path / "base")
     monkeypatch.setattr(te_paths, "fp8_products", lambda _: {})

@@ -39,7 +39,7 @@ def test_unlike_prompts_decode_together_where_memory_allows(
     tiny: Any, monkeypatch: pytest.MonkeyPatch, memory: float, prefills: int
 ) -> None:
     monkeypatch.setattr("megatron_spec.decoding.waiting.SHORT_PROMPT", 1)
-    monkeypatch.setattr("megatron_spec.base.model.FrozenBase.reads_by_sequence", True)
+    monkeypatch.setattr(engine, "reads_by_sequence", lambda _: True)
     monkeypatch.setattr(platform, "device_memory", lambda: memory)
     taken: list[int] = []
     read = DeviceSteps.prefill
