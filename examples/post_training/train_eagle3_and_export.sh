@@ -113,7 +113,8 @@ else
   : "${eval_prompts:=1000000}" "${eval_tokens:=512}"
 fi
 case ${base_model:+${recipe:-paper}} in # conversations of a forward pass and of a row, warm-up steps, answers written at once
-  short) micro_batch=16 rows=() warmup=18 answers=256 ;;
+  short) # with a small base a micro-batch takes the host as long whatever its size
+    micro_batch=$((batch <= 32 ? batch : batch % 32 ? 16 : 32)) rows=() warmup=18 answers=256 ;;
   paper) micro_batch=1 rows=(--packing) warmup=5 answers=64 ;; # many short conversations share a row of seq_length tokens
   *) micro_batch=$batch rows=() warmup=5 answers=64 ;; # the demo's settings were chosen with one in a row
 esac

@@ -135,6 +135,7 @@ def test_short_recipe(start: Any, tmp_path: Path) -> None:
     train, objective = finetune.train, finetune.objective
     assert (train.train_iters, train.global_batch_size, train.lr, train.packing) == (1997, 32, 1e-3, False)
     assert (objective.ttt_steps, objective.loss, finetune.seq_length) == (4, "soft_ce", 384)
+    assert train.micro_batch_size == 32
     assert objective.step_weights is objective.step_decay is None
     assert export.max_draft_len == 4 and alone.draft_lens == lookup.draft_lens == (4,)
     assert (alone.decode.sa_threshold, lookup.decode.sa_threshold) == (None, 2)
