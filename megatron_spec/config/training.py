@@ -51,6 +51,22 @@ class ParallelConfig(Config):
             "--sequence-parallel needs --tensor-model-parallel-size greater than 1",
         )
 
+    def check_world_size(self, world_size: int) -> None:
+        """Raise UserError when the sizes do not divide the number of processes."""
+        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        cp, ep = self.context_parallel_size, self.expert_model_parallel_size
+        copy, also = tp * pp * cp, f" x CP {cp}" if cp > 1 else ""
+        require(
+            world_size % copy == 0,
+            f"{world_size} processes cannot hold replicas of TP {tp} x PP {pp}{also}: start a multiple of {copy} "
+            "(torchrun --nproc-per-node)",
+        )
+        require(
+            world_size // pp % (tp * ep) == 0,  # experts use the TP size of the other layers
+            f"{world_size} processes cannot shard experts over EP {ep} with TP {tp} x PP {pp}: start a multiple of "
+            f"{tp * pp * ep}",
+        )
+
 
 @dataclass(frozen=True)
 class ObjectiveConfig(Config):
