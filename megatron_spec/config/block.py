@@ -103,6 +103,10 @@ class BlockConfig(DecoderDraftConfig):
         self._validate_mask_token_id(self.mask_token_id)
         self._validate_layers()
         require(
+            self.block_size <= self.max_position_embeddings,
+            f"block_size {self.block_size} is longer than max_position_embeddings {self.max_position_embeddings}",
+        )
+        require(
             self.sliding_window is None or self.sliding_window >= (1 if self.causal else self.block_size),
             f"sliding_window must be at least {'1' if self.causal else 'block_size'}, found {self.sliding_window}",
         )

@@ -82,8 +82,8 @@ class ObjectiveConfig(Config):
     loss: LossKind | None = None
     """Distance between draft and base: cross entropy with the base's distribution, KL divergence in either direction,
     total variation, the acceptance loss lk, a mixture of KL and total variation that moves from the first to the second
-    as acceptance grows (lk_hybrid), cross entropy with the base's most likely token, or, for block drafts, cross
-    entropy with the tokens of the text plus sum |q - p| (ce_l1); default: soft_ce, for dspark ce_l1."""
+    as acceptance grows (lk_hybrid), cross entropy with the base's most likely token (Medusa and block drafts: with the
+    token of the text), or, for block drafts, the latter plus sum |q - p| (ce_l1); default: soft_ce, for dspark ce_l1."""
     temperature: float = 1.0
     """Softmax temperature of teacher and draft."""
     alignment: Alignment = "serving"

@@ -93,6 +93,7 @@ def test_impossible_drafts_are_refused(overrides: dict[str, Any], expected: str)
         ({"attention_bias": True}, "--draft-config: unknown key 'attention_bias'"),  # what such a class has settled
         ({"SETTLED": 1}, "unknown key 'SETTLED'"),
         ({"rope_scaling": "linear"}, "--draft-config: rope_scaling is 'linear'"),
+        ({"block_size": 257}, "block_size 257 is longer than max_position_embeddings 256"),
         ({"mask_token_id": None}, '"mask_token_id" in --draft-config'),
     ],
 )
