@@ -83,7 +83,7 @@ class ObjectiveConfig(Config):
     """Distance between draft and base: cross entropy with the base's distribution, KL divergence in either direction,
     total variation, the acceptance loss lk, a mixture of KL and total variation that moves from the first to the second
     as acceptance grows (lk_hybrid), cross entropy with the base's most likely token (Medusa and block drafts: with the
-    token of the text), or, for block drafts, the latter plus sum |q - p| (ce_l1); default: soft_ce, for dspark ce_l1."""
+    token of the text), or, for block drafts, that plus sum |q - p| (ce_l1); default: soft_ce, for dspark ce_l1."""
     temperature: float = 1.0
     """Softmax temperature of teacher and draft."""
     alignment: Alignment = "serving"
