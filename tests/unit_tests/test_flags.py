@@ -249,6 +249,7 @@ def spec(draft: Any, quant: QuantConfig | None = None) -> CheckpointSpec:
         ("eagle3", {"export_embeddings": True, "extra_modules": False}, "--export-embeddings concerns the draft"),
         ("eagle3", {"yarn_factor": 4.0}, "--export-yarn-original None: expected both"),
         ("eagle3", {"yarn_factor": 0.5, "yarn_original": 9}, "a factor above 1"),
+        ("eagle3", {"yarn_factor": float("inf"), "yarn_original": 9}, "a factor above 1"),
         ("eagle3", {"yarn_factor": 4.0, "yarn_original": 9, "format": "speculators"}, "needs --export-format hf"),
     ],
 )
@@ -258,6 +259,15 @@ def test_export_options_without_effect_are_refused(algorithm: str, fields: dict[
     run = runs.ExportRun("d", "o", **{"extra_modules": True, "with_base": True, **fields})
     with pytest.raises(UserError, match=message):
         _check(run, spec(presets.eagle_config(BASE, algorithm)))
+
+
+def test_no_yaml_for_what_tensorrt_llm_drops() -> None:
+    from megatron_spec.commands.export import _check
+
+    run = runs.ExportRun("d", "o", extra_modules=True, with_base=True, max_draft_len=4)
+    assert _check(run, spec(presets.eagle_config(BASE)))
+    with pytest.raises(UserError, match="--max-draft-len: no serving configuration is written"):
+        _check(run, spec(presets.eagle_config(BASE, overrides={"sliding_window": 9})))
 
 
 def block_objective(algorithm: str = "dflash", **fields: Any) -> ObjectiveConfig:
