@@ -134,7 +134,10 @@ def export(run: ExportRun) -> Path:
             draft_impl=run.draft_transformer_impl,
         )  # fmt: skip
     out = Path(run.export_dir).resolve()
-    run_config = {"checkpoint": str(folder), "quant": spec.quant.to_dict() if spec.quant else None}
+    run_config = {
+        "checkpoint": str(folder), "quant": spec.quant.to_dict() if spec.quant else None,
+        "ttt_steps": loaded.extra.get("objective", {}).get("ttt_steps"),
+    }  # fmt: skip
     legacy, with_base = run.format == "trtllm-legacy", _quantised_base(spec) or run.with_base
     of_base = getattr(spec.draft, "of_base", False)
     with shared_folder(out, world, overwrite=False) as new:  # publishes base and draft together

@@ -307,6 +307,10 @@ def _refuse_without_owner(objective: ObjectiveConfig) -> None:
         _refuse_unread(objective, ["pace_alpha"], "no effect without --block-weights d-pace")
     else:
         _refuse_unread(objective, ["block_gamma"], f"no effect with --block-weights {objective.block_weights}")
+    if objective.loss == "ce_l1" and not objective.ce_weight + objective.l1_weight + objective.confidence_weight:
+        raise UserError(
+            "--ce-weight, --l1-weight and --confidence-weight are all 0, so nothing is trained: leave one out"
+        )
     if objective.loss != "ce_l1":
         _refuse_unread(objective, ["ce_weight", "l1_weight"], f"only for --loss ce_l1, the loss is {objective.loss}")
     if not objective.backbone_weight:

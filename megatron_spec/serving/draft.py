@@ -18,6 +18,7 @@ from megatron_spec.export.formats.options import PARALLEL_KEYS, draft_window
 from megatron_spec.export.layout import QK_NORM_ARCHITECTURES, SERVED_BY
 from megatron_spec.runtime.files import read_object
 from megatron_spec.runtime.hub import is_hub_name, model_folder
+from megatron_spec.runtime.provenance import trained_steps
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +135,10 @@ def exported(
     length = _draft_len(method, config, max_draft_len)
     named = any(part in name for part in ("PEagle", "Peagle") for name in architectures)
     parallel = method == "eagle3" and (named or any(config.get(key) not in (None, False) for key in PARALLEL_KEYS))
+    most = trained_steps(path) if parallel else None
+    if most is not None and (max_draft_len or 0) > most:
+        raise UserError(f"--max-draft-len {length}, but this P-EAGLE draft was trained to propose {most} tokens")
+    length = min(length, most or length)
     lost = _unserved(config) if method in ("dflash", "dspark") else _dropped(config)
     return Speculation(method, length, model, _captures(config), parallel, unserved=lost, **options)
 

@@ -297,6 +297,7 @@ def test_settings_without_effect_are_refused() -> None:
         (lambda: block_objective(l1_weight=0.3), "--l1-weight: only for --loss ce_l1"),
         (lambda: block_objective(algorithm="dspark", backbone_weight=1.0, backbone_iters=-3), "backbone_iters must"),
         (lambda: block_objective(algorithm="dspark", backbone_iters=3), "no effect without --backbone-weight"),
+        (lambda: block_objective("dspark", ce_weight=0.0, l1_weight=0.0, confidence_weight=0.0), "nothing is trained"),
         (lambda: block_objective(in_vocab_only=False), "--no-in-vocab-only: no effect on dflash"),
         (lambda: block_objective(step_weights="d-pace"), "--step-weights: no effect on dflash"),
         (lambda: presets.objective_for(presets.medusa_config(BASE), ObjectiveConfig(step_weights="d-pace")),
