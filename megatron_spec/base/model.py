@@ -94,7 +94,7 @@ def _use_attention(base: FrozenBase) -> None:
             core.engine = (attention,)
         else:
             own.append(number)
-    if own:
+    if own and world.tp_rank == world.dp_rank == 0:
         log.warning(
             "Transformer Engine has no fused attention for layers %s here and would hold all scores in memory: this "
             "package's attention runs in them (%s; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 shows the reason)",
