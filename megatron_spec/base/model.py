@@ -19,7 +19,7 @@ from megatron_spec.base import placement, relay, te
 from megatron_spec.base.core_model import CoreModel, core_model, stage_counts, unwrapped
 from megatron_spec.base.direct import DirectForward
 from megatron_spec.base.modules import CoreAttention
-from megatron_spec.base.moe import LocalExperts, Router
+from megatron_spec.base.moe import LocalExperts, MixtureOfExperts, Router, ask_once
 from megatron_spec.base.spec import block_spec
 from megatron_spec.base.stage import CoreStage
 from megatron_spec.batch import Batch
@@ -56,6 +56,7 @@ def record_outputs(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 
 def _group_experts(base: FrozenBase) -> None:
+    ask_once(module for module in base.modules() if isinstance(module, MixtureOfExperts))
     if not base.paths.on("grouped_experts"):
         return
     kind = base.paths.kernels("grouped_experts")
