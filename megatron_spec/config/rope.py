@@ -21,6 +21,13 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
 }
 """Required keys of rope_scaling, by supported type."""
 
+_POSITIVE = (
+    "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",
+    "original_max_position_embeddings", "attention_factor",
+)  # fmt: skip
+_AT_LEAST_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Keys for which 0 counts as absent."""
+
 _DEFAULT_THETA = {"mixtral": 1e6, "gpt_oss": 150000.0}
 """Default theta by model_type; 10000 for all others, as in transformers."""
 
@@ -70,12 +77,15 @@ def read_rope(raw: dict[str, Any], where: str) -> RopeConfig:
     values = rope_values(raw)
     _warn_of_contradiction(raw, values, where)
     kind = values.get("rope_type", values.get("type", "default"))
-    kind = _SPELLINGS.get(kind, kind)
-    if kind not in ROPE_FIELDS:
+    kind = _SPELLINGS.get(kind, kind) if isinstance(kind, str) else kind
+    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
         raise UserError(f"{where}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_FIELDS)}")
     missing = [name for name in ROPE_FIELDS[kind] if values.get(name) is None]
     if missing:
         raise UserError(f"{where}: rope type {kind!r} needs {', '.join(missing)} in rope_scaling")
+    if kind == "default" and "factor" in values and not {"rope_type", "type"} & values.keys():
+        raise UserError(f"{where}: rope_scaling has a factor ({values['factor']}) but no rope_type: write the type")
+    _check_numbers(values, where)
     found: dict[str, Any] = {name: values[name] for name in ROPE_FIELDS[kind]}
     for name in ("factor", "low_freq_factor", "high_freq_factor"):
         if name in found:
@@ -91,6 +101,23 @@ def read_rope(raw: dict[str, Any], where: str) -> RopeConfig:
         theta=float(values["rope_theta"]), type=kind,
         partial_rotary_factor=float(values.get("partial_rotary_factor", 1.0)), **found,
     )  # fmt: skip
+
+
+def _check_numbers(values: dict[str, Any], where: str) -> None:
+    for name in _POSITIVE + _AT_LEAST_ZERO:
+        value, least = values.get(name), "positive" if name in _POSITIVE else "non-negative"
+        if value is not None and not (_is_number(value) and (value > 0 or (value == 0 and name in _AT_LEAST_ZERO))):
+            raise UserError(f"{where}: {name} is {value!r}, expected a {least} number")
+    if values.get("partial_rotary_factor", 1.0) > 1:
+        raise UserError(f"{where}: partial_rotary_factor is {values['partial_rotary_factor']}, expected at most 1")
+    for name in ("short_factor", "long_factor"):
+        factors = values.get(name) or []
+        if not isinstance(factors, list | tuple) or not all(_is_number(x) and x > 0 for x in factors):
+            raise UserError(f"{where}: {name} is {str(factors)[:60]}, expected a list of positive numbers")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _warn_of_contradiction(raw: dict[str, Any], values: dict[str, Any], where: str) -> None:

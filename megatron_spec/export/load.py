@@ -146,7 +146,11 @@ def load_draft(reading: Reading, world: World, dtype: torch.dtype = torch.float3
     draft: Draft = build_draft(reading.config, tensors.vocab, world, dtype, paths)
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
-            parameter.copy_(shard(tensors.parameter(name, parameter.dtype), parameter, world.tp))
+            whole = tensors.parameter(name, parameter.dtype)
+            if not whole.isfinite().all():
+                stored = f"{reading.source.folder}: {reading.names[name]}"
+                raise UserError(f"{stored} has values that are NaN or infinite: copy the folder again, or retrain")
+            parameter.copy_(shard(whole, parameter, world.tp))
     modules = dict(draft.named_modules())
     for name, stem in reading.quantised().items():
         if f"{stem}.input_scale" in reading.source.entries:

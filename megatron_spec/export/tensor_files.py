@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import json
+import re
 import struct
 import sys
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from megatron_spec.config import UserError
 from megatron_spec.runtime.files import read_object
 
 _HEADER_LIMIT = 100_000_000
+_RANK = re.compile(r"rank\d+\.safetensors$")
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def _read_header(path: Path) -> dict[str, Entry]:
 
 
 _TORCH_DTYPES = {
-    "torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32", "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32", "torch.float64": "F64",
+    "torch.float8_e4m3fn": "F8_E4M3", "torch.uint8": "U8",
     "torch.int64": "I64", "torch.int32": "I32", "torch.bool": "BOOL",
 }  # fmt: skip
 
@@ -126,9 +129,25 @@ def read_entries(folder: Path, pattern: str = "*.safetensors") -> dict[str, Entr
     if not paths:
         pickles = sorted(folder.glob("pytorch_model*.bin")) or sorted(folder.glob("medusa_lm_head.pt"))
         if pickles:
-            return {name: entry for path in pickles for name, entry in _read_pickle(path).items()}
+            return _merged({path: _read_pickle(path) for path in pickles})
     if not paths:
         others = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt")))
         hint = f"; found {', '.join(others)}: save its tensors as model.safetensors first" if others else ""
         raise UserError(f"{folder} holds no .safetensors file{hint}")
-    return {name: entry for path in paths for name, entry in _read_header(path).items()}
+    return _merged({path: _read_header(path) for path in paths})
+
+
+def _merged(files: dict[Path, dict[str, Entry]]) -> dict[str, Entry]:
+    """The tensors of several files. Raises UserError when two files hold one of the same name.
+
+    The ranks of a TensorRT-LLM checkpoint do; the last one counts.
+    """
+    found: dict[str, Entry] = {}
+    for path, entries in files.items():
+        twice = sorted(found.keys() & entries.keys())
+        if twice and not _RANK.match(path.name):
+            where = f"{found[twice[0]].path.name} and {path.name}"
+            fix = "keep the file of the draft, or add the index that says which counts"
+            raise UserError(f"{path.parent}: {twice[0]} ({len(twice)} in all) is in both {where}: {fix}")
+        found |= entries
+    return found

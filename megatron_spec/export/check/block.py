@@ -61,7 +61,7 @@ def _mask_token(folder: Folder) -> Iterator[Finding]:
     if config is None:
         return
     ends: Any = target.get("eos_token_id", folder.config.get("eos_token_id"))
-    used = {*(ends if isinstance(ends, list) else [ends]), target.get("bos_token_id")}
+    used = [*(ends if isinstance(ends, list) else [ends]), target.get("bos_token_id")]
     if config.mask_token_id in used:
         yield Finding(
             "mask_token", f"the mask token {config.mask_token_id} begins or ends texts of the target",

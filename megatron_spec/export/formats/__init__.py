@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_spec.config import BaseConfig, UserError
 from megatron_spec.export.formats.block import Block
 from megatron_spec.export.formats.eagle import Eagle, OwnModule
+from megatron_spec.export.formats.keys import check_types
 from megatron_spec.export.formats.medusa import Medusa
 from megatron_spec.export.formats.reading import DraftProblems, Format, Problem, Reading, Source
 from megatron_spec.runtime.hub import model_folder
@@ -43,8 +44,9 @@ def read_draft(source: Source | Path | str, base: BaseConfig | None = None) -> R
     source = source if isinstance(source, Source) else open_source(source)
     for form in FORMATS:
         if form.matches(source):
+            check_types(source)
             return form.read(source, base)
     raise UserError(
         f"{source.folder}: found architectures {source.raw.get('architectures')!r}, expected a draft: EAGLE-1, "
-        "EAGLE-3, MTP or Medusa, as this package or another publishes them"
+        "EAGLE-3, P-EAGLE, MTP, Medusa, DFlash or DSpark, as this package or another publishes them"
     )

@@ -8,7 +8,7 @@ from megatron_spec.config import BaseConfig, BlockConfig, UserError
 from megatron_spec.config.rope import read_rope
 from megatron_spec.config.structure import draft_tensors
 from megatron_spec.export.block import ARCHITECTURES, SAME
-from megatron_spec.export.formats.keys import LAYER, check_keys
+from megatron_spec.export.formats.keys import LAYER, check_keys, other_layers
 from megatron_spec.export.formats.reading import (
     DraftProblems,
     Problem,
@@ -128,6 +128,6 @@ def _options(raw: dict[str, Any]) -> list[Problem]:
         f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
         "no rms_norm_eps or hidden_act": not {"rms_norm_eps", "hidden_act"} <= raw.keys(),
     }
-    return [
+    return other_layers(raw) + [
         Problem("option", f"found {what}", "not supported in a block draft") for what, there in asked.items() if there
     ]

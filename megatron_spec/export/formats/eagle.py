@@ -210,6 +210,10 @@ class _Folder:
     def _flag(self, name: str) -> bool:
         """An option at the top level or in eagle_config."""
         inside, top = _nested(self.raw, name), self.raw.get(name)
+        for value in (top, inside):
+            if value is not None and not isinstance(value, bool):
+                found = f"config.json: {name} is {value!r}"
+                self.problems.append(Problem("config", found, "expected true or false"))
         if top is not None and inside is not None and bool(top) != bool(inside):
             found = f"config.json: top level and eagle_config disagree about {name}"
             self.problems.append(Problem("config", found, "make them agree"))
@@ -272,7 +276,7 @@ class _Folder:
     def _mask_token(self) -> int:
         """Token id of rows yet to be drafted. Raises DraftProblems when it is missing or ambiguous."""
         given = {key: self.raw[key] for key in MASK_TOKEN_KEYS if self.raw.get(key) is not None}
-        if len(set(given.values())) == 1 and all(type(token) is int for token in given.values()):
+        if given and all(type(token) is int for token in given.values()) and len(set(given.values())) == 1:
             return int(next(iter(given.values())))
         found = f"config.json: found mask tokens {given}" if given else "config.json names no mask token"
         fix = f'write "{MASK_TOKEN_KEYS[0]}": the id used in training; vLLM does not start without one'

@@ -12,7 +12,9 @@ import re
 from collections.abc import Set
 from typing import Any
 
+from megatron_spec.config import UserError
 from megatron_spec.export.formats.reading import Problem, Source
+from megatron_spec.families.types import check_config
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +74,8 @@ LAYER = ROPE | {
     "draft_vocab_size", "sliding_window", "use_sliding_window", "layer_types",
 }  # fmt: skip
 """Keys of the transformer layers, which every format except Medusa's reads or refuses."""
+CONTAINERS = ("transformer_layer_config", "model")
+"""Objects whose keys `eagle.flatten` moves to the top level."""
 _OPTION = re.compile(
     "act|alpha|anchor|atten|attn|aux|bias|block|cap|causal|clip|conv|d2t|dim|draft|eagle|embed|expert|fc|feature|flash|"
     "fus|gate|group|head|hidden|kernel|layer|logit|mask|markov|medusa|mix|mlp|mtp|multiplier|norm|num_|parallel|"
@@ -79,6 +83,23 @@ _OPTION = re.compile(
     "token_id|vocab|width|window"
 )
 """Part of the name of keys that may change what a draft computes."""
+
+
+def check_types(source: Source) -> None:
+    """Raise DraftProblems for a key of the layers whose value has the wrong type or is out of range."""
+    nested = [value for key in CONTAINERS if isinstance(value := source.raw.get(key), dict)]
+    try:
+        for raw in (source.raw, *nested):
+            check_config({key: value for key, value in raw.items() if key in LAYER}, "config.json")
+    except UserError as e:
+        raise source.problem("config", str(e), "correct it") from None
+
+
+def other_layers(raw: dict[str, Any]) -> list[Problem]:
+    """Problems of `layer_types`: layers that are neither full nor sliding attention."""
+    others = sorted({*(raw.get("layer_types") or ())} - {"full_attention", "sliding_attention"})
+    why = 'expected "full_attention" or "sliding_attention"'
+    return [Problem("option", f"config.json: layer_types has {', '.join(map(repr, others))}", why)] if others else []
 
 
 def check_keys(source: Source, raw: dict[str, Any], used: Set[str], where: str = "") -> list[Problem]:

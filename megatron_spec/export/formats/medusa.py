@@ -79,6 +79,9 @@ class Medusa:
         if not heads or not layers or first is None:
             raise source.problem("missing", "the tensors of head 0 are missing", "copy the folder again")
         shape = source.entries[first].shape
+        if len(shape) != 2:
+            fix = "write the head as [vocabulary, hidden size]"
+            raise source.problem("shape", f"{first} is {list(shape)}", fix)
         width = integer(source.raw, "hidden_size", source, shape[-1])
         vocab = integer(source.raw, "vocab_size", source, shape[0])
         count = integer(source.raw, "medusa_num_heads", source, source.raw.get("num_heads") or max(heads) + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_spec.config.draft import READS_CAPTURES
-from megatron_spec.export.formats.keys import LAYER, check_keys
+from megatron_spec.export.formats.keys import CONTAINERS, LAYER, check_keys, other_layers
 from megatron_spec.export.formats.reading import Problem, Source
 
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -72,8 +72,6 @@ _USED_NESTED = {
 }  # fmt: skip
 _HEADS = {"parallel_draft_heads_num_layers"}
 """Keys of parallel draft heads, which do not exist with `parallel_draft_step` 1."""
-_CONTAINERS = {"transformer_layer_config", "model"}
-"""Objects whose keys `eagle.flatten` moves to the top level."""
 
 
 def check_options(source: Source, raw: dict[str, Any], kind: str) -> list[Problem]:
@@ -84,9 +82,9 @@ def check_options(source: Source, raw: dict[str, Any], kind: str) -> list[Proble
         kind: 'eagle3', 'p-eagle', 'eagle1' or 'eagle-mtp'.
     """
     neutral = {key: said for key, said in NEUTRAL.items() if key not in _USED[kind]}
-    problems = _differing(raw, neutral, "") + _vocabularies(raw, kind)
+    problems = _differing(raw, neutral, "") + _vocabularies(raw, kind) + other_layers(raw)
     problems += [] if kind in READS_CAPTURES and draft_window(raw) else _window(raw)
-    used = LAYER | NEUTRAL.keys() | _USED[kind] | (_CONTAINERS if raw is not source.raw else set())
+    used = LAYER | NEUTRAL.keys() | _USED[kind] | (set(CONTAINERS) if raw is not source.raw else set())
     problems += check_keys(source, raw, used)
     nested = raw.get("eagle_config") or {}
     if not isinstance(nested, dict):

@@ -18,6 +18,9 @@ SCALES = ("weight_scale", "input_scale", "weight_scale_2")
 """Tensors of a quantised linear."""
 KV_SCALES = ("k_scale", "v_scale")
 """Ranges of an fp8 KV cache, which have no effect when the cache is not in fp8."""
+_NUMBERS = ("BF16", "F16", "F32", "F64")
+_CODES = ("F8_E4M3", "U8")
+"""dtypes of quantised weights: fp8, and two nvfp4 codes per byte."""
 _BUFFERS = re.compile(r"rotary_emb\.|\.inv_freq$")
 
 
@@ -60,12 +63,16 @@ class Source:
         raw = read_object(folder / "config.json")
         if not isinstance(raw, dict):
             raise UserError(f"{folder / 'config.json'}: expected a JSON object, found {type(raw).__name__}")
+        names = raw.get("architectures") or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            found = f"{folder / 'config.json'}: architectures is {names!r}"
+            raise UserError(f"{found}, expected a list of names; copy it from the trained configuration")
         return Source(folder, {k: v for k, v in raw.items() if v is not None}, read_entries(folder))
 
     @property
     def architectures(self) -> str:
         """All names in `architectures`, in one string."""
-        return " ".join(map(str, self.raw.get("architectures") or []))
+        return " ".join(self.raw.get("architectures") or [])
 
     def problem(self, rule: str, found: str, fix: str) -> DraftProblems:
         """An error with one problem."""
@@ -102,7 +109,10 @@ class Reading:
         """Linears of the draft stored in fp8 or nvfp4: name of the module -> stem of its tensors in the folder."""
         found = {}
         for name, stored in self.names.items():
-            if stored is not None and self.source.entries[stored].dtype in ("F8_E4M3", "U8"):
+            if stored is None or not stored.endswith(".weight"):
+                continue
+            entry = self.source.entries.get(stored)
+            if entry is not None and entry.dtype in _CODES:
                 found[name.removesuffix(".weight")] = stored.removesuffix(".weight")
         return found
 
@@ -155,7 +165,19 @@ def check_all(reading: Reading, reasons: dict[str, str] | None = None) -> list[P
                     "make config.json and the tensor agree; rows that only pad the vocabulary must be cut off",
                 )
             )  # fmt: skip
-    return problems + _scales(reading) + _unread(reading, reasons or {})
+    return problems + _dtypes(reading) + _scales(reading) + _unread(reading, reasons or {})
+
+
+def _dtypes(reading: Reading) -> list[Problem]:
+    """Parameters stored as anything but numbers or codes with a scale: read as numbers, codes are another draft."""
+    problems = []
+    for stored in filter(None, reading.names.values()):
+        entry = reading.source.entries.get(stored)
+        allowed = _NUMBERS + (_CODES if stored.endswith(".weight") else ())
+        if entry is not None and entry.dtype not in allowed:
+            found = f"{stored} is {entry.dtype}, expected {', '.join(allowed)}"
+            problems.append(Problem("dtype", found, "write it in the dtype that it was trained in"))
+    return problems
 
 
 def _lost(reading: Reading, name: str) -> bool:

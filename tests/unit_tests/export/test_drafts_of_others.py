@@ -197,7 +197,7 @@ READ: dict[str, tuple[str, Change, str]] = {
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {}), "full": ("eagle3", {"full": True}), "two": ("eagle3", {"num_hidden_layers": 2}),
     "narrow": ("eagle3", {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}),
-    "eagle1": ("eagle1", {}), "medusa": ("medusa", {}),
+    "p-eagle": ("p-eagle", {"mask_token_id": 3}), "eagle1": ("eagle1", {}), "medusa": ("medusa", {}),
     "dflash": ("dflash", {"mask_token_id": 3, "block_size": 3, "num_hidden_layers": 1,
                           "capture_layer_ids": list(IDS)}),
     "heads": ("dflash", {"mask_token_id": 3, "block_size": 3, "num_attention_heads": 6, "num_key_value_heads": 6,
@@ -311,11 +311,49 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "captures": (
         "eagle3", lambda c, t: ({**c, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}, t), "2 layer"
     ),
-    "text for a number": ("eagle3", lambda c, t: ({**c, "hidden_size": "32"}, t), "positive integer"),
-    "rope of another type": ("eagle3", lambda c, t: ({**c, "rope_scaling": "yarn"}, t), "rope_scaling is 'yarn'"),
+    "text for a number": ("eagle3", lambda c, t: ({**c, "hidden_size": "32"}, t), 'hidden_size is "32"'),
+    "many layers": ("eagle3", lambda c, t: ({**c, "num_hidden_layers": 10**12}, t), "num_hidden_layers is 10000"),
+    "text for the epsilon": ("eagle3", lambda c, t: ({**c, "rms_norm_eps": "x"}, t), 'rms_norm_eps is "x"'),
+    "text for a window": ("eagle3", lambda c, t: ({**c, "sliding_window": "x"}, t), 'sliding_window is "x"'),
+    "text inside speculators' layer": (
+        "eagle3", lambda c, t: (
+            {**(s := speculators(c)), "transformer_layer_config": {**s["transformer_layer_config"], "head_dim": "8"}},
+            numbered(t)), 'head_dim is "8"',
+    ),
+    "text for theta": ("dflash", lambda c, t: ({**c, "rope_theta": "x"}, t), 'rope_theta is "x"'),
+    "theta of 0": ("eagle3", lambda c, t: ({**c, "rope_theta": 0}, t), "rope_theta is 0, expected a positive"),
+    "a rotary share below 0": ("eagle3", lambda c, t: ({**c, "partial_rotary_factor": -1}, t), "factor is -1, expect"),
+    "a rotary share above 1": ("eagle3", lambda c, t: ({**c, "partial_rotary_factor": 2}, t), "expected at most 1"),
+    "text for a switch": (
+        "eagle3", lambda c, t: ({**c, "norm_before_residual": "false"}, t), "norm_before_residual is 'false'"
+    ),
+    "text for a nested switch": ("eagle3", lambda c, t: ({**c, "eagle_config": {"fc_norm": 1}}, t), "fc_norm is 1"),
+    "layers of another type": (
+        "eagle3", lambda c, t: ({**c, "layer_types": ["chunked_attention"]}, t), "layer_types has 'chunked_attention'"
+    ),
+    "dflash, layers of another type": (
+        "dflash", lambda c, t: ({**c, "layer_types": ["linear_attention"]}, t), "layer_types has 'linear_attention'"
+    ),
+    "a factor without a type": (
+        "eagle3", lambda c, t: ({**c, "rope_scaling": {"factor": 4.0}}, t), "but no rope_type"
+    ),
+    "a list for the mask token": ("p-eagle", lambda c, t: ({**c, "ptd_token_id": [1]}, t), "found mask tokens"),
+    "rope of another type": ("eagle3", lambda c, t: ({**c, "rope_scaling": "yarn"}, t), 'rope_scaling is "yarn"'),
     "narrow, no embedding": ("narrow", lambda c, t: (c, drop(t, "embed_tokens.weight")), "missing embed_tokens"),
     "heads in config": ("medusa", lambda c, t: ({**c, "medusa_num_heads": 2}, t), "the tensors hold 3"),
     "more heads": ("medusa", lambda c, t: ({**c, "medusa_num_heads": 5}, t), "the tensors hold 3"),
+    "codes without a scale": (
+        "eagle3", lambda c, t: (c, {**t, "fc.weight": t["fc.weight"].to(torch.float8_e5m2)}), "fc.weight is F8_E5M2"
+    ),
+    "whole numbers": (
+        "eagle1", lambda c, t: (c, {**t, "fc.weight": t["fc.weight"].to(torch.int8)}), "fc.weight is I8"
+    ),
+    "a bias of codes": (
+        "options",
+        lambda c, t: (c, {**t, "midlayer.self_attn.q_proj.bias": t["midlayer.self_attn.q_proj.bias"].byte()}),
+        "q_proj.bias is U8",
+    ),
+    "a head of one number": ("medusa", lambda c, t: (c, {**t, "0.1.weight": torch.tensor(1.0)}), "0.1.weight is"),
     "token map": ("medusa", lambda c, t: (c, {**t, "token_map": ONE(3)}), "token_map"),
 }  # fmt: skip
 
@@ -328,6 +366,35 @@ def test_unreadable_drafts_are_refused_by_reader_and_checker(home: Home, tmp_pat
     with pytest.raises(UserError, match=message):
         open_draft(folder, home.reference)
     assert [f for f in check_folder(folder, base=home.base) if not f.warning]
+
+
+@pytest.mark.parametrize("found", ["LlamaForCausalLMEagle3", 1, [1], {"a": 1}])
+def test_architectures_that_are_no_list_of_names(home: Home, tmp_path: Path, found: Any) -> None:
+    raw, tensors = home.export("eagle3", "eagle3")
+    folder = write(tmp_path / "d", {**raw, "architectures": found}, tensors)
+    for read in (lambda: open_draft(folder, home.reference), lambda: check_folder(folder)):
+        with pytest.raises(UserError, match=r"architectures is .* expected a list of names"):
+            read()
+
+
+@pytest.mark.parametrize("end", ["safetensors", "bin"])
+def test_two_files_with_one_tensor(home: Home, tmp_path: Path, end: str) -> None:
+    """Without an index nothing says which of them is the draft's."""
+    raw, tensors = home.export("eagle3", "eagle3")
+    name = "model" if end == "safetensors" else "pytorch_model"
+    folder = write(tmp_path / "d", raw, tensors, f"{name}.{end}")
+    write(tmp_path / "other", raw, {"norm.weight": 2 * tensors["norm.weight"]}, f"{name}_old.{end}")
+    (tmp_path / "other" / f"{name}_old.{end}").rename(folder / f"{name}_old.{end}")
+    with pytest.raises(UserError, match=r"norm.weight .1 in all. is in both"):
+        open_draft(folder, home.reference)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_no_numbers(home: Home, tmp_path: Path, value: float) -> None:
+    raw, tensors = home.export("eagle3", "eagle3")
+    folder = write(tmp_path / "d", raw, {**tensors, "norm.weight": torch.full_like(tensors["norm.weight"], value)})
+    with pytest.raises(UserError, match=r"norm.weight has values that are NaN or infinite"):
+        load_draft(open_draft(folder, home.reference), home.world)
 
 
 def test_unknown_harmless_keys_give_one_warning(home: Home, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
