@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megatron_spec import cli
@@ -46,7 +47,9 @@ def make_parser() -> cli.Parser:
     p.add_argument("--max-tokens", type=cli.at_least_one, default=128, help="maximum tokens per answer (default: 128)")
     p.add_argument("--temperature", type=float, default=0.0)
     p.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens tokens (vLLM, SGLang)")
-    p.add_argument("--warm-up", type=int, default=2, metavar="N", help="requests before the measurement (default: 2)")
+    p.add_argument(
+        "--warm-up", type=cli.at_least_zero, default=2, metavar="N", help="requests before the measurement (default: 2)"
+    )
     p.add_argument("--model", help="name of the served model (default: the server's first)")
     p.add_argument("--api-key", default="none")
     p.add_argument("--output", metavar="JSON", help="all figures")
@@ -106,9 +109,13 @@ def main(args: argparse.Namespace) -> None:
     """Read the prompts, measure, report. Raises UserError if a server does not answer."""
     from megatron_spec.generation.prompts import read_prompts
 
+    if args.output and Path(args.output).is_dir():
+        raise UserError(f"--output {args.output} is a folder, expected a file")
+    if args.output and Path(args.output).resolve() == Path(args.data).resolve():
+        raise UserError(f"--data {args.data} is the output, too: it would be overwritten")
     texts = [str(p.rounds[0][-1]["content"]) for p in read_prompts(args.data, args.num_prompts)]
-    if args.temperature < 0 or args.warm_up < 0:
-        raise UserError("--temperature and --warm-up must not be negative")
+    if not 0 <= args.temperature < float("inf"):
+        raise UserError(f"--temperature {args.temperature}: expected a number from 0")
     report = asyncio.run(measure(args, texts))
     if args.output:
         write_json(args.output, report)

@@ -129,6 +129,19 @@ def test_compares_two_servers(servers: list[Any], tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out.count("\n| ") == 3
 
 
+def test_bad_flags_are_refused_before_any_request(servers: list[Any], tmp_path: Path) -> None:
+    data = questions(tmp_path / "q.jsonl", "p")
+    for flags, words in (
+        (["--output", str(data)], "is the output, too"),
+        (["--output", str(tmp_path)], "is a folder"),
+        (["--temperature", "-1"], "expected a number from 0"),
+        (["--temperature", "nan"], "expected a number from 0"),
+    ):
+        with pytest.raises(UserError, match=words):
+            run("--url", url(servers[0]), "--data", str(data), *flags)
+    assert servers[0].requests == []
+
+
 def test_server_refusals_are_reported(servers: list[Any], tmp_path: Path) -> None:
     data = str(questions(tmp_path / "q.jsonl", "bad"))
     with pytest.raises(UserError, match="too long"):
