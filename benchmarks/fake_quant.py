@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_spec import cli
+from megatron_spec.config import UserError
 
 
 def make_parser() -> cli.Parser:
@@ -30,7 +31,10 @@ def make_parser() -> cli.Parser:
 def main(args: argparse.Namespace) -> None:
     """Measure and print one JSON object."""
     from benchmarks import measure_fake_quant  # --help does without what it imports
+    from megatron_spec.runtime import platform
 
+    if not args.tiny and not platform.has_cuda():
+        raise UserError("no GPU was found, expected one: --tiny runs in miniature on a CPU")
     measure_fake_quant.main(args)
 
 

@@ -6,7 +6,6 @@ import argparse
 import gc
 import itertools
 import json
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks import layouts, small_base
 from benchmarks.random_models import random_base, random_draft
-from benchmarks.shapes import base_shape
 from megatron_spec.batch import Batch
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
 from megatron_spec.commands.convert import new_draft
-from megatron_spec.config import ENGINE, LOCAL, ObjectiveConfig, ParallelConfig, TrainConfig, presets
+from megatron_spec.config import ENGINE, LOCAL, ObjectiveConfig, TrainConfig, presets
 from megatron_spec.drafts.vocab import DraftVocab
 from megatron_spec.features.ahead import FeaturesAhead
 from megatron_spec.features.online import OnlineFeatures
@@ -32,61 +31,18 @@ from megatron_spec.training.optimizer import build_optimizer, wrap_ddp
 from megatron_spec.training.step import Trainer
 
 SMALLEST_PIECE = overlap.SMALLEST_PIECE
-MODELS = {"8b": "llama-3.1-8b", "70b": "llama-3.1-70b"}
-SMALL = dict(
-    hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8,
-    head_dim=64, vocab_size=8192, max_position_embeddings=4096, rms_norm_eps=1e-5, tie_word_embeddings=False,
-    architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", torch_dtype="float32",
-)  # fmt: skip
-
-
-def parse_layout(text: str) -> tuple[ParallelConfig, bool]:
-    """'tp2pp2sp' -> (parallel sizes, whether Transformer Engine's layers are used)."""
-    if not re.fullmatch(r"one(te)?|((tp|pp|cp|dp)\d+|sp|te)+", text):
-        raise SystemExit(f"layout {text!r}: expected for example tp4, tp2pp2, cp4, tp2sp, dp4 or one")
-    size = {name: int(n) for name, n in re.findall(r"(tp|pp|cp)(\d+)", text)}
-    sp = "sp" in re.findall(r"tp|pp|cp|dp|sp|te", text)
-    return ParallelConfig(
-        tensor_model_parallel_size=size.get("tp", 1), pipeline_model_parallel_size=size.get("pp", 1),
-        context_parallel_size=size.get("cp", 1), sequence_parallel=sp,
-    ), text.endswith("te")  # fmt: skip
 
 
 def start(layout: str) -> tuple[World, bool]:
     """The process groups of a layout, after removing those of the previous one."""
     from megatron.core import parallel_state
 
-    parallel, engine = parse_layout(layout.split("@")[0])
+    found = layouts.parse(layout)
     parallel_state.destroy_model_parallel()
-    return distributed.initialize(parallel), engine
+    return distributed.initialize(found.parallel), found.engine
 
 
 # Equality
-
-
-def write_small_base(folder: Path, tiny: bool) -> None:
-    """A random Llama in Hugging Face format; logits have a spread of a few units."""
-    from safetensors.torch import save_file
-
-    shape = {**SMALL, **(dict(hidden_size=128, intermediate_size=256, head_dim=8, vocab_size=512) if tiny else {})}
-    H, M, V, D = (int(shape[k]) for k in ("hidden_size", "intermediate_size", "vocab_size", "head_dim"))
-    queries, keys = int(shape["num_attention_heads"]) * D, int(shape["num_key_value_heads"]) * D
-    generator = torch.Generator().manual_seed(11)
-    sizes = {"model.embed_tokens": (V, H), "lm_head": (V, H)}
-    for i in range(int(shape["num_hidden_layers"])):
-        at = f"model.layers.{i}"
-        sizes |= {f"{at}.self_attn.q_proj": (queries, H), f"{at}.self_attn.o_proj": (H, queries)}
-        sizes |= {f"{at}.self_attn.{n}_proj": (keys, H) for n in "kv"}
-        sizes |= {f"{at}.mlp.{n}_proj": (M, H) for n in ("gate", "up")} | {f"{at}.mlp.down_proj": (H, M)}
-        sizes |= {f"{at}.input_layernorm": (H,), f"{at}.post_attention_layernorm": (H,)}
-    sizes["model.norm"] = (H,)
-    tensors = {
-        f"{n}.weight": torch.ones(s) if len(s) == 1 else torch.randn(s, generator=generator) * 1.5 * s[1] ** -0.5
-        for n, s in sizes.items()
-    }
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(shape))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def equality_batches(vocab: int, S: int, world: World) -> list[Batch]:
@@ -183,7 +139,9 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
     overlap.SMALLEST_PIECE = SMALLEST_PIECE
     cuda = world.device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
-    config = base_shape("tiny" if args.tiny else MODELS[args.model])
+    if cuda:  # NCCL allocates for itself: past this limit torch gives back what it only keeps
+        torch.cuda.set_per_process_memory_fraction(0.95)
+    model, config = layouts.speed_shape(args.model, args.tiny)
     torch.manual_seed(world.tp_rank)
     base = random_base(config, world, dtype, without=args.without)
     draft = random_draft(config, world, 32000, dtype, args.without)
@@ -191,8 +149,8 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
     ddp = wrap_ddp(draft, world, train)
     trainer = Trainer(world, ddp, *build_optimizer(ddp, world, train), base, ObjectiveConfig(ttt_steps=args.ttt_steps))
     S, B, mine = args.seq_length, args.micro_batch_size, args.micro_batches
-    if "@" in layout and not args.tiny:
-        S, B = map(int, layout.split("@")[1].split("x"))
+    if (rows := layouts.parse(layout).rows) and not args.tiny:
+        S, B = rows
     generator = torch.Generator().manual_seed(world.dp_rank)
     tokens = torch.randint(0, config.vocab_size, (B, S), generator=generator)
     ones = torch.ones(B, S, dtype=torch.int32)
@@ -217,14 +175,17 @@ def speed(layout: str, args: argparse.Namespace) -> dict[str, Any]:
     seconds = run(flush * -(-args.steps // flush))
     tokens_of_step = B * S * mine * world.pp_size * world.dp_size
     found = {
-        "layout": layout, "gpus": world.size, "model": "tiny" if args.tiny else args.model, "seq_length": S,
-        "micro_batch_size": B, "features_ahead": stream.ahead, "step_s": seconds,
+        "layout": layout, "gpus": world.size, "model": model, "seq_length": S, "micro_batch_size": B,
+        "ttt_steps": args.ttt_steps, "features_ahead": stream.ahead, "step_s": seconds,
         "tokens_per_second": tokens_of_step / seconds,
         "tokens_per_second_per_gpu": tokens_of_step / seconds / world.size,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
         "off": {
             name: models.paths.blocked[name]
-            for models, names in ((base, ("base_direct",)), (draft, ("draft_fused", "loss_kernel", "teacher_kernel")))
+            for models, names in (
+                (base, ("base_direct", *(("grouped_experts",) if config.moe else ()))),
+                (draft, ("draft_fused", "loss_kernel", "teacher_kernel")),
+            )
             for name in names
             if name in models.paths.blocked
         },
@@ -244,7 +205,7 @@ def main(args: argparse.Namespace) -> None:
     report: dict[str, list[Any]] = {"equality": [], "speed": [], "failed": []}
     first, _ = start(args.layouts[0])
     if not args.no_equality and args.layouts[0] == "one" and not (args.reference / "base").is_dir():
-        write_small_base(args.reference / "base", args.tiny)
+        small_base.write(args.reference / "base", layouts.has_experts(args.model), args.tiny)
     for layout in args.layouts:
         for name in ("equality", "speed"):
             if getattr(args, f"no_{name}") or (name == "speed" and layout not in (args.speed_of or args.layouts)):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_spec.base.model import FrozenBase, default_paths
+from megatron_spec.base.moe import Router
 from megatron_spec.config import LOCAL, BaseConfig, BaseLayers, presets
 from megatron_spec.drafts import build_draft
 from megatron_spec.drafts.vocab import DraftVocab
@@ -53,3 +54,6 @@ def random_block_draft(
 def _randomise(module: torch.nn.Module) -> None:
     for parameter in module.parameters():
         parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, 0.02)
+    for number, router in enumerate(m for m in module.modules() if isinstance(m, Router)):
+        # ranks that share experts choose alike, whatever torch's seed on each of them
+        router.weight.normal_(0.0, 0.02, generator=torch.Generator(router.weight.device).manual_seed(number))

@@ -6,6 +6,7 @@ as failed, and the remaining layouts run in new processes.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -18,19 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import layouts, small_base
+from megatron_spec.config import BaseConfig, UserError
+
 SCRIPT = Path(__file__).with_name("scale.py")
 PATIENCE = 240.0
 Finding = dict[str, Any]
-
-
-def layouts(gpus: int, engine: bool) -> tuple[list[str], list[str]]:
-    """(layouts for equality, for throughput) on `gpus` GPUs, with Transformer Engine's layers if `engine`."""
-    n = gpus
-    equal = [f"tp{n}", f"tp{n}sp", f"pp{n}", f"dp{n}", f"cp{n}"]
-    fast = [f"dp{n}", f"pp{n}", f"tp{n}", f"tp{n}sp", f"cp{n}@16384x1"]
-    if n >= 4:
-        equal += ["tp2pp2", "cp2", "tp2cp2sp"]
-    return equal + ([f"tp{n}te", f"tp{n}spte", f"pp{n}te", f"cp{n}te"] if engine else []), fast
 
 
 def run(gpus: int, wanted: list[str], flags: list[str]) -> tuple[list[Finding], list[str]]:
@@ -96,50 +90,86 @@ def _cuda() -> bool:
 @dataclass(frozen=True)
 class Chosen:
     """What to run: kinds ("equality", "speed") and layouts (None: all) on `gpus` GPUs, with miniatures if `tiny`, and
-    throughput without some fast paths."""
+    throughput without some fast paths, at `ttt_steps` draft steps."""
 
     gpus: int
     kinds: list[str]
     only: list[str] | None
     tiny: bool
     without: tuple[str, ...] = ()
+    model: str = "8b"
+    ttt_steps: int | None = None
 
     def of(self, every: list[str]) -> list[str]:
         """The chosen ones; a layout is also chosen by its name before @."""
         return [x for x in every if self.only is None or {x, x.split("@")[0]} & set(self.only)]
 
-    def check(self, *lists: list[str]) -> None:
-        """End the program if a chosen layout is in none of the lists."""
-        every = list(dict.fromkeys(x for found in lists for x in found))
-        if missing := [x for x in self.only or () if not any(x in (y, y.split("@")[0]) for y in every)]:
-            raise SystemExit(f"--layouts: found {' '.join(missing)}, expected some of {' '.join(every)}")
+    def possible(self, kind: str, wanted: list[str], count: int) -> tuple[list[str], list[str]]:
+        """(those of `wanted` that `count` GPUs can run, why they cannot run the others)."""
+        base, found, reasons = _shape(kind, self.model, self.tiny), [], []
+        for name in wanted:
+            try:
+                layouts.check(name, base, count)
+                found.append(name)
+            except UserError as e:
+                reasons.append(str(e))
+        return found, reasons
+
+    def flags(self, kind: str) -> list[str]:
+        """Of the child processes of this kind."""
+        found = ["--model", self.model, *(["--tiny"] if self.tiny else [])]
+        if kind == "equality":
+            return found
+        steps = [] if self.ttt_steps is None else ["--ttt-steps", str(self.ttt_steps)]
+        return [*found, *steps, *(["--without", *self.without] if self.without else [])]
+
+
+def _shape(kind: str, model: str, tiny: bool) -> BaseConfig:
+    if kind == "speed":
+        return layouts.speed_shape(model, tiny)[1]
+    return small_base.small_shape(layouts.has_experts(model), tiny)
+
+
+def _engine() -> bool:
+    return _cuda() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def check(gpus: int, model: str, only: list[str] | None, tiny: bool) -> None:
+    """Raise UserError for a model that one GPU does not hold, and for a chosen layout that is unknown or impossible."""
+    if model in layouts.TOO_LARGE and not tiny:
+        raise UserError(f"--gpus compares with one GPU, which does not hold --model {model}: give layouts instead")
+    for name in only or ():
+        layouts.check(name, _shape("speed", model, tiny), gpus)
+    every = list(
+        dict.fromkeys(x for found in layouts.every(gpus, _engine(), layouts.has_experts(model)) for x in found)
+    )
+    if missing := [x for x in only or () if not any(x in (y, y.split("@")[0]) for y in every)]:
+        raise UserError(f"--layouts: found {' '.join(missing)}, expected some of {' '.join(every)}")
 
 
 def prove(chosen: Chosen, output: Path | None, reference: Path | None) -> int:
     """Equality and throughput on several GPUs; prints tables. Returns the exit status."""
-    import importlib.util
-
-    engine, gpus = _cuda() and importlib.util.find_spec("transformer_engine") is not None, chosen.gpus
-    equal, fast = layouts(gpus, engine)
-    chosen.check(equal, fast)
-    equal, fast = chosen.of(equal), chosen.of(fast)
-    report: dict[str, Any] = {"gpus": gpus, "transformer_engine": engine, "equality": [], "speed": [], "failed": []}
+    engine, gpus = _engine(), chosen.gpus
+    equal, fast = (chosen.of(found) for found in layouts.every(gpus, engine, layouts.has_experts(chosen.model)))
+    report: dict[str, Any] = {
+        "gpus": gpus, "model": chosen.model, "transformer_engine": engine, "equality": [], "speed": [], "failed": [],
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as temporary:
         folder = ["--reference", str(reference or temporary)]
-        off = ["--without", *chosen.without] if chosen.without else []
         alone = sorted({"one" + name[name.index("@") :] if "@" in name else "one" for name in fast})
         parts = [
             ("equality", 1, ["one", *(["onete"] if any("te" in x for x in equal) else [])], ["--no-speed", *folder]),
             ("equality", gpus, equal, ["--no-speed", *folder]),
-            ("speed", 1, alone, ["--no-equality", *off]),
-            ("speed", gpus, fast, ["--no-equality", "--features-ahead", "8", "--warmup", "1", "--steps", "4", *off]),
+            ("speed", 1, alone, ["--no-equality"]),
+            ("speed", gpus, fast, ["--no-equality", "--features-ahead", "8", "--warmup", "1", "--steps", "4"]),
         ]
         for kind, count, wanted, own in parts:
             if kind not in chosen.kinds or not (equal if kind == "equality" else fast):
                 continue
-            findings, failures = run(count, wanted, [*own, *(["--tiny"] if chosen.tiny else [])])
+            wanted, impossible = chosen.possible(kind, wanted, count)
+            findings, failures = run(count, wanted, [*own, *chosen.flags(kind)])
             report[kind] += findings
-            report["failed"] += [f"{kind} {failure}" for failure in failures]
+            report["failed"] += [f"{kind} {failure}" for failure in [*impossible, *failures]]
             if output is not None:  # save partial results
                 output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print("\n" + tables(report), flush=True)

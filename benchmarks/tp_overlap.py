@@ -14,6 +14,7 @@ what each part of a step loses.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,16 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(argv)
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "2":
+        parser.error(f"found {ranks} processes, expected 2: start it with torchrun --nproc-per-node 2")
     if args.tiny:
         args.seq_length, args.rounds = 64, min(args.rounds, 2)
     from benchmarks import measure_overlap  # --help does without what it imports
+    from megatron_spec.runtime import platform
 
+    if not args.tiny and not platform.has_cuda():
+        parser.error("no GPU was found, expected two: --tiny runs in miniature on CPUs")
     return measure_overlap.main(args)
 
 

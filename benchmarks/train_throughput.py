@@ -20,6 +20,7 @@ step, kernels compiled after warm-up.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import Any, get_args
@@ -27,7 +28,7 @@ from typing import Any, get_args
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shapes import SHAPES
-from megatron_spec.config import LossKind, ObjectiveConfig
+from megatron_spec.config import LossKind, ObjectiveConfig, UserError
 from megatron_spec.config.layers import BaseRecipe
 from megatron_spec.config.training import BlockWeights, StepWeights
 from megatron_spec.planning.paths import PATHS
@@ -79,6 +80,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} does nothing with --draft {args.draft}: leave it out")
     if args.fp8_recipe and not args.transformer_engine:
         parser.error("--fp8-recipe needs --transformer-engine")
+    for name in ("iters", "repeats", "micro_batch_size"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least 1")
+    if not 0 < args.supervised_share <= 1:
+        parser.error(f"--supervised-share {args.supervised_share:g}: expected above 0, at most 1")
+    for pair in args.only or ():
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", pair):
+            parser.error(f"--only {pair}: expected a length and a number of steps, such as 4096x7")
+    if args.output is not None and not args.output.resolve().parent.is_dir():
+        parser.error(f"--output {args.output}: its folder does not exist")
     return args
 
 
@@ -88,9 +99,19 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if not args.transformer_engine:
         leave_out_engine()  # like finetune.py
     from benchmarks import measure_training  # --help does without what it imports
+    from megatron_spec.runtime import platform
 
+    if not args.tiny and not platform.has_cuda():
+        raise UserError("no GPU was found, expected one: --tiny runs in miniature on a CPU")
     return measure_training.main(args, argv or sys.argv[1:])
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as e:
+        from megatron_spec.runtime import distributed
+
+        distributed.shutdown()
+        print(f"train_throughput.py: error: {e}", file=sys.stderr)
+        sys.exit(2)

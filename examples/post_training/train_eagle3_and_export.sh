@@ -21,9 +21,9 @@ options (defaults in brackets):
   --heldout FILE      prompts to validate on [with --base_model: runs/mt_bench.jsonl, where it is there; else
                       examples/post_training/data/heldout_prompts.jsonl]
   --recipe NAME       defaults for all that follows. paper: those of the EAGLE-3 paper, with D-PACE. short: what gave the highest
-                      acceptance after minutes of training on one GPU (docs/acceptance.md): 8,192 conversations that
-                      the base makes up, late captures, a frozen head, T = 4, a lookup beside the draft, no fp8
-                      [with --base_model: paper]
+                      acceptance after minutes of training on one GPU (docs/acceptance.md): 24,576 conversations that
+                      the base makes up, read 2.6 times, late captures, a frozen head, T = 4, a lookup beside the draft,
+                      no fp8 [with --base_model: paper]
   --algorithm NAME    eagle3, eagle3.1, eagle1, eagle-mtp, mtp-from-base (the prediction module that the base ships),
                       p-eagle, medusa, dflash or dspark [eagle3]
   --eagle_config FILE architecture of an EAGLE, DFlash or DSpark draft as JSON [layers like the base's]
@@ -103,8 +103,8 @@ if [ -z "$base_model" ]; then
   : "${ttt_steps:=3}" "${max_new_tokens:=96}" "${loss:=lk}" "${num_prompts:=320}" "${step_decay:=0.6}" "${beta2:=0.99}"
   : "${eval_prompts:=24}" "${eval_tokens:=80}"
 elif [ "$recipe" = short ]; then
-  [ -n "$data$prompts" ] || : "${synthesize:=8192}"
-  : "${draft_vocab:=8192}" "${train_iters:=600}" "${qat_iters:=0}" "${batch:=32}" "${seq_length:=384}" "${lr:=1e-3}"
+  [ -n "$data$prompts" ] || : "${synthesize:=24576}"
+  : "${draft_vocab:=32000}" "${qat_iters:=0}" "${batch:=32}" "${seq_length:=384}" "${lr:=1e-3}"
   : "${ttt_steps:=4}" "${max_new_tokens:=192}" "${loss:=soft_ce}" "${num_prompts:=1000000}" "${beta2:=0.99}"
   : "${eval_prompts:=1000000}" "${eval_tokens:=256}" "${draft_len:=4}" "${sa_threshold:=2}"
 else
@@ -113,7 +113,8 @@ else
   : "${eval_prompts:=1000000}" "${eval_tokens:=512}"
 fi
 case ${base_model:+${recipe:-paper}} in # conversations of a forward pass and of a row, warm-up steps, answers written at once
-  short) micro_batch=16 rows=() warmup=18 answers=256 ;;
+  short) # with a small base a micro-batch takes the host as long whatever its size
+    micro_batch=$((batch <= 32 ? batch : batch % 32 ? 16 : 32)) rows=() warmup=18 answers=256 ;;
   paper) micro_batch=1 rows=(--packing) warmup=5 answers=64 ;; # many short conversations share a row of seq_length tokens
   *) micro_batch=$batch rows=() warmup=5 answers=64 ;; # the demo's settings were chosen with one in a row
 esac
@@ -121,6 +122,12 @@ esac
 qat_lr=$(awk "BEGIN {print $lr / 10}")
 ranks=$((num_gpu > 1 ? num_gpu : 1))
 global_batch=$((batch * ranks / tp))
+if [ -z "$train_iters" ]; then # the short recipe reads its conversations 2.6 times
+  conversations=${synthesize:-$(grep -c . "${data:-$prompts}" || true)}
+  [[ $conversations =~ ^[1-9][0-9]*$ ]] || fail "${data:-${prompts:---synthesize}}: $conversations conversations, expected a number above 0"
+  [[ $num_prompts =~ ^[1-9][0-9]*$ ]] || fail "--num_prompts $num_prompts: expected a number above 0"
+  train_iters=$(((conversations < num_prompts ? conversations : num_prompts) * 13 / (5 * global_batch) + 1))
+fi
 [ "$num_gpu" -gt 0 ] || export CUDA_VISIBLE_DEVICES=
 
 # The interpreter: on GPU machines, one that has torch with CUDA and the other packages, else our own environment.

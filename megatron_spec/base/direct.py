@@ -380,3 +380,8 @@ def run_in_fp8(base: Any) -> None:
     if paths.on("teacher_fp8"):
         head = base.head_weight[: base.vocab_size]
         base.head_fp8 = kernels.quantize(F.pad(head, (0, 0, 0, padded(len(head)) - len(head))))
+
+
+def reads_by_sequence(direct: DirectForward | None) -> bool:
+    """True if a step of decoding reads as much of the cache as each sequence has, whatever the longest one has."""
+    return direct is not None and direct.decode is not None and direct.untouched()

@@ -6,6 +6,7 @@ S sequence, B micro-batch, H hidden, TP tensor parallel size.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,7 +19,7 @@ from megatron_spec.base import placement, relay, te
 from megatron_spec.base.core_model import CoreModel, core_model, stage_counts, unwrapped
 from megatron_spec.base.direct import DirectForward
 from megatron_spec.base.modules import CoreAttention
-from megatron_spec.base.moe import LocalExperts, Router
+from megatron_spec.base.moe import LocalExperts, MixtureOfExperts, Router, ask_once
 from megatron_spec.base.spec import block_spec
 from megatron_spec.base.stage import CoreStage
 from megatron_spec.batch import Batch
@@ -32,6 +33,8 @@ from megatron_spec.planning import layouts
 from megatron_spec.planning.paths import Paths, Setting
 from megatron_spec.runtime import platform
 from megatron_spec.runtime.distributed import World
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -53,6 +56,7 @@ def record_outputs(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 
 def _group_experts(base: FrozenBase) -> None:
+    ask_once(module for module in base.modules() if isinstance(module, MixtureOfExperts))
     if not base.paths.on("grouped_experts"):
         return
     kind = base.paths.kernels("grouped_experts")
@@ -71,15 +75,34 @@ def default_paths(config: BaseConfig, world: World, dtype: torch.dtype, layers: 
 def _use_engine(base: FrozenBase) -> None:
     """Attention and experts of Transformer Engine, where the paths say so."""
     fp8 = base.paths.on("te_fp8")
-    for number, layer in base.layers():
-        core = layer.self_attention.core_attention
-        if base.paths.on("te_attention"):
-            core.engine = (te.attention(core, base.config, number, base.model.config, base.world.base_groups),)
+    if base.paths.on("te_attention"):
+        _use_attention(base)
+    for _, layer in base.layers():
         experts = getattr(layer.mlp, "experts", None)
         if base.paths.on("te_experts") and isinstance(experts, LocalExperts):
             experts.engine = te.GroupedExperts(experts, fp8)
     if fp8 and base.paths.setting.layers.recipe == "delayed":
         base.delayed_scaling = te.DelayedScaling(base.model)
+
+
+def _use_attention(base: FrozenBase) -> None:
+    """Attention of Transformer Engine in the layers for which it has a kernel."""
+    config, world, own = base.config, base.world, list[int]()
+    for number, layer in base.layers():
+        core = layer.self_attention.core_attention
+        attention = te.attention(core, config, number, base.model.config, world.base_groups)
+        if te.is_fused(attention, config, world, base.dtype):
+            core.engine = (attention,)
+        else:
+            own.append(number)
+    if own and world.tp_rank == world.dp_rank == 0:
+        log.warning(
+            "Transformer Engine has no fused attention for layers %s here and would hold all scores in memory: this "
+            "package's attention runs in them (%s; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 shows the reason)",
+            ", ".join(map(str, own)), te.versions_of_cudnn(),
+        )  # fmt: skip
+    if len(own) == len(base.attentions):
+        base.paths = base.paths.without("te_attention")
 
 
 @contextmanager
@@ -219,11 +242,6 @@ class FrozenBase(CoreStage):
             self.stage.count, batch, max_length, self._cached_heads(), config.head_dim, self.dtype, self.world.device,
             config.value_dim,
         )  # fmt: skip
-
-    @property
-    def reads_by_sequence(self) -> bool:
-        """True if a step of decoding reads as much of the cache as each sequence has, whatever the longest one has."""
-        return self.direct is not None and self.direct.decode is not None and self.direct.untouched()
 
     def cache_bytes(self, slots: int) -> int:
         """Bytes of `new_cache` for one sequence."""

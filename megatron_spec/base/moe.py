@@ -8,6 +8,8 @@ S sequence, B micro-batch, H hidden, E experts, R rows (tokens), K experts per t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -178,8 +180,20 @@ class LocalExperts(nn.Module):
         return mixed(x_RH, weights, chosen_RK, self.local_experts, self.here.first)
 
 
+@dataclass
+class Most:
+    """Rows of the expert parallel rank that has the most, in this forward."""
+
+    rows: int = 0
+
+
 class MixtureOfExperts(nn.Module):
-    """The MLP of a layer: routed experts and, if the base has one, a shared expert for every token."""
+    """The MLP of a layer: routed experts and, if the base has one, a shared expert for every token.
+
+    Attributes:
+        most: shared by the layers of a stage.
+        leads: this layer finds it.
+    """
 
     moe: MoeConfig
     groups: Any
@@ -196,6 +210,7 @@ class MixtureOfExperts(nn.Module):
         moe, groups = self.moe, self.groups
         self.tp, self.ep = groups.tp, groups.ep
         self.sequence_parallel = config.sequence_parallel
+        self.most, self.leads = Most(), True
         size = moe.num_experts // self.ep.size()
         self.router = Router(config, moe)
         self.experts = LocalExperts(config, moe, groups, Experts(self.ep.rank() * size, size))
@@ -221,15 +236,24 @@ class MixtureOfExperts(nn.Module):
 
     def _expert_parallel(self, x_RH: Tensor) -> Tensor:
         """Gather the rows of all expert parallel ranks (R may differ), run this rank's experts, sum, keep own rows."""
-        ranks, mine = self.ep.size(), len(x_RH)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=x_RH.device) for _ in range(ranks)]
-        dist.all_gather(sizes, torch.full_like(sizes[0], mine), group=self.ep)
-        longest = int(torch.stack(sizes).max())
-        padded = F.pad(x_RH, (0, 0, 0, longest - mine)).contiguous()
-        every = [torch.empty_like(padded) for _ in range(ranks)]
-        dist.all_gather(every, padded, group=self.ep)
-        x = torch.cat([rows[: int(size)] for rows, size in zip(every, sizes, strict=True)])
-        out = self.experts(x, *self.router(x))
-        dist.all_reduce(out, group=self.ep)
-        begin = sum(int(size) for size in sizes[: self.ep.rank()])
-        return out[begin : begin + mine]
+        if self.leads:
+            self.most.rows = _most_rows(len(x_RH), self.ep, x_RH.device)
+        padded = F.pad(x_RH, (0, 0, 0, self.most.rows - len(x_RH)))  # padding is routed, too, and dropped
+        every = gather_from_sequence_parallel_region(padded, group=self.ep)
+        out = self.experts(every, *self.router(every))
+        own: Tensor = reduce_scatter_to_sequence_parallel_region(out, group=self.ep)
+        return own[: len(x_RH)]
+
+
+def _most_rows(mine: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    """Rows of the rank that has the most. The host waits."""
+    rows_1 = torch.tensor([mine], device=device)
+    dist.all_reduce(rows_1, op=dist.ReduceOp.MAX, group=group)
+    return int(rows_1)
+
+
+def ask_once(layers: Iterable[MixtureOfExperts]) -> None:
+    """Let the first of these layers, which run one after the other, find the number of rows for all."""
+    most = Most()
+    for number, layer in enumerate(layers):
+        layer.most, layer.leads = most, number == 0

@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,9 +24,13 @@ from megatron_spec.base.modules import CoreAttention, LayerModules
 from megatron_spec.base.moe import LocalExperts
 from megatron_spec.config import BaseConfig, BaseLayers, UserError
 from megatron_spec.config.machine import Machine
+from megatron_spec.runtime.distributed import World
 
 FP8_ROWS = 16
 """In fp8, the rows of a product are a multiple of this."""
+
+PROBED_ROWS = 256
+"""Sequence length of the forward that finds out which attention runs."""
 
 _NORMED = (("input_layernorm", "self_attention", "linear_qkv"), ("pre_mlp_layernorm", "mlp", "linear_fc1"))
 """(norm, module, linear that may include the norm) of a layer."""
@@ -140,6 +145,42 @@ def attention(attending: CoreAttention, base: BaseConfig, layer: int, config: Tr
     if attending.softmax_offset is not None:
         module.softmax_offset = attending.softmax_offset
     return module.eval()
+
+
+def backends() -> Mapping[str, Any]:
+    """Transformer Engine's choice among its attentions in its last forward; empty if this version does not tell."""
+    try:
+        from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
+    except ImportError:
+        return {}
+    return _attention_backends  # type: ignore[no-any-return]
+
+
+def is_fused(module: Any, base: BaseConfig, world: World, dtype: torch.dtype) -> bool:
+    """False if Transformer Engine has no kernel for this attention here, and would hold all scores in memory.
+
+    It chooses by shapes, cuDNN's version and what is installed, so a few rows are computed.
+    """
+    N, G = (count // world.tp_size for count in (base.num_attention_heads, base.num_key_value_heads))
+    with torch.no_grad():
+        q, k, v = (
+            torch.zeros(PROBED_ROWS, 1, heads, size, dtype=dtype, device=world.device)
+            for heads, size in ((N, base.head_dim), (G, base.head_dim), (G, base.value_dim))
+        )
+        module(q, k, v, None, AttnMaskType.causal)
+    chosen = backends()
+    return any(chosen.get(f"use_{kind}_attention", True) for kind in ("flash", "fused"))
+
+
+def versions_of_cudnn() -> str:
+    """Of Transformer Engine and of torch; two of them in one process are why kernels fail to load."""
+    try:
+        from transformer_engine.pytorch.utils import get_cudnn_version
+
+        own = ".".join(map(str, get_cudnn_version()))
+    except ImportError:
+        own = "unknown"
+    return f"cuDNN of Transformer Engine: {own}, of torch: {torch.backends.cudnn.version()}"
 
 
 class GroupedExperts:

@@ -134,10 +134,11 @@ def _log_run(run: Run, report: Report) -> None:
     text = {True: "identical", None: "not compared", False: f"DIFFERS in {run.differences} answers"}[run.text_identical]
     if run.exact_ties:
         text += f" ({run.exact_ties} more part at exact ties of the two best logits)"
+    counted = found.engine_acceptance_length
     log.info(
-        "draft length %d: acceptance length %.3f (95%% %.3f-%.3f; as engines count %.3f), per position %s; %.1f tok/s "
+        "draft length %d: acceptance length %.3f (95%% %.3f-%.3f; %s), per position %s; %.1f tok/s "
         "alone, %.1f with the draft; text %s", run.max_draft_len, found.acceptance_length or 0.0, low, high,
-        found.engine_acceptance_length or 0.0,
+        "no step drafted" if counted is None else f"as engines count {counted:.3f}",
         [round(x, 3) for x in found.acceptance_per_position], report.base.tokens_per_second,
         run.speculative.tokens_per_second, text,
     )  # fmt: skip

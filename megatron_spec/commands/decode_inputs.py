@@ -53,6 +53,7 @@ from megatron_spec.planning.paths import OF_DECODING, Paths, Setting
 from megatron_spec.runtime import platform
 from megatron_spec.runtime.distributed import World
 from megatron_spec.runtime.files import sha256_of
+from megatron_spec.runtime.provenance import trained_steps
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +190,7 @@ def resolve(
         check_options(decode, kind)
         draft = config if kind in DECODING_TYPES.values() else None
         parallel_drafting = isinstance(config, EagleConfig) and config.parallel_drafting
-        trained = _trained_steps(folder) if folder is not None and parallel_drafting else None
+        trained = _trained_steps(folder, reading) if parallel_drafting else None
         check_lengths(decode, lens or (decode.max_draft_len,), draft, trained)
     if kind == "User":
         find_drafter(decode.drafter or "")
@@ -217,8 +218,10 @@ def _identity(folder: Path | None, reading: Reading | None, target: BaseReferenc
     return None if folder is None else f"sha256:{sha256_of(folder / 'run.json')}"
 
 
-def _trained_steps(folder: Path) -> int | None:
-    """--ttt-steps of the run that saved a checkpoint; None for one that no training saved."""
+def _trained_steps(folder: Path | None, reading: Reading | None) -> int | None:
+    """--ttt-steps of the training behind a checkpoint or an exported draft; None if unknown."""
+    if folder is None:
+        return trained_steps(reading.source.folder) if reading is not None else None
     found: int | None = sharded.read_extra(folder).get("objective", {}).get("ttt_steps")
     return found
 

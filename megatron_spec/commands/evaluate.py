@@ -18,10 +18,11 @@ from megatron_spec.build import Loaded, respec
 from megatron_spec.checkpoint import sharded
 from megatron_spec.commands.data import check_file
 from megatron_spec.commands.runs import EvalRequest
-from megatron_spec.config import DecodeConfig, ParallelConfig, UserError
+from megatron_spec.config import DecodeConfig, DraftConfig, ObjectiveConfig, ParallelConfig, UserError
 from megatron_spec.data.chat import ChatEncoder
 from megatron_spec.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_spec.decoding.engine import decode
+from megatron_spec.decoding.options import check_lengths
 from megatron_spec.decoding.started import Generation
 from megatron_spec.evaluation.acceptance import AcceptanceStats, acceptance_stats
 from megatron_spec.generation.prompts import Dialogue, read_prompts
@@ -38,11 +39,12 @@ BEST, LOG = "best", "acceptance.jsonl"
 FILES = {BEST, LOG}
 
 
-def check(request: EvalRequest, parallel: ParallelConfig) -> None:
+def check(request: EvalRequest, parallel: ParallelConfig, draft: DraftConfig, objective: ObjectiveConfig) -> None:
     """Raise UserError, before anything loads, if acceptance cannot be measured."""
     if request.interval == 0:
         return
     layouts.check("decode", parallel)
+    check_lengths(DecodeConfig(), (request.max_draft_len,), draft, objective.ttt_steps, "--eval-draft-len")
     check_file(str(request.data), "--eval-data")
 
 

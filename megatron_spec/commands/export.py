@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from megatron_spec.export.base import export_base
 from megatron_spec.export.block import unserved
 from megatron_spec.export.common import shared_folder
 from megatron_spec.export.draft import export_draft
-from megatron_spec.export.served import check_exportable
+from megatron_spec.export.served import check_exportable, engines_of
 from megatron_spec.families import config_json
 from megatron_spec.planning import layouts
 from megatron_spec.runtime import distributed
@@ -86,7 +87,7 @@ def _writes_yaml(draft: DraftConfig) -> bool:
     """True if TensorRT-LLM's PyTorch backend loads such a draft."""
     if isinstance(draft, BlockConfig):
         return "trtllm" not in unserved(draft)
-    return draft.reads_captures and not getattr(draft, "parallel_drafting", False)
+    return draft.reads_captures and "trtllm" in engines_of(draft)
 
 
 def _with_yarn(run: ExportRun, spec: CheckpointSpec) -> CheckpointSpec:
@@ -94,7 +95,7 @@ def _with_yarn(run: ExportRun, spec: CheckpointSpec) -> CheckpointSpec:
     factor, original, draft = run.yarn_factor, run.yarn_original, spec.draft
     if factor is None and original is None:
         return spec
-    if factor is None or original is None or factor <= 1:
+    if factor is None or original is None or not 1 < factor < math.inf:
         raise UserError(
             f"--export-yarn-factor {factor} with --export-yarn-original {original}: expected both, a factor above 1"
         )
@@ -133,7 +134,10 @@ def export(run: ExportRun) -> Path:
             draft_impl=run.draft_transformer_impl,
         )  # fmt: skip
     out = Path(run.export_dir).resolve()
-    run_config = {"checkpoint": str(folder), "quant": spec.quant.to_dict() if spec.quant else None}
+    run_config = {
+        "checkpoint": str(folder), "quant": spec.quant.to_dict() if spec.quant else None,
+        "ttt_steps": loaded.extra.get("objective", {}).get("ttt_steps"),
+    }  # fmt: skip
     legacy, with_base = run.format == "trtllm-legacy", _quantised_base(spec) or run.with_base
     of_base = getattr(spec.draft, "of_base", False)
     with shared_folder(out, world, overwrite=False) as new:  # publishes base and draft together

@@ -117,6 +117,13 @@ def load_models(resolved: Resolved, world: World) -> Loaded:
     )
 
 
+def _paths_that_run(loaded: Loaded) -> dict[str, str]:
+    """Which fast paths run, or why not. Whether Transformer Engine has attention for a base shows when it is built."""
+    found = loaded.draft.paths.to_dict()
+    built = getattr(loaded.base, "paths", loaded.draft.paths)  # a base of which the ends alone are loaded has none
+    return {**found, "te_attention": built.to_dict()["te_attention"]}
+
+
 @takes(FinetuneRun)
 def finetune(run: FinetuneRun) -> bool:
     """Train a draft, or resume training. Returns False if a signal ended the run early, after saving.
@@ -154,7 +161,7 @@ def _finetune(run: FinetuneRun, resolved: Resolved, world: World) -> bool:
     config = run.replace(train=training, train_epochs=None).to_dict()
     tracker = tracking.Tracker(
         Path(run.save), world.rank == 0, resumed_at=position.iteration, tensorboard_dir=run.tensorboard_dir,
-        wandb_project=run.wandb_project, config={**config, "fast_paths": loaded.draft.paths.to_dict()},
+        wandb_project=run.wandb_project, config={**config, "fast_paths": _paths_that_run(loaded)},
     )  # fmt: skip
     source = feature_source(run, loaded, loader, world)
     saver, evaluator = CheckpointSaver(resolved, loaded, trainer, training, config), None

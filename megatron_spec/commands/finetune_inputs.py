@@ -272,7 +272,7 @@ def check(resolved: Resolved) -> None:
     check_seq_length(resolved.seq_length, resolved.spec)
     run.check_features()
     te.check(run.layers, platform.machine())
-    evaluate.check(run.evaluation, run.parallel)
+    evaluate.check(run.evaluation, run.parallel, resolved.spec.draft, resolved.objective)
     check_kernels(run.train.optimizer_impl)
     fast_paths(resolved)
     quant = resolved.spec.quant

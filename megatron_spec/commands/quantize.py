@@ -144,10 +144,11 @@ def _quantize(
         draft_impl=run.draft_transformer_impl,
     )  # fmt: skip
     run_config = {"policy": run.policy, "samples": run.samples, "quant": quant.to_dict()}
+    trained = {name: loaded.extra[name] for name in ("objective",) if name in loaded.extra}  # export.py reads its steps
     if dataset is None:
         log.info("nothing is quantised: %s is a copy of the checkpoint", run.save)
         plain = respec(loaded.spec, iteration=_iteration(run))
-        return sharded.save(run.save, plain, loaded.draft, loaded.vocab, world, run_config=run_config)
+        return sharded.save(run.save, plain, loaded.draft, loaded.vocab, world, extra=trained, run_config=run_config)
     sequence_parallel = run.parallel.sequence_parallel
     loader, steps = calibration_loader(dataset, world, run.samples, run.micro_batch_size, sequence_parallel)
     batches = [loader.step(i * loader.global_batch_size) for i in range(steps)]
@@ -155,7 +156,7 @@ def _quantize(
     together(lambda: write_report(found, run.save) if world.rank == 0 else None)  # nothing is complete without it
     saved = sharded.save(
         run.save, respec(loaded.spec, quant=quant, iteration=_iteration(run)), loaded.draft, loaded.vocab, world,
-        base_amax=base_amax_state(loaded.base) if quant.base != "none" else None, run_config=run_config,
+        extra=trained, base_amax=base_amax_state(loaded.base) if quant.base != "none" else None, run_config=run_config,
     )  # fmt: skip
     log.info("quantised with %s on %d conversations: %s", run.policy, steps * loader.global_batch_size, saved)
     return saved

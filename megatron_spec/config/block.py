@@ -92,7 +92,7 @@ class BlockConfig(DecoderDraftConfig):
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
         self.rope.check_draft()
-        least = {"block_size": 2, "num_hidden_layers": 1, "markov_rank": 0}
+        least = {"block_size": 2, "markov_rank": 0}
         for name, bound in least.items():
             require(getattr(self, name) >= bound, f"{name} must be at least {bound}, found {getattr(self, name)}")
         ids = self.capture_layer_ids
@@ -101,7 +101,11 @@ class BlockConfig(DecoderDraftConfig):
             f"capture_layer_ids must be distinct, ascending and in 0..{self.num_target_layers - 1}, found {list(ids)}",
         )
         self._validate_mask_token_id(self.mask_token_id)
-        self._validate_heads()
+        self._validate_layers()
+        require(
+            self.block_size <= self.max_position_embeddings,
+            f"block_size {self.block_size} is longer than max_position_embeddings {self.max_position_embeddings}",
+        )
         require(
             self.sliding_window is None or self.sliding_window >= (1 if self.causal else self.block_size),
             f"sliding_window must be at least {'1' if self.causal else 'block_size'}, found {self.sliding_window}",

@@ -111,7 +111,7 @@ class Config:
     @classmethod
     def from_dict(cls: type[T], values: dict[str, Any]) -> T:
         """Build from a dictionary (nested configurations as dictionaries). Raises UserError on unknown keys."""
-        hints = typing.get_type_hints(cls)
+        hints = {name: hint for name, hint in typing.get_type_hints(cls).items() if name in field_names(cls)}
         kwargs: dict[str, Any] = {}
         for key, value in values.items():
             if key in cls.SETTLED:
@@ -148,6 +148,11 @@ def _tagged(kinds: list[type[Config]], value: dict[str, Any]) -> type[Config]:
         if value.get("algorithm") in typing.get_args(typing.get_type_hints(kind).get("algorithm")):
             return kind
     return kinds[0]
+
+
+def field_names(cls: type[Config]) -> list[str]:
+    """Names of the fields of a configuration class; class variables are none."""
+    return [field.name for field in dataclasses.fields(cls)]
 
 
 def flag_name(field: dataclasses.Field[Any]) -> str:

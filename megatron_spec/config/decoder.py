@@ -29,6 +29,10 @@ class DecoderDraftConfig(Config):
     """Target vocabulary V."""
     max_position_embeddings: int
     """Longest sequence."""
+    num_hidden_layers: int
+    """Decoder layers of the draft."""
+    rms_norm_eps: float
+    """Epsilon of the norms."""
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary embedding."""
     initializer_range: float = 0.02
@@ -38,7 +42,20 @@ class DecoderDraftConfig(Config):
     init_from_base_layer: bool = False
     """Copy MLP and norms of the first draft layer from the base's last layer where shapes agree."""
 
-    def _validate_heads(self) -> None:
+    def _validate_layers(self) -> None:
+        sizes = (
+            "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "max_position_embeddings", "num_hidden_layers",
+        )  # fmt: skip
+        for name in sizes:
+            require(getattr(self, name) >= 1, f"draft {name} must be at least 1, found {getattr(self, name)}")
+        require(self.rms_norm_eps > 0, f"draft rms_norm_eps must be positive, found {self.rms_norm_eps}")
+        require(self.initializer_range >= 0, f"initializer_range must not be negative, found {self.initializer_range}")
+        require(self.rope.theta > 0, f"draft rope_theta must be positive, found {self.rope.theta}")
+        require(
+            self.rope.rotary_dim(self.head_dim) % 2 == 0,
+            f"draft head_dim {self.head_dim} must be even: dimensions are rotated in pairs",
+        )
         require(
             self.num_attention_heads % self.num_key_value_heads == 0,
             f"draft num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "

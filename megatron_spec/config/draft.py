@@ -121,7 +121,7 @@ class EagleConfig(DecoderDraftConfig):
     def validate(self) -> None:
         """Raise UserError when fields are out of range or contradict one another."""
         _check_sizes(self)
-        self._validate_heads()
+        self._validate_layers()
         self.rope.check_draft()
         options = [n for n in ("norm_before_fc", "fc_norm", "norm_output") if getattr(self, n)]
         if self.algorithm == "eagle3.1":
@@ -192,7 +192,6 @@ def _check_sizes(config: EagleConfig) -> None:
         0 < config.draft_vocab_size <= config.vocab_size,
         f"draft_vocab_size {config.draft_vocab_size} must be between 1 and the base's vocabulary {config.vocab_size}",
     )
-    require(config.num_hidden_layers >= 1, f"num_hidden_layers must be at least 1, found {config.num_hidden_layers}")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from megatron_spec.config import (
     UserError,
     suggest,
 )
+from megatron_spec.config.core import field_names
 from megatron_spec.config.draft import READS_CAPTURES
 from megatron_spec.config.rope import read_rope, rope_scaling_json
 
@@ -29,12 +30,12 @@ LARGE = 2048
 """Minimum hidden size of a base for drafts with the published number of layers."""
 
 
-def require_mask_token(algorithm: str, overrides: dict[str, Any]) -> None:
+def require_mask_token(algorithm: str, overrides: dict[str, Any], where: str) -> None:
     """Raise UserError unless the overrides have a mask token."""
     if overrides.get("mask_token_id") is None:
         raise UserError(
             f"{algorithm} needs a mask token, a token id in the base's embedding that no text contains: none is known "
-            'for this base, give one as "mask_token_id" in the draft\'s configuration'
+            f'for this base, give one as "mask_token_id" in {where}'
         )
 
 
@@ -104,11 +105,11 @@ def _first_values(base: BaseConfig, values: dict[str, Any], overrides: dict[str,
     return {"init_from_base_layer": True, "fc_init": "average", "init_attention": not base.qk_norm}
 
 
-def _rope_overrides(base: BaseConfig, overrides: dict[str, Any]) -> dict[str, Any]:
+def _rope_overrides(base: BaseConfig, overrides: dict[str, Any], where: str) -> dict[str, Any]:
     for name, kinds in (("rope_theta", (int, float)), ("rope_scaling", (dict, type(None)))):
         if name in overrides and not isinstance(overrides[name], kinds):
             expected = "a number" if name == "rope_theta" else "an object or null"
-            raise UserError(f"--eagle-config: {name} is {overrides[name]!r}, expected {expected}")
+            raise UserError(f"{where}: {name} is {overrides[name]!r}, expected {expected}")
     theta = float(overrides.get("rope_theta", base.rope.theta))
     # yarn, longrope and partial rotation belong to the base's training: a new draft has a default rotary embedding.
     plain = base.rope.type in ("yarn", "longrope") or base.rope.partial_rotary_factor != 1.0
@@ -118,7 +119,7 @@ def _rope_overrides(base: BaseConfig, overrides: dict[str, Any]) -> dict[str, An
     scaling = dict(overrides["rope_scaling"] or {})
     known = {*RopeConfig.__dataclass_fields__, "rope_type", "mscale", "mscale_all_dim"} - {"theta"}
     for key in scaling.keys() - known:
-        raise UserError(f"--eagle-config: rope_scaling has unknown key {key!r}{suggest(key, known)}")
+        raise UserError(f"{where}: rope_scaling has unknown key {key!r}{suggest(key, known)}")
     kind = scaling.pop("type", None)
     if scaling:
         scaling["rope_type"] = scaling.get("rope_type", kind or rope.type)
@@ -126,7 +127,7 @@ def _rope_overrides(base: BaseConfig, overrides: dict[str, Any]) -> dict[str, An
         scaling["rope_type"] = kind
     if scaling and scaling["rope_type"] == rope.type:  # missing fields are the base's
         scaling = {**(rope_scaling_json(rope) or {}), **scaling}
-    return read_rope({"rope_theta": theta, "rope_scaling": scaling}, "--eagle-config").to_dict()
+    return read_rope({"rope_theta": theta, "rope_scaling": scaling}, where).to_dict()
 
 
 def _draft_shape(base: BaseConfig) -> dict[str, int]:
@@ -154,7 +155,7 @@ def _check_trainable(config: EagleConfig) -> None:
 
 def _check_overrides(overrides: dict[str, Any], cls: type[Config], fixed: dict[str, int], where: str) -> None:
     """Raise UserError for keys that `cls` does not have, and for values that conflict with the base."""
-    known = [*cls.__dataclass_fields__, *cls.SETTLED, *_HUGGING_FACE_NAMES]
+    known = [*field_names(cls), *cls.SETTLED, *_HUGGING_FACE_NAMES]
     for key in overrides:
         if key not in known:
             raise UserError(f"{where}: unknown key {key!r}{suggest(key, known)}; known: {', '.join(known)}")
@@ -190,14 +191,14 @@ def eagle_config(base: BaseConfig, algorithm: str = "eagle3", overrides: dict[st
     if algorithm == "eagle3.1":
         values.update(fc_norm=True, norm_output=True)
     if algorithm == "p-eagle":
-        require_mask_token(algorithm, overrides)
+        require_mask_token(algorithm, overrides, "--eagle-config")
         values["num_hidden_layers"] = 4 if base.hidden_size >= LARGE else 2
     if algorithm in READS_CAPTURES:
         overrides["capture_layer_ids"] = _capture_ids(base, overrides.get("capture_layer_ids", "default"), _CAPTURES)
     if algorithm == "eagle3":
         values.update(_first_values(base, values, overrides))
     if not (_HUGGING_FACE_NAMES & overrides.keys() and "rope" in overrides):
-        values["rope"] = _rope_overrides(base, overrides)
+        values["rope"] = _rope_overrides(base, overrides, "--eagle-config")
     values.update({k: v for k, v in overrides.items() if k not in _HUGGING_FACE_NAMES})
     config = EagleConfig.from_dict(values)
     _check_trainable(config)
@@ -262,8 +263,8 @@ def block_config(base: BaseConfig, algorithm: str, overrides: dict[str, Any] | N
     """
     overrides = dict(overrides or {})
     fixed = {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size, "num_target_layers": base.num_layers}
-    _check_overrides(overrides, BlockConfig, fixed, "draft configuration")
-    require_mask_token(algorithm, overrides)
+    _check_overrides(overrides, BlockConfig, fixed, "--draft-config")
+    require_mask_token(algorithm, overrides, "--draft-config")
     large = base.hidden_size >= LARGE
     values: dict[str, Any] = dict(
         algorithm=algorithm,
@@ -274,11 +275,11 @@ def block_config(base: BaseConfig, algorithm: str, overrides: dict[str, Any] | N
         num_hidden_layers=5 if large else 2,
     )
     captures = overrides.get("capture_layer_ids", "default")
-    overrides["capture_layer_ids"] = _capture_ids(base, captures, _BLOCK_CAPTURES, "draft configuration")
+    overrides["capture_layer_ids"] = _capture_ids(base, captures, _BLOCK_CAPTURES, "--draft-config")
     if algorithm == "dspark":
         values["markov_rank"] = 256 if large else 64
     if not (_HUGGING_FACE_NAMES & overrides.keys() and "rope" in overrides):
-        values["rope"] = _rope_overrides(base, overrides)
+        values["rope"] = _rope_overrides(base, overrides, "--draft-config")
     values.update({k: v for k, v in overrides.items() if k not in _HUGGING_FACE_NAMES})
     return BlockConfig.from_dict(values)
 
@@ -293,9 +294,9 @@ def _block_objective(config: BlockConfig, objective: ObjectiveConfig) -> Objecti
     unread = ["step_decay", "step_weights", "alignment", "detach", "in_vocab_only", "replay_weight"]
     if not config.has_markov_head:
         unread += ["confidence_weight", "backbone_weight", "backbone_iters"]
-    _refuse_unread(objective, unread, f"do nothing for {config.algorithm}")
-    if config.has_markov_head and objective.loss == default.loss:
-        objective = objective.replace(loss="ce_l1")  # the paper's; kl is soft_ce by its gradient
+    _refuse_unread(objective, unread, f"no effect on {config.algorithm}")
+    if objective.loss is None:
+        objective = objective.replace(loss="ce_l1" if config.has_markov_head else "soft_ce")  # as in the papers
     _refuse_without_owner(objective)
     return objective.replace(ttt_steps=steps)
 
@@ -303,20 +304,25 @@ def _block_objective(config: BlockConfig, objective: ObjectiveConfig) -> Objecti
 def _refuse_without_owner(objective: ObjectiveConfig) -> None:
     """Raise UserError for options that have no effect with the others."""
     if objective.block_weights == "exponential":
-        _refuse_unread(objective, ["pace_alpha"], "does nothing without --block-weights d-pace")
+        _refuse_unread(objective, ["pace_alpha"], "no effect without --block-weights d-pace")
     else:
-        _refuse_unread(objective, ["block_gamma"], f"does nothing with --block-weights {objective.block_weights}")
+        _refuse_unread(objective, ["block_gamma"], f"no effect with --block-weights {objective.block_weights}")
+    if objective.loss == "ce_l1" and not objective.ce_weight + objective.l1_weight + objective.confidence_weight:
+        raise UserError(
+            "--ce-weight, --l1-weight and --confidence-weight are all 0, so nothing is trained: leave one out"
+        )
     if objective.loss != "ce_l1":
-        _refuse_unread(objective, ["ce_weight", "l1_weight"], f"belong to --loss ce_l1, the loss is {objective.loss}")
+        _refuse_unread(objective, ["ce_weight", "l1_weight"], f"only for --loss ce_l1, the loss is {objective.loss}")
     if not objective.backbone_weight:
-        _refuse_unread(objective, ["backbone_iters"], "does nothing without --backbone-weight")
+        _refuse_unread(objective, ["backbone_iters"], "no effect without --backbone-weight")
 
 
 def _refuse_unread(objective: ObjectiveConfig, names: list[str], why: str) -> None:
     default = ObjectiveConfig()
-    given = ["--" + n.replace("_", "-") for n in names if getattr(objective, n) != getattr(default, n)]
+    given = [n.replace("_", "-") for n in names if getattr(objective, n) != getattr(default, n)]
+    given = [("--no-" if getattr(default, n.replace("-", "_")) is True else "--") + n for n in given]
     if given:
-        raise UserError(f"{', '.join(given)} {why}: leave {'it' if len(given) == 1 else 'them'} out")
+        raise UserError(f"{', '.join(given)}: {why}; leave {'it' if len(given) == 1 else 'them'} out")
 
 
 def _check_parallel_objective(objective: ObjectiveConfig) -> None:
@@ -326,7 +332,7 @@ def _check_parallel_objective(objective: ObjectiveConfig) -> None:
             "--ttt-steps 1: p-eagle is trained to propose several tokens at once: give the most that are to be "
             "proposed, 2 or more"
         )
-    _refuse_unread(objective, ["detach"], "does nothing for p-eagle, where no step reads the output of another")
+    _refuse_unread(objective, ["detach"], "no effect on p-eagle, where no step reads the output of another")
 
 
 _BLOCK_OPTIONS = [
@@ -345,14 +351,14 @@ def _weighed(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveConfig
         paced = config.algorithm == "eagle3" and objective.step_decay is None
         objective = objective.replace(step_weights="d-pace" if paced else "decay")
     if objective.step_weights == "decay":
-        _refuse_unread(objective, ["pace_alpha"], "does nothing without --step-weights d-pace")
+        _refuse_unread(objective, ["pace_alpha"], "no effect without --step-weights d-pace")
         return objective.replace(step_decay=objective.decay)
     if config.algorithm not in _PACED:
         raise UserError(
             f"--step-weights {objective.step_weights} is for {', '.join(_PACED)}, the draft is {config.algorithm}: "
             "leave it out"
         )
-    _refuse_unread(objective, ["step_decay"], f"does nothing with --step-weights {objective.step_weights}")
+    _refuse_unread(objective, ["step_decay"], f"no effect with --step-weights {objective.step_weights}")
     return objective
 
 
@@ -370,11 +376,11 @@ def objective_for(config: DraftConfig, objective: ObjectiveConfig) -> ObjectiveC
     if isinstance(config, EagleConfig) and config.parallel_drafting:
         _check_parallel_objective(objective)
     else:
-        _refuse_unread(objective, ["row_keep", "row_keep_least"], f"are for p-eagle, the draft is {config.algorithm}")
+        _refuse_unread(objective, ["row_keep", "row_keep_least"], f"only for p-eagle, the draft is {config.algorithm}")
     if isinstance(config, BlockConfig):
         return _block_objective(config, objective)
-    _refuse_unread(objective, _BLOCK_OPTIONS, f"are for block drafts, the draft is {config.algorithm}")
-    objective = _weighed(config, objective)
+    _refuse_unread(objective, _BLOCK_OPTIONS, f"only for block drafts, the draft is {config.algorithm}")
+    objective = _weighed(config, objective).replace(loss=objective.loss_kind)
     if objective.loss == "ce_l1":
         raise UserError(f"--loss ce_l1 is for block drafts, the draft is {config.algorithm}: choose another")
     if not objective.in_vocab_only and config.draft_vocab_size == config.vocab_size:

@@ -51,6 +51,22 @@ class ParallelConfig(Config):
             "--sequence-parallel needs --tensor-model-parallel-size greater than 1",
         )
 
+    def check_world_size(self, world_size: int) -> None:
+        """Raise UserError when the sizes do not divide the number of processes."""
+        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        cp, ep = self.context_parallel_size, self.expert_model_parallel_size
+        copy, also = tp * pp * cp, f" x CP {cp}" if cp > 1 else ""
+        require(
+            world_size % copy == 0,
+            f"{world_size} processes cannot hold replicas of TP {tp} x PP {pp}{also}: start a multiple of {copy} "
+            "(torchrun --nproc-per-node)",
+        )
+        require(
+            world_size // pp % (tp * ep) == 0,  # experts use the TP size of the other layers
+            f"{world_size} processes cannot shard experts over EP {ep} with TP {tp} x PP {pp}: start a multiple of "
+            f"{tp * pp * ep}",
+        )
+
 
 @dataclass(frozen=True)
 class ObjectiveConfig(Config):
@@ -63,10 +79,11 @@ class ObjectiveConfig(Config):
     step_weights: StepWeights | None = None
     """EAGLE-3, MTP: weight of a step is step_decay ** k, or its part in the accepted length (D-PACE); default: d-pace
     for eagle3, unless step_decay is given, else decay."""
-    loss: LossKind = "soft_ce"
+    loss: LossKind | None = None
     """Distance between draft and base: cross entropy with the base's distribution, KL divergence in either direction,
     total variation, the acceptance loss lk, a mixture of KL and total variation that moves from the first to the second
-    as acceptance grows (lk_hybrid), or cross entropy with the base's most likely token."""
+    as acceptance grows (lk_hybrid), cross entropy with the base's most likely token (Medusa and block drafts: with the
+    token of the text), or, for block drafts, that plus sum |q - p| (ce_l1); default: soft_ce, for dspark ce_l1."""
     temperature: float = 1.0
     """Softmax temperature of teacher and draft."""
     alignment: Alignment = "serving"
@@ -108,6 +125,11 @@ class ObjectiveConfig(Config):
     """DSpark: iterations over which backbone_weight falls to 0 (Domino's curriculum); 0: constant."""
 
     @property
+    def loss_kind(self) -> LossKind:
+        """`loss`, or its default."""
+        return self.loss or "soft_ce"
+
+    @property
     def decay(self) -> float:
         """`step_decay`, or its default."""
         return 0.8 if self.step_decay is None else self.step_decay
@@ -135,6 +157,7 @@ class ObjectiveConfig(Config):
             require(0 < getattr(self, name) <= 1, f"{name} must be in (0, 1], found {getattr(self, name)}")
         for name in ("pace_alpha", "backbone_weight"):
             require(0 <= getattr(self, name) <= 1, f"{name} must be in [0, 1], found {getattr(self, name)}")
+        require(self.backbone_iters >= 0, f"backbone_iters must not be negative, found {self.backbone_iters}")
         require(self.anchors >= 1, f"anchors must be at least 1, found {self.anchors}")
         require(
             self.block_gamma is None or self.block_gamma > 0, f"block_gamma must be positive, found {self.block_gamma}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
+
+from megatron_spec.runtime.files import read_object
 
 _RESERVED = re.compile(r"<\|?(reserved|unused|extra|placeholder)[-_a-z]*\d*\|?>|\[unused\d+\]", re.I)
 _MASKS = ("<|MASK|>", "<|mask|>", "<mask>", "[MASK]")
@@ -13,12 +14,12 @@ _MASKS = ("<|MASK|>", "<|mask|>", "<mask>", "[MASK]")
 def find(folder: Path, vocab_size: int) -> int | None:
     """Id of the mask token of the tokenizer in `folder`, else of its first reserved token, else of an unused row.
 
-    None if there is none of these, or no tokenizer.json.
+    None if there is none of these, or no tokenizer.json. Raises UserError for one that cannot be read.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
-    raw = json.loads(file.read_text(encoding="utf-8"))
+    raw = read_object(file)
     added = {t["content"]: int(t["id"]) for t in raw.get("added_tokens") or ()}
     known = (raw.get("model") or {}).get("vocab") or {}
     taken = set(added.values()) | (set(known.values()) if isinstance(known, dict) else set(range(len(known))))

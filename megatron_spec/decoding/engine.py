@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_spec.base.direct import reads_by_sequence
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.schedule import run_base_everywhere
 from megatron_spec.batch import Batch
@@ -62,7 +63,8 @@ REFILL, REFILL_ALIKE = 1 / 4, 1 / 16
 """Share of the rows that is free before waiting prompts are read: few of them cost nearly as much as a step. Where all
 are the same, nothing has to be read again."""
 MIXED = 1 / 4
-"""Largest part of the device's memory for a cache whose rows are all as long as the longest of unlike prompts."""
+"""Largest part of the memory beside the base's weights for a cache whose rows are all as long as the longest of unlike
+prompts."""
 
 
 def decode(
@@ -178,8 +180,12 @@ def _room(base: FrozenBase) -> int:
 
     Collective over the model parallel ranks.
     """
-    memory = platform.device_memory()
-    room = int(MIXED * memory / base.cache_bytes(1)) if base.reads_by_sequence and math.isfinite(memory) else 0
+    memory = platform.device_memory() - sum(p.numel() * p.element_size() for p in base.parameters())
+    room = (
+        max(0, int(MIXED * memory / base.cache_bytes(1)))
+        if reads_by_sequence(base.direct) and math.isfinite(memory)
+        else 0
+    )
     room_1 = torch.tensor([room], device=base.world.device)
     for group in (base.world.tp, base.world.pp):
         if group.size() > 1:
@@ -218,7 +224,7 @@ class _Engine:
         self.cache, self.rows, self.device = buffers.cache, buffers.rows, buffers.steps
         self.replays = buffers.replays
         # One number of slots to read where it costs nothing; 0: as few as possible.
-        self.whole = buffers.slots if drafter is None and base.reads_by_sequence else 0
+        self.whole = buffers.slots if drafter is None and reads_by_sequence(base.direct) else 0
         self.started: list[Started] = []  # steps that are not read yet, oldest first
         follows = drafter is None or drafter.fixed_shapes
         self.ahead = int(follows and self.replays.active and not costs.apart)  # steps that stay unread

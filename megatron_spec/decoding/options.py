@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_spec.config import DecodeConfig, DecodingType, DraftConfig, EagleConfig, MedusaConfig, UserError
+from megatron_spec.config import (
+    BlockConfig,
+    DecodeConfig,
+    DecodingType,
+    DraftConfig,
+    EagleConfig,
+    MedusaConfig,
+    UserError,
+)
 
 DECODING_TYPES: dict[str, DecodingType] = {
     "eagle1": "Eagle", "eagle3": "Eagle3", "eagle3.1": "Eagle3", "p-eagle": "Eagle3", "eagle-mtp": "MTP",
@@ -88,19 +96,26 @@ def check_options(config: DecodeConfig, kind: DecodingType) -> None:
 
 
 def check_lengths(
-    config: DecodeConfig, lens: Sequence[int], draft: DraftConfig | None, trained: int | None = None
-) -> None:
+    config: DecodeConfig, lens: Sequence[int], draft: DraftConfig | None, trained: int | None = None,
+    flag: str = "--max-draft-len",
+) -> None:  # fmt: skip
     """Raise UserError for draft lengths and trees that are impossible.
 
     Args:
         lens: draft lengths; for a tree, its levels.
         draft: configuration of the trained draft, if there is one.
         trained: steps it was trained for (--ttt-steps), if known.
+        flag: where the lengths were given.
     """
     deepest = max(lens)
+    if isinstance(draft, BlockConfig) and deepest > draft.num_steps:
+        raise UserError(
+            f"{flag} {deepest}, but the draft proposes blocks of {draft.num_steps} tokens: give at most "
+            f"{draft.num_steps}"
+        )
     if isinstance(draft, EagleConfig) and draft.parallel_drafting and trained is not None and deepest > trained:
         raise UserError(
-            f"--max-draft-len {deepest}: this p-eagle draft proposes {trained} tokens at once, as it was trained "
+            f"{flag} {deepest}: this p-eagle draft proposes {trained} tokens at once, as it was trained "
             f"(--ttt-steps {trained}); give at most {trained}, or train it for more"
         )
     if config.use_dynamic_tree and isinstance(draft, EagleConfig) and draft.parallel_drafting:
@@ -109,7 +124,7 @@ def check_lengths(
         )
     if config.use_dynamic_tree and deepest > config.max_total_draft_tokens:
         raise UserError(
-            f"--max-draft-len {deepest} with --max-total-draft-tokens {config.max_total_draft_tokens}: a tree has at "
+            f"{flag} {deepest} with --max-total-draft-tokens {config.max_total_draft_tokens}: a tree has at "
             "least one node on each level, so give at most as many levels as nodes"
         )
     if config.use_dynamic_tree and draft is not None and config.dynamic_tree_max_topK > draft.draft_vocab_size:
@@ -126,7 +141,7 @@ def check_lengths(
             f"heads and ranks up to {draft.vocab_size - 1}"
         )
     if deepest > draft.num_heads and not paths:
-        raise UserError(f"--max-draft-len {deepest}: the draft has {draft.num_heads} Medusa heads, a token each")
+        raise UserError(f"{flag} {deepest}: the draft has {draft.num_heads} Medusa heads, a token each")
 
 
 def _check_acceptance(config: DecodeConfig) -> None:

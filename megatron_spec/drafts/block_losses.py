@@ -129,10 +129,10 @@ class _Rows:
 
     def _losses(self, logits_RV: Tensor, rows_R: Tensor) -> RowLosses:
         goal = self.objective
-        if goal.loss == "ce_l1":
+        if goal.loss_kind == "ce_l1":
             weights = (goal.ce_weight, goal.l1_weight)
             return block.ce_l1_rows(logits_RV, self.teacher, rows_R, goal.temperature, self.group, weights)
-        return row_losses(logits_RV, self.teacher, rows_R, goal.loss, goal.temperature, self.group)
+        return row_losses(logits_RV, self.teacher, rows_R, goal.loss_kind, goal.temperature, self.group)
 
     def _add_low_gradients(self, grad_RV: Tensor, part: slice) -> None:
         """From the gradient of the weighted losses."""
@@ -287,7 +287,7 @@ class _Pass:
 
     def _rows(self, head: BlockHead, kernels: Any, weight_N: Tensor, pace: Pace | None = None) -> _Rows:
         goal, weights = self.objective, (self.objective.ce_weight, self.objective.l1_weight)
-        kernel = kernel_row_loss(self.told, goal.loss, goal.temperature, self.group, kernels, weights)
+        kernel = kernel_row_loss(self.told, goal.loss_kind, goal.temperature, self.group, kernels, weights)
         return _Rows(head, self.told, weight_N, goal, self.group, kernel, kernels, pace)
 
     def _in_place(self, kernels: Any, rows_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -5,6 +5,7 @@ Every parameter is drawn unsharded from a generator seeded with the seed and its
 
 from __future__ import annotations
 
+import logging
 import math
 import zlib
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,8 @@ from megatron_spec.drafts.teacher import restricted_head
 
 if TYPE_CHECKING:
     from megatron_spec.drafts.recurrent import RecurrentDraft
+
+log = logging.getLogger(__name__)
 
 FC_NOISE = 0.05
 """Scale of the noise on `fc`, relative to its noise-free initial value."""
@@ -163,7 +166,7 @@ def initial_values(draft: Any, ends: BaseEnds, base: Mapping[str, Tensor], seed:
         draft: a `RecurrentDraft` or a `MedusaDraft`.
         base: see `RecurrentDraft.initialize`.
     """
-    last = _BaseLayer(draft, ends, base)
+    last, unlike = _BaseLayer(draft, ends, base), list[str]()
     head: Tensor | None = None
     for name, spec in draft_tensors(draft.config).items():
         source = last.source(spec)
@@ -174,7 +177,11 @@ def initial_values(draft: Any, ends: BaseEnds, base: Mapping[str, Tensor], seed:
         head = value if spec.first == "head" else head
         if source is not None and (source.shape[0], 2 * source.shape[-1]) == spec.shape:
             last.enter_half(value, spec, source)
+        elif source is not None:
+            unlike.append(name)
         yield name, value
+    if unlike:
+        log.info("drawn at random, because the base's last layer has other shapes: %s", ", ".join(unlike))
 
 
 @torch.no_grad()

@@ -101,7 +101,7 @@ class MedusaDraft(Draft):
         teacher = teach(features, plan, teacher_head, objective.temperature, group, self.sequence_parallel)
         with torch.no_grad():
             state_NH = enter(features.state_SBH, group, self.sequence_parallel).flatten(0, 1)
-        labels = following_tokens(features.batch)[plan.teacher_U] if objective.loss == "hard_ce" else None
+        labels = following_tokens(features.batch)[plan.teacher_U] if objective.loss_kind == "hard_ce" else None
         plain = objective.replace(step_decay=1.0)
         found = []
         for i, head in enumerate(self.heads):

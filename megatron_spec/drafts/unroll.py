@@ -221,14 +221,14 @@ def head_losses(
 
     def row_loss(logits_RD: Tensor, rows_R: Tensor):  # type: ignore[no-untyped-def]
         """Differentiable losses of rows of logits."""
-        return row_losses(logits_RD, told, rows_R, objective.loss, objective.temperature, group)
+        return row_losses(logits_RD, told, rows_R, objective.loss_kind, objective.temperature, group)
 
     in_place = scale_ = fp8 = kernels = None
     if paths.kernels() != "none":
         kernels = backend.load(paths.kernels())
         scale_ = kernels.scale_
         if paths.under(objective).on("loss_kernel"):
-            in_place = kernel_row_loss(told, objective.loss, objective.temperature, group, kernels)
+            in_place = kernel_row_loss(told, objective.loss_kind, objective.temperature, group, kernels)
         if paths.under(objective).on("draft_head_fp8"):
             fp8 = kernels
     size = chunk_rows(weight_DH, in_place is not None, teacher.columns)

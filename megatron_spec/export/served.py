@@ -21,13 +21,14 @@ def check_exportable(config: DraftConfig, base: BaseConfig) -> list[str]:
     if not isinstance(config, EagleConfig) or config.of_base:
         return []
     _check_rope(config)
-    options = [name for name in SERVED_BY if getattr(config, name)]
-    engines = [e for e in ENGINES if all(e in SERVED_BY[name] for name in options)]
+    options, engines = _options(config), engines_of(config)
     if not engines:
         raise UserError(f"{' with '.join(options)}: no engine computes a draft with all of these: leave one out")
     said = []
     if options:
         said.append(f"{', '.join(options)}: only {' and '.join(engines)} computes such a draft")
+    if config.own_embed_tokens:
+        said.append("own_embed_tokens: only vllm reads such an embedding, trtllm and sglang take the target's")
     said += _last_layer(config, base)
     if config.reads_captures and len(config.capture_layer_ids) != TESTED_CAPTURES:
         said.append(
@@ -40,6 +41,15 @@ def check_exportable(config: DraftConfig, base: BaseConfig) -> list[str]:
             "format of this package; eagle3 and medusa are served"
         )
     return said
+
+
+def _options(config: DraftConfig) -> list[str]:
+    return [name for name in SERVED_BY if getattr(config, name, False)]
+
+
+def engines_of(config: DraftConfig) -> list[str]:
+    """Engines that compute all options of an EAGLE draft."""
+    return [e for e in ENGINES if all(e in SERVED_BY[name] for name in _options(config))]
 
 
 def _last_layer(config: EagleConfig | BlockConfig, base: BaseConfig) -> list[str]:

@@ -95,5 +95,5 @@ KERNEL_LOSSES = ("soft_ce", "kl", "hard_ce", "tv", "ce_l1")
 
 def loss_kernel(s: Setting) -> Reasons:
     """Of loss, metrics and gradient of a row in one pass."""
-    kind = s.objective.loss if s.objective is not None else "soft_ce"
+    kind = s.objective.loss_kind if s.objective is not None else "soft_ce"
     return {**half_kernels(s), f"the loss {kind} has no kernel": kind not in KERNEL_LOSSES}

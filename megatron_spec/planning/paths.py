@@ -54,7 +54,7 @@ def _draft_head_fp8(s: Setting) -> Reasons:
     if s.draft is not None:
         sizes = (s.draft.hidden_size, s.draft.draft_vocab_size)
     uneven = any(size % 16 for size in sizes) and s.machine.kernels != "plain"
-    kind = s.objective.loss if s.objective is not None else "soft_ce"
+    kind = s.objective.loss_kind if s.objective is not None else "soft_ce"
     return {
         f"the draft's layer is not in fp8: {layer}": layer is not None,
         **draft_paths.loss_kernel(s),

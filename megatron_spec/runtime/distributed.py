@@ -119,24 +119,6 @@ def _start_process_group(timeout_minutes: float) -> None:
     failure.watch()
 
 
-def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
-    """Raise UserError when the sizes do not divide the number of processes."""
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    cp, ep = parallel.context_parallel_size, parallel.expert_model_parallel_size
-    copy = tp * pp * cp
-    if world_size % copy:
-        also = f" x CP {cp}" if cp > 1 else ""
-        raise UserError(
-            f"{world_size} processes cannot hold replicas of TP {tp} x PP {pp}{also}: start a multiple of {copy} "
-            "(torchrun --nproc-per-node)"
-        )
-    if world_size // pp % (tp * ep):  # experts use the TP size of the other layers
-        raise UserError(
-            f"{world_size} processes cannot shard experts over EP {ep} with TP {tp} x PP {pp}: start a multiple of "
-            f"{tp * pp * ep}"
-        )
-
-
 def existing_parallel() -> ParallelConfig:
     """Parallel sizes that megatron-core was initialised with in this process; all 1 without initialisation."""
     if not parallel_state.model_parallel_is_initialized():
@@ -164,12 +146,12 @@ def initialize(
     """
     parallel = parallel or ParallelConfig()
     if settings is None:
-        check_world_size(parallel, int(os.environ.get("WORLD_SIZE", "1")))
+        parallel.check_world_size(int(os.environ.get("WORLD_SIZE", "1")))
     platform.activate()
     _start_process_group(timeout_minutes)
     if settings is not None:
         check_agreement(settings)
-    check_world_size(parallel, dist.get_world_size())
+    parallel.check_world_size(dist.get_world_size())
     if not parallel_state.model_parallel_is_initialized():
         with _groups_shared_on_gloo():
             parallel_state.initialize_model_parallel(

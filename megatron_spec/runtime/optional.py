@@ -24,6 +24,8 @@ APEX = ("amp_C", "apex.optimizers", "apex.multi_tensor_apply")
 APEX_REMEDY = "build it from source with its CUDA extensions (docs/install.md#apex) or remove it"
 
 ENGINE = "transformer_engine"
+USER = "megatron.core.extensions.transformer_engine"
+"""The module of megatron-core that is made of Transformer Engine's."""
 
 unusable: dict[str, str] = {}
 """Package that is installed, but not used -> why."""
@@ -40,13 +42,17 @@ def check_optional_packages(run: Config) -> None:
         run: flags of the program.
 
     Raises:
-        UserError: Transformer Engine is asked for, but does not import; states what failed and what to do.
+        UserError: Transformer Engine is asked for, but does not import, or not with this megatron-core; states what
+            failed and what to do.
     """
-    if not names_engine(run):
+    wanted = names_engine(run)
+    if not wanted:
         leave_out_engine()
     elif importlib.util.find_spec(ENGINE) is not None:
         _import_engine()
     leave_out_broken_apex()
+    if wanted and ENGINE in sys.modules:
+        _import_its_user()
 
 
 def leave_out_engine() -> None:
@@ -71,6 +77,18 @@ def _import_engine() -> None:
             "transformer_engine is installed, but transformer_engine.pytorch does not import "
             f"({type(e).__name__}: {_one_line(e)}): complete it (pip install 'transformer-engine[pytorch]'), or leave "
             "out the flags that name it; it is optional"
+        ) from e
+
+
+def _import_its_user() -> None:
+    """megatron-core imports parts of Transformer Engine that versions unlike its own lack."""
+    try:
+        importlib.import_module(USER)
+    except Exception as e:
+        raise UserError(
+            "megatron-core does not import with the installed transformer_engine "
+            f"({type(e).__name__}: {_one_line(e)}): install versions that fit (docs/install.md#tested-combinations), "
+            "or leave out the flags that name it; it is optional"
         ) from e
 
 

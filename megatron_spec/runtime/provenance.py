@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_spec import __version__
-from megatron_spec.runtime.files import write_json
+from megatron_spec.runtime.files import read_object, write_json
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "transformers", "safetensors")
 
@@ -37,6 +37,14 @@ def git_sha() -> str | None:
         return sha.stdout.strip() + ("+" if dirty.stdout.strip() else "")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def trained_steps(folder: Path) -> int | None:
+    """--ttt-steps of the training behind an exported draft; None for a folder that does not say."""
+    file = folder / "run.json"
+    config = read_object(file).get("config") if file.is_file() else None
+    found = config.get("ttt_steps") if isinstance(config, dict) else None
+    return found if isinstance(found, int) else None
 
 
 def write_run_json(folder: Path | str, config: dict[str, Any]) -> None:

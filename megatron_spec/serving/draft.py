@@ -14,9 +14,11 @@ from megatron_spec.config import MedusaConfig, UserError
 from megatron_spec.export.block import unserved
 from megatron_spec.export.formats import read_draft
 from megatron_spec.export.formats.block import algorithm_of, config_of
-from megatron_spec.export.formats.options import PARALLEL_KEYS
+from megatron_spec.export.formats.options import PARALLEL_KEYS, draft_window
+from megatron_spec.export.layout import QK_NORM_ARCHITECTURES, SERVED_BY
 from megatron_spec.runtime.files import read_object
 from megatron_spec.runtime.hub import is_hub_name, model_folder
+from megatron_spec.runtime.provenance import trained_steps
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +135,11 @@ def exported(
     length = _draft_len(method, config, max_draft_len)
     named = any(part in name for part in ("PEagle", "Peagle") for name in architectures)
     parallel = method == "eagle3" and (named or any(config.get(key) not in (None, False) for key in PARALLEL_KEYS))
-    lost = _unserved(config) if method in ("dflash", "dspark") else {}
+    most = trained_steps(path) if parallel else None
+    if most is not None and (max_draft_len or 0) > most:
+        raise UserError(f"--max-draft-len {length}, but this P-EAGLE draft was trained to propose {most} tokens")
+    length = min(length, most or length)
+    lost = _unserved(config) if method in ("dflash", "dspark") else _dropped(config)
     return Speculation(method, length, model, _captures(config), parallel, unserved=lost, **options)
 
 
@@ -143,6 +149,18 @@ def _unserved(config: dict[str, Any]) -> dict[Any, str]:
         return dict(unserved(config_of(config))) if algorithm_of(config) is not None else {}
     except UserError:
         return {}
+
+
+def _dropped(config: dict[str, Any]) -> dict[Any, str]:
+    """`Speculation.unserved` of an EAGLE draft: options of its config.json that an engine silently drops."""
+    nested = config.get("eagle_config") or {}
+    found = [name for name in SERVED_BY if name != "parallel_drafting" and (config.get(name) or nested.get(name))]
+    if "sliding_window" in found and not draft_window(config):
+        found.remove("sliding_window")
+    if set(config.get("architectures") or []) & set(QK_NORM_ARCHITECTURES):
+        found.append("qk_norm")
+    lost = {engine: [name for name in found if engine not in SERVED_BY[name]] for engine in ENGINES}
+    return {engine: f"it does not compute {', '.join(names)}" for engine, names in lost.items() if names}
 
 
 def _method_of_tensors(path: Path, architectures: list[Any]) -> Method:

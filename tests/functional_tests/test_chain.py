@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from megatron_spec.checkpoint.sharded import read_extra
+from megatron_spec.checkpoint.spec import resolve as resolve_folder
 from megatron_spec.config.rope import read_rope
 from tests.functional_tests.script_helpers import make_base, refuse, succeed, write_conversations
 
@@ -76,6 +78,11 @@ def test_quantised_training_starts_where_training_ended(chain: Path) -> None:
     assert len(qat) == 6
     # fp8 changes a random teacher, and the loss by up to a fifth; that of an untrained draft is far above.
     assert mean_loss(qat) < 0.85 * mean_loss(tuned[:6])
+
+
+def test_a_quantised_checkpoint_says_how_its_draft_was_trained(chain: Path) -> None:
+    tuned, quantised = (read_extra(resolve_folder(chain / name))["objective"] for name in ("tuned", "quantized"))
+    assert quantised == tuned and tuned["ttt_steps"] == 3
 
 
 def test_exported_fp8_draft_and_base(chain: Path) -> None:

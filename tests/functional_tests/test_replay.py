@@ -88,7 +88,7 @@ def test_refusals(root: Path) -> None:
         trained(root, "refused", 2.0, offline_data=str(root / "features"))
     (root / "block.json").write_text(json.dumps({"mask_token_id": 3, "block_size": 3}))
     convert(str(root / "base"), str(root / "block"), algorithm="dflash", draft_config=str(root / "block.json"))
-    with pytest.raises(UserError, match=r"--replay-weight do(es)? nothing for dflash"):
+    with pytest.raises(UserError, match=r"--replay-weight: no effect on dflash"):
         trained(root, "refused", 2.0, load=str(root / "block"))
 
 

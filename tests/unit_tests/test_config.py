@@ -8,6 +8,7 @@ import pytest
 
 from megatron_spec.config import (
     BaseConfig,
+    BlockConfig,
     DecodeConfig,
     EagleConfig,
     MoeConfig,
@@ -77,12 +78,51 @@ def test_another_rope_type_replaces_the_inherited_one() -> None:
         ({"capture_layer_ids": []}, "capture_layer_ids is empty"),
         ({"capture_layer_ids": "lates"}, r"capture_layer_ids is 'lates', expected .* default, late.*late"),
         ({"rope_theta": "many"}, "rope_theta is 'many'"),
-        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
+        ({"rope_scaling": "linear"}, "--eagle-config: rope_scaling is 'linear'"),
+        ({"SETTLED": 1}, "unknown key 'SETTLED'"),
     ],
 )
 def test_impossible_drafts_are_refused(overrides: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         eagle(**overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"attention_bias": True}, "--draft-config: unknown key 'attention_bias'"),  # what such a class has settled
+        ({"SETTLED": 1}, "unknown key 'SETTLED'"),
+        ({"rope_scaling": "linear"}, "--draft-config: rope_scaling is 'linear'"),
+        ({"block_size": 257}, "block_size 257 is longer than max_position_embeddings 256"),
+        ({"mask_token_id": None}, '"mask_token_id" in --draft-config'),
+    ],
+)
+def test_impossible_block_drafts_are_refused(overrides: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        presets.block_config(BASE, "dflash", {"mask_token_id": 3, **overrides})
+
+
+def test_saved_configurations_hold_fields_alone() -> None:
+    saved = presets.block_config(BASE, "dflash", {"mask_token_id": 3}).to_dict()
+    with pytest.raises(UserError, match="BlockConfig: unknown key 'own_head'"):
+        BlockConfig.from_dict({**saved, "own_head": True})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_key_value_heads", 0), ("num_attention_heads", 0), ("head_dim", 7), ("head_dim", 0),
+        ("intermediate_size", -3), ("max_position_embeddings", 0), ("num_hidden_layers", 0), ("rope_theta", 0),
+        ("rms_norm_eps", -1.0), ("rms_norm_eps", float("nan")), ("initializer_range", -0.1),
+    ],
+)  # fmt: skip
+def test_sizes_that_make_no_layer_are_refused(name: str, value: float) -> None:
+    for make in (
+        lambda: eagle(**{name: value}),
+        lambda: presets.block_config(BASE, "dspark", {"mask_token_id": 3, name: value}),
+    ):
+        with pytest.raises(UserError, match=name):
+            make()
 
 
 def test_captures_by_name() -> None:

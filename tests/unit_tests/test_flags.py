@@ -179,6 +179,17 @@ def test_a_p_eagle_draft_proposes_what_it_was_trained_for() -> None:
     check_lengths(DecodeConfig(), (4,), parallel, 4)
     check_lengths(DecodeConfig(), (9,), parallel, None)  # an exported draft does not say
     check_lengths(DecodeConfig(), (9,), presets.eagle_config(BASE), 4)
+
+
+def test_a_block_draft_proposes_at_most_its_block() -> None:
+    for algorithm, most in (("dflash", 3), ("dspark", 4)):
+        block = presets.block_config(BASE, algorithm, {"mask_token_id": 3, "block_size": 4})
+        check_lengths(DecodeConfig(), (1, most), block)
+        with pytest.raises(UserError, match=f"--eval-draft-len {most + 1}, but the draft proposes blocks of {most}"):
+            check_lengths(DecodeConfig(), (1, most + 1), block, flag="--eval-draft-len")
+
+
+def test_options_of_an_ngram_pool_without_effect_are_refused() -> None:
     with pytest.raises(UserError, match="--no-is-use-oldest does nothing"):
         check_options(DecodeConfig(is_keep_all=False, is_use_oldest=False), "NGram")
 
@@ -238,6 +249,7 @@ def spec(draft: Any, quant: QuantConfig | None = None) -> CheckpointSpec:
         ("eagle3", {"export_embeddings": True, "extra_modules": False}, "--export-embeddings concerns the draft"),
         ("eagle3", {"yarn_factor": 4.0}, "--export-yarn-original None: expected both"),
         ("eagle3", {"yarn_factor": 0.5, "yarn_original": 9}, "a factor above 1"),
+        ("eagle3", {"yarn_factor": float("inf"), "yarn_original": 9}, "a factor above 1"),
         ("eagle3", {"yarn_factor": 4.0, "yarn_original": 9, "format": "speculators"}, "needs --export-format hf"),
     ],
 )
@@ -247,6 +259,15 @@ def test_export_options_without_effect_are_refused(algorithm: str, fields: dict[
     run = runs.ExportRun("d", "o", **{"extra_modules": True, "with_base": True, **fields})
     with pytest.raises(UserError, match=message):
         _check(run, spec(presets.eagle_config(BASE, algorithm)))
+
+
+def test_no_yaml_for_what_tensorrt_llm_drops() -> None:
+    from megatron_spec.commands.export import _check
+
+    run = runs.ExportRun("d", "o", extra_modules=True, with_base=True, max_draft_len=4)
+    assert _check(run, spec(presets.eagle_config(BASE)))
+    with pytest.raises(UserError, match="--max-draft-len: no serving configuration is written"):
+        _check(run, spec(presets.eagle_config(BASE, overrides={"sliding_window": 9})))
 
 
 def block_objective(algorithm: str = "dflash", **fields: Any) -> ObjectiveConfig:
@@ -271,19 +292,21 @@ def test_settings_without_effect_are_refused() -> None:
             presets.eagle_config(BASE, "p-eagle", {"sliding_window": 6, "mask_token_id": 3}),
             ObjectiveConfig(ttt_steps=7),
         ), "--ttt-steps 7: more than the draft's sliding_window, 6"),
-        (lambda: block_objective(pace_alpha=0.3), "--pace-alpha does nothing without --block-weights d-pace"),
-        (lambda: block_objective(block_weights="d-pace", block_gamma=3.0), "--block-gamma does nothing with"),
-        (lambda: block_objective(l1_weight=0.3), "--l1-weight belong to --loss ce_l1"),
-        (lambda: block_objective(algorithm="dspark", backbone_iters=3), "does nothing without --backbone-weight"),
-        (lambda: block_objective(in_vocab_only=False), "--in-vocab-only do nothing for dflash"),
-        (lambda: block_objective(step_weights="d-pace"), "--step-weights do nothing for dflash"),
+        (lambda: block_objective(pace_alpha=0.3), "--pace-alpha: no effect without --block-weights d-pace"),
+        (lambda: block_objective(block_weights="d-pace", block_gamma=3.0), "--block-gamma: no effect with"),
+        (lambda: block_objective(l1_weight=0.3), "--l1-weight: only for --loss ce_l1"),
+        (lambda: block_objective(algorithm="dspark", backbone_weight=1.0, backbone_iters=-3), "backbone_iters must"),
+        (lambda: block_objective(algorithm="dspark", backbone_iters=3), "no effect without --backbone-weight"),
+        (lambda: block_objective("dspark", ce_weight=0.0, l1_weight=0.0, confidence_weight=0.0), "nothing is trained"),
+        (lambda: block_objective(in_vocab_only=False), "--no-in-vocab-only: no effect on dflash"),
+        (lambda: block_objective(step_weights="d-pace"), "--step-weights: no effect on dflash"),
         (lambda: presets.objective_for(presets.medusa_config(BASE), ObjectiveConfig(step_weights="d-pace")),
          "--step-weights d-pace is for eagle3, eagle3.1, eagle-mtp, the draft is medusa"),
-        (lambda: block_objective(step_weights="decay"), "--step-weights do nothing for dflash"),
-        (lambda: eagle_objective(pace_alpha=0.3, step_decay=0.8), "--pace-alpha does nothing without --step-weights"),
-        (lambda: eagle_objective("eagle-mtp", pace_alpha=0.3), "--pace-alpha does nothing without --step-weights"),
-        (lambda: eagle_objective(step_weights="d-pace", step_decay=0.8), "--step-decay does nothing with --step-wei"),
-        (lambda: eagle_objective(step_weights="d-pace", step_decay=0.5), "--step-decay does nothing with --step-wei"),
+        (lambda: block_objective(step_weights="decay"), "--step-weights: no effect on dflash"),
+        (lambda: eagle_objective(pace_alpha=0.3, step_decay=0.8), "--pace-alpha: no effect without --step-weights"),
+        (lambda: eagle_objective("eagle-mtp", pace_alpha=0.3), "--pace-alpha: no effect without --step-weights"),
+        (lambda: eagle_objective(step_weights="d-pace", step_decay=0.8), "--step-decay: no effect with --step-wei"),
+        (lambda: eagle_objective(step_weights="d-pace", step_decay=0.5), "--step-decay: no effect with --step-wei"),
         (lambda: eagle_objective("eagle1", step_weights="d-pace"), "the draft is eagle1"),
         (lambda: check_undrafted(DecodeConfig(max_draft_len=4)), "--max-draft-len needs a draft"),
         (lambda: presets.objective_for(presets.medusa_config(BASE), ObjectiveConfig(in_vocab_only=False)),
@@ -292,6 +315,17 @@ def test_settings_without_effect_are_refused() -> None:
     for make, message in cases:
         with pytest.raises(UserError, match=message):
             make()
+
+
+def test_the_loss_that_is_asked_for_is_taken() -> None:
+    """Also where it is the default of other drafts."""
+    assert block_objective("dspark").loss == "ce_l1"
+    assert block_objective("dspark", loss="soft_ce").loss == "soft_ce"
+    assert block_objective("dflash").loss == eagle_objective().loss == "soft_ce"
+    heads = presets.medusa_config(BASE)
+    assert presets.objective_for(heads, ObjectiveConfig()).loss == "soft_ce"
+    saved = block_objective("dspark", loss="soft_ce")
+    assert presets.objective_for(presets.block_config(BASE, "dspark", {"mask_token_id": 3}), saved) == saved
 
 
 def test_weights_of_steps() -> None:

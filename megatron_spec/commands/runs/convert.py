@@ -18,7 +18,7 @@ class DraftRequest(ScriptRun):
     eagle_algorithm: EagleAlgorithm | None = option(None, flag="export-eagle-algorithm", once=True)
     """EAGLE variant; eagle-mtp is multi-token prediction (default: eagle3)."""
     eagle_config: str | None = option(None, "JSON")
-    """File with overrides of the draft's architecture."""
+    """eagle: file with overrides of the draft's architecture."""
     draft_vocab: str | None = option(None, "DIR")
     """Calibrated draft vocabulary, from tools/calibrate_draft_vocab.py (default: the whole vocabulary)."""
     num_medusa_heads: int | None = option(None, "N", flag="export-num-medusa-heads")
@@ -43,9 +43,9 @@ class DraftRequest(ScriptRun):
         given = self._given((*eagle, *medusa, *block)) if self.draft is not None else []
         if given:
             raise UserError(f"--draft takes the draft as its folder has it: leave {', '.join(given)} out")
-        owners = {"eagle": eagle, "medusa": medusa, "dflash": block, "dspark": block}
+        owners = {"eagle": eagle, "medusa": medusa, "dflash or dspark": block}
         for owner, names in owners.items():
-            given = self._given(names) if names is not owners[self.algorithm] else []
+            given = [] if self.algorithm in owner else self._given(names)
             if given:
                 raise UserError(
                     f"--export-algorithm {self.algorithm} and {', '.join(given)} contradict each other: "

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from megatron_spec.base import moe
 from megatron_spec.base.model import FrozenBase
 from megatron_spec.base.moe import LocalExperts
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
@@ -56,10 +58,10 @@ def test_one_layer(first: int, with_out: bool) -> None:
     assert mixed_by_groups(x[:0], weights.view(R, K)[:0], chosen[:0], stacked, plain).shape == (0, H)
 
 
-def features(base: FrozenBase) -> Any:
+def features(base: FrozenBase, length: int = 24) -> Any:
     from megatron_spec.features.online import OnlineFeatures
 
-    [found] = OnlineFeatures(base).features([make_batch(2, 24, 1)])
+    [found] = OnlineFeatures(base).features([make_batch(2, length, 1)])
     return found
 
 
@@ -107,3 +109,21 @@ def in_world(folder: Path, layout: dict[str, int]) -> None:
 def test_ranks_that_share_the_experts(tmp_path: Path, family: str, layout: dict[str, int]) -> None:
     families.save(family, tmp_path / "base", vocab_size=96)
     run_world(2, in_world, tmp_path / "base", layout)
+
+
+def lengths_change(folder: Path, whole: dict[int, torch.Tensor]) -> None:
+    """Ranks agree on the number of rows once a forward, and anew in the next one."""
+    base = loaded(folder, True, expert_model_parallel_size=2)
+    rank = base.world.base_groups.ep.rank()
+    for lengths in ((8, 24), (24, 8), (16, 16)):
+        with mock.patch.object(moe, "_most_rows", wraps=moe._most_rows) as agreed:
+            found = features(base, lengths[rank]).captures_SBC
+        torch.testing.assert_close(found, whole[lengths[rank]], rtol=1e-5, atol=1e-5)
+        assert agreed.call_count == 1
+
+
+def test_expert_parallel_ranks_of_other_lengths(tmp_path: Path) -> None:
+    folder = save_mixtral(tmp_path / "base")
+    base = loaded(folder, False)
+    whole = {length: features(base, length).captures_SBC for length in (8, 16, 24)}
+    run_world(2, lengths_change, folder, whole)

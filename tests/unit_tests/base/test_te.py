@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ from megatron_spec.base import te
 from megatron_spec.base.schedule import run_base
 from megatron_spec.batch import Batch
 from megatron_spec.checkpoint.base_import import inspect_base, load_base
+from megatron_spec.commands.finetune import _paths_that_run
 from megatron_spec.config import ENGINE, BaseLayers, ParallelConfig, QuantConfig, UserError
 from megatron_spec.config.machine import H100, Machine
 from megatron_spec.ops.moe import mixed, mixed_in_order
 from megatron_spec.planning import te_paths
+from megatron_spec.planning.paths import Paths
 from megatron_spec.quantization.attach import attach_quantizers, quantizers
 from megatron_spec.quantization.quantizer import Mode
 from megatron_spec.runtime import distributed
@@ -239,6 +242,32 @@ def test_fp8_runs_in_the_base(recipe: Any, tmp_path: Path, monkeypatch: pytest.M
     delayed = [{True}, "update", {True}, "update", {False}, "update"]
     assert events == (delayed if recipe == "delayed" else [{True}, {False}])
     assert contexts == ([-1] * 3 if recipe == "delayed" else [0, 1, 2, 3] * 2)
+
+
+def test_attention_without_a_kernel_is_this_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where Transformer Engine would hold all scores, its attention is left out, with a warning."""
+    save("llama", tmp_path / "base")
+    reference, world = inspect_base(tmp_path / "base"), distributed.initialize()
+    choices = [{"use_flash_attention": False, "use_fused_attention": layer == 1} for layer in range(4)]
+    for fused, warnings in ((choices, 1), ([{}] * 4, 0), (choices[:1] * 4, 1)):
+        left = iter(fused)
+        monkeypatch.setattr(te, "backends", lambda left=left: next(left))
+        caplog.clear()
+        with te_stand_in.installed():
+            base = load_base(reference, world, CAPTURES, layers=ENGINE)
+        expected = [not choice or choice["use_fused_attention"] for choice in fused]
+        assert [bool(layer.self_attention.core_attention.engine) for _, layer in base.layers()] == expected
+        assert base.paths.on("te_attention") == any(expected)
+        before = Paths(replace(base.paths.setting, off=()))  # what the run was planned with, which its draft keeps
+        recorded = _paths_that_run(SimpleNamespace(base=base, draft=SimpleNamespace(paths=before)))  # type: ignore[arg-type]
+        assert recorded == {**before.to_dict(), "te_attention": base.paths.to_dict()["te_attention"]}
+        assert (recorded["te_attention"] == "on") == any(expected)
+        told = [r.getMessage() for r in caplog.records if "no fused attention" in r.getMessage()]
+        assert len(told) == warnings and all("cuDNN of Transformer Engine" in text for text in told)
+        if warnings:
+            assert f"layers {', '.join(str(i) for i, on in enumerate(expected) if not on)} here" in told[0]
 
 
 def test_a_base_in_fp8_is_not_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,12 +34,21 @@ def test_a_group_holds_prompts_of_any_length_in_a_small_cache(rows: int, room: i
     assert list(groups(PROMPTS, room, rows, more=10)) == expected
 
 
+def test_the_weights_of_the_base_leave_less_room(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "reads_by_sequence", lambda _: True)
+    weights = sum(p.numel() * p.element_size() for p in tiny.base.parameters())
+    for more, slots in ((40, 10), (0, 0), (-400, 0)):  # a quarter of what the weights leave
+        memory = float(weights + more * tiny.base.cache_bytes(1))
+        monkeypatch.setattr(platform, "device_memory", lambda memory=memory: memory)
+        assert engine._room(tiny.base) == slots
+
+
 @pytest.mark.parametrize("memory, prefills", [(float("inf"), 3), (1e9, 1), (1.0, 3)])
 def test_unlike_prompts_decode_together_where_memory_allows(
     tiny: Any, monkeypatch: pytest.MonkeyPatch, memory: float, prefills: int
 ) -> None:
     monkeypatch.setattr("megatron_spec.decoding.waiting.SHORT_PROMPT", 1)
-    monkeypatch.setattr("megatron_spec.base.model.FrozenBase.reads_by_sequence", True)
+    monkeypatch.setattr(engine, "reads_by_sequence", lambda _: True)
     monkeypatch.setattr(platform, "device_memory", lambda: memory)
     taken: list[int] = []
     read = DeviceSteps.prefill

@@ -124,7 +124,7 @@ def plain_loss(
                     "kl": lambda: (target * (target.log() - logq)).sum(),
                     "hard_ce": lambda: -logq[label],
                     "ce_l1": lambda: -goal.ce_weight * logq[label] + goal.l1_weight * (q - target).abs().sum(),
-                }[goal.loss]()
+                }[goal.loss_kind]()
                 if m is not None:
                     if goal.backbone_weight:
                         plain = (x @ head.t()).log_softmax(-1)

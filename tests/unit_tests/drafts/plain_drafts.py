@@ -106,7 +106,7 @@ class PlainDraft:
                 stats[k, 3] += 1
                 if best in self.ids.tolist():
                     loss, replay = (
-                        plain_row_loss(goal.loss, p, q, int(p.argmax())),
+                        plain_row_loss(goal.loss_kind, p, q, int(p.argmax())),
                         replay_of(goal, batch, b, j + 2 + k),
                     )
                     if self.config.algorithm == "eagle1":
@@ -144,7 +144,7 @@ def plain_medusa(
             x = x + inner / (1 + (-inner).exp())
         head = ends.head if config.share_base_head else p[f"heads.{i}.lm_head.weight"]
         q, teacher = (head @ x).softmax(-1), (ends.head @ f.state_SBH[j + 1 + i, b]).softmax(-1)
-        loss = plain_row_loss(goal.loss, teacher, q, int(f.batch.tokens_BS[b, j + 2 + i]))
+        loss = plain_row_loss(goal.loss_kind, teacher, q, int(f.batch.tokens_BS[b, j + 2 + i]))
         found = [loss.detach(), q.argmax() == teacher.argmax(), torch.minimum(teacher, q).sum().detach(), 1]
         stats[i] += torch.tensor([float(x) for x in found], dtype=stats.dtype)
         total.append(goal.decay**i * replay_of(goal, f.batch, b, j + 2 + i) * loss)

@@ -229,7 +229,7 @@ class PlainEagle:
                 known = best in self.ids.tolist()
                 chances[j, k] = float(q[p.argmax()]) if known else 0.0
                 if known or not objective.in_vocab_only:
-                    loss = plain_row_loss(objective.loss, p, q, int(p.argmax()))
+                    loss = plain_row_loss(objective.loss_kind, p, q, int(p.argmax()))
                     stats[k, 0] += loss.detach()
                     terms[j, k] = replay_of(objective, batch, b, j + 2 + k) * loss
             h = h.detach() if objective.detach else h

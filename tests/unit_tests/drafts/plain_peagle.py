@@ -51,7 +51,7 @@ class PlainPEagle(PlainEagle):
             stats[d, 2] += torch.minimum(p, q).sum().detach()
             stats[d, 3] += 1
             if best in self.ids.tolist() or not objective.in_vocab_only:
-                loss = plain_row_loss(objective.loss, p, q, int(p.argmax()))
+                loss = plain_row_loss(objective.loss_kind, p, q, int(p.argmax()))
                 stats[d, 0] += loss.detach()
                 total = total + objective.decay**d * loss
         return total

@@ -77,7 +77,7 @@ def test_equals_the_plain_code_in_fp32(name: str, alone: Any, small_chunks: None
     assert not calls
     use_kernel(draft)
     found = result(draft, ends, goal, torch.float32)
-    assert set(calls) == {"soft_rows" if goal.loss in ("soft_ce", "kl") else "mixed_rows"}
+    assert set(calls) == {"soft_rows" if goal.loss_kind in ("soft_ce", "kl") else "mixed_rows"}
     for n in expected:
         torch.testing.assert_close(found[n], expected[n], rtol=1e-5, atol=2e-5, msg=lambda m, n=n: f"{n}: {m}")
 

@@ -155,7 +155,7 @@ def test_invalid_input_is_refused() -> None:
         block_config(capture_layer_ids=(3, 8))
     with pytest.raises(UserError, match=r"--ttt-steps 5, but a block of 4 proposes 3"):
         presets.objective_for(block_config(), ObjectiveConfig(ttt_steps=5))
-    with pytest.raises(UserError, match="--step-decay, --confidence-weight do nothing for dflash"):
+    with pytest.raises(UserError, match="--step-decay, --confidence-weight: no effect on dflash"):
         presets.objective_for(block_config(), ObjectiveConfig(step_decay=0.5, confidence_weight=0.5))
 
 

@@ -211,6 +211,16 @@ def test_initial_values() -> None:
     assert drawn == {"fc.weight", *attention}
 
 
+def test_what_does_not_fit_from_the_base_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    config = eagle_config(init_from_base_layer=True)
+    draft = EagleDraft(config, draft_vocab(config), Placement(distributed.initialize().tp))
+    base = {"mlp.gate_proj.weight": torch.rand(40, 16), "post_attention_layernorm.weight": torch.rand(16)}
+    with caplog.at_level("INFO", logger="megatron_spec"):
+        draft.initialize(StandInEnds(16, torch.float32), base, seed=1)
+    [said] = caplog.messages
+    assert said.endswith("the base's last layer has other shapes: midlayer.mlp.gate_proj.weight")
+
+
 def test_init_attention_fills_the_feature_half() -> None:
     config = eagle_config(init_from_base_layer=True, init_attention=True)
     draft = EagleDraft(config, draft_vocab(config), Placement(distributed.initialize().tp))

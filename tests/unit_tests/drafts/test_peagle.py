@@ -114,7 +114,7 @@ def test_invalid_input_is_refused() -> None:
         eagle_config(mask_token_id=3)
     with pytest.raises(UserError, match="--ttt-steps 1: p-eagle"):
         presets.objective_for(peagle(), ObjectiveConfig(ttt_steps=1))
-    with pytest.raises(UserError, match="--detach does nothing for p-eagle"):
+    with pytest.raises(UserError, match="--detach: no effect on p-eagle"):
         presets.objective_for(peagle(), ObjectiveConfig(detach=True))
-    with pytest.raises(UserError, match="--row-keep are for p-eagle, the draft is eagle3"):
+    with pytest.raises(UserError, match="--row-keep: only for p-eagle, the draft is eagle3"):
         presets.objective_for(eagle_config(), ObjectiveConfig(row_keep=0.5))

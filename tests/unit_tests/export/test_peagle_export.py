@@ -13,6 +13,7 @@ from megatron_spec.export.check import check_folder
 from megatron_spec.export.load import load_draft, open_draft
 from megatron_spec.export.rewrite import rewrite
 from megatron_spec.export.speculators import check as check_speculators
+from megatron_spec.runtime.provenance import trained_steps, write_run_json
 from megatron_spec.serving.draft import exported
 from megatron_spec.serving.sglang import sglang_command
 from megatron_spec.serving.trtllm import trtllm_config
@@ -103,6 +104,15 @@ def test_mask_token_under_a_name_unknown_to_vllm(home: Home, tmp_path: Path) -> 
     folder = write(tmp_path / "d", {**drop(raw, "ptd_token_id"), "mask_token_id": MASK}, tensors)
     [found] = [f for f in check_folder(folder, "vllm", home.base) if not f.warning]
     assert found.rule == "mask_token" and f'"ptd_token_id": {MASK}' in found.fix
+
+
+def test_no_more_tokens_are_served_than_trained(home: Home, tmp_path: Path) -> None:  # noqa: F811
+    folder = write(tmp_path / "d", *ours(home))
+    assert trained_steps(folder) is None and exported(folder, 9).max_draft_len == 9
+    write_run_json(folder, {"ttt_steps": 2})
+    assert trained_steps(folder) == exported(folder).max_draft_len == exported(folder, 2).max_draft_len == 2
+    with pytest.raises(UserError, match="--max-draft-len 3, but this P-EAGLE draft was trained to propose 2 tokens"):
+        exported(folder, 3)
 
 
 def test_only_vllm_serves_it(home: Home) -> None:  # noqa: F811

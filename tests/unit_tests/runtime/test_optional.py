@@ -110,8 +110,12 @@ NAMED: list[Config] = [
 ]
 
 
-def install_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, pytorch: str = "") -> None:
-    """Put a Transformer Engine on the search path that imports its part for JAX where it can."""
+def install_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, pytorch: str = "", user: str = "") -> None:
+    """Put a Transformer Engine on the search path that imports its part for JAX where it can; `user`: what stands for
+    megatron-core's part that imports it."""
+    (folder / "core_of_engine.py").write_text(user)
+    monkeypatch.delitem(sys.modules, "core_of_engine", raising=False)
+    monkeypatch.setattr(optional, "USER", "core_of_engine")
     top = "from . import pytorch\ntry:\n    from . import jax\nexcept ImportError: ..."
     parts = {"": top, "pytorch": pytorch, "jax": ""}
     for name, text in parts.items():
@@ -160,3 +164,18 @@ def test_a_broken_one_is_an_error_where_it_is_asked_for(tmp_path: Path, monkeypa
     install_engine(tmp_path, monkeypatch, "raise OSError('libcudart.so.99:\\ncannot open')")
     with pytest.raises(UserError, match=r"libcudart.so.99: cannot open.*pip install 'transformer-engine"):
         optional.check_optional_packages(NAMED[0])
+
+
+def test_one_that_megatron_core_cannot_use_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an older version than megatron-core knows."""
+    install_engine(tmp_path, monkeypatch, user="from transformer_engine.pytorch.tensor import QuantizedTensor")
+    expected = (
+        r"megatron-core does not import with .*no module named 'transformer_engine.pytorch.tensor'.*install.md#tested"
+    )
+    with pytest.raises(UserError, match=f"(?i){expected}") as raised:
+        optional.check_optional_packages(NAMED[0])
+    assert "\n" not in str(raised.value)
+    optional.unusable.clear()
+    for name in [n for n in sys.modules if n.partition(".")[0] == "transformer_engine"]:
+        del sys.modules[name]
+    optional.check_optional_packages(UNNAMED)  # a run that does not name it is not concerned

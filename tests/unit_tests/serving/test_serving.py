@@ -205,6 +205,28 @@ def test_parallel_eagle3_is_for_vllm(tmp_path: Path) -> None:
             refuse(plan)
 
 
+@pytest.mark.parametrize(
+    ("option", "config"),
+    [
+        (
+            "sliding_window",
+            {"sliding_window": 64, "layer_types": ["sliding_attention"], "max_position_embeddings": 256},
+        ),
+        ("attention_bias", {"attention_bias": True}),
+        ("norm_before_residual", {"eagle_config": {"norm_before_residual": True}}),
+        ("qk_norm", {"architectures": ["Eagle3Qwen3ForCausalLM"]}),
+    ],
+)
+def test_options_that_an_engine_drops_are_refused(tmp_path: Path, option: str, config: dict[str, Any]) -> None:
+    plan = exported(draft(tmp_path / "draft", **config))
+    assert speculative_config(plan)["method"] == "eagle3"
+    for refuse in (trtllm_config, lambda p: sglang_command(p, "/b")):
+        with pytest.raises(UserError, match=f"does not compute {option}; serve it with vLLM"):
+            refuse(plan)
+    unused = exported(draft(tmp_path / "unused", sliding_window=64, use_sliding_window=False, attention_bias=False))
+    assert trtllm_config(unused)["speculative_config"]["decoding_type"] == "Eagle3"
+
+
 def test_trtllm_engine_options(tmp_path: Path) -> None:
     plan = exported(draft(tmp_path / "draft"), sa_threshold=6)
     options = EngineOptions(8, 4096, 2048, 0.6, False, tp_size=2)

@@ -121,7 +121,7 @@ def test_chain_validates_again_with_other_settings(start: Any) -> None:
     assert code == 2 and not started and "holds a run with other options" in said
 
 
-def test_short_recipe(start: Any) -> None:
+def test_short_recipe(start: Any, tmp_path: Path) -> None:
     """Own questions, late captures, a frozen head, T = 4, a lookup, no fp8; given options count."""
     chain = ("train_eagle3_and_export.sh", "--base_model", "base", "--recipe", "short", "--output")
     code, said, started = start(*chain, "chain", data="")
@@ -130,11 +130,12 @@ def test_short_recipe(start: Any) -> None:
         "generate", "convert_model", "finetune", "export", "validate", "validate"
     ]  # fmt: skip
     generate, convert, finetune, export, alone, lookup = (run for _, run in started)
-    assert (generate.synthesize, generate.decode.max_new_tokens, generate.data) == (8192, 192, None)
+    assert (generate.synthesize, generate.decode.max_new_tokens, generate.data) == (24576, 192, None)
     assert json.loads(Path(convert.eagle_config).read_text()) == {"capture_layer_ids": "late", "frozen_head": True}
     train, objective = finetune.train, finetune.objective
-    assert (train.train_iters, train.global_batch_size, train.lr, train.packing) == (600, 32, 1e-3, False)
+    assert (train.train_iters, train.global_batch_size, train.lr, train.packing) == (1997, 32, 1e-3, False)
     assert (objective.ttt_steps, objective.loss, finetune.seq_length) == (4, "soft_ce", 384)
+    assert train.micro_batch_size == 32
     assert objective.step_weights is objective.step_decay is None
     assert export.max_draft_len == 4 and alone.draft_lens == lookup.draft_lens == (4,)
     assert (alone.decode.sa_threshold, lookup.decode.sa_threshold) == (None, 2)
@@ -144,6 +145,9 @@ def test_short_recipe(start: Any) -> None:
     assert {run.objective.step_decay for name, run in started if name == "finetune"} == {0.9}
     assert [name for name, _ in started if name in ("generate", "quantize")] == ["quantize"]
     assert started[1][1].train.train_iters == 7 and started[1][1].objective.ttt_steps == 4
+    (tmp_path / "train.jsonl").write_text("{}\n" * 640)
+    code, said, started = start(*chain, "third", data="train.jsonl")
+    assert code == 0 and started[1][1].train.train_iters == 53, said  # 2.6 passes in steps of 32
 
 
 def test_short_recipe_on_a_tiny_base(start: Any, tmp_path: Path) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from benchmarks import measure_overlap, tp_overlap
+from megatron_spec.runtime import platform
 from tests.worlds import run_world
 
 
@@ -23,3 +26,20 @@ def test_tiny() -> None:
         assert [*rows["all-reduce, 2 pieces"]] == ["base, a layer"]
         assert [*rows["no sums, gradients after"]] == ["draft, a step"]
         assert all(ms > 0 for row in rows.values() for ms in row.values())
+
+
+@pytest.mark.parametrize(
+    "ranks, words, said",
+    [
+        ("1", ["--tiny"], "found 1 processes, expected 2: start it with torchrun --nproc-per-node 2"),
+        ("2", [], "no GPU was found, expected two: --tiny runs in miniature on CPUs"),
+    ],
+)
+def test_refused_before_anything_starts(
+    ranks: str, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    monkeypatch.setattr(platform, "has_cuda", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        tp_overlap.main(words)
+    assert capsys.readouterr().err.endswith(f"error: {said}\n")

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import flops, measure_training, train_throughput
+from benchmarks import fake_quant, flops, measure_training, train_throughput
 from benchmarks.shapes import SHAPES, base_shape
-from megatron_spec.config import presets
+from megatron_spec.config import UserError, presets
+
+
+def fake_quant_run() -> None:
+    fake_quant.main(fake_quant.make_parser().parse_args([]))
 
 
 def test_counts_the_plain_algorithm() -> None:
@@ -111,3 +118,29 @@ def test_flags_without_effect_are_refused(words: str, said: str, capsys: pytest.
     with pytest.raises(SystemExit) as left:
         train_throughput.parse(words.split())
     assert left.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--only 4096", "--only 4096: expected a length and a number of steps, such as 4096x7"),
+        ("--only 64x0", "--only 64x0: expected"),
+        ("--iters 0", "--iters 0: expected at least 1"),
+        ("--supervised-share 2", "--supervised-share 2: expected above 0, at most 1"),
+        ("--output nowhere/x.json", "its folder does not exist"),
+        ("--draft dflash --block-size 0", "block_size must be at least 2, found 0"),
+    ],
+)
+def test_wrong_input_is_one_error(words: str, said: str) -> None:
+    command = [sys.executable, "benchmarks/train_throughput.py", "--tiny", *words.split()]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert f"train_throughput.py: error: {said}" in done.stderr or said in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("run", [lambda: train_throughput.main(["--only", "64x2"]), fake_quant_run])
+def test_without_a_gpu_only_the_miniature_runs(run: Callable[[], object]) -> None:
+    """Nothing is allocated: an 8B model does not fit a laptop."""
+    with pytest.raises(UserError, match="no GPU was found, expected one: --tiny"):
+        run()
