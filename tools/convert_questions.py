@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from megatron_spec import cli
@@ -81,6 +82,8 @@ def lines(args: argparse.Namespace) -> Iterator[str]:
 
 def main(args: argparse.Namespace) -> None:
     """Read, convert, write. Raises UserError for invalid input."""
+    if args.output and Path(args.output).resolve() == Path(args.data).resolve():
+        raise UserError(f"--output {args.output} is the question file, too: it would be overwritten")
     text = "".join(lines(args))
     if args.output:
         write_text(args.output, text)

@@ -169,6 +169,14 @@ def convert(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[st
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+def test_the_question_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = questions(tmp_path / "q.jsonl", "p")
+    before = data.read_bytes()
+    with pytest.raises(UserError, match="is the question file, too"):
+        convert(capsys, str(data), "--output", str(data))
+    assert data.read_bytes() == before
+
+
 def test_question_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = str(questions(tmp_path / "q.jsonl", "p", "ü"))
     assert convert(capsys, data) == [{"text_input": "p"}, {"text_input": "ü"}]
