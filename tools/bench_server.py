@@ -14,12 +14,13 @@ import argparse
 import asyncio
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megatron_spec import cli
 from megatron_spec.config import UserError
 from megatron_spec.runtime.files import write_json
-from megatron_spec.serving.measure import Level, Server, run_level, warm_up
+from megatron_spec.serving.measure import Level, Messages, Server, run_level, warm_up
 
 
 def levels(text: str) -> list[int]:
@@ -39,14 +40,19 @@ def make_parser() -> cli.Parser:
     p.add_argument("--url", required=True, help="server, for example http://localhost:8000")
     p.add_argument("--compare", metavar="URL", help="second server")
     p.add_argument(
-        "--data", required=True, metavar="JSONL", help="question file or conversations; only the first turn is sent"
+        "--data",
+        required=True,
+        metavar="JSONL",
+        help="question file or conversations; what comes before the first answer is sent",
     )
     p.add_argument("--num-prompts", type=cli.at_least_one, metavar="N", help="use the first N (default: all)")
     p.add_argument("--concurrency", type=levels, default=[1], help="requests in flight, for example 1,2,4 (default: 1)")
     p.add_argument("--max-tokens", type=cli.at_least_one, default=128, help="maximum tokens per answer (default: 128)")
     p.add_argument("--temperature", type=float, default=0.0)
     p.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens tokens (vLLM, SGLang)")
-    p.add_argument("--warm-up", type=int, default=2, metavar="N", help="requests before the measurement (default: 2)")
+    p.add_argument(
+        "--warm-up", type=cli.at_least_zero, default=2, metavar="N", help="requests before the measurement (default: 2)"
+    )
     p.add_argument("--model", help="name of the served model (default: the server's first)")
     p.add_argument("--api-key", default="none")
     p.add_argument("--output", metavar="JSON", help="all figures")
@@ -72,7 +78,7 @@ HEAD = (
 )
 
 
-async def measure(args: argparse.Namespace, prompts: list[str]) -> dict[str, Any]:
+async def measure(args: argparse.Namespace, prompts: list[Messages]) -> dict[str, Any]:
     """Run all levels, printing the table row by row."""
     options: dict[str, Any] = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     if args.ignore_eos:
@@ -106,10 +112,17 @@ def main(args: argparse.Namespace) -> None:
     """Read the prompts, measure, report. Raises UserError if a server does not answer."""
     from megatron_spec.generation.prompts import read_prompts
 
-    texts = [str(p.rounds[0][-1]["content"]) for p in read_prompts(args.data, args.num_prompts)]
-    if args.temperature < 0 or args.warm_up < 0:
-        raise UserError("--temperature and --warm-up must not be negative")
-    report = asyncio.run(measure(args, texts))
+    if args.output and Path(args.output).is_dir():
+        raise UserError(f"--output {args.output} is a folder, expected a file")
+    if args.output and Path(args.output).resolve() == Path(args.data).resolve():
+        raise UserError(f"--data {args.data} is the output, too: it would be overwritten")
+    prompts = read_prompts(args.data, args.num_prompts)
+    for prompt in prompts:
+        if prompt.tools or prompt.template_kwargs:
+            raise UserError(f"{prompt.where}: tools and chat_template_kwargs are not sent, expected messages alone")
+    if not 0 <= args.temperature < float("inf"):
+        raise UserError(f"--temperature {args.temperature}: expected a number from 0")
+    report = asyncio.run(measure(args, [list(p.rounds[0]) for p in prompts]))
     if args.output:
         write_json(args.output, report)
 

@@ -122,7 +122,7 @@ def calibrate(args: argparse.Namespace) -> None:
         "data_sha256": dataset.store.meta["data"], "curve": curve,
     }  # fmt: skip
     write(folder, vocab, report)
-    say(folder, report)
+    say(folder, report, args.load is None)
 
 
 def check_not_replaced(folder: Path, vocab: DraftVocab) -> None:
@@ -168,15 +168,15 @@ def draw(report: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def say(folder: Path, report: dict[str, Any]) -> None:
-    """Print the curve as a table, and what was written."""
+def say(folder: Path, report: dict[str, Any], free: bool) -> None:
+    """Print the curve as a table, and what was written. Args: free: the size may be chosen."""
     sys.stdout.write("draft vocabulary   covered\n")
     sys.stdout.writelines(f"{size:16d}  {share:8.3%}\n" for size, share in report["curve"])
     sys.stdout.write(
         f"{report['draft_vocab_size']} of {report['vocab_size']} tokens cover {report['coverage']:.2%} of "
         f"{report['supervised_tokens']} assistant tokens ({report['distinct_tokens']} distinct); written to {folder}\n"
     )
-    if report["draft_tokens_never_seen"]:
+    if report["draft_tokens_never_seen"] and free:
         sys.stdout.write(
             f"note: {report['draft_tokens_never_seen']} of them never occur in {report['data']}: --draft-vocab-size "
             f"{report['draft_vocab_size'] - report['draft_tokens_never_seen']} covers as much\n"

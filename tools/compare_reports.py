@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_spec import cli
@@ -53,7 +54,9 @@ def make_parser() -> cli.Parser:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Write the page."""
+    """Write the page. Raises UserError if it would replace a report."""
+    if Path(args.html).resolve() in {Path(path).resolve() for path in args.reports}:
+        raise UserError(f"--html {args.html} is a report, too: it would be overwritten")
     html.write_html(args.html, read_reports(args.reports, args.names))
 
 

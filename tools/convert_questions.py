@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from megatron_spec import cli
@@ -47,19 +48,29 @@ def questions(args: argparse.Namespace) -> Iterator[str]:
     prompts = [p for p in read_prompts(args.data) if args.category in (None, p.category)]
     if not prompts:
         raise UserError(f"{args.data} has no question of category {args.category!r}")
-    render = renderer(args.chat_template) if args.chat_template else str
+    render = renderer(args.chat_template) if args.chat_template else None
     for prompt in prompts:
-        for messages in prompt.rounds if args.turns == "all" else prompt.rounds[:1]:
-            yield render(messages[-1]["content"])
+        system = [m for m in prompt.rounds[0] if m["role"] != "user"]
+        for i, messages in enumerate(prompt.rounds if args.turns == "all" else prompt.rounds[:1]):
+            asked = [*(system if i else ()), *messages]
+            if render is not None:
+                yield render(asked, prompt)
+            elif len(asked) > 1:
+                raise UserError(
+                    f"{prompt.where}: found messages of {', '.join(m['role'] for m in asked)}, expected one question, "
+                    "as the output has one text: give --chat-template to render them"
+                )
+            else:
+                yield str(asked[0]["content"])
 
 
 def renderer(folder: str) -> Any:
-    """Function that renders a text as one user turn with the chat template."""
+    """Function that renders messages with the chat template, up to the answer."""
     from megatron_spec.data.tokenizer import load_tokenizer
 
     tokenizer: Any = load_tokenizer(folder)
-    return lambda text: tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    return lambda messages, prompt: tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, tools=prompt.tools, **prompt.template_kwargs
     )
 
 
@@ -81,6 +92,8 @@ def lines(args: argparse.Namespace) -> Iterator[str]:
 
 def main(args: argparse.Namespace) -> None:
     """Read, convert, write. Raises UserError for invalid input."""
+    if args.output and Path(args.output).resolve() == Path(args.data).resolve():
+        raise UserError(f"--output {args.output} is the question file, too: it would be overwritten")
     text = "".join(lines(args))
     if args.output:
         write_text(args.output, text)

@@ -96,8 +96,12 @@ def check(args: argparse.Namespace) -> None:
     wrong = [url for url in args.url if not url.startswith(("http://", "https://"))]
     if wrong:
         raise UserError(f"--url {wrong[0]}: expected http://HOST:PORT/v1")
-    if args.timeout <= 0:
+    if not args.timeout > 0:
         raise UserError(f"--timeout {args.timeout}: expected a positive number of seconds")
+    if args.temperature is not None and not 0 <= args.temperature < float("inf"):
+        raise UserError(f"--temperature {args.temperature}: expected a number from 0")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise UserError(f"--top-p {args.top_p}: expected a number above 0 and at most 1")
     if not Path(args.data_path).is_file():
         raise UserError(f"--data-path {args.data_path}: no such file")
 

@@ -56,8 +56,7 @@ def validate(run: ValidateRun) -> Report:
     own_draft = run.load is not None and run.decode.decoding_type not in WITHOUT_DRAFT
     if run.output is None and not own_draft:
         raise UserError("--output: expected a file for the report (the default is for the draft of --load)")
-    if any(p is not None and Path(p).resolve() == Path(run.data).resolve() for p in (run.output, run.html_output)):
-        raise UserError(f"--data {run.data} is the output, too: it would be overwritten")
+    _check_outputs(run)
     if run.html_output is not None:
         html.require_matplotlib()
     dtype = torch.float64 if run.fp64 else torch.bfloat16 if run.bf16 else torch.float32
@@ -74,6 +73,20 @@ def validate(run: ValidateRun) -> Report:
         models = load_models(inputs, world, dtype, run.plain, run.draft_transformer_impl, run.layers)
     draft = (run.load if own_draft else None) or inputs.decode.speculative_model or inputs.kind
     return _measure(run, prompts, inputs, models, world, str(draft))
+
+
+def _check_outputs(run: ValidateRun) -> None:
+    """Raise UserError for an output that is a folder, the prompts, or another output."""
+    report = run.output or Path(run.load or "") / "validate.json"
+    files = {"--output": report, "--html": run.html_output}
+    outputs = {flag: Path(path).resolve() for flag, path in files.items() if path is not None}
+    if Path(run.data).resolve() in outputs.values():
+        raise UserError(f"--data {run.data} is the output, too: it would be overwritten")
+    if len(set(outputs.values())) < len(outputs):
+        raise UserError(f"--html {run.html_output} is the file of the report, too: give another one")
+    for flag, path in outputs.items():
+        if path.is_dir():
+            raise UserError(f"{flag} {path} is a folder, expected a file")
 
 
 def _measure(

@@ -288,12 +288,18 @@ def parse_conversation(record: Any, where: str) -> Conversation:
         raise BadConversation(f"{where}: {keys[0]} must be a list of at least one message", "no messages")
     messages = [parse_message(message, f"{where}, message {i}") for i, message in enumerate(raw)]
     messages = _with_system(messages, record.get("system"), where)
-    identifier = str(record.get("conversation_id", record.get("id", "")))
-    check_text(identifier, where)
+    identifier = read_identifier(record, where)
     given = record.get("answer_ids")
     answer_ids = None if given is None else _answer_ids(given, messages, where)
     rejected = None if record.get("rejected") is None else _rejected(record["rejected"], messages, where)
     return Conversation(messages, where, identifier, *read_extras(record, where), answer_ids, rejected)
+
+
+def read_identifier(record: dict[str, Any], where: str) -> str:
+    """`conversation_id` of a line, or `id`; '' without either. Raises BadConversation."""
+    found = next((record[key] for key in ("conversation_id", "id") if record.get(key) not in (None, "")), "")
+    check_text(str(found), where)
+    return str(found)
 
 
 def read_extras(record: dict[str, Any], where: str) -> tuple[list[Any] | None, dict[str, Any]]:

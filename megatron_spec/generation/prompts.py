@@ -22,6 +22,7 @@ from megatron_spec.data.conversations import (
     numbered_lines,
     parse_conversation,
     read_extras,
+    read_identifier,
 )
 from megatron_spec.generation.answers import Answered, Message, answer_message
 
@@ -87,6 +88,8 @@ def _records(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
 
 def _question(record: dict[str, Any], where: str, stem: str, number: int) -> Prompt:
     turns = record["turns"]
+    if both := [key for key in ("conversations", "messages") if key in record]:
+        raise UserError(f"{where}: found turns and {both[0]}, expected exactly one of conversations, messages, turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
         raise UserError(f"{where}: found turns {str(turns)[:80]!r}, expected a list of texts, none of them empty")
     system = record.get("system")
@@ -95,7 +98,7 @@ def _question(record: dict[str, Any], where: str, stem: str, number: int) -> Pro
     check_text([turns, system], where)
     told: tuple[Message, ...] = ({"role": "system", "content": system},) if system and system.strip() else ()
     rounds = tuple((*(() if i else told), {"role": "user", "content": turn}) for i, turn in enumerate(turns))
-    identifier = str(record.get("conversation_id") or f"{stem}-{record.get('question_id', number)}")
+    identifier = read_identifier(record, where) or f"{stem}-{record.get('question_id', number)}"
     return Prompt(identifier, str(record.get("category") or "none"), rounds, where, *read_extras(record, where))
 
 

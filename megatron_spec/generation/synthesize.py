@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,8 @@ def read_records(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _parts(output: Path) -> list[Path]:
-    return sorted(output.parent.glob(f"{output.name}.part*"))
+    found = output.parent.iterdir() if output.parent.is_dir() else ()
+    return sorted(p for p in found if re.fullmatch(re.escape(output.name) + r"\.part\d+", p.name))
 
 
 def _known(output: Path) -> dict[str, dict[str, Any]]:

@@ -18,6 +18,9 @@ from typing import Any
 
 from megatron_spec.config import UserError
 
+Messages = Sequence[Any]
+"""A chat: {"role", "content"}, the last one to be answered."""
+
 QUANTILES = (50, 90, 99)
 _COUNTERS = {
     "drafts": ("vllm:spec_decode_num_drafts", "sglang:spec_verify_ct"),
@@ -152,8 +155,8 @@ class Server:
                 raise UserError(f"{self.url} names no model ({type(e).__name__}: {e}): is the server up?") from None
         return self.model
 
-    async def ask(self, prompt: str) -> Answer:
-        """One streamed answer. Raises UserError with what the server said."""
+    async def ask(self, messages: Messages) -> Answer:
+        """One streamed answer to chat messages. Raises UserError with what the server said."""
         start = time.perf_counter()
         first = last = None
         parts: list[str] = []
@@ -161,7 +164,7 @@ class Server:
         streamed = False
         try:
             stream = await self.client.chat.completions.create(
-                model=await self.find_model(), messages=[{"role": "user", "content": prompt}], stream=True,
+                model=await self.find_model(), messages=messages, stream=True,
                 stream_options={"include_usage": True}, **self.options,
             )  # fmt: skip
             async for chunk in stream:
@@ -181,7 +184,7 @@ class Server:
         return Answer("".join(parts), tokens or chunks, (first or end) - start, (last or end) - start)
 
 
-async def run_level(server: Server, prompts: Sequence[str], concurrency: int) -> tuple[Level, list[str]]:
+async def run_level(server: Server, prompts: Sequence[Messages], concurrency: int) -> tuple[Level, list[str]]:
     """All prompts with so many in flight: (figures, texts in the order of the prompts)."""
     answers: list[Answer | None] = [None] * len(prompts)
     waiting = iter(range(len(prompts)))
@@ -208,7 +211,7 @@ async def run_level(server: Server, prompts: Sequence[str], concurrency: int) ->
     return level, [a.text for a in found]
 
 
-async def warm_up(server: Server, prompts: Sequence[str], count: int) -> None:
+async def warm_up(server: Server, prompts: Sequence[Messages], count: int) -> None:
     """`count` answers whose times do not count."""
     for i in range(count):
         await server.ask(prompts[i % len(prompts)])

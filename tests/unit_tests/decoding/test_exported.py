@@ -160,3 +160,11 @@ def test_mismatches_are_refused_before_loading(shipped: Any, tmp_path: Path, mon
             chain.validate(shipped[1], decode=FEW.replace(decoding_type="NGram"), **options)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="would be overwritten"):
         chain.validate(shipped[1], base=base, output=shipped[1], decode=FEW.replace(decoding_type="NGram"))
+    for output, page, message in (
+        (tmp_path, None, r"--output .* is a folder"),
+        (tmp_path / "x.json", tmp_path, r"--html .* is a folder"),
+        (tmp_path / "x.json", tmp_path / "x.json", "is the file of the report, too"),
+    ):
+        files = {"output": str(output), "html_output": page and str(page)}
+        with pytest.raises(UserError, match=message):
+            chain.validate(shipped[1], base=base, decode=FEW.replace(decoding_type="NGram"), **files)

@@ -61,11 +61,23 @@ def test_chat_files_keep_everything_but_answers(tmp_path: Path) -> None:
         ([{"messages": [{"role": "tool", "content": "x"}]}], "tool turns"),
         ([{"messages": [{"role": "system", "content": "x"}]}], "no user message"),
         ([{"prompt": "x"}], "line 1: found keys prompt"),
+        ([{"turns": ["a"], "messages": [{"role": "user", "content": "x"}]}], "line 1: found turns and messages"),
+        ([{"turns": ["a"], "id": "x"}, {"turns": ["b"], "conversation_id": "x"}], "line 2: identifier 'x' was used"),
     ],
 )
 def test_bad_files_are_refused_with_the_line(tmp_path: Path, records: list[Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_prompts(_write(tmp_path / "p.jsonl", *records))
+
+
+def test_an_identifier_of_null_is_none(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "x"}]
+    lines = [
+        {"conversation_id": None, "messages": said}, {"conversation_id": None, "messages": said},
+        {"conversation_id": None, "id": 0, "messages": said}, {"id": None, "turns": ["x"]}, {"id": "q", "turns": ["x"]},
+    ]  # fmt: skip
+    found = read_prompts(_write(tmp_path / "p.jsonl", *lines))
+    assert [p.identifier for p in found] == ["p-1", "p-2", "0", "p-4", "q"]
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:

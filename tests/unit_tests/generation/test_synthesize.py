@@ -218,6 +218,16 @@ def test_unrelated_files_are_not_overwritten(chat: Any, tmp_path: Path) -> None:
     assert thesis.read_text(encoding="utf-8") == "do not lose me\n" and list(tmp_path.iterdir()) == [thesis]
 
 
+def test_an_output_may_have_any_name(chat: Any, tmp_path: Path) -> None:
+    """Its parts are found, and nothing else is."""
+    output, mine = tmp_path / "out[1].jsonl", tmp_path / "out[1].jsonl.part_of_mine"
+    mine.write_text("do not lose me\n", encoding="utf-8")
+    assert _to_file(chat, chat.prompts[:1], output) == 1
+    assert len(read_records(output)) == 1
+    names = {output.name, f"{output.name}.meta.json", mine.name}
+    assert {path.name for path in tmp_path.iterdir()} == names and mine.read_text(encoding="utf-8")
+
+
 def test_rejections_are_those_of_the_draft(chat: Any, records: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     """Every answer has the places of its own decoding; other options of drafting need another file."""
     options: dict[str, Any] = {

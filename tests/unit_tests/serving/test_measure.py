@@ -129,6 +129,31 @@ def test_compares_two_servers(servers: list[Any], tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out.count("\n| ") == 3
 
 
+def test_bad_flags_are_refused_before_any_request(servers: list[Any], tmp_path: Path) -> None:
+    data = questions(tmp_path / "q.jsonl", "p")
+    for flags, words in (
+        (["--output", str(data)], "is the output, too"),
+        (["--output", str(tmp_path)], "is a folder"),
+        (["--temperature", "-1"], "expected a number from 0"),
+        (["--temperature", "nan"], "expected a number from 0"),
+    ):
+        with pytest.raises(UserError, match=words):
+            run("--url", url(servers[0]), "--data", str(data), *flags)
+    assert servers[0].requests == []
+
+
+def test_the_system_text_is_sent(servers: list[Any], tmp_path: Path) -> None:
+    line = {"question_id": 1, "system": "be brief", "turns": ["p", "q"]}
+    data = tmp_path / "q.jsonl"
+    data.write_text(json.dumps(line))
+    run("--url", url(servers[0]), "--data", str(data), "--concurrency", "1", "--warm-up", "0")
+    assert [m["content"] for m in servers[0].requests[0]["messages"]] == ["be brief", "p"]
+    chat = {"messages": [{"role": "user", "content": "p"}], "tools": [{"type": "function", "function": {"name": "f"}}]}
+    data.write_text(json.dumps(chat))
+    with pytest.raises(UserError, match="tools and chat_template_kwargs are not sent"):
+        run("--url", url(servers[0]), "--data", str(data))
+
+
 def test_server_refusals_are_reported(servers: list[Any], tmp_path: Path) -> None:
     data = str(questions(tmp_path / "q.jsonl", "bad"))
     with pytest.raises(UserError, match="too long"):
@@ -156,6 +181,14 @@ def convert(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[st
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+def test_the_question_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = questions(tmp_path / "q.jsonl", "p")
+    before = data.read_bytes()
+    with pytest.raises(UserError, match="is the question file, too"):
+        convert(capsys, str(data), "--output", str(data))
+    assert data.read_bytes() == before
+
+
 def test_question_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = str(questions(tmp_path / "q.jsonl", "p", "ü"))
     assert convert(capsys, data) == [{"text_input": "p"}, {"text_input": "ü"}]
@@ -167,3 +200,17 @@ def test_question_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for wrong in (["--category", "c"], ["--format", "trtllm-bench", "--field", "text"], ["--output-tokens", "5"]):
         with pytest.raises(UserError):
             convert(capsys, data, *wrong)
+
+
+def test_system_texts_are_rendered_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "q.jsonl"
+    data.write_text(json.dumps({"question_id": 1, "system": "s", "turns": ["p", "q"]}))
+    with pytest.raises(UserError, match="line 1: found messages of system, user, expected one question"):
+        convert(capsys, str(data))
+    monkeypatch.setattr(
+        convert_questions, "renderer", lambda _: lambda messages, _: " | ".join(m["content"] for m in messages)
+    )
+    found = convert(capsys, str(data), "--turns", "all", "--chat-template", "x")
+    assert found == [{"text_input": "s | p"}, {"text_input": "s | q"}]

@@ -113,6 +113,16 @@ def test_advice_on_sizes_near_the_whole_vocabulary(model, tmp_path, capsys):
     assert "note: 4 of them never occur" in (said := capsys.readouterr().out) and "--draft-vocab-size 5 covers" in said
 
 
+@pytest.mark.parametrize("free", [True, False])
+def test_a_smaller_vocabulary_is_no_advice_for_a_draft_that_exists(tmp_path, capsys, free):
+    report = {
+        "curve": [], "draft_vocab_size": 9, "vocab_size": 9, "coverage": 1.0, "supervised_tokens": 9,
+        "distinct_tokens": 5, "draft_tokens_never_seen": 4, "data": "d.jsonl",
+    }  # fmt: skip
+    calibrate_draft_vocab.say(tmp_path, report, free)
+    assert ("--draft-vocab-size 5 covers" in capsys.readouterr().out) == free
+
+
 def test_megatron_base_with_a_tokenizer_elsewhere(model, tmp_path):
     folder, _ = model
     base = tmp_path / "megatron"

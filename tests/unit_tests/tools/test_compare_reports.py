@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_spec.config import UserError
-from tools.compare_reports import read_reports
+from tools.compare_reports import main, make_parser, read_reports
 
 
 def write(path: Path, prompts: str = "a.jsonl", **about: str) -> str:
@@ -29,3 +29,11 @@ def test_reports_need_names_and_equal_settings(tmp_path: Path) -> None:
         read_reports([one, write(tmp_path / "3.json", "b.jsonl")], ["x", "y"])
     with pytest.raises(UserError, match=r"expected a report of validate\.py"):
         read_reports([str(tmp_path)], None)
+
+
+def test_a_report_is_not_overwritten(tmp_path: Path) -> None:
+    one = write(tmp_path / "1.json")
+    before = Path(one).read_bytes()
+    with pytest.raises(UserError, match="is a report, too"):
+        main(make_parser().parse_args([one, "--html", one]))
+    assert Path(one).read_bytes() == before

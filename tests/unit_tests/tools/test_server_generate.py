@@ -209,6 +209,9 @@ def test_invalid_flags_are_refused_before_any_request(prompts, tmp_path):
         for flags, words in (
             (["--url", "localhost:8000"], "expected http://HOST:PORT/v1"),
             (["--timeout", "0"], "expected a positive number of seconds"),
+            (["--temperature", "-1"], "--temperature -1.0: expected a number from 0"),
+            (["--temperature", "nan"], "--temperature nan: expected a number from 0"),
+            (["--top-p", "0"], "--top-p 0.0: expected a number above 0"),
             (["--extra-body", "[1]"], "expected a JSON object"),
             (["--extra-body", "{"], "is not JSON"),
             (["--data-path", str(tmp_path / "absent")], "no such file"),
