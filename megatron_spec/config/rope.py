@@ -76,9 +76,9 @@ def read_rope(raw: dict[str, Any], where: str) -> RopeConfig:
             raise UserError(f"{where}: {name} is {raw[name]!r}, expected an object or null")
     values = rope_values(raw)
     _warn_of_contradiction(raw, values, where)
-    kind = values.get("rope_type", values.get("type", "default"))
-    kind = _SPELLINGS.get(kind, kind) if isinstance(kind, str) else kind
-    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
+    kind: Any = values.get("rope_type", values.get("type", "default"))
+    kind = _SPELLINGS.get(str(kind), kind)
+    if str(kind) not in ROPE_FIELDS:
         raise UserError(f"{where}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_FIELDS)}")
     missing = [name for name in ROPE_FIELDS[kind] if values.get(name) is None]
     if missing:

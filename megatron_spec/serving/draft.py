@@ -37,6 +37,7 @@ NAMES: dict[Method, str] = {
 ENGINES: dict[Engine, str] = {
     "vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM (PyTorch backend)",
 }  # fmt: skip
+_SPECULATORS = "it is in the format of speculators (write it again with tools/check_export.py --fix, or export hf)"
 _SECOND_MODEL = ("draft_target", "pard")
 
 
@@ -128,7 +129,8 @@ def exported(
     model = str(folder) if named else str(Path(place or path).resolve())  # an engine downloads it itself
     if config.get("speculators_model_type") in ("eagle3", "peagle"):
         parallel = config["speculators_model_type"] == "peagle"
-        return Speculation("eagle3", max_draft_len or 3, model, parallel=parallel, **options)
+        lost: dict[Any, str] = dict.fromkeys(("sglang", "trtllm"), _SPECULATORS)
+        return Speculation("eagle3", max_draft_len or 3, model, parallel=parallel, unserved=lost, **options)
     architectures = config.get("architectures") or []
     method = next((m for part, m in _METHODS for name in architectures if part in name), None)
     method = method or _method_of_tensors(path, architectures)

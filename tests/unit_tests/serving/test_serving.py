@@ -83,6 +83,9 @@ def test_every_engine_gets_supported_kinds(tmp_path: Path) -> None:
         exported(draft(tmp_path / "mtp", architectures=["LlamaForCausalLMMTP"]))
     speculators = draft(tmp_path / "s", architectures=["Eagle3Speculator"], speculators_model_type="eagle3")
     assert exported(speculators).method == "eagle3"
+    exported(speculators).require(("eagle3",), "vllm")
+    with pytest.raises(UserError, match="SGLang does not serve this draft: it is in the format of speculators"):
+        exported(speculators).require(("eagle3",), "sglang")
 
 
 def test_vllm_names_the_method(tmp_path: Path) -> None:
