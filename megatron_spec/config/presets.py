@@ -121,10 +121,8 @@ def _rope_overrides(base: BaseConfig, overrides: dict[str, Any], where: str) -> 
     for key in scaling.keys() - known:
         raise UserError(f"{where}: rope_scaling has unknown key {key!r}{suggest(key, known)}")
     kind = scaling.pop("type", None)
-    if scaling:
+    if scaling or kind:
         scaling["rope_type"] = scaling.get("rope_type", kind or rope.type)
-    elif kind:
-        scaling["rope_type"] = kind
     if scaling and scaling["rope_type"] == rope.type:  # missing fields are the base's
         scaling = {**(rope_scaling_json(rope) or {}), **scaling}
     return read_rope({"rope_theta": theta, "rope_scaling": scaling}, where).to_dict()
