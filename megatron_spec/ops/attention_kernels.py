@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_spec.ops.visibility import Documents, Visibility, within_window
-from megatron_spec.runtime.platform import with_mkl
 
 _aten = torch.ops.aten
 _flash, _flash_backward = _aten._flash_attention_forward, _aten._flash_attention_backward
@@ -70,7 +69,6 @@ class Call:
 # ---- cached: decoding
 
 
-@with_mkl
 def cached(c: Call) -> tuple[Tensor, Tensor, State]:
     """Fold query heads that share keys into rows: keys are not repeated, and any kernel of torch works."""
     B, S, N, D = c.q.shape
@@ -215,7 +213,6 @@ def _bias(c: Call) -> Tensor | None:
     return torch.zeros(mask.shape, dtype=c.q.dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
 
-@with_mkl
 def cpu(c: Call) -> tuple[Tensor, Tensor, State]:
     """torch's flash attention for CPUs."""
     bias = _bias(c)
@@ -225,7 +222,6 @@ def cpu(c: Call) -> tuple[Tensor, Tensor, State]:
     return o.transpose(1, 2), lse.transpose(1, 2), ()
 
 
-@with_mkl
 def cpu_backward(c: Call, do: Tensor, o: Tensor, lse: Tensor, _: State) -> tuple[Tensor, Tensor, Tensor]:
     """Backward of `cpu`."""
     bias = _bias(c)
@@ -257,7 +253,6 @@ def _causal(c: Call) -> Tensor:
     return ones.tril() if c.causal else ones
 
 
-@with_mkl
 def sdpa(c: Call) -> tuple[Tensor, Tensor, State]:
     """torch's `scaled_dot_product_attention`; no log-sum-exp."""
     q, k, v = _heads_first(c.q, c.k, c.v)

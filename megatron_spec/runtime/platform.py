@@ -2,7 +2,7 @@
 
 megatron-core writes `device="cuda"`, calls `torch.cuda.current_device()` and compares `tensor.type()` with
 'torch.cuda.FloatTensor'. On a machine without a GPU, `activate()` enters, once at start-up, a torch function mode that
-redirects all of these to the CPU, and chooses the faster fp32 products. With a GPU it does nothing.
+redirects all of these to the CPU. With a GPU it does nothing.
 """
 
 from __future__ import annotations
@@ -164,56 +164,6 @@ def activate() -> None:
     cuda.current_stream = lambda *_, **__: contextlib.nullcontext()
     _active = _CpuMode()
     _active.__enter__()
-    multiply_with_onednn()
-
-
-_mkl_precision: str | None = None
-"""torch's matmul precision before `multiply_with_onednn`, if that changed it."""
-
-
-def multiply_with_onednn() -> bool:
-    """Let oneDNN instead of MKL multiply fp32 matrices on this CPU, if it does so in fp32. Returns whether it does.
-
-    MKL uses AVX-512 on Intel's CPUs alone; on AMD's, oneDNN is about twice as fast. torch only asks it where products
-    may be rounded to bf16 internally; CPUs with AMX do that, others do not.
-    """
-    global _mkl_precision
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
-        return False
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    exact = all(_keeps_fp32(*shape) for shape in ((1, 1), (1, 512), (8, 64)))
-    if exact:
-        _mkl_precision = before
-    else:
-        torch.set_float32_matmul_precision(before)
-    return exact
-
-
-def _keeps_fp32(batch: int, rows: int) -> bool:
-    """True if products of so many rows read all bits of both factors: a bf16, and a sum of two, round 1 + 2^-8 + 2^-17.
-    Sums of 64 of these are exact in fp32."""
-    x, y = torch.zeros(batch, rows, 512), torch.ones(batch, 512, 64)
-    x[..., ::8] = value = 1 + 2**-8 + 2**-17
-    products = [torch.matmul(*both) for both in ((x, y), (x.sign(), value * y))]
-    return all(bool((found == 64 * value).all()) for found in products)
-
-
-def with_mkl(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with MKL for its products: in blocks as small as those of torch's attention, oneDNN is slower."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Any) -> Any:
-        """See `with_mkl`."""
-        if _mkl_precision is None:
-            return function(*args)
-        torch.set_float32_matmul_precision(_mkl_precision)
-        try:
-            return function(*args)
-        finally:
-            torch.set_float32_matmul_precision("medium")
-
-    return wrapped
 
 
 def direct() -> contextlib.AbstractContextManager[Any]:

@@ -87,7 +87,10 @@ def test_rows_do_not_depend_on_one_another(
 
     together = run(slice(0, S), caches[0])
     apart = torch.cat([run(slice(s, s + 1), caches[1]) for s in range(S)])
-    assert torch.equal(together, apart)
+    if DEVICE == "cuda":
+        assert torch.equal(together, apart)
+    else:  # the interpreter's products are NumPy's, whose bits depend on the number of rows on some processors
+        torch.testing.assert_close(together, apart)
     assert all(torch.equal(a, b) for a, b in zip(*caches, strict=True))
 
 
