@@ -67,6 +67,7 @@ case $recipe in
   *) fail "--recipe $recipe: expected paper or short" ;;
 esac
 [ -z "$data" ] || [ -z "$synthesize$prompts" ] || fail "--data has conversations: leave --synthesize and --prompts out"
+[ -z "$data" ] || [ -z "$num_prompts" ] || fail "--data is read whole: leave --num_prompts out"
 [ -z "$synthesize" ] || [ -z "$prompts$num_prompts" ] || fail "--synthesize makes up the questions: leave --prompts and --num_prompts out"
 if [ -z "$heldout" ] && [ -n "$base_model" ] && [ -f "$root/runs/mt_bench.jsonl" ]; then
   heldout=$root/runs/mt_bench.jsonl
@@ -126,7 +127,8 @@ if [ -z "$train_iters" ]; then # the short recipe reads its conversations 2.6 ti
   conversations=${synthesize:-$(grep -c . "${data:-$prompts}" || true)}
   [[ $conversations =~ ^[1-9][0-9]*$ ]] || fail "${data:-${prompts:---synthesize}}: $conversations conversations, expected a number above 0"
   [[ $num_prompts =~ ^[1-9][0-9]*$ ]] || fail "--num_prompts $num_prompts: expected a number above 0"
-  train_iters=$(((conversations < num_prompts ? conversations : num_prompts) * 13 / (5 * global_batch) + 1))
+  [ -z "$prompts" ] || [ "$conversations" -le "$num_prompts" ] || conversations=$num_prompts
+  train_iters=$((conversations * 13 / (5 * global_batch) + 1))
 fi
 [ "$num_gpu" -gt 0 ] || export CUDA_VISIBLE_DEVICES=
 

@@ -50,7 +50,7 @@ from megatron_spec.decoding.costs import Costs, NoCosts
 from megatron_spec.decoding.drafters import Observation
 from megatron_spec.decoding.replay import key_step, mapped, padded_rows
 from megatron_spec.decoding.rows import NUMBERS, Outcomes, read_outcomes
-from megatron_spec.decoding.session import DecodeSession
+from megatron_spec.decoding.session import DecodeSession, weight_bytes
 from megatron_spec.decoding.started import Generation, Sequenced, Started
 from megatron_spec.decoding.step import Common
 from megatron_spec.decoding.verify import Drafted
@@ -180,12 +180,9 @@ def _room(base: FrozenBase) -> int:
 
     Collective over the model parallel ranks.
     """
-    memory = platform.device_memory() - sum(p.numel() * p.element_size() for p in base.parameters())
-    room = (
-        max(0, int(MIXED * memory / base.cache_bytes(1)))
-        if reads_by_sequence(base.direct) and math.isfinite(memory)
-        else 0
-    )
+    memory = platform.device_memory() - weight_bytes(base)
+    allowed = reads_by_sequence(base.direct) and 0 < memory < math.inf
+    room = int(MIXED * memory / base.cache_bytes(1)) if allowed else 0
     room_1 = torch.tensor([room], device=base.world.device)
     for group in (base.world.tp, base.world.pp):
         if group.size() > 1:

@@ -120,6 +120,13 @@ class DecodeSession:
         return self._buffers
 
 
+def weight_bytes(module: nn.Module | None) -> int:
+    """Bytes of a module's parameters and buffers on this rank; 0 without one."""
+    if module is None:
+        return 0
+    return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+
+
 def _bytes(cache: KVCache) -> int:
     return sum(x.numel() * x.element_size() for x in (cache.keys, cache.values))
 

@@ -29,7 +29,7 @@ from megatron_spec.decoding.costs import Costs, now
 from megatron_spec.decoding.drafters import build_drafter
 from megatron_spec.decoding.engine import decode, two_best
 from megatron_spec.decoding.replay import timed_recorder_for
-from megatron_spec.decoding.session import DecodeSession
+from megatron_spec.decoding.session import DecodeSession, weight_bytes
 from megatron_spec.decoding.started import Generation
 from megatron_spec.decoding.waiting import groups
 from megatron_spec.evaluation.journal import Journal
@@ -56,12 +56,6 @@ WINDOW = 4
 def tie_tolerance(dtype: torch.dtype, top: float) -> float:
     """Gap of logits that rounding may close: 1e-3 in float32, else a few units in the last place of the largest."""
     return 1e-3 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps * max(1.0, abs(top))
-
-
-def _weight_bytes(module: torch.nn.Module | None) -> int:
-    if module is None:
-        return 0
-    return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
 
 
 def _bytes_per_token(cache: KVCache | None) -> float:
@@ -284,7 +278,7 @@ class _Validation:
         model = self.draft if isinstance(self.draft, torch.nn.Module) else None
         caches = [self.base.new_cache(1, 1), getattr(self.drafters[0], "cache", None)]
         texts = self.config.batch_size * tokens
-        held = [_weight_bytes(self.base), _weight_bytes(model), *(texts * _bytes_per_token(c) for c in caches)]
+        held = [weight_bytes(self.base), weight_bytes(model), *(texts * _bytes_per_token(c) for c in caches)]
         world = self.base.world
         held_F = torch.tensor(held, dtype=torch.float64, device=world.device)
         if world.size > 1:

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_spec.decoding import engine
 from megatron_spec.decoding.engine import decode
+from megatron_spec.decoding.session import weight_bytes
 from megatron_spec.decoding.step import DeviceSteps
 from megatron_spec.decoding.waiting import groups
 from megatron_spec.runtime import platform
@@ -36,7 +37,7 @@ def test_a_group_holds_prompts_of_any_length_in_a_small_cache(rows: int, room: i
 
 def test_the_weights_of_the_base_leave_less_room(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "reads_by_sequence", lambda _: True)
-    weights = sum(p.numel() * p.element_size() for p in tiny.base.parameters())
+    weights = weight_bytes(tiny.base)
     for more, slots in ((40, 10), (0, 0), (-400, 0)):  # a quarter of what the weights leave
         memory = float(weights + more * tiny.base.cache_bytes(1))
         monkeypatch.setattr(platform, "device_memory", lambda memory=memory: memory)
