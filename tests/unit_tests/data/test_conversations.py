@@ -74,6 +74,8 @@ def test_tools_and_template_arguments_may_be_json_text():
     assert encoded(template, record).startswith("sumLOUD")
     assert encoded(template, clean(record, CleanOptions()).line).startswith("sumLOUD")
     assert encoded(template, {"messages": TALK}, template_kwargs={"loud": True}).startswith("LOUD")
+    with pytest.raises(UserError, match=r"the chat template does not read loudd \(did you mean 'loud'\?\)"):
+        encoded(template, {"messages": TALK}, template_kwargs={"loudd": True})
 
 
 @pytest.mark.parametrize("name", conversations.REASONING)
